@@ -21,11 +21,11 @@ pub use allocator::{ALLOCATORS, Allocator, Handle, UnknownAllocator, build};
 pub use append::{Append, BlockCells, BlockCopy};
 use buddy::Buddy;
 use first_fit::FirstFit;
-pub use report::{ArenaReport, ArenaSequence, Counters};
+pub use report::{ArenaCounters, ArenaReport, ArenaSequence};
 pub use resize::Resize;
-pub use views::{BufferOrder, Keys, Layout, Values, View};
+pub use views::{BufferLayout, BufferOrder, Keys, Values, View};
 
-use crate::events::{Change, Events, Reason};
+use crate::events::{Change, ChangeReason, Events};
 use crate::ids::SeqId;
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ pub struct Arena {
     /// Sequences by the time of their last use.
     by_use: BTreeMap<u64, SeqId>,
     uses: u64,
-    counters: Counters,
+    counters: ArenaCounters,
     events: Events,
 }
 
@@ -140,7 +140,7 @@ impl Arena {
             sequences: BTreeMap::new(),
             by_use: BTreeMap::new(),
             uses: 0,
-            counters: Counters::default(),
+            counters: ArenaCounters::default(),
             events: Events::default(),
         })
     }
@@ -231,14 +231,14 @@ impl Arena {
         self.uses += 1;
         self.by_use.insert(self.uses, seq);
         self.sequences.insert(seq, Sequence { handle, used_tokens: 0, last_use: self.uses });
-        self.record(seq, handle.blocks(), Change::Alloc, Reason::Open);
+        self.record(seq, handle.blocks(), Change::Alloc, ChangeReason::Open);
         Ok(Allocated { handle, tokens, evicted })
     }
 
     /// Removes `seq`. Its blocks are free at once, whatever they contain.
     pub fn free_for(&mut self, seq: SeqId) -> Result<Handle, ArenaRefused> {
         let handle = self.remove_sequence(seq)?;
-        self.record(seq, handle.blocks(), Change::Free, Reason::Remove);
+        self.record(seq, handle.blocks(), Change::Free, ChangeReason::Remove);
         Ok(handle)
     }
 
@@ -290,7 +290,7 @@ impl Arena {
         }
         for &seq in &victims {
             let handle = self.remove_sequence(seq).expect("a victim is a live sequence");
-            self.record(seq, handle.blocks(), Change::Evict, Reason::SpaceNeeded);
+            self.record(seq, handle.blocks(), Change::Evict, ChangeReason::SpaceNeeded);
         }
         self.counters.evicted += victims.len() as u64;
         victims

@@ -19,7 +19,7 @@ pub struct BlockEvent {
     /// What happened.
     pub change: Change,
     /// Why it happened.
-    pub reason: Reason,
+    pub reason: ChangeReason,
 }
 
 /// What happened to a block.
@@ -56,7 +56,7 @@ pub enum Change {
 
 /// Why a block changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
+pub enum ChangeReason {
     /// A step added tokens.
     Append,
     /// A sequence was forked.
@@ -101,11 +101,11 @@ names! {
         Change::CopyOnWrite { .. } => "copy_on_write", Change::Store => "store", Change::Hit => "hit",
         Change::Evictable => "idle", Change::Move { .. } => "move", Change::Release => "release",
     }
-    Reason {
-        Reason::Append => "append", Reason::Fork => "fork", Reason::Open => "open", Reason::Rollback => "rollback",
-        Reason::Remove => "remove", Reason::Window => "window", Reason::Duplicate => "duplicate",
-        Reason::Store => "store", Reason::SpaceNeeded => "make_room", Reason::Clear => "clear",
-        Reason::Resize => "resize", Reason::Unpin => "unpin", Reason::Load => "load",
+    ChangeReason {
+        ChangeReason::Append => "append", ChangeReason::Fork => "fork", ChangeReason::Open => "open", ChangeReason::Rollback => "rollback",
+        ChangeReason::Remove => "remove", ChangeReason::Window => "window", ChangeReason::Duplicate => "duplicate",
+        ChangeReason::Store => "store", ChangeReason::SpaceNeeded => "make_room", ChangeReason::Clear => "clear",
+        ChangeReason::Resize => "resize", ChangeReason::Unpin => "unpin", ChangeReason::Load => "load",
     }
 }
 
@@ -172,7 +172,7 @@ impl Events {
         self.group.is_some()
     }
     #[inline]
-    pub fn push(&mut self, block: u32, seq: Option<SeqId>, change: Change, reason: Reason) {
+    pub fn push(&mut self, block: u32, seq: Option<SeqId>, change: Change, reason: ChangeReason) {
         self.counters.count(change);
         if let Some(group) = self.group {
             self.list.push(BlockEvent { step: self.step, group, block, seq, change, reason });

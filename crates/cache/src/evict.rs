@@ -1,6 +1,6 @@
 //! Eviction policies: which cached block is evicted first when space is needed.
 //!
-//! A [`Policy`] turns every use of a block into a [`Rank`]; the block with the smallest rank is evicted first. An
+//! A [`EvictionPolicy`] turns every use of a block into a [`Rank`]; the block with the smallest rank is evicted first. An
 //! [`Order`] keeps the evictable blocks sorted by rank. Blocks that a sequence uses are not in the order.
 //!
 //! A rank is *static between two uses of its block*, even under policies whose scores decay with time: they compute
@@ -76,7 +76,7 @@ impl Rank {
 ///
 /// A policy knows blocks by dense numbers, called *slots*, which the caller assigns and reuses; a policy keeps at
 /// most a few bytes per slot. The calls for a slot are `stored`, then any number of `used`, then `removed`.
-pub trait Policy: Send {
+pub trait EvictionPolicy: Send {
     /// Its name in [`POLICIES`].
     fn name(&self) -> &'static str;
     /// A block was stored in `slot`, which no live block uses. This counts as its first use.
@@ -107,7 +107,7 @@ pub struct Entry {
     pub parameters: &'static [Parameter],
     /// True if the policy needs to know the future; [`build_for_serving`] refuses it.
     pub simulator_only: bool,
-    build: fn(&Parameters) -> Box<dyn Policy>,
+    build: fn(&Parameters) -> Box<dyn EvictionPolicy>,
 }
 
 /// Every policy. A new one needs one file and one entry here.
@@ -210,7 +210,7 @@ impl std::fmt::Display for PolicyError {
 impl std::error::Error for PolicyError {}
 
 /// Builds the policy `name`. Refuses an unknown name, and a parameter that the policy does not read.
-pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, PolicyError> {
+pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn EvictionPolicy>, PolicyError> {
     let unknown = || PolicyError::UnknownPolicy { name: name.to_owned(), serving: false };
     let entry = POLICIES.iter().find(|entry| entry.name == name).ok_or_else(unknown)?;
     parameters.check(entry)?;
@@ -218,7 +218,10 @@ pub fn build(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, Pol
 }
 
 /// Like [`build`], but also refuses policies that need to know the future.
-pub fn build_for_serving(name: &str, parameters: &Parameters) -> Result<Box<dyn Policy>, PolicyError> {
+pub fn build_for_serving(
+    name: &str,
+    parameters: &Parameters,
+) -> Result<Box<dyn EvictionPolicy>, PolicyError> {
     match POLICIES.iter().find(|entry| entry.name == name) {
         Some(entry) if entry.simulator_only => Err(PolicyError::SimulatorOnly { name: entry.name }),
         Some(_) => build(name, parameters),

@@ -134,7 +134,7 @@ impl Removal {
             return Err(Refused::NotAtEnd { seq, expected, got: self.next_position });
         }
         let no_removal = "this kind of cache removes nothing from the middle: use cells";
-        let mut sequences = cache.sequences().ok_or(Refused::NotHere(no_removal))?;
+        let mut sequences = cache.sequences().ok_or(Refused::Unsupported(no_removal))?;
         self.ranges.iter().try_for_each(|range| sequences.seq_rm(seq, range.start, range.end))
     }
 }

@@ -113,7 +113,7 @@ pub enum PagedError {
     /// There is no group, or a group cannot be built.
     Unbuildable(Unbuildable),
     /// The eviction policy or its parameters are invalid.
-    Policy(PolicyError),
+    EvictionPolicy(PolicyError),
     /// Block size and id size do not divide one another.
     Vocabulary { block_tokens: u32, tokens_per_id: u32 },
 }
@@ -122,7 +122,7 @@ impl std::fmt::Display for PagedError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             PagedError::Unbuildable(why) => why.fmt(f),
-            PagedError::Policy(why) => why.fmt(f),
+            PagedError::EvictionPolicy(why) => why.fmt(f),
             PagedError::Vocabulary { block_tokens, tokens_per_id } => write!(
                 f,
                 "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens do not fit into each other: use a block size that divides {tokens_per_id} or is a multiple of it"
@@ -133,7 +133,7 @@ impl std::fmt::Display for PagedError {
 impl std::error::Error for PagedError {}
 impl From<PolicyError> for PagedError {
     fn from(why: PolicyError) -> Self {
-        PagedError::Policy(why)
+        PagedError::EvictionPolicy(why)
     }
 }
 impl From<Unbuildable> for PagedError {
@@ -454,7 +454,7 @@ mod tests {
     /// A plan made before an eviction may write to cells that now belong to another sequence. The borrow rules
     /// prevent it; should they fail to, the epoch check catches it.
     #[test]
-    #[should_panic(expected = "a plan of epoch 1 met a cache of 2")]
+    #[should_panic(expected = "a plan of epoch 1 was applied to a cache of 2")]
     fn no_plan_outlives_an_eviction() {
         let groups =
             vec![GroupSpec { capacity_tokens: 16, visibility: Visibility::FULL, max_step_tokens: 16 }];

@@ -127,7 +127,7 @@ impl Cache {
         }
         let until = start.checked_add(n_tokens).ok_or(Refused::PositionOverflow { seq })?;
         for (g, kind) in self.groups.iter().enumerate() {
-            let kind_blocks = kind.blocks().ok_or(Refused::NotHere(NO_BLOCKS))?;
+            let kind_blocks = kind.blocks().ok_or(Refused::Unsupported(NO_BLOCKS))?;
             kind_blocks.can_load(seq, until, GroupId(g as u16))?;
         }
         self.epoch += 1;

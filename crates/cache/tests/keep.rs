@@ -111,7 +111,7 @@ fn what_makes_no_sense_is_refused() {
     assert_eq!(removal.apply(&mut cache, A), Err(stale), "it was planned for a shorter sequence");
     let mut contiguous = build("contiguous");
     grow(&mut contiguous, 5);
-    assert!(matches!(removal.apply(&mut contiguous, A), Err(Refused::NotHere(_))));
+    assert!(matches!(removal.apply(&mut contiguous, A), Err(Refused::Unsupported(_))));
 }
 
 /// The report of such a sequence as text: its length no longer equals its position.

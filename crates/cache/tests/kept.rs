@@ -32,7 +32,7 @@ fn every_kind_keeps_a_length() {
         let refused = append(&mut cache, seq, 4, Kept::First(5));
         assert_eq!(refused, Err(Refused::KeepsMore { seq, planned: 4, kept: 5 }), "{kind}");
         let refused = append(&mut cache, seq, 1, Kept::Path(&[NodeId(0)]));
-        assert!(matches!(refused, Err(Refused::NotHere(_))), "{kind}: {refused:?}");
+        assert!(matches!(refused, Err(Refused::Unsupported(_))), "{kind}: {refused:?}");
         assert_eq!(cache.report(), before, "{kind}: a refusal changes nothing");
     }
 }
@@ -88,7 +88,7 @@ fn a_tree_keeps_a_path() {
         assert_eq!(refused, Err(Refused::BadParent { seq, node: wrong[wrong.len() - 1] }));
     }
     let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
-    assert!(matches!(step.commit_kept(&[Kept::First(1)]), Err(Refused::NotHere(_))));
+    assert!(matches!(step.commit_kept(&[Kept::First(1)]), Err(Refused::Unsupported(_))));
     let step = Step::begin(&mut cache, &request, &mut plan).unwrap();
     step.commit_kept(&[Kept::Path(&[NodeId(0), NodeId(3), NodeId(4)])]).unwrap();
     assert_eq!((cache.next_position(seq), cache.n_nodes(seq)), (Some(6), Some(0)));

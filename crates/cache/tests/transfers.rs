@@ -112,7 +112,7 @@ fn an_import_for_another_history_is_refused() {
     let refused = Refused::NotAtEnd { seq: B, expected: 1, got: 0 };
     assert_eq!(cache.arrived(loading, ARRIVED), Err(refused));
     assert_eq!(free(&cache), 7);
-    assert!(matches!(cache.load(B, 4), Err(Refused::NotHere(_))), "B ends within a block");
+    assert!(matches!(cache.load(B, 4), Err(Refused::Unsupported(_))), "B ends within a block");
 
     grow(&mut cache, B, 7).unwrap();
     let loading = cache.load(B, 4).unwrap();

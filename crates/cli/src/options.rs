@@ -13,7 +13,7 @@ use kvist_device::{MemoryBudget, Recent, Registry, Storage};
 use kvist_engine::devices::{self, Compute};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_model::config::ModelConfig;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, Opened};
 pub use sampling::{SamplingArgs, shipped_defaults};
 use std::fmt;
@@ -114,7 +114,7 @@ pub struct ModelArgs {
     pub source: SourceArgs,
     /// How the weights of linear layers are stored in memory: as-stored (the file's own encoding), f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
-    pub weights: WeightForm,
+    pub weights: WeightFormat,
     /// Read weights into memory instead of mapping the file, which must then not change underneath
     #[arg(long)]
     pub no_mmap: bool,

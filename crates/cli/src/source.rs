@@ -7,7 +7,7 @@ use kvist_engine::devices;
 use kvist_hub::{Hub, Name, Progress, Resolved, Settings};
 use kvist_model::ModelFile;
 use kvist_model::ModelSize;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use std::path::{Path, PathBuf};
 
 #[derive(Args, Clone, Debug)]
@@ -121,7 +121,7 @@ impl Progress for Bar {
     /// Refuses an unsupported family before its weights (gigabytes) are downloaded.
     fn accept(&mut self, config: &Path) -> Result<(), String> {
         let registry = devices::all();
-        let size = ModelSize::of(&ModelFile::Path(config.into()), registry.device(), WeightForm::AsStored);
+        let size = ModelSize::of(&ModelFile::Path(config.into()), registry.device(), WeightFormat::AsStored);
         size.map(drop).map_err(|error| error.to_string())
     }
 }

@@ -146,7 +146,7 @@ impl<'l> Layer<'l> {
                     Some(sinks) => softmax::factor_with_sink(norm, norms[LANES], sinks[head]),
                 };
                 sums.iter_mut().for_each(|x| *x *= factor);
-                self.values.turn_back(rows.head, sums);
+                self.values.restore(rows.head, sums);
                 let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
                 put(token, head, sums);
             }
@@ -204,7 +204,7 @@ impl<'l> Layer<'l> {
                 plain.iter_mut().zip(query).for_each(|(out, x)| *out = x * scale);
                 behind.fill(0.0);
             }
-            self.keys.turn(rows.head, query(token, rows.head * per_kv + i % per_kv), row);
+            self.keys.transform(rows.head, query(token, rows.head * per_kv + i % per_kv), row);
             row.iter_mut().for_each(|x| *x *= scale);
             match keys.storage.dtype {
                 DType::Q8 => scratch.packed[i].pack_bytes(row, keys.group),

@@ -4,7 +4,7 @@ use crate::layer::Linear;
 use crate::linear::{Inputs, Matrix};
 use crate::{Cpu, steps};
 use kvist_cache::{StepId, StepPlan};
-use kvist_device::weights::{Encoding, FileTensor, WeightForm};
+use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::*;
 
 /// Activations: rows of the largest step, of which the first ones are in use.
@@ -71,7 +71,7 @@ impl Stream {
 }
 
 /// The encoding in memory of a tensor with rows of `row` elements.
-fn resident(stored: Encoding, form: WeightForm, row: usize) -> Encoding {
+fn resident(stored: Encoding, form: WeightFormat, row: usize) -> Encoding {
     match stored.resident(form, row) {
         // bf16 is stored in pairs of inputs.
         Encoding::BF16 if !row.is_multiple_of(2) => Encoding::F32,
@@ -88,7 +88,7 @@ impl Footprint for Cpu {
         Ok(())
     }
 
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64> {
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightFormat) -> Option<u64> {
         let (inputs, rows) = shape.split_last()?;
         let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
         Matrix::resident_bytes(resident(stored, form, *inputs), outputs, *inputs)
@@ -118,7 +118,7 @@ impl Device for Cpu {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        form: WeightForm,
+        form: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Linear, BackendError> {
         let (outputs, inputs, scale) = (tensor.n_rows(), tensor.row_len(), tensor.factor);
@@ -327,7 +327,7 @@ mod tests {
         let products = [-5.0, -7.0, -9.0];
         for (factor, bias) in [(1.0, [0.0; 3]), (0.5, [0.0; 3]), (-2.0, [10.0, 20.0, 30.0])] {
             let tensor = tensor(&[3, 2], &bytes, factor);
-            let layer = cpu.linear(tensor, WeightForm::AsStored, Some(bias.to_vec())).unwrap();
+            let layer = cpu.linear(tensor, WeightFormat::AsStored, Some(bias.to_vec())).unwrap();
             let mut out = [f32::NAN; 3];
             layer.multiply(&cpu.compute, &mut Inputs::default().of(&x, 2), &mut out);
             assert_eq!(out, [0, 1, 2].map(|i| products[i] * factor + bias[i]));
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn weights_without_kernels_take_another_encoding() {
-        let bytes = |encoding, row| Cpu::default().weight_bytes(&[16, row], encoding, WeightForm::AsStored);
+        let bytes = |encoding, row| Cpu::default().weight_bytes(&[16, row], encoding, WeightFormat::AsStored);
         // bf16 is stored in pairs of inputs, so an odd row becomes f32.
         assert_eq!((bytes(Encoding::BF16, 32), bytes(Encoding::BF16, 33)), (Some(32 * 32), Some(33 * 64)));
         assert_eq!(bytes(Encoding::F64, 32), bytes(Encoding::F32, 32));

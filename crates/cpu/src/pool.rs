@@ -288,35 +288,35 @@ impl Side {
 
     /// Transforms a `row` of `head` into the stored form: channels reordered, then rotated. Dot products of two rows
     /// stay the same.
-    pub fn turn(&self, head: usize, row: &[f32], turned: &mut [f32]) {
+    pub fn transform(&self, head: usize, row: &[f32], transformed: &mut [f32]) {
         match self.order(head) {
             Some(order) => {
-                turned.iter_mut().zip(order).for_each(|(x, channel)| *x = row[usize::from(*channel)])
+                transformed.iter_mut().zip(order).for_each(|(x, channel)| *x = row[usize::from(*channel)])
             }
-            None => turned.copy_from_slice(row),
+            None => transformed.copy_from_slice(row),
         }
         match self.shape.storage {
-            Storage { dtype: DType::T4, .. } => rotate_whole(&mut turned[self.shape.group..]),
-            Storage { rotate: true, .. } => rotate(turned),
+            Storage { dtype: DType::T4, .. } => rotate_whole(&mut transformed[self.shape.group..]),
+            Storage { rotate: true, .. } => rotate(transformed),
             _ => {}
         }
     }
 
     /// The inverse of [`turn`](Self::turn).
-    pub fn turn_back(&self, head: usize, row: &mut [f32]) {
+    pub fn restore(&self, head: usize, row: &mut [f32]) {
         match self.shape.storage {
             Storage { dtype: DType::T4, .. } => rotate_whole_back(&mut row[self.shape.group..]),
             Storage { rotate: true, .. } => rotate(row),
             _ => {}
         }
         if let Some(order) = self.order(head) {
-            let turned = row.to_vec();
-            order.iter().zip(turned).for_each(|(channel, x)| row[usize::from(*channel)] = x);
+            let transformed = row.to_vec();
+            order.iter().zip(transformed).for_each(|(channel, x)| row[usize::from(*channel)] = x);
         }
     }
 
     /// True if rows are stored in a transformed form.
-    pub fn turns(&self) -> bool {
+    pub fn transforms(&self) -> bool {
         self.shape.storage.rotate || self.shape.storage.dtype == DType::T4
     }
 

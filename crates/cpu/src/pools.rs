@@ -30,9 +30,9 @@ pub struct CpuPools {
     ledger: KvLedger,
     scratch: Scratch,
     recent: Option<RecentRows>,
-    turned: Vec<f32>, // buffer for one row, transformed as the pool stores it
+    transformed: Vec<f32>, // buffer for one row, transformed as the pool stores it
     begun: Option<StepId>,
-    counters: Counters,
+    counters: KvCounters,
     transfers: FinishedTransfers,
 }
 
@@ -87,9 +87,9 @@ impl CpuPools {
             ledger: KvLedger::new(&spec.budget, device, max_tokens, spec.layout.owners().count()),
             scratch: Scratch::new(spec, compute.threads.n(), &spec.budget)?,
             recent: RecentRows::new(spec, &spec.budget)?,
-            turned: vec![0.0; spec.layout.max_head_dim() as usize],
+            transformed: vec![0.0; spec.layout.max_head_dim() as usize],
             begun: None,
-            counters: Counters::default(),
+            counters: KvCounters::default(),
             transfers: FinishedTransfers::default(),
             spec: spec.clone(),
         })
@@ -214,14 +214,14 @@ impl CpuPools {
             owned.keys.copy(&mut self.slabs, copy.from, copy.to, copy.len);
             owned.values.copy(&mut self.slabs, copy.from, copy.to, copy.len);
         }
-        let turned = &mut self.turned[..head_dim];
+        let transformed = &mut self.transformed[..head_dim];
         let cells = group.writes.iter().flat_map(|run| run.cells());
         let mut written = 0;
         for (token, cell) in cells.enumerate() {
             for head in 0..layer.n_kv_heads {
                 let (k, v) = (k.row(token, head as usize, head_dim), v.row(token, head as usize, head_dim));
-                put(&mut owned.keys, &mut self.slabs, head, cell, k, turned);
-                let v = put(&mut owned.values, &mut self.slabs, head, cell, v, turned);
+                put(&mut owned.keys, &mut self.slabs, head, cell, k, transformed);
+                let v = put(&mut owned.values, &mut self.slabs, head, cell, v, transformed);
                 if let Some(recent) = &mut self.recent {
                     recent.write(owner, token, head as usize, k, v);
                 }
@@ -259,11 +259,11 @@ fn put<'r>(
     head: u32,
     cell: u32,
     row: &'r [f32],
-    turned: &'r mut [f32],
+    transformed: &'r mut [f32],
 ) -> &'r [f32] {
-    let row = if side.turns() {
-        side.turn(head as usize, row, turned);
-        turned
+    let row = if side.transforms() {
+        side.transform(head as usize, row, transformed);
+        transformed
     } else {
         row
     };
@@ -415,14 +415,14 @@ impl Pools for CpuPools {
             return Err(BackendError::Shape { what: "row", expected, elements: row.len() });
         }
         pool.read(&self.slabs, kv_head as usize, cell, row);
-        pool.turn_back(kv_head as usize, row);
+        pool.restore(kv_head as usize, row);
         Ok(())
     }
 
     fn bytes(&self) -> u64 {
         self.ledger.bytes()
     }
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> KvCounters {
         self.counters
     }
 }

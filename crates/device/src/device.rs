@@ -9,7 +9,7 @@
 use crate::error::BackendError;
 use crate::pools::{Backend, PoolSpec, Pools};
 use crate::step_io::*;
-use crate::weights::{Encoding, FileTensor, WeightForm};
+use crate::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_cache::{LayerId, StepPlan};
 
 /// The sizes of a model that determine its buffers.
@@ -123,7 +123,7 @@ pub trait Footprint: Send + Sync {
 
     /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or
     /// if rows are not whole blocks.
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64>;
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightFormat) -> Option<u64>;
 
     /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and
     /// [`Device::stream`] allocate for a decoder of this shape. `None` on overflow.
@@ -195,7 +195,7 @@ pub trait Device: Footprint + Sized + 'static {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        form: WeightForm,
+        form: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Self::Linear, BackendError>;
     fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, BackendError>;

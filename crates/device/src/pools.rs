@@ -81,7 +81,7 @@ pub enum Side {
 
 /// Bytes that the kernels have moved since the pools were made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct KvCounters {
     /// Stored bytes read by attention. Bounded by the cells in use, not by the capacity.
     pub bytes_read: u64,
     /// Stored bytes written for new tokens.
@@ -156,7 +156,7 @@ pub trait Pools: Send {
 
     /// KV bytes currently reserved.
     fn bytes(&self) -> u64;
-    fn counters(&self) -> Counters;
+    fn counters(&self) -> KvCounters;
 }
 
 impl Pools for Box<dyn Pools> {
@@ -206,7 +206,7 @@ impl Pools for Box<dyn Pools> {
     fn bytes(&self) -> u64 {
         (**self).bytes()
     }
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> KvCounters {
         (**self).counters()
     }
 }

@@ -2,7 +2,7 @@
 //! stored rows are f32; all sums are f64.
 mod attention;
 
-use crate::weights::{Encoding, FileTensor, WeightForm};
+use crate::weights::{Encoding, FileTensor, WeightFormat};
 use crate::*;
 use kvist_cache::{StepId, StepPlan};
 
@@ -87,7 +87,7 @@ impl Footprint for Reference {
     fn supports(&self, _: &ModelShape) -> Result<(), BackendError> {
         Ok(())
     }
-    fn weight_bytes(&self, shape: &[usize], _: Encoding, _: WeightForm) -> Option<u64> {
+    fn weight_bytes(&self, shape: &[usize], _: Encoding, _: WeightFormat) -> Option<u64> {
         let elements = shape.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
         u64::try_from(elements.checked_mul(4)?).ok()
     }
@@ -107,7 +107,7 @@ impl Device for Reference {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        _: WeightForm,
+        _: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Linear, BackendError> {
         Ok(Linear { inputs: tensor.row_len(), weight: tensor.to_f32(), bias })

@@ -7,7 +7,7 @@ mod encoding;
 mod exact;
 pub mod super_blocks;
 
-pub use encoding::{Encoding, WeightForm};
+pub use encoding::{Encoding, WeightFormat};
 use std::borrow::Cow;
 
 /// A tensor of a file. Its rows are in the order of Hugging Face checkpoints.

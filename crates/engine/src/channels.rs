@@ -165,7 +165,7 @@ impl Pools for KeyEnergyPools {
     fn bytes(&self) -> u64 {
         self.inner.bytes()
     }
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> KvCounters {
         self.inner.counters()
     }
 }

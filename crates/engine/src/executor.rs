@@ -9,7 +9,7 @@ use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{Counters, Layout, Recent, Registry};
+use kvist_device::{KvCounters, Layout, Recent, Registry};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
@@ -164,7 +164,7 @@ impl ModelExecutor {
         self.failure.as_ref()
     }
     /// Bytes that attention has read, written and moved.
-    pub fn counters(&self) -> Counters {
+    pub fn counters(&self) -> KvCounters {
         self.runner.network.pools().counters()
     }
     /// KV bytes reserved now.

@@ -5,7 +5,7 @@ use kvist_device::*;
 use kvist_model::Error;
 use kvist_model::Opened;
 use kvist_model::config::ModelConfig;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use std::sync::Arc;
 
 /// Tokens of a recent group, which is read in f16. Equals the block size of the server's cache.
@@ -161,7 +161,7 @@ impl MemoryPlan {
     /// the budget. `least` is the shortest useful context: the advice in the error does not go below it.
     pub fn admit(
         opened: &Opened,
-        form: WeightForm,
+        form: WeightFormat,
         registry: &Registry,
         config: &CacheConfig,
         least: usize,
@@ -204,7 +204,7 @@ impl MemoryPlan {
     pub fn free_after(
         opened: &Opened,
         registry: &Registry,
-        form: WeightForm,
+        form: WeightFormat,
         budget: &MemoryBudget,
     ) -> Result<u64, Error> {
         let asked = opened.weight_bytes(registry.device(), form)?;

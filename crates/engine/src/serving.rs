@@ -49,7 +49,7 @@ pub use job::*;
 use kvist_cache::PrefixSpec;
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
-use kvist_scheduler::{Config, Counters, Ended, RequestId, Scheduler};
+use kvist_scheduler::{Config, Ended, RequestId, Scheduler, SchedulerCounters};
 pub use quota::{QuotaFull, QuotaSlot, TenantQuota};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
@@ -152,7 +152,7 @@ pub struct KvBytes {
 pub struct EngineStats {
     pub running: usize,
     pub waiting: usize,
-    pub counters: Counters,
+    pub counters: SchedulerCounters,
     /// KV cells of the layer group in which the scheduler counts capacity.
     pub capacity_cells: u64,
     pub held_cells: u64,

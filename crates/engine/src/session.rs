@@ -3,7 +3,7 @@ use crate::channels::channel_order;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use kvist_cache::*;
-use kvist_device::{Counters, Registry, compact};
+use kvist_device::{KvCounters, Registry, compact};
 use kvist_model::{Error, Model};
 use std::sync::Arc;
 
@@ -94,7 +94,7 @@ impl ModelSession {
     pub fn kv_bytes(&self) -> u64 {
         self.runner.network.pools().bytes()
     }
-    pub fn counters(&self) -> Counters {
+    pub fn counters(&self) -> KvCounters {
         self.runner.network.pools().counters()
     }
     /// Compacts the cache: updates the bookkeeping and moves the KV bytes.

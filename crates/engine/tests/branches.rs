@@ -11,7 +11,7 @@ use kvist_engine::generate::Limits;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
 
@@ -25,7 +25,7 @@ const NEAR_TIE: f32 = 1e-3;
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let options = LoadOptions { form: WeightFormat::F32, ..LoadOptions::default() };
         let budget = kvist_device::MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

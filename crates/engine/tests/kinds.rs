@@ -7,7 +7,7 @@ use kvist_cpu::Cpu;
 use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::{Arc, OnceLock};
 
@@ -52,7 +52,7 @@ const DOCS: [&str; 3] = [
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let options = LoadOptions { form: WeightFormat::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

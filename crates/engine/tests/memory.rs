@@ -9,7 +9,7 @@ use kvist_engine::devices;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::ModelSize;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile, Opened};
 use std::sync::Arc;
 
@@ -34,7 +34,7 @@ const DTYPES: [&str; 16] = [
 ];
 const MIB: u64 = 1 << 20;
 
-fn load(file: &ModelFile, form: WeightForm, budget: &Arc<MemoryBudget>) -> Arc<Model> {
+fn load(file: &ModelFile, form: WeightFormat, budget: &Arc<MemoryBudget>) -> Arc<Model> {
     let options = LoadOptions { form, ..LoadOptions::default() };
     Arc::new(Model::load(file, Cpu::default(), &options, budget, &mut |_, _| {}).unwrap())
 }
@@ -58,7 +58,7 @@ fn compare(what: &str, plan: &Usage, used: &Usage) -> Vec<String> {
 fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
     let registry = devices::all();
     let mut bad = Vec::new();
-    for form in [WeightForm::AsStored, WeightForm::F32, WeightForm::Q8_0] {
+    for form in [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0] {
         let budget = MemoryBudget::unlimited();
         let size = ModelSize::of(&file, &Cpu::default(), form).unwrap();
         let model = load(&file, form, &budget);
@@ -68,7 +68,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
             &budget.usage(),
         ));
         // The cache does not depend on the weight form: one form runs with every dtype.
-        let pairs = if form == WeightForm::F32 { pairs } else { &pairs[..1] };
+        let pairs = if form == WeightFormat::F32 { pairs } else { &pairs[..1] };
         for (row, (k, v)) in pairs.iter().enumerate() {
             for (column, kind) in KINDS.into_iter().enumerate() {
                 let (context, step) = shapes[(row + column) % shapes.len()];
@@ -136,9 +136,9 @@ fn plan_equals_what_a_model_with_two_layer_groups_takes() {
 /// A budget for the embedded model plus `session_bytes`.
 fn tight(session_bytes: u64) -> (Arc<MemoryBudget>, Arc<Model>) {
     let weights =
-        ModelSize::of(&ModelFile::Embedded, &Cpu::default(), WeightForm::AsStored).unwrap().resident_bytes;
+        ModelSize::of(&ModelFile::Embedded, &Cpu::default(), WeightFormat::AsStored).unwrap().resident_bytes;
     let budget = MemoryBudget::new(weights + session_bytes);
-    let model = load(&ModelFile::Embedded, WeightForm::AsStored, &budget);
+    let model = load(&ModelFile::Embedded, WeightFormat::AsStored, &budget);
     (budget, model)
 }
 
@@ -238,11 +238,11 @@ fn a_session_that_does_not_fit_is_refused_with_advice_that_holds() {
 fn admission_reads_no_weights() {
     let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
     let registry = devices::all();
-    let weights = opened.weight_bytes(&Cpu::default(), WeightForm::AsStored).unwrap();
+    let weights = opened.weight_bytes(&Cpu::default(), WeightFormat::AsStored).unwrap();
     let admit = |kind: &str, least: usize, bytes: u64| {
         let config = CacheConfig { kind: kind.into(), ..CacheConfig::new(1024) };
         let budget = MemoryBudget::new(bytes);
-        let plan = MemoryPlan::admit(&opened, WeightForm::AsStored, &registry, &config, least, &budget);
+        let plan = MemoryPlan::admit(&opened, WeightFormat::AsStored, &registry, &config, least, &budget);
         assert_eq!(budget.usage(), Usage::default());
         plan.map(|plan| plan.session_bound()).map_err(|error| error.to_string())
     };
@@ -284,7 +284,7 @@ fn two_sessions_that_do_not_fit_together_do_not_both_begin() {
 
 #[test]
 fn weights_that_do_not_fit_are_refused_by_size() {
-    let size = ModelSize::of(&ModelFile::Embedded, &Cpu::default(), WeightForm::AsStored).unwrap();
+    let size = ModelSize::of(&ModelFile::Embedded, &Cpu::default(), WeightFormat::AsStored).unwrap();
     let budget = MemoryBudget::new(size.resident_bytes - 1);
     let options = LoadOptions::default();
     let error = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})
@@ -302,7 +302,7 @@ fn a_folder_without_weights_is_its_config() {
     let json = std::fs::read_to_string(fixtures("parity/qwen2-window-mixed/config.json")).unwrap();
     std::fs::write(folder.path().join("config.json"), json).unwrap();
     let of = |path: &std::path::Path| {
-        ModelSize::of(&ModelFile::Path(path.into()), &Cpu::default(), WeightForm::AsStored)
+        ModelSize::of(&ModelFile::Path(path.into()), &Cpu::default(), WeightFormat::AsStored)
     };
     let (alone, itself) = (of(folder.path()).unwrap(), of(&folder.path().join("config.json")).unwrap());
     assert_eq!((alone.stored_bytes, alone.resident_bytes), (itself.stored_bytes, itself.resident_bytes));
@@ -318,7 +318,7 @@ fn the_figures_of_llama_7b() {
         "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
         "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "torch_dtype": "float16"}"#;
     std::fs::write(&path, config).unwrap();
-    let size = ModelSize::of(&ModelFile::Path(path), &Cpu::default(), WeightForm::AsStored).unwrap();
+    let size = ModelSize::of(&ModelFile::Path(path), &Cpu::default(), WeightFormat::AsStored).unwrap();
     // 32 layers of 4 projections, 3 matrices of the MLP and 2 norms; two embeddings; a norm.
     let layer = 4 * 4096 * 4096 + 3 * 4096 * 11008 + 2 * 4096;
     let parameters: u64 = 32 * layer + 2 * 32000 * 4096 + 4096;
@@ -369,10 +369,10 @@ fn a_model_says_its_family_and_how_it_is_stored() {
             "{file:?}: {:?}",
             opened.stored_as()
         );
-        let size = ModelSize::of_opened(&opened, &Cpu::default(), WeightForm::AsStored).unwrap();
+        let size = ModelSize::of_opened(&opened, &Cpu::default(), WeightFormat::AsStored).unwrap();
         assert_eq!(
             size.resident_bytes,
-            opened.weight_bytes(&Cpu::default(), WeightForm::AsStored).unwrap(),
+            opened.weight_bytes(&Cpu::default(), WeightFormat::AsStored).unwrap(),
             "{file:?}"
         );
         opened.rename("hf:org/name");

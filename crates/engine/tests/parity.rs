@@ -4,7 +4,7 @@ mod common;
 use common::*;
 use kvist_cpu::Cpu;
 use kvist_model::config::ModelConfig;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{Model, ModelFile};
 use std::path::Path;
 
@@ -28,7 +28,7 @@ fn compare(case: &Path, file: ModelFile, tolerance: f32, check_text: bool) -> Ve
     let name = case.file_name().unwrap().to_string_lossy().into_owned();
     let expected = Expected::read(case);
     // Packed weights use different arithmetic; this compares the values they represent.
-    let form = if name.contains("mxfp4") { WeightForm::F32 } else { WeightForm::AsStored };
+    let form = if name.contains("mxfp4") { WeightFormat::F32 } else { WeightFormat::AsStored };
     let model = match load_in(file, form) {
         Ok(model) => model,
         Err(error) => return vec![format!("{name}: {error}")],
@@ -101,7 +101,7 @@ fn the_fast_products_are_near() {
 fn without_a_cache_the_text_is_the_same() {
     for case in cases("parity") {
         let expected = Expected::read(&case);
-        let model = load_in(ModelFile::Path(case.clone()), WeightForm::F32).unwrap();
+        let model = load_in(ModelFile::Path(case.clone()), WeightFormat::F32).unwrap();
         let n = expected.tokens.len() as u32;
         let mut session = session(&model, &exact("contiguous", n + 64, n + 64));
         let found = greedy(&mut session, &expected.tokens, 64, true);
@@ -123,7 +123,7 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
             // scale would be far outside.
             let expected = Expected::read(&case);
             for (form, tolerance) in
-                [(WeightForm::F32, F32_TOLERANCE), (WeightForm::AsStored, PACKED_TOLERANCE)]
+                [(WeightFormat::F32, F32_TOLERANCE), (WeightFormat::AsStored, PACKED_TOLERANCE)]
             {
                 let options = kvist_model::LoadOptions { form, ..Default::default() };
                 let budget = kvist_device::MemoryBudget::unlimited();
@@ -136,7 +136,7 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
                     let mut session = session(&model, &exact(kind, n, chunk));
                     let found = logits(&mut session, &expected.tokens);
                     let difference = match form {
-                        WeightForm::F32 => max_difference(&found, &expected.logits),
+                        WeightFormat::F32 => max_difference(&found, &expected.logits),
                         _ => relative_difference(&found, &expected.logits),
                     };
                     if difference.is_nan() || difference > tolerance {

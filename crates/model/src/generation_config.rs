@@ -11,7 +11,7 @@ use std::path::Path;
 
 /// Sampling defaults that ship with a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Shipped {
+pub struct SamplingDefaults {
     pub temperature: Option<f32>,
     /// 0 keeps all.
     pub top_k: Option<usize>,
@@ -22,25 +22,25 @@ pub struct Shipped {
     pub repetition_window: Option<usize>,
 }
 
-impl Shipped {
+impl SamplingDefaults {
     /// Empty if the file does not exist.
-    pub(crate) fn from_folder(folder: &Path) -> Result<Shipped, Error> {
+    pub(crate) fn from_folder(folder: &Path) -> Result<SamplingDefaults, Error> {
         let path = folder.join("generation_config.json");
         if !path.exists() {
-            return Ok(Shipped::default());
+            return Ok(SamplingDefaults::default());
         }
         Self::from_json(&path.display().to_string(), &read_text(&path)?)
     }
 
     /// Parses the text of a `generation_config.json`. Errors name the file as `file`.
-    pub fn from_json(file: &str, text: &str) -> Result<Shipped, Error> {
+    pub fn from_json(file: &str, text: &str) -> Result<SamplingDefaults, Error> {
         let document: Value = serde_json::from_str(text)
             .map_err(|e| Error::Malformed { file: file.into(), what: format!("not JSON: {e}") })?;
         let number = |field: &str| match document.get(field).filter(|value| !value.is_null()) {
             None => Ok(None),
             Some(value) => value.as_f64().map(Some).ok_or_else(|| bad(file, field, &value.to_string())),
         };
-        let shipped = Shipped {
+        let shipped = SamplingDefaults {
             temperature: checked(file, "temperature", number("temperature")?, |x| x >= 0.0)?,
             top_k: count(file, "top_k", number("top_k")?)?,
             top_p: checked(file, "top_p", number("top_p")?, |x| x > 0.0 && x <= 1.0)?,
@@ -51,10 +51,10 @@ impl Shipped {
             repetition_window: None,
         };
         // In transformers the penalty covers the whole text.
-        Ok(Shipped { repetition_window: shipped.repetition_penalty.map(|_| usize::MAX), ..shipped })
+        Ok(SamplingDefaults { repetition_window: shipped.repetition_penalty.map(|_| usize::MAX), ..shipped })
     }
 
-    pub(crate) fn from_gguf(gguf: &Gguf) -> Result<Shipped, Error> {
+    pub(crate) fn from_gguf(gguf: &Gguf) -> Result<SamplingDefaults, Error> {
         let (file, meta) = (gguf.file(), &gguf.metadata);
         let number = |key: &str, good: fn(f32) -> bool| {
             let key = format!("general.sampling.{key}");
@@ -64,7 +64,7 @@ impl Shipped {
             let key = format!("general.sampling.{key}");
             count(file, &key, meta.number(&key)?)
         };
-        Ok(Shipped {
+        Ok(SamplingDefaults {
             temperature: number("temp", |x| x >= 0.0)?,
             top_k: many("top_k")?,
             top_p: number("top_p", |x| x > 0.0 && x <= 1.0)?,
@@ -112,12 +112,17 @@ mod tests {
         // From Qwen3-0.6B.
         let text = r#"{"bos_token_id": 151643, "do_sample": true, "eos_token_id": [151645, 151643],
             "pad_token_id": 151643, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "transformers_version": "4.51.0"}"#;
-        let expected =
-            Shipped { temperature: Some(0.6), top_k: Some(20), top_p: Some(0.95), ..Shipped::default() };
-        assert_eq!(Shipped::from_json("f", text).unwrap(), expected);
-        assert_eq!(Shipped::from_json("f", "{}").unwrap(), Shipped::default());
+        let expected = SamplingDefaults {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            top_p: Some(0.95),
+            ..SamplingDefaults::default()
+        };
+        assert_eq!(SamplingDefaults::from_json("f", text).unwrap(), expected);
+        assert_eq!(SamplingDefaults::from_json("f", "{}").unwrap(), SamplingDefaults::default());
         let whole =
-            Shipped::from_json("f", r#"{"repetition_penalty": 1.1, "top_k": -1, "min_p": null}"#).unwrap();
+            SamplingDefaults::from_json("f", r#"{"repetition_penalty": 1.1, "top_k": -1, "min_p": null}"#)
+                .unwrap();
         assert_eq!((whole.repetition_penalty, whole.repetition_window), (Some(1.1), Some(usize::MAX)));
         assert_eq!((whole.top_k, whole.min_p), (Some(0), None));
     }
@@ -134,7 +139,7 @@ mod tests {
             (r#"{"repetition_penalty": 0}"#, "repetition_penalty"),
             ("{", "not JSON"),
         ] {
-            let error = Shipped::from_json("generation_config.json", text).unwrap_err().to_string();
+            let error = SamplingDefaults::from_json("generation_config.json", text).unwrap_err().to_string();
             assert!(error.contains("generation_config.json") && error.contains(field), "{text}: {error}");
         }
     }

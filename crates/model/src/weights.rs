@@ -9,7 +9,7 @@ mod split;
 mod view;
 
 pub use gguf::{Gguf, Metadata, Value};
-pub use kvist_device::weights::{Encoding, WeightForm};
+pub use kvist_device::weights::{Encoding, WeightFormat};
 pub use view::View;
 
 use crate::config::TensorSpec;

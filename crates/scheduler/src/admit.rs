@@ -8,7 +8,7 @@ use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
 use crate::memory::{Memory, Timestamp};
-use crate::request::{End, Reason};
+use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Lookup, SeqId};
 
@@ -119,7 +119,7 @@ impl Scheduler {
                 }
             }
             // No other request has cells.
-            self.end(now, key.slot, End::Refused(Reason::NeverFits));
+            self.end(now, key.slot, End::Refused(RefusalReason::NeverFits));
         }
     }
 

@@ -6,7 +6,7 @@ use crate::executor::{Batch, Executor, Work};
 use crate::log::Decision;
 use crate::memory::Timestamp;
 use crate::outcome::{BadOutcome, Emitted, Outcome};
-use crate::request::{End, Reason};
+use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Kept, Refused, Span, Step, StepRequest};
 
@@ -247,7 +247,7 @@ impl Scheduler {
         self.failures = 0;
         let now = Timestamp { now_ns: end_ns, ..now };
         for i in 0..self.batch.len() {
-            self.end(now, self.batch[i].slot, End::Refused(Reason::StepsFailed));
+            self.end(now, self.batch[i].slot, End::Refused(RefusalReason::StepsFailed));
         }
     }
 

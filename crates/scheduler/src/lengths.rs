@@ -1,6 +1,6 @@
 //! Output lengths: predicted from public data, or known to an oracle.
 use crate::config::{BadConfig, Config, LengthSource};
-use crate::policy::{Policy, Rank, View, build_policy};
+use crate::policy::{Rank, SchedulingPolicy, View, build_policy};
 use crate::request::RequestId;
 
 /// The true output lengths. Only a simulator can implement this; a server does not know them.
@@ -11,7 +11,7 @@ pub trait Truth: Send {
 
 /// A policy with access to the true output lengths. No other type stores a [`Truth`].
 pub struct OraclePolicy {
-    policy: Box<dyn Policy>,
+    policy: Box<dyn SchedulingPolicy>,
     truth: Box<dyn Truth>,
 }
 
@@ -55,7 +55,7 @@ impl Lengths for RunningMean {
 
 /// A policy together with its source of output lengths.
 pub(crate) enum Order {
-    Predicted { policy: Box<dyn Policy>, lengths: Box<dyn Lengths> },
+    Predicted { policy: Box<dyn SchedulingPolicy>, lengths: Box<dyn Lengths> },
     Oracle(OraclePolicy),
 }
 
@@ -101,7 +101,7 @@ impl Order {
         self.policy().rank(r)
     }
 
-    pub fn policy(&self) -> &dyn Policy {
+    pub fn policy(&self) -> &dyn SchedulingPolicy {
         match self {
             Order::Predicted { policy, .. } => &**policy,
             Order::Oracle(oracle) => &*oracle.policy,

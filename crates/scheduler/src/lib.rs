@@ -36,10 +36,10 @@ pub use kvist_cache::Prompt;
 pub use lengths::{Lengths, OraclePolicy, Truth};
 pub use log::{GroupShape, LOG_VERSION, Log, Part, RECORDING_VERSION, Recorder, Recording};
 pub use outcome::{Advance, BadOutcome, Emitted, Outcome, Sampled};
-pub use policy::{BuildPolicy, POLICIES, Policy, Rank, View, build_policy};
+pub use policy::{BuildPolicy, POLICIES, Rank, SchedulingPolicy, View, build_policy};
 pub use replay::{Replay, ReplayError, Replayed, replay};
-pub use request::{End, Ended, Reason, Request, RequestId};
-pub use scheduler::{Counters, Duplicate, RequestStatus, Scheduler};
+pub use request::{End, Ended, RefusalReason, Request, RequestId};
+pub use scheduler::{Duplicate, RequestStatus, Scheduler, SchedulerCounters};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 
 /// The example of docs/scheduler.md.

@@ -65,7 +65,7 @@ impl View {
 }
 
 /// A scheduling policy.
-pub trait Policy: Send {
+pub trait SchedulingPolicy: Send {
     /// The name that selects it in the configuration.
     fn name(&self) -> &'static str;
     /// The rank of a request. A pure function of the view.
@@ -78,7 +78,7 @@ pub trait Policy: Send {
 }
 
 /// Builds a policy from its parameters in the configuration.
-pub type BuildPolicy = fn(&Config) -> Box<dyn Policy>;
+pub type BuildPolicy = fn(&Config) -> Box<dyn SchedulingPolicy>;
 
 /// Name and builder of every policy. To add a policy, add one file and one line here.
 pub const POLICIES: &[(&str, BuildPolicy)] = &[
@@ -91,7 +91,7 @@ pub const POLICIES: &[(&str, BuildPolicy)] = &[
 ];
 
 /// Builds the policy named in the configuration.
-pub fn build_policy(config: &Config) -> Result<Box<dyn Policy>, BadConfig> {
+pub fn build_policy(config: &Config) -> Result<Box<dyn SchedulingPolicy>, BadConfig> {
     match POLICIES.iter().find(|(name, _)| *name == config.policy) {
         Some((_, build)) => Ok(build(config)),
         None => {

@@ -5,7 +5,7 @@ use crate::executor::Work;
 use crate::log::Decision;
 use crate::memory::Timestamp;
 use crate::policy::View;
-use crate::request::{End, Reason};
+use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
 use kvist_cache::GroupId;
 
@@ -42,7 +42,7 @@ impl Scheduler {
         if self.running.len() > 1 {
             self.preempt(now, worst.slot, "memory", false);
         } else {
-            self.end(now, worst.slot, End::Refused(Reason::CacheFull));
+            self.end(now, worst.slot, End::Refused(RefusalReason::CacheFull));
         }
         false
     }

@@ -69,12 +69,12 @@ pub enum End {
     /// The caller cancelled it.
     Cancelled,
     /// It cannot be served, or cannot continue.
-    Refused(Reason),
+    Refused(RefusalReason),
 }
 
 /// Why a request is not served, or cannot continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reason {
+pub enum RefusalReason {
     /// The prompt has no tokens.
     EmptyPrompt,
     /// `max_new` is 0.
@@ -93,17 +93,17 @@ pub enum Reason {
     StepsFailed,
 }
 
-impl Reason {
+impl RefusalReason {
     /// A one-word name, for logs.
     pub fn name(self) -> &'static str {
         match self {
-            Reason::EmptyPrompt => "empty_prompt",
-            Reason::NothingToGenerate => "nothing_to_generate",
-            Reason::Malformed => "malformed",
-            Reason::ForeignContent => "foreign_content",
-            Reason::NeverFits => "never_fits",
-            Reason::CacheFull => "cache_full",
-            Reason::StepsFailed => "steps_failed",
+            RefusalReason::EmptyPrompt => "empty_prompt",
+            RefusalReason::NothingToGenerate => "nothing_to_generate",
+            RefusalReason::Malformed => "malformed",
+            RefusalReason::ForeignContent => "foreign_content",
+            RefusalReason::NeverFits => "never_fits",
+            RefusalReason::CacheFull => "cache_full",
+            RefusalReason::StepsFailed => "steps_failed",
         }
     }
 }

@@ -48,14 +48,14 @@ pub struct Scheduler {
     pub(crate) failures: u32,
     pub(crate) explain: bool,
     pub(crate) ended: Vec<Ended>,
-    pub(crate) counters: Counters,
+    pub(crate) counters: SchedulerCounters,
     pub(crate) decisions: Log,
     pub(crate) events: Log,
 }
 
 /// Running totals.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Counters {
+pub struct SchedulerCounters {
     /// Successful steps. A multi-step run counts each of its steps.
     pub steps: u64,
     /// Failed steps.
@@ -134,7 +134,7 @@ impl Scheduler {
             failures: 0,
             explain: false,
             ended: Vec::new(),
-            counters: Counters::default(),
+            counters: SchedulerCounters::default(),
             decisions: Log::default(),
             events: Log::default(),
         })
@@ -147,7 +147,7 @@ impl Scheduler {
         self.decisions.start("kvist-decisions", &self.config, None);
     }
     /// Stops recording. Log lines that were not taken are discarded.
-    pub fn record_no_more(&mut self) {
+    pub fn stop_recording(&mut self) {
         self.events.stop();
         self.decisions.stop();
     }
@@ -165,7 +165,7 @@ impl Scheduler {
         &mut self.decisions
     }
     /// Running totals.
-    pub fn counters(&self) -> &Counters {
+    pub fn counters(&self) -> &SchedulerCounters {
         &self.counters
     }
     /// The configuration.
@@ -308,29 +308,29 @@ impl Scheduler {
     }
 
     /// The reason why this request could not be served even with the whole cache to itself, if there is one.
-    fn unservable(&self, request: &Request) -> Option<Reason> {
+    fn unservable(&self, request: &Request) -> Option<RefusalReason> {
         if request.prompt_tokens == 0 {
-            return Some(Reason::EmptyPrompt);
+            return Some(RefusalReason::EmptyPrompt);
         }
         if request.max_new == 0 {
-            return Some(Reason::NothingToGenerate);
+            return Some(RefusalReason::NothingToGenerate);
         }
         if let Prompt::Ids { ids, tokens_per_id, n_tokens } = &request.prompt
             && u64::from(*n_tokens) > ids.len() as u64 * u64::from(*tokens_per_id)
         {
-            return Some(Reason::Malformed);
+            return Some(RefusalReason::Malformed);
         }
         if request.prompt.vocabulary().is_some() && request.prompt.known_tokens() < request.prompt_tokens {
-            return Some(Reason::Malformed);
+            return Some(RefusalReason::Malformed);
         }
         if !self.memory.accepts(&request.prompt) {
-            return Some(Reason::ForeignContent);
+            return Some(RefusalReason::ForeignContent);
         }
         let Some(whole) = request.prompt_tokens.checked_add(request.max_new) else {
-            return Some(Reason::Malformed);
+            return Some(RefusalReason::Malformed);
         };
         // The last sampled token is never fed back, so it needs no cell.
-        (self.memory.cells(whole - 1) > self.memory.capacity()).then_some(Reason::NeverFits)
+        (self.memory.cells(whole - 1) > self.memory.capacity()).then_some(RefusalReason::NeverFits)
     }
 
     /// Cancels a request; call it between iterations. Its memory is free before the next step. Returns `false` if no live

@@ -6,7 +6,7 @@
 use crate::entry::State;
 use crate::log::{GroupShape, groups};
 use crate::request::RequestId;
-use crate::scheduler::{Counters, Scheduler};
+use crate::scheduler::{Scheduler, SchedulerCounters};
 use kvist_cache::{BlockUse, GroupId};
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub struct Snapshot {
     /// Per group, ascending: cached blocks that no sequence uses (ref_count 0).
     pub idle: Vec<Vec<u32>>,
     /// Running totals.
-    pub counters: Counters,
+    pub counters: SchedulerCounters,
 }
 
 /// A request that has not ended.

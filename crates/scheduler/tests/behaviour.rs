@@ -108,7 +108,7 @@ fn an_idle_turn_is_an_event_where_it_ends_a_request() {
     scheduler.record();
     scheduler.arrive(0, Request::new(0, 0, 20, 3)).unwrap();
     let ended = finish(&mut scheduler, 0);
-    assert_eq!(ended[0].end, End::Refused(Reason::CacheFull));
+    assert_eq!(ended[0].end, End::Refused(RefusalReason::CacheFull));
     let (events, decisions) = (scheduler.events().take(), scheduler.decisions().take());
     assert!(events.ends_with("\"idle\":true}\n"), "{events}");
     assert_eq!(replay(events.as_bytes(), cache(), None).unwrap(), decisions);
@@ -142,18 +142,18 @@ fn what_can_never_be_served_is_refused_on_arrival() {
     let ids: Arc<[u64]> = (0..4).collect();
     let with = |prompt: Prompt| Request { prompt, ..Request::new(1, 0, 10, 5) };
     let rows = [
-        (Request::new(1, 0, 0, 5), Some(Reason::EmptyPrompt)),
-        (Request::new(1, 0, 5, 0), Some(Reason::NothingToGenerate)),
-        (Request::new(1, 0, u32::MAX, 5), Some(Reason::Malformed)),
-        (Request::new(1, 0, 60, 6), Some(Reason::NeverFits)), // 65 tokens, and the last is never fed
+        (Request::new(1, 0, 0, 5), Some(RefusalReason::EmptyPrompt)),
+        (Request::new(1, 0, 5, 0), Some(RefusalReason::NothingToGenerate)),
+        (Request::new(1, 0, u32::MAX, 5), Some(RefusalReason::Malformed)),
+        (Request::new(1, 0, 60, 6), Some(RefusalReason::NeverFits)), // 65 tokens, and the last is never fed
         (Request::new(1, 0, 60, 5), None),
-        (with(Prompt::Tokens(vec![1; 9])), Some(Reason::Malformed)),
+        (with(Prompt::Tokens(vec![1; 9])), Some(RefusalReason::Malformed)),
         (with(Prompt::Tokens(vec![1; 10])), None),
         (
             with(Prompt::Ids { ids: ids.clone(), tokens_per_id: 4, n_tokens: 10 }),
-            Some(Reason::ForeignContent),
+            Some(RefusalReason::ForeignContent),
         ),
-        (with(Prompt::Ids { ids, tokens_per_id: 2, n_tokens: 10 }), Some(Reason::Malformed)),
+        (with(Prompt::Ids { ids, tokens_per_id: 2, n_tokens: 10 }), Some(RefusalReason::Malformed)),
     ];
     let mut bad = Vec::new();
     for (request, expected) in rows {
@@ -213,7 +213,7 @@ fn cancellation_frees_memory_before_the_next_step() {
 /// Failed steps change nothing. After `max_failures` in a row, their requests end.
 #[test]
 fn failing_steps_are_retried_and_given_up() {
-    for (fails, end) in [(2, End::Finished), (3, End::Refused(Reason::StepsFailed))] {
+    for (fails, end) in [(2, End::Finished), (3, End::Refused(RefusalReason::StepsFailed))] {
         let mut scheduler = Scheduler::new(Config::default(), cells(40), None).unwrap();
         scheduler.arrive(0, Request::new(0, 0, 30, 5)).unwrap();
         let (mut n, mut now_ns) = (0, 0);
@@ -364,13 +364,13 @@ fn names_are_what_they_are_listed_as() {
         assert_eq!(policy.name(), *name);
     }
     let reasons = [
-        (Reason::EmptyPrompt, "empty_prompt"),
-        (Reason::NothingToGenerate, "nothing_to_generate"),
-        (Reason::Malformed, "malformed"),
-        (Reason::ForeignContent, "foreign_content"),
-        (Reason::NeverFits, "never_fits"),
-        (Reason::CacheFull, "cache_full"),
-        (Reason::StepsFailed, "steps_failed"),
+        (RefusalReason::EmptyPrompt, "empty_prompt"),
+        (RefusalReason::NothingToGenerate, "nothing_to_generate"),
+        (RefusalReason::Malformed, "malformed"),
+        (RefusalReason::ForeignContent, "foreign_content"),
+        (RefusalReason::NeverFits, "never_fits"),
+        (RefusalReason::CacheFull, "cache_full"),
+        (RefusalReason::StepsFailed, "steps_failed"),
     ];
     for (reason, name) in reasons {
         assert_eq!(reason.name(), name);

@@ -52,7 +52,7 @@ fn a_run_ends_where_the_first_answer_does() {
     let lengths: Vec<(u64, u32, u64)> =
         ended.iter().map(|e| (e.id.0, e.generated, e.computed_tokens)).collect();
     assert_eq!(lengths, [(1, 5, 11), (0, 20, 29)]);
-    let Counters { steps, computed_tokens, sampled_tokens, .. } = *s.counters();
+    let SchedulerCounters { steps, computed_tokens, sampled_tokens, .. } = *s.counters();
     assert_eq!((steps, computed_tokens, sampled_tokens), (20, 11 + 29, 5 + 20));
 }
 

@@ -167,7 +167,7 @@ fn check_end(
             }
         }
         // Even the small pool has space for a window and a chunk: a request alone passes in smaller chunks.
-        End::Refused(Reason::CacheFull) => panic!("{ended:?} seed {seed}"),
+        End::Refused(RefusalReason::CacheFull) => panic!("{ended:?} seed {seed}"),
         _ => {}
     }
     if config.admission == Admission::Conservative && config.policy == "fcfs" && !mixed {

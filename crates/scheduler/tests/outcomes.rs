@@ -178,7 +178,7 @@ fn misfitting_outcomes_are_refused() {
         assert_eq!((progress(&s, 0), s.used_cells()), ((0, 0), 0));
     }
     let path = s.plan(0).unwrap().complete(&outcome(&[advance(Kept::Path(&[NodeId(0)]), &[1], false)]));
-    assert!(matches!(path, Err(BadOutcome::Kept(Refused::NotHere(_)))), "{path:?}");
+    assert!(matches!(path, Err(BadOutcome::Kept(Refused::Unsupported(_)))), "{path:?}");
     let mut planned = s.plan(0).unwrap();
     planned.split().1.commit();
     assert_eq!(planned.complete(&outcome(&[ok])), Err(BadOutcome::CacheChanged));

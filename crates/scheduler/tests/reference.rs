@@ -24,7 +24,7 @@ struct Job {
 
 struct Reference {
     config: Config,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn SchedulingPolicy>,
     capacity: u32,
     jobs: Vec<Job>,
     n_entered: usize,

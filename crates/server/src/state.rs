@@ -17,7 +17,7 @@ use kvist_engine::random::random_id;
 use kvist_engine::serving::{Engine, TenantQuota};
 use kvist_engine::sessions::{SessionStore, Timestamp};
 use kvist_engine::tools::Tooling;
-use kvist_model::generation_config::Shipped;
+use kvist_model::generation_config::SamplingDefaults;
 use kvist_model::tokenizer::Piece;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -73,7 +73,8 @@ impl ServerState {
         };
         let template = model.chat_template().is_some();
         let effort = model.chat_template().is_some_and(|template| template.source(false).contains(EFFORT));
-        let sampling = if config.model.ships_sampling() { *model.sampling() } else { Shipped::default() };
+        let sampling =
+            if config.model.ships_sampling() { *model.sampling() } else { SamplingDefaults::default() };
         let bounds = Bounds { template, effort, tools: chat.tools().is_some(), sampling, ..bounds };
         let schemas = Schemas::new(&bounds);
         let sessions = SessionStore::new(config.sessions.limits());

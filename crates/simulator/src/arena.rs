@@ -182,7 +182,7 @@ impl Place for InArena {
         self.arena.external_fragmentation()
     }
     fn count(&self, into: &mut Replayed) {
-        let arena::Counters { grown, blocks_copied, .. } = self.arena.report().counters;
+        let arena::ArenaCounters { grown, blocks_copied, .. } = self.arena.report().counters;
         into.moved = self.moved;
         into.grown_in_place = grown - self.moved;
         into.blocks_copied = blocks_copied;

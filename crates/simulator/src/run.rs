@@ -22,8 +22,8 @@ use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
-    BadConfig, Clock, Config, Counters, End, Ended, Iteration, LengthSource, Recording, RequestId, Scheduler,
-    Truth, VirtualClock,
+    BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, RequestId, Scheduler,
+    SchedulerCounters, Truth, VirtualClock,
 };
 use memory::Memory;
 use std::sync::Arc;
@@ -90,7 +90,7 @@ pub struct Run {
     /// Data for reports.
     pub record: Record,
     /// The scheduler's counters.
-    pub counters: Counters,
+    pub counters: SchedulerCounters,
     /// Scheduler iterations that ran something. Fewer than steps if several steps ran as one.
     pub turns: u64,
 }

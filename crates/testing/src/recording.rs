@@ -4,7 +4,7 @@
 //! It stores K and V in the dtypes that are asked for, and weights in their file's encoding, so its memory plan is that
 //! of a real device.
 use kvist_cache::{GroupId, LayerId, MovePlan, Run, StepId, StepPlan};
-use kvist_device::weights::{Encoding, FileTensor, WeightForm};
+use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::*;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -93,7 +93,7 @@ impl Footprint for Recording {
             }
         }
     }
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64> {
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightFormat) -> Option<u64> {
         let resident = stored.resident(form, *shape.last()?);
         u64::try_from(resident.tensor_bytes(shape)?).ok()
     }
@@ -114,7 +114,7 @@ impl Device for Recording {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        form: WeightForm,
+        form: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Linear, BackendError> {
         let outputs = tensor.n_rows();
@@ -350,7 +350,7 @@ impl Pools for StubPools {
         let backend = Recording::default();
         backend.usage(&self.spec, &self.cells).map_or(u64::MAX, |usage| usage.of(Purpose::KvCache))
     }
-    fn counters(&self) -> Counters {
-        Counters::default()
+    fn counters(&self) -> KvCounters {
+        KvCounters::default()
     }
 }

@@ -243,7 +243,7 @@ impl ReferenceCache {
             }
         }
         if !self.model.holds_many() && request.spans.len() > 1 {
-            return Some(Refused::NotHere("one sequence"));
+            return Some(Refused::Unsupported("one sequence"));
         }
         for span in request.spans {
             let Some(sequence) = self.sequences.get(&span.seq) else {
@@ -254,10 +254,10 @@ impl ReferenceCache {
                 Refused::NotAtEnd { seq: span.seq, expected: sequence.next_position, got: span.start };
             match (self.model, span.new) {
                 (Model::Contiguous | Model::Ring, New::Tree(_)) => {
-                    return Some(Refused::NotHere("no trees"));
+                    return Some(Refused::Unsupported("no trees"));
                 }
                 _ if !at_end => return Some(not_at_end),
-                (Model::Cells, New::Tree(_)) => return Some(Refused::NotHere("no trees")),
+                (Model::Cells, New::Tree(_)) => return Some(Refused::Unsupported("no trees")),
                 (_, New::Chain(_)) if !sequence.nodes.is_empty() => {
                     return Some(Refused::Speculating(span.seq));
                 }
@@ -338,7 +338,7 @@ impl ReferenceCache {
                     sequence.tokens.retain(|&position, _| position < next_position);
                 }
                 (Kept::Path(path), New::Tree(_)) => after.commit_path(seq, path)?,
-                _ => return Err(Refused::NotHere("a chain is kept by a length, a draft tree by a path")),
+                _ => return Err(Refused::Unsupported("a chain is kept by a length, a draft tree by a path")),
             }
         }
         *self = after;

@@ -5,7 +5,7 @@ use kvist_engine::devices;
 use kvist_engine::devices::Cpu;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::Path;
 use std::process::{Command, Output};
@@ -37,7 +37,7 @@ fn write(args: &[&str], out: &Path) -> Output {
 }
 
 fn load(path: &Path) -> Arc<Model> {
-    let options = LoadOptions { form: WeightForm::AsStored, ..LoadOptions::default() };
+    let options = LoadOptions { form: WeightFormat::AsStored, ..LoadOptions::default() };
     let file = ModelFile::Path(path.into());
     Arc::new(
         Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),

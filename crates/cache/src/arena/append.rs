@@ -1,6 +1,6 @@
 //! Growth of a sequence: where its new tokens go, and which blocks must be copied first.
 use super::{Arena, ArenaRefused, CapacityExceeded, Handle};
-use crate::events::Reason;
+use crate::events::ChangeReason;
 use crate::ids::SeqId;
 
 /// `len` blocks to copy, in every layer, both K and V.
@@ -147,7 +147,7 @@ impl Append<'_> {
         sequence.handle = self.handle;
         sequence.used_tokens = self.used_after;
         let n_used = before.used_tokens.div_ceil(arena.block_tokens);
-        arena.tell_growth(&[(self.seq, before.handle, self.handle, n_used)], Reason::Append);
+        arena.tell_growth(&[(self.seq, before.handle, self.handle, n_used)], ChangeReason::Append);
         arena.touch(self.seq).expect("the plan knew this sequence");
     }
 }

@@ -5,7 +5,7 @@
 //! blocks that hold tokens and allocates the rest. An event's group is 0, and its step is the number of appends and
 //! resizes committed before.
 use super::{Arena, Handle};
-use crate::events::{BlockEvent, Change, Reason};
+use crate::events::{BlockEvent, Change, ChangeReason};
 use crate::ids::{GroupId, SeqId};
 use std::ops::Range;
 
@@ -27,7 +27,7 @@ impl Arena {
         self.events.drain(out);
     }
 
-    pub(super) fn record(&mut self, seq: SeqId, blocks: Range<u32>, change: Change, reason: Reason) {
+    pub(super) fn record(&mut self, seq: SeqId, blocks: Range<u32>, change: Change, reason: ChangeReason) {
         if self.events.is_watching() {
             blocks.for_each(|block| self.events.push(block, Some(seq), change, reason));
         }
@@ -35,7 +35,7 @@ impl Arena {
 
     /// Records the growth of handles. Each entry: sequence, handle before, handle after, number of blocks that hold
     /// tokens.
-    pub(super) fn tell_growth(&mut self, grown: &[(SeqId, Handle, Handle, u32)], reason: Reason) {
+    pub(super) fn tell_growth(&mut self, grown: &[(SeqId, Handle, Handle, u32)], reason: ChangeReason) {
         let elsewhere = |before: Handle, after: Handle| before.start != after.start;
         for &(seq, before, _, _) in grown.iter().filter(|(_, before, after, _)| elsewhere(*before, *after)) {
             self.record(seq, before.blocks(), Change::Free, reason);

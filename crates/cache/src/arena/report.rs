@@ -20,7 +20,7 @@ pub struct ArenaReport {
     /// Ascending by id.
     pub sequences: Vec<ArenaSequence>,
     /// Event counts so far.
-    pub counters: Counters,
+    pub counters: ArenaCounters,
 }
 
 /// One sequence of an arena.
@@ -42,7 +42,7 @@ pub struct ArenaSequence {
 
 /// Events since the arena was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct ArenaCounters {
     /// Sequences made.
     pub allocated: u64,
     /// Sequences removed, evicted ones included.

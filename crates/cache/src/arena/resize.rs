@@ -1,9 +1,9 @@
 //! Changing the number of blocks.
 use super::{Allocator, Arena, ArenaRefused, BlockCopy, Handle};
-use crate::events::Reason;
+use crate::events::ChangeReason;
 use crate::ids::SeqId;
 
-/// A planned change of the arena's size. The number of blocks is part of the strides ([`Layout`](super::Layout)), so
+/// A planned change of the arena's size. The number of blocks is part of the strides ([`BufferLayout`](super::BufferLayout)), so
 /// the bytes go into new buffers: the backend allocates them, makes each copy of [`remap`](Self::remap) from the old
 /// buffers to the new ones, commits, and frees the old ones. Dropping the plan before that leaves the arena as it
 /// was.
@@ -92,7 +92,7 @@ impl Resize<'_> {
             let before = std::mem::replace(&mut sequence.handle, handle);
             grown.push((seq, before, handle, sequence.used_tokens.div_ceil(arena.block_tokens)));
         }
-        arena.tell_growth(&grown, Reason::Resize);
+        arena.tell_growth(&grown, ChangeReason::Resize);
         arena.counters.resized += 1;
     }
 }

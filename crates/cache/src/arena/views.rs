@@ -18,7 +18,7 @@ pub enum BufferOrder {
 /// The shape of one buffer. K and V have one buffer each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the field names document themselves
-pub struct Layout {
+pub struct BufferLayout {
     pub order: BufferOrder,
     pub n_layers: u32,
     pub n_blocks: u32,
@@ -57,7 +57,7 @@ pub struct View<Side> {
     side: PhantomData<Side>,
 }
 
-impl Layout {
+impl BufferLayout {
     /// Elements of one buffer. `None` if they exceed 64 bits.
     pub fn elements(&self) -> Option<u64> {
         let factors = [self.n_layers, self.n_blocks, self.n_kv_heads, self.block_tokens, self.head_dim];

@@ -5,7 +5,7 @@
 //! policy estimates the likelihood of reuse by a use rate that decays with a half-life (see [`decay`](super::decay)),
 //! so ageing follows time and not the pressure on the cache. Cost and bytes are those of the block's last use.
 use super::decay::DecayedUses;
-use super::{Policy, Rank, Use};
+use super::{EvictionPolicy, Rank, Use};
 use std::time::Duration;
 
 pub(super) struct Cost {
@@ -25,7 +25,7 @@ fn rank(log2_uses: f64, at: &Use) -> Rank {
     Rank::by_score(cost.log2() + log2_uses - (at.bytes.max(1) as f64).log2(), at.tick)
 }
 
-impl Policy for Cost {
+impl EvictionPolicy for Cost {
     fn name(&self) -> &'static str {
         "cost"
     }

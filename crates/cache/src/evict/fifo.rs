@@ -2,14 +2,14 @@
 //!
 //! Belady: *A study of replacement algorithms for a virtual-storage computer*, IBM Systems Journal 5(2), 1966.
 //! 16 bytes per slot.
-use super::{PerSlot, Policy, Rank, Use};
+use super::{EvictionPolicy, PerSlot, Rank, Use};
 
 #[derive(Default)]
 pub(super) struct Fifo {
     stored: PerSlot<u64>, // [slots], tick
 }
 
-impl Policy for Fifo {
+impl EvictionPolicy for Fifo {
     fn name(&self) -> &'static str {
         "fifo"
     }

@@ -2,7 +2,7 @@
 //!
 //! It has no notion of prefixes: any block may be evicted, a parent before its children. Replays and comparisons of
 //! policies use it; a server does not.
-use super::{Order, Policy, Use};
+use super::{EvictionPolicy, Order, Use};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
@@ -25,7 +25,7 @@ pub struct Touched<K = u64> {
 
 impl Flat {
     /// Makes an empty cache. With capacity 0 nothing ever hits; capacity `u32::MAX` is never reached.
-    pub fn new(capacity_blocks: u32, policy: Box<dyn Policy>) -> Self {
+    pub fn new(capacity_blocks: u32, policy: Box<dyn EvictionPolicy>) -> Self {
         Flat {
             slots: HashMap::default(),
             keys: Vec::new(),
@@ -47,7 +47,7 @@ impl Flat {
         self.slots.contains_key(&key)
     }
 
-    /// Uses `key`, and inserts it if it is not cached, evicting when full. A policy that [bypasses](Policy::bypasses)
+    /// Uses `key`, and inserts it if it is not cached, evicting when full. A policy that [bypasses](EvictionPolicy::bypasses)
     /// may decline to insert it; then the result is no hit and no eviction.
     pub fn touch_or_insert(&mut self, key: u64, at: &Use) -> Touched {
         if let Some(&slot) = self.slots.get(&key) {
@@ -77,13 +77,13 @@ impl Flat {
 /// Like [`Flat`], for callers that number their keys densely: nothing is hashed.
 pub struct FlatSlots {
     capacity_blocks: u32,
-    policy: Box<dyn Policy>,
+    policy: Box<dyn EvictionPolicy>,
     order: Order,
 }
 
 impl FlatSlots {
     /// See [`Flat::new`].
-    pub fn new(capacity_blocks: u32, policy: Box<dyn Policy>) -> Self {
+    pub fn new(capacity_blocks: u32, policy: Box<dyn EvictionPolicy>) -> Self {
         FlatSlots { capacity_blocks, policy, order: Order::default() }
     }
     /// See [`Flat::contains`].

@@ -4,14 +4,14 @@
 //! Aho, Denning, Ullman: *Principles of optimal page replacement*, Journal of the ACM 18(1), 1971: LFU is optimal if
 //! uses are independent. Breslau, Cao, Fan, Phillips, Shenker: *Web caching and Zipf-like distributions*, INFOCOM
 //! 1999, for the in-cache variant. 16 bytes per slot.
-use super::{PerSlot, Policy, Rank, Use};
+use super::{EvictionPolicy, PerSlot, Rank, Use};
 
 #[derive(Default)]
 pub(super) struct Lfu {
     n_uses: PerSlot<u64>, // [slots]
 }
 
-impl Policy for Lfu {
+impl EvictionPolicy for Lfu {
     fn name(&self) -> &'static str {
         "lfu"
     }

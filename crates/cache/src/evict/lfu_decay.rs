@@ -3,7 +3,7 @@
 //!
 //! Lee et al., *LRFU*, 2001: see [`decay`](super::decay), which has the formula.
 use super::decay::DecayedUses;
-use super::{Policy, Rank, Use};
+use super::{EvictionPolicy, Rank, Use};
 use std::time::Duration;
 
 pub(super) struct LfuDecay {
@@ -16,7 +16,7 @@ impl LfuDecay {
     }
 }
 
-impl Policy for LfuDecay {
+impl EvictionPolicy for LfuDecay {
     fn name(&self) -> &'static str {
         "lfu_decay"
     }

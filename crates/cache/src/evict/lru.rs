@@ -2,11 +2,11 @@
 //!
 //! Mattson, Gecsei, Slutz, Traiger: *Evaluation techniques for storage hierarchies*, IBM Systems Journal 9(2), 1970.
 //! Ranks increase with every use, so [`Order`](super::Order) keeps them in a list: O(1).
-use super::{Policy, Rank, Use};
+use super::{EvictionPolicy, Rank, Use};
 
 pub(super) struct Lru;
 
-impl Policy for Lru {
+impl EvictionPolicy for Lru {
     fn name(&self) -> &'static str {
         "lru"
     }

@@ -4,7 +4,7 @@
 //! Belady: *A study of replacement algorithms for a virtual-storage computer*, IBM Systems Journal 5(2), 1966 (MIN);
 //! optimal by Mattson et al., 1970. With bypass: McFarling: *Cache replacement with dynamic exclusion*, ISCA 1992.
 //! It needs the whole stream in advance, so it is available in replays only.
-use super::{Policy, Rank, Use};
+use super::{EvictionPolicy, Rank, Use};
 use std::collections::HashMap;
 
 pub(super) struct Opt;
@@ -13,7 +13,7 @@ fn rank(at: &Use) -> Rank {
     Rank::by(at.next_use.map_or(0, |next| u64::MAX - next), at.tick)
 }
 
-impl Policy for Opt {
+impl EvictionPolicy for Opt {
     fn name(&self) -> &'static str {
         "opt"
     }

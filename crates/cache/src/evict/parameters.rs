@@ -1,4 +1,4 @@
-//! Policy parameters by name, as flags and configuration pass them.
+//! EvictionPolicy parameters by name, as flags and configuration pass them.
 use super::{Entry, PolicyError};
 use std::time::Duration;
 

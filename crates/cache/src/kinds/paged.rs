@@ -14,7 +14,7 @@ use super::{
     GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
 };
 use crate::block_kind::{BlockKind, CachedBlocks};
-use crate::events::{Change, Events, Reason};
+use crate::events::{Change, ChangeReason, Events};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind};
 use crate::plan::*;
@@ -157,11 +157,11 @@ impl Paged {
         self.n_versions
     }
 
-    fn release(&mut self, block: u32, seq: SeqId, reason: Reason) {
+    fn release(&mut self, block: u32, seq: SeqId, reason: ChangeReason) {
         let released = self.blocks.release(block);
         self.log_release(block, Some(seq), released, reason);
     }
-    fn log_release(&mut self, block: u32, seq: Option<SeqId>, released: Released, reason: Reason) {
+    fn log_release(&mut self, block: u32, seq: Option<SeqId>, released: Released, reason: ChangeReason) {
         let change = match released {
             Released::InUse => Change::Release,
             Released::Evictable => Change::Evictable,
@@ -193,7 +193,7 @@ impl Paged {
             (table.window_start, table.version) = (i + 1, version);
             let block = std::mem::replace(&mut table.blocks[i as usize], NONE);
             if block != NONE {
-                self.release(block, seq, Reason::Window);
+                self.release(block, seq, ChangeReason::Window);
             }
         }
     }
@@ -234,7 +234,7 @@ impl Kind for Paged {
             let table = self.table(span.seq)?;
             expect_end(span, table.next_position)?;
             if span.kind != SpanKind::Chain {
-                return Err(Refused::NotHere(NO_TREES));
+                return Err(Refused::Unsupported(NO_TREES));
             }
             needed = needed.saturating_add(self.blocks_needed(table, span.n_tokens));
             if let Some(block) = self.shared_tail(table) {
@@ -356,8 +356,8 @@ impl Kind for Paged {
                 if from != block {
                     changes = true;
                     self.blocks.take(block);
-                    self.events.push(block, Some(seq), Change::CopyOnWrite { from }, Reason::Append);
-                    self.release(from, seq, Reason::Append);
+                    self.events.push(block, Some(seq), Change::CopyOnWrite { from }, ChangeReason::Append);
+                    self.release(from, seq, ChangeReason::Append);
                 }
             }
             while n_tokens > 0 {
@@ -365,7 +365,7 @@ impl Kind for Paged {
                 n_tokens -= run.len;
                 let block = self.whole_blocks(run.start);
                 self.blocks.take(block);
-                self.events.push(block, Some(seq), Change::Alloc, Reason::Append);
+                self.events.push(block, Some(seq), Change::Alloc, ChangeReason::Append);
                 blocks.push(block);
                 changes = true;
             }
@@ -384,7 +384,7 @@ impl Kind for Paged {
         self.sequences.clear();
         for block in (0..self.blocks.high_water()).filter(|&block| self.blocks.is_used(block)) {
             if self.blocks.n_sequences(block) == self.blocks.ref_count(block) {
-                self.events.push(block, None, Change::Free, Reason::Clear);
+                self.events.push(block, None, Change::Free, ChangeReason::Clear);
             }
         }
         self.blocks.clear();

@@ -11,7 +11,7 @@ use super::hits::Hits;
 use super::tree::{Node, Tree, chain, salt_hash};
 use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
 use crate::block_kind::BlockKind;
-use crate::evict::{Order, Policy, Rank, Use};
+use crate::evict::{EvictionPolicy, Order, Rank, Use};
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::NONE;
@@ -63,7 +63,7 @@ struct GroupIndex {
 
 /// Eviction state of a group. Its slots are block numbers.
 struct Evict {
-    policy: Box<dyn Policy>,
+    policy: Box<dyn EvictionPolicy>,
     order: Order,
     ranks: Vec<Rank>,
 }
@@ -122,7 +122,7 @@ impl Index {
         keying: Keying,
         spec: &PrefixSpec,
         groups: &[Box<dyn Kind>],
-        policies: Vec<Box<dyn Policy>>,
+        policies: Vec<Box<dyn EvictionPolicy>>,
     ) -> Self {
         let groups = groups.iter().zip(policies).enumerate().map(|(g, (group, policy))| {
             let kind_blocks = blocks(&**group);
@@ -331,7 +331,7 @@ impl Index {
             return Err(Refused::SequenceExists(seq));
         }
         if !self.tree.keying().accepts(content) {
-            return Err(Refused::NotHere("this prefix index was made for content of another kind"));
+            return Err(Refused::Unsupported("this prefix index was made for content of another kind"));
         }
         self.moment = at;
         let root = self.root(salt);

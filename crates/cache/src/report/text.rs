@@ -1,6 +1,6 @@
 //! Reports as readable text.
 use super::{BlockReport, Report};
-use crate::arena::{ArenaReport, Layout};
+use crate::arena::{ArenaReport, BufferLayout};
 use std::fmt::{self, Display, Formatter};
 
 /// Blocks, or groups of blocks, per row of a map.
@@ -50,7 +50,7 @@ pub struct ArenaText<'r> {
 
 impl ArenaReport {
     /// The report as text. Given the buffers' layout and their bytes per element, also in bytes, K and V together.
-    pub fn text(&self, buffers: Option<(&Layout, u32)>) -> ArenaText<'_> {
+    pub fn text(&self, buffers: Option<(&BufferLayout, u32)>) -> ArenaText<'_> {
         let bytes = buffers.and_then(|(layout, bytes_per_element)| layout.bytes(bytes_per_element));
         ArenaText { report: self, bytes }
     }

@@ -1,7 +1,7 @@
 //! Sizes, offsets and views.
 use super::*;
 
-pub(super) const SEVEN_B: Layout = Layout {
+pub(super) const SEVEN_B: BufferLayout = BufferLayout {
     order: BufferOrder::BlockMajor,
     n_layers: 32,
     n_blocks: 2048,
@@ -15,9 +15,9 @@ pub(super) const SEVEN_B: Layout = Layout {
 fn sizes_and_offsets_are_right() {
     assert_eq!(SEVEN_B.elements(), Some(2_147_483_648));
     assert_eq!(SEVEN_B.bytes(4), Some(16 << 30));
-    let huge = Layout { n_layers: u32::MAX, n_blocks: u32::MAX, ..SEVEN_B };
+    let huge = BufferLayout { n_layers: u32::MAX, n_blocks: u32::MAX, ..SEVEN_B };
     assert_eq!((huge.elements(), huge.bytes(2)), (None, None));
-    let nearly = Layout {
+    let nearly = BufferLayout {
         n_layers: 1 << 30,
         n_blocks: 1 << 31,
         n_kv_heads: 2,
@@ -38,8 +38,13 @@ fn sizes_and_offsets_are_right() {
     assert_eq!(SEVEN_B.values(0, from_100, 33 * 16 + 1), None);
     assert_eq!(SEVEN_B.values(0, Handle { start: 2047, len: 2, reserved: 2 }, 1), None);
     assert_eq!(huge.keys(0, block_101, 1), None);
-    let absurd =
-        Layout { n_blocks: 0, n_kv_heads: u32::MAX, block_tokens: u32::MAX, head_dim: u32::MAX, ..SEVEN_B };
+    let absurd = BufferLayout {
+        n_blocks: 0,
+        n_kv_heads: u32::MAX,
+        block_tokens: u32::MAX,
+        head_dim: u32::MAX,
+        ..SEVEN_B
+    };
     assert_eq!(absurd.keys(0, Handle { start: 0, len: 0, reserved: 0 }, 0), None);
 }
 
@@ -47,7 +52,8 @@ fn sizes_and_offsets_are_right() {
 #[test]
 fn views_find_every_element() {
     for order in [BufferOrder::BlockMajor, BufferOrder::HeadMajor] {
-        let layout = Layout { order, n_layers: 3, n_blocks: 5, n_kv_heads: 2, block_tokens: 4, head_dim: 3 };
+        let layout =
+            BufferLayout { order, n_layers: 3, n_blocks: 5, n_kv_heads: 2, block_tokens: 4, head_dim: 3 };
         let [nl, nb, nh, bt, hd] = [3u32, 5, 2, 4, 3];
         let mut place = BTreeMap::new();
         let (mut offset, mut elements) = (0u64, Vec::new());

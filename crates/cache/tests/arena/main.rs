@@ -6,7 +6,7 @@ mod reports;
 mod simulation;
 
 use kvist_cache::arena::{self, *};
-use kvist_cache::{BlockEvent, Change, Reason, SeqId};
+use kvist_cache::{BlockEvent, Change, ChangeReason, SeqId};
 use kvist_testing::reference::Choices;
 use std::collections::BTreeMap;
 

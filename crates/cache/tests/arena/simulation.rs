@@ -172,17 +172,17 @@ impl Simulation {
                 Change::Alloc => assert_eq!(self.owners.insert(block, seq), None, "{event:?}"),
                 Change::Free | Change::Evict => {
                     assert_eq!(self.owners.remove(&block), Some(seq), "{event:?}");
-                    assert_eq!(change == Change::Evict, reason == Reason::SpaceNeeded, "{event:?}");
+                    assert_eq!(change == Change::Evict, reason == ChangeReason::SpaceNeeded, "{event:?}");
                 }
                 Change::Move { from } => {
                     assert_eq!(before.get(&from), Some(&seq), "{event:?}");
                     assert_eq!(self.owners.insert(block, seq), None, "{event:?}");
-                    self.n_moved += u64::from(reason == Reason::Append);
+                    self.n_moved += u64::from(reason == ChangeReason::Append);
                 }
                 _ => panic!("{event:?} does not happen in an arena"),
             }
             // The events of a plan are recorded at its commit, and their step does not count that commit.
-            let committed = matches!(reason, Reason::Append | Reason::Resize);
+            let committed = matches!(reason, ChangeReason::Append | ChangeReason::Resize);
             assert!(event.step + u64::from(committed) <= self.n_steps, "{event:?}");
         }
     }

@@ -94,7 +94,7 @@ impl Drive {
                 match refused {
                     Refused::UnknownSequence(_) => assert!(sequence.is_none()),
                     Refused::Empty => assert_eq!(n_tokens, 0),
-                    Refused::NotHere(_) => assert!(!start.is_multiple_of(block)),
+                    Refused::Unsupported(_) => assert!(!start.is_multiple_of(block)),
                     refused => assert_eq!(Some(refused), short),
                 }
                 assert_eq!(self.cache.report(), before, "a refusal changed something");

@@ -6,7 +6,7 @@ use kvist_device::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_engine::Error;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_hub::stores::{self, Found};
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{ModelFile, Opened};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -120,11 +120,11 @@ impl Model {
         self.family = Some(config.family.name().into());
         self.context_trained_tokens = Some(config.context);
         // The file is a better source for the quantisation than its name; this also checks that every tensor is there.
-        let weights = opened.weight_bytes(registry.device(), WeightForm::AsStored)?;
+        let weights = opened.weight_bytes(registry.device(), WeightFormat::AsStored)?;
         self.quantisation = Some(opened.stored_as()?);
         self.runs = true;
         let budget = memory.map_or_else(MemoryBudget::unlimited, MemoryBudget::new);
-        let fits = match MemoryPlan::free_after(&opened, registry, WeightForm::AsStored, &budget) {
+        let fits = match MemoryPlan::free_after(&opened, registry, WeightFormat::AsStored, &budget) {
             Ok(free) => {
                 let cache = CacheConfig { k: kv, v: kv.for_values(), ..CacheConfig::new(config.context) };
                 MemoryPlan::longest_context(config, registry, &cache, free)

@@ -15,7 +15,7 @@ use kvist_device::{Bytes, Purpose, Registry, Usage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::ModelSize;
 use kvist_model::config::ModelConfig;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use ladder::{LADDER, Rung};
 use recommendation::{Kl, Recommendation};
 use serde::Serialize;
@@ -32,7 +32,7 @@ pub struct Args {
     cache: CacheArgs,
     /// How linear layers are held: as-stored, f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
-    weights: WeightForm,
+    weights: WeightFormat,
     /// Memory bandwidth: gives the ceiling in tokens/s
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     bandwidth: Option<Size>,
@@ -169,7 +169,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     match (args.memory, &asked, &report.recommendation) {
         (_, Some(asked), Some(Recommendation { run: None, .. })) => {
-            let packed = ModelSize::of(&source.file, registry.device(), WeightForm::Q8_0);
+            let packed = ModelSize::of(&source.file, registry.device(), WeightFormat::Q8_0);
             Err(shortage::nothing_fits(asked, packed.map_or(u64::MAX, |size| size.resident_bytes)))
         }
         (Some(memory), None, _) if bound.total() > memory.0 => {

@@ -4,7 +4,7 @@ use anyhow::anyhow;
 use clap::Args;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_model::Opened;
-use kvist_model::generation_config::Shipped;
+use kvist_model::generation_config::SamplingDefaults;
 
 #[derive(Args, Clone, Debug)]
 pub struct SamplingArgs {
@@ -46,7 +46,7 @@ impl SamplingArgs {
     pub fn sampler(&self, opened: &Opened, seed: u64) -> anyhow::Result<Sampler> {
         let shipped = match self.asks_the_model() {
             true => *opened.sampling().map_err(|e| anyhow!("{e}"))?,
-            false => Shipped::default(),
+            false => SamplingDefaults::default(),
         };
         Sampler::new(self.config(&shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
     }
@@ -58,8 +58,8 @@ impl SamplingArgs {
     }
 
     /// The model's defaults that no flag replaces.
-    fn counting(&self, shipped: &Shipped) -> Shipped {
-        Shipped {
+    fn counting(&self, shipped: &SamplingDefaults) -> SamplingDefaults {
+        SamplingDefaults {
             temperature: shipped.temperature.filter(|_| self.temperature.is_none()),
             top_k: shipped.top_k.filter(|_| self.top_k.is_none()),
             top_p: shipped.top_p.filter(|_| self.top_p.is_none()),
@@ -82,8 +82,8 @@ impl SamplingArgs {
 
     /// Flags come first, then the model's defaults, then our own. `--greedy` ignores the model's defaults: a repetition
     /// penalty would choose a token other than the likeliest.
-    fn config(&self, shipped: &Shipped, seed: u64) -> SamplerConfig {
-        let none = Shipped::default();
+    fn config(&self, shipped: &SamplingDefaults, seed: u64) -> SamplerConfig {
+        let none = SamplingDefaults::default();
         let shipped = if self.greedy { &none } else { shipped };
         let temperature = if self.greedy { Some(0.0) } else { self.temperature };
         SamplerConfig {
@@ -101,7 +101,7 @@ impl SamplingArgs {
 
 /// The sampling defaults that a model ships, in one line of text; `None` if it ships none. They are printed because
 /// they change the output without any flag.
-pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
+pub fn shipped_defaults(shipped: &SamplingDefaults) -> Option<String> {
     let mut parts: Vec<String> = Vec::new();
     let mut say =
         |name: &str, value: Option<String>| parts.extend(value.map(|value| format!("{name} {value}")));
@@ -132,19 +132,19 @@ mod tests {
     /// Regression: like transformers and vLLM, we must use the model's own defaults; ours were used.
     #[test]
     fn what_a_model_ships_stands_between_flags_and_our_defaults() {
-        let with = |flags: &[&str], shipped: &Shipped| {
+        let with = |flags: &[&str], shipped: &SamplingDefaults| {
             let line = Line::parse_from(std::iter::once(&"kvist").chain(flags));
             line.sampling.config(shipped, 7)
         };
-        let ours = with(&[], &Shipped::default());
+        let ours = with(&[], &SamplingDefaults::default());
         assert_eq!((ours.temperature, ours.top_k, ours.top_p, ours.min_p), (0.8, 40, 0.95, 0.05));
         assert_eq!((ours.repetition_penalty, ours.repetition_window, ours.seed), (1.0, 64, 7));
-        let shipped = Shipped {
+        let shipped = SamplingDefaults {
             temperature: Some(0.6),
             top_k: Some(20),
             repetition_penalty: Some(1.1),
             repetition_window: Some(usize::MAX),
-            ..Shipped::default()
+            ..SamplingDefaults::default()
         };
         let theirs = with(&[], &shipped);
         assert_eq!((theirs.temperature, theirs.top_k, theirs.top_p, theirs.min_p), (0.6, 20, 0.95, 0.05));
@@ -161,16 +161,16 @@ mod tests {
     /// Regression: no output said which of the model's defaults were in effect.
     #[test]
     fn defaults_that_count_are_told() {
-        let with = |flags: &[&str], shipped: &Shipped| {
+        let with = |flags: &[&str], shipped: &SamplingDefaults| {
             let line = Line::parse_from(std::iter::once(&"kvist").chain(flags));
             shipped_defaults(&line.sampling.counting(shipped))
         };
-        let shipped = Shipped {
+        let shipped = SamplingDefaults {
             temperature: Some(0.7),
             top_p: Some(0.8),
             repetition_penalty: Some(1.1),
             repetition_window: Some(usize::MAX),
-            ..Shipped::default()
+            ..SamplingDefaults::default()
         };
         let all = "sampling defaults of the model: temperature 0.7, top_p 0.8, repetition_penalty 1.1, penalty over the \
                    whole text";
@@ -178,6 +178,6 @@ mod tests {
         let rest = "sampling defaults of the model: top_p 0.8, repetition_penalty 1.1";
         let flags = ["--temperature", "1", "--repeat-last", "8"];
         assert_eq!(with(&flags, &shipped).as_deref(), Some(rest));
-        assert_eq!(with(&[], &Shipped::default()), None);
+        assert_eq!(with(&[], &SamplingDefaults::default()), None);
     }
 }

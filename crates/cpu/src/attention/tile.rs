@@ -215,7 +215,7 @@ impl<'l> Layer<'l> {
 
     /// Computes scores of the gathered cells. Keeps the scores in front of them in the lines, and writes −∞ after them.
     fn score(&self, isa: Isa, gather: &Gather<'_>, queries: Queries<'_>, mut lines: Lines<'_>) {
-        let (blocks, [before, behind]) = (gather.blocks(self.keys, false), gather.beside());
+        let (blocks, [before, behind]) = (gather.blocks(self.keys, false), gather.margins());
         let (stride, dtype) = (lines.stride, self.keys.shape.storage.dtype);
         if before.is_empty() && behind.is_empty() {
             return pool::scores(isa, dtype, queries, blocks, lines);
@@ -251,7 +251,7 @@ impl<'l> Layer<'l> {
 
     /// `sums += Σ weight · value` over the gathered cells.
     fn weigh(&self, isa: Isa, gather: &Gather<'_>, mut lines: Lines<'_>, sums: Sums<'_>, quads: &mut Quads) {
-        let (blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.beside());
+        let (blocks, [before, behind]) = (gather.blocks(self.values, self.exact), gather.margins());
         let (stride, dtype) = (lines.stride, self.values.shape.storage.dtype);
         if before.is_empty() && behind.is_empty() {
             return pool::accumulate(isa, dtype, lines, blocks, sums, quads);

@@ -149,7 +149,7 @@ impl<'b> Gather<'b> {
         self.at
     }
     /// The places in a line covered by the blocks, but outside the visible cells: those before and those after them.
-    pub fn beside(&self) -> [Range<usize>; 2] {
+    pub fn margins(&self) -> [Range<usize>; 2] {
         [self.at..self.at + self.lanes.start, self.at + self.lanes.end..self.at + self.n * LANES]
     }
     /// The gathered blocks of `side`.

@@ -22,7 +22,7 @@ impl Backend for Reference {
             ledger: KvLedger::new(&spec.budget, "reference", max_tokens, spec.layout.owners().count()),
             masks: Vec::new(),
             begun: None,
-            counters: Counters::default(),
+            counters: KvCounters::default(),
             transfers: FinishedTransfers::default(),
             spec: PoolSpec { k: Storage::F32, v: Storage::F32, ..spec.clone() },
         }))
@@ -100,7 +100,7 @@ struct ReferencePools {
     ledger: KvLedger,
     masks: Vec<Vec<bool>>, // per group: [n_tokens, cells]
     begun: Option<StepId>,
-    counters: Counters,
+    counters: KvCounters,
     transfers: FinishedTransfers,
 }
 
@@ -332,7 +332,7 @@ impl Pools for ReferencePools {
     fn bytes(&self) -> u64 {
         self.ledger.bytes()
     }
-    fn counters(&self) -> Counters {
+    fn counters(&self) -> KvCounters {
         self.counters
     }
 }

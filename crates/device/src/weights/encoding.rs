@@ -138,20 +138,20 @@ impl Encoding {
         self.facts().exact
     }
     /// The encoding that a device keeps in memory, under `form`, of a tensor with rows of `row` elements.
-    pub fn resident(self, form: WeightForm, row: usize) -> Encoding {
+    pub fn resident(self, form: WeightFormat, row: usize) -> Encoding {
         match form {
-            WeightForm::F32 => Encoding::F32,
-            WeightForm::AsStored => self.exact(),
+            WeightFormat::F32 => Encoding::F32,
+            WeightFormat::AsStored => self.exact(),
             // Rows that are not whole blocks stay as stored.
-            WeightForm::Q8_0 if row.is_multiple_of(32) => Encoding::Q8_0,
-            WeightForm::Q8_0 => self.resident(WeightForm::AsStored, row),
+            WeightFormat::Q8_0 if row.is_multiple_of(32) => Encoding::Q8_0,
+            WeightFormat::Q8_0 => self.resident(WeightFormat::AsStored, row),
         }
     }
 }
 
 /// How linear layers are kept in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum WeightForm {
+pub enum WeightFormat {
     /// Every tensor in its file's encoding.
     #[default]
     AsStored,
@@ -160,20 +160,20 @@ pub enum WeightForm {
     Q8_0,
 }
 
-impl fmt::Display for WeightForm {
+impl fmt::Display for WeightFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            WeightForm::AsStored => "as-stored",
-            WeightForm::F32 => "f32",
-            WeightForm::Q8_0 => "q8_0",
+            WeightFormat::AsStored => "as-stored",
+            WeightFormat::F32 => "f32",
+            WeightFormat::Q8_0 => "q8_0",
         })
     }
 }
 
-impl FromStr for WeightForm {
+impl FromStr for WeightFormat {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = [WeightForm::AsStored, WeightForm::F32, WeightForm::Q8_0];
+        let all = [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0];
         let found = all.into_iter().find(|form| form.to_string() == text);
         found.ok_or_else(|| format!("`{text}` is not a weight format: use as-stored, f32 or q8_0"))
     }

@@ -8,7 +8,7 @@ use super::request::{Ending, RequestSampler};
 use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
 use kvist_model::Model;
-use kvist_scheduler::{End, Ended, Iteration, Prompt, Reason, Request, RequestId};
+use kvist_scheduler::{End, Ended, Iteration, Prompt, RefusalReason, Request, RequestId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::Receiver;
@@ -248,13 +248,13 @@ impl Thread {
             (End::Cancelled, None) if live.late => done(FinishReason::Deadline),
             (End::Cancelled, None) => done(FinishReason::Cancelled),
             // What the request generated so far is its answer.
-            (End::Refused(Reason::CacheFull), None) => done(FinishReason::Length),
-            (End::Refused(Reason::NeverFits), None) => {
+            (End::Refused(RefusalReason::CacheFull), None) => done(FinishReason::Length),
+            (End::Refused(RefusalReason::NeverFits), None) => {
                 let capacity = self.shared.upgrade().map_or(0, |shared| shared.capacity_tokens);
                 Event::Failed(Failure::NeverFits { needed: live.needed_tokens, capacity })
             }
             (End::Refused(reason), None) => {
-                let failure = self.state.executor.failure().filter(|_| reason == Reason::StepsFailed);
+                let failure = self.state.executor.failure().filter(|_| reason == RefusalReason::StepsFailed);
                 let why = failure.map_or_else(|| reason.name().to_owned(), |failure| failure.to_string());
                 Event::Failed(Failure::Engine(why))
             }

@@ -7,7 +7,7 @@ use kvist_engine::devices;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::serving::*;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_scheduler::{Admission, Config};
 use std::sync::{Arc, OnceLock};
@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 pub fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let options = LoadOptions { form: WeightFormat::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

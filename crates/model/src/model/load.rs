@@ -4,11 +4,11 @@ use super::decoder::{Decoder, Layer, Loaded, Mlp};
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
 use crate::error::Error;
-use crate::generation_config::Shipped;
+use crate::generation_config::SamplingDefaults;
 use crate::harmony;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
-use crate::weights::{Encoding, Gguf, Source, View, WeightForm};
+use crate::weights::{Encoding, Gguf, Source, View, WeightFormat};
 use kvist_device::*;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ pub enum ModelFile {
 
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
-    pub form: WeightForm,
+    pub form: WeightFormat,
     /// Map the files instead of reading them. The files must not change while they are mapped.
     pub mmap: bool,
     /// Make every run of this many layers share the K and V of its first layer, whatever the file says. Speed and
@@ -38,7 +38,7 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { form: WeightForm::AsStored, mmap: true, share_kv: None, context: None }
+        LoadOptions { form: WeightFormat::AsStored, mmap: true, share_kv: None, context: None }
     }
 }
 
@@ -52,7 +52,7 @@ pub struct Model {
     template: Option<ChatTemplate>,
     harmony: Option<Vec<u32>>,
     end_tokens: Vec<u32>,
-    sampling: Shipped,
+    sampling: SamplingDefaults,
     /// The channel order of the keys, set once a cache has asked for it.
     channels: OnceLock<Arc<ChannelOrder>>,
     weights: Reservation,
@@ -66,7 +66,7 @@ pub struct Opened {
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     /// An error is reported only if these defaults are used.
-    sampling: Result<Shipped, Error>,
+    sampling: Result<SamplingDefaults, Error>,
 }
 
 impl Opened {
@@ -111,12 +111,12 @@ impl Opened {
             source,
             tokenizer: None,
             template: None,
-            sampling: Ok(Shipped::default()),
+            sampling: Ok(SamplingDefaults::default()),
         };
         if texts {
             opened.tokenizer = Tokenizer::from_folder(path)?;
             opened.template = ChatTemplate::from_folder(path)?;
-            opened.sampling = Shipped::from_folder(path);
+            opened.sampling = SamplingDefaults::from_folder(path);
         }
         Ok(opened)
     }
@@ -125,8 +125,12 @@ impl Opened {
         let gguf = source.as_gguf().ok_or_else(|| Error::Usage("not a GGUF source".into()))?;
         let config = ModelConfig::from_gguf(gguf)?;
         let (tokenizer, template, sampling) = match texts {
-            true => (Tokenizer::from_gguf(gguf)?, ChatTemplate::from_gguf(gguf)?, Shipped::from_gguf(gguf)),
-            false => (None, None, Ok(Shipped::default())),
+            true => (
+                Tokenizer::from_gguf(gguf)?,
+                ChatTemplate::from_gguf(gguf)?,
+                SamplingDefaults::from_gguf(gguf),
+            ),
+            false => (None, None, Ok(SamplingDefaults::default())),
         };
         Ok(Opened { name, config, source, tokenizer, template, sampling })
     }
@@ -173,12 +177,12 @@ impl Opened {
     }
 
     /// The model's recommended sampling defaults, or the error in them.
-    pub fn sampling(&self) -> Result<&Shipped, &Error> {
+    pub fn sampling(&self) -> Result<&SamplingDefaults, &Error> {
         self.sampling.as_ref()
     }
 
     /// Bytes the weights will take on a device in this form. [`Model::load`] reserves this amount.
-    pub fn weight_bytes(&self, device: &dyn Footprint, form: WeightForm) -> Result<u64, Error> {
+    pub fn weight_bytes(&self, device: &dyn Footprint, form: WeightFormat) -> Result<u64, Error> {
         self.config.tensors().iter().try_fold(0u64, |sum, spec| {
             let bytes = resident_bytes(device, spec, self.source.find(spec)?.encoding, form);
             sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))
@@ -265,7 +269,7 @@ pub(super) fn resident_bytes(
     device: &dyn Footprint,
     spec: &TensorSpec,
     stored: Encoding,
-    form: WeightForm,
+    form: WeightFormat,
 ) -> u64 {
     let bytes = match spec.role {
         Role::Embedding | Role::Linear | Role::Router | Role::Expert => {
@@ -277,9 +281,9 @@ pub(super) fn resident_bytes(
 }
 
 /// Router weights are few and stay as stored: a small error in them would select another expert.
-fn form_of(spec: &TensorSpec, form: WeightForm) -> WeightForm {
+fn form_of(spec: &TensorSpec, form: WeightFormat) -> WeightFormat {
     match (spec.role, form) {
-        (Role::Router, WeightForm::Q8_0) => WeightForm::AsStored,
+        (Role::Router, WeightFormat::Q8_0) => WeightFormat::AsStored,
         _ => form,
     }
 }
@@ -335,7 +339,7 @@ impl Model {
         &self.end_tokens
     }
     /// The model's recommended sampling defaults; empty if they are invalid ([`Opened::sampling`] has the error).
-    pub fn sampling(&self) -> &Shipped {
+    pub fn sampling(&self) -> &SamplingDefaults {
         &self.sampling
     }
     /// The channel order of its keys, set once it has been computed.
@@ -352,7 +356,7 @@ struct Loader<'p, D> {
     device: &'p D,
     specs: HashMap<String, TensorSpec>,
     source: Source,
-    form: WeightForm,
+    form: WeightFormat,
     norms_less_one: bool,
     /// Tokens of the longest text.
     context: u32,

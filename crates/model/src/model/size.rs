@@ -2,7 +2,7 @@
 use super::{ModelFile, Opened, resident_bytes};
 use crate::config::{Experts, ModelConfig, Role, TensorSpec};
 use crate::error::Error;
-use crate::weights::{Encoding, WeightForm};
+use crate::weights::{Encoding, WeightFormat};
 use kvist_device::Footprint;
 use std::ffi::OsStr;
 use std::path::Path;
@@ -24,7 +24,7 @@ pub struct ModelSize {
 impl ModelSize {
     /// Sizes of a `config.json` alone (its `dtype` tells how weights are stored), a folder, a GGUF file or the embedded
     /// model.
-    pub fn of(file: &ModelFile, device: &dyn Footprint, form: WeightForm) -> Result<Self, Error> {
+    pub fn of(file: &ModelFile, device: &dyn Footprint, form: WeightFormat) -> Result<Self, Error> {
         match file {
             ModelFile::Path(path) if is_config_alone(path) => {
                 Self::of(&ModelFile::Path(path.join("config.json")), device, form)
@@ -43,7 +43,7 @@ impl ModelSize {
     }
 
     /// Sizes of an opened model, from the headers already read.
-    pub fn of_opened(opened: &Opened, device: &dyn Footprint, form: WeightForm) -> Result<Self, Error> {
+    pub fn of_opened(opened: &Opened, device: &dyn Footprint, form: WeightFormat) -> Result<Self, Error> {
         let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
         Self::sum(opened.name.clone(), opened.config.clone(), device, form, encoding)
     }
@@ -52,7 +52,7 @@ impl ModelSize {
         name: String,
         config: ModelConfig,
         device: &dyn Footprint,
-        form: WeightForm,
+        form: WeightFormat,
         encoding: impl Fn(&TensorSpec) -> Result<Encoding, Error>,
     ) -> Result<Self, Error> {
         let mut size = ModelSize { name, stored_bytes: 0, resident_bytes: 0, read_per_token: 0, config };

@@ -2,7 +2,7 @@
 #![allow(dead_code)] // each test binary uses its part
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::MemoryBudget;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,10 +34,10 @@ pub fn compute() -> Compute {
 
 /// For tests that compare texts.
 pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_model::Error> {
-    load_in(file, WeightForm::AsStored)
+    load_in(file, WeightFormat::AsStored)
 }
 
-pub fn load_in(file: ModelFile, form: WeightForm) -> Result<Arc<Model>, kvist_model::Error> {
+pub fn load_in(file: ModelFile, form: WeightFormat) -> Result<Arc<Model>, kvist_model::Error> {
     let options = LoadOptions { form, ..texts() };
     Model::load(&file, Cpu::new(compute()), &options, &MemoryBudget::unlimited(), &mut |_, _| {})
         .map(Arc::new)

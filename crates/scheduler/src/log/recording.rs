@@ -60,7 +60,7 @@ impl Recording {
 
     /// Turns off what [`Recording::begin`] turned on.
     pub fn end(self, scheduler: &mut Scheduler) {
-        scheduler.record_no_more();
+        scheduler.stop_recording();
         scheduler.cache_mut().watch_blocks(false);
     }
 

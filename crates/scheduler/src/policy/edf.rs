@@ -1,10 +1,10 @@
 //! Earliest deadline first, preemptive: C. L. Liu and J. W. Layland, "Scheduling algorithms for multiprogramming in
 //! a hard-real-time environment", Journal of the ACM 20 (1973). Requests without a deadline come last.
-use super::{Policy, Rank, View, rank_of};
+use super::{Rank, SchedulingPolicy, View, rank_of};
 
 pub struct Edf;
 
-impl Policy for Edf {
+impl SchedulingPolicy for Edf {
     fn name(&self) -> &'static str {
         "edf"
     }

@@ -1,9 +1,9 @@
 //! First come, first served. A preempted request returns to its original place, by arrival time.
-use super::{Policy, Rank, View, rank_of};
+use super::{Rank, SchedulingPolicy, View, rank_of};
 
 pub struct Fcfs;
 
-impl Policy for Fcfs {
+impl SchedulingPolicy for Fcfs {
     fn name(&self) -> &'static str {
         "fcfs"
     }

@@ -3,14 +3,14 @@
 //! all requests and cancels out. Textbook laxity thrashes: a request that is served gains laxity and is preempted at
 //! once. To prevent that, a preemption victim is judged by its laxity on arrival, which is lower, so progress never
 //! makes a request easier to preempt. Requests without a deadline come last.
-use super::{Policy, Rank, View, rank_of};
+use super::{Rank, SchedulingPolicy, View, rank_of};
 use crate::config::TokenWork;
 
 pub struct Laxity {
     pub work: TokenWork,
 }
 
-impl Policy for Laxity {
+impl SchedulingPolicy for Laxity {
     fn name(&self) -> &'static str {
         "laxity"
     }

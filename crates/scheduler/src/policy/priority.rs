@@ -2,13 +2,13 @@
 //! "A delay dependent queue discipline", Naval Research Logistics Quarterly 11 (1964), here with the same slope for
 //! all requests. The order of two requests therefore never changes, and a request waits only for requests that arrive
 //! within `ageing_ns` · (difference in level).
-use super::{Policy, Rank, View, rank_of};
+use super::{Rank, SchedulingPolicy, View, rank_of};
 
 pub struct Priority {
     pub ageing_ns: u64,
 }
 
-impl Policy for Priority {
+impl SchedulingPolicy for Priority {
     fn name(&self) -> &'static str {
         "priority"
     }

@@ -1,13 +1,13 @@
 //! Shortest job first, without preemption: L. E. Schrage and others call it SPT. Its mean response for M/G/1 is in
 //! R. W. Conway, W. L. Maxwell, L. W. Miller, *Theory of Scheduling*, 1967, section 8-6.
-use super::{Policy, Rank, View, rank_of};
+use super::{Rank, SchedulingPolicy, View, rank_of};
 use crate::config::TokenWork;
 
 pub struct Sjf {
     pub work: TokenWork,
 }
 
-impl Policy for Sjf {
+impl SchedulingPolicy for Sjf {
     fn name(&self) -> &'static str {
         "sjf"
     }

@@ -3,14 +3,14 @@
 //! mean for M/G/1: L. E. Schrage and L. W. Miller, Operations Research 14 (1966).
 //!
 //! Remaining work includes prefill and, after a preemption, the tokens to recompute.
-use super::{Policy, Rank, View, rank_of};
+use super::{Rank, SchedulingPolicy, View, rank_of};
 use crate::config::TokenWork;
 
 pub struct Srpt {
     pub work: TokenWork,
 }
 
-impl Policy for Srpt {
+impl SchedulingPolicy for Srpt {
     fn name(&self) -> &'static str {
         "srpt"
     }

@@ -1,7 +1,7 @@
 //! The schemas that request bodies are checked against. Bodies that pass are read in [`fields`](super::fields).
 use crate::config::LimitsSection;
 use crate::schema::{self, NATURAL};
-use kvist_model::generation_config::Shipped;
+use kvist_model::generation_config::SamplingDefaults;
 use serde_json::{Map, Value, json};
 
 /// Values of this server that appear in schemas.
@@ -20,7 +20,7 @@ pub(crate) struct Bounds {
     /// kvist can parse the model's tool calls.
     pub tools: bool,
     /// Sampling defaults that the model ships.
-    pub sampling: Shipped,
+    pub sampling: SamplingDefaults,
 }
 
 impl Bounds {
@@ -34,7 +34,7 @@ impl Bounds {
             template: false,
             effort: false,
             tools: false,
-            sampling: Shipped::default(),
+            sampling: SamplingDefaults::default(),
         }
     }
 

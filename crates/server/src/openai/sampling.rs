@@ -2,10 +2,10 @@
 use super::fields::Common;
 use kvist_engine::random::random_seed;
 use kvist_engine::sampler::SamplerConfig;
-use kvist_model::generation_config::Shipped;
+use kvist_model::generation_config::SamplingDefaults;
 
 /// Parameters come from the request, then from the model's generation config, then from OpenAI's defaults.
-pub(crate) fn sampling(common: &Common, shipped: &Shipped) -> SamplerConfig {
+pub(crate) fn sampling(common: &Common, shipped: &SamplingDefaults) -> SamplerConfig {
     SamplerConfig {
         temperature: common.temperature.or(shipped.temperature).unwrap_or(1.0),
         // Negative values mean all tokens, like 0.
@@ -28,16 +28,17 @@ mod tests {
     /// If a request is silent, vLLM samples with the model maker's settings, and its users expect that.
     #[test]
     fn what_a_model_ships_stands_between_a_request_and_the_defaults_of_openai() {
-        let with =
-            |body: &str, shipped: &Shipped| sampling(&serde_json::from_str::<Common>(body).unwrap(), shipped);
-        let neutral = with("{}", &Shipped::default());
+        let with = |body: &str, shipped: &SamplingDefaults| {
+            sampling(&serde_json::from_str::<Common>(body).unwrap(), shipped)
+        };
+        let neutral = with("{}", &SamplingDefaults::default());
         assert_eq!((neutral.temperature, neutral.top_k, neutral.top_p, neutral.min_p), (1.0, 0, 1.0, 0.0));
-        let shipped = Shipped {
+        let shipped = SamplingDefaults {
             temperature: Some(0.6),
             top_k: Some(20),
             top_p: Some(0.95),
             repetition_penalty: Some(1.1),
-            ..Shipped::default()
+            ..SamplingDefaults::default()
         };
         let silent = with("{}", &shipped);
         assert_eq!((silent.temperature, silent.top_k, silent.top_p, silent.min_p), (0.6, 20, 0.95, 0.0));

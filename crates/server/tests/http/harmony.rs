@@ -6,7 +6,7 @@ use crate::server::*;
 use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
 use kvist_model::harmony::MARKS;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -85,7 +85,7 @@ fn harmony() -> Arc<Model> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("harmony.gguf");
         std::fs::write(&path, bytes).unwrap();
-        let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
+        let options = LoadOptions { form: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

@@ -4,7 +4,7 @@ use kvist_cpu::Cpu;
 use kvist_device::{MemoryBudget, Storage};
 use kvist_engine::devices;
 use kvist_engine::serving::Engine;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::config::KeySection;
 use kvist_server::{ServerConfig, ServerState, serve};
@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 pub fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightForm::F32, ..LoadOptions::default() };
+        let options = LoadOptions { form: WeightFormat::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

@@ -2,7 +2,7 @@
 use crate::server::*;
 use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_server::ServerConfig;
 use serde_json::{Value, json};
@@ -41,7 +41,7 @@ fn with_template(template: &'static str) -> Arc<Model> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("template.gguf");
         std::fs::write(&path, bytes).unwrap();
-        let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
+        let options = LoadOptions { form: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

@@ -3,7 +3,7 @@
 use crate::server::*;
 use kvist_cpu::Cpu;
 use kvist_device::MemoryBudget;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use serde_json::{Map, Value, json};
 use std::path::Path;
@@ -42,7 +42,7 @@ pub fn words_with(template: Option<&str>) -> Arc<Model> {
     if let Some(template) = template {
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
     }
-    let options = LoadOptions { form: WeightForm::F32, mmap: false, ..LoadOptions::default() };
+    let options = LoadOptions { form: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
     let file = ModelFile::Path(folder.path().into());
     Arc::new(
         Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),

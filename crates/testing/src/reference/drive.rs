@@ -408,7 +408,7 @@ impl Drive {
 /// Clears the wording of a refusal, so that only its figures are compared.
 fn mark(refused: Refused) -> Refused {
     match refused {
-        Refused::NotHere(_) => Refused::NotHere(""),
+        Refused::Unsupported(_) => Refused::Unsupported(""),
         other => other,
     }
 }

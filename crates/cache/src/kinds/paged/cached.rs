@@ -1,7 +1,7 @@
 //! What the prefix index asks of a cell space: which blocks it caches, and the sequences that it makes from them.
 use super::{Paged, Table};
 use crate::block_kind::{BlockKind, CachedBlocks, NONE};
-use crate::events::{Change, Events, Reason};
+use crate::events::{Change, ChangeReason, Events};
 use crate::ids::SeqId;
 use crate::report::BlockUse;
 
@@ -57,7 +57,7 @@ impl CachedBlocks for Paged {
         let mut n_evictable = 0;
         for &block in blocks.iter().filter(|&&block| block != NONE) {
             n_evictable += u32::from(self.blocks.add_ref(block));
-            self.events.push(block, Some(seq), Change::Hit, Reason::Open);
+            self.events.push(block, Some(seq), Change::Hit, ChangeReason::Open);
         }
         let version = self.new_version();
         self.sequences.insert(
@@ -69,12 +69,12 @@ impl CachedBlocks for Paged {
 
     fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
         self.blocks.add_ref(block);
-        self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
+        self.events.push(block, Some(seq), Change::Share, ChangeReason::Duplicate);
         let version = self.new_version();
         let table = self.sequences.get_mut(&seq).expect("it is live");
         table.version = version;
         let own = std::mem::replace(&mut table.blocks[i as usize], block);
-        self.release(own, seq, Reason::Duplicate);
+        self.release(own, seq, ChangeReason::Duplicate);
     }
 }
 

@@ -1,14 +1,14 @@
 //! Operations on whole sequences: fork, shorten, remove.
 use super::{NONE, Paged, Table};
 use crate::block_kind::CachedBlocks;
-use crate::events::{Change, Reason};
+use crate::events::{Change, ChangeReason};
 use crate::ids::SeqId;
 use crate::kind::{Kind, SequenceKind};
 use crate::request::Refused;
 
 impl Paged {
     /// Shortens `seq` to `position`. The caller has checked that this is possible.
-    fn truncate(&mut self, seq: SeqId, position: u32, reason: Reason) {
+    fn truncate(&mut self, seq: SeqId, position: u32, reason: ChangeReason) {
         let (keep, lineage) = (self.covering_blocks(position) as usize, self.new_version());
         let table = self.sequences.get_mut(&seq).expect("it is live");
         if position < table.next_position {
@@ -62,7 +62,7 @@ impl SequenceKind for Paged {
             return Ok(());
         }
         if from > 0 {
-            return Err(Refused::NotHere(TAILS_ONLY));
+            return Err(Refused::Unsupported(TAILS_ONLY));
         }
         let n_blocks = self.covering_blocks(until) as usize;
         let copy = Table {
@@ -75,7 +75,7 @@ impl SequenceKind for Paged {
         self.n_versions += 1;
         for &block in copy.blocks.iter().filter(|&&block| block != NONE) {
             self.blocks.add_ref(block);
-            self.events.push(block, Some(dst), Change::Share, Reason::Fork);
+            self.events.push(block, Some(dst), Change::Share, ChangeReason::Fork);
         }
         self.sequences.insert(dst, copy);
         Ok(())
@@ -87,9 +87,9 @@ impl SequenceKind for Paged {
             return Ok(());
         }
         if until < next {
-            return Err(Refused::NotHere(TAILS_ONLY));
+            return Err(Refused::Unsupported(TAILS_ONLY));
         }
-        let reason = if from == 0 { Reason::Remove } else { Reason::Rollback };
+        let reason = if from == 0 { ChangeReason::Remove } else { ChangeReason::Rollback };
         self.truncate(seq, from, reason);
         if from == 0 {
             self.sequences.remove(&seq);
@@ -100,7 +100,7 @@ impl SequenceKind for Paged {
     fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         self.table(seq)?;
         if from > 0 && from < until {
-            return Err(Refused::NotHere(TAILS_ONLY));
+            return Err(Refused::Unsupported(TAILS_ONLY));
         }
         while let Some(other) = self.sequences.keys().copied().find(|&other| other != seq) {
             self.seq_rm(other, 0, u32::MAX)?;

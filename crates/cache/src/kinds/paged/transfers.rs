@@ -1,7 +1,7 @@
 //! Blocks in transfer. See [`Cache::pin`](crate::Cache::pin) and [`Cache::load`](crate::Cache::load).
 use super::Paged;
 use crate::block_kind::{CachedBlocks, NONE, TransferBlocks};
-use crate::events::{Change, Reason};
+use crate::events::{Change, ChangeReason};
 use crate::ids::{GroupId, SeqId};
 use crate::plan::GroupPlan;
 use crate::request::Refused;
@@ -24,7 +24,7 @@ impl TransferBlocks for Paged {
     }
     fn unpin(&mut self, block: u32) {
         let released = self.blocks.unpin(block);
-        self.log_release(block, None, released, Reason::Unpin);
+        self.log_release(block, None, released, ChangeReason::Unpin);
     }
 
     fn lineage(&self, seq: SeqId) -> u64 {
@@ -34,7 +34,7 @@ impl TransferBlocks for Paged {
     fn can_load(&self, seq: SeqId, until: u32, group: GroupId) -> Result<(), Refused> {
         let table = self.table(seq)?;
         if self.offset(table.next_position) > 0 {
-            return Err(Refused::NotHere(
+            return Err(Refused::Unsupported(
                 "an import begins where a block begins, and the sequence ends within one",
             ));
         }
@@ -57,7 +57,7 @@ impl TransferBlocks for Paged {
             }
             let block = self.blocks.find(tail.filter(|&block| block != NONE), &mut from, &no_claims);
             self.blocks.load(block);
-            self.events.push(block, Some(seq), Change::Alloc, Reason::Load);
+            self.events.push(block, Some(seq), Change::Alloc, ChangeReason::Load);
             blocks.push(block);
             tail = Some(block);
         }
@@ -79,7 +79,7 @@ impl TransferBlocks for Paged {
     fn abandon_load(&mut self, seq: SeqId, blocks: &[u32]) {
         for &block in blocks.iter().filter(|&&block| block != NONE) {
             self.blocks.loaded(block);
-            self.release(block, seq, Reason::Load);
+            self.release(block, seq, ChangeReason::Load);
         }
     }
 }

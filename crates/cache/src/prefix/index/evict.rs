@@ -1,6 +1,6 @@
 //! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
 use super::{Index, blocks, blocks_mut};
-use crate::events::{Change, Reason};
+use crate::events::{Change, ChangeReason};
 use crate::evict::Rank;
 use crate::ids::GroupId;
 use crate::kind::Kind;
@@ -129,7 +129,7 @@ impl Index {
         }
         let kind_blocks = blocks_mut(&mut groups[g]);
         if kind_blocks.unindex(block) {
-            kind_blocks.events().push(block, None, Change::Evict, Reason::SpaceNeeded);
+            kind_blocks.events().push(block, None, Change::Evict, ChangeReason::SpaceNeeded);
             self.n_evicted += 1;
         }
         if let Some(events) = &mut self.events {

@@ -1,7 +1,7 @@
 //! Storing the full blocks of a sequence.
 use super::{Index, Leaf, blocks, blocks_mut};
 use crate::block_kind::BlockKind;
-use crate::events::{Change, Reason};
+use crate::events::{Change, ChangeReason};
 use crate::evict::Use;
 use crate::ids::*;
 use crate::kind::Kind;
@@ -38,7 +38,7 @@ impl Index {
     ) -> Result<Stored, Refused> {
         let mut leaf = *self.leaves.get(&seq).ok_or(Refused::UnknownSequence(seq))?;
         if !self.tree.keying().accepts(content) {
-            return Err(Refused::NotHere("this prefix index was made for content of another kind"));
+            return Err(Refused::Unsupported("this prefix index was made for content of another kind"));
         }
         let committed = groups[0].next_position(seq).unwrap_or(0) / self.block_tokens();
         let n_blocks = self.tree.keying().n_blocks(content).min(committed);
@@ -114,7 +114,7 @@ impl Index {
     ) {
         self.version += 1;
         kind_blocks.index(block, node);
-        kind_blocks.events().push(block, Some(seq), Change::Store, Reason::Store);
+        kind_blocks.events().push(block, Some(seq), Change::Store, ChangeReason::Store);
         self.groups[group].set_block(node, block);
         if self.groups[group].evict.is_some() {
             self.tick += 1;

@@ -101,7 +101,7 @@ impl Rig {
     pub fn cache(&mut self) -> &mut Cache {
         &mut self.cache
     }
-    pub fn counters(&self) -> Counters {
+    pub fn counters(&self) -> KvCounters {
         self.pools.counters()
     }
     pub fn bytes(&self) -> u64 {

@@ -3,7 +3,7 @@ use super::Args;
 use super::candidates::{Candidate, Command};
 use kvist_device::Recent;
 use kvist_engine::memory::RECENT_TOKENS;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 use std::path::{Path, PathBuf};
 
 /// The default of `--chunk`.
@@ -18,7 +18,7 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     let differs = |differs: bool, value: String| differs.then_some(value);
     flag(if runs { "run" } else { "serve" }, Some(String::new()));
     flag("--model", args.source.model.as_deref().map(model));
-    flag("--weights", differs(args.weights != WeightForm::AsStored, args.weights.to_string()));
+    flag("--weights", differs(args.weights != WeightFormat::AsStored, args.weights.to_string()));
     flag("--memory", args.memory.map(|size| size.to_string()));
     flag("--threads", args.compute.threads.map(|threads| threads.to_string()));
     flag("--deterministic", differs(args.compute.deterministic, String::new()));

@@ -7,7 +7,7 @@ use anyhow::Context;
 use kvist_device::{Bytes, MemoryBudget, Registry, Storage};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::Opened;
-use kvist_model::weights::WeightForm;
+use kvist_model::weights::WeightFormat;
 
 /// Held-out text of the embedded model, the default of --text.
 const TEXT: &str = include_str!("../../../../../tools/tiny-model/val.txt");
@@ -16,7 +16,7 @@ pub struct Measured {
     /// Scored tokens, and the size of a window.
     pub tokens: usize,
     pub window_tokens: u32,
-    pub weights: WeightForm,
+    pub weights: WeightFormat,
     /// Mean KL of the rungs that fit into memory together with a cache in f32.
     kl: Vec<(Rung, f64)>,
 }
@@ -98,12 +98,12 @@ pub fn measure(
 fn choose_format(
     opened: &Opened,
     registry: &Registry,
-    asked: WeightForm,
+    asked: WeightFormat,
     caches: u64,
     budget: &MemoryBudget,
-) -> anyhow::Result<(WeightForm, u64)> {
-    match MemoryPlan::free_after(opened, registry, WeightForm::F32, budget) {
-        Ok(free) if free >= caches => Ok((WeightForm::F32, free)),
+) -> anyhow::Result<(WeightFormat, u64)> {
+    match MemoryPlan::free_after(opened, registry, WeightFormat::F32, budget) {
+        Ok(free) if free >= caches => Ok((WeightFormat::F32, free)),
         _ => Ok((
             asked,
             MemoryPlan::free_after(opened, registry, asked, budget).context("--measure runs the model")?,
