@@ -100,14 +100,14 @@ test('a server without a place is waited for, and says why', async () => {
   const load = small();
   const server = await pretend(() => load.snapshot());
   servers.push(server);
-  server.refuse(429, '16 listen already: close another dashboard');
+  server.refuse(429, '16 dashboards are connected already: close one of them');
   const page = await open(server.url);
-  await page.getByText('16 listen already: close another dashboard').waitFor();
+  await page.getByText('16 dashboards are connected already: close one of them').waitFor();
   await page.getByText('Recording · Example').waitFor();
   await page.getByRole('button', { name: 'API key' }).waitFor();
   server.refuse(null);
   await page.getByText('Live · pretended').waitFor();
-  assert.equal(await page.getByText('16 listen already').count(), 0);
+  assert.equal(await page.getByText('16 dashboards are connected already').count(), 0);
   await calm(page);
 });
 
@@ -295,7 +295,7 @@ test('sessions at rest stay drawn, and their blocks are pointed at', async () =>
 test('a key without the rights of an administrator is told what it can do', async () => {
   const server = await pretend(nothing());
   servers.push(server);
-  server.refuse(403, 'the live view tells of all users, and is for admin keys');
+  server.refuse(403, 'the live view shows the requests of all users and needs an admin key');
   const page = await open(server.url);
   await page.getByText('it is not an admin key').waitFor();
   await page.getByText('The API and the Playground work with this key').waitFor();

@@ -42,13 +42,13 @@ async function heard(answers, until) {
 }
 
 test('a server without a place is asked again; one without a stream is not', async () => {
-  const told = await heard([refusal(429, '16 listen already'), () => new Response('', { status: 503 }), open(snapshot(5))], 'live');
-  assert.deepEqual(told, ['refused: 16 listen already', 'refused: status 503', 'live']);
+  const told = await heard([refusal(429, '16 dashboards are connected already'), () => new Response('', { status: 503 }), open(snapshot(5))], 'live');
+  assert.deepEqual(told, ['refused: 16 dashboards are connected already', 'refused: status 503', 'live']);
   assert.deepEqual(await heard([refusal(404, 'there is no such thing')], 'absent'), ['absent']);
   assert.deepEqual(await heard([() => new Response('<html>', { headers: { 'content-type': 'text/html' } })], 'absent'), ['absent']);
   assert.deepEqual(await heard([refusal(401, 'no API key')], 'denied'), ['denied']);
   // A key that is known, and not an admin's, was told that it is wrong.
-  assert.deepEqual(await heard([refusal(403, 'for admin keys')], 'limited'), ['limited']);
+  assert.deepEqual(await heard([refusal(403, 'needs an admin key')], 'limited'), ['limited']);
 });
 
 test('a connection that fails is tried again', async () => {

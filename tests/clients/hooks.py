@@ -10,8 +10,8 @@ RELATIONS = [
     ("prompt", "fewer prompts at a time"),
     ("logit_bias", "the vocabulary has"),
     # A text's tokens are not its characters.
-    ("prompt", "room for"),
-    ("messages", "room for"),
+    ("prompt", "can have at most"),
+    ("messages", "can have at most"),
     # No format of calls without a chat template.
     ("tools", "are not supported with this model"),
     ("messages", "are not supported with this model"),
@@ -23,12 +23,12 @@ RELATIONS = [
     # Some grow too large while they are followed.
     ("", "the grammar of the answer failed"),
     # What a session is made of, and how long it has become, no schema knows.
-    ("text", "room for"),
-    ("tokens", "room for"),
-    ("session", "room for"),
+    ("text", "can have at most"),
+    ("tokens", "can have at most"),
+    ("session", "can have at most"),
     # Tools are for conversations, and stay the same inside an answer.
-    ("tools", "goes on as a text"),
-    ("tools", "is for sessions made of messages"),
+    ("tools", "continues as plain text"),
+    ("tools", "applies only to sessions made of messages"),
     ("tools", "cannot change inside an answer"),
     ("messages", "is made of text or tokens"),
     ("text", "is made of messages"),
@@ -38,8 +38,8 @@ RELATIONS = [
     ("to", "this session has no messages"),
     ("at", "the session has"),
     ("to", "the session has"),
-    ("also", "which is no sibling"),
-    ("also", "is no session's id"),
+    ("also", "which is not a sibling"),
+    ("also", "is not a session id"),
 ]
 
 

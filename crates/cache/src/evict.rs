@@ -181,13 +181,13 @@ impl std::fmt::Display for PolicyError {
         };
         match self {
             PolicyError::UnknownPolicy { name, serving } => {
-                write!(f, "there is no eviction policy `{name}`: take one of ")?;
+                write!(f, "there is no eviction policy `{name}`: use one of ")?;
                 list(f, *serving)
             }
             PolicyError::SimulatorOnly { name } => {
                 write!(
                     f,
-                    "eviction policy `{name}` needs to know the future; outside the simulator take one of "
+                    "eviction policy `{name}` needs to know the future; outside the simulator use one of "
                 )?;
                 list(f, true)
             }
@@ -199,10 +199,10 @@ impl std::fmt::Display for PolicyError {
                 write!(f, "eviction policy `{policy}` has no parameter `{parameter}`")?;
                 let readers = POLICIES.iter().filter(|e| e.parameters.iter().any(|p| p.name == *parameter));
                 let readers = readers.map(|entry| entry.name).collect::<Vec<_>>().join(" and ");
-                write!(f, ": leave it out, or take {readers}")
+                write!(f, ": leave it out, or use {readers}")
             }
             PolicyError::BadValue { parameter, value, expected } => {
-                write!(f, "`{value}` is no value of parameter `{parameter}`: expected {expected}")
+                write!(f, "`{value}` is not a valid value of parameter `{parameter}`: expected {expected}")
             }
         }
     }

@@ -1,6 +1,7 @@
 //! The trait that a cache kind implements: the bookkeeping of one cell space, which serves one layer group.
+use crate::block_kind::BlockKind;
 use crate::ids::*;
-use crate::kinds::{Paged, Visibility};
+use crate::kinds::Visibility;
 use crate::plan::{CellCopy, GroupPlan, Spans};
 use crate::report::{Occupancy, Report};
 use crate::request::Refused;
@@ -69,12 +70,12 @@ pub trait Kind: Send {
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         None
     }
-    /// `Some` if the kind hands out blocks that a prefix index can cache.
-    fn paged(&self) -> Option<&Paged> {
+    /// `Some` if the kind hands out blocks, which a prefix index can cache and which can be exported.
+    fn blocks(&self) -> Option<&dyn BlockKind> {
         None
     }
-    /// Like [`paged`](Self::paged), mutable.
-    fn paged_mut(&mut self) -> Option<&mut Paged> {
+    /// Like [`blocks`](Self::blocks), mutable.
+    fn blocks_mut(&mut self) -> Option<&mut dyn BlockKind> {
         None
     }
     /// `Some` if the kind supports speculation with draft trees.

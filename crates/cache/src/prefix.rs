@@ -125,7 +125,7 @@ impl std::fmt::Display for PagedError {
             PagedError::Policy(why) => why.fmt(f),
             PagedError::Vocabulary { block_tokens, tokens_per_id } => write!(
                 f,
-                "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens do not fit into each other: take a block size that divides {tokens_per_id} or is a multiple of it"
+                "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens do not fit into each other: use a block size that divides {tokens_per_id} or is a multiple of it"
             ),
         }
     }
@@ -168,7 +168,7 @@ pub enum MissReason {
     /// The full-attention groups hold more, but a window group has dropped blocks that the next query would see.
     WindowGone { position: u32 },
     /// A prompt under another salt begins like this, and none under this salt. Only operators may see this: it would
-    /// tell a tenant what other tenants ask.
+    /// reveal to a tenant what other tenants ask.
     OtherSalt { position: u32 },
 }
 
@@ -188,7 +188,7 @@ impl MissReason {
     pub fn for_tenant(self) -> MissReason {
         match self {
             MissReason::OtherSalt { position } => MissReason::NeverSeen { position },
-            told => told,
+            reason => reason,
         }
     }
     /// Where the hit ends, or the position of the first token that differs.
@@ -322,7 +322,7 @@ impl Cache {
     /// Sliding window of `group`: the positions that a query sees, its own included. `None` if a query sees all, or
     /// if the kind has no blocks.
     pub fn window(&self, group: GroupId) -> Option<u32> {
-        self.groups.get(group.0 as usize)?.paged()?.window()
+        self.groups.get(group.0 as usize)?.blocks()?.window()
     }
 
     /// Version of the index. While it does not change, the index caches the same blocks under the same tokens: for a
@@ -334,7 +334,8 @@ impl Cache {
     /// Block table of `seq` in `group`, in position order; `None` entries have left the window. Returns `None` if the
     /// kind has no blocks, or if there is no such sequence.
     pub fn block_table(&self, group: GroupId, seq: SeqId) -> Option<Vec<Option<u32>>> {
-        Some(self.groups.get(group.0 as usize)?.paged()?.block_table(seq)?.collect())
+        let table = self.groups.get(group.0 as usize)?.blocks()?.block_table(seq)?;
+        Some(table.iter().map(|&block| (block != crate::kinds::NONE).then_some(block)).collect())
     }
 
     /// The hash by which [`PrefixEvent`]s name the prefix `tokens` under `salt`, cut to whole blocks. Sequences that

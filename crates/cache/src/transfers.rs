@@ -1,19 +1,20 @@
 //! Blocks whose bytes are being copied, to somewhere else (an export) or from there (an import).
 //!
-//! A transfer runs beside the steps and outlives them, so it cannot borrow the cache. Its blocks are in a state of their
-//! own instead:
+//! A transfer runs concurrently with steps and outlives them, so it cannot borrow the cache. Instead, its blocks are in
+//! a state of their own:
 //!
-//! - A *pinned* block is neither written nor free until it is unpinned. Sequences and the prefix index may use it, leave
-//!   it and come back; a sequence that appends to it gets a copy.
-//! - A *loading* block is neither free nor readable until its bytes have arrived. No sequence, no hit and no pin gets it.
-//!   If the import fails, it is free again.
+//! - A *pinned* block is neither written nor free until it is unpinned. Sequences and the prefix index may use it,
+//!   leave it and come back; a sequence that appends to it gets a copy.
+//! - A *loading* block is neither free nor readable until its bytes have arrived. No sequence, no hit and no pin gets
+//!   it. If the import fails, it is free again.
 //!
 //! Eviction, windows and [`Cache::clear`] leave both alone. The states end with the values [`Pin`] and [`Loading`], which
 //! cannot be copied. If such a value is dropped, its blocks stay pinned or loading.
+use crate::block_kind::BlockKind;
 use crate::cache::Cache;
 use crate::ids::*;
 use crate::kind::Kind;
-use crate::kinds::{NONE, Paged};
+use crate::kinds::NONE;
 use crate::request::Refused;
 
 /// Names one block of one layer group.
@@ -72,10 +73,10 @@ impl Loading {
 }
 
 const OTHER_CACHE: &str = "a transfer of another cache";
-const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: take paged";
+const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: use paged";
 
-fn paged(groups: &mut [Box<dyn Kind>], group: usize) -> Option<&mut Paged> {
-    groups.get_mut(group)?.paged_mut()
+fn blocks_of(groups: &mut [Box<dyn Kind>], group: usize) -> Option<&mut dyn BlockKind> {
+    groups.get_mut(group)?.blocks_mut()
 }
 
 impl Cache {
@@ -83,16 +84,16 @@ impl Cache {
     /// several times. Refused, with nothing changed, if one of the blocks is free, is loading or does not exist.
     pub fn pin(&mut self, blocks: &[BlockId]) -> Result<Pin, Refused> {
         for &id in blocks {
-            let readable =
-                paged(&mut self.groups, id.group.0 as usize).is_some_and(|paged| paged.is_readable(id.block));
+            let readable = blocks_of(&mut self.groups, id.group.0 as usize)
+                .is_some_and(|kind_blocks| kind_blocks.is_readable(id.block));
             if !readable {
                 return Err(Refused::NoSuchBlock(id));
             }
         }
         self.epoch += 1;
         for &BlockId { group, block } in blocks {
-            let paged = paged(&mut self.groups, group.0 as usize).expect("it was found above");
-            if paged.pin(block)
+            let kind_blocks = blocks_of(&mut self.groups, group.0 as usize).expect("it was found above");
+            if kind_blocks.pin(block)
                 && let Some(index) = &mut self.index
             {
                 index.in_use(group, block);
@@ -101,13 +102,13 @@ impl Cache {
         Ok(Pin { cache: self.id, blocks: blocks.to_vec() })
     }
 
-    /// Ends an export. Blocks that nothing else uses become free, or evictable if they are cached. Panics if `pin` is of
-    /// another cache.
+    /// Ends an export. Blocks that nothing else uses become free, or evictable if they are cached. Panics if `pin` is
+    /// of another cache.
     pub fn unpin(&mut self, pin: Pin) {
         assert_eq!(pin.cache, self.id, "{OTHER_CACHE}");
         self.epoch += 1;
         for BlockId { group, block } in pin.blocks {
-            paged(&mut self.groups, group.0 as usize).expect("it has pinned blocks").unpin(block);
+            blocks_of(&mut self.groups, group.0 as usize).expect("it has pinned blocks").unpin(block);
         }
         if let Some(index) = &mut self.index {
             index.rank_newly_evictable(&mut self.groups);
@@ -126,13 +127,13 @@ impl Cache {
         }
         let until = start.checked_add(n_tokens).ok_or(Refused::PositionOverflow { seq })?;
         for (g, kind) in self.groups.iter().enumerate() {
-            let paged = kind.paged().ok_or(Refused::NotHere(NO_BLOCKS))?;
-            paged.can_load(seq, until, GroupId(g as u16))?;
+            let kind_blocks = kind.blocks().ok_or(Refused::NotHere(NO_BLOCKS))?;
+            kind_blocks.can_load(seq, until, GroupId(g as u16))?;
         }
         self.epoch += 1;
-        let groups = self.groups.iter_mut().filter_map(|kind| Some(kind.paged_mut()?.load(seq, until)));
+        let groups = self.groups.iter_mut().filter_map(|kind| Some(kind.blocks_mut()?.load(seq, until)));
         let groups = groups.collect();
-        let lineage = self.groups[0].paged().map_or(0, |paged| paged.lineage(seq));
+        let lineage = self.groups[0].blocks().map_or(0, |kind_blocks| kind_blocks.lineage(seq));
         Ok(Loading { cache: self.id, seq, start, n_tokens, lineage, groups })
     }
 
@@ -141,7 +142,7 @@ impl Cache {
     /// free, the sequence stays as it is, and the call succeeds.
     ///
     /// Refused if the sequence has been removed, shortened or extended since the call of [`load`](Self::load); the
-    /// blocks are free then, too. Panics if `loading` is of another cache.
+    /// blocks are then free as well. Panics if `loading` is of another cache.
     pub fn arrived<E>(&mut self, loading: Loading, result: Result<(), E>) -> Result<(), Refused> {
         assert_eq!(loading.cache, self.id, "{OTHER_CACHE}");
         let Loading { seq, start, n_tokens, lineage, groups, .. } = loading;
@@ -150,7 +151,8 @@ impl Cache {
             (Err(_), _) => Ok(false),
             (Ok(()), None) => Err(Refused::UnknownSequence(seq)),
             (Ok(()), Some(next)) => {
-                let is_same = self.groups[0].paged().is_some_and(|paged| paged.lineage(seq) == lineage);
+                let is_same =
+                    self.groups[0].blocks().is_some_and(|kind_blocks| kind_blocks.lineage(seq) == lineage);
                 match is_same && next == start {
                     true => Ok(true),
                     false => Err(Refused::NotAtEnd { seq, expected: next, got: start }),
@@ -158,10 +160,10 @@ impl Cache {
             }
         };
         for (kind, blocks) in self.groups.iter_mut().zip(groups) {
-            let paged = kind.paged_mut().expect("it has loading blocks");
+            let kind_blocks = kind.blocks_mut().expect("it has loading blocks");
             match continues {
-                Ok(true) => paged.append_loaded(seq, start + n_tokens, &blocks),
-                _ => paged.abandon_load(seq, &blocks),
+                Ok(true) => kind_blocks.append_loaded(seq, start + n_tokens, &blocks),
+                _ => kind_blocks.abandon_load(seq, &blocks),
             }
         }
         if let Some(index) = &mut self.index {

@@ -25,9 +25,9 @@ fn a_chat_is_driven_from_stdin() {
         " runs of cells",
         "  main (2 messages)",
         "on main",
-        "unsaid",
-        "nothing was said here yet",
-        "third is gone",
+        "undone",
+        "there is nothing to undo",
+        "deleted third",
         "wrote ",
         "reused",
     ] {
@@ -63,7 +63,7 @@ fn a_chat_is_driven_from_stdin() {
 
 /// The penalty looks at the text that is continued, not at text of other branches or text that was undone.
 #[test]
-fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
+fn what_was_undone_leaves_no_trace_in_the_sampler() {
     let args = ["chat", "-q", "--json", "--greedy", "--repeat-penalty", "1.5", "-n", "12"];
     let (lines, _) = succeed_with(&args, b"The\n/undo\nThe\n/undo\n/fork x\nThe\n");
     let texts: Vec<Value> =
@@ -177,10 +177,10 @@ fn a_chat_without_room_says_what_makes_some() {
     let too_long =
         ["the conversation with this turn has ", "the cache holds 32", "start again with --context "];
     says(&["--context", "32", "-n", "4"], &long, 1, &too_long);
-    let full = ["is full (16 of 16 tokens)", "/undo takes back", "/fork", "--context 128"];
+    let full = ["is full (16 of 16 tokens)", "/undo removes", "/fork", "--context 128"];
     says(&["--context", "16", "-n", "100"], "Ownership is\n", 0, &full);
     let beside = "/fork a\nOwnership is\n/switch main\nthe vector and the borrow checker and the trait and the struct and \
                   the enum and the function and the module and the crate and the type and the value of the vector\n";
-    let other = ["the cache holds 48 tokens, of which ", "are in use", "/drop gives one up (a)"];
+    let other = ["the cache holds 48 tokens, of which ", "are in use", "/drop deletes one (a)"];
     says(&["--context", "48", "-n", "36"], beside, 1, &other);
 }

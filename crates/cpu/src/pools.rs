@@ -45,7 +45,9 @@ impl CpuPools {
     ) -> Result<Self, BackendError> {
         spec.layout.check()?;
         for (l, layer) in spec.layout.layers.iter().enumerate() {
-            layer.equal_dims(l, device)?;
+            layer.equal_dims().map_err(|what| {
+                BackendError::Unsupported(format!("layer {l}: the CPU has no kernels for {what}"))
+            })?;
         }
         for storage in [spec.k, spec.v] {
             if storage.dtype.has_groups() && ![32, 64].contains(&storage.group) {

@@ -2,7 +2,7 @@
 use half::{bf16, f16};
 use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
-use kvist_cpu::linear::{ENCODINGS as ALL, Inputs, Matrix};
+use kvist_cpu::linear::{ENCODINGS as ALL, Inputs, Matrix, row_multiple};
 use kvist_device::weights::{Encoding, FileTensor};
 use kvist_testing::SplitMix64;
 
@@ -84,8 +84,8 @@ fn products_are_sums() {
     let mut bad = Vec::new();
     for encoding in ALL {
         for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
-            let inputs =
-                blocks * encoding.block().0.max(32) + if encoding.block().0 == 1 { blocks } else { 0 };
+            let inputs = blocks * row_multiple(encoding).max(32)
+                + if row_multiple(encoding) == 1 { blocks } else { 0 };
             let bytes = file(encoding, outputs, inputs, &mut random);
             for n in [1, 2, 3, 4, 7, 8, 9, 16, 23] {
                 let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random) * 3.0).collect();
@@ -164,7 +164,7 @@ fn wrong_shapes_are_refused() {
         assert!(Matrix::pack(&compute, encoding, 0, 256, &[]).is_err());
         assert!(Matrix::pack(&compute, encoding, 4, 0, &[]).is_err());
         assert!(Matrix::pack(&compute, encoding, usize::MAX, 256, &bytes).is_err());
-        if encoding.block().0 > 1 {
+        if row_multiple(encoding) > 1 {
             assert!(Matrix::pack(&compute, encoding, 4, 255, &bytes).is_err());
         }
         let matrix = Matrix::pack(&compute, encoding, 4, 256, &bytes).unwrap();

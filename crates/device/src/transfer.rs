@@ -1,4 +1,4 @@
-//! KV bytes on their way out of pools or into them, a block of cells at a time.
+//! Copies of KV bytes out of pools or into them, a block of cells at a time.
 use crate::error::BackendError;
 use crate::pools::PoolSpec;
 use kvist_cache::{GroupId, Run};
@@ -37,7 +37,7 @@ pub struct HostBlock {
 }
 
 impl HostBlock {
-    /// A block of zeros. [`Pools::block_bytes`](crate::Pools::block_bytes) tells the length that a transfer needs.
+    /// A block of zeros. [`Pools::block_bytes`](crate::Pools::block_bytes) returns the length that a transfer needs.
     ///
     /// # Errors
     /// The system refuses to allocate so many bytes.
@@ -97,7 +97,7 @@ impl From<TransferRefused> for BackendError {
     }
 }
 
-/// The finished transfers of a device that copies at once, with the blocks that were not asked for yet.
+/// The finished transfers of a device that copies at once, with the blocks that have not been collected yet.
 #[derive(Debug, Default)]
 pub struct FinishedTransfers(Vec<(Transfer, HostBlock)>);
 

@@ -4,10 +4,9 @@
 //! `cargo run --release -p kvist-engine --example agent_fork`
 use kvist_cache::SeqId;
 use kvist_device::MemoryBudget;
-use kvist_engine::Error;
-use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::{Error, devices};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
@@ -18,8 +17,13 @@ const WAYS: [&str; 3] = [" must check", " can use the `?` operator", " may panic
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model =
-        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
+    let model = Arc::new(Model::load(
+        &ModelFile::Embedded,
+        devices::Cpu::default(),
+        &options,
+        &budget,
+        &mut |_, _| {},
+    )?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let config = CacheConfig { kind: "cells".into(), max_rows: 3, ..CacheConfig::new(512) };
     let mut session = ModelSession::new(&model, &devices::all(), &config)?;

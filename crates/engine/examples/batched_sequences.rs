@@ -4,10 +4,9 @@
 //! `cargo run --release -p kvist-engine --example batched_sequences`
 use kvist_cache::SeqId;
 use kvist_device::MemoryBudget;
-use kvist_engine::Error;
-use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::{Error, devices};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
@@ -16,8 +15,13 @@ const PROMPTS: [&str; 3] = ["The borrow checker", "A trait is", "To open a file 
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model =
-        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
+    let model = Arc::new(Model::load(
+        &ModelFile::Embedded,
+        devices::Cpu::default(),
+        &options,
+        &budget,
+        &mut |_, _| {},
+    )?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
 
     // `cells` holds many sequences. The capacity is for all of them together; each needs one row of logits.

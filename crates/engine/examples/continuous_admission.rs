@@ -5,10 +5,9 @@
 //! `cargo run --release -p kvist-engine --example continuous_admission`
 use kvist_cache::SeqId;
 use kvist_device::MemoryBudget;
-use kvist_engine::Error;
-use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::{Error, devices};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,8 +25,13 @@ struct Request {
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model =
-        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
+    let model = Arc::new(Model::load(
+        &ModelFile::Embedded,
+        devices::Cpu::default(),
+        &options,
+        &budget,
+        &mut |_, _| {},
+    )?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let config = CacheConfig { kind: "cells".into(), max_rows: 8, ..CacheConfig::new(CELLS as u32) };
     let mut session = ModelSession::new(&model, &devices::all(), &config)?;

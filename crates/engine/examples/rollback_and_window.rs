@@ -4,10 +4,9 @@
 //! `cargo run --release -p kvist-engine --example rollback_and_window`
 use kvist_cache::SeqId;
 use kvist_device::{Bytes, MemoryBudget};
-use kvist_engine::Error;
-use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::{Error, devices};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
@@ -28,8 +27,13 @@ fn go_on(session: &mut ModelSession, mut token: u32, n: usize) -> Result<Vec<u32
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model =
-        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
+    let model = Arc::new(Model::load(
+        &ModelFile::Embedded,
+        devices::Cpu::default(),
+        &options,
+        &budget,
+        &mut |_, _| {},
+    )?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let encode = |text: &str| tokenizer.encode(text, true);
     let config = CacheConfig { kind: "cells".into(), ..CacheConfig::new(256) };

@@ -4,18 +4,22 @@
 //! `cargo run --release -p kvist-engine --example single_decode`
 use kvist_cache::SeqId;
 use kvist_device::{Bytes, MemoryBudget};
-use kvist_engine::Error;
-use kvist_engine::devices::{self, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::{Error, devices};
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
 pub fn main() -> Result<(), Error> {
     let options = LoadOptions::default();
     let budget = MemoryBudget::unlimited();
-    let model =
-        Arc::new(Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?);
+    let model = Arc::new(Model::load(
+        &ModelFile::Embedded,
+        devices::Cpu::default(),
+        &options,
+        &budget,
+        &mut |_, _| {},
+    )?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
 
     // The policy: one sequence, K and V in f16, room for 256 tokens.

@@ -70,7 +70,7 @@ impl ResponseFormat {
             Some("json_object") => Ok(ResponseFormat::JsonObject),
             Some("json_schema") => {
                 let given = format.get("json_schema").and_then(Value::as_object);
-                let given = given.ok_or_else(|| bad(".json_schema", "is no object"))?;
+                let given = given.ok_or_else(|| bad(".json_schema", "is not an object"))?;
                 let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-');
                 match given.get("name").and_then(Value::as_str) {
                     Some(name) if (1..=64).contains(&name.len()) && name.chars().all(allowed) => {}
@@ -279,7 +279,7 @@ fn plain(error: &str) -> String {
     let error = error[..end].trim();
     let error = error.split_once("failed to compile JSON schema: ").map_or(error, |(_, error)| error);
     if error == StopReason::NoExtensionBias.to_string() {
-        return NO_WAY.into();
+        return NO_TOKEN.into();
     }
     error.replace("panic: ", "llguidance broke on it: ")
 }
@@ -321,7 +321,7 @@ impl Constraint for Follow {
             }
         }
         if left == 0 {
-            return Err(failed(NO_WAY));
+            return Err(failed(NO_TOKEN));
         }
         Ok(())
     }
@@ -336,7 +336,7 @@ impl Constraint for Follow {
 }
 
 /// If the vocabulary lacks some bytes, no token may fit although the grammar is not complete.
-const NO_WAY: &str = "no token of the model can go on here";
+const NO_TOKEN: &str = "no token of the model can continue here";
 
 fn failed(error: &str) -> String {
     format!("the grammar of the answer failed: {}", plain(error))

@@ -131,7 +131,7 @@ impl<'a> Client<'a> {
             return Err(self.refusal(name, None, &url, answer));
         }
         let odd = |what: String| Error::Answer {
-            what: format!("{url} answered what is no list of files ({what}): is HF_ENDPOINT a Hub?"),
+            what: format!("{url} did not answer with a list of files ({what}): is HF_ENDPOINT a Hub?"),
         };
         let text = answer.last.into_body().into_with_config().limit(MAX_LISTING_BYTES).read_to_string();
         let text = text.map_err(|error| self.unreachable(&error))?;
@@ -241,7 +241,7 @@ impl<'a> Client<'a> {
         } else if to.starts_with("http://") {
             odd("which is not encrypted")
         } else {
-            odd("which is no address")
+            odd("which is not an address")
         }
     }
 

@@ -26,7 +26,7 @@ pub enum Error {
     #[error("{repo} has {what}")]
     NoModel { repo: String, what: String },
     #[error(
-        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline takes what is in the \
+        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline uses what is in the \
          cache, and `kvist models` lists it"
     )]
     Unreachable { endpoint: String, cause: String },
@@ -47,15 +47,15 @@ pub enum Error {
     NotAccepted { name: String, why: String },
     #[error("{path} has room for {free}; {needed} more are needed: free some, or set HF_HUB_CACHE to a folder elsewhere", path = path.display())]
     DiskFull { path: PathBuf, needed: String, free: String },
-    #[error("{path}: no space is left on the device; what has come is kept, and the same command goes on there", path = path.display())]
+    #[error("{path}: no space is left on the device; the part that has arrived is kept, and the same command continues from it", path = path.display())]
     NoSpaceLeft { path: PathBuf },
     #[error(
-        "{file} broke off after {have} of {size} bytes: {cause}. What has come is kept, and the same command goes on there"
+        "{file} broke off after {have} of {size} bytes: {cause}. The part that has arrived is kept, and the same command continues from it"
     )]
     BrokeOff { file: String, have: u64, size: u64, cause: String },
     /// The downloaded bytes do not match the Hub's hash; none of them were kept.
     #[error(
-        "{file} is damaged: {what}. Nothing of it was kept; try again, and if it stays so, the Hub or a proxy is at fault"
+        "{file} is damaged: {what}. Nothing of it was kept; try again. If it happens again, the Hub or a proxy is at fault"
     )]
     Damaged { file: String, what: String },
     #[error("{name} is not there; {there}")]

@@ -255,7 +255,7 @@ fn a_safetensors_repository_comes_with_what_its_index_names() {
         assert!(refused.contains(expected), "{refused}");
     }
     hub.small("org/liar", "model.safetensors.index.json", "not json");
-    assert!(error(hub.settings(cache.path()), "hf:org/liar").contains("no index of safetensors"));
+    assert!(error(hub.settings(cache.path()), "hf:org/liar").contains("not a safetensors index"));
 }
 
 #[test]

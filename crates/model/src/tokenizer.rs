@@ -96,7 +96,7 @@ impl Tokenizer {
         Err(Error::Tokenizer {
             file: self.file.clone(),
             what: format!(
-                "cuts words by `{pre}`, which kvist does not know, and other tokens would give another text: take the \
+                "cuts words by `{pre}`, which kvist does not know, and other tokens would give another text: use the \
                  model's Hugging Face folder, or --guess-pretokenizer to cut them as GPT-2 does"
             ),
         })

@@ -205,7 +205,7 @@ type Row = (&'static str, fn(&mut File), &'static [&'static str]);
 
 /// The defect, how to create it, words of the error.
 const HEADERS: &[Row] = &[
-    ("no GGUF", |f| f.magic = *b"GGML", &["no GGUF file"]),
+    ("no GGUF", |f| f.magic = *b"GGML", &["not a GGUF file"]),
     ("version 0", |f| f.version = 0, &["version 0;"]),
     ("version 1", |f| f.version = 1, &["version 1", "2 and 3"]),
     ("version 4", |f| f.version = 4, &["version 4", "2 and 3"]),
@@ -638,6 +638,6 @@ fn parts_that_do_not_belong_together_are_refused() {
         std::fs::copy(&paths[0], &path).unwrap();
         // The error advises the name that it already has.
         let error = load(ModelFile::Path(path)).unwrap_err().to_string();
-        assert!(error.contains("no UTF-8") && !error.contains("old name"), "{error}");
+        assert!(error.contains("not UTF-8") && !error.contains("old name"), "{error}");
     }
 }

@@ -359,7 +359,7 @@ const CONFIGS: &[Row] = &[
     ),
     ("rope base 0", |f| f.set("rope_theta", json!(0)), &["rope_theta", "is 0"]),
     ("rope base below 0", |f| f.set("rope_theta", json!(-1e4)), &["rope_theta", "-10000"]),
-    ("rope of text", |f| f.set("rope_scaling", json!("linear")), &["rope_scaling", "no JSON object"]),
+    ("rope of text", |f| f.set("rope_scaling", json!("linear")), &["rope_scaling", "not a JSON object"]),
     (
         "unknown rope",
         |f| f.set("rope_scaling", json!({"type": "su"})),
@@ -426,7 +426,7 @@ fn paths_that_are_no_model_are_refused() {
     std::fs::create_dir(path("empty")).unwrap();
     for (name, words) in [
         ("absent", "not there"),
-        ("weights.safetensors", "the folder that holds it"),
+        ("weights.safetensors", "the folder that contains it"),
         ("empty.gguf", "is empty"),
         ("empty", "config.json"),
     ] {

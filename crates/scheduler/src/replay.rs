@@ -84,7 +84,7 @@ impl Event {
         }
         let n = batch.work.iter().filter(|w| w.samples).count();
         if self.sampled.len() != n {
-            return Err(format!("it sampled {} tokens, here {n} are due", self.sampled.len()));
+            return Err(format!("it sampled {} tokens, here {n} are expected", self.sampled.len()));
         }
         let mut sampled = self.sampled.iter().enumerate();
         outcome.sample_each(batch, |_| {
@@ -139,7 +139,8 @@ impl Replay {
             (None, Some(shape)) => Cache::paged(&shape.spec())
                 .map_err(|e| wrong(1, format!("there is no cache as described: {e}")))?,
             (None, None) => {
-                let what = "it does not describe its cache, which is no paged one or was recorded by an older program";
+                let what =
+                    "it does not describe its cache, which is not paged or was recorded by an older program";
                 return Err(wrong(1, what.into()));
             }
         };
@@ -162,11 +163,11 @@ impl Replay {
         let scheduler = &mut self.scheduler;
         let event: Event =
             serde_json::from_str(text).map_err(|e| wrong(line, format!("not an event: {e}")))?;
-        let due = line as u64 - 2;
-        if event.n != due {
+        let expected = line as u64 - 2;
+        if event.n != expected {
             return Err(wrong(
                 line,
-                format!("event {} where {due} is due: lines are missing or doubled", event.n),
+                format!("event {} where {expected} is expected: lines are missing or duplicated", event.n),
             ));
         }
         let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];

@@ -288,7 +288,7 @@ fn bad_configurations_say_what_to_try() {
     let rows = [
         (
             bad(Config { policy: "lifo".into(), ..base() }),
-            "no scheduling policy \"lifo\": take one of fcfs, sjf",
+            "no scheduling policy \"lifo\": use one of fcfs, sjf",
         ),
         (bad(Config { max_batch: 0, ..base() }), "max_batch is 0"),
         (
@@ -296,7 +296,7 @@ fn bad_configurations_say_what_to_try() {
             "max_batch_tokens is 5: it must be at least max_batch",
         ),
         (bad(Config { max_failures: 0, ..base() }), "max_failures is 0"),
-        (bad(Config { lengths: LengthSource::Oracle, ..base() }), "only a simulator knows the truth"),
+        (bad(Config { lengths: LengthSource::Oracle, ..base() }), "only a simulator knows the true lengths"),
         (bad(Config { prefix_order: PrefixOrder::Window(0), ..base() }), "prefix_order window is 0"),
     ];
     for (found, expected) in rows {

@@ -53,7 +53,8 @@ async fn no_such_path(request: Request) -> ApiError {
 }
 
 async fn wrong_method(request: Request) -> ApiError {
-    let message = format!("{} does not take {}; see /openapi.json", request.uri().path(), request.method());
+    let message =
+        format!("{} does not support {}; see /openapi.json", request.uri().path(), request.method());
     ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
 }
 

@@ -61,7 +61,7 @@ impl Keys {
                 _ => {
                     return Err(bad(
                         "key",
-                        "given in no way, or in several".into(),
+                        "missing, or given more than once".into(),
                         "one of `key`, `key_file`, `key_env`",
                     ));
                 }
@@ -72,7 +72,7 @@ impl Keys {
             }
             let hash = hash(&key);
             if keys.iter().any(|(other, _)| *other == hash) {
-                return Err(bad("key", "the same as another one".into(), "a key of its own"));
+                return Err(bad("key", "the same as another key".into(), "a unique key"));
             }
             let name = section.name.as_str().into();
             keys.push((hash, Caller { name, admin: section.admin, arrived: Instant::now() }));
@@ -113,7 +113,7 @@ impl Keys {
         }
         match bool::from(found) {
             true => Ok(Caller { arrived: Instant::now(), ..self.keys[at as usize].1.clone() }),
-            false => Err(refuse("this API key is not known here")),
+            false => Err(refuse("this API key is unknown")),
         }
     }
 }

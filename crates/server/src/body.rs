@@ -1,8 +1,8 @@
 //! Request bodies: reading them, and parsing them into JSON documents.
 //!
-//! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is refused
-//! before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that appears
-//! twice in an object is refused, because one of the two would be ignored.
+//! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is
+//! refused before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that
+//! appears twice in an object is refused, because one of the two would be ignored.
 use crate::auth::Caller;
 use crate::blocking::{blocking, keep_document};
 use crate::bodies::{Bodies, SMALL_BYTES, weight};
@@ -49,14 +49,14 @@ pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<V
     let read = collect(request.into_body(), &state.bodies, most, &name);
     let read = tokio::time::timeout(state.limits.read_timeout(), read).await;
     let read = read.map_err(|_| {
-        let message = format!("the body did not come within {} s", state.limits.read_timeout_s);
+        let message = format!("the body did not arrive within {} s", state.limits.read_timeout_s);
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_too_slow", message)
     })?;
     let (bytes, raw) = read?;
     let weight = weight(&bytes);
     if weight > state.bodies.most && bytes.len() > SMALL_BYTES {
         let message = format!(
-            "the body has so many values that its document would take {weight} bytes; {} are allowed",
+            "the body has so many values that it would take {weight} bytes of memory; {} are allowed",
             state.bodies.most
         );
         return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message));
@@ -94,7 +94,7 @@ async fn collect(
     while let Some(frame) = limited.frame().await {
         let frame = frame.map_err(|error| match error.is::<LengthLimitError>() {
             true => too_large(most),
-            false => ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body broke off"),
+            false => ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body ended early"),
         })?;
         if let Ok(data) = frame.into_data() {
             let all = bytes.len() + data.len();
@@ -171,7 +171,7 @@ impl<'de> Visitor<'de> for Reader {
         while let Some(name) = from.next_key::<String>()? {
             let Document(value) = from.next_value()?;
             if fields.contains_key(&name) {
-                return Err(A::Error::custom(format_args!("the field {name:?} stands twice")));
+                return Err(A::Error::custom(format_args!("the field {name:?} appears twice")));
             }
             fields.insert(name, value);
         }

@@ -76,8 +76,8 @@ fn known_host(state: &ServerState, headers: &HeaderMap) -> Result<(), ApiError> 
     if local {
         return Ok(());
     }
-    let message =
-        "this server has no API keys and answers to localhost alone; configure [[keys]] to serve others";
+    let message = "this server has no API keys, so it only answers requests to localhost; \
+                   configure [[keys]] to allow others";
     Err(ApiError::new(StatusCode::FORBIDDEN, "unknown_host", message))
 }
 
@@ -91,8 +91,8 @@ pub(crate) async fn authenticate(
     if let Some(connection) = request.extensions().get::<Arc<Connection>>() {
         let slot = state.requests.take(&caller.name).map_err(|full| {
             let message = format!(
-                "{} requests of this key's name are under way, and the places left are shares of other keys: try again \
-                 when some are answered",
+                "{} requests of this key's name are in progress, and the remaining slots are reserved for other \
+                 keys: try again when some are answered",
                 full.taken
             );
             ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).retry_after(1)

@@ -147,8 +147,8 @@ impl ServerConfig {
         if 0 < recent && recent < asked {
             let block = self.cache.block_tokens;
             warnings.push(format!(
-                "cache.kv_recent is {asked}, but a block has {block} tokens: groups of {recent} are used; take a block_tokens \
-                 that is a multiple of {asked}"
+                "cache.kv_recent is {asked}, but a block has {block} tokens: groups of {recent} are used; to avoid \
+                 this, set block_tokens to a multiple of {asked}"
             ));
         }
         if self.keys.is_empty() && self.http.cors_origins.iter().any(|origin| origin == "*") {

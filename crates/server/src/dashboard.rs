@@ -61,13 +61,13 @@ pub(crate) async fn live(
     Extension(caller): Extension<Caller>,
 ) -> Result<Response, ApiError> {
     if !caller.admin {
-        let message = "the live view tells of all users, and is for admin keys";
+        let message = "the live view shows the requests of all users and needs an admin key";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
     let joined = state.live.listen(&state.engine, state.model_name().to_owned()).await;
     let (snapshot, lines) = joined.map_err(|why| match why {
         ListenError::TooMany => {
-            let message = format!("{MAX_LISTENERS} listen already: close another dashboard");
+            let message = format!("{MAX_LISTENERS} dashboards are connected already: close one of them");
             ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_listeners", message).retry_after(5)
         }
         ListenError::Stopped => ApiError::internal("the engine has stopped: restart the server"),

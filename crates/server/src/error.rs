@@ -84,7 +84,7 @@ impl ApiError {
     /// 408: the client has disconnected, or the request took too long to prepare.
     pub fn not_ready_in_time() -> Self {
         let message = format!(
-            "the request was not ready within {} s: shorten it, or try again when the server is less busy",
+            "the request could not be prepared within {} s: shorten it, or try again when the server is less busy",
             PREPARATION_TIME.as_secs()
         );
         ApiError { message, ..ApiError::deadline() }
@@ -92,7 +92,7 @@ impl ApiError {
 
     /// 503: the memory for requests is taken.
     pub fn busy() -> Self {
-        let message = "too many bodies are being read or worked on: try again";
+        let message = "too many requests are being read or prepared: try again";
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "server_busy", message).retry_after(1)
     }
 
@@ -117,7 +117,7 @@ impl ApiError {
             }
             Failure::Grammar(why) => ApiError::new(StatusCode::BAD_REQUEST, "grammar_failed", why.clone()),
             // A step computes many requests, so the message may be about another one.
-            Failure::Engine(_) => ApiError::internal("the model failed; the server's log says how"),
+            Failure::Engine(_) => ApiError::internal("the model failed; see the server's log"),
         }
     }
 

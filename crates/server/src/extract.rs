@@ -13,7 +13,7 @@ impl<S: Send + Sync> FromRequestParts<S> for Path<String> {
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let path = axum::extract::Path::<String>::from_request_parts(parts, state).await;
         let bad = |_| {
-            let message = format!("{} is no UTF-8 once its percent signs are resolved", parts.uri.path());
+            let message = format!("{} is not UTF-8 after percent-decoding", parts.uri.path());
             ApiError::new(StatusCode::BAD_REQUEST, "invalid_value", message)
         };
         path.map(|axum::extract::Path(name)| Path(name)).map_err(bad)

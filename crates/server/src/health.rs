@@ -37,13 +37,17 @@ pub(crate) async fn metrics(
     Extension(caller): Extension<Caller>,
 ) -> Result<Response, ApiError> {
     if !caller.admin && !state.http.open_metrics {
-        let message = "metrics tell of all users, and are for admin keys";
+        let message = "metrics cover the requests of all users and need an admin key";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
     let mut readings = metrics::of_engine(&state.engine.stats());
     readings.extend(metrics::of_limits(state.engine.rejected(), &state.connections));
     let failed = |error| {
-        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", format!("no metrics: {error}"))
+        ApiError::new(
+            StatusCode::INTERNAL_SERVER_ERROR,
+            "server_error",
+            format!("cannot render the metrics: {error}"),
+        )
     };
     let text = state.metrics.render(&readings).map_err(failed)?;
     Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())

@@ -57,48 +57,45 @@ pub struct Reading(&'static str, &'static str, &'static str, f64);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
-    let share = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
+    let usage = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
     let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
     let c = &stats.counters;
     vec![
         gauge("vllm:num_requests_running", "Requests in the batch.", stats.running as f64),
-        gauge("vllm:num_requests_waiting", "Requests that wait for the batch.", stats.waiting as f64),
-        gauge("vllm:kv_cache_usage_perc", "Cells held by requests, 1 is all.", share),
-        count(
-            "vllm:num_preemptions_total",
-            "Requests that lost their place in the batch, each time.",
-            c.preemptions,
+        gauge(
+            "vllm:num_requests_waiting",
+            "Requests waiting for admission to the batch.",
+            stats.waiting as f64,
         ),
-        gauge("kvist_cells_held", "Cells that requests hold.", stats.held_cells as f64),
+        gauge("vllm:kv_cache_usage_perc", "Share of the KV cells that requests use; 1 means all.", usage),
+        count("vllm:num_preemptions_total", "Preemptions of requests.", c.preemptions),
+        gauge("kvist_cells_held", "KV cells that requests use.", stats.held_cells as f64),
         gauge(
             "kvist_cells_idle",
-            "Cells that the prefix index knows and no request holds.",
+            "KV cells that are cached in the prefix index and not used by any request.",
             stats.idle_cells as f64,
         ),
         gauge(
             "kvist_cells_free",
-            "Cells that no request holds and the prefix index does not know.",
+            "KV cells that are neither used by a request nor cached in the prefix index.",
             stats.free_cells as f64,
         ),
-        count("kvist_blocks_stored_total", "Blocks that the prefix index came to know.", stats.stored_blocks),
-        count(
-            "kvist_blocks_evicted_total",
-            "Blocks that were evicted from the prefix index.",
-            stats.evicted_blocks,
-        ),
+        count("kvist_blocks_stored_total", "Blocks added to the prefix index.", stats.stored_blocks),
+        count("kvist_blocks_evicted_total", "Blocks evicted from the prefix index.", stats.evicted_blocks),
         gauge(
             "kvist_prefix_cache_recent_hit_ratio",
-            "Share of the tokens of the last 1000 prompts that the prefix index supplied, 1 is all; readmissions count as prompts.",
+            "Share of the tokens of the last 1000 prompts that were found in the prefix index; 1 means all. A \
+             prompt counts again when a preempted request is readmitted.",
             stats.recent_hits.ratio().unwrap_or(0.0),
         ),
         gauge("kvist_kv_bytes", "Bytes reserved for K and V.", stats.kv_bytes as f64),
         count("kvist_kv_bytes_read_total", "Bytes of K and V that attention has read.", stats.kv_bytes_read),
-        Reading("kvist_busy_seconds_total", "counter", "Time spent in steps.", stats.busy_ns as f64 / 1e9),
+        Reading("kvist_busy_seconds_total", "counter", "Seconds spent in steps.", stats.busy_ns as f64 / 1e9),
         count("kvist_steps_total", "Steps that succeeded.", c.steps),
         count("kvist_failed_steps_total", "Steps that failed.", c.failed_steps),
         count("kvist_computed_tokens_total", "Tokens computed.", c.computed_tokens),
-        count("kvist_lost_tokens_total", "Tokens lost to preemptions.", c.lost_tokens),
+        count("kvist_lost_tokens_total", "Computed tokens that preemptions discarded.", c.lost_tokens),
     ]
 }
 
@@ -110,14 +107,18 @@ pub(crate) fn of_limits(rejected: u64, connections: &Connections) -> Vec<Reading
     vec![
         count(
             "kvist_queue_full_total",
-            "Requests that were refused because the queue was full for their key.",
+            "Requests refused because the queue was full for their key.",
             rejected,
         ),
-        gauge("kvist_connections", "Connections that are there, the reserve not counted.", open),
-        gauge("kvist_connections_known", "Of these, connections that have shown a known key.", known),
+        gauge("kvist_connections", "Open connections, without the reserve.", open),
+        gauge(
+            "kvist_connections_known",
+            "Open connections that have sent a known API key, without the reserve.",
+            known,
+        ),
         count(
             "kvist_connections_displaced_total",
-            "Connections whose client was waited for, closed to make room for others.",
+            "Connections closed in favour of new ones while the server waited for the client.",
             connections.displaced(),
         ),
     ]
@@ -165,28 +166,32 @@ impl Metrics {
         Ok(Metrics {
             ttft: histogram(
                 "vllm:time_to_first_token_seconds",
-                "From the request to its first token.",
+                "Seconds from the arrival of a request to its first token.",
                 TTFT,
             )?,
             inter_token: histogram(
                 "vllm:inter_token_latency_seconds",
-                "From one token to the next.",
+                "Seconds from one token to the next.",
                 PER_TOKEN,
             )?,
             per_output_token: histogram(
                 "vllm:request_time_per_output_token_seconds",
-                "From the first token to the last, per token after the first.",
+                "Seconds from the first token to the last, per token after the first.",
                 PER_TOKEN,
             )?,
-            whole: histogram("vllm:e2e_request_latency_seconds", "From the request to its end.", WHOLE)?,
+            whole: histogram(
+                "vllm:e2e_request_latency_seconds",
+                "Seconds from the arrival of a request to the end of its answer.",
+                WHOLE,
+            )?,
             queued: histogram(
                 "vllm:request_queue_time_seconds",
-                "From the request to its place in the batch.",
+                "Seconds from the arrival of a request to its admission to the batch.",
                 WHOLE,
             )?,
             prompt_tokens: counter(
                 "vllm:prompt_tokens_total",
-                "Prompt tokens of answers that entered the batch.",
+                "Prompt tokens of answers that were admitted to the batch.",
             )?,
             queried_tokens: counter(
                 "vllm:prefix_cache_queries_total",
@@ -194,18 +199,18 @@ impl Metrics {
             )?,
             hit_tokens: counter(
                 "vllm:prefix_cache_hits_total",
-                "Prompt tokens that the prefix index supplied.",
+                "Prompt tokens that were found in the prefix index.",
             )?,
             generation_tokens: counter("vllm:generation_tokens_total", "Tokens generated.")?,
             ended: counters(
                 "vllm:request_success_total",
-                "Answers that ended, by how.",
+                "Finished answers, by finish reason.",
                 "finished_reason",
                 &mut Ended::ALL.iter().map(|ended| ended.name().to_string()),
             )?,
             responses: counters(
                 "kvist_http_responses_total",
-                "Responses by status.",
+                "HTTP responses, by status.",
                 "status",
                 &mut STATUSES.iter().map(u16::to_string).chain(["other".to_string()]),
             )?,

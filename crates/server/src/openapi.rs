@@ -20,7 +20,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     path("/v1/chat/completions", "post", posts("Answer a conversation", "Chat", "ChatCompletion", &streamed));
     path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));
     path("/detokenize", "post", posts("Tokens to text", "Detokenize", "Detokenized", &json!({})));
-    path("/v1/models", "get", gets("The models: one", "ModelList", &["401"]));
+    path("/v1/models", "get", gets("List the models; there is one", "ModelList", &["401"]));
     let mut model = gets("One model", "Model", &["400", "401", "404"]);
     model["parameters"] = json!([{
         "name": "model", "in": "path", "required": true, "description": format!("`{}`", bounds.model),
@@ -28,10 +28,14 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     }]);
     path("/v1/models/{model}", "get", model);
     sessions(&mut path, &streamed);
-    path("/health", "get", open(gets("The process answers", "Status", &[])));
-    path("/ready", "get", open(gets("New requests are taken", "Status", &["503"])));
+    path("/health", "get", open(gets("The process is up", "Status", &[])));
+    path("/ready", "get", open(gets("The server accepts new requests", "Status", &["503"])));
     path("/version", "get", open(gets("kvist's version (vLLM)", "Version", &[])));
-    let mut metrics = gets("Prometheus metrics; with keys, for admin keys", "Status", &["401", "403"]);
+    let mut metrics = gets(
+        "Prometheus metrics; if API keys are configured, for admin keys only",
+        "Status",
+        &["401", "403"],
+    );
     metrics["responses"]["200"] = json!({"description": "Text format 0.0.4", "content": {"text/plain": {"schema": {"type": "string"}}}});
     path("/metrics", "get", metrics);
     let mut itself = open(gets("This document", "Status", &[]));
@@ -42,7 +46,8 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         "info": {
             "title": "kvist",
             "version": env!("CARGO_PKG_VERSION"),
-            "description": "The OpenAI API over one model. What is not supported is refused by name, never ignored.",
+            "description": "The OpenAI API over one model. Unsupported fields are never ignored: the request is \
+                            refused with an error that names the field.",
         },
         "paths": paths,
         "security": [{}, {"key": []}],
@@ -57,7 +62,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
 /// Paths of sessions.
 fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     let id = json!([{
-        "name": "id", "in": "path", "required": true, "description": "A session of this key",
+        "name": "id", "in": "path", "required": true, "description": "The id of a session of this key",
         "schema": {"type": "string"}, "example": "sess-00000000000000000000000000000000",
     }]);
     let of_one = |mut operation: Value| {
@@ -70,27 +75,37 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     };
     let none = json!({});
     path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
-    path("/v1/sessions", "post", posts("Begin a session", "SessionCreate", "Session", &none));
+    path("/v1/sessions", "post", posts("Create a session", "SessionCreate", "Session", &none));
     let all = ["400", "401", "404"];
     // A long history takes time and memory to render.
     let looked = [&all[..], &["408", "503"]].concat();
     path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &looked)));
-    path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks stay", "Deleted", &all)));
+    path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks remain", "Deleted", &all)));
     let verbs = [
-        ("append", "The history grows", "SessionAppend", "Session", &none),
+        ("append", "Append to the history", "SessionAppend", "Session", &none),
         (
             "generate",
-            "The session goes on; what comes is part of it",
+            "Generate; the output becomes part of the session",
             "SessionGenerate",
             "Generation",
             streamed,
         ),
-        ("fork", "Sessions that share the history up to a place", "SessionFork", "Forks", &none),
-        ("rollback", "The history ends there", "SessionRollback", "Session", &none),
-        ("keep", "Delete the other forks of the same call, and theirs", "SessionKeep", "Kept", &none),
+        ("fork", "Create sessions that share the history up to a position", "SessionFork", "Forks", &none),
+        ("rollback", "Truncate the history", "SessionRollback", "Session", &none),
+        (
+            "keep",
+            "Keep this session: delete the other forks of the same call, and their forks",
+            "SessionKeep",
+            "Kept",
+            &none,
+        ),
     ];
-    for (verb, summary, body, answer, beside) in verbs {
-        path(&format!("/v1/sessions/{{id}}/{verb}"), "post", changes(posts(summary, body, answer, beside)));
+    for (verb, summary, body, answer, other_types) in verbs {
+        path(
+            &format!("/v1/sessions/{{id}}/{verb}"),
+            "post",
+            changes(posts(summary, body, answer, other_types)),
+        );
     }
 }
 
@@ -98,16 +113,16 @@ fn reference(kind: &str, name: &str) -> Value {
     json!({"$ref": format!("#/components/{kind}/{name}")})
 }
 
-fn answered(schema: &str, beside: &Value) -> Value {
+fn answered(schema: &str, other_types: &Value) -> Value {
     let mut content = json!({"application/json": {"schema": reference("schemas", schema)}});
-    for (kind, schema) in beside.as_object().into_iter().flatten() {
+    for (kind, schema) in other_types.as_object().into_iter().flatten() {
         content[kind] = schema.clone();
     }
     json!({"description": "Done", "content": content})
 }
 
-fn posts(summary: &str, body: &str, answer: &str, beside: &Value) -> Value {
-    let mut all = json!({"200": answered(answer, beside)});
+fn posts(summary: &str, body: &str, answer: &str, other_types: &Value) -> Value {
+    let mut all = json!({"200": answered(answer, other_types)});
     for status in ["400", "401", "403", "404", "408", "413", "415", "429", "500", "503"] {
         all[status] = reference("responses", status);
     }
@@ -140,21 +155,26 @@ fn responses() -> Value {
     let all = [
         (
             "400",
-            "The request is wrong, or asks for what is not supported; `error.param` names the field",
+            "The request is invalid or asks for an unsupported feature; `error.param` names the field",
             false,
         ),
         ("401", "No API key, or an unknown one", false),
-        ("403", "Not for this key, or not under this host name", false),
-        ("404", "There is no such model, session or path", false),
-        ("409", "The session's state does not allow it: it generates, is empty, or was not forked", false),
-        ("408", "The body came too slowly, or the request's deadline passed", false),
+        ("403", "Not allowed for this key, or not under this host name", false),
+        ("404", "No such model, session or path", false),
+        (
+            "409",
+            "The state of the session does not allow this: the session is generating, is empty, or was not \
+             forked",
+            false,
+        ),
+        ("408", "The body arrived too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
         ("415", "The body is not sent as application/json, or is compressed", false),
-        ("429", "The queue is full for this key, or a quota of sessions", true),
+        ("429", "The queue is full for this key, or a session quota is used up", true),
         ("500", "The model or its cache failed", false),
         (
             "503",
-            "The server is shutting down, or has as many connections, large bodies or unread answers as it takes",
+            "The server is shutting down, or has reached a limit on connections, large bodies or unread answers",
             true,
         ),
     ];
@@ -169,7 +189,7 @@ fn responses() -> Value {
         }
         if ["408", "429"].contains(&status) {
             response["headers"]["x-should-retry"] = json!({"schema": {"type": "string", "enum": ["false"]},
-                "description": "Where asking again gives the same answer"});
+                "description": "Present if a retry would give the same error"});
         }
         responses.insert(status.into(), response);
     }
@@ -273,7 +293,7 @@ fn components(schemas: &Schemas) -> Value {
             json!({
                 "id": text(), "object": text(), "created": count(), "owned_by": text(), "max_model_len": count(),
                 "chat_template": {"type": "boolean", "description":
-                    "The model has a chat template of its own. One that has none continues texts."},
+                    "The model has a chat template. A model without one continues plain text."},
             }),
         ),
         "ModelList": object(

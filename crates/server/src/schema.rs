@@ -72,7 +72,7 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
     if let Some(only) = schema.get("const")
         && only != value
     {
-        return Err(wrong(format!("is {}; kvist takes {only} alone", shown(value))));
+        return Err(wrong(format!("is {}; kvist accepts only {only}", shown(value))));
     }
     match value {
         Value::Number(number) => check_number(schema, number.as_f64().unwrap_or(f64::NAN), &wrong)?,
@@ -90,15 +90,15 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
 /// Check that one of `branches` matches. Object branches are chosen by a field that has an `enum` in all of them, such
 /// as `role` in messages. Among other alternatives, the error of the one that matched deepest is reported.
 fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found> {
-    if let Some((objects, name, told)) = tag(branches, value) {
+    if let Some((objects, name, given)) = tag(branches, value) {
         let tags =
             |branch: &Value| branch["properties"][name]["enum"].as_array().cloned().unwrap_or_default();
-        if let Some(branch) = objects.iter().find(|branch| tags(branch).contains(told)) {
+        if let Some(branch) = objects.iter().find(|branch| tags(branch).contains(given)) {
             return check_at(branch, value, path);
         }
         let all: Vec<Value> = objects.iter().flat_map(|branch| tags(branch)).collect();
         let path = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
-        return check_at(&serde_json::json!({ "enum": all }), told, &path);
+        return check_at(&serde_json::json!({ "enum": all }), given, &path);
     }
     let mut furthest: Option<Found> = None;
     let mut expected = Vec::new();
@@ -124,8 +124,8 @@ fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(Vec<&'a Value>, &
     let fields = value.as_object()?;
     let objects: Vec<&Value> = branches.iter().filter(|branch| branch.get("properties").is_some()).collect();
     let properties = objects.first()?["properties"].as_object()?;
-    let tells = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
-    let name = properties.keys().find(|name| tells(name))?;
+    let has_enum = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
+    let name = properties.keys().find(|name| has_enum(name))?;
     Some((objects, name, fields.get(name)?))
 }
 
@@ -150,7 +150,7 @@ fn check_number(schema: &Value, x: f64, wrong: &dyn Fn(String) -> Found) -> Resu
         let expected = match (least, most) {
             (Some(least), Some(most)) => format!("{least} to {most}"),
             (Some(least), None) => format!("{least} or more"),
-            (_, most) => format!("{} at most", most.unwrap_or(x)),
+            (_, most) => format!("at most {}", most.unwrap_or(x)),
         };
         return Err(wrong(format!("is {x}; expected {expected}")));
     }
@@ -161,7 +161,7 @@ fn check_text(schema: &Value, text: &str, wrong: &dyn Fn(String) -> Found) -> Re
     let bound = |key: &str| schema.get(key).and_then(Value::as_u64);
     let length = text.chars().count() as u64;
     if bound("minLength").is_some_and(|least| length < least) {
-        return Err(wrong("is empty; expected some text".into()));
+        return Err(wrong("is empty; expected at least one character".into()));
     }
     if let Some(most) = bound("maxLength")
         && length > most
@@ -187,7 +187,7 @@ fn check_items(
     let bound = |key: &str| schema.get(key).and_then(Value::as_u64);
     let n = items.len() as u64;
     if bound("minItems").is_some_and(|least| n < least) {
-        return Err(wrong("is an empty list; expected something in it".into()));
+        return Err(wrong("is an empty list; expected at least one entry".into()));
     }
     if let Some(most) = bound("maxItems")
         && n > most
@@ -249,8 +249,8 @@ fn shown(value: &Value) -> String {
     match value {
         Value::Null => "null".into(),
         Value::Bool(_) | Value::Number(_) => value.to_string(),
-        Value::String(text) => format!("a text of {} characters", text.chars().count()),
-        Value::Array(items) => format!("a list of {}", items.len()),
+        Value::String(text) => format!("a string of {} characters", text.chars().count()),
+        Value::Array(items) => format!("a list of length {}", items.len()),
         Value::Object(_) => "an object".into(),
     }
 }
@@ -306,8 +306,8 @@ mod tests {
             "x-kvist-refused": {"suffix": "kvist only continues"},
             "properties": {
                 "prompt": {"anyOf": [
-                    {"title": "a text", "type": "string"},
-                    {"title": "a list of texts", "type": "array", "minItems": 1, "items": {"type": "string"}},
+                    {"title": "a string", "type": "string"},
+                    {"title": "a list of strings", "type": "array", "minItems": 1, "items": {"type": "string"}},
                 ]},
                 "n": {"type": ["integer", "null"], "minimum": 1, "maximum": 4},
                 "store": {"type": ["boolean", "null"], "enum": [false, null]},
@@ -332,7 +332,10 @@ mod tests {
             (json!({"prompt": ["a", "b"], "n": null}), None),
             (json!([]), Some(("", "invalid_type", "the body is a list of 0; expected object"))),
             (json!({}), Some(("prompt", "missing_parameter", "`prompt` is missing"))),
-            (json!({"prompt": 3}), Some(("prompt", "invalid_type", "expected a text or a list of texts"))),
+            (
+                json!({"prompt": 3}),
+                Some(("prompt", "invalid_type", "expected a string or a list of strings")),
+            ),
             (
                 json!({"prompt": ["a", 3]}),
                 Some(("prompt[1]", "invalid_type", "`prompt[1]` is 3; expected string")),

@@ -1,4 +1,4 @@
-//! The main loop of a server: accepts connections until it is told to stop, and then drains.
+//! The main loop of a server: accepts connections until it must stop, and then drains.
 use crate::accept::accept;
 use crate::app::{reserve, router};
 use crate::state::ServerState;
@@ -19,7 +19,7 @@ const RECORDING_TIME: Duration = Duration::from_secs(10);
 /// Waits until the recording, if there is one, is completely written.
 async fn recorded(state: &ServerState) {
     if tokio::time::timeout(RECORDING_TIME, state.live.recorded(&state.engine)).await.is_err() {
-        tracing::error!(target: "kvist::server", "the recording lacks its end: the disk is too slow");
+        tracing::error!(target: "kvist::server", "the end of the recording is missing: the disk is too slow");
     }
 }
 
@@ -50,7 +50,7 @@ pub async fn serve(
         state.drain();
         let end = tokio::time::Instant::now() + limits.grace();
         if tokio::time::timeout_at(end, state.engine.idle()).await.is_err() {
-            tracing::warn!(target: "kvist::server", "the grace is over: running requests are ended");
+            tracing::warn!(target: "kvist::server", "the grace period is over: ending the running requests");
             state.stopping.send_replace(true);
         }
         end
@@ -60,7 +60,7 @@ pub async fn serve(
         end = drained => end,
         () = state.engine.ended() => {
             recorded(&state).await;
-            return Err(io::Error::other("the engine has stopped, after an error of this program: start it again"));
+            return Err(io::Error::other("the engine has stopped because of a bug in kvist: restart the server"));
         }
     };
     drop(listener);

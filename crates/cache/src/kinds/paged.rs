@@ -13,6 +13,7 @@ use super::written::Written;
 use super::{
     GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
 };
+use crate::block_kind::{BlockKind, CachedBlocks};
 use crate::events::{Change, Events, Reason};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind};
@@ -24,14 +25,13 @@ use crate::run::{Run, push_run};
 use blocks::{Blocks, Released};
 use std::collections::BTreeMap;
 
-/// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. A
-/// sequence that appends to a block which others read first gets a copy of its own part of it: the only bytes that a
-/// fork ever costs. If all sequences that share the block append in one step, one of them continues in the block
-/// itself.
+/// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. Before a
+/// sequence appends to a block that others also use, it gets a copy of the part that it uses (copy on write): the only
+/// bytes that a fork ever costs. If all sequences that share the block append in the same step, one of them keeps it.
 ///
 /// Guarantees:
 /// - A block is free exactly when no sequence and no transfer uses it and the index does not cache it.
-/// - A step writes only to free blocks, and to cells of uncached blocks behind the ends of all sequences that use
+/// - A step writes only to free blocks, and to cells of uncached blocks after the ends of all sequences that use
 ///   them; the latter only if the writing sequence is the block's only user once the whole step is committed.
 /// - Blocks that no query can see again are released at `commit`, `rollback_tokens` later than the window alone would
 ///   require.
@@ -48,7 +48,7 @@ pub struct Paged {
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
-    /// Unique in the process, so that a plan notices when it meets another cell space.
+    /// Unique in the process. A plan compares it to detect another cell space.
     id: u64,
     /// Number of changes of block tables so far.
     n_versions: u64,
@@ -62,10 +62,10 @@ struct Table {
     next_position: u32,
     /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
-    /// Changes whenever an entry of `blocks` is set. Two tables of the same version are equal as far as both go. 0 before
-    /// the first entry.
+    /// Changes whenever an entry of `blocks` is set. Two tables with the same version have the same entries, up to the
+    /// end of the shorter one. 0 before the first entry.
     version: u64,
-    /// Changes when the sequence is made anew or shortened.
+    /// Changes when the sequence is recreated or shortened.
     lineage: u64,
 }
 
@@ -77,11 +77,11 @@ impl Paged {
         }
         if group.capacity_tokens < block_tokens {
             return Err(Unbuildable(
-                "the capacity of a layer group is less than one block: give it more tokens, or take smaller blocks",
+                "the capacity of a layer group is less than one block: give it more tokens, or use smaller blocks",
             ));
         }
         if group.visibility.window == Some(0) {
-            return Err(Unbuildable("a window of no tokens shows nothing"));
+            return Err(Unbuildable("a window must have at least one token"));
         }
         Ok(Paged {
             visibility: group.visibility,
@@ -101,26 +101,6 @@ impl Paged {
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
-    /// Block table of `seq` in position order; `None` entries have left the window.
-    pub fn block_table(&self, seq: SeqId) -> Option<impl Iterator<Item = Option<u32>>> {
-        let table = self.sequences.get(&seq)?;
-        Some(table.blocks.iter().map(|&block| (block != NONE).then_some(block)))
-    }
-
-    /// See [`Cache::block_uses`](crate::Cache::block_uses).
-    pub(crate) fn block_uses(&self) -> impl Iterator<Item = BlockUse> {
-        (0..self.blocks.high_water()).map(|block| {
-            match (self.blocks.ref_count(block), self.blocks.node(block)) {
-                (0, NONE) => BlockUse::Free,
-                (0, _) => BlockUse::Evictable,
-                _ => match self.blocks.n_sequences(block) {
-                    0 => BlockUse::InTransfer,
-                    n => BlockUse::InUse(n),
-                },
-            }
-        })
-    }
-
     #[inline]
     fn whole_blocks(&self, tokens: u32) -> u32 {
         match self.shift {
@@ -138,16 +118,6 @@ impl Paged {
     fn offset(&self, position: u32) -> u32 {
         position - self.whole_blocks(position) * self.block_tokens
     }
-    pub(crate) fn sink_blocks(&self) -> u32 {
-        self.visibility.window.map_or(0, |_| self.covering_blocks(self.visibility.sinks))
-    }
-    /// Index of the first block after the sinks that a query at `position` sees.
-    pub(crate) fn first_seen(&self, position: u32) -> u32 {
-        let Some(window) = self.visibility.window else { return 0 };
-        // Saturating: at the very last position, an error of one position does no harm.
-        let seen = self.whole_blocks(position.saturating_add(1).saturating_sub(window));
-        if seen <= self.sink_blocks() { 0 } else { seen }
-    }
     fn table(&self, seq: SeqId) -> Result<&Table, Refused> {
         self.sequences.get(&seq).ok_or(Refused::UnknownSequence(seq))
     }
@@ -163,7 +133,7 @@ impl Paged {
     }
     /// Decides which sequences copy their shared, partly filled last block. All of them do, with one exception: if
     /// all users of an uncached block append in the same step, the one that has filled most of it keeps it. That
-    /// one writes behind everything the others read, so dropping the step half-way does no damage. Returns the number
+    /// one writes after everything the others read, so dropping the step half-way does no damage. Returns the number
     /// of copies. O(1) if `tails` is empty.
     fn divide_tails(&self, tails: &mut [SharedTail]) -> u32 {
         tails.sort_unstable_by_key(|tail| (tail.block, tail.offset, tail.span));
@@ -172,9 +142,9 @@ impl Paged {
             let block = together[0].block;
             if self.blocks.node(block) == NONE
                 && self.blocks.ref_count(block) as usize == together.len()
-                && let Some(stays) = together.last_mut()
+                && let Some(keeper) = together.last_mut()
             {
-                stays.copies = false;
+                keeper.copies = false;
                 n_copies -= 1;
             }
         }
@@ -182,18 +152,6 @@ impl Paged {
         n_copies
     }
 
-    /// Sliding window in positions; `None` if a query sees all.
-    pub(crate) fn window(&self) -> Option<u32> {
-        self.visibility.window
-    }
-    /// Whether the group has a window and therefore releases blocks.
-    pub(crate) fn is_windowed(&self) -> bool {
-        self.visibility.window.is_some()
-    }
-    /// Whether the capacity is unlimited.
-    pub(crate) fn is_unlimited(&self) -> bool {
-        self.unlimited
-    }
     fn new_version(&mut self) -> u64 {
         self.n_versions += 1;
         self.n_versions
@@ -289,7 +247,7 @@ impl Kind for Paged {
             return Err(self.no_space(group, needed));
         }
         let (mut from, mut written_end) = (0, 0);
-        let mut n_met = 0; // index into `shared_tails`
+        let mut next_tail = 0; // index into `shared_tails`
         for (i, span) in spans.list.iter().enumerate() {
             let table = &self.sequences[&span.seq];
             let (mut tail, mut n_tokens) =
@@ -297,8 +255,8 @@ impl Kind for Paged {
             let offset = self.offset(table.next_position);
             if let (Some(last), true) = (tail, offset > 0) {
                 let mut block = last;
-                let shared = out.shared_tails.get(n_met).copied().filter(|tail| tail.span == i as u32);
-                n_met += usize::from(shared.is_some());
+                let shared = out.shared_tails.get(next_tail).copied().filter(|tail| tail.span == i as u32);
+                next_tail += usize::from(shared.is_some());
                 if shared.is_some_and(|tail| tail.copies) {
                     block = self.blocks.find(None, &mut from, out);
                     out.claim_block(block, self.blocks.capacity());
@@ -438,7 +396,7 @@ impl Kind for Paged {
             capacity_cells: self.capacity_cells(),
             free_cells: self.free_cells(),
             evictable_cells: self.blocks.n_evictable() * self.block_tokens,
-            frees_out_of_window: self.is_windowed(),
+            frees_out_of_window: self.visibility.window.is_some(),
         }
     }
     fn report(&self) -> Report {
@@ -487,10 +445,10 @@ impl Kind for Paged {
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         Some(self)
     }
-    fn paged(&self) -> Option<&Paged> {
+    fn blocks(&self) -> Option<&dyn BlockKind> {
         Some(self)
     }
-    fn paged_mut(&mut self) -> Option<&mut Paged> {
+    fn blocks_mut(&mut self) -> Option<&mut dyn BlockKind> {
         Some(self)
     }
 }

@@ -10,15 +10,16 @@ use super::ghosts::Ghosts;
 use super::hits::Hits;
 use super::tree::{Node, Tree, chain, salt_hash};
 use super::{Lookup, Moment, PrefixEvent, PrefixReport, PrefixSpec, RecomputeCost};
+use crate::block_kind::BlockKind;
 use crate::evict::{Order, Policy, Rank, Use};
 use crate::ids::*;
 use crate::kind::Kind;
-use crate::kinds::{NONE, Paged};
+use crate::kinds::NONE;
 use crate::request::Refused;
 use counts::{FirstBlocks, SequenceEnds};
 use std::collections::BTreeMap;
 
-const PAGED: &str = "an index stands over paged groups only";
+const PAGED: &str = "an index covers paged groups only";
 
 pub(crate) struct Index {
     tree: Tree,
@@ -108,11 +109,11 @@ struct Walk {
     hit_node: Node,
 }
 
-fn paged(group: &dyn Kind) -> &Paged {
-    group.paged().expect(PAGED)
+fn blocks(group: &dyn Kind) -> &dyn BlockKind {
+    group.blocks().expect(PAGED)
 }
-fn paged_mut(group: &mut Box<dyn Kind>) -> &mut Paged {
-    group.paged_mut().expect(PAGED)
+fn blocks_mut(group: &mut Box<dyn Kind>) -> &mut dyn BlockKind {
+    group.blocks_mut().expect(PAGED)
 }
 
 impl Index {
@@ -124,12 +125,12 @@ impl Index {
         policies: Vec<Box<dyn Policy>>,
     ) -> Self {
         let groups = groups.iter().zip(policies).enumerate().map(|(g, (group, policy))| {
-            let paged = paged(&**group);
+            let kind_blocks = blocks(&**group);
             GroupIndex {
-                windowed: paged.is_windowed(),
+                windowed: kind_blocks.window().is_some(),
                 blocks: Vec::new(),
                 block_bytes: spec.block_bytes.get(g).copied().unwrap_or(1),
-                evict: (!paged.is_unlimited()).then(|| Evict {
+                evict: (!kind_blocks.is_unlimited()).then(|| Evict {
                     policy,
                     order: Order::default(),
                     ranks: Vec::new(),
@@ -165,8 +166,8 @@ impl Index {
     }
     /// Blocks that a prompt may take from the index: whole blocks, never the one with its last token.
     fn n_usable(&self, content: &Content<'_>) -> u32 {
-        let but_the_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
-        self.tree.keying().n_blocks(content).min(but_the_last)
+        let without_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
+        self.tree.keying().n_blocks(content).min(without_last)
     }
     /// A use of a block of group `g` at the current time. `tick` is the last tick that was used; the caller fills in
     /// the cost.
@@ -187,9 +188,9 @@ impl Index {
         let n_usable = self.n_usable(content);
         // For each window group: its paged space, its group index, the number of consecutive blocks present up to
         // here, and the number present from the beginning on.
-        let mut windows: Vec<(&Paged, &GroupIndex, u32, u32)> = Vec::new();
+        let mut windows: Vec<(&dyn BlockKind, &GroupIndex, u32, u32)> = Vec::new();
         for (kind, group) in groups.iter().zip(&self.groups).filter(|(_, group)| group.windowed) {
-            windows.push((paged(&**kind), group, 0, 0));
+            windows.push((blocks(&**kind), group, 0, 0));
         }
         let (mut node, mut n_matched, mut n_hit, mut hit_node) = (root, 0, 0, root);
         while n_matched < n_usable {
@@ -199,19 +200,20 @@ impl Index {
             visit(node);
             let mut whole = true;
             // Groups with a window of 1 need no blocks. But a hit needs a block in at least one group.
-            let mut lies_somewhere = !self.only_windows;
-            for (paged, group, in_a_row, from_the_first) in &mut windows {
+            let mut has_block = !self.only_windows;
+            for (kind_blocks, group, consecutive, from_start) in &mut windows {
                 let here = group.block(node) != NONE;
-                lies_somewhere |= here;
-                if here && *from_the_first + 1 == n_matched {
-                    *from_the_first = n_matched;
+                has_block |= here;
+                if here && *from_start + 1 == n_matched {
+                    *from_start = n_matched;
                 }
-                *in_a_row = if here { *in_a_row + 1 } else { 0 };
-                let first = paged.first_seen(n_matched * keying.block_tokens).max(paged.sink_blocks());
-                whole &= *from_the_first >= paged.sink_blocks().min(n_matched)
-                    && *in_a_row >= n_matched.saturating_sub(first);
+                *consecutive = if here { *consecutive + 1 } else { 0 };
+                let first =
+                    kind_blocks.first_seen(n_matched * keying.block_tokens).max(kind_blocks.sink_blocks());
+                whole &= *from_start >= kind_blocks.sink_blocks().min(n_matched)
+                    && *consecutive >= n_matched.saturating_sub(first);
             }
-            if whole && lies_somewhere {
+            if whole && has_block {
                 (n_hit, hit_node) = (n_matched, node);
             }
         }
@@ -227,11 +229,11 @@ impl Index {
         let walk = self.walk(groups, root, content, &mut Vec::new(), |_| ());
         // Walk from the hit node back to the root.
         let n_evictable = groups.iter().zip(&self.groups).map(|(kind, group)| {
-            let paged = paged(&**kind);
+            let kind_blocks = blocks(&**kind);
             let (mut node, mut n_evictable) = (walk.hit_node, 0);
             for i in (0..walk.n_hit).rev() {
-                let is_evictable = paged.evictable_node(group.block(node)).is_some();
-                n_evictable += u32::from(is_evictable && paged.is_seen(i, walk.n_hit));
+                let is_evictable = kind_blocks.evictable_node(group.block(node)).is_some();
+                n_evictable += u32::from(is_evictable && kind_blocks.is_seen(i, walk.n_hit));
                 node = self.tree.parent(node);
             }
             n_evictable
@@ -258,10 +260,10 @@ impl Index {
         let mut nodes = Vec::new();
         let walk = self.walk(groups, root, content, &mut Vec::new(), |node| nodes.push(node));
         nodes.truncate(walk.n_hit as usize);
-        let paged = paged(&**kind);
+        let kind_blocks = blocks(&**kind);
         let block = |(i, node): (u32, Node)| {
             let block = of.block(node);
-            (block != NONE && paged.is_seen(i, walk.n_hit)).then_some(block)
+            (block != NONE && kind_blocks.is_seen(i, walk.n_hit)).then_some(block)
         };
         (0..).zip(nodes).map(block).collect()
     }
@@ -340,10 +342,10 @@ impl Index {
         path.truncate(walk.n_hit as usize);
         let mut n_evictable = 0;
         for (g, kind) in groups.iter_mut().enumerate() {
-            let paged = paged_mut(kind);
+            let kind_blocks = blocks_mut(kind);
             let table = path.iter().map(|&node| self.groups[g].block(node)).collect();
-            n_evictable = n_evictable.max(paged.adopt(seq, table));
-            self.hit(g, paged.table_of(seq));
+            n_evictable = n_evictable.max(kind_blocks.open(seq, table));
+            self.hit(g, kind_blocks.block_table(seq).unwrap_or_default());
         }
         let node = path.last().copied().unwrap_or(root);
         self.path = path;

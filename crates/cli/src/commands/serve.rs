@@ -22,19 +22,19 @@ pub struct Args {
     config: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
-    /// What clients call the model
+    /// The model's name for clients
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// Defaults of sampling: auto takes those that the model ships (generation_config.json), none leaves OpenAI's
+    /// Sampling defaults: auto uses the model's own (generation_config.json), none uses OpenAI's
     #[arg(long, value_name = "WHICH", value_parser = ["auto", "none"])]
     generation_config: Option<String>,
     /// Address to listen on; without API keys a loopback one
     #[arg(long)]
     host: Option<IpAddr>,
-    /// Port to listen on; 0 takes a free one
+    /// Port to listen on; 0 picks a free one
     #[arg(long)]
     port: Option<u16>,
-    /// Serve without API keys on an address that others reach
+    /// Serve without API keys on an address that other machines can reach
     #[arg(long)]
     open: bool,
     /// Tokens that the cache holds, over all requests: 32768 or 32k
@@ -65,13 +65,13 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
-    /// Maximum requests that wait; further ones are answered 429. Every key's name has a share of these places
+    /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these slots
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
     /// End requests this long after their arrival
     #[arg(long, value_name = "SECONDS")]
     request_timeout: Option<f64>,
-    /// After SIGTERM, let running requests go on for this long
+    /// After SIGTERM, let running requests continue for this long
     #[arg(long, value_name = "SECONDS")]
     grace: Option<f64>,
     /// Maximum size of a request's body
@@ -191,7 +191,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
-            "the cache asks {} (working memory included), requests {}, and beside the weights {} of {} are free; try a \
+            "the cache needs {} (working memory included), requests {}, and {} of {} are free besides the weights; try a \
              smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
             Bytes(plan.session_bound()),
             Bytes(requests_bytes),
@@ -247,7 +247,7 @@ fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
     let there = file.metadata().with_context(cannot)?;
     if there.is_file() && there.len() > 0 && !overwrite {
         anyhow::bail!(
-            "--record: {} exists and has {}; take another name, move it away, or replace it with --record-overwrite",
+            "--record: {} exists and has {}; use another name, move it away, or replace it with --record-overwrite",
             path.display(),
             Bytes(there.len())
         );

@@ -32,7 +32,8 @@ impl Backend for Reference {
         let mut kv = 0u64;
         for (_, layer) in spec.layout.owners() {
             let cells = u64::from(*cells.get(layer.group.0 as usize)?);
-            kv = kv.checked_add(cells.checked_mul(row_bytes(layer))?)?;
+            let cell = layer.cell_bytes(Storage::F32, Storage::F32).checked_mul(layer.n_kv_heads.into())?;
+            kv = kv.checked_add(cells.checked_mul(cell)?)?;
         }
         Some(Usage::default().with(Purpose::KvCache, kv))
     }

@@ -153,11 +153,11 @@ impl Checker<'_> {
         let bad = |problem: &str| Err(InvalidParameter::new(place, problem.into()));
         match keyword {
             "properties" | "patternProperties" | "$defs" | "definitions" => {
-                let Some(map) = value.as_object() else { return bad("is no object") };
+                let Some(map) = value.as_object() else { return bad("is not an object") };
                 map.iter().try_for_each(|(name, schema)| self.schema(schema, &format!("{place}.{name}")))
             }
             "allOf" | "anyOf" | "oneOf" | "prefixItems" => {
-                let Some(list) = value.as_array() else { return bad("is no list") };
+                let Some(list) = value.as_array() else { return bad("is not a list") };
                 if list.is_empty() && keyword != "prefixItems" {
                     return bad("is empty");
                 }
@@ -179,21 +179,21 @@ impl Checker<'_> {
             }
             "enum" => match value.as_array() {
                 Some(list) if !list.is_empty() => Ok(()),
-                _ => bad("is no list with something in it"),
+                _ => bad("is not a non-empty list"),
             },
             "required" => match value.as_array() {
                 Some(list) if list.iter().all(Value::is_string) => Ok(()),
-                _ => bad("is no list of names"),
+                _ => bad("is not a list of names"),
             },
-            "pattern" | "format" if !value.is_string() => bad("is no text"),
+            "pattern" | "format" if !value.is_string() => bad("is not a string"),
             "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties"
                 if value.as_u64().is_none_or(|n| n > u64::from(u32::MAX)) =>
             {
-                bad("is no whole number from 0 to 4294967295")
+                bad("is not a whole number from 0 to 4294967295")
             }
-            "minimum" | "maximum" | "multipleOf" if !value.is_number() => bad("is no number"),
+            "minimum" | "maximum" | "multipleOf" if !value.is_number() => bad("is not a number"),
             "exclusiveMinimum" | "exclusiveMaximum" if !value.is_number() && !value.is_boolean() => {
-                bad("is no number")
+                bad("is not a number")
             }
             "not"
             | "if"
@@ -224,7 +224,7 @@ impl Checker<'_> {
     /// Accepts `#`, or `#/…` to an existing schema.
     fn reference(&self, value: &Value, place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: String| Err(InvalidParameter::new(place, problem));
-        let Some(to) = value.as_str() else { return bad("is no text".into()) };
+        let Some(to) = value.as_str() else { return bad("is not a string".into()) };
         if to == "#" {
             return Ok(());
         }
@@ -237,7 +237,7 @@ impl Checker<'_> {
         let found = self.root.pointer(&format!("/{path}"));
         match found {
             Some(Value::Object(_) | Value::Bool(_)) => Ok(()),
-            Some(_) => bad(format!("is `{to}`, which is no schema")),
+            Some(_) => bad(format!("is `{to}`, which is not a schema")),
             None => bad(format!("is `{to}`, which is not there")),
         }
     }
@@ -268,7 +268,7 @@ mod tests {
                 json!({"properties": {"a": {"type": "array", "items": {"type": 1}}}}),
                 "`s.properties.a.items.type`",
             ),
-            (json!({"properties": []}), "`s.properties` is no object"),
+            (json!({"properties": []}), "`s.properties` is not an object"),
             (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` is a keyword"),
             (json!({"anyOf": []}), "`s.anyOf` is empty"),
             (json!({"$defs": {"x": {"uniqueItems": true}}}), "`s.$defs.x.uniqueItems`"),
@@ -280,8 +280,8 @@ mod tests {
             ),
             (json!({"$ref": "https://example.com/s.json"}), "`s.$ref` is `https"),
             (json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}), "`s.$ref`"),
-            (json!({"$ref": "#/enum", "enum": [1]}), "which is no schema"),
-            (json!({"$ref": 1}), "`s.$ref` is no text"),
+            (json!({"$ref": "#/enum", "enum": [1]}), "which is not a schema"),
+            (json!({"$ref": 1}), "`s.$ref` is not a string"),
             (json!({"maxLength": -1}), "`s.maxLength`"),
             (json!({"minItems": 1e30}), "`s.minItems`"),
             (json!({"minimum": "1"}), "`s.minimum`"),

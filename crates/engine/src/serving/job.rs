@@ -163,13 +163,13 @@ pub struct Usage {
 /// Why a job that was queued cannot be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    #[error("the request needs more room than the cache has: {needed} tokens of {capacity}")]
+    #[error("the request needs {needed} tokens of the cache, which has only {capacity}")]
     NeverFits { needed: u64, capacity: u64 },
     /// The prompt has a token id outside the vocabulary.
-    #[error("the prompt has the token {token}; the model's vocabulary has {vocab}")]
+    #[error("the prompt contains the token {token}, but the model's vocabulary has only {vocab} tokens")]
     UnknownToken { token: u32, vocab: u32 },
     /// Too many generated tokens wait for the client to read them. No more are kept.
-    #[error("the answer is not read: {0} of its tokens wait")]
+    #[error("the client does not read the answer: {0} of its tokens are waiting")]
     Unread(usize),
     /// The grammar grew too large, or the model's tokens can write nothing that it allows.
     #[error("{0}")]
@@ -194,9 +194,11 @@ pub enum Rejected {
 fn queue_full(waiting: usize, is_shared: bool) -> String {
     match is_shared {
         true => format!(
-            "the queue is full for this key: {waiting} of its name's requests wait, and the places left are shares of \
-             other keys; try again when some are answered"
+            "the queue is full for this key: {waiting} requests of its name are waiting, and the remaining slots \
+             are reserved for other keys; try again when some are answered"
         ),
-        false => format!("the queue is full: {waiting} requests wait; try again when some are answered"),
+        false => {
+            format!("the queue is full: {waiting} requests are waiting; try again when some are answered")
+        }
     }
 }

@@ -5,43 +5,45 @@ use std::time::Duration;
 /// Why an operation on a session was refused. The session is unchanged, unless the operation says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// The owner has no such session. `id` is shortened if it is no session's id.
+    /// The owner has no such session. `id` is shortened if it is not a session id.
     #[error(
-        "there is no session {id}: it was deleted, has expired after {} s without use, or is not of this key",
+        "there is no session {id}: it was deleted, has expired after {} s without use, or belongs to another key",
         idle.as_secs_f64()
     )]
     NotFound { id: String, idle: Duration },
     /// The session was deleted while a guard of it existed.
-    #[error("session {id} was deleted meanwhile")]
+    #[error("session {id} was deleted in the meantime")]
     Deleted { id: SessionId },
     /// Another guard of the session exists.
-    #[error("session {id} {}: wait for its end, fork it, or delete it", busy(*generates))]
+    #[error("session {id} {}: wait until it is done, fork it, or delete it", busy(*generates))]
     Busy { id: SessionId, generates: bool },
     /// The session has no siblings: it was not made by a fork.
-    #[error("session {id} was not forked: it has no siblings that could be deleted")]
+    #[error("session {id} was not forked: it has no siblings to delete")]
     NotForked { id: SessionId },
     /// The session at `index` of the list `also` is no sibling.
-    #[error("`also[{index}]` is {id}, which is no sibling: none of the same fork")]
+    #[error("`also[{index}]` is {id}, which is not a sibling: it is not from the same fork")]
     NotASibling { index: usize, id: SessionId },
     #[error(
-        "this key has {sessions} sessions, and {more} more would pass its {max}: delete some, or keep a winner"
+        "this key has {sessions} sessions, and {more} more would exceed its limit of {max}: delete some, or keep \
+         one of the branches"
     )]
     TooManySessions { sessions: usize, more: usize, max: usize },
     #[error(
-        "the sessions of this key have {tokens} tokens, and {more} more would pass its {max}: delete some, or roll back"
+        "the sessions of this key have {tokens} tokens, and {more} more would exceed its limit of {max}: delete \
+         some, or roll back"
     )]
     TooManyTokens { tokens: u64, more: u64, max: u64 },
     /// Messages cannot follow a history that ends inside a message.
     #[error(
-        "the history ends inside a message: roll back to where it begins (`{{\"to\": {{\"message\": N}}}}`), or go on \
-         with `text` or `tokens`"
+        "the history ends inside a message: roll back to its beginning (`{{\"to\": {{\"message\": N}}}}`), or \
+         append `text` or `tokens`"
     )]
     InsideMessage,
     /// A value that this session does not take. `param` is the name under which it was given.
     #[error("{message}")]
     Invalid { param: String, message: String },
     /// The history would be longer than a prompt may be.
-    #[error("the session would have {tokens} tokens; prompt and answer together have room for {max}")]
+    #[error("the session would have {tokens} tokens, but prompt and answer together can have at most {max}")]
     TooLong { param: String, tokens: usize, max: usize },
     /// The work was cancelled, or its time is over ([`kvist_model::halt`]).
     #[error("the work was cancelled, or took too long")]
@@ -52,7 +54,7 @@ pub enum SessionError {
 }
 
 fn busy(generates: bool) -> &'static str {
-    if generates { "generates" } else { "is being changed by another request" }
+    if generates { "is generating" } else { "is being changed by another request" }
 }
 
 impl SessionError {

@@ -22,7 +22,7 @@ impl Tool {
 /// Which tools the model may or must call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolChoice {
-    /// No calls; the model is not told of the tools.
+    /// No calls; the tools are not shown to the model.
     None,
     /// The model decides.
     Auto,
@@ -50,9 +50,9 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
             None => return Err(bad(".type", "is missing; it is to be `function`".into())),
         }
         let function = tool.get("function").and_then(Value::as_object);
-        let function = function.ok_or_else(|| bad(".function", "is no object".into()))?;
+        let function = function.ok_or_else(|| bad(".function", "is not an object".into()))?;
         let name = function.get("name").and_then(Value::as_str);
-        let name = name.ok_or_else(|| bad(".function.name", "is no text".into()))?;
+        let name = name.ok_or_else(|| bad(".function.name", "is not a string".into()))?;
         let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         if name.is_empty() || name.len() > 64 || !name.chars().all(allowed) {
             let what = "is to have 1 to 64 letters, digits, underscores, dashes or dots".into();
@@ -78,7 +78,7 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
                     return Err(InvalidParameter::new(&format!("{place}.type"), "is to be `object`".into()));
                 }
             },
-            Some(_) => return Err(InvalidParameter::new(&place, "is no object".into())),
+            Some(_) => return Err(InvalidParameter::new(&place, "is not an object".into())),
         };
         out.push(Tool { name: name.into(), parameters: Schema::new(&place, parameters) });
     }
@@ -136,7 +136,7 @@ mod tests {
         for (tools, place) in [
             (vec![json!({"function": {"name": "f"}})], "`tools[0].type` is missing"),
             (vec![json!({"type": "code_interpreter"})], "`tools[0].type` is `code_interpreter`"),
-            (vec![json!({"type": "function"})], "`tools[0].function` is no object"),
+            (vec![json!({"type": "function"})], "`tools[0].function` is not an object"),
             (vec![tool("f"), tool("f")], "`tools[1].function.name` is `f`"),
             (vec![tool("a\"b")], "`tools[0].function.name`"),
             (vec![tool("")], "`tools[0].function.name`"),

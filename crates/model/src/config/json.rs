@@ -33,7 +33,7 @@ impl ModelConfig {
         let packed = whole.get("quantization_config").or(fields.get("quantization_config"));
         let is_mxfp4 = |packed: &Value| packed.get("quant_method").and_then(Value::as_str) == Some("mxfp4");
         if packed.is_some_and(|packed| traits.family != Family::GptOss || !is_mxfp4(packed)) {
-            let problem = "says that the weights are packed in a way kvist does not read: take the original \
+            let problem = "says that the weights are packed in a way kvist does not read: use the original \
                            checkpoint with --weights q8_0, or a GGUF file";
             return Err(fields.bad("quantization_config", problem.into()));
         }
@@ -145,7 +145,7 @@ impl<'f> Fields<'f> {
         match self.get("text_config") {
             None => Ok(Fields { file: self.file, object: self.object.clone() }),
             Some(Value::Object(object)) => Ok(Fields { file: self.file, object: object.clone() }),
-            Some(_) => Err(self.bad("text_config", "is no JSON object".into())),
+            Some(_) => Err(self.bad("text_config", "is not a JSON object".into())),
         }
     }
     fn number(&self, field: &str) -> Result<Option<f64>, Error> {
@@ -325,7 +325,7 @@ impl<'f> Fields<'f> {
             (None, None) => ("rope_scaling", Value::Object(Map::new())),
         };
         let Value::Object(object) = parameters else {
-            return Err(self.bad(field, "is no JSON object".into()));
+            return Err(self.bad(field, "is not a JSON object".into()));
         };
         let file = format!("{}: {field}", self.file);
         let all = Fields { file: &file, object };

@@ -116,8 +116,9 @@ fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>) -> Result<tokenizers::Tokeniz
     let lines = m.texts("tokenizer.ggml.merges")?.ok_or_else(|| bad("has no merges".into()))?;
     let mut merges = Vec::with_capacity(lines.len());
     for line in lines {
-        let pair =
-            line.split_once(' ').ok_or_else(|| bad(format!("has the merge `{line}`, which is no pair")))?;
+        let pair = line
+            .split_once(' ')
+            .ok_or_else(|| bad(format!("has the merge `{line}`, which is not a pair")))?;
         merges.push((pair.0.to_string(), pair.1.to_string()));
     }
     let pre = m.text("tokenizer.ggml.pre")?.unwrap_or("default");

@@ -2,10 +2,15 @@
 //!
 //! kvist has its own reader because headers are untrusted: every count and length is checked against the rest of the
 //! file before use, and offsets against the end of the file.
+mod metadata;
+mod reader;
+
 use super::Encoding;
 use super::view::View;
 use crate::error::Error;
 use crate::ffi::Contents;
+pub use metadata::{Metadata, Value};
+use reader::Reader;
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::sync::Arc;
@@ -29,35 +34,12 @@ struct TensorInfo {
     bytes: Range<usize>,
 }
 
-/// One metadata value.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Value {
-    Int(i128),
-    Float(f64),
-    Bool(bool),
-    Text(String),
-    Ints(Vec<i64>),
-    Floats(Vec<f32>),
-    Texts(Vec<String>),
-}
-
-/// Metadata with typed look-ups. Errors name the file and the key.
-#[derive(Debug)]
-pub struct Metadata {
-    file: String,
-    values: BTreeMap<String, Value>,
-}
-
-/// Upper bound on the length of names and keys.
-const MAX_NAME: usize = 64 << 10;
-const MAX_DIMS: u32 = 4;
-
 impl Gguf {
     /// Parses a header. Errors call the file `file`.
     pub fn parse(file: &str, contents: Arc<Contents>) -> Result<Self, Error> {
         let mut r = Reader { file, bytes: &contents, at: 0 };
         if r.take(4, "the magic")? != b"GGUF" {
-            return Err(r.bad("is no GGUF file: it does not begin with GGUF".into()));
+            return Err(r.bad("is not a GGUF file: it does not begin with GGUF".into()));
         }
         let version = r.u32("the version")?;
         if !(2..=3).contains(&version) {
@@ -98,7 +80,7 @@ impl Gguf {
             let start = usize::try_from(offset).ok().and_then(|o| o.checked_add(data));
             let len = match &encoding {
                 Ok(encoding) => encoding.tensor_bytes(&shape).ok_or_else(|| {
-                    let what = format!("shape {shape:?} is no whole number of {} blocks", encoding.name());
+                    let what = format!("shape {shape:?} is not a whole number of {} blocks", encoding.name());
                     r.bad(format!("gives `{name}` an impossible size: {what}"))
                 })?,
                 Err(_) => 0,
@@ -313,246 +295,6 @@ fn expert(module: &str) -> Option<(&'static str, Option<&str>)> {
     Some((part, expert))
 }
 
-impl Metadata {
-    pub fn get(&self, key: &str) -> Option<&Value> {
-        self.values.get(key)
-    }
-    fn bad(&self, key: &str, problem: String) -> Error {
-        Error::Config { file: self.file.clone(), field: key.into(), problem }
-    }
-    fn typed<'m, T>(
-        &'m self,
-        key: &str,
-        expected: &str,
-        convert: impl Fn(&'m Value) -> Option<T>,
-    ) -> Result<Option<T>, Error> {
-        let Some(value) = self.values.get(key) else { return Ok(None) };
-        convert(value).map(Some).ok_or_else(|| {
-            let mut found = format!("{value:?}");
-            if let Some((end, _)) = found.char_indices().nth(60) {
-                found.truncate(end);
-                found.push('…');
-            }
-            self.bad(key, format!("is {found}; {expected} was expected"))
-        })
-    }
-    pub fn size(&self, key: &str) -> Result<Option<usize>, Error> {
-        self.typed(key, "a size", |v| match v {
-            Value::Int(n) => usize::try_from(*n).ok(),
-            // Some files list one size per layer; kvist supports those whose layers agree.
-            Value::Ints(list) => {
-                let first = *list.first()?;
-                list.iter().all(|n| *n == first).then(|| usize::try_from(first).ok())?
-            }
-            _ => None,
-        })
-    }
-    pub fn must_size(&self, key: &str) -> Result<usize, Error> {
-        self.size(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
-    }
-    pub fn token(&self, key: &str) -> Result<Option<u32>, Error> {
-        self.typed(key, "a token id", |v| match v {
-            Value::Int(n) => u32::try_from(*n).ok(),
-            _ => None,
-        })
-    }
-    pub fn number(&self, key: &str) -> Result<Option<f64>, Error> {
-        self.typed(key, "a number", |v| match v {
-            Value::Float(x) => Some(*x),
-            Value::Int(n) => Some(*n as f64),
-            _ => None,
-        })
-    }
-    pub fn flag(&self, key: &str) -> Result<Option<bool>, Error> {
-        self.typed(key, "true or false", |v| match v {
-            Value::Bool(flag) => Some(*flag),
-            _ => None,
-        })
-    }
-    pub fn text(&self, key: &str) -> Result<Option<&str>, Error> {
-        self.typed(key, "a text", |v| match v {
-            Value::Text(text) => Some(text.as_str()),
-            _ => None,
-        })
-    }
-    pub fn must_text(&self, key: &str) -> Result<&str, Error> {
-        self.text(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
-    }
-    pub fn texts(&self, key: &str) -> Result<Option<&[String]>, Error> {
-        self.typed(key, "a list of texts", |v| match v {
-            Value::Texts(list) => Some(list.as_slice()),
-            _ => None,
-        })
-    }
-    pub fn ints(&self, key: &str) -> Result<Option<&[i64]>, Error> {
-        self.typed(key, "a list of whole numbers", |v| match v {
-            Value::Ints(list) => Some(list.as_slice()),
-            _ => None,
-        })
-    }
-    pub fn floats(&self, key: &str) -> Result<Option<&[f32]>, Error> {
-        self.typed(key, "a list of numbers", |v| match v {
-            Value::Floats(list) => Some(list.as_slice()),
-            _ => None,
-        })
-    }
-}
-
-/// Walks the header; never reads past the end.
-struct Reader<'f> {
-    file: &'f str,
-    bytes: &'f [u8],
-    at: usize,
-}
-
-impl<'f> Reader<'f> {
-    fn bad(&self, what: String) -> Error {
-        Error::Malformed { file: self.file.into(), what }
-    }
-    fn left(&self) -> usize {
-        self.bytes.len() - self.at
-    }
-    fn take(&mut self, n: usize, what: &str) -> Result<&'f [u8], Error> {
-        if n > self.left() {
-            let (at, left) = (self.at, self.left());
-            return Err(self.bad(format!("ends inside {what}: {n} bytes wanted at {at}, {left} are left")));
-        }
-        let bytes = &self.bytes[self.at..self.at + n];
-        self.at += n;
-        Ok(bytes)
-    }
-    fn array<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Error> {
-        let mut bytes = [0; N];
-        bytes.copy_from_slice(self.take(N, what)?);
-        Ok(bytes)
-    }
-    fn u32(&mut self, what: &str) -> Result<u32, Error> {
-        Ok(u32::from_le_bytes(self.array(what)?))
-    }
-    fn u64(&mut self, what: &str) -> Result<u64, Error> {
-        Ok(u64::from_le_bytes(self.array(what)?))
-    }
-    /// Reads a count of items of at least `bytes_each`. They must fit into the rest of the file.
-    fn count(&mut self, what: &str, bytes_each: usize) -> Result<usize, Error> {
-        let n = self.u64(what)?;
-        let most = self.left() / bytes_each;
-        match usize::try_from(n) {
-            Ok(n) if n <= most => Ok(n),
-            _ => {
-                Err(self.bad(format!("claims {n} for {what}; what is left of the file holds at most {most}")))
-            }
-        }
-    }
-    fn text(&mut self, what: &str) -> Result<String, Error> {
-        let len = self.count(what, 1)?;
-        let bytes = self.take(len, what)?;
-        String::from_utf8(bytes.to_vec()).map_err(|_| self.bad(format!("holds {what} that is not UTF-8")))
-    }
-    fn name(&mut self, what: &str) -> Result<String, Error> {
-        let name = self.text(what)?;
-        if name.len() > MAX_NAME {
-            return Err(self.bad(format!("holds {what} of {} bytes", name.len())));
-        }
-        Ok(name)
-    }
-
-    fn value(&mut self, key: &str) -> Result<Value, Error> {
-        let kind = self.u32("a value type")?;
-        match kind {
-            8 => self.text(key).map(Value::Text),
-            9 => self.list(key),
-            _ => self.scalar(kind, key),
-        }
-    }
-
-    fn scalar(&mut self, kind: u32, key: &str) -> Result<Value, Error> {
-        Ok(match kind {
-            0 => Value::Int(u8::from_le_bytes(self.array(key)?).into()),
-            1 => Value::Int(i8::from_le_bytes(self.array(key)?).into()),
-            2 => Value::Int(u16::from_le_bytes(self.array(key)?).into()),
-            3 => Value::Int(i16::from_le_bytes(self.array(key)?).into()),
-            4 => Value::Int(u32::from_le_bytes(self.array(key)?).into()),
-            5 => Value::Int(i32::from_le_bytes(self.array(key)?).into()),
-            6 => Value::Float(f32::from_le_bytes(self.array(key)?).into()),
-            7 => match self.array(key)? {
-                [0] => Value::Bool(false),
-                [1] => Value::Bool(true),
-                [other] => return Err(self.bad(format!("gives `{key}` the truth value {other}"))),
-            },
-            10 => Value::Int(u64::from_le_bytes(self.array(key)?).into()),
-            11 => Value::Int(i64::from_le_bytes(self.array(key)?).into()),
-            12 => Value::Float(f64::from_le_bytes(self.array(key)?)),
-            other => return Err(self.bad(format!("gives `{key}` the unknown type {other}"))),
-        })
-    }
-
-    fn list(&mut self, key: &str) -> Result<Value, Error> {
-        let kind = self.u32("a list's type")?;
-        let bytes_each = match kind {
-            0 | 1 | 7 => 1,
-            2 | 3 => 2,
-            4..=6 => 4,
-            8 | 10..=12 => 8,
-            other => {
-                return Err(
-                    self.bad(format!("makes `{key}` a list of type {other}, which kvist does not read"))
-                );
-            }
-        };
-        let n = self.count(key, bytes_each)?;
-        match kind {
-            8 => (0..n).map(|_| self.text(key)).collect::<Result<_, _>>().map(Value::Texts),
-            6 | 12 => {
-                let mut list = Vec::new();
-                for _ in 0..n {
-                    if let Value::Float(x) = self.scalar(kind, key)? {
-                        list.push(x as f32);
-                    }
-                }
-                Ok(Value::Floats(list))
-            }
-            _ => {
-                let mut list = Vec::new();
-                for _ in 0..n {
-                    let value = match self.scalar(kind, key)? {
-                        Value::Int(n) => i64::try_from(n).ok(),
-                        Value::Bool(flag) => Some(flag.into()),
-                        _ => None,
-                    };
-                    list.push(
-                        value.ok_or_else(|| {
-                            self.bad(format!("lists a number in `{key}` that is too large"))
-                        })?,
-                    );
-                }
-                Ok(Value::Ints(list))
-            }
-        }
-    }
-
-    #[allow(clippy::type_complexity)]
-    fn tensor_info(&mut self) -> Result<(String, Vec<usize>, Result<Encoding, String>, u64), Error> {
-        let name = self.name("a tensor name")?;
-        let n_dims = self.u32("a tensor's dimensions")?;
-        if n_dims == 0 || n_dims > MAX_DIMS {
-            return Err(
-                self.bad(format!("gives `{name}` {n_dims} dimensions; 1 to {MAX_DIMS} were expected"))
-            );
-        }
-        let mut shape = Vec::new();
-        for _ in 0..n_dims {
-            let n = self.u64("a tensor's shape")?;
-            let n = usize::try_from(n).ok().filter(|n| *n > 0);
-            shape.push(n.ok_or_else(|| self.bad(format!("gives `{name}` an impossible shape")))?);
-        }
-        shape.reverse();
-        let number = self.u32("a tensor's type")?;
-        let encoding = Encoding::of_ggml(number).ok_or_else(|| ggml_type_name(number));
-        let offset = self.u64("a tensor's offset")?;
-        Ok((name, shape, encoding, offset))
-    }
-}
-
 /// llama.cpp's `llama_ftype`: how most tensors of a file are quantised.
 const FILE_TYPES: [(usize, &str); 35] = [
     (0, "F32"),
@@ -591,13 +333,3 @@ const FILE_TYPES: [(usize, &str); 35] = [
     (39, "NVFP4"),
     (40, "Q1_0"),
 ];
-
-/// ggml's name of a type that kvist does not support.
-fn ggml_type_name(kind: u32) -> String {
-    let name = match kind {
-        24..=27 => "whole numbers",
-        42 => "q2_0",
-        _ => return format!("ggml type {kind}"),
-    };
-    name.into()
-}

@@ -38,14 +38,14 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
         return Err(bad("cache.kv_recent", c.kv_recent, expected));
     }
     if let Some(v) = c.kv_v.filter(|v| v.outliers) {
-        let expected = format!("{}: only keys have channels that stand out", v.for_values());
+        let expected = format!("{}: only K has outlier channels", v.for_values());
         return Err(bad("cache.kv_v", v, expected));
     }
     if config.scheduler.lengths == LengthSource::Oracle {
         return Err(bad(
             "scheduler.lengths",
             "oracle",
-            "max_new or running_mean: the future is not known here",
+            "max_new or running_mean: only the simulator knows the true lengths",
         ));
     }
     build_for_serving(&c.eviction, &Parameters::default())
@@ -108,7 +108,7 @@ pub(super) fn http(config: &ServerConfig) -> Result<(), ConfigError> {
             return Err(bad(
                 "http.cors_origins",
                 format!("{origin:?}"),
-                "origins as https://example.org, or *",
+                "origins such as https://example.org, or *",
             ));
         }
     }
@@ -124,14 +124,18 @@ pub(super) fn keys(config: &ServerConfig) -> Result<(), ConfigError> {
         }
         let given = [key.key.is_some(), key.key_file.is_some(), key.key_env.is_some()];
         if given.iter().filter(|g| **g).count() != 1 {
-            return Err(bad(field, "given in no way, or in several", "one of `key`, `key_file`, `key_env`"));
+            return Err(bad(
+                field,
+                "missing, or given more than once",
+                "one of `key`, `key_file`, `key_env`",
+            ));
         }
     }
     if config.keys.is_empty() && !config.http.host.is_loopback() && !config.http.open {
         return Err(bad(
             "http.host",
             config.http.host,
-            "a loopback address where no [[keys]] are configured; or `http.open = true` (--open) to serve anybody",
+            "a loopback address, because no [[keys]] are configured; or `http.open = true` (--open) to serve everyone",
         ));
     }
     Ok(())

@@ -100,7 +100,7 @@ impl RecordFile {
 }
 
 fn log_end(why: &str) {
-    tracing::error!(target: "kvist::server", "the recording ends here, with a whole turn: {why}");
+    tracing::error!(target: "kvist::server", "the recording ends here, after a complete step: {why}");
 }
 
 /// The writer thread: runs until the other side is dropped. Flushes whenever it has caught up.

@@ -97,7 +97,8 @@ pub(crate) fn render(state: &ServerState, conversation: &Conversation) -> Result
     let most = state.limits.max_body_bytes;
     if text.len() > most {
         let message = format!(
-            "the conversation has {} bytes as the model's chat template writes it; {most} (max_body_bytes) are allowed",
+            "the conversation has {} bytes once formatted by the model's chat template; {most} (max_body_bytes) are \
+             allowed",
             text.len()
         );
         return Err(ApiError::too_long("messages", message));

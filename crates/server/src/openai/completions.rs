@@ -102,7 +102,8 @@ fn check_answers(state: &ServerState, body: &Value) -> Result<(), ApiError> {
         }
     }
     if body["max_tokens"].as_f64() == Some(0.0) && body["echo"] != true {
-        let message = "`max_tokens` is 0, so that nothing is said: it needs `echo: true`, or at least 1";
+        let message = "`max_tokens` is 0, so the response would be empty: set `echo: true`, or `max_tokens` to at \
+                       least 1";
         return Err(ApiError::invalid("max_tokens", message));
     }
     Ok(())

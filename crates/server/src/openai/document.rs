@@ -35,7 +35,9 @@ pub(super) async fn respond(
         kvist["prompts"] = explained(&answers);
     }
     for (tokens, end) in tokens.iter().zip(&ends) {
-        let Some(done) = end else { return Err(ApiError::internal("an answer has no end")) };
+        let Some(done) = end else {
+            return Err(ApiError::internal("an answer ended without a finish reason"));
+        };
         if let Some(error) = cut_off(&done.finish, &answers) {
             if tokens.is_empty() {
                 return Err(error);

@@ -90,8 +90,8 @@ pub(crate) fn check_together(body: &Value, tools: bool) -> Result<(), ApiError> 
         return Err(ApiError::invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true"));
     }
     if !tools && body.get("tools").and_then(Value::as_array).is_some_and(|tools| !tools.is_empty()) {
-        let message = "`tools` are not supported with this model: its chat template teaches no format of calls that \
-                       kvist can read back";
+        let message = "`tools` are not supported with this model: its chat template has no tool call format that \
+                       kvist can parse";
         return Err(ApiError::unsupported("tools", message));
     }
     Ok(())

@@ -1,7 +1,8 @@
 //! The answers of one request: prompts × `n` generations, merged into one stream of events.
 //!
-//! The first answer to each prompt is submitted at once. The others are submitted after its first token, so that they
-//! find the prompt in the cache. Dropping [`Answers`] cancels all generations that still run.
+//! The first answer to each prompt is submitted at once, the others as soon as the queue has slots. Admission lets them
+//! wait until the first has computed the prompt (`scheduler.wait_for_prefix`), so that they find it in the cache. Dropping
+//! [`Answers`] cancels all generations that still run.
 use super::generation_request::{Figures, GenerationRequest};
 use crate::error::ApiError;
 use crate::memory::Permit;
@@ -34,8 +35,6 @@ pub(crate) struct CachedPrompt {
 
 /// Times of one answer, for metrics.
 struct Clock {
-    /// Start of its wait for the batch, if it first waited for another answer to its prompt.
-    due: Option<Instant>,
     first: Option<Instant>,
     last: Option<Instant>,
     tokens: u32,
@@ -47,8 +46,7 @@ pub(crate) struct Answers {
     state: Arc<ServerState>,
     request: GenerationRequest,
     running: SelectAll<BoxStream<'static, (usize, Result<Event, ApiError>)>>,
-    /// Answers that may be submitted, because the first answer to their prompt has begun, and that are not in the queue
-    /// yet.
+    /// Answers that are not in the queue yet.
     waiting: VecDeque<usize>,
     clocks: Vec<Clock>,
     /// Per prompt, from its first answer.
@@ -70,7 +68,7 @@ impl Answers {
     /// Submit the first answer to each prompt. On an error nothing runs.
     pub fn begin(state: &Arc<ServerState>, request: GenerationRequest) -> Result<Self, ApiError> {
         let total = request.prompts.len() * request.n as usize;
-        let clock = |_| Clock { due: None, first: None, last: None, tokens: 0, open: false };
+        let clock = |_| Clock { first: None, last: None, tokens: 0, open: false };
         let mut answers = Answers {
             state: state.clone(),
             running: SelectAll::new(),
@@ -90,6 +88,8 @@ impl Answers {
             let submitted = answers.submit(prompt * answers.request.n as usize);
             submitted.map_err(|r| ApiError::of_rejected(r, answers.state.retry_after_s()))?;
         }
+        let n = answers.request.n as usize;
+        answers.waiting.extend((0..total).filter(|index| !index.is_multiple_of(n)));
         answers.ended = None;
         Ok(answers)
     }
@@ -232,7 +232,7 @@ impl Answers {
         match event {
             Event::Admitted { at, cached_tokens, miss } => {
                 let prompt_tokens = self.request.prompts[index / n].len() as u64;
-                let queued = at.saturating_duration_since(self.clocks[index].due.unwrap_or(self.began));
+                let queued = at.saturating_duration_since(self.began);
                 self.state.metrics.admitted(queued, prompt_tokens, u64::from(cached_tokens));
                 self.queued.get_or_insert(queued);
                 if index.is_multiple_of(n) {
@@ -248,9 +248,6 @@ impl Answers {
                         self.state.metrics.first_token(since);
                         clock.first = Some(now);
                         self.ttft.get_or_insert(since);
-                        if index.is_multiple_of(n) {
-                            self.wait(index + 1..index + n, now);
-                        }
                     }
                     Some(last) => self.state.metrics.next_token(now.duration_since(last)),
                 }
@@ -289,7 +286,6 @@ impl Answers {
 
     /// Account for the end of an answer.
     fn end(&mut self, index: usize, done: &Done, now: Instant) {
-        let n = self.request.n as usize;
         let since = now.duration_since(self.began);
         let how = match done.finish {
             FinishReason::EndOfText | FinishReason::Stop(_) => Ended::Stop,
@@ -304,10 +300,6 @@ impl Answers {
         self.state.metrics.generated(silent);
         let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
         self.state.metrics.ended(how, Some(done.usage), since, decode);
-        // If the first answer ends before its first token, its end releases the others.
-        if index.is_multiple_of(n) && clock.first.is_none() {
-            self.wait(index + 1..index + n, now);
-        }
         let name = match done.finish {
             FinishReason::EndOfText | FinishReason::Stop(_) => "stop",
             FinishReason::Length => "length",
@@ -319,12 +311,6 @@ impl Answers {
             *text += &done.text;
             self.state.log_answer(&self.request.id, index, text);
         }
-    }
-
-    /// Submit these answers as soon as the queue has slots.
-    fn wait(&mut self, others: std::ops::Range<usize>, now: Instant) {
-        self.clocks[others.clone()].iter_mut().for_each(|clock| clock.due = Some(now));
-        self.waiting.extend(others);
     }
 
     /// Cancel all generations.

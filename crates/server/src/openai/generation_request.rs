@@ -70,7 +70,7 @@ impl GenerationRequest {
     ) -> Result<Self, ApiError> {
         let kvist = common.kvist.clone().unwrap_or_default();
         if kvist.priority.is_some() && !caller.admin {
-            let message = "`kvist.priority` is for admin keys, and this is none";
+            let message = "`kvist.priority` needs an admin key";
             return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message).about("kvist.priority"));
         }
         let vocab = state.bounds.vocab;
@@ -81,7 +81,9 @@ impl GenerationRequest {
                 let param = format!("logit_bias.{token}");
                 ApiError::invalid(
                     param,
-                    format!("`logit_bias` names the token {token}; the vocabulary has {vocab}"),
+                    format!(
+                        "`logit_bias` names the token {token}, but the vocabulary has only {vocab} tokens"
+                    ),
                 )
             })?;
             logit_bias.push((known, *bias));
@@ -137,7 +139,7 @@ impl GenerationRequest {
             // If nothing is generated, the answer needs no room.
             if tokens + u64::from(asked != Some(0)) > u64::from(most) {
                 let message = format!(
-                    "the prompt has {tokens} tokens; prompt and answer together have room for {most}"
+                    "the prompt has {tokens} tokens, but prompt and answer together can have at most {most}"
                 );
                 return Err(ApiError::too_long(param, message));
             }
@@ -230,8 +232,8 @@ pub(super) struct Figures {
 /// The error for a request with more answers than allowed.
 pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
     let message = format!(
-        "the request has {prompts} prompts and n = {n}: {} answers, and `max_choices` allows {most} of one request. \
-         Send fewer prompts at a time, or a smaller `n`",
+        "the request has {prompts} prompts and n = {n}, which makes {} answers; `max_choices` allows {most} per \
+         request. Send fewer prompts at a time, or a smaller `n`",
         prompts as u64 * u64::from(n)
     );
     ApiError::invalid(if n > 1 { "n" } else { "prompt" }, message)

@@ -75,7 +75,7 @@ fn text(about: &str) -> Value {
 /// A field that is accepted and has no effect.
 fn ignored(schema: Value) -> Value {
     let mut schema = or_null(schema);
-    schema["description"] = "Accepted; it has no effect here.".into();
+    schema["description"] = "Accepted, but has no effect.".into();
     schema
 }
 
@@ -100,61 +100,65 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
     };
     let fields = json!({
         "model": or_null(json!({"type": "string", "enum": [b.model, null], "description": format!(
-            "`{}`, which is also the default; any other is answered 404.", b.model)})),
-        "temperature": number(0.0, 2.0, default(s.temperature, 1.0), "0 takes the likeliest token."),
-        "top_p": number(0.0, 1.0, default(s.top_p, 1.0), "Choose among the likeliest that together reach this probability."),
+            "`{}`, which is also the default. Other names are answered with 404.", b.model)})),
+        "temperature": number(0.0, 2.0, default(s.temperature, 1.0), "0 always chooses the most likely token."),
+        "top_p": number(0.0, 1.0, default(s.top_p, 1.0), "Sample from the most likely tokens that together reach \
+                                                          this probability."),
         "top_k": integer(-1, i64::from(u32::MAX), &format!(
-            "Choose among the k likeliest; 0 and -1 are all. {} without it.", s.top_k.unwrap_or(0))),
-        "min_p": number(0.0, 1.0, default(s.min_p, 0.0), "Drop what is less likely than this share of the likeliest."),
+            "Sample from the k most likely tokens; 0 and -1 mean all. The default is {}.", s.top_k.unwrap_or(0))),
+        "min_p": number(0.0, 1.0, default(s.min_p, 0.0), "Exclude tokens whose probability is below this fraction \
+                                                          of the most likely token's."),
         "repetition_penalty": number(0.01, 100.0, default(s.repetition_penalty, 1.0),
-            "Divides positive and multiplies negative logits of tokens of prompt and answer."),
+            "For tokens in prompt and answer, positive logits are divided by this and negative ones multiplied."),
         "frequency_penalty": number(-2.0, 2.0, 0.0, "Subtracted from a token's logit for each time it was generated."),
-        "presence_penalty": number(-2.0, 2.0, 0.0, "Subtracted from the logits of tokens that were generated."),
+        "presence_penalty": number(-2.0, 2.0, 0.0, "Subtracted from the logits of tokens that were generated at \
+                                                    least once."),
         "logit_bias": or_null(json!({
             "type": "object", "description": "Added to the logits of these tokens.",
             "propertyNames": {"pattern": NATURAL},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         })),
-        "seed": integer(i64::MIN, i64::MAX, "The same seed gives the same answer; without it one is drawn."),
-        "n": integer(1, i64::from(b.max_choices), "Answers to each prompt."),
+        "seed": integer(i64::MIN, i64::MAX, "The same seed gives the same answer. By default the seed is random."),
+        "n": integer(1, i64::from(b.max_choices), "Number of answers to each prompt."),
         "stop": {
-            "description": "Texts that end the answer and are not part of it.",
+            "description": "Strings that end the answer. They are not part of it.",
             "anyOf": [
                 {"title": "null", "type": "null"},
-                {"title": "a text", "type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
-                {"title": "a list of texts", "type": "array", "maxItems": b.max_stop,
+                {"title": "a string", "type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS},
+                {"title": "a list of strings", "type": "array", "maxItems": b.max_stop,
                     "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}},
             ],
         },
         "stop_token_ids": neutral(json!({"type": "array", "maxItems": 0}),
-            "an answer ends at the model's own end and at texts: `stop`"),
+            "an answer ends at the model's own end token or at a `stop` string"),
         "min_tokens": neutral(json!({"type": "integer", "enum": [0, null]}),
-            "an answer may end at once; `ignore_eos` goes on as far as `max_tokens`"),
+            "an answer may end at any length; `ignore_eos` continues up to `max_tokens`"),
         "skip_special_tokens": neutral(json!({"type": "boolean", "enum": [true, null]}),
-            "control tokens are no text, and are not written out"),
-        "ignore_eos": boolean(false, "Go on when the model says that it is done (vLLM)."),
+            "control tokens are not part of the text"),
+        "ignore_eos": boolean(false, "Continue after the model's end token (vLLM)."),
         "stream": boolean(false, "Send the answer as server-sent events while it is generated."),
         "stream_options": or_null(json!({
             "type": "object", "additionalProperties": false,
             "properties": {
-                "include_usage": boolean(false, "Send the usage in a last chunk without choices."),
+                "include_usage": boolean(false, "Send the usage in a final chunk without choices."),
                 "include_obfuscation": ignored(json!({"type": "boolean"})),
                 "continuous_usage_stats": neutral(json!({"type": "boolean", "enum": [false, null]}),
-                    "the usage is told in a last chunk: `include_usage`"),
+                    "the usage is sent only in the final chunk: use `include_usage`"),
             },
         })),
         "cache_salt": or_null(json!({"type": "string", "maxLength": 256, "description":
-            "Prefixes are shared only with requests of the same salt, and always only with those of the same key's name."})),
+            "Prefixes are shared only with requests of the same salt, and never with keys of another name."})),
         "kvist": or_null(json!({
             "type": "object", "additionalProperties": false,
             "properties": {
-                "explain": boolean(false, "Say under `kvist` how much of each prompt was cached, and why no more."),
-                "timeout_ms": integer(1, 1 << 40, "End the request then; never later than the server's own limit."),
+                "explain": boolean(false, "Report under `kvist` how much of each prompt was cached, and why not more."),
+                "timeout_ms": integer(1, 1 << 40, "End the request after this time. The server's own limit still \
+                                                   applies."),
                 "priority": integer(i64::from(i32::MIN), i64::from(i32::MAX),
-                    "Larger is more urgent, under the scheduling policy `priority`. Admin keys only."),
-                "pace": integer(1, 1000, "Tokens per second to write at, so that a person can watch: the engine waits \
-                    between its steps while every request has a `pace`, and keeps the fastest of them. As soon as one \
-                    has none, nothing is slowed down."),
+                    "A larger number is more urgent. Used by the scheduling policy `priority`; for admin keys only."),
+                "pace": integer(1, 1000, "Tokens per second, so that a person can watch. While every request has a `pace`, the \
+                    engine waits between its steps to match the fastest of them. As soon as one request has none, \
+                    nothing is slowed down."),
             },
         })),
         "user": ignored(json!({"type": "string"})),
@@ -189,25 +193,27 @@ pub(crate) fn completions(b: &Bounds) -> Value {
     let mut fields = common(b);
     let own = json!({
         "prompt": {
-            "description": "What is continued: a text, several, a list of tokens, or several.",
+            "description": "The prompt: a string, a list of strings, a list of tokens, or a list of lists of tokens.",
             "anyOf": [
-                titled("a text", some_text()),
-                titled("a list of texts", list(some_text(), b.max_choices)),
+                titled("a string", some_text()),
+                titled("a list of strings", list(some_text(), b.max_choices)),
                 titled("a list of tokens", tokens()),
                 titled("a list of lists of tokens", list(tokens(), b.max_choices)),
             ],
         },
         "max_tokens": or_null(json!({"type": "integer", "minimum": 0, "maximum": u32::MAX, "default": 16,
-            "description": "Tokens to generate at most. An answer ends where the context is full. 0 needs `echo`."})),
-        "echo": boolean(false, "Give the prompt back before the answer; with `logprobs` those of its tokens too."),
+            "description": "Maximum number of tokens to generate. An answer ends when the context is full. \
+                            0 requires `echo`."})),
+        "echo": boolean(false, "Return the prompt before the answer; with `logprobs`, also the log-probabilities of \
+                                its tokens."),
         "best_of": or_null(json!({"type": "integer", "enum": [1, null],
-            "description": "kvist does not choose among answers: ask for `n`."})),
+            "description": "kvist does not select the best of several answers: use `n`."})),
         "logprobs": integer(0, i64::from(MAX_TOP),
-            "Log-probabilities of the tokens, and of this many of the likeliest."),
+            "Return the log-probabilities of the tokens, and of this many most likely tokens."),
     });
     fields.extend(own.as_object().cloned().unwrap_or_default());
     let refused = json!({
-        "suffix": "kvist continues a text, and does not fill gaps in one",
+        "suffix": "kvist only continues a text; it cannot fill a gap",
     });
     let mut schema = object(fields, &["prompt"], refused);
     // The response must not be empty: at least one new token, or an echo.
@@ -220,7 +226,8 @@ pub(crate) fn completions(b: &Bounds) -> Value {
 
 pub(crate) fn number_of_tokens(b: &Bounds) -> Value {
     json!({"type": "integer", "minimum": 1, "maximum": u32::MAX, "description": format!(
-        "Tokens to generate at most. An answer ends where the context is full: prompt and answer have room for {}.",
+        "Maximum number of tokens to generate. An answer ends when the context is full: prompt and answer together \
+         have at most {} tokens.",
         b.max_tokens)})
 }
 
@@ -231,35 +238,36 @@ pub(crate) fn chat(b: &Bounds) -> Value {
         "messages": {"type": "array", "minItems": 1, "items": message(b.template)},
         "max_tokens": or_null(most.clone()),
         "max_completion_tokens": or_null(most),
-        "logprobs": boolean(false, "Log-probabilities of the tokens."),
-        "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
+        "logprobs": boolean(false, "Return the log-probabilities of the tokens."),
+        "top_logprobs": integer(0, 20, "Also return this many most likely tokens; requires `logprobs`."),
         "response_format": response_format(),
         "tools": tools(b),
         "tool_choice": tool_choice(b),
-        "parallel_tool_calls": boolean(true, "False: one call at most."),
+        "parallel_tool_calls": boolean(true, "If false, an answer has at most one call."),
         "chat_template_kwargs": or_null(json!({"type": "object", "description":
-            "More names for the model's template, such as `enable_thinking` (vLLM)."})),
+            "More variables for the model's chat template, such as `enable_thinking` (vLLM)."})),
         "metadata": ignored(json!({"type": "object"})),
         "modalities": or_null(json!({"type": "array", "items": {"type": "string", "enum": ["text"]}})),
         "prompt_cache_key": ignored(json!({"type": "string"})),
         "safety_identifier": ignored(json!({"type": "string"})),
         "service_tier": or_null(json!({"type": "string", "enum": ["auto", "default", null],
-            "description": "There is one tier."})),
-        "store": or_null(json!({"type": "boolean", "enum": [false, null], "description": "Nothing is stored."})),
+            "description": "There is only one tier."})),
+        "store": or_null(json!({"type": "boolean", "enum": [false, null],
+            "description": "kvist does not store answers."})),
     });
     fields.extend(own.as_object().cloned().unwrap_or_default());
     let mut refused = json!({
-        "audio": "answers are text",
-        "function_call": "it is OpenAI's old name: use `tool_choice`",
-        "functions": "it is OpenAI's old name: use `tools`",
-        "prediction": "kvist does not take drafts of the answer",
-        "reasoning_effort": "the effort of a model is not adjustable here",
-        "verbosity": "say it in a message",
-        "web_search_options": "kvist searches nothing",
+        "audio": "kvist answers with text only",
+        "function_call": "it is OpenAI's deprecated name: use `tool_choice`",
+        "functions": "it is OpenAI's deprecated name: use `tools`",
+        "prediction": "kvist does not support predicted outputs",
+        "reasoning_effort": "this model's chat template has no reasoning effort",
+        "verbosity": "ask for it in a message",
+        "web_search_options": "kvist has no web search",
     });
     if b.effort {
         refused.as_object_mut().map(|refused| refused.shift_remove("reasoning_effort"));
-        let about = "How long the model is to think: `reasoning_effort` of its template.";
+        let about = "How long the model should reason: the variable `reasoning_effort` of its chat template.";
         let effort = json!({"type": "string", "enum": ["low", "medium", "high", null], "description": about});
         fields.insert("reasoning_effort".into(), or_null(effort));
     }
@@ -281,11 +289,11 @@ const NO_TEMPLATE: &str = "this model has no chat template";
 pub(crate) fn message(template: bool) -> Value {
     let text_or_parts = || {
         vec![
-            json!({"title": "a text", "type": "string"}),
+            json!({"title": "a string", "type": "string"}),
             json!({"title": "a list of parts", "type": "array", "minItems": 1, "items": {
                 "type": "object", "additionalProperties": false, "required": ["type", "text"],
                 "properties": {
-                    "type": {"type": "string", "enum": ["text"], "description": "Images and sound are not understood."},
+                    "type": {"type": "string", "enum": ["text"], "description": "Images and audio are not supported."},
                     "text": {"type": "string"},
                 },
             }}),
@@ -301,7 +309,7 @@ pub(crate) fn message(template: bool) -> Value {
             "properties": {
                 "role": {"type": "string", "enum": roles},
                 "content": content(),
-                "name": text("Passed on to the model's template."),
+                "name": text("Passed on to the model's chat template."),
             },
         });
         for (name, field) in own.as_object().into_iter().flatten() {
@@ -321,29 +329,34 @@ pub(crate) fn message(template: bool) -> Value {
                 "type": "object", "additionalProperties": false, "required": ["name", "arguments"],
                 "properties": {
                     "name": {"type": "string"},
-                    "arguments": {"type": "string", "description": "A JSON object, as text."},
+                    "arguments": {"type": "string", "description": "A JSON object, as a string."},
                 },
             },
         },
     });
     let mut assistant = role(
-        "what the assistant said",
+        "an assistant message",
         json!(["assistant"]),
         json!({
             "content": {"anyOf": nullable},
-            "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's template."})),
-            "reasoning_content": text("Passed on to the model's template."),
-            "reasoning": text("vLLM's newer name. Passed on to the model's template."),
+            "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's chat template."})),
+            "reasoning_content": text("Passed on to the model's chat template."),
+            "reasoning": text("vLLM's newer name. Passed on to the model's chat template."),
             "tool_calls": or_null(json!({"type": "array", "items": call})),
             "annotations": ignored(json!({"type": "array"})),
         }),
         &["role"],
     );
     assistant[schema::REFUSED] = json!({
-        "audio": "answers are text",
-        "function_call": "it is OpenAI's old name: use `tool_calls`",
+        "audio": "kvist answers with text only",
+        "function_call": "it is OpenAI's deprecated name: use `tool_calls`",
     });
-    let user = role("what is asked", json!(["system", "developer", "user"]), json!({}), &["role", "content"]);
+    let user = role(
+        "a system, developer or user message",
+        json!(["system", "developer", "user"]),
+        json!({}),
+        &["role", "content"],
+    );
     if !template {
         assistant[schema::REFUSED]["tool_calls"] = NO_TEMPLATE.into();
         if let Some(fields) = assistant["properties"].as_object_mut() {
@@ -354,7 +367,7 @@ pub(crate) fn message(template: bool) -> Value {
     json!({"anyOf": [
         user,
         assistant,
-        role("what a tool answered", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
+        role("a tool message", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
             &["role", "content", "tool_call_id"]),
     ]})
 }
@@ -370,8 +383,9 @@ fn tool() -> Value {
                 "properties": {
                     "name": {"type": "string", "minLength": 1, "maxLength": 64, "description":
                         "Letters, digits, underscores, dashes and dots."},
-                    "description": text("What the model is told of it."),
-                    "parameters": or_null(json!({"type": "object", "description": "A JSON schema of an object."})),
+                    "description": text("Describes the function to the model."),
+                    "parameters": or_null(json!({"type": "object",
+                        "description": "The arguments: the JSON schema of an object."})),
                     "strict": or_null(json!({"type": "boolean"})),
                 },
             },
@@ -388,7 +402,7 @@ pub(crate) fn tool_choice(b: &Bounds) -> Value {
         return or_null(json!({"type": "string", "enum": ["none", null]}));
     }
     json!({
-        "description": "Whether tools are called: `auto` is the default where there are tools.",
+        "description": "Whether the model calls tools. The default is `auto` if there are tools.",
         "anyOf": [
             {"title": "null", "type": "null"},
             {"title": "none, auto or required", "type": "string", "enum": ["none", "auto", "required"]},
@@ -421,12 +435,12 @@ pub(crate) fn response_format() -> Value {
             "name": {"type": "string", "minLength": 1, "maxLength": 64},
             "description": ignored(json!({"type": "string"})),
             "schema": {"type": "object", "description":
-                "A JSON schema. What of it cannot be enforced is refused by its path."},
-            "strict": boolean(false, "What cannot be enforced is refused in either case."),
+                "A JSON schema. A part that cannot be enforced is refused, with an error that names its path."},
+            "strict": boolean(false, "Parts of the schema that cannot be enforced are refused in either case."),
         },
     });
     json!({
-        "description": "What the answer must look like.",
+        "description": "The required format of the answer.",
         "anyOf": [
             kind("text", json!({})),
             kind("json_object", json!({})),
@@ -440,7 +454,7 @@ pub(crate) fn tokenize(b: &Bounds) -> Value {
     let mut fields = Map::new();
     fields.insert("model".into(), common(b)["model"].clone());
     fields.insert("prompt".into(), json!({"type": "string"}));
-    let about = "Add what the model expects at the start of a text.";
+    let about = "Add the tokens that the model expects at the start of a text.";
     fields.insert("add_special_tokens".into(), boolean(true, about));
     object(fields, &["prompt"], json!({}))
 }

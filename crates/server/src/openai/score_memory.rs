@@ -41,7 +41,7 @@ impl ScoreMemory {
     pub fn try_take(&self, name: &str, bytes: usize, param: &str) -> Result<Permit, ApiError> {
         if bytes > self.most {
             let message = format!(
-                "the answer would have {bytes} bytes in memory; one may have {}: send less at a time",
+                "the answer would take {bytes} bytes of memory, but an answer may take at most {}: send less at a time",
                 self.most
             );
             return Err(ApiError::invalid(param, message));
@@ -61,8 +61,8 @@ impl ScoreMemory {
         if bytes > self.most {
             let fit = self.most / bytes_of_token(top);
             let message = format!(
-                "`echo` with `logprobs`: the prompts have {tokens} tokens, and one request may have those of {fit} scored \
-                 with {top} log-probabilities each. Send fewer prompts at a time, or a smaller `logprobs`"
+                "`echo` with `logprobs`: the prompts have {tokens} tokens, but one request can score at most {fit} \
+                 tokens with {top} log-probabilities each. Send fewer prompts at a time, or a smaller `logprobs`"
             );
             return Err(ApiError::invalid("prompt", message));
         }
@@ -73,8 +73,8 @@ impl ScoreMemory {
     pub async fn take_echo(&self, name: &str, bytes: usize, deadline: Instant) -> Result<Permit, ApiError> {
         if bytes > self.most {
             let message = format!(
-                "`echo`: the prompts have {bytes} bytes, and those of one request may have {}: send fewer prompts at a \
-                 time",
+                "`echo`: the prompts have {bytes} bytes, but those of one request may have at most {}: send fewer \
+                 prompts at a time",
                 self.most
             );
             return Err(ApiError::invalid("prompt", message));
@@ -85,7 +85,7 @@ impl ScoreMemory {
     async fn wait(&self, name: &str, bytes: usize, deadline: Instant) -> Result<Permit, ApiError> {
         let permit = self.pool.take(name, bytes);
         let permit = tokio::time::timeout_at(deadline.into(), permit).await;
-        permit.map_err(|_| ApiError::deadline())?.ok_or_else(|| ApiError::internal("no room for scores"))
+        permit.map_err(|_| ApiError::deadline())?.ok_or_else(|| ApiError::internal("no memory for scores"))
     }
 }
 

@@ -79,8 +79,8 @@ fn reserve_for(
     if piece * PIECE_FACTOR + lists > most {
         let most = most.saturating_sub(lists) / PIECE_FACTOR;
         let message = format!(
-            "the text has {piece} bytes in one piece; of such a text this model's tokenizer takes {most} at once, where \
-             no word ends that is followed by a blank or a line break (a greater max_body_bytes allows more)"
+            "the text has a piece of {piece} bytes in which no word is followed by a space or a line break; this \
+             model's tokenizer can process pieces of at most {most} bytes (a larger max_body_bytes allows more)"
         );
         return Err(ApiError::invalid(param, message));
     }
@@ -93,7 +93,8 @@ pub(crate) fn known(model: &Model, tokenizer: &Tokenizer, tokens: &[u32]) -> Res
     let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) else { return Ok(()) };
     let name = tokenizer.name(token).unwrap_or_default();
     let message = format!(
-        "the text has {name:?}, which is token {token} to the tokenizer; the model's vocabulary has {vocab}"
+        "the text contains {name:?}, which is token {token} of the tokenizer, but the model's vocabulary has only \
+         {vocab} tokens"
     );
     Err(ApiError::unknown_token(message))
 }
@@ -113,7 +114,7 @@ pub(crate) fn encode_prompt(
 const SPARE_WHITE_SPACE: usize = 64 << 10;
 
 /// Refuse a text that is longer than a context full of the longest tokens. A control token may absorb white space
-/// beside it, so [`SPARE_WHITE_SPACE`] is allowed in addition.
+/// in addition, so [`SPARE_WHITE_SPACE`] is allowed in addition.
 pub(crate) fn refuse_long(state: &ServerState, text: &str, param: &str) -> Result<(), ApiError> {
     let most = state.bounds.max_tokens;
     // Most texts are shorter and do not need the token table.
@@ -126,15 +127,15 @@ pub(crate) fn refuse_long(state: &ServerState, text: &str, param: &str) -> Resul
         let bytes: usize = text.split_whitespace().map(str::len).sum();
         if bytes > max_bytes {
             let message = format!(
-                "the prompt has {bytes} bytes besides white space, more than {most} tokens can be; prompt and answer \
-                 together have room for {most} tokens"
+                "the prompt has {bytes} bytes besides white space, more than {most} tokens can represent; prompt \
+                 and answer together can have at most {most} tokens"
             );
             return Err(ApiError::too_long(param, message));
         }
         if text.len() > max_bytes.saturating_add(SPARE_WHITE_SPACE) {
             let message = format!(
-                "the prompt has {} bytes, {bytes} of them besides white space, more than {most} tokens can be; prompt and \
-                 answer together have room for {most} tokens",
+                "the prompt has {} bytes, {bytes} of them besides white space, more than {most} tokens can \
+                 represent; prompt and answer together can have at most {most} tokens",
                 text.len()
             );
             return Err(ApiError::too_long(param, message));

@@ -31,7 +31,7 @@ impl SessionSchemas {
             keep: object(
                 fields(json!({"also": or_null(json!({
                     "type": "array", "maxItems": b.max_choices, "items": {"type": "string"},
-                    "description": "Siblings that stay too.",
+                    "description": "Siblings to keep as well.",
                 }))})),
                 &[],
                 json!({}),
@@ -56,7 +56,7 @@ fn fields(fields: Value) -> Map<String, Value> {
 fn content(b: &Bounds) -> Map<String, Value> {
     fields(json!({
         "messages": or_null(json!({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": message(b.template),
-            "description": "As in chat completions; through the model's chat template."})),
+            "description": "As in chat completions; formatted by the model's chat template."})),
         "text": or_null(json!({"type": "string", "minLength": 1})),
         "tokens": or_null(json!({"type": "array", "minItems": 1, "maxItems": b.max_tokens, "items": b.tokens()})),
     }))
@@ -74,14 +74,17 @@ fn create(b: &Bounds) -> Value {
     let mut all = content(b);
     all.extend(fields(json!({
         "model": common(b)["model"],
-        "name": or_null(json!({"type": "string", "maxLength": MAX_NAME, "description": "For its owner's eyes."})),
+        "name": or_null(json!({"type": "string", "maxLength": MAX_NAME,
+            "description": "A label, for the owner of the session."})),
         "cache_salt": or_null(json!({"type": "string", "maxLength": 256, "description":
-            "Its prefixes are shared only with requests of this salt; those of its forks too."})),
+            "Prefixes are shared only with requests of the same salt. Forks inherit the salt."})),
     })));
     if b.template {
         all.insert(
             "chat_template_kwargs".into(),
-            or_null(json!({"type": "object", "description": "More names for the model's template."})),
+            or_null(
+                json!({"type": "object", "description": "More variables for the model's chat template."}),
+            ),
         );
         all.insert("tools".into(), tools(b));
     }
@@ -110,19 +113,19 @@ fn generate(b: &Bounds) -> Value {
     all.extend(fields(json!({
         "max_tokens": most(),
         "max_completion_tokens": most(),
-        "logprobs": boolean(false, "Log-probabilities of the tokens."),
-        "top_logprobs": integer(0, 20, "Of this many of the likeliest tokens too; needs `logprobs`."),
+        "logprobs": boolean(false, "Return the log-probabilities of the tokens."),
+        "top_logprobs": integer(0, 20, "Also return this many most likely tokens; requires `logprobs`."),
         "response_format": response_format(),
         "add_generation_prompt": or_null(json!({"type": "boolean", "description":
-            "Begin an answer of the assistant. Without it: if the session is made of messages, and its last one is none \
-             that may go on. False goes on with the tokens as they are."})),
+            "True begins an answer of the assistant; false continues the tokens as they are. The default is true if \
+             the session is made of messages and its last message cannot be continued."})),
     })));
     all.insert("tools".into(), tools(b));
     all.insert("tool_choice".into(), tool_choice(b));
-    all.insert("parallel_tool_calls".into(), boolean(true, "False: one call at most."));
+    all.insert("parallel_tool_calls".into(), boolean(true, "If false, an answer has at most one call."));
     let refused = json!({
         "n": "fork the session, and generate in every branch",
-        "cache_salt": "it is the session's, given when it was made",
+        "cache_salt": "it belongs to the session: set it when you create the session",
         "messages": "append them first",
         "prompt": "append it first",
     });
@@ -138,10 +141,10 @@ fn generate(b: &Bounds) -> Value {
 fn cut(b: &Bounds, optional: bool) -> Value {
     let mut ways = vec![
         json!({"title": "a number of tokens", "type": "integer", "minimum": 0, "maximum": b.max_tokens,
-            "description": "Tokens that stay."}),
+            "description": "Number of tokens to keep."}),
         json!({"title": "{\"message\": N}", "type": "object", "additionalProperties": false, "required": ["message"],
             "properties": {"message": {"type": "integer", "minimum": 0, "maximum": u32::MAX,
-                "description": "Messages that stay."}}}),
+                "description": "Number of messages to keep."}}}),
     ];
     if optional {
         ways.push(json!({"title": "null", "type": "null"}));
@@ -151,7 +154,7 @@ fn cut(b: &Bounds, optional: bool) -> Value {
 
 fn fork(b: &Bounds) -> Value {
     let mut at = cut(b, true);
-    at["description"] = "Without it, everything that is there.".into();
+    at["description"] = "Where the histories are cut. By default, at the end.".into();
     let all = fields(json!({
         "at": at,
         "n": or_null(json!({"type": "integer", "minimum": 1, "maximum": b.max_choices, "default": 1})),

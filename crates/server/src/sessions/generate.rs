@@ -97,8 +97,8 @@ fn prepare(
     request.constraint = spec.constraint;
     let format = spec.format.filter(|_| is_chat);
     if format.is_none() && asks_for_calls(&fields) {
-        let message = "`tools` are for answers of the assistant, and this session goes on as a text: append `messages`, \
-                       or leave `tools` and `tool_choice` out";
+        let message = "`tools` apply only to answers of the assistant, but this session continues as plain text: \
+                       append `messages`, or omit `tools` and `tool_choice`";
         return Err(ApiError::invalid("tools", message));
     }
     if format.is_some() {
@@ -130,7 +130,7 @@ fn asks_for_calls(fields: &GenerateFields) -> bool {
     }
 }
 
-/// What the answer must look like, and the history with the tools that its template is told of.
+/// What the answer must look like, and the history with the tools that are passed to its template.
 fn answer_spec(
     state: &ServerState,
     history: &History,
@@ -138,11 +138,11 @@ fn answer_spec(
     tools: &[Value],
 ) -> Result<(AnswerSpec, History), ApiError> {
     check_tools(tools)?;
-    let goes_on = history.is_open() && fields.add_generation_prompt != Some(true);
-    let another = "an answer that goes on: `add_generation_prompt: true` begins another one";
-    if goes_on && tools != history.tools() {
+    let continues = history.is_open() && fields.add_generation_prompt != Some(true);
+    let another = "an unfinished answer: `add_generation_prompt: true` begins a new one";
+    if continues && tools != history.tools() {
         let message =
-            format!("`tools` cannot change inside an answer, and the session's last message is {another}");
+            format!("`tools` cannot change inside an answer, but the session's last message is {another}");
         return Err(ApiError::invalid("tools", message));
     }
     // Tools that were set on the session earlier do not count as a wish of this request.
@@ -158,15 +158,16 @@ fn answer_spec(
     let channels = state.chat.has_channels() && history.has_messages() && !history.has_tail() && !ends;
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
     let spec = AnswerSpec::new(&state.chat, channels, tools, choice, parallel, wanted)?;
-    if goes_on && spec.requires_call {
+    if continues && spec.requires_call {
         let message = format!(
-            "`tool_choice` demands a call, which begins an answer, and the session's last message is {another}"
+            "`tool_choice` requires a call, which must begin an answer, but the session's last message is {another}"
         );
         return Err(ApiError::invalid("tool_choice", message));
     }
-    if goes_on && spec.constraint.is_some() && channels {
+    if continues && spec.constraint.is_some() && channels {
         let message = format!(
-            "`response_format` is for the final message of a whole answer, and the session's last message is {another}"
+            "`response_format` applies to the final message of a whole answer, but the session's last message is \
+             {another}"
         );
         return Err(ApiError::invalid("response_format", message));
     }
@@ -200,14 +201,14 @@ impl Run {
         mut generation: GenerationHandle,
         client: mpsc::Sender<Result<Event, ApiError>>,
     ) {
-        let gone = self.generation.guard().deleted();
-        tokio::pin!(gone);
+        let deleted = self.generation.guard().deleted();
+        tokio::pin!(deleted);
         let mut behind = false;
         let (done, last) = loop {
             let event = tokio::select! {
                 biased; // record pending tokens first
                 event = generation.next() => event,
-                error = &mut gone => break (None, Some(Err(error.into()))),
+                error = &mut deleted => break (None, Some(Err(error.into()))),
                 () = client.closed() => break (None, None),
             };
             match event {
@@ -232,7 +233,7 @@ impl Run {
         // The client gets the final event only after the session has been updated.
         let settled = self.settled(done).await;
         if let Err(error) = settled {
-            tracing::error!(target: "kvist::server", "a session was not settled: {error}");
+            tracing::error!(target: "kvist::server", "the output was not added to the session: {error}");
         }
         let last = match behind {
             true => Some(Err(too_slow())),
@@ -265,7 +266,7 @@ impl Run {
 
 fn too_slow() -> ApiError {
     let message = format!(
-        "the stream was read more slowly than {MAX_BEHIND} tokens behind: the session has all of them"
+        "the client fell more than {MAX_BEHIND} tokens behind the stream: the session has all tokens"
     );
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "reads_too_slowly", message)
 }

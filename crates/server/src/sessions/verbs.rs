@@ -90,7 +90,7 @@ pub(crate) async fn create(
             }
         }
         if fields.chat_template_kwargs.as_ref().is_some_and(|names| names.contains_key(TOOLS)) {
-            let message = "`chat_template_kwargs.tools` is not to be set: `tools` gives it";
+            let message = "`chat_template_kwargs.tools` cannot be set: use `tools`";
             return Err(ApiError::invalid("chat_template_kwargs", message));
         }
         let tools = fields.tools.unwrap_or_default();
@@ -104,7 +104,7 @@ pub(crate) async fn create(
             && (content.text.is_some() || content.tokens.is_some())
         {
             let name = if tools.is_empty() { "chat_template_kwargs" } else { "tools" };
-            let message = format!("`{name}` is for sessions made of messages");
+            let message = format!("`{name}` applies only to sessions made of messages");
             return Err(ApiError::invalid(name, message));
         }
         let history = grown(state, &empty, content)?;
@@ -296,7 +296,7 @@ pub(crate) async fn keep(
         // A 404 refers only to the session in the path.
         let sibling = |(i, id): (usize, &String)| {
             let unknown =
-                || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is no session's id"));
+                || ApiError::invalid(format!("also[{i}]"), format!("`also[{i}]` is not a session id"));
             state.sessions.id(id).map_err(|_| unknown())
         };
         let also = also.iter().enumerate().map(sibling).collect::<Result<Vec<_>, _>>()?;

@@ -26,14 +26,21 @@ fn white_space_is_refused_before_it_is_tokenized() {
         is_refused(&server, path, &body, param, "context_length_exceeded", "besides white space");
     }
     // Any length is accepted if the text can be split.
-    is_refused(&server, "/tokenize", &json!({"prompt": blanks}), "prompt", "invalid_value", "in one piece");
+    is_refused(
+        &server,
+        "/tokenize",
+        &json!({"prompt": blanks}),
+        "prompt",
+        "invalid_value",
+        "in which no word is followed",
+    );
     is_refused(
         &server,
         "/tokenize",
         &json!({"prompt": "a".repeat(1 << 20)}),
         "prompt",
         "invalid_value",
-        "in one piece",
+        "in which no word is followed",
     );
     let words = server.post("/tokenize", &json!({"prompt": "word after word\n".repeat(100_000)})).good();
     assert_eq!(words["count"], words["tokens"].as_array().unwrap().len());

@@ -57,7 +57,7 @@ fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     let document: Value = serde_json::from_reader(refused).unwrap();
     let message = document["error"]["message"].as_str().unwrap();
     assert_eq!(document["error"]["code"], "queue_full");
-    assert!(message.contains("for this key: 8 of its name's requests wait"), "{message}");
+    assert!(message.contains("for this key: 8 requests of its name are waiting"), "{message}");
     for _ in 0..2 {
         let (status, reader) = ask(&server, BOB, &endless(1));
         assert_eq!(status, 200, "its share is its own");

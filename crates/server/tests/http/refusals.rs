@@ -97,7 +97,7 @@ fn refusals_name_the_field() {
             400,
             "messages[0].content",
             "invalid_type",
-            "a text or a list",
+            "a string or a list",
         ),
         (
             chat(json!({"messages": [{"role": "tool", "content": "a"}]})),

@@ -86,7 +86,7 @@ fn path(id: &str, verb: &str) -> String {
     format!("/v1/sessions/{id}{verb}")
 }
 
-/// Regression: these were rejected with "its chat template teaches no format".
+/// Regression: these were rejected with "its chat template has no tool call format".
 #[test]
 fn a_template_without_tools_is_helped_out() {
     let server = start_with(PLAIN_TEMPLATE, None);
@@ -262,7 +262,7 @@ fn tools_that_cannot_be_are_refused() {
     let chat = begin(&server);
     let tool = |function: Value| json!([{"type": "function", "function": function}]);
     for (path, body, param, said) in [
-        (path(&text, "/generate"), demand(json!({})), "tools", "goes on as a text"),
+        (path(&text, "/generate"), demand(json!({})), "tools", "continues as plain text"),
         (path(&open, "/generate"), demand(json!({})), "tools", "cannot change inside an answer"),
         (path(&chat, "/generate"), demand(json!({"tools": null})), "tool_choice", "no tools"),
         (

@@ -230,7 +230,7 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
     same_rows(&case, worlds, &*exported, &*full, "other content", &mut bad);
     same_rows(&case, worlds, &*exported, &*empty, "no content", &mut bad);
 
-    // A step after the transfer, behind the last token, or behind one in the middle of a recent group.
+    // A step after the transfer, after the last token or after one in the middle of a recent group.
     let shorter = choices.one_in(3) && length > 1;
     for world in [&mut source, &mut target] {
         if let Some(token) = nan_token(&case, length) {

@@ -6,8 +6,7 @@ use crate::plan::{GroupPlan, grown};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// Stands for "no block" and "no index node".
-pub(crate) const NONE: u32 = u32::MAX;
+pub(crate) use crate::block_kind::NONE;
 
 #[derive(Clone, Copy)]
 struct Block {

@@ -1,52 +1,54 @@
 //! What the prefix index asks of a cell space: which blocks it caches, and the sequences that it makes from them.
-use super::{NONE, Paged, Table};
-use crate::events::{Change, Reason};
+use super::{Paged, Table};
+use crate::block_kind::{BlockKind, CachedBlocks, NONE};
+use crate::events::{Change, Events, Reason};
 use crate::ids::SeqId;
+use crate::report::BlockUse;
 
-impl Paged {
-    pub(crate) fn free_cells(&self) -> u32 {
+impl CachedBlocks for Paged {
+    fn free_cells(&self) -> u32 {
         self.blocks.n_free() * self.block_tokens
     }
-    pub(crate) fn n_evictable(&self) -> u32 {
+    fn n_evictable(&self) -> u32 {
         self.blocks.n_evictable()
     }
-    pub(crate) fn node(&self, block: u32) -> u32 {
+    fn node(&self, block: u32) -> u32 {
         self.blocks.node(block)
     }
-    /// The index node of `block`, if it is cached and no sequence uses it.
-    pub(crate) fn evictable_node(&self, block: u32) -> Option<u32> {
+    fn evictable_node(&self, block: u32) -> Option<u32> {
         let node = self.blocks.node(block);
         (node != NONE && self.blocks.ref_count(block) == 0).then_some(node)
     }
-    /// Block table of `seq`, with [`NONE`] where blocks have left the window.
-    pub(crate) fn table_of(&self, seq: SeqId) -> &[u32] {
-        self.sequences.get(&seq).map_or(&[], |table| &table.blocks)
-    }
-    /// Whether a block has become evictable since the index last asked.
-    pub(crate) fn has_newly_evictable(&self) -> bool {
+    fn has_newly_evictable(&self) -> bool {
         self.blocks.has_newly_evictable()
     }
-    pub(crate) fn index(&mut self, block: u32, node: u32) {
+    fn index(&mut self, block: u32, node: u32) {
         self.blocks.index(block, node);
     }
-    pub(crate) fn unindex(&mut self, block: u32) -> bool {
+    fn unindex(&mut self, block: u32) -> bool {
         self.blocks.unindex(block)
     }
-    pub(crate) fn take_newly_evictable(&mut self) -> Vec<u32> {
+    fn take_newly_evictable(&mut self) -> Vec<u32> {
         std::mem::take(self.blocks.newly_evictable())
     }
-    pub(crate) fn return_buffer(&mut self, buffer: Vec<u32>) {
+    fn return_buffer(&mut self, buffer: Vec<u32>) {
         *self.blocks.newly_evictable() = buffer;
     }
 
-    /// Whether a query behind the first `n_blocks` of a sequence sees block `i` of them.
-    pub(crate) fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
+    fn sink_blocks(&self) -> u32 {
+        self.visibility.window.map_or(0, |_| self.covering_blocks(self.visibility.sinks))
+    }
+    fn first_seen(&self, position: u32) -> u32 {
+        let Some(window) = self.visibility.window else { return 0 };
+        // Saturating: at the very last position, an error of one position does no harm.
+        let seen = self.whole_blocks(position.saturating_add(1).saturating_sub(window));
+        if seen <= self.sink_blocks() { 0 } else { seen }
+    }
+    fn is_seen(&self, i: u32, n_blocks: u32) -> bool {
         i < self.sink_blocks() || i >= self.first_seen(n_blocks * self.block_tokens)
     }
 
-    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query behind them sees. Returns
-    /// how many of them were not in use by any sequence before.
-    pub(crate) fn adopt(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
+    fn open(&mut self, seq: SeqId, mut blocks: Vec<u32>) -> u32 {
         let n_blocks = blocks.len() as u32;
         let next_position = n_blocks * self.block_tokens;
         let first_seen = self.first_seen(next_position).min(n_blocks);
@@ -65,8 +67,7 @@ impl Paged {
         n_evictable
     }
 
-    /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
-    pub(crate) fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
+    fn replace(&mut self, seq: SeqId, i: u32, block: u32) {
         self.blocks.add_ref(block);
         self.events.push(block, Some(seq), Change::Share, Reason::Duplicate);
         let version = self.new_version();
@@ -74,5 +75,32 @@ impl Paged {
         table.version = version;
         let own = std::mem::replace(&mut table.blocks[i as usize], block);
         self.release(own, seq, Reason::Duplicate);
+    }
+}
+
+impl BlockKind for Paged {
+    fn events(&mut self) -> &mut Events {
+        &mut self.events
+    }
+    fn block_uses(&self) -> Box<dyn Iterator<Item = BlockUse> + '_> {
+        Box::new((0..self.blocks.high_water()).map(|block| {
+            match (self.blocks.ref_count(block), self.blocks.node(block)) {
+                (0, NONE) => BlockUse::Free,
+                (0, _) => BlockUse::Evictable,
+                _ => match self.blocks.n_sequences(block) {
+                    0 => BlockUse::InTransfer,
+                    n => BlockUse::InUse(n),
+                },
+            }
+        }))
+    }
+    fn block_table(&self, seq: SeqId) -> Option<&[u32]> {
+        Some(&self.sequences.get(&seq)?.blocks)
+    }
+    fn window(&self) -> Option<u32> {
+        self.visibility.window
+    }
+    fn is_unlimited(&self) -> bool {
+        self.unlimited
     }
 }

@@ -1,5 +1,6 @@
 //! Operations on whole sequences: fork, shorten, remove.
 use super::{NONE, Paged, Table};
+use crate::block_kind::CachedBlocks;
 use crate::events::{Change, Reason};
 use crate::ids::SeqId;
 use crate::kind::{Kind, SequenceKind};
@@ -24,7 +25,7 @@ impl Paged {
     }
 }
 
-const TAILS_ONLY: &str = "a paged cache copies from the beginning and removes from the end: take cells";
+const TAILS_ONLY: &str = "a paged cache copies from the beginning and removes from the end: use cells";
 
 impl SequenceKind for Paged {
     fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {

@@ -1,5 +1,5 @@
 //! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
-use super::{Index, paged, paged_mut};
+use super::{Index, blocks, blocks_mut};
 use crate::events::{Change, Reason};
 use crate::evict::Rank;
 use crate::ids::GroupId;
@@ -13,16 +13,16 @@ impl Index {
     /// groups, the leaves in full-attention groups.
     pub fn rank_newly_evictable(&mut self, groups: &mut [Box<dyn Kind>]) {
         for (g, kind) in groups.iter_mut().enumerate() {
-            let paged = paged_mut(kind);
-            if !paged.has_newly_evictable() {
+            let kind_blocks = blocks_mut(kind);
+            if !kind_blocks.has_newly_evictable() {
                 continue;
             }
-            let mut newly_evictable = paged.take_newly_evictable();
+            let mut newly_evictable = kind_blocks.take_newly_evictable();
             let group = &mut self.groups[g];
             if let Some(evict) = &mut group.evict {
                 let by_recency = evict.policy.by_recency();
                 for &block in &newly_evictable {
-                    let Some(node) = paged.evictable_node(block) else { continue };
+                    let Some(node) = kind_blocks.evictable_node(block) else { continue };
                     if by_recency {
                         self.tick += 1;
                         evict.set(block, Rank::by_recency(self.tick));
@@ -33,7 +33,7 @@ impl Index {
                 }
             }
             newly_evictable.clear();
-            paged.return_buffer(newly_evictable);
+            kind_blocks.return_buffer(newly_evictable);
         }
     }
 
@@ -51,14 +51,14 @@ impl Index {
         let before = self.n_evicted;
         for g in 0..groups.len() {
             let mut lowest_evictable = Vec::new();
-            while paged(&*groups[g]).free_cells() < n_tokens {
+            while blocks(&*groups[g]).free_cells() < n_tokens {
                 let Some(evict) = self.groups[g].evict.as_mut() else { break };
                 let leaf = evict.order.pop();
                 if leaf.is_none() && lowest_evictable.is_empty() {
                     lowest_evictable = self.lowest_evictable(groups, g);
                 }
                 let Some(block) = leaf.or_else(|| lowest_evictable.pop()) else { break };
-                let node = paged(&*groups[g]).node(block);
+                let node = blocks(&*groups[g]).node(block);
                 if self.groups[g].windowed {
                     self.drop_block(groups, g, node);
                     self.prune(groups, node);
@@ -78,10 +78,10 @@ impl Index {
     /// Walks the index in O(nodes) and returns all candidates at once. One call of `evict_until_free` therefore walks
     /// once per level of such blocks, not once per block. Without forks and exports it never runs.
     fn lowest_evictable(&self, groups: &[Box<dyn Kind>], g: usize) -> Vec<u32> {
-        let (paged, group) = (paged(&*groups[g]), &self.groups[g]);
-        let (Some(evict), true) = (&group.evict, paged.n_evictable() > 0) else { return Vec::new() };
+        let (kind_blocks, group) = (blocks(&*groups[g]), &self.groups[g]);
+        let (Some(evict), true) = (&group.evict, kind_blocks.n_evictable() > 0) else { return Vec::new() };
         let evictable =
-            || group.blocks.iter().filter_map(|&block| Some((block, paged.evictable_node(block)?)));
+            || group.blocks.iter().filter_map(|&block| Some((block, kind_blocks.evictable_node(block)?)));
         let mut above_evictable = vec![false; self.tree.n_nodes()];
         for (_, node) in evictable() {
             let mut above = self.tree.parent(node);
@@ -127,9 +127,9 @@ impl Index {
             evict.order.remove(block);
             evict.policy.removed(block);
         }
-        let paged = paged_mut(&mut groups[g]);
-        if paged.unindex(block) {
-            paged.events.push(block, None, Change::Evict, Reason::SpaceNeeded);
+        let kind_blocks = blocks_mut(&mut groups[g]);
+        if kind_blocks.unindex(block) {
+            kind_blocks.events().push(block, None, Change::Evict, Reason::SpaceNeeded);
             self.n_evicted += 1;
         }
         if let Some(events) = &mut self.events {
@@ -153,7 +153,7 @@ impl Index {
                     let block = group.block(node);
                     if let Some(evict) = &mut group.evict
                         && block != NONE
-                        && paged(&**kind).evictable_node(block).is_some()
+                        && blocks(&**kind).evictable_node(block).is_some()
                     {
                         evict.offer(block);
                     }

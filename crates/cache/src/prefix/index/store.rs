@@ -1,10 +1,11 @@
 //! Storing the full blocks of a sequence.
-use super::{Index, Leaf, paged, paged_mut};
+use super::{Index, Leaf, blocks, blocks_mut};
+use crate::block_kind::BlockKind;
 use crate::events::{Change, Reason};
 use crate::evict::Use;
 use crate::ids::*;
 use crate::kind::Kind;
-use crate::kinds::{NONE, Paged};
+use crate::kinds::NONE;
 use crate::prefix::content::Content;
 use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent, Stored};
@@ -49,11 +50,11 @@ impl Index {
             return Ok(Stored { n_new: 0, n_known: n_blocks - from });
         }
         let (first, mut n_stored) = (leaf.n_blocks, 0);
-        let tables = groups
-            .iter()
-            .map(|kind| paged(&**kind).table_of(seq)[first as usize..n_blocks as usize].to_vec());
+        let tables = groups.iter().map(|kind| {
+            blocks(&**kind).block_table(seq).unwrap_or_default()[first as usize..n_blocks as usize].to_vec()
+        });
         let tables: Vec<Vec<u32>> = tables.collect();
-        // A block that is indexed already must lie on this path. Otherwise `content` is not what the block holds.
+        // A block that is indexed already must lie on this path. Otherwise `content` differs from what the block holds.
         let keying = self.tree.keying();
         let (mut known, mut buffer) = (Some(leaf.node), std::mem::take(&mut self.buffer));
         for i in first..n_blocks {
@@ -61,7 +62,7 @@ impl Index {
             known = known.and_then(|node| self.tree.child(node, key));
             for (kind, table) in groups.iter().zip(&tables) {
                 let block = table[(i - first) as usize];
-                let indexed = if block == NONE { NONE } else { paged(&**kind).node(block) };
+                let indexed = if block == NONE { NONE } else { blocks(&**kind).node(block) };
                 if indexed != NONE && Some(indexed) != known {
                     self.buffer = buffer;
                     return Err(Refused::OtherContent { seq, position: i * keying.block_tokens });
@@ -76,17 +77,17 @@ impl Index {
                 self.first_blocks.add(self.tree.key(node));
             }
             for (g, kind) in groups.iter_mut().enumerate() {
-                let paged = paged_mut(kind);
+                let kind_blocks = blocks_mut(kind);
                 let (own, known) = (tables[g][(i - first) as usize], self.groups[g].block(node));
                 if own == NONE || own == known {
                     continue;
                 }
                 if known == NONE {
-                    self.insert(paged, g, node, own, seq, i);
+                    self.insert(kind_blocks, g, node, own, seq, i);
                 } else {
                     // Two sequences computed the same block at the same time. The content is the same, so one copy is
                     // enough.
-                    paged.replace(seq, i, known);
+                    kind_blocks.replace(seq, i, known);
                     if let Some(evict) = &mut self.groups[g].evict {
                         evict.order.remove(known);
                     }
@@ -102,10 +103,18 @@ impl Index {
     }
 
     /// Records that `block` of `group` holds the tokens of `node`.
-    fn insert(&mut self, paged: &mut Paged, group: usize, node: Node, block: u32, seq: SeqId, depth: u32) {
+    fn insert(
+        &mut self,
+        kind_blocks: &mut dyn BlockKind,
+        group: usize,
+        node: Node,
+        block: u32,
+        seq: SeqId,
+        depth: u32,
+    ) {
         self.version += 1;
-        paged.index(block, node);
-        paged.events.push(block, Some(seq), Change::Store, Reason::Store);
+        kind_blocks.index(block, node);
+        kind_blocks.events().push(block, Some(seq), Change::Store, Reason::Store);
         self.groups[group].set_block(node, block);
         if self.groups[group].evict.is_some() {
             self.tick += 1;

@@ -47,7 +47,7 @@ pub struct Args {
     warmups: u32,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// Milliseconds over tokens, beside the read limit
+    /// Milliseconds over tokens, with the read limit
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
     #[command(flatten)]
@@ -119,7 +119,7 @@ impl Case {
         let chain = self.branches.is_none() && self.tree.is_none();
         if chain && queries > tokens {
             return Err(wrong_usage(format!(
-                "--queries {queries} see {tokens} tokens: take --tokens {queries} or more"
+                "--queries {queries} see {tokens} tokens: use --tokens {queries} or more"
             )));
         }
         let cached = if chain { tokens.saturating_sub(queries) } else { tokens };

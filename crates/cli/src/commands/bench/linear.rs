@@ -4,7 +4,7 @@ use super::measure::RunsArgs;
 use super::shape::parse_lengths;
 use crate::options::*;
 use crate::{interrupt, json, output};
-use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix};
+use kvist_cpu::linear::{ENCODINGS, Inputs, Matrix, row_multiple};
 use kvist_device::weights::Encoding;
 use serde::Serialize;
 use std::time::Instant;
@@ -12,8 +12,8 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(mut_arg("runs", |runs| runs.default_value("7")))]
 pub struct Args {
-    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs; and few, which iq1
-    /// to iq3 and tq become
+    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs;
+    /// and few, which iq1 to iq3 and tq become
     #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
     weights: Vec<String>,
     /// Outputs of the layer
@@ -91,9 +91,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     for encoding in chosen {
         let name = encoding.name();
         let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
-        let block = encoding.block();
         let bytes = Matrix::resident_bytes(encoding, outputs, inputs).ok_or_else(|| {
-            wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", block.0))
+            wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", row_multiple(encoding)))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
         // The file, its packed copies, the inputs in all their forms, the outputs.
@@ -101,12 +100,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             .saturating_add(tokens.saturating_mul(4).saturating_mul(outputs as u64 + 4 * inputs as u64));
         if crate::memory::available().is_some_and(|free| needed > free) {
             anyhow::bail!(
-                "{} are needed for these shapes: take fewer --tokens, --outputs or --inputs",
+                "{} are needed for these shapes: use fewer --tokens, --outputs or --inputs",
                 Bytes(needed)
             );
         }
         // Small positive codes and scales: any bytes that decode to numbers will do.
-        let file = vec![0x11u8; outputs * (inputs / block.0) * block.1];
+        let row_bytes = encoding.row_bytes(inputs).unwrap_or(0); // whole blocks, as checked above
+        let file = vec![0x11u8; outputs * row_bytes];
         let n = (BYTES / bytes + 1).min(64) as usize;
         let pack = |_| Matrix::pack(&compute, encoding, outputs, inputs, &file);
         let matrices = (0..n).map(pack).collect::<Result<Vec<_>, _>>()?;

@@ -59,7 +59,7 @@ pub struct Args {
     /// Write the requests as a trace
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     trace: Option<PathBuf>,
-    /// Write what the engine heard and decided: a recording for `kvist simulate replay`
+    /// Write the arrivals and decisions of the engine: a recording for `kvist simulate replay`
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     record: Option<PathBuf>,
     /// One JSON document
@@ -319,7 +319,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
     let setting =
         setting.with_context(|| format!("{file} does not say under what it was measured: calibrate"))?;
     let storage = |text: &str| -> anyhow::Result<Storage> {
-        text.parse().map_err(|e| anyhow::anyhow!("{file}: `{text}` is no storage of K and V: {e}"))
+        text.parse().map_err(|e| anyhow::anyhow!("{file}: `{text}` is not a storage of K and V: {e}"))
     };
     let cache = CacheConfig {
         kind: "paged".into(),

@@ -46,7 +46,7 @@ const NAMED: [(&str, Shape); 13] = [
 pub fn parse_lengths(text: &str) -> Result<Vec<u32>, String> {
     let one = |part: &str| match part.trim().parse::<u32>() {
         Ok(n) if n > 0 => Ok(n),
-        _ => Err(format!("`{}` is no number of tokens: write them as 4096,16384", part.trim())),
+        _ => Err(format!("`{}` is not a number of tokens: write them as 4096,16384", part.trim())),
     };
     text.split(',').map(one).collect()
 }

@@ -20,7 +20,7 @@ impl History {
         let n_tokens = self.tokens.len();
         let token = match cut {
             Cut::Token(token) if token > n_tokens => {
-                let message = format!("`{param}` is token {token}; the session has {n_tokens}");
+                let message = format!("`{param}` is token {token}, but the session has {n_tokens} tokens");
                 return Err(SessionError::invalid(param, message).into());
             }
             Cut::Token(token) => token,
@@ -69,18 +69,23 @@ impl History {
     /// message.
     fn begin_of(&self, at: usize, param: &str) -> Result<usize, SessionError> {
         let Some(rendered) = &self.rendered else {
-            return Err(SessionError::invalid(param, "this session has no messages: cut it at a token"));
+            return Err(SessionError::invalid(
+                param,
+                "this session has no messages: give a number of tokens",
+            ));
         };
         let n = rendered.messages.len();
         match rendered.messages.get(at) {
             Some(message) => message.begins.map(|begins| begins.token).ok_or_else(|| {
-                let message =
-                    format!("the model's template does not show where message {at} begins: cut at a token");
+                let message = format!(
+                    "the model's chat template does not show where message {at} begins: give a number of \
+                     tokens"
+                );
                 SessionError::invalid(param, message)
             }),
             None if at == n => Ok(rendered.tail.unwrap_or(self.tokens.len())),
             None => {
-                let message = format!("`{param}` is message {at}; the session has {n}");
+                let message = format!("`{param}` is message {at}, but the session has {n} messages");
                 Err(SessionError::invalid(param, message))
             }
         }

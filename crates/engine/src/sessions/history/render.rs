@@ -93,7 +93,7 @@ impl History {
         let is_complete = self.has_messages() && !self.has_tail() && !self.is_open();
         match answer {
             Some(true) if !self.has_messages() => {
-                let message = "this session is not made of messages: it has no answers of an assistant";
+                let message = "this session is not made of messages, so it has no answers of the assistant";
                 Err(SessionError::invalid("add_generation_prompt", message).into())
             }
             Some(true) => self.with_answer(tokenizer),
