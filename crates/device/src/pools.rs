@@ -103,8 +103,7 @@ pub trait Pools: Send {
     /// them, so it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
 
-    /// The length of a [`HostBlock`] for `cells` cells of a layer group; the module `transfer` describes its bytes. `None` if
-    /// there is no such group, or on overflow.
+    /// The length of a [`HostBlock`] for `cells` cells of a layer group. `None` if there is no such group, or on overflow.
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize>;
 
     /// Starts to copy the stored bytes of `cells` into a block, once the submission `after` has finished. The cells must not

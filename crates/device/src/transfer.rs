@@ -1,29 +1,4 @@
 //! Copies of KV bytes out of pools or into them, a block of cells at a time.
-//!
-//! # The bytes of a block
-//!
-//! A [`HostBlock`] holds some cells of one layer group, without a header. Its layout does not depend on the device, on the
-//! capacity of the pools, or on where the cells are:
-//!
-//! ```text
-//! block    for every layer of the group that owns K and V, in order of layers: K, then V
-//! K, V     [cells, n_kv_heads, row]; no V for a layer whose values are a prefix of its keys
-//! row      Storage::row_bytes(k_dim or v_dim) bytes: the stored codes, then the stored scales
-//! ```
-//!
-//! Numbers are little-endian. A row of `d` elements is
-//!
-//! | storage | codes | scales |
-//! |---|---|---|
-//! | f32, f16, bf16 | `d` elements | none |
-//! | q8 | a byte per element: value + 128 | an f16 scale per group |
-//! | q4 | per group a byte per two elements: element `j` in the low half of byte `j`, `j + half` in the high half, `half` the group's length / 2, rounded up | per group an f16 scale, then an f16 minimum |
-//! | t4 | the outliers as in q8; then the others as in a single group of q4, with the number of a level | an f16 scale of the outliers, if there are any; an f16 scale of the others |
-//!
-//! A last byte that has one element has zeros in its high half. Elements are in the order of channels; with outliers in
-//! the [`ChannelOrder`](crate::ChannelOrder) of the pools. Rows of a rotated storage are the rotated ones. Nothing is decoded
-//! or rounded, so a block that is exported and imported is the same bit for bit, in any pools of the same layout, storages
-//! and channel order.
 use crate::error::BackendError;
 use crate::pools::PoolSpec;
 use kvist_cache::{GroupId, Run};
@@ -31,6 +6,31 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A buffer in the host's memory for the bytes of a block. It can be used again for any block of its size.
+///
+/// # Bytes
+///
+/// A block holds some cells of one layer group, without a header. Its layout does not depend on the device, on the capacity
+/// of the pools, or on where the cells are:
+///
+/// ```text
+/// block    for every layer of the group that owns K and V, in order of layers: K, then V
+/// K, V     [cells, n_kv_heads, row]; no V for a layer whose values are a prefix of its keys
+/// row      Storage::row_bytes(k_dim or v_dim) bytes: the stored codes, then the stored scales
+/// ```
+///
+/// Numbers are little-endian. A row of `d` elements is
+///
+/// | storage | codes | scales |
+/// |---|---|---|
+/// | f32, f16, bf16 | `d` elements | none |
+/// | q8 | a byte per element: value + 128 | an f16 scale per group |
+/// | q4 | per group a byte per two elements: element `j` in the low half of byte `j`, `j + half` in the high half, `half` the group's length / 2, rounded up | per group an f16 scale, then an f16 minimum |
+/// | t4 | the outliers as in q8; then the others as in a single group of q4, with the number of a level, from the lowest of 16 | an f16 scale of the outliers, if there are any; an f16 scale of the others |
+///
+/// A last byte that has one element has zeros in its high half. Elements are in the order of channels; with outliers in
+/// the [`ChannelOrder`](crate::ChannelOrder) of the pools. Rows of a rotated storage are the rotated ones. Nothing is decoded
+/// or rounded, so a block that is exported and imported is the same bit for bit, in any pools of the same layout, storages
+/// and channel order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostBlock {
     bytes: Vec<u8>,

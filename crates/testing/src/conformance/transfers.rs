@@ -147,7 +147,7 @@ impl World {
 /// The token of A whose K and V are NaN, in every third case that is long enough. Kernels must not multiply it by a weight of
 /// zero once it is removed.
 fn nan_token(case: &Case, length: u32) -> Option<u32> {
-    (case.length % 3 == 0 && length > 2).then_some(length / 2)
+    (case.length.is_multiple_of(3) && length > 2).then_some(length / 2)
 }
 
 fn block(pools: &dyn Pools, group: GroupId, cells: Run) -> HostBlock {
