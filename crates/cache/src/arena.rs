@@ -119,9 +119,9 @@ impl std::fmt::Display for ArenaRefused {
                     )
                 }
             }
-            ArenaRefused::Empty => f.write_str("a request for nothing: ask for at least one token or block"),
+            ArenaRefused::Empty => f.write_str("the request is empty: ask for at least one token or block"),
             ArenaRefused::TooLong { seq, tokens } => {
-                write!(f, "sequence {seq} would hold {tokens} tokens; at most {} are counted", u32::MAX)
+                write!(f, "sequence {seq} would hold {tokens} tokens; at most {} are allowed", u32::MAX)
             }
         }
     }

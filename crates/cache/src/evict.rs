@@ -181,28 +181,28 @@ impl std::fmt::Display for PolicyError {
         };
         match self {
             PolicyError::UnknownPolicy { name, serving } => {
-                write!(f, "there is no eviction policy `{name}`: take one of ")?;
+                write!(f, "there is no eviction policy `{name}`: use one of ")?;
                 list(f, *serving)
             }
             PolicyError::SimulatorOnly { name } => {
                 write!(
                     f,
-                    "eviction policy `{name}` needs to know the future; outside the simulator take one of "
+                    "eviction policy `{name}` needs to know future requests; outside the simulator use one of "
                 )?;
                 list(f, true)
             }
             PolicyError::UnknownParameter { parameter } => {
                 let known = Parameter::ALL.iter().map(|p| p.name).collect::<Vec<_>>().join(", ");
-                write!(f, "no eviction policy has a parameter `{parameter}`: there is {known}")
+                write!(f, "no eviction policy has a parameter `{parameter}`; the parameters are {known}")
             }
             PolicyError::NotItsParameter { policy, parameter } => {
                 write!(f, "eviction policy `{policy}` has no parameter `{parameter}`")?;
                 let readers = POLICIES.iter().filter(|e| e.parameters.iter().any(|p| p.name == *parameter));
                 let readers = readers.map(|entry| entry.name).collect::<Vec<_>>().join(" and ");
-                write!(f, ": leave it out, or take {readers}")
+                write!(f, ": omit it, or use {readers}")
             }
             PolicyError::BadValue { parameter, value, expected } => {
-                write!(f, "`{value}` is no value of parameter `{parameter}`: expected {expected}")
+                write!(f, "`{value}` is not a value of parameter `{parameter}`: expected {expected}")
             }
         }
     }

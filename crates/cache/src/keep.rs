@@ -133,7 +133,7 @@ impl Removal {
         if expected != self.next_position {
             return Err(Refused::NotAtEnd { seq, expected, got: self.next_position });
         }
-        let no_removal = "this kind of cache removes nothing from the middle: take cells";
+        let no_removal = "this kind of cache cannot remove tokens from the middle: use cells";
         let mut sequences = cache.sequences().ok_or(Refused::NotHere(no_removal))?;
         self.ranges.iter().try_for_each(|range| sequences.seq_rm(seq, range.start, range.end))
     }

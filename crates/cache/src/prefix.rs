@@ -125,7 +125,8 @@ impl std::fmt::Display for PagedError {
             PagedError::Policy(why) => why.fmt(f),
             PagedError::Vocabulary { block_tokens, tokens_per_id } => write!(
                 f,
-                "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens do not fit into each other: take a block size that divides {tokens_per_id} or is a multiple of it"
+                "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens are not multiples of each other: \
+                 use a block size that divides {tokens_per_id} or is a multiple of it"
             ),
         }
     }

@@ -73,17 +73,17 @@ impl std::fmt::Display for NotBlocks {
             NotBlocks::NotFilled => f.write_str("the plan has no block tables: call `with_tables` first"),
             NotBlocks::BlockSize { cache, asked } => write!(
                 f,
-                "the cache has blocks of {cache} tokens, and blocks of {asked} were asked for: take a divisor of {cache}"
+                "the cache has blocks of {cache} tokens, but blocks of {asked} were requested: use a divisor of {cache}"
             ),
             NotBlocks::Unaligned { seq, index, cell } => write!(
                 f,
-                "token {index} of sequence {seq} lies in cell {cell}, at another offset of its block: take a paged cache"
+                "token {index} of sequence {seq} lies in cell {cell}, at another offset of its block: use a paged cache"
             ),
             NotBlocks::Scattered { seq, index } => {
-                write!(f, "the block with token {index} of sequence {seq} is scattered: take a paged cache")
+                write!(f, "the block with token {index} of sequence {seq} is scattered: use a paged cache")
             }
             NotBlocks::Removed { seq, index } => {
-                write!(f, "token {index} of sequence {seq} was removed, and a block table cannot say so")
+                write!(f, "token {index} of sequence {seq} was removed, which a block table cannot express")
             }
         }
     }

@@ -73,7 +73,7 @@ impl Loading {
 }
 
 const OTHER_CACHE: &str = "a transfer of another cache";
-const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: take paged";
+const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: use paged";
 
 fn blocks_of(groups: &mut [Box<dyn Kind>], group: usize) -> Option<&mut dyn BlockKind> {
     groups.get_mut(group)?.blocks_mut()

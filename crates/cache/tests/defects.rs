@@ -389,7 +389,7 @@ fn kinds_and_allocators_are_built_by_name() {
         assert_eq!(build(name, &group).expect("it is listed").capacity_cells(), 64, "{name}");
     }
     let error = build("cell", &group).err().expect("no such kind").to_string();
-    assert_eq!(error, "there is no kind of cache `cell`: take one of contiguous, ring, cells, tree, paged");
+    assert_eq!(error, "there is no kind of cache `cell`: use one of contiguous, ring, cells, tree, paged");
     let error = build("ring", &group).err().expect("it has no window").to_string();
     assert!(error.contains("sliding window"), "{error}");
     for (name, _) in kvist_cache::arena::ALLOCATORS {
@@ -397,7 +397,7 @@ fn kinds_and_allocators_are_built_by_name() {
         assert_eq!((allocator.name(), allocator.n_blocks()), (*name, 40));
     }
     let error = kvist_cache::arena::build("best_fit", 40).err().expect("no such allocator").to_string();
-    assert_eq!(error, "there is no allocator `best_fit`: take one of first_fit, buddy");
+    assert_eq!(error, "there is no allocator `best_fit`: use one of first_fit, buddy");
 }
 
 /// No test covered keeping the beginning of one sequence of a paged cache.

@@ -95,7 +95,7 @@ fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
     };
     let filter = match std::env::var("KVIST_LOG") {
         Ok(text) if !text.is_empty() => EnvFilter::try_new(&text).map_err(|e| {
-            options::wrong_usage(format!("KVIST_LOG `{text}`: {e}; take a level, or target=level,..."))
+            options::wrong_usage(format!("KVIST_LOG `{text}`: {e}; use a level, or target=level,..."))
         })?,
         _ => EnvFilter::new(default),
     };

@@ -53,7 +53,7 @@ pub struct Size(pub u64);
 impl FromStr for Size {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let refuse = || format!("`{text}` is no size: write it as 512MiB, 8G or 100GB");
+        let refuse = || format!("`{text}` is not a size: write it as 512MiB, 8G or 100GB");
         let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
         let (number, unit) = text.split_at(digits);
         let number: f64 = number.parse().map_err(|_| refuse())?;
@@ -86,7 +86,7 @@ impl fmt::Display for Size {
 /// `32768`, `32k`, `1m`: tokens, in units of 1024.
 pub fn parse_context(text: &str) -> Result<u32, String> {
     let refuse =
-        || format!("`{text}` is no number of tokens: write it as 32768 or 32k, at most {}", u32::MAX);
+        || format!("`{text}` is not a number of tokens: write it as 32768 or 32k, at most {}", u32::MAX);
     let lower = text.to_ascii_lowercase();
     let (digits, unit) = match (lower.strip_suffix('k'), lower.strip_suffix('m')) {
         (Some(digits), _) => (digits, 1 << 10),
@@ -98,7 +98,7 @@ pub fn parse_context(text: &str) -> Result<u32, String> {
     }
     let tokens: u32 = digits.parse().map_err(|_| refuse())?;
     match tokens.checked_mul(unit) {
-        Some(0) => Err(format!("`{text}` tokens hold nothing: take 1 or more")),
+        Some(0) => Err(format!("`{text}` tokens are too few: use 1 or more")),
         tokens => tokens.ok_or_else(refuse),
     }
 }
@@ -208,11 +208,12 @@ const MAX_THREADS: usize = 1024;
 fn parse_threads(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(threads) if (1..=MAX_THREADS).contains(&threads) => Ok(threads),
-        Ok(0) => Err("nothing computes without a thread: take 1 or more".into()),
+        Ok(0) => Err("at least one thread is needed: use 1 or more".into()),
         Ok(_) => Err(format!(
-            "more than {MAX_THREADS} threads only wait for each other, and the system may refuse them: take one per core"
+            "more than {MAX_THREADS} threads would only wait for each other, and the system may refuse them: use \
+             one per core"
         )),
-        Err(_) => Err(format!("`{text}` is no number of threads: take 1 to {MAX_THREADS}")),
+        Err(_) => Err(format!("`{text}` is not a number of threads: use 1 to {MAX_THREADS}")),
     }
 }
 
@@ -247,7 +248,7 @@ impl ComputeArgs {
 /// Parses a stop string, which must not be empty.
 pub fn parse_stop(text: &str) -> Result<String, String> {
     if text.is_empty() {
-        Err("an empty text is everywhere: name one to end at".into())
+        Err("an empty stop string matches everywhere: give at least one character".into())
     } else {
         Ok(text.into())
     }
@@ -313,17 +314,15 @@ impl CacheArgs {
             if storage.rotate && !storage.dtype.is_quantised() {
                 tracing::warn!(
                     target: "kvist::cli",
-                    "--kv {storage}: a rotation spreads outliers before values are quantised; {} is not, and only \
-                     becomes slower",
+                    "--kv {storage}: a rotation spreads outliers before values are quantised; {} is not quantised, \
+                     and would only be slower",
                     storage.dtype.name()
                 );
             }
         }
         if let Some(v) = self.kv_v.filter(|v| v.outliers) {
             let known = v.for_values();
-            return Err(wrong_usage(format!(
-                "--kv-v {v}: only keys have channels that stand out; take --kv-v {known}"
-            )));
+            return Err(wrong_usage(format!("--kv-v {v}: only K has outlier channels; use --kv-v {known}")));
         }
         let k = self.kv.unwrap_or(Storage::F16);
         Ok(CacheConfig {
@@ -374,7 +373,7 @@ pub fn utf8(bytes: Vec<u8>, name: &str) -> anyhow::Result<String> {
 /// `1,2,3`
 pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
     let parse = |part: &str| {
-        part.trim().parse().map_err(|_| format!("`{}` is no token id: write them as 1,2,3", part.trim()))
+        part.trim().parse().map_err(|_| format!("`{}` is not a token id: write them as 1,2,3", part.trim()))
     };
     text.split(',').map(parse).collect()
 }

@@ -177,10 +177,10 @@ fn a_chat_without_room_says_what_makes_some() {
     let too_long =
         ["the conversation with this turn has ", "the cache holds 32", "start again with --context "];
     says(&["--context", "32", "-n", "4"], &long, 1, &too_long);
-    let full = ["is full (16 of 16 tokens)", "/undo takes back", "/fork", "--context 128"];
+    let full = ["is full (16 of 16 tokens)", "/undo removes", "/fork", "--context 128"];
     says(&["--context", "16", "-n", "100"], "Ownership is\n", 0, &full);
     let beside = "/fork a\nOwnership is\n/switch main\nthe vector and the borrow checker and the trait and the struct and \
                   the enum and the function and the module and the crate and the type and the value of the vector\n";
-    let other = ["the cache holds 48 tokens, of which ", "are in use", "/drop gives one up (a)"];
+    let other = ["the cache holds 48 tokens, of which ", "are in use", "/drop deletes one (a)"];
     says(&["--context", "48", "-n", "36"], beside, 1, &other);
 }

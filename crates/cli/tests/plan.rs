@@ -114,7 +114,7 @@ fn people_see_a_table_and_lines_to_paste() {
     assert!(!text.contains("ring"), "this model has no window: {text}");
     // A server may not fit although a session does.
     let (text, _) = succeed(&["plan", "--memory", "100MB", "--context", "1k"]);
-    assert!(text.contains("serve it         not in this memory"), "{text}");
+    assert!(text.contains("serve it         does not fit"), "{text}");
     // A chosen kind or dtype is planned without a recommendation.
     for chosen in [["--kv", "q8"], ["--kv-v", "q8"], ["--kind", "cells"]] {
         let one = plan("1GB", &chosen);
@@ -219,13 +219,17 @@ fn bad_input_is_told_by_the_name_of_its_flag() {
     let alone = alone.display().to_string();
     for (args, status, words) in [
         (&["--memory", "lots"][..], 2, &["--memory", "`lots` is no size"][..]),
-        (&["--memory", "1GB", "--context", "32q"], 2, &["--context", "`32q` is no number of tokens", "32k"]),
+        (
+            &["--memory", "1GB", "--context", "32q"],
+            2,
+            &["--context", "`32q` is not a number of tokens", "32k"],
+        ),
         (&["--memory", "1GB", "--context", "0k"], 2, &["--context", "`0k`"]),
         (&["--measure"], 2, &["--memory"]),
         (&["--memory", "1GB", "--text", "a"], 2, &["--measure"]),
         (&["--memory", "1GB", "--measure", "--kv", "q8"], 2, &["--measure", "--kv"]),
         (&["--memory", "1GB", "--measure", "0"], 2, &["--measure", "`0`"]),
-        (&["--memory", "1GB", "--measure", "./a.gguf"], 2, &["--measure", "`./a.gguf` is no number"]),
+        (&["--memory", "1GB", "--measure", "./a.gguf"], 2, &["--measure", "`./a.gguf` is not a number"]),
         (&["--memory", "1GB", "--measure", "8", "--text", &empty], 2, &["--text", "two tokens"]),
         (&["--memory", "1GB", "--measure", "8", "--text", "/missing"], 1, &["/missing"]),
         (&["--memory", "1GB", "--measure", "8", "--model", &alone], 1, &["--measure", "needs its weights"]),

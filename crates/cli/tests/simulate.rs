@@ -444,33 +444,41 @@ fn a_recording_is_decided_anew() {
     let cut = &recorded[..recorded.len() - 5];
     std::fs::write(&bad, cut).unwrap();
     let (text, said) = succeed(&["simulate", "replay", &bad]);
-    assert!(text.contains("identical") && said.contains("cut off"), "{text}{said}");
+    assert!(text.contains("identical") && said.contains("incomplete"), "{text}{said}");
     let last_event = recorded.rfind("{\"n\":").unwrap();
     let after = recorded[last_event..].find('\n').unwrap();
     std::fs::write(&bad, &recorded[..=last_event + after]).unwrap();
     let (text, _) = succeed(&["simulate", "replay", &bad]);
     assert!(text.contains("identical"), "{text}");
     let middle = recorded.len() / 2;
-    refused(&(recorded[..middle].to_owned() + "\n" + &recorded[middle..]), &[], &["no line of a recording"]);
+    refused(
+        &(recorded[..middle].to_owned() + "\n" + &recorded[middle..]),
+        &[],
+        &["not a line of a recording"],
+    );
 
     let without_last = |text: &str| text[..text.trim_end().rfind('\n').unwrap()].to_owned();
-    refused(&recorded.replacen("\"hit\":0", "\"hit\":16", 1), &[], &["bad.jsonl, line", "decides otherwise"]);
+    refused(
+        &recorded.replacen("\"hit\":0", "\"hit\":16", 1),
+        &[],
+        &["bad.jsonl, line", "decides differently"],
+    );
     refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is due"]);
     refused(&recorded.replacen("\"cache\":", "\"bucket\":", 1), &[], &["does not describe its cache"]);
     refused(
         &recorded.replacen("\"cache\":{\"block_tokens\":16", "\"cache\":{\"block_tokens\":0", 1),
         &[],
-        &["no cache as described"],
+        &["the described cache cannot be made"],
     );
     refused(&decisions, &[], &["--decisions"]);
     refused("{}\n", &[], &["line 1"]);
-    refused("", &[], &["holds no event log"]);
-    refused("prose\n", &[], &["line 1", "no line of a recording"]);
+    refused("", &[], &["contains no event log"]);
+    refused("prose\n", &[], &["line 1", "not a line of a recording"]);
     let fewer = path("fewer.jsonl");
     std::fs::write(&fewer, without_last(&decisions)).unwrap();
-    refused(&recorded, &["--decisions", &fewer], &["fewer.jsonl ends behind line"]);
+    refused(&recorded, &["--decisions", &fewer], &["fewer.jsonl ends after line"]);
     std::fs::write(&fewer, decisions.clone() + "{}\n").unwrap();
-    refused(&recorded, &["--decisions", &fewer], &["recorded and not replayed"]);
+    refused(&recorded, &["--decisions", &fewer], &["recorded but not replayed"]);
 
     succeed(&[&DRAWN[..], &["--schedule", "srpt", "--lengths", "oracle", "--record", &record]].concat());
     let recorded = std::fs::read_to_string(&record).unwrap();

@@ -110,7 +110,7 @@ impl Layout {
             }
             if spec.values == Values::PrefixOfK && spec.v_dim > spec.k_dim {
                 return bad(format!(
-                    "values of {} elements are no prefix of keys of {}",
+                    "values of {} elements cannot be a prefix of keys of {}",
                     spec.v_dim, spec.k_dim
                 ));
             }

@@ -49,7 +49,7 @@ impl Recent {
             0 => Ok(()),
             n if n.is_power_of_two() && n <= Self::MOST_TOKENS => Ok(()),
             n => Err(BackendError::Unsupported(format!(
-                "{n} recent tokens in f16: take a power of two up to {}, or 0",
+                "{n} recent tokens in f16: use a power of two up to {}, or 0",
                 Self::MOST_TOKENS
             ))),
         }

@@ -120,7 +120,9 @@ impl FromStr for Storage {
     fn from_str(text: &str) -> Result<Self, String> {
         let refuse = || {
             format!(
-                "`{text}` is no KV dtype: take f32, f16, bf16, q8, q4 or t4; q8 and q4 with groups of 64 are q8-64 and q4-64; -rot at the end adds the rotation, which t4 has already; t4-o keeps the strongest channels of K in 8 bits"
+                "`{text}` is not a KV dtype: use f32, f16, bf16, q8, q4 or t4; q8 and q4 with groups of 64 are \
+                 q8-64 and q4-64; -rot at the end adds a rotation, which t4 always has; t4-o keeps the \
+                 strongest channels of K in 8 bits"
             )
         };
         let mut parts = text.split('-');

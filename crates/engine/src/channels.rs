@@ -31,7 +31,7 @@ pub(crate) fn channel_order(
     }
     let begun = std::time::Instant::now();
     let found = Arc::new(look(model, registry, config)?);
-    tracing::info!(target: "kvist::engine", "looked at {TOKENS} keys for the strongest channels in {:.1?}", begun.elapsed());
+    tracing::info!(target: "kvist::engine", "measured the strongest channels of {TOKENS} keys in {:.1?}", begun.elapsed());
     Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
@@ -49,7 +49,8 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
     let backend = KeyEnergies { inner, sums: Arc::default() };
     let mut session = ModelSession::over(model, registry, &backend, cache, &config).map_err(|error| match error {
         Error::CacheTooLarge { asked, free, .. } => Error::Usage(format!(
-            "{}: a look at some of the model's keys comes first, and takes {}; {} are free. Take another dtype, or more memory",
+            "{}: this dtype must first sample some of the model's keys, which takes {}; {} are free. Use another \
+             dtype, or more memory",
             wanted.k,
             Bytes(asked),
             Bytes(free)
@@ -64,7 +65,7 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
     }
     drop(session);
     let sums = std::mem::take(&mut *backend.sums.lock().unwrap_or_else(PoisonError::into_inner));
-    let unfit = || Error::Usage("the keys of this model have no order of channels".into());
+    let unfit = || Error::Usage("the channels of this model's keys cannot be ranked".into());
     ChannelOrder::of_energies(model.layout(), &sums).ok_or_else(unfit)
 }
 

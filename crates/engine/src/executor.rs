@@ -176,7 +176,7 @@ impl ModelExecutor {
         self.rows.clear();
         self.scored.clear();
         for (i, work) in batch.work.iter().enumerate() {
-            let unknown = || Error::Usage(format!("request {} has no tokens to feed", work.request));
+            let unknown = || Error::Usage(format!("request {} has no tokens to compute", work.request));
             let tokens = batch.tokens(i).ok_or_else(unknown)?;
             self.runner.check_tokens(tokens)?;
             if let Some(request) = self.requests.get(&work.request) {

@@ -177,7 +177,7 @@ impl ModelSession {
         for feed in feeds {
             self.runner.check_tokens(feed.tokens)?;
             if feed.parents.is_some_and(|parents| parents.len() != feed.tokens.len()) {
-                return Err(Error::Usage("a frontier needs one parent for each of its tokens".into()));
+                return Err(Error::Usage("a draft tree needs one parent for each of its tokens".into()));
             }
             let first = self.tokens.len() as u32;
             self.tokens.extend_from_slice(feed.tokens);

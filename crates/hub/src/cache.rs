@@ -143,7 +143,7 @@ pub(crate) fn shards(index: &Path) -> Result<Vec<String>, Error> {
     let odd = |what: &str| Error::Answer { what: format!("{}: {what}", index.display()) };
     let text = std::fs::read_to_string(index).map_err(Error::file("read", index))?;
     let parsed: Index =
-        serde_json::from_str(&text).map_err(|error| odd(&format!("is no index of safetensors: {error}")))?;
+        serde_json::from_str(&text).map_err(|error| odd(&format!("is not a safetensors index: {error}")))?;
     let shards: BTreeSet<String> = parsed.weight_map.into_values().collect();
     match shards.iter().find(|shard| !is_safe_path(shard)) {
         Some(shard) => Err(odd(&format!("names {shard}, which leaves its folder"))),

@@ -26,8 +26,8 @@ pub enum Error {
     #[error("{repo} has {what}")]
     NoModel { repo: String, what: String },
     #[error(
-        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline takes what is in the \
-         cache, and `kvist models` lists it"
+        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline uses only what \
+         is in the cache, which `kvist models` lists"
     )]
     Unreachable { endpoint: String, cause: String },
     #[error("{url} answered {status}{answer}")]
@@ -38,27 +38,29 @@ pub enum Error {
     #[error("{name} is not in the cache, and --offline or HF_HUB_OFFLINE downloads nothing ({cache}: {there})", cache = cache.display())]
     NotInCache { name: String, cache: PathBuf, there: String },
     #[error(
-        "{name} is not here, and its sizes are inside its {size}: download it by running it, or plan with the repository \
-         that it was made from, whose config.json is enough"
+        "{name} is not downloaded, and its sizes are inside a file of {size}: run it to download it, or plan with \
+         the repository that it was made from, whose config.json is enough"
     )]
     TooMuchForASize { name: String, size: String },
     /// [`Progress::accept`](crate::Progress::accept) rejected the model.
     #[error("{name}: {why}. Its weights were not downloaded")]
     NotAccepted { name: String, why: String },
-    #[error("{path} has room for {free}; {needed} more are needed: free some, or set HF_HUB_CACHE to a folder elsewhere", path = path.display())]
+    #[error("{path} has {free} free; {needed} more are needed: free some space, or set HF_HUB_CACHE to another \
+             folder", path = path.display())]
     DiskFull { path: PathBuf, needed: String, free: String },
-    #[error("{path}: no space is left on the device; what has come is kept, and the same command goes on there", path = path.display())]
+    #[error("{path}: no space is left on the device. The partial download is kept; the same command resumes it", path = path.display())]
     NoSpaceLeft { path: PathBuf },
     #[error(
-        "{file} broke off after {have} of {size} bytes: {cause}. What has come is kept, and the same command goes on there"
+        "the download of {file} stopped after {have} of {size} bytes: {cause}. The partial download is kept; the \
+         same command resumes it"
     )]
     BrokeOff { file: String, have: u64, size: u64, cause: String },
     /// The downloaded bytes do not match the Hub's hash; none of them were kept.
     #[error(
-        "{file} is damaged: {what}. Nothing of it was kept; try again, and if it stays so, the Hub or a proxy is at fault"
+        "{file} is damaged: {what}. It was deleted. Try again; if the error persists, the Hub or a proxy is at fault"
     )]
     Damaged { file: String, what: String },
-    #[error("{name} is not there; {there}")]
+    #[error("{name} does not exist; {there}")]
     NotInStore { name: String, there: String },
     #[error("cannot {verb} {path}: {source}", path = path.display())]
     File { verb: &'static str, path: PathBuf, source: std::io::Error },

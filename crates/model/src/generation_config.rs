@@ -80,7 +80,7 @@ impl Shipped {
 }
 
 fn bad(file: &str, field: &str, found: &str) -> Error {
-    let problem = format!("is {found}, with which nothing can be sampled: correct it, or take the field out");
+    let problem = format!("is {found}, which is invalid for sampling: correct it, or remove the field");
     Error::Config { file: file.into(), field: field.into(), problem }
 }
 

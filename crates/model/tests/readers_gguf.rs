@@ -205,7 +205,7 @@ type Row = (&'static str, fn(&mut File), &'static [&'static str]);
 
 /// The defect, how to create it, words of the error.
 const HEADERS: &[Row] = &[
-    ("no GGUF", |f| f.magic = *b"GGML", &["no GGUF file"]),
+    ("no GGUF", |f| f.magic = *b"GGML", &["not a GGUF file"]),
     ("version 0", |f| f.version = 0, &["version 0;"]),
     ("version 1", |f| f.version = 1, &["version 1", "2 and 3"]),
     ("version 4", |f| f.version = 4, &["version 4", "2 and 3"]),
@@ -317,7 +317,7 @@ const MODELS: &[Row] = &[
         &["token_embd.weight", "whole numbers", "q8_0"],
     ),
     ("no architecture", |f| f.drop_key("general.architecture"), &["general.architecture", "missing"]),
-    ("architecture 7", |f| f.set("general.architecture", uint(7)), &["general.architecture", "a text"]),
+    ("architecture 7", |f| f.set("general.architecture", uint(7)), &["general.architecture", "a string"]),
     (
         "an unknown architecture",
         |f| f.set("general.architecture", words("mamba")),
@@ -429,7 +429,7 @@ const MODELS: &[Row] = &[
         },
         &["rope_freqs", "7 factors"],
     ),
-    ("tokens of numbers", |f| vocabulary(f, "gpt2", uints(&[1])), &["tokenizer.ggml.tokens", "texts"]),
+    ("tokens of numbers", |f| vocabulary(f, "gpt2", uints(&[1])), &["tokenizer.ggml.tokens", "strings"]),
     ("a tokenizer of a kind", |f| vocabulary(f, "wpm", texts(&["a"])), &["wpm", "gpt2 and llama"]),
     ("no merges", |f| vocabulary(f, "gpt2", texts(&["a", "b"])), &["merges"]),
     ("no scores", |f| vocabulary(f, "llama", texts(&["a", "b"])), &["scores"]),
@@ -638,6 +638,6 @@ fn parts_that_do_not_belong_together_are_refused() {
         std::fs::copy(&paths[0], &path).unwrap();
         // The error advises the name that it already has.
         let error = load(ModelFile::Path(path)).unwrap_err().to_string();
-        assert!(error.contains("no UTF-8") && !error.contains("old name"), "{error}");
+        assert!(error.contains("not UTF-8") && !error.contains("old name"), "{error}");
     }
 }

@@ -295,14 +295,18 @@ const CONFIGS: &[Row] = &[
     (
         "a rope for every type of layer",
         |f| f.set("rope_parameters", json!({"full_attention": {"rope_type": "default", "rope_theta": 1e6}})),
-        &["rope_parameters", "full_attention", "one rope for all layers"],
+        &["rope_parameters", "full_attention", "one RoPE for all layers"],
     ),
     ("no KV heads", |f| f.set("num_key_value_heads", json!(0)), &["num_key_value_heads", "is 0"]),
     ("an odd head", |f| f.set("head_dim", json!(5)), &["head_dim", "is 5", "even"]),
     ("a head of nothing", |f| f.set("head_dim", json!(0)), &["head_dim", "is 0"]),
-    ("a head of u64", |f| f.set("head_dim", json!(u64::MAX - 1)), &["head_dim", "which no model has"]),
-    ("a wide model", |f| f.set("hidden_size", json!(1u64 << 62)), &["hidden_size", "which no model has"]),
-    ("every word there is", |f| f.set("vocab_size", json!(u64::MAX)), &["vocab_size", "which no model has"]),
+    ("a head of u64", |f| f.set("head_dim", json!(u64::MAX - 1)), &["head_dim", "which is out of range"]),
+    ("a wide model", |f| f.set("hidden_size", json!(1u64 << 62)), &["hidden_size", "which is out of range"]),
+    (
+        "every word there is",
+        |f| f.set("vocab_size", json!(u64::MAX)),
+        &["vocab_size", "which is out of range"],
+    ),
     ("a larger vocabulary", |f| f.set("vocab_size", json!(6)), &["embed_tokens", "[5, 8]", "[6, 8]"]),
     ("no context", |f| f.set("max_position_embeddings", json!(0)), &["max_position_embeddings", "is 0"]),
     ("an epsilon of text", |f| f.set("rms_norm_eps", json!("small")), &["rms_norm_eps", "a number"]),
@@ -359,7 +363,7 @@ const CONFIGS: &[Row] = &[
     ),
     ("rope base 0", |f| f.set("rope_theta", json!(0)), &["rope_theta", "is 0"]),
     ("rope base below 0", |f| f.set("rope_theta", json!(-1e4)), &["rope_theta", "-10000"]),
-    ("rope of text", |f| f.set("rope_scaling", json!("linear")), &["rope_scaling", "no JSON object"]),
+    ("rope of text", |f| f.set("rope_scaling", json!("linear")), &["rope_scaling", "not a JSON object"]),
     (
         "unknown rope",
         |f| f.set("rope_scaling", json!({"type": "su"})),
@@ -426,7 +430,7 @@ fn paths_that_are_no_model_are_refused() {
     std::fs::create_dir(path("empty")).unwrap();
     for (name, words) in [
         ("absent", "not there"),
-        ("weights.safetensors", "the folder that holds it"),
+        ("weights.safetensors", "the folder that contains it"),
         ("empty.gguf", "is empty"),
         ("empty", "config.json"),
     ] {

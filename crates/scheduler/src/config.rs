@@ -135,7 +135,7 @@ impl Default for TokenWork {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadConfig {
     /// There is no policy of this name.
-    #[error("there is no scheduling policy {0:?}: take one of {1}")]
+    #[error("there is no scheduling policy {0:?}: use one of {1}")]
     UnknownPolicy(String, String),
     /// A number is out of range.
     #[error("{field} is {got}: {expected}")]
@@ -151,10 +151,10 @@ pub enum BadConfig {
     #[error("lengths is {0:?}, but {1}")]
     Truth(LengthSource, &'static str),
     /// This kind of cache supports only one sequence.
-    #[error("this kind of cache holds one sequence: take paged, cells or tree")]
+    #[error("this kind of cache holds only one sequence: use paged, cells or tree")]
     OneSequence,
     /// The cache already contains sequences, which the scheduler did not create.
-    #[error("the cache holds {n_sequences} sequences already: give the scheduler a cache that holds none")]
+    #[error("the cache holds {n_sequences} sequences already: give the scheduler an empty cache")]
     NotEmpty {
         /// How many sequences.
         n_sequences: usize,
@@ -170,14 +170,18 @@ impl Config {
             return Err(out("max_batch", 0, "a batch holds at least 1 sequence"));
         }
         if self.max_batch_tokens < self.max_batch {
-            let expected = "it must be at least max_batch, so that every decode finds a place";
+            let expected = "it must be at least max_batch, so that every decoding sequence fits into a step";
             return Err(out("max_batch_tokens", self.max_batch_tokens, expected));
         }
         if self.max_failures == 0 {
             return Err(out("max_failures", 0, "allow at least 1 failure before requests are refused"));
         }
         if self.prefix_order == PrefixOrder::Window(0) {
-            return Err(out("prefix_order window", 0, "a window holds at least 1 request, or take off"));
+            return Err(out(
+                "prefix_order window",
+                0,
+                "a window holds at least 1 request; use off to disable it",
+            ));
         }
         build_policy(self).map(|_| ())
     }

@@ -67,11 +67,14 @@ impl Order {
             (LengthSource::Oracle, None) => {
                 return Err(BadConfig::Truth(
                     config.lengths,
-                    "only a simulator knows the truth: take max_new or running_mean",
+                    "only a simulator knows the true lengths: use max_new or running_mean",
                 ));
             }
             (_, Some(_)) => {
-                return Err(BadConfig::Truth(config.lengths, "a truth was given: take oracle, or give none"));
+                return Err(BadConfig::Truth(
+                    config.lengths,
+                    "true lengths were given: use oracle, or do not give them",
+                ));
             }
             (LengthSource::MaxNew, None) => Box::new(MaxNew),
             (LengthSource::RunningMean, None) => Box::new(RunningMean::default()),

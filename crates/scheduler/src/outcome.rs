@@ -172,7 +172,7 @@ impl Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadOutcome {
     /// The number of advances is not the number of requests.
-    #[error("the batch has {requests} requests, and the outcome says what became of {got}")]
+    #[error("the batch has {requests} requests, but the outcome covers {got}")]
     Count {
         /// Requests of the batch.
         requests: usize,
@@ -193,7 +193,9 @@ pub enum BadOutcome {
         max_new: u32,
     },
     /// A request goes on, but the next token to compute for it is not known.
-    #[error("request {0} goes on, but all its known tokens are computed: it must emit a token or keep fewer")]
+    #[error(
+        "request {0} continues, but all its known tokens are computed: it must emit a token or keep fewer"
+    )]
     NothingToCompute(RequestId),
     /// The cache cannot keep these tokens.
     #[error("the cache cannot keep the tokens of this outcome: {0}")]

@@ -288,7 +288,7 @@ fn bad_configurations_say_what_to_try() {
     let rows = [
         (
             bad(Config { policy: "lifo".into(), ..base() }),
-            "no scheduling policy \"lifo\": take one of fcfs, sjf",
+            "no scheduling policy \"lifo\": use one of fcfs, sjf",
         ),
         (bad(Config { max_batch: 0, ..base() }), "max_batch is 0"),
         (
@@ -296,7 +296,7 @@ fn bad_configurations_say_what_to_try() {
             "max_batch_tokens is 5: it must be at least max_batch",
         ),
         (bad(Config { max_failures: 0, ..base() }), "max_failures is 0"),
-        (bad(Config { lengths: LengthSource::Oracle, ..base() }), "only a simulator knows the truth"),
+        (bad(Config { lengths: LengthSource::Oracle, ..base() }), "only a simulator knows the true lengths"),
         (bad(Config { prefix_order: PrefixOrder::Window(0), ..base() }), "prefix_order window is 0"),
     ];
     for (found, expected) in rows {
@@ -304,7 +304,7 @@ fn bad_configurations_say_what_to_try() {
     }
     let one = Cache::new(vec![Box::new(kvist_cache::kinds::Contiguous::new(&group(10)))]);
     let error = Scheduler::new(Config::default(), one, None).err().map(|e| e.to_string());
-    assert!(error.is_some_and(|e| e.contains("holds one sequence")));
+    assert!(error.is_some_and(|e| e.contains("holds only one sequence")));
     let mut used = cells(10);
     used.sequences().unwrap().seq_new(kvist_cache::SeqId(7)).unwrap();
     let error = Scheduler::new(Config::default(), used, None).err().map(|e| e.to_string());
@@ -334,7 +334,7 @@ fn bad_event_logs_name_the_line() {
         (good.replace("\"arrive\"", "\"arrives\""), "line 2 of the event log: not an event"),
         (
             good.replace("\"finished\":[]", "\"finished\":[0,1]"),
-            "line 5 of the event log: idle is false there, true here",
+            "line 5 of the event log: idle is false in the log, true in the replay",
         ),
         (good.replace("\"steps\":1", "\"steps\":2"), "it ran 2 steps, here 1"),
         (

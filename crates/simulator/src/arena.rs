@@ -53,7 +53,7 @@ pub struct Setting {
 /// Why a replay was refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReplayRefused {
-    #[error("there is no layout `{name}`: take one of {}", layouts().collect::<Vec<_>>().join(", "))]
+    #[error("there is no layout `{name}`: use one of {}", layouts().collect::<Vec<_>>().join(", "))]
     UnknownLayout { name: String },
     #[error(
         "{capacity_blocks} blocks of {block_tokens} tokens: give 1 to {MAX_BLOCKS} blocks of at least one token, fewer than 2^32 tokens in all"

@@ -44,11 +44,13 @@ struct RequestBlocks {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoBlocks {
     #[error(
-        "request {request} has no content, so nothing can hit: replay a trace with hash ids or tokens (Mooncake, Bailian, our own)"
+        "request {request} has no content, so nothing can hit: replay a trace with hash ids or tokens (Mooncake, \
+         Bailian, kvist's own)"
     )]
     Unknown { request: u64 },
     #[error(
-        "request {request} has one id per {tokens_per_id} tokens, which do not make blocks of {block_tokens}: take a divisor or a multiple of {tokens_per_id}"
+        "request {request} has one id per {tokens_per_id} tokens, which do not form blocks of {block_tokens}: use a \
+         divisor or a multiple of {tokens_per_id}"
     )]
     BlockSize { request: u64, tokens_per_id: u32, block_tokens: u32 },
     #[error("blocks of 0 tokens: give at least 1")]

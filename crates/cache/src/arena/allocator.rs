@@ -68,7 +68,7 @@ pub struct UnknownAllocator {
 impl std::fmt::Display for UnknownAllocator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let known = ALLOCATORS.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
-        write!(f, "there is no allocator `{}`: take one of {known}", self.name)
+        write!(f, "there is no allocator `{}`: use one of {known}", self.name)
     }
 }
 impl std::error::Error for UnknownAllocator {}

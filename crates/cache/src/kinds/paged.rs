@@ -78,11 +78,11 @@ impl Paged {
         }
         if group.capacity_tokens < block_tokens {
             return Err(Unbuildable(
-                "the capacity of a layer group is less than one block: give it more tokens, or take smaller blocks",
+                "the capacity of a layer group is less than one block: give it more tokens, or use smaller blocks",
             ));
         }
         if group.visibility.window == Some(0) {
-            return Err(Unbuildable("a window of no tokens shows nothing"));
+            return Err(Unbuildable("a window needs at least one token"));
         }
         Ok(Paged {
             visibility: group.visibility,

@@ -52,7 +52,7 @@ fn no_space_says_what_to_try() {
     assert!(exact.ends_with("evict until 64 are free, and try again"), "{exact}");
     let none = of(48, 0).to_string();
     assert!(
-        none.ends_with("32 are free: remove or shorten sequences, or take fewer tokens at once"),
+        none.ends_with("32 are free: remove or shorten sequences, or use fewer tokens per step"),
         "{none}"
     );
     assert_eq!(rig.prefixes().evict_until_free(48, AT), 1);

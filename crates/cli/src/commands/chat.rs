@@ -46,12 +46,12 @@ pub struct Args {
 }
 
 const HELP: &str = "\
-/fork [NAME]            go on in a new branch; nothing is copied
+/fork [NAME]            continue in a new branch; nothing is copied
 /branches               list them
-/switch NAME            go on in another one
-/drop NAME              give one up, and the cells that only it holds
+/switch NAME            continue in another branch
+/drop NAME              delete a branch and free the cells that only it uses
 /cache                  what the cache holds, sequence by sequence
-/undo                   unsay the last question and its answer
+/undo                   remove the last question and its answer
 /system TEXT            system message: the model reads it first
 /save-transcript FILE   write this branch to a file
 /help                   this
@@ -60,9 +60,9 @@ const HELP: &str = "\
 
 /// Additional help where line editing is available.
 const HELP_WITH_LINES: &str = "
-a \\ at a line's end      goes on with the next line
-\\\\ at the end           is a \\, and ends what you say
-arrows, Ctrl-R          find what was typed before";
+a \\ at a line's end      continues on the next line
+\\\\ at the end           is a \\, and ends the message
+arrows, Ctrl-R          find earlier input";
 
 /// `kvist chat --json`, one line per turn
 #[derive(Serialize)]
@@ -240,16 +240,16 @@ fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
         Error::PromptTooLong { tokens, context } => {
             let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
             anyhow::anyhow!(
-                "the conversation with this turn has {tokens} tokens, and the cache holds {context}; the turn is not \
-                 taken: {}",
+                "the conversation with this turn has {tokens} tokens, and the cache holds {context}; the turn is \
+                 not accepted: {}",
                 ways_out(chat, tokens, max_tokens)
             )
         }
         Error::Step(StepError::Refused(Refused::NoSpace { .. })) => {
             let (used, capacity) = in_use(chat);
             anyhow::anyhow!(
-                "the cache holds {capacity} tokens, of which {used} are in use, and this turn needs more than the rest; \
-                 it is not taken: {}",
+                "the cache holds {capacity} tokens, of which {used} are in use, and this turn needs more than the \
+                 rest; it is not accepted: {}",
                 ways_out(chat, capacity, max_tokens)
             )
         }
@@ -261,13 +261,13 @@ fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
 fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
     let mut ways = vec!["say less".to_string()];
     if !chat.current().messages.is_empty() {
-        ways = vec!["/undo takes back the last question and its answer".into()];
+        ways = vec!["/undo removes the last question and its answer".into()];
     }
     let current = &chat.current().name;
     let others: Vec<&str> =
         chat.branches().iter().map(|branch| branch.name.as_str()).filter(|name| name != current).collect();
     if !others.is_empty() {
-        ways.push(format!("/switch goes on in another branch, /drop gives one up ({})", others.join(", ")));
+        ways.push(format!("/switch continues in another branch, /drop deletes one ({})", others.join(", ")));
     } else if chat.session().config().kind_traits().many_sequences {
         ways.push("next time a /fork before a digression lets you come back from it".into());
     }

@@ -174,7 +174,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         (Some(memory), None, _) if bound.total() > memory.0 => {
             anyhow::bail!(
-                "{} are needed, {} are there; try --kv q8, --context or --weights q8_0",
+                "{} are needed, {} are available; try --kv q8, --context or --weights q8_0",
                 Bytes(bound.total()),
                 Bytes(memory.0)
             )

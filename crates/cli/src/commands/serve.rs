@@ -220,7 +220,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             // Truncate only now: a server that does not start leaves an old recording intact. A pipe has no length.
             match file.set_len(0) {
                 Err(error) if file.metadata().map_or(true, |there| there.is_file()) => {
-                    return Err(error).context("--record: what the file holds cannot be removed");
+                    return Err(error).context("--record: the content of the file cannot be removed");
                 }
                 _ => {}
             }
@@ -247,7 +247,7 @@ fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
     let there = file.metadata().with_context(cannot)?;
     if there.is_file() && there.len() > 0 && !overwrite {
         anyhow::bail!(
-            "--record: {} exists and has {}; take another name, move it away, or replace it with --record-overwrite",
+            "--record: {} exists and has {}; use another name, move it away, or replace it with --record-overwrite",
             path.display(),
             Bytes(there.len())
         );
@@ -335,7 +335,7 @@ fn show_plan(
     }
     match available {
         Some(available) if total > available => {
-            anyhow::bail!("{} are needed, {} are there", Bytes(total), Bytes(available))
+            anyhow::bail!("{} are needed, {} are available", Bytes(total), Bytes(available))
         }
         _ => Ok(()),
     }

@@ -286,7 +286,7 @@ fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {
     ] {
         if given.is_some() {
             return Err(wrong_usage(format!(
-                "{flag} does not go with --zero-service, where nothing takes time: take --json, or sweep"
+                "{flag} does not go with --zero-service, where nothing takes time: use --json, or sweep"
             )));
         }
     }

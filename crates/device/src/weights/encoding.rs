@@ -175,7 +175,7 @@ impl FromStr for WeightForm {
     fn from_str(text: &str) -> Result<Self, String> {
         let all = [WeightForm::AsStored, WeightForm::F32, WeightForm::Q8_0];
         let found = all.into_iter().find(|form| form.to_string() == text);
-        found.ok_or_else(|| format!("`{text}` is no form of weights: take as-stored, f32 or q8_0"))
+        found.ok_or_else(|| format!("`{text}` is not a weight format: use as-stored, f32 or q8_0"))
     }
 }
 

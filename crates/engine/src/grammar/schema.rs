@@ -50,7 +50,7 @@ impl Schema {
         }
         let bytes = self.schema.to_string().len();
         if bytes > MAX_SCHEMA_BYTES {
-            return bad(format!("has {bytes} bytes; {MAX_SCHEMA_BYTES} are taken"));
+            return bad(format!("has {bytes} bytes; at most {MAX_SCHEMA_BYTES} are allowed"));
         }
         let max_steps = (bytes * STEPS_PER_BYTE).min(*proof_steps);
         let checker = Checker { root: &self.schema, max_steps, steps: Cell::new(max_steps) };
@@ -105,7 +105,7 @@ impl Checker<'_> {
         let map = match schema {
             Value::Bool(_) => return Ok(()),
             Value::Object(map) => map,
-            _ => return Err(InvalidParameter::new(place, "is neither an object nor true nor false".into())),
+            _ => return Err(InvalidParameter::new(place, "must be an object, true or false".into())),
         };
         for (keyword, value) in map {
             self.keyword(keyword, value, &format!("{place}.{keyword}"))?;
@@ -120,7 +120,10 @@ impl Checker<'_> {
     fn one_of(&self, map: &Map<String, Value>, ways: &[Value], place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: String| Err(InvalidParameter::new(&format!("{place}.oneOf"), problem));
         if ways.len() > MAX_ONE_OF {
-            return bad(format!("has {} alternatives; {MAX_ONE_OF} are taken: say `anyOf`", ways.len()));
+            return bad(format!(
+                "has {} alternatives; at most {MAX_ONE_OF} are allowed: use `anyOf`",
+                ways.len()
+            ));
         }
         let mut rest = map.clone();
         rest.shift_remove("oneOf");
@@ -133,15 +136,15 @@ impl Checker<'_> {
                 if !disjoint(&[&rest, a], &[&rest, b], self.root, &self.steps) {
                     if self.steps.get() == 0 {
                         return bad(format!(
-                            "cannot be enforced: to tell the alternatives of this schema apart takes more than the {} \
-                             steps that it and the request's other schemas leave. Tell them apart by their types or by a property with another `const` in each, the \
-                             first of those that are required, or say `anyOf`",
+                            "cannot be enforced: telling the alternatives of this schema apart takes more than the \
+                             {} steps that the request's schemas share. Give them different types, or a property with a \
+                             different `const` in each that comes first in `required`, or use `anyOf`",
                             self.max_steps
                         ));
                     }
                     return bad(format!(
-                        "cannot be enforced: its alternatives {i} and {j} may both admit the same value. Tell them apart \
-                         by their types or by a required property with another `const` in each, or say `anyOf`"
+                        "cannot be enforced: its alternatives {i} and {j} may both accept the same value. Give them \
+                         different types, or a required property with a different `const` in each, or use `anyOf`"
                     ));
                 }
             }
@@ -153,11 +156,11 @@ impl Checker<'_> {
         let bad = |problem: &str| Err(InvalidParameter::new(place, problem.into()));
         match keyword {
             "properties" | "patternProperties" | "$defs" | "definitions" => {
-                let Some(map) = value.as_object() else { return bad("is no object") };
+                let Some(map) = value.as_object() else { return bad("is not an object") };
                 map.iter().try_for_each(|(name, schema)| self.schema(schema, &format!("{place}.{name}")))
             }
             "allOf" | "anyOf" | "oneOf" | "prefixItems" => {
-                let Some(list) = value.as_array() else { return bad("is no list") };
+                let Some(list) = value.as_array() else { return bad("is not a list") };
                 if list.is_empty() && keyword != "prefixItems" {
                     return bad("is empty");
                 }
@@ -174,26 +177,26 @@ impl Checker<'_> {
                 match value {
                     Value::String(_) if known(value) => Ok(()),
                     Value::Array(list) if !list.is_empty() && list.iter().all(known) => Ok(()),
-                    _ => bad(&format!("is {value}; known are {}", TYPES.join(", "))),
+                    _ => bad(&format!("is {value}; expected {}", TYPES.join(", "))),
                 }
             }
             "enum" => match value.as_array() {
                 Some(list) if !list.is_empty() => Ok(()),
-                _ => bad("is no list with something in it"),
+                _ => bad("is not a list with at least one entry"),
             },
             "required" => match value.as_array() {
                 Some(list) if list.iter().all(Value::is_string) => Ok(()),
-                _ => bad("is no list of names"),
+                _ => bad("is not a list of strings"),
             },
-            "pattern" | "format" if !value.is_string() => bad("is no text"),
+            "pattern" | "format" if !value.is_string() => bad("is not a string"),
             "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties"
                 if value.as_u64().is_none_or(|n| n > u64::from(u32::MAX)) =>
             {
-                bad("is no whole number from 0 to 4294967295")
+                bad("is not an integer from 0 to 4294967295")
             }
-            "minimum" | "maximum" | "multipleOf" if !value.is_number() => bad("is no number"),
+            "minimum" | "maximum" | "multipleOf" if !value.is_number() => bad("is not a number"),
             "exclusiveMinimum" | "exclusiveMaximum" if !value.is_number() && !value.is_boolean() => {
-                bad("is no number")
+                bad("is not a number")
             }
             "not"
             | "if"
@@ -210,9 +213,7 @@ impl Checker<'_> {
             | "unevaluatedItems"
             | "unevaluatedProperties"
             | "$dynamicRef"
-            | "$recursiveRef" => {
-                bad("is a keyword that can not be enforced: leave it out and check the answer yourself")
-            }
+            | "$recursiveRef" => bad("cannot be enforced: omit it and check the answer yourself"),
             _ => Ok(()),
         }
     }
@@ -224,21 +225,23 @@ impl Checker<'_> {
     /// Accepts `#`, or `#/…` to an existing schema.
     fn reference(&self, value: &Value, place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: String| Err(InvalidParameter::new(place, problem));
-        let Some(to) = value.as_str() else { return bad("is no text".into()) };
+        let Some(to) = value.as_str() else { return bad("is not a string".into()) };
         if to == "#" {
             return Ok(());
         }
         let Some(path) = to.strip_prefix("#/") else {
-            return bad(format!("is `{to}`; kvist follows references inside the schema, `#/$defs/…`"));
+            return bad(format!("is `{to}`; kvist follows only references inside the schema, `#/$defs/…`"));
         };
         if path.contains(['~', '%']) {
-            return bad(format!("is `{to}`; names with escapes are not followed: rename the definition"));
+            return bad(format!(
+                "is `{to}`; references with escapes are not supported: rename the definition"
+            ));
         }
         let found = self.root.pointer(&format!("/{path}"));
         match found {
             Some(Value::Object(_) | Value::Bool(_)) => Ok(()),
-            Some(_) => bad(format!("is `{to}`, which is no schema")),
-            None => bad(format!("is `{to}`, which is not there")),
+            Some(_) => bad(format!("is `{to}`, which is not a schema")),
+            None => bad(format!("is `{to}`, which does not exist")),
         }
     }
 }
@@ -268,20 +271,20 @@ mod tests {
                 json!({"properties": {"a": {"type": "array", "items": {"type": 1}}}}),
                 "`s.properties.a.items.type`",
             ),
-            (json!({"properties": []}), "`s.properties` is no object"),
-            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` is a keyword"),
+            (json!({"properties": []}), "`s.properties` is not an object"),
+            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` cannot be enforced"),
             (json!({"anyOf": []}), "`s.anyOf` is empty"),
             (json!({"$defs": {"x": {"uniqueItems": true}}}), "`s.$defs.x.uniqueItems`"),
             (json!({"enum": []}), "`s.enum`"),
             (json!({"required": [1]}), "`s.required`"),
             (
                 json!({"items": {"$ref": "#/$defs/none"}}),
-                "`s.items.$ref` is `#/$defs/none`, which is not there",
+                "`s.items.$ref` is `#/$defs/none`, which does not exist",
             ),
             (json!({"$ref": "https://example.com/s.json"}), "`s.$ref` is `https"),
             (json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}), "`s.$ref`"),
-            (json!({"$ref": "#/enum", "enum": [1]}), "which is no schema"),
-            (json!({"$ref": 1}), "`s.$ref` is no text"),
+            (json!({"$ref": "#/enum", "enum": [1]}), "which is not a schema"),
+            (json!({"$ref": 1}), "`s.$ref` is not a string"),
             (json!({"maxLength": -1}), "`s.maxLength`"),
             (json!({"minItems": 1e30}), "`s.minItems`"),
             (json!({"minimum": "1"}), "`s.minimum`"),

@@ -92,7 +92,7 @@ impl Opened {
                 if path.extension().is_some_and(|e| e == "safetensors") {
                     return Err(Error::NotAModel {
                         path: path.clone(),
-                        what: "a weight file alone; give the folder that holds it and config.json".into(),
+                        what: "only a weight file; give the folder that contains it and config.json".into(),
                     });
                 }
                 Self::gguf(path.display().to_string(), Source::gguf_file(path, mmap)?, texts)

@@ -73,7 +73,7 @@ fn check_depth(value: &Value, place: &str) -> Result<(), Error> {
     match is_deep(value, MAX_REQUEST_DEPTH) {
         true => Err(bad(
             place,
-            &format!("is nested more than {MAX_REQUEST_DEPTH} deep: chat templates get no deeper values"),
+            &format!("is nested more than {MAX_REQUEST_DEPTH} levels deep, the limit for chat templates"),
         )),
         false => Ok(()),
     }
@@ -93,10 +93,10 @@ fn bad(place: &str, what: &str) -> Error {
 }
 
 fn message(message: &Value, place: &str) -> Result<Value, Error> {
-    let mut out = message.as_object().ok_or_else(|| bad(place, "is no object"))?.clone();
+    let mut out = message.as_object().ok_or_else(|| bad(place, "is not an object"))?.clone();
     match out.get("role") {
         Some(Value::String(_)) => {}
-        Some(_) => return Err(bad(&format!("{place}.role"), "is no text")),
+        Some(_) => return Err(bad(&format!("{place}.role"), "is not a string")),
         None => return Err(bad(place, "has no `role`")),
     }
     // Null means "no calls", but templates test whether the key exists.
@@ -105,13 +105,13 @@ fn message(message: &Value, place: &str) -> Result<Value, Error> {
     }
     if let Some(calls) = out.get_mut("tool_calls") {
         let place = format!("{place}.tool_calls");
-        let calls = calls.as_array_mut().ok_or_else(|| bad(&place, "is no list"))?;
+        let calls = calls.as_array_mut().ok_or_else(|| bad(&place, "is not a list"))?;
         for (at, call) in calls.iter_mut().enumerate() {
             let place = format!("{place}[{at}].function");
             let function = call.get_mut("function").and_then(Value::as_object_mut);
-            let function = function.ok_or_else(|| bad(&place, "is no object"))?;
+            let function = function.ok_or_else(|| bad(&place, "is not an object"))?;
             if !function.get("name").is_some_and(Value::is_string) {
-                return Err(bad(&format!("{place}.name"), "is no text"));
+                return Err(bad(&format!("{place}.name"), "is not a string"));
             }
             let arguments = arguments(function.get("arguments"), &format!("{place}.arguments"))?;
             function.insert("arguments".into(), arguments);
@@ -136,10 +136,10 @@ fn content(content: Option<&Value>, has_calls: bool, place: &str) -> Result<Valu
                 match part.get("type").and_then(Value::as_str) {
                     Some("text") => {
                         let text = part.get("text").and_then(Value::as_str);
-                        Ok(text.ok_or_else(|| bad(&format!("{place}.text"), "is no text"))?.to_string())
+                        Ok(text.ok_or_else(|| bad(&format!("{place}.text"), "is not a string"))?.to_string())
                     }
                     Some(other) => {
-                        Err(bad(&place, &format!("is of the type `{other}`; kvist takes text alone")))
+                        Err(bad(&place, &format!("is of the type `{other}`; kvist supports only text")))
                     }
                     None => Err(bad(&place, "has no `type`")),
                 }
@@ -147,7 +147,7 @@ fn content(content: Option<&Value>, has_calls: bool, place: &str) -> Result<Valu
             let texts = parts.iter().enumerate().map(text).collect::<Result<Vec<_>, _>>()?;
             Ok(Value::String(texts.join("\n")))
         }
-        Some(_) => Err(bad(place, "is neither a text nor null nor a list of parts")),
+        Some(_) => Err(bad(place, "must be a string, null or a list of parts")),
     }
 }
 
@@ -161,7 +161,7 @@ fn arguments(arguments: Option<&Value>, place: &str) -> Result<Value, Error> {
             Ok(value)
         }
         Some(value @ (Value::Object(_) | Value::Array(_))) => Ok(value.clone()),
-        Some(_) => Err(bad(place, "is neither a JSON text nor an object")),
+        Some(_) => Err(bad(place, "must be a string with JSON, or an object")),
     }
 }
 
@@ -205,7 +205,7 @@ mod tests {
     fn errors_name_the_place() {
         let call = |f: Value| json!({"role": "assistant", "tool_calls": [{"function": f}]});
         for (given, place) in [
-            (json!("x"), "messages[1]` is no object"),
+            (json!("x"), "messages[1]` is not an object"),
             (json!({"content": "x"}), "messages[1]` has no `role`"),
             (json!({"role": 1}), "messages[1].role"),
             (json!({"role": "user", "content": 1}), "messages[1].content"),
@@ -215,7 +215,7 @@ mod tests {
             ),
             (json!({"role": "user", "content": [{"text": "x"}]}), "messages[1].content[0]` has no `type`"),
             (json!({"role": "user", "content": [{"type": "text"}]}), "messages[1].content[0].text"),
-            (json!({"role": "assistant", "tool_calls": {}}), "messages[1].tool_calls` is no list"),
+            (json!({"role": "assistant", "tool_calls": {}}), "messages[1].tool_calls` is not a list"),
             (json!({"role": "assistant", "tool_calls": [1]}), "messages[1].tool_calls[0].function"),
             (call(json!({"arguments": "{}"})), "messages[1].tool_calls[0].function.name"),
             (call(json!({"name": "f", "arguments": "{"})), "messages[1].tool_calls[0].function.arguments"),

@@ -79,7 +79,7 @@ impl Tokenizer {
         let mut inner = match model {
             "gpt2" => byte_level(gguf, &vocab)?,
             "llama" => sentence_piece(gguf, tokens, &vocab)?,
-            other => return Err(bad(format!("is of the kind `{other}`; kvist knows gpt2 and llama"))),
+            other => return Err(bad(format!("is of the kind `{other}`; kvist supports gpt2 and llama"))),
         };
 
         let types = m.ints("tokenizer.ggml.token_type")?.unwrap_or(&[]);
@@ -116,8 +116,9 @@ fn byte_level(gguf: &Gguf, vocab: &Vocabulary<'_>) -> Result<tokenizers::Tokeniz
     let lines = m.texts("tokenizer.ggml.merges")?.ok_or_else(|| bad("has no merges".into()))?;
     let mut merges = Vec::with_capacity(lines.len());
     for line in lines {
-        let pair =
-            line.split_once(' ').ok_or_else(|| bad(format!("has the merge `{line}`, which is no pair")))?;
+        let pair = line
+            .split_once(' ')
+            .ok_or_else(|| bad(format!("has the merge `{line}`, which is not a pair")))?;
         merges.push((pair.0.to_string(), pair.1.to_string()));
     }
     let pre = m.text("tokenizer.ggml.pre")?.unwrap_or("default");

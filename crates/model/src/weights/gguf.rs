@@ -39,7 +39,7 @@ impl Gguf {
     pub fn parse(file: &str, contents: Arc<Contents>) -> Result<Self, Error> {
         let mut r = Reader { file, bytes: &contents, at: 0 };
         if r.take(4, "the magic")? != b"GGUF" {
-            return Err(r.bad("is no GGUF file: it does not begin with GGUF".into()));
+            return Err(r.bad("is not a GGUF file: it does not begin with GGUF".into()));
         }
         let version = r.u32("the version")?;
         if !(2..=3).contains(&version) {
@@ -68,8 +68,7 @@ impl Gguf {
         for _ in 0..n_tensors {
             infos.push(r.tensor_info()?);
         }
-        let data =
-            r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is absurdly long".into()))?;
+        let data = r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is too long".into()))?;
         let mut tensors = HashMap::new();
         for (name, shape, encoding, offset) in infos {
             if !offset.is_multiple_of(alignment as u64) {
@@ -80,7 +79,7 @@ impl Gguf {
             let start = usize::try_from(offset).ok().and_then(|o| o.checked_add(data));
             let len = match &encoding {
                 Ok(encoding) => encoding.tensor_bytes(&shape).ok_or_else(|| {
-                    let what = format!("shape {shape:?} is no whole number of {} blocks", encoding.name());
+                    let what = format!("shape {shape:?} is not a whole number of {} blocks", encoding.name());
                     r.bad(format!("gives `{name}` an impossible size: {what}"))
                 })?,
                 Err(_) => 0,

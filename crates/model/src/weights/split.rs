@@ -28,7 +28,7 @@ pub(super) fn open(path: &Path, mmap: bool) -> Result<Gguf, Error> {
     }
     if path.file_name().is_some_and(|name| name.to_str().is_none()) {
         let what = format!(
-            "is one of {count} parts, which are found by their names, and its name is no UTF-8: rename all of them"
+            "is one of {count} parts, which are found by their names, and its name is not UTF-8: rename all of them"
         );
         return Err(bad(whole.file(), what));
     }

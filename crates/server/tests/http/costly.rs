@@ -113,7 +113,7 @@ fn templates_that_grow_fail_their_own_request() {
     let server = Server::start_with(words_with(Some(&template)), config());
     let said = |what: &str| json!({"messages": [{"role": "user", "content": what}]});
     for path in ["/v1/chat/completions", "/v1/sessions"] {
-        is_refused(&server, path, &said("w5"), "messages", "invalid_value", "the template takes more than");
+        is_refused(&server, path, &said("w5"), "messages", "invalid_value", "the template uses more than");
         server.post(path, &said("w1")).good();
     }
 }

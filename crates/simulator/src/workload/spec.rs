@@ -10,7 +10,7 @@ const TOKENS_PER_ID: u32 = 16;
 /// A text that does not describe a distribution.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum BadSpec {
-    #[error("there are no {what} `{found}`: take one of {known}")]
+    #[error("there are no {what} `{found}`: use one of {known}")]
     UnknownKind { what: &'static str, found: String, known: String },
     #[error("`{found}` in `{text}`: expected name=value, as in `{example}`")]
     NotNamed { text: String, found: String, example: &'static str },
@@ -152,7 +152,7 @@ impl FromStr for Lengths {
             "balanced" => {
                 let (mean, variation) = (spec.number("mean")?, spec.number("variation")?);
                 if !variation.is_finite() || variation < 1.0 {
-                    let expected = "at least 1: less variable than exponential is no hyperexponential";
+                    let expected = "at least 1: a hyperexponential is at least as variable as an exponential";
                     let found = variation.to_string();
                     return Err(BadSpec::BadValue { name: "variation", found, expected });
                 }
@@ -242,7 +242,7 @@ mod tests {
         let lengths = |text: &str| text.parse::<Lengths>().unwrap_err().to_string();
         let contents = |text: &str| text.parse::<Contents>().unwrap_err().to_string();
         for (error, says) in [
-            (arrivals("fish"), "there are no arrivals `fish`: take one of deterministic, poisson,"),
+            (arrivals("fish"), "there are no arrivals `fish`: use one of deterministic, poisson,"),
             (arrivals(""), "there are no arrivals ``"),
             (arrivals("poisson"), "`poisson` lacks `per_s`: write it as `poisson:per_s=4`"),
             (arrivals("poisson:4"), "`4` in `poisson:4`: expected name=value"),

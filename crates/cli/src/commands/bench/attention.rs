@@ -119,7 +119,7 @@ impl Case {
         let chain = self.branches.is_none() && self.tree.is_none();
         if chain && queries > tokens {
             return Err(wrong_usage(format!(
-                "--queries {queries} see {tokens} tokens: take --tokens {queries} or more"
+                "--queries {queries} see {tokens} tokens: use --tokens {queries} or more"
             )));
         }
         let cached = if chain { tokens.saturating_sub(queries) } else { tokens };

@@ -62,7 +62,7 @@ const DTYPES: [&str; 3] = ["f16", "q8-64", "q4-64"];
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let (shape, compute) = (args.shape.get()?, args.compute.get()?);
     if args.queries > args.tokens {
-        return Err(wrong_usage(format!("--queries {0} see more: take --tokens {0} or more", args.queries)));
+        return Err(wrong_usage(format!("--queries {0} see more: use --tokens {0} or more", args.queries)));
     }
     interrupt::listen();
     let mut rows: Vec<Row> = Vec::new();

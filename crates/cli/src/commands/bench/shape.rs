@@ -46,7 +46,7 @@ const NAMED: [(&str, Shape); 13] = [
 pub fn parse_lengths(text: &str) -> Result<Vec<u32>, String> {
     let one = |part: &str| match part.trim().parse::<u32>() {
         Ok(n) if n > 0 => Ok(n),
-        _ => Err(format!("`{}` is no number of tokens: write them as 4096,16384", part.trim())),
+        _ => Err(format!("`{}` is not a number of tokens: write them as 4096,16384", part.trim())),
     };
     text.split(',').map(one).collect()
 }
@@ -74,7 +74,7 @@ impl ShapeArgs {
     pub fn get(&self) -> anyhow::Result<Shape> {
         let named = NAMED.iter().find(|(name, _)| *name == self.shape).ok_or_else(|| {
             let names: Vec<_> = NAMED.iter().map(|(name, _)| *name).collect();
-            wrong_usage(format!("--shape {}: known are {}", self.shape, names.join(", ")))
+            wrong_usage(format!("--shape {}: use one of {}", self.shape, names.join(", ")))
         })?;
         let base = named.1;
         let shape = Shape {

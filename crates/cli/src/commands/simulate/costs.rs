@@ -45,12 +45,12 @@ const SHAPE: &str = "llama-3.1-8b";
 
 fn hardware(name: &str) -> Result<Hardware, String> {
     let known = || Hardware::names().collect::<Vec<_>>().join(", ");
-    Hardware::preset(name).ok_or_else(|| format!("no machine is called so: take one of {}", known()))
+    Hardware::preset(name).ok_or_else(|| format!("unknown machine: use one of {}", known()))
 }
 
 fn shape(name: &str) -> Result<ModelShape, String> {
     let known = || ModelShape::names().collect::<Vec<_>>().join(", ");
-    ModelShape::preset(name).ok_or_else(|| format!("no model is called so: take one of {}", known()))
+    ModelShape::preset(name).ok_or_else(|| format!("unknown model: use one of {}", known()))
 }
 
 impl CostArgs {
@@ -60,7 +60,7 @@ impl CostArgs {
         let model = self.shape.clone().or_else(|| ModelShape::preset(SHAPE)).ok_or_else(missing)?;
         if !(self.efficiency > 0.0 && self.efficiency <= 1.0) {
             return Err(wrong_usage(format!(
-                "--efficiency {}: it is a share, above 0 and at most 1",
+                "--efficiency {}: the share must be above 0 and at most 1",
                 self.efficiency
             )));
         }
@@ -123,8 +123,8 @@ impl CostArgs {
         let measured = table.setting().map_or(0, |setting| setting.block_tokens);
         if measured != 0 && measured != block_tokens {
             beyond.push(format!(
-                "{file} was measured with blocks of {measured} tokens, here they have {block_tokens}: give --block-tokens \
-                 {measured}, or measure anew"
+                "{file} was measured with blocks of {measured} tokens, but here they have {block_tokens}: give \
+                 --block-tokens {measured}, or measure again"
             ));
         }
         Ok(beyond)
@@ -173,7 +173,7 @@ impl CostArgs {
         let roofline = self.roofline()?;
         match roofline.cache_tokens() {
             0 => Err(wrong_usage(format!(
-                "{} does not fit into the memory of {}: take another machine, or a smaller model",
+                "{} does not fit into the memory of {}: use another machine, or a smaller model",
                 roofline.model.name, roofline.hardware.name
             ))),
             tokens => Ok(Some(tokens)),

@@ -153,7 +153,7 @@ impl Compared {
         match self.due.pop_front() {
             Some(here) if here == recorded => Ok(()),
             here => bail!(
-                "{}, line {line}: the replay decides otherwise\n  recorded {recorded}\n  replayed {}",
+                "{}, line {line}: the replay decides differently\n  recorded {recorded}\n  replayed {}",
                 file.display(),
                 here.as_deref().unwrap_or("nothing more")
             ),
@@ -170,7 +170,7 @@ impl Compared {
                 break;
             }
             let Some(text) = lines.next().transpose().with_context(|| cannot_read(file))? else {
-                bail!("{} ends behind line {line}, and the replay goes on: {}", file.display(), self.due[0])
+                bail!("{} ends after line {line}, but the replay continues: {}", file.display(), self.due[0])
             };
             *line += 1;
             let (file, line) = (file.clone(), *line);
@@ -183,14 +183,14 @@ impl Compared {
     fn end(&mut self) -> anyhow::Result<()> {
         if let Recorded::Apart { file, lines, line } = &mut self.recorded {
             if let Some(more) = lines.next().transpose().with_context(|| cannot_read(file))? {
-                bail!("{}, line {}: recorded and not replayed: {more}", file.display(), *line + 1)
+                bail!("{}, line {}: recorded but not replayed: {more}", file.display(), *line + 1)
             }
             return Ok(());
         }
         match self.due.front().filter(|_| self.any) {
             // If the server was killed, the decisions of the last event may be missing.
             Some(more) if self.due.len() > self.newest => {
-                bail!("the recording ends, and the replay has more: {more}")
+                bail!("the recording ends, but the replay continues: {more}")
             }
             _ => Ok(()),
         }
@@ -230,12 +230,12 @@ pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Resu
 /// Begins with the header of an event log.
 fn begin(header: &str, keys: &Keys) -> anyhow::Result<Replay> {
     if keys.format.as_deref() == Some("kvist-decisions") {
-        bail!(
-            "decisions without the events that they follow from: give the event log, and these with --decisions"
-        )
+        bail!("the file contains decisions but no events: give the event log, and this file with --decisions")
     }
     if keys.config.as_ref().is_some_and(|config| config.lengths == LengthSource::Oracle) {
-        bail!("it was recorded with --lengths oracle, and no log holds the true lengths that the oracle knew")
+        bail!(
+            "it was recorded with --lengths oracle, but a log does not contain the true lengths that the oracle used"
+        )
     }
     Ok(Replay::begin(header, None, None)?)
 }
@@ -262,16 +262,16 @@ fn follow(
             Ok(keys) => keys,
             // A server that was killed leaves a partial last line.
             Err(e) if e.is_eof() && replay.is_some() && lines.peek().is_none() => {
-                output::note(&format!("{}: the last line is cut off, and left out", at()));
+                output::note(&format!("{}: the last line is incomplete and is ignored", at()));
                 break;
             }
-            Err(e) => return Err(e).with_context(|| format!("{}: no line of a recording", at())),
+            Err(e) => return Err(e).with_context(|| format!("{}: not a line of a recording", at())),
         };
         match (&mut replay, keys.format.as_deref()) {
             (_, Some("kvist-recording")) => continue,
             (None, _) => replay = Some(begin(&text, &keys).with_context(at)?),
             (Some(_), Some("kvist-events")) => {
-                bail!("{}: a second event log begins; give them one by one", at())
+                bail!("{}: a second event log begins; give the logs one by one", at())
             }
             (Some(replay), None) if keys.n.is_some() => {
                 let mut ran = |replayed: Replayed<'_>| {
@@ -300,7 +300,7 @@ fn follow(
     }
     if replay.is_none() {
         bail!(
-            "{name} holds no event log: give a recording (--record), or a log that begins with kvist-events"
+            "{name} contains no event log: give a recording (--record), or a log that begins with kvist-events"
         );
     }
     compared.end()?;

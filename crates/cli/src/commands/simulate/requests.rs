@@ -59,7 +59,7 @@ pub struct RequestArgs {
 
 fn format(name: &str) -> Result<Format, String> {
     let known = || Format::ALL.map(Format::name).join(", ");
-    Format::by_name(name).ok_or_else(|| format!("no format is called so: take one of {}", known()))
+    Format::by_name(name).ok_or_else(|| format!("unknown format: use one of {}", known()))
 }
 
 /// The requests, and a description of them.

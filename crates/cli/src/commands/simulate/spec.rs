@@ -4,7 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 pub fn duration(text: &str) -> Result<Duration, String> {
-    parse_duration(text).ok_or_else(|| format!("`{text}` is no time: write it as 500ms, 2s, 5m or 1h"))
+    parse_duration(text).ok_or_else(|| format!("`{text}` is not a time: write it as 500ms, 2s, 5m or 1h"))
 }
 
 /// A number of blocks, or no bound.
@@ -45,7 +45,7 @@ impl FromStr for Capacity {
             "inf" => Ok(Capacity::Endless),
             "auto" => Ok(Capacity::Hardware),
             _ => text.parse().map(Capacity::Blocks).map_err(|_| {
-                format!("`{text}` is no number of blocks: give one below 4294967296, inf or auto")
+                format!("`{text}` is not a number of blocks: give one below 4294967296, inf or auto")
             }),
         }
     }

@@ -40,7 +40,7 @@ impl User {
                 }
                 Some(Event::Done(done)) if done.finish == FinishReason::Length => return Ok(user),
                 Some(other) => anyhow::bail!("a request ended early: {other:?}"),
-                None => anyhow::bail!("the engine has died"),
+                None => anyhow::bail!("the engine has stopped"),
             }
         }
     }
@@ -66,14 +66,14 @@ pub fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Resu
             users.spawn(User::listen(generation, began, arrival_s));
             bar.inc(1);
         }
-        arriving.join().map_err(|_| anyhow::anyhow!("the thread of arrivals has died"))??;
+        arriving.join().map_err(|_| anyhow::anyhow!("the thread of arrivals has stopped"))??;
         let mut heard = Vec::new();
         while let Some(user) = users.join_next().await {
             heard.push(user??);
         }
         bar.finish_and_clear();
         // The last token is sent before the turn is recorded: wait for the engine to finish it.
-        engine.inspect(|_| ()).await.context("the engine has died")?;
+        engine.inspect(|_| ()).await.context("the engine has stopped")?;
         Ok(heard)
     })
 }
