@@ -121,7 +121,7 @@ pub const POLICIES: &[Entry] = &[
     },
     Entry {
         name: "fifo",
-        summary: "stored first, gone first",
+        summary: "stored first, evicted first",
         parameters: &[],
         simulator_only: false,
         build: |_| Box::new(fifo::Fifo::default()),

@@ -25,9 +25,9 @@ fn a_chat_is_driven_from_stdin() {
         " runs of cells",
         "  main (2 messages)",
         "on main",
-        "unsaid",
-        "nothing was said here yet",
-        "third is gone",
+        "removed the last question and its answer",
+        "there is nothing to undo yet",
+        "deleted third",
         "wrote ",
         "reused",
     ] {

@@ -269,7 +269,7 @@ fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
     if !others.is_empty() {
         ways.push(format!("/switch continues in another branch, /drop deletes one ({})", others.join(", ")));
     } else if chat.session().config().kind_traits().many_sequences {
-        ways.push("next time a /fork before a digression lets you come back from it".into());
+        ways.push("next time, /fork before a digression, so that you can come back".into());
     }
     let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
     let trained = chat.session().model().config().context;
@@ -312,7 +312,7 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
         }
         "/drop" => {
             chat.drop_branch(rest)?;
-            format!("{rest} is gone")
+            format!("deleted {rest}")
         }
         "/cache" => {
             let groups = chat.session().report();
@@ -323,11 +323,11 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
             };
             groups.iter().enumerate().map(text).collect::<Vec<_>>().join("\n")
         }
-        "/undo" if chat.undo() => "unsaid".into(),
-        "/undo" => "nothing was said here yet".into(),
+        "/undo" if chat.undo() => "removed the last question and its answer".into(),
+        "/undo" => "there is nothing to undo yet".into(),
         "/system" => {
             chat.set_system(name.map(str::to_string))?;
-            "from the next turn on".into()
+            "takes effect with the next turn".into()
         }
         "/save-transcript" => {
             let path = name.context("name a file: /save-transcript FILE")?;

@@ -144,7 +144,7 @@ fn fit(
         parts.into_iter().flatten().collect::<Vec<_>>().join(" ")
     });
     anyhow::bail!(
-        "the cache under test asks {} and the reference {} (working memory included); {} of {} are free; try {}",
+        "the cache under test needs {} and the reference {} (working memory included); {} of {} are free; try {}",
         Bytes(a),
         Bytes(b),
         Bytes(free),

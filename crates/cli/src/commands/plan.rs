@@ -135,7 +135,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let plan = MemoryPlan::of_session(&size.config, &registry, &config)?;
     let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
     if bound.checked_total().is_none() {
-        anyhow::bail!("these sizes overflow: no machine holds such a model and cache");
+        anyhow::bail!("these sizes overflow: no machine has enough memory");
     }
 
     let visible = plan.kv_bytes_visible(&size.config, &config);

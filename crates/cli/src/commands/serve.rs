@@ -191,8 +191,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
-            "the cache asks {} (working memory included), requests {}, and beside the weights {} of {} are free; try a \
-             smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            "the cache needs {} (working memory included), requests need {}, and beside the weights {} of {} are \
+             free; try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
             Bytes(plan.session_bound()),
             Bytes(requests_bytes),
             Bytes(free),
@@ -225,7 +225,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 _ => {}
             }
             let has_begun = state.live().record(&engine, file).await;
-            anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
+            anyhow::ensure!(has_begun, "--record: cannot start the thread that writes the file");
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
@@ -287,7 +287,7 @@ fn show_plan(
 ) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
-    let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
+    let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let total = total.saturating_add(requests_bytes);
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);

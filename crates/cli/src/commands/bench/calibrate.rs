@@ -169,7 +169,7 @@ impl Samples {
 }
 
 fn uninterrupted() -> anyhow::Result<()> {
-    ensure!(!interrupt::interrupted(), "interrupted; no table is written of an unfinished measurement");
+    ensure!(!interrupt::interrupted(), "interrupted; no table is written for an unfinished measurement");
     Ok(())
 }
 

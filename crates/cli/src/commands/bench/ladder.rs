@@ -173,10 +173,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                     runs.push(measured);
                 }
                 bar.inc(1);
-                anyhow::ensure!(
-                    !interrupt::interrupted(),
-                    "interrupted; nothing is reported of an unfinished run"
-                );
+                anyhow::ensure!(!interrupt::interrupted(), "interrupted; an unfinished run has no report");
             }
         }
         rows.extend(compared(&variants, tokens, &runs)?);

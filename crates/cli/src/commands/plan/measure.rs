@@ -70,7 +70,7 @@ pub fn measure(
         form(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
     anyhow::ensure!(
         least <= free,
-        "--measure: two caches of {window_tokens} tokens ask {} (working memory included), {} are free beside the \
+        "--measure: two caches of {window_tokens} tokens need {} (working memory included), {} are free beside the \
          weights; try --measure with fewer tokens, or a smaller --chunk",
         Bytes(least),
         Bytes(free)

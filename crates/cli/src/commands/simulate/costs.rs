@@ -116,7 +116,7 @@ impl CostArgs {
         }
         if longest as f64 > range.context_tokens {
             beyond.push(format!(
-                "{file} was measured up to {} tokens of context, the longest request comes to {longest}: {guess}",
+                "{file} was measured up to {} tokens of context, the longest request needs {longest}: {guess}",
                 range.context_tokens
             ));
         }

@@ -101,7 +101,7 @@ fn arrive(
 ) -> anyhow::Result<()> {
     for (arrival, job) in jobs {
         std::thread::sleep(arrival.saturating_sub(began.elapsed()));
-        ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
+        ensure!(!interrupt::interrupted(), "interrupted; an unfinished run has no report");
         come((engine.submit(job)?, arrival.as_secs_f64()));
     }
     Ok(())
