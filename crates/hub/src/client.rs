@@ -303,7 +303,7 @@ impl<'a> Client<'a> {
             (404, "EntryNotFound") if file.is_some() => Error::NoSuchFile {
                 repo,
                 asked: format!("file {}", file.unwrap_or_default()),
-                there: "its list of files says otherwise; try again".into(),
+                there: "although its list of files names it; try again".into(),
             },
             // Without access, the Hub does not reveal whether a private repository exists.
             (404, _) | (401, "RepoNotFound") => Error::NoRepository {

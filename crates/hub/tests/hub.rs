@@ -110,7 +110,7 @@ fn an_interrupted_download_goes_on_where_it_stopped() {
     let part = format!("{FOLDER}/blobs/{}.incomplete", sha256(&bytes(2, 700_000)));
     assert_eq!(tree(cache.path()), [part]);
     let offline = Settings { offline: true, ..hub.settings(cache.path()) };
-    assert!(error(offline, "hf:org/name").contains("a download that was cut short"));
+    assert!(error(offline, "hf:org/name").contains("an incomplete download"));
     // The same call at a later time.
     let before = hub.read().len();
     hub.with(|s| s.cuts.clear());

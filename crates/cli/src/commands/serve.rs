@@ -175,7 +175,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if config.model.ships_sampling()
         && let Err(error) = opened.sampling()
     {
-        anyhow::bail!("{error}; --generation-config none does without it");
+        anyhow::bail!("{error}; --generation-config none ignores it");
     }
     let registry = registry(&args.model.compute.get()?);
     let engine = config.engine(opened.config());

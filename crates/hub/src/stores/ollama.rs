@@ -87,7 +87,7 @@ fn weights(models: &Path, manifest: &Path) -> Result<(PathBuf, Option<String>), 
     let config: Config = config.and_then(|path| read(&path).ok()).unwrap_or_default();
     match path.is_file() {
         true => Ok((path, config.file_type)),
-        false => Err("its weights are missing: a download that was cut short".into()),
+        false => Err("its weights are missing: an incomplete download".into()),
     }
 }
 
