@@ -297,7 +297,7 @@ fn refusals_say_what_to_do() {
     );
     has(error(settings(), "hf:org/name:m-Q2.gguf"), &["has no file m-Q2.gguf; there are m-Q2_K.gguf, "]);
     refuse("Q2_K", 404, "EntryNotFound");
-    has(error(settings(), "hf:org/name:Q2_K"), &["its list of files says otherwise"]);
+    has(error(settings(), "hf:org/name:Q2_K"), &["although its list of files names it"]);
     // None of these errors left complete files.
     let written = tree(cache.path());
     assert!(written.is_empty() || written.iter().all(|f| f.ends_with(".incomplete")), "{written:?}");
