@@ -297,7 +297,7 @@ fn memory() {
     // `plan` prints its result before it refuses.
     let out = run(&["plan", "--memory", "1MiB"], b"");
     assert_eq!(out.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("1 MiB are there"));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("1 MiB are available"));
 }
 
 #[test]

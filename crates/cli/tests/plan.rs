@@ -157,7 +157,7 @@ fn where_nothing_fits_it_says_what_would() {
     let said = String::from_utf8(out.stderr).unwrap();
     let text = String::from_utf8(out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(1), "{said}");
-    assert!(said.contains("nothing fits: the least is") && said.contains("9 MiB are there"), "{said}");
+    assert!(said.contains("nothing fits: the least is") && said.contains("9 MiB are available"), "{said}");
     assert!(text.contains("longest context") && !text.contains("run it"), "{text}");
     let advice = said.split("try ").nth(1).unwrap().split([',', '\n']).next().unwrap();
     let advice: Vec<&str> = advice.split_whitespace().collect();
@@ -218,7 +218,7 @@ fn bad_input_is_told_by_the_name_of_its_flag() {
     std::fs::copy(&config, &alone).unwrap();
     let alone = alone.display().to_string();
     for (args, status, words) in [
-        (&["--memory", "lots"][..], 2, &["--memory", "`lots` is no size"][..]),
+        (&["--memory", "lots"][..], 2, &["--memory", "`lots` is not a size"][..]),
         (
             &["--memory", "1GB", "--context", "32q"],
             2,

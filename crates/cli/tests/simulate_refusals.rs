@@ -37,7 +37,7 @@ fn bad_input() {
         ("--policy mru", 2, &["mru", "lru", "lfu_decay"]),
         ("--policy opt", 2, &["opt", "future"]),
         ("--policy lru --half-life 5m", 2, &["half_life", "lru"]),
-        ("--policy lfu_decay --half-life soon", 2, &["`soon` is no time", "500ms"]),
+        ("--policy lfu_decay --half-life soon", 2, &["`soon` is not a time", "500ms"]),
         ("--schedule lottery", 2, &["lottery", "fcfs", "srpt"]),
         ("--beside lottery --html OUT", 2, &["lottery", "srpt"]),
         ("--beside sjf --json", 2, &["--beside", "--json", "cannot be used with"]),

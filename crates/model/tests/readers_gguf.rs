@@ -228,8 +228,8 @@ const HEADERS: &[Row] = &[
     ("a list of unknown things", |f| f.set("a.list", list(77, 1, &[0])), &["a.list", "type 77"]),
     ("a number beyond i64", |f| f.set("a.list", list(U64, 1, &[0xff; 8])), &["a.list", "too large"]),
     ("an unknown type", |f| f.set("a.key", typed(13, &[0; 8])), &["a.key", "type 13"]),
-    ("half a truth", |f| f.set("a.flag", typed(BOOL, &[2])), &["a.flag", "truth value 2"]),
-    ("half truths", |f| f.set("a.flag", list(BOOL, 2, &[1, 9])), &["a.flag", "truth value 9"]),
+    ("half a truth", |f| f.set("a.flag", typed(BOOL, &[2])), &["a.flag", "boolean value 2"]),
+    ("half truths", |f| f.set("a.flag", list(BOOL, 2, &[1, 9])), &["a.flag", "boolean value 9"]),
     (
         "a key twice",
         |f| f.values.push((b"llama.block_count".into(), uint(1))),
@@ -419,7 +419,7 @@ const MODELS: &[Row] = &[
     (
         "too many owners",
         |f| f.set("llama.kv_owner_layer", uints(&[0, 0])),
-        &["kv_owner_layer", "2 layers of 1"],
+        &["kv_owner_layer", "2 of 1 layers"],
     ),
     (
         "rope factors of a wrong number",

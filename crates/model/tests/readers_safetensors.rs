@@ -329,7 +329,7 @@ const CONFIGS: &[Row] = &[
     ("an owner of no layer", |f| f.set("kv_owner_layer", json!([u64::MAX])), &["kv_owner_layer"]),
     ("an owner below nothing", |f| f.set("kv_owner_layer", json!([-1])), &["kv_owner_layer", "-1"]),
     ("owners of text", |f| f.set("kv_owner_layer", json!("all")), &["kv_owner_layer", "a list"]),
-    ("too many owners", |f| f.set("kv_owner_layer", json!([0, 0])), &["kv_owner_layer", "2 layers of 1"]),
+    ("too many owners", |f| f.set("kv_owner_layer", json!([0, 0])), &["kv_owner_layer", "2 of 1 layers"]),
     (
         "a borrowed owner",
         |f| {
@@ -355,7 +355,7 @@ const CONFIGS: &[Row] = &[
         &["layer_types", "linear_attention"],
     ),
     ("layers of numbers", |f| f.set("layer_types", json!([1])), &["layer_types", "1"]),
-    ("too few layers", |f| f.set("layer_types", json!([])), &["layer_types", "0 layers of 1"]),
+    ("too few layers", |f| f.set("layer_types", json!([])), &["layer_types", "0 of 1 layers"]),
     (
         "a window of nothing",
         |f| (f.set("use_sliding_window", json!(true)), f.set("sliding_window", json!(0))).0,

@@ -97,7 +97,7 @@ fn nested_tools_are_refused() {
         &body(90),
         "tools[0]",
         "invalid_value",
-        "nested more than 64 deep",
+        "nested more than 64 levels deep",
     );
     is_refused(&server, "/v1/chat/completions", &body(50), "messages", "context_length_exceeded", "");
     let names = json!({"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": {"a": (0..80).fold(json!(1), |inner, _| json!([inner]))}});
