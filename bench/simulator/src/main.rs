@@ -58,7 +58,7 @@ fn main() -> Result<()> {
         match arg.as_str() {
             "--rounds" => {
                 rounds = args.next().context("--rounds takes a number")?.parse().context("--rounds")?;
-                ensure!(rounds > 0, "--rounds 0: take at least 1");
+                ensure!(rounds > 0, "--rounds 0: give at least 1");
             }
             path if !path.starts_with('-') => trace = Some(PathBuf::from(path)),
             flag => bail!("unknown flag {flag}: simulator [TRACE.jsonl] [--rounds N]"),

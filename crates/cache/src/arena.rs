@@ -103,7 +103,7 @@ impl std::fmt::Display for ArenaRefused {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             ArenaRefused::UnknownSequence(seq) => {
-                write!(f, "there is no sequence {seq}: allocate for it first")
+                write!(f, "there is no sequence {seq}: call allocate_for first")
             }
             ArenaRefused::SequenceExists(seq) => {
                 write!(f, "sequence {seq} has a handle already: append to it, or free it first")
@@ -119,7 +119,7 @@ impl std::fmt::Display for ArenaRefused {
                     )
                 }
             }
-            ArenaRefused::Empty => f.write_str("the request is empty: ask for at least one token or block"),
+            ArenaRefused::Empty => f.write_str("an empty request: ask for at least one token or block"),
             ArenaRefused::TooLong { seq, tokens } => {
                 write!(f, "sequence {seq} would hold {tokens} tokens; at most {} are allowed", u32::MAX)
             }

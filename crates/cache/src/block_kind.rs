@@ -36,17 +36,17 @@ pub trait CachedBlocks {
     fn take_newly_evictable(&mut self) -> Vec<u32>;
     /// Returns the buffer of [`take_newly_evictable`](Self::take_newly_evictable), for its memory.
     fn return_buffer(&mut self, buffer: Vec<u32>);
-    /// Notes that the index caches `block` as `node`.
+    /// Records that the index caches `block` as `node`.
     fn index(&mut self, block: u32, node: u32);
-    /// Notes that the index no longer caches `block`. Returns whether the block is free now.
+    /// Records that the index no longer caches `block`. Returns whether the block is free now.
     fn unindex(&mut self, block: u32) -> bool;
     /// Number of blocks that hold the sinks of a windowed group.
     fn sink_blocks(&self) -> u32;
     /// Index of the first block after the sinks that a query at `position` sees.
     fn first_seen(&self, position: u32) -> u32;
-    /// Whether a query behind the first `n_blocks` of a sequence sees block `i` of them.
+    /// Whether a query after the first `n_blocks` of a sequence sees block `i` of them.
     fn is_seen(&self, i: u32, n_blocks: u32) -> bool;
-    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query behind them sees. Returns
+    /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query after them sees. Returns
     /// how many of them were not in use by any sequence before.
     fn open(&mut self, seq: SeqId, blocks: Vec<u32>) -> u32;
     /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
@@ -60,7 +60,7 @@ pub trait TransferBlocks {
     /// Pins a readable block. Returns whether it was evictable until now.
     fn pin(&mut self, block: u32) -> bool;
     fn unpin(&mut self, block: u32);
-    /// Changes when the sequence is made anew or shortened; 0 if there is none.
+    /// Changes when the sequence is recreated or shortened; 0 if there is none.
     fn lineage(&self, seq: SeqId) -> u64;
     /// Whether [`load`](Self::load) finds what it needs.
     fn can_load(&self, seq: SeqId, until: u32, group: GroupId) -> Result<(), Refused>;

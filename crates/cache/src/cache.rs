@@ -17,7 +17,7 @@ pub struct Cache {
     pub(crate) index: Option<Index>,
     /// The spec that [`Cache::paged`] was called with.
     pub(crate) spec: Option<PagedSpec>,
-    /// Unique in the process, so that a transfer of another cache is noticed.
+    /// Unique in the process, to detect transfers of another cache.
     pub(crate) id: u64,
 }
 
@@ -66,8 +66,8 @@ impl Cache {
         self.prepare(request, scratch)
     }
 
-    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer stay
-    /// what they are until the transfer ends.
+    /// Removes every sequence, and all that the prefix index caches. No K or V bytes are touched. Blocks in transfer
+    /// stay what they are until the transfer ends.
     pub fn clear(&mut self) {
         self.epoch += 1;
         self.groups.iter_mut().for_each(|g| g.clear());
@@ -76,15 +76,14 @@ impl Cache {
         }
     }
 
-    /// Turns recording of block and prefix events on or off. Only kinds that hand out blocks record any.
-    pub fn watch(&mut self, on: bool) {
-        self.watch_blocks(on);
+    /// Turns the log of prefix events on or off. It copies block contents. A cache without a prefix index logs none.
+    pub fn watch_prefixes(&mut self, on: bool) {
         if let Some(index) = &mut self.index {
             index.events = on.then(Vec::new);
         }
     }
 
-    /// Like [`watch`](Self::watch), for block events only. Prefix events copy block contents; this avoids that cost.
+    /// Turns the log of block events on or off. Only kinds that hand out blocks log any.
     pub fn watch_blocks(&mut self, on: bool) {
         for (g, kind) in self.groups.iter_mut().enumerate() {
             if let Some(blocks) = kind.blocks_mut() {
@@ -93,13 +92,18 @@ impl Cache {
         }
     }
 
-    /// Moves the events recorded since the last call to the end of `blocks` (group by group) and of `prefixes`.
-    pub fn drain_events(&mut self, blocks: &mut Vec<BlockEvent>, prefixes: &mut Vec<PrefixEvent>) {
+    /// Moves the block events since the last call to the end of `blocks`, group by group. The two logs are drained separately,
+    /// because they have different readers: a recording, and a tier that mirrors the index.
+    pub fn drain_block_events(&mut self, blocks: &mut Vec<BlockEvent>) {
         for kind in &mut self.groups {
             if let Some(kind_blocks) = kind.blocks_mut() {
                 kind_blocks.events().drain(blocks);
             }
         }
+    }
+
+    /// Moves the prefix events since the last call to the end of `prefixes`.
+    pub fn drain_prefix_events(&mut self, prefixes: &mut Vec<PrefixEvent>) {
         if let Some(events) = self.index.as_mut().and_then(|index| index.events.as_mut()) {
             prefixes.append(events);
         }
@@ -199,7 +203,11 @@ impl Cache {
     }
 
     pub(crate) fn apply(&mut self, plan: &StepPlan) {
-        assert_eq!(plan.epoch, self.epoch, "a plan of epoch {} met a cache of {}", plan.epoch, self.epoch);
+        assert_eq!(
+            plan.epoch, self.epoch,
+            "a plan of epoch {} was applied to a cache of {}",
+            plan.epoch, self.epoch
+        );
         for (kind, out) in self.groups.iter_mut().zip(&plan.groups) {
             kind.apply(&plan.spans, out);
         }

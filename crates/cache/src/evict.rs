@@ -187,7 +187,7 @@ impl std::fmt::Display for PolicyError {
             PolicyError::SimulatorOnly { name } => {
                 write!(
                     f,
-                    "eviction policy `{name}` needs to know future requests; outside the simulator use one of "
+                    "eviction policy `{name}` needs to know the future; outside the simulator use one of "
                 )?;
                 list(f, true)
             }
@@ -199,10 +199,10 @@ impl std::fmt::Display for PolicyError {
                 write!(f, "eviction policy `{policy}` has no parameter `{parameter}`")?;
                 let readers = POLICIES.iter().filter(|e| e.parameters.iter().any(|p| p.name == *parameter));
                 let readers = readers.map(|entry| entry.name).collect::<Vec<_>>().join(" and ");
-                write!(f, ": omit it, or use {readers}")
+                write!(f, ": leave it out, or use {readers}")
             }
             PolicyError::BadValue { parameter, value, expected } => {
-                write!(f, "`{value}` is not a value of parameter `{parameter}`: expected {expected}")
+                write!(f, "`{value}` is not a valid value of parameter `{parameter}`: expected {expected}")
             }
         }
     }

@@ -25,7 +25,7 @@ pub struct Keep {
     pub top_k: u32,
 }
 
-/// One token that a sequence holds.
+/// One token that a sequence stores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Scored {
     /// Its position.
@@ -67,23 +67,23 @@ impl std::fmt::Display for BadScores {
 impl std::error::Error for BadScores {}
 
 impl Keep {
-    /// Plans the removal. `held` lists the tokens that the sequence still stores, ascending by position. A position
+    /// Plans the removal. `stored` lists the tokens that the sequence still stores, ascending by position. A position
     /// that is not listed counts as removed already, and its range may be removed again. Among equally important
-    /// tokens the newer one is kept. O(held).
-    pub fn plan(&self, next_position: u32, held: &[Scored]) -> Result<Removal, BadScores> {
-        for pair in held.windows(2) {
+    /// tokens the newer one is kept. O(stored).
+    pub fn plan(&self, next_position: u32, stored: &[Scored]) -> Result<Removal, BadScores> {
+        for pair in stored.windows(2) {
             let [before, after] = [pair[0].position, pair[1].position];
             if after <= before {
                 return Err(BadScores::OutOfOrder { position: after, after: before });
             }
         }
-        if let Some(last) = held.last().filter(|last| last.position >= next_position) {
+        if let Some(last) = stored.last().filter(|last| last.position >= next_position) {
             return Err(BadScores::BehindTheEnd { position: last.position, next_position });
         }
         let recent_from = next_position.saturating_sub(self.recent.max(1));
-        let middle = held.partition_point(|s| s.position < self.sinks)
-            ..held.partition_point(|s| s.position < recent_from);
-        let middle = held.get(middle).unwrap_or(&[]); // the sinks and the recent tokens may overlap
+        let middle = stored.partition_point(|s| s.position < self.sinks)
+            ..stored.partition_point(|s| s.position < recent_from);
+        let middle = stored.get(middle).unwrap_or(&[]); // the sinks and the recent tokens may overlap
         let top_k = self.top_k as usize;
         let mut removed: Vec<Scored> = middle.to_vec();
         if top_k >= removed.len() {
@@ -95,16 +95,16 @@ impl Keep {
         removed.sort_unstable_by_key(|s| s.position);
 
         let mut ranges: Vec<Range<u32>> = Vec::new();
-        let mut gone = removed.iter().peekable();
-        let mut goes_on = false; // whether the stored token before this one was removed too
+        let mut dropped = removed.iter().peekable();
+        let mut extends = false; // whether the stored token before this one was removed too
         for scored in middle {
-            let removes = gone.next_if(|gone| gone.position == scored.position).is_some();
+            let removes = dropped.next_if(|dropped| dropped.position == scored.position).is_some();
             match ranges.last_mut() {
-                Some(range) if removes && goes_on => range.end = scored.position + 1,
+                Some(range) if removes && extends => range.end = scored.position + 1,
                 _ if removes => ranges.push(scored.position..scored.position + 1),
                 _ => {}
             }
-            goes_on = removes;
+            extends = removes;
         }
         Ok(Removal { next_position, n_removed: removed.len() as u32, ranges })
     }
@@ -117,7 +117,7 @@ fn most_important_first(a: &Scored, b: &Scored) -> Ordering {
 
 impl Removal {
     /// Disjoint, ascending, not empty, and not at the sequence's end. A range that joins two removed tokens includes
-    /// the positions between them that were already gone.
+    /// the positions between them that were already removed.
     pub fn ranges(&self) -> &[Range<u32>] {
         &self.ranges
     }
@@ -133,7 +133,7 @@ impl Removal {
         if expected != self.next_position {
             return Err(Refused::NotAtEnd { seq, expected, got: self.next_position });
         }
-        let no_removal = "this kind of cache cannot remove tokens from the middle: use cells";
+        let no_removal = "this kind of cache removes nothing from the middle: use cells";
         let mut sequences = cache.sequences().ok_or(Refused::NotHere(no_removal))?;
         self.ranges.iter().try_for_each(|range| sequences.seq_rm(seq, range.start, range.end))
     }

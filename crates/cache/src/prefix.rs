@@ -125,8 +125,7 @@ impl std::fmt::Display for PagedError {
             PagedError::Policy(why) => why.fmt(f),
             PagedError::Vocabulary { block_tokens, tokens_per_id } => write!(
                 f,
-                "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens are not multiples of each other: \
-                 use a block size that divides {tokens_per_id} or is a multiple of it"
+                "blocks of {block_tokens} tokens and ids of {tokens_per_id} tokens do not fit into each other: use a block size that divides {tokens_per_id} or is a multiple of it"
             ),
         }
     }
@@ -169,7 +168,7 @@ pub enum MissReason {
     /// The full-attention groups hold more, but a window group has dropped blocks that the next query would see.
     WindowGone { position: u32 },
     /// A prompt under another salt begins like this, and none under this salt. Only operators may see this: it would
-    /// tell a tenant what other tenants ask.
+    /// reveal to a tenant what other tenants ask.
     OtherSalt { position: u32 },
 }
 
@@ -189,7 +188,7 @@ impl MissReason {
     pub fn for_tenant(self) -> MissReason {
         match self {
             MissReason::OtherSalt { position } => MissReason::NeverSeen { position },
-            told => told,
+            reason => reason,
         }
     }
     /// Where the hit ends, or the position of the first token that differs.

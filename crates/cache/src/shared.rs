@@ -3,7 +3,7 @@
 //! For what a cache's own bookkeeping does not cover: staging buffers, host blocks, one budget for several engines.
 //! One mutex guards the pool; waiting requests are served in order of arrival. A lock-free free list is not used: it
 //! takes a half to two thirds of the time for requests of up to 8 blocks, but more than twice as much for 64, and it
-//! cannot let a large request wait its turn (`examples/shared_blocks.rs` measures both).
+//! cannot queue a large request (`examples/shared_blocks.rs` measures both).
 //!
 //! A block belongs to one [`OwnedBlocks`] at a time. No request overtakes a waiting one, so small requests cannot
 //! starve a large one. A request that times out wakes the next. A request for more blocks than exist is refused at

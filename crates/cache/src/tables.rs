@@ -44,14 +44,15 @@ pub struct BlockTables {
 /// One entry of a table that stays on a device: `block` holds the positions `column * block_tokens..` of the sequence
 /// in `row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs)] // said above
+#[allow(missing_docs)] // documented above
 pub struct TableEdit {
     pub row: u32,
     pub column: u32,
     pub block: u32,
 }
 
-/// Why the reads of a step cannot be given as block tables. The runs of [`Reads`](crate::Reads) always say it all.
+/// Why the reads of a step cannot be given as block tables. The runs of [`Reads`](crate::Reads) can always describe
+/// them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the field names document themselves
 pub enum NotBlocks {
@@ -73,7 +74,7 @@ impl std::fmt::Display for NotBlocks {
             NotBlocks::NotFilled => f.write_str("the plan has no block tables: call `with_tables` first"),
             NotBlocks::BlockSize { cache, asked } => write!(
                 f,
-                "the cache has blocks of {cache} tokens, but blocks of {asked} were requested: use a divisor of {cache}"
+                "the cache has blocks of {cache} tokens, and blocks of {asked} were asked for: use a divisor of {cache}"
             ),
             NotBlocks::Unaligned { seq, index, cell } => write!(
                 f,
@@ -107,7 +108,7 @@ pub(crate) struct PlanTables {
     source: Source,
     visibility: Visibility,
     spans: Vec<PlannedSpan>,
-    /// The rows as a device has them that has applied all edits.
+    /// The rows of a device that has applied all edits.
     pub resident: Resident,
 }
 

@@ -1,12 +1,12 @@
 //! Blocks whose bytes are being copied, to somewhere else (an export) or from there (an import).
 //!
-//! A transfer runs beside the steps and outlives them, so it cannot borrow the cache. Its blocks are in a state of their
-//! own instead:
+//! A transfer runs concurrently with steps and outlives them, so it cannot borrow the cache. Instead, its blocks are in
+//! a state of their own:
 //!
-//! - A *pinned* block is neither written nor free until it is unpinned. Sequences and the prefix index may use it, leave
-//!   it and come back; a sequence that appends to it gets a copy.
-//! - A *loading* block is neither free nor readable until its bytes have arrived. No sequence, no hit and no pin gets it.
-//!   If the import fails, it is free again.
+//! - A *pinned* block is neither written nor free until it is unpinned. Sequences and the prefix index may use it,
+//!   leave it and come back; a sequence that appends to it gets a copy.
+//! - A *loading* block is neither free nor readable until its bytes have arrived. No sequence, no hit and no pin gets
+//!   it. If the import fails, it is free again.
 //!
 //! Eviction, windows and [`Cache::clear`] leave both alone. The states end with the values [`Pin`] and [`Loading`], which
 //! cannot be copied. If such a value is dropped, its blocks stay pinned or loading.
@@ -102,8 +102,8 @@ impl Cache {
         Ok(Pin { cache: self.id, blocks: blocks.to_vec() })
     }
 
-    /// Ends an export. Blocks that nothing else uses become free, or evictable if they are cached. Panics if `pin` is of
-    /// another cache.
+    /// Ends an export. Blocks that nothing else uses become free, or evictable if they are cached. Panics if `pin` is
+    /// of another cache.
     pub fn unpin(&mut self, pin: Pin) {
         assert_eq!(pin.cache, self.id, "{OTHER_CACHE}");
         self.epoch += 1;
@@ -142,7 +142,7 @@ impl Cache {
     /// free, the sequence stays as it is, and the call succeeds.
     ///
     /// Refused if the sequence has been removed, shortened or extended since the call of [`load`](Self::load); the
-    /// blocks are free then, too. Panics if `loading` is of another cache.
+    /// blocks are then free as well. Panics if `loading` is of another cache.
     pub fn arrived<E>(&mut self, loading: Loading, result: Result<(), E>) -> Result<(), Refused> {
         assert_eq!(loading.cache, self.id, "{OTHER_CACHE}");
         let Loading { seq, start, n_tokens, lineage, groups, .. } = loading;

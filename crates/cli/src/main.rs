@@ -22,10 +22,10 @@ use std::process::ExitCode;
 struct Cli {
     #[command(subcommand)]
     command: Command,
-    /// Log to stderr what happens (memory, loading); twice for more
+    /// Log events (memory, loading) to stderr; give it twice for more
     #[arg(short, long, global = true, action = clap::ArgAction::Count)]
     verbose: u8,
-    /// Say nothing on stderr but errors
+    /// Write only errors to stderr
     #[arg(short, long, global = true, conflicts_with = "verbose")]
     quiet: bool,
 }
@@ -34,11 +34,11 @@ struct Cli {
 enum Command {
     /// Continue a text, or answer a prompt
     Run(commands::run::Args),
-    /// Talk in turns; fork, switch and undo without copying the past
+    /// Chat; fork, switch and undo without copying the history
     Chat(commands::chat::Args),
-    /// What a model and its cache will take, before anything is loaded
+    /// The memory that a model and its cache will take, before anything is loaded
     Plan(commands::plan::Args),
-    /// The models on this machine: what to type for them, and whether they run in its memory
+    /// The models on this machine: their names for --model, and whether they fit into its memory
     Models(commands::models::Args),
     /// What a quantised or windowed cache costs in quality, measured against a reference cache
     Eval(commands::eval::Args),
@@ -95,7 +95,7 @@ fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
     };
     let filter = match std::env::var("KVIST_LOG") {
         Ok(text) if !text.is_empty() => EnvFilter::try_new(&text).map_err(|e| {
-            options::wrong_usage(format!("KVIST_LOG `{text}`: {e}; use a level, or target=level,..."))
+            options::wrong_usage(format!("KVIST_LOG `{text}`: {e}; give a level, or target=level,..."))
         })?,
         _ => EnvFilter::new(default),
     };

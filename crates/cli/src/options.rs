@@ -8,9 +8,9 @@ use anyhow::{Context, anyhow};
 use clap::Args;
 use kvist_cache::kinds;
 use kvist_cpu::arch::Isa;
-use kvist_cpu::{Compute, Cpu};
 pub use kvist_device::Bytes;
 use kvist_device::{MemoryBudget, Recent, Registry, Storage};
+use kvist_engine::devices::{self, Compute};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightForm;
@@ -98,7 +98,7 @@ pub fn parse_context(text: &str) -> Result<u32, String> {
     }
     let tokens: u32 = digits.parse().map_err(|_| refuse())?;
     match tokens.checked_mul(unit) {
-        Some(0) => Err(format!("`{text}` tokens are too few: use 1 or more")),
+        Some(0) => Err(format!("`{text}` tokens hold nothing: give 1 or more")),
         tokens => tokens.ok_or_else(refuse),
     }
 }
@@ -112,13 +112,13 @@ pub fn parse_rate(text: &str) -> Result<Size, String> {
 pub struct ModelArgs {
     #[command(flatten)]
     pub source: SourceArgs,
-    /// How linear layers are held: as-stored (the file's own encoding), f32, q8_0
+    /// How the weights of linear layers are stored in memory: as-stored (the file's own encoding), f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     pub weights: WeightForm,
     /// Read weights into memory instead of mapping the file, which must then not change underneath
     #[arg(long)]
     pub no_mmap: bool,
-    /// Memory that weights, cache and working buffers may take together; without it what the machine has free
+    /// Memory that weights, cache and working buffers may take together; by default the free memory of the machine
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
     /// Split text as GPT-2 does if a GGUF file names a pretokenizer that kvist does not know; tokens may then be wrong
@@ -180,11 +180,11 @@ impl ModelArgs {
         budget: &Arc<MemoryBudget>,
         quiet: bool,
     ) -> anyhow::Result<Arc<Model>> {
-        let device = Cpu::new(self.compute.get()?);
+        let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
         let options =
             LoadOptions { form: self.weights, mmap: !self.no_mmap, context, ..LoadOptions::default() };
-        let model = opened.load(device, &options, budget, &mut |done, total| {
+        let model = devices::load(opened, &compute, &options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
@@ -208,18 +208,17 @@ const MAX_THREADS: usize = 1024;
 fn parse_threads(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(threads) if (1..=MAX_THREADS).contains(&threads) => Ok(threads),
-        Ok(0) => Err("at least one thread is needed: use 1 or more".into()),
+        Ok(0) => Err("nothing computes without a thread: give 1 or more".into()),
         Ok(_) => Err(format!(
-            "more than {MAX_THREADS} threads would only wait for each other, and the system may refuse them: use \
-             one per core"
+            "more than {MAX_THREADS} threads only wait for each other, and the system may refuse them: use one per core"
         )),
-        Err(_) => Err(format!("`{text}` is not a number of threads: use 1 to {MAX_THREADS}")),
+        Err(_) => Err(format!("`{text}` is not a number of threads: give 1 to {MAX_THREADS}")),
     }
 }
 
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
-    /// Threads that compute; without it one per core
+    /// Threads that compute; by default one per core
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
@@ -263,11 +262,11 @@ pub fn parse_recent(text: &str) -> Result<u32, String> {
 
 #[derive(Args, Clone, Debug)]
 pub struct CacheArgs {
-    /// What holds the bytes: cpu, reference (slow, for comparison)
+    /// Where K and V are stored: cpu, reference (slow, for comparison)
     #[arg(long, default_value = "cpu")]
     pub backend: String,
-    /// How cells are handed out: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a chat
-    /// cells
+    /// How cells are handed out: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a
+    /// chat cells
     #[arg(long)]
     pub kind: Option<String>,
     /// Storage of K and V: f32, f16, bf16, q8, q4, t4; q8-64 and q4-64 share a scale over 64 values; -rot rotates; t4-o
@@ -277,8 +276,8 @@ pub struct CacheArgs {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     pub kv_v: Option<Storage>,
-    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64): texts come closer
-    /// to those of f16; 0 for none
+    /// q8, q4 and t4 also keep the newest tokens in f16, in groups of this many (a power of two up to 64): texts come
+    /// closer to those of f16; 0 for none
     #[arg(long, value_name = "TOKENS", default_value_t = RECENT_TOKENS, value_parser = parse_recent)]
     pub kv_recent: u32,
     /// Tokens the cache may hold, 32768 or 32k; without it the prompt and --max-tokens, within the model's context
@@ -290,7 +289,7 @@ pub struct CacheArgs {
     /// A query sees at most this many positions, its own included
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub window: Option<u32>,
-    /// First positions that stay visible beside the window
+    /// First positions that stay visible in addition to the window
     #[arg(long, default_value_t = 0, value_name = "TOKENS", requires = "window")]
     pub sinks: u32,
 }
@@ -322,7 +321,9 @@ impl CacheArgs {
         }
         if let Some(v) = self.kv_v.filter(|v| v.outliers) {
             let known = v.for_values();
-            return Err(wrong_usage(format!("--kv-v {v}: only K has outlier channels; use --kv-v {known}")));
+            return Err(wrong_usage(format!(
+                "--kv-v {v}: only keys have channels that stand out; use --kv-v {known}"
+            )));
         }
         let k = self.kv.unwrap_or(Storage::F16);
         Ok(CacheConfig {
@@ -354,7 +355,7 @@ impl CacheArgs {
 
 /// Every backend and kind of this program.
 pub fn registry(compute: &Compute) -> Registry {
-    kvist_engine::devices::on(compute)
+    devices::on(compute)
 }
 
 /// Reads a text file, which must be UTF-8.

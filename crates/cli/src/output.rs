@@ -84,20 +84,21 @@ pub fn is_closed_pipe(error: &anyhow::Error) -> bool {
 
 /// An error and its causes in one line, without repetition.
 pub fn sentence(error: &anyhow::Error) -> String {
-    let mut said = String::new();
+    let mut text = String::new();
     for cause in error.chain() {
         let cause = cause.to_string();
-        if !said.contains(&cause) {
-            if !said.is_empty() {
-                said += ": ";
+        if !text.contains(&cause) {
+            if !text.is_empty() {
+                text += ": ";
             }
-            said += &cause;
+            text += &cause;
         }
     }
-    said
+    text
 }
 
-/// Writes a file atomically: to a temporary name beside it, then renamed. A pipe or a device is written in place.
+/// Writes a file atomically: to a temporary file in the same folder, which is then renamed. A pipe or a device is
+/// written in place.
 pub fn write_file(path: &Path, bytes: &[u8]) -> anyhow::Result<()> {
     let mut file = FileInParts::create(path)?;
     file.write(bytes)?;
@@ -114,8 +115,11 @@ pub struct FileInParts {
 
 impl FileInParts {
     pub fn create(path: &Path) -> anyhow::Result<Self> {
-        let place =
-            if path.metadata().is_ok_and(|m| !m.is_file()) { path.to_path_buf() } else { beside(path)? };
+        let place = if path.metadata().is_ok_and(|m| !m.is_file()) {
+            path.to_path_buf()
+        } else {
+            temporary_path(path)?
+        };
         let file = std::fs::File::create(&place).with_context(|| cannot_write(path))?;
         Ok(FileInParts { path: path.into(), place, file: io::BufWriter::new(file), whole: false })
     }
@@ -148,7 +152,7 @@ fn cannot_write(path: &Path) -> String {
     format!("cannot write {}", path.display())
 }
 
-fn beside(path: &Path) -> anyhow::Result<PathBuf> {
+fn temporary_path(path: &Path) -> anyhow::Result<PathBuf> {
     let name =
         path.file_name().with_context(|| format!("cannot write {}: it names no file", path.display()))?;
     let mut part = name.to_os_string();

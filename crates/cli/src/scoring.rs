@@ -13,7 +13,8 @@ use std::sync::Arc;
 
 /// The tokens of a text; a NUL byte ends a document.
 pub fn tokens(opened: &Opened, text: &str) -> anyhow::Result<Vec<u32>> {
-    let tokenizer = opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?;
+    let tokenizer =
+        opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?;
     let mut tokens = Vec::new();
     for document in text.split('\0').filter(|d| !d.is_empty()) {
         tokens.extend(tokenizer.encode(document, true)?);

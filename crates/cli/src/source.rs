@@ -2,8 +2,8 @@
 use crate::{output, progress};
 use clap::{Args, ValueHint};
 use indicatif::{ProgressBar, ProgressStyle};
-use kvist_cpu::Cpu;
 use kvist_device::Bytes;
+use kvist_engine::devices;
 use kvist_hub::{Hub, Name, Progress, Resolved, Settings};
 use kvist_model::ModelFile;
 use kvist_model::ModelSize;
@@ -120,7 +120,8 @@ impl Progress for Bar {
 
     /// Refuses an unsupported family before its weights (gigabytes) are downloaded.
     fn accept(&mut self, config: &Path) -> Result<(), String> {
-        let size = ModelSize::of(&ModelFile::Path(config.into()), &Cpu::default(), WeightForm::AsStored);
+        let registry = devices::all();
+        let size = ModelSize::of(&ModelFile::Path(config.into()), registry.device(), WeightForm::AsStored);
         size.map(drop).map_err(|error| error.to_string())
     }
 }

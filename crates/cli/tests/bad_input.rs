@@ -162,7 +162,7 @@ fn texts_and_tokens() {
             &["token 4294967295", "vocabulary of"],
         ),
         rows(&["logits", "--tokens", "99999999", "--out", &missing], 1, &["token 99999999", "vocabulary"]),
-        rows(&["logits", "--tokens", "", "--generate", "1"], 2, &["not a token id"]),
+        rows(&["logits", "--tokens", "", "--generate", "1"], 2, &["no token id"]),
         rows(
             &["logits", "--tokens-file", &ids, "--generate", "1"],
             1,

@@ -25,8 +25,8 @@ fn a_chat_is_driven_from_stdin() {
         " runs of cells",
         "  main (2 messages)",
         "on main",
-        "removed the last question and its answer",
-        "there is nothing to undo yet",
+        "undone",
+        "there is nothing to undo",
         "deleted third",
         "wrote ",
         "reused",
@@ -63,7 +63,7 @@ fn a_chat_is_driven_from_stdin() {
 
 /// The penalty looks at the text that is continued, not at text of other branches or text that was undone.
 #[test]
-fn what_was_unsaid_leaves_no_trace_in_the_sampler() {
+fn what_was_undone_leaves_no_trace_in_the_sampler() {
     let args = ["chat", "-q", "--json", "--greedy", "--repeat-penalty", "1.5", "-n", "12"];
     let (lines, _) = succeed_with(&args, b"The\n/undo\nThe\n/undo\n/fork x\nThe\n");
     let texts: Vec<Value> =

@@ -451,11 +451,19 @@ fn a_recording_is_decided_anew() {
     let (text, _) = succeed(&["simulate", "replay", &bad]);
     assert!(text.contains("identical"), "{text}");
     let middle = recorded.len() / 2;
-    refused(&(recorded[..middle].to_owned() + "\n" + &recorded[middle..]), &[], &["not a line of"]);
+    refused(
+        &(recorded[..middle].to_owned() + "\n" + &recorded[middle..]),
+        &[],
+        &["not a line of a recording"],
+    );
 
     let without_last = |text: &str| text[..text.trim_end().rfind('\n').unwrap()].to_owned();
-    refused(&recorded.replacen("\"hit\":0", "\"hit\":16", 1), &[], &["bad.jsonl, line", "differently"]);
-    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "found event 2, expected 1"]);
+    refused(
+        &recorded.replacen("\"hit\":0", "\"hit\":16", 1),
+        &[],
+        &["bad.jsonl, line", "decides differently"],
+    );
+    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is expected"]);
     refused(&recorded.replacen("\"cache\":", "\"bucket\":", 1), &[], &["does not describe its cache"]);
     refused(
         &recorded.replacen("\"cache\":{\"block_tokens\":16", "\"cache\":{\"block_tokens\":0", 1),
@@ -464,7 +472,7 @@ fn a_recording_is_decided_anew() {
     );
     refused(&decisions, &[], &["--decisions"]);
     refused("{}\n", &[], &["line 1"]);
-    refused("", &[], &["contains no event log"]);
+    refused("", &[], &["holds no event log"]);
     refused("prose\n", &[], &["line 1", "not a line of a recording"]);
     let fewer = path("fewer.jsonl");
     std::fs::write(&fewer, without_last(&decisions)).unwrap();

@@ -141,7 +141,7 @@ fn an_answer_is_stopped_and_the_chat_goes_on() {
     terminal.wait("prompt", |said| said.matches("main> ").count() == 4);
     // Regression: /help offered line continuation and history on terminals that have neither.
     let said = String::from_utf8(terminal.0.0.lock().unwrap().clone()).unwrap();
-    assert!(said.contains("say /TEXT") && !said.contains("continues on the next line"), "{said}");
+    assert!(said.contains("send /TEXT") && !said.contains("continues on the next line"), "{said}");
     keys.write_all(b"/quit\n").unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
 }

@@ -253,8 +253,10 @@ impl FromStr for Isa {
         let all = Isa::available();
         all.iter().copied().find(|isa| isa.name() == name).ok_or_else(|| {
             let names: Vec<_> = all.iter().map(|isa| isa.name()).collect();
-            let available = names.join(", ");
-            format!("`{name}` is not an instruction set with kernels for this CPU; available are {available}")
+            format!(
+                "`{name}` is not an instruction set that this CPU has kernels for; it has {}",
+                names.join(", ")
+            )
         })
     }
 }

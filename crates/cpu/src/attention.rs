@@ -37,7 +37,7 @@ use kvist_cache::{ReadItem, Reads};
 use kvist_device::DType;
 pub use scratch::Scratch;
 use scratch::{EXTRA, ThreadScratch};
-use softmax::NOTHING;
+use softmax::NO_SCORE;
 use std::ops::Range;
 use tile::Tile;
 
@@ -143,7 +143,7 @@ impl<'l> Layer<'l> {
                 let norm = softmax::sum(&norms[..LANES]);
                 let factor = match self.sinks {
                     None => 1.0 / norm,
-                    Some(sinks) => softmax::beside(norm, norms[LANES], sinks[head]),
+                    Some(sinks) => softmax::factor_with_sink(norm, norms[LANES], sinks[head]),
                 };
                 sums.iter_mut().for_each(|x| *x *= factor);
                 self.values.turn_back(rows.head, sums);
@@ -222,7 +222,7 @@ impl<'l> Layer<'l> {
     fn reset(&self, states: &mut [f32], n_rows: usize) {
         for row in states.chunks_exact_mut(self.state()).take(n_rows) {
             row.fill(0.0);
-            row[self.head_dim + LANES] = NOTHING;
+            row[self.head_dim + LANES] = NO_SCORE;
         }
     }
 
@@ -231,7 +231,7 @@ impl<'l> Layer<'l> {
         let at = self.head_dim + LANES;
         let states = total.chunks_exact_mut(self.state()).zip(other.chunks_exact(self.state()));
         for (total, other) in states.take(n_rows) {
-            if other[at] == NOTHING {
+            if other[at] == NO_SCORE {
                 continue;
             }
             let max = if total[at] > other[at] { total[at] } else { other[at] };
@@ -252,8 +252,8 @@ impl<'l> Layer<'l> {
     ) {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
         let slots = rows.slots();
-        let few = rows.n_slots * self.per_kv() <= LONG_TILE_ROWS;
-        let len = if few { LONG_TILE } else { TILE };
+        let few_rows = rows.n_slots * self.per_kv() <= LONG_TILE_ROWS;
+        let len = if few_rows { LONG_TILE } else { TILE };
         let at_once = (BLOCK_ROWS / self.per_kv()).max(1) as u32;
         for start in (from..until).step_by(len) {
             let tile = Tile { indices: start..start.saturating_add(len as u32).min(until), len };

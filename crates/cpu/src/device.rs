@@ -1,39 +1,11 @@
 //! The CPU as a device: it computes each operation when the decoder asks for it, so a submission is done at once.
 use crate::experts;
-use crate::linear::{Input, Inputs, Matrix};
-use crate::{Compute, Cpu, steps};
+use crate::layer::Linear;
+use crate::linear::{Inputs, Matrix};
+use crate::{Cpu, steps};
 use kvist_cache::{StepId, StepPlan};
 use kvist_device::weights::{Encoding, FileTensor, WeightForm};
 use kvist_device::*;
-
-/// `y = scale × x·Wᵀ + b` with `W: [outputs, inputs]`, or an embedding table.
-#[derive(Debug)]
-pub struct Linear {
-    weight: Matrix,
-    scale: f32,
-    bias: Option<Vec<f32>>, // [outputs]
-}
-
-impl Linear {
-    pub(crate) fn outputs(&self) -> usize {
-        self.weight.outputs()
-    }
-    pub(crate) fn inputs(&self) -> usize {
-        self.weight.inputs()
-    }
-    /// `x: [n, inputs]`, `out: [n, outputs]`.
-    pub(crate) fn multiply(&self, compute: &Compute, x: &mut Input<'_>, out: &mut [f32]) {
-        self.weight.multiply(compute, x, out);
-        if self.scale != 1.0 {
-            out.iter_mut().for_each(|y| *y *= self.scale);
-        }
-        if let Some(bias) = &self.bias {
-            for row in out.chunks_exact_mut(self.outputs()) {
-                row.iter_mut().zip(bias).for_each(|(y, b)| *y += b);
-            }
-        }
-    }
-}
 
 /// Activations: rows of the largest step, of which the first ones are in use.
 #[derive(Debug)]

@@ -5,7 +5,7 @@
 //! ```
 //! Only experts that a token of the batch is routed to are read, each once for all its tokens. The outputs of a token's
 //! experts are added in order of expert number, whatever else is in the batch.
-use crate::device::Linear;
+use crate::layer::Linear;
 use crate::linear::{Input, Inputs};
 use crate::{Compute, Cpu, steps};
 use kvist_device::{Activation, Experts, GatedMlp, ModelShape, Routing};
@@ -21,7 +21,7 @@ pub struct Scratch {
     order: Vec<u32>,    // [n experts]
     rows: Vec<f32>,     // [tokens of an expert, hidden]
     row_inputs: Inputs,
-    answer: Vec<f32>, // [tokens of an expert, hidden]
+    output: Vec<f32>, // [tokens of an expert, hidden]
 }
 
 /// Routes a token to an expert, whose output is multiplied by the weight.
@@ -62,7 +62,7 @@ pub fn run(
     out: &mut [f32],
 ) {
     let hidden = layer.router.inputs();
-    let Scratch { gate, up, wide_inputs, odds, routes, order, rows, row_inputs, answer } = scratch;
+    let Scratch { gate, up, wide_inputs, odds, routes, order, rows, row_inputs, output } = scratch;
     let mut widen = |expert: &GatedMlp<Cpu>, x: &mut Input<'_>, gate: &mut Vec<f32>| {
         into(compute, &expert.gate, x, gate);
         into(compute, &expert.up, x, up);
@@ -86,10 +86,10 @@ pub fn run(
             }
             widen(expert, &mut row_inputs.of(rows, hidden), gate);
         }
-        into(compute, &expert.down, &mut wide_inputs.of(gate, expert.down.inputs()), answer);
-        for (route, answer) in run.iter().zip(answer.chunks_exact(hidden)) {
+        into(compute, &expert.down, &mut wide_inputs.of(gate, expert.down.inputs()), output);
+        for (route, output) in run.iter().zip(output.chunks_exact(hidden)) {
             let first = route.token as usize * hidden;
-            for (out, y) in out[first..first + hidden].iter_mut().zip(answer) {
+            for (out, y) in out[first..first + hidden].iter_mut().zip(output) {
                 *out += route.weight * y;
             }
         }

@@ -17,6 +17,7 @@ mod attention;
 mod device;
 mod element;
 mod experts;
+mod layer;
 pub mod linear;
 mod pages;
 pub mod peak;
@@ -94,7 +95,7 @@ impl Cpu {
         Cpu { compute, growth: Growth::Segments }
     }
 
-    /// `cpu-concat`: the same kernels over a cache that is concatenated anew at every step, as naive decoders do. For
+    /// `cpu-concat`: the same kernels over a cache that is concatenated again at every step, as naive decoders do. For
     /// measurements only.
     pub fn concatenating(self) -> Self {
         Cpu { growth: Growth::Concatenate, ..self }

@@ -138,7 +138,7 @@ trait Format: 'static {
     const CODES: usize;
     const SCALES: usize;
     /// The input format that the kernel reads.
-    const FORM: inputs::Form;
+    const INPUT: inputs::InputFormat;
     /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
 
@@ -285,9 +285,9 @@ impl Matrix {
         }
         let size = usize::try_from(size).map_err(|_| BadMatrix::OutOfMemory(size))?;
         let mut panels = Pages::new(size).map_err(BadMatrix::OutOfMemory)?;
-        let mut nothing = vec![(); compute.threads.n()];
+        let mut no_scratch = vec![(); compute.threads.n()];
         // Few large units, so that each page of weights is first touched by one thread.
-        compute.threads.parts(panels.bytes_mut(), panel, &mut nothing, |i, panel, ()| {
+        compute.threads.parts(panels.bytes_mut(), panel, &mut no_scratch, |i, panel, ()| {
             with_format!(encoding, F => {
                 let blocks = inputs / F::BLOCK.0;
                 let (codes, scales) = panel.split_at_mut(blocks * F::CODES);
@@ -338,12 +338,12 @@ impl Matrix {
             return;
         }
         with_format!(self.encoding, F => {
-            let dots = F::FORM == inputs::Form::Rows && float::uses_dots::<F>(compute, n);
-            let inputs = input.prepare(compute, if dots { inputs::Form::Pairs } else { F::FORM });
+            let dots = F::INPUT == inputs::InputFormat::Rows && float::uses_dots::<F>(compute, n);
+            let inputs = input.prepare(compute, if dots { inputs::InputFormat::Pairs } else { F::INPUT });
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
-            let (mut nothing, bytes) = (vec![(); compute.threads.n()], self.panels.bytes()); // takes no memory
-            compute.threads.columns(out, self.outputs, at_once * LANES, &mut nothing, |unit, out, ()| {
+            let (mut no_scratch, bytes) = (vec![(); compute.threads.n()], self.panels.bytes()); // takes no memory
+            compute.threads.columns(out, self.outputs, at_once * LANES, &mut no_scratch, |unit, out, ()| {
                 let first = unit * at_once;
                 let outputs = (self.outputs - first * LANES).min(at_once * LANES);
                 let n = outputs.div_ceil(LANES);

@@ -20,9 +20,9 @@ pub enum Product {
 /// Operations per second of all threads together, with operands that stay in registers.
 pub fn operations_per_s(compute: &Compute, product: Product) -> f64 {
     let mut done = vec![0u64; PARTS];
-    let mut nothing = vec![(); compute.threads.n()];
+    let mut no_scratch = vec![(); compute.threads.n()];
     let started = Instant::now();
-    compute.threads.parts(&mut done, 1, &mut nothing, |_, done, ()| {
+    compute.threads.parts(&mut done, 1, &mut no_scratch, |_, done, ()| {
         done[0] = compute.isa.run(Chains(product));
     });
     done.iter().sum::<u64>() as f64 / started.elapsed().max(Duration::from_nanos(1)).as_secs_f64()

@@ -10,6 +10,8 @@
 //! both     parameters [params][16 cells] of f16
 //! ```
 //!
+//! [`rows`] takes single rows out of a block, and puts them back.
+//!
 //! One integer dot product combines four bytes of a cell's key with four bytes of the query, or the values of four
 //! cells with their four weights.
 mod float;
@@ -17,6 +19,7 @@ mod gather;
 mod q4;
 mod q8;
 pub(crate) mod quantised;
+mod rows;
 mod t4;
 
 use crate::Growth;
@@ -31,6 +34,7 @@ use kvist_device::{DType, Side as Half, Storage};
 pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
+use rows::param_at;
 pub use t4::T4;
 
 /// Evaluates `$body` with the type `$C` that packs `$dtype`. To add a dtype, add a file and a line here.
@@ -242,16 +246,6 @@ impl Geometry {
     fn block_params(&self) -> usize {
         LANES * self.params * 2
     }
-
-    /// Offset in its block of byte `j` of the row in lane `lane`.
-    fn place(&self, j: usize, lane: usize) -> usize {
-        match self.interleaving {
-            Interleaving::Keys { unit } => (j / unit * LANES + lane) * unit + j % unit,
-            Interleaving::Values { together } => {
-                lane / together * together * self.row + j * together + lane % together
-            }
-        }
-    }
 }
 
 /// Consecutive cells of every head in one slab: codes `[heads][blocks]`, then parameters `[heads][blocks]`.
@@ -373,9 +367,8 @@ impl Side {
 
     /// Codes of the block of `head` that contains `cell`.
     pub fn codes<'b>(&self, slabs: &'b [Pages], head: usize, cell: u32) -> &'b [u8] {
-        let segment = self.segment_of(cell);
-        let at = segment.codes + Self::block_of(segment, head, cell) * self.shape.block_codes();
-        &slabs[segment.slab].bytes()[at..at + self.shape.block_codes()]
+        let block = self.place(self.segment_of(cell), head, cell);
+        &slabs[block.slab].bytes()[block.codes]
     }
 
     fn lane_of(segment: &Segment, cell: u32) -> usize {
@@ -387,34 +380,27 @@ impl Side {
         let (codes, params) = (&mut self.codes[..], &mut self.params[..]);
         let finite = with_codec!(shape.storage.dtype, C => C::encode(row, shape.group, codes, params));
         self.broken |= !finite;
-        let segment = *self.segment_of(cell);
-        let (block, lane) = (Self::block_of(&segment, head, cell), Self::lane_of(&segment, cell));
-        let slab = slabs[segment.slab].bytes_mut();
-        let at = segment.codes + block * shape.block_codes();
-        scatter(
-            &mut slab[at..at + shape.block_codes()],
-            &self.codes,
-            |j| shape.place(j, lane),
-            shape.interleaving,
-        );
-        let at = segment.params + block * shape.block_params();
-        let line = slab[at..at + shape.block_params()].chunks_exact_mut(2 * LANES);
-        for (line, param) in line.zip(&self.params) {
-            line[2 * lane..2 * lane + 2].copy_from_slice(&param.to_le_bytes());
+        let segment = self.segment_of(cell);
+        let (block, lane) = (self.place(segment, head, cell), Self::lane_of(segment, cell));
+        let slab = slabs[block.slab].bytes_mut();
+        shape.scatter(&mut slab[block.codes], lane, &self.codes);
+        let line = &mut slab[block.params];
+        for (p, param) in self.params.iter().enumerate() {
+            line[param_at(p, lane)].copy_from_slice(&param.to_le_bytes());
         }
     }
 
     pub fn read(&self, slabs: &[Pages], head: usize, cell: u32, row: &mut [f32]) {
         let shape = self.shape;
         let segment = self.segment_of(cell);
-        let (block, lane) = (Self::block_of(segment, head, cell), Self::lane_of(segment, cell));
-        let slab = slabs[segment.slab].bytes();
-        let at = segment.codes + block * shape.block_codes();
-        let codes: Vec<u8> = (0..shape.row).map(|j| slab[at + shape.place(j, lane)]).collect();
-        let at = segment.params + block * shape.block_params();
+        let (block, lane) = (self.place(segment, head, cell), Self::lane_of(segment, cell));
+        let slab = slabs[block.slab].bytes();
+        let mut codes = vec![0; shape.row];
+        shape.gather(&slab[block.codes], lane, &mut codes);
+        let line = &slab[block.params];
         let param = |p: usize| {
-            let at = at + (p * LANES + lane) * 2;
-            f16::from_le_bytes([slab[at], slab[at + 1]])
+            let at = param_at(p, lane).start;
+            f16::from_le_bytes([line[at], line[at + 1]])
         };
         let params: Vec<f16> = (0..shape.params).map(param).collect();
         with_codec!(shape.storage.dtype, C => C::decode(&codes, &params, shape.group, row));
@@ -427,16 +413,12 @@ impl Side {
             let (a, b) = (*self.segment_of(from + i), *self.segment_of(to + i));
             let (la, lb) = (Self::lane_of(&a, from + i), Self::lane_of(&b, to + i));
             for head in 0..shape.heads {
-                let (ba, bb) = (Self::block_of(&a, head, from + i), Self::block_of(&b, head, to + i));
-                for j in 0..shape.row {
-                    let from = a.codes + ba * shape.block_codes() + shape.place(j, la);
-                    let to = b.codes + bb * shape.block_codes() + shape.place(j, lb);
-                    slabs[b.slab].bytes_mut()[to] = slabs[a.slab].bytes()[from];
-                }
+                let (a, b) = (self.place(&a, head, from + i), self.place(&b, head, to + i));
+                shape.gather(&slabs[a.slab].bytes()[a.codes], la, &mut self.codes);
+                shape.scatter(&mut slabs[b.slab].bytes_mut()[b.codes], lb, &self.codes);
                 for p in 0..shape.params {
-                    let from = a.params + ba * shape.block_params() + (p * LANES + la) * 2;
-                    let to = b.params + bb * shape.block_params() + (p * LANES + lb) * 2;
-                    copy(slabs, (a.slab, from), (b.slab, to), 2);
+                    let (from, to) = (param_at(p, la).start, param_at(p, lb).start);
+                    copy(slabs, (a.slab, a.params.start + from), (b.slab, b.params.start + to), 2);
                 }
             }
         }
@@ -452,27 +434,6 @@ impl Side {
     /// Slab of the newest segment. A concatenating side has only this one.
     pub fn slab(&self) -> Option<usize> {
         self.segments.last().map(|s| s.slab)
-    }
-}
-
-/// Writes `codes[j]` to `place(j)`. Two loops, because most units are whole.
-fn scatter(block: &mut [u8], codes: &[u8], place: impl Fn(usize) -> usize, interleaving: Interleaving) {
-    match interleaving {
-        Interleaving::Values { together: 1 } => {
-            let at = place(0);
-            block[at..at + codes.len()].copy_from_slice(codes);
-        }
-        Interleaving::Values { .. } => {
-            for (j, code) in codes.iter().enumerate() {
-                block[place(j)] = *code;
-            }
-        }
-        Interleaving::Keys { unit } => {
-            for (i, unit_codes) in codes.chunks_exact(unit).enumerate() {
-                let at = place(i * unit);
-                block[at..at + unit].copy_from_slice(unit_codes);
-            }
-        }
     }
 }
 

@@ -33,6 +33,7 @@ pub struct CpuPools {
     turned: Vec<f32>, // buffer for one row, transformed as the pool stores it
     begun: Option<StepId>,
     counters: Counters,
+    transfers: FinishedTransfers,
 }
 
 impl CpuPools {
@@ -44,7 +45,9 @@ impl CpuPools {
     ) -> Result<Self, BackendError> {
         spec.layout.check()?;
         for (l, layer) in spec.layout.layers.iter().enumerate() {
-            layer.equal_dims(l, device)?;
+            layer.equal_dims().map_err(|what| {
+                BackendError::Unsupported(format!("layer {l}: the CPU has no kernels for {what}"))
+            })?;
         }
         for storage in [spec.k, spec.v] {
             if storage.dtype.has_groups() && ![32, 64].contains(&storage.group) {
@@ -87,6 +90,7 @@ impl CpuPools {
             turned: vec![0.0; spec.layout.max_head_dim() as usize],
             begun: None,
             counters: Counters::default(),
+            transfers: FinishedTransfers::default(),
             spec: spec.clone(),
         })
     }
@@ -157,6 +161,42 @@ impl CpuPools {
                     owned.values.moved_to(old);
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Copies the stored rows of `cells` to a block, layer by layer.
+    fn copy_out(&mut self, group: GroupId, cells: Run, mut block: &mut [u8]) -> Result<(), BackendError> {
+        let have = cells_of(&self.spec.layout, &self.layers, group);
+        self.spec.check_transfer(group, cells, have, block.len())?;
+        self.counters.bytes_moved += block.len() as u64;
+        for (layer, owned) in self.spec.layout.layers.iter().zip(&self.layers) {
+            let Some(owned) = owned.as_ref().filter(|_| layer.group == group) else { continue };
+            for side in [&owned.keys, &owned.values] {
+                let rows =
+                    block.split_off_mut(..side.shape.bytes_outside(cells)).expect("the length was checked");
+                side.export(&self.slabs, cells, rows);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the rows of a block to `cells`, after growing to them.
+    fn copy_in(&mut self, group: GroupId, cells: Run, mut block: &[u8]) -> Result<(), BackendError> {
+        let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
+        self.spec.check_transfer(group, cells, capacity, block.len())?;
+        self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
+        self.counters.bytes_moved += block.len() as u64;
+        for (layer, owned) in self.spec.layout.layers.iter().zip(&mut self.layers) {
+            let Some(owned) = owned.as_mut().filter(|_| layer.group == group) else { continue };
+            for side in [&mut owned.keys, &mut owned.values] {
+                let rows =
+                    block.split_off(..side.shape.bytes_outside(cells)).expect("the length was checked");
+                side.import(&mut self.slabs, cells, rows);
+            }
+        }
+        if let Some(recent) = &mut self.recent {
+            recent.forget(group, cells);
         }
         Ok(())
     }
@@ -316,6 +356,36 @@ impl Pools for CpuPools {
             }
         }
         Ok(())
+    }
+
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        self.spec.block_bytes(group, cells)
+    }
+
+    fn export(
+        &mut self,
+        _: Ticket,
+        group: GroupId,
+        cells: Run,
+        mut into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        let copied = self.copy_out(group, cells, into.bytes_mut());
+        self.transfers.add(into, copied)
+    }
+
+    fn import(
+        &mut self,
+        _: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        let copied = self.copy_in(group, cells, from.bytes());
+        self.transfers.add(from, copied)
+    }
+
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        self.transfers.take(transfer)
     }
 
     fn inspect(

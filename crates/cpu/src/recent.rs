@@ -7,7 +7,7 @@
 use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use kvist_cache::{CellCopy, GroupId, GroupPlan, SpanKind, StepPlan};
+use kvist_cache::{CellCopy, GroupId, GroupPlan, Run, SpanKind, StepPlan};
 use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,9 +16,9 @@ use std::sync::Arc;
 /// Sixteen elements in f16.
 type Vector = [u8; 2 * LANES];
 
-/// A row that a query reads from here instead of the pool.
+/// One read of a query from a recent row instead of the pool.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Own {
+pub struct RecentRead {
     /// Its index in the sequence, as in [`kvist_cache::ReadItem::first_index`].
     pub index: u32,
     /// Its row: a slot number, or the number of slots plus the index of a token of this step.
@@ -34,7 +34,7 @@ pub struct RecentRows {
     layers: Vec<Option<Layer>>,
     /// Rows of the step's tokens. One buffer shared by all layers, or one per layer if some layers read another layer's
     /// KV.
-    fresh: Vec<Vec<Vector>>,
+    new_rows: Vec<Vec<Vector>>,
     positions: Vec<u32>,
     bounds: Vec<Bounds>,
     _held: Reservation,
@@ -44,8 +44,8 @@ pub struct RecentRows {
 struct Layer {
     shape: Shape,
     slots: Vec<Vector>,
-    /// Index of this layer's buffer in `fresh`.
-    fresh: usize,
+    /// Index of this layer's buffer in `new_rows`.
+    buffer: usize,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -75,10 +75,10 @@ struct Sizes {
     slots: usize,
     /// By layer; `None` for layers that share another layer's KV.
     shapes: Vec<Option<Shape>>,
-    /// Vectors of each fresh buffer.
-    fresh: Vec<usize>,
-    /// Per layer group: number of reads recorded for the tokens of a step.
-    own: usize,
+    /// Vectors of each buffer of new rows.
+    new_rows: Vec<usize>,
+    /// Per layer group: maximum number of reads recorded for the tokens of a step.
+    max_reads: usize,
     groups: usize,
 }
 
@@ -97,26 +97,26 @@ impl Sizes {
         let shapes: Vec<Option<Shape>> = layers.iter().enumerate().map(shape).collect();
         let tokens = spec.max_step_tokens as usize;
         let rows = shapes.iter().flatten().map(|shape| shape.row().saturating_mul(tokens));
-        let fresh = match shapes.iter().all(Option::is_some) {
+        let new_rows = match shapes.iter().all(Option::is_some) {
             true => vec![rows.max().unwrap_or(0)],
             false => rows.collect(),
         };
         // No more rows than cells.
         let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let slots = spec.recent.rows().min(cells) as usize;
-        let own = (spec.recent.tokens as usize).saturating_mul(tokens);
-        Some(Sizes { slots, shapes, fresh, own, groups: spec.layout.n_groups() })
+        let max_reads = (spec.recent.tokens as usize).saturating_mul(tokens);
+        Some(Sizes { slots, shapes, new_rows, max_reads, groups: spec.layout.n_groups() })
     }
 
     fn bytes(&self) -> Option<u64> {
         let kept = self.shapes.iter().flatten().map(|shape| shape.row().checked_mul(self.slots));
         let vectors = kept
-            .chain(self.fresh.iter().copied().map(Some))
+            .chain(self.new_rows.iter().copied().map(Some))
             .try_fold(0usize, |sum, n| sum.checked_add(n?))?;
-        let books = self.own.checked_mul(size_of::<Own>())?;
-        let books =
-            books.checked_add(self.slots.checked_mul(size_of::<Slot>())?)?.checked_mul(self.groups)?;
-        u64::try_from(vectors.checked_mul(size_of::<Vector>())?.checked_add(books)?).ok()
+        let tables = self.max_reads.checked_mul(size_of::<RecentRead>())?;
+        let tables =
+            tables.checked_add(self.slots.checked_mul(size_of::<Slot>())?)?.checked_mul(self.groups)?;
+        u64::try_from(vectors.checked_mul(size_of::<Vector>())?.checked_add(tables)?).ok()
     }
 }
 
@@ -132,7 +132,7 @@ impl RecentRows {
         let Some(sizes) = Sizes::of(spec) else { return Ok(None) };
         let overflow = || BackendError::Unsupported("recent rows for that many sequences overflow".into());
         let bytes = sizes.bytes().ok_or_else(overflow)?;
-        let held = budget.reserve(Purpose::Scratch, bytes)?;
+        let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         let buffer = |n: usize| {
             let mut all = Vec::new();
             let refused = |_| BackendError::OutOfMemory { what: "recent rows", bytes };
@@ -143,19 +143,19 @@ impl RecentRows {
         let mut n_owners = 0;
         let layers = sizes.shapes.iter().map(|shape| {
             let Some(shape) = *shape else { return Ok(None) };
-            let fresh = n_owners.min(sizes.fresh.len() - 1);
+            let index = n_owners.min(sizes.new_rows.len() - 1);
             n_owners += 1;
-            Ok(Some(Layer { shape, slots: buffer(shape.row() * sizes.slots)?, fresh }))
+            Ok(Some(Layer { shape, slots: buffer(shape.row() * sizes.slots)?, buffer: index }))
         });
         Ok(Some(RecentRows {
             tokens: spec.recent.tokens,
             slots: sizes.slots,
-            groups: (0..sizes.groups).map(|_| Group::new(sizes.slots, sizes.own)).collect(),
+            groups: (0..sizes.groups).map(|_| Group::new(sizes.slots, sizes.max_reads)).collect(),
             layers: layers.collect::<Result<_, BackendError>>()?,
-            fresh: sizes.fresh.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
+            new_rows: sizes.new_rows.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
             positions: Vec::new(),
             bounds: Vec::new(),
-            _held: held,
+            _held: reservation,
         }))
     }
 
@@ -174,12 +174,12 @@ impl RecentRows {
                     SpanKind::Chain => Bounds {
                         low: group,
                         high: position + 1,
-                        stays: position >= started,
+                        incomplete: position >= started,
                         kept: position >= kept,
                     },
                     // Tree nodes follow the committed tokens, in any order of positions.
                     SpanKind::Tree { .. } => {
-                        Bounds { low: group.min(span.start), high: u32::MAX, stays: true, kept: true }
+                        Bounds { low: group.min(span.start), high: u32::MAX, incomplete: true, kept: true }
                     }
                 }
             }));
@@ -198,12 +198,20 @@ impl RecentRows {
         group.copy(copies);
     }
 
+    /// Drops the rows of `cells`: other tokens are in these cells from now on.
+    pub fn forget(&mut self, group: GroupId, cells: Run) {
+        let group = &mut self.groups[group.0 as usize];
+        for cell in cells.start..cells.end().min(group.places.len() as u32) {
+            group.set(cell, Place::default());
+        }
+    }
+
     /// Writes the row of `head` for the step's `token`-th token in f16: keys in their original form, values transformed
     /// as the pool transforms them.
     pub fn write(&mut self, owner: usize, token: usize, head: usize, key: &[f32], value: &[f32]) {
         let Some(layer) = &self.layers[owner] else { return };
         let shape = layer.shape;
-        let row = &mut self.fresh[layer.fresh][token * shape.row()..(token + 1) * shape.row()];
+        let row = &mut self.new_rows[layer.buffer][token * shape.row()..(token + 1) * shape.row()];
         if shape.keys {
             round(key, &mut row[shape.keys(head)]);
         }
@@ -215,26 +223,26 @@ impl RecentRows {
     /// Call after all rows of the step are written. Copies the rows that later steps may read into their slots.
     pub fn keep(&mut self, owner: usize, group: GroupId) {
         let Some(layer) = &mut self.layers[owner] else { return };
-        let (row, fresh) = (layer.shape.row(), &self.fresh[layer.fresh]);
+        let (row, new_rows) = (layer.shape.row(), &self.new_rows[layer.buffer]);
         for (token, slot) in &self.groups[group.0 as usize].kept {
             let (from, to) = (*token as usize * row, *slot as usize * row);
-            layer.slots[to..to + row].copy_from_slice(&fresh[from..from + row]);
+            layer.slots[to..to + row].copy_from_slice(&new_rows[from..from + row]);
         }
     }
 
     /// The recent rows of a layer that the step's queries read.
     pub fn reads(&self, owner: usize, group: GroupId) -> Option<RecentReads<'_>> {
         let layer = self.layers[owner].as_ref()?;
-        let Group { own, counts, lowest, .. } = &self.groups[group.0 as usize];
+        let Group { recent_reads, counts, lowest, .. } = &self.groups[group.0 as usize];
         Some(RecentReads {
-            own,
+            reads: recent_reads,
             counts,
             lowest: *lowest,
             tokens: self.tokens as usize,
             shape: layer.shape,
             n_slots: self.slots,
             slots: &layer.slots,
-            fresh: &self.fresh[layer.fresh],
+            new_rows: &self.new_rows[layer.buffer],
         })
     }
 }
@@ -258,14 +266,14 @@ fn round(row: &[f32], out: &mut [Vector]) {
 /// The rows of one layer, and which of them each token of the step reads.
 #[derive(Clone, Copy)]
 pub struct RecentReads<'r> {
-    own: &'r [Own],
+    reads: &'r [RecentRead],
     counts: &'r [u8],
     lowest: u32,
     tokens: usize,
     shape: Shape,
     n_slots: usize,
     slots: &'r [Vector],
-    fresh: &'r [Vector],
+    new_rows: &'r [Vector],
 }
 
 impl<'r> RecentReads<'r> {
@@ -274,8 +282,8 @@ impl<'r> RecentReads<'r> {
         self.lowest
     }
     /// The rows that `token` reads from here, in sequence order.
-    pub fn of(&self, token: usize) -> &'r [Own] {
-        &self.own[token * self.tokens..][..usize::from(self.counts[token])]
+    pub fn of(&self, token: usize) -> &'r [RecentRead] {
+        &self.reads[token * self.tokens..][..usize::from(self.counts[token])]
     }
     pub fn has_keys(&self) -> bool {
         self.shape.keys
@@ -283,17 +291,17 @@ impl<'r> RecentReads<'r> {
     pub fn has_values(&self) -> bool {
         self.shape.values
     }
-    pub fn key(&self, own: &Own, head: usize) -> &'r [Vector] {
-        &self.row(own)[self.shape.keys(head)]
+    pub fn key(&self, read: &RecentRead, head: usize) -> &'r [Vector] {
+        &self.row(read)[self.shape.keys(head)]
     }
-    pub fn value(&self, own: &Own, head: usize) -> &'r [Vector] {
-        &self.row(own)[self.shape.values(head)]
+    pub fn value(&self, read: &RecentRead, head: usize) -> &'r [Vector] {
+        &self.row(read)[self.shape.values(head)]
     }
-    fn row(&self, own: &Own) -> &'r [Vector] {
-        let (row, n) = (own.row as usize, self.shape.row());
+    fn row(&self, read: &RecentRead) -> &'r [Vector] {
+        let (row, n) = (read.row as usize, self.shape.row());
         match row.checked_sub(self.n_slots) {
             None => &self.slots[row * n..(row + 1) * n],
-            Some(token) => &self.fresh[token * n..(token + 1) * n],
+            Some(token) => &self.new_rows[token * n..(token + 1) * n],
         }
     }
 }
@@ -303,7 +311,7 @@ struct Bounds {
     low: u32,
     high: u32,
     /// True if the group is still incomplete after the step.
-    stays: bool,
+    incomplete: bool,
     /// True if the token's row is kept.
     kept: bool,
 }
@@ -316,7 +324,7 @@ struct StepTokens<'s> {
 }
 
 impl StepTokens<'_> {
-    fn is_own(&self, token: usize, position: u32) -> bool {
+    fn in_same_group(&self, token: usize, position: u32) -> bool {
         self.positions[token] / self.tokens == position / self.tokens
     }
 }
@@ -331,15 +339,15 @@ struct Group {
     /// By cell: the slot of its row. Stale if the slot's generation has changed.
     places: Vec<Place>,
     /// By cell: 1 + index of the step's token that is written to it, or 0.
-    fresh: Vec<u32>,
-    /// Cells with a nonzero entry in `fresh`.
+    token_of_cell: Vec<u32>,
+    /// Cells with a nonzero entry in `token_of_cell`.
     written: Vec<u32>,
     step: u64,
     read: Vec<u32>,
     /// Tokens of the step whose rows are kept, with their slots.
     kept: Vec<(u32, u32)>,
     /// Reads of each token, with room for as many as a group has tokens; `counts` has the number used.
-    own: Vec<Own>,
+    recent_reads: Vec<RecentRead>,
     counts: Vec<u8>,
     /// The lowest sequence index that any token reads from here.
     lowest: u32,
@@ -355,7 +363,7 @@ struct Slot {
     /// The last step that used it.
     used: u64,
     /// The last step in which an incomplete group read it.
-    stays: u64,
+    incomplete: u64,
     /// True if its group is full.
     filled: bool,
     /// True if it is in the `filled` queue.
@@ -370,18 +378,18 @@ struct Place {
 }
 
 impl Group {
-    fn new(slots: usize, own: usize) -> Self {
+    fn new(slots: usize, max_reads: usize) -> Self {
         Group {
             slots: vec![Slot::default(); slots],
             free: (0..slots as u32).rev().collect(),
             filled: VecDeque::with_capacity(slots),
             places: Vec::new(),
-            fresh: Vec::new(),
+            token_of_cell: Vec::new(),
             written: Vec::new(),
             step: 0,
             read: Vec::with_capacity(slots),
             kept: Vec::with_capacity(slots),
-            own: vec![Own::default(); own],
+            recent_reads: vec![RecentRead::default(); max_reads],
             counts: Vec::new(),
             lowest: u32::MAX,
         }
@@ -391,7 +399,7 @@ impl Group {
     fn reach(&mut self, cells: u32) {
         let cells = (cells as usize).max(self.places.len());
         self.places.resize(cells, Place::default());
-        self.fresh.resize(cells, 0);
+        self.token_of_cell.resize(cells, 0);
     }
 
     fn copy(&mut self, copies: &[CellCopy]) {
@@ -427,12 +435,12 @@ impl Group {
         self.step += 1;
         self.reach(cells.max(plan.cells_end));
         for cell in self.written.drain(..) {
-            self.fresh[cell as usize] = 0;
+            self.token_of_cell[cell as usize] = 0;
         }
         self.copy(&plan.copies);
         for (token, cell) in plan.writes.iter().flat_map(|run| run.cells()).enumerate() {
             self.set(cell, Place::default());
-            self.fresh[cell as usize] = token as u32 + 1;
+            self.token_of_cell[cell as usize] = token as u32 + 1;
             self.written.push(cell);
         }
         self.find(plan, step);
@@ -464,9 +472,10 @@ impl Group {
                     let count = usize::from(self.counts[token]);
                     if let Some(row) = row.filter(|_| count < most && reads.sees(item, query, at)) {
                         self.lowest = self.lowest.min(item.first_index + at);
-                        self.own[token * most + count] = Own { index: item.first_index + at, row };
+                        self.recent_reads[token * most + count] =
+                            RecentRead { index: item.first_index + at, row };
                         self.counts[token] += 1;
-                        self.note(row, bounds.stays);
+                        self.note(row, bounds.incomplete);
                     }
                 }
             }
@@ -475,27 +484,27 @@ impl Group {
 
     /// The row of a cell that `token` sees, if it has one and its position is in the token's group.
     fn row(&self, cell: u32, token: usize, step: &StepTokens<'_>) -> Option<u32> {
-        if let Some(fresh) = self.fresh[cell as usize].checked_sub(1) {
+        if let Some(writer) = self.token_of_cell[cell as usize].checked_sub(1) {
             return step
-                .is_own(token, step.positions[fresh as usize])
-                .then_some(self.slots.len() as u32 + fresh);
+                .in_same_group(token, step.positions[writer as usize])
+                .then_some(self.slots.len() as u32 + writer);
         }
         let Place { slot, generation } = self.places[cell as usize];
         let found = self.slots.get(slot as usize)?;
-        (generation > 0 && found.generation == generation && step.is_own(token, found.position))
+        (generation > 0 && found.generation == generation && step.in_same_group(token, found.position))
             .then_some(slot)
     }
 
     /// Records that this step reads `row`.
-    fn note(&mut self, row: u32, stays: bool) {
+    fn note(&mut self, row: u32, incomplete: bool) {
         let Some(slot) = self.slots.get_mut(row as usize) else { return };
         if slot.used != self.step {
             slot.used = self.step;
             slot.filled = false;
             self.read.push(row);
         }
-        if stays {
-            slot.stays = self.step;
+        if incomplete {
+            slot.incomplete = self.step;
         }
     }
 
@@ -505,13 +514,14 @@ impl Group {
         self.kept.clear();
         for (token, bounds) in step.bounds.iter().enumerate().filter(|(_, bounds)| bounds.kept) {
             let position = step.positions[token];
-            let slot = self.take_spare().or_else(|| if bounds.stays { self.take_oldest() } else { None });
+            let slot = self.take_free().or_else(|| if bounds.incomplete { self.take_oldest() } else { None });
             let Some(slot) = slot else { continue };
             let Slot { generation, queued, .. } = self.slots[slot as usize];
             let generation = generation.wrapping_add(1).max(1);
-            let (used, stays) = (self.step, self.step);
-            self.slots[slot as usize] = Slot { position, generation, used, stays, queued, ..Slot::default() };
-            if !bounds.stays {
+            let (used, incomplete) = (self.step, self.step);
+            self.slots[slot as usize] =
+                Slot { position, generation, used, incomplete, queued, ..Slot::default() };
+            if !bounds.incomplete {
                 self.fill(slot);
             }
             self.set(self.written[token], Place { slot, generation });
@@ -519,7 +529,7 @@ impl Group {
         }
         for i in 0..self.read.len() {
             let row = self.read[i];
-            if self.slots[row as usize].stays != self.step {
+            if self.slots[row as usize].incomplete != self.step {
                 self.fill(row);
             }
         }
@@ -535,7 +545,7 @@ impl Group {
     }
 
     /// A free slot, or one of a full group that this step does not read.
-    fn take_spare(&mut self) -> Option<u32> {
+    fn take_free(&mut self) -> Option<u32> {
         if let Some(slot) = self.free.pop() {
             return Some(slot);
         }
@@ -576,12 +586,12 @@ mod tests {
     }
 
     /// A step that writes the token at that position to `cell`.
-    fn put(group: &mut Group, cell: u32, stays: bool) {
+    fn put(group: &mut Group, cell: u32, incomplete: bool) {
         group.step += 1;
-        again(group, cell, stays);
+        again(group, cell, incomplete);
     }
-    fn again(group: &mut Group, cell: u32, stays: bool) {
-        let bounds = [Bounds { low: 0, high: 1, stays, kept: true }];
+    fn again(group: &mut Group, cell: u32, incomplete: bool) {
+        let bounds = [Bounds { low: 0, high: 1, incomplete, kept: true }];
         group.written = vec![cell];
         group.keep(&StepTokens { tokens: 16, positions: &[cell], bounds: &bounds });
     }

@@ -13,8 +13,8 @@ fn each_rows(compute: &Compute, data: &mut [f32], width: usize, f: impl Fn(usize
         return f(0, data);
     }
     let rows = (ALONE / 4 / width).max(1);
-    let mut nothing = vec![(); compute.threads.n()]; // takes no memory
-    compute.threads.parts(data, rows * width, &mut nothing, |part, data, ()| f(part * rows, data));
+    let mut no_scratch = vec![(); compute.threads.n()]; // takes no memory
+    compute.threads.parts(data, rows * width, &mut no_scratch, |part, data, ()| f(part * rows, data));
 }
 
 /// Root-mean-square norm of every row of `x`: `out = weight * x / sqrt(mean(x²) + eps)` (Zhang and Sennrich, 2019).

@@ -25,8 +25,8 @@ impl Stream {
     /// Like [`new`](Self::new), with or without huge pages.
     pub fn on(compute: &Compute, bytes: usize, huge_pages: bool) -> Result<Self, u64> {
         let mut pages = Pages::of(bytes.next_multiple_of(PART), huge_pages)?;
-        let mut nothing = vec![(); compute.threads.n()];
-        compute.threads.parts(pages.bytes_mut(), PART, &mut nothing, |_, part, ()| part.fill(0));
+        let mut no_scratch = vec![(); compute.threads.n()];
+        compute.threads.parts(pages.bytes_mut(), PART, &mut no_scratch, |_, part, ()| part.fill(0));
         let sums = vec![0.0; pages.bytes().len() / PART];
         Ok(Stream { pages, sums })
     }
@@ -53,13 +53,13 @@ impl Stream {
 
     fn timed(&mut self, compute: &Compute, part: impl Fn(&[u8], usize) -> f32 + Sync) -> Duration {
         let bytes = self.pages.bytes();
-        let mut nothing = vec![(); compute.threads.n()];
+        let mut no_scratch = vec![(); compute.threads.n()];
         let start = Instant::now();
-        compute.threads.parts(&mut self.sums, 1, &mut nothing, |i, sum, ()| {
+        compute.threads.parts(&mut self.sums, 1, &mut no_scratch, |i, sum, ()| {
             sum[0] = part(bytes, i);
         });
         let taken = start.elapsed();
-        // The sums are used, so the reading was not for nothing.
+        // The sums are used, so that the compiler cannot drop the reads.
         assert!(std::hint::black_box(&self.sums).iter().all(|x| *x == 0.0), "zeroed memory");
         taken
     }

@@ -5,7 +5,7 @@ use kvist_cache::*;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::*;
-use kvist_testing::conformance::{self, Options};
+use kvist_testing::conformance::{self, Ends, Options};
 
 /// Tolerance: queries and weights of packed dtypes are split into two bytes. Each element is off by up to 1 part in
 /// 64,000 of the largest, and a sum over head_dim or over a tile by about √64 of that.
@@ -51,6 +51,24 @@ fn the_concatenating_cache_conforms() {
 fn cpu_refuses() {
     conformance::refusals(&Cpu::default()).unwrap_or_else(|table| panic!("{table}"));
     conformance::refusals(&Cpu::default().concatenating()).unwrap_or_else(|table| panic!("{table}"));
+}
+
+/// Cells are the same wherever they are imported: on every instruction set, with other threads, and where pools grow in
+/// another way.
+#[test]
+fn cells_are_the_same_wherever_they_go() {
+    let best = Cpu::new(Compute::new(Isa::best(), 2));
+    let check = |to: &Cpu, same_bits: bool, one_in: usize| {
+        let ends = Ends { from: &best, to, same_bits };
+        conformance::transfers(ends, &Options { one_in, ..options() })
+            .unwrap_or_else(|table| panic!("{table}"))
+    };
+    assert!(check(&best, true, 1) > 100);
+    check(&Cpu::new(Compute::new(Isa::best(), 3)), true, 3);
+    check(&best.clone().concatenating(), true, 3);
+    for isa in Isa::available() {
+        check(&Cpu::new(Compute::new(isa, 1)), isa == Isa::best(), 4);
+    }
 }
 
 /// Regression: two sequences that had alternated were compacted while the pools were exactly full. A move went through

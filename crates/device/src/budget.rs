@@ -70,20 +70,20 @@ pub struct OutOfBudget {
 #[derive(Debug)]
 pub struct MemoryBudget {
     total: u64,
-    held: Mutex<Held>,
-    /// The budget that this one's total is set aside in, if it is a part of another.
+    balance: Mutex<Balance>,
+    /// The parent budget, in which this one's total is set aside; `None` for a budget of its own.
     parent: Option<Arc<MemoryBudget>>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+struct Balance {
     /// Bytes reserved here, including those reserved through promised sub-budgets.
     used: Usage,
     /// Bytes set aside for sub-budgets and not reserved yet.
     promised: u64,
 }
 
-impl Held {
+impl Balance {
     fn total(&self) -> u64 {
         self.used.total() + self.promised
     }
@@ -91,7 +91,7 @@ impl Held {
 
 impl MemoryBudget {
     pub fn new(total_bytes: u64) -> Arc<Self> {
-        Arc::new(MemoryBudget { total: total_bytes, held: Mutex::default(), parent: None })
+        Arc::new(MemoryBudget { total: total_bytes, balance: Mutex::default(), parent: None })
     }
     /// A budget that counts but never refuses.
     pub fn unlimited() -> Arc<Self> {
@@ -109,8 +109,8 @@ impl MemoryBudget {
         self.total - self.lock().total()
     }
     /// The numbers stay correct even if a thread panicked, so a poisoned lock is safe to use.
-    fn lock(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Balance> {
+        self.balance.lock().unwrap_or_else(PoisonError::into_inner)
     }
     /// Reserves `bytes`. Call it before allocating them.
     pub fn reserve(self: &Arc<Self>, purpose: Purpose, bytes: u64) -> Result<Reservation, OutOfBudget> {
@@ -120,43 +120,43 @@ impl MemoryBudget {
     }
 
     /// Sets aside all of `usage` as a sub-budget. No other reservation can take these bytes while it lives, and they
-    /// count as used here only once they are reserved from it. Later growth is thus admitted or refused now.
+    /// count as used here only once they are reserved from it. So a refusal comes now, not during later growth.
     pub fn promise(self: &Arc<Self>, usage: &Usage) -> Result<Arc<Self>, OutOfBudget> {
         let (asked, purpose) = (usage.total(), usage.largest());
-        let mut held = self.lock();
-        let (free, total) = (self.total - held.total(), self.total);
+        let mut balance = self.lock();
+        let (free, total) = (self.total - balance.total(), self.total);
         if asked > free {
             return Err(OutOfBudget { purpose, asked, free, total });
         }
-        held.promised += asked;
+        balance.promised += asked;
         let parent = Some(self.clone());
-        Ok(Arc::new(MemoryBudget { total: asked, held: Mutex::default(), parent }))
+        Ok(Arc::new(MemoryBudget { total: asked, balance: Mutex::default(), parent }))
     }
 
     /// Reserves bytes; `Err` says how many are free.
     fn draw(&self, purpose: Purpose, bytes: u64) -> Result<(), u64> {
-        let mut held = self.lock();
-        let free = self.total - held.total();
+        let mut balance = self.lock();
+        let free = self.total - balance.total();
         if bytes > free {
             return Err(free);
         }
-        held.used.bytes[purpose as usize] += bytes;
-        drop(held);
-        self.parents(|held| {
-            held.promised -= bytes;
-            held.used.bytes[purpose as usize] += bytes;
+        balance.used.bytes[purpose as usize] += bytes;
+        drop(balance);
+        self.parents(|balance| {
+            balance.promised -= bytes;
+            balance.used.bytes[purpose as usize] += bytes;
         });
         Ok(())
     }
     fn give_back(&self, purpose: Purpose, bytes: u64) {
         self.lock().used.bytes[purpose as usize] -= bytes;
-        self.parents(|held| {
-            held.used.bytes[purpose as usize] -= bytes;
-            held.promised += bytes;
+        self.parents(|balance| {
+            balance.used.bytes[purpose as usize] -= bytes;
+            balance.promised += bytes;
         });
     }
     /// Applies `change` to every budget that this one is a part of, the nearest first.
-    fn parents(&self, change: impl Fn(&mut Held)) {
+    fn parents(&self, change: impl Fn(&mut Balance)) {
         let mut next = &self.parent;
         while let Some(budget) = next {
             change(&mut budget.lock());

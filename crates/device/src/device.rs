@@ -7,8 +7,8 @@
 //! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
 //! one step and replay them for the next.
 use crate::error::BackendError;
-use crate::network::{LayersRan, StepInputs, StepOutput, Ticket};
 use crate::pools::{Backend, PoolSpec, Pools};
+use crate::step_io::*;
 use crate::weights::{Encoding, FileTensor, WeightForm};
 use kvist_cache::{LayerId, StepPlan};
 
@@ -28,7 +28,7 @@ pub struct ModelShape {
     pub rope_pairs: Vec<usize>,
 }
 
-/// The experts of a layer: gated MLPs, of which each token uses a few.
+/// The experts of a layer: gated MLPs; each token uses a few of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {
     pub n_experts: usize,
@@ -38,14 +38,6 @@ pub struct Routing {
     pub width: usize,
     /// Normalise the weights of the selected experts to a sum of 1.
     pub renormalise: bool,
-}
-
-/// The largest step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct StepLimits {
-    pub max_tokens: usize,
-    /// Rows whose logits are computed at once.
-    pub max_rows: usize,
 }
 
 /// How many rows a buffer has: one per token of the step, or one per wanted row.
@@ -116,7 +108,7 @@ pub struct RopeTable {
 pub struct DeviceInfo {
     pub name: &'static str,
     /// Whether a row's results depend only on that row, never on the rest of its batch. Guarantees such as "the same
-    /// text alone and in a batch" hold on devices that say so.
+    /// text alone and in a batch" hold only on such devices.
     pub batch_invariant: bool,
     /// Whether the device computes in the host's memory. Its budget is then the host's or a part of it.
     pub unified_memory: bool,
@@ -129,8 +121,8 @@ pub trait Footprint: Send + Sync {
     /// Refuses a model that the device cannot run as a whole, and names what is missing. There is no silent fallback.
     fn supports(&self, shape: &ModelShape) -> Result<(), BackendError>;
 
-    /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or if
-    /// rows are not whole blocks.
+    /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or
+    /// if rows are not whole blocks.
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightForm) -> Option<u64>;
 
     /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and
@@ -145,7 +137,7 @@ pub struct GatedMlp<D: Device> {
     pub down: D::Linear,
 }
 
-/// A mixture of experts. `p = softmax(x·Wrouter)`, `y = Σ pᵢ · expertᵢ(x)` over the likeliest few.
+/// A mixture of experts. `p = softmax(x·Wrouter)`, `y = Σ pᵢ · expertᵢ(x)` over the top few experts.
 pub struct Experts<D: Device> {
     /// `[n_experts, hidden]`
     pub router: D::Linear,
@@ -215,8 +207,8 @@ pub trait Device: Footprint + Sized + 'static {
         ropes: &[RopeTable],
         limits: &StepLimits,
     ) -> Result<Self::Stream, BackendError>;
-    /// KV pools in which this device's attention works. A host device accepts any host backend; others accept only their
-    /// own.
+    /// KV pools in which this device's attention works. A host device accepts any host backend; others accept only
+    /// their own.
     fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, BackendError>;
 
     /// Starts a step: the pools grow, and everything that depends on the step is uploaded, once. On `Err` nothing
@@ -315,7 +307,7 @@ pub trait Device: Footprint + Sized + 'static {
         self.add(stream, sum, projected);
     }
 
-    /// Submits the recorded operations. A device that computes as it records is done already.
+    /// Submits the recorded operations. A device that computes while it records has finished at this point.
     fn submit(&self, stream: &mut Self::Stream) -> Result<Ticket, BackendError>;
     /// Whether the submission has finished. Never blocks.
     fn is_done(&self, stream: &Self::Stream, ticket: Ticket) -> bool;

@@ -21,7 +21,12 @@ pub enum BackendError {
     /// or a step was committed before every layer had run.
     #[error("layer {0} is out of order, has K and V although it must not, or lacks K and V that it needs")]
     LayerOrder(LayerId),
-    #[error("attend was called before begin of this step")]
+    #[error("a block of {got} bytes: its cells take {expected}")]
+    BlockSize { expected: usize, got: usize },
+    /// The transfer is of other pools, or its block has been returned already.
+    #[error("these pools have no such transfer")]
+    UnknownTransfer,
+    #[error("attend without begin of this very step")]
     StalePlan,
     #[error("tensor `{name}`: {what}")]
     Weights { name: String, what: String },

@@ -1,5 +1,4 @@
 //! What the model's architecture fixes: layers, heads, groups. Configuration (capacity, dtype) is elsewhere.
-use crate::error::BackendError;
 use crate::storage::Storage;
 use kvist_cache::{GroupId, LayerId};
 
@@ -42,20 +41,15 @@ impl LayerSpec {
         }
     }
 
-    /// The dimension of keys and values, for backends that need them to be equal and stored.
-    ///
-    /// # Errors
-    /// They are not. The error names the layer and what `backend` has no kernels for.
-    pub fn equal_dims(&self, layer: usize, backend: &str) -> Result<u32, BackendError> {
+    /// The dimension of keys and values, for backends that need them to be equal and stored. `Err` says what the layer has
+    /// instead.
+    pub fn equal_dims(&self) -> Result<u32, String> {
         let LayerSpec { k_dim, v_dim, values, .. } = *self;
-        if k_dim == v_dim && values == Values::Stored {
-            return Ok(k_dim);
+        match values {
+            Values::Stored if k_dim == v_dim => Ok(k_dim),
+            Values::Stored => Err(format!("keys of {k_dim} and values of {v_dim} elements")),
+            Values::PrefixOfK => Err(format!("keys of {k_dim} elements whose first {v_dim} are the values")),
         }
-        let what = format!("layer {layer}: the backend `{backend}` has no kernels for keys of {k_dim} and");
-        Err(BackendError::Unsupported(match values {
-            Values::Stored => format!("{what} values of {v_dim} elements"),
-            Values::PrefixOfK => format!("{what} values that are their first {v_dim} elements"),
-        }))
     }
 }
 
@@ -110,7 +104,7 @@ impl Layout {
             }
             if spec.values == Values::PrefixOfK && spec.v_dim > spec.k_dim {
                 return bad(format!(
-                    "values of {} elements cannot be a prefix of keys of {}",
+                    "values of {} elements are not a prefix of keys of {}",
                     spec.v_dim, spec.k_dim
                 ));
             }

@@ -17,8 +17,10 @@ mod recent;
 pub mod reference;
 mod registry;
 mod session;
+mod step_io;
 mod storage;
 mod tensor;
+mod transfer;
 pub mod weights;
 
 pub use budget::*;
@@ -32,5 +34,7 @@ pub use pools::*;
 pub use recent::Recent;
 pub use registry::{BuildError, Registry};
 pub use session::{Session, SessionStep, compact};
+pub use step_io::*;
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};
+pub use transfer::{FinishedTransfers, HostBlock, Transfer, TransferRefused};

@@ -1,59 +1,8 @@
 //! A model on a device, without type parameters: the network that executes steps, and a step in flight.
-use crate::device::StepLimits;
 use crate::error::{BackendError, StepError};
 use crate::pools::{Backend, PoolSpec, Pools};
-use kvist_cache::{LayerId, Step, StepId, StepPlan};
-
-/// What a step computes. A network copies what it needs before [`Network::submit`] returns.
-#[derive(Clone, Copy, Debug)]
-pub struct StepInputs<'a> {
-    /// The tokens of the plan's spans, in batch order. They must lie inside the vocabulary.
-    pub tokens: &'a [u32],
-    /// Batch rows whose logits are computed, ascending; at most [`StepLimits::max_rows`].
-    pub rows: &'a [u32],
-    /// Layers whose output, the residual stream after them, is kept.
-    pub taps: &'a [LayerId],
-}
-
-impl StepInputs<'_> {
-    /// Checks what every device relies on: a token for each of the plan, and no more than the limits.
-    pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
-        let n = plan.n_tokens() as usize;
-        if self.tokens.len() != n || n > limits.max_tokens {
-            let expected = vec![n.min(limits.max_tokens)];
-            return Err(BackendError::Shape {
-                what: "tokens of a step",
-                expected,
-                elements: self.tokens.len(),
-            });
-        }
-        if self.rows.len() > limits.max_rows {
-            let (index, len) = (self.rows.len() - 1, limits.max_rows);
-            return Err(BackendError::OutOfRange { what: "row of logits", index, len });
-        }
-        match self.rows.iter().find(|row| **row as usize >= n) {
-            Some(&row) => Err(BackendError::OutOfRange { what: "row", index: row as usize, len: n }),
-            None => Ok(()),
-        }
-    }
-}
-
-/// The results of a step.
-#[derive(Clone, Debug, Default)]
-pub struct StepOutput {
-    /// `[rows, vocab]`, in the order of [`StepInputs::rows`].
-    pub logits: Vec<f32>,
-    /// `[n_tokens, hidden]` for each layer of [`StepInputs::taps`], in their order.
-    pub taps: Vec<Vec<f32>>,
-}
-
-/// A submission to a device. Tickets of one network ascend.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Ticket(pub u64);
-
-/// Every layer of this step has run. [`InFlight::finish`] compares the id with its own step's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct LayersRan(pub StepId);
+use crate::step_io::*;
+use kvist_cache::{Step, StepPlan};
 
 /// A model's weights on a device.
 pub trait LoadedModel: Send + Sync {

@@ -4,9 +4,11 @@ use crate::channels::ChannelOrder;
 use crate::error::BackendError;
 use crate::layout::{LayerSpec, Layout};
 use crate::recent::Recent;
+use crate::step_io::Ticket;
 use crate::storage::Storage;
 use crate::tensor::{Tensor, TensorMut};
-use kvist_cache::{LayerId, MovePlan, StepPlan};
+use crate::transfer::{HostBlock, Transfer, TransferRefused};
+use kvist_cache::{GroupId, LayerId, MovePlan, Run, StepPlan};
 use std::sync::Arc;
 
 /// Everything [`Backend::pools`] needs.
@@ -84,7 +86,7 @@ pub struct Counters {
     pub bytes_read: u64,
     /// Stored bytes written for new tokens.
     pub bytes_written: u64,
-    /// Stored bytes moved by copies and compaction.
+    /// Stored bytes moved by copies, compaction, exports and imports.
     pub bytes_moved: u64,
 }
 
@@ -100,6 +102,46 @@ pub trait Pools: Send {
     /// Executes one round of compaction. A round that permutes densely packed cells goes through free cells above
     /// them, so it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
+
+    /// The length of a [`HostBlock`] for `cells` cells of a layer group; the module `transfer` describes its bytes. `None` if
+    /// there is no such group, or on overflow.
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize>;
+
+    /// Starts to copy the stored bytes of `cells` into a block, once the submission `after` has finished. The cells must not
+    /// be written until the transfer has [`finished`](Self::finished).
+    ///
+    /// # Errors
+    /// There is no such group, the pools have not grown to these cells, or the block has another length than
+    /// [`block_bytes`](Self::block_bytes). Nothing has changed then.
+    fn export(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        into: HostBlock,
+    ) -> Result<Transfer, TransferRefused>;
+
+    /// Starts to copy a block into `cells`, once the submission `after` has finished; grows the pools if necessary, as
+    /// [`begin`](Self::begin) does. The cells must be neither read nor written until the transfer has
+    /// [`finished`](Self::finished). Later steps read imported rows as they are stored: the f16 rows of [recent](Recent) tokens
+    /// are not part of a block, and those of the tokens that were in these cells before are dropped.
+    ///
+    /// # Errors
+    /// There is no such group, the cells lie past its capacity, the block has another length than
+    /// [`block_bytes`](Self::block_bytes), or the budget or the system refuses the growth. Nothing visible has changed then.
+    fn import(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused>;
+
+    /// Returns the block of a transfer that has ended, once; `None` while it is running. Never blocks.
+    ///
+    /// # Errors
+    /// The device could not copy all bytes: what was imported must not be read. Or these pools have no such transfer.
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>>;
 
     /// Decodes one stored row (and undoes its rotation, if it is stored rotated), for tests and tools. Rows that were
     /// never written are zero.
@@ -126,6 +168,30 @@ impl Pools for Box<dyn Pools> {
     }
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
         (**self).relocate(moves)
+    }
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        (**self).block_bytes(group, cells)
+    }
+    fn export(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        (**self).export(after, group, cells, into)
+    }
+    fn import(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        (**self).import(after, group, cells, from)
+    }
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        (**self).finished(transfer)
     }
     fn inspect(
         &self,

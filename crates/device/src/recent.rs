@@ -1,4 +1,4 @@
-//! The newest tokens, kept in f16 beside their quantised rows.
+//! The newest tokens, kept in f16 in addition to their quantised rows.
 use crate::error::BackendError;
 use crate::storage::Storage;
 
@@ -8,7 +8,7 @@ use crate::storage::Storage;
 /// are stored. (KIVI keeps such a residual of 32 to 128 tokens: Liu et al., 2024.)
 ///
 /// Groups end at fixed positions. As long as a row is kept, what a query reads does not depend on chunks, batches or
-/// prefix hits: a sequence that continues behind a cached prefix of whole groups finds everything it may read in the
+/// prefix hits: a sequence that continues after a cached prefix of whole groups finds everything it may read in the
 /// pools. Float storages ignore this setting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recent {

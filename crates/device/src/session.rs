@@ -1,5 +1,6 @@
 //! Attention alone: combines the bookkeeping and the bytes of one cache, for callers that compute everything else
-//! themselves. Any kind works over any backend. Only here can layers come in a wrong order, so only here is it checked.
+//! themselves. Any kind works over any backend. Only here can a caller run layers in the wrong order, so only here is
+//! the order checked.
 use crate::error::{BackendError, StepError};
 use crate::layout::Layout;
 use crate::pools::*;
@@ -43,8 +44,8 @@ impl Layers {
     }
 }
 
-/// Compacts a cache: moves every sequence into one run, as far as shared cells permit. On `Err` the finished rounds remain
-/// applied, and everything is still readable.
+/// Compacts a cache: moves every sequence into one run, as far as shared cells permit. On `Err` the finished rounds
+/// remain applied, and everything is still readable.
 pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -> Result<(), BackendError> {
     while let Some(round) = Relocation::begin(cache, moves) {
         pools.relocate(round.moves())?;

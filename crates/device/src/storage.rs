@@ -49,9 +49,9 @@ pub struct Storage {
     /// head_dim. The rotation spreads outliers over a group before quantisation; scores and outputs stay the same
     /// except for rounding. `T4` always rotates and ignores this flag.
     pub rotate: bool,
-    /// Keep the strongest eighth of the channels in 8 bits, beside the codes of the others. For keys in `T4`: a few
-    /// channels of K are many times larger than the rest, in every token, and affect scores most. The pools are told
-    /// which channels ([`ChannelOrder`](crate::ChannelOrder)).
+    /// Keep the strongest eighth of the channels in 8 bits, next to the 4-bit codes of the others. For keys in `T4`: a
+    /// few channels of K are many times larger than the rest, in every token, and affect scores most. A
+    /// [`ChannelOrder`](crate::ChannelOrder) tells the pools which channels these are.
     pub outliers: bool,
 }
 
@@ -120,9 +120,7 @@ impl FromStr for Storage {
     fn from_str(text: &str) -> Result<Self, String> {
         let refuse = || {
             format!(
-                "`{text}` is not a KV dtype: use f32, f16, bf16, q8, q4 or t4; q8 and q4 with groups of 64 are \
-                 q8-64 and q4-64; -rot at the end adds a rotation, which t4 always has; t4-o keeps the \
-                 strongest channels of K in 8 bits"
+                "`{text}` is not a KV dtype: use f32, f16, bf16, q8, q4 or t4; q8 and q4 with groups of 64 are q8-64 and q4-64; -rot at the end adds the rotation, which t4 has already; t4-o keeps the strongest channels of K in 8 bits"
             )
         };
         let mut parts = text.split('-');

@@ -1,6 +1,6 @@
 //! The reference backend passes the conformance suite, with almost no tolerance.
 use kvist_device::reference::Reference;
-use kvist_testing::conformance::{self, Options};
+use kvist_testing::conformance::{self, Ends, Options};
 
 #[test]
 fn the_reference_conforms() {
@@ -11,6 +11,13 @@ fn the_reference_conforms() {
         Ok(report) => println!("{report}"),
         Err(table) => panic!("{table}"),
     }
+}
+
+#[test]
+fn the_reference_transfers() {
+    let ends = Ends { from: &Reference, to: &Reference, same_bits: true };
+    let done = conformance::transfers(ends, &Options { one_in: 3, ..Options::from_env() });
+    done.unwrap_or_else(|table| panic!("{table}"));
 }
 
 #[test]

@@ -46,10 +46,10 @@ impl<'o> Channels<'o> {
         Channels { marks, parser: ChannelParser::new(false), observer, content, reasoning }
     }
 
-    fn tell(&mut self, deltas: Vec<Delta>) -> bool {
-        let mut goes_on = true;
+    fn emit(&mut self, deltas: Vec<Delta>) -> bool {
+        let mut continues = true;
         for delta in deltas {
-            goes_on &= match delta {
+            continues &= match delta {
                 Delta::Reasoning(text) => {
                     self.reasoning += &text;
                     self.observer.reasoning(&text)
@@ -60,14 +60,14 @@ impl<'o> Channels<'o> {
                 }
             };
         }
-        goes_on
+        continues
     }
 
     /// The content and the reasoning.
     fn finish(mut self) -> (String, String) {
         let mut rest = Vec::new();
         self.parser.finish(&mut rest);
-        self.tell(rest);
+        self.emit(rest);
         (self.content, self.reasoning)
     }
 }
@@ -82,7 +82,7 @@ impl Observer for Channels<'_> {
     fn text(&mut self, text: &str) -> bool {
         let mut deltas = Vec::new();
         self.parser.push(text, &mut deltas);
-        self.tell(deltas)
+        self.emit(deltas)
     }
     fn written(&self) -> &[u32] {
         self.marks
@@ -114,8 +114,8 @@ mod tests {
         assert!(channels.text("<|channel|>analysis<|message|>So"));
         assert!(!channels.text("so."), "it was to stop");
         assert!(channels.text("<|end|><|start|>assistant<|channel|>final<|message|>Yes<"));
-        let told = channels.finish();
-        assert_eq!(told, ("Yes<".to_string(), "Soso.".to_string()));
-        assert_eq!((heard.0, heard.1), told);
+        let parsed = channels.finish();
+        assert_eq!(parsed, ("Yes<".to_string(), "Soso.".to_string()));
+        assert_eq!((heard.0, heard.1), parsed);
     }
 }

@@ -2,8 +2,8 @@
 //! the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep these in more bits. Costs one
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
-use crate::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_cache::{LayerId, MovePlan, SeqId, StepPlan};
+use crate::runner::Runner;
+use kvist_cache::{GroupId, LayerId, MovePlan, Run, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::*;
 use kvist_model::{Error, Model};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,13 +30,13 @@ pub(crate) fn channel_order(
         return Ok(Some(found.clone()));
     }
     let begun = std::time::Instant::now();
-    let found = Arc::new(look(model, registry, config)?);
-    tracing::info!(target: "kvist::engine", "measured the strongest channels of {TOKENS} keys in {:.1?}", begun.elapsed());
+    let found = Arc::new(measure(model, registry, config)?);
+    tracing::info!(target: "kvist::engine", "looked at {TOKENS} keys for the strongest channels in {:.1?}", begun.elapsed());
     Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
 /// Runs a prefill and sums the squares of the keys per channel.
-fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
+fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
     let architecture = model.config();
     let tokens = tokens(model)?;
     let context = CONTEXT.min(architecture.context);
@@ -45,25 +45,32 @@ fn look(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result
         max_step_tokens: context.min(wanted.max_step_tokens),
         ..CacheConfig::new(context)
     };
-    let (cache, inner) = registry.plan(&config.backend, &config.kind, &config.groups(architecture))?;
+    let groups = config.groups(architecture);
+    let (mut cache, inner) = registry.plan(&config.backend, &config.kind, &groups)?;
     let backend = KeyEnergies { inner, sums: Arc::default() };
-    let mut session = ModelSession::over(model, registry, &backend, cache, &config).map_err(|error| match error {
+    let runner = Runner::open(model, registry, &backend, &cache, &config, None);
+    let mut runner = runner.map_err(|error| match error {
         Error::CacheTooLarge { asked, free, .. } => Error::Usage(format!(
-            "{}: this dtype must first sample some of the model's keys, which takes {}; {} are free. Use another \
-             dtype, or more memory",
+            "{}: some of the model's keys must be computed first, which takes {}; {} are free. Use another dtype, or more memory",
             wanted.k,
             Bytes(asked),
             Bytes(free)
         )),
         error => error,
     })?;
+    let mut plan = StepPlan::default();
     for text in tokens.chunks(context as usize) {
-        session.clear()?;
-        for step in text.chunks(config.max_step_tokens.max(1) as usize) {
-            session.forward(&[SequenceInput::chain(SeqId::ONLY, step)], LogitRows::None)?;
+        cache.clear();
+        let mut start = 0;
+        for tokens in text.chunks(config.max_step_tokens.max(1) as usize) {
+            let n_tokens = tokens.len() as u32;
+            let spans = [Span::chain(SeqId::ONLY, start, n_tokens)];
+            let step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan)?;
+            runner.run(step, tokens, &[], &[])?.commit();
+            start += n_tokens;
         }
     }
-    drop(session);
+    drop(runner);
     let sums = std::mem::take(&mut *backend.sums.lock().unwrap_or_else(PoisonError::into_inner));
     let unfit = || Error::Usage("the channels of this model's keys cannot be ranked".into());
     ChannelOrder::of_energies(model.layout(), &sums).ok_or_else(unfit)
@@ -120,6 +127,30 @@ impl Pools for KeyEnergyPools {
     }
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
         self.inner.relocate(moves)
+    }
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        self.inner.block_bytes(group, cells)
+    }
+    fn export(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        self.inner.export(after, group, cells, into)
+    }
+    fn import(
+        &mut self,
+        after: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        self.inner.import(after, group, cells, from)
+    }
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        self.inner.finished(transfer)
     }
     fn inspect(
         &self,

@@ -1,8 +1,8 @@
 //! Conversations with branches. Tracks the messages of each branch and the tokens its cache already holds.
 //!
 //! Each turn renders the whole conversation, keeps the cached tokens that match its beginning, rolls back the rest and
-//! feeds only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the cache
-//! back.
+//! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
+//! cache back.
 use crate::answer::generate_answer;
 use crate::generate::{Finish, Generation, Limits, Observer};
 use crate::sampler::Sampler;
@@ -17,7 +17,7 @@ pub struct Branch {
     pub name: String,
     pub messages: Vec<Message>,
     seq: SeqId,
-    /// The tokens in the sequence's cache, as far as the chat fed them.
+    /// The tokens in the sequence's cache, as far as the chat computed them.
     cached: Vec<u32>,
 }
 
@@ -26,7 +26,7 @@ pub struct Chat {
     session: ModelSession,
     branches: Vec<Branch>,
     current: usize,
-    /// The sequence that was fed last.
+    /// The sequence that was extended last.
     fed: Option<SeqId>,
     next_seq: u32,
     system: Option<String>,

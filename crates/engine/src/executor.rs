@@ -1,10 +1,11 @@
 //! Executes the scheduler's steps on a model: one forward pass over many sequences of a paged cache.
 //!
-//! The scheduler owns the bookkeeping and makes the decisions; this module owns the KV bytes. The request itself
-//! decides what to do with its logits ([`TokenSampler`]), with its sampler, grammar and stop strings.
+//! The scheduler owns the bookkeeping and makes the decisions; this module owns the KV bytes. Each request
+//! handles its own logits ([`TokenSampler`]), with its sampler, grammar and stop strings.
 //!
 //! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
 //! created.
+use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
@@ -20,7 +21,7 @@ use std::time::Instant;
 /// How a request uses its logits.
 pub trait TokenSampler: Send {
     /// Picks the next token from `logits` (`[vocab]`, which may be modified) and says whether it is the last one. An
-    /// implementation that cannot pick a token reports the error to its user and returns `finished`.
+    /// implementation that cannot pick a token reports the error to its client and returns `finished`.
     fn choose(&mut self, logits: &mut [f32]) -> Choice;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.
@@ -77,12 +78,12 @@ impl PagedConfig {
     pub fn plan(&self, model: &ModelConfig, registry: &Registry) -> Result<MemoryPlan, Error> {
         let cache = self.cache(model)?;
         let (_, backend) = registry.plan(&self.cache.backend, "paged", &self.cache.groups(model))?;
-        MemoryPlan::of_cache(model, registry, backend, &cache, &self.sized())
+        MemoryPlan::of_cache(model, registry, backend, &cache, &self.block_aligned())
     }
 
     /// The cache policy with kind `paged` and recent groups cut to the block size. Prefix hits end at block boundaries.
     /// If recent groups end there too, a request that starts with a hit reads the same values as it would without one.
-    fn sized(&self) -> CacheConfig {
+    fn block_aligned(&self) -> CacheConfig {
         let recent = Recent { sequences: self.cache.max_rows, ..self.cache.recent };
         let recent = recent.within_blocks(self.block_tokens);
         CacheConfig { kind: "paged".into(), recent, ..self.cache.clone() }
@@ -135,8 +136,9 @@ impl ModelExecutor {
         let cache = config.cache(model.config())?;
         let (_, backend) =
             registry.plan(&config.cache.backend, "paged", &config.cache.groups(model.config()))?;
+        let channels = channel_order(model, registry, &config.cache)?;
         let executor = ModelExecutor {
-            runner: Runner::open(model, registry, backend, &cache, &config.sized())?,
+            runner: Runner::open(model, registry, backend, &cache, &config.block_aligned(), channels)?,
             tokens: Vec::new(),
             rows: Vec::new(),
             scored: Vec::new(),
@@ -176,7 +178,7 @@ impl ModelExecutor {
         self.rows.clear();
         self.scored.clear();
         for (i, work) in batch.work.iter().enumerate() {
-            let unknown = || Error::Usage(format!("request {} has no tokens to compute", work.request));
+            let unknown = || Error::Usage(format!("request {} has no token ids", work.request));
             let tokens = batch.tokens(i).ok_or_else(unknown)?;
             self.runner.check_tokens(tokens)?;
             if let Some(request) = self.requests.get(&work.request) {
@@ -193,7 +195,7 @@ impl ModelExecutor {
         }
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[u32] = if self.scored.is_empty() { &self.rows } else { &[] };
-        // The scheduler commits the step, with what the outcome says is kept.
+        // The scheduler commits the step, and keeps the tokens that the outcome names.
         drop(self.runner.run(step, &self.tokens, rows, &[])?);
         if self.scored.is_empty() {
             return Ok(());
@@ -205,10 +207,8 @@ impl ModelExecutor {
             piece.clear();
             piece.extend(scored.iter().map(|(row, ..)| *row));
             network.recompute_logits(&piece)?;
-            for ((_, share, position), logits) in
-                scored.iter().zip(network.output().logits.chunks_exact(vocab))
-            {
-                if let Some(request) = self.requests.get_mut(&batch.work[*share].request) {
+            for ((_, i, position), logits) in scored.iter().zip(network.output().logits.chunks_exact(vocab)) {
+                if let Some(request) = self.requests.get_mut(&batch.work[*i].request) {
                     request.score(*position, logits);
                 }
             }
@@ -233,7 +233,7 @@ impl Executor for ModelExecutor {
                 let mut rows = self.runner.network.output_mut().logits.chunks_exact_mut(vocab);
                 out.sample_each(batch, |work| {
                     let request = self.requests.get_mut(&work.request);
-                    // A request without a chooser is finished: nothing decides what to do with its logits.
+                    // A request without a sampler is finished: nothing can choose its next token.
                     let choice = request.zip(rows.next()).map(|(request, logits)| request.choose(logits));
                     let (token, finished) =
                         choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));

@@ -99,7 +99,7 @@ pub trait Observer {
 impl Observer for () {}
 
 /// Feeds `prompt` to `seq`, then samples until an end condition is met. Without a tokenizer the text stays empty and
-/// stop strings are not matched. The last sampled token is not fed; the next turn has to begin with it.
+/// stop strings are not matched. The last sampled token is not in the cache; the next input has to begin with it.
 pub fn generate(
     session: &mut ModelSession,
     seq: SeqId,

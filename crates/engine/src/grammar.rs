@@ -281,7 +281,7 @@ fn plain(error: &str) -> String {
     let error = error[..end].trim();
     let error = error.split_once("failed to compile JSON schema: ").map_or(error, |(_, error)| error);
     if error == StopReason::NoExtensionBias.to_string() {
-        return NO_WAY.into();
+        return NO_TOKEN.into();
     }
     error.replace("panic: ", "llguidance panicked: ")
 }
@@ -323,7 +323,7 @@ impl Constraint for Follow {
             }
         }
         if left == 0 {
-            return Err(failed(NO_WAY));
+            return Err(failed(NO_TOKEN));
         }
         Ok(())
     }
@@ -338,7 +338,7 @@ impl Constraint for Follow {
 }
 
 /// If the vocabulary lacks some bytes, no token may fit although the grammar is not complete.
-const NO_WAY: &str = "no token of the model can continue the answer here";
+const NO_TOKEN: &str = "no token of the model can continue here";
 
 fn failed(error: &str) -> String {
     format!("the grammar of the answer failed: {}", plain(error))

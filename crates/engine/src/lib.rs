@@ -25,6 +25,8 @@ pub mod text;
 pub mod tools;
 
 pub use kvist_model::Error;
+// The types of these crates appear in the interface above: a program that embeds the engine needs no other dependency.
+pub use {kvist_cache, kvist_device, kvist_model, kvist_scheduler};
 
 /// Refuses an empty prompt, and a prompt that the cache cannot hold, before any work is done. A ring accepts any
 /// length.

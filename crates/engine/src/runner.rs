@@ -1,6 +1,5 @@
 //! A model with KV memory, ready to execute the steps of one cache: the one place where steps run. Sessions and the
 //! scheduler's executor differ in where their steps come from and in what happens to the logits.
-use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use kvist_cache::{Cache, LayerId, Step};
 use kvist_device::*;
@@ -15,7 +14,8 @@ pub(crate) struct Runner {
 }
 
 impl Runner {
-    /// Opens KV pools for `cache` in `backend`. Sets the full memory bound aside in the model's budget first; otherwise
+    /// Opens KV pools for `cache` in `backend`; `channels` is the order of the model's channels, if the storage of keys has
+    /// outliers. Sets the full memory bound aside in the model's budget first; otherwise
     /// two caches that do not fit together could both start. On `Err` nothing has been allocated.
     pub fn open(
         model: &Arc<Model>,
@@ -23,10 +23,10 @@ impl Runner {
         backend: &dyn Backend,
         cache: &Cache,
         config: &CacheConfig,
+        channels: Option<Arc<ChannelOrder>>,
     ) -> Result<Runner, Error> {
         let architecture = model.config();
         let plan = MemoryPlan::of_cache(architecture, registry, backend, cache, config)?;
-        let channels = channel_order(model, registry, config)?;
         let bound = plan.usage.with(Purpose::Weights, 0);
         let budget = &model.budget().promise(&bound).map_err(|refused| {
             plan.too_large(architecture, registry, config, 0, refused.free, refused.total)

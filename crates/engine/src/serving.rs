@@ -8,7 +8,7 @@
 //!
 //! ```
 //! use kvist_device::MemoryBudget;
-//! use kvist_engine::devices;
+//! use kvist_engine::devices::{self, Cpu};
 //! use kvist_engine::memory::CacheConfig;
 //! use kvist_engine::serving::{Engine, EngineConfig, Event, Job};
 //! use kvist_model::{LoadOptions, Model, ModelFile};
@@ -16,8 +16,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let budget = MemoryBudget::unlimited();
-//! let (device, options) = (devices::Cpu::default(), LoadOptions::default());
-//! let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?;
+//! let options = LoadOptions::default();
+//! let model = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?;
 //! let tokenizer = model.tokenizer().ok_or("the embedded model has a tokenizer")?;
 //! let prompt = tokenizer.encode("The borrow checker", true)?;
 //! let config = EngineConfig::new(CacheConfig::new(1024)); // the cache holds 1,024 tokens, over all requests
@@ -71,16 +71,16 @@ pub struct EngineConfig {
     pub max_queue: usize,
     /// The tenants, each once. The queue is divided among them. If empty, all requests share one queue.
     pub tenants: Vec<Arc<str>>,
-    /// Record the logs from which everything can be replayed. Watchers collect them.
+    /// Record the logs from which a run can be replayed. Watchers collect them.
     pub record: bool,
     /// Observers of every step; see [`Engine::add_watcher`].
     pub watchers: Vec<Box<dyn Watcher>>,
 }
 
 impl EngineConfig {
-    /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request waits
-    /// for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens the
-    /// cache holds, over all requests, and how it stores them; its kind is ignored.
+    /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request
+    /// waits for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens
+    /// the cache holds, over all requests, and how it stores them; its kind is ignored.
     pub fn new(cache: CacheConfig) -> Self {
         let cache = CacheConfig { kind: "paged".into(), ..cache };
         let mut config = EngineConfig {
@@ -198,7 +198,7 @@ struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // The thread may be gone already.
+        // The thread may have ended already.
         let _ = self.commands.send(Command::Stop);
     }
 }

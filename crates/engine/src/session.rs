@@ -1,8 +1,9 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
+use crate::channels::channel_order;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use kvist_cache::*;
-use kvist_device::{Backend, Counters, Registry, compact};
+use kvist_device::{Counters, Registry, compact};
 use kvist_model::{Error, Model};
 use std::sync::Arc;
 
@@ -29,7 +30,7 @@ impl<'a> SequenceInput<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
     None,
-    /// One row per feed, in feed order.
+    /// One row per input, in input order.
     LastOfEach,
     All,
 }
@@ -50,21 +51,11 @@ impl ModelSession {
     /// Creates an empty cache for `model`. Fails before it allocates anything if the bound on the session's memory does
     /// not fit into the budget.
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
-        let (cache, backend) =
-            registry.plan(&config.backend, &config.kind, &config.groups(model.config()))?;
-        Self::over(model, registry, backend, cache, config)
-    }
-
-    /// Like [`new`](Self::new), over an existing cache and with K and V in `backend`.
-    pub(crate) fn over(
-        model: &Arc<Model>,
-        registry: &Registry,
-        backend: &dyn Backend,
-        cache: Cache,
-        config: &CacheConfig,
-    ) -> Result<Self, Error> {
+        let groups = config.groups(model.config());
+        let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
+        let channels = channel_order(model, registry, config)?;
         let mut this = ModelSession {
-            runner: Runner::open(model, registry, backend, &cache, config)?,
+            runner: Runner::open(model, registry, backend, &cache, config, channels)?,
             cache,
             config: config.clone(),
             plan: StepPlan::default(),
@@ -146,41 +137,41 @@ impl ModelSession {
     }
 
     /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged.
-    pub fn forward(&mut self, feeds: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
-        self.gather(feeds, want)?;
-        // A pass usually has few feeds: keep up to eight spans on the stack.
+    pub fn forward(&mut self, inputs: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
+        self.gather(inputs, want)?;
+        // A pass usually has few inputs: keep up to eight spans on the stack.
         let mut spans = [Span::chain(SeqId::ONLY, 0, 0); 8];
         let mut many = Vec::new();
-        let spans = if feeds.len() <= spans.len() {
-            &mut spans[..feeds.len()]
+        let spans = if inputs.len() <= spans.len() {
+            &mut spans[..inputs.len()]
         } else {
-            many.resize(feeds.len(), spans[0]);
+            many.resize(inputs.len(), spans[0]);
             &mut many[..]
         };
-        for (span, feed) in spans.iter_mut().zip(feeds) {
-            let start = self.cache.next_position(feed.seq).ok_or(Refused::UnknownSequence(feed.seq))?;
-            let new = match feed.parents {
-                None => New::Chain(feed.tokens.len() as u32),
+        for (span, input) in spans.iter_mut().zip(inputs) {
+            let start = self.cache.next_position(input.seq).ok_or(Refused::UnknownSequence(input.seq))?;
+            let new = match input.parents {
+                None => New::Chain(input.tokens.len() as u32),
                 Some(parents) => New::Tree(parents),
             };
-            *span = Span { seq: feed.seq, start, new };
+            *span = Span { seq: input.seq, start, new };
         }
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
         self.runner.run(step, &self.tokens, &self.rows, &self.taps)?.commit();
         Ok(())
     }
 
-    /// Validates the feeds and flattens them into the batch's tokens and rows.
-    fn gather(&mut self, feeds: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
+    /// Validates the inputs and flattens them into the batch's tokens and rows.
+    fn gather(&mut self, inputs: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
         self.tokens.clear();
         self.rows.clear();
-        for feed in feeds {
-            self.runner.check_tokens(feed.tokens)?;
-            if feed.parents.is_some_and(|parents| parents.len() != feed.tokens.len()) {
+        for input in inputs {
+            self.runner.check_tokens(input.tokens)?;
+            if input.parents.is_some_and(|parents| parents.len() != input.tokens.len()) {
                 return Err(Error::Usage("a draft tree needs one parent for each of its tokens".into()));
             }
             let first = self.tokens.len() as u32;
-            self.tokens.extend_from_slice(feed.tokens);
+            self.tokens.extend_from_slice(input.tokens);
             let end = self.tokens.len() as u32;
             match want {
                 LogitRows::None => {}
@@ -203,9 +194,9 @@ impl ModelSession {
         Ok(())
     }
 
-    /// Feeds a long prompt in chunks of at most `max_step_tokens`. Computes logits for the last token only. After each
-    /// chunk it calls `progress` with the number of tokens done; if `progress` returns false, prefill stops and the
-    /// chunks fed so far stay in the cache. Returns the number of tokens fed.
+    /// Prefills a long prompt in chunks of at most `max_step_tokens`. Computes logits for the last token only. After
+    /// each chunk it calls `progress` with the number of tokens done; if `progress` returns false, prefill stops and
+    /// the chunks so far stay in the cache. Returns the number of tokens done.
     pub fn prefill(
         &mut self,
         seq: SeqId,

@@ -1,18 +1,18 @@
 //! Sessions: conversations and texts that can be forked, rolled back, and continued in several ways, on a
 //! [serving engine](crate::serving).
 //!
-//! A session is a history of tokens that an owner has. It owns no memory while nothing is generated: its full blocks
+//! A session is a history of tokens with an owner. It holds no cache memory while nothing is generated: its full blocks
 //! stay in the prefix index, under the salt that it shares with its forks. A generation is a job whose prompt is the
 //! history. So a fork copies no K and V, and recomputes at most the tokens of its last, partly filled block. A fork of
 //! a session that is generating takes the tokens that exist at that moment. Blocks that were evicted meanwhile are
 //! recomputed, with no other effect.
 //!
-//! [`SessionStore`] has the sessions, [`History`] is the content of one, and a [`SessionGeneration`] continues one:
-//! generated tokens become part of the session one by one. Only one change to a session runs at a time.
+//! [`SessionStore`] contains the sessions, [`History`] is the content of one, and a [`SessionGeneration`] continues
+//! one: generated tokens become part of the session one by one. Only one change to a session runs at a time.
 //!
 //! ```
 //! use kvist_device::MemoryBudget;
-//! use kvist_engine::devices;
+//! use kvist_engine::devices::{self, Cpu};
 //! use kvist_engine::chat_format::ChatFormat;
 //! use kvist_engine::memory::CacheConfig;
 //! use kvist_engine::serving::{Engine, EngineConfig, Event, Job};
@@ -22,8 +22,8 @@
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let budget = MemoryBudget::unlimited();
-//! let (device, options) = (devices::Cpu::default(), LoadOptions::default());
-//! let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?;
+//! let options = LoadOptions::default();
+//! let model = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?;
 //! let model = Arc::new(model);
 //! let config = EngineConfig::new(CacheConfig::new(1024));
 //! let sessions = SessionStore::new(SessionLimits::default());

@@ -57,7 +57,7 @@ pub struct StopMatcher {
     /// For each stop string: the length of its prefix that the text so far ends with.
     matched: Vec<usize>,
     /// The longest suffix of the text so far that begins a stop string.
-    held: String,
+    pending: String,
 }
 
 impl StopMatcher {
@@ -68,7 +68,7 @@ impl StopMatcher {
 
     /// A matcher over shared stop strings, for one of several texts.
     pub fn of(stops: Arc<Stops>) -> Self {
-        StopMatcher { matched: vec![0; stops.0.len()], stops, held: String::new() }
+        StopMatcher { matched: vec![0; stops.0.len()], stops, pending: String::new() }
     }
 
     /// Adds a piece and appends to `out` all text that cannot be part of a stop string. If a stop string is complete,
@@ -83,28 +83,28 @@ impl StopMatcher {
             if let Some((stop, _)) = complete.max_by_key(|(stop, _)| stop.text.len()) {
                 let found = stop.text.clone();
                 // Stop strings start and end at character boundaries, and so does the text before one.
-                self.held.push_str(&piece[..=i]);
-                out.push_str(&self.held[..self.held.len() - found.len()]);
+                self.pending.push_str(&piece[..=i]);
+                out.push_str(&self.pending[..self.pending.len() - found.len()]);
                 self.forget();
                 return Some(found);
             }
         }
-        self.held.push_str(piece);
+        self.pending.push_str(piece);
         let begun = self.matched.iter().copied().max().unwrap_or(0);
-        let sure = self.held.len() - begun;
-        out.push_str(&self.held[..sure]);
-        self.held.drain(..sure);
+        let sure = self.pending.len() - begun;
+        out.push_str(&self.pending[..sure]);
+        self.pending.drain(..sure);
         None
     }
 
-    /// The text has ended: appends the text held back to `out`.
+    /// The text has ended: appends the pending text to `out`.
     pub fn finish(&mut self, out: &mut String) {
-        out.push_str(&self.held);
+        out.push_str(&self.pending);
         self.forget();
     }
 
     fn forget(&mut self) {
-        self.held.clear();
+        self.pending.clear();
         self.matched.fill(0);
     }
 }

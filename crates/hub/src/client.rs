@@ -244,7 +244,7 @@ impl<'a> Client<'a> {
         } else if to.starts_with("http://") {
             odd("which is not encrypted")
         } else {
-            odd("which is not a URL")
+            odd("which is not an address")
         }
     }
 

@@ -26,8 +26,8 @@ pub enum Error {
     #[error("{repo} has {what}")]
     NoModel { repo: String, what: String },
     #[error(
-        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline uses only what \
-         is in the cache, which `kvist models` lists"
+        "cannot reach {endpoint}: {cause}. Check the network, HF_ENDPOINT and HTTPS_PROXY; --offline uses what is in the \
+         cache, and `kvist models` lists it"
     )]
     Unreachable { endpoint: String, cause: String },
     #[error("{url} answered {status}{answer}")]
@@ -48,16 +48,15 @@ pub enum Error {
     #[error("{path} has {free} free; {needed} more are needed: free some space, or set HF_HUB_CACHE to another \
              folder", path = path.display())]
     DiskFull { path: PathBuf, needed: String, free: String },
-    #[error("{path}: no space is left on the device. The partial download is kept; the same command resumes it", path = path.display())]
+    #[error("{path}: no space is left on the device; the part that has arrived is kept, and the same command continues from it", path = path.display())]
     NoSpaceLeft { path: PathBuf },
     #[error(
-        "the download of {file} stopped after {have} of {size} bytes: {cause}. The partial download is kept; the \
-         same command resumes it"
+        "{file} broke off after {have} of {size} bytes: {cause}. The part that has arrived is kept, and the same command continues from it"
     )]
     BrokeOff { file: String, have: u64, size: u64, cause: String },
     /// The downloaded bytes do not match the Hub's hash; none of them were kept.
     #[error(
-        "{file} is damaged: {what}. It was deleted. Try again; if the error persists, the Hub or a proxy is at fault"
+        "{file} is damaged: {what}. Nothing of it was kept; try again. If it happens again, the Hub or a proxy is at fault"
     )]
     Damaged { file: String, what: String },
     #[error("{name} does not exist; {there}")]

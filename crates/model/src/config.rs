@@ -160,7 +160,7 @@ impl ModelConfig {
             if owner > l || self.layers[owner].owner != owner {
                 return bad(
                     "kv_owner_layer",
-                    format!("lets layer {l} borrow from {owner}, which is not an owner below it"),
+                    format!("lets layer {l} borrow from {owner}, which is not an owner layer below it"),
                 );
             }
             if self.layers[owner].window != layer.window {

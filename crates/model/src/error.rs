@@ -42,8 +42,7 @@ pub enum Error {
     )]
     PromptTooLong { tokens: usize, context: u32 },
     #[error(
-        "KV cache for a context of {context} tokens needs {asked} (working memory included); {free} of {total} are \
-         free; try {advice}",
+        "KV cache for a context of {context} tokens needs {asked} (working memory included); {free} of {total} are free; try {advice}",
         asked = Bytes(*asked), free = Bytes(*free), total = Bytes(*total)
     )]
     CacheTooLarge { context: u32, asked: u64, free: u64, total: u64, advice: String },

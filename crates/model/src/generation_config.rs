@@ -32,7 +32,7 @@ impl Shipped {
         Self::from_json(&path.display().to_string(), &read_text(&path)?)
     }
 
-    /// Parses the text of a `generation_config.json`. Errors call the file `file`.
+    /// Parses the text of a `generation_config.json`. Errors name the file as `file`.
     pub fn from_json(file: &str, text: &str) -> Result<Shipped, Error> {
         let document: Value = serde_json::from_str(text)
             .map_err(|e| Error::Malformed { file: file.into(), what: format!("not JSON: {e}") })?;
@@ -80,7 +80,7 @@ impl Shipped {
 }
 
 fn bad(file: &str, field: &str, found: &str) -> Error {
-    let problem = format!("is {found}, which is invalid for sampling: correct it, or remove the field");
+    let problem = format!("is {found}, with which nothing can be sampled: correct it, or remove the field");
     Error::Config { file: file.into(), field: field.into(), problem }
 }
 

@@ -86,7 +86,7 @@ pub struct ChannelParser {
     /// Report calls as [`Delta::Call`]; otherwise their text is content.
     calls: bool,
     /// Text that may become a mark.
-    held: String,
+    pending: String,
     place: Place,
     /// The text of a header, including its marks.
     header: String,
@@ -134,7 +134,7 @@ impl ChannelParser {
 
     /// Adds the next piece of the answer.
     pub fn push(&mut self, piece: &str, out: &mut Vec<Delta>) {
-        let mut text = std::mem::take(&mut self.held);
+        let mut text = std::mem::take(&mut self.pending);
         text += piece;
         // Text before `taken` has been consumed; no mark begins between `taken` and `looked`.
         let (mut taken, mut looked) = (0, 0);
@@ -147,7 +147,7 @@ impl ChannelParser {
                 looked = taken;
             } else if MARKS.iter().any(|mark| mark.starts_with(rest)) {
                 self.text(&text[taken..at], out);
-                self.held.push_str(rest);
+                self.pending.push_str(rest);
                 return;
             } else {
                 looked = at + 1;
@@ -158,8 +158,8 @@ impl ChannelParser {
 
     /// Ends the answer.
     pub fn finish(&mut self, out: &mut Vec<Delta>) {
-        let held = std::mem::take(&mut self.held);
-        self.text(&held, out);
+        let pending = std::mem::take(&mut self.pending);
+        self.text(&pending, out);
         if self.place == Place::Header {
             self.give_up_header(true, out);
         }
@@ -194,8 +194,8 @@ impl ChannelParser {
             (MESSAGE | CONSTRAIN, Place::Body) => self.say(mark, out),
             (CHANNEL | CONSTRAIN, Place::Header) => {
                 // A second channel in a header replaces one without text.
-                let goes_on = mark == CONSTRAIN || Header::read(&self.header, false).rest.trim().is_empty();
-                if !goes_on || self.header.len() + mark.len() > MAX_HEADER {
+                let continues = mark == CONSTRAIN || Header::read(&self.header, false).rest.trim().is_empty();
+                if !continues || self.header.len() + mark.len() > MAX_HEADER {
                     self.end_message(out);
                 }
                 self.header += mark;
@@ -253,13 +253,13 @@ impl ChannelParser {
         let arguments = body.trim();
         match arguments.starts_with('{') && serde_json::from_str::<IgnoredAny>(arguments).is_ok() {
             true => out.push(Delta::Call { name, arguments: arguments.into() }),
-            false => self.tell(&body, out),
+            false => self.emit(&body, out),
         }
     }
 
     /// Handles text of a message.
     fn say(&mut self, text: &str, out: &mut Vec<Delta>) {
-        let Some(call) = &mut self.call else { return self.tell(text, out) };
+        let Some(call) = &mut self.call else { return self.emit(text, out) };
         call.body += text;
         let start = text.trim_start();
         let is_call = call.opened || start.is_empty() || start.starts_with('{');
@@ -267,11 +267,11 @@ impl ChannelParser {
         if !is_call || call.body.len() > MAX_CALL {
             let body = std::mem::take(&mut call.body);
             self.call = None;
-            self.tell(&body, out);
+            self.emit(&body, out);
         }
     }
 
-    fn tell(&mut self, text: &str, out: &mut Vec<Delta>) {
+    fn emit(&mut self, text: &str, out: &mut Vec<Delta>) {
         if text.is_empty() {
             return;
         }

@@ -4,10 +4,10 @@
 //! instructions are counted. Its memory is limited to [`Conversation::rendering_bytes`]; beyond that it fails. Deep
 //! nesting is refused. After its [`Halt`](crate::halt::Halt) is set, a rendering ends within one loop iteration, filter
 //! or write; none of these walks a list that would weigh more than the limit if it were materialised.
-mod allowance;
 mod conversation;
 mod filters;
 mod guarded;
+mod limits;
 
 use crate::error::Error;
 use crate::guard::quietly;
@@ -301,7 +301,7 @@ impl ChatTemplate {
         };
         // minijinja 3.0.5 panics when an empty list or string is reversed, `[][::-1]`. Rendering only reads its input,
         // so a caught panic leaves no inconsistent state.
-        let rendered = allowance::within(allowance::of(bytes), || quietly(|| self.guarded.render(values)));
+        let rendered = limits::within(limits::bytes_for(bytes), || quietly(|| self.guarded.render(values)));
         halt::check()?;
         let broke = || Error::Template {
             file: self.file.clone(),

@@ -96,8 +96,8 @@ impl Tokenizer {
         Err(Error::Tokenizer {
             file: self.file.clone(),
             what: format!(
-                "uses the pre-tokenizer `{pre}`, which kvist does not support, and wrong tokens would change the \
-                 text: use the model's Hugging Face folder, or --guess-pretokenizer to split text as GPT-2 does"
+                "cuts words by `{pre}`, which kvist does not know, and other tokens would give another text: use the \
+                 model's Hugging Face folder, or --guess-pretokenizer to cut them as GPT-2 does"
             ),
         })
     }

@@ -136,7 +136,7 @@ fn what_is_no_conversation_is_refused() {
     assert!(matches!(&error, Error::Usage(what) if what.contains("messages[1]")), "{error}");
 }
 
-/// The allowance for rendering these messages, and the peak memory of the rendering on this thread.
+/// The limit for rendering these messages, and the peak memory of the rendering on this thread.
 fn measured(
     template: &ChatTemplate,
     messages: &[Value],

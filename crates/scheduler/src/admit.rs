@@ -49,7 +49,7 @@ pub(crate) trait MakeFit {
     fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool;
 }
 
-/// Admits `key`, at the expense of requests that rank behind it. Returns `false` if it does not fit even so.
+/// Admits `key`, at the expense of requests that rank behind it. Returns `false` if it does not fit even then.
 pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
     loop {
         let mut why = "rank";
@@ -113,7 +113,7 @@ impl Scheduler {
                 return None;
             }
             // The batch is empty: paused requests of a better rank give up their cells, too.
-            while self.drop_worst_but(now, key.slot) {
+            while self.drop_worst_except(now, key.slot) {
                 if self.enter(now, key.slot) {
                     return Some(self.entered(key, head));
                 }
@@ -136,7 +136,7 @@ impl Scheduler {
     }
 
     /// Returns whether a running request is about to store blocks that this one would otherwise compute itself. Then
-    /// the request waits, and those behind it may be admitted. It cannot wait forever: a running request stores its
+    /// the request waits, and those after it may be admitted. It cannot wait forever: a running request stores its
     /// prompt, or leaves the batch.
     fn waits_for_prefix(&self, slot: u32) -> bool {
         let entry = &self.entries[slot as usize];
@@ -153,7 +153,7 @@ impl Scheduler {
             if computes <= other.stored || entry.salt != other.salt {
                 return false;
             }
-            // Most prompts differ in the block behind the hit already.
+            // Most prompts already differ in the block after the hit.
             let hit = *hit.get_or_insert_with(|| self.lookup(entry).hit_tokens);
             let next = hit.max(other.stored);
             let same = |range| entry.prompt.has_in_common(&other.prompt, range);

@@ -2,12 +2,13 @@
 //!
 //! 1. Every decoding request gets one token.
 //! 2. The rest of the budget goes to prefills in rank order, as whole prompts or chunks. A prompt token of a request
-//!    with `skip_prefix_cache` counts twice, because the caller wants output for each token. Waiting requests are admitted after the
-//!    prefills of the batch or, if the policy preempts, at their rank among them. If a sliding-window group has less
-//!    space than the budget, that space is the limit, so a long prompt passes through a small pool in chunks.
+//!    with `skip_prefix_cache` counts twice, because the caller wants output for each token. Waiting requests are
+//!    admitted after the prefills of the batch or, if the policy preempts, at their rank among them. If a
+//!    sliding-window group has less space than the budget, that space is the limit, so a long prompt passes through a
+//!    small pool in chunks.
 //!
 //! If the policy preempts, a waiting request may also take the batch slot or the memory of a lower-ranked request. A
-//! victim is judged by the best of its current rank, its rank on arrival, and its rank without its computed tokens.
+//! victim is ranked by the best of its current rank, its rank on arrival, and its rank without its computed tokens.
 //! Progress therefore never makes a request easier to preempt, decoding alone never changes the batch, and two requests
 //! cannot preempt each other forever, each losing its computed tokens.
 mod fused_steps;
@@ -90,8 +91,8 @@ impl Scheduler {
     /// Gives a request its part of the remaining budget.
     fn schedule(&mut self, slot: u32, budget: &mut u32) {
         let entry = &mut self.entries[slot as usize];
-        // With `skip_prefix_cache`, every prompt token has its own logits, which count as one more token. An odd budget is
-        // rounded up; otherwise a budget of one could never make progress.
+        // With `skip_prefix_cache`, every prompt token has its own logits, which count as one more token. An odd budget
+        // is rounded up; otherwise a budget of one could never make progress.
         let each = if entry.skip_prefix_cache { 2 } else { 1 };
         entry.scheduled = (entry.known - entry.cached).min(budget.div_ceil(each));
         *budget = budget.saturating_sub(entry.scheduled.saturating_mul(each));

@@ -25,8 +25,8 @@ pub struct Config {
     pub work: TokenWork,
     /// Waiting time in nanoseconds that is worth one priority level. Only the `priority` policy uses it.
     pub ageing_ns: u64,
-    /// Whether a request waits while a request of the batch computes blocks that both prompts begin with, until they are
-    /// stored in the prefix index. Of several requests with one prompt, the first computes it.
+    /// Whether a request waits while a request of the batch computes blocks that both prompts begin with, until they
+    /// are stored in the prefix index. Of several requests with one prompt, the first computes it.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     pub wait_for_prefix: bool,
     /// Number of failed steps in a row after which the requests of the step are refused, at least 1.
@@ -78,7 +78,7 @@ impl LengthSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Admission {
-    /// A request is admitted when its current tokens fit beside the tokens that the batch has yet to compute, with
+    /// A request is admitted when its current tokens fit together with those that the batch has yet to compute, with
     /// `headroom_tokens` left over. Tokens generated later may run out of space; then the lowest-ranked request is
     /// preempted.
     Optimistic {
@@ -147,11 +147,11 @@ pub enum BadConfig {
         /// What is allowed.
         expected: &'static str,
     },
-    /// Oracle lengths without a truth, or a truth without oracle lengths.
+    /// `oracle` without true lengths, or true lengths without `oracle`.
     #[error("lengths is {0:?}, but {1}")]
     Truth(LengthSource, &'static str),
     /// This kind of cache supports only one sequence.
-    #[error("this kind of cache holds only one sequence: use paged, cells or tree")]
+    #[error("this kind of cache holds one sequence: use paged, cells or tree")]
     OneSequence,
     /// The cache already contains sequences, which the scheduler did not create.
     #[error("the cache holds {n_sequences} sequences already: give the scheduler an empty cache")]
@@ -162,8 +162,8 @@ pub enum BadConfig {
 }
 
 impl Config {
-    /// Checks that the policy exists and that all numbers are in range. Whether a truth is given as `lengths` requires
-    /// is checked by `Scheduler::new`.
+    /// Checks that the policy exists and that all numbers are in range. Whether true lengths are given as `lengths`
+    /// requires is checked by `Scheduler::new`.
     pub fn check(&self) -> Result<(), BadConfig> {
         let out = |field, got: u32, expected| BadConfig::OutOfRange { field, got: got.into(), expected };
         if self.max_batch == 0 {

@@ -40,6 +40,13 @@ impl Batch<'_> {
         let end = (work.first + work.n_tokens).min(entry.known);
         entry.prompt.tokens()?.get(work.first as usize..end as usize)
     }
+
+    /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is not known.
+    /// A drafter that looks for repetitions searches them.
+    pub fn known_tokens(&self, i: usize) -> Option<&[u32]> {
+        let entry = &self.entries[self.work[i].slot as usize];
+        entry.prompt.tokens()?.get(..entry.known as usize)
+    }
 }
 
 /// Executes steps. Implementations: an engine with real KV pools, a cost model, a test script, a recording.
@@ -54,7 +61,7 @@ pub trait Executor {
         1
     }
 
-    /// Executes `step`, and says in `out` what became of it. The scheduler commits it; the executor only drops it.
+    /// Executes `step`, and records the outcome in `out`. The scheduler commits it; the executor only drops it.
     /// `step.with_reads()` costs O(context); an executor without KV data need not call it.
     fn execute(&mut self, now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome);
 }
@@ -69,7 +76,7 @@ pub trait Clock {
     fn sleep_until(&mut self, at_ns: u64);
 }
 
-/// A clock that only moves when told to.
+/// A clock that advances only when its methods are called.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VirtualClock(pub u64);
 

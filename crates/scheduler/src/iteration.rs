@@ -1,4 +1,4 @@
-//! One iteration: plan a batch, let the driver execute it, and record what became of it.
+//! One iteration: plan a batch, let the driver execute it, and record the outcome.
 //!
 //! [`Scheduler::plan`] builds the batch (`batch.rs`), places it in the cache, and evicts cached blocks or preempts
 //! requests if memory is short (`preempt.rs`). [`Planned::complete`] commits the step and records the emitted tokens.
@@ -27,9 +27,9 @@ pub enum Iteration {
 /// A planned step, between [`Scheduler::plan`] and [`Planned::complete`]. It borrows the scheduler, so nothing can
 /// arrive, be cancelled or change the cache while the step is executed.
 ///
-/// A plan that is dropped is abandoned: nothing is committed, no request advances, and the next plan starts anew.
-/// Requests admitted for it stay in the batch, and the event log notes it, so that a replay decides the same. (A plan
-/// that is leaked with [`std::mem::forget`] is abandoned, too, but not noted.)
+/// A plan that is dropped is abandoned: nothing is committed, no request advances, and the next plan starts over.
+/// Requests admitted for it stay in the batch, and the event log records that, so that a replay decides the same. (A
+/// plan that is leaked with [`std::mem::forget`] is abandoned too, but not recorded.)
 ///
 /// ```compile_fail,E0499
 /// use kvist_scheduler::*;
@@ -140,7 +140,7 @@ impl Scheduler {
         max_steps: &mut dyn FnMut(Batch<'_>, u32) -> u32,
     ) -> Option<Planned<'_>> {
         let now = self.timestamp(now_ns);
-        let decided = self.ended.len();
+        let n_ended = self.ended.len();
         self.batch_changed = false;
         self.prompt_limit = self.memory.chunk_limit();
         let mut admit = true;
@@ -153,9 +153,9 @@ impl Scheduler {
                 Err(Refused::NoSpace { group, needed, free, reclaimable }) => {
                     // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long
                     // as the membership has not changed, evicting such blocks leaves the batch as it is.
-                    let as_before = !self.batch_changed;
+                    let unchanged = !self.batch_changed;
                     let evicted = self.free_memory(now, group, needed, free.saturating_add(reclaimable));
-                    if as_before && evicted && self.place().is_ok() {
+                    if unchanged && evicted && self.place().is_ok() {
                         return Some(Planned { scheduler: self, now, steps, completed: false });
                     }
                     // A request preempted for space must not return in the same iteration, unless the batch is now
@@ -165,7 +165,7 @@ impl Scheduler {
                 Err(refused) => panic!("the cache refused a step of {} spans: {refused}", self.spans.len()),
             }
         }
-        if self.ended.len() > decided {
+        if self.ended.len() > n_ended {
             let n = self.event();
             self.events.idle(n, now_ns);
         }
@@ -180,7 +180,7 @@ impl Scheduler {
         self.memory.cache.can_run(&StepRequest { spans: &self.spans }, &mut self.plan)
     }
 
-    /// Checks that every request of the batch advances in a way that it can go on from.
+    /// Checks that every request of the batch can continue after this outcome.
     fn check(&self, outcome: &Outcome) -> Result<(), BadOutcome> {
         let (requests, got) = (self.batch.len(), outcome.n_advances());
         if requests != got {

@@ -73,7 +73,7 @@ impl Order {
             (_, Some(_)) => {
                 return Err(BadConfig::Truth(
                     config.lengths,
-                    "true lengths were given: use oracle, or do not give them",
+                    "true lengths were given: use oracle, or give none",
                 ));
             }
             (LengthSource::MaxNew, None) => Box::new(MaxNew),

@@ -1,7 +1,7 @@
-//! What became of a planned batch: which tokens each request keeps, and which it emitted.
+//! The outcome of a planned batch: which tokens each request keeps, and which it emitted.
 //!
 //! A chunk of a prompt, a decode step, several decode rounds in one submission and a verified draft are one case: a
-//! request keeps the beginning of its planned tokens, and emits some new ones behind its known tokens.
+//! request keeps the beginning of its planned tokens, and emits some new ones after its known tokens.
 use crate::executor::Batch;
 use crate::executor::Work;
 use crate::request::RequestId;
@@ -192,7 +192,7 @@ pub enum BadOutcome {
         /// What it may generate.
         max_new: u32,
     },
-    /// A request goes on, but the next token to compute for it is not known.
+    /// A request continues, but the next token to compute for it is not known.
     #[error(
         "request {0} continues, but all its known tokens are computed: it must emit a token or keep fewer"
     )]

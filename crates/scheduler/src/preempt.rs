@@ -62,9 +62,9 @@ impl Scheduler {
         true
     }
 
-    /// The rank used to compare a request that has cells with requests that want them: the best of its current rank, its
-    /// rank on arrival, and the rank that it would have without its cells. Without the last one, a victim could rank
-    /// before the request that preempted it, and preempt that one in return.
+    /// The rank used to compare a request that has cells with requests that want them: the best of its current rank,
+    /// its rank on arrival, and the rank that it would have without its cells. Without the last one, a victim could
+    /// rank before the request that preempted it, and preempt that one in return.
     pub(crate) fn victim_key(&self, slot: u32) -> Key {
         let mut key = self.key(slot);
         let view = self.entries[slot as usize].view();
@@ -77,7 +77,8 @@ impl Scheduler {
         self.running.iter().map(|&slot| self.victim_key(slot)).max()
     }
 
-    /// Whether the policy lets a waiting request preempt this running one. `victim` is a [`victim_key`](Self::victim_key).
+    /// Whether the policy lets a waiting request preempt this running one. `victim` is a
+    /// [`victim_key`](Self::victim_key).
     pub(crate) fn may_preempt(&self, key: Key, victim: Key) -> bool {
         self.order.policy().preempts() && victim.rank > key.rank
     }
@@ -104,7 +105,7 @@ impl Scheduler {
     }
 
     /// Drops the cache of the lowest-ranked paused request other than `slot`.
-    pub(crate) fn drop_worst_but(&mut self, now: Timestamp, slot: u32) -> bool {
+    pub(crate) fn drop_worst_except(&mut self, now: Timestamp, slot: u32) -> bool {
         let worst = self.paused.iter().rev().find(|key| key.slot != slot).copied();
         worst.map(|key| self.drop_cache(now, key.slot)).is_some()
     }
@@ -120,7 +121,7 @@ impl Scheduler {
         self.counters.preemptions += 1;
         self.decide(now, Decision::Preempt { id, why, kept: keep });
         if !keep {
-            self.lose(slot);
+            self.drop_cells(slot);
         }
         self.wait(slot);
     }
@@ -131,11 +132,11 @@ impl Scheduler {
         let (id, tokens) = (entry.id, entry.cached);
         self.decide(now, Decision::Drop { id, tokens });
         self.leave(slot);
-        self.lose(slot);
+        self.drop_cells(slot);
         self.wait(slot);
     }
 
-    fn lose(&mut self, slot: u32) {
+    fn drop_cells(&mut self, slot: u32) {
         let entry = &mut self.entries[slot as usize];
         entry.lost_tokens += u64::from(entry.cached);
         self.counters.lost_tokens += u64::from(entry.cached);

@@ -84,7 +84,7 @@ impl Event {
         }
         let n = batch.work.iter().filter(|w| w.samples).count();
         if self.sampled.len() != n {
-            return Err(format!("the log sampled {} tokens; the replay expects {n}", self.sampled.len()));
+            return Err(format!("it sampled {} tokens, here {n} are expected", self.sampled.len()));
         }
         let mut sampled = self.sampled.iter().enumerate();
         outcome.sample_each(batch, |_| {
@@ -139,8 +139,8 @@ impl Replay {
             (None, Some(shape)) => Cache::paged(&shape.spec())
                 .map_err(|e| wrong(1, format!("the described cache cannot be made: {e}")))?,
             (None, None) => {
-                let what = "the log does not describe its cache: the cache is not paged, or an older version of \
-                            kvist wrote the log";
+                let what =
+                    "it does not describe its cache, which is not paged or was recorded by an older program";
                 return Err(wrong(1, what.into()));
             }
         };
@@ -163,11 +163,11 @@ impl Replay {
         let scheduler = &mut self.scheduler;
         let event: Event =
             serde_json::from_str(text).map_err(|e| wrong(line, format!("not an event: {e}")))?;
-        let due = line as u64 - 2;
-        if event.n != due {
+        let expected = line as u64 - 2;
+        if event.n != expected {
             return Err(wrong(
                 line,
-                format!("found event {}, expected {due}: lines are missing or duplicated", event.n),
+                format!("event {} where {expected} is expected: lines are missing or duplicated", event.n),
             ));
         }
         let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];

@@ -342,14 +342,14 @@ fn refused_admissions_leave_no_trace() {
     s.arrive(10, Request { prompt: tokens(150, 2), ..Request::new(1, 10, 150, 100) }).unwrap();
     s.iterate(10, &mut m);
     s.iterate(20, &mut m);
-    s.cache_mut().watch(true);
+    s.cache_mut().watch_blocks(true);
     // Of its 350 tokens, 200 are in evictable blocks. They are not available any more once it uses them, and 50
     // remain.
     s.arrive(30, Request { prompt: tokens(350, 1), ..Request::new(2, 30, 350, 10) }).unwrap();
     s.iterate(30, &mut m);
     assert_eq!((s.n_running(), s.n_waiting(), s.evictable_cells()), (1, 1, 200));
-    let (mut blocks, mut prefixes) = (vec![], vec![]);
-    s.cache_mut().drain_events(&mut blocks, &mut prefixes);
+    let mut blocks = vec![];
+    s.cache_mut().drain_block_events(&mut blocks);
     let moved = blocks.iter().filter(|e| matches!(e.change, Change::Hit | Change::Evictable)).count();
     assert_eq!(moved, 0, "{blocks:?}");
 }

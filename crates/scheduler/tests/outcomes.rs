@@ -60,6 +60,7 @@ fn drafts_are_kept_up_to_the_first_wrong_one() {
     planned.complete(&outcome(&second)).unwrap();
     let planned = s.plan_run(20, &mut |batch, limit| {
         assert_eq!((batch.tokens(0), batch.tokens(1)), (Some(&[51][..]), Some(&[61][..])));
+        assert_eq!(batch.known_tokens(1), Some(&[100, 101, 102, 60, 61][..]), "what a drafter searches");
         limit
     });
     let planned = planned.unwrap();

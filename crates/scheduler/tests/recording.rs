@@ -24,10 +24,10 @@ fn a_recording_tells_blocks_at_the_moments_of_their_step() {
         out.elapsed_ns = 10;
         out.sample_each(batch, |_| Sampled { token: None, finished: false });
     });
-    let (mut now, mut blocks, mut prefixes) = (100, Vec::new(), Vec::new());
+    let (mut now, mut blocks) = (100, Vec::new());
     while let Iteration::Ran { elapsed_ns, .. } = s.iterate(now, &mut machine) {
         blocks.clear();
-        s.cache_mut().drain_events(&mut blocks, &mut prefixes);
+        s.cache_mut().drain_block_events(&mut blocks);
         let ended: Vec<Ended> = s.drain_ended().collect();
         ended.iter().for_each(|ended| recording.ended(ended));
         recording.iteration(now, now + elapsed_ns, &mut s, &blocks, &mut sink);

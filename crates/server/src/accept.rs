@@ -67,7 +67,7 @@ pub(crate) async fn accept(
     let mut briefly = http.clone();
     briefly.keep_alive(false).header_read_timeout(limits.read_timeout().min(RESERVE_TIME));
     let main = Served { http, router, longest: Duration::MAX };
-    let spare = Served { http: briefly, router: reserve, longest: RESERVE_TIME };
+    let from_reserve = Served { http: briefly, router: reserve, longest: RESERVE_TIME };
     let reserved = Arc::new(Connections::new(RESERVE, false));
     let mut warned: Option<Instant> = None;
     loop {
@@ -91,7 +91,7 @@ pub(crate) async fn accept(
                 break (slot, &main);
             }
             if let Some(slot) = reserved.enter(address.ip(), now) {
-                break (slot, &spare);
+                break (slot, &from_reserve);
             }
             tokio::time::sleep(ASK_AGAIN).await;
         };

@@ -94,7 +94,7 @@ impl Bodies {
 mod tests {
     use super::*;
 
-    /// Regression: a body of 4 MiB of `[[],[],…` became a document of some 300 MB, and only its bytes were counted.
+    /// Regression: a body of 4 MiB of `[[],[],…` became a document of about 300 MB, and only its bytes were counted.
     #[test]
     fn documents_are_weighed_before_they_are_made() {
         for (body, values) in [

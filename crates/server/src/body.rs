@@ -1,8 +1,8 @@
 //! Request bodies: reading them, and parsing them into JSON documents.
 //!
-//! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is refused
-//! before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that appears
-//! twice in an object is refused, because one of the two would be ignored.
+//! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is
+//! refused before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that
+//! appears twice in an object is refused, because one of the two would be ignored.
 use crate::auth::Caller;
 use crate::blocking::{blocking, keep_document};
 use crate::bodies::{Bodies, SMALL_BYTES, weight};

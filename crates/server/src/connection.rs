@@ -53,9 +53,9 @@ impl Watched {
             tokio::time::sleep(CHECK_INTERVAL).await;
             // The runtime has this status already, so no system call is needed.
             let ready = stream.ready(Interest::READABLE).now_or_never();
-            let gone = ready.is_some_and(|ready| ready.map_or(true, |ready| ready.is_read_closed()));
+            let disconnected = ready.is_some_and(|ready| ready.map_or(true, |ready| ready.is_read_closed()));
             let stalled = connection.stalled().is_some_and(|since| since.elapsed() >= patience);
-            if gone || stalled || connection.is_slow_head(head) {
+            if disconnected || stalled || connection.is_slow_head(head) {
                 return;
             }
         }

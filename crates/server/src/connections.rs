@@ -138,8 +138,8 @@ impl Connections {
             }
         }
         let new: usize = unknown.values().map(|group| group.n).sum();
-        let spared = new <= self.most.div_ceil(NEW_SHARE) && !known.is_empty();
-        let class = if spared || unknown.is_empty() { known } else { unknown };
+        let close_known = new <= self.most.div_ceil(NEW_SHARE) && !known.is_empty();
+        let class = if close_known || unknown.is_empty() { known } else { unknown };
         let first =
             class.into_values().min_by_key(|group| (std::cmp::Reverse(group.n), group.since, group.number));
         first.map(|group| group.number)
@@ -219,10 +219,10 @@ impl Connection {
         self.status().phase
     }
 
-    /// Move to the next phase. If `behind` is given, only from that phase.
-    pub fn advance(&self, behind: Option<Phase>, to: Phase) {
+    /// Move to phase `to`. If `from` is given, only from that phase.
+    pub fn advance(&self, from: Option<Phase>, to: Phase) {
         let mut status = self.status();
-        if behind.is_none_or(|phase| phase == status.phase) {
+        if from.is_none_or(|phase| phase == status.phase) {
             (status.phase, status.since) = (to, Instant::now());
             if to == Phase::Idle {
                 status.quota_slot = None;

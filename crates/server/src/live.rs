@@ -25,8 +25,8 @@ use tokio::sync::mpsc::{Receiver, Sender, channel};
 pub(crate) const MAX_LISTENERS: usize = 16;
 /// Time between two batches, in nanoseconds.
 const BATCH_NS: u64 = 100_000_000;
-/// Batches that a listener may be behind.
-const BEHIND: usize = 64;
+/// Largest number of batches that wait for a listener.
+const MAX_WAITING_BATCHES: usize = 64;
 
 /// The registry of listeners and the recording file. Cheap to clone.
 #[derive(Clone)]
@@ -39,7 +39,7 @@ struct Registry {
     recording: Option<Recording>,
     file: Option<RecordFile>,
     listeners: Vec<Sender<Arc<str>>>,
-    /// Lines that listeners have not been sent yet.
+    /// Lines that have not been sent to the listeners yet.
     batch: String,
     sent_ns: u64,
     blocks: Vec<BlockEvent>,
@@ -82,7 +82,7 @@ struct FirstEvent<'a> {
     names: BTreeMap<u64, Named>,
 }
 
-/// JobName of a request, in the log and for clients.
+/// The name of a request, as the log and clients see it.
 #[derive(Serialize)]
 struct Named {
     name: Arc<str>,
@@ -161,7 +161,7 @@ impl LiveView {
             registry.begin(state);
             registry.take(at, at, state);
             registry.send(at);
-            let (sender, receiver) = channel(BEHIND);
+            let (sender, receiver) = channel(MAX_WAITING_BATCHES);
             registry.listeners.push(sender);
             let names = registry.names.of.iter().map(|(id, name)| (*id, name.into())).collect();
             Ok((at, registry.bytes, Snapshot::of(&state.scheduler), names, receiver))
@@ -243,7 +243,7 @@ impl Registry {
             return;
         };
         blocks.clear();
-        state.scheduler.cache_mut().drain_events(blocks, &mut Vec::new());
+        state.scheduler.cache_mut().drain_block_events(blocks);
         recording.iteration(now_ns, end_ns, &mut state.scheduler, blocks, &mut |part, lines| {
             if let Some(file) = file {
                 file.push(lines);

@@ -42,7 +42,7 @@ impl BytePool {
     /// Waits for bytes. `None` if that much can never be granted.
     pub async fn take(&self, name: &str, bytes: usize) -> Option<Permit> {
         let n = u32::try_from(bytes).ok()?;
-        // First wait in the line of the own name, so that each name stands only once in the common line.
+        // First wait in the line of the own name, so that each name is only once in the common line.
         let own = match self.shares.get(name) {
             Some(own) => Some(own.clone().acquire_many_owned(n).await.ok()?),
             None => None,

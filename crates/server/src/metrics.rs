@@ -57,7 +57,7 @@ pub struct Reading(&'static str, &'static str, &'static str, f64);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
-    let share = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
+    let usage = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
     let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
     let c = &stats.counters;
@@ -68,7 +68,7 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
             "Requests waiting for admission to the batch.",
             stats.waiting as f64,
         ),
-        gauge("vllm:kv_cache_usage_perc", "Share of the KV cells that requests use; 1 means all.", share),
+        gauge("vllm:kv_cache_usage_perc", "Share of the KV cells that requests use; 1 means all.", usage),
         count("vllm:num_preemptions_total", "Preemptions of requests.", c.preemptions),
         gauge("kvist_cells_held", "KV cells that requests use.", stats.held_cells as f64),
         gauge(

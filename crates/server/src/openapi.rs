@@ -100,8 +100,12 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
             &none,
         ),
     ];
-    for (verb, summary, body, answer, beside) in verbs {
-        path(&format!("/v1/sessions/{{id}}/{verb}"), "post", changes(posts(summary, body, answer, beside)));
+    for (verb, summary, body, answer, other_types) in verbs {
+        path(
+            &format!("/v1/sessions/{{id}}/{verb}"),
+            "post",
+            changes(posts(summary, body, answer, other_types)),
+        );
     }
 }
 
@@ -109,16 +113,16 @@ fn reference(kind: &str, name: &str) -> Value {
     json!({"$ref": format!("#/components/{kind}/{name}")})
 }
 
-fn answered(schema: &str, beside: &Value) -> Value {
+fn answered(schema: &str, other_types: &Value) -> Value {
     let mut content = json!({"application/json": {"schema": reference("schemas", schema)}});
-    for (kind, schema) in beside.as_object().into_iter().flatten() {
+    for (kind, schema) in other_types.as_object().into_iter().flatten() {
         content[kind] = schema.clone();
     }
     json!({"description": "Done", "content": content})
 }
 
-fn posts(summary: &str, body: &str, answer: &str, beside: &Value) -> Value {
-    let mut all = json!({"200": answered(answer, beside)});
+fn posts(summary: &str, body: &str, answer: &str, other_types: &Value) -> Value {
+    let mut all = json!({"200": answered(answer, other_types)});
     for status in ["400", "401", "403", "404", "408", "413", "415", "429", "500", "503"] {
         all[status] = reference("responses", status);
     }

@@ -90,15 +90,15 @@ fn check_at(schema: &Value, value: &Value, path: &str) -> Result<(), Found> {
 /// Check that one of `branches` matches. Object branches are chosen by a field that has an `enum` in all of them, such
 /// as `role` in messages. Among other alternatives, the error of the one that matched deepest is reported.
 fn check_any(branches: &[Value], value: &Value, path: &str) -> Result<(), Found> {
-    if let Some((objects, name, told)) = tag(branches, value) {
+    if let Some((objects, name, given)) = tag(branches, value) {
         let tags =
             |branch: &Value| branch["properties"][name]["enum"].as_array().cloned().unwrap_or_default();
-        if let Some(branch) = objects.iter().find(|branch| tags(branch).contains(told)) {
+        if let Some(branch) = objects.iter().find(|branch| tags(branch).contains(given)) {
             return check_at(branch, value, path);
         }
         let all: Vec<Value> = objects.iter().flat_map(|branch| tags(branch)).collect();
         let path = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
-        return check_at(&serde_json::json!({ "enum": all }), told, &path);
+        return check_at(&serde_json::json!({ "enum": all }), given, &path);
     }
     let mut furthest: Option<Found> = None;
     let mut expected = Vec::new();
@@ -124,8 +124,8 @@ fn tag<'a>(branches: &'a [Value], value: &'a Value) -> Option<(Vec<&'a Value>, &
     let fields = value.as_object()?;
     let objects: Vec<&Value> = branches.iter().filter(|branch| branch.get("properties").is_some()).collect();
     let properties = objects.first()?["properties"].as_object()?;
-    let tells = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
-    let name = properties.keys().find(|name| tells(name))?;
+    let has_enum = |name: &str| objects.iter().all(|branch| branch["properties"][name].get("enum").is_some());
+    let name = properties.keys().find(|name| has_enum(name))?;
     Some((objects, name, fields.get(name)?))
 }
 

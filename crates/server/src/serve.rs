@@ -1,4 +1,4 @@
-//! The main loop of a server: accepts connections until it is told to stop, and then drains.
+//! The main loop of a server: accepts connections until it must stop, and then drains.
 use crate::accept::accept;
 use crate::app::{reserve, router};
 use crate::state::ServerState;

@@ -44,7 +44,7 @@ pub(crate) const THREADS: usize = 8;
 
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
-/// hold besides. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
+/// hold in addition. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
 /// semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let most = config.limits.max_body_bytes;
@@ -76,20 +76,20 @@ pub(crate) struct WorkMemory {
     /// Memory for small work of names that hold none of the common memory.
     reserve: BytePool,
     /// Units of common memory that each name holds. Empty if there is only one name.
-    held: BTreeMap<Arc<str>, watch::Sender<usize>>,
+    taken: BTreeMap<Arc<str>, watch::Sender<usize>>,
 }
 
 /// Reserved memory. Dropping it frees it.
 pub(crate) struct WorkPermit {
     _permit: Permit,
-    /// The counter of common memory of the name, and the units of this reservation in it.
+    /// The name's counter of common memory, and the units of this reservation in it.
     of: Option<(watch::Sender<usize>, usize)>,
 }
 
 impl Drop for WorkPermit {
     fn drop(&mut self) {
-        if let Some((held, units)) = &self.of {
-            held.send_modify(|held| *held -= units);
+        if let Some((taken, units)) = &self.of {
+            taken.send_modify(|taken| *taken -= units);
         }
     }
 }
@@ -142,13 +142,13 @@ impl WorkMemory {
     pub fn new(max_body_bytes: usize, names: &[Arc<str>]) -> Self {
         let all = units(work_bytes(max_body_bytes)).min(u32::MAX as usize);
         let reserve = units(RESERVE_BYTES);
-        let held = names.iter().filter(|_| names.len() > 1);
-        let held = held.map(|name| (name.clone(), watch::Sender::new(0)));
+        let taken = names.iter().filter(|_| names.len() > 1);
+        let taken = taken.map(|name| (name.clone(), watch::Sender::new(0)));
         WorkMemory {
             common: BytePool::new(all, all, names),
             units: all,
             reserve: BytePool::new(reserve, reserve, names),
-            held: held.collect(),
+            taken: taken.collect(),
         }
     }
 
@@ -158,16 +158,16 @@ impl WorkMemory {
     }
 
     fn common_permit(&self, name: &str, units: usize, permit: Permit) -> WorkPermit {
-        let of = self.held.get(name).map(|held| (held.clone(), units));
-        if let Some((held, units)) = &of {
-            held.send_modify(|held| *held += units);
+        let of = self.taken.get(name).map(|taken| (taken.clone(), units));
+        if let Some((taken, units)) = &of {
+            taken.send_modify(|taken| *taken += units);
         }
         WorkPermit { _permit: permit, of }
     }
 
     /// Returns whether this name may use the reserve: only for small work, and only if it holds no common memory.
     fn may_use_reserve(&self, name: &str, units: usize) -> bool {
-        units * UNIT <= RESERVE_BYTES && self.held.get(name).is_none_or(|held| *held.borrow() == 0)
+        units * UNIT <= RESERVE_BYTES && self.taken.get(name).is_none_or(|taken| *taken.borrow() == 0)
     }
 
     /// `None` if there is not enough memory now, or other requests wait for it.
@@ -189,9 +189,9 @@ impl WorkMemory {
         }
         let reserve = async {
             loop {
-                if let Some(held) = self.held.get(name) {
-                    // `held` is also a sender, so the channel stays open.
-                    let _ = held.subscribe().wait_for(|held| *held == 0).await;
+                if let Some(taken) = self.taken.get(name) {
+                    // `taken` is also a sender, so the channel stays open.
+                    let _ = taken.subscribe().wait_for(|taken| *taken == 0).await;
                 }
                 let permit = self.reserve.take(name, units).await?;
                 // The name may have taken common memory meanwhile.
@@ -207,8 +207,8 @@ impl WorkMemory {
         }
     }
 
-    /// Reserve memory for work on this thread, inside [`WorkMemory::run`] or [`with`]. If there is not enough, this attempt
-    /// ends: [`WorkMemory::run`] starts the work again when there is.
+    /// Reserve memory for work on this thread, inside [`WorkMemory::run`] or [`with`]. If there is not enough, this
+    /// attempt ends: [`WorkMemory::run`] starts the work again when there is.
     pub fn take(&self, bytes: usize, param: &str) -> Result<ReservedMemory, ApiError> {
         if bytes > self.bytes() {
             let message = format!(
@@ -237,8 +237,8 @@ impl WorkMemory {
         })
     }
 
-    /// Like [`blocking`](crate::blocking::blocking), for work that reserves memory. The work starts over whenever memory was
-    /// missing, so it must have no side effects before its last reservation.
+    /// Like [`blocking`](crate::blocking::blocking), for work that reserves memory. The work starts over whenever
+    /// memory was missing, so it must have no side effects before its last reservation.
     pub async fn run<T: Send + 'static>(
         &self,
         name: &Arc<str>,
@@ -267,7 +267,7 @@ impl WorkMemory {
                     return Attempt::Done(Err(ApiError::not_ready_in_time()));
                 }
                 let left = permit.as_ref().map_or(0, |(_, bytes)| *bytes);
-                let (done, wants) = during(name_of_run, left, &halt.until(until), &mut restartable.work);
+                let (done, wants) = run_attempt(name_of_run, left, &halt.until(until), &mut restartable.work);
                 drop(permit);
                 match (done, wants) {
                     (Err(_), Some(bytes)) => Attempt::Again(bytes, restartable),
@@ -290,7 +290,7 @@ impl WorkMemory {
 }
 
 /// Run `work`; returns its result, and the bytes that it could not reserve.
-fn during<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T) -> (T, Option<usize>) {
+fn run_attempt<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() -> T) -> (T, Option<usize>) {
     struct Before(Option<Run>);
     impl Drop for Before {
         fn drop(&mut self) {
@@ -311,7 +311,7 @@ pub(crate) fn with<T>(
     bytes: usize,
     work: impl FnOnce() -> T,
 ) -> T {
-    let done = during(name, bytes, &Halt::default(), work).0;
+    let done = run_attempt(name, bytes, &Halt::default(), work).0;
     drop(permit);
     done
 }

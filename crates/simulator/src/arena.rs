@@ -136,11 +136,11 @@ struct InArena {
 }
 
 impl InArena {
-    /// Converts a refusal. `held` blocks are already allocated to the sequence and would be freed by a move.
-    fn refused(why: ArenaRefused, held: u32) -> Room {
+    /// Converts a refusal. `owned_blocks` blocks are already allocated to the sequence and would be freed by a move.
+    fn refused(why: ArenaRefused, owned_blocks: u32) -> Room {
         match why {
             ArenaRefused::NoRoom { needed_blocks, free_blocks, .. } => {
-                Room::None { enough_free: needed_blocks - held <= free_blocks }
+                Room::None { enough_free: needed_blocks - owned_blocks <= free_blocks }
             }
             ArenaRefused::TooLong { .. } => Room::None { enough_free: false },
             other => panic!("an arena refused a sound request: {other}"),
@@ -159,7 +159,7 @@ impl Place for InArena {
     }
 
     fn append(&mut self, seq: SeqId) -> Room {
-        let held = self.arena.handle(seq).map_or(0, |handle| handle.len);
+        let owned_blocks = self.arena.handle(seq).map_or(0, |handle| handle.len);
         match self.arena.append(seq, 1, CapacityExceeded::Error) {
             Ok(append) => {
                 let append =
@@ -168,7 +168,7 @@ impl Place for InArena {
                 append.commit();
                 Room::Given
             }
-            Err(why) => Self::refused(why, held),
+            Err(why) => Self::refused(why, owned_blocks),
         }
     }
 

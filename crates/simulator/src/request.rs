@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 /// One request, from a trace or a workload.
 ///
-/// 128 bytes and its ids: a trace of 12,000 requests with 290,000 ids takes some 4 MB.
+/// 128 bytes and its ids: a trace of 12,000 requests with 290,000 ids takes about 4 MB.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Request {
     /// Unique within a trace; follow-ups refer to it. Readers number requests from 0 in file order.

@@ -1,7 +1,7 @@
 //! The event loop: the real scheduler and cache bookkeeping, driven in virtual time.
 //!
 //! Requests arrive between steps, ordered by time and, at equal times, by list position. A follow-up arrives after its
-//! parent ends. The executor gets step times from a cost model and knows when answers end. It tells the scheduler how
+//! parent ends. The executor gets step times from a cost model and knows when answers end. It reports how
 //! many decode steps pass before the next arrival or end; those run as one, and the results are byte-identical to
 //! single steps.
 //!
@@ -91,7 +91,7 @@ pub struct Run {
     pub record: Record,
     /// The scheduler's counters.
     pub counters: Counters,
-    /// Scheduler turns that ran something. Fewer than steps if several steps ran as one.
+    /// Scheduler iterations that ran something. Fewer than steps if several steps ran as one.
     pub turns: u64,
 }
 
@@ -104,9 +104,9 @@ impl Truth for Lengths {
     }
 }
 
-/// Runs `requests` through a scheduler over `cache`, which must be empty. After every turn in which a request ended,
-/// `progress` gets the number of ended requests. `sink` gets all arrivals, decisions and block events as JSON lines
-/// (docs/simulator.md), in which requests are named by list index.
+/// Runs `requests` through a scheduler over `cache`, which must be empty. After every iteration in which a request
+/// ended, `progress` gets the number of ended requests. `sink` gets all arrivals, decisions and block events as JSON
+/// lines (docs/simulator.md), in which requests are named by list index.
 ///
 /// # Errors
 /// [`RunError`]
@@ -131,7 +131,7 @@ pub fn run<'s>(
             return Err(RunError::OutOfTime { ended: n_ended, requests: requests.len(), cost: cost.name() });
         }
         simulation.submit_arrivals(now);
-        let elapsed_ns = simulation.turn(now, recording.as_mut());
+        let elapsed_ns = simulation.iterate(now, recording.as_mut());
         if simulation.n_ended > n_ended {
             progress(simulation.n_ended);
         }
@@ -165,7 +165,7 @@ struct Simulation<'a> {
     timeline: Timeline,
     /// The load that the timeline has now.
     load: Load,
-    /// Whether the last turn changed the batch.
+    /// Whether the last iteration changed the batch.
     changed: bool,
     n_ended: usize,
 }
@@ -231,8 +231,8 @@ impl<'a> Simulation<'a> {
         self.executor.next_arrival_ns = self.arrivals.next_ns().unwrap_or(u64::MAX);
     }
 
-    /// One turn of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
-    fn turn(&mut self, now: u64, mut recording: Option<&mut Recording>) -> Option<u64> {
+    /// One iteration of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
+    fn iterate(&mut self, now: u64, mut recording: Option<&mut Recording>) -> Option<u64> {
         let (n_running, preemptions) = (self.scheduler.n_running(), self.scheduler.counters().preemptions);
         let elapsed_ns = match self.scheduler.iterate(now, &mut self.executor) {
             Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
@@ -260,10 +260,10 @@ impl<'a> Simulation<'a> {
         elapsed_ns
     }
 
-    /// Records the load during the turn's steps, or until the next arrival if none ran. `ended_later`: requests that
-    /// were in the batch until the end of the steps.
+    /// Records the load during the iteration's steps, or until the next arrival if none ran. `ended_later`: requests
+    /// that were in the batch until the end of the steps.
     fn note_load(&mut self, now: u64, elapsed_ns: Option<u64>, ended_later: u64) {
-        let (at_end, after) = self.memory.turn(self.scheduler.cache_mut(), elapsed_ns.is_some());
+        let (at_end, after) = self.memory.update(self.scheduler.cache_mut(), elapsed_ns.is_some());
         let late = if elapsed_ns.is_some() { self.executor.late_blocks } else { 0 };
         let load = Load {
             queued_requests: self.scheduler.n_waiting() as u64,

@@ -49,8 +49,7 @@ pub enum NoBlocks {
     )]
     Unknown { request: u64 },
     #[error(
-        "request {request} has one id per {tokens_per_id} tokens, which do not form blocks of {block_tokens}: use a \
-         divisor or a multiple of {tokens_per_id}"
+        "request {request} has one id per {tokens_per_id} tokens, which do not make blocks of {block_tokens}: use a divisor or a multiple of {tokens_per_id}"
     )]
     BlockSize { request: u64, tokens_per_id: u32, block_tokens: u32 },
     #[error("blocks of 0 tokens: give at least 1")]

@@ -1,5 +1,5 @@
 //! The conformance suite for backends: [`run`] tests what attention computes, [`refusals`] what a backend must
-//! refuse.
+//! refuse, [`transfers`] that cells are the same wherever they are imported.
 //!
 //! Cases are sampled over plan shape × K storage × V storage × heads × head_dim × length × layer sharing × strides ×
 //! soft-cap, such that any two values of any two axes occur together in some case. Every case drives a session and
@@ -20,8 +20,10 @@ mod refusals;
 mod rig;
 mod rows;
 mod shapes;
+mod transfers;
 
 pub use refusals::refusals;
+pub use transfers::Ends;
 
 /// What to run, and with which tolerances.
 #[derive(Clone, Copy, Debug)]
@@ -94,28 +96,43 @@ const LINES_PER_CASE: usize = 4;
 /// Runs every sampled case. `Err` is a table of all failing cases, with the seed.
 pub fn run(backend: &dyn Backend, options: &Options) -> Result<Report, String> {
     let mut report = Report { seed: options.seed, ..Report::default() };
-    let mut table = String::new();
-    let mut n_bad = 0;
+    report.n_cases = for_each_case(backend.id(), options, |case, number| {
+        let found = rig::run(backend, case, options, number);
+        report.n_steps += found.n_steps;
+        report.n_outputs += found.n_outputs;
+        report.worst_output = report.worst_output.max(found.worst_output);
+        report.worst_row = report.worst_row.max(found.worst_row);
+        found.bad
+    })?;
+    Ok(report)
+}
+
+/// Exports random cells of pools of one backend, imports them into pools of the same or of another one, and compares the
+/// stored rows, the bytes that are exported again, and what attention reads. Both must store K and V alike. Returns the
+/// number of cases; `Err` is a table of all failing ones, with the seed.
+pub fn transfers(ends: Ends<'_>, options: &Options) -> Result<usize, String> {
+    let id = format!("{} to {}", ends.from.id(), ends.to.id());
+    for_each_case(&id, options, |case, number| transfers::run(ends, case, options.seed ^ number))
+}
+
+/// Runs `check` on every sampled case that the options ask for, and returns the number of cases.
+fn for_each_case(
+    id: &str,
+    options: &Options,
+    mut check: impl FnMut(&cases::Case, u64) -> Vec<String>,
+) -> Result<usize, String> {
+    let (mut n_cases, mut n_bad, mut table) = (0, 0, String::new());
     for (number, case) in cases::sample(options.seed).iter().enumerate() {
         if options.only.is_some_and(|only| only != number) || !number.is_multiple_of(options.one_in) {
             continue;
         }
-        report.n_cases += 1;
-        let done = catch_unwind(AssertUnwindSafe(|| rig::run(backend, case, options, number as u64)));
-        let bad = match done {
-            Ok(found) => {
-                report.n_steps += found.n_steps;
-                report.n_outputs += found.n_outputs;
-                report.worst_output = report.worst_output.max(found.worst_output);
-                report.worst_row = report.worst_row.max(found.worst_row);
-                found.bad
-            }
-            Err(panic) => {
-                let text = panic.downcast_ref::<String>().cloned();
-                let text = text.or(panic.downcast_ref::<&str>().map(|text| text.to_string()));
-                vec![format!("panicked: {}", text.unwrap_or_default())]
-            }
-        };
+        n_cases += 1;
+        let done = catch_unwind(AssertUnwindSafe(|| check(case, number as u64)));
+        let bad = done.unwrap_or_else(|panic| {
+            let text = panic.downcast_ref::<String>().cloned();
+            let text = text.or(panic.downcast_ref::<&str>().map(|text| text.to_string()));
+            vec![format!("panicked: {}", text.unwrap_or_default())]
+        });
         if !bad.is_empty() {
             n_bad += 1;
             table += &format!("case {number}: {case}\n");
@@ -125,9 +142,8 @@ pub fn run(backend: &dyn Backend, options: &Options) -> Result<Report, String> {
             }
         }
     }
-    if n_bad == 0 {
-        return Ok(report);
+    match n_bad {
+        0 => Ok(n_cases),
+        _ => Err(format!("{id}: {n_bad} of {n_cases} cases are bad, seed {}\n{table}", options.seed)),
     }
-    let id = backend.id();
-    Err(format!("{id}: {n_bad} of {} cases are bad, seed {}\n{table}", report.n_cases, options.seed))
 }

@@ -3,7 +3,7 @@
 //!
 //! It stores K and V in the dtypes that are asked for, and weights in their file's encoding, so its memory plan is that
 //! of a real device.
-use kvist_cache::{LayerId, MovePlan, StepId, StepPlan};
+use kvist_cache::{GroupId, LayerId, MovePlan, Run, StepId, StepPlan};
 use kvist_device::weights::{Encoding, FileTensor, WeightForm};
 use kvist_device::*;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -149,7 +149,8 @@ impl Device for Recording {
             return Err(BackendError::Unsupported(what));
         }
         let cells = vec![0; spec.capacity_cells.len()];
-        Ok(StubPools { spec: spec.clone(), cells, log: self.log.clone() })
+        let transfers = FinishedTransfers::default();
+        Ok(StubPools { spec: spec.clone(), cells, transfers, log: self.log.clone() })
     }
 
     fn begin(
@@ -276,19 +277,20 @@ impl Backend for Recording {
     }
 }
 
-/// Pools that only grow.
+/// Pools that only grow. What they export is zero.
 pub struct StubPools {
     spec: PoolSpec,
     /// Cells in use, per group.
     cells: Vec<u32>,
+    transfers: FinishedTransfers,
     log: Log,
 }
 
 impl StubPools {
-    fn grow(&mut self, cells_end: impl Fn(kvist_cache::GroupId) -> u32) {
+    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) {
         let before = self.bytes();
         for (g, cells) in self.cells.iter_mut().enumerate() {
-            *cells = (*cells).max(cells_end(kvist_cache::GroupId(g as u16)));
+            *cells = (*cells).max(cells_end(GroupId(g as u16)));
         }
         self.log.allocate(Purpose::KvCache, self.bytes() - before);
     }
@@ -305,6 +307,40 @@ impl Pools for StubPools {
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
         self.grow(|group| moves.cells_end(group));
         Ok(())
+    }
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        self.spec.block_bytes(group, cells)
+    }
+    fn export(
+        &mut self,
+        _: Ticket,
+        group: GroupId,
+        cells: Run,
+        mut into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        let have = self.cells.get(usize::from(group.0)).copied().unwrap_or(0);
+        let checked = self.spec.check_transfer(group, cells, have, into.bytes().len());
+        if checked.is_ok() {
+            into.bytes_mut().fill(0);
+        }
+        self.transfers.add(into, checked)
+    }
+    fn import(
+        &mut self,
+        _: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
+        let checked = self.spec.check_transfer(group, cells, capacity, from.bytes().len());
+        if checked.is_ok() {
+            self.grow(|grown| if grown == group { cells.end() } else { 0 });
+        }
+        self.transfers.add(from, checked)
+    }
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        self.transfers.take(transfer)
     }
     fn inspect(&self, _: LayerId, _: Side, _: u32, _: u32, row: &mut [f32]) -> Result<(), BackendError> {
         row.fill(0.0);

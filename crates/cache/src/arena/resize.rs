@@ -21,7 +21,7 @@ struct Placed {
 
 impl Arena {
     /// Plans a resize to `n_blocks` blocks. Handles that still fit where they are stay there; the others go to free
-    /// ranges. If that fails for lack of a long run, all handles are placed anew, largest first. Refused if they do
+    /// ranges. If that fails for lack of a long run, all handles are placed again, largest first. Refused if they do
     /// not fit at all. O(sequences · log).
     pub fn resize(&mut self, n_blocks: u32) -> Result<Resize<'_>, ArenaRefused> {
         if n_blocks == 0 {

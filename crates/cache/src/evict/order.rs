@@ -141,7 +141,7 @@ impl Order {
     /// Takes a slot out of its structure. Leaves its `Member` unchanged, for the caller to overwrite.
     fn displace(&mut self, slot: u32) {
         match self.slots[slot as usize].place {
-            Place::Absent => unreachable!("slot {slot} lies nowhere"),
+            Place::Absent => unreachable!("slot {slot} is in neither structure"),
             Place::Listed { before, after } => {
                 self.set_after(before, after);
                 self.set_before(after, before);

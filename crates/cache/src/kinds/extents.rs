@@ -28,7 +28,7 @@ impl Extent {
 }
 
 /// Extents in position order, merged where possible. 12 bytes per extent: a sequence that decodes alone has one, a
-/// sequence that takes turns with others has one per stripe.
+/// sequence that decodes alternately with others has one per stripe.
 #[derive(Default, Debug)]
 pub(super) struct Extents {
     list: Vec<Extent>,

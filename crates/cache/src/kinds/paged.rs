@@ -25,14 +25,13 @@ use crate::run::{Run, push_run};
 use blocks::{Blocks, Released};
 use std::collections::BTreeMap;
 
-/// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. A
-/// sequence that appends to a block which others read first gets a copy of its own part of it: the only bytes that a
-/// fork ever costs. If all sequences that share the block append in one step, one of them continues in the block
-/// itself.
+/// The kind for serving many users. Sequences share whole blocks with each other and with the prefix index. Before a
+/// sequence appends to a block that others also use, it gets a copy of the part that it uses (copy on write): the only
+/// bytes that a fork ever costs. If all sequences that share the block append in the same step, one of them keeps it.
 ///
 /// Guarantees:
 /// - A block is free exactly when no sequence and no transfer uses it and the index does not cache it.
-/// - A step writes only to free blocks, and to cells of uncached blocks behind the ends of all sequences that use
+/// - A step writes only to free blocks, and to cells of uncached blocks after the ends of all sequences that use
 ///   them; the latter only if the writing sequence is the block's only user once the whole step is committed.
 /// - Blocks that no query can see again are released at `commit`, `rollback_tokens` later than the window alone would
 ///   require.
@@ -49,7 +48,7 @@ pub struct Paged {
     blocks: Blocks,
     sequences: BTreeMap<SeqId, Table>,
     pub(crate) events: Events,
-    /// Unique in the process, so that a plan notices when it meets another cell space.
+    /// Unique in the process. A plan compares it to detect another cell space.
     id: u64,
     /// Number of changes of block tables so far.
     n_versions: u64,
@@ -63,10 +62,10 @@ struct Table {
     next_position: u32,
     /// Blocks before this index have left the window, except those of the sinks.
     window_start: u32,
-    /// Changes whenever an entry of `blocks` is set. Two tables of the same version are equal as far as both go. 0 before
-    /// the first entry.
+    /// Changes whenever an entry of `blocks` is set. Two tables with the same version have the same entries, up to the
+    /// end of the shorter one. 0 before the first entry.
     version: u64,
-    /// Changes when the sequence is made anew or shortened.
+    /// Changes when the sequence is recreated or shortened.
     lineage: u64,
 }
 
@@ -82,7 +81,7 @@ impl Paged {
             ));
         }
         if group.visibility.window == Some(0) {
-            return Err(Unbuildable("a window needs at least one token"));
+            return Err(Unbuildable("a window must have at least one token"));
         }
         Ok(Paged {
             visibility: group.visibility,
@@ -134,7 +133,7 @@ impl Paged {
     }
     /// Decides which sequences copy their shared, partly filled last block. All of them do, with one exception: if
     /// all users of an uncached block append in the same step, the one that has filled most of it keeps it. That
-    /// one writes behind everything the others read, so dropping the step half-way does no damage. Returns the number
+    /// one writes after everything the others read, so dropping the step half-way does no damage. Returns the number
     /// of copies. O(1) if `tails` is empty.
     fn divide_tails(&self, tails: &mut [SharedTail]) -> u32 {
         tails.sort_unstable_by_key(|tail| (tail.block, tail.offset, tail.span));
@@ -143,9 +142,9 @@ impl Paged {
             let block = together[0].block;
             if self.blocks.node(block) == NONE
                 && self.blocks.ref_count(block) as usize == together.len()
-                && let Some(stays) = together.last_mut()
+                && let Some(keeper) = together.last_mut()
             {
-                stays.copies = false;
+                keeper.copies = false;
                 n_copies -= 1;
             }
         }
@@ -248,7 +247,7 @@ impl Kind for Paged {
             return Err(self.no_space(group, needed));
         }
         let (mut from, mut written_end) = (0, 0);
-        let mut n_met = 0; // index into `shared_tails`
+        let mut next_tail = 0; // index into `shared_tails`
         for (i, span) in spans.list.iter().enumerate() {
             let table = &self.sequences[&span.seq];
             let (mut tail, mut n_tokens) =
@@ -256,8 +255,8 @@ impl Kind for Paged {
             let offset = self.offset(table.next_position);
             if let (Some(last), true) = (tail, offset > 0) {
                 let mut block = last;
-                let shared = out.shared_tails.get(n_met).copied().filter(|tail| tail.span == i as u32);
-                n_met += usize::from(shared.is_some());
+                let shared = out.shared_tails.get(next_tail).copied().filter(|tail| tail.span == i as u32);
+                next_tail += usize::from(shared.is_some());
                 if shared.is_some_and(|tail| tail.copies) {
                     block = self.blocks.find(None, &mut from, out);
                     out.claim_block(block, self.blocks.capacity());

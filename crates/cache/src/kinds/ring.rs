@@ -47,7 +47,7 @@ impl Ring {
     fn sinks(&self) -> u32 {
         self.visibility.sinks
     }
-    /// Number of cells that are reused in turn.
+    /// Number of cells that are reused in rotation.
     fn round(&self) -> u32 {
         self.window + self.max_step_tokens - 1
     }

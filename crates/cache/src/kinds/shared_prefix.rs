@@ -16,7 +16,7 @@
 //! ```
 //!
 //! Every piece is opened and closed once per stretch of consecutive spans, so the items are disjoint, whatever
-//! windows, removed prefixes or partial copies did to the sequences. Nested shared prefixes need no special case.
+//! windows, removed prefixes or partial copies the sequences have. Nested shared prefixes need no special case.
 use super::extents::{Extent, Extents};
 use super::stripes::STRIPE;
 use super::{ReadScratch, Visibility};
@@ -122,7 +122,7 @@ struct Piece {
 pub(super) struct SharedPrefixes {
     open: Vec<Piece>,
     /// Number of pieces in `open` that the current span has already passed.
-    met: usize,
+    n_passed: usize,
     next: Vec<Piece>,
 }
 
@@ -130,13 +130,13 @@ impl SharedPrefixes {
     /// Adds `extent` for the span whose slots start at `first_query`. Extents come in position order.
     pub fn see(&mut self, mut extent: Extent, first_query: u32, reads: &mut Reads) {
         while extent.len > 0 {
-            let Some(piece) = self.open.get_mut(self.met) else {
+            let Some(piece) = self.open.get_mut(self.n_passed) else {
                 return self.keep(extent, first_query);
             };
             let open = piece.extent;
             if open.end() <= extent.position {
                 close(*piece, first_query, reads);
-                self.met += 1;
+                self.n_passed += 1;
             } else if extent.end() <= open.position {
                 return self.keep(extent, first_query);
             } else if open.position < extent.position {
@@ -157,7 +157,7 @@ impl SharedPrefixes {
                 }
                 piece.extent = open.cut(until, open.end());
                 if piece.extent.len == 0 {
-                    self.met += 1;
+                    self.n_passed += 1;
                 }
                 self.keep(both, if open.cell == extent.cell { since } else { first_query });
                 extent = extent.cut(until, extent.end());
@@ -167,7 +167,7 @@ impl SharedPrefixes {
 
     /// Ends the span whose slots start at `first_query`.
     pub fn end_span(&mut self, first_query: u32, reads: &mut Reads) {
-        for piece in self.open.drain(..).skip(std::mem::take(&mut self.met)) {
+        for piece in self.open.drain(..).skip(std::mem::take(&mut self.n_passed)) {
             close(piece, first_query, reads);
         }
         std::mem::swap(&mut self.open, &mut self.next);

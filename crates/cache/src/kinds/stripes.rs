@@ -1,4 +1,4 @@
-//! Reference-counted cells, handed out in aligned stripes of 16. Sequences that decode in turn therefore do not
+//! Reference-counted cells, handed out in aligned stripes of 16. Sequences that decode alternately therefore do not
 //! fragment each other into runs of one cell.
 use super::free_set::FreeSet;
 use crate::plan::{CellCopy, GroupPlan, grown};
@@ -21,7 +21,7 @@ pub(super) struct Stripes {
 /// How far `prepare` has searched for cells. A search starts with the default.
 #[derive(Default)]
 pub(super) struct Cursor {
-    fresh_stripe: u32,
+    next_stripe: u32,
     stray_cell: u32,
 }
 
@@ -50,10 +50,10 @@ impl Stripes {
         }
     }
     /// The first free stripe at or after `stripe`.
-    fn fresh_stripe(&self, stripe: u32) -> Option<u32> {
-        let behind = stripe.max(self.used_in_stripe.len() as u32);
-        let behind = (behind < self.capacity.div_ceil(STRIPE)).then_some(behind);
-        self.free_stripes.at_or_after(stripe).or(behind)
+    fn free_stripe(&self, stripe: u32) -> Option<u32> {
+        let beyond = stripe.max(self.used_in_stripe.len() as u32);
+        let beyond = (beyond < self.capacity.div_ceil(STRIPE)).then_some(beyond);
+        self.free_stripes.at_or_after(stripe).or(beyond)
     }
     pub fn used(&self) -> u32 {
         self.used
@@ -74,9 +74,9 @@ impl Stripes {
         while n > 0 {
             let run = match tail.and_then(|tail| self.rest_of_stripe(tail, n, out)) {
                 Some(run) => run,
-                None => match self.fresh_stripe(cursor.fresh_stripe) {
+                None => match self.free_stripe(cursor.next_stripe) {
                     Some(stripe) => {
-                        cursor.fresh_stripe = stripe + 1;
+                        cursor.next_stripe = stripe + 1;
                         let start = stripe * STRIPE;
                         Run { start, len: n.min(STRIPE).min(self.capacity() - start) }
                     }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, BuildHasherDefault, RandomState};
 
 /// The last `capacity` evicted prefixes by hash; the oldest are dropped first. Two prefixes with the same hash are
-/// not told apart: that makes one answer in 2^64 wrong, and it only affects an explanation.
+/// not distinguished: that makes one answer in 2^64 wrong, and it only affects an explanation.
 pub(super) struct Ghosts {
     capacity: usize,
     order: VecDeque<u64>,

@@ -19,7 +19,7 @@ use crate::request::Refused;
 use counts::{FirstBlocks, SequenceEnds};
 use std::collections::BTreeMap;
 
-const PAGED: &str = "an index stands over paged groups only";
+const PAGED: &str = "an index covers paged groups only";
 
 pub(crate) struct Index {
     tree: Tree,
@@ -166,8 +166,8 @@ impl Index {
     }
     /// Blocks that a prompt may take from the index: whole blocks, never the one with its last token.
     fn n_usable(&self, content: &Content<'_>) -> u32 {
-        let but_the_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
-        self.tree.keying().n_blocks(content).min(but_the_last)
+        let without_last = content.n_tokens().saturating_sub(1) / self.block_tokens();
+        self.tree.keying().n_blocks(content).min(without_last)
     }
     /// A use of a block of group `g` at the current time. `tick` is the last tick that was used; the caller fills in
     /// the cost.
@@ -200,20 +200,20 @@ impl Index {
             visit(node);
             let mut whole = true;
             // Groups with a window of 1 need no blocks. But a hit needs a block in at least one group.
-            let mut lies_somewhere = !self.only_windows;
-            for (kind_blocks, group, in_a_row, from_the_first) in &mut windows {
+            let mut has_block = !self.only_windows;
+            for (kind_blocks, group, consecutive, from_start) in &mut windows {
                 let here = group.block(node) != NONE;
-                lies_somewhere |= here;
-                if here && *from_the_first + 1 == n_matched {
-                    *from_the_first = n_matched;
+                has_block |= here;
+                if here && *from_start + 1 == n_matched {
+                    *from_start = n_matched;
                 }
-                *in_a_row = if here { *in_a_row + 1 } else { 0 };
+                *consecutive = if here { *consecutive + 1 } else { 0 };
                 let first =
                     kind_blocks.first_seen(n_matched * keying.block_tokens).max(kind_blocks.sink_blocks());
-                whole &= *from_the_first >= kind_blocks.sink_blocks().min(n_matched)
-                    && *in_a_row >= n_matched.saturating_sub(first);
+                whole &= *from_start >= kind_blocks.sink_blocks().min(n_matched)
+                    && *consecutive >= n_matched.saturating_sub(first);
             }
-            if whole && lies_somewhere {
+            if whole && has_block {
                 (n_hit, hit_node) = (n_matched, node);
             }
         }

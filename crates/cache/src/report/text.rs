@@ -122,7 +122,7 @@ impl ArenaText<'_> {
     }
 }
 
-/// Letters and digits in turn; adjacent sequences get different ones.
+/// Letters and digits alternately; adjacent sequences get different ones.
 fn glyph(row: usize) -> char {
     const GLYPHS: &[u8] = b"abcdefghijklmnopqrstuvwxyz0123456789";
     char::from(GLYPHS[row % GLYPHS.len()])

@@ -1,4 +1,4 @@
-//! A table that stays on a device, as its host knows it: a row per sequence, and the edits since the previous step.
+//! The host's copy of a block table that stays on a device: a row per sequence, and the edits since the previous step.
 use super::{BlockTables, NO_BLOCK, NotBlocks, TableEdit};
 use crate::ids::SeqId;
 use crate::plan::PlannedSpan;
@@ -17,8 +17,8 @@ pub(crate) fn unique() -> u64 {
     LAST.fetch_add(1, Ordering::Relaxed) + 1
 }
 
-/// A row for every sequence of this plan's steps. A sequence that is not in the step keeps its row until a new one needs
-/// it. 4 bytes per block.
+/// A row for every sequence of this plan's steps. A sequence that is not in the step keeps its row until a new sequence
+/// needs it. 4 bytes per block.
 #[derive(Debug, Default)]
 pub(crate) struct Resident {
     /// The cell space that the rows belong to; 0 for none.
@@ -37,7 +37,7 @@ pub(crate) struct Resident {
 #[derive(Debug)]
 struct Row {
     seq: SeqId,
-    /// The version of the sequence's block table that the row shows; `None` if the row showed another sequence's.
+    /// The version of the sequence's block table in the row; `None` if the row still has another sequence's table.
     version: Option<u64>,
     /// The last epoch whose batch contained the sequence.
     last_used: u64,
@@ -112,7 +112,7 @@ impl Resident {
         row.blocks.extend_from_slice(blocks);
     }
 
-    /// Sets the block that span `i` writes to in `column`: an entry of its row, or the one behind the last.
+    /// Sets the block that span `i` writes to in `column`: an entry of its row, or the one after the last.
     pub fn write(&mut self, i: usize, column: u32, block: u32) {
         let at = self.span_rows[i];
         let blocks = &mut self.rows[at as usize].blocks;
@@ -139,7 +139,7 @@ impl Resident {
         false
     }
 
-    /// Writes the rows of the batch to `out`, whose lengths are known, for blocks of `block` cells.
+    /// Writes the rows of the batch to `out`, whose `kv_len` is filled in, for blocks of `block` cells.
     pub fn lower(&self, block: u32, out: &mut BlockTables) -> Result<(), NotBlocks> {
         if !self.block_tokens.is_multiple_of(block) {
             return Err(NotBlocks::BlockSize { cache: self.block_tokens, asked: block });

@@ -154,7 +154,8 @@ impl Drive {
             }),
         };
         let mut cache = Cache::paged(&spec).expect("it can be built");
-        cache.watch(true);
+        cache.watch_blocks(true);
+        cache.watch_prefixes(true);
         let memories = cache.capacity_cells().iter().map(|&cells| vec![GARBAGE; cells as usize]).collect();
         Drive {
             known: vec![BTreeMap::new(); spec.groups.len()],
@@ -225,7 +226,8 @@ impl Drive {
     /// block.
     pub(super) fn follow(&mut self) -> Vec<(usize, u32)> {
         let (mut blocks, mut events) = (Vec::new(), Vec::new());
-        self.cache.drain_events(&mut blocks, &mut events);
+        self.cache.drain_block_events(&mut blocks);
+        self.cache.drain_prefix_events(&mut events);
         for event in &blocks {
             self.clock += 1;
             let n = &mut self.counters[event.group.0 as usize];

@@ -52,7 +52,7 @@ fn no_space_says_what_to_try() {
     assert!(exact.ends_with("evict until 64 are free, and try again"), "{exact}");
     let none = of(48, 0).to_string();
     assert!(
-        none.ends_with("32 are free: remove or shorten sequences, or use fewer tokens per step"),
+        none.ends_with("32 are free: remove or shorten sequences, or add fewer tokens at once"),
         "{none}"
     );
     assert_eq!(rig.prefixes().evict_until_free(48, AT), 1);
@@ -114,20 +114,22 @@ fn the_largest_sizes_are_sizes() {
 #[test]
 fn watchers_hear_that_all_is_forgotten() {
     let mut rig = Rig::new(&spec(4, 100));
-    rig.cache.watch(true);
+    rig.cache.watch_blocks(true);
+    rig.cache.watch_prefixes(true);
     rig.prefixes().open(SeqId(0), "", &Content::Tokens(&[1]), AT).expect("it is new");
     rig.grow(SeqId(0), 9);
     rig.cache.clear();
     let (mut blocks, mut prefixes) = (Vec::new(), Vec::new());
-    rig.cache.drain_events(&mut blocks, &mut prefixes);
+    rig.cache.drain_block_events(&mut blocks);
+    rig.cache.drain_prefix_events(&mut prefixes);
     assert_eq!(blocks.iter().filter(|event| event.change == Change::Free).count(), 3);
     assert_eq!(prefixes, [PrefixEvent::Cleared]);
 }
 
 /// A fork keeps its own copies of blocks for which its sibling switched to those of the index, and shares with it the
-/// later blocks, which the index learned from the sibling. So evictable blocks may all be inner nodes, with no evictable
-/// leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below them
-/// that are in use.
+/// later blocks, which the index learned from the sibling. So evictable blocks may all be inner nodes, with no
+/// evictable leaf. Then the lowest of them are evicted, least recently used first, and the index drops the blocks below
+/// them that are in use.
 #[test]
 fn evictable_blocks_above_one_in_use_can_be_evicted() {
     let mut rig = Rig::new(&spec(4, 64));
@@ -148,10 +150,12 @@ fn evictable_blocks_above_one_in_use_can_be_evicted() {
     for i in [2, 0, 1] {
         rig.cache.sequences().expect("many").seq_rm(sibling(i), 0, u32::MAX).expect("it is open");
     }
-    rig.cache.watch(true);
+    rig.cache.watch_blocks(true);
+    rig.cache.watch_prefixes(true);
     assert_eq!(rig.prefixes().evict_until_free(7 * 4, AT), 6);
     let (mut blocks, mut removed) = (Vec::new(), Vec::new());
-    rig.cache.drain_events(&mut blocks, &mut removed);
+    rig.cache.drain_block_events(&mut blocks);
+    rig.cache.drain_prefix_events(&mut removed);
     let gone: Vec<u32> = blocks.iter().filter(|e| e.change == Change::Evict).map(|e| e.block).collect();
     let block = |i: usize, n: usize| tables[i][n].expect("nothing has left a window");
     assert_eq!(gone, [block(2, 1), block(2, 0), block(0, 1), block(0, 0), block(1, 1), block(1, 0)]);

@@ -4,12 +4,14 @@ use super::*;
 #[test]
 fn the_log_tells_the_life_of_a_block() {
     let mut rig = Rig::new(&spec(4, 16));
-    rig.cache.watch(true);
+    rig.cache.watch_blocks(true);
+    rig.cache.watch_prefixes(true);
     rig.serve("", &Content::Tokens(&count(5)));
     rig.serve("", &Content::Tokens(&count(6)));
     rig.prefixes().evict_until_free(16, AT);
     let (mut blocks, mut prefixes) = (Vec::new(), Vec::new());
-    rig.cache.drain_events(&mut blocks, &mut prefixes);
+    rig.cache.drain_block_events(&mut blocks);
+    rig.cache.drain_prefix_events(&mut prefixes);
     let life: Vec<_> = blocks
         .iter()
         .map(|e| (e.step, e.block, e.seq.map(|s| s.0), e.change.name(), e.reason.name()))

@@ -22,7 +22,7 @@ use clap::Subcommand;
 pub enum Command {
     /// No cache, a concatenating cache, preallocated, int8, cross-layer sharing, both: what each step is worth
     Ladder(ladder::Args),
-    /// Attention alone, over a filled cache: one query, a chunk of a prompt, branches of a trunk, a tree
+    /// Only attention, over a filled cache: one query, a chunk of a prompt, branches of a trunk, a tree
     Attention(attention::Args),
     /// Tokens per second of a model at a depth
     Decode(passes::DecodeArgs),
@@ -32,15 +32,15 @@ pub enum Command {
     Roofline(roofline::Args),
     /// Draw what `just rivals` measured
     Rivals(rivals::Args),
-    /// Packed linear layers alone
+    /// Only packed linear layers
     Linear(linear::Args),
-    /// What a fork costs, and a step of all branches beside a step of one
+    /// The cost of a fork, and of a step of all branches compared with a step of one
     Fork(fork::Args),
-    /// What the order of rows and huge pages are worth to a reader
+    /// The effect of row order and huge pages on reading
     Layout(layout::Args),
     /// Step costs of this machine and model, as a table for `kvist simulate --costs`
     Calibrate(calibrate::Args),
-    /// A load served for real, beside what the simulator makes of it with such a table
+    /// A load served for real, compared with its simulation from such a table
     Predict(predict::Args),
     /// The cache of a model without the model: generated K and V through the real pools, growth by growth
     Synthetic(synthetic::Args),

@@ -5,7 +5,7 @@ mod wrap;
 use crate::options::*;
 use crate::{interrupt, json, output};
 use anyhow::Context;
-use input::{Heard, Input};
+use input::{Entry, Input};
 use kvist_cache::Refused;
 use kvist_device::StepError;
 use kvist_engine::Error;
@@ -30,14 +30,14 @@ pub struct Args {
     /// Maximum tokens of an answer
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
-    /// End an answer where this text comes; may be given several times
+    /// End an answer where this text appears; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
     /// System message: the model reads it first
     #[arg(long, value_name = "TEXT")]
     system: Option<String>,
-    /// Keep no history of what is typed; without this, kvist/chat-history in the user's folder for state has the last
-    /// 1,000 lines
+    /// Do not save typed lines; without this, the last 1,000 lines are saved in kvist/chat-history in the user's state
+    /// folder
     #[arg(long)]
     no_history: bool,
     /// One JSON document per turn, a line each
@@ -48,21 +48,21 @@ pub struct Args {
 const HELP: &str = "\
 /fork [NAME]            continue in a new branch; nothing is copied
 /branches               list them
-/switch NAME            continue in another branch
-/drop NAME              delete a branch and free the cells that only it uses
-/cache                  what the cache holds, sequence by sequence
+/switch NAME            continue in another one
+/drop NAME              delete one, and free the cells that only it uses
+/cache                  the contents of the cache, by sequence
 /undo                   remove the last question and its answer
 /system TEXT            system message: the model reads it first
 /save-transcript FILE   write this branch to a file
-/help                   this
+/help                   this list
 /quit                   or end of input
-//TEXT                  say /TEXT";
+//TEXT                  send /TEXT as a message";
 
 /// Additional help where line editing is available.
 const HELP_WITH_LINES: &str = "
 a \\ at a line's end      continues on the next line
 \\\\ at the end           is a \\, and ends the message
-arrows, Ctrl-R          find earlier input";
+arrows, Ctrl-R          find what was typed before";
 
 /// `kvist chat --json`, one line per turn
 #[derive(Serialize)]
@@ -87,8 +87,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
-    let of_the_model = args.sampling.of_the_model(&opened);
-    opened.tokenizer().context("this model has no tokenizer (tokenizer.json beside it)")?.check()?;
+    let model_defaults = args.sampling.of_the_model(&opened);
+    opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?.check()?;
     if args.system.is_some() && opened.chat_template().is_none() {
         return Err(wrong_usage(
             "--system needs a model with a chat template; this one continues plain text",
@@ -112,20 +112,20 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         if !chat.has_template() {
             output::note("it has no chat template: what you type is continued as plain text");
         }
-        of_the_model.iter().for_each(|line| output::note(line));
+        model_defaults.iter().for_each(|line| output::note(line));
     }
     loop {
-        let said = match input.next(&format!("{}> ", chat.current().name))? {
-            Heard::Said(said) if said.trim().is_empty() => continue,
-            Heard::Said(said) => said,
-            Heard::Nothing => continue,
-            Heard::End => return Ok(()),
+        let message = match input.next(&format!("{}> ", chat.current().name))? {
+            Entry::Text(message) if message.trim().is_empty() => continue,
+            Entry::Text(message) => message,
+            Entry::Nothing => continue,
+            Entry::End => return Ok(()),
         };
-        let said = said.as_str();
-        match said.split_once(' ').map_or((said, ""), |(command, rest)| (command, rest.trim())) {
+        let message = message.as_str();
+        match message.split_once(' ').map_or((message, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(()),
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
-                match obey(&mut chat, command, rest, input.edits()) {
+                match execute(&mut chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),
                     // In a pipe a failed command would go unnoticed, and the following input would go to the wrong
                     // branch.
@@ -134,8 +134,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
                 }
             }
             _ => {
-                let said = said.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(said);
-                match take_turn(&mut chat, said, &mut sampler, &args, quiet) {
+                let message =
+                    message.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(message);
+                match run_turn(&mut chat, message, &mut sampler, &args, quiet) {
                     Ok(()) => {}
                     // At a terminal, a turn that does not fit does not end the conversation.
                     Err(Failure::Turn(error)) if interactive => {
@@ -155,16 +156,16 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
 
 /// Why a turn failed.
 enum Failure {
-    /// The model or its cache did not take it.
+    /// The model or its cache refused it.
     Turn(anyhow::Error),
     /// It cannot be shown.
     Output(anyhow::Error),
 }
 
 /// Sends a message to the model, and shows the answer while it is generated.
-fn take_turn(
+fn run_turn(
     chat: &mut Chat,
-    said: &str,
+    message: &str,
     sampler: &mut Sampler,
     args: &Args,
     quiet: bool,
@@ -177,24 +178,24 @@ fn take_turn(
     };
     let wrap = terminal_width().map(Wrap::new);
     let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-    let turn = chat.say(said, sampler, &limits, &mut watch);
+    let turn = chat.say(message, sampler, &limits, &mut watch);
     watch.end();
     if let Some(failed) = watch.failed {
         return Err(Failure::Output(failed));
     }
     match turn {
-        Ok(turn) => report_turn(chat, said, &turn, args, quiet).map_err(Failure::Output),
+        Ok(turn) => report_turn(chat, message, &turn, args, quiet).map_err(Failure::Output),
         Err(error) => Err(Failure::Turn(explained(error, chat, args.max_tokens))),
     }
 }
 
-fn report_turn(chat: &Chat, said: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
+fn report_turn(chat: &Chat, message: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
     let g = &turn.generation;
     if args.json {
         let report = TurnReport {
             version: json::VERSION,
             branch: &chat.current().name,
-            user: said,
+            user: message,
             text: &g.text,
             reasoning: &turn.reasoning,
             finish: g.finish.name(),
@@ -234,7 +235,7 @@ fn in_use(chat: &Chat) -> (u32, u32) {
     fullest.map_or((0, 0), |group| (group.used_cells, group.capacity_cells))
 }
 
-/// The error of a turn. If there was no room, it says how full the cache is and how to free room.
+/// The error of a turn. If the cache was full, it says how full and how to free space.
 fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
     match error {
         Error::PromptTooLong { tokens, context } => {
@@ -257,9 +258,9 @@ fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
     }
 }
 
-/// Suggestions to free room for a conversation of `tokens` tokens.
+/// Suggestions that make space for a conversation of `tokens` tokens.
 fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
-    let mut ways = vec!["say less".to_string()];
+    let mut ways = vec!["send a shorter message".to_string()];
     if !chat.current().messages.is_empty() {
         ways = vec!["/undo removes the last question and its answer".into()];
     }
@@ -269,7 +270,7 @@ fn ways_out(chat: &Chat, tokens: u32, max_tokens: u32) -> String {
     if !others.is_empty() {
         ways.push(format!("/switch continues in another branch, /drop deletes one ({})", others.join(", ")));
     } else if chat.session().config().kind_traits().many_sequences {
-        ways.push("next time, /fork before a digression, so that you can come back".into());
+        ways.push("next time, /fork before a digression, so that you can return".into());
     }
     let enough = tokens.saturating_add(max_tokens).checked_next_power_of_two().unwrap_or(u32::MAX);
     let trained = chat.session().model().config().context;
@@ -289,7 +290,7 @@ fn terminal_width() -> Option<usize> {
 }
 
 /// Executes a command; returns the message to show.
-fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Result<String> {
+fn execute(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Result<String> {
     let name = (!rest.is_empty()).then_some(rest);
     Ok(match command {
         "/help" => format!("{HELP}{}", if edits { HELP_WITH_LINES } else { "" }),
@@ -323,11 +324,11 @@ fn obey(chat: &mut Chat, command: &str, rest: &str, edits: bool) -> anyhow::Resu
             };
             groups.iter().enumerate().map(text).collect::<Vec<_>>().join("\n")
         }
-        "/undo" if chat.undo() => "removed the last question and its answer".into(),
-        "/undo" => "there is nothing to undo yet".into(),
+        "/undo" if chat.undo() => "undone".into(),
+        "/undo" => "there is nothing to undo".into(),
         "/system" => {
             chat.set_system(name.map(str::to_string))?;
-            "takes effect with the next turn".into()
+            "applies from the next turn on".into()
         }
         "/save-transcript" => {
             let path = name.context("name a file: /save-transcript FILE")?;
@@ -368,7 +369,7 @@ impl Watch {
     }
 
     /// Switches between reasoning and answer.
-    fn turn(&mut self, thinks: bool) {
+    fn switch(&mut self, thinks: bool) {
         if self.thinks == thinks {
             return;
         }
@@ -391,7 +392,7 @@ impl Observer for Watch {
     /// Shown only at a terminal: a program that reads stdout gets the answer alone.
     fn reasoning(&mut self, text: &str) -> bool {
         if self.wrap.is_some() {
-            self.turn(true);
+            self.switch(true);
             self.began = true;
             let text = output::harmless(text);
             let text = self.wrap.as_mut().map(|wrap| wrap.push(&text)).unwrap_or_default();
@@ -400,7 +401,7 @@ impl Observer for Watch {
         self.failed.is_none()
     }
     fn text(&mut self, text: &str) -> bool {
-        self.turn(false);
+        self.switch(false);
         self.began = true;
         // Mark control characters before wrapping, because the marks take columns.
         let text = output::harmless(text);

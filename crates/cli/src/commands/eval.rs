@@ -114,8 +114,8 @@ fn fit(
         };
         let plan = MemoryPlan::of_session(model, registry, &shape(config))?;
         let reference = CacheConfig { k: storage, v: storage.for_values(), ..shape(reference) };
-        let beside = MemoryPlan::of_session(model, registry, &reference)?;
-        let (a, b) = (plan.session_bound(), beside.session_bound());
+        let reference_plan = MemoryPlan::of_session(model, registry, &reference)?;
+        let (a, b) = (plan.session_bound(), reference_plan.session_bound());
         Ok((plan, a, b))
     };
     let (context, chunk) = (config.context_tokens, config.max_step_tokens);

@@ -13,7 +13,7 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Memory that a model and its cache may take; without it what the machine has free
+    /// Memory that a model and its cache may take; by default the free memory of the machine
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     memory: Option<Size>,
     /// Storage of K and V, for the context that fits
@@ -64,12 +64,12 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     looked_in.extend(places.llama_cpp.iter().chain(&places.lm_studio).chain(&places.ollama).cloned());
     let memory = args.memory.map(|size| size.0).or_else(crate::memory::available);
     let registry = registry(&args.compute.get()?);
-    let look = |found| look_at(found, &registry, args.kv, memory);
+    let describe = |found| describe_model(found, &registry, args.kv, memory);
     let report = Report {
         version: json::VERSION,
         memory_bytes: memory,
         looked_in,
-        models: stores::list(places).into_iter().map(look).collect(),
+        models: stores::list(places).into_iter().map(describe).collect(),
     };
     match args.json {
         true => output::show_json(&report),
@@ -79,7 +79,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
 }
 
 /// Reads a model's headers. An error is reported in the model's line and does not fail the list.
-fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) -> Model {
+fn describe_model(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) -> Model {
     let Found { name, store, path, bytes, quant, trouble } = found;
     let mut model = Model {
         name,
@@ -104,9 +104,9 @@ fn look_at(found: Found, registry: &Registry, kv: Storage, memory: Option<u64>) 
             Error::TensorEncoding { found, .. } => format!("kvist does not read weights of {found}"),
             // Remove the path: the line has it already.
             error => {
-                let said = error.to_string();
+                let message = error.to_string();
                 let path = model.path.display().to_string();
-                said.strip_prefix(&path).unwrap_or(&said).trim_start_matches([':', ' ']).into()
+                message.strip_prefix(&path).unwrap_or(&message).trim_start_matches([':', ' ']).into()
             }
         });
     }

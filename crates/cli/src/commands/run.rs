@@ -53,7 +53,7 @@ pub struct Args {
 }
 
 const NO_TOKENIZER: &str =
-    "this model has no tokenizer (tokenizer.json beside it); `kvist logits` works without one";
+    "this model has no tokenizer (no tokenizer.json next to it); `kvist logits` works without one";
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prompt = args.prompt()?;

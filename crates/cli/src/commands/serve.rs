@@ -22,19 +22,19 @@ pub struct Args {
     config: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
-    /// What clients call the model
+    /// The model's name for clients
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
-    /// Defaults of sampling: auto takes those that the model ships (generation_config.json), none leaves OpenAI's
+    /// Sampling defaults: auto uses the model's own (generation_config.json), none uses OpenAI's
     #[arg(long, value_name = "WHICH", value_parser = ["auto", "none"])]
     generation_config: Option<String>,
     /// Address to listen on; without API keys a loopback one
     #[arg(long)]
     host: Option<IpAddr>,
-    /// Port to listen on; 0 takes a free one
+    /// Port to listen on; 0 picks a free one
     #[arg(long)]
     port: Option<u16>,
-    /// Serve without API keys on an address that others reach
+    /// Serve without API keys on an address that other machines can reach
     #[arg(long)]
     open: bool,
     /// Tokens that the cache holds, over all requests: 32768 or 32k
@@ -65,13 +65,13 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
-    /// Maximum requests that wait; further ones are answered 429. Every key's name has a share of these places
+    /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these slots
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
     /// End requests this long after their arrival
     #[arg(long, value_name = "SECONDS")]
     request_timeout: Option<f64>,
-    /// After SIGTERM, let running requests go on for this long
+    /// After SIGTERM, let running requests continue for this long
     #[arg(long, value_name = "SECONDS")]
     grace: Option<f64>,
     /// Maximum size of a request's body
@@ -191,8 +191,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
-            "the cache needs {} (working memory included), requests need {}, and beside the weights {} of {} are \
-             free; try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            "the cache needs {} (working memory included), requests {}, and {} of {} are free besides the weights; try a \
+             smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
             Bytes(plan.session_bound()),
             Bytes(requests_bytes),
             Bytes(free),

@@ -49,7 +49,7 @@ pub struct Args {
     /// Seed of the workload: same seed, same bytes
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// Simulate so many loads, from --seed on: reports the mean of every figure and its 95% interval
+    /// Simulate this many loads, with seeds from --seed on: reports the mean of every figure and its 95% interval
     #[arg(
         long, value_name = "N", value_parser = clap::value_parser!(u64).range(2..10_000),
         conflicts_with_all = ["trace", "zero_service", "csv", "html", "svg", "beside", "record"]
@@ -61,9 +61,9 @@ pub struct Args {
 enum Of {
     /// Policies x capacities x schedulers x seeds, on all cores, resumable
     Sweep(Box<sweep::Args>),
-    /// The load in contiguous handles beside pages: what moves, what is refused, what is wasted
+    /// The load in contiguous handles and in pages: what is moved, refused and wasted
     Arena(Box<arena::Args>),
-    /// Make the decisions of a recording again, from its events alone, and compare them
+    /// Replay the events of a recording, and compare the decisions with the recorded ones
     Replay(replay::Args),
 }
 
@@ -286,12 +286,12 @@ fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {
     ] {
         if given.is_some() {
             return Err(wrong_usage(format!(
-                "{flag} does not go with --zero-service, where nothing takes time: use --json, or sweep"
+                "{flag} cannot be used with --zero-service, where nothing takes time: use --json, or sweep"
             )));
         }
     }
     if !args.show.beside.is_empty() {
-        return Err(wrong_usage("--beside does not go with --zero-service, where no request waits"));
+        return Err(wrong_usage("--beside cannot be used with --zero-service, where no request waits"));
     }
     let result = zero::replay(&args.what, &requests.list)?;
     if args.show.json {

@@ -8,13 +8,14 @@ use kvist_model::generation_config::Shipped;
 
 #[derive(Args, Clone, Debug)]
 pub struct SamplingArgs {
-    /// 0 takes the likeliest token, behind the penalty [default: the model's generation_config.json, or 0.8]
+    /// 0 picks the likeliest token, after the penalty [default: the model's generation_config.json, or 0.8]
     #[arg(long, allow_negative_numbers = true)]
     pub temperature: Option<f32>,
-    /// Take the likeliest token, whatever the rest and the model's defaults say; only --repeat-penalty changes it
+    /// Pick the likeliest token, whatever the other flags and the model's defaults say; only --repeat-penalty affects
+    /// it
     #[arg(long, conflicts_with = "temperature")]
     pub greedy: bool,
-    /// Sample among the K likeliest; 0 is all [default: the model's, or 40]
+    /// Sample among the K likeliest tokens; 0 is all [default: the model's, or 40]
     #[arg(long)]
     pub top_k: Option<u32>,
     /// Sample among the likeliest that together reach this probability [default: the model's, or 0.95]
@@ -26,10 +27,10 @@ pub struct SamplingArgs {
     /// Make tokens of the recent text less likely; 1 is off [default: the model's, or 1]
     #[arg(long, allow_negative_numbers = true)]
     pub repeat_penalty: Option<f32>,
-    /// Recent tokens that the penalty looks at [default: the model's, or 64]
+    /// Number of recent tokens that the penalty covers [default: the model's, or 64]
     #[arg(long, value_name = "TOKENS")]
     pub repeat_last: Option<usize>,
-    /// The same seed gives the same text; without it one is drawn and the summary names it
+    /// The same seed gives the same text; without one, kvist draws one and prints it in the summary
     #[arg(long)]
     pub seed: Option<u64>,
 }
@@ -50,7 +51,7 @@ impl SamplingArgs {
         Sampler::new(self.config(&shipped, seed)).map_err(|e| wrong_usage(e.to_string()))
     }
 
-    /// The model's defaults in effect beside these flags, as text; `None` if there are none.
+    /// The model's defaults in effect in addition to these flags, as text; `None` if there are none.
     pub fn of_the_model(&self, opened: &Opened) -> Option<String> {
         let shipped = opened.sampling().ok().filter(|_| self.asks_the_model())?;
         shipped_defaults(&self.counting(shipped))
@@ -101,9 +102,9 @@ impl SamplingArgs {
 /// The sampling defaults that a model ships, in one line of text; `None` if it ships none. They are printed because
 /// they change the output without any flag.
 pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
-    let mut said: Vec<String> = Vec::new();
+    let mut parts: Vec<String> = Vec::new();
     let mut say =
-        |name: &str, value: Option<String>| said.extend(value.map(|value| format!("{name} {value}")));
+        |name: &str, value: Option<String>| parts.extend(value.map(|value| format!("{name} {value}")));
     say("temperature", shipped.temperature.map(|x| x.to_string()));
     say("top_k", shipped.top_k.map(|k| k.to_string()));
     say("top_p", shipped.top_p.map(|x| x.to_string()));
@@ -114,7 +115,7 @@ pub fn shipped_defaults(shipped: &Shipped) -> Option<String> {
         tokens => format!("last {tokens} tokens"),
     };
     say("penalty over the", shipped.repetition_window.map(window));
-    (!said.is_empty()).then(|| format!("sampling defaults of the model: {}", said.join(", ")))
+    (!parts.is_empty()).then(|| format!("sampling defaults of the model: {}", parts.join(", ")))
 }
 
 #[cfg(test)]

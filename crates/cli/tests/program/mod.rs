@@ -83,5 +83,5 @@ pub fn fields(value: &Value, names: &[&str]) {
 }
 pub fn number(value: &Value, name: &str) -> f64 {
     let found = name.split('.').fold(value, |value, name| &value[name]);
-    found.as_f64().unwrap_or_else(|| panic!("`{name}` is no number in {value}"))
+    found.as_f64().unwrap_or_else(|| panic!("`{name}` is not a number in {value}"))
 }

@@ -46,9 +46,9 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
 
     #[inline(always)]
     fn prefetch<T>(self, x: &T, ahead: usize) {
-        let there = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
+        let address = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
         // SAFETY: `detect` checked the CPU features; prefetching any address, mapped or not, affects only caches.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(there) }
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> __m512 {

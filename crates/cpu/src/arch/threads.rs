@@ -1,6 +1,6 @@
 //! A thread pool whose workers spin briefly, then sleep.
 //!
-//! A decode step has some hundred short parallel regions, a few microseconds apart. A sleeping thread would wake too
+//! A decode step has about a hundred short parallel regions, a few microseconds apart. A sleeping thread would wake too
 //! late for each of them, and a thread that spins forever takes a core from other work. So workers spin for [`SPIN`],
 //! then sleep until the next region. Work is taken in small parts from a counter, and a region closes when its parts
 //! are taken. A worker that has not joined by then is not waited for, so that a busy machine slows kvist down but does
@@ -65,14 +65,14 @@ impl Shared {
     fn worker(&self, thread: usize) {
         let mut seen = 0;
         loop {
-            let fresh = || {
+            let has_work = || {
                 let gate = self.gate.load(SeqCst);
                 gate >> REGION != seen && gate & OPEN != 0 || self.stop.load(Relaxed)
             };
-            if !spin(fresh) {
+            if !spin(has_work) {
                 let mut bed = lock(&self.bed);
                 self.sleepers.fetch_add(1, SeqCst);
-                while !fresh() {
+                while !has_work() {
                     bed = self.wake.wait(bed).unwrap_or_else(PoisonError::into_inner);
                 }
                 self.sleepers.fetch_sub(1, SeqCst);
@@ -157,7 +157,7 @@ impl Threads {
         }
         let cut = Cut::new(data, width, columns, scratch);
         let n_parts = cut.n_parts();
-        // SAFETY: `run` hands every thread a number of its own.
+        // SAFETY: `run` gives every thread a different number.
         let work = |thread: usize| unsafe { cut.work(thread, &f) };
         self.run(n_parts, &work);
     }

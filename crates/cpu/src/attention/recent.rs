@@ -1,44 +1,44 @@
 //! Recent tokens of a tile: computes their scores and weighted values from f16 rows instead of the pool.
 use crate::arch::{Kernel, LANES, Simd};
-use crate::recent::{Own, RecentReads};
+use crate::recent::{RecentRead, RecentReads};
 use std::ops::Range;
 
 /// The recent rows that one token reads in a tile, for all query heads of a KV head.
 #[derive(Clone, Copy)]
-pub struct OwnGroup<'o> {
-    reads: RecentReads<'o>,
+pub struct TileReads<'o> {
+    layer: RecentReads<'o>,
     /// The rows inside the tile.
-    own: &'o [Own],
+    reads: &'o [RecentRead],
     head: usize,
     /// The sequence index at the start of the tile, and its place in a line.
     first: (u32, usize),
 }
 
-impl<'o> OwnGroup<'o> {
+impl<'o> TileReads<'o> {
     /// The recent rows that `token` reads of the sequence indices `indices`. The first index is at place `first` in a
     /// line.
     pub fn new(
-        reads: RecentReads<'o>,
+        layer: RecentReads<'o>,
         token: usize,
         head: usize,
         indices: &Range<u32>,
         first: usize,
     ) -> Self {
-        let all = reads.of(token);
-        let below = |index: u32| all.partition_point(|own| own.index < index);
-        let own = &all[below(indices.start)..below(indices.end)];
-        OwnGroup { reads, own, head, first: (indices.start, first) }
+        let all = layer.of(token);
+        let below = |index: u32| all.partition_point(|read| read.index < index);
+        let reads = &all[below(indices.start)..below(indices.end)];
+        TileReads { layer, reads, head, first: (indices.start, first) }
     }
 
     /// Number of rows read.
     pub fn len(&self) -> usize {
-        self.own.len()
+        self.reads.len()
     }
 
     /// The rows and their places in a line.
-    fn rows(&self) -> impl Iterator<Item = (&'o Own, usize)> + use<'o> {
+    fn rows(&self) -> impl Iterator<Item = (&'o RecentRead, usize)> + use<'o> {
         let (index, place) = self.first;
-        self.own.iter().map(move |own| (own, place + (own.index - index) as usize))
+        self.reads.iter().map(move |read| (read, place + (read.index - index) as usize))
     }
 
     /// Moves the weights of these rows out of the lines, row by row, and leaves zeros.
@@ -50,22 +50,22 @@ impl<'o> OwnGroup<'o> {
 }
 
 /// Scores, one line per query: `lines[query][place] = q · k`.
-pub struct OwnScores<'k> {
-    pub group: OwnGroup<'k>,
+pub struct RecentScores<'k> {
+    pub reads: TileReads<'k>,
     /// One row per query, scaled and padded to whole vectors.
     pub queries: &'k [f32],
     pub lines: &'k mut [f32],
     pub stride: usize,
 }
 
-impl Kernel for OwnScores<'_> {
+impl Kernel for RecentScores<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let n_rows = self.lines.len() / self.stride;
         let width = self.queries.len() / n_rows;
-        for (own, at) in self.group.rows() {
-            let key = self.group.reads.key(own, self.group.head);
+        for (read, at) in self.reads.rows() {
+            let key = self.reads.layer.key(read, self.reads.head);
             let lines = self.lines.chunks_exact_mut(self.stride);
             for (line, query) in lines.zip(self.queries.chunks_exact(width)) {
                 let mut sum = s.splat(0.0);
@@ -79,8 +79,8 @@ impl Kernel for OwnScores<'_> {
 }
 
 /// Weighted sums, one state per query: `sums[query] += Σ weight · v`.
-pub struct OwnSums<'k> {
-    pub group: OwnGroup<'k>,
+pub struct RecentSums<'k> {
+    pub reads: TileReads<'k>,
     /// For every row the weights of all queries, row by row.
     pub weights: &'k [f32],
     pub states: &'k mut [f32],
@@ -88,13 +88,13 @@ pub struct OwnSums<'k> {
     pub head_dim: usize,
 }
 
-impl Kernel for OwnSums<'_> {
+impl Kernel for RecentSums<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let n_rows = self.states.len() / self.state;
-        for ((own, _), weights) in self.group.rows().zip(self.weights.chunks_exact(n_rows)) {
-            let value = self.group.reads.value(own, self.group.head);
+        for ((read, _), weights) in self.reads.rows().zip(self.weights.chunks_exact(n_rows)) {
+            let value = self.reads.layer.value(read, self.reads.head);
             for (state, weight) in self.states.chunks_exact_mut(self.state).zip(weights) {
                 let weight = s.splat(*weight);
                 let (sums, rest) = state[..self.head_dim].as_chunks_mut::<LANES>();

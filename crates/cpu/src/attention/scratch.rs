@@ -34,7 +34,8 @@ pub struct Scratch {
     _held: Reservation,
 }
 
-/// Most splits of a token with a state each, which run in parallel. A longer context processes its splits in turn.
+/// Most splits of a token with a state each, which run in parallel. A longer context processes its splits one after
+/// the other.
 const MOST_SPLITS: usize = 64;
 
 /// Elements of each buffer.
@@ -113,7 +114,7 @@ impl Scratch {
             || BackendError::Unsupported("a step of that many tokens overflows the scratch".into());
         let sizes = Sizes::of(spec, threads).ok_or_else(overflow)?;
         let bytes = sizes.bytes().ok_or_else(overflow)?;
-        let held = budget.reserve(Purpose::Scratch, bytes)?;
+        let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         let buffer = |n: usize| {
             let mut all = Vec::new();
             let refused = |_| BackendError::OutOfMemory { what: "scratch", bytes };
@@ -135,6 +136,6 @@ impl Scratch {
             })
         };
         let threads = (0..threads).map(thread).collect::<Result<Vec<_>, BackendError>>()?;
-        Ok(Scratch { states: buffer(sizes.states)?, threads, _held: held })
+        Ok(Scratch { states: buffer(sizes.states)?, threads, _held: reservation })
     }
 }

@@ -9,7 +9,7 @@
 use crate::arch::{Kernel, LANES, Simd};
 
 /// The maximum of a row that has seen no score.
-pub const NOTHING: f32 = -1e30;
+pub const NO_SCORE: f32 = -1e30;
 /// Lower bound of scores: an integer far below every real score.
 const FLOOR: f32 = -1e30;
 
@@ -20,7 +20,7 @@ pub fn power(n: f32) -> f32 {
 
 /// The factor that normalises the sums of a row, given an attention sink. The row's weights add up to `norm` at the
 /// maximum `max`; the sink adds its own score `sink` and no value.
-pub fn beside(norm: f32, max: f32, sink: f32) -> f32 {
+pub fn factor_with_sink(norm: f32, max: f32, sink: f32) -> f32 {
     let sink = sink * std::f32::consts::LOG2_E;
     let peak = if sink > max { sink } else { max };
     let shrink = power(max - peak);
@@ -77,8 +77,8 @@ impl Kernel for Softmax<'_> {
                 vectors.iter_mut().for_each(|scores| *scores = [0.0; LANES]);
                 continue;
             }
-            if peak <= FLOOR && max[0] == NOTHING {
-                max[0] = 0.0; // all scores are NaN: the row has still seen something
+            if peak <= FLOOR && max[0] == NO_SCORE {
+                max[0] = 0.0; // all scores are NaN, but the row has seen scores
             }
             let norms = norms.first_chunk_mut::<LANES>().expect("a state has a norm per lane");
             let mut norm = s.load(norms);

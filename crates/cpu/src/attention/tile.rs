@@ -3,7 +3,7 @@
 //! The visible cells may lie in many places. Every chain of items is gathered into stretches of blocks, as long as
 //! possible, for the kernels. Whole blocks extend past the visible cells on both sides; the scores of other cells in
 //! those places are saved and restored.
-use super::recent::{OwnGroup, OwnScores, OwnSums};
+use super::recent::{RecentScores, RecentSums, TileReads};
 use super::scratch::{PAD, SPARE, ThreadScratch};
 use super::softmax::Softmax;
 use super::{Layer, Rows};
@@ -44,10 +44,10 @@ impl<'l> Layer<'l> {
         let mut gather = Gather::new();
         let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
-            let theirs = self.rows_of(chain.clone().next().map(items), &slots);
-            let first = row0 + theirs.start;
+            let item_rows = self.rows_of(chain.clone().next().map(items), &slots);
+            let first = row0 + item_rows.start;
             let mut lines =
-                Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
+                Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
             let read = Read { head: rows.head, chain: chain.clone().map(items), slots: &slots, tile };
             let (side, next) = match chains.peek().cloned() {
                 Some(next) => (self.keys, Some(next)),
@@ -61,8 +61,8 @@ impl<'l> Layer<'l> {
                 self.codes(side, rows.head, next, &slots, tile),
                 |gather| {
                     let packed =
-                        if packed.is_empty() { &[][..] } else { &packed[first..first + theirs.len()] };
-                    let queries = Queries { n: theirs.len(), rows: queries, first, packed };
+                        if packed.is_empty() { &[][..] } else { &packed[first..first + item_rows.len()] };
+                    let queries = Queries { n: item_rows.len(), rows: queries, first, packed };
                     self.score(isa, gather, queries, lines.reborrow(gather.at()));
                 },
             );
@@ -71,14 +71,14 @@ impl<'l> Layer<'l> {
             }
         }
 
-        let own = self.own_groups(rows, &slots, tile);
+        let recent_reads = self.recent_reads(rows, &slots, tile);
         if self.recent.is_some_and(|recent| recent.has_keys()) {
             let width = self.head_dim.next_multiple_of(LANES);
-            for (i, group) in own.clone() {
+            for (i, reads) in recent_reads.clone() {
                 let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
                 let row = row0 + i * per_kv;
                 let queries = &plain[row * width..(row + per_kv) * width];
-                isa.run(OwnScores { group, queries, lines, stride });
+                isa.run(RecentScores { reads, queries, lines, stride });
             }
         }
 
@@ -94,18 +94,18 @@ impl<'l> Layer<'l> {
 
         weights.clear();
         if self.recent.is_some_and(|recent| recent.has_values()) {
-            for (i, group) in own.clone() {
+            for (i, reads) in recent_reads.clone() {
                 let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
-                group.take_weights(lines, stride, weights);
+                reads.take_weights(lines, stride, weights);
             }
         }
 
         let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
-            let theirs = self.rows_of(chain.clone().next().map(items), &slots);
+            let item_rows = self.rows_of(chain.clone().next().map(items), &slots);
             let mut lines =
-                Lines { data: &mut lines[theirs.start * stride..theirs.end * stride], stride, at: 0 };
-            let states = &mut states[theirs.start * state..theirs.end * state];
+                Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
+            let states = &mut states[item_rows.start * state..item_rows.end * state];
             let read = Read { head: rows.head, chain: chain.map(items), slots: &slots, tile };
             let next = chains.peek().cloned().into_iter().flatten().map(items);
             let next = self.codes(self.values, rows.head, next, &slots, tile);
@@ -114,35 +114,35 @@ impl<'l> Layer<'l> {
                 .flat_map(|(item, offset)| (item.run.start + offset..item.run.end()).step_by(LANES));
             let next = next.chain(behind.map(|cell| self.keys.codes(self.slabs, rows.head, cell)));
             self.stretches(&mut gather, self.values, read, next, |gather| {
-                let sums = Sums { n: theirs.len(), data: &mut *states, first: 0, stride: state };
+                let sums = Sums { n: item_rows.len(), data: &mut *states, first: 0, stride: state };
                 self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
             });
         }
 
         let mut weights = &weights[..];
-        for (i, group) in own.filter(|_| !weights.is_empty()) {
+        for (i, reads) in recent_reads.filter(|_| !weights.is_empty()) {
             let states = &mut states[i * per_kv * state..(i + 1) * per_kv * state];
-            let (theirs, others) = weights.split_at(group.len() * per_kv);
-            weights = others;
-            isa.run(OwnSums { group, weights: theirs, states, state, head_dim: self.head_dim });
+            let (row_weights, rest) = weights.split_at(reads.len() * per_kv);
+            weights = rest;
+            isa.run(RecentSums { reads, weights: row_weights, states, state, head_dim: self.head_dim });
         }
     }
 
     /// The recent rows that each of `slots` reads in `tile`, with the slot's index in `slots`.
-    fn own_groups(
+    fn recent_reads(
         &self,
         rows: Rows,
         slots: &Range<u32>,
         tile: &Tile,
-    ) -> impl Iterator<Item = (usize, OwnGroup<'l>)> + Clone {
+    ) -> impl Iterator<Item = (usize, TileReads<'l>)> + Clone {
         let Range { start, end } = *slots;
         let (reads, indices, first) = (self.reads, tile.indices.clone(), tile.place(tile.indices.start));
         let group = move |recent: RecentReads<'l>| {
             let indices = indices.clone();
             (start..end).enumerate().filter_map(move |(i, slot)| {
                 let token = reads.order[slot as usize] as usize;
-                let group = OwnGroup::new(recent, token, rows.head, &indices, first);
-                (group.len() > 0).then_some((i, group))
+                let reads = TileReads::new(recent, token, rows.head, &indices, first);
+                (reads.len() > 0).then_some((i, reads))
             })
         };
         let reached = tile.indices.end;
@@ -199,15 +199,15 @@ impl<'l> Layer<'l> {
         next: impl Iterator<Item = &'l [u8]>,
         mut each: impl FnMut(&Gather<'_>),
     ) {
-        let (slots, tile, mut goes_on) = (read.slots, read.tile, false);
+        let (slots, tile, mut continues) = (read.slots, read.tile, false);
         for item in read.chain {
             if let Some(piece) = self.piece(item, slots, tile) {
                 gather.add(side, self.slabs, read.head, piece.run(item), piece.at, &mut each);
-                goes_on = piece.seen.end < item.run.len;
+                continues = piece.seen.end < item.run.len;
             }
         }
         // If the run continues past the tile, the kernel has prefetched what follows in memory.
-        match goes_on {
+        match continues {
             true => gather.finish(std::iter::empty(), each),
             false => gather.finish(next, each),
         }
@@ -258,16 +258,16 @@ impl<'l> Layer<'l> {
         }
         // Packed values are weighted in whole blocks, and the places next to the stretch may hold weights of other
         // cells.
-        let spare = stride - SPARE;
+        let saved_at = stride - SPARE;
         for line in lines.data.chunks_exact_mut(stride) {
-            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+            for (range, at) in [(&before, saved_at), (&behind, saved_at + PAD)] {
                 line.copy_within(range.clone(), at);
                 line[range.clone()].fill(0.0);
             }
         }
         pool::accumulate(isa, dtype, lines.reborrow(gather.at()), blocks, sums, quads);
         for line in lines.data.chunks_exact_mut(stride) {
-            for (range, at) in [(&before, spare), (&behind, spare + PAD)] {
+            for (range, at) in [(&before, saved_at), (&behind, saved_at + PAD)] {
                 line.copy_within(at..at + range.len(), range.start);
             }
         }

@@ -61,8 +61,9 @@ impl TileItems {
     pub fn reach(&mut self, items: &[ReadItem], slots: &Range<u32>, tile: &Range<u32>) -> bool {
         self.items.retain(|link| end(&items[link.item as usize]) > tile.start);
         while let Some(item) = items.get(self.cursor).filter(|item| item.first_index < tile.end) {
-            let theirs = item.first_query < slots.end && slots.start < item.first_query + item.n_queries;
-            if theirs && end(item) > tile.start {
+            let concerns_slots =
+                item.first_query < slots.end && slots.start < item.first_query + item.n_queries;
+            if concerns_slots && end(item) > tile.start {
                 self.items.push(Link { item: self.cursor as u32, next: NONE });
             }
             self.cursor += 1;
@@ -82,12 +83,12 @@ impl TileItems {
             // begin a stretch there.
             let newest = &mut self.ends[(item.first_query.max(slots.start) - slots.start) as usize];
             let last = std::mem::replace(newest, i as u32);
-            let goes_on = last != NONE && {
+            let continues = last != NONE && {
                 let last = &items[self.items[last as usize].item as usize];
                 (last.first_query, last.n_queries) == (item.first_query, item.n_queries)
                     && end(last) == item.first_index
             };
-            match goes_on {
+            match continues {
                 true => self.items[last as usize].next = i as u32,
                 false => self.chains.push(i as u32),
             }

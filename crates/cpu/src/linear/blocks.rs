@@ -10,10 +10,10 @@
 //! Eight products of 64 bytes per block of 16 rows and token. Large batches are bound by loads (two per cycle), so two
 //! panels share the broadcast values of x: 64 products with 58 loads instead of 96.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7; 1.3
-//! TFLOP/s for 512.
+//! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7;
+//! 1.3 TFLOP/s for 512.
 use super::codes::Codes;
-use super::inputs::{Form, GROUP, Inputs, NEGATIVE_SUM, scale_of};
+use super::inputs::{GROUP, InputFormat, Inputs, NEGATIVE_SUM, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use kvist_device::weights::blocks::Block;
@@ -39,7 +39,7 @@ impl<F: PackedBlock> Format for Blocks<F> {
     const BLOCK: (usize, usize) = (32, F::BYTES);
     const CODES: usize = F::Codes::BYTES;
     const SCALES: usize = 2 * LANES * if Self::HAS_MINIMUM { 2 } else { 1 };
-    const FORM: Form = Form::Codes;
+    const INPUT: InputFormat = InputFormat::Codes;
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         F::Codes::put(&F::codes(block), lane, codes);

@@ -9,7 +9,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.98 of the read limit for one token; for 512 the peak of fused
 //! multiply-adds, 460 GFLOP/s, and twice that in bf16 pairs.
-use super::inputs::{Form, Inputs};
+use super::inputs::{InputFormat, Inputs};
 use super::{Format, Panels, for_token_tiles, put};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd};
@@ -44,7 +44,7 @@ macro_rules! one_by_one {
             const BLOCK: (usize, usize) = (1, $F::BYTES);
             const CODES: usize = $F::BYTES * LANES;
             const SCALES: usize = 0;
-            const FORM: Form = Form::Rows;
+            const INPUT: InputFormat = InputFormat::Rows;
             const PANELS: usize = 4;
             fn pack(block: &[u8], lane: usize, codes: &mut [u8], _: &mut [u8]) {
                 codes[$F::BYTES * lane..][..$F::BYTES].copy_from_slice(block);
@@ -117,7 +117,7 @@ impl Format for BF16 {
     const BLOCK: (usize, usize) = (2, 4);
     const CODES: usize = 4 * LANES;
     const SCALES: usize = 0;
-    const FORM: Form = Form::Rows;
+    const INPUT: InputFormat = InputFormat::Rows;
     const PANELS: usize = 4;
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], _: &mut [u8]) {
         codes[4 * lane..4 * lane + 4].copy_from_slice(block);

@@ -10,7 +10,7 @@ pub const GROUP: usize = 32;
 
 /// Input formats of kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub enum InputFormat {
     /// f32.
     Rows,
     /// bf16 pairs.
@@ -108,13 +108,13 @@ impl Input<'_> {
         self.inputs.width
     }
 
-    /// Converts the batch to `form` unless it already is.
-    pub(super) fn prepare(&mut self, compute: &Compute, form: Form) -> &Inputs {
-        if !std::mem::replace(&mut self.inputs.ready[form as usize], true) {
+    /// Converts the batch to `format` unless it already is.
+    pub(super) fn prepare(&mut self, compute: &Compute, format: InputFormat) -> &Inputs {
+        if !std::mem::replace(&mut self.inputs.ready[format as usize], true) {
             let Inputs { n, width, rows, pairs, groups, .. } = &mut *self.inputs;
             let (n, width, x) = (*n, *width, self.x);
-            match form {
-                Form::Rows => {
+            match format {
+                InputFormat::Rows => {
                     rows.resize(n * width, 0.0);
                     each_tile(compute, n, rows, width, |first, tile, rows| {
                         for (t, x) in x[first * width..].chunks_exact(width).take(tile).enumerate() {
@@ -122,7 +122,7 @@ impl Input<'_> {
                         }
                     });
                 }
-                Form::Pairs => {
+                InputFormat::Pairs => {
                     pairs.resize(n * (width / 2), 0);
                     each_tile(compute, n, pairs, width / 2, |first, tile, pairs| {
                         let bits = |x: f32| u32::from(half::bf16::from_f32(x).to_bits());
@@ -134,7 +134,7 @@ impl Input<'_> {
                         }
                     });
                 }
-                Form::Codes => {
+                InputFormat::Codes => {
                     let per_token = width / GROUP * GROUP_ROWS;
                     groups.resize(n * per_token, 0);
                     each_tile(compute, n, groups, per_token, |first, tile, groups| {
@@ -159,8 +159,8 @@ fn each_tile<T: Send>(
     f: impl Fn(usize, usize, &mut [T]) + Sync,
 ) {
     let (whole, rest) = data.split_at_mut(n / TILE * TILE * width);
-    let mut nothing = vec![(); compute.threads.n()]; // takes no memory
-    compute.threads.parts(whole, TILE * width, &mut nothing, |i, data, ()| f(i * TILE, TILE, data));
+    let mut no_scratch = vec![(); compute.threads.n()]; // takes no memory
+    compute.threads.parts(whole, TILE * width, &mut no_scratch, |i, data, ()| f(i * TILE, TILE, data));
     let (mut first, mut rest) = (n / TILE * TILE, rest);
     while first < n {
         let (_, tile) = tile_of(n, first);

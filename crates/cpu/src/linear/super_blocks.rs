@@ -11,7 +11,7 @@
 //!
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::Codes;
-use super::inputs::{self, Form, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
+use super::inputs::{self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
@@ -22,8 +22,8 @@ pub trait PackedSuperBlock: SuperBlock {
     type Codes: Codes;
 }
 
-/// Makes a [`PackedSuperBlock`] a `Format`. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`, dmin
-/// `[16]`, its own table `[16]`.
+/// Makes a [`PackedSuperBlock`] a `Format`. Scales of a super-block: sc `[groups][16]`, m `[groups][16]`, d `[16]`,
+/// dmin `[16]`, its own table `[16]`.
 pub struct SuperBlocks<F>(PhantomData<F>);
 
 impl<F: PackedSuperBlock> SuperBlocks<F> {
@@ -48,7 +48,7 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
     const BLOCK: (usize, usize) = (SUPER, F::BYTES);
     const CODES: usize = 8 * F::Codes::BYTES;
     const SCALES: usize = Self::SMALL + Self::LARGE + if Self::OWN_TABLE { 16 } else { 0 };
-    const FORM: Form = Form::Codes;
+    const INPUT: InputFormat = InputFormat::Codes;
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         for (i, codes) in codes.chunks_exact_mut(F::Codes::BYTES).enumerate() {

@@ -3,10 +3,10 @@
 //! are f32; all arithmetic is f64.
 //!
 //! It stores f32 whatever storage is requested (and its [`usage`](Backend::usage) says so). The loss of a dtype is
-//! defined by the tolerances of the `kvist_testing::conformance` suite.
+//! defined by the tolerances of the `kvist_testing::conformance` suite. The blocks that it exports and imports have f32 rows, too.
 use super::Reference;
 use crate::*;
-use kvist_cache::{CellCopy, GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
+use kvist_cache::{CellCopy, GroupId, GroupPlan, LayerId, MovePlan, Run, StepId, StepPlan};
 
 impl Backend for Reference {
     fn id(&self) -> &'static str {
@@ -23,7 +23,8 @@ impl Backend for Reference {
             masks: Vec::new(),
             begun: None,
             counters: Counters::default(),
-            spec: spec.clone(),
+            transfers: FinishedTransfers::default(),
+            spec: PoolSpec { k: Storage::F32, v: Storage::F32, ..spec.clone() },
         }))
     }
 
@@ -94,12 +95,13 @@ impl Owned {
 }
 
 struct ReferencePools {
-    spec: PoolSpec,
+    spec: PoolSpec,             // in f32
     layers: Vec<Option<Owned>>, // None for layers that borrow
     ledger: KvLedger,
     masks: Vec<Vec<bool>>, // per group: [n_tokens, cells]
     begun: Option<StepId>,
     counters: Counters,
+    transfers: FinishedTransfers,
 }
 
 impl ReferencePools {
@@ -133,6 +135,41 @@ impl ReferencePools {
                 self.counters.bytes_moved += u64::from(copy.len) * row_bytes(layer);
             }
         }
+    }
+
+    /// K and V of the layers of a group that own them, in the order of a block.
+    fn rows_of(&mut self, group: GroupId) -> impl Iterator<Item = &mut Rows> {
+        let owners = self.spec.layout.owners().zip(self.layers.iter_mut().flatten());
+        let of_group = owners.filter(move |((_, layer), _)| layer.group == group);
+        of_group.flat_map(|(_, owned)| std::iter::once(&mut owned.k).chain(owned.v.as_mut()))
+    }
+
+    fn copy_out(&mut self, group: GroupId, cells: Run, block: &mut [u8]) -> Result<(), BackendError> {
+        let have = self.rows_of(group).next().map_or(0, |rows| rows.cells() as u32);
+        self.spec.check_transfer(group, cells, have, block.len())?;
+        let mut bytes = block.as_chunks_mut::<4>().0.iter_mut();
+        for rows in self.rows_of(group) {
+            let elements = &rows.data[rows.at(cells.start, 0).start..rows.at(cells.end(), 0).start];
+            elements.iter().zip(&mut bytes).for_each(|(x, bytes)| *bytes = x.to_le_bytes());
+        }
+        self.counters.bytes_moved += block.len() as u64;
+        Ok(())
+    }
+
+    fn copy_in(&mut self, group: GroupId, cells: Run, block: &[u8]) -> Result<(), BackendError> {
+        let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
+        self.spec.check_transfer(group, cells, capacity, block.len())?;
+        self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
+        let mut bytes = block.as_chunks::<4>().0.iter();
+        for rows in self.rows_of(group) {
+            let elements = rows.at(cells.start, 0).start..rows.at(cells.end(), 0).start;
+            rows.data[elements]
+                .iter_mut()
+                .zip(&mut bytes)
+                .for_each(|(x, bytes)| *x = f32::from_le_bytes(*bytes));
+        }
+        self.counters.bytes_moved += block.len() as u64;
+        Ok(())
     }
 
     fn write(&mut self, owner: usize, group: &GroupPlan, k: Tensor<'_>, v: Tensor<'_>) {
@@ -228,6 +265,36 @@ impl Pools for ReferencePools {
             }
         }
         Ok(())
+    }
+
+    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        self.spec.block_bytes(group, cells)
+    }
+
+    fn export(
+        &mut self,
+        _: Ticket,
+        group: GroupId,
+        cells: Run,
+        mut into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        let copied = self.copy_out(group, cells, into.bytes_mut());
+        self.transfers.add(into, copied)
+    }
+
+    fn import(
+        &mut self,
+        _: Ticket,
+        group: GroupId,
+        cells: Run,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        let copied = self.copy_in(group, cells, from.bytes());
+        self.transfers.add(from, copied)
+    }
+
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        self.transfers.take(transfer)
     }
 
     fn inspect(

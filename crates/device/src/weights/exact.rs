@@ -1,9 +1,9 @@
 //! Converts the encodings that no device has kernels for, without loss.
 //!
 //! ggml's rare encodings (iq1 to iq3, tq) have at most sixteen values, small integer scales and one float per 256
-//! weights. They become [`Encoding::Few`], which stores exactly that. Their grids (`grids.bin`, written by `tools/fixtures/grids.py`) are ggml's. Two other encodings are converted
-//! exactly as well: the single bit of q1_0 becomes a code of q4_0, and a product of nvfp4, whose scales change every 16
-//! weights, fits into bf16.
+//! weights. They become [`Encoding::Few`], which stores exactly that. Their grids (`grids.bin`, written by
+//! `tools/fixtures/grids.py`) are ggml's. Two other encodings are converted exactly as well: the single bit of q1_0
+//! becomes a code of q4_0, and a product of nvfp4, whose scales change every 16 weights, fits into bf16.
 use super::encoding::Encoding;
 use std::borrow::Cow;
 
@@ -46,8 +46,8 @@ fn each(encoding: Encoding, bytes: &[u8], write: impl Fn(&[u8], &mut [u8])) -> V
     all
 }
 
-fn few(encoding: Encoding, bytes: &[u8], form: fn(&[u8]) -> Few) -> Vec<u8> {
-    each(encoding, bytes, |block, out| form(block).write(out))
+fn few(encoding: Encoding, bytes: &[u8], convert: fn(&[u8]) -> Few) -> Vec<u8> {
+    each(encoding, bytes, |block, out| convert(block).write(out))
 }
 
 /// Quantises to q8_0 with ggml's rounding.

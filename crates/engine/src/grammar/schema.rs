@@ -182,17 +182,17 @@ impl Checker<'_> {
             }
             "enum" => match value.as_array() {
                 Some(list) if !list.is_empty() => Ok(()),
-                _ => bad("is not a list with at least one entry"),
+                _ => bad("is not a non-empty list"),
             },
             "required" => match value.as_array() {
                 Some(list) if list.iter().all(Value::is_string) => Ok(()),
-                _ => bad("is not a list of strings"),
+                _ => bad("is not a list of names"),
             },
             "pattern" | "format" if !value.is_string() => bad("is not a string"),
             "minLength" | "maxLength" | "minItems" | "maxItems" | "minProperties" | "maxProperties"
                 if value.as_u64().is_none_or(|n| n > u64::from(u32::MAX)) =>
             {
-                bad("is not an integer from 0 to 4294967295")
+                bad("is not a whole number from 0 to 4294967295")
             }
             "minimum" | "maximum" | "multipleOf" if !value.is_number() => bad("is not a number"),
             "exclusiveMinimum" | "exclusiveMaximum" if !value.is_number() && !value.is_boolean() => {
@@ -241,7 +241,7 @@ impl Checker<'_> {
         match found {
             Some(Value::Object(_) | Value::Bool(_)) => Ok(()),
             Some(_) => bad(format!("is `{to}`, which is not a schema")),
-            None => bad(format!("is `{to}`, which does not exist")),
+            None => bad(format!("is `{to}`, which is not there")),
         }
     }
 }
@@ -272,7 +272,7 @@ mod tests {
                 "`s.properties.a.items.type`",
             ),
             (json!({"properties": []}), "`s.properties` is not an object"),
-            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` cannot be enforced"),
+            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` is a keyword"),
             (json!({"anyOf": []}), "`s.anyOf` is empty"),
             (json!({"$defs": {"x": {"uniqueItems": true}}}), "`s.$defs.x.uniqueItems`"),
             (json!({"enum": []}), "`s.enum`"),

@@ -5,7 +5,7 @@
 //! bands of the gap: 0..2, 2..4, …, 30..32, 32..64, …, each found in one pass and sorted when it is needed
 //! ```
 //!
-//! A vocabulary has 32,000 to 256,000 tokens, and a draw looks at only a few of them. Sorting all of them would take
+//! A vocabulary has 32,000 to 256,000 tokens, and a draw considers only a few of them. Sorting all of them would take
 //! longer than a layer of many models. Passes over the whole vocabulary work on sixteen logits at a time, in loops that
 //! compilers vectorise. They add in a fixed order that is the same on every machine.
 

@@ -151,7 +151,7 @@ impl RequestSampler {
     fn send(&self, event: Event) {
         let mut end = self.lock();
         if end.admitted {
-            // If the receiver is gone, the request is cancelled, but this step had already run.
+            // If the receiver was dropped, the request is cancelled, but this step had already run.
             let _ = self.events.send(event);
         } else {
             end.early.push(event);

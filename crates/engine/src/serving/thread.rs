@@ -89,8 +89,8 @@ impl Thread {
             self.step_started = Instant::now();
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
-            let turn = scheduler.iterate(now, executor);
-            let elapsed_ns = match turn {
+            let iteration = scheduler.iterate(now, executor);
+            let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
                 Iteration::Idle => 0,
             };
@@ -100,7 +100,7 @@ impl Thread {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
             }
             self.publish_stats();
-            idle = turn == Iteration::Idle;
+            idle = iteration == Iteration::Idle;
         }
     }
 
@@ -110,14 +110,14 @@ impl Thread {
     fn pause(&self) -> Option<Duration> {
         let paces = self.live.values().map(|live| live.pace);
         let fastest = paces.reduce(|a, b| Some(a?.max(b?)))??;
-        let reads = |id| self.state.scheduler.status(id).is_some_and(|it| it.running && it.generated == 0);
+        let prefills = |id| self.state.scheduler.status(id).is_some_and(|it| it.running && it.generated == 0);
         let drains = self.shared.upgrade().is_none_or(|shared| shared.draining.load(SeqCst));
-        if drains || self.live.keys().any(|id| reads(*id)) {
+        if drains || self.live.keys().any(|id| prefills(*id)) {
             return None;
         }
-        let due = self.step_started + Duration::from_secs(1) / fastest.max(1);
+        let next_step = self.step_started + Duration::from_secs(1) / fastest.max(1);
         let deadlines = self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline);
-        let until = deadlines.fold(due, Instant::min);
+        let until = deadlines.fold(next_step, Instant::min);
         Some(until.saturating_duration_since(Instant::now())).filter(|pause| !pause.is_zero())
     }
 
@@ -175,7 +175,7 @@ impl Thread {
             id,
             arrival_ns: self.state.ns_of(at),
             prompt_tokens,
-            // The scheduler requires at least one new token. `generates` tells whether it is wanted.
+            // The scheduler requires at least one new token. `generates` says whether it is wanted.
             max_new: job.max_new.max(1),
             prompt: Prompt::SharedTokens(job.prompt),
             deadline_ns: job.deadline.map(|at| {
@@ -274,15 +274,15 @@ impl Thread {
         let Some(shared) = self.shared.upgrade() else { return };
         let scheduler = &mut self.state.scheduler;
         let index = scheduler.cache_mut().prefixes().map(|prefixes| prefixes.report());
-        let (held, idle, free) =
+        let (used, evictable, free) =
             (scheduler.used_cells(), scheduler.evictable_cells(), scheduler.free_cells());
         let stats = EngineStats {
             running: scheduler.n_running(),
             waiting: scheduler.n_waiting(),
             counters: *scheduler.counters(),
-            capacity_cells: held + idle + free,
-            held_cells: held,
-            idle_cells: idle,
+            capacity_cells: used + evictable + free,
+            held_cells: used,
+            idle_cells: evictable,
             free_cells: free,
             stored_blocks: index.as_ref().map_or(0, |index| index.n_stored),
             evicted_blocks: index.as_ref().map_or(0, |index| index.n_evicted),

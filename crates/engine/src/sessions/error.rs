@@ -5,7 +5,7 @@ use std::time::Duration;
 /// Why an operation on a session was refused. The session is unchanged, unless the operation says otherwise.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// The owner has no such session. `id` is shortened if it is no session's id.
+    /// The owner has no such session. `id` is shortened if it is not a session id.
     #[error(
         "there is no session {id}: it was deleted, has expired after {} s without use, or belongs to another key",
         idle.as_secs_f64()

@@ -3,7 +3,7 @@
 //! The tokens are authoritative: they are the prompt of a generation, and generated tokens stay as they were
 //! sampled; they are never tokenized again. New messages append what the template adds to the existing text.
 //! Some templates render earlier messages differently once later ones follow (e.g. those of reasoning models);
-//! then the history is rewritten, and [`History::in_common`] tells how much of it is unchanged.
+//! then the history is rewritten, and [`History::in_common`] returns how much of it is unchanged.
 //!
 //! Pure functions: rendering and tokenizing are done by a [`HistoryTokenizer`].
 mod boundaries;
@@ -101,13 +101,13 @@ impl History {
         from + a[from..].iter().zip(&b[from..]).take_while(|(a, b)| a == b).count()
     }
 
-    /// The tools that the template is told of.
+    /// The tools that are passed to the template.
     pub fn tools(&self) -> &[Value] {
         let names = self.rendered.as_ref().and_then(|rendered| rendered.kwargs.get(TOOLS));
         names.and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 
-    /// Sets the tools that the template is told of, from the next rendering on.
+    /// Sets the tools that are passed to the template, from the next rendering on.
     pub fn with_tools(&self, tools: &[Value]) -> Self {
         let mut history = self.clone();
         if let Some(rendered) = history.rendered.as_mut().filter(|_| self.tools() != tools) {

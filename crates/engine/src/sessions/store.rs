@@ -43,14 +43,14 @@ impl Timestamp {
 #[derive(Clone, Debug, Default)]
 pub struct NewSession {
     pub name: Option<String>,
-    /// As the owner named the salt. It is reported, and has no other effect.
+    /// The owner's name for the salt. It is reported, and has no other effect.
     pub cache_salt: Option<String>,
     /// Salt of the prefix cache: only sessions and jobs with the same salt share cached prefixes.
     pub salt: Arc<str>,
     pub history: History,
 }
 
-/// What a session's owner is told about it.
+/// A session, as reported to its owner.
 #[derive(Clone, Debug)]
 pub struct SessionInfo {
     pub id: SessionId,
@@ -68,7 +68,7 @@ pub struct SessionInfo {
 }
 
 /// A session as the live view shows it, with the tokens and salt needed to find its blocks. The live view may
-/// info sessions of all owners.
+/// show sessions of all owners.
 pub struct SessionTokens {
     pub id: SessionId,
     pub parent: Option<SessionId>,
@@ -97,14 +97,16 @@ impl SessionStore {
     fn at(&self, at: Timestamp) -> MutexGuard<'_, Inner> {
         let mut inner = self.lock();
         let idle = self.limits.idle;
-        while let Some((due, id)) = inner.due.first().copied().filter(|(due, _)| *due <= at.instant) {
-            inner.due.remove(&(due, id));
+        while let Some((expiry, id)) =
+            inner.expiries.first().copied().filter(|(expiry, _)| *expiry <= at.instant)
+        {
+            inner.expiries.remove(&(expiry, id));
             #[cfg(test)]
             {
                 inner.n_checked += 1;
             }
             let Some(session) = inner.sessions.get_mut(&id) else { continue };
-            session.is_due = false;
+            session.is_scheduled = false;
             if session.busy.is_some() {
                 continue; // `release` schedules it again
             }
@@ -177,7 +179,7 @@ impl SessionStore {
             children: BTreeSet::new(),
             fork: None,
             busy: None,
-            is_due: false,
+            is_scheduled: false,
         };
         let id = inner.add(session, self.limits.idle);
         Ok(inner.info(id, at, &self.limits))
@@ -205,7 +207,7 @@ impl SessionStore {
     }
 
     /// The `most` most recently used sessions of all owners, ordered by creation, and how many more there are.
-    /// Only for callers that may info all owners' data.
+    /// Only for callers that may see all owners' data.
     pub fn recent(&self, now: Instant, most: usize) -> (Vec<SessionTokens>, usize) {
         let inner = self.at(Timestamp { instant: now, unix_s: 0 });
         let mut last: Vec<_> = inner.sessions.iter().map(|(id, session)| (session.touched, *id)).collect();
@@ -259,7 +261,7 @@ impl SessionStore {
             children: BTreeSet::new(),
             fork: Some(fork),
             busy: None,
-            is_due: false,
+            is_scheduled: false,
         };
         let forked: Vec<Session> = (0..n).map(one).collect();
         let ids: Vec<SessionId> =

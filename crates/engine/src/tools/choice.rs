@@ -22,7 +22,7 @@ impl Tool {
 /// Which tools the model may or must call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolChoice {
-    /// No calls; the model is not told of the tools.
+    /// No calls; the tools are not shown to the model.
     None,
     /// The model decides.
     Auto,

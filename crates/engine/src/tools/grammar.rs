@@ -81,13 +81,13 @@ fn pythonic(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar, I
     let arguments = arguments(tool, &mut grammar.proof_steps)?;
     let n = arguments.len();
     grammar.rule(&format!("call_{call}: {} first_{call}_0 \")\"\n", literal(&format!("{}(", tool.name))));
-    // `first`: no argument stands before this one. `more`: one does, so a comma comes between.
+    // `first`: no argument comes before this one. `more`: one does, so a comma comes between.
     let mut rules = format!("first_{call}_{n}: \"\"\nmore_{call}_{n}: \"\"\n");
     for (at, argument) in arguments.into_iter().enumerate() {
         let named = |c: char| c.is_ascii_alphanumeric() || c == '_';
         let name = &argument.name;
         if !name.chars().all(named) || name.starts_with(|c: char| c.is_ascii_digit()) || name.is_empty() {
-            let what = "is not an argument name in Python, the format of this model's calls";
+            let what = "is not a valid argument name in Python, the syntax of this model's calls";
             return Err(InvalidParameter::new(&argument.place, what.into()));
         }
         let (next, own) = (at + 1, format!("arg_{call}_{at}"));
@@ -348,7 +348,7 @@ fn values(schema: &Value) -> Option<Vec<Value>> {
     }
 }
 
-/// True if a value may be a string, as far as the schema's types tell.
+/// True if a value may be a string, as far as the schema's types say.
 fn may_be_text(schema: &Value) -> bool {
     match schema.get("type") {
         Some(Value::String(kind)) => kind == "string",

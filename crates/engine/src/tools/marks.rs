@@ -1,4 +1,4 @@
-//! The marks around the calls of each format, and parsing of what stands between them. Harmony has no calls
+//! The marks around the calls of each format, and parsing of what is between them. Harmony has no calls
 //! inside text.
 use super::call::{Found, read};
 use super::qwen_coder::FUNCTION;

@@ -44,7 +44,7 @@ pub struct ToolParser {
     /// Types of the parameters, needed for Qwen3-Coder.
     tools: Arc<[Tool]>,
     position: Position,
-    held: String,
+    pending: String,
     calls: usize,
     last_parse: LastParse,
 }
@@ -57,7 +57,7 @@ impl ToolParser {
             parallel,
             tools,
             position: Position::Start,
-            held: String::new(),
+            pending: String::new(),
             calls: 0,
             last_parse: LastParse::default(),
         }
@@ -70,8 +70,8 @@ impl ToolParser {
 
     /// Adds a piece of the answer.
     pub fn push(&mut self, piece: &str, out: &mut Vec<ToolDelta>) {
-        self.held += piece;
-        if self.last_parse.is_due(self.held.len(), self.format.may_complete(piece)) {
+        self.pending += piece;
+        if self.last_parse.should_parse(self.pending.len(), self.format.may_complete(piece)) {
             self.parse(false, out);
         }
     }
@@ -80,7 +80,7 @@ impl ToolParser {
     /// text.
     pub fn finish(&mut self, out: &mut Vec<ToolDelta>) {
         self.parse(true, out);
-        debug_assert!(self.held.is_empty(), "{:?} stayed", self.held);
+        debug_assert!(self.pending.is_empty(), "{:?} stayed", self.pending);
     }
 
     fn parse(&mut self, end: bool, out: &mut Vec<ToolDelta>) {
@@ -96,26 +96,26 @@ impl ToolParser {
         };
         let blank = match self.position {
             Position::Text => 0,
-            _ => self.held.len() - self.held.trim_start_matches(separates).len(),
+            _ => self.pending.len() - self.pending.trim_start_matches(separates).len(),
         };
-        let rest = &self.held[blank..];
+        let rest = &self.pending[blank..];
         if rest.is_empty() {
             if end && self.position == Position::Start {
                 self.content(blank, out);
             } else if end {
-                self.held.clear();
+                self.pending.clear();
             }
             return false;
         }
         // A closing mark after a call is dropped, even if the format does not require it.
         if let Some(closer) = self.format.closer().filter(|_| self.position == Position::Called) {
             if rest.starts_with(closer) {
-                self.held.drain(..blank + closer.len());
+                self.pending.drain(..blank + closer.len());
                 return true;
             }
             if closer.starts_with(rest) {
                 if end {
-                    self.held.clear();
+                    self.pending.clear();
                 }
                 return false;
             }
@@ -141,11 +141,11 @@ impl ToolParser {
         }
         match self.format.read(&rest[body..], end, &self.tools) {
             Found::Unfinished => {
-                self.last_parse = LastParse(self.held.len());
+                self.last_parse = LastParse(self.pending.len());
                 false
             }
             Found::Calls(calls, len) => {
-                self.held.drain(..blank + body + len);
+                self.pending.drain(..blank + body + len);
                 self.position = Position::Called;
                 for call in calls {
                     if self.calls == 0 || self.parallel {
@@ -167,7 +167,7 @@ impl ToolParser {
     /// answer.
     fn text(&mut self, blank: usize, len: usize, out: &mut Vec<ToolDelta>) {
         if self.position == Position::Called {
-            self.held.drain(..blank);
+            self.pending.drain(..blank);
             self.content(len, out);
         } else {
             self.content(blank + len, out);
@@ -180,10 +180,10 @@ impl ToolParser {
             return;
         }
         match out.last_mut() {
-            Some(ToolDelta::Content(text)) => *text += &self.held[..len],
-            _ => out.push(ToolDelta::Content(self.held[..len].to_string())),
+            Some(ToolDelta::Content(text)) => *text += &self.pending[..len],
+            _ => out.push(ToolDelta::Content(self.pending[..len].to_string())),
         }
-        self.held.drain(..len);
+        self.pending.drain(..len);
     }
 
     /// Length of the longest suffix of `text` that is the beginning of an opening mark.

@@ -11,10 +11,10 @@ pub(super) const SHORT_BYTES: usize = 4 << 10;
 pub(super) struct LastParse(pub usize);
 
 impl LastParse {
-    /// Returns whether to parse again, now that `held` bytes have arrived. `marked`: the last piece may
+    /// Returns whether to parse again, now that `pending` bytes have arrived. `marked`: the last piece may
     /// complete the call. Without a mark, it is time when the length has doubled.
-    pub fn is_due(self, held: usize, marked: bool) -> bool {
+    pub fn should_parse(self, pending: usize, marked: bool) -> bool {
         let grown = if self.0 > SHORT_BYTES { self.0 / 8 } else { 0 };
-        (marked && held >= self.0 + grown) || held >= self.0 * 2
+        (marked && pending >= self.0 + grown) || pending >= self.0 * 2
     }
 }

@@ -26,13 +26,13 @@ impl Types {
     const NONE: Types = Types(0);
     const STRING: Types = Types(1 << 4);
 
-    /// The types of a parameter; `None` if the schema does not tell.
+    /// The types of a parameter; `None` if the schema does not say.
     pub fn of(tool: &Tool, key: &str) -> Option<Self> {
         let (root, mut steps) = (tool.schema(), MAX_STEPS);
         Self::of_schema(root.get("properties")?.get(key)?, root, MAX_DEPTH, &mut steps)
     }
 
-    /// `None` if the schema does not tell, or if `depth` or `steps` are used up.
+    /// `None` if the schema does not say, or if `depth` or `steps` are used up.
     fn of_schema(schema: &Value, root: &Value, depth: u32, steps: &mut usize) -> Option<Self> {
         let depth = depth.checked_sub(1)?;
         *steps = steps.checked_sub(1)?;
@@ -138,7 +138,7 @@ mod tests {
         json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}})
     }
 
-    /// Regression: all schemas were kept unchanged, at some 30 bytes per byte of JSON, even for formats that do
+    /// Regression: all schemas were kept unchanged, at about 30 bytes per byte of JSON, even for formats that do
     /// not use them.
     #[test]
     fn only_what_reads_calls_back_is_kept_of_tools() {

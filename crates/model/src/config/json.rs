@@ -33,7 +33,7 @@ impl ModelConfig {
         let packed = whole.get("quantization_config").or(fields.get("quantization_config"));
         let is_mxfp4 = |packed: &Value| packed.get("quant_method").and_then(Value::as_str) == Some("mxfp4");
         if packed.is_some_and(|packed| traits.family != Family::GptOss || !is_mxfp4(packed)) {
-            let problem = "says that the weights are packed in a format that kvist does not read: use the original \
+            let problem = "says that the weights are packed in a way kvist does not read: use the original \
                            checkpoint with --weights q8_0, or a GGUF file";
             return Err(fields.bad("quantization_config", problem.into()));
         }

@@ -91,8 +91,8 @@ impl<'t> Header<'t> {
         rest
     }
 
-    /// Removes the content type from the start of the rest. Without a `<|constrain|>` mark it cannot be told from
-    /// message text, unless the header is closed.
+    /// Removes the content type from the start of the rest. Without a `<|constrain|>` mark it cannot be distinguished
+    /// from message text, unless the header is closed.
     fn content_type(&mut self, closed: bool) {
         let rest = self.rest.trim_start();
         self.rest = match rest.strip_prefix(CONSTRAIN) {

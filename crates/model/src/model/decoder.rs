@@ -6,7 +6,7 @@
 //!     h = norm(x);  q = rope(h·Wq);  an owner also: k = rope(h·Wk), v = h·Wv
 //!     x += attend(q, k, v)·Wo          the cache writes k and v, and reads what q may see
 //!     h = norm(x);  x += mlp(h)        one, or the experts that a router picks
-//! logits = norm(x)·Whead               only of the rows that were asked for
+//! logits = norm(x)·Whead               only for the requested rows
 //! ```
 //! Some families also have: norms of q and k, norms after attention and MLP, GELU, softcaps, a scale of the embedding.
 use crate::config::ModelConfig;

@@ -32,7 +32,7 @@ pub struct LoadOptions {
     /// memory are those of a model trained this way; its output is not meaningful. For measurements.
     pub share_kv: Option<usize>,
     /// Tokens of the longest text the model will process. Models with LongRoPE use other frequencies for texts longer
-    /// than the context they were first trained on. `None`: not longer than that.
+    /// than their original training context. `None`: no text is longer than that.
     pub context: Option<u32>,
 }
 
@@ -185,8 +185,8 @@ impl Opened {
         })
     }
 
-    /// Loads the weights on `device`, whose memory `budget` counts. Fails if they do not fit, or if the device cannot run
-    /// the whole model. Calls `progress` with (tensors done, tensors in total).
+    /// Loads the weights on `device`, whose memory `budget` counts. Fails if they do not fit, or if the device cannot
+    /// run the whole model. Calls `progress` with (tensors done, tensors in total).
     pub fn load<D: Device>(
         self,
         device: D,
@@ -404,7 +404,7 @@ impl<D: Device> Loader<'_, D> {
         self.tick();
         let view = self.source.find(&spec)?;
         if view.has_factor() {
-            let what = format!("`{}` has a scale beside it; embeddings have none", view.name);
+            let what = format!("`{}` has a separate scale; embeddings have none", view.name);
             return Err(Error::Malformed { file: view.name, what });
         }
         self.weights(&spec, None)

@@ -3,7 +3,7 @@
 //! As in vLLM: text parts are joined with line breaks, and the arguments of a tool call, a JSON string in the API, are
 //! parsed, because templates apply `tojson` to them. All other fields of a message (`name`, `tool_call_id`,
 //! `reasoning_content`) are passed through unchanged.
-use super::allowance::{self, MAX_REQUEST_DEPTH};
+use super::limits::{self, MAX_REQUEST_DEPTH};
 use crate::error::Error;
 use serde_json::{Map, Value};
 
@@ -25,7 +25,7 @@ impl Conversation<'_> {
     /// [`ChatTemplate::render_conversation`](super::ChatTemplate::render_conversation) fails if the template needs
     /// more.
     pub fn rendering_bytes(&self) -> usize {
-        allowance::of(self.bytes())
+        limits::bytes_for(self.bytes())
     }
 
     /// Approximate size as JSON.

@@ -2,7 +2,7 @@
 //!
 //! These are minijinja's own filters and Python's methods, wrapped with a cost: an upper bound on the bytes they
 //! create, computed from the sizes of their arguments.
-use super::allowance::{SLOT_BYTES, items, listed, looked_for, refuse, spend, text_bytes, weigh};
+use super::limits::{SLOT_BYTES, items, listed, looked_for, refuse, spend, text_bytes, weigh};
 use super::strftime_now;
 use minijinja::value::{Kwargs, Rest, Value, ValueKind, ValueOrKwargs};
 use minijinja::{Environment, Error, ErrorKind, State, filters, functions, tests};

@@ -3,7 +3,7 @@
 //! minijinja's operators (`~`, `+`, `*`, slices) and its output are implemented inside its VM, out of reach of filters.
 //! So the program is copied, with calls of checking filters inserted at those instructions, under names that no
 //! template can write. The filters return their input: the program does the same as before, or stops.
-use super::allowance::{
+use super::limits::{
     SLOT_BYTES, afford, as_written, count, items, listed, looked_for, refuse, remember, spend, text_bytes,
     walkable, weigh, weigh_sum,
 };
@@ -30,7 +30,7 @@ const ANOTHER: &str = "(another)";
 
 const CLOSURE_BYTES: usize = 512;
 
-/// The filter is looked up anew each time, because minijinja has few places to cache look-ups.
+/// The filter is looked up again each time, because minijinja has few places to cache look-ups.
 const NOT_REMEMBERED: u8 = !0;
 
 fn call<'s>(filter: &'static str, values: usize) -> Instruction<'s> {

@@ -102,20 +102,20 @@ impl<'s> View<'s> {
         match self.order {
             Order::AsTheyAre => Ok(Cow::Borrowed(self.bytes)),
             Order::Interleaved { heads } => self.halves_apart(heads).map(Cow::Owned),
-            Order::Columns { columns, first, step } => Ok(Cow::Owned(self.turned(columns, first, step))),
+            Order::Columns { columns, first, step } => Ok(Cow::Owned(self.transposed(columns, first, step))),
             Order::Scaled { scales, first, step } => Ok(Cow::Owned(self.scaled(scales, first, step))),
         }
     }
 
-    fn turned(&self, columns: usize, first: usize, step: usize) -> Vec<u8> {
+    fn transposed(&self, columns: usize, first: usize, step: usize) -> Vec<u8> {
         let (_, size) = self.encoding.block();
-        let mut turned = Vec::with_capacity(self.shape.iter().product::<usize>() * size);
+        let mut transposed = Vec::with_capacity(self.shape.iter().product::<usize>() * size);
         for row in 0..self.shape[0] {
             let column = size * (first + row * step);
             let elements = self.bytes.chunks_exact(columns * size).map(|line| &line[column..column + size]);
-            elements.for_each(|element| turned.extend_from_slice(element));
+            elements.for_each(|element| transposed.extend_from_slice(element));
         }
-        turned
+        transposed
     }
 
     /// Converts to ggml's blocks: the scale, then bytes with two codes that are 16 apart. In the file the two codes of
@@ -161,7 +161,7 @@ impl<'s> View<'s> {
         Ok(ordered)
     }
 
-    /// Whether the elements are to be multiplied by a factor beside the tensor.
+    /// Whether the elements are to be multiplied by a separate factor.
     pub(crate) fn has_factor(&self) -> bool {
         self.factor != 1.0
     }

@@ -73,7 +73,7 @@ impl Recording {
     }
 
     /// Writes the iteration that has just run, from `now_ns` to `end_ns`. `blocks` are the events from
-    /// [`Cache::drain_events`] since the previous iteration.
+    /// [`Cache::drain_block_events`] since the previous iteration.
     pub fn iteration(
         &mut self,
         now_ns: u64,

@@ -82,7 +82,7 @@ impl PartialEq for SessionVersion {
 }
 
 impl CachedList {
-    fn is_fresh(&self, now: Instant) -> bool {
+    fn is_recent(&self, now: Instant) -> bool {
         now.saturating_duration_since(self.at) < EVERY
     }
 }
@@ -101,8 +101,8 @@ impl SessionListCache {
     async fn get(self: &Arc<Self>, as_of_now: bool) -> Option<Arc<str>> {
         let mut last = self.last.lock().await;
         let at = Instant::now();
-        if let Some(fresh) = last.as_ref().filter(|list| !as_of_now && list.is_fresh(at)) {
-            return Some(fresh.json.clone());
+        if let Some(recent) = last.as_ref().filter(|list| !as_of_now && list.is_recent(at)) {
+            return Some(recent.json.clone());
         }
         let (recent, more) = self.sessions.recent(at, MOST);
         let of: Vec<SessionVersion> = recent.iter().map(SessionVersion::from).collect();
@@ -161,8 +161,8 @@ mod tests {
     fn a_list_serves_until_the_next_is_due() {
         let at = Instant::now();
         let list = CachedList { at, of: Vec::new(), more: 0, prefix_version: 0, json: "".into() };
-        assert!(list.is_fresh(at) && list.is_fresh(at + EVERY / 2));
-        assert!(!list.is_fresh(at + EVERY));
+        assert!(list.is_recent(at) && list.is_recent(at + EVERY / 2));
+        assert!(!list.is_recent(at + EVERY));
     }
 
     /// Tokens are compared by address.

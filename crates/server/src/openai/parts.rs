@@ -28,11 +28,11 @@ pub(crate) fn in_parts(
     parts: impl Iterator<Item = String> + Send + 'static,
 ) -> Result<Response, ApiError> {
     let permit = state.scores.try_take(&caller.name, bytes, param)?;
-    let mut held = Some((parts, permit));
+    let mut remaining = Some((parts, permit));
     let parts = std::iter::from_fn(move || {
-        let part = held.as_mut()?.0.next();
+        let part = remaining.as_mut()?.0.next();
         if part.is_none() {
-            held = None;
+            remaining = None;
         }
         part.map(Ok::<_, Infallible>)
     });
@@ -86,14 +86,14 @@ pub(crate) fn escape(text: &str) -> String {
 /// Returns `body` with an expiry time. At `moment` the body is dropped with everything that it holds, read or not, and
 /// the connection breaks off.
 pub(crate) fn until(moment: Instant, body: Body) -> Body {
-    let held = Arc::new(Mutex::new((Some(body.into_data_stream()), None::<Waker>)));
+    let shared = Arc::new(Mutex::new((Some(body.into_data_stream()), None::<Waker>)));
     let end = {
-        let held = held.clone();
+        let shared = shared.clone();
         tokio::spawn(async move {
             tokio::time::sleep_until(moment.into()).await;
             let (body, reader) = {
-                let mut held = held.lock().unwrap_or_else(|broken| broken.into_inner());
-                (held.0.take(), held.1.take())
+                let mut shared = shared.lock().unwrap_or_else(|broken| broken.into_inner());
+                (shared.0.take(), shared.1.take())
             };
             drop(body);
             if let Some(reader) = reader {
@@ -104,12 +104,12 @@ pub(crate) fn until(moment: Instant, body: Body) -> Body {
     let end = EndsWith(end.abort_handle());
     Body::from_stream(poll_fn(move |context| {
         let _ = &end;
-        let mut held = held.lock().unwrap_or_else(|broken| broken.into_inner());
-        let Some(body) = &mut held.0 else {
+        let mut shared = shared.lock().unwrap_or_else(|broken| broken.into_inner());
+        let Some(body) = &mut shared.0 else {
             return Poll::Ready(Some(Err(axum::Error::new("the answer was not read in time"))));
         };
         let next = body.poll_next_unpin(context);
-        held.1 = next.is_pending().then(|| context.waker().clone());
+        shared.1 = next.is_pending().then(|| context.waker().clone());
         next
     }))
 }

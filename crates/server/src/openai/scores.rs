@@ -1,5 +1,5 @@
 //! Writes log-probabilities in the formats of the two endpoints, token by token, so that those of a long answer never
-//! have to be in memory all at once. They take some hundred bytes for each of up to 21 tokens per position.
+//! have to be in memory all at once. They take about a hundred bytes for each of up to 21 tokens per position.
 use super::tokens::name_of;
 use crate::state::ServerState;
 use kvist_engine::serving::Token;

@@ -1,6 +1,6 @@
 //! Sends answers to the client: as one document ([`document`]), or as server-sent events.
 //!
-//! If the deadline or a shutdown cuts an answer off, the client is told. In a document: an error if nothing was
+//! If the deadline or a shutdown cuts an answer off, the client is informed. In a document: an error if nothing was
 //! generated, otherwise `finish_reason` is `length` and `kvist.ended` gives the cause. In a stream: `finish_reason` is
 //! `length`, and an error event follows before `[DONE]`.
 use super::document;
@@ -43,7 +43,7 @@ struct Streaming<S> {
     /// Events ready to send.
     events: VecDeque<Event>,
     /// An event that waits until its prompt is written.
-    held: Option<(usize, Output)>,
+    buffered: Option<(usize, Output)>,
     open: Vec<bool>,
     error: Option<ApiError>,
     include_usage: bool,
@@ -57,7 +57,7 @@ fn stream(answers: Answers, writer: impl AnswerWriter, include_usage: bool) -> R
         answers,
         writer,
         events: VecDeque::new(),
-        held: None,
+        buffered: None,
         open,
         error: None,
         include_usage,
@@ -105,14 +105,14 @@ fn next_of_prompt(
 
 impl<S: AnswerWriter> Streaming<S> {
     async fn step(&mut self) {
-        let next = match self.held.take() {
-            Some(held) => Some(Ok(held)),
+        let next = match self.buffered.take() {
+            Some(buffered) => Some(Ok(buffered)),
             None => self.answers.next().await,
         };
         let next = match next {
             Some(Ok((index, output))) => match next_of_prompt(&mut self.writer, index, output) {
                 (Some(choice), output) => {
-                    self.held = Some((index, output));
+                    self.buffered = Some((index, output));
                     self.push_chunks(vec![choice], false);
                     // Serve other requests between two parts.
                     return tokio::task::yield_now().await;
@@ -228,15 +228,15 @@ mod tests {
         let mut writer = Three(0);
         let mut output = Output::Prompt(Vec::new());
         for expected in [Some(1), Some(2), None] {
-            let (choice, held) = next_of_prompt(&mut writer, 0, output);
+            let (choice, buffered) = next_of_prompt(&mut writer, 0, output);
             assert_eq!(choice, expected.map(Value::from));
-            output = held;
+            output = buffered;
         }
         output = Output::Token(Token { id: 7, text: "a".into(), logprob: None });
         for expected in [Some(3), None] {
-            let (choice, held) = next_of_prompt(&mut writer, 0, output);
+            let (choice, buffered) = next_of_prompt(&mut writer, 0, output);
             assert_eq!(choice, expected.map(Value::from));
-            output = held;
+            output = buffered;
         }
         assert!(matches!(output, Output::Token(token) if token.id == 7));
     }

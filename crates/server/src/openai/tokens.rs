@@ -114,7 +114,7 @@ pub(crate) fn encode_prompt(
 const SPARE_WHITE_SPACE: usize = 64 << 10;
 
 /// Refuse a text that is longer than a context full of the longest tokens. A control token may absorb white space
-/// beside it, so [`SPARE_WHITE_SPACE`] is allowed in addition.
+/// in addition, so [`SPARE_WHITE_SPACE`] is allowed in addition.
 pub(crate) fn refuse_long(state: &ServerState, text: &str, param: &str) -> Result<(), ApiError> {
     let most = state.bounds.max_tokens;
     // Most texts are shorter and do not need the token table.

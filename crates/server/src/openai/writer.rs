@@ -52,7 +52,7 @@ pub(crate) fn finish_reason(finish: &FinishReason) -> &'static str {
     }
 }
 
-/// The error if the answer ended for a reason that the client did not ask for.
+/// The error if the answer ended for a reason that the client did not request.
 pub(crate) fn cut_off(finish: &FinishReason, answers: &Answers) -> Option<ApiError> {
     match finish {
         FinishReason::Deadline => Some(ApiError::deadline()),

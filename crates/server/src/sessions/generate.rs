@@ -130,7 +130,7 @@ fn asks_for_calls(fields: &GenerateFields) -> bool {
     }
 }
 
-/// What the answer must look like, and the history with the tools that its template is told of.
+/// What the answer must look like, and the history with the tools that are passed to its template.
 fn answer_spec(
     state: &ServerState,
     history: &History,
@@ -138,9 +138,9 @@ fn answer_spec(
     tools: &[Value],
 ) -> Result<(AnswerSpec, History), ApiError> {
     check_tools(tools)?;
-    let goes_on = history.is_open() && fields.add_generation_prompt != Some(true);
+    let continues = history.is_open() && fields.add_generation_prompt != Some(true);
     let another = "an unfinished answer: `add_generation_prompt: true` begins a new one";
-    if goes_on && tools != history.tools() {
+    if continues && tools != history.tools() {
         let message =
             format!("`tools` cannot change inside an answer, but the session's last message is {another}");
         return Err(ApiError::invalid("tools", message));
@@ -158,13 +158,13 @@ fn answer_spec(
     let channels = state.chat.has_channels() && history.has_messages() && !history.has_tail() && !ends;
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
     let spec = AnswerSpec::new(&state.chat, channels, tools, choice, parallel, wanted)?;
-    if goes_on && spec.requires_call {
+    if continues && spec.requires_call {
         let message = format!(
             "`tool_choice` requires a call, which must begin an answer, but the session's last message is {another}"
         );
         return Err(ApiError::invalid("tool_choice", message));
     }
-    if goes_on && spec.constraint.is_some() && channels {
+    if continues && spec.constraint.is_some() && channels {
         let message = format!(
             "`response_format` applies to the final message of a whole answer, but the session's last message is \
              {another}"
@@ -201,14 +201,14 @@ impl Run {
         mut generation: GenerationHandle,
         client: mpsc::Sender<Result<Event, ApiError>>,
     ) {
-        let gone = self.generation.guard().deleted();
-        tokio::pin!(gone);
+        let deleted = self.generation.guard().deleted();
+        tokio::pin!(deleted);
         let mut behind = false;
         let (done, last) = loop {
             let event = tokio::select! {
                 biased; // record pending tokens first
                 event = generation.next() => event,
-                error = &mut gone => break (None, Some(Err(error.into()))),
+                error = &mut deleted => break (None, Some(Err(error.into()))),
                 () = client.closed() => break (None, None),
             };
             match event {

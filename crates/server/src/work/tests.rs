@@ -26,7 +26,7 @@ fn runtime() -> tokio::runtime::Runtime {
 fn is_free(work: &WorkMemory, name: &str) -> bool {
     let permit = work.common.try_take(name, work.units);
     let reserve = work.reserve.try_take(name, units(RESERVE_BYTES));
-    permit.is_some() && reserve.is_some() && work.held.values().all(|held| *held.borrow() == 0)
+    permit.is_some() && reserve.is_some() && work.taken.values().all(|taken| *taken.borrow() == 0)
 }
 
 /// The reserved memory must match what a rendering may take.

@@ -13,7 +13,7 @@
 //! sequences have `context[j]` tokens of context on average, including the new ones. `shared_ns` (0 if absent) is the
 //! part that a mixed step pays only once although both grids contain it: reading the weights, starting the threads. As
 //! long as a step is not full, that part grows with the work on either side. A grid `shared` describes it more
-//! precisely, if present: `ns[i][j]` of `tokens[i]` beside `sequences[j]`. `setting` records the settings of the
+//! precisely, if present: `ns[i][j]` of `tokens[i]` together with `sequences[j]`. `setting` records the settings of the
 //! measurement. Unknown fields are ignored.
 use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
 use serde::{Deserialize, Serialize};
@@ -38,7 +38,7 @@ pub struct TableError {
 }
 
 /// Step times by bilinear interpolation between measured steps. Beyond the last measurement the last slope is
-/// extrapolated; [`MeasuredTable::covers`] tells whether that happens.
+/// extrapolated; [`MeasuredTable::covers`] says whether that happens.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MeasuredTable {
     machine: String,

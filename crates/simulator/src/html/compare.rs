@@ -93,7 +93,7 @@ impl Quantity {
         }
         Some(Panel {
             name: self.title.clone(),
-            said: format!("{}, for each of {}", self.title, names.join(", ")),
+            alt: format!("{}, for each of {}", self.title, names.join(", ")),
             width: WIDTH,
             height: bottom + BOTTOM,
             body: body.0,

@@ -112,8 +112,8 @@ fn picture(rows: &[RequestRow], activity: &[Activity], x: &Scale) -> Panel {
         }
         body.0 += "</g>";
     }
-    let said = "Requests over time".into();
-    Panel { name: String::new(), said, width: WIDTH, height: bottom + 24.0, body: body.0 }
+    let alt = "Requests over time".into();
+    Panel { name: String::new(), alt, width: WIDTH, height: bottom + 24.0, body: body.0 }
 }
 
 /// What a pointer over the request shows.

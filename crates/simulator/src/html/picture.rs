@@ -17,7 +17,7 @@ pub(super) struct Panel {
     /// Heading above the panel; may be empty.
     pub name: String,
     /// Text for screen readers.
-    pub said: String,
+    pub alt: String,
     pub width: f64,
     pub height: f64,
     pub body: String,
@@ -80,7 +80,7 @@ impl Figure {
             let _ = write!(
                 content,
                 "<div class=\"wide\"><svg viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{}\">{}</svg></div>\n{end}",
-                escape(&panel.said),
+                escape(&panel.alt),
                 panel.body
             );
         }
@@ -138,12 +138,12 @@ impl Figure {
             top = below_name + row.iter().map(|panel| panel.height).fold(0.0, f64::max) + 8.0;
         }
         let height = top + 8.0;
-        let said = self.panels.first().map_or("", |panel| panel.said.as_str());
+        let alt = self.panels.first().map_or("", |panel| panel.alt.as_str());
         let svg = format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" role=\"img\" aria-label=\"{2}\">\n<style>\n{3}</style>\n<rect class=\"card\" width=\"{0}\" height=\"{1}\"/>\n{4}\n</svg>\n",
             n(width),
             n(height),
-            escape(said),
+            escape(alt),
             style(),
             body.0
         );

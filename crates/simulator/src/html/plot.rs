@@ -139,11 +139,11 @@ impl Frame {
         }
     }
 
-    /// Returns the finished plot. `said` is the text for screen readers.
-    pub fn finish(self, said: &str) -> Panel {
+    /// Returns the finished plot. `alt` is the text for screen readers.
+    pub fn finish(self, alt: &str) -> Panel {
         Panel {
             name: String::new(),
-            said: said.into(),
+            alt: alt.into(),
             width: self.width,
             height: self.height,
             body: self.body.0,

@@ -12,7 +12,7 @@ pub(super) struct SimExecutor<'c> {
     one_by_one: bool,
     note_itl: bool,
     answers: Vec<Answer>,
-    /// A multi-step run must not pass this time. The driver sets it before every turn.
+    /// A multi-step run must not pass this time. The driver sets it before every iteration.
     pub next_arrival_ns: u64,
     /// Durations of the steps counted by `max_fused_steps`, in order. `even_ns` instead if all of them cost the same.
     planned_ns: Vec<u64>,

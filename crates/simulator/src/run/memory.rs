@@ -1,15 +1,15 @@
 //! Tracks how many blocks are in use and how many are cached, step by step, from block events.
 //!
-//! Between turns, the cache can only be queried after ended requests have freed their blocks. The number of blocks in
-//! use during a step is known only from block events. They are counted in the layer group in which the scheduler
+//! Between iterations, the cache can only be queried after ended requests have freed their blocks. The number of blocks
+//! in use during a step is known only from block events. They are counted in the layer group in which the scheduler
 //! counts available memory.
-use kvist_cache::{BlockEvent, Cache, Change, GroupId, PrefixEvent};
+use kvist_cache::{BlockEvent, Cache, Change, GroupId};
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum State {
     #[default]
     Free,
-    Held,
+    InUse,
     Cached,
 }
 
@@ -26,9 +26,8 @@ pub(super) struct Memory {
     now: Blocks,
     /// Committed steps (or multi-step runs). Compared with the step numbers of events.
     commits: u64,
-    /// Events of the last turn, group by group and in order.
+    /// Events of the last iteration, group by group and in order.
     pub events: Vec<BlockEvent>,
-    prefixes: Vec<PrefixEvent>,
 }
 
 impl Memory {
@@ -46,31 +45,29 @@ impl Memory {
             now: Blocks::default(),
             commits: 0,
             events: Vec::new(),
-            prefixes: Vec::new(),
         }
     }
 
-    /// Returns the blocks in use at the end of the last turn's steps, before ended requests freed theirs, and the
-    /// blocks in use now. `ran`: whether the turn ran any steps.
-    pub fn turn(&mut self, cache: &mut Cache, ran: bool) -> (Blocks, Blocks) {
+    /// Returns the blocks in use at the end of the last iteration's steps, before ended requests freed theirs, and the
+    /// blocks in use now. `ran`: whether the iteration ran any steps.
+    pub fn update(&mut self, cache: &mut Cache, ran: bool) -> (Blocks, Blocks) {
         self.events.clear();
-        self.prefixes.clear(); // the same events by content, not needed
-        cache.drain_events(&mut self.events, &mut self.prefixes);
+        cache.drain_block_events(&mut self.events);
         self.commits += u64::from(ran);
-        let mut during = None;
+        let mut at_end = None;
         for event in &self.events {
             if event.group != self.group {
                 continue;
             }
             if ran && event.step >= self.commits {
-                during.get_or_insert(self.now);
+                at_end.get_or_insert(self.now);
             }
             let state = match event.change {
                 Change::Alloc
                 | Change::CopyOnWrite { .. }
                 | Change::Move { .. }
                 | Change::Share
-                | Change::Hit => State::Held,
+                | Change::Hit => State::InUse,
                 Change::Free | Change::Evict => State::Free,
                 Change::Evictable => State::Cached,
                 Change::Store | Change::Release => continue, // a sequence uses it
@@ -81,9 +78,9 @@ impl Memory {
             }
             let before = std::mem::replace(&mut self.states[block], state);
             let is = |state, wanted| u64::from(state == wanted);
-            self.now.used = self.now.used + is(state, State::Held) - is(before, State::Held);
+            self.now.used = self.now.used + is(state, State::InUse) - is(before, State::InUse);
             self.now.cached = self.now.cached + is(state, State::Cached) - is(before, State::Cached);
         }
-        (during.unwrap_or(self.now), self.now)
+        (at_end.unwrap_or(self.now), self.now)
     }
 }

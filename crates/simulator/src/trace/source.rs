@@ -46,9 +46,9 @@ impl<R: BufRead> Read for Zstd<R> {
             } else if self.decoder.can_collect() > 0 {
                 return self.decoder.read(buf);
             } else if self.decoder.is_finished() {
-                let (said, found) =
+                let (declared, found) =
                     (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum());
-                if said.is_some() && said != found {
+                if declared.is_some() && declared != found {
                     return Err(damaged("the checksum of a frame does not match its content"));
                 }
                 self.in_frame = false;

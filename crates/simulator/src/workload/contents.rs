@@ -228,11 +228,11 @@ impl<'a> RequestGenerator<'a> {
     ) {
         let n_turns = chats.turns.draw_tokens(&mut self.random);
         let begin = requests.len();
-        let mut said = u64::from(chats.system_tokens);
+        let mut so_far = u64::from(chats.system_tokens);
         for turn in 0..n_turns {
-            let (n_prompt, n_output) = (said + u64::from(prompt()), output());
-            said = n_prompt + u64::from(n_output);
-            if turn > 0 && said > MAX_TOKENS {
+            let (n_prompt, n_output) = (so_far + u64::from(prompt()), output());
+            so_far = n_prompt + u64::from(n_output);
+            if turn > 0 && so_far > MAX_TOKENS {
                 break;
             }
             let id = requests.len() as u64;

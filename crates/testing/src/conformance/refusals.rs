@@ -1,4 +1,5 @@
 //! What a backend must refuse, and what must be unchanged afterwards.
+use super::transfers::finish;
 use kvist_cache::kinds::{GroupSpec, KINDS, Visibility};
 use kvist_cache::*;
 use kvist_device::*;
@@ -7,7 +8,7 @@ use std::sync::Arc;
 /// Tests every refusal. `Err` is a table of those that were missing or that changed something.
 pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
     type Check = fn(&dyn Backend) -> Result<(), String>;
-    const TABLE: [(&str, Check); 7] = [
+    const TABLE: [(&str, Check); 8] = [
         ("a plan that was not begun, or not this one", stale_plan),
         ("a plan without reads", without_reads),
         ("activations of a wrong shape", wrong_shapes),
@@ -15,6 +16,7 @@ pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
         ("inspection out of range", inspect_out_of_range),
         ("a layout no model has", bad_layout),
         ("growth past the budget", out_of_budget),
+        ("transfers that do not fit", transfers),
     ];
     let rows = TABLE.iter().filter_map(|(what, check)| {
         let why = check(backend).err()?;
@@ -339,4 +341,80 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
     drop(other);
     must(step(&mut session, 1), "the same step with that byte")?;
     if budget.usage() == usage(257)? { Ok(()) } else { Err(format!("257 cells hold {:?}", budget.usage())) }
+}
+
+fn transfers(backend: &dyn Backend) -> Result<(), String> {
+    const G: GroupId = GroupId(0);
+    let all = spec(&MemoryBudget::unlimited());
+    let bytes = |cells| backend.usage(&all, &[cells]).map(|usage| usage.total()).ok_or("the usage overflows");
+    let budget = MemoryBudget::new(bytes(257)? - 1);
+    let mut pools = must(backend.pools(&spec(&budget)), "pools")?;
+    let size = |pools: &dyn Pools, cells| pools.block_bytes(G, cells).ok_or("no size of a block");
+    let block = |len: usize| -> Result<HostBlock, String> {
+        let mut block = must(HostBlock::new(len), "a block")?;
+        block.bytes_mut().fill(1);
+        Ok(block)
+    };
+    let ten = size(&*pools, 10)?;
+    if size(&*pools, 1)? * 10 != ten || pools.block_bytes(GroupId(1), 1).is_some() {
+        return Err("the sizes of blocks are wrong".into());
+    }
+    let run = |start, len| Run { start, len };
+    let transfer = pools.import(Ticket::START, G, run(246, 10), block(ten)?);
+    let block_again = must(finish(&mut *pools, transfer), "import of cells that no step has written")?;
+    let before = (budget.usage(), pools.bytes(), pools.counters());
+
+    let cases = [
+        ("another group", GroupId(1), run(0, 10), ten),
+        ("a group past all", GroupId(u16::MAX), run(0, 10), ten),
+        ("cells past the pools", G, run(250, 10), ten),
+        ("cells past the capacity", G, run(1_995, 10), ten),
+        ("cells past all numbers", G, run(u32::MAX - 4, 10), ten),
+        ("a block too short", G, run(0, 10), ten - 1),
+        ("a block too long", G, run(0, 10), ten + 1),
+        ("an empty block", G, run(0, 10), 0),
+    ];
+    for (what, group, cells, len) in cases {
+        for import in [false, true] {
+            let given = block(len)?;
+            let refused = match import {
+                true => pools.import(Ticket::START, group, cells, given.clone()),
+                false => pools.export(Ticket::START, group, cells, given.clone()),
+            };
+            let what = format!("{what}, import: {import}");
+            let Err(TransferRefused { error, block }) = refused else {
+                return Err(format!("{what}: accepted"));
+            };
+            match error {
+                BackendError::OutOfRange { what: "layer group", .. } if group != G => {}
+                BackendError::OutOfBudget(_) if import && cells.start == 250 => {}
+                BackendError::OutOfRange { what: "cell", .. } if cells.start >= 250 => {}
+                BackendError::BlockSize { expected, got } if (expected, got) == (ten, len) && len != ten => {}
+                other => return Err(format!("{what}: refused as {other:?}")),
+            }
+            if block != given {
+                return Err(format!("{what}: the block was changed"));
+            }
+        }
+    }
+    if before != (budget.usage(), pools.bytes(), pools.counters()) {
+        return Err("a refusal changed the pools".into());
+    }
+    let transfer = must(pools.export(Ticket::START, G, run(246, 10), block(ten)?), "export")?;
+    let exported = loop {
+        if let Some(done) = pools.finished(&transfer) {
+            break must(done, "export")?;
+        }
+    };
+    if exported != block_again {
+        return Err("a refusal changed the cells".into());
+    }
+    let done = pools.finished(&transfer).ok_or("a transfer that has ended runs")?;
+    refused!(done, BackendError::UnknownTransfer, "a block that was returned already");
+    let mut others = must(backend.pools(&all), "pools")?;
+    let transfer = must(pools.export(Ticket::START, G, run(246, 10), exported), "export")?;
+    let done = others.finished(&transfer).ok_or("a transfer of other pools runs")?;
+    refused!(done, BackendError::UnknownTransfer, "a transfer of other pools");
+    must(finish(&mut *pools, Ok(transfer)), "the same transfer, asked of its own pools")?;
+    Ok(())
 }

@@ -25,7 +25,7 @@ impl Paged {
     }
 }
 
-const TAILS_ONLY: &str = "a paged cache can only copy from the beginning and remove from the end: use cells";
+const TAILS_ONLY: &str = "a paged cache copies from the beginning and removes from the end: use cells";
 
 impl SequenceKind for Paged {
     fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused> {

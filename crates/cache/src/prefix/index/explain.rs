@@ -1,4 +1,4 @@
-//! Explains why a prefix hit is no longer.
+//! Explains why a prefix hit ends where it does.
 use super::{Index, Walk};
 use crate::kind::Kind;
 use crate::kinds::NONE;

@@ -47,7 +47,7 @@ pub struct Args {
     warmups: u32,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// Milliseconds over tokens, beside the read limit
+    /// Milliseconds over tokens, with the read limit
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
     #[command(flatten)]

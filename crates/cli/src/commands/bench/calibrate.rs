@@ -2,7 +2,7 @@
 //! `kvist simulate --costs`.
 //!
 //! Every cell is a step of the scheduler, the cache and the executor that `kvist serve` runs: the time is that of a
-//! whole turn (one scheduler iteration), bookkeeping and the delivery of tokens included. Every token is sent to its
+//! whole scheduler iteration, bookkeeping and the delivery of tokens included. Every token is sent to its
 //! own listener on another thread, as in a server; this matters where computing uses all cores. Cells are visited in
 //! rounds until the time is over, so a busy moment of the machine affects few visits of many cells, and medians hide
 //! it. If a cell was never measured, no table is written.
@@ -70,7 +70,7 @@ struct Axes {
     sequences: Vec<u32>,
     decode_context: Vec<u32>,
     /// Prompt tokens of mixed steps.
-    beside: Vec<u32>,
+    mixed_prompts: Vec<u32>,
     /// Index into `decode_context` for mixed steps.
     mixed_at: usize,
 }
@@ -109,7 +109,7 @@ impl Axes {
             sequences: counts(served.max_batch),
             mixed_at: decode_context.len() / 2,
             decode_context,
-            beside: powers(1, 4, (served.max_batch_tokens - served.max_batch).max(1)),
+            mixed_prompts: powers(1, 4, (served.max_batch_tokens - served.max_batch).max(1)),
         }
     }
 }
@@ -129,7 +129,7 @@ impl Samples {
         Samples {
             prefill: grid(&axes.tokens, &axes.prefill_context),
             decode: grid(&axes.sequences, &axes.decode_context),
-            mixed: grid(&axes.beside, &axes.sequences),
+            mixed: grid(&axes.mixed_prompts, &axes.sequences),
         }
     }
 
@@ -147,13 +147,13 @@ impl Samples {
         }
         for (i, &sequences) in axes.sequences.iter().enumerate() {
             for (j, &context) in axes.decode_context.iter().enumerate() {
-                let n_mixed = if mixes && j == axes.mixed_at { axes.beside.len() as u32 } else { 0 };
+                let n_mixed = if mixes && j == axes.mixed_at { axes.mixed_prompts.len() as u32 } else { 0 };
                 if steps.begin_decoding(sequences, context, DECODE_STEPS + 2 * n_mixed)? {
                     for _ in 0..DECODE_STEPS {
                         let ran = steps.decode(0)?;
                         self.decode[i][j].extend(ran.filter(|_| kept).map(|ran| ran.ns));
                     }
-                    for (k, &tokens) in axes.beside.iter().take(n_mixed as usize).enumerate() {
+                    for (k, &tokens) in axes.mixed_prompts.iter().take(n_mixed as usize).enumerate() {
                         let ran = steps.decode(tokens)?;
                         self.mixed[k][i].extend(ran.filter(|_| kept));
                         let after = steps.decode(0)?;
@@ -391,7 +391,7 @@ fn table(
         let ns: Vec<Vec<f64>> = samples.mixed.iter().map(|row| row.iter().map(saved).collect()).collect();
         file.shared_ns = median(&ns.concat()).unwrap_or(0.0);
         file.shared =
-            Some(SharedAxes { tokens: floats(&axes.beside), sequences: floats(&axes.sequences), ns });
+            Some(SharedAxes { tokens: floats(&axes.mixed_prompts), sequences: floats(&axes.sequences), ns });
     }
     Ok(file)
 }

@@ -199,7 +199,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.json { output::show_json(&report) } else { output::show(&report.table()) }
 }
 
-/// The rows of one length: medians over `runs` of each variant, beside v0 and v1.
+/// The rows of one length: medians over `runs` of each variant, compared with v0 and v1.
 fn compared(variants: &[&Variant], tokens: u32, runs: &[Vec<Measured>]) -> anyhow::Result<Vec<Row>> {
     let mut rows = Vec::new();
     for (variant, runs) in variants.iter().zip(runs) {

@@ -12,8 +12,8 @@ use std::time::Instant;
 #[derive(clap::Args)]
 #[command(mut_arg("runs", |runs| runs.default_value("7")))]
 pub struct Args {
-    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs; and few, which iq1
-    /// to iq3 and tq become
+    /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs;
+    /// and few, which iq1 to iq3 and tq become
     #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
     weights: Vec<String>,
     /// Outputs of the layer

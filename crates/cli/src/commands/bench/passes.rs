@@ -65,7 +65,7 @@ pub struct PrefillArgs {
 
 fn parse_depths(text: &str) -> Result<Vec<u32>, String> {
     let one = |part: &str| {
-        part.trim().parse().map_err(|_| format!("`{}` is not a depth: write depths as 0,4096", part.trim()))
+        part.trim().parse().map_err(|_| format!("`{}` is not a depth: write them as 0,4096", part.trim()))
     };
     text.split(',').map(one).collect()
 }

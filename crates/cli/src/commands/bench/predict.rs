@@ -59,7 +59,7 @@ pub struct Args {
     /// Write the requests as a trace
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     trace: Option<PathBuf>,
-    /// Write what the engine heard and decided: a recording for `kvist simulate replay`
+    /// Write the arrivals and decisions of the engine: a recording for `kvist simulate replay`
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     record: Option<PathBuf>,
     /// One JSON document

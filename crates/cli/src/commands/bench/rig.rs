@@ -80,10 +80,10 @@ impl Rig {
         let elements = |n: u32| u64::from(chunk) * u64::from(n) * u64::from(shape.head_dim);
         // q, k, v and the outputs of the largest step.
         let bytes = (2 * elements(shape.heads) + elements(shape.kv_heads)).saturating_mul(4);
-        let held = budget.reserve(Purpose::Activations, bytes)?;
+        let reservation = budget.reserve(Purpose::Activations, bytes)?;
         let ramp = |n: u32| (0..elements(n)).map(|i| element(0, i, 1, 2)).collect();
         let q: Vec<f32> = ramp(shape.heads);
-        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads), _held: held };
+        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads), _held: reservation };
         let mut rig = Rig {
             cache: cache(setup.kind, setup.visibility)?,
             narrow: cache("contiguous", Visibility { window: Some(1), sinks: 0 })?,

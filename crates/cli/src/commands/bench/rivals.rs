@@ -28,9 +28,8 @@ struct Row {
 pub fn run(args: Args) -> anyhow::Result<()> {
     let name = args.file.display();
     let text = std::fs::read_to_string(&args.file).with_context(|| format!("{name} cannot be read"))?;
-    let rows: Vec<Row> = serde_json::from_str(&text).with_context(|| {
-        format!("{name} is not a comparison: give a file that bench/rivals/compare.py wrote")
-    })?;
+    let rows: Vec<Row> = serde_json::from_str(&text)
+        .with_context(|| format!("{name} is not a comparison: use what bench/rivals/compare.py wrote"))?;
     let good = |x: &f64| x.is_finite() && *x > 0.0;
     if let Some(row) = rows.iter().find(|row| !row.times_as_fast.values().all(good)) {
         return Err(wrong_usage(format!("{name}: `{}` has a ratio that is not above 0", row.title)));

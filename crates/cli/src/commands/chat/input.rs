@@ -24,8 +24,8 @@ const MAX_ENTRIES: usize = 1000;
 const MAX_ENTRY_BYTES: usize = 16 << 10;
 
 /// The result of one read.
-pub enum Heard {
-    Said(String),
+pub enum Entry {
+    Text(String),
     /// No input, and a message was shown if needed: read again.
     Nothing,
     End,
@@ -81,7 +81,7 @@ impl Input {
         matches!(self, Input::Terminal(_))
     }
 
-    pub fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
+    pub fn next(&mut self, prompt: &str) -> anyhow::Result<Entry> {
         match self {
             Input::Terminal(terminal) => terminal.next(prompt),
             Input::Plain { asks } => {
@@ -91,8 +91,8 @@ impl Input {
                 let mut line = Vec::new();
                 let read = interrupt::idle(|| std::io::stdin().lock().read_until(b'\n', &mut line));
                 match read.context("cannot read stdin")? {
-                    0 => Ok(Heard::End),
-                    _ => Ok(Heard::Said(utf8(line, "stdin")?.trim_end_matches(['\n', '\r']).into())),
+                    0 => Ok(Entry::End),
+                    _ => Ok(Entry::Text(utf8(line, "stdin")?.trim_end_matches(['\n', '\r']).into())),
                 }
             }
         }
@@ -114,7 +114,7 @@ impl Terminal {
         }
     }
 
-    fn next(&mut self, prompt: &str) -> anyhow::Result<Heard> {
+    fn next(&mut self, prompt: &str) -> anyhow::Result<Entry> {
         output::ask("\n");
         interrupt::keep_terminal();
         let read = interrupt::idle(|| self.editor.readline(prompt));
@@ -124,21 +124,21 @@ impl Terminal {
                 let asked = self.editor.helper_mut().map(|lines| lines.asked.take()).unwrap_or_default();
                 let line = joined(&line, &asked);
                 self.keep(&line);
-                Ok(Heard::Said(ended(line)))
+                Ok(Entry::Text(ended(line)))
             }
             Err(ReadlineError::Interrupted) if before => std::process::exit(130),
             Err(ReadlineError::Interrupted) => {
                 self.interrupted = true;
                 output::note("Ctrl-C again, Ctrl-D or /quit ends the chat");
-                Ok(Heard::Nothing)
+                Ok(Entry::Nothing)
             }
-            Err(ReadlineError::Eof) => Ok(Heard::End),
+            Err(ReadlineError::Eof) => Ok(Entry::End),
             // The terminal was resized, or the program was suspended and resumed.
-            Err(ReadlineError::Signal(_)) => Ok(Heard::Nothing),
+            Err(ReadlineError::Signal(_)) => Ok(Entry::Nothing),
             // The line is lost, but the chat continues.
             Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => {
                 output::note("kvist: that was not UTF-8 text: set the terminal to UTF-8");
-                Ok(Heard::Nothing)
+                Ok(Entry::Nothing)
             }
             Err(error) => Err(error).context("cannot read the terminal"),
         }
@@ -178,7 +178,7 @@ fn cannot_edit(term: &str) -> bool {
 }
 
 /// True if a single backslash at the end asks for another line. Two backslashes stand for one.
-fn goes_on(typed: &str) -> bool {
+fn continues(typed: &str) -> bool {
     typed.ends_with('\\') && !typed.ends_with("\\\\")
 }
 
@@ -192,11 +192,11 @@ fn joined(typed: &str, asked: &[String]) -> String {
 }
 
 /// Replaces two backslashes at the end by one.
-fn ended(mut said: String) -> String {
-    if said.ends_with("\\\\") {
-        said.pop();
+fn ended(mut line: String) -> String {
+    if line.ends_with("\\\\") {
+        line.pop();
     }
-    said
+    line
 }
 
 /// Input lines, validated by the editor.
@@ -209,7 +209,7 @@ struct Lines {
 impl Validator for Lines {
     fn validate(&self, typed: &mut ValidationContext<'_>) -> rustyline::Result<ValidationResult> {
         let typed = typed.input();
-        if !goes_on(typed) {
+        if !continues(typed) {
             return Ok(ValidationResult::Valid(None));
         }
         self.asked.borrow_mut().extend(typed.rsplit('\n').next().map(str::to_string));
@@ -255,7 +255,7 @@ mod tests {
         // Regression: pasted lines lost their backslashes too.
         assert_eq!(joined("one\\\ncc \\\n -o x", &asked), "one\ncc \\\n -o x");
         assert_eq!(joined("C:\\new", &asked), "C:\\new");
-        assert!(goes_on("one\\") && !goes_on("one") && !goes_on("C:\\\\"));
+        assert!(continues("one\\") && !continues("one") && !continues("C:\\\\"));
         assert_eq!(ended("C:\\\\".into()), "C:\\", "a line can end in one");
     }
 }

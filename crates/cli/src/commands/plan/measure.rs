@@ -17,7 +17,7 @@ pub struct Measured {
     pub tokens: usize,
     pub window_tokens: u32,
     pub weights: WeightForm,
-    /// Mean KL of the rungs that fit beside a cache in f32.
+    /// Mean KL of the rungs that fit into memory together with a cache in f32.
     kl: Vec<(Rung, f64)>,
 }
 
@@ -63,24 +63,24 @@ pub fn measure(
         MemoryPlan::of_session(opened.config(), &registry, config)
             .map_or(u64::MAX, |plan| plan.session_bound())
     };
-    let beside = |rung: &Rung| bytes(&under_test(rung)).saturating_add(bytes(&reference));
-    let needed: Vec<u64> = ladder.iter().map(beside).collect();
+    let both_caches = |rung: &Rung| bytes(&under_test(rung)).saturating_add(bytes(&reference));
+    let needed: Vec<u64> = ladder.iter().map(both_caches).collect();
     let least = needed.iter().copied().min().unwrap_or(0);
-    let (form, free) =
-        form(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
+    let (format, free) =
+        choose_format(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
     anyhow::ensure!(
         least <= free,
-        "--measure: two caches of {window_tokens} tokens need {} (working memory included), {} are free beside the \
+        "--measure: two caches of {window_tokens} tokens need {} (working memory included), {} are free besides the \
          weights; try --measure with fewer tokens, or a smaller --chunk",
         Bytes(least),
         Bytes(free)
     );
-    model.weights = form;
+    model.weights = format;
     let model = model.load(opened, Some(window_tokens), &budget, quiet)?;
     interrupt::listen();
     let n_measured = needed.iter().filter(|bytes| **bytes <= free).count();
     let bar = progress::bar("measuring", (n_measured * tokens.len()) as u64, quiet);
-    let mut measured = Measured { tokens: 0, window_tokens, weights: form, kl: Vec::new() };
+    let mut measured = Measured { tokens: 0, window_tokens, weights: format, kl: Vec::new() };
     for (rung, _) in ladder.iter().zip(&needed).filter(|(_, needed)| **needed <= free) {
         let (summary, interrupted) =
             scoring::score(&model, &registry, &under_test(rung), &reference, &tokens, &bar)?;
@@ -92,10 +92,10 @@ pub fn measure(
     Ok(measured)
 }
 
-/// The form in which weights are held, and the memory that is free beside them. It is f32 if that fits beside the
-/// caches, otherwise the requested form: products with packed weights round their input, and that noise would hide the
-/// loss of f16 and q8.
-fn form(
+/// The format of the weights in memory, and the memory that is free besides them. It is f32 if that fits together with
+/// the caches, otherwise the requested format: products with packed weights round their input, and that noise would
+/// hide the loss of f16 and q8.
+fn choose_format(
     opened: &Opened,
     registry: &Registry,
     asked: WeightForm,

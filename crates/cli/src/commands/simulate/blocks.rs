@@ -12,10 +12,10 @@ const CACHE: &str = "Cache";
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct BlockArgs {
-    /// Blocks of the cache: a number, inf, or auto for what the hardware holds beside the weights
+    /// Blocks of the cache: a number, inf, or auto for what fits into the hardware in addition to the weights
     #[arg(long, default_value = "auto", value_name = "N", help_heading = CACHE)]
     pub capacity_blocks: Capacity,
-    /// Tokens of a block [default: 16; with --zero-service what the trace's ids stand for]
+    /// Tokens of a block [default: 16; with --zero-service as many as an id of the trace covers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = CACHE)]
     pub block_tokens: Option<u32>,
     /// Eviction policy: lru, fifo, lfu, lfu_decay, cost; with --zero-service also opt
@@ -40,8 +40,8 @@ impl BlockArgs {
         Ok(Parameters { half_life: self.half_life })
     }
 
-    /// An empty cache for these requests. `costs` know what the hardware holds, and a block's bytes and recompute cost
-    /// in steps of `batch_tokens`.
+    /// An empty cache for these requests. `costs` has the memory of the hardware, and a block's bytes and recompute
+    /// cost in steps of `batch_tokens`.
     pub fn cache(&self, requests: &[Request], costs: &CostArgs, batch_tokens: u32) -> anyhow::Result<Cache> {
         let block_tokens = self.block_tokens();
         let capacity_tokens = match (self.capacity_blocks, costs.cache_tokens()?) {

@@ -45,12 +45,12 @@ const SHAPE: &str = "llama-3.1-8b";
 
 fn hardware(name: &str) -> Result<Hardware, String> {
     let known = || Hardware::names().collect::<Vec<_>>().join(", ");
-    Hardware::preset(name).ok_or_else(|| format!("unknown machine: use one of {}", known()))
+    Hardware::preset(name).ok_or_else(|| format!("there is no such machine: use one of {}", known()))
 }
 
 fn shape(name: &str) -> Result<ModelShape, String> {
     let known = || ModelShape::names().collect::<Vec<_>>().join(", ");
-    ModelShape::preset(name).ok_or_else(|| format!("unknown model: use one of {}", known()))
+    ModelShape::preset(name).ok_or_else(|| format!("there is no such model: use one of {}", known()))
 }
 
 impl CostArgs {
@@ -165,7 +165,7 @@ impl CostArgs {
         self.costs.is_some() || self.prefill_rate.is_some()
     }
 
-    /// Tokens that the memory holds beside the weights; `None` if no machine is given.
+    /// Tokens that fit into the memory in addition to the weights; `None` if no machine is given.
     pub fn cache_tokens(&self) -> anyhow::Result<Option<u64>> {
         if self.names_no_machine() {
             return Ok(None);

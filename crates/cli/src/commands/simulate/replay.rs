@@ -2,7 +2,7 @@
 //! a cache made as the log's header says. The decisions must equal the recorded ones, to the byte.
 //!
 //! Tokens and times come from the recording: nothing is executed, and nothing is random. The recording is read line by
-//! line, and only the decisions of one turn are kept in memory.
+//! line, and only the decisions of one iteration are kept in memory.
 use super::costs;
 use crate::{json, output};
 use anyhow::{Context, bail};
@@ -24,7 +24,7 @@ pub struct Args {
     /// Compare with the decision log of this file; without it, with the decisions in the recording
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     decisions: Option<PathBuf>,
-    /// Write the decision log that the replay gives
+    /// Write the decision log of the replay
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: Option<PathBuf>,
     /// Compare the recorded step times with those of a measured table (docs/traces.md)
@@ -35,7 +35,7 @@ pub struct Args {
     json: bool,
 }
 
-/// The keys that tell event and decision lines apart. All other lines are skipped.
+/// The keys that distinguish event lines from decision lines. All other lines are skipped.
 #[derive(Deserialize)]
 struct Keys {
     format: Option<String>,
@@ -56,7 +56,7 @@ pub struct Summary {
     version: u32,
     recording: String,
     events: u64,
-    /// Turns that ran a step.
+    /// Iterations that ran a step.
     steps: u64,
     decisions: u64,
     /// Decisions equal to the recorded ones, to the byte; a difference is an error. 0: there were none to compare with.
@@ -93,8 +93,8 @@ struct Sum {
 }
 
 impl Sum {
-    fn add(&mut self, recorded_ns: u64, foretold_ns: u64) {
-        let (recorded, predicted) = (recorded_ns as f64 / 1e9, foretold_ns as f64 / 1e9);
+    fn add(&mut self, recorded_ns: u64, predicted_ns: u64) {
+        let (recorded, predicted) = (recorded_ns as f64 / 1e9, predicted_ns as f64 / 1e9);
         self.steps += 1;
         self.recorded_s += recorded;
         self.foretold_s += predicted;
@@ -138,7 +138,7 @@ enum Recorded {
 struct Compared {
     recorded: Recorded,
     /// Decisions of the replay that were not yet compared with the recording.
-    due: VecDeque<String>,
+    pending: VecDeque<String>,
     /// How many of them the last event caused.
     newest: usize,
     any: bool,
@@ -150,7 +150,7 @@ impl Compared {
     fn next(&mut self, file: &Path, line: usize, recorded: &str) -> anyhow::Result<()> {
         self.any = true;
         self.n += 1;
-        match self.due.pop_front() {
+        match self.pending.pop_front() {
             Some(here) if here == recorded => Ok(()),
             here => bail!(
                 "{}, line {line}: the replay decides differently\n  recorded {recorded}\n  replayed {}",
@@ -160,17 +160,21 @@ impl Compared {
         }
     }
 
-    /// Takes the decisions of a turn.
+    /// Adds the decisions of an iteration.
     fn decided(&mut self, lines: &str) -> anyhow::Result<()> {
-        let before = self.due.len();
-        self.due.extend(lines.lines().map(str::to_owned));
-        self.newest = self.due.len() - before;
+        let before = self.pending.len();
+        self.pending.extend(lines.lines().map(str::to_owned));
+        self.newest = self.pending.len() - before;
         while let Recorded::Apart { file, lines, line } = &mut self.recorded {
-            if self.due.is_empty() {
+            if self.pending.is_empty() {
                 break;
             }
             let Some(text) = lines.next().transpose().with_context(|| cannot_read(file))? else {
-                bail!("{} ends after line {line}, but the replay continues: {}", file.display(), self.due[0])
+                bail!(
+                    "{} ends after line {line}, but the replay continues: {}",
+                    file.display(),
+                    self.pending[0]
+                )
             };
             *line += 1;
             let (file, line) = (file.clone(), *line);
@@ -187,10 +191,10 @@ impl Compared {
             }
             return Ok(());
         }
-        match self.due.front().filter(|_| self.any) {
+        match self.pending.front().filter(|_| self.any) {
             // If the server was killed, the decisions of the last event may be missing.
-            Some(more) if self.due.len() > self.newest => {
-                bail!("the recording ends, but the replay continues: {more}")
+            Some(more) if self.pending.len() > self.newest => {
+                bail!("the recording ends, and the replay has more: {more}")
             }
             _ => Ok(()),
         }
@@ -230,12 +234,10 @@ pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Resu
 /// Begins with the header of an event log.
 fn begin(header: &str, keys: &Keys) -> anyhow::Result<Replay> {
     if keys.format.as_deref() == Some("kvist-decisions") {
-        bail!("the file contains decisions but no events: give the event log, and this file with --decisions")
+        bail!("a decision log without its events: give the event log, and this file with --decisions")
     }
     if keys.config.as_ref().is_some_and(|config| config.lengths == LengthSource::Oracle) {
-        bail!(
-            "it was recorded with --lengths oracle, but a log does not contain the true lengths that the oracle used"
-        )
+        bail!("it was recorded with --lengths oracle, and no log contains the true lengths")
     }
     Ok(Replay::begin(header, None, None)?)
 }
@@ -250,7 +252,7 @@ fn follow(
 ) -> anyhow::Result<Summary> {
     let name = file.display().to_string();
     let mut predicted = table.map(|table| Predicted { table: table.name(), ..Predicted::default() });
-    let mut compared = Compared { recorded, due: VecDeque::new(), newest: 0, any: false, n: 0 };
+    let mut compared = Compared { recorded, pending: VecDeque::new(), newest: 0, any: false, n: 0 };
     let mut summary = Summary { version: json::VERSION, recording: name.clone(), ..Summary::default() };
     let mut replay: Option<Replay> = None;
     let mut gaps = Gaps::default();
@@ -262,7 +264,7 @@ fn follow(
             Ok(keys) => keys,
             // A server that was killed leaves a partial last line.
             Err(e) if e.is_eof() && replay.is_some() && lines.peek().is_none() => {
-                output::note(&format!("{}: the last line is incomplete and is ignored", at()));
+                output::note(&format!("{}: the last line is cut off and is ignored", at()));
                 break;
             }
             Err(e) => return Err(e).with_context(|| format!("{}: not a line of a recording", at())),
@@ -275,14 +277,14 @@ fn follow(
             }
             (Some(replay), None) if keys.n.is_some() => {
                 let mut ran = |replayed: Replayed<'_>| {
-                    gaps.turn(replayed.now_ns, replayed.outcome.elapsed_ns);
+                    gaps.add(replayed.now_ns, replayed.outcome.elapsed_ns);
                     summary.steps += u64::from(replayed.batch.steps);
                     if let (Some(predicted), Some(table)) = (&mut predicted, table) {
                         predicted.add(table, &replayed);
                     }
                 };
                 replay.event(&text, Some(&mut ran)).with_context(at)?;
-                gaps.goes_on(replay.scheduler().n_running() > 0);
+                gaps.set_continues(replay.scheduler().n_running() > 0);
                 summary.events += 1;
             }
             (Some(_), _) => {
@@ -312,26 +314,26 @@ fn follow(
     Ok(summary)
 }
 
-/// Times between a step and one that follows at once.
+/// Times between a step and the next one, if that follows at once.
 #[derive(Default)]
 struct Gaps {
     /// The end of the last step.
     ended_ns: Option<u64>,
-    goes_on: bool,
+    continues: bool,
     n: u64,
     sum_ns: u64,
 }
 
 impl Gaps {
-    fn turn(&mut self, now_ns: u64, elapsed_ns: u64) {
-        if let Some(ended_ns) = self.ended_ns.filter(|_| self.goes_on) {
+    fn add(&mut self, now_ns: u64, elapsed_ns: u64) {
+        if let Some(ended_ns) = self.ended_ns.filter(|_| self.continues) {
             self.n += 1;
             self.sum_ns += now_ns.saturating_sub(ended_ns);
         }
         self.ended_ns = Some(now_ns.saturating_add(elapsed_ns));
     }
-    fn goes_on(&mut self, goes_on: bool) {
-        self.goes_on = goes_on;
+    fn set_continues(&mut self, continues: bool) {
+        self.continues = continues;
     }
     fn mean_ms(&self) -> f64 {
         self.sum_ns as f64 / self.n.max(1) as f64 / 1e6
@@ -372,8 +374,10 @@ impl Summary {
             );
         }
         if costs.outside > 0 {
-            text +=
-                &format!("{} steps lie outside what was measured: there times are guesses\n", costs.outside);
+            text += &format!(
+                "{} steps lie outside the measured range: their times are extrapolated\n",
+                costs.outside
+            );
         }
         text
     }

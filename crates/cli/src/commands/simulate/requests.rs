@@ -17,20 +17,20 @@ pub struct RequestArgs {
     /// Its format, if the first line does not show it: mooncake, azure, burstgpt, bailian, kvist
     #[arg(long, value_name = "FORMAT", value_parser = format, requires = "trace", help_heading = TRACE)]
     format: Option<Format>,
-    /// Count bad rows and go on
+    /// Count bad rows and continue
     #[arg(long, requires = "trace", help_heading = TRACE)]
     lenient: bool,
-    /// Only the first so many requests
+    /// Only this many requests, from the first on
     #[arg(long, value_name = "N", requires = "trace", help_heading = TRACE)]
     limit: Option<usize>,
-    /// Let each turn of a chat wait for the previous answer, instead of arriving at the recorded time
+    /// Each turn of a chat arrives after the previous answer, instead of at the recorded time
     #[arg(long, requires = "trace", help_heading = TRACE)]
     follow_parents: bool,
     /// Requests to draw; the last chat or agent ends where there are as many
     #[arg(long, default_value_t = 1000, value_name = "N", conflicts_with = "trace", help_heading = WORKLOAD)]
     requests: usize,
-    /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X, on_off:per_s=X,on_s=X,off_s=X,
-    /// deterministic:per_s=X, at_once
+    /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X,
+    /// on_off:per_s=X,on_s=X,off_s=X, deterministic:per_s=X, at_once
     #[arg(
         long, default_value = "poisson:per_s=2", value_name = "ARRIVALS", conflicts_with = "trace",
         help_heading = WORKLOAD
@@ -59,7 +59,7 @@ pub struct RequestArgs {
 
 fn format(name: &str) -> Result<Format, String> {
     let known = || Format::ALL.map(Format::name).join(", ");
-    Format::by_name(name).ok_or_else(|| format!("unknown format: use one of {}", known()))
+    Format::by_name(name).ok_or_else(|| format!("there is no such format: use one of {}", known()))
 }
 
 /// The requests, and a description of them.

@@ -44,7 +44,7 @@ enum Lengths {
     MaxNew,
     /// The mean of all answers so far
     RunningMean,
-    /// The truth, which no server knows
+    /// The true length, which no server knows
     Oracle,
 }
 

@@ -4,7 +4,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 pub fn duration(text: &str) -> Result<Duration, String> {
-    parse_duration(text).ok_or_else(|| format!("`{text}` is not a time: write it as 500ms, 2s, 5m or 1h"))
+    parse_duration(text).ok_or_else(|| format!("`{text}` is not a duration: write it as 500ms, 2s, 5m or 1h"))
 }
 
 /// A number of blocks, or no bound.

@@ -96,7 +96,7 @@ struct Table {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.what.zero.zero_service && !args.schedules.is_empty() {
-        return Err(wrong_usage("--schedules does not go with --zero-service, where no request waits"));
+        return Err(wrong_usage("--schedules cannot be used with --zero-service, where no request waits"));
     }
     let cells = cells(&args);
     twice("--schedules", &args.schedules)?;
@@ -127,10 +127,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         }
     }
     if !quiet && !args.what.zero.zero_service {
-        let mut said = BTreeSet::new();
+        let mut shown = BTreeSet::new();
         for cell in &cells {
             let remark = what_of(&args.what, cell)?.schedule.remark(&loads[&cell.seed]);
-            remark.into_iter().filter(|it| said.insert(it.clone())).for_each(|it| output::note(&it));
+            remark.into_iter().filter(|it| shown.insert(it.clone())).for_each(|it| output::note(&it));
         }
     }
     let program = program()?;

@@ -9,7 +9,8 @@ const ZERO: &str = "Zero service";
 
 #[derive(clap::Args, Clone)]
 pub struct ZeroArgs {
-    /// Let serving take no time: the trace against the eviction policy alone, outside the rules of a prefix index
+    /// Replay the trace against the eviction policy alone: serving takes no time, and no prefix index restricts
+    /// eviction
     #[arg(long, help_heading = ZERO)]
     pub zero_service: bool,
     /// In which order a request touches its blocks

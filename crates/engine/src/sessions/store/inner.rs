@@ -22,8 +22,8 @@ pub(super) struct Session {
     /// The fork call that created it. Siblings have the same number.
     pub fork: Option<u64>,
     pub busy: Option<Busy>,
-    /// True if [`Inner::due`] has an entry for it. False only while a claim outlasts the session's expiry time.
-    pub is_due: bool,
+    /// True if [`Inner::expiries`] has an entry for it. False only while a claim outlasts the session's expiry time.
+    pub is_scheduled: bool,
 }
 
 #[derive(Default)]
@@ -32,7 +32,7 @@ pub(super) struct Inner {
     /// Only owners that have sessions.
     pub owned: BTreeMap<Arc<str>, Owned>,
     /// When to check each session for expiry: at its expiry time or earlier.
-    pub due: BTreeSet<(Instant, SessionId)>,
+    pub expiries: BTreeSet<(Instant, SessionId)>,
     /// Number of sessions checked for expiry.
     #[cfg(test)]
     pub n_checked: usize,
@@ -69,10 +69,10 @@ impl Inner {
     pub fn wait(&mut self, id: SessionId, idle: Duration) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         // A time beyond the clock's range means that it never expires.
-        if let Some(due) = session.touched.checked_add(idle)
-            && !std::mem::replace(&mut session.is_due, true)
+        if let Some(expiry) = session.touched.checked_add(idle)
+            && !std::mem::replace(&mut session.is_scheduled, true)
         {
-            self.due.insert((due, id));
+            self.expiries.insert((expiry, id));
         }
     }
 
@@ -146,10 +146,11 @@ impl Inner {
             let own = owned.entry(session.owner.clone()).or_default();
             own.ids.insert(*id);
             own.charge += session.history.charge();
-            let due: Vec<Instant> = self.due.iter().filter(|(_, of)| of == id).map(|(due, _)| *due).collect();
-            assert_eq!(due.len(), usize::from(session.is_due), "{id} is due at {due:?}");
-            assert!(session.is_due || session.busy.is_some(), "{id} never expires");
-            assert!(due.iter().all(|due| *due <= session.touched + idle), "{id} expires late");
+            let expiries: Vec<Instant> =
+                self.expiries.iter().filter(|(_, of)| of == id).map(|(expiry, _)| *expiry).collect();
+            assert_eq!(expiries.len(), usize::from(session.is_scheduled), "{id} expires at {expiries:?}");
+            assert!(session.is_scheduled || session.busy.is_some(), "{id} never expires");
+            assert!(expiries.iter().all(|expiry| *expiry <= session.touched + idle), "{id} expires late");
             let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
             let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
             assert_eq!(children, session.children, "the children of {id}");

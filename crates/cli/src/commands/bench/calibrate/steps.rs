@@ -39,13 +39,13 @@ pub struct Steps {
     vocab: u32,
     started: Instant,
     next_id: u64,
-    /// Number of the next stream of fresh tokens; each is used once.
+    /// Number of the next stream of new tokens; each is used once.
     next_stream: u64,
     decoding: Vec<RequestId>,
     listeners: Listeners,
 }
 
-/// A step that ran: its batch, and the time of the whole scheduler turn.
+/// A step that ran: its batch, and the time of the whole scheduler iteration.
 #[derive(Clone, Copy, Debug)]
 pub struct Ran {
     pub shape: BatchShape,
@@ -112,12 +112,13 @@ impl Executor for Noted<'_> {
 }
 
 impl Served {
-    /// Batch places: one more than are served, if a step has room for it, for the prompt beside a full decoding batch.
+    /// Batch slots: one more than are served, if a step has room for it, for a prompt in addition to a full decoding
+    /// batch.
     fn places(&self) -> u32 {
         (self.max_batch + 1).min(self.max_batch_tokens)
     }
 
-    /// The cache: room for the whole batch at the longest context, and for the prompts beside it.
+    /// The cache: room for the whole batch at the longest context, and for the prompts in addition.
     pub fn paged(&self) -> anyhow::Result<PagedConfig> {
         let a_sequence = u64::from(self.context_tokens) + u64::from(SLACK) + 2 * u64::from(self.block_tokens);
         let cells = a_sequence * u64::from(self.max_batch) + 8 * u64::from(self.max_batch_tokens);
@@ -166,7 +167,7 @@ impl Steps {
             known = known.saturating_add(slice).min(self.served.context_tokens);
             for stream in 0..u64::from(self.served.max_batch) {
                 self.submit(stream, known, 0, 1)?;
-                while self.turn()?.is_some() {}
+                while self.iterate()?.is_some() {}
             }
             progress(known)?;
         }
@@ -180,8 +181,8 @@ impl Steps {
         for _ in 0..2 {
             if context > tokens {
                 let block = self.served.block_tokens;
-                let held = (context - tokens + block / 2) / block * block;
-                self.submit(0, held.min(self.served.context_tokens / block * block), tokens, 1)?;
+                let cached = (context - tokens + block / 2) / block * block;
+                self.submit(0, cached.min(self.served.context_tokens / block * block), tokens, 1)?;
             } else {
                 let n = (tokens / context.max(1)).clamp(1, self.served.max_batch.min(tokens));
                 for i in 0..n {
@@ -190,8 +191,8 @@ impl Steps {
                     self.submit(0, 0, (end - first) as u32, 1)?;
                 }
             }
-            let ran = self.turn()?;
-            while self.turn()?.is_some() {}
+            let ran = self.iterate()?;
+            while self.iterate()?.is_some() {}
             let wanted = (u64::from(tokens), 0);
             if ran.is_some_and(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted) {
                 return Ok(ran);
@@ -209,7 +210,7 @@ impl Steps {
             self.decoding.push(id);
         }
         for _ in 0..SLACK {
-            let Some(ran) = self.turn()? else { return Ok(false) };
+            let Some(ran) = self.iterate()? else { return Ok(false) };
             if ran.shape.prefill_tokens == 0 && ran.shape.decode_sequences == u64::from(sequences) {
                 return Ok(true);
             }
@@ -217,13 +218,13 @@ impl Steps {
         Ok(false)
     }
 
-    /// Runs a step of the decoding sequences, and beside them a prompt of `tokens` tokens.
+    /// Runs a step of the decoding sequences together with a prompt of `tokens` tokens.
     pub fn decode(&mut self, tokens: u32) -> anyhow::Result<Option<Ran>> {
         if tokens > 0 {
             self.submit(0, 0, tokens, 1)?;
         }
         let wanted = (u64::from(tokens), self.decoding.len() as u64);
-        let ran = self.turn()?;
+        let ran = self.iterate()?;
         Ok(ran.filter(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted))
     }
 
@@ -232,22 +233,22 @@ impl Steps {
         for id in std::mem::take(&mut self.decoding) {
             self.scheduler.cancel(now, id);
         }
-        while self.turn()?.is_some() {}
+        while self.iterate()?.is_some() {}
         Ok(())
     }
 
-    /// Submits a request with the first `known` tokens of a stream and `fresh` new tokens.
-    fn submit(&mut self, stream: u64, known: u32, fresh: u32, max_new: u32) -> anyhow::Result<RequestId> {
+    /// Submits a request with the first `known` tokens of a stream and `n_new` new tokens.
+    fn submit(&mut self, stream: u64, known: u32, n_new: u32, max_new: u32) -> anyhow::Result<RequestId> {
         let id = RequestId(self.next_id);
         self.next_id += 1;
         self.next_stream += 1;
         let vocab = self.vocab.max(1);
         let of = |stream: u64, n: u32| (0..n).map(move |i| token(stream, i, vocab));
-        let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, fresh)).collect();
+        let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, n_new)).collect();
         let sampler = Sampler::new(SamplerConfig::greedy())?;
         self.executor.expect(id, Box::new(Greedy { sampler, listener: self.listeners.add() }));
         let now = self.now_ns();
-        let prompt_tokens = known + fresh;
+        let prompt_tokens = known + n_new;
         let request = Request {
             prompt: Prompt::SharedTokens(prompt),
             ..Request::new(id.0, now, prompt_tokens, max_new)
@@ -256,12 +257,12 @@ impl Steps {
         Ok(id)
     }
 
-    /// Runs one turn of the scheduler. `None` if there was nothing to do.
-    fn turn(&mut self) -> anyhow::Result<Option<Ran>> {
+    /// Runs one iteration of the scheduler. `None` if there was nothing to do.
+    fn iterate(&mut self) -> anyhow::Result<Option<Ran>> {
         let now = self.now_ns();
         let mut noted = Noted { executor: &mut self.executor, shape: BatchShape::default(), failed: false };
         let started = Instant::now();
-        let turn = self.scheduler.iterate(now, &mut noted);
+        let iteration = self.scheduler.iterate(now, &mut noted);
         let ns = started.elapsed().as_nanos() as f64;
         let (shape, failed) = (noted.shape, noted.failed);
         for ended in self.scheduler.drain_ended() {
@@ -275,7 +276,7 @@ impl Steps {
             self.scheduler.counters().preemptions == 0,
             "a measured request was preempted: the cache is too small, which is a bug in kvist"
         );
-        Ok(matches!(turn, Iteration::Ran { .. }).then_some(Ran { shape, ns }))
+        Ok(matches!(iteration, Iteration::Ran { .. }).then_some(Ran { shape, ns }))
     }
 
     fn now_ns(&self) -> u64 {

@@ -72,8 +72,8 @@ pub fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Resu
             heard.push(user??);
         }
         bar.finish_and_clear();
-        // The last token is sent before the turn is recorded: wait for the engine to finish it.
-        engine.inspect(|_| ()).await.context("the engine has stopped")?;
+        // The last token is sent before the iteration is recorded: wait for the engine to finish it.
+        engine.inspect(|_| ()).await.context("the engine has died")?;
         Ok(heard)
     })
 }

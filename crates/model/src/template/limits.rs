@@ -11,11 +11,11 @@ use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::fmt;
 
-/// Base allowance of a rendering in bytes, and additional bytes per byte of the conversation. Templates of models
+/// Limit of a rendering in bytes: a base, and additional bytes per byte of the conversation. Templates of models
 /// create about ten bytes per input byte. Templates that extend a list with every message create, at every thirtieth
 /// message, 24 bytes for it and for each message before it.
-const ALLOWANCE_BYTES: usize = 32 << 20;
-const ALLOWANCE_FACTOR: usize = 16;
+const BASE_BYTES: usize = 32 << 20;
+const FACTOR: usize = 16;
 
 /// Maximum nesting of values, both in a request and in a template's own values. Walking a value takes a stack frame per
 /// level.
@@ -28,9 +28,9 @@ const MAX_ITEMS: usize = 1_000_000;
 /// Bytes charged per value in a list or a map.
 pub(super) const SLOT_BYTES: usize = 72;
 
-/// The allowance of a rendering for a conversation of this many bytes.
-pub(super) fn of(bytes: usize) -> usize {
-    ALLOWANCE_BYTES.saturating_add(bytes.saturating_mul(ALLOWANCE_FACTOR))
+/// The limit in bytes of a rendering of a conversation of this many bytes.
+pub(super) fn bytes_for(bytes: usize) -> usize {
+    BASE_BYTES.saturating_add(bytes.saturating_mul(FACTOR))
 }
 
 thread_local! {
@@ -130,14 +130,14 @@ pub(super) fn listed(value: Value) -> Result<Value, Error> {
 
 /// The weight of two lists together, and whether it is constant.
 pub(super) fn weigh_sum(left: &Value, right: &Value) -> Result<(usize, bool), Error> {
-    let (mut sum, mut stays) = (0_usize, true);
+    let (mut sum, mut is_constant) = (0_usize, true);
     for list in [left, right] {
-        let (weight, so) = weighed(list, false)?;
+        let (weight, constant) = weighed(list, false)?;
         sum = sum.saturating_add(weight);
-        stays &= so;
+        is_constant &= constant;
     }
     walkable(sum)?;
-    Ok((sum, stays))
+    Ok((sum, is_constant))
 }
 
 /// Remembers the weight of a sum.
@@ -167,7 +167,7 @@ fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
         inside: bool,
         depth: usize,
         left: &mut usize,
-        stays: &mut bool,
+        is_constant: &mut bool,
     ) -> Result<(), Error> {
         let mut take = |bytes: usize| {
             *left = left.checked_sub(bytes).ok_or_else(too_much)?;
@@ -186,19 +186,19 @@ fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
         if kind == ValueKind::Map {
             let is = |name: &str| value.as_object().is_some_and(|object| object.type_name().ends_with(name));
             if is("::Namespace") {
-                *stays = false;
+                *is_constant = false;
                 if inside {
                     return Err(refuse("a namespace cannot be put into a namespace"));
                 }
             }
-            *stays &= !is("::Loop");
+            *is_constant &= !is("::Loop");
             for key in value.try_iter()? {
-                walk(&value.get_item(&key)?, inside, depth, left, stays)?;
-                walk(&key, inside, depth, left, stays)?;
+                walk(&value.get_item(&key)?, inside, depth, left, is_constant)?;
+                walk(&key, inside, depth, left, is_constant)?;
             }
         } else {
             for item in value.try_iter()? {
-                walk(&item, inside, depth, left, stays)?;
+                walk(&item, inside, depth, left, is_constant)?;
             }
         }
         Ok(())
@@ -210,9 +210,9 @@ fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
         return Ok((weight, true));
     }
     let limit = LIMIT.get();
-    let (mut left, mut stays) = (limit, true);
-    walk(value, inside, MAX_DEPTH, &mut left, &mut stays)?;
-    Ok((limit - left, stays))
+    let (mut left, mut is_constant) = (limit, true);
+    walk(value, inside, MAX_DEPTH, &mut left, &mut is_constant)?;
+    Ok((limit - left, is_constant))
 }
 
 /// Upper bound on the bytes of a value as a string.

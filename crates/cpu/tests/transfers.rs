@@ -1,0 +1,125 @@
+//! The bytes of a block, decoded as the documentation of `kvist_device`'s transfers describes them.
+mod decoding;
+use decoding::*;
+use half::{bf16, f16};
+use kvist_cache::*;
+use kvist_cpu::Cpu;
+use kvist_device::*;
+
+const CELLS: Run = Run { start: 13, len: 21 };
+
+/// The code of element `i` of a group of `len` elements with two to a byte.
+fn nibble(codes: &[u8], i: usize, len: usize) -> u8 {
+    let half = len.div_ceil(2);
+    if i < half { codes[i] & 15 } else { codes[i - half] >> 4 }
+}
+
+fn half_at(bytes: &[u8], i: usize) -> f32 {
+    f16::from_le_bytes([bytes[2 * i], bytes[2 * i + 1]]).to_f32()
+}
+
+/// A row as it is stored: still rotated.
+fn decode(storage: Storage, d: usize, row: &[u8]) -> Vec<f32> {
+    let group = storage.group as usize;
+    match storage.dtype {
+        DType::F32 => row.chunks(4).map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]])).collect(),
+        DType::F16 => (0..d).map(|i| half_at(row, i)).collect(),
+        DType::BF16 => row.chunks(2).map(|x| bf16::from_le_bytes([x[0], x[1]]).to_f32()).collect(),
+        DType::Q8 => {
+            let (codes, scales) = row.split_at(d);
+            (0..d).map(|i| (f32::from(codes[i]) - 128.0) * half_at(scales, i / group)).collect()
+        }
+        DType::Q4 => {
+            let (codes, scales) = row.split_at(d.div_ceil(2));
+            let element = |i: usize| {
+                let first = i / group * group;
+                let code = nibble(&codes[first / 2..], i - first, group.min(d - first));
+                let (scale, minimum) =
+                    (half_at(scales, 2 * (i / group)), half_at(scales, 2 * (i / group) + 1));
+                minimum + scale * f32::from(code)
+            };
+            (0..d).map(element).collect()
+        }
+        DType::T4 => {
+            const LEVELS: [f32; 8] = [6.0, 18.0, 31.0, 44.0, 58.0, 75.0, 96.0, 127.0];
+            // Codes ascend with the levels, the negative ones first; zero has none of its own.
+            let level =
+                |code: u8| if code < 8 { -LEVELS[7 - code as usize] } else { LEVELS[code as usize - 8] };
+            let wide = storage.n_outliers(d as u32) as usize;
+            let (codes, scales) = row.split_at(wide + (d - wide).div_ceil(2));
+            let outlier = |i: usize| (f32::from(codes[i]) - 128.0) * half_at(scales, 0);
+            let last = scales.len() / 2 - 1;
+            let other = |i: usize| level(nibble(&codes[wide..], i, d - wide)) * half_at(scales, last);
+            (0..wide).map(outlier).chain((0..d - wide).map(other)).collect()
+        }
+    }
+}
+
+#[test]
+fn a_block_has_the_documented_bytes() {
+    for storage in storages() {
+        for head_dim in [35, 64, 80] {
+            let model = Model { k: storage, v: storage, heads: (6, 3), head_dim, ..Model::default() };
+            let cache = model.cache("contiguous", 60);
+            let (spec, d) = (model.spec(cache.capacity_cells()), head_dim as usize);
+            let mut pools = Cpu::default().pools(&spec).unwrap();
+            fill(&model, cache, &mut *pools);
+            let len = spec.block_bytes(GroupId(0), CELLS.len).unwrap();
+            let block = HostBlock::new(len).unwrap();
+            let transfer = pools.export(Ticket::START, GroupId(0), CELLS, block).unwrap();
+            let block = pools.finished(&transfer).unwrap().unwrap();
+
+            let mut bytes = block.bytes();
+            let mut inspected = vec![0.0; d];
+            for layer in 0..2 {
+                for (side, storage) in [(Side::K, spec.k), (Side::V, spec.v)] {
+                    for (cell, head) in CELLS.cells().flat_map(|cell| (0..3).map(move |head| (cell, head))) {
+                        let (row, rest) = bytes.split_at(storage.row_bytes(head_dim) as usize);
+                        bytes = rest;
+                        let row = decode(storage, d, row);
+                        pools.inspect(LayerId(layer), side, head, cell, &mut inspected).unwrap();
+                        let what =
+                            format!("{storage} {head_dim} layer {layer} {side:?} cell {cell} head {head}");
+                        if storage.rotate || storage.dtype == DType::T4 {
+                            // Only the length of a rotated row is known without rotating it back.
+                            let length = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>().sqrt();
+                            let (a, b) = (length(&row), length(&inspected));
+                            assert!((a - b).abs() <= 1e-4 * a, "{what}: {a} {b}");
+                        } else {
+                            assert_eq!(row, inspected, "{what}");
+                        }
+                    }
+                }
+            }
+            assert!(bytes.is_empty(), "{storage} {head_dim}");
+        }
+    }
+}
+
+/// Writes 40 random tokens.
+fn fill(model: &Model, mut cache: Cache, pools: &mut dyn Pools) {
+    let (mut plan, mut random) = (StepPlan::default(), kvist_testing::SplitMix64(5));
+    let spans = [Span::chain(A, 0, 40)];
+    let mut step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
+    let plan = step.with_reads();
+    pools.begin(plan).unwrap();
+    let (heads, kv_heads, d) = (model.heads.0 as usize, model.heads.1 as usize, model.head_dim as usize);
+    for layer in 0..model.n_layers {
+        let mut rows = |heads: usize| -> Vec<f32> {
+            (0..40 * heads * d).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect()
+        };
+        let (q, k, v) = (rows(heads), rows(kv_heads), rows(kv_heads));
+        let mut out = vec![0.0; q.len()];
+        let call = Attend {
+            layer: LayerId(layer),
+            q: Tensor::dense(&q, heads, d),
+            kv: Some((Tensor::dense(&k, kv_heads, d), Tensor::dense(&v, kv_heads, d))),
+            out: TensorMut::dense(&mut out, heads, d),
+            scale: 1.0,
+            softcap: None,
+            sinks: None,
+        };
+        pools.attend(plan, call).unwrap();
+    }
+    step.commit();
+}

@@ -1,0 +1,164 @@
+//! Copies of KV bytes out of pools or into them, a block of cells at a time.
+//!
+//! # The bytes of a block
+//!
+//! A [`HostBlock`] holds some cells of one layer group, without a header. Its layout does not depend on the device, on the
+//! capacity of the pools, or on where the cells are:
+//!
+//! ```text
+//! block    for every layer of the group that owns K and V, in order of layers: K, then V
+//! K, V     [cells, n_kv_heads, row]; no V for a layer whose values are a prefix of its keys
+//! row      Storage::row_bytes(k_dim or v_dim) bytes: the stored codes, then the stored scales
+//! ```
+//!
+//! Numbers are little-endian. A row of `d` elements is
+//!
+//! | storage | codes | scales |
+//! |---|---|---|
+//! | f32, f16, bf16 | `d` elements | none |
+//! | q8 | a byte per element: value + 128 | an f16 scale per group |
+//! | q4 | per group a byte per two elements: element `j` in the low half of byte `j`, `j + half` in the high half, `half` the group's length / 2, rounded up | per group an f16 scale, then an f16 minimum |
+//! | t4 | the outliers as in q8; then the others as in a single group of q4, with the number of a level | an f16 scale of the outliers, if there are any; an f16 scale of the others |
+//!
+//! A last byte that has one element has zeros in its high half. Elements are in the order of channels; with outliers in
+//! the [`ChannelOrder`](crate::ChannelOrder) of the pools. Rows of a rotated storage are the rotated ones. Nothing is decoded
+//! or rounded, so a block that is exported and imported is the same bit for bit, in any pools of the same layout, storages
+//! and channel order.
+use crate::error::BackendError;
+use crate::pools::PoolSpec;
+use kvist_cache::{GroupId, Run};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// A buffer in the host's memory for the bytes of a block. It can be used again for any block of its size.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HostBlock {
+    bytes: Vec<u8>,
+}
+
+impl HostBlock {
+    /// A block of zeros. [`Pools::block_bytes`](crate::Pools::block_bytes) returns the length that a transfer needs.
+    ///
+    /// # Errors
+    /// The system refuses to allocate so many bytes.
+    pub fn new(len: usize) -> Result<Self, BackendError> {
+        let mut bytes = Vec::new();
+        let refused = |_| BackendError::OutOfMemory { what: "block on the host", bytes: len as u64 };
+        bytes.try_reserve_exact(len).map_err(refused)?;
+        bytes.resize(len, 0);
+        Ok(HostBlock { bytes })
+    }
+    pub fn bytes(&self) -> &[u8] {
+        &self.bytes
+    }
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes
+    }
+}
+
+/// A transfer that has begun. The pools hold its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished) returns it. If
+/// a transfer is dropped it still runs to its end, and its block is freed with the pools.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "the pools hold the block until `finished` is asked for it"]
+pub struct Transfer(u64);
+
+impl Transfer {
+    /// A transfer that differs from all others of this process. For implementations of [`Pools`](crate::Pools).
+    #[allow(clippy::new_without_default)] // a device makes one for each transfer that it starts
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Transfer(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
+/// A transfer that did not begin: nothing has changed.
+#[derive(Debug)]
+pub struct TransferRefused {
+    pub error: BackendError,
+    /// The caller's block, unchanged.
+    pub block: HostBlock,
+}
+
+impl fmt::Display for TransferRefused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for TransferRefused {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.error.source()
+    }
+}
+
+impl From<TransferRefused> for BackendError {
+    fn from(refused: TransferRefused) -> Self {
+        refused.error
+    }
+}
+
+/// The finished transfers of a device that copies at once, with the blocks that have not been collected yet.
+#[derive(Debug, Default)]
+pub struct FinishedTransfers(Vec<(Transfer, HostBlock)>);
+
+impl FinishedTransfers {
+    /// Adds a transfer that copied from or to `block`. `copied` is an error if the device refused it.
+    pub fn add(
+        &mut self,
+        block: HostBlock,
+        copied: Result<(), BackendError>,
+    ) -> Result<Transfer, TransferRefused> {
+        if let Err(error) = copied {
+            return Err(TransferRefused { error, block });
+        }
+        let transfer = Transfer::new();
+        self.0.push((Transfer(transfer.0), block));
+        Ok(transfer)
+    }
+
+    /// The block of a transfer. Never `None`: a transfer that is unknown is an error.
+    pub fn take(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        let found = self.0.iter().position(|(finished, _)| finished == transfer);
+        Some(found.map(|at| self.0.swap_remove(at).1).ok_or(BackendError::UnknownTransfer))
+    }
+}
+
+impl PoolSpec {
+    /// Bytes of a [`HostBlock`] with `cells` cells of a layer group, for pools that store K and V in this spec's storages.
+    /// `None` if there is no such group, or on overflow.
+    pub fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        if usize::from(group.0) >= self.layout.n_groups() {
+            return None;
+        }
+        let mut cell = 0u64;
+        for (_, layer) in self.layout.owners().filter(|(_, layer)| layer.group == group) {
+            let layer = u64::from(layer.n_kv_heads).checked_mul(layer.cell_bytes(self.k, self.v))?;
+            cell = cell.checked_add(layer)?;
+        }
+        usize::try_from(cell.checked_mul(cells.into())?).ok()
+    }
+
+    /// Checks a transfer of `cells` of a layer group from or to a block of `len` bytes. `end` is the end of the cells that
+    /// may be transferred.
+    pub fn check_transfer(
+        &self,
+        group: GroupId,
+        cells: Run,
+        end: u32,
+        len: usize,
+    ) -> Result<(), BackendError> {
+        let n_groups = self.layout.n_groups();
+        if usize::from(group.0) >= n_groups {
+            let index = group.0.into();
+            return Err(BackendError::OutOfRange { what: "layer group", index, len: n_groups });
+        }
+        if cells.start.checked_add(cells.len).is_none_or(|last| last > end) {
+            let index = cells.start.max(end) as usize;
+            return Err(BackendError::OutOfRange { what: "cell", index, len: end as usize });
+        }
+        match self.block_bytes(group, cells.len) {
+            Some(expected) if expected == len => Ok(()),
+            expected => Err(BackendError::BlockSize { expected: expected.unwrap_or(usize::MAX), got: len }),
+        }
+    }
+}
