@@ -454,7 +454,7 @@ mod tests {
     /// A plan made before an eviction may write to cells that now belong to another sequence. The borrow rules
     /// prevent it; should they fail to, the epoch check catches it.
     #[test]
-    #[should_panic(expected = "a plan of epoch 1 met a cache of 2")]
+    #[should_panic(expected = "a plan of epoch 1 was applied to a cache of 2")]
     fn no_plan_outlives_an_eviction() {
         let groups =
             vec![GroupSpec { capacity_tokens: 16, visibility: Visibility::FULL, max_step_tokens: 16 }];

@@ -444,7 +444,7 @@ fn a_recording_is_decided_anew() {
     let cut = &recorded[..recorded.len() - 5];
     std::fs::write(&bad, cut).unwrap();
     let (text, said) = succeed(&["simulate", "replay", &bad]);
-    assert!(text.contains("identical") && said.contains("incomplete"), "{text}{said}");
+    assert!(text.contains("identical") && said.contains("cut off"), "{text}{said}");
     let last_event = recorded.rfind("{\"n\":").unwrap();
     let after = recorded[last_event..].find('\n').unwrap();
     std::fs::write(&bad, &recorded[..=last_event + after]).unwrap();
@@ -463,7 +463,7 @@ fn a_recording_is_decided_anew() {
         &[],
         &["bad.jsonl, line", "decides differently"],
     );
-    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is expected"]);
+    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "found event 2, expected 1"]);
     refused(&recorded.replacen("\"cache\":", "\"bucket\":", 1), &[], &["does not describe its cache"]);
     refused(
         &recorded.replacen("\"cache\":{\"block_tokens\":16", "\"cache\":{\"block_tokens\":0", 1),
@@ -472,7 +472,7 @@ fn a_recording_is_decided_anew() {
     );
     refused(&decisions, &[], &["--decisions"]);
     refused("{}\n", &[], &["line 1"]);
-    refused("", &[], &["holds no event log"]);
+    refused("", &[], &["contains no event log"]);
     refused("prose\n", &[], &["line 1", "not a line of a recording"]);
     let fewer = path("fewer.jsonl");
     std::fs::write(&fewer, without_last(&decisions)).unwrap();

@@ -105,7 +105,7 @@ fn an_interrupted_download_goes_on_where_it_stopped() {
     hub.with(|s| drop(s.cuts.insert("m-Q4_K_M.gguf".into(), [vec![300_000], vec![0; 20]].concat())));
     let (broken, heard) = resolve(hub.settings(cache.path()), "hf:org/name");
     let broken = broken.unwrap_err().to_string();
-    assert!(broken.contains("stopped after 300000 of 700000 bytes"), "{broken}");
+    assert!(broken.contains("broke off after 300000 of 700000 bytes"), "{broken}");
     assert_eq!(heard.ended, 1);
     let part = format!("{FOLDER}/blobs/{}.incomplete", sha256(&bytes(2, 700_000)));
     assert_eq!(tree(cache.path()), [part]);

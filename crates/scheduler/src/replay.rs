@@ -84,7 +84,7 @@ impl Event {
         }
         let n = batch.work.iter().filter(|w| w.samples).count();
         if self.sampled.len() != n {
-            return Err(format!("it sampled {} tokens, here {n} are expected", self.sampled.len()));
+            return Err(format!("the log sampled {} tokens; the replay expects {n}", self.sampled.len()));
         }
         let mut sampled = self.sampled.iter().enumerate();
         outcome.sample_each(batch, |_| {
@@ -167,7 +167,7 @@ impl Replay {
         if event.n != expected {
             return Err(wrong(
                 line,
-                format!("event {} where {expected} is expected: lines are missing or duplicated", event.n),
+                format!("found event {}, expected {expected}: lines are missing or duplicated", event.n),
             ));
         }
         let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];

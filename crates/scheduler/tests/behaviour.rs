@@ -304,7 +304,7 @@ fn bad_configurations_say_what_to_try() {
     }
     let one = Cache::new(vec![Box::new(kvist_cache::kinds::Contiguous::new(&group(10)))]);
     let error = Scheduler::new(Config::default(), one, None).err().map(|e| e.to_string());
-    assert!(error.is_some_and(|e| e.contains("holds only one sequence")));
+    assert!(error.is_some_and(|e| e.contains("holds one sequence")));
     let mut used = cells(10);
     used.sequences().unwrap().seq_new(kvist_cache::SeqId(7)).unwrap();
     let error = Scheduler::new(Config::default(), used, None).err().map(|e| e.to_string());

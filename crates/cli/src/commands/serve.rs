@@ -191,8 +191,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
-            "the cache needs {} (working memory included), requests {}, and {} of {} are free besides the weights; try a \
-             smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides the weights; \
+             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
             Bytes(plan.session_bound()),
             Bytes(requests_bytes),
             Bytes(free),
