@@ -121,7 +121,7 @@ impl std::fmt::Display for ArenaRefused {
             }
             ArenaRefused::Empty => f.write_str("an empty request: ask for at least one token or block"),
             ArenaRefused::TooLong { seq, tokens } => {
-                write!(f, "sequence {seq} would hold {tokens} tokens; at most {} are counted", u32::MAX)
+                write!(f, "sequence {seq} would hold {tokens} tokens; at most {} are allowed", u32::MAX)
             }
         }
     }

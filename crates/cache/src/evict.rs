@@ -121,7 +121,7 @@ pub const POLICIES: &[Entry] = &[
     },
     Entry {
         name: "fifo",
-        summary: "stored first, gone first",
+        summary: "stored first, evicted first",
         parameters: &[],
         simulator_only: false,
         build: |_| Box::new(fifo::Fifo::default()),
@@ -193,7 +193,7 @@ impl std::fmt::Display for PolicyError {
             }
             PolicyError::UnknownParameter { parameter } => {
                 let known = Parameter::ALL.iter().map(|p| p.name).collect::<Vec<_>>().join(", ");
-                write!(f, "no eviction policy has a parameter `{parameter}`: there is {known}")
+                write!(f, "no eviction policy has a parameter `{parameter}`; the parameters are {known}")
             }
             PolicyError::NotItsParameter { policy, parameter } => {
                 write!(f, "eviction policy `{policy}` has no parameter `{parameter}`")?;

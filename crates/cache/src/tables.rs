@@ -84,7 +84,7 @@ impl std::fmt::Display for NotBlocks {
                 write!(f, "the block with token {index} of sequence {seq} is scattered: use a paged cache")
             }
             NotBlocks::Removed { seq, index } => {
-                write!(f, "token {index} of sequence {seq} was removed, and a block table cannot say so")
+                write!(f, "token {index} of sequence {seq} was removed, which a block table cannot express")
             }
         }
     }

@@ -247,7 +247,7 @@ impl ComputeArgs {
 /// Parses a stop string, which must not be empty.
 pub fn parse_stop(text: &str) -> Result<String, String> {
     if text.is_empty() {
-        Err("an empty text is everywhere: name one to end at".into())
+        Err("an empty stop string matches everywhere: give at least one character".into())
     } else {
         Ok(text.into())
     }
@@ -313,8 +313,8 @@ impl CacheArgs {
             if storage.rotate && !storage.dtype.is_quantised() {
                 tracing::warn!(
                     target: "kvist::cli",
-                    "--kv {storage}: a rotation spreads outliers before values are quantised; {} is not, and only \
-                     becomes slower",
+                    "--kv {storage}: a rotation spreads outliers before values are quantised; {} is not quantised, \
+                     and would only be slower",
                     storage.dtype.name()
                 );
             }

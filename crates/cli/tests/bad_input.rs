@@ -92,7 +92,7 @@ fn arguments() {
         row("run --temperature -1 x", 2, &["temperature must be 0 or more"]),
         row("run --memory -1 x", 2, &["`-1` is not a size"]),
         row("run --repeat-penalty inf x", 2, &["finite"]),
-        rows(&["run", "--stop", "", "x"], 2, &["--stop", "empty text"]),
+        rows(&["run", "--stop", "", "x"], 2, &["--stop", "empty stop string"]),
         row("plan --model a b", 2, &["cannot be used with"]),
         row("run --temperature 1 --greedy x", 2, &["cannot be used with"]),
         row("run --top-p 1.5 x", 2, &["top-p"]),
@@ -110,7 +110,7 @@ fn arguments() {
         row("logits --tokens 1", 2, &["--out"]),
         row("logits --generate 4", 2, &["--tokens"]),
         row("bench", 2, &["ladder"]),
-        row("bench ladder --t 1", 2, &["2 at least"]),
+        row("bench ladder --t 1", 2, &["at least 2"]),
         row("bench ladder --t 8 --only v9", 2, &["v0, v1"]),
         row("bench ladder --t 8 --runs 0", 2, &["0"]),
         row("eval", 2, &["--text"]),
@@ -297,7 +297,7 @@ fn memory() {
     // `plan` prints its result before it refuses.
     let out = run(&["plan", "--memory", "1MiB"], b"");
     assert_eq!(out.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("1 MiB are there"));
+    assert!(String::from_utf8_lossy(&out.stderr).contains("1 MiB are available"));
 }
 
 #[test]

@@ -203,7 +203,7 @@ fn a_comparison_is_drawn_and_a_broken_one_refused() {
     let drawn = std::fs::read_to_string(&plot).unwrap();
     assert!(drawn.contains("work: slow") && drawn.contains("work: fast"), "every rival has a bar");
     for (text, word) in [
-        ("[]", "nothing"),
+        ("[]", "no comparison"),
         ("{}", "compare.py"),
         (r#"[{"title": "work", "times_as_fast": {"slow": 0.0}}]"#, "above 0"),
     ] {

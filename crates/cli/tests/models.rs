@@ -87,7 +87,7 @@ fn commands_take_names_of_the_hub() {
         "{files:?}"
     );
     let (status, said) = fail(home, &hub.endpoint, &["plan", "hf:org/m-GGUF"]);
-    assert!(status == Some(1) && said.contains("its sizes are inside its"), "{said}");
+    assert!(status == Some(1) && said.contains("its sizes are inside a file"), "{said}");
 
     // The same logits as those of the folder; also the second time, and without a network.
     let folder = fixtures().join("parity/llama-gqa-sharded-f16");
@@ -118,7 +118,7 @@ fn what_is_wrong_is_said_before_anything_is_written() {
         ("hf:sharded", 2, "has no owner; write hf:ORG/NAME"),
         ("hf:org/m-GGUF:Q5_K_M", 1, "has no quantisation Q5_K_M; there are Q4_K_M, Q8_0"),
         ("hf:org/none", 1, "has no repository org/none"),
-        ("ollama:llama3.2:1b", 1, "ollama:llama3.2:1b is not there"),
+        ("ollama:llama3.2:1b", 1, "ollama:llama3.2:1b does not exist"),
         ("org/sharded", 1, "downloads it as hf:org/sharded"),
     ] {
         for command in ["run", "eval", "serve"] {

@@ -114,7 +114,7 @@ fn people_see_a_table_and_lines_to_paste() {
     assert!(!text.contains("ring"), "this model has no window: {text}");
     // A server may not fit although a session does.
     let (text, _) = succeed(&["plan", "--memory", "100MB", "--context", "1k"]);
-    assert!(text.contains("serve it         not in this memory"), "{text}");
+    assert!(text.contains("serve it         does not fit"), "{text}");
     // A chosen kind or dtype is planned without a recommendation.
     for chosen in [["--kv", "q8"], ["--kv-v", "q8"], ["--kind", "cells"]] {
         let one = plan("1GB", &chosen);
@@ -157,7 +157,7 @@ fn where_nothing_fits_it_says_what_would() {
     let said = String::from_utf8(out.stderr).unwrap();
     let text = String::from_utf8(out.stdout).unwrap();
     assert_eq!(out.status.code(), Some(1), "{said}");
-    assert!(said.contains("nothing fits: the least is") && said.contains("9 MiB are there"), "{said}");
+    assert!(said.contains("nothing fits: the least is") && said.contains("9 MiB are available"), "{said}");
     assert!(text.contains("longest context") && !text.contains("run it"), "{text}");
     let advice = said.split("try ").nth(1).unwrap().split([',', '\n']).next().unwrap();
     let advice: Vec<&str> = advice.split_whitespace().collect();

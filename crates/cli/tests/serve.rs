@@ -137,7 +137,7 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
         let out = run(&[&["serve", "--memory", "300MiB", "--context", "4096"], last].concat(), b"");
         let stderr = String::from_utf8(out.stderr).unwrap();
         assert_eq!(out.status.code(), Some(1), "{last:?}: {stderr}");
-        assert!(last[0] == "--dry-run" || stderr.contains("requests 398.27 MiB"), "{stderr}");
+        assert!(last[0] == "--dry-run" || stderr.contains("requests need 398.27 MiB"), "{stderr}");
     }
     let (text, _) = succeed(&["serve", "--dry-run"]);
     assert!(text.contains("bound ") && text.contains("KV cache") && text.contains("requests "), "{text}");

@@ -463,16 +463,16 @@ fn a_recording_is_decided_anew() {
         &[],
         &["bad.jsonl, line", "decides differently"],
     );
-    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "event 2 where 1 is expected"]);
+    refused(&recorded.replacen("{\"n\":1,", "{\"n\":2,", 1), &[], &["line", "found event 2, expected 1"]);
     refused(&recorded.replacen("\"cache\":", "\"bucket\":", 1), &[], &["does not describe its cache"]);
     refused(
         &recorded.replacen("\"cache\":{\"block_tokens\":16", "\"cache\":{\"block_tokens\":0", 1),
         &[],
-        &["no cache as described"],
+        &["the described cache cannot be made"],
     );
     refused(&decisions, &[], &["--decisions"]);
     refused("{}\n", &[], &["line 1"]);
-    refused("", &[], &["holds no event log"]);
+    refused("", &[], &["contains no event log"]);
     refused("prose\n", &[], &["line 1", "not a line of a recording"]);
     let fewer = path("fewer.jsonl");
     std::fs::write(&fewer, without_last(&decisions)).unwrap();

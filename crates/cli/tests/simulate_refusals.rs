@@ -64,7 +64,7 @@ fn bad_input() {
         ("--prompt-tokens 300", 2, &["300", "deterministic"]),
         ("--trace MISSING", 1, &["missing.jsonl", "cannot read it", "No such file"]),
         ("--trace EMPTY", 1, &["empty.jsonl", "it is empty"]),
-        ("--trace PROSE", 1, &["prose.txt", "no known format", "mooncake, azure"]),
+        ("--trace PROSE", 1, &["prose.txt", "unknown trace format", "mooncake, azure"]),
         ("--trace BAD", 1, &["bad.jsonl, line 3", "`input_length`", "found \"-6\"", "leniently"]),
         ("--trace SHORT", 1, &["short.jsonl, line 2", "`hash_ids`", "1 ids", "expected 2"]),
         ("--trace GOOD --format parquet", 2, &["no such format", "bailian"]),

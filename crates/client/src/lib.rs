@@ -52,9 +52,9 @@ pub enum Error {
     },
     #[error("cannot reach the server: {0}")]
     Transport(#[from] ureq::Error),
-    #[error("the answer broke off: {0}")]
+    #[error("the answer ended early: {0}")]
     Read(#[from] std::io::Error),
-    #[error("the server's answer is not understood: {0}")]
+    #[error("cannot parse the server's answer: {0}")]
     Answer(#[from] serde_json::Error),
 }
 

@@ -19,7 +19,7 @@ pub enum BackendError {
     OutOfRange { what: &'static str, index: usize, len: usize },
     /// An owner layer was written twice or without K and V; a borrowing layer passed K and V or ran before its owner;
     /// or a step was committed before every layer had run.
-    #[error("layer {0} came out of order, or with K and V it must not bring, or without those it must")]
+    #[error("layer {0} is out of order, has K and V although it must not, or lacks K and V that it needs")]
     LayerOrder(LayerId),
     #[error("a block of {got} bytes: its cells take {expected}")]
     BlockSize { expected: usize, got: usize },

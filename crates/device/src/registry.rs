@@ -15,7 +15,7 @@ pub struct Registry {
 
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    #[error("there is no {backend}:{kind}; known are {}", known.join(", "))]
+    #[error("there is no cache {backend}:{kind}; available are {}", known.join(", "))]
     Unknown { backend: String, kind: String, known: Vec<String> },
     #[error("a cache of kind {kind} cannot serve this model: {why}")]
     Kind { kind: String, why: Unbuildable },

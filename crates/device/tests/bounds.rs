@@ -103,11 +103,10 @@ fn a_layout_knows_its_owners_and_groups() {
 fn an_unknown_pair_lists_the_known_ones() {
     let registry = Registry::of(Reference).with(Box::new(Reference));
     let group = GroupSpec { capacity_tokens: 8, visibility: Visibility::FULL, max_step_tokens: 8 };
-    let known =
-        "known are reference:contiguous, reference:ring, reference:cells, reference:tree, reference:paged";
+    let known = "available are reference:contiguous, reference:ring, reference:cells, reference:tree, reference:paged";
     for (backend, kind) in [("reference", "heap"), ("gpu", "cells"), ("", "")] {
         let error = registry.plan(backend, kind, &[group]).err().expect("no such pair").to_string();
-        assert_eq!(error, format!("there is no {backend}:{kind}; {known}"));
+        assert_eq!(error, format!("there is no cache {backend}:{kind}; {known}"));
     }
     assert!(registry.backend("reference").is_some() && registry.backend("cpu").is_none());
     for (backend, kind) in registry.pairs() {

@@ -72,7 +72,7 @@ fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Res
     }
     drop(runner);
     let sums = std::mem::take(&mut *backend.sums.lock().unwrap_or_else(PoisonError::into_inner));
-    let unfit = || Error::Usage("the keys of this model have no order of channels".into());
+    let unfit = || Error::Usage("the channels of this model's keys cannot be ranked".into());
     ChannelOrder::of_energies(model.layout(), &sums).ok_or_else(unfit)
 }
 

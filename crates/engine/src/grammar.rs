@@ -43,7 +43,7 @@ impl InvalidParameter {
     }
 
     pub(crate) fn halted(param: &str) -> Self {
-        let problem = "was not looked at to its end: the time to make the request ready is over".into();
+        let problem = "could not be checked in time".into();
         InvalidParameter { halted: true, ..Self::new(param, problem) }
     }
 }
@@ -75,13 +75,13 @@ impl ResponseFormat {
                 match given.get("name").and_then(Value::as_str) {
                     Some(name) if (1..=64).contains(&name.len()) && name.chars().all(allowed) => {}
                     _ => {
-                        let what = "is to be a text of 1 to 64 letters, digits, underscores or dashes";
+                        let what = "must be a string of 1 to 64 letters, digits, underscores or dashes";
                         return Err(bad(".json_schema.name", what));
                     }
                 }
                 // Schema features that cannot be enforced are refused with either value of `strict`.
                 if !matches!(given.get("strict"), None | Some(Value::Null | Value::Bool(_))) {
-                    return Err(bad(".json_schema.strict", "is neither true nor false"));
+                    return Err(bad(".json_schema.strict", "must be true or false"));
                 }
                 let place = "response_format.json_schema.schema";
                 let schema = given.get("schema").ok_or_else(|| bad(".json_schema.schema", "is missing"))?;
@@ -89,10 +89,10 @@ impl ResponseFormat {
                 Ok(ResponseFormat::JsonSchema { schema })
             }
             Some(other) => {
-                let what = format!("is `{other}`; known are text, json_object and json_schema");
+                let what = format!("is `{other}`; expected text, json_object or json_schema");
                 Err(bad(".type", &what))
             }
-            None => Err(bad(".type", "is missing; known are text, json_object and json_schema")),
+            None => Err(bad(".type", "is missing; expected text, json_object or json_schema")),
         }
     }
 
@@ -197,10 +197,11 @@ impl GrammarCompiler {
             ends.push(words.len() as u32);
             words.push(b"\xff<end>".to_vec());
         }
-        let broke = |what: String| Error::Usage(format!("no grammar over this vocabulary: {what}"));
+        let broke =
+            |what: String| Error::Usage(format!("cannot build a grammar for this vocabulary: {what}"));
         // llguidance asserts on words longer than its trie nodes can count.
         if let Some(long) = words.iter().find(|word| word.len() > 1000) {
-            return Err(broke(format!("it has a token of {} bytes", long.len())));
+            return Err(broke(format!("a token has {} bytes", long.len())));
         }
         let info = TokRxInfo::new(words.len() as u32, ends[0]);
         let trie = TokTrie::from(&info, &words).with_eos_tokens(&ends);
@@ -234,7 +235,8 @@ impl GrammarCompiler {
             let text = schema.checked(&mut proof_steps)?;
             bytes += text.len();
             if bytes > MAX_GRAMMAR_BYTES {
-                let what = format!("brings the schemas to {bytes} bytes; {MAX_GRAMMAR_BYTES} are taken");
+                let what =
+                    format!("brings the schemas to {bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed");
                 return Err(InvalidParameter::new(schema.place(), what));
             }
             lark += &format!("{rule}: %json {text}\n");
@@ -253,7 +255,7 @@ impl GrammarCompiler {
             several => several.iter().find_map(alone),
         };
         let (place, error) = blamed.unwrap_or_else(|| ("tools".into(), error));
-        Err(InvalidParameter::new(&place, format!("can not be made a grammar: {}", plain(&error))))
+        Err(InvalidParameter::new(&place, format!("cannot be compiled to a grammar: {}", plain(&error))))
     }
 
     fn matcher(&self, lark: String) -> Result<Matcher, String> {
@@ -267,7 +269,7 @@ impl GrammarCompiler {
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
             let thread = thread.spawn_scoped(scope, compile);
-            thread.map_err(|e| e.to_string())?.join().unwrap_or_else(|_| Err("broke the compiler".into()))
+            thread.map_err(|e| e.to_string())?.join().unwrap_or_else(|_| Err("the compiler panicked".into()))
         })
     }
 }
@@ -281,7 +283,7 @@ fn plain(error: &str) -> String {
     if error == StopReason::NoExtensionBias.to_string() {
         return NO_TOKEN.into();
     }
-    error.replace("panic: ", "llguidance broke on it: ")
+    error.replace("panic: ", "llguidance panicked: ")
 }
 
 /// A compiled grammar in its start state.

@@ -136,7 +136,7 @@ impl MemoryPlan {
         cache: &Cache,
         config: &CacheConfig,
     ) -> Result<Self, Error> {
-        let overflow = || Error::Usage("these sizes overflow: no machine holds such a cache".into());
+        let overflow = || Error::Usage("these sizes overflow: no machine has enough memory".into());
         let layout = model.layout();
         let spec = PoolSpec {
             capacity_cells: cache.capacity_cells(),

@@ -243,7 +243,7 @@ impl Sampler {
             (i, last) = (i + 1, Some(token));
         }
         // Rounding may leave a remainder: return the last candidate with a weight above 0.
-        last.ok_or_else(|| Error::Sampling("nothing to choose from".into()))
+        last.ok_or_else(|| Error::Sampling("no token has a probability above 0".into()))
     }
 
     /// A number in [0, 1), from the seed and the number of draws so far (SplitMix64: Steele et al., 2014).

@@ -300,7 +300,7 @@ impl Engine {
                 let _gone = gone;
                 thread.run(&inbox);
             })
-            .map_err(|e| Error::Usage(format!("the system refuses a thread for the engine: {e}")))?;
+            .map_err(|e| Error::Usage(format!("cannot start the thread of the engine: {e}")))?;
         Ok(Engine { shared })
     }
 

@@ -61,7 +61,7 @@ impl Tooling {
             "qwen3_coder" => ToolFormat::Qwen3Coder,
             "harmony" => ToolFormat::Harmony,
             "none" => return Ok(None),
-            _ => return Err(format!("there is no tool format `{name}`; known are {}", Self::NAMES)),
+            _ => return Err(format!("there is no tool format `{name}`; expected {}", Self::NAMES)),
         };
         Ok(Some(Tooling { format, described_in_message: name == "generic" }))
     }

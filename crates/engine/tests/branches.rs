@@ -136,7 +136,7 @@ fn one_pass_over_a_draft_tree_equals_every_path_as_a_chain() {
             // A chain would not need a verification.
             let error =
                 s.forward(&[SequenceInput::chain(A, &[5])], LogitRows::LastOfEach).unwrap_err().to_string();
-            assert!(error.contains("unsettled"), "{error}");
+            assert!(error.contains("pending"), "{error}");
 
             // Accept a path, and continue as if it had been decoded token by token.
             let before = s.counters().bytes_moved;

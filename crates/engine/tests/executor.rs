@@ -167,7 +167,7 @@ fn steps_that_cannot_be_computed_fail_and_say_why() {
     }
     scheduler.arrive(0, Request::new(3, 0, 4, 1)).unwrap();
     run(&mut scheduler, &mut executor);
-    assert!(said(&executor).is_some_and(|why| why.contains("request 3 has no tokens to feed")));
+    assert!(said(&executor).is_some_and(|why| why.contains("request 3 has no token ids")));
     // A request that was not registered gets no token and ends.
     scheduler.arrive(0, request(4, &[7, 8], 5)).unwrap();
     let ended = run(&mut scheduler, &mut executor);

@@ -119,7 +119,7 @@ impl Repo {
             .flatten()
             .any(|file| file.file_name().to_string_lossy().ends_with(".incomplete"));
         match (there.is_empty(), partly) {
-            (true, true) => "a download that was cut short".into(),
+            (true, true) => "an incomplete download".into(),
             (true, false) => "nothing of this repository".into(),
             (false, _) => there.into_iter().collect::<Vec<_>>().join(", "),
         }

@@ -42,7 +42,7 @@ pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
         let there = match (closest_picks(name, &models), has("config.json")) {
             (Some(there), _) => format!("there are {there}"),
             (None, true) => format!(
-                "it has no GGUF files; hf:{} without what follows the colon takes its safetensors",
+                "it has no GGUF files; hf:{} without the part after the colon uses its safetensors",
                 name.repo()
             ),
             (None, false) => "it has no GGUF files".into(),
@@ -84,11 +84,13 @@ fn nothing_of(paths: &[&str]) -> String {
     let any = |ending: &str| paths.iter().any(|path| path.ends_with(ending));
     let advice = "a repository whose name ends in -GGUF may have the same model";
     if any(".safetensors") {
-        format!("safetensors, but no model of transformers (config.json with model.safetensors); {advice}")
+        format!(
+            "safetensors, but not a model for transformers (config.json with model.safetensors); {advice}"
+        )
     } else if any(".bin") || any(".pt") || any(".pth") {
-        format!("PyTorch weights alone; kvist reads safetensors and GGUF: {advice}")
+        format!("only PyTorch weights; kvist reads safetensors and GGUF: {advice}")
     } else if any(".onnx") {
-        format!("ONNX files alone; kvist reads safetensors and GGUF: {advice}")
+        format!("only ONNX files; kvist reads safetensors and GGUF: {advice}")
     } else {
         "neither safetensors nor GGUF files".into()
     }
@@ -240,11 +242,11 @@ mod tests {
         let half = ["x-00001-of-00002.gguf"];
         assert!(error(None, &half).contains("no file x-00002-of-00002.gguf"), "{}", error(None, &half));
         let folder = ["config.json", "model.safetensors"];
-        assert!(error(Some("Q8_0"), &folder).contains("takes its safetensors"));
+        assert!(error(Some("Q8_0"), &folder).contains("uses its safetensors"));
         for (paths, expected) in [
-            (&["config.json", "pytorch_model.bin"][..], "PyTorch weights alone"),
+            (&["config.json", "pytorch_model.bin"][..], "only PyTorch weights"),
             (&["onnx/model.onnx"], "ONNX"),
-            (&["unet/x.safetensors"], "no model of transformers"),
+            (&["unet/x.safetensors"], "not a model for transformers"),
             (&["README.md"], "neither safetensors nor GGUF"),
         ] {
             assert!(error(None, paths).contains(expected), "{paths:?}: {}", error(None, paths));

@@ -169,7 +169,10 @@ impl<'a> Client<'a> {
         match (facts.size, facts.hash) {
             (Some(size), Some(hash)) => Ok(Remote { path: path.into(), size, hash, url }),
             _ => Err(Error::Answer {
-                what: format!("{url}: the Hub gives no size and no hash of it, so it could not be checked"),
+                what: format!(
+                    "{url}: the Hub does not give both its size and its hash, so a download could not be \
+                     verified"
+                ),
             }),
         }
     }
@@ -224,7 +227,7 @@ impl<'a> Client<'a> {
                 _ => return Ok(Answer { elsewhere: left, last: response }),
             }
         }
-        Err(Error::Answer { what: format!("{url}: one redirect leads to the next") })
+        Err(Error::Answer { what: format!("{url}: too many redirects") })
     }
 
     /// The target of a redirect. A redirect from https to http is an error.
@@ -233,7 +236,7 @@ impl<'a> Client<'a> {
             let host = url.find("://").map_or(0, |at| at + 3);
             url[host..].find('/').map_or(url.len(), |at| host + at)
         };
-        let odd = |what: &str| Err(Error::Answer { what: format!("{from} leads to {to}, {what}") });
+        let odd = |what: &str| Err(Error::Answer { what: format!("{from} redirects to {to}, {what}") });
         if to.starts_with('/') && !to.starts_with("//") {
             Ok(format!("{}{to}", &from[..end_of_host(from)]))
         } else if to.starts_with("https://") || (to.starts_with("http://") && from.starts_with("http://")) {
@@ -300,7 +303,7 @@ impl<'a> Client<'a> {
             (404, "EntryNotFound") if file.is_some() => Error::NoSuchFile {
                 repo,
                 asked: format!("file {}", file.unwrap_or_default()),
-                there: "its list of files says otherwise; try again".into(),
+                there: "although its list of files names it; try again".into(),
             },
             // Without access, the Hub does not reveal whether a private repository exists.
             (404, _) | (401, "RepoNotFound") => Error::NoRepository {

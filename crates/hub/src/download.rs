@@ -114,8 +114,10 @@ impl Download<'_> {
             match part.check(file) {
                 Ok(()) => break Ok(()),
                 Err(_) if resumed => {
-                    progress
-                        .note(&format!("{}: what was there of it is damaged; fetching it anew", file.path));
+                    progress.note(&format!(
+                        "{}: the partial download is damaged; downloading it again",
+                        file.path
+                    ));
                     resumed = false;
                     if let Err(error) = part.start_anew(file) {
                         break Err(error);
@@ -144,7 +146,7 @@ impl Download<'_> {
         match lock.try_lock() {
             Ok(()) => Ok(Some(lock)),
             Err(std::fs::TryLockError::WouldBlock) => {
-                progress.note(&format!("{}: another program is fetching it; waiting", self.file.path));
+                progress.note(&format!("{}: another program is downloading it; waiting", self.file.path));
                 lock.lock().map_err(Error::file("lock", &path))?;
                 Ok(Some(lock))
             }
@@ -166,9 +168,9 @@ impl Download<'_> {
                 Ok(Opened::NothingThere) if part.have > 0 => {
                     *resumed = false;
                     part.start_anew(self.file)?;
-                    "it cannot be gone on with".into()
+                    "the download cannot be resumed".into()
                 }
-                Ok(Opened::NothingThere) => "there is nothing of it".into(),
+                Ok(Opened::NothingThere) => "the server has no bytes of it".into(),
                 Ok(Opened::From(start, mut reader)) => {
                     if start != part.have {
                         *resumed = false;
@@ -286,7 +288,7 @@ impl Part {
         let (found, expected) = (self.hash.hex(), remote.hash.hex());
         match found == expected {
             true => Ok(()),
-            false => Err(format!("its hash is {found}, and should be {expected}")),
+            false => Err(format!("its hash is {found}; expected {expected}")),
         }
     }
 }

@@ -38,14 +38,15 @@ pub enum Error {
     #[error("{name} is not in the cache, and --offline or HF_HUB_OFFLINE downloads nothing ({cache}: {there})", cache = cache.display())]
     NotInCache { name: String, cache: PathBuf, there: String },
     #[error(
-        "{name} is not here, and its sizes are inside its {size}: download it by running it, or plan with the repository \
-         that it was made from, whose config.json is enough"
+        "{name} is not downloaded, and its sizes are inside a file of {size}: run it to download it, or plan with \
+         the repository that it was made from, whose config.json is enough"
     )]
     TooMuchForASize { name: String, size: String },
     /// [`Progress::accept`](crate::Progress::accept) rejected the model.
     #[error("{name}: {why}. Its weights were not downloaded")]
     NotAccepted { name: String, why: String },
-    #[error("{path} has room for {free}; {needed} more are needed: free some, or set HF_HUB_CACHE to a folder elsewhere", path = path.display())]
+    #[error("{path} has {free} free; {needed} more are needed: free some space, or set HF_HUB_CACHE to another \
+             folder", path = path.display())]
     DiskFull { path: PathBuf, needed: String, free: String },
     #[error("{path}: no space is left on the device; the part that has arrived is kept, and the same command continues from it", path = path.display())]
     NoSpaceLeft { path: PathBuf },
@@ -58,7 +59,7 @@ pub enum Error {
         "{file} is damaged: {what}. Nothing of it was kept; try again. If it happens again, the Hub or a proxy is at fault"
     )]
     Damaged { file: String, what: String },
-    #[error("{name} is not there; {there}")]
+    #[error("{name} does not exist; {there}")]
     NotInStore { name: String, there: String },
     #[error("cannot {verb} {path}: {source}", path = path.display())]
     File { verb: &'static str, path: PathBuf, source: std::io::Error },

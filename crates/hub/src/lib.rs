@@ -120,7 +120,7 @@ impl Hub {
             Err(error) if error.is_unreachable() => match self.cached(name) {
                 Ok(resolved) => {
                     progress.note(&format!(
-                        "{error}; taking what the cache has of {name} (--offline asks for that at once)"
+                        "{error}; using the cached files of {name} (--offline does this without asking the Hub)"
                     ));
                     return Ok(resolved);
                 }

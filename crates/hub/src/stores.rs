@@ -74,7 +74,7 @@ fn in_folder(store: &'static str, name: &str, folder: &Path) -> Vec<Found> {
             None => Some("it has no weights in safetensors".into()),
             Some(weights) => match missing_weights(folder, weights) {
                 Ok(None) => None,
-                Ok(Some(file)) => Some(format!("{file} is missing: a download that was cut short")),
+                Ok(Some(file)) => Some(format!("{file} is missing: an incomplete download")),
                 Err(error) => Some(error.to_string()),
             },
         };
@@ -112,7 +112,7 @@ fn parts(folder: &Path, file: &str) -> (u64, Option<String>) {
         let path = folder.join(&part);
         bytes += bytes_of(&path);
         if !path.exists() && trouble.is_none() {
-            trouble = Some(format!("{part} is missing: a download that was cut short"));
+            trouble = Some(format!("{part} is missing: an incomplete download"));
         }
     }
     (bytes, trouble)

@@ -171,7 +171,7 @@ fn every_model_is_listed_under_a_name_that_leads_to_it() {
         ("hf:org/torch", "no weights in safetensors"),
         ("llama.cpp:x-00001-of-00002.gguf", "x-00002-of-00002.gguf is missing"),
         ("ollama:broken:latest", "its manifest cannot be read"),
-        ("ollama:evil:latest", "names a blob that cannot be one"),
+        ("ollama:evil:latest", "names an invalid blob"),
         ("ollama:gone:latest", "its weights are missing"),
         ("ollama:tensors:latest", "not in one GGUF file"),
     ];
@@ -207,14 +207,14 @@ fn short_names_are_understood_and_wrong_ones_are_helped() {
     ends("llama.cpp:ggml-org_gemma_gemma-Q8_0", "ggml-org_gemma_gemma-Q8_0.gguf");
     ends("hf:org/x--GGUF:f16", "x-F16-00001-of-00002.gguf");
     for (name, expected) in [
-        ("ollama:llama3.2", "ollama:llama3.2 is not there; ollama has llama3.2:1b, "),
-        ("ollama:../../x", "is not there; ollama has "),
-        ("ollama:a/b/c/d", "is not there"),
+        ("ollama:llama3.2", "ollama:llama3.2 does not exist; ollama has llama3.2:1b, "),
+        ("ollama:../../x", "does not exist; ollama has "),
+        ("ollama:a/b/c/d", "does not exist"),
         ("lmstudio:org/y", "lmstudio has org/older"),
         ("lmstudio:org", "write lmstudio:ORG/NAME"),
         ("lmstudio:org/x-GGUF:F16", "has no quantisation F16; there are Q"),
         ("llama.cpp:gemma.gguf", "llama.cpp has "),
-        ("llama.cpp:../hub/version.txt", "is not there"),
+        ("llama.cpp:../hub/version.txt", "does not exist"),
     ] {
         let said = resolve(name).expect_err(name).to_string();
         assert!(said.contains(expected), "{name}: {said}");

@@ -121,7 +121,7 @@ impl ModelConfig {
         ];
         for (field, size) in sizes {
             if size == 0 || size > ABSURD {
-                return bad(field, format!("is {size}, which no model has"));
+                return bad(field, format!("is {size}, which is out of range"));
             }
         }
         if self.n_layers > u16::MAX as usize {
@@ -143,14 +143,14 @@ impl ModelConfig {
         if self.n_heads.saturating_mul(self.head_dim) > ABSURD {
             return bad(
                 "head_dim",
-                format!("is {} for {} heads, which no model has", self.head_dim, self.n_heads),
+                format!("is {} for {} heads, which is out of range", self.head_dim, self.n_heads),
             );
         }
         if !(self.norm_eps.is_finite() && self.norm_eps >= 0.0) {
             return bad("rms_norm_eps", format!("is {}", self.norm_eps));
         }
         if self.layers.len() != self.n_layers {
-            return bad("layer_types", format!("lists {} layers of {}", self.layers.len(), self.n_layers));
+            return bad("layer_types", format!("lists {} of {} layers", self.layers.len(), self.n_layers));
         }
         for (l, layer) in self.layers.iter().enumerate() {
             if layer.window == Some(0) {
@@ -172,13 +172,16 @@ impl ModelConfig {
         }
         if let Some(Experts { routing: Routing { n_experts: n, used, width, .. }, .. }) = self.experts {
             if n == 0 || n.saturating_mul(self.n_layers) > MOST_EXPERTS {
-                return bad("num_experts", format!("is {n} in {} layers, which no model has", self.n_layers));
+                return bad(
+                    "num_experts",
+                    format!("is {n} in {} layers, which is out of range", self.n_layers),
+                );
             }
             if used == 0 || used > n {
                 return bad("num_experts_per_tok", format!("is {used} of {n} experts"));
             }
             if width == 0 || width > ABSURD {
-                return bad("moe_intermediate_size", format!("is {width}, which no model has"));
+                return bad("moe_intermediate_size", format!("is {width}, which is out of range"));
             }
         }
         for (field, value) in [

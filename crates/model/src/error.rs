@@ -16,7 +16,7 @@ pub enum Error {
     Malformed { file: String, what: String },
     #[error("{file}: `{field}` {problem}")]
     Config { file: String, field: String, problem: String },
-    #[error("{file}: unknown architecture `{found}`; known are {known}")]
+    #[error("{file}: unknown architecture `{found}`; kvist supports {known}")]
     UnknownArchitecture { file: String, found: String, known: String },
     #[error("{file}: the model lacks the tensor `{name}`")]
     MissingTensor { file: String, name: String },
@@ -29,7 +29,7 @@ pub enum Error {
     #[error("chat template of {file}: {what}")]
     Template { file: String, what: String },
     /// See [`Halt`](crate::halt::Halt).
-    #[error("the work was ended before it was done")]
+    #[error("the work was cancelled before it was done")]
     Halted,
     #[error("{0}")]
     Sampling(String),

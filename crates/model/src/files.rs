@@ -13,6 +13,6 @@ pub fn read(path: &Path) -> Result<Vec<u8>, Error> {
 pub fn read_text(path: &Path) -> Result<String, Error> {
     String::from_utf8(read(path)?).map_err(|error| Error::Malformed {
         file: path.display().to_string(),
-        what: format!("not a text in UTF-8: {}", error.utf8_error()),
+        what: format!("not UTF-8 text: {}", error.utf8_error()),
     })
 }

@@ -130,7 +130,7 @@ impl ChatTemplate {
         let text = source.to_string();
         let source = without_generation_marks(source);
         if source.len() > MAX_SOURCE_BYTES {
-            let what = format!("has {} bytes; kvist takes {MAX_SOURCE_BYTES}", source.len());
+            let what = format!("has {} bytes; kvist allows {MAX_SOURCE_BYTES}", source.len());
             return Err(Error::Template { file: file.into(), what });
         }
         let (mut tokens, mut constants, mut all_constants) = (0, Constants::default(), 0_usize);
@@ -158,7 +158,10 @@ impl ChatTemplate {
             let compile = || quietly(|| environment.add_template_owned(NAME, source));
             let thread = std::thread::Builder::new().stack_size(COMPILER_STACK_BYTES);
             let thread = thread.spawn_scoped(scope, compile);
-            let broke = || Error::Template { file: file.into(), what: "broke the template engine".into() };
+            let broke = || Error::Template {
+                file: file.into(),
+                what: "caused a panic in the template engine".into(),
+            };
             let compiled = thread.map_err(|_| broke())?.join().ok().flatten();
             compiled.ok_or_else(broke)?.map_err(failed)
         })?;
@@ -253,7 +256,7 @@ impl ChatTemplate {
             conversation::RESERVED.into_iter().find(|name| conversation.kwargs.contains_key(*name))
         {
             return Err(Error::Usage(format!(
-                "`chat_template_kwargs.{name}` is not to be set: the request gives it"
+                "`chat_template_kwargs.{name}` cannot be set: the request sets it"
             )));
         }
         conversation.check_depth()?;
@@ -300,7 +303,10 @@ impl ChatTemplate {
         // so a caught panic leaves no inconsistent state.
         let rendered = limits::within(limits::bytes_for(bytes), || quietly(|| self.guarded.render(values)));
         halt::check()?;
-        let broke = || Error::Template { file: self.file.clone(), what: "broke the template engine".into() };
+        let broke = || Error::Template {
+            file: self.file.clone(),
+            what: "caused a panic in the template engine".into(),
+        };
         rendered.ok_or_else(broke)?.map_err(failed)
     }
 }

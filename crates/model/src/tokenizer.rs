@@ -159,7 +159,7 @@ impl Tokenizer {
         Error::Tokenizer { file: self.file.clone(), what: error.to_string() }
     }
     fn broke(&self) -> Error {
-        Error::Tokenizer { file: self.file.clone(), what: "broke on this text".into() }
+        Error::Tokenizer { file: self.file.clone(), what: "failed on this text".into() }
     }
 }
 
@@ -167,7 +167,7 @@ impl Tokenizer {
 fn parse(json: &[u8]) -> Result<tokenizers::Tokenizer, String> {
     serde_json::from_slice::<serde::de::IgnoredAny>(json).map_err(|e| format!("not JSON: {e}"))?;
     let parsed = quietly(|| tokenizers::Tokenizer::from_bytes(json));
-    parsed.ok_or_else(|| "holds something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
+    parsed.ok_or_else(|| "contains something that kvist cannot read".to_string())?.map_err(|e| e.to_string())
 }
 
 /// A broken tokenizer gets no cuts; encoding reports the error.

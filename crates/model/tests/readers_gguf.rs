@@ -228,8 +228,8 @@ const HEADERS: &[Row] = &[
     ("a list of unknown things", |f| f.set("a.list", list(77, 1, &[0])), &["a.list", "type 77"]),
     ("a number beyond i64", |f| f.set("a.list", list(U64, 1, &[0xff; 8])), &["a.list", "too large"]),
     ("an unknown type", |f| f.set("a.key", typed(13, &[0; 8])), &["a.key", "type 13"]),
-    ("half a truth", |f| f.set("a.flag", typed(BOOL, &[2])), &["a.flag", "truth value 2"]),
-    ("half truths", |f| f.set("a.flag", list(BOOL, 2, &[1, 9])), &["a.flag", "truth value 9"]),
+    ("half a truth", |f| f.set("a.flag", typed(BOOL, &[2])), &["a.flag", "boolean value 2"]),
+    ("half truths", |f| f.set("a.flag", list(BOOL, 2, &[1, 9])), &["a.flag", "boolean value 9"]),
     (
         "a key twice",
         |f| f.values.push((b"llama.block_count".into(), uint(1))),
@@ -317,7 +317,7 @@ const MODELS: &[Row] = &[
         &["token_embd.weight", "whole numbers", "q8_0"],
     ),
     ("no architecture", |f| f.drop_key("general.architecture"), &["general.architecture", "missing"]),
-    ("architecture 7", |f| f.set("general.architecture", uint(7)), &["general.architecture", "a text"]),
+    ("architecture 7", |f| f.set("general.architecture", uint(7)), &["general.architecture", "a string"]),
     (
         "an unknown architecture",
         |f| f.set("general.architecture", words("mamba")),
@@ -419,7 +419,7 @@ const MODELS: &[Row] = &[
     (
         "too many owners",
         |f| f.set("llama.kv_owner_layer", uints(&[0, 0])),
-        &["kv_owner_layer", "2 layers of 1"],
+        &["kv_owner_layer", "2 of 1 layers"],
     ),
     (
         "rope factors of a wrong number",
@@ -429,7 +429,7 @@ const MODELS: &[Row] = &[
         },
         &["rope_freqs", "7 factors"],
     ),
-    ("tokens of numbers", |f| vocabulary(f, "gpt2", uints(&[1])), &["tokenizer.ggml.tokens", "texts"]),
+    ("tokens of numbers", |f| vocabulary(f, "gpt2", uints(&[1])), &["tokenizer.ggml.tokens", "strings"]),
     ("a tokenizer of a kind", |f| vocabulary(f, "wpm", texts(&["a"])), &["wpm", "gpt2 and llama"]),
     ("no merges", |f| vocabulary(f, "gpt2", texts(&["a", "b"])), &["merges"]),
     ("no scores", |f| vocabulary(f, "llama", texts(&["a", "b"])), &["scores"]),

@@ -295,14 +295,18 @@ const CONFIGS: &[Row] = &[
     (
         "a rope for every type of layer",
         |f| f.set("rope_parameters", json!({"full_attention": {"rope_type": "default", "rope_theta": 1e6}})),
-        &["rope_parameters", "full_attention", "one rope for all layers"],
+        &["rope_parameters", "full_attention", "one RoPE for all layers"],
     ),
     ("no KV heads", |f| f.set("num_key_value_heads", json!(0)), &["num_key_value_heads", "is 0"]),
     ("an odd head", |f| f.set("head_dim", json!(5)), &["head_dim", "is 5", "even"]),
     ("a head of nothing", |f| f.set("head_dim", json!(0)), &["head_dim", "is 0"]),
-    ("a head of u64", |f| f.set("head_dim", json!(u64::MAX - 1)), &["head_dim", "which no model has"]),
-    ("a wide model", |f| f.set("hidden_size", json!(1u64 << 62)), &["hidden_size", "which no model has"]),
-    ("every word there is", |f| f.set("vocab_size", json!(u64::MAX)), &["vocab_size", "which no model has"]),
+    ("a head of u64", |f| f.set("head_dim", json!(u64::MAX - 1)), &["head_dim", "which is out of range"]),
+    ("a wide model", |f| f.set("hidden_size", json!(1u64 << 62)), &["hidden_size", "which is out of range"]),
+    (
+        "every word there is",
+        |f| f.set("vocab_size", json!(u64::MAX)),
+        &["vocab_size", "which is out of range"],
+    ),
     ("a larger vocabulary", |f| f.set("vocab_size", json!(6)), &["embed_tokens", "[5, 8]", "[6, 8]"]),
     ("no context", |f| f.set("max_position_embeddings", json!(0)), &["max_position_embeddings", "is 0"]),
     ("an epsilon of text", |f| f.set("rms_norm_eps", json!("small")), &["rms_norm_eps", "a number"]),
@@ -325,7 +329,7 @@ const CONFIGS: &[Row] = &[
     ("an owner of no layer", |f| f.set("kv_owner_layer", json!([u64::MAX])), &["kv_owner_layer"]),
     ("an owner below nothing", |f| f.set("kv_owner_layer", json!([-1])), &["kv_owner_layer", "-1"]),
     ("owners of text", |f| f.set("kv_owner_layer", json!("all")), &["kv_owner_layer", "a list"]),
-    ("too many owners", |f| f.set("kv_owner_layer", json!([0, 0])), &["kv_owner_layer", "2 layers of 1"]),
+    ("too many owners", |f| f.set("kv_owner_layer", json!([0, 0])), &["kv_owner_layer", "2 of 1 layers"]),
     (
         "a borrowed owner",
         |f| {
@@ -351,7 +355,7 @@ const CONFIGS: &[Row] = &[
         &["layer_types", "linear_attention"],
     ),
     ("layers of numbers", |f| f.set("layer_types", json!([1])), &["layer_types", "1"]),
-    ("too few layers", |f| f.set("layer_types", json!([])), &["layer_types", "0 layers of 1"]),
+    ("too few layers", |f| f.set("layer_types", json!([])), &["layer_types", "0 of 1 layers"]),
     (
         "a window of nothing",
         |f| (f.set("use_sliding_window", json!(true)), f.set("sliding_window", json!(0))).0,

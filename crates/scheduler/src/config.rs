@@ -154,7 +154,7 @@ pub enum BadConfig {
     #[error("this kind of cache holds one sequence: use paged, cells or tree")]
     OneSequence,
     /// The cache already contains sequences, which the scheduler did not create.
-    #[error("the cache holds {n_sequences} sequences already: give the scheduler a cache that holds none")]
+    #[error("the cache holds {n_sequences} sequences already: give the scheduler an empty cache")]
     NotEmpty {
         /// How many sequences.
         n_sequences: usize,
@@ -170,7 +170,7 @@ impl Config {
             return Err(out("max_batch", 0, "a batch holds at least 1 sequence"));
         }
         if self.max_batch_tokens < self.max_batch {
-            let expected = "it must be at least max_batch, so that every decode finds a place";
+            let expected = "it must be at least max_batch, so that every decoding sequence fits into a step";
             return Err(out("max_batch_tokens", self.max_batch_tokens, expected));
         }
         if self.max_failures == 0 {

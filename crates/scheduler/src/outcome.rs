@@ -172,7 +172,7 @@ impl Outcome {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BadOutcome {
     /// The number of advances is not the number of requests.
-    #[error("the batch has {requests} requests, and the outcome says what became of {got}")]
+    #[error("the batch has {requests} requests, but the outcome covers {got}")]
     Count {
         /// Requests of the batch.
         requests: usize,

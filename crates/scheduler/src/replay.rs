@@ -73,7 +73,7 @@ impl Event {
         let mut outcome = Outcome::default();
         (outcome.elapsed_ns, outcome.failed) = (self.elapsed, self.failed);
         if batch.steps != steps {
-            return Err(format!("it ran {steps} steps, here {} are possible", batch.steps));
+            return Err(format!("the log ran {steps} steps; in the replay {} are possible", batch.steps));
         }
         if outcome.failed {
             return Ok(outcome);
@@ -84,7 +84,7 @@ impl Event {
         }
         let n = batch.work.iter().filter(|w| w.samples).count();
         if self.sampled.len() != n {
-            return Err(format!("it sampled {} tokens, here {n} are expected", self.sampled.len()));
+            return Err(format!("the log sampled {} tokens; the replay expects {n}", self.sampled.len()));
         }
         let mut sampled = self.sampled.iter().enumerate();
         outcome.sample_each(batch, |_| {
@@ -137,7 +137,7 @@ impl Replay {
         let cache = match (cache, header.cache) {
             (Some(cache), _) => cache,
             (None, Some(shape)) => Cache::paged(&shape.spec())
-                .map_err(|e| wrong(1, format!("there is no cache as described: {e}")))?,
+                .map_err(|e| wrong(1, format!("the described cache cannot be made: {e}")))?,
             (None, None) => {
                 let what =
                     "it does not describe its cache, which is not paged or was recorded by an older program";
@@ -167,7 +167,7 @@ impl Replay {
         if event.n != expected {
             return Err(wrong(
                 line,
-                format!("event {} where {expected} is expected: lines are missing or duplicated", event.n),
+                format!("found event {}, expected {expected}: lines are missing or duplicated", event.n),
             ));
         }
         let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];
@@ -187,8 +187,10 @@ impl Replay {
             let planned = scheduler.plan_run(event.at, &mut |_, limit| steps.min(limit));
             match planned {
                 None if event.idle => {}
-                None => return Err(wrong(line, "idle is false there, true here".into())),
-                Some(_) if event.idle => return Err(wrong(line, "idle is true there, false here".into())),
+                None => return Err(wrong(line, "idle is false in the log, true in the replay".into())),
+                Some(_) if event.idle => {
+                    return Err(wrong(line, "idle is true in the log, false in the replay".into()));
+                }
                 Some(planned) if event.abandoned => drop(planned),
                 Some(planned) => {
                     let outcome = event.outcome(planned.batch(), steps).map_err(|e| wrong(line, e))?;

@@ -330,16 +330,16 @@ fn bad_event_logs_name_the_line() {
         (String::new(), "line 1 of the event log: the log is empty"),
         (lines[1..].join("\n"), "line 1 of the event log: not a header"),
         (good.replace("\"version\":1", "\"version\":9"), "found kvist-events version 9, expected"),
-        (without(2), "line 3 of the event log: event 2 where 1 is due"),
+        (without(2), "line 3 of the event log: found event 2, expected 1"),
         (good.replace("\"arrive\"", "\"arrives\""), "line 2 of the event log: not an event"),
         (
             good.replace("\"finished\":[]", "\"finished\":[0,1]"),
-            "line 5 of the event log: idle is false there, true here",
+            "line 5 of the event log: idle is false in the log, true in the replay",
         ),
-        (good.replace("\"steps\":1", "\"steps\":2"), "it ran 2 steps, here 1"),
+        (good.replace("\"steps\":1", "\"steps\":2"), "the log ran 2 steps; in the replay 1"),
         (
             good.replace("\"sampled\":[null,null]", "\"sampled\":[null]"),
-            "it sampled 1 tokens, here 2 are due",
+            "the log sampled 1 tokens; the replay expects 2",
         ),
         (good.replace("\"id\":1", "\"id\":0"), "request 0 is live"),
     ];

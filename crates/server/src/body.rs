@@ -232,6 +232,6 @@ mod tests {
             assert!(serde_json::from_str::<Document>(text).is_err(), "{text}");
         }
         let twice = serde_json::from_str::<Document>(r#"{"n": [{"a": 1, "b": 2, "a": 1}]}"#);
-        assert!(twice.err().unwrap().to_string().contains("\"a\" stands twice"));
+        assert!(twice.err().unwrap().to_string().contains("\"a\" appears twice"));
     }
 }

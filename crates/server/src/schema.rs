@@ -330,7 +330,7 @@ mod tests {
             (json!({"prompt": "a"}), None),
             (json!({"prompt": "a", "n": 2.0, "store": false, "bias": {"0": -1.5, "12": 3}}), None),
             (json!({"prompt": ["a", "b"], "n": null}), None),
-            (json!([]), Some(("", "invalid_type", "the body is a list of 0; expected object"))),
+            (json!([]), Some(("", "invalid_type", "the body is a list of length 0; expected object"))),
             (json!({}), Some(("prompt", "missing_parameter", "`prompt` is missing"))),
             (
                 json!({"prompt": 3}),

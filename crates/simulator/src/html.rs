@@ -149,7 +149,8 @@ impl Page<'_> {
         let legend = self.runs.iter().enumerate().filter(|_| several);
         Figure::of(
             "Latency",
-            "The share of requests that took at most so long. A steep curve is predictable; a long tail to the right means that some requests wait long.",
+            "The share of requests that took at most this long. A steep curve means predictable times; a long tail \
+             to the right means that some requests wait long.",
             legend.map(|(color, run)| (run.name.to_owned(), color)),
             panels,
         )

@@ -101,7 +101,7 @@ pub enum TraceError {
     #[error("{file}, line {line}: field `{field}`: found {found}; expected {expected}{advice}")]
     Row { file: String, line: u64, field: String, found: String, expected: String, advice: &'static str },
     #[error(
-        "{file}: no known format of traces: the first line is {found}; give the format by name if it is one of {known}"
+        "{file}: unknown trace format: the first line is {found}; give the format by name if it is one of {known}"
     )]
     UnknownFormat { file: String, found: String, known: String },
     #[error("{file}: no request in it{detail}")]
@@ -236,7 +236,7 @@ impl Reading<'_> {
         let advice = if self.begun.is_none() || self.options.lenient {
             ""
         } else {
-            "; mend the row, or read leniently, which leaves such rows out and counts them"
+            "; fix the row, or read leniently, which skips such rows and counts them"
         };
         let RowError { field, found, expected } = error;
         TraceError::Row { file: self.name.into(), line, field, found, expected, advice }

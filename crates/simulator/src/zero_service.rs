@@ -44,7 +44,8 @@ struct RequestBlocks {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoBlocks {
     #[error(
-        "request {request} has no content, so nothing can hit: replay a trace with hash ids or tokens (Mooncake, Bailian, our own)"
+        "request {request} has no content, so nothing can hit: replay a trace with hash ids or tokens (Mooncake, \
+         Bailian, kvist's own)"
     )]
     Unknown { request: u64 },
     #[error(

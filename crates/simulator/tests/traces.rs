@@ -184,7 +184,7 @@ fn what_is_wrong_is_said() {
         (mooncake("[46, 47]", "[46, -47]"), "field `hash_ids`: found \"[46,-47]\""),
         (mooncake("hash_ids", "hashes"), "field `hash_ids`: found nothing"),
         (format!("{row}\n{}", &row[..50]), "line 2: field `(row)`"),
-        (format!("{row}\n[1, 2]"), "expected one JSON object per line; mend the row, or read leniently"),
+        (format!("{row}\n[1, 2]"), "expected one JSON object per line; fix the row, or read leniently"),
         (azure("2023-11-16 25:15:46.6805900,374,44"), "line 2: field `TIMESTAMP`"),
         (azure("2023-11-16 18:15:46.6805900,374"), "found 2 values in"),
         (azure("2023-11-16 18:15:46.6805900,374.5,44"), "field `ContextTokens`: found \"374.5\""),
@@ -207,7 +207,7 @@ fn what_is_wrong_is_said() {
         (native(",\"tokens_per_id\":16", ""), "field `tokens_per_id`: found nothing"),
         (native("\"salt\"", "\"sult\""), "unknown field `sult`"),
         (native("\"priority\":-3", "\"priority\":3000000000"), "field `priority`"),
-        ("hello\n".into(), "no known format of traces: the first line is \"hello\""),
+        ("hello\n".into(), "unknown trace format: the first line is \"hello\""),
         ("".into(), "trace: no request in it: it is empty"),
         ("\n\n".into(), "trace: no request in it: it is empty"),
     ];

@@ -38,7 +38,7 @@ impl Ring {
             u64::from(group.visibility.sinks) + u64::from(window) + u64::from(group.max_step_tokens) - 1;
         if cells > u64::from(u32::MAX) {
             return Err(Unbuildable(
-                "sinks, window and step together pass 2^32 cells: give a smaller --window",
+                "sinks, window and step together exceed 2^32 cells: give a smaller --window",
             ));
         }
         Ok(Ring { visibility: group.visibility, window, max_step_tokens: group.max_step_tokens, next: 0 })

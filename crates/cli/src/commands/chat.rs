@@ -241,16 +241,16 @@ fn explained(error: Error, chat: &Chat, max_tokens: u32) -> anyhow::Error {
         Error::PromptTooLong { tokens, context } => {
             let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
             anyhow::anyhow!(
-                "the conversation with this turn has {tokens} tokens, and the cache holds {context}; the turn is not \
-                 taken: {}",
+                "the conversation with this turn has {tokens} tokens, and the cache holds {context}; the turn is \
+                 not accepted: {}",
                 ways_out(chat, tokens, max_tokens)
             )
         }
         Error::Step(StepError::Refused(Refused::NoSpace { .. })) => {
             let (used, capacity) = in_use(chat);
             anyhow::anyhow!(
-                "the cache holds {capacity} tokens, of which {used} are in use, and this turn needs more than the rest; \
-                 it is not taken: {}",
+                "the cache holds {capacity} tokens, of which {used} are in use, and this turn needs more than the \
+                 rest; it is not accepted: {}",
                 ways_out(chat, capacity, max_tokens)
             )
         }

@@ -64,7 +64,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         tokens.truncate(args.limit + 1);
     }
     if tokens.len() < 2 || context < 2 {
-        return Err(wrong_usage("there must be two tokens at least, in the text and in --context"));
+        return Err(wrong_usage("at least two tokens are needed, in the text and in --context"));
     }
     let registry = registry(&args.model.compute.get()?);
     let budget = args.model.budget();

@@ -135,7 +135,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let plan = MemoryPlan::of_session(&size.config, &registry, &config)?;
     let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
     if bound.checked_total().is_none() {
-        anyhow::bail!("these sizes overflow: no machine holds such a model and cache");
+        anyhow::bail!("these sizes overflow: no machine has enough memory");
     }
 
     let visible = plan.kv_bytes_visible(&size.config, &config);
@@ -174,7 +174,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         (Some(memory), None, _) if bound.total() > memory.0 => {
             anyhow::bail!(
-                "{} are needed, {} are there; try --kv q8, --context or --weights q8_0",
+                "{} are needed, {} are available; try --kv q8, --context or --weights q8_0",
                 Bytes(bound.total()),
                 Bytes(memory.0)
             )

@@ -175,7 +175,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if config.model.ships_sampling()
         && let Err(error) = opened.sampling()
     {
-        anyhow::bail!("{error}; --generation-config none does without it");
+        anyhow::bail!("{error}; --generation-config none ignores it");
     }
     let registry = registry(&args.model.compute.get()?);
     let engine = config.engine(opened.config());
@@ -191,8 +191,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
-            "the cache needs {} (working memory included), requests {}, and {} of {} are free besides the weights; try a \
-             smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides the weights; \
+             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
             Bytes(plan.session_bound()),
             Bytes(requests_bytes),
             Bytes(free),
@@ -220,12 +220,12 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             // Truncate only now: a server that does not start leaves an old recording intact. A pipe has no length.
             match file.set_len(0) {
                 Err(error) if file.metadata().map_or(true, |there| there.is_file()) => {
-                    return Err(error).context("--record: what the file holds cannot be removed");
+                    return Err(error).context("--record: the content of the file cannot be removed");
                 }
                 _ => {}
             }
             let has_begun = state.live().record(&engine, file).await;
-            anyhow::ensure!(has_begun, "--record: the system refuses a thread that writes it");
+            anyhow::ensure!(has_begun, "--record: cannot start the thread that writes the file");
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;
@@ -287,7 +287,7 @@ fn show_plan(
 ) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
-    let total = bound.checked_total().context("these sizes overflow: no machine holds such a server")?;
+    let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let total = total.saturating_add(requests_bytes);
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
@@ -335,7 +335,7 @@ fn show_plan(
     }
     match available {
         Some(available) if total > available => {
-            anyhow::bail!("{} are needed, {} are there", Bytes(total), Bytes(available))
+            anyhow::bail!("{} are needed, {} are available", Bytes(total), Bytes(available))
         }
         _ => Ok(()),
     }

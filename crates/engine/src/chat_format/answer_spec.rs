@@ -54,8 +54,8 @@ impl AnswerSpec {
         let tooling =
             chat.tools().ok_or_else(|| unsupported("tools", "`tools` are not supported with this model"))?;
         if grammar.is_some() {
-            let message = "`response_format` together with `tools` is not supported: an answer has one form; \
-                           `tool_choice: \"none\"` leaves the tools out";
+            let message = "`response_format` together with `tools` is not supported: an answer has only one format; \
+                           `tool_choice: \"none\"` omits the tools";
             return Err(unsupported("response_format", message));
         }
         let grammar = choice.grammar(tooling.format, &tools, parallel)?;

@@ -50,7 +50,7 @@ impl Schema {
         }
         let bytes = self.schema.to_string().len();
         if bytes > MAX_SCHEMA_BYTES {
-            return bad(format!("has {bytes} bytes; {MAX_SCHEMA_BYTES} are taken"));
+            return bad(format!("has {bytes} bytes; at most {MAX_SCHEMA_BYTES} are allowed"));
         }
         let max_steps = (bytes * STEPS_PER_BYTE).min(*proof_steps);
         let checker = Checker { root: &self.schema, max_steps, steps: Cell::new(max_steps) };
@@ -105,7 +105,7 @@ impl Checker<'_> {
         let map = match schema {
             Value::Bool(_) => return Ok(()),
             Value::Object(map) => map,
-            _ => return Err(InvalidParameter::new(place, "is neither an object nor true nor false".into())),
+            _ => return Err(InvalidParameter::new(place, "must be an object, true or false".into())),
         };
         for (keyword, value) in map {
             self.keyword(keyword, value, &format!("{place}.{keyword}"))?;
@@ -120,7 +120,10 @@ impl Checker<'_> {
     fn one_of(&self, map: &Map<String, Value>, ways: &[Value], place: &str) -> Result<(), InvalidParameter> {
         let bad = |problem: String| Err(InvalidParameter::new(&format!("{place}.oneOf"), problem));
         if ways.len() > MAX_ONE_OF {
-            return bad(format!("has {} alternatives; {MAX_ONE_OF} are taken: say `anyOf`", ways.len()));
+            return bad(format!(
+                "has {} alternatives; at most {MAX_ONE_OF} are allowed: use `anyOf`",
+                ways.len()
+            ));
         }
         let mut rest = map.clone();
         rest.shift_remove("oneOf");
@@ -133,15 +136,15 @@ impl Checker<'_> {
                 if !disjoint(&[&rest, a], &[&rest, b], self.root, &self.steps) {
                     if self.steps.get() == 0 {
                         return bad(format!(
-                            "cannot be enforced: to tell the alternatives of this schema apart takes more than the {} \
-                             steps that it and the request's other schemas leave. Tell them apart by their types or by a property with another `const` in each, the \
-                             first of those that are required, or say `anyOf`",
+                            "cannot be enforced: telling the alternatives of this schema apart takes more than the \
+                             {} steps that the request's schemas share. Give them different types, or a property with a \
+                             different `const` in each that comes first in `required`, or use `anyOf`",
                             self.max_steps
                         ));
                     }
                     return bad(format!(
-                        "cannot be enforced: its alternatives {i} and {j} may both admit the same value. Tell them apart \
-                         by their types or by a required property with another `const` in each, or say `anyOf`"
+                        "cannot be enforced: its alternatives {i} and {j} may both accept the same value. Give them \
+                         different types, or a required property with a different `const` in each, or use `anyOf`"
                     ));
                 }
             }
@@ -174,7 +177,7 @@ impl Checker<'_> {
                 match value {
                     Value::String(_) if known(value) => Ok(()),
                     Value::Array(list) if !list.is_empty() && list.iter().all(known) => Ok(()),
-                    _ => bad(&format!("is {value}; known are {}", TYPES.join(", "))),
+                    _ => bad(&format!("is {value}; expected {}", TYPES.join(", "))),
                 }
             }
             "enum" => match value.as_array() {
@@ -210,9 +213,7 @@ impl Checker<'_> {
             | "unevaluatedItems"
             | "unevaluatedProperties"
             | "$dynamicRef"
-            | "$recursiveRef" => {
-                bad("is a keyword that can not be enforced: leave it out and check the answer yourself")
-            }
+            | "$recursiveRef" => bad("cannot be enforced: omit it and check the answer yourself"),
             _ => Ok(()),
         }
     }
@@ -229,10 +230,12 @@ impl Checker<'_> {
             return Ok(());
         }
         let Some(path) = to.strip_prefix("#/") else {
-            return bad(format!("is `{to}`; kvist follows references inside the schema, `#/$defs/…`"));
+            return bad(format!("is `{to}`; kvist follows only references inside the schema, `#/$defs/…`"));
         };
         if path.contains(['~', '%']) {
-            return bad(format!("is `{to}`; names with escapes are not followed: rename the definition"));
+            return bad(format!(
+                "is `{to}`; references with escapes are not supported: rename the definition"
+            ));
         }
         let found = self.root.pointer(&format!("/{path}"));
         match found {
@@ -276,7 +279,7 @@ mod tests {
             (json!({"required": [1]}), "`s.required`"),
             (
                 json!({"items": {"$ref": "#/$defs/none"}}),
-                "`s.items.$ref` is `#/$defs/none`, which is not there",
+                "`s.items.$ref` is `#/$defs/none`, which does not exist",
             ),
             (json!({"$ref": "https://example.com/s.json"}), "`s.$ref` is `https"),
             (json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {}}}), "`s.$ref`"),

@@ -37,7 +37,7 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
     if tools.len() > MAX_TOOLS {
         return Err(InvalidParameter::new(
             "tools",
-            format!("has {} entries; {MAX_TOOLS} are taken", tools.len()),
+            format!("has {} entries; at most {MAX_TOOLS} are allowed", tools.len()),
         ));
     }
     let mut out: Vec<Tool> = Vec::with_capacity(tools.len());
@@ -46,8 +46,8 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
             |field: &str, problem: String| InvalidParameter::new(&format!("tools[{at}]{field}"), problem);
         match tool.get("type").and_then(Value::as_str) {
             Some("function") => {}
-            Some(other) => return Err(bad(".type", format!("is `{other}`; kvist knows `function`"))),
-            None => return Err(bad(".type", "is missing; it is to be `function`".into())),
+            Some(other) => return Err(bad(".type", format!("is `{other}`; expected `function`"))),
+            None => return Err(bad(".type", "is missing; expected `function`".into())),
         }
         let function = tool.get("function").and_then(Value::as_object);
         let function = function.ok_or_else(|| bad(".function", "is not an object".into()))?;
@@ -55,11 +55,11 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
         let name = name.ok_or_else(|| bad(".function.name", "is not a string".into()))?;
         let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '-' | '.');
         if name.is_empty() || name.len() > 64 || !name.chars().all(allowed) {
-            let what = "is to have 1 to 64 letters, digits, underscores, dashes or dots".into();
+            let what = "must have 1 to 64 letters, digits, underscores, dashes or dots".into();
             return Err(bad(".function.name", what));
         }
         if out.iter().any(|other| other.name == name) {
-            return Err(bad(".function.name", format!("is `{name}`, and so is another tool's")));
+            return Err(bad(".function.name", format!("is `{name}`, the name of another tool")));
         }
         let place = format!("tools[{at}].function.parameters");
         let parameters = match function.get("parameters") {
@@ -75,7 +75,7 @@ pub fn tools_from_json(tools: &[Value]) -> Result<Vec<Tool>, InvalidParameter> {
                 }
                 Some(kind) if kind == "object" => schema.clone(),
                 Some(_) => {
-                    return Err(InvalidParameter::new(&format!("{place}.type"), "is to be `object`".into()));
+                    return Err(InvalidParameter::new(&format!("{place}.type"), "must be `object`".into()));
                 }
             },
             Some(_) => return Err(InvalidParameter::new(&place, "is not an object".into())),
@@ -98,7 +98,7 @@ impl ToolChoice {
                 "required" => ToolChoice::Required,
                 _ => {
                     return Err(bad(format!(
-                        "is `{word}`; known are none, auto, required, and a function by name"
+                        "is `{word}`; expected none, auto, required or a named function"
                     )));
                 }
             },
@@ -107,11 +107,11 @@ impl ToolChoice {
                 let name = choice.get("function").and_then(|f| f.get("name")).and_then(Value::as_str);
                 let (true, Some(name)) = (function, name) else {
                     let what =
-                        r#"is to be none, auto, required or {"type": "function", "function": {"name": …}}"#;
+                        r#"must be none, auto, required or {"type": "function", "function": {"name": …}}"#;
                     return Err(bad(what.into()));
                 };
                 if !tools.iter().any(|tool| tool.name == name) {
-                    return Err(bad(format!("names `{name}`, which is none of the tools")));
+                    return Err(bad(format!("names `{name}`, which is not among the tools")));
                 }
                 ToolChoice::Named(name.into())
             }

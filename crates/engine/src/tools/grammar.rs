@@ -110,7 +110,9 @@ fn qwen_coder(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar,
     for (at, argument) in arguments(tool, &mut grammar.proof_steps)?.into_iter().enumerate() {
         let bad = |what: &str| InvalidParameter::new(&argument.place, what.into());
         if argument.name.contains(|c: char| matches!(c, '<' | '>') || c.is_whitespace()) {
-            return Err(bad("has marks or blanks in its name, which the calls of this model cannot have"));
+            return Err(bad(
+                "has `<`, `>` or white space in its name, which the calls of this model cannot contain",
+            ));
         }
         let (open, close) =
             (literal(&format!("<parameter={}>\n", argument.name)), literal(&format!("\n{PARAMETER_END}\n")));
@@ -193,7 +195,7 @@ fn arguments<'t>(tool: &'t Tool, proof_steps: &mut usize) -> Result<Vec<Argument
         .collect();
     let properties = root.get("properties").and_then(Value::as_object);
     if let Some(name) = required.iter().find(|name| properties.is_none_or(|p| !p.contains_key(**name))) {
-        let what = format!("asks for `{name}`, which is none of the properties");
+        let what = format!("requires `{name}`, which is not among the properties");
         return Err(InvalidParameter::new(&format!("{place}.required"), what));
     }
     let mut all = Vec::new();
@@ -202,14 +204,16 @@ fn arguments<'t>(tool: &'t Tool, proof_steps: &mut usize) -> Result<Vec<Argument
         let required = required.contains(&name.as_str());
         if schema == &Value::Bool(false) {
             match required {
-                true => return Err(InvalidParameter::new(&place, "admits nothing and is required".into())),
+                true => {
+                    return Err(InvalidParameter::new(&place, "accepts no value, but is required".into()));
+                }
                 false => continue,
             }
         }
         if let Some(to) = reference_to_elsewhere(schema) {
             let what = format!(
-                "refers to `{to}`; in the calls of this model, which are written argument by argument, references to \
-                 `#/$defs/…` are followed"
+                "refers to `{to}`; in the calls of this model, which are written argument by argument, only \
+                 references to `#/$defs/…` are followed"
             );
             return Err(InvalidParameter::new(&place, what));
         }
@@ -292,14 +296,15 @@ impl Argument<'_> {
             let texts: Option<Vec<String>> = values.iter().map(text).collect();
             return match texts {
                 Some(_) if says.iter().any(|name| !["enum", "const", "type"].contains(name)) => {
-                    Err("says more of its texts than which they are: this model writes them without quotes"
+                    Err("restricts its strings by further keywords: this model writes strings without quotes, so \
+                         only `enum`, `const` and `type` are supported"
                         .into())
                 }
                 Some(texts) if texts.iter().any(|text| text.contains(PARAMETER_END)) => {
-                    Err(format!("has a text with `{PARAMETER_END}`, where this model's values end"))
+                    Err(format!("has a string with `{PARAMETER_END}`, which ends a value in this model's calls"))
                 }
                 Some(texts) => Ok(Form::OneOf(texts)),
-                None => Err("mixes texts with other values: this model writes texts without quotes".into()),
+                None => Err("mixes strings with other values: this model writes strings without quotes".into()),
             };
         }
         if !may_be_text(schema) {
@@ -322,8 +327,8 @@ impl Argument<'_> {
         {
             return Ok(Form::Text { least: 0, most: None });
         }
-        Err("is a text with bounds that cannot be enforced in the calls of this model, which writes texts without \
-             quotes: say `minLength`, `maxLength` or `enum`"
+        Err("is a string with bounds that cannot be enforced in the calls of this model, which writes strings \
+             without quotes: use `minLength`, `maxLength` or `enum`"
             .into())
     }
 

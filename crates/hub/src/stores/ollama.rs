@@ -82,12 +82,12 @@ fn weights(models: &Path, manifest: &Path) -> Result<(PathBuf, Option<String>), 
     if !alone {
         return Err("its weights are in several files".into());
     }
-    let path = blob(models, &model.digest).ok_or("its manifest names a blob that cannot be one")?;
+    let path = blob(models, &model.digest).ok_or("its manifest names an invalid blob")?;
     let config = form.config.as_ref().and_then(|config| blob(models, &config.digest));
     let config: Config = config.and_then(|path| read(&path).ok()).unwrap_or_default();
     match path.is_file() {
         true => Ok((path, config.file_type)),
-        false => Err("its weights are missing: a download that was cut short".into()),
+        false => Err("its weights are missing: an incomplete download".into()),
     }
 }
 

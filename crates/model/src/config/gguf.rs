@@ -67,7 +67,7 @@ impl ModelConfig {
         let slides = sliding_layers(gguf, traits, n_layers)?;
         let owners = m.ints(&key("kv_owner_layer"))?;
         if let Some(owners) = owners.filter(|owners| owners.len() != n_layers) {
-            return Err(bad("kv_owner_layer", format!("lists {} layers of {n_layers}", owners.len())));
+            return Err(bad("kv_owner_layer", format!("lists {} of {n_layers} layers", owners.len())));
         }
         let mut layers = Vec::with_capacity(n_layers);
         for (l, slides) in slides.into_iter().enumerate() {
@@ -149,7 +149,7 @@ fn sliding_layers(gguf: &Gguf, traits: &Traits, n_layers: usize) -> Result<Vec<b
     // Either a list of booleans, or a number n: every n-th layer has full attention.
     if let Some(Value::Ints(list)) = m.get(&key) {
         if list.len() != n_layers {
-            let problem = format!("lists {} layers of {n_layers}", list.len());
+            let problem = format!("lists {} of {n_layers} layers", list.len());
             return Err(Error::Config { file: gguf.file().into(), field: key, problem });
         }
         return Ok(list.iter().map(|slides| *slides != 0).collect());
@@ -233,7 +233,7 @@ fn rope(gguf: &Gguf, architecture: &str, theta: f64, head_dim: usize, context: u
             }
         }
         other => {
-            let problem = format!("is `{other}`; kvist knows none, linear, yarn and rope_freqs.weight");
+            let problem = format!("is `{other}`; kvist supports none, linear, yarn and rope_freqs.weight");
             return Err(bad("scaling.type", problem));
         }
     };

@@ -41,7 +41,7 @@ impl ModelConfig {
         let n_heads = fields.size_or("num_attention_heads", traits.heads)?;
         let n_layers = fields.must_size("num_hidden_layers")?;
         if n_layers > u16::MAX as usize {
-            return Err(fields.bad("num_hidden_layers", format!("is {n_layers}, which no model has")));
+            return Err(fields.bad("num_hidden_layers", format!("is {n_layers}, which is out of range")));
         }
         let head_dim = match fields.size("head_dim")?.or(traits.head_dim) {
             Some(head_dim) => head_dim,
@@ -242,7 +242,7 @@ impl<'f> Fields<'f> {
             // The first Gemma files say plain GELU but mean the tanh approximation.
             Some("gelu") if traits.gemma => Ok(Activation::Gelu),
             Some(other) => {
-                Err(self.bad(field, format!("is `{other}`; kvist knows silu and gelu_pytorch_tanh")))
+                Err(self.bad(field, format!("is `{other}`; kvist supports silu and gelu_pytorch_tanh")))
             }
         }
     }
@@ -270,7 +270,7 @@ impl<'f> Fields<'f> {
         let no_rope = self.list("no_rope_layers")?;
         for (field, list) in [("layer_types", types), ("kv_owner_layer", owners)] {
             if let Some(list) = list.filter(|list| list.len() != n_layers) {
-                return Err(self.bad(field, format!("lists {} layers of {n_layers}", list.len())));
+                return Err(self.bad(field, format!("lists {} of {n_layers} layers", list.len())));
             }
         }
         let interval = match traits.family {
@@ -334,9 +334,10 @@ impl<'f> Fields<'f> {
         let Some(sliding_theta) = traits.sliding_theta else {
             // One set per layer type, or a newer format. Reading it as a single set would silently give plain RoPE.
             if let Some((name, value)) = all.object.iter().find(|(_, value)| value.is_object()) {
-                return Err(
-                    all.bad(name, format!("is {value}; kvist knows one rope for all layers of this family"))
-                );
+                return Err(all.bad(
+                    name,
+                    format!("is {value}; kvist supports only one RoPE for all layers of this family"),
+                ));
             }
             return Ok(vec![rope(&all, theta)?]);
         };
@@ -416,7 +417,8 @@ impl<'f> Fields<'f> {
                 }
             }
             other => {
-                let problem = format!("is `{other}`; kvist knows default, linear, llama3, yarn and longrope");
+                let problem =
+                    format!("is `{other}`; kvist supports default, linear, llama3, yarn and longrope");
                 return Err(p.bad("rope_type", problem));
             }
         };

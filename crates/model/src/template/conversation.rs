@@ -73,7 +73,7 @@ fn check_depth(value: &Value, place: &str) -> Result<(), Error> {
     match is_deep(value, MAX_REQUEST_DEPTH) {
         true => Err(bad(
             place,
-            &format!("is nested more than {MAX_REQUEST_DEPTH} deep: chat templates get no deeper values"),
+            &format!("is nested more than {MAX_REQUEST_DEPTH} levels deep, the limit for chat templates"),
         )),
         false => Ok(()),
     }
@@ -139,7 +139,7 @@ fn content(content: Option<&Value>, has_calls: bool, place: &str) -> Result<Valu
                         Ok(text.ok_or_else(|| bad(&format!("{place}.text"), "is not a string"))?.to_string())
                     }
                     Some(other) => {
-                        Err(bad(&place, &format!("is of the type `{other}`; kvist takes text alone")))
+                        Err(bad(&place, &format!("is of the type `{other}`; kvist supports only text")))
                     }
                     None => Err(bad(&place, "has no `type`")),
                 }
@@ -147,7 +147,7 @@ fn content(content: Option<&Value>, has_calls: bool, place: &str) -> Result<Valu
             let texts = parts.iter().enumerate().map(text).collect::<Result<Vec<_>, _>>()?;
             Ok(Value::String(texts.join("\n")))
         }
-        Some(_) => Err(bad(place, "is neither a text nor null nor a list of parts")),
+        Some(_) => Err(bad(place, "must be a string, null or a list of parts")),
     }
 }
 
@@ -161,7 +161,7 @@ fn arguments(arguments: Option<&Value>, place: &str) -> Result<Value, Error> {
             Ok(value)
         }
         Some(value @ (Value::Object(_) | Value::Array(_))) => Ok(value.clone()),
-        Some(_) => Err(bad(place, "is neither a JSON text nor an object")),
+        Some(_) => Err(bad(place, "must be a string with JSON, or an object")),
     }
 }
 

@@ -300,6 +300,6 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         Ok(Value::UNDEFINED)
     });
     environment.add_filter(ANOTHER, |_: Given| -> Seen {
-        Err(refuse("a chat template stands alone: kvist has no other one to include, import or extend"))
+        Err(refuse("a chat template cannot include, import or extend other templates"))
     });
 }

@@ -63,7 +63,7 @@ pub(super) fn refuse(what: impl Into<String>) -> Error {
 
 fn too_much() -> Error {
     refuse(format!(
-        "the template takes more than the {} bytes that it may take for this conversation",
+        "the template uses more than the {} bytes of memory that it may use for this conversation",
         LIMIT.get()
     ))
 }
@@ -181,7 +181,7 @@ fn weighed(value: &Value, inside: bool) -> Result<(usize, bool), Error> {
             _ => return Ok(()),
         }
         let Some(depth) = depth.checked_sub(1) else {
-            return Err(refuse(format!("values are nested more than {MAX_DEPTH} deep")));
+            return Err(refuse(format!("values are nested more than {MAX_DEPTH} levels deep")));
         };
         if kind == ValueKind::Map {
             let is = |name: &str| value.as_object().is_some_and(|object| object.type_name().ends_with(name));

@@ -79,7 +79,7 @@ impl Tokenizer {
         let mut inner = match model {
             "gpt2" => byte_level(gguf, &vocab)?,
             "llama" => sentence_piece(gguf, tokens, &vocab)?,
-            other => return Err(bad(format!("is of the kind `{other}`; kvist knows gpt2 and llama"))),
+            other => return Err(bad(format!("is of the kind `{other}`; kvist supports gpt2 and llama"))),
         };
 
         let types = m.ints("tokenizer.ggml.token_type")?.unwrap_or(&[]);

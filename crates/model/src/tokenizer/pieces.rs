@@ -45,8 +45,7 @@ impl Tokenizer {
         let decoder = serde_json::to_value(self.inner.get_decoder()).unwrap_or_default();
         spelling(&decoder).ok_or_else(|| Error::Tokenizer {
             file: self.file.clone(),
-            what: "has a decoder that does not give every token bytes of its own, and a grammar needs them"
-                .into(),
+            what: "has a decoder that does not map every token to bytes, which a grammar needs".into(),
         })
     }
 }

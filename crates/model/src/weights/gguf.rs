@@ -68,8 +68,7 @@ impl Gguf {
         for _ in 0..n_tensors {
             infos.push(r.tensor_info()?);
         }
-        let data =
-            r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is absurdly long".into()))?;
+        let data = r.at.checked_next_multiple_of(alignment).ok_or_else(|| r.bad("is too long".into()))?;
         let mut tensors = HashMap::new();
         for (name, shape, encoding, offset) in infos {
             if !offset.is_multiple_of(alignment as u64) {

@@ -82,7 +82,7 @@ impl Folder {
             }
         }
         let data =
-            header.checked_add(size_of::<u64>()).ok_or_else(|| malformed("has an absurd header".into()))?;
+            header.checked_add(size_of::<u64>()).ok_or_else(|| malformed("has an invalid header".into()))?;
         self.shards.push(Shard { file, contents, metadata, data });
         Ok(())
     }

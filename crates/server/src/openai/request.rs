@@ -213,7 +213,7 @@ pub(crate) fn completions(b: &Bounds) -> Value {
     });
     fields.extend(own.as_object().cloned().unwrap_or_default());
     let refused = json!({
-        "suffix": "kvist only continues a text; it cannot fill a gap",
+        "suffix": "kvist only continues a text; it cannot fill gaps",
     });
     let mut schema = object(fields, &["prompt"], refused);
     // The response must not be empty: at least one new token, or an echo.

@@ -97,7 +97,7 @@ fn nested_tools_are_refused() {
         &body(90),
         "tools[0]",
         "invalid_value",
-        "nested more than 64 deep",
+        "nested more than 64 levels deep",
     );
     is_refused(&server, "/v1/chat/completions", &body(50), "messages", "context_length_exceeded", "");
     let names = json!({"messages": [{"role": "user", "content": "w1"}], "chat_template_kwargs": {"a": (0..80).fold(json!(1), |inner, _| json!([inner]))}});
@@ -113,7 +113,7 @@ fn templates_that_grow_fail_their_own_request() {
     let server = Server::start_with(words_with(Some(&template)), config());
     let said = |what: &str| json!({"messages": [{"role": "user", "content": what}]});
     for path in ["/v1/chat/completions", "/v1/sessions"] {
-        is_refused(&server, path, &said("w5"), "messages", "invalid_value", "the template takes more than");
+        is_refused(&server, path, &said("w5"), "messages", "invalid_value", "the template uses more than");
         server.post(path, &said("w1")).good();
     }
 }

@@ -59,7 +59,7 @@ fn refusals_name_the_field() {
             400,
             "stream_options.continuous_usage_stats",
             "unsupported_parameter",
-            "last chunk",
+            "final chunk",
         ),
         (text(json!({"suffix": "b"})), 400, "suffix", "unsupported_parameter", "gaps"),
         (text(json!({"logprobs": 21})), 400, "logprobs", "invalid_value", "0 to 20"),

@@ -282,7 +282,7 @@ fn tools_that_cannot_be_are_refused() {
             "/v1/sessions".into(),
             json!({"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"tools": []}}),
             "chat_template_kwargs",
-            "`tools` gives it",
+            "use `tools`",
         ),
         (
             "/v1/sessions".into(),

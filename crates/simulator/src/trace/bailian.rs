@@ -36,7 +36,7 @@ const SECONDS: &str = "seconds, at least 0";
 const IDS: &str = "a list of whole numbers, one per 16 tokens of `input_length`";
 const FIELDS: &[Field] = &[
     ("chat_id", "a whole number", |v| v.is_i64()),
-    ("parent_chat_id", "a whole number, -1 where a chat begins", |v| v.is_i64()),
+    ("parent_chat_id", "a whole number, -1 at the beginning of a chat", |v| v.is_i64()),
     ("timestamp", SECONDS, row::is_time),
     ("input_length", TOKENS, row::is_u32),
     ("output_length", TOKENS, row::is_u32),

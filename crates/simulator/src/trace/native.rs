@@ -70,7 +70,7 @@ const FIELDS: &[Field] = &[
     ("ids", "a list of whole numbers, or nothing", |v| v.is_null() || row::is_ids(v)),
     ("tokens_per_id", TOKENS, |v| v.is_null() || row::is_u32(v)),
     ("known_tokens", TOKENS, |v| v.is_null() || row::is_u32(v)),
-    ("salt", "a text, or nothing", |v| v.is_null() || v.is_string()),
+    ("salt", "a string, or nothing", |v| v.is_null() || v.is_string()),
     ("deadline_ns", NS, |v| v.is_null() || v.is_u64()),
     ("priority", "a whole number from -2147483648 to 2147483647", |v| {
         v.is_null() || v.as_i64().is_some_and(|n| i32::try_from(n).is_ok())
@@ -151,7 +151,7 @@ fn content(line: &Line) -> Result<Prompt, RowError> {
             Ok(())
         } else {
             let expected =
-                format!("content of {least} to {most} tokens: the prompt, and what is known of the output");
+                format!("content of {least} to {most} tokens: the prompt, and the known part of the output");
             Err(RowError::new(field, format!("{n} tokens"), expected))
         }
     };

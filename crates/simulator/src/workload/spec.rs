@@ -152,7 +152,7 @@ impl FromStr for Lengths {
             "balanced" => {
                 let (mean, variation) = (spec.number("mean")?, spec.number("variation")?);
                 if !variation.is_finite() || variation < 1.0 {
-                    let expected = "at least 1: less variable than exponential is no hyperexponential";
+                    let expected = "at least 1: a hyperexponential is at least as variable as an exponential";
                     let found = variation.to_string();
                     return Err(BadSpec::BadValue { name: "variation", found, expected });
                 }

@@ -169,7 +169,7 @@ impl Samples {
 }
 
 fn uninterrupted() -> anyhow::Result<()> {
-    ensure!(!interrupt::interrupted(), "interrupted; no table is written of an unfinished measurement");
+    ensure!(!interrupt::interrupted(), "interrupted; no table is written for an unfinished measurement");
     Ok(())
 }
 
@@ -188,7 +188,7 @@ fn medians(
 ) -> anyhow::Result<Vec<Vec<f64>>> {
     let median = |row: u32, column: u32, cell: &[f64]| {
         median(cell).with_context(|| {
-            format!("{what} of {row} at a context of {column} was never measured, which is an error of this program")
+            format!("{what} of {row} at a context of {column} was never measured, which is a bug in kvist")
         })
     };
     let row = |(row, cells): (&u32, &Vec<Vec<f64>>)| {
@@ -233,12 +233,15 @@ struct Summary {
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.max_batch_tokens < args.max_batch {
         return Err(wrong_usage(format!(
-            "--max-batch-tokens {}: give at least --max-batch {}, so that every decode finds a place",
+            "--max-batch-tokens {}: give at least --max-batch {}, so that every decoding sequence fits into a step",
             args.max_batch_tokens, args.max_batch
         )));
     }
     if !(args.seconds >= 0.0 && args.seconds.is_finite()) {
-        return Err(wrong_usage(format!("--seconds {}: a time is finite and not negative", args.seconds)));
+        return Err(wrong_usage(format!(
+            "--seconds {}: the time must be finite and not negative",
+            args.seconds
+        )));
     }
     let opened = args.model.open(quiet)?;
     let context_tokens = args.context.unwrap_or(opened.config().context.min(1024));
@@ -291,8 +294,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let summary = summary(&args, &file, &samples, machine);
     if summary.scatter > MUCH_SCATTER {
         output::note(&format!(
-            "the middle half of a cell's visits spans {:.0}% of their median: other programs compute on this machine, and the table \
-             includes their effect; measure again when it is quiet",
+            "the middle half of a cell's visits spans {:.0}% of their median: other programs are using this \
+             machine, and the table includes their effect; measure again when it is idle",
             summary.scatter * 100.0
         ));
     }

@@ -50,7 +50,7 @@ pub struct Args {
 
 fn parse_lengths(text: &str) -> Result<Vec<u32>, String> {
     let lengths = parse_tokens(text)?;
-    if lengths.iter().any(|t| *t < 2) { Err("a length must be 2 at least".into()) } else { Ok(lengths) }
+    if lengths.iter().any(|t| *t < 2) { Err("a length must be at least 2".into()) } else { Ok(lengths) }
 }
 
 /// One step of the ladder.
@@ -135,7 +135,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let chosen = |v: &&Variant| args.only.is_empty() || args.only.iter().any(|name| name == v.name);
     let variants: Vec<&Variant> = LADDER.iter().filter(chosen).collect();
     if variants.is_empty() || args.only.iter().any(|name| LADDER.iter().all(|v| v.name != name)) {
-        return Err(wrong_usage("--only takes v0, v1, v1', v2, v3 and v4"));
+        return Err(wrong_usage("--only accepts v0, v1, v1', v2, v3 and v4"));
     }
     interrupt::listen();
     let compute = Compute::default();
@@ -173,10 +173,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                     runs.push(measured);
                 }
                 bar.inc(1);
-                anyhow::ensure!(
-                    !interrupt::interrupted(),
-                    "interrupted; nothing is reported of an unfinished run"
-                );
+                anyhow::ensure!(!interrupt::interrupted(), "interrupted; an unfinished run has no report");
             }
         }
         rows.extend(compared(&variants, tokens, &runs)?);

@@ -79,7 +79,7 @@ fn encoding(name: &str) -> anyhow::Result<Encoding> {
     let found = ENCODINGS.into_iter().find(|known| known.name().eq_ignore_ascii_case(name));
     found.ok_or_else(|| {
         let known = ENCODINGS.map(|encoding| encoding.name()).join(", ");
-        wrong_usage(format!("--weights {name}: known are {known}"))
+        wrong_usage(format!("--weights {name}: use one of {known}"))
     })
 }
 
@@ -92,7 +92,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let name = encoding.name();
         let (outputs, inputs) = (args.outputs as usize, args.inputs as usize);
         let bytes = Matrix::resident_bytes(encoding, outputs, inputs).ok_or_else(|| {
-            wrong_usage(format!("--inputs {inputs}: {name} takes whole blocks of {}", row_multiple(encoding)))
+            wrong_usage(format!("--inputs {inputs}: {name} needs whole blocks of {}", row_multiple(encoding)))
         })?;
         let tokens = args.tokens.iter().copied().max().unwrap_or(1) as u64;
         // The file, its packed copies, the inputs in all their forms, the outputs.

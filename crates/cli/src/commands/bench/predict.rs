@@ -204,8 +204,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let requests = draw(per_s)?;
     ensure!(
         requests.len() >= FEWEST as usize,
-        "{} requests in {} s keep this machine busy for that part of the time, which is too few for a mean: give more \
-         --seconds, --requests {FEWEST}, or a smaller model",
+        "{} requests in {} s would keep this machine busy for that share of the time, which is too few requests for \
+         a mean: give more --seconds, --requests {FEWEST}, or a smaller model",
         requests.len(),
         args.seconds
     );
@@ -256,10 +256,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 impl Args {
     fn check(&self) -> anyhow::Result<()> {
         if !(self.seconds > 0.0 && self.seconds.is_finite()) {
-            return Err(wrong_usage(format!("--seconds {}: a time is finite and above 0", self.seconds)));
+            return Err(wrong_usage(format!(
+                "--seconds {}: the time must be finite and above 0",
+                self.seconds
+            )));
         }
         if !(self.busy > 0.0 && self.busy < 1.0) {
-            return Err(wrong_usage(format!("--busy {}: it is a share, above 0 and below 1", self.busy)));
+            return Err(wrong_usage(format!("--busy {}: the share must be above 0 and below 1", self.busy)));
         }
         Ok(())
     }
@@ -316,8 +319,9 @@ fn rate(mut too_busy: impl FnMut(f64) -> anyhow::Result<bool>) -> anyhow::Result
 fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
     let file = args.costs.display();
     let setting = table.setting();
-    let setting =
-        setting.with_context(|| format!("{file} does not say under what it was measured: calibrate"))?;
+    let setting = setting.with_context(|| {
+        format!("{file} does not record the settings of its measurement: calibrate again")
+    })?;
     let storage = |text: &str| -> anyhow::Result<Storage> {
         text.parse().map_err(|e| anyhow::anyhow!("{file}: `{text}` is not a storage of K and V: {e}"))
     };

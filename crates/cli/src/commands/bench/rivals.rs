@@ -41,7 +41,7 @@ pub fn run(args: Args) -> anyhow::Result<()> {
         })
         .collect();
     if bars.is_empty() {
-        return Err(wrong_usage(format!("{name} compares nothing")));
+        return Err(wrong_usage(format!("{name} contains no comparison")));
     }
     plot::write_bars(&args.plot, "kvist beside rivals", "times as fast", bars)
 }

@@ -74,7 +74,7 @@ impl ShapeArgs {
     pub fn get(&self) -> anyhow::Result<Shape> {
         let named = NAMED.iter().find(|(name, _)| *name == self.shape).ok_or_else(|| {
             let names: Vec<_> = NAMED.iter().map(|(name, _)| *name).collect();
-            wrong_usage(format!("--shape {}: known are {}", self.shape, names.join(", ")))
+            wrong_usage(format!("--shape {}: use one of {}", self.shape, names.join(", ")))
         })?;
         let base = named.1;
         let shape = Shape {

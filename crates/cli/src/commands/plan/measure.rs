@@ -51,7 +51,7 @@ pub fn measure(
     // The last token of a window is not scored, because nothing follows it.
     tokens.truncate((scored as usize).saturating_add(1));
     if tokens.len() < 2 {
-        return Err(wrong_usage("--text: there must be two tokens at least"));
+        return Err(wrong_usage("--text: at least two tokens are needed"));
     }
     let window_tokens = (tokens.len() as u32).min(opened.config().context);
     let under_test = |rung: &Rung| CacheConfig { k: rung.k, v: rung.v, ..in_windows(cache, window_tokens) };

@@ -13,10 +13,10 @@ pub fn nothing_fits(asked: &Asked, packed_bytes: u64) -> anyhow::Error {
     advice.push("a smaller model".into());
     let least = match smallest(candidates.iter(), Command::Run) {
         Some(least) => format!("the least is {} ({})", Bytes(least.total_bytes), least.flags()),
-        None => "no kind of cache can be made of these flags".into(),
+        None => "no kind of cache fits these flags".into(),
     };
     anyhow::anyhow!(
-        "nothing fits: {least}, of which weights take {}; {} are there; try {}",
+        "nothing fits: {least}, of which weights take {}; {} are available; try {}",
         Bytes(asked.weight_bytes),
         Bytes(asked.memory_bytes),
         advice.join(", ")

@@ -34,7 +34,7 @@ impl Recommendation {
         let shorter = longest(candidates(), Command::Serve)
             .map(|shorter| format!("; {} --context {} fits", shorter.flags(), shorter.useful_context()));
         Some(format!(
-            "serve it         not in this memory: {} at least, since requests take memory, too{}",
+            "serve it         does not fit: at least {} are needed, since requests take memory too{}",
             Bytes(least.total_bytes),
             shorter.unwrap_or_default()
         ))

@@ -60,7 +60,7 @@ impl CostArgs {
         let model = self.shape.clone().or_else(|| ModelShape::preset(SHAPE)).ok_or_else(missing)?;
         if !(self.efficiency > 0.0 && self.efficiency <= 1.0) {
             return Err(wrong_usage(format!(
-                "--efficiency {}: it is a share, above 0 and at most 1",
+                "--efficiency {}: the share must be above 0 and at most 1",
                 self.efficiency
             )));
         }
@@ -116,15 +116,15 @@ impl CostArgs {
         }
         if longest as f64 > range.context_tokens {
             beyond.push(format!(
-                "{file} was measured up to {} tokens of context, the longest request comes to {longest}: {guess}",
+                "{file} was measured up to {} tokens of context, the longest request needs {longest}: {guess}",
                 range.context_tokens
             ));
         }
         let measured = table.setting().map_or(0, |setting| setting.block_tokens);
         if measured != 0 && measured != block_tokens {
             beyond.push(format!(
-                "{file} was measured with blocks of {measured} tokens, here they have {block_tokens}: give --block-tokens \
-                 {measured}, or measure anew"
+                "{file} was measured with blocks of {measured} tokens, but here they have {block_tokens}: give \
+                 --block-tokens {measured}, or measure again"
             ));
         }
         Ok(beyond)

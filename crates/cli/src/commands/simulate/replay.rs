@@ -273,7 +273,7 @@ fn follow(
             (_, Some("kvist-recording")) => continue,
             (None, _) => replay = Some(begin(&text, &keys).with_context(at)?),
             (Some(_), Some("kvist-events")) => {
-                bail!("{}: a second event log begins; give them one by one", at())
+                bail!("{}: a second event log begins; give the logs one by one", at())
             }
             (Some(replay), None) if keys.n.is_some() => {
                 let mut ran = |replayed: Replayed<'_>| {
@@ -302,7 +302,7 @@ fn follow(
     }
     if replay.is_none() {
         bail!(
-            "{name} holds no event log: give a recording (--record), or a log that begins with kvist-events"
+            "{name} contains no event log: give a recording (--record), or a log that begins with kvist-events"
         );
     }
     compared.end()?;

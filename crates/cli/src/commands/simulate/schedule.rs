@@ -70,10 +70,10 @@ impl ScheduleArgs {
             "edf" | "laxity"
                 if self.deadline.is_none() && requests.iter().all(|r| r.deadline_ns.is_none()) =>
             {
-                Some(format!("no request has a deadline, so {policy} goes by arrival: give --deadline"))
+                Some(format!("no request has a deadline, so {policy} ranks by arrival: give --deadline"))
             }
             "priority" if requests.iter().all(|r| r.priority == requests[0].priority) => {
-                Some("all requests have the same priority, so priority goes by arrival".to_owned())
+                Some("all requests have the same priority, so priority ranks by arrival".to_owned())
             }
             _ => None,
         }

@@ -78,7 +78,7 @@ impl Metadata {
         })
     }
     pub fn text(&self, key: &str) -> Result<Option<&str>, Error> {
-        self.typed(key, "a text", |v| match v {
+        self.typed(key, "a string", |v| match v {
             Value::Text(text) => Some(text.as_str()),
             _ => None,
         })
@@ -87,7 +87,7 @@ impl Metadata {
         self.text(key)?.ok_or_else(|| self.bad(key, "is missing".into()))
     }
     pub fn texts(&self, key: &str) -> Result<Option<&[String]>, Error> {
-        self.typed(key, "a list of texts", |v| match v {
+        self.typed(key, "a list of strings", |v| match v {
             Value::Texts(list) => Some(list.as_slice()),
             _ => None,
         })

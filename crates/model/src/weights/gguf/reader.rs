@@ -85,7 +85,7 @@ impl<'f> Reader<'f> {
             7 => match self.array(key)? {
                 [0] => Value::Bool(false),
                 [1] => Value::Bool(true),
-                [other] => return Err(self.bad(format!("gives `{key}` the truth value {other}"))),
+                [other] => return Err(self.bad(format!("gives `{key}` the boolean value {other}"))),
             },
             10 => Value::Int(u64::from_le_bytes(self.array(key)?).into()),
             11 => Value::Int(i64::from_le_bytes(self.array(key)?).into()),

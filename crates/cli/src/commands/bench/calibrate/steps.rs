@@ -274,7 +274,7 @@ impl Steps {
         }
         ensure!(
             self.scheduler.counters().preemptions == 0,
-            "a measured request was preempted: the cache is too small, which is an error of this program"
+            "a measured request was preempted: the cache is too small, which is a bug in kvist"
         );
         Ok(matches!(iteration, Iteration::Ran { .. }).then_some(Ran { shape, ns }))
     }

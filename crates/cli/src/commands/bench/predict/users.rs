@@ -40,7 +40,7 @@ impl User {
                 }
                 Some(Event::Done(done)) if done.finish == FinishReason::Length => return Ok(user),
                 Some(other) => anyhow::bail!("a request ended early: {other:?}"),
-                None => anyhow::bail!("the engine has died"),
+                None => anyhow::bail!("the engine has stopped"),
             }
         }
     }
@@ -66,7 +66,7 @@ pub fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Resu
             users.spawn(User::listen(generation, began, arrival_s));
             bar.inc(1);
         }
-        arriving.join().map_err(|_| anyhow::anyhow!("the thread of arrivals has died"))??;
+        arriving.join().map_err(|_| anyhow::anyhow!("the thread of arrivals has stopped"))??;
         let mut heard = Vec::new();
         while let Some(user) = users.join_next().await {
             heard.push(user??);
@@ -101,7 +101,7 @@ fn arrive(
 ) -> anyhow::Result<()> {
     for (arrival, job) in jobs {
         std::thread::sleep(arrival.saturating_sub(began.elapsed()));
-        ensure!(!interrupt::interrupted(), "interrupted; nothing is reported of an unfinished run");
+        ensure!(!interrupt::interrupted(), "interrupted; an unfinished run has no report");
         come((engine.submit(job)?, arrival.as_secs_f64()));
     }
     Ok(())
