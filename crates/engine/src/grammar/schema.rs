@@ -241,7 +241,7 @@ impl Checker<'_> {
         match found {
             Some(Value::Object(_) | Value::Bool(_)) => Ok(()),
             Some(_) => bad(format!("is `{to}`, which is not a schema")),
-            None => bad(format!("is `{to}`, which is not there")),
+            None => bad(format!("is `{to}`, which does not exist")),
         }
     }
 }
