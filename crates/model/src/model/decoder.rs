@@ -121,11 +121,10 @@ impl<D: Device> LoadedModel for Loaded<D> {
 
 impl<D: Device> Network for Running<D> {
     fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError> {
-        let Running { device, decoder, stream, pools, activations } = self;
-        device.begin(stream, pools, plan, inputs)?;
-        decoder.layers(device, stream, pools, activations, plan, inputs.taps)?;
-        decoder.logits(device, stream, activations);
-        device.submit(stream)
+        self.device.begin(&mut self.stream, &mut self.pools, plan, inputs)?;
+        self.run_layers(plan, inputs.taps)?;
+        self.run_head();
+        self.device.submit(&mut self.stream)
     }
     fn is_done(&self, ticket: Ticket) -> bool {
         self.device.is_done(&self.stream, ticket)
@@ -140,11 +139,10 @@ impl<D: Device> Network for Running<D> {
         D::output_mut(&mut self.stream)
     }
     fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError> {
-        let Running { device, decoder, stream, activations, .. } = self;
-        device.want_rows(stream, rows);
-        decoder.logits(device, stream, activations);
-        let ticket = device.submit(stream)?;
-        device.wait(stream, ticket).map(drop)
+        self.device.want_rows(&mut self.stream, rows);
+        self.run_head();
+        let ticket = self.device.submit(&mut self.stream)?;
+        self.device.wait(&mut self.stream, ticket).map(drop)
     }
     fn pools(&self) -> &dyn Pools {
         &self.pools
@@ -158,107 +156,102 @@ impl<D: Device> Decoder<D> {
     fn norm<'a>(&self, weight: &'a D::Vector) -> Norm<'a, D> {
         Norm { weight, eps: self.config.norm_eps }
     }
+}
 
+impl<D: Device> Running<D> {
     /// The layers of one step: from its tokens to the residual stream.
-    fn layers(
-        &self,
-        d: &D,
-        s: &mut D::Stream,
-        pools: &mut D::Pools,
-        a: &mut Activations<D>,
-        plan: &StepPlan,
-        taps: &[LayerId],
-    ) -> Result<(), BackendError> {
-        let c = &self.config;
-        d.embed(s, &self.embedding, c.embedding_scale, &mut a.x);
-        for (l, layer) in self.layers.iter().enumerate() {
+    fn run_layers(&mut self, plan: &StepPlan, taps: &[LayerId]) -> Result<(), BackendError> {
+        let decoder = self.decoder.clone();
+        let scale = decoder.config.embedding_scale;
+        self.device.embed(&mut self.stream, &decoder.embedding, scale, &mut self.activations.x);
+        for (l, layer) in decoder.layers.iter().enumerate() {
             let id = LayerId(l as u16);
-            self.attention(d, s, pools, a, plan, id, layer)?;
-            self.mlp(d, s, a, layer);
+            self.run_attention(&decoder, plan, id, layer)?;
+            self.run_mlp(&decoder, layer);
             for (i, _) in taps.iter().enumerate().filter(|(_, tap)| **tap == id) {
-                d.tap(s, i, &a.x);
+                self.device.tap(&mut self.stream, i, &self.activations.x);
             }
         }
         Ok(())
     }
 
-    fn attention(
-        &self,
-        d: &D,
-        s: &mut D::Stream,
-        pools: &mut D::Pools,
-        a: &mut Activations<D>,
+    fn run_attention(
+        &mut self,
+        decoder: &Decoder<D>,
         plan: &StepPlan,
         id: LayerId,
         layer: &Layer<D>,
     ) -> Result<(), BackendError> {
-        let c = &self.config;
-        let norm = self.norm(&layer.attention_norm);
+        let Running { device, stream, pools, activations: a, .. } = self;
+        let config = &decoder.config;
+        let norm = decoder.norm(&layer.attention_norm);
         match &layer.kv {
             Some((k, v)) => {
                 let outs = &mut [(&layer.q, &mut a.q), (k, &mut a.k), (v, &mut a.v)];
-                d.norm_matmul(s, &a.x, norm, &mut a.h, outs);
+                device.norm_matmul(stream, &a.x, norm, &mut a.h, outs);
             }
-            None => d.norm_matmul(s, &a.x, norm, &mut a.h, &mut [(&layer.q, &mut a.q)]),
+            None => device.norm_matmul(stream, &a.x, norm, &mut a.h, &mut [(&layer.q, &mut a.q)]),
         }
-        let owns = layer.kv.is_some();
-        for (x, norm) in
-            [(&mut a.q, &layer.q_norm), (&mut a.k, &layer.k_norm)].into_iter().take(1 + usize::from(owns))
-        {
+        let stores_kv = layer.kv.is_some();
+        let queries_and_keys = [(&mut a.q, &layer.q_norm), (&mut a.k, &layer.k_norm)];
+        for (x, norm) in queries_and_keys.into_iter().take(1 + usize::from(stores_kv)) {
             if let Some(norm) = norm {
-                d.norm_in_place(s, x, self.norm(norm));
+                device.norm_in_place(stream, x, decoder.norm(norm));
             }
             if let Some(rope) = layer.rope {
-                d.rope(s, x, c.head_dim, rope);
+                device.rope(stream, x, config.head_dim, rope);
             }
         }
-        d.attend(
-            s,
+        device.attend(
+            stream,
             pools,
             plan,
             LayerAttention {
                 layer: id,
                 q: &a.q,
-                kv: owns.then_some((&a.k, &a.v)),
+                kv: stores_kv.then_some((&a.k, &a.v)),
                 out: &mut a.attended,
-                head_dim: c.head_dim,
-                scale: c.attention_scale,
-                softcap: c.attention_softcap,
+                head_dim: config.head_dim,
+                scale: config.attention_scale,
+                softcap: config.attention_softcap,
                 sinks: layer.sinks.as_ref(),
             },
         )?;
-        let post_norm = layer.attention_post_norm.as_ref().map(|norm| self.norm(norm));
-        d.matmul_add(s, &a.attended, &layer.o, post_norm, &mut a.projected, &mut a.x);
+        let post_norm = layer.attention_post_norm.as_ref().map(|norm| decoder.norm(norm));
+        device.matmul_add(stream, &a.attended, &layer.o, post_norm, &mut a.projected, &mut a.x);
         Ok(())
     }
 
-    fn mlp(&self, d: &D, s: &mut D::Stream, a: &mut Activations<D>, layer: &Layer<D>) {
-        let activation = self.config.activation;
-        let norm = self.norm(&layer.mlp_norm);
-        let post_norm = layer.mlp_post_norm.as_ref().map(|norm| self.norm(norm));
+    fn run_mlp(&mut self, decoder: &Decoder<D>, layer: &Layer<D>) {
+        let Running { device, stream, activations: a, .. } = self;
+        let activation = decoder.config.activation;
+        let norm = decoder.norm(&layer.mlp_norm);
+        let post_norm = layer.mlp_post_norm.as_ref().map(|norm| decoder.norm(norm));
         match &layer.mlp {
             Mlp::Dense(mlp) => {
                 let outs = &mut [(&mlp.gate, &mut a.gate), (&mlp.up, &mut a.up)];
-                d.norm_matmul(s, &a.x, norm, &mut a.h, outs);
-                d.gated(s, activation, &mut a.gate, &a.up);
-                d.matmul_add(s, &a.gate, &mlp.down, post_norm, &mut a.projected, &mut a.x);
+                device.norm_matmul(stream, &a.x, norm, &mut a.h, outs);
+                device.gated(stream, activation, &mut a.gate, &a.up);
+                device.matmul_add(stream, &a.gate, &mlp.down, post_norm, &mut a.projected, &mut a.x);
             }
             Mlp::Routed(experts) => {
-                d.rms_norm(s, &a.x, norm, &mut a.h);
-                d.experts(s, &a.h, experts, activation, &mut a.projected);
+                device.rms_norm(stream, &a.x, norm, &mut a.h);
+                device.experts(stream, &a.h, experts, activation, &mut a.projected);
                 if let Some(norm) = post_norm {
-                    d.norm_in_place(s, &mut a.projected, norm);
+                    device.norm_in_place(stream, &mut a.projected, norm);
                 }
-                d.add(s, &mut a.x, &a.projected);
+                device.add(stream, &mut a.x, &a.projected);
             }
         }
     }
 
     /// The logits of the wanted rows. With a vocabulary of 128k tokens, those of all rows would cost more than the
     /// layers.
-    fn logits(&self, d: &D, s: &mut D::Stream, a: &mut Activations<D>) {
-        d.wanted_rows(s, &a.x, &mut a.wanted);
-        d.norm_in_place(s, &mut a.wanted, self.norm(&self.norm));
-        d.logits(s, &a.wanted, self.head.as_ref().unwrap_or(&self.embedding), self.config.logit_softcap);
+    fn run_head(&mut self) {
+        let Running { device, decoder, stream, activations: a, .. } = self;
+        let head = decoder.head.as_ref().unwrap_or(&decoder.embedding);
+        device.wanted_rows(stream, &a.x, &mut a.wanted);
+        device.norm_in_place(stream, &mut a.wanted, decoder.norm(&decoder.norm));
+        device.logits(stream, &a.wanted, head, decoder.config.logit_softcap);
     }
 }
