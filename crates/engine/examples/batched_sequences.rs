@@ -13,15 +13,9 @@ use std::sync::Arc;
 const PROMPTS: [&str; 3] = ["The borrow checker", "A trait is", "To open a file for reading, call"];
 
 pub fn main() -> Result<(), Error> {
-    let options = LoadOptions::default();
-    let budget = MemoryBudget::unlimited();
-    let model = Arc::new(Model::load(
-        &ModelFile::Embedded,
-        devices::Cpu::default(),
-        &options,
-        &budget,
-        &mut |_, _| {},
-    )?);
+    let (options, budget) = (LoadOptions::default(), MemoryBudget::unlimited());
+    let device = devices::Cpu::default();
+    let model = Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
 
     // `cells` holds many sequences. The capacity is for all of them together; each needs one row of logits.

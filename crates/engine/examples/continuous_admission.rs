@@ -23,15 +23,9 @@ struct Request {
 }
 
 pub fn main() -> Result<(), Error> {
-    let options = LoadOptions::default();
-    let budget = MemoryBudget::unlimited();
-    let model = Arc::new(Model::load(
-        &ModelFile::Embedded,
-        devices::Cpu::default(),
-        &options,
-        &budget,
-        &mut |_, _| {},
-    )?);
+    let (options, budget) = (LoadOptions::default(), MemoryBudget::unlimited());
+    let device = devices::Cpu::default();
+    let model = Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let config = CacheConfig { kind: "cells".into(), max_rows: 8, ..CacheConfig::new(CELLS as u32) };
     let mut session = ModelSession::new(&model, &devices::all(), &config)?;

@@ -25,15 +25,9 @@ fn go_on(session: &mut ModelSession, mut token: u32, n: usize) -> Result<Vec<u32
 }
 
 pub fn main() -> Result<(), Error> {
-    let options = LoadOptions::default();
-    let budget = MemoryBudget::unlimited();
-    let model = Arc::new(Model::load(
-        &ModelFile::Embedded,
-        devices::Cpu::default(),
-        &options,
-        &budget,
-        &mut |_, _| {},
-    )?);
+    let (options, budget) = (LoadOptions::default(), MemoryBudget::unlimited());
+    let device = devices::Cpu::default();
+    let model = Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
     let encode = |text: &str| tokenizer.encode(text, true);
     let config = CacheConfig { kind: "cells".into(), ..CacheConfig::new(256) };

@@ -11,15 +11,9 @@ use kvist_model::{LoadOptions, Model, ModelFile, top_two};
 use std::sync::Arc;
 
 pub fn main() -> Result<(), Error> {
-    let options = LoadOptions::default();
-    let budget = MemoryBudget::unlimited();
-    let model = Arc::new(Model::load(
-        &ModelFile::Embedded,
-        devices::Cpu::default(),
-        &options,
-        &budget,
-        &mut |_, _| {},
-    )?);
+    let (options, budget) = (LoadOptions::default(), MemoryBudget::unlimited());
+    let device = devices::Cpu::default();
+    let model = Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
 
     // The policy: one sequence, K and V in f16, room for 256 tokens.

@@ -85,7 +85,7 @@ impl Footprint for Recording {
         DeviceInfo { name: "recording", batch_invariant: true, unified_memory: false }
     }
     fn supports(&self, shape: &ModelShape) -> Result<(), BackendError> {
-        match shape.head_dim.is_multiple_of(4) {
+        match shape.head_dim.is_multiple_of(2) {
             true => Ok(()),
             false => {
                 let what = format!("the device `recording` has no attention for head_dim {}", shape.head_dim);

@@ -263,7 +263,7 @@ mod tests {
             deep = json!({"type": "array", "items": {"anyOf": [deep]}});
         }
         for (schema, place) in [
-            (json!(1), "`s` is neither"),
+            (json!(1), "`s` must be an object"),
             (json!(false), "`s` admits nothing"),
             (json!({"type": "text"}), "`s.type` is \"text\""),
             (json!({"type": []}), "`s.type`"),
