@@ -135,7 +135,7 @@ fn what_is_refused_leaves_nothing() {
         (("--vocab", "100"), &[], "the tokenizer needs"),
         (("--layers", "0"), &[], "--layers is 0"),
         (("--hidden", "4000000000"), &[], "taken for a mistake"),
-        (("--hidden", "18446744073709551615"), &[], "which is out of range"),
+        (("--hidden", "18446744073709551615"), &[], "which no model has"),
         (("--hidden", "48"), &["--dtype", "q8_0"], "blocks of 32"),
         (("--ff", "288"), &["--dtype", "q4_k"], "blocks of 256"),
         (("--seed", "1"), &["--dtype", "q8_0", "--format", "safetensors"], "f32, f16 or bf16"),
