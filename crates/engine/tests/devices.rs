@@ -71,11 +71,18 @@ fn a_step_is_one_upload_and_one_submission_of_few_operations() {
         }
 
         // Full: exactly the plan.
-        for step in [&[7; 8][..], &[7]] {
-            while session.forward(&[SequenceInput::chain(SeqId::ONLY, step)], LogitRows::None).is_ok() {}
+        // Groups with a window release blocks, so they never fill up.
+        let windowed = model.config().layers.iter().any(|layer| layer.window.is_some());
+        for step in std::iter::repeat_n(&[7; 8][..], 80).chain(std::iter::repeat_n(&[7][..], 8)) {
+            let _ = session.forward(&[SequenceInput::chain(SeqId::ONLY, step)], LogitRows::None);
         }
         let usage = plan.usage.with(Purpose::Weights, weights);
-        assert_eq!(device.take().allocated, usage, "{case:?}");
+        let allocated = device.take().allocated;
+        if windowed {
+            assert!(allocated.total() <= usage.total(), "{case:?}");
+            continue;
+        }
+        assert_eq!(allocated, usage, "{case:?}");
     }
 }
 

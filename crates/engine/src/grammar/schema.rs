@@ -272,7 +272,7 @@ mod tests {
                 "`s.properties.a.items.type`",
             ),
             (json!({"properties": []}), "`s.properties` is not an object"),
-            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` is a keyword"),
+            (json!({"anyOf": [{}, {"not": {}}]}), "`s.anyOf[1].not` cannot be enforced"),
             (json!({"anyOf": []}), "`s.anyOf` is empty"),
             (json!({"$defs": {"x": {"uniqueItems": true}}}), "`s.$defs.x.uniqueItems`"),
             (json!({"enum": []}), "`s.enum`"),
