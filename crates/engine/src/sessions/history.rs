@@ -288,7 +288,7 @@ impl History {
         self.rendered.as_ref().and_then(|rendered| rendered.messages.iter().map(bytes).max()).unwrap_or(0)
     }
 
-    /// The tokens that [`History::end_answer`] may have to decode, if the first generated token is `from`.
+    /// The tokens that the end of an answer may have to decode, if the first generated token is `from`.
     pub fn unsettled(&self, tokenizer: &impl HistoryTokenizer, from: usize) -> &[u32] {
         let open = self
             .rendered
