@@ -10,7 +10,7 @@ pub struct StepLimits {
     pub max_rows: usize,
 }
 
-/// What a step computes. A network copies what it needs before [`Network::submit`] returns.
+/// What a step computes. A network copies what it needs before [`Network::submit`](crate::Network::submit) returns.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
     /// The tokens of the plan's spans, in batch order. They must lie inside the vocabulary.
@@ -62,6 +62,6 @@ impl Ticket {
     pub const START: Ticket = Ticket(0);
 }
 
-/// Every layer of this step has run. [`InFlight::finish`] compares the id with its own step's.
+/// Every layer of this step has run. [`InFlight::finish`](crate::InFlight::finish) compares the id with its own step's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LayersRan(pub StepId);
