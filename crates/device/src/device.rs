@@ -188,7 +188,8 @@ pub trait Device: Footprint + Sized + 'static {
     type Buffer: Send;
     /// What operations of a step are recorded in or executed with.
     type Stream: Send;
-    type Pools: Pools;
+    /// The device's own pools, or those of any host backend.
+    type Pools: AsRef<dyn Pools> + AsMut<dyn Pools> + Send;
 
     /// Loads `[outputs, inputs]` weights, and the bias of the outputs if the layer has one. An embedding table has none
     /// and no factor.

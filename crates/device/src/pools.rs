@@ -158,58 +158,6 @@ pub trait Pools: Send {
     fn counters(&self) -> KvCounters;
 }
 
-impl Pools for Box<dyn Pools> {
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
-        (**self).begin(plan)
-    }
-    fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
-        (**self).attend(plan, call)
-    }
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
-        (**self).relocate(moves)
-    }
-    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
-        (**self).block_bytes(group, cells)
-    }
-    fn export(
-        &mut self,
-        after: Ticket,
-        group: GroupId,
-        cells: Run,
-        into: HostBlock,
-    ) -> Result<Transfer, TransferRefused> {
-        (**self).export(after, group, cells, into)
-    }
-    fn import(
-        &mut self,
-        after: Ticket,
-        group: GroupId,
-        cells: Run,
-        from: HostBlock,
-    ) -> Result<Transfer, TransferRefused> {
-        (**self).import(after, group, cells, from)
-    }
-    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
-        (**self).finished(transfer)
-    }
-    fn inspect(
-        &self,
-        layer: LayerId,
-        side: Side,
-        kv_head: u32,
-        cell: u32,
-        row: &mut [f32],
-    ) -> Result<(), BackendError> {
-        (**self).inspect(layer, side, kv_head, cell, row)
-    }
-    fn bytes(&self) -> u64 {
-        (**self).bytes()
-    }
-    fn counters(&self) -> KvCounters {
-        (**self).counters()
-    }
-}
-
 /// A backend: it makes pools.
 pub trait Backend: Send + Sync {
     fn id(&self) -> &'static str;

@@ -296,6 +296,17 @@ impl StubPools {
     }
 }
 
+impl AsRef<dyn Pools> for StubPools {
+    fn as_ref(&self) -> &(dyn Pools + 'static) {
+        self
+    }
+}
+impl AsMut<dyn Pools> for StubPools {
+    fn as_mut(&mut self) -> &mut (dyn Pools + 'static) {
+        self
+    }
+}
+
 impl Pools for StubPools {
     fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
         self.grow(|group| plan.group(group).cells_end);

@@ -145,10 +145,10 @@ impl<D: Device> Network for Running<D> {
         self.device.wait(&mut self.stream, ticket).map(drop)
     }
     fn pools(&self) -> &dyn Pools {
-        &self.pools
+        self.pools.as_ref()
     }
     fn pools_mut(&mut self) -> &mut dyn Pools {
-        &mut self.pools
+        self.pools.as_mut()
     }
 }
 
