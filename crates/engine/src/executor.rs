@@ -150,11 +150,11 @@ impl ModelExecutor {
 
     /// Registers what the request `id` does with its logits. Call it before the request's first step; it lasts until
     /// [`forget`](Self::forget).
-    pub fn expect(&mut self, id: RequestId, request: Box<dyn TokenSampler>) {
+    pub fn register(&mut self, id: RequestId, request: Box<dyn TokenSampler>) {
         self.requests.insert(id, request);
     }
     /// Removes a request that has ended.
-    pub fn forget(&mut self, id: RequestId) {
+    pub fn unregister(&mut self, id: RequestId) {
         if let Some(mut request) = self.requests.remove(&id) {
             request.end();
         }

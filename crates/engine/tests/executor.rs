@@ -86,7 +86,7 @@ fn run(scheduler: &mut Scheduler, executor: &mut ModelExecutor) -> Vec<Ended> {
     while let Iteration::Ran { .. } = scheduler.iterate(now, executor) {
         now += 1;
         for ended in scheduler.drain_ended() {
-            executor.forget(ended.id);
+            executor.unregister(ended.id);
             all.push(ended);
         }
     }
@@ -110,11 +110,11 @@ fn tokens_and_scores_are_those_of_a_session_alone() {
     let heard: Vec<Arc<Mutex<Heard>>> = wanted.iter().map(|_| Arc::default()).collect();
     for (i, wanted) in wanted.iter().enumerate() {
         let choose = Greedy { wanted: wanted.clone(), heard: heard[i].clone() };
-        executor.expect(RequestId(i as u64), Box::new(choose));
+        executor.register(RequestId(i as u64), Box::new(choose));
         scheduler.arrive(0, request(i as u64, &prompt(i as u32, 30 + i as u32), 6)).unwrap();
     }
     let plain: Arc<Mutex<Heard>> = Arc::default();
-    executor.expect(RequestId(3), Box::new(Plain(plain.clone())));
+    executor.register(RequestId(3), Box::new(Plain(plain.clone())));
     scheduler.arrive(0, request(3, &prompt(0, 30), 6)).unwrap();
     let ended = run(&mut scheduler, &mut executor);
     assert_eq!(ended.len(), 4);
@@ -158,7 +158,7 @@ fn steps_that_cannot_be_computed_fail_and_say_why() {
     let heard: Arc<Mutex<Heard>> = Arc::default();
     let said = |executor: &ModelExecutor| executor.failure().map(|error| error.to_string());
     for (id, token, fails) in [(0, vocab - 1, false), (1, vocab, true), (2, 5, false)] {
-        executor.expect(RequestId(id), Box::new(Plain(heard.clone())));
+        executor.register(RequestId(id), Box::new(Plain(heard.clone())));
         scheduler.arrive(0, request(id, &[7, token], 1)).unwrap();
         let ended = run(&mut scheduler, &mut executor);
         assert_eq!(ended[0].end != End::Finished, fails, "token {token}");

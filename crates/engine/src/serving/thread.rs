@@ -167,7 +167,7 @@ impl Thread {
         match Sampler::new(job.sampling) {
             Ok(sampler) => {
                 let sampler = RequestSampler::new(self.model.clone(), sampler, &mut job, events, unread, end);
-                self.state.executor.expect(id, Box::new(sampler));
+                self.state.executor.register(id, Box::new(sampler));
             }
             Err(e) => return self.fail(id, Failure::Engine(e.to_string())),
         }
@@ -221,7 +221,7 @@ impl Thread {
 
     fn end(&mut self, ended: &Ended) {
         self.watchers.iter_mut().for_each(|watcher| watcher.ended(ended));
-        self.state.executor.forget(ended.id);
+        self.state.executor.unregister(ended.id);
         let Some(mut live) = self.live.remove(&ended.id) else { return };
         if let Some(at) = ended.admitted_ns
             && live.slot.is_some()
@@ -263,7 +263,7 @@ impl Thread {
     }
 
     fn fail(&mut self, id: RequestId, failure: Failure) {
-        self.state.executor.forget(id);
+        self.state.executor.unregister(id);
         if let Some(live) = self.live.remove(&id) {
             live.finish(Event::Failed(failure), &self.shared);
         }

@@ -246,7 +246,7 @@ impl Steps {
         let of = |stream: u64, n: u32| (0..n).map(move |i| token(stream, i, vocab));
         let prompt: Arc<[u32]> = of(stream, known).chain(of(self.next_stream, n_new)).collect();
         let sampler = Sampler::new(SamplerConfig::greedy())?;
-        self.executor.expect(id, Box::new(Greedy { sampler, listener: self.listeners.add() }));
+        self.executor.register(id, Box::new(Greedy { sampler, listener: self.listeners.add() }));
         let now = self.now_ns();
         let prompt_tokens = known + n_new;
         let request = Request {
@@ -266,7 +266,7 @@ impl Steps {
         let ns = started.elapsed().as_nanos() as f64;
         let (shape, failed) = (noted.shape, noted.failed);
         for ended in self.scheduler.drain_ended() {
-            self.executor.forget(ended.id);
+            self.executor.unregister(ended.id);
         }
         if failed {
             let why = self.executor.failure();
