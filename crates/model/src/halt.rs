@@ -36,7 +36,7 @@ impl Halt {
     }
 
     /// Runs `work` on this thread. It fails with [`Error::Halted`] soon after this halt is set or its deadline passes.
-    pub fn during<T>(&self, work: impl FnOnce() -> T) -> T {
+    pub fn run<T>(&self, work: impl FnOnce() -> T) -> T {
         struct Before(Option<Halt>);
         impl Drop for Before {
             fn drop(&mut self) {

@@ -411,12 +411,12 @@ mod tests {
             })
             .unwrap();
             let render = || template.fill(context! {}, 0, &tokenizer, false);
-            assert!(matches!(halt.during(render), Err(Error::Halted)), "{rest}");
+            assert!(matches!(halt.run(render), Err(Error::Halted)), "{rest}");
             assert!(render().is_ok(), "{rest}: the halt outlived the work");
         }
         let late = Halt::new(Some(std::time::Instant::now()));
         let template = ChatTemplate::new("t", "a").unwrap();
-        let rendered = late.during(|| template.fill(context! {}, 0, &tokenizer, false));
+        let rendered = late.run(|| template.fill(context! {}, 0, &tokenizer, false));
         assert!(matches!(rendered, Err(Error::Halted)));
     }
 

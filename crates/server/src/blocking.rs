@@ -38,7 +38,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
     let done = tokio::task::spawn_blocking(move || {
         let done = match halt.is_over() {
             true => Err(ApiError::not_ready_in_time()),
-            false => halt.until(Instant::now() + PREPARATION_TIME).during(work),
+            false => halt.until(Instant::now() + PREPARATION_TIME).run(work),
         };
         drop(document);
         done

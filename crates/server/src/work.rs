@@ -299,7 +299,7 @@ fn run_attempt<T>(name: Arc<str>, left: usize, halt: &Halt, work: impl FnOnce() 
     }
     let run = Run { name, left, wants: None, halt: halt.clone() };
     let _before = Before(RUN.replace(Some(run)));
-    let done = halt.during(work);
+    let done = halt.run(work);
     (done, RUN.with_borrow(|run| run.as_ref().and_then(|run| run.wants)))
 }
 

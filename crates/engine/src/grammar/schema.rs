@@ -367,7 +367,7 @@ mod tests {
         let halt = halt::Halt::default();
         halt.cancel();
         let schema = Schema::new("s", json!({"oneOf": [{"type": "string"}, {"type": "null"}]}));
-        let error = halt.during(|| checked(&schema)).unwrap_err();
+        let error = halt.run(|| checked(&schema)).unwrap_err();
         assert!(error.param == "s.oneOf" && error.problem.contains("time"), "{error}");
         checked(&schema).unwrap();
         assert!(error.halted);

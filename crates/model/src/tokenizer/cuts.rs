@@ -206,7 +206,7 @@ mod tests {
         halt.cancel();
         let tiny = crate::tokenizer::tests::tiny();
         let encode = || (tiny.encode("ab", true).is_err(), tiny.encode_with_ends("ab", true).is_err());
-        assert_eq!(halt.during(encode), (true, true));
+        assert_eq!(halt.run(encode), (true, true));
         assert_eq!(encode(), (false, false));
     }
 }
