@@ -155,9 +155,9 @@ pub struct EngineStats {
     pub counters: SchedulerCounters,
     /// KV cells of the layer group in which the scheduler counts capacity.
     pub capacity_cells: u64,
-    pub held_cells: u64,
+    pub used_cells: u64,
     /// Cells that are cached in the prefix index and that no request references.
-    pub idle_cells: u64,
+    pub evictable_cells: u64,
     pub free_cells: u64,
     /// Blocks that the prefix index stored, and blocks that were evicted from it.
     pub stored_blocks: u64,

@@ -57,7 +57,7 @@ pub struct Reading(&'static str, &'static str, &'static str, f64);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
-    let usage = stats.held_cells as f64 / stats.capacity_cells.max(1) as f64;
+    let usage = stats.used_cells as f64 / stats.capacity_cells.max(1) as f64;
     let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
     let c = &stats.counters;
@@ -70,11 +70,11 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         ),
         gauge("vllm:kv_cache_usage_perc", "Share of the KV cells that requests use; 1 means all.", usage),
         count("vllm:num_preemptions_total", "Preemptions of requests.", c.preemptions),
-        gauge("kvist_cells_held", "KV cells that requests use.", stats.held_cells as f64),
+        gauge("kvist_cells_held", "KV cells that requests use.", stats.used_cells as f64),
         gauge(
             "kvist_cells_idle",
             "KV cells that are cached in the prefix index and not used by any request.",
-            stats.idle_cells as f64,
+            stats.evictable_cells as f64,
         ),
         gauge(
             "kvist_cells_free",
@@ -297,7 +297,7 @@ mod tests {
         let recent_hits = kvist_cache::HitCounts { n_prompts: 3, prompt_tokens: 40, hit_tokens: 16 };
         let stats = EngineStats {
             running: 2,
-            held_cells: 16,
+            used_cells: 16,
             capacity_cells: 64,
             recent_hits,
             ..EngineStats::default()
