@@ -49,7 +49,7 @@ pub const ENCODINGS: [Encoding; 17] = [
     Encoding::Q5K,
     Encoding::Q6K,
     Encoding::Iq4Xs,
-    Encoding::Few,
+    Encoding::Table16,
 ];
 
 /// Evaluates `$body` with the format `$F` of an encoding of [`ENCODINGS`]. To add one, define its layout in
@@ -121,8 +121,8 @@ macro_rules! with_format {
                 type $F = super_blocks::SuperBlocks<super_layouts::Iq4Xs>;
                 $body
             }
-            Encoding::Few => {
-                type $F = super_blocks::SuperBlocks<super_layouts::Few>;
+            Encoding::Table16 => {
+                type $F = super_blocks::SuperBlocks<super_layouts::Table16>;
                 $body
             }
             other => panic!("there are no kernels for {}", other.name()),

@@ -35,7 +35,7 @@ fn file(encoding: Encoding, outputs: usize, inputs: usize, random: &mut SplitMix
             Encoding::Q2K => [80, 82].into_iter().for_each(scale),
             Encoding::Q3K => scale(108),
             Encoding::Q6K => scale(208),
-            Encoding::Few => {
+            Encoding::Table16 => {
                 block[..4].copy_from_slice(&(float(random) * 0.01).to_le_bytes());
                 // One table for all rows.
                 (4..20).for_each(|i| block[i] = (i * 53 % 256) as u8);

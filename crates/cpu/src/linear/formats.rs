@@ -41,5 +41,5 @@ packed!(PackedSuperBlock:
     super_blocks::Q5K => Planes<4, 1>,
     super_blocks::Q6K => Sixes,
     super_blocks::Iq4Xs => Planes<4, 0>,
-    super_blocks::Few => Planes<4, 0>,
+    super_blocks::Table16 => Planes<4, 0>,
 );

@@ -37,7 +37,7 @@ pub enum Encoding {
     Q1_0,
     /// Not in files: at most 16 values, small integer scales and one float per 256 weights. ggml's rare encodings
     /// become this one without loss.
-    Few,
+    Table16,
 }
 
 struct Facts {
@@ -80,21 +80,21 @@ const FACTS: [Facts; 31] = [
     facts(Encoding::Q5K, "q5_K", 13, (256, 176), Encoding::Q5K),
     facts(Encoding::Q6K, "q6_K", 14, (256, 210), Encoding::Q6K),
     facts(Encoding::Q8K, "q8_K", 15, (256, 292), Encoding::F32),
-    facts(Encoding::Iq1S, "iq1_s", 19, (256, 50), Encoding::Few),
-    facts(Encoding::Iq1M, "iq1_m", 29, (256, 56), Encoding::Few),
-    facts(Encoding::Iq2Xxs, "iq2_xxs", 16, (256, 66), Encoding::Few),
-    facts(Encoding::Iq2Xs, "iq2_xs", 17, (256, 74), Encoding::Few),
-    facts(Encoding::Iq2S, "iq2_s", 22, (256, 82), Encoding::Few),
-    facts(Encoding::Iq3Xxs, "iq3_xxs", 18, (256, 98), Encoding::Few),
-    facts(Encoding::Iq3S, "iq3_s", 21, (256, 110), Encoding::Few),
+    facts(Encoding::Iq1S, "iq1_s", 19, (256, 50), Encoding::Table16),
+    facts(Encoding::Iq1M, "iq1_m", 29, (256, 56), Encoding::Table16),
+    facts(Encoding::Iq2Xxs, "iq2_xxs", 16, (256, 66), Encoding::Table16),
+    facts(Encoding::Iq2Xs, "iq2_xs", 17, (256, 74), Encoding::Table16),
+    facts(Encoding::Iq2S, "iq2_s", 22, (256, 82), Encoding::Table16),
+    facts(Encoding::Iq3Xxs, "iq3_xxs", 18, (256, 98), Encoding::Table16),
+    facts(Encoding::Iq3S, "iq3_s", 21, (256, 110), Encoding::Table16),
     facts(Encoding::Iq4Nl, "iq4_nl", 20, (32, 18), Encoding::Iq4Nl),
     facts(Encoding::Iq4Xs, "iq4_xs", 23, (256, 136), Encoding::Iq4Xs),
-    facts(Encoding::Tq1_0, "tq1_0", 34, (256, 54), Encoding::Few),
-    facts(Encoding::Tq2_0, "tq2_0", 35, (256, 66), Encoding::Few),
+    facts(Encoding::Tq1_0, "tq1_0", 34, (256, 54), Encoding::Table16),
+    facts(Encoding::Tq2_0, "tq2_0", 35, (256, 66), Encoding::Table16),
     facts(Encoding::Mxfp4, "mxfp4", 39, (32, 17), Encoding::Mxfp4),
     facts(Encoding::Nvfp4, "nvfp4", 40, (64, 36), Encoding::BF16),
     facts(Encoding::Q1_0, "q1_0", 41, (128, 18), Encoding::Q4_0),
-    Facts { encoding: Encoding::Few, name: "few", ggml: None, block: (256, 164), exact: Encoding::Few },
+    Facts { encoding: Encoding::Table16, name: "few", ggml: None, block: (256, 164), exact: Encoding::Table16 },
 ];
 
 impl Encoding {

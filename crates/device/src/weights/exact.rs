@@ -1,7 +1,7 @@
 //! Converts the encodings that no device has kernels for, without loss.
 //!
 //! ggml's rare encodings (iq1 to iq3, tq) have at most sixteen values, small integer scales and one float per 256
-//! weights. They become [`Encoding::Few`], which stores exactly that. Their grids (`grids.bin`, written by
+//! weights. They become [`Encoding::Table16`], which stores exactly that. Their grids (`grids.bin`, written by
 //! `tools/fixtures/grids.py`) are ggml's. Two other encodings are converted exactly as well: the single bit of q1_0
 //! becomes a code of q4_0, and a product of nvfp4, whose scales change every 16 weights, fits into bf16.
 use super::encoding::Encoding;
@@ -10,15 +10,15 @@ use std::borrow::Cow;
 /// Converts the blocks of a tensor to [`Encoding::exact`].
 pub fn exact(encoding: Encoding, bytes: Cow<'_, [u8]>) -> Cow<'_, [u8]> {
     match encoding {
-        Encoding::Iq1S => few(encoding, &bytes, iq1_s),
-        Encoding::Iq1M => few(encoding, &bytes, iq1_m),
-        Encoding::Iq2Xxs => few(encoding, &bytes, iq2_xxs),
-        Encoding::Iq2Xs => few(encoding, &bytes, iq2_xs),
-        Encoding::Iq2S => few(encoding, &bytes, iq2_s),
-        Encoding::Iq3Xxs => few(encoding, &bytes, iq3_xxs),
-        Encoding::Iq3S => few(encoding, &bytes, iq3_s),
-        Encoding::Tq1_0 => few(encoding, &bytes, tq1_0),
-        Encoding::Tq2_0 => few(encoding, &bytes, tq2_0),
+        Encoding::Iq1S => table16(encoding, &bytes, iq1_s),
+        Encoding::Iq1M => table16(encoding, &bytes, iq1_m),
+        Encoding::Iq2Xxs => table16(encoding, &bytes, iq2_xxs),
+        Encoding::Iq2Xs => table16(encoding, &bytes, iq2_xs),
+        Encoding::Iq2S => table16(encoding, &bytes, iq2_s),
+        Encoding::Iq3Xxs => table16(encoding, &bytes, iq3_xxs),
+        Encoding::Iq3S => table16(encoding, &bytes, iq3_s),
+        Encoding::Tq1_0 => table16(encoding, &bytes, tq1_0),
+        Encoding::Tq2_0 => table16(encoding, &bytes, tq2_0),
         // Drops the sum of the codes.
         Encoding::Q8_1 => each(encoding, &bytes, |block, out| {
             out[..2].copy_from_slice(&block[..2]);
@@ -46,7 +46,7 @@ fn each(encoding: Encoding, bytes: &[u8], write: impl Fn(&[u8], &mut [u8])) -> V
     all
 }
 
-fn few(encoding: Encoding, bytes: &[u8], convert: fn(&[u8]) -> Few) -> Vec<u8> {
+fn table16(encoding: Encoding, bytes: &[u8], convert: fn(&[u8]) -> Table16) -> Vec<u8> {
     each(encoding, bytes, |block, out| convert(block).write(out))
 }
 
@@ -100,15 +100,15 @@ fn half_e4m3(x: u8) -> f32 {
     }
 }
 
-/// A super-block of [`Encoding::Few`]: `w = d × scale of its 16 × values[code]`.
-struct Few {
+/// A super-block of [`Encoding::Table16`]: `w = d × scale of its 16 × values[code]`.
+struct Table16 {
     d: f32,
     values: [i8; 16],
     scales: [u8; 16],
     codes: [u8; 256],
 }
 
-impl Few {
+impl Table16 {
     fn write(&self, out: &mut [u8]) {
         let (head, runs) = out.split_at_mut(4 + 16 + 16);
         head[..4].copy_from_slice(&self.d.to_le_bytes());
@@ -171,10 +171,10 @@ fn signed(magnitudes: &[i8]) -> [i8; 16] {
 const TWOS: [i8; 3] = [8, 25, 43];
 
 /// 32 runs of eight codes, each from one grid entry (or two) and eight signs.
-fn grids(d: f32, values: [i8; 16], scale: impl Fn(usize) -> u8, run: impl Fn(usize) -> [u8; 8]) -> Few {
+fn grids(d: f32, values: [i8; 16], scale: impl Fn(usize) -> u8, run: impl Fn(usize) -> [u8; 8]) -> Table16 {
     let mut codes = [0; 256];
     codes.as_chunks_mut::<8>().0.iter_mut().enumerate().for_each(|(i, codes)| *codes = run(i));
-    Few { d, values, scales: std::array::from_fn(scale), codes }
+    Table16 { d, values, scales: std::array::from_fn(scale), codes }
 }
 
 fn with_signs(magnitudes: impl Iterator<Item = u8>, signs: u8) -> [u8; 8] {
@@ -186,7 +186,7 @@ fn with_signs(magnitudes: impl Iterator<Item = u8>, signs: u8) -> [u8; 8] {
 }
 
 /// `d, 8 × (4 grid indices, 4 × 7 signs and 4 bits of scale)`; w = d × (1/2 + s) / 4 × ±grid
-fn iq2_xxs(block: &[u8]) -> Few {
+fn iq2_xxs(block: &[u8]) -> Table16 {
     let scale = |i: usize| 2 * (u32_at(&block[2..], i / 2 * 2 + 1) >> 28) as u8 + 1;
     grids(f16_at(block, 0) / 8.0, signed(&TWOS), scale, |i| {
         let signs = u32_at(&block[2..], i / 4 * 2 + 1) >> (7 * (i % 4));
@@ -195,7 +195,7 @@ fn iq2_xxs(block: &[u8]) -> Few {
 }
 
 /// `d, 32 × (9 bits of a grid index, 7 signs), scales of 4 bits[16]`
-fn iq2_xs(block: &[u8]) -> Few {
+fn iq2_xs(block: &[u8]) -> Table16 {
     grids(
         f16_at(block, 0) / 8.0,
         signed(&TWOS),
@@ -208,7 +208,7 @@ fn iq2_xs(block: &[u8]) -> Few {
 }
 
 /// `d, grid indices[32], signs[32], upper bits of the indices[8], scales of 4 bits[16]`
-fn iq2_s(block: &[u8]) -> Few {
+fn iq2_s(block: &[u8]) -> Table16 {
     grids(
         f16_at(block, 0) / 8.0,
         signed(&TWOS),
@@ -221,7 +221,7 @@ fn iq2_s(block: &[u8]) -> Few {
 }
 
 /// `d, grid indices[64], 8 × (4 × 7 signs and 4 bits of scale)`; w = d × (1/2 + s) / 2 × ±grid
-fn iq3_xxs(block: &[u8]) -> Few {
+fn iq3_xxs(block: &[u8]) -> Table16 {
     let scale = |i: usize| 2 * (u32_at(&block[66..], i / 2) >> 28) as u8 + 1;
     grids(f16_at(block, 0) / 4.0, signed(&[4, 12, 20, 28, 36, 44, 52, 62]), scale, |i| {
         let signs = u32_at(&block[66..], i / 4) >> (7 * (i % 4));
@@ -231,7 +231,7 @@ fn iq3_xxs(block: &[u8]) -> Few {
 }
 
 /// `d, grid indices[64], upper bits of the indices[8], signs[32], scales of 4 bits[8]`; w = d × (1 + 2s) × ±grid
-fn iq3_s(block: &[u8]) -> Few {
+fn iq3_s(block: &[u8]) -> Table16 {
     let scale = |i: usize| 2 * nibble(&block[106..], i / 2) + 1;
     grids(f16_at(block, 0), signed(&[1, 3, 5, 7, 9, 11, 13, 15]), scale, |i| {
         let entries = (2 * i..2 * i + 2).flat_map(|j| {
@@ -246,7 +246,7 @@ fn iq3_s(block: &[u8]) -> Few {
 const NEAR_ONES: [i8; 16] = [-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7, 0, 0, 0, 0, 0];
 
 /// `d, grid indices[32], 8 × (4 × 3 upper bits of the indices, 3 bits of scale, sign of the eighth)`
-fn iq1_s(block: &[u8]) -> Few {
+fn iq1_s(block: &[u8]) -> Table16 {
     let more = |i: usize| u16_at(&block[34..], i);
     let scale = |i: usize| 2 * (more(i / 2) >> 12 & 7) as u8 + 1;
     grids(f16_at(block, 0) / 8.0, NEAR_ONES, scale, |i| {
@@ -257,7 +257,7 @@ fn iq1_s(block: &[u8]) -> Few {
 }
 
 /// `grid indices[32], 32 × (3 upper bits of the index, sign of the eighth), 4 × (4 × 3 bits of scale, 4 bits of d)`
-fn iq1_m(block: &[u8]) -> Few {
+fn iq1_m(block: &[u8]) -> Table16 {
     let more = |i: usize| u16_at(&block[48..], i);
     let d = (0..4).fold(0, |d, i| d | more(i) >> 12 << (4 * i));
     let scale = |i: usize| 2 * (more(i / 4) >> (3 * (i % 4)) & 7) as u8 + 1;
@@ -268,19 +268,19 @@ fn iq1_m(block: &[u8]) -> Few {
     })
 }
 
-fn ternary(d: f32, code: impl Fn(usize) -> u8) -> Few {
+fn ternary(d: f32, code: impl Fn(usize) -> u8) -> Table16 {
     let mut values = [0; 16];
     values[..4].copy_from_slice(&[-1, 0, 1, 2]);
-    Few { d, values, scales: [1; 16], codes: std::array::from_fn(code) }
+    Table16 { d, values, scales: [1; 16], codes: std::array::from_fn(code) }
 }
 
 /// `codes of 2 bits[256], d`
-fn tq2_0(block: &[u8]) -> Few {
+fn tq2_0(block: &[u8]) -> Table16 {
     ternary(f16_at(block, 32), |i| block[i / 128 * 32 + i % 32] >> (2 * (i % 128 / 32)) & 3)
 }
 
 /// Five base-3 digits per byte, as a fraction of 256: `[5][32]` in 32 bytes, `[5][16]` in 16, `[4][4]` in 4; `d`
-fn tq1_0(block: &[u8]) -> Few {
+fn tq1_0(block: &[u8]) -> Table16 {
     ternary(f16_at(block, 26), |i| {
         let (byte, digit) = match i {
             0..160 => (i % 32, i / 32),

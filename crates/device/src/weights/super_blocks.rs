@@ -203,8 +203,8 @@ impl SuperBlock for Iq4Xs {
 }
 
 /// `d as f32, table[16], scales[16], codes[128]`
-pub struct Few;
-impl SuperBlock for Few {
+pub struct Table16;
+impl SuperBlock for Table16 {
     const BYTES: usize = 164;
     const ZERO_BITS: Option<u32> = Some(7);
     const HALVES: bool = true;
