@@ -202,7 +202,7 @@ const CDF_POINTS: usize = 200;
 
 impl Kind {
     fn cdf(self, record: &Record) -> Vec<(f64, f64)> {
-        use crate::report::{Outcome, RequestRow};
+        use crate::report::{RequestOutcome, RequestRow};
         let of: fn(&RequestRow) -> Option<f64> = match self {
             Kind::Ttft => RequestRow::ttft_s,
             Kind::Tpot => RequestRow::tpot_s,
@@ -215,7 +215,7 @@ impl Kind {
                 return kept.map(|(_, point)| point).collect();
             }
         };
-        let finished = record.requests.iter().filter(|row| row.outcome == Outcome::Finished);
+        let finished = record.requests.iter().filter(|row| row.outcome == RequestOutcome::Finished);
         let mut values: Vec<f64> = finished.filter_map(of).collect();
         values.sort_unstable_by(f64::total_cmp);
         cdf(&values, CDF_POINTS)

@@ -7,7 +7,7 @@ mod load;
 mod requests;
 
 pub use load::{Load, LoadReport, Sample, Timeline};
-pub use requests::{Activity, Outcome, Phase, RequestRow, write_csv};
+pub use requests::{Activity, Phase, RequestOutcome, RequestRow, write_csv};
 
 use crate::statistics::{Estimate, Histogram, Spread};
 use serde::Serialize;
@@ -153,14 +153,14 @@ impl Report {
         let mut counts = RequestCounts { total: rows.len() as u64, ..Default::default() };
         for row in rows {
             match row.outcome {
-                Outcome::Finished => counts.finished += 1,
-                Outcome::Refused => counts.refused += 1,
-                Outcome::Cancelled => counts.cancelled += 1,
-                Outcome::Unfinished => counts.unfinished += 1,
+                RequestOutcome::Finished => counts.finished += 1,
+                RequestOutcome::Refused => counts.refused += 1,
+                RequestOutcome::Cancelled => counts.cancelled += 1,
+                RequestOutcome::Unfinished => counts.unfinished += 1,
             }
             counts.late += u64::from(row.is_late());
         }
-        let finished = || rows.iter().filter(|row| row.outcome == Outcome::Finished);
+        let finished = || rows.iter().filter(|row| row.outcome == RequestOutcome::Finished);
         let spread = |of: fn(&RequestRow) -> Option<f64>| {
             Spread::of(&mut finished().filter_map(of).collect::<Vec<_>>())
         };

@@ -16,7 +16,7 @@ pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
 pub(crate) use queue::Arrivals;
 
 use crate::cost::StepCost;
-use crate::report::{CacheCounts, Load, Outcome, Record, RequestRow, Timeline};
+use crate::report::{CacheCounts, Load, Record, RequestOutcome, RequestRow, Timeline};
 use crate::request::Request;
 use executor::SimExecutor;
 use kvist_cache::Cache;
@@ -322,7 +322,7 @@ fn waiting_row(request: &Request) -> RequestRow {
         arrival_ns: request.arrival_ns,
         prompt_tokens: request.prompt_tokens,
         deadline_ns: request.deadline_ns,
-        outcome: Outcome::Unfinished,
+        outcome: RequestOutcome::Unfinished,
         ..RequestRow::default()
     }
 }
@@ -350,10 +350,10 @@ fn note_end(row: &mut RequestRow, ended: &Ended, cache: &mut CacheCounts) {
     row.outcome = match ended.end {
         End::Finished => {
             row.finished_ns = Some(ended.ended_ns);
-            Outcome::Finished
+            RequestOutcome::Finished
         }
-        End::Cancelled => Outcome::Cancelled,
-        End::Refused(_) => Outcome::Refused,
+        End::Cancelled => RequestOutcome::Cancelled,
+        End::Refused(_) => RequestOutcome::Refused,
     };
     if ended.admitted_ns.is_none() {
         return;

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 /// How a request ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Outcome {
+pub enum RequestOutcome {
     Finished,
     /// Refused by the scheduler.
     Refused,
@@ -15,13 +15,13 @@ pub enum Outcome {
     Unfinished,
 }
 
-impl Outcome {
+impl RequestOutcome {
     pub fn name(self) -> &'static str {
         match self {
-            Outcome::Finished => "finished",
-            Outcome::Refused => "refused",
-            Outcome::Cancelled => "cancelled",
-            Outcome::Unfinished => "unfinished",
+            RequestOutcome::Finished => "finished",
+            RequestOutcome::Refused => "refused",
+            RequestOutcome::Cancelled => "cancelled",
+            RequestOutcome::Unfinished => "unfinished",
         }
     }
 }
@@ -43,7 +43,7 @@ pub struct RequestRow {
     pub hit_tokens: u32,
     pub preemptions: u32,
     pub deadline_ns: Option<u64>,
-    pub outcome: Outcome,
+    pub outcome: RequestOutcome,
 }
 
 /// The phase of a request.
@@ -83,7 +83,7 @@ impl RequestRow {
     }
     /// Returns whether it finished after its deadline.
     pub(crate) fn is_late(&self) -> bool {
-        self.outcome == Outcome::Finished
+        self.outcome == RequestOutcome::Finished
             && matches!((self.finished_ns, self.deadline_ns), (Some(end), Some(deadline)) if end > deadline)
     }
     /// Returns whether it finished and met every objective. A single token has no TPOT and meets that objective.
@@ -92,7 +92,7 @@ impl RequestRow {
             (Some(took), Some(bound)) => took <= bound,
             _ => true,
         };
-        self.outcome == Outcome::Finished
+        self.outcome == RequestOutcome::Finished
             && within(self.ttft_s(), objectives.ttft_s)
             && within(self.tpot_s(), objectives.tpot_s)
     }
