@@ -7,7 +7,7 @@ mod dry_run;
 use crate::config::{Admission, PrefixOrder};
 use crate::entry::{Entry, Found, Key, State};
 use crate::log::Decision;
-use crate::memory::{Memory, Timestamp};
+use crate::memory::{Memory, StepTime};
 use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Lookup, SeqId};
@@ -71,7 +71,7 @@ pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
 /// A real admission.
 struct Admitting<'s, 'b> {
     scheduler: &'s mut Scheduler,
-    now: Timestamp,
+    now: StepTime,
     budget: &'b mut u32,
 }
 
@@ -96,7 +96,7 @@ impl Scheduler {
     }
 
     /// Admits the next waiting request. Returns `None` if the batch is full or memory is short.
-    pub(crate) fn admit(&mut self, now: Timestamp, budget: &mut u32) -> Option<u32> {
+    pub(crate) fn admit(&mut self, now: StepTime, budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
             let head = self.next_waiting()?;
@@ -251,7 +251,7 @@ impl Scheduler {
     }
 
     /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit.
-    fn enter(&mut self, now: Timestamp, slot: u32) -> bool {
+    fn enter(&mut self, now: StepTime, slot: u32) -> bool {
         let entry = &self.entries[slot as usize];
         let space = self.space();
         let resumed = entry.seq.is_some();

@@ -15,12 +15,12 @@ mod fused_steps;
 
 use crate::entry::State;
 use crate::executor::Work;
-use crate::memory::Timestamp;
+use crate::memory::StepTime;
 use crate::scheduler::Scheduler;
 
 impl Scheduler {
     /// Fills `batch`. Returns `false` if there is nothing to run.
-    pub(crate) fn build_batch(&mut self, now: Timestamp, mut admit: bool) -> bool {
+    pub(crate) fn build_batch(&mut self, now: StepTime, mut admit: bool) -> bool {
         let mut budget = self.config.max_batch_tokens;
         let preempts = self.order.policy().preempts();
         let mut prefilling = std::mem::take(&mut self.prefilling);

@@ -4,7 +4,7 @@
 //! requests if memory is short (`preempt.rs`). [`Planned::complete`] commits the step and records the emitted tokens.
 use crate::executor::{Batch, Executor, Work};
 use crate::log::Decision;
-use crate::memory::Timestamp;
+use crate::memory::StepTime;
 use crate::outcome::{BadOutcome, Emitted, Outcome};
 use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
@@ -52,7 +52,7 @@ pub enum Iteration {
 #[must_use = "a plan that is dropped is abandoned"]
 pub struct Planned<'s> {
     scheduler: &'s mut Scheduler,
-    now: Timestamp,
+    now: StepTime,
     steps: u32,
     completed: bool,
 }
@@ -222,7 +222,7 @@ impl Scheduler {
         Ok(())
     }
 
-    fn note_outcome(&mut self, now: Timestamp, steps: u32, outcome: &Outcome) {
+    fn note_outcome(&mut self, now: StepTime, steps: u32, outcome: &Outcome) {
         let n = self.event();
         self.events.outcome(
             n,
@@ -232,12 +232,12 @@ impl Scheduler {
         );
     }
 
-    fn note_abandoned(&mut self, now: Timestamp) {
+    fn note_abandoned(&mut self, now: StepTime) {
         let n = self.event();
         self.events.abandoned(n, now.now_ns);
     }
 
-    fn note_failure(&mut self, now: Timestamp, end_ns: u64) {
+    fn note_failure(&mut self, now: StepTime, end_ns: u64) {
         self.counters.failed_steps += 1;
         self.failures += 1;
         self.decide(now, Decision::Failed);
@@ -245,18 +245,18 @@ impl Scheduler {
             return;
         }
         self.failures = 0;
-        let now = Timestamp { now_ns: end_ns, ..now };
+        let now = StepTime { now_ns: end_ns, ..now };
         for i in 0..self.batch.len() {
             self.end(now, self.batch[i].slot, End::Refused(RefusalReason::StepsFailed));
         }
     }
 
-    fn note_success(&mut self, now: Timestamp, steps: u32, end_ns: u64, outcome: &Outcome) {
+    fn note_success(&mut self, now: StepTime, steps: u32, end_ns: u64, outcome: &Outcome) {
         self.failures = 0;
         self.counters.steps += u64::from(steps);
         let log_chunks = self.decisions.is_on();
         let block = self.memory.block_tokens();
-        let end = Timestamp { step: self.counters.steps - 1, now_ns: end_ns };
+        let end = StepTime { step: self.counters.steps - 1, now_ns: end_ns };
         for i in 0..self.batch.len() {
             let (work, advance) = (self.batch[i], outcome.nth(i));
             if log_chunks && !work.decodes {

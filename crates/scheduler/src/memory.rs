@@ -7,12 +7,12 @@ use kvist_cache::{
 
 /// When a decision is made: the index of its step, and the time.
 #[derive(Clone, Copy)]
-pub(crate) struct Timestamp {
+pub(crate) struct StepTime {
     pub step: u64,
     pub now_ns: u64,
 }
 
-impl Timestamp {
+impl StepTime {
     fn moment(self) -> Moment {
         Moment { now_ns: self.now_ns }
     }
@@ -170,7 +170,7 @@ impl Memory {
         salt: &str,
         prompt: &Prompt,
         n_tokens: u32,
-        now: Timestamp,
+        now: StepTime,
         is_first: bool,
     ) -> u32 {
         let (content, moment) = (prompt.content(n_tokens), now.moment());
@@ -188,7 +188,7 @@ impl Memory {
 
     /// Adds the full blocks of `seq` to the prefix index. The first `n_tokens` tokens are known and computed; the
     /// first `stored` of them were added by earlier calls. Returns how many blocks were new to the index.
-    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, now: Timestamp) -> u32 {
+    pub fn store(&mut self, seq: SeqId, prompt: &Prompt, stored: u32, n_tokens: u32, now: StepTime) -> u32 {
         let Some(mut prefixes) = self.cache.prefixes() else { return 0 };
         let done = prefixes.store_from(seq, stored, &prompt.content(n_tokens), now.moment());
         done.unwrap_or_else(|refused| panic!("sequence {seq} is live and its content was checked: {refused}"))
@@ -203,7 +203,7 @@ impl Memory {
 
     /// Evicts unused cached blocks until `n_tokens` cells are free in every group, as far as possible. Returns the
     /// number of blocks evicted.
-    pub fn evict_until_free(&mut self, n_tokens: u32, now: Timestamp) -> u32 {
+    pub fn evict_until_free(&mut self, n_tokens: u32, now: StepTime) -> u32 {
         self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_until_free(n_tokens, now.moment()))
     }
 }

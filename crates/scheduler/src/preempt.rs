@@ -3,7 +3,7 @@ use crate::config::Preempted;
 use crate::entry::Key;
 use crate::executor::Work;
 use crate::log::Decision;
-use crate::memory::Timestamp;
+use crate::memory::StepTime;
 use crate::policy::View;
 use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
@@ -15,13 +15,7 @@ impl Scheduler {
     /// this step, if the group frees blocks that left its window; drop the cache of the lowest-ranked paused request;
     /// preempt the lowest-ranked running request; end the only running request, which already has the cache to itself.
     /// Returns `true` if eviction was enough; the batch is then unchanged.
-    pub(crate) fn free_memory(
-        &mut self,
-        now: Timestamp,
-        group: GroupId,
-        needed: u32,
-        available: u32,
-    ) -> bool {
+    pub(crate) fn free_memory(&mut self, now: StepTime, group: GroupId, needed: u32, available: u32) -> bool {
         self.batch_changed = true;
         if available >= needed {
             let freed = self.memory.evict_until_free(needed, now);
@@ -84,7 +78,7 @@ impl Scheduler {
     }
 
     /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
-    pub(crate) fn preempt_behind(&mut self, now: Timestamp, key: Key, why: &str, budget: &mut u32) -> bool {
+    pub(crate) fn preempt_behind(&mut self, now: StepTime, key: Key, why: &str, budget: &mut u32) -> bool {
         let worst = self.worst_running().filter(|worst| self.may_preempt(key, *worst));
         let Some(worst) = worst else { return false };
         *budget += self.entries[worst.slot as usize].scheduled;
@@ -94,7 +88,7 @@ impl Scheduler {
     }
 
     /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
-    pub(crate) fn drop_behind(&mut self, now: Timestamp, key: Key) -> bool {
+    pub(crate) fn drop_behind(&mut self, now: StepTime, key: Key) -> bool {
         match self.paused.last() {
             Some(&worst) if self.victim_key(worst.slot) > key => {
                 self.drop_cache(now, worst.slot);
@@ -105,14 +99,14 @@ impl Scheduler {
     }
 
     /// Drops the cache of the lowest-ranked paused request other than `slot`.
-    pub(crate) fn drop_worst_except(&mut self, now: Timestamp, slot: u32) -> bool {
+    pub(crate) fn drop_worst_except(&mut self, now: StepTime, slot: u32) -> bool {
         let worst = self.paused.iter().rev().find(|key| key.slot != slot).copied();
         worst.map(|key| self.drop_cache(now, key.slot)).is_some()
     }
 
     /// Moves a request from the batch back to the waiting queue. Its generated tokens are kept; its cache only if
     /// `keep`.
-    fn preempt(&mut self, now: Timestamp, slot: u32, why: &str, keep: bool) {
+    fn preempt(&mut self, now: StepTime, slot: u32, why: &str, keep: bool) {
         self.leave(slot);
         let entry = &mut self.entries[slot as usize];
         entry.scheduled = 0;
@@ -127,7 +121,7 @@ impl Scheduler {
     }
 
     /// Drops the kept cache of a paused request.
-    fn drop_cache(&mut self, now: Timestamp, slot: u32) {
+    fn drop_cache(&mut self, now: StepTime, slot: u32) {
         let entry = &self.entries[slot as usize];
         let (id, tokens) = (entry.id, entry.cached);
         self.decide(now, Decision::Drop { id, tokens });

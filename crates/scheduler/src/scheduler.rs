@@ -5,7 +5,7 @@ use crate::executor::Work;
 use crate::lengths::{Order, Truth};
 use crate::log::CacheShape;
 use crate::log::{Decision, Log};
-use crate::memory::{Memory, Timestamp};
+use crate::memory::{Memory, StepTime};
 use crate::outcome::Outcome;
 use crate::request::*;
 use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
@@ -231,8 +231,8 @@ impl Scheduler {
         self.n_events - 1
     }
 
-    pub(crate) fn timestamp(&self, now_ns: u64) -> Timestamp {
-        Timestamp { step: self.counters.steps, now_ns }
+    pub(crate) fn timestamp(&self, now_ns: u64) -> StepTime {
+        StepTime { step: self.counters.steps, now_ns }
     }
 
     pub(crate) fn key(&self, slot: u32) -> Key {
@@ -240,7 +240,7 @@ impl Scheduler {
         Key { rank: self.order.rank(&entry.view()), arrival: entry.number, slot }
     }
 
-    pub(crate) fn decide(&mut self, now: Timestamp, decision: Decision<'_>) {
+    pub(crate) fn decide(&mut self, now: StepTime, decision: Decision<'_>) {
         self.decisions.decide(now.step, now.now_ns, decision);
     }
 
@@ -382,7 +382,7 @@ impl Scheduler {
     }
 
     /// Ends a request. Every request ends here.
-    pub(crate) fn end(&mut self, now: Timestamp, slot: u32, end: End) {
+    pub(crate) fn end(&mut self, now: StepTime, slot: u32, end: End) {
         self.leave(slot);
         self.release(slot);
         self.blocked = None;
