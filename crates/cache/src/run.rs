@@ -2,14 +2,14 @@
 
 /// `len` contiguous cells from `start`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct CellRun {
     /// First cell.
     pub start: u32,
     /// Number of cells.
     pub len: u32,
 }
 
-impl Run {
+impl CellRun {
     /// One past the last cell.
     pub fn end(self) -> u32 {
         self.start + self.len
@@ -25,7 +25,7 @@ impl Run {
 }
 
 /// Appends `run`, merging it into the last run if that one ends where `run` starts.
-pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
+pub(crate) fn push_run(runs: &mut Vec<CellRun>, run: CellRun) {
     match runs.last_mut() {
         Some(last) if last.end() == run.start => last.len += run.len,
         _ => runs.push(run),
@@ -34,11 +34,11 @@ pub(crate) fn push_run(runs: &mut Vec<Run>, run: Run) {
 
 #[cfg(test)]
 mod tests {
-    use super::Run;
+    use super::CellRun;
 
     #[test]
     fn a_run_contains_its_cells() {
-        let run = Run { start: 3, len: 2 };
+        let run = CellRun { start: 3, len: 2 };
         let found: Vec<u32> = (0..9).filter(|&cell| run.contains(cell)).collect();
         assert_eq!(found, run.cells().collect::<Vec<_>>());
         assert_eq!(found, [3, 4]);

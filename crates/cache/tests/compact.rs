@@ -28,7 +28,7 @@ fn the_fast_path_comes_back() {
         assert_eq!((report.used_cells, report.high_water), (201, 201), "{kind}");
         assert_eq!(
             it.grow(B, 1),
-            Some(Window { run: Run { start: 100, len: 102 }, causal: false }),
+            Some(Window { run: CellRun { start: 100, len: 102 }, causal: false }),
             "{kind}"
         );
         assert_eq!(it.grow(A, 1), None, "{kind}: B stands where A would go on");

@@ -14,9 +14,9 @@ fn an_idle_sequence_in_lower_cells_is_not_read() {
         it.sequences().seq_new(B).unwrap();
         it.grow(A, 20); // cells 0..20
         let window = it.grow(B, 5).expect("alone in its cells");
-        assert_eq!(window, Window { run: Run { start: 32, len: 5 }, causal: true }, "{kind}");
+        assert_eq!(window, Window { run: CellRun { start: 32, len: 5 }, causal: true }, "{kind}");
         let window = it.grow(B, 1).expect("alone in its cells");
-        assert_eq!(window, Window { run: Run { start: 32, len: 6 }, causal: false }, "{kind}");
+        assert_eq!(window, Window { run: CellRun { start: 32, len: 6 }, causal: false }, "{kind}");
         assert_eq!(it.seen(), [(32..38).collect::<Vec<_>>()], "{kind}");
 
         // Decoding in turn interleaves the stripes: A continues behind B, and is no longer one run.
@@ -36,7 +36,7 @@ fn a_removed_prefix_is_not_read() {
         it.grow(A, 40);
         it.sequences().seq_rm(A, 0, 10).unwrap();
         let window = it.grow(A, 1).expect("what is left is one run");
-        assert_eq!(window, Window { run: Run { start: 10, len: 31 }, causal: false }, "{kind}");
+        assert_eq!(window, Window { run: CellRun { start: 10, len: 31 }, causal: false }, "{kind}");
 
         // A hole in the middle: two runs, no fast path, and the hole is in neither.
         it.sequences().seq_rm(A, 20, 25).unwrap();

@@ -12,7 +12,7 @@ fn decode(it: &mut Stepping, n_sequences: u32) {
     it.step(&spans).unwrap();
 }
 
-fn shared(it: &Stepping, n_queries: u32) -> Vec<(Run, u32)> {
+fn shared(it: &Stepping, n_queries: u32) -> Vec<(CellRun, u32)> {
     let items = it.reads().items.iter().filter(|item| item.n_queries == n_queries);
     items.map(|item| (item.run, item.first_index)).collect()
 }
@@ -27,7 +27,7 @@ fn sixty_four_branches_read_their_trunk_once() {
         assert_eq!(it.report().used_cells, 1_000, "{kind}: a fork takes no cell");
         for turn in 1..40 {
             decode(&mut it, 64);
-            assert_eq!(shared(&it, 64), [(Run { start: 0, len: 1_000 }, 0)], "{kind}");
+            assert_eq!(shared(&it, 64), [(CellRun { start: 0, len: 1_000 }, 0)], "{kind}");
             assert_eq!(it.reads().cells_read(), 1_000 + 64 * turn, "{kind}");
         }
     }
@@ -44,7 +44,7 @@ fn nested_shared_prefixes_are_read_once() {
     it.grow(B, 30); // shared by B and D
     it.sequences().fork(B, SeqId(3)).unwrap();
     decode(&mut it, 4);
-    assert_eq!(shared(&it, 4), [(Run { start: 0, len: 100 }, 0)]);
+    assert_eq!(shared(&it, 4), [(CellRun { start: 0, len: 100 }, 0)]);
     let twos = shared(&it, 2);
     assert_eq!(twos.iter().map(|(run, _)| run.len).sum::<u32>(), 50 + 30, "{twos:?}");
     assert!(twos.iter().all(|&(_, first_index)| first_index >= 100), "{twos:?}");
@@ -95,7 +95,7 @@ fn a_trunk_is_shared_under_a_window() {
         decode(&mut it, 8);
         // First visible positions: 201 + 1 − 64 = 138 to 145. All start sharing at stripe boundary 144 or 160.
         let eights = shared(&it, 8);
-        assert_eq!(eights, [(Run { start: 0, len: 4 }, 0), (Run { start: 160, len: 40 }, 160)]);
+        assert_eq!(eights, [(CellRun { start: 0, len: 4 }, 0), (CellRun { start: 160, len: 40 }, 160)]);
         let in_stripe = it.reads().cells_read() - (4 + 40) - (1..=8).sum::<u64>() - 8;
         assert!(in_stripe <= 8 * 16, "{in_stripe} cells are read by one branch each");
     }
@@ -109,7 +109,7 @@ fn what_follows_a_removed_prefix_is_still_shared() {
     it.sequences().fork(A, B).unwrap();
     it.sequences().seq_rm(B, 0, 30).unwrap();
     decode(&mut it, 2);
-    assert_eq!(shared(&it, 2), [(Run { start: 30, len: 70 }, 30)]);
+    assert_eq!(shared(&it, 2), [(CellRun { start: 30, len: 70 }, 30)]);
     assert_eq!(it.reads().cells_read(), 100 + 2);
 }
 
@@ -137,13 +137,17 @@ fn bits_are_used_only_where_needed() {
     let window = it.speculate(A, &[None, Some(0), Some(1)]).unwrap();
     assert_eq!(
         window,
-        Some(Window { run: Run { start: 0, len: 43 }, causal: true }),
+        Some(Window { run: CellRun { start: 0, len: 43 }, causal: true }),
         "a tree that is a chain"
     );
     it.speculate(A, &[Some(2)]).unwrap();
     assert!(it.reads().items.iter().all(|item| item.mask == Mask::All), "{:?}", it.reads().items);
     it.speculate(A, &[Some(0), Some(3)]).unwrap();
-    let with_bits: Vec<Run> =
+    let with_bits: Vec<CellRun> =
         it.reads().items.iter().filter(|i| matches!(i.mask, Mask::Bits { .. })).map(|i| i.run).collect();
-    assert_eq!(with_bits, [Run { start: 41, len: 5 }], "all see the prefix and node 0, the rest is mixed");
+    assert_eq!(
+        with_bits,
+        [CellRun { start: 41, len: 5 }],
+        "all see the prefix and node 0, the rest is mixed"
+    );
 }

@@ -1,7 +1,7 @@
 //! How fast blocks of 16 cells leave and enter the CPU's pools, by storage (the median of a block): `cargo run -p kvist-cpu --example transfers`.
 //!
 //! The layers are those of a Llama 3 8B: 32 of them, 8 KV heads of 128.
-use kvist_cache::{GroupId, LayerId, Run};
+use kvist_cache::{CellRun, GroupId, LayerId};
 use kvist_cpu::Cpu;
 use kvist_device::*;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         // The first import touches the pages and is not measured.
         for pass in 0..5 {
             for import in [true, false] {
-                for cells in (0..BLOCKS).map(|b| Run { start: b * CELLS, len: CELLS }) {
+                for cells in (0..BLOCKS).map(|b| CellRun { start: b * CELLS, len: CELLS }) {
                     let begun = Instant::now();
                     let transfer = match import {
                         true => pools.import(Ticket::START, GroupId(0), cells, block)?,

@@ -29,7 +29,7 @@ use crate::rotation::{rotate, rotate_whole, rotate_whole_back};
 pub use float::{BF16, F16, F32};
 pub use gather::{Block, Blocks, Gather, MAX_BLOCKS};
 use half::f16;
-use kvist_cache::Run;
+use kvist_cache::CellRun;
 use kvist_device::{DType, Side as Half, Storage};
 pub use q4::Q4;
 pub use q8::Q8;
@@ -251,7 +251,7 @@ impl Geometry {
 /// Consecutive cells of every head in one slab: codes `[heads][blocks]`, then parameters `[heads][blocks]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Segment {
-    cells: Run,
+    cells: CellRun,
     slab: usize,
     codes: usize,
     params: usize,
@@ -328,7 +328,7 @@ impl Side {
     /// The segment that would be added to make room for `cells` cells, at byte `at` of slab `slab`.
     pub fn segment(&self, cells: u32, growth: Growth, slab: usize, at: usize) -> Segment {
         let start = if growth == Growth::Concatenate { 0 } else { self.cells() };
-        let cells = Run { start, len: cells.saturating_sub(start) };
+        let cells = CellRun { start, len: cells.saturating_sub(start) };
         let blocks = (cells.len as usize).div_ceil(LANES);
         Segment { cells, slab, codes: at, params: at + self.shape.heads * blocks * self.shape.block_codes() }
     }

@@ -166,7 +166,7 @@ impl CpuPools {
     }
 
     /// Copies the stored rows of `cells` to a block, layer by layer.
-    fn copy_out(&mut self, group: GroupId, cells: Run, mut block: &mut [u8]) -> Result<(), BackendError> {
+    fn copy_out(&mut self, group: GroupId, cells: CellRun, mut block: &mut [u8]) -> Result<(), BackendError> {
         let have = cells_of(&self.spec.layout, &self.layers, group);
         self.spec.check_transfer(group, cells, have, block.len())?;
         self.counters.bytes_moved += block.len() as u64;
@@ -182,7 +182,7 @@ impl CpuPools {
     }
 
     /// Copies the rows of a block to `cells`, after growing to them.
-    fn copy_in(&mut self, group: GroupId, cells: Run, mut block: &[u8]) -> Result<(), BackendError> {
+    fn copy_in(&mut self, group: GroupId, cells: CellRun, mut block: &[u8]) -> Result<(), BackendError> {
         let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
         self.spec.check_transfer(group, cells, capacity, block.len())?;
         self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
@@ -366,7 +366,7 @@ impl Pools for CpuPools {
         &mut self,
         _: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         mut into: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         let copied = self.copy_out(group, cells, into.bytes_mut());
@@ -377,7 +377,7 @@ impl Pools for CpuPools {
         &mut self,
         _: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         from: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         let copied = self.copy_in(group, cells, from.bytes());

@@ -9,7 +9,7 @@ mod slots;
 use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use kvist_cache::{CellCopy, GroupId, Run, SpanKind, StepPlan};
+use kvist_cache::{CellCopy, CellRun, GroupId, SpanKind, StepPlan};
 use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use slots::{Bounds, Group, Place, Slot, StepTokens};
 use std::ops::Range;
@@ -201,7 +201,7 @@ impl RecentRows {
     }
 
     /// Drops the rows of `cells`: other tokens are in these cells from now on.
-    pub fn forget(&mut self, group: GroupId, cells: Run) {
+    pub fn forget(&mut self, group: GroupId, cells: CellRun) {
         let group = &mut self.groups[group.0 as usize];
         for cell in cells.start..cells.end().min(group.places.len() as u32) {
             group.set(cell, Place::default());

@@ -6,7 +6,7 @@ use kvist_cache::*;
 use kvist_cpu::Cpu;
 use kvist_device::*;
 
-const CELLS: Run = Run { start: 13, len: 21 };
+const CELLS: CellRun = CellRun { start: 13, len: 21 };
 
 /// The code of element `i` of a group of `len` elements with two to a byte.
 fn nibble(codes: &[u8], i: usize, len: usize) -> u8 {

@@ -8,7 +8,7 @@ use crate::step_io::Ticket;
 use crate::storage::Storage;
 use crate::tensor::{Tensor, TensorMut};
 use crate::transfer::{HostBlock, Transfer, TransferRefused};
-use kvist_cache::{GroupId, LayerId, MovePlan, Run, StepPlan};
+use kvist_cache::{CellRun, GroupId, LayerId, MovePlan, StepPlan};
 use std::sync::Arc;
 
 /// Everything [`Backend::pools`] needs.
@@ -116,7 +116,7 @@ pub trait Pools: Send {
         &mut self,
         after: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         into: HostBlock,
     ) -> Result<Transfer, TransferRefused>;
 
@@ -132,7 +132,7 @@ pub trait Pools: Send {
         &mut self,
         after: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         from: HostBlock,
     ) -> Result<Transfer, TransferRefused>;
 

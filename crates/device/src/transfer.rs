@@ -1,7 +1,7 @@
 //! Copies of KV bytes out of pools or into them, a block of cells at a time.
 use crate::error::BackendError;
 use crate::pools::PoolSpec;
-use kvist_cache::{GroupId, Run};
+use kvist_cache::{CellRun, GroupId};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -143,7 +143,7 @@ impl PoolSpec {
     pub fn check_transfer(
         &self,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         end: u32,
         len: usize,
     ) -> Result<(), BackendError> {

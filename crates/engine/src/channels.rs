@@ -3,7 +3,7 @@
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
-use kvist_cache::{GroupId, LayerId, MovePlan, Run, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{CellRun, GroupId, LayerId, MovePlan, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::*;
 use kvist_model::{Error, Model};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -135,7 +135,7 @@ impl Pools for KeyEnergyPools {
         &mut self,
         after: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         into: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         self.inner.export(after, group, cells, into)
@@ -144,7 +144,7 @@ impl Pools for KeyEnergyPools {
         &mut self,
         after: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         from: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         self.inner.import(after, group, cells, from)

@@ -40,9 +40,9 @@ pub struct Options {
     pub packed: f64,
     /// Stored rows must come back bit for bit, whatever the storage. For backends that store f32 only.
     pub exact_rows: bool,
-    /// Run only the case of this number.
+    /// CellRun only the case of this number.
     pub only: Option<usize>,
-    /// Run only every n-th case, for kernels that have passed all of them before.
+    /// CellRun only every n-th case, for kernels that have passed all of them before.
     pub one_in: usize,
 }
 

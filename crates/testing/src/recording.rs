@@ -3,7 +3,7 @@
 //!
 //! It stores K and V in the dtypes that are asked for, and weights in their file's encoding, so its memory plan is that
 //! of a real device.
-use kvist_cache::{GroupId, LayerId, MovePlan, Run, StepId, StepPlan};
+use kvist_cache::{CellRun, GroupId, LayerId, MovePlan, StepId, StepPlan};
 use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::*;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -326,7 +326,7 @@ impl Pools for StubPools {
         &mut self,
         _: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         mut into: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         let have = self.cells.get(usize::from(group.0)).copied().unwrap_or(0);
@@ -340,7 +340,7 @@ impl Pools for StubPools {
         &mut self,
         _: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         from: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);

@@ -1,6 +1,6 @@
 //! Compaction: plans the cell moves after which every sequence lies in one run and the lowest cells are in use.
 use crate::plan::CellCopy;
-use crate::run::Run;
+use crate::run::CellRun;
 
 /// Marks a free cell.
 const FREE: u32 = u32::MAX;
@@ -19,7 +19,7 @@ const FREE: u32 = u32::MAX;
 /// and after a clearing round every cleared home receives its owner. Without any free cell nothing can be cleared,
 /// and the round is empty. O(occupied cells) in time and memory.
 pub(super) fn next_round(
-    wanted: impl Iterator<Item = Run>,
+    wanted: impl Iterator<Item = CellRun>,
     capacity: u32,
     high_water: u32,
     out: &mut Vec<CellCopy>,

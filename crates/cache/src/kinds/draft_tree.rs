@@ -4,7 +4,7 @@ use crate::ids::*;
 use crate::plan::{PlannedSpan, Spans};
 use crate::reads::{Mask, ReadItem, Reads};
 use crate::request::Refused;
-use crate::run::Run;
+use crate::run::CellRun;
 
 /// A draft token that is neither accepted nor discarded yet. Its number is its index in the sequence's list of nodes.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +72,7 @@ pub(super) fn edge_item(
     start: u32,
     depths: &[u32],
     visibility: Visibility,
-    run: Run,
+    run: CellRun,
     first_position: u32,
 ) {
     let at = reads.next_bit();
@@ -147,7 +147,7 @@ pub(super) fn node_items(
             reads.items.push(ReadItem {
                 first_query,
                 n_queries: span.n_tokens,
-                run: Run { start: nodes[first].cell, len: (end - first) as u32 },
+                run: CellRun { start: nodes[first].cell, len: (end - first) as u32 },
                 first_index: span.start + first as u32,
                 mask,
             });

@@ -1,5 +1,5 @@
 //! Where one sequence is stored: stretches of contiguous cells that hold consecutive positions.
-use crate::run::Run;
+use crate::run::CellRun;
 
 /// `len` tokens at consecutive positions in contiguous cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,8 +14,8 @@ impl Extent {
     pub fn end(self) -> u32 {
         self.position + self.len
     }
-    pub fn run(self) -> Run {
-        Run { start: self.cell, len: self.len }
+    pub fn run(self) -> CellRun {
+        CellRun { start: self.cell, len: self.len }
     }
     /// True if `next` continues this extent in both cells and positions. Only then do extents merge.
     pub fn precedes(self, next: Extent) -> bool {
@@ -70,7 +70,7 @@ impl Extents {
     }
 
     /// Removes positions `from..until`, and calls `freed` with every run that held them.
-    pub fn remove(&mut self, from: u32, until: u32, mut freed: impl FnMut(Run)) {
+    pub fn remove(&mut self, from: u32, until: u32, mut freed: impl FnMut(CellRun)) {
         if from >= until {
             return;
         }

@@ -21,7 +21,7 @@ use crate::plan::*;
 use crate::reads::{Mask, ReadItem};
 use crate::report::*;
 use crate::request::Refused;
-use crate::run::{Run, push_run};
+use crate::run::{CellRun, push_run};
 use blocks::{Blocks, Released};
 use std::collections::BTreeMap;
 
@@ -264,7 +264,7 @@ impl Kind for Paged {
                     out.copies.push(CellCopy { from, to, len: offset });
                 }
                 let len = n_tokens.min(self.block_tokens - offset);
-                push_run(&mut out.writes, Run { start: block * self.block_tokens + offset, len });
+                push_run(&mut out.writes, CellRun { start: block * self.block_tokens + offset, len });
                 n_tokens -= len;
                 written_end = written_end.max(block + 1);
                 tail = Some(block);
@@ -273,7 +273,7 @@ impl Kind for Paged {
                 let block = self.blocks.find(tail, &mut from, out);
                 out.claim_block(block, self.blocks.capacity());
                 let len = n_tokens.min(self.block_tokens);
-                push_run(&mut out.writes, Run { start: block * self.block_tokens, len });
+                push_run(&mut out.writes, CellRun { start: block * self.block_tokens, len });
                 n_tokens -= len;
                 written_end = written_end.max(block + 1);
                 tail = Some(block);

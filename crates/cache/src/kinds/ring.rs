@@ -5,7 +5,7 @@ use crate::kind::Kind;
 use crate::plan::*;
 use crate::report::*;
 use crate::request::Refused;
-use crate::run::{Run, push_run};
+use crate::run::{CellRun, push_run};
 
 /// Holds one chain of any length in sinks + window + max_step − 1 cells. Position p lies in cell p if it is a sink,
 /// and otherwise in cell sinks + (p − sinks) mod (window + max_step − 1).
@@ -56,7 +56,7 @@ impl Ring {
         (u64::from(position) + 1).saturating_sub(u64::from(self.window)).max(u64::from(self.sinks())) as u32
     }
     /// Calls `each` with the contiguous cells of positions `from..until`, cut where the ring wraps.
-    fn runs(&self, mut from: u32, until: u32, mut each: impl FnMut(Run, u32)) {
+    fn runs(&self, mut from: u32, until: u32, mut each: impl FnMut(CellRun, u32)) {
         while from < until {
             let (start, room) = match from.checked_sub(self.sinks()) {
                 // The ring begins right after the sinks: its first round continues their run.
@@ -64,7 +64,7 @@ impl Ring {
                 Some(p) => (self.sinks() + p % self.round(), self.round() - p % self.round()),
             };
             let len = room.min(until - from);
-            each(Run { start, len }, from);
+            each(CellRun { start, len }, from);
             from += len;
         }
     }
@@ -123,8 +123,8 @@ impl Kind for Ring {
     fn report(&self) -> Report {
         let len = self.seq_len(SeqId::ONLY).unwrap_or(0);
         let mut n_extents = 0;
-        let mut previous: Option<(Run, u32)> = None;
-        let mut count = |run: Run, position| {
+        let mut previous: Option<(CellRun, u32)> = None;
+        let mut count = |run: CellRun, position| {
             n_extents +=
                 u32::from(previous.is_none_or(|(r, p)| r.end() != run.start || p + r.len != position));
             previous = Some((run, position));

@@ -15,7 +15,7 @@ use crate::plan::*;
 use crate::reads::{Mask, ReadItem};
 use crate::report::*;
 use crate::request::Refused;
-use crate::run::Run;
+use crate::run::CellRun;
 use std::collections::BTreeMap;
 
 pub(super) struct CellSpace {
@@ -185,7 +185,7 @@ impl CellSpace {
 
     pub fn plan_moves(&self, out: &mut Vec<CellCopy>) {
         let wanted = self.sequences.values().flat_map(|sequence| {
-            let nodes = sequence.nodes.iter().map(|node| Run { start: node.cell, len: 1 });
+            let nodes = sequence.nodes.iter().map(|node| CellRun { start: node.cell, len: 1 });
             sequence.committed.list().iter().map(|extent| extent.run()).chain(nodes)
         });
         compaction::next_round(wanted, self.capacity(), self.stripes.high_water(), out);
@@ -278,7 +278,7 @@ impl CellSpace {
         if from <= sequence.next_position && sequence.next_position <= until {
             sequence.next_position = from;
             for node in sequence.nodes.drain(..) {
-                self.stripes.release(Run { start: node.cell, len: 1 });
+                self.stripes.release(CellRun { start: node.cell, len: 1 });
             }
             if from == 0 {
                 self.sequences.remove(&seq);
@@ -312,7 +312,7 @@ impl CellSpace {
         let mut accepted = accepted.iter().peekable();
         for (number, node) in sequence.nodes.drain(..).enumerate() {
             if accepted.next_if(|a| a.0 as usize == number).is_none() {
-                self.stripes.release(Run { start: node.cell, len: 1 });
+                self.stripes.release(CellRun { start: node.cell, len: 1 });
             }
         }
         Ok(())

@@ -2,7 +2,7 @@
 //! fragment each other into runs of one cell.
 use super::free_set::FreeSet;
 use crate::plan::{CellCopy, GroupPlan, grown};
-use crate::run::Run;
+use crate::run::CellRun;
 
 /// Number of cells that one sequence fills before another may allocate among them.
 pub(super) const STRIPE: u32 = 16;
@@ -78,7 +78,7 @@ impl Stripes {
                     Some(stripe) => {
                         cursor.next_stripe = stripe + 1;
                         let start = stripe * STRIPE;
-                        Run { start, len: n.min(STRIPE).min(self.capacity() - start) }
+                        CellRun { start, len: n.min(STRIPE).min(self.capacity() - start) }
                     }
                     None => self.stray(cursor, n, out),
                 },
@@ -94,16 +94,16 @@ impl Stripes {
     }
 
     /// Free cells from `cell` to the end of its stripe; `None` if `cell` is the first cell of a stripe.
-    fn rest_of_stripe(&self, cell: u32, n: u32, out: &GroupPlan) -> Option<Run> {
+    fn rest_of_stripe(&self, cell: u32, n: u32, out: &GroupPlan) -> Option<CellRun> {
         if cell.is_multiple_of(STRIPE) {
             return None;
         }
         let end = cell.next_multiple_of(STRIPE).min(self.capacity()).min(cell.saturating_add(n));
         let len = (cell..end).take_while(|&c| self.is_open(c, out)).count() as u32;
-        (len > 0).then_some(Run { start: cell, len })
+        (len > 0).then_some(CellRun { start: cell, len })
     }
 
-    fn stray(&self, cursor: &mut Cursor, n: u32, out: &GroupPlan) -> Run {
+    fn stray(&self, cursor: &mut Cursor, n: u32, out: &GroupPlan) -> CellRun {
         loop {
             let (cell, stripe) = (cursor.stray_cell, cursor.stray_cell / STRIPE);
             assert!(
@@ -120,7 +120,7 @@ impl Stripes {
                 let len =
                     (cell..end.min(cell.saturating_add(n))).take_while(|&c| self.is_open(c, out)).count();
                 cursor.stray_cell = cell + len as u32;
-                return Run { start: cell, len: len as u32 };
+                return CellRun { start: cell, len: len as u32 };
             } else {
                 cursor.stray_cell += 1;
             }
@@ -128,7 +128,7 @@ impl Stripes {
     }
 
     /// Adds a reference to every cell of `run`.
-    pub fn add_ref(&mut self, run: Run) {
+    pub fn add_ref(&mut self, run: CellRun) {
         self.reach(run.end());
         for cell in run.cells() {
             self.refs[cell as usize] += 1;
@@ -139,7 +139,7 @@ impl Stripes {
     }
 
     /// Removes a reference from every cell of `run`.
-    pub fn release(&mut self, run: Run) {
+    pub fn release(&mut self, run: CellRun) {
         for cell in run.cells() {
             let refs = &mut self.refs[cell as usize];
             assert!(*refs > 0, "cell {cell} of {run:?} is released more often than it was referenced");

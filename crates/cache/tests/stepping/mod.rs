@@ -44,7 +44,7 @@ impl Stepping {
     pub fn reads(&self) -> &Reads {
         &self.plan.group(GroupId(0)).reads
     }
-    pub fn writes(&self) -> &[Run] {
+    pub fn writes(&self) -> &[CellRun] {
         &self.plan.group(GroupId(0)).writes
     }
     pub fn report(&self) -> Report {

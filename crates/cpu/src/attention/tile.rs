@@ -11,7 +11,7 @@ use crate::Compute;
 use crate::arch::{Isa, LANES};
 use crate::pool::{self, Gather, Lines, Quads, Queries, Side, Sums};
 use crate::recent::RecentReads;
-use kvist_cache::{Mask, ReadItem, Run};
+use kvist_cache::{CellRun, Mask, ReadItem};
 use std::ops::Range;
 
 impl<'l> Layer<'l> {
@@ -296,8 +296,8 @@ impl Piece {
     fn cells(&self) -> Range<usize> {
         self.at..self.at + self.seen.len()
     }
-    fn run(&self, item: &ReadItem) -> Run {
-        Run { start: item.run.start + self.seen.start, len: self.seen.end - self.seen.start }
+    fn run(&self, item: &ReadItem) -> CellRun {
+        CellRun { start: item.run.start + self.seen.start, len: self.seen.end - self.seen.start }
     }
 }
 

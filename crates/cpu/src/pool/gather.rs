@@ -2,7 +2,7 @@
 use super::Side;
 use crate::arch::LANES;
 use crate::pages::Pages;
-use kvist_cache::Run;
+use kvist_cache::CellRun;
 use std::ops::Range;
 
 /// Prefetch distance in bytes. Hardware prefetching stops at every 4 KiB page, and a block of keys is a short stream.
@@ -91,7 +91,7 @@ impl<'b> Gather<'b> {
         side: &Side,
         slabs: &'b [Pages],
         head: usize,
-        run: Run,
+        run: CellRun,
         at: usize,
         mut full: impl FnMut(&Self),
     ) {

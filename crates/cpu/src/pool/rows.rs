@@ -4,7 +4,7 @@
 use super::{Geometry, Interleaving, Segment, Side};
 use crate::arch::LANES;
 use crate::pages::Pages;
-use kvist_cache::Run;
+use kvist_cache::CellRun;
 use kvist_device::DType;
 use std::ops::Range;
 
@@ -19,7 +19,7 @@ impl Geometry {
     }
 
     /// Bytes of the rows of `cells` outside a block.
-    pub fn bytes_outside(&self, cells: Run) -> usize {
+    pub fn bytes_outside(&self, cells: CellRun) -> usize {
         cells.len as usize * self.heads * self.row_bytes()
     }
 
@@ -175,20 +175,20 @@ impl Side {
     }
 
     /// The parts of a run that lie in one block of each head.
-    fn parts(&self, cells: Run) -> impl Iterator<Item = (&Segment, Run)> {
+    fn parts(&self, cells: CellRun) -> impl Iterator<Item = (&Segment, CellRun)> {
         let mut start = cells.start;
         std::iter::from_fn(move || {
             let left = cells.end().checked_sub(start).filter(|left| *left > 0)?;
             let segment = self.segment_of(start);
             let lanes = (LANES - Self::lane_of(segment, start)) as u32;
-            let part = Run { start, len: left.min(lanes).min(segment.cells.end() - start) };
+            let part = CellRun { start, len: left.min(lanes).min(segment.cells.end() - start) };
             start = part.end();
             Some((segment, part))
         })
     }
 
     /// Copies the stored rows of `cells` to `rows`, `[cells, heads, row_bytes]`.
-    pub fn export(&self, slabs: &[Pages], cells: Run, rows: &mut [u8]) {
+    pub fn export(&self, slabs: &[Pages], cells: CellRun, rows: &mut [u8]) {
         let (shape, len) = (self.shape, self.shape.row_bytes());
         let stride = shape.heads * len;
         for (segment, part) in self.parts(cells) {
@@ -210,7 +210,7 @@ impl Side {
     }
 
     /// The inverse of [`export`](Self::export). There must be room for the cells.
-    pub fn import(&mut self, slabs: &mut [Pages], cells: Run, rows: &[u8]) {
+    pub fn import(&mut self, slabs: &mut [Pages], cells: CellRun, rows: &[u8]) {
         let (shape, len) = (self.shape, self.shape.row_bytes());
         let stride = shape.heads * len;
         self.broken |= !shape.are_finite(rows);

@@ -6,7 +6,7 @@
 //! defined by the tolerances of the `kvist_testing::conformance` suite. The blocks that it exports and imports have f32 rows, too.
 use super::Reference;
 use crate::*;
-use kvist_cache::{CellCopy, GroupId, GroupPlan, LayerId, MovePlan, Run, StepId, StepPlan};
+use kvist_cache::{CellCopy, CellRun, GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};
 
 impl Backend for Reference {
     fn id(&self) -> &'static str {
@@ -144,7 +144,7 @@ impl ReferencePools {
         of_group.flat_map(|(_, owned)| std::iter::once(&mut owned.k).chain(owned.v.as_mut()))
     }
 
-    fn copy_out(&mut self, group: GroupId, cells: Run, block: &mut [u8]) -> Result<(), BackendError> {
+    fn copy_out(&mut self, group: GroupId, cells: CellRun, block: &mut [u8]) -> Result<(), BackendError> {
         let have = self.rows_of(group).next().map_or(0, |rows| rows.cells() as u32);
         self.spec.check_transfer(group, cells, have, block.len())?;
         let mut bytes = block.as_chunks_mut::<4>().0.iter_mut();
@@ -156,7 +156,7 @@ impl ReferencePools {
         Ok(())
     }
 
-    fn copy_in(&mut self, group: GroupId, cells: Run, block: &[u8]) -> Result<(), BackendError> {
+    fn copy_in(&mut self, group: GroupId, cells: CellRun, block: &[u8]) -> Result<(), BackendError> {
         let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
         self.spec.check_transfer(group, cells, capacity, block.len())?;
         self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
@@ -275,7 +275,7 @@ impl Pools for ReferencePools {
         &mut self,
         _: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         mut into: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         let copied = self.copy_out(group, cells, into.bytes_mut());
@@ -286,7 +286,7 @@ impl Pools for ReferencePools {
         &mut self,
         _: Ticket,
         group: GroupId,
-        cells: Run,
+        cells: CellRun,
         from: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
         let copied = self.copy_in(group, cells, from.bytes());

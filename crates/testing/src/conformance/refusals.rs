@@ -359,7 +359,7 @@ fn transfers(backend: &dyn Backend) -> Result<(), String> {
     if size(&*pools, 1)? * 10 != ten || pools.block_bytes(GroupId(1), 1).is_some() {
         return Err("the sizes of blocks are wrong".into());
     }
-    let run = |start, len| Run { start, len };
+    let run = |start, len| CellRun { start, len };
     let transfer = pools.import(Ticket::START, G, run(246, 10), block(ten)?);
     let block_again = must(finish(&mut *pools, transfer), "import of cells that no step has written")?;
     let before = (budget.usage(), pools.bytes(), pools.counters());

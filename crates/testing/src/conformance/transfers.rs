@@ -137,10 +137,10 @@ impl World {
     }
 
     /// The longest run of cells that holds tokens of A from `token` on.
-    fn run(&self, group: usize, token: usize, most: u32) -> Run {
+    fn run(&self, group: usize, token: usize, most: u32) -> CellRun {
         let cells = &self.cells[group][token..];
         let follow = cells.iter().zip(cells[0]..).take_while(|(cell, next)| *cell == next).count();
-        Run { start: cells[0], len: most.min(follow as u32) }
+        CellRun { start: cells[0], len: most.min(follow as u32) }
     }
 }
 
@@ -150,7 +150,7 @@ fn nan_token(case: &Case, length: u32) -> Option<u32> {
     (case.length.is_multiple_of(3) && length > 2).then_some(length / 2)
 }
 
-fn block(pools: &dyn Pools, group: GroupId, cells: Run) -> HostBlock {
+fn block(pools: &dyn Pools, group: GroupId, cells: CellRun) -> HostBlock {
     HostBlock::new(pools.block_bytes(group, cells.len).expect("the group exists")).expect("there is memory")
 }
 
@@ -199,7 +199,7 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
             let most = (1 + choices.below(40)).min(length - token);
             let from = source.run(g, token as usize, most);
             let to = target.run(g, token as usize, from.len);
-            let from = Run { len: to.len, ..from };
+            let from = CellRun { len: to.len, ..from };
             // A block may be used again.
             let size = exported.block_bytes(id, from.len).unwrap_or(0);
             let into = spare.take().filter(|block: &HostBlock| block.bytes().len() == size);
