@@ -141,7 +141,7 @@ impl Chat {
 
     /// Adds the user message `text` to the current branch and generates the answer. On `Err` the messages are
     /// unchanged.
-    pub fn say(
+    pub fn send(
         &mut self,
         text: &str,
         sampler: &mut Sampler,

@@ -178,7 +178,7 @@ fn run_turn(
     };
     let wrap = terminal_width().map(Wrap::new);
     let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-    let turn = chat.say(message, sampler, &limits, &mut watch);
+    let turn = chat.send(message, sampler, &limits, &mut watch);
     watch.end();
     if let Some(failed) = watch.failed {
         return Err(Failure::Output(failed));
