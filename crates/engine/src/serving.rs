@@ -418,11 +418,11 @@ impl Engine {
         let _ = self.shared.commands.send(Command::CancelAll);
     }
     /// Waits until no job is live, or the thread has ended.
-    pub async fn idle(&self) {
+    pub async fn until_idle(&self) {
         let mut live = self.shared.live.subscribe();
         // This handle keeps the sender alive, so `wait_for` cannot fail.
         let mut no_jobs = pin!(async { drop(live.wait_for(|n| *n == 0).await) });
-        let mut ended = pin!(self.ended());
+        let mut ended = pin!(self.until_ended());
         poll_fn(|context| match no_jobs.as_mut().poll(context) {
             Poll::Ready(()) => Poll::Ready(()),
             Poll::Pending => ended.as_mut().poll(context),
@@ -430,7 +430,7 @@ impl Engine {
         .await;
     }
     /// Waits until the thread has ended. While this handle exists, only a panic ends it.
-    pub async fn ended(&self) {
+    pub async fn until_ended(&self) {
         let mut is_gone = self.shared.is_gone.clone();
         while is_gone.changed().await.is_ok() {}
     }

@@ -62,14 +62,16 @@ async fn load(engine: &Engine, all: &[u32]) {
         // speed. If all earlier requests have ended, there is nothing to wait for.
         let steps = || engine.stats().counters.steps;
         let until = steps() + 3;
-        let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.idle());
+        let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.until_idle());
         while i % 5 == 4 && steps() < until && becomes_idle().await.is_err() {}
     }
     // A request that is cancelled while it waits, and one that can never fit.
     drop(engine.submit(greedy(&all[..30], 5)).unwrap());
     receive(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
     while users.join_next().await.is_some() {}
-    tokio::time::timeout(Duration::from_secs(600), engine.idle()).await.expect("somebody is still live");
+    tokio::time::timeout(Duration::from_secs(600), engine.until_idle())
+        .await
+        .expect("somebody is still live");
 }
 
 #[tokio::test]

@@ -44,7 +44,7 @@ fn alone_with(
 }
 
 async fn nothing_is_held(engine: &Engine) {
-    tokio::time::timeout(PATIENCE, engine.idle()).await.expect("somebody is still live");
+    tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("somebody is still live");
     let (held, running, waiting) = engine
         .inspect(|state| {
             let scheduler = &state.scheduler;
@@ -357,7 +357,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
 async fn a_client_that_does_not_read_is_cut_off() {
     let engine = engine(config(8192));
     let mut generation = engine.submit(greedy(&tokens(TEXT), 6000)).unwrap();
-    tokio::time::timeout(PATIENCE, engine.idle()).await.expect("it was not ended");
+    tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("it was not ended");
     let heard = receive(&mut generation).await;
     assert_eq!(heard.tokens.len(), 4096, "what waits is bounded");
     assert_eq!(heard.failure, Some(Failure::Unread(4096)), "{:?}", heard.done);
@@ -372,11 +372,11 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
     assert!(engine.is_alive());
     let mut generation = engine.submit(greedy(&tokens(TEXT), 600)).unwrap();
     assert_eq!(engine.inspect(|_| -> u32 { panic!("on purpose") }).await, None);
-    tokio::time::timeout(PATIENCE, engine.ended()).await.expect("nobody heard");
+    tokio::time::timeout(PATIENCE, engine.until_ended()).await.expect("nobody heard");
     assert!(!engine.is_alive());
     let heard = receive(&mut generation).await;
     assert!(heard.done.is_none() && heard.failure.is_none());
-    tokio::time::timeout(PATIENCE, engine.idle()).await.expect("a dead engine is idle");
+    tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("a dead engine is idle");
 }
 
 /// When the first step ended and how long it took.

@@ -49,7 +49,7 @@ pub async fn serve(
         tracing::info!(target: "kvist::server", "draining");
         state.drain();
         let end = tokio::time::Instant::now() + limits.grace();
-        if tokio::time::timeout_at(end, state.engine.idle()).await.is_err() {
+        if tokio::time::timeout_at(end, state.engine.until_idle()).await.is_err() {
             tracing::warn!(target: "kvist::server", "the grace period is over: ending the running requests");
             state.stopping.send_replace(true);
         }
@@ -58,7 +58,7 @@ pub async fn serve(
     let end = tokio::select! {
         () = accept => tokio::time::Instant::now(),
         end = drained => end,
-        () = state.engine.ended() => {
+        () = state.engine.until_ended() => {
             recorded(&state).await;
             return Err(io::Error::other("the engine has stopped because of a bug in kvist: restart the server"));
         }

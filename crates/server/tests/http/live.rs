@@ -299,7 +299,7 @@ fn the_stream_tells_no_token() {
     });
     assert_eq!(answered.len(), 2);
     server.post("/v1/sessions", &json!({"tokens": PROMPT, "name": "of 1423"})).good();
-    runtime.block_on(server.engine.idle());
+    runtime.block_on(server.engine.until_idle());
     // Joining late flushes earlier events to all listeners; the snapshot covers the past.
     let mut late = Listener::join(&server);
     let at = late.snapshot["at"].as_u64().unwrap();
@@ -440,7 +440,7 @@ fn a_recording_replays() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     assert!(runtime.block_on(server.state.live().record(&server.engine, file)));
     load(&server, 10, 40);
-    runtime.block_on(server.engine.idle());
+    runtime.block_on(server.engine.until_idle());
     assert!(runtime.block_on(server.state.live().recorded(&server.engine)));
     let text = std::fs::read_to_string(&path).unwrap();
     let is_event =
