@@ -79,7 +79,7 @@ pub(crate) async fn accept(
                     warned = Some(Instant::now());
                     tracing::warn!(target: "kvist::server", "cannot accept a connection: {error}");
                 }
-                let has_room = is_out_of_files(&error) && state.connections.make_room(ROOM, Instant::now());
+                let has_room = is_out_of_files(&error) && state.connections.displace(ROOM, Instant::now());
                 tokio::time::sleep(if has_room { CLOSING } else { ASK_AGAIN }).await;
                 continue;
             }

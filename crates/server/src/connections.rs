@@ -94,7 +94,7 @@ impl Connections {
     /// Take a slot for a new connection, closing another one if needed. `None` if all clients wait for the server.
     pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<ConnectionSlot> {
         let mut open = self.open();
-        if open.by_number.len() >= self.most && !self.displace(&mut open, now) {
+        if open.by_number.len() >= self.most && !self.displace_one(&mut open, now) {
             return None;
         }
         let connection = Arc::new(Connection::new(address, now));
@@ -106,12 +106,12 @@ impl Connections {
 
     /// Close up to `n` awaited connections although there are slots: the system has no more file descriptors. Returns
     /// whether any was closed.
-    pub fn make_room(&self, n: usize, now: Instant) -> bool {
+    pub fn displace(&self, n: usize, now: Instant) -> bool {
         let mut open = self.open();
-        (0..n).take_while(|_| self.displace(&mut open, now)).count() > 0
+        (0..n).take_while(|_| self.displace_one(&mut open, now)).count() > 0
     }
 
-    fn displace(&self, open: &mut Open, now: Instant) -> bool {
+    fn displace_one(&self, open: &mut Open, now: Instant) -> bool {
         let Some(number) = self.victim(open, now) else { return false };
         if let Some(connection) = open.by_number.remove(&number) {
             connection.close.notify_one();
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(test.gone(), [1, 2]);
         assert_eq!((test.connections.count(), test.connections.displaced()), ((3, 0), 2));
         // If the system has no more file descriptors, several are closed at once.
-        assert!(test.connections.make_room(5, test.now));
+        assert!(test.connections.displace(5, test.now));
         assert_eq!((test.gone(), test.connections.displaced()), (vec![1, 2, 3, 4], 4));
         // Connections that end by themselves free their slots.
         test.slots.clear();
@@ -345,7 +345,7 @@ mod tests {
             test.set(i, Phase::Answer);
         }
         assert_eq!(test.enter(2), None);
-        assert!(!test.connections.make_room(3, test.now));
+        assert!(!test.connections.displace(3, test.now));
         assert_eq!(test.connections.displaced(), 0);
         // But a client that reads nothing of its answer is awaited.
         test.slots[1].connection.set_stalled();
