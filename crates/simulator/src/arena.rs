@@ -109,9 +109,9 @@ pub struct Replayed {
 }
 
 /// Result of a request for space.
-enum Room {
-    Given,
-    None {
+enum Allocation {
+    Granted,
+    Refused {
         /// True if the free blocks would have been enough had they been contiguous.
         enough_free: bool,
     },
@@ -120,9 +120,9 @@ enum Room {
 /// A storage layout for sequences.
 trait Place {
     /// Creates a sequence of `prompt` tokens in space for `reserve` tokens.
-    fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Room;
+    fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Allocation;
     /// Appends one token.
-    fn append(&mut self, seq: SeqId) -> Room;
+    fn append(&mut self, seq: SeqId) -> Allocation;
     fn close(&mut self, seq: SeqId);
     fn used_blocks(&self) -> u32;
     fn external_fragmentation(&self) -> f64;
@@ -137,28 +137,28 @@ struct InArena {
 
 impl InArena {
     /// Converts a refusal. `owned_blocks` blocks are already allocated to the sequence and would be freed by a move.
-    fn refused(why: ArenaRefused, owned_blocks: u32) -> Room {
+    fn refused(why: ArenaRefused, owned_blocks: u32) -> Allocation {
         match why {
             ArenaRefused::NoRoom { needed_blocks, free_blocks, .. } => {
-                Room::None { enough_free: needed_blocks - owned_blocks <= free_blocks }
+                Allocation::Refused { enough_free: needed_blocks - owned_blocks <= free_blocks }
             }
-            ArenaRefused::TooLong { .. } => Room::None { enough_free: false },
+            ArenaRefused::TooLong { .. } => Allocation::Refused { enough_free: false },
             other => panic!("an arena refused a sound request: {other}"),
         }
     }
 }
 
 impl Place for InArena {
-    fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Room {
+    fn open(&mut self, seq: SeqId, prompt: u32, reserve: u32) -> Allocation {
         if let Err(why) = self.arena.allocate_for(seq, reserve, OutOfMemory::Reject) {
             return Self::refused(why, 0);
         }
         let append = self.arena.append(seq, prompt, CapacityExceeded::Error);
         append.ok().flatten().expect("the handle has room for the prompt").commit();
-        Room::Given
+        Allocation::Granted
     }
 
-    fn append(&mut self, seq: SeqId) -> Room {
+    fn append(&mut self, seq: SeqId) -> Allocation {
         let owned_blocks = self.arena.handle(seq).map_or(0, |handle| handle.len);
         match self.arena.append(seq, 1, CapacityExceeded::Error) {
             Ok(append) => {
@@ -166,7 +166,7 @@ impl Place for InArena {
                     append.expect("with `CapacityExceeded::Error` an append that does not fit is an error");
                 self.moved += u64::from(append.copy().is_some());
                 append.commit();
-                Room::Given
+                Allocation::Granted
             }
             Err(why) => Self::refused(why, owned_blocks),
         }
@@ -211,16 +211,16 @@ impl InPages {
         Ok(InPages { cache: Cache::paged(&spec)?, plan: StepPlan::default() })
     }
 
-    fn extend(&mut self, seq: SeqId, n_tokens: u32) -> Room {
+    fn extend(&mut self, seq: SeqId, n_tokens: u32) -> Allocation {
         let start = self.cache.next_position(seq).unwrap_or(0);
         let spans = [Span::chain(seq, start, n_tokens)];
         match Step::begin(&mut self.cache, &StepRequest { spans: &spans }, &mut self.plan) {
             Ok(step) => {
                 step.commit();
-                Room::Given
+                Allocation::Granted
             }
             Err(Refused::NoSpace { .. } | Refused::PositionOverflow { .. }) => {
-                Room::None { enough_free: false }
+                Allocation::Refused { enough_free: false }
             }
             Err(other) => panic!("a paged cache refused a sound request: {other}"),
         }
@@ -228,15 +228,15 @@ impl InPages {
 }
 
 impl Place for InPages {
-    fn open(&mut self, seq: SeqId, prompt: u32, _: u32) -> Room {
+    fn open(&mut self, seq: SeqId, prompt: u32, _: u32) -> Allocation {
         self.cache.sequences().expect(SEQUENCES).seq_new(seq).expect("no sequence has this id");
-        let room = self.extend(seq, prompt);
-        if let Room::None { .. } = room {
+        let allocation = self.extend(seq, prompt);
+        if let Allocation::Refused { .. } = allocation {
             self.close(seq);
         }
-        room
+        allocation
     }
-    fn append(&mut self, seq: SeqId) -> Room {
+    fn append(&mut self, seq: SeqId) -> Allocation {
         self.extend(seq, 1)
     }
     fn close(&mut self, seq: SeqId) {
@@ -244,7 +244,9 @@ impl Place for InPages {
         sequences.seq_rm(seq, 0, u32::MAX).expect("it was opened");
     }
     fn used_blocks(&self) -> u32 {
-        let used = |room: kvist_cache::Occupancy| (room.capacity_cells - room.free_cells) / room.block_tokens;
+        let used = |allocation: kvist_cache::Occupancy| {
+            (allocation.capacity_cells - allocation.free_cells) / allocation.block_tokens
+        };
         self.cache.occupancy().map(used).sum()
     }
     fn external_fragmentation(&self) -> f64 {
@@ -318,16 +320,16 @@ pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<R
             let seq = SeqId(i as u32);
             written[i] += 1;
             let ends = written[i] >= requests[i].output_tokens;
-            let room = if ends { Room::Given } else { place.append(seq) };
-            match room {
-                Room::Given if ends => found.finished += 1,
-                Room::Given => {
+            let allocation = if ends { Allocation::Granted } else { place.append(seq) };
+            match allocation {
+                Allocation::Granted if ends => found.finished += 1,
+                Allocation::Granted => {
                     stored += 1;
                     found.peak_used_blocks = found.peak_used_blocks.max(place.used_blocks());
                     tokens.push(Reverse((at_ns.saturating_add(token_ns), i)));
                     continue;
                 }
-                Room::None { enough_free } => {
+                Allocation::Refused { enough_free } => {
                     found.cut_short += 1;
                     found.cut_short_with_room += u64::from(enough_free);
                 }
@@ -344,13 +346,13 @@ pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<R
                 Reserve::Whole => u32::try_from(whole).unwrap_or(u32::MAX),
             };
             match place.open(SeqId(i as u32), request.prompt_tokens, reserve) {
-                Room::Given => {
+                Allocation::Granted => {
                     n_live += 1;
                     stored += u64::from(request.prompt_tokens);
                     found.peak_used_blocks = found.peak_used_blocks.max(place.used_blocks());
                     tokens.push(Reverse((at_ns.saturating_add(token_ns), i)));
                 }
-                Room::None { enough_free } => {
+                Allocation::Refused { enough_free } => {
                     found.turned_away += 1;
                     found.turned_away_with_room += u64::from(enough_free);
                     arrivals.ended(i, now);

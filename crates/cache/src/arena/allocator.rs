@@ -46,7 +46,7 @@ pub trait Allocator: Send {
     /// Marks the blocks that `handle` reserves as free. None of them may be free already.
     fn release(&mut self, handle: Handle);
     /// An empty allocator of the same type over `n_blocks` blocks.
-    fn fresh(&self, n_blocks: u32) -> Box<dyn Allocator>;
+    fn new_empty(&self, n_blocks: u32) -> Box<dyn Allocator>;
 }
 
 /// Builds an allocator over a number of blocks.

@@ -98,7 +98,7 @@ impl Allocator for Buddy {
         self.n_free += reserved;
     }
 
-    fn fresh(&self, n_blocks: u32) -> Box<dyn Allocator> {
+    fn new_empty(&self, n_blocks: u32) -> Box<dyn Allocator> {
         Box::new(Buddy::new(n_blocks))
     }
 }

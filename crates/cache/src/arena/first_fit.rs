@@ -132,7 +132,7 @@ impl Allocator for FirstFit {
         self.set(run, len);
     }
 
-    fn fresh(&self, n_blocks: u32) -> Box<dyn Allocator> {
+    fn new_empty(&self, n_blocks: u32) -> Box<dyn Allocator> {
         Box::new(FirstFit::new(n_blocks))
     }
 }

@@ -37,7 +37,7 @@ impl Arena {
         let Some(mut placed) = placed else {
             let reserved = sizes.iter().map(|(_, handle)| u64::from(handle.reserved)).sum::<u64>();
             let needed_blocks = u32::try_from(reserved).unwrap_or(u32::MAX);
-            let largest_free_run = self.allocator.fresh(n_blocks).largest_free_run();
+            let largest_free_run = self.allocator.new_empty(n_blocks).largest_free_run();
             return Err(ArenaRefused::NoRoom { needed_blocks, free_blocks: n_blocks, largest_free_run });
         };
         placed.handles.sort_by_key(|(seq, _)| *seq);
@@ -52,7 +52,7 @@ fn place(
     sizes: &[(SeqId, Handle)],
     stays: impl Fn(Handle) -> bool,
 ) -> Option<Placed> {
-    let mut allocator = like.fresh(n_blocks);
+    let mut allocator = like.new_empty(n_blocks);
     let mut handles = Vec::with_capacity(sizes.len());
     for &(seq, handle) in sizes.iter().filter(|(_, handle)| stays(*handle)) {
         allocator.take(handle);
