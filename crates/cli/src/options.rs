@@ -183,7 +183,7 @@ impl ModelArgs {
         let compute = self.compute.get()?;
         let bar = crate::progress::bar("loading", 0, quiet);
         let options =
-            LoadOptions { form: self.weights, mmap: !self.no_mmap, context, ..LoadOptions::default() };
+            LoadOptions { format: self.weights, mmap: !self.no_mmap, context, ..LoadOptions::default() };
         let model = devices::load(opened, &compute, &options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);

@@ -71,8 +71,8 @@ impl Stream {
 }
 
 /// The encoding in memory of a tensor with rows of `row` elements.
-fn resident(stored: Encoding, form: WeightFormat, row: usize) -> Encoding {
-    match stored.resident(form, row) {
+fn resident(stored: Encoding, format: WeightFormat, row: usize) -> Encoding {
+    match stored.resident(format, row) {
         // bf16 is stored in pairs of inputs.
         Encoding::BF16 if !row.is_multiple_of(2) => Encoding::F32,
         encoding => encoding,
@@ -88,10 +88,10 @@ impl Footprint for Cpu {
         Ok(())
     }
 
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightFormat) -> Option<u64> {
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {
         let (inputs, rows) = shape.split_last()?;
         let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
-        Matrix::resident_bytes(resident(stored, form, *inputs), outputs, *inputs)
+        Matrix::resident_bytes(resident(stored, format, *inputs), outputs, *inputs)
     }
 
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
@@ -118,11 +118,11 @@ impl Device for Cpu {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        form: WeightFormat,
+        format: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Linear, BackendError> {
         let (outputs, inputs, scale) = (tensor.n_rows(), tensor.row_len(), tensor.factor);
-        let (name, encoding) = (tensor.name, resident(tensor.encoding, form, inputs));
+        let (name, encoding) = (tensor.name, resident(tensor.encoding, format, inputs));
         let bytes = tensor.encoded(encoding);
         let weight = Matrix::pack(&self.compute, encoding, outputs, inputs, &bytes)
             .map_err(|error| BackendError::Weights { name: name.into(), what: error.to_string() })?;

@@ -123,7 +123,7 @@ pub trait Footprint: Send + Sync {
 
     /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or
     /// if rows are not whole blocks.
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightFormat) -> Option<u64>;
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64>;
 
     /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and
     /// [`Device::stream`] allocate for a decoder of this shape. `None` on overflow.
@@ -196,7 +196,7 @@ pub trait Device: Footprint + Sized + 'static {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        form: WeightFormat,
+        format: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Self::Linear, BackendError>;
     fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, BackendError>;

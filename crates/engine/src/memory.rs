@@ -161,7 +161,7 @@ impl MemoryPlan {
     /// the budget. `least` is the shortest useful context: the advice in the error does not go below it.
     pub fn admit(
         opened: &Opened,
-        form: WeightFormat,
+        format: WeightFormat,
         registry: &Registry,
         config: &CacheConfig,
         least: usize,
@@ -169,7 +169,7 @@ impl MemoryPlan {
     ) -> Result<Self, Error> {
         let model = opened.config();
         let plan = Self::of_session(model, registry, config)?;
-        let free = Self::free_after(opened, registry, form, budget)?;
+        let free = Self::free_after(opened, registry, format, budget)?;
         if plan.session_bound() <= free {
             return Ok(plan);
         }
@@ -204,10 +204,10 @@ impl MemoryPlan {
     pub fn free_after(
         opened: &Opened,
         registry: &Registry,
-        form: WeightFormat,
+        format: WeightFormat,
         budget: &MemoryBudget,
     ) -> Result<u64, Error> {
-        let asked = opened.weight_bytes(registry.device(), form)?;
+        let asked = opened.weight_bytes(registry.device(), format)?;
         let (free, total) = (budget.free(), budget.total());
         free.checked_sub(asked)
             .ok_or_else(|| OutOfBudget { purpose: Purpose::Weights, asked, free, total }.into())

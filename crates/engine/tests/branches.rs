@@ -25,7 +25,7 @@ const NEAR_TIE: f32 = 1e-3;
 fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightFormat::F32, ..LoadOptions::default() };
+        let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
         let budget = kvist_device::MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

@@ -34,7 +34,7 @@ fn a_step_is_one_upload_and_one_submission_of_few_operations() {
         let (device, file) = (Recording::default(), ModelFile::Path(case.clone()));
         let registry = Registry::of(device.clone()).with(Box::new(device.clone()));
         let opened = Opened::open_without_texts(&file, true).unwrap();
-        let weights = opened.weight_bytes(&device, texts().form).unwrap();
+        let weights = opened.weight_bytes(&device, texts().format).unwrap();
         let budget = MemoryBudget::unlimited();
         let model = Arc::new(opened.load(device.clone(), &texts(), &budget, &mut |_, _| {}).unwrap());
         let config = CacheConfig {

@@ -34,8 +34,8 @@ const DTYPES: [&str; 16] = [
 ];
 const MIB: u64 = 1 << 20;
 
-fn load(file: &ModelFile, form: WeightFormat, budget: &Arc<MemoryBudget>) -> Arc<Model> {
-    let options = LoadOptions { form, ..LoadOptions::default() };
+fn load(file: &ModelFile, format: WeightFormat, budget: &Arc<MemoryBudget>) -> Arc<Model> {
+    let options = LoadOptions { format, ..LoadOptions::default() };
     Arc::new(Model::load(file, Cpu::default(), &options, budget, &mut |_, _| {}).unwrap())
 }
 
@@ -58,17 +58,17 @@ fn compare(what: &str, plan: &Usage, used: &Usage) -> Vec<String> {
 fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
     let registry = devices::all();
     let mut bad = Vec::new();
-    for form in [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0] {
+    for format in [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0] {
         let budget = MemoryBudget::unlimited();
-        let size = ModelSize::of(&file, &Cpu::default(), form).unwrap();
-        let model = load(&file, form, &budget);
+        let size = ModelSize::of(&file, &Cpu::default(), format).unwrap();
+        let model = load(&file, format, &budget);
         bad.extend(compare(
-            &format!("{form}"),
+            &format!("{format}"),
             &Usage::default().with(Purpose::Weights, size.resident_bytes),
             &budget.usage(),
         ));
         // The cache does not depend on the weight form: one form runs with every dtype.
-        let pairs = if form == WeightFormat::F32 { pairs } else { &pairs[..1] };
+        let pairs = if format == WeightFormat::F32 { pairs } else { &pairs[..1] };
         for (row, (k, v)) in pairs.iter().enumerate() {
             for (column, kind) in KINDS.into_iter().enumerate() {
                 let (context, step) = shapes[(row + column) % shapes.len()];
@@ -83,7 +83,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
                 };
                 let plan = MemoryPlan::of_session(&size.config, &registry, &config).unwrap();
                 let bound = plan.usage.with(Purpose::Weights, size.resident_bytes);
-                let what = format!("{form} {kind} K {k} V {v}, {context} tokens by {step}");
+                let what = format!("{format} {kind} K {k} V {v}, {context} tokens by {step}");
                 let mut s = session(&model, &config);
                 let empty = bound.with(Purpose::KvCache, 0);
                 bad.extend(compare(&format!("{what}, empty"), &empty, &budget.usage()));
@@ -105,7 +105,7 @@ fn check(file: ModelFile, pairs: &[(&str, &str)], shapes: &[(u32, u32)]) {
             }
         }
         drop(model);
-        assert_eq!(budget.usage(), Usage::default(), "{form}");
+        assert_eq!(budget.usage(), Usage::default(), "{format}");
     }
     assert!(bad.is_empty(), "{} differ:\n{}", bad.len(), bad.join("\n"));
 }

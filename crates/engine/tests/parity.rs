@@ -28,8 +28,8 @@ fn compare(case: &Path, file: ModelFile, tolerance: f32, check_text: bool) -> Ve
     let name = case.file_name().unwrap().to_string_lossy().into_owned();
     let expected = Expected::read(case);
     // Packed weights use different arithmetic; this compares the values they represent.
-    let form = if name.contains("mxfp4") { WeightFormat::F32 } else { WeightFormat::AsStored };
-    let model = match load_in(file, form) {
+    let format = if name.contains("mxfp4") { WeightFormat::F32 } else { WeightFormat::AsStored };
+    let model = match load_in(file, format) {
         Ok(model) => model,
         Err(error) => return vec![format!("{name}: {error}")],
     };
@@ -122,10 +122,10 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
             // weights the kernels round activations to 8 bits in groups of 32, which is noise of known size: a wrong
             // scale would be far outside.
             let expected = Expected::read(&case);
-            for (form, tolerance) in
+            for (format, tolerance) in
                 [(WeightFormat::F32, F32_TOLERANCE), (WeightFormat::AsStored, PACKED_TOLERANCE)]
             {
-                let options = kvist_model::LoadOptions { form, ..Default::default() };
+                let options = kvist_model::LoadOptions { format, ..Default::default() };
                 let budget = kvist_device::MemoryBudget::unlimited();
                 let model =
                     kvist_model::Model::load(&file, Cpu::default(), &options, &budget, &mut |_, _| {})
@@ -135,13 +135,13 @@ fn gguf_files_agree_with_transformers_on_the_same_weights() {
                 for (kind, chunk) in KINDS.into_iter().flat_map(|kind| [(kind, 1), (kind, n)]) {
                     let mut session = session(&model, &exact(kind, n, chunk));
                     let found = logits(&mut session, &expected.tokens);
-                    let difference = match form {
+                    let difference = match format {
                         WeightFormat::F32 => max_difference(&found, &expected.logits),
                         _ => relative_difference(&found, &expected.logits),
                     };
                     if difference.is_nan() || difference > tolerance {
                         bad.push(format!(
-                            "{name} {form} {kind} by {chunk}: {difference}, allowed {tolerance}"
+                            "{name} {format} {kind} by {chunk}: {difference}, allowed {tolerance}"
                         ));
                     }
                 }

@@ -93,8 +93,8 @@ impl Footprint for Recording {
             }
         }
     }
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, form: WeightFormat) -> Option<u64> {
-        let resident = stored.resident(form, *shape.last()?);
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {
+        let resident = stored.resident(format, *shape.last()?);
         u64::try_from(resident.tensor_bytes(shape)?).ok()
     }
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
@@ -114,11 +114,11 @@ impl Device for Recording {
     fn linear(
         &self,
         tensor: FileTensor<'_>,
-        form: WeightFormat,
+        format: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Linear, BackendError> {
         let outputs = tensor.n_rows();
-        let weights = tensor.encoding.resident(form, tensor.row_len());
+        let weights = tensor.encoding.resident(format, tensor.row_len());
         let bytes = tensor.encoded(weights).len() + 4 * bias.map_or(0, |bias| bias.len());
         self.log.allocate(Purpose::Weights, bytes as u64);
         Ok(Linear { outputs })

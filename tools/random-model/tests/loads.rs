@@ -37,7 +37,7 @@ fn write(args: &[&str], out: &Path) -> Output {
 }
 
 fn load(path: &Path) -> Arc<Model> {
-    let options = LoadOptions { form: WeightFormat::AsStored, ..LoadOptions::default() };
+    let options = LoadOptions { format: WeightFormat::AsStored, ..LoadOptions::default() };
     let file = ModelFile::Path(path.into());
     Arc::new(
         Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),

@@ -137,9 +137,9 @@ impl Encoding {
     pub fn exact(self) -> Encoding {
         self.facts().exact
     }
-    /// The encoding that a device keeps in memory, under `form`, of a tensor with rows of `row` elements.
-    pub fn resident(self, form: WeightFormat, row: usize) -> Encoding {
-        match form {
+    /// The encoding that a device keeps in memory, under `format`, of a tensor with rows of `row` elements.
+    pub fn resident(self, format: WeightFormat, row: usize) -> Encoding {
+        match format {
             WeightFormat::F32 => Encoding::F32,
             WeightFormat::AsStored => self.exact(),
             // Rows that are not whole blocks stay as stored.
@@ -174,7 +174,7 @@ impl FromStr for WeightFormat {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         let all = [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0];
-        let found = all.into_iter().find(|form| form.to_string() == text);
+        let found = all.into_iter().find(|format| format.to_string() == text);
         found.ok_or_else(|| format!("`{text}` is not a weight format: use as-stored, f32 or q8_0"))
     }
 }

@@ -16,7 +16,7 @@ use std::sync::{Arc, OnceLock};
 pub fn model() -> &'static Arc<Model> {
     static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
     MODEL.get_or_init(|| {
-        let options = LoadOptions { form: WeightFormat::F32, ..LoadOptions::default() };
+        let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

@@ -25,7 +25,7 @@ pub enum ModelFile {
 
 #[derive(Clone, Debug)]
 pub struct LoadOptions {
-    pub form: WeightFormat,
+    pub format: WeightFormat,
     /// Map the files instead of reading them. The files must not change while they are mapped.
     pub mmap: bool,
     /// Make every run of this many layers share the K and V of its first layer, whatever the file says. Speed and
@@ -38,7 +38,7 @@ pub struct LoadOptions {
 
 impl Default for LoadOptions {
     fn default() -> Self {
-        LoadOptions { form: WeightFormat::AsStored, mmap: true, share_kv: None, context: None }
+        LoadOptions { format: WeightFormat::AsStored, mmap: true, share_kv: None, context: None }
     }
 }
 
@@ -182,9 +182,9 @@ impl Opened {
     }
 
     /// Bytes the weights will take on a device in this form. [`Model::load`] reserves this amount.
-    pub fn weight_bytes(&self, device: &dyn Footprint, form: WeightFormat) -> Result<u64, Error> {
+    pub fn weight_bytes(&self, device: &dyn Footprint, format: WeightFormat) -> Result<u64, Error> {
         self.config.tensors().iter().try_fold(0u64, |sum, spec| {
-            let bytes = resident_bytes(device, spec, self.source.find(spec)?.encoding, form);
+            let bytes = resident_bytes(device, spec, self.source.find(spec)?.encoding, format);
             sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))
         })
     }
@@ -205,14 +205,14 @@ impl Opened {
             }
         }
         device.supports(&opened.config.shape())?;
-        let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(&device, options.form)?)?;
+        let weights = budget.reserve(Purpose::Weights, opened.weight_bytes(&device, options.format)?)?;
         let Opened { name, config, source, tokenizer, template, sampling } = opened;
         let specs = config.tensors();
         let total = specs.len();
         let mut loader = Loader {
             specs: specs.into_iter().map(|spec| (spec.name.clone(), spec)).collect(),
             source,
-            form: options.form,
+            format: options.format,
             device: &device,
             norms_less_one: config.norms_less_one,
             context: options.context.unwrap_or(0),
@@ -269,11 +269,11 @@ pub(super) fn resident_bytes(
     device: &dyn Footprint,
     spec: &TensorSpec,
     stored: Encoding,
-    form: WeightFormat,
+    format: WeightFormat,
 ) -> u64 {
     let bytes = match spec.role {
         Role::Embedding | Role::Linear | Role::Router | Role::Expert => {
-            device.weight_bytes(&spec.shape, stored, form_of(spec, form))
+            device.weight_bytes(&spec.shape, stored, format_of(spec, format))
         }
         Role::Norm | Role::Bias => Some(spec.shape.iter().map(|n| *n as u64).product::<u64>() * 4),
     };
@@ -281,10 +281,10 @@ pub(super) fn resident_bytes(
 }
 
 /// Router weights are few and stay as stored: a small error in them would select another expert.
-fn form_of(spec: &TensorSpec, form: WeightFormat) -> WeightFormat {
-    match (spec.role, form) {
+fn format_of(spec: &TensorSpec, format: WeightFormat) -> WeightFormat {
+    match (spec.role, format) {
         (Role::Router, WeightFormat::Q8_0) => WeightFormat::AsStored,
-        _ => form,
+        _ => format,
     }
 }
 
@@ -356,7 +356,7 @@ struct Loader<'p, D> {
     device: &'p D,
     specs: HashMap<String, TensorSpec>,
     source: Source,
-    form: WeightFormat,
+    format: WeightFormat,
     norms_less_one: bool,
     /// Tokens of the longest text.
     context: u32,
@@ -415,7 +415,7 @@ impl<D: Device> Loader<'_, D> {
     }
     fn weights(&self, spec: &TensorSpec, bias: Option<Vec<f32>>) -> Result<D::Linear, Error> {
         let view: View<'_> = self.source.find(spec)?;
-        let loaded = self.device.linear(view.tensor()?, form_of(spec, self.form), bias);
+        let loaded = self.device.linear(view.tensor()?, format_of(spec, self.format), bias);
         loaded.map_err(|error| match error {
             BackendError::Weights { name, what } => Error::Malformed { file: name, what },
             error => error.into(),

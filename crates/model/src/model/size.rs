@@ -24,10 +24,10 @@ pub struct ModelSize {
 impl ModelSize {
     /// Sizes of a `config.json` alone (its `dtype` tells how weights are stored), a folder, a GGUF file or the embedded
     /// model.
-    pub fn of(file: &ModelFile, device: &dyn Footprint, form: WeightFormat) -> Result<Self, Error> {
+    pub fn of(file: &ModelFile, device: &dyn Footprint, format: WeightFormat) -> Result<Self, Error> {
         match file {
             ModelFile::Path(path) if is_config_alone(path) => {
-                Self::of(&ModelFile::Path(path.join("config.json")), device, form)
+                Self::of(&ModelFile::Path(path.join("config.json")), device, format)
             }
             ModelFile::Path(path) if path.extension().is_some_and(|e| e == "json") => {
                 let text = std::fs::read_to_string(path)
@@ -36,29 +36,29 @@ impl ModelSize {
                 let config = ModelConfig::from_json(&name, &text)?;
                 let (stored, experts) = (config.stored_dtype, config.stored_experts);
                 let of = |spec: &TensorSpec| if spec.role == Role::Expert { experts } else { stored };
-                Self::sum(name, config, device, form, |spec| Ok(of(spec)))
+                Self::sum(name, config, device, format, |spec| Ok(of(spec)))
             }
-            _ => Self::of_opened(&Opened::open_without_texts(file, true)?, device, form),
+            _ => Self::of_opened(&Opened::open_without_texts(file, true)?, device, format),
         }
     }
 
     /// Sizes of an opened model, from the headers already read.
-    pub fn of_opened(opened: &Opened, device: &dyn Footprint, form: WeightFormat) -> Result<Self, Error> {
+    pub fn of_opened(opened: &Opened, device: &dyn Footprint, format: WeightFormat) -> Result<Self, Error> {
         let encoding = |spec: &TensorSpec| Ok(opened.source.find(spec)?.encoding);
-        Self::sum(opened.name.clone(), opened.config.clone(), device, form, encoding)
+        Self::sum(opened.name.clone(), opened.config.clone(), device, format, encoding)
     }
 
     fn sum(
         name: String,
         config: ModelConfig,
         device: &dyn Footprint,
-        form: WeightFormat,
+        format: WeightFormat,
         encoding: impl Fn(&TensorSpec) -> Result<Encoding, Error>,
     ) -> Result<Self, Error> {
         let mut size = ModelSize { name, stored_bytes: 0, resident_bytes: 0, read_per_token: 0, config };
         for spec in size.config.tensors() {
             let stored = encoding(&spec)?;
-            let resident = resident_bytes(device, &spec, stored, form);
+            let resident = resident_bytes(device, &spec, stored, format);
             size.stored_bytes =
                 size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
             size.resident_bytes = size.resident_bytes.saturating_add(resident);

@@ -37,8 +37,8 @@ pub fn load(file: ModelFile) -> Result<Arc<Model>, kvist_model::Error> {
     load_in(file, WeightFormat::AsStored)
 }
 
-pub fn load_in(file: ModelFile, form: WeightFormat) -> Result<Arc<Model>, kvist_model::Error> {
-    let options = LoadOptions { form, ..texts() };
+pub fn load_in(file: ModelFile, format: WeightFormat) -> Result<Arc<Model>, kvist_model::Error> {
+    let options = LoadOptions { format, ..texts() };
     Model::load(&file, Cpu::new(compute()), &options, &MemoryBudget::unlimited(), &mut |_, _| {})
         .map(Arc::new)
 }

@@ -85,7 +85,7 @@ fn harmony() -> Arc<Model> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("harmony.gguf");
         std::fs::write(&path, bytes).unwrap();
-        let options = LoadOptions { form: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
+        let options = LoadOptions { format: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
         let budget = MemoryBudget::unlimited();
         Arc::new(
             Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),

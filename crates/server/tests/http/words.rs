@@ -42,7 +42,7 @@ pub fn words_with(template: Option<&str>) -> Arc<Model> {
     if let Some(template) = template {
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
     }
-    let options = LoadOptions { form: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
+    let options = LoadOptions { format: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
     let file = ModelFile::Path(folder.path().into());
     Arc::new(
         Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),
