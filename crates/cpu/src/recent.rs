@@ -39,7 +39,7 @@ pub struct RecentRows {
     new_rows: Vec<Vec<Vector>>,
     positions: Vec<u32>,
     bounds: Vec<Bounds>,
-    _held: Reservation,
+    _reservation: Reservation,
 }
 
 /// The rows of one layer. A row holds the keys of all heads, then the values; only the packed sides are present.
@@ -157,7 +157,7 @@ impl RecentRows {
             new_rows: sizes.new_rows.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
             positions: Vec::new(),
             bounds: Vec::new(),
-            _held: reservation,
+            _reservation: reservation,
         }))
     }
 

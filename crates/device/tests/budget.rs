@@ -54,7 +54,7 @@ fn a_panic_gives_back() {
     let budget = MemoryBudget::new(100);
     let other = budget.clone();
     let panicked = std::thread::spawn(move || {
-        let _held = other.reserve(Purpose::Scratch, 60).unwrap();
+        let _reservation = other.reserve(Purpose::Scratch, 60).unwrap();
         panic!("a test wants this panic");
     });
     assert!(panicked.join().is_err());

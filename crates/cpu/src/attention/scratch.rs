@@ -31,7 +31,7 @@ pub struct ThreadScratch {
 pub struct Scratch {
     pub states: Vec<f32>, // [units][rows of a unit][head_dim + EXTRA]
     pub threads: Vec<ThreadScratch>,
-    _held: Reservation,
+    _reservation: Reservation,
 }
 
 /// Most splits of a token with a state each, which run in parallel. A longer context processes its splits one after
@@ -136,6 +136,6 @@ impl Scratch {
             })
         };
         let threads = (0..threads).map(thread).collect::<Result<Vec<_>, BackendError>>()?;
-        Ok(Scratch { states: buffer(sizes.states)?, threads, _held: reservation })
+        Ok(Scratch { states: buffer(sizes.states)?, threads, _reservation: reservation })
     }
 }

@@ -329,8 +329,8 @@ impl SessionStore {
         if let Some(busy) = &session.busy {
             return Err(SessionError::Busy { id, generates: busy.generates });
         }
-        let (held, deleted) = watch::channel(());
-        session.busy = Some(Busy { claim: number, generates, _held: held });
+        let (sender, deleted) = watch::channel(());
+        session.busy = Some(Busy { claim: number, generates, _deleted: sender });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
         Ok(SessionGuard { store: self.clone(), id, number, history, salt, owner, deleted })

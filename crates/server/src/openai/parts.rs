@@ -135,7 +135,7 @@ mod tests {
         let pool = BytePool::new(8, 8, &[]);
         let lend = |permit| {
             let parts = std::iter::from_fn(move || {
-                let _held = &permit;
+                let _permit = &permit;
                 Some(Ok::<_, Infallible>("part"))
             });
             Body::from_stream(futures_util::stream::iter(parts))

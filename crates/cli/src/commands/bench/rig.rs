@@ -42,7 +42,7 @@ struct Rows {
     q: Vec<f32>,
     kv: Vec<f32>,
     out: Vec<f32>,
-    _held: Reservation,
+    _reservation: Reservation,
 }
 
 /// A pseudo-random value, uniform in −1..1, by counter: an element has the same value whenever it is generated.
@@ -83,7 +83,7 @@ impl Rig {
         let reservation = budget.reserve(Purpose::Activations, bytes)?;
         let ramp = |n: u32| (0..elements(n)).map(|i| element(0, i, 1, 2)).collect();
         let q: Vec<f32> = ramp(shape.heads);
-        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads), _held: reservation };
+        let rows = Rows { out: vec![0.0; q.len()], q, kv: ramp(shape.kv_heads), _reservation: reservation };
         let mut rig = Rig {
             cache: cache(setup.kind, setup.visibility)?,
             narrow: cache("contiguous", Visibility { window: Some(1), sinks: 0 })?,

@@ -12,7 +12,7 @@ pub(super) struct Busy {
     pub claim: u64,
     pub generates: bool,
     /// Dropped with the session, which makes the claim's receiver fail.
-    pub _held: watch::Sender<()>,
+    pub _deleted: watch::Sender<()>,
 }
 
 /// The exclusive right to change one session. Dropping it releases the session.
