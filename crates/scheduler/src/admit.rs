@@ -72,7 +72,7 @@ pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
 struct Admitting<'s, 'b> {
     scheduler: &'s mut Scheduler,
     now: StepTime,
-    budget: &'b mut u32,
+    token_budget: &'b mut u32,
 }
 
 impl MakeFit for Admitting<'_, '_> {
@@ -86,7 +86,7 @@ impl MakeFit for Admitting<'_, '_> {
         self.scheduler.drop_behind(self.now, key)
     }
     fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool {
-        self.scheduler.preempt_behind(self.now, key, why, self.budget)
+        self.scheduler.preempt_behind(self.now, key, why, self.token_budget)
     }
 }
 
@@ -96,7 +96,7 @@ impl Scheduler {
     }
 
     /// Admits the next waiting request. Returns `None` if the batch is full or memory is short.
-    pub(crate) fn admit(&mut self, now: StepTime, budget: &mut u32) -> Option<u32> {
+    pub(crate) fn admit(&mut self, now: StepTime, token_budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
             let head = self.next_waiting()?;
@@ -105,7 +105,7 @@ impl Scheduler {
             }
             let others_run = !self.running.is_empty();
             let helps = !others_run || self.preemption_would_help(key);
-            if helps && make_fit(&mut Admitting { scheduler: self, now, budget }, key) {
+            if helps && make_fit(&mut Admitting { scheduler: self, now, token_budget }, key) {
                 return Some(self.entered(key, head));
             }
             if !self.running.is_empty() {

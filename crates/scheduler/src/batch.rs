@@ -21,7 +21,7 @@ use crate::scheduler::Scheduler;
 impl Scheduler {
     /// Fills `batch`. Returns `false` if there is nothing to run.
     pub(crate) fn build_batch(&mut self, now: StepTime, mut admit: bool) -> bool {
-        let mut budget = self.config.max_batch_tokens;
+        let mut token_budget = self.config.max_batch_tokens;
         let preempts = self.order.policy().preempts();
         let mut prefilling = std::mem::take(&mut self.prefilling);
         prefilling.clear();
@@ -30,13 +30,13 @@ impl Scheduler {
             let entry = &mut self.entries[slot as usize];
             if entry.known - entry.cached == 1 {
                 entry.scheduled = 1;
-                budget -= 1; // `max_batch` is at most `max_batch_tokens`
+                token_budget -= 1; // `max_batch` is at most `max_batch_tokens`
             } else {
                 entry.scheduled = 0;
                 prefilling.push(self.key(slot));
             }
         }
-        budget = budget.min(self.prompt_limit);
+        token_budget = token_budget.min(self.prompt_limit);
         if prefilling.len() > 1 {
             prefilling.sort_unstable();
         }
@@ -46,7 +46,7 @@ impl Scheduler {
         let mut next = 0;
         loop {
             let full = self.running.len() >= self.config.max_batch as usize;
-            if budget == 0 && !(admit && preempts && full) {
+            if token_budget == 0 && !(admit && preempts && full) {
                 break;
             }
             if full && !preempts {
@@ -56,8 +56,8 @@ impl Scheduler {
             let head = if admit && self.blocked.is_none() { self.next_waiting() } else { None };
             let head = head.filter(|h| prefill.is_none_or(|p| preempts && *h < p));
             if head.is_some() {
-                match self.admit(now, &mut budget) {
-                    Some(slot) => self.schedule(slot, &mut budget),
+                match self.admit(now, &mut token_budget) {
+                    Some(slot) => self.schedule(slot, &mut token_budget),
                     None => admit = false,
                 }
                 continue;
@@ -66,7 +66,7 @@ impl Scheduler {
             next += 1;
             // A request admitted in this loop may have preempted it.
             if self.entries[key.slot as usize].state == State::Running {
-                self.schedule(key.slot, &mut budget);
+                self.schedule(key.slot, &mut token_budget);
             }
         }
         self.prefilling = prefilling;
@@ -89,12 +89,12 @@ impl Scheduler {
     }
 
     /// Gives a request its part of the remaining budget.
-    fn schedule(&mut self, slot: u32, budget: &mut u32) {
+    fn schedule(&mut self, slot: u32, token_budget: &mut u32) {
         let entry = &mut self.entries[slot as usize];
         // With `skip_prefix_cache`, every prompt token has its own logits, which count as one more token. An odd budget
         // is rounded up; otherwise a budget of one could never make progress.
         let each = if entry.skip_prefix_cache { 2 } else { 1 };
-        entry.scheduled = (entry.known - entry.cached).min(budget.div_ceil(each));
-        *budget = budget.saturating_sub(entry.scheduled.saturating_mul(each));
+        entry.scheduled = (entry.known - entry.cached).min(token_budget.div_ceil(each));
+        *token_budget = token_budget.saturating_sub(entry.scheduled.saturating_mul(each));
     }
 }

@@ -78,10 +78,16 @@ impl Scheduler {
     }
 
     /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
-    pub(crate) fn preempt_behind(&mut self, now: StepTime, key: Key, why: &str, budget: &mut u32) -> bool {
+    pub(crate) fn preempt_behind(
+        &mut self,
+        now: StepTime,
+        key: Key,
+        why: &str,
+        token_budget: &mut u32,
+    ) -> bool {
         let worst = self.worst_running().filter(|worst| self.may_preempt(key, *worst));
         let Some(worst) = worst else { return false };
-        *budget += self.entries[worst.slot as usize].scheduled;
+        *token_budget += self.entries[worst.slot as usize].scheduled;
         let keep = self.config.preempted == Preempted::Kept;
         self.preempt(now, worst.slot, why, keep);
         true

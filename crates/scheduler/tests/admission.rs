@@ -143,13 +143,13 @@ fn a_prompt_counts_once_in_the_hit_ratio() {
 /// than others with the same number of tokens, and requests decoding in the same step waited.
 #[test]
 fn tokens_of_which_something_is_wanted_count_twice() {
-    for (budget, skip_prefix_cache, expected) in [
+    for (token_budget, skip_prefix_cache, expected) in [
         (8, false, vec![vec![8], vec![2, 6], vec![1, 4]]),
         (8, true, vec![vec![4], vec![4], vec![2, 4], vec![1, 6]]),
         (9, true, vec![vec![5], vec![5], vec![1, 8], vec![1, 2]]),
         (2, true, vec![vec![1]; 9]),
     ] {
-        let config = Config { max_batch: 2, max_batch_tokens: budget, ..Config::default() };
+        let config = Config { max_batch: 2, max_batch_tokens: token_budget, ..Config::default() };
         let mut s = Scheduler::new(config, paged(&[group(1000, None)], 4, "lru"), None).unwrap();
         let mut shares = Vec::new();
         let mut m = telling(&mut shares);
@@ -159,7 +159,7 @@ fn tokens_of_which_something_is_wanted_count_twice() {
             s.iterate(10 * turn as u64, &mut m);
         }
         drop(m);
-        assert_eq!(shares, expected, "{budget} tokens, skip_prefix_cache: {skip_prefix_cache}");
+        assert_eq!(shares, expected, "{token_budget} tokens, skip_prefix_cache: {skip_prefix_cache}");
     }
 }
 

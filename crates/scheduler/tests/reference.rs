@@ -186,9 +186,9 @@ impl Reference {
         }
         loop {
             let used: u32 = self.jobs.iter().filter_map(|job| job.share).sum();
-            let budget = self.config.max_batch_tokens - used;
+            let token_budget = self.config.max_batch_tokens - used;
             let full = self.running().len() >= self.config.max_batch as usize;
-            if budget == 0 && !(admit && self.policy.preempts() && full) {
+            if token_budget == 0 && !(admit && self.policy.preempts() && full) {
                 break;
             }
             let mut unserved: Vec<usize> =
