@@ -20,7 +20,7 @@ mod opt;
 mod order;
 mod parameters;
 
-pub use flat::{Flat, FlatSlots, Touched};
+pub use flat::{Flat, FlatEntries, Touched};
 pub use opt::next_uses;
 pub use order::Order;
 pub use parameters::{Parameter, Parameters, parse_duration};
@@ -74,22 +74,22 @@ impl Rank {
 
 /// An eviction policy. One policy per file.
 ///
-/// A policy knows blocks by dense numbers, called *slots*, which the caller assigns and reuses; a policy keeps at
-/// most a few bytes per slot. The calls for a slot are `stored`, then any number of `used`, then `removed`.
+/// A policy knows blocks by dense numbers, called *entries*, which the caller assigns and reuses; a policy keeps at
+/// most a few bytes per entry. The calls for an entry are `stored`, then any number of `used`, then `removed`.
 pub trait EvictionPolicy: Send {
     /// Its name in [`POLICIES`].
     fn name(&self) -> &'static str;
-    /// A block was stored in `slot`, which no live block uses. This counts as its first use.
-    fn stored(&mut self, slot: u32, at: &Use) -> Rank;
-    /// The block in `slot` was hit.
-    fn used(&mut self, slot: u32, at: &Use) -> Rank;
+    /// A block was stored in `entry`, which no live block uses. This counts as its first use.
+    fn stored(&mut self, entry: u32, at: &Use) -> Rank;
+    /// The block in `entry` was hit.
+    fn used(&mut self, entry: u32, at: &Use) -> Rank;
     /// True if the rank is the tick of the last use and nothing else. Then a block's release by a sequence also
     /// counts as a use, and as the last one: the caller sets [`Rank::by_recency`] and need not report earlier hits.
     fn by_recency(&self) -> bool {
         false
     }
-    /// The block in `slot` is gone. The policy drops everything it knows about it.
-    fn removed(&mut self, slot: u32);
+    /// The block in `entry` is gone. The policy drops everything it knows about it.
+    fn removed(&mut self, entry: u32);
     /// True if a new block competes with the cached ones and is not cached if it ranks smallest. For callers that can
     /// choose not to cache, such as a replay.
     fn bypasses(&self) -> bool {
@@ -229,30 +229,30 @@ pub fn build_for_serving(
     }
 }
 
-/// The data a policy keeps per slot; `None` for slots without a block.
+/// The data a policy keeps per entry; `None` for entries without a block.
 #[derive(Clone, Debug)]
-struct PerSlot<T>(Vec<Option<T>>);
+struct PerEntry<T>(Vec<Option<T>>);
 
-impl<T> Default for PerSlot<T> {
+impl<T> Default for PerEntry<T> {
     fn default() -> Self {
-        PerSlot(Vec::new())
+        PerEntry(Vec::new())
     }
 }
 
-impl<T: Copy> PerSlot<T> {
-    fn set(&mut self, slot: u32, value: T) {
-        let at = slot as usize;
+impl<T: Copy> PerEntry<T> {
+    fn set(&mut self, entry: u32, value: T) {
+        let at = entry as usize;
         if at >= self.0.len() {
             self.0.resize(at + 1, None);
         }
         self.0[at] = Some(value);
     }
-    fn get(&self, slot: u32) -> T {
-        let value = self.0.get(slot as usize).copied().flatten();
-        value.unwrap_or_else(|| panic!("slot {slot} was used before a block was stored in it"))
+    fn get(&self, entry: u32) -> T {
+        let value = self.0.get(entry as usize).copied().flatten();
+        value.unwrap_or_else(|| panic!("entry {entry} was used before a block was stored in it"))
     }
-    fn clear(&mut self, slot: u32) {
-        if let Some(value) = self.0.get_mut(slot as usize) {
+    fn clear(&mut self, entry: u32) {
+        if let Some(value) = self.0.get_mut(entry as usize) {
             *value = None;
         }
     }

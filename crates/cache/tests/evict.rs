@@ -24,8 +24,8 @@ struct Model {
 
 impl Model {
     /// The value that the policy of this name maximises, at `now_ns`; and the last use, which breaks ties.
-    fn worth(&self, policy: &str, slot: u32, now_ns: u64) -> (f64, u64) {
-        let uses = &self.uses[&slot];
+    fn worth(&self, policy: &str, entry: u32, now_ns: u64) -> (f64, u64) {
+        let uses = &self.uses[&entry];
         let last = *uses.last().unwrap();
         let decayed = || -> f64 {
             let age = |u: &Use| (now_ns - u.now_ns) as f64 / HALF_LIFE_NS as f64;
@@ -64,41 +64,41 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             bytes: u64::from(1 + choices.below(3)),
             next_use: (!choices.one_in(5)).then(|| u64::from(choices.below(50))),
         };
-        let slot = choices.below(24);
-        let stored = model.uses.contains_key(&slot);
+        let entry = choices.below(24);
+        let stored = model.uses.contains_key(&entry);
         match choices.below(10) {
             _ if !stored => {
-                let rank = policy.stored(slot, &at);
-                model.uses.insert(slot, vec![at]);
+                let rank = policy.stored(entry, &at);
+                model.uses.insert(entry, vec![at]);
                 if choices.one_in(4) {
-                    held.insert(slot, rank);
+                    held.insert(entry, rank);
                 } else {
-                    order.insert(slot, rank);
+                    order.insert(entry, rank);
                 }
             }
             0..=4 => {
-                let rank = policy.used(slot, &at);
-                model.uses.get_mut(&slot).unwrap().push(at);
-                assert_eq!(order.update(slot, rank), !held.contains_key(&slot));
-                held.entry(slot).and_modify(|held| *held = rank);
+                let rank = policy.used(entry, &at);
+                model.uses.get_mut(&entry).unwrap().push(at);
+                assert_eq!(order.update(entry, rank), !held.contains_key(&entry));
+                held.entry(entry).and_modify(|held| *held = rank);
             }
-            5 => match held.remove(&slot) {
+            5 => match held.remove(&entry) {
                 Some(rank) => {
                     assert_eq!(policy.by_recency(), policy_name == "lru");
                     if policy.by_recency() {
-                        model.uses.get_mut(&slot).unwrap().push(at);
-                        order.insert(slot, Rank::by_recency(at.tick));
+                        model.uses.get_mut(&entry).unwrap().push(at);
+                        order.insert(entry, Rank::by_recency(at.tick));
                     } else {
-                        order.insert(slot, rank);
+                        order.insert(entry, rank);
                     }
                 }
-                None => _ = held.insert(slot, order.remove(slot).unwrap()),
+                None => _ = held.insert(entry, order.remove(entry).unwrap()),
             },
             6 => {
-                held.remove(&slot);
-                order.remove(slot);
-                policy.removed(slot);
-                model.uses.remove(&slot);
+                held.remove(&entry);
+                order.remove(entry);
+                policy.removed(entry);
+                model.uses.remove(&entry);
             }
             7 => {
                 if let Some(victim) = order.pop() {
@@ -108,7 +108,7 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             }
             _ => {} // time passes
         }
-        check_first(&model, &order, |slot| held.contains_key(&slot), policy_name, seed, now_ns);
+        check_first(&model, &order, |entry| held.contains_key(&entry), policy_name, seed, now_ns);
     }
 }
 
@@ -121,13 +121,13 @@ fn check_first(
     seed: u64,
     now_ns: u64,
 ) {
-    let evictable: Vec<u32> = model.uses.keys().copied().filter(|slot| !is_held(*slot)).collect();
+    let evictable: Vec<u32> = model.uses.keys().copied().filter(|entry| !is_held(*entry)).collect();
     assert_eq!(order.len() as usize, evictable.len());
-    for &slot in &evictable {
-        assert!(order.contains(slot));
+    for &entry in &evictable {
+        assert!(order.contains(entry));
     }
-    let worth = |slot: u32| model.worth(policy_name, slot, now_ns);
-    let least = evictable.iter().map(|&slot| worth(slot)).min_by(|a, b| a.partial_cmp(b).unwrap());
+    let worth = |entry: u32| model.worth(policy_name, entry, now_ns);
+    let least = evictable.iter().map(|&entry| worth(entry)).min_by(|a, b| a.partial_cmp(b).unwrap());
     let Some((least, tick)) = least else {
         assert_eq!(order.first(), None);
         return;
@@ -135,7 +135,10 @@ fn check_first(
     let first = order.first().unwrap();
     let (worth, its_tick) = worth(first);
     let close = worth <= least + least.abs() * 1e-9 || worth == least;
-    assert!(close, "{policy_name}, seed {seed}, tick {tick}: slot {first} worth {worth} goes before {least}");
+    assert!(
+        close,
+        "{policy_name}, seed {seed}, tick {tick}: entry {first} worth {worth} goes before {least}"
+    );
     if worth == least && !["lfu_decay", "cost"].contains(&policy_name) {
         assert_eq!(its_tick, tick, "{policy_name}, seed {seed}: ties go to the least recently used");
     }
@@ -160,12 +163,12 @@ fn equal_histories_tie_exactly() {
         let mut order = Order::default();
         let mut tick = 0;
         for (round, now_ns) in [3, 500, 77_777, 80_001].into_iter().enumerate() {
-            for slot in (0..50).rev() {
+            for entry in (0..50).rev() {
                 tick += 1;
                 let at = Use { now_ns, tick, cost: 0.3, bytes: 7, next_use: None };
                 match round {
-                    0 => order.insert(slot, policy.stored(slot, &at)),
-                    _ => assert!(order.update(slot, policy.used(slot, &at))),
+                    0 => order.insert(entry, policy.stored(entry, &at)),
+                    _ => assert!(order.update(entry, policy.used(entry, &at))),
                 }
             }
         }
@@ -357,8 +360,8 @@ fn scores_rank_as_floats_do() {
 #[test]
 fn odd_costs_have_a_place() {
     let mut policy = evict::build("cost", &parameters("cost")).unwrap();
-    let mut rank = |slot, cost, bytes| {
-        policy.stored(slot, &Use { now_ns: 1, tick: u64::from(slot), cost, bytes, next_use: None })
+    let mut rank = |entry, cost, bytes| {
+        policy.stored(entry, &Use { now_ns: 1, tick: u64::from(entry), cost, bytes, next_use: None })
     };
     let worthless = [rank(0, f64::NAN, 1), rank(1, -3.0, 1), rank(2, 0.0, u64::MAX)];
     let dear = [rank(3, 1e-9, u64::MAX), rank(4, 1.0, 0), rank(5, f64::INFINITY, 1)];

@@ -14,7 +14,7 @@ mod numbers;
 
 use crate::request::Request;
 use kvist_cache::Prompt;
-use kvist_cache::evict::{self, FlatSlots, Parameters, PolicyError, Use};
+use kvist_cache::evict::{self, FlatEntries, Parameters, PolicyError, Use};
 use numbers::Numbers;
 use serde::Serialize;
 
@@ -192,8 +192,8 @@ pub fn replay(
     let name = policy.name();
     // Only a policy that knows the future may reject a new block, and only such a policy reads the future.
     let future = if policy.bypasses() { stream.next_uses() } else { Vec::new() };
-    // A block's number is its slot.
-    let mut resident = FlatSlots::new(capacity_blocks.unwrap_or(u32::MAX), policy);
+    // A block's number is its entry.
+    let mut resident = FlatEntries::new(capacity_blocks.unwrap_or(u32::MAX), policy);
     let mut hits = Hits { total_blocks: stream.total_blocks(), ..Hits::default() };
     let mut at = Use { cost: 1.0, bytes: 1, ..Use::default() };
     for (request, blocks) in stream.requests() {

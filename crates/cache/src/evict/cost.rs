@@ -29,13 +29,13 @@ impl EvictionPolicy for Cost {
     fn name(&self) -> &'static str {
         "cost"
     }
-    fn stored(&mut self, slot: u32, at: &Use) -> Rank {
-        rank(self.uses.first(slot, at.now_ns), at)
+    fn stored(&mut self, entry: u32, at: &Use) -> Rank {
+        rank(self.uses.first(entry, at.now_ns), at)
     }
-    fn used(&mut self, slot: u32, at: &Use) -> Rank {
-        rank(self.uses.again(slot, at.now_ns), at)
+    fn used(&mut self, entry: u32, at: &Use) -> Rank {
+        rank(self.uses.again(entry, at.now_ns), at)
     }
-    fn removed(&mut self, slot: u32) {
-        self.uses.remove(slot);
+    fn removed(&mut self, entry: u32) {
+        self.uses.remove(entry);
     }
 }

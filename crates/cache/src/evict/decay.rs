@@ -10,10 +10,10 @@
 //! so blocks compare by           L = log2 Σ 2^(t_i / h)          static between uses
 //! one more use, at t             L ← log2(2^L + 2^(t/h)) = max(L, t/h) + log2(1 + 2^−|L − t/h|)
 //! ```
-use super::PerSlot;
+use super::PerEntry;
 use std::time::Duration;
 
-/// `L` of every slot. 16 bytes per slot.
+/// `L` of every entry. 16 bytes per entry.
 ///
 /// Times are relative to the first time seen, so precision depends on the length of the run in half-lives. After 10⁷
 /// half-lives (some years, at ten seconds each), scores that differ by less than about their 10⁻⁸th part compare as
@@ -21,14 +21,14 @@ use std::time::Duration;
 pub(super) struct DecayedUses {
     half_life_ns: f64,
     origin_ns: Option<u64>,
-    log2_uses: PerSlot<f64>, // [slots]
+    log2_uses: PerEntry<f64>, // [entries]
 }
 
 impl DecayedUses {
     /// A half-life of 0 counts as one nanosecond.
     pub fn new(half_life: Duration) -> Self {
         let half_life_ns = (half_life.as_nanos() as f64).max(1.0);
-        DecayedUses { half_life_ns, origin_ns: None, log2_uses: PerSlot::default() }
+        DecayedUses { half_life_ns, origin_ns: None, log2_uses: PerEntry::default() }
     }
 
     /// `t / h`.
@@ -38,23 +38,23 @@ impl DecayedUses {
     }
 
     /// The first use of a block. Returns its `L`.
-    pub fn first(&mut self, slot: u32, now_ns: u64) -> f64 {
+    pub fn first(&mut self, entry: u32, now_ns: u64) -> f64 {
         let now = self.half_lives(now_ns);
-        self.log2_uses.set(slot, now);
+        self.log2_uses.set(entry, now);
         now
     }
 
     /// Counts one more use. Returns the block's `L`.
-    pub fn again(&mut self, slot: u32, now_ns: u64) -> f64 {
+    pub fn again(&mut self, entry: u32, now_ns: u64) -> f64 {
         let now = self.half_lives(now_ns);
-        let before = self.log2_uses.get(slot);
+        let before = self.log2_uses.get(entry);
         let apart = (before - now).abs();
         let after = before.max(now) + (-apart).exp2().ln_1p() * std::f64::consts::LOG2_E;
-        self.log2_uses.set(slot, after);
+        self.log2_uses.set(entry, after);
         after
     }
 
-    pub fn remove(&mut self, slot: u32) {
-        self.log2_uses.clear(slot);
+    pub fn remove(&mut self, entry: u32) {
+        self.log2_uses.clear(entry);
     }
 }

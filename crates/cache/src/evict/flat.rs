@@ -8,13 +8,13 @@ use std::hash::{BuildHasherDefault, Hasher};
 
 /// A fixed maximum number of keys, evicted in the order of a policy.
 pub struct Flat {
-    slots: HashMap<u64, u32, BuildHasherDefault<Mix>>,
-    keys: Vec<u64>, // [slots]
+    entries: HashMap<u64, u32, BuildHasherDefault<Mix>>,
+    keys: Vec<u64>, // [entries]
     free: Vec<u32>,
-    resident: FlatSlots,
+    resident: FlatEntries,
 }
 
-/// The result of a touch. `K` is a key in a [`Flat`], a slot in [`FlatSlots`].
+/// The result of a touch. `K` is a key in a [`Flat`], an entry in [`FlatEntries`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Touched<K = u64> {
     /// The key was cached.
@@ -27,10 +27,10 @@ impl Flat {
     /// Makes an empty cache. With capacity 0 nothing ever hits; capacity `u32::MAX` is never reached.
     pub fn new(capacity_blocks: u32, policy: Box<dyn EvictionPolicy>) -> Self {
         Flat {
-            slots: HashMap::default(),
+            entries: HashMap::default(),
             keys: Vec::new(),
             free: Vec::new(),
-            resident: FlatSlots::new(capacity_blocks, policy),
+            resident: FlatEntries::new(capacity_blocks, policy),
         }
     }
 
@@ -44,58 +44,58 @@ impl Flat {
     }
     /// Whether `key` is cached. Does not count as a use.
     pub fn contains(&self, key: u64) -> bool {
-        self.slots.contains_key(&key)
+        self.entries.contains_key(&key)
     }
 
     /// Uses `key`, and inserts it if it is not cached, evicting when full. A policy that [bypasses](EvictionPolicy::bypasses)
     /// may decline to insert it; then the result is no hit and no eviction.
     pub fn touch_or_insert(&mut self, key: u64, at: &Use) -> Touched {
-        if let Some(&slot) = self.slots.get(&key) {
-            let Touched { hit, .. } = self.resident.touch_or_insert(slot, at);
+        if let Some(&entry) = self.entries.get(&key) {
+            let Touched { hit, .. } = self.resident.touch_or_insert(entry, at);
             return Touched { hit, evicted: None };
         }
-        let slot = self.free.pop().unwrap_or(self.keys.len() as u32);
-        if slot as usize == self.keys.len() {
+        let entry = self.free.pop().unwrap_or(self.keys.len() as u32);
+        if entry as usize == self.keys.len() {
             self.keys.push(key);
         }
-        self.keys[slot as usize] = key;
-        let evicted = self.resident.touch_or_insert(slot, at).evicted;
-        if self.resident.contains(slot) {
-            self.slots.insert(key, slot);
+        self.keys[entry as usize] = key;
+        let evicted = self.resident.touch_or_insert(entry, at).evicted;
+        if self.resident.contains(entry) {
+            self.entries.insert(key, entry);
         } else {
-            self.free.push(slot);
+            self.free.push(entry);
         }
-        let evicted = evicted.map(|slot| {
-            self.slots.remove(&self.keys[slot as usize]);
-            self.free.push(slot);
-            self.keys[slot as usize]
+        let evicted = evicted.map(|entry| {
+            self.entries.remove(&self.keys[entry as usize]);
+            self.free.push(entry);
+            self.keys[entry as usize]
         });
         Touched { hit: false, evicted }
     }
 }
 
 /// Like [`Flat`], for callers that number their keys densely: nothing is hashed.
-pub struct FlatSlots {
+pub struct FlatEntries {
     capacity_blocks: u32,
     policy: Box<dyn EvictionPolicy>,
     order: Order,
 }
 
-impl FlatSlots {
+impl FlatEntries {
     /// See [`Flat::new`].
     pub fn new(capacity_blocks: u32, policy: Box<dyn EvictionPolicy>) -> Self {
-        FlatSlots { capacity_blocks, policy, order: Order::default() }
+        FlatEntries { capacity_blocks, policy, order: Order::default() }
     }
     /// See [`Flat::contains`].
-    pub fn contains(&self, slot: u32) -> bool {
-        self.order.contains(slot)
+    pub fn contains(&self, entry: u32) -> bool {
+        self.order.contains(entry)
     }
 
     /// See [`Flat::touch_or_insert`].
-    pub fn touch_or_insert(&mut self, slot: u32, at: &Use) -> Touched<u32> {
-        if self.order.contains(slot) {
-            let rank = self.policy.used(slot, at);
-            self.order.update(slot, rank);
+    pub fn touch_or_insert(&mut self, entry: u32, at: &Use) -> Touched<u32> {
+        if self.order.contains(entry) {
+            let rank = self.policy.used(entry, at);
+            self.order.update(entry, rank);
             return Touched { hit: true, evicted: None };
         }
         if self.capacity_blocks == 0 {
@@ -107,17 +107,17 @@ impl FlatSlots {
         if full && !competes {
             evicted = self.evict();
         }
-        self.order.insert(slot, self.policy.stored(slot, at));
+        self.order.insert(entry, self.policy.stored(entry, at));
         if full && competes {
-            evicted = self.evict().filter(|&first| first != slot);
+            evicted = self.evict().filter(|&first| first != entry);
         }
         Touched { hit: false, evicted }
     }
 
     fn evict(&mut self) -> Option<u32> {
-        let slot = self.order.pop()?;
-        self.policy.removed(slot);
-        Some(slot)
+        let entry = self.order.pop()?;
+        self.policy.removed(entry);
+        Some(entry)
     }
 }
 

@@ -20,13 +20,13 @@ impl EvictionPolicy for LfuDecay {
     fn name(&self) -> &'static str {
         "lfu_decay"
     }
-    fn stored(&mut self, slot: u32, at: &Use) -> Rank {
-        Rank::by_score(self.uses.first(slot, at.now_ns), at.tick)
+    fn stored(&mut self, entry: u32, at: &Use) -> Rank {
+        Rank::by_score(self.uses.first(entry, at.now_ns), at.tick)
     }
-    fn used(&mut self, slot: u32, at: &Use) -> Rank {
-        Rank::by_score(self.uses.again(slot, at.now_ns), at.tick)
+    fn used(&mut self, entry: u32, at: &Use) -> Rank {
+        Rank::by_score(self.uses.again(entry, at.now_ns), at.tick)
     }
-    fn removed(&mut self, slot: u32) {
-        self.uses.remove(slot);
+    fn removed(&mut self, entry: u32) {
+        self.uses.remove(entry);
     }
 }

@@ -10,14 +10,14 @@ impl EvictionPolicy for Lru {
     fn name(&self) -> &'static str {
         "lru"
     }
-    fn stored(&mut self, _slot: u32, at: &Use) -> Rank {
+    fn stored(&mut self, _entry: u32, at: &Use) -> Rank {
         Rank::by_recency(at.tick)
     }
-    fn used(&mut self, _slot: u32, at: &Use) -> Rank {
+    fn used(&mut self, _entry: u32, at: &Use) -> Rank {
         Rank::by_recency(at.tick)
     }
     fn by_recency(&self) -> bool {
         true
     }
-    fn removed(&mut self, _slot: u32) {}
+    fn removed(&mut self, _entry: u32) {}
 }

@@ -17,13 +17,13 @@ impl EvictionPolicy for Opt {
     fn name(&self) -> &'static str {
         "opt"
     }
-    fn stored(&mut self, _slot: u32, at: &Use) -> Rank {
+    fn stored(&mut self, _entry: u32, at: &Use) -> Rank {
         rank(at)
     }
-    fn used(&mut self, _slot: u32, at: &Use) -> Rank {
+    fn used(&mut self, _entry: u32, at: &Use) -> Rank {
         rank(at)
     }
-    fn removed(&mut self, _slot: u32) {}
+    fn removed(&mut self, _entry: u32) {}
     fn bypasses(&self) -> bool {
         true
     }

@@ -1,11 +1,11 @@
-//! Evictable slots, ordered by rank.
+//! Evictable entries, ordered by rank.
 //!
-//! An [`Order`] combines two structures; its users do not see which slot is in which:
+//! An [`Order`] combines two structures; its users do not see which entry is in which:
 //! - a *list*, for ranks that arrive in ascending order. Under `lru` and `fifo` all of them do, and every operation
 //!   is O(1).
 //! - a *heap* with four children per node (Johnson: *Priority queues with update and finding minimum spanning trees*,
-//!   Information Processing Letters 4(3), 1975), for ranks that arrive below the last one of the list. Each slot
-//!   knows its place in the heap, so any slot can be removed or updated in O(log n).
+//!   Information Processing Letters 4(3), 1975), for ranks that arrive below the last one of the list. Each entry
+//!   knows its place in the heap, so any entry can be removed or updated in O(log n).
 //!
 //! The smallest rank is the smaller of the list's first and the heap's root.
 use super::Rank;
@@ -14,10 +14,10 @@ use super::Rank;
 const NONE: u32 = u32::MAX;
 const N_CHILDREN: usize = 4;
 
-/// 32 bytes per slot number ever used, and 24 per slot in the heap. Slot numbers are below `u32::MAX`.
+/// 32 bytes per entry number ever used, and 24 per entry in the heap. Entry numbers are below `u32::MAX`.
 #[derive(Clone, Debug)]
 pub struct Order {
-    slots: Vec<Member>, // [slots]
+    entries: Vec<Member>, // [entries]
     heap: Vec<(Rank, u32)>,
     first: u32,
     last: u32,
@@ -39,81 +39,81 @@ enum Place {
 
 impl Default for Order {
     fn default() -> Self {
-        Order { slots: Vec::new(), heap: Vec::new(), first: NONE, last: NONE, len: 0 }
+        Order { entries: Vec::new(), heap: Vec::new(), first: NONE, last: NONE, len: 0 }
     }
 }
 
 impl Order {
-    /// Number of slots in the order.
+    /// Number of entries in the order.
     pub fn len(&self) -> u32 {
         self.len
     }
-    /// Whether no slot is evictable.
+    /// Whether no entry is evictable.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-    /// Whether `slot` is in the order.
-    pub fn contains(&self, slot: u32) -> bool {
-        self.rank(slot).is_some()
+    /// Whether `entry` is in the order.
+    pub fn contains(&self, entry: u32) -> bool {
+        self.rank(entry).is_some()
     }
-    /// The rank of `slot`; `None` if it is not in the order.
-    pub fn rank(&self, slot: u32) -> Option<Rank> {
-        let member = self.slots.get(slot as usize)?;
+    /// The rank of `entry`; `None` if it is not in the order.
+    pub fn rank(&self, entry: u32) -> Option<Rank> {
+        let member = self.entries.get(entry as usize)?;
         (member.place != Place::Absent).then_some(member.rank)
     }
 
-    /// The slot to evict first. O(1).
+    /// The entry to evict first. O(1).
     pub fn first(&self) -> Option<u32> {
-        let listed = (self.first != NONE).then(|| (self.slots[self.first as usize].rank, self.first));
+        let listed = (self.first != NONE).then(|| (self.entries[self.first as usize].rank, self.first));
         let heaped = self.heap.first().copied();
         match (listed, heaped) {
             (Some(listed), Some(heaped)) => Some(listed.min(heaped).1),
-            (listed, heaped) => listed.or(heaped).map(|(_, slot)| slot),
+            (listed, heaped) => listed.or(heaped).map(|(_, entry)| entry),
         }
     }
 
-    /// Removes and returns the slot to evict first.
+    /// Removes and returns the entry to evict first.
     pub fn pop(&mut self) -> Option<u32> {
-        let slot = self.first()?;
-        self.remove(slot);
-        Some(slot)
+        let entry = self.first()?;
+        self.remove(entry);
+        Some(entry)
     }
 
-    /// Makes `slot` evictable. It must not be in the order.
-    pub fn insert(&mut self, slot: u32, rank: Rank) {
-        assert_ne!(slot, NONE, "slots are below u32::MAX");
-        let at = slot as usize;
-        if at >= self.slots.len() {
-            self.slots.resize(at + 1, Member { rank: Rank::default(), place: Place::Absent });
+    /// Makes `entry` evictable. It must not be in the order.
+    pub fn insert(&mut self, entry: u32, rank: Rank) {
+        assert_ne!(entry, NONE, "entries are below u32::MAX");
+        let at = entry as usize;
+        if at >= self.entries.len() {
+            self.entries.resize(at + 1, Member { rank: Rank::default(), place: Place::Absent });
         }
-        let place = self.slots[at].place;
-        assert_eq!(place, Place::Absent, "slot {slot} is in the order already, {} slots", self.len);
+        let place = self.entries[at].place;
+        assert_eq!(place, Place::Absent, "entry {entry} is in the order already, {} entries", self.len);
         self.len += 1;
-        self.place(slot, rank);
+        self.place(entry, rank);
     }
 
-    /// Removes `slot`, because it is in use or gone. Returns its rank; `None` if it was not in the order.
-    pub fn remove(&mut self, slot: u32) -> Option<Rank> {
-        let rank = self.rank(slot)?;
-        self.displace(slot);
-        self.slots[slot as usize].place = Place::Absent;
+    /// Removes `entry`, because it is in use or gone. Returns its rank; `None` if it was not in the order.
+    pub fn remove(&mut self, entry: u32) -> Option<Rank> {
+        let rank = self.rank(entry)?;
+        self.displace(entry);
+        self.entries[entry as usize].place = Place::Absent;
         self.len -= 1;
         Some(rank)
     }
 
-    /// Gives `slot` its new rank after a use. Returns `false`, with nothing changed, if it is not in the order.
-    pub fn update(&mut self, slot: u32, rank: Rank) -> bool {
-        match self.slots.get(slot as usize).map(|member| member.place) {
+    /// Gives `entry` its new rank after a use. Returns `false`, with nothing changed, if it is not in the order.
+    pub fn update(&mut self, entry: u32, rank: Rank) -> bool {
+        match self.entries.get(entry as usize).map(|member| member.place) {
             None | Some(Place::Absent) => false,
-            Some(_) if self.slots[slot as usize].rank == rank => true, // `fifo`: the rank never changes
+            Some(_) if self.entries[entry as usize].rank == rank => true, // `fifo`: the rank never changes
             Some(Place::Heaped { at }) if !self.is_last(rank) => {
-                self.slots[slot as usize].rank = rank;
-                self.sift(at as usize, (rank, slot));
+                self.entries[entry as usize].rank = rank;
+                self.sift(at as usize, (rank, entry));
                 true
             }
             Some(_) => {
-                self.displace(slot);
-                self.place(slot, rank);
+                self.displace(entry);
+                self.place(entry, rank);
                 true
             }
         }
@@ -121,49 +121,49 @@ impl Order {
 
     /// Whether the list stays sorted if this rank is appended.
     fn is_last(&self, rank: Rank) -> bool {
-        self.last == NONE || rank >= self.slots[self.last as usize].rank
+        self.last == NONE || rank >= self.entries[self.last as usize].rank
     }
 
-    /// Puts a slot that is in neither structure into one of them. Does not count it.
-    fn place(&mut self, slot: u32, rank: Rank) {
-        self.slots[slot as usize].rank = rank;
+    /// Puts an entry that is in neither structure into one of them. Does not count it.
+    fn place(&mut self, entry: u32, rank: Rank) {
+        self.entries[entry as usize].rank = rank;
         if self.is_last(rank) {
-            let before = std::mem::replace(&mut self.last, slot);
-            self.slots[slot as usize].place = Place::Listed { before, after: NONE };
-            self.set_after(before, slot);
+            let before = std::mem::replace(&mut self.last, entry);
+            self.entries[entry as usize].place = Place::Listed { before, after: NONE };
+            self.set_after(before, entry);
         } else {
             let at = self.heap.len();
-            self.heap.push((rank, slot));
-            self.sift(at, (rank, slot));
+            self.heap.push((rank, entry));
+            self.sift(at, (rank, entry));
         }
     }
 
-    /// Takes a slot out of its structure. Leaves its `Member` unchanged, for the caller to overwrite.
-    fn displace(&mut self, slot: u32) {
-        match self.slots[slot as usize].place {
-            Place::Absent => unreachable!("slot {slot} is in neither structure"),
+    /// Takes an entry out of its structure. Leaves its `Member` unchanged, for the caller to overwrite.
+    fn displace(&mut self, entry: u32) {
+        match self.entries[entry as usize].place {
+            Place::Absent => unreachable!("entry {entry} is in neither structure"),
             Place::Listed { before, after } => {
                 self.set_after(before, after);
                 self.set_before(after, before);
             }
             Place::Heaped { at } => {
-                let moved = self.heap.pop().expect("a heap that holds a slot is not empty");
-                if moved.1 != slot {
+                let moved = self.heap.pop().expect("a heap that holds an entry is not empty");
+                if moved.1 != entry {
                     self.sift(at as usize, moved);
                 }
             }
         }
     }
 
-    /// Sets the successor of `slot` in the list; for `NONE`, the first slot.
-    fn set_after(&mut self, slot: u32, to: u32) {
-        match self.slots.get_mut(slot as usize).map(|member| &mut member.place) {
+    /// Sets the successor of `entry` in the list; for `NONE`, the first entry.
+    fn set_after(&mut self, entry: u32, to: u32) {
+        match self.entries.get_mut(entry as usize).map(|member| &mut member.place) {
             Some(Place::Listed { after, .. }) => *after = to,
             _ => self.first = to,
         }
     }
-    fn set_before(&mut self, slot: u32, to: u32) {
-        match self.slots.get_mut(slot as usize).map(|member| &mut member.place) {
+    fn set_before(&mut self, entry: u32, to: u32) {
+        match self.entries.get_mut(entry as usize).map(|member| &mut member.place) {
             Some(Place::Listed { before, .. }) => *before = to,
             _ => self.last = to,
         }
@@ -194,6 +194,6 @@ impl Order {
 
     fn settle(&mut self, at: usize, entry: (Rank, u32)) {
         self.heap[at] = entry;
-        self.slots[entry.1 as usize].place = Place::Heaped { at: at as u32 };
+        self.entries[entry.1 as usize].place = Place::Heaped { at: at as u32 };
     }
 }

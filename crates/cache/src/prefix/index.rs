@@ -61,7 +61,7 @@ struct GroupIndex {
     evict: Option<Evict>,
 }
 
-/// Eviction state of a group. Its slots are block numbers.
+/// Eviction state of a group. Its entries are block numbers.
 struct Evict {
     policy: Box<dyn EvictionPolicy>,
     order: Order,
