@@ -39,8 +39,8 @@ impl Space {
 
 /// What an admission works on: the scheduler, or the hypothetical values of a dry run (`dry_run.rs`).
 pub(crate) trait MakeFit {
-    /// Returns whether the batch has a free slot.
-    fn has_batch_slot(&self) -> bool;
+    /// Returns whether the batch has room for a further request.
+    fn has_batch_room(&self) -> bool;
     /// Admits the request if memory suffices.
     fn try_admit(&mut self, key: Key) -> bool;
     /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
@@ -53,7 +53,7 @@ pub(crate) trait MakeFit {
 pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
     loop {
         let mut why = "rank";
-        if target.has_batch_slot() {
+        if target.has_batch_room() {
             if target.try_admit(key) {
                 return true;
             }
@@ -76,11 +76,11 @@ struct Admitting<'s, 'b> {
 }
 
 impl MakeFit for Admitting<'_, '_> {
-    fn has_batch_slot(&self) -> bool {
-        self.scheduler.has_batch_slot()
+    fn has_batch_room(&self) -> bool {
+        self.scheduler.has_batch_room()
     }
     fn try_admit(&mut self, key: Key) -> bool {
-        self.scheduler.enter(self.now, key.slot)
+        self.scheduler.enter(self.now, key.index)
     }
     fn drop_paused_behind(&mut self, key: Key) -> bool {
         self.scheduler.drop_behind(self.now, key)
@@ -91,7 +91,7 @@ impl MakeFit for Admitting<'_, '_> {
 }
 
 impl Scheduler {
-    fn has_batch_slot(&self) -> bool {
+    fn has_batch_room(&self) -> bool {
         self.running.len() < self.config.max_batch as usize
     }
 
@@ -100,7 +100,7 @@ impl Scheduler {
         loop {
             let key = self.pick()?;
             let head = self.next_waiting()?;
-            if self.has_batch_slot() && self.enter(now, key.slot) {
+            if self.has_batch_room() && self.enter(now, key.index) {
                 return Some(self.entered(key, head));
             }
             let others_run = !self.running.is_empty();
@@ -113,33 +113,33 @@ impl Scheduler {
                 return None;
             }
             // The batch is empty: paused requests of a better rank give up their cells, too.
-            while self.drop_worst_except(now, key.slot) {
-                if self.enter(now, key.slot) {
+            while self.drop_worst_except(now, key.index) {
+                if self.enter(now, key.index) {
                     return Some(self.entered(key, head));
                 }
             }
             // No other request has cells.
-            self.end(now, key.slot, End::Refused(RefusalReason::NeverFits));
+            self.end(now, key.index, End::Refused(RefusalReason::NeverFits));
         }
     }
 
     fn entered(&mut self, key: Key, head: Key) -> u32 {
         if key != head {
-            self.entries[head.slot as usize].overtaken += 1;
+            self.entries[head.index as usize].overtaken += 1;
         }
-        key.slot
+        key.index
     }
 
     /// The first waiting request that does not wait for a prefix.
     pub(crate) fn next_waiting(&self) -> Option<Key> {
-        self.waiting.iter().find(|key| !self.waits_for_prefix(key.slot)).copied()
+        self.waiting.iter().find(|key| !self.waits_for_prefix(key.index)).copied()
     }
 
     /// Returns whether a running request is about to store blocks that this one would otherwise compute itself. Then
     /// the request waits, and those after it may be admitted. It cannot wait forever: a running request stores its
     /// prompt, or leaves the batch.
-    fn waits_for_prefix(&self, slot: u32) -> bool {
-        let entry = &self.entries[slot as usize];
+    fn waits_for_prefix(&self, index: u32) -> bool {
+        let entry = &self.entries[index as usize];
         if !self.config.wait_for_prefix || !self.memory.shares() || entry.seq.is_some() {
             return false;
         }
@@ -169,7 +169,7 @@ impl Scheduler {
             PrefixOrder::Ties => TIES,
             PrefixOrder::Window(n) => n,
         };
-        if self.entries[head.slot as usize].overtaken >= n {
+        if self.entries[head.index as usize].overtaken >= n {
             return Some(head);
         }
         let ties = self.config.prefix_order == PrefixOrder::Ties;
@@ -177,13 +177,13 @@ impl Scheduler {
         let candidates: Vec<Key> = self
             .waiting
             .iter()
-            .filter(|key| !self.waits_for_prefix(key.slot))
+            .filter(|key| !self.waits_for_prefix(key.index))
             .take(n as usize)
             .take_while(|key| !ties || key.rank == head.rank)
             .copied()
             .collect();
         for key in candidates {
-            let entry = &mut self.entries[key.slot as usize];
+            let entry = &mut self.entries[key.index as usize];
             let hit = match entry.seq {
                 Some(_) => entry.cached,
                 None => hit_tokens(&self.memory, entry),
@@ -205,7 +205,7 @@ impl Scheduler {
         let promised = match self.config.admission {
             Admission::Conservative => 0,
             Admission::Optimistic { .. } => {
-                self.running.iter().map(|&slot| self.remaining_demand(slot)).sum()
+                self.running.iter().map(|&index| self.remaining_demand(index)).sum()
             }
         };
         Space {
@@ -217,8 +217,8 @@ impl Scheduler {
     }
 
     /// Cells that a running request still needs for its known tokens, plus one block.
-    pub(crate) fn remaining_demand(&self, slot: u32) -> u64 {
-        let entry = &self.entries[slot as usize];
+    pub(crate) fn remaining_demand(&self, index: u32) -> u64 {
+        let entry = &self.entries[index as usize];
         let next = self.memory.cells(entry.known) + u64::from(self.memory.block_tokens());
         next - self.memory.cells(entry.cached)
     }
@@ -236,8 +236,8 @@ impl Scheduler {
 
     /// Returns whether there is memory for this request. `supplied`: cells of its prefix hit that other sequences
     /// already use, which need no additional memory.
-    pub(crate) fn fits(&self, slot: u32, space: &Space, supplied: u64) -> bool {
-        let entry = &self.entries[slot as usize];
+    pub(crate) fn fits(&self, index: u32, space: &Space, supplied: u64) -> bool {
+        let entry = &self.entries[index as usize];
         match self.config.admission {
             Admission::Conservative => space.reserved + self.reserve(entry) <= self.memory.capacity(),
             Admission::Optimistic { headroom_tokens } => {
@@ -251,11 +251,11 @@ impl Scheduler {
     }
 
     /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit.
-    fn enter(&mut self, now: StepTime, slot: u32) -> bool {
-        let entry = &self.entries[slot as usize];
+    fn enter(&mut self, now: StepTime, index: u32) -> bool {
+        let entry = &self.entries[index as usize];
         let space = self.space();
         let resumed = entry.seq.is_some();
-        if !self.fits(slot, &space, 0) && (resumed || !self.fits(slot, &space, self.supply(entry))) {
+        if !self.fits(index, &space, 0) && (resumed || !self.fits(index, &space, self.supply(entry))) {
             return false;
         }
         let reserve = self.reserve(entry);
@@ -268,12 +268,12 @@ impl Scheduler {
             let n_tokens = entry.wanted_content();
             hit = self.memory.open(seq, &entry.salt, &entry.prompt, n_tokens, now, is_first);
             self.next_seq = self.next_seq.wrapping_add(1);
-            let entry = &mut self.entries[slot as usize];
+            let entry = &mut self.entries[index as usize];
             entry.seq = Some(seq);
             entry.miss = entry.miss.or(miss);
         }
-        self.leave(slot);
-        let entry = &mut self.entries[slot as usize];
+        self.leave(index);
+        let entry = &mut self.entries[index as usize];
         entry.state = State::Running;
         entry.scheduled = 0;
         entry.reserved += reserve;
@@ -293,7 +293,7 @@ impl Scheduler {
             let seq = entry.seq.expect("it was opened above");
             self.decide(now, Decision::Admit { id, seq, hit });
         }
-        self.insert_running(slot);
+        self.insert_running(index);
         true
     }
 
@@ -305,10 +305,10 @@ impl Scheduler {
     }
 
     /// Inserts the request into `running`, which is ordered by sequence id, as the cache expects.
-    fn insert_running(&mut self, slot: u32) {
-        let seq = self.entries[slot as usize].seq;
+    fn insert_running(&mut self, index: u32) {
+        let seq = self.entries[index as usize].seq;
         let place = self.running.partition_point(|&other| self.entries[other as usize].seq < seq);
-        self.running.insert(place, slot);
+        self.running.insert(place, index);
     }
 }
 

@@ -7,7 +7,7 @@
 //!    sliding-window group has less space than the budget, that space is the limit, so a long prompt passes through a
 //!    small pool in chunks.
 //!
-//! If the policy preempts, a waiting request may also take the batch slot or the memory of a lower-ranked request. A
+//! If the policy preempts, a waiting request may also take the place in the batch or the memory of a lower-ranked request. A
 //! victim is ranked by the best of its current rank, its rank on arrival, and its rank without its computed tokens.
 //! Progress therefore never makes a request easier to preempt, decoding alone never changes the batch, and two requests
 //! cannot preempt each other forever, each losing its computed tokens.
@@ -26,14 +26,14 @@ impl Scheduler {
         let mut prefilling = std::mem::take(&mut self.prefilling);
         prefilling.clear();
         for i in 0..self.running.len() {
-            let slot = self.running[i];
-            let entry = &mut self.entries[slot as usize];
+            let index = self.running[i];
+            let entry = &mut self.entries[index as usize];
             if entry.known - entry.cached == 1 {
                 entry.scheduled = 1;
                 token_budget -= 1; // `max_batch` is at most `max_batch_tokens`
             } else {
                 entry.scheduled = 0;
-                prefilling.push(self.key(slot));
+                prefilling.push(self.key(index));
             }
         }
         token_budget = token_budget.min(self.prompt_limit);
@@ -57,7 +57,7 @@ impl Scheduler {
             let head = head.filter(|h| prefill.is_none_or(|p| preempts && *h < p));
             if head.is_some() {
                 match self.admit(now, &mut token_budget) {
-                    Some(slot) => self.schedule(slot, &mut token_budget),
+                    Some(index) => self.schedule(index, &mut token_budget),
                     None => admit = false,
                 }
                 continue;
@@ -65,14 +65,14 @@ impl Scheduler {
             let Some(key) = prefill else { break };
             next += 1;
             // A request admitted in this loop may have preempted it.
-            if self.entries[key.slot as usize].state == State::Running {
-                self.schedule(key.slot, &mut token_budget);
+            if self.entries[key.index as usize].state == State::Running {
+                self.schedule(key.index, &mut token_budget);
             }
         }
         self.prefilling = prefilling;
         self.batch.clear();
-        for &slot in &self.running {
-            let entry = &self.entries[slot as usize];
+        for &index in &self.running {
+            let entry = &self.entries[index as usize];
             if entry.scheduled > 0 {
                 let samples = entry.cached + entry.scheduled == entry.known;
                 self.batch.push(Work {
@@ -81,7 +81,7 @@ impl Scheduler {
                     n_tokens: entry.scheduled,
                     samples,
                     decodes: samples && entry.scheduled == 1 && entry.generated() > 0,
-                    slot,
+                    index,
                 });
             }
         }
@@ -89,8 +89,8 @@ impl Scheduler {
     }
 
     /// Gives a request its part of the remaining budget.
-    fn schedule(&mut self, slot: u32, token_budget: &mut u32) {
-        let entry = &mut self.entries[slot as usize];
+    fn schedule(&mut self, index: u32, token_budget: &mut u32) {
+        let entry = &mut self.entries[index as usize];
         // With `skip_prefix_cache`, every prompt token has its own logits, which count as one more token. An odd budget
         // is rounded up; otherwise a budget of one could never make progress.
         let each = if entry.skip_prefix_cache { 2 } else { 1 };

@@ -10,12 +10,12 @@ pub(crate) struct Key {
     pub rank: Rank,
     /// Sequence number of the arrival.
     pub arrival: u64,
-    pub slot: u32,
+    pub index: u32,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
-    /// The slot is unused.
+    /// The entry is unused.
     Vacant,
     /// In `waiting` under this key, and also in `paused` if it still has a sequence in the cache.
     Waiting(Key),

@@ -18,7 +18,7 @@ pub struct Work {
     /// True if this is the single token of a decoding request. All tokens before it are already computed, by this
     /// request or by another one with the same prefix.
     pub decodes: bool,
-    pub(crate) slot: u32,
+    pub(crate) index: u32,
 }
 
 /// The contents of a step, in the order of the cache's spans.
@@ -36,7 +36,7 @@ impl Batch<'_> {
     /// first token: the others are those that the run samples or drafts.
     pub fn tokens(&self, i: usize) -> Option<&[u32]> {
         let work = &self.work[i];
-        let entry = &self.entries[work.slot as usize];
+        let entry = &self.entries[work.index as usize];
         let end = (work.first + work.n_tokens).min(entry.known);
         entry.prompt.tokens()?.get(work.first as usize..end as usize)
     }
@@ -44,7 +44,7 @@ impl Batch<'_> {
     /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is not known.
     /// A drafter that looks for repetitions searches them.
     pub fn known_tokens(&self, i: usize) -> Option<&[u32]> {
-        let entry = &self.entries[self.work[i].slot as usize];
+        let entry = &self.entries[self.work[i].index as usize];
         entry.prompt.tokens()?.get(..entry.known as usize)
     }
 }

@@ -175,7 +175,7 @@ impl Scheduler {
     /// Chooses cells for the batch. Changes nothing but the plan.
     fn place(&mut self) -> Result<(), Refused> {
         self.spans.clear();
-        let seq = |w: &Work| self.entries[w.slot as usize].seq.expect("a running request has a sequence");
+        let seq = |w: &Work| self.entries[w.index as usize].seq.expect("a running request has a sequence");
         self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
         self.memory.cache.can_run(&StepRequest { spans: &self.spans }, &mut self.plan)
     }
@@ -187,7 +187,7 @@ impl Scheduler {
             return Err(BadOutcome::Count { requests, got });
         }
         for (work, advance) in self.batch.iter().zip(outcome.advances()) {
-            let entry = &self.entries[work.slot as usize];
+            let entry = &self.entries[work.index as usize];
             let kept = match advance.kept {
                 Kept::All => work.n_tokens,
                 Kept::First(n) => n.min(work.n_tokens), // the cache refuses more
@@ -247,7 +247,7 @@ impl Scheduler {
         self.failures = 0;
         let now = StepTime { now_ns: end_ns, ..now };
         for i in 0..self.batch.len() {
-            self.end(now, self.batch[i].slot, End::Refused(RefusalReason::StepsFailed));
+            self.end(now, self.batch[i].index, End::Refused(RefusalReason::StepsFailed));
         }
     }
 
@@ -263,7 +263,7 @@ impl Scheduler {
                 let Work { request: id, first, n_tokens: n, .. } = work;
                 self.decide(now, Decision::Chunk { id, first, n });
             }
-            let entry = &mut self.entries[work.slot as usize];
+            let entry = &mut self.entries[work.index as usize];
             entry.cached += match advance.kept {
                 Kept::First(n) => n,
                 Kept::All | Kept::Path(_) => work.n_tokens,
@@ -290,7 +290,7 @@ impl Scheduler {
                 }
             }
             if finished {
-                self.end(end, work.slot, End::Finished);
+                self.end(end, work.index, End::Finished);
             }
         }
     }

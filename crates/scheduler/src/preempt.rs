@@ -1,4 +1,4 @@
-//! What to evict, shorten, drop or preempt when memory or batch slots are short.
+//! What to evict, shorten, drop or preempt when memory or the batch are full.
 use crate::config::Preempted;
 use crate::entry::Key;
 use crate::executor::Work;
@@ -29,14 +29,14 @@ impl Scheduler {
             return false;
         }
         if let Some(&worst) = self.paused.last() {
-            self.drop_cache(now, worst.slot);
+            self.drop_cache(now, worst.index);
             return false;
         }
         let worst = self.worst_running().expect("a step has at least one request");
         if self.running.len() > 1 {
-            self.preempt(now, worst.slot, "memory", false);
+            self.preempt(now, worst.index, "memory", false);
         } else {
-            self.end(now, worst.slot, End::Refused(RefusalReason::CacheFull));
+            self.end(now, worst.index, End::Refused(RefusalReason::CacheFull));
         }
         false
     }
@@ -59,16 +59,16 @@ impl Scheduler {
     /// The rank used to compare a request that has cells with requests that want them: the best of its current rank,
     /// its rank on arrival, and the rank that it would have without its cells. Without the last one, a victim could
     /// rank before the request that preempted it, and preempt that one in return.
-    pub(crate) fn victim_key(&self, slot: u32) -> Key {
-        let mut key = self.key(slot);
-        let view = self.entries[slot as usize].view();
+    pub(crate) fn victim_key(&self, index: u32) -> Key {
+        let mut key = self.key(index);
+        let view = self.entries[index as usize].view();
         let without_cells = View { cached_tokens: 0, ..view };
         key.rank = key.rank.min(self.order.rank(&view.as_it_arrived())).min(self.order.rank(&without_cells));
         key
     }
 
     fn worst_running(&self) -> Option<Key> {
-        self.running.iter().map(|&slot| self.victim_key(slot)).max()
+        self.running.iter().map(|&index| self.victim_key(index)).max()
     }
 
     /// Whether the policy lets a waiting request preempt this running one. `victim` is a
@@ -87,59 +87,59 @@ impl Scheduler {
     ) -> bool {
         let worst = self.worst_running().filter(|worst| self.may_preempt(key, *worst));
         let Some(worst) = worst else { return false };
-        *token_budget += self.entries[worst.slot as usize].scheduled;
+        *token_budget += self.entries[worst.index as usize].scheduled;
         let keep = self.config.preempted == Preempted::Kept;
-        self.preempt(now, worst.slot, why, keep);
+        self.preempt(now, worst.index, why, keep);
         true
     }
 
     /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
     pub(crate) fn drop_behind(&mut self, now: StepTime, key: Key) -> bool {
         match self.paused.last() {
-            Some(&worst) if self.victim_key(worst.slot) > key => {
-                self.drop_cache(now, worst.slot);
+            Some(&worst) if self.victim_key(worst.index) > key => {
+                self.drop_cache(now, worst.index);
                 true
             }
             _ => false,
         }
     }
 
-    /// Drops the cache of the lowest-ranked paused request other than `slot`.
-    pub(crate) fn drop_worst_except(&mut self, now: StepTime, slot: u32) -> bool {
-        let worst = self.paused.iter().rev().find(|key| key.slot != slot).copied();
-        worst.map(|key| self.drop_cache(now, key.slot)).is_some()
+    /// Drops the cache of the lowest-ranked paused request other than `index`.
+    pub(crate) fn drop_worst_except(&mut self, now: StepTime, index: u32) -> bool {
+        let worst = self.paused.iter().rev().find(|key| key.index != index).copied();
+        worst.map(|key| self.drop_cache(now, key.index)).is_some()
     }
 
     /// Moves a request from the batch back to the waiting queue. Its generated tokens are kept; its cache only if
     /// `keep`.
-    fn preempt(&mut self, now: StepTime, slot: u32, why: &str, keep: bool) {
-        self.leave(slot);
-        let entry = &mut self.entries[slot as usize];
+    fn preempt(&mut self, now: StepTime, index: u32, why: &str, keep: bool) {
+        self.leave(index);
+        let entry = &mut self.entries[index as usize];
         entry.scheduled = 0;
         entry.preemptions += 1;
         let id = entry.id;
         self.counters.preemptions += 1;
         self.decide(now, Decision::Preempt { id, why, kept: keep });
         if !keep {
-            self.drop_cells(slot);
+            self.drop_cells(index);
         }
-        self.wait(slot);
+        self.wait(index);
     }
 
     /// Drops the kept cache of a paused request.
-    fn drop_cache(&mut self, now: StepTime, slot: u32) {
-        let entry = &self.entries[slot as usize];
+    fn drop_cache(&mut self, now: StepTime, index: u32) {
+        let entry = &self.entries[index as usize];
         let (id, tokens) = (entry.id, entry.cached);
         self.decide(now, Decision::Drop { id, tokens });
-        self.leave(slot);
-        self.drop_cells(slot);
-        self.wait(slot);
+        self.leave(index);
+        self.drop_cells(index);
+        self.wait(index);
     }
 
-    fn drop_cells(&mut self, slot: u32) {
-        let entry = &mut self.entries[slot as usize];
+    fn drop_cells(&mut self, index: u32) {
+        let entry = &mut self.entries[index as usize];
         entry.lost_tokens += u64::from(entry.cached);
         self.counters.lost_tokens += u64::from(entry.cached);
-        self.release(slot);
+        self.release(index);
     }
 }

@@ -16,15 +16,15 @@ pub struct Scheduler {
     pub(crate) config: Config,
     pub(crate) order: Order,
     pub(crate) memory: Memory,
-    /// Slab of live requests. A request keeps its slot from arrival to end.
+    /// Slab of live requests. A request keeps its index from arrival to end.
     pub(crate) entries: Vec<Entry>,
     vacant: Vec<u32>,
-    /// Slot of each live request. Used for lookups only and never iterated, because its order is not deterministic.
+    /// Index of each live request. Used for lookups only and never iterated, because its order is not deterministic.
     by_id: HashMap<RequestId, u32>,
     pub(crate) waiting: BTreeSet<Key>,
     /// The waiting requests (a subset of `waiting`) that still have a sequence in the cache.
     pub(crate) paused: BTreeSet<Key>,
-    /// Slots of running requests in ascending order of sequence id.
+    /// Indices of the running requests in ascending order of sequence id.
     pub(crate) running: Vec<u32>,
     /// Prefills of the step being built, ordered by rank.
     pub(crate) prefilling: Vec<Key>,
@@ -235,9 +235,9 @@ impl Scheduler {
         StepTime { step: self.counters.steps, now_ns }
     }
 
-    pub(crate) fn key(&self, slot: u32) -> Key {
-        let entry = &self.entries[slot as usize];
-        Key { rank: self.order.rank(&entry.view()), arrival: entry.number, slot }
+    pub(crate) fn key(&self, index: u32) -> Key {
+        let entry = &self.entries[index as usize];
+        Key { rank: self.order.rank(&entry.view()), arrival: entry.number, index }
     }
 
     pub(crate) fn decide(&mut self, now: StepTime, decision: Decision<'_>) {
@@ -291,18 +291,18 @@ impl Scheduler {
         }
         entry.expected_new = self.order.expect(&entry.view());
         let id = entry.id;
-        let slot = match self.vacant.pop() {
-            Some(slot) => {
-                self.entries[slot as usize] = entry;
-                slot
+        let index = match self.vacant.pop() {
+            Some(index) => {
+                self.entries[index as usize] = entry;
+                index
             }
             None => {
                 self.entries.push(entry);
                 (self.entries.len() - 1) as u32
             }
         };
-        self.by_id.insert(id, slot);
-        self.wait(slot);
+        self.by_id.insert(id, index);
+        self.wait(index);
         self.blocked = None;
         Ok(())
     }
@@ -336,18 +336,18 @@ impl Scheduler {
     /// Cancels a request; call it between iterations. Its memory is free before the next step. Returns `false` if no live
     /// request has this id.
     pub fn cancel(&mut self, now_ns: u64, id: RequestId) -> bool {
-        let Some(&slot) = self.by_id.get(&id) else { return false };
+        let Some(&index) = self.by_id.get(&id) else { return false };
         let n = self.event();
         self.events.cancel(n, now_ns, id);
         let now = self.timestamp(now_ns);
-        self.end(now, slot, End::Cancelled);
+        self.end(now, index, End::Cancelled);
         true
     }
 
     /// Inserts a request into the waiting queue at its current rank.
-    pub(crate) fn wait(&mut self, slot: u32) {
-        let key = self.key(slot);
-        let entry = &mut self.entries[slot as usize];
+    pub(crate) fn wait(&mut self, index: u32) {
+        let key = self.key(index);
+        let entry = &mut self.entries[index as usize];
         entry.state = State::Waiting(key);
         if entry.seq.is_some() {
             self.paused.insert(key);
@@ -356,22 +356,22 @@ impl Scheduler {
     }
 
     /// Removes a request from the waiting queue or from the batch.
-    pub(crate) fn leave(&mut self, slot: u32) {
+    pub(crate) fn leave(&mut self, index: u32) {
         self.batch_changed = true;
-        match self.entries[slot as usize].state {
+        match self.entries[index as usize].state {
             State::Waiting(key) => {
                 self.waiting.remove(&key);
                 self.paused.remove(&key);
             }
-            State::Running => self.running.retain(|&other| other != slot),
-            State::Vacant => panic!("slot {slot} is vacant"),
+            State::Running => self.running.retain(|&other| other != index),
+            State::Vacant => panic!("entry {index} is vacant"),
         }
-        self.entries[slot as usize].state = State::Vacant;
+        self.entries[index as usize].state = State::Vacant;
     }
 
     /// Frees the cache memory of a request.
-    pub(crate) fn release(&mut self, slot: u32) {
-        let entry = &mut self.entries[slot as usize];
+    pub(crate) fn release(&mut self, index: u32) {
+        let entry = &mut self.entries[index as usize];
         self.reserved -= std::mem::take(&mut entry.reserved);
         entry.stored = 0;
         entry.cached = 0;
@@ -382,16 +382,16 @@ impl Scheduler {
     }
 
     /// Ends a request. Every request ends here.
-    pub(crate) fn end(&mut self, now: StepTime, slot: u32, end: End) {
-        self.leave(slot);
-        self.release(slot);
+    pub(crate) fn end(&mut self, now: StepTime, index: u32, end: End) {
+        self.leave(index);
+        self.release(index);
         self.blocked = None;
-        let entry = &mut self.entries[slot as usize];
+        let entry = &mut self.entries[index as usize];
         entry.prompt = Prompt::Unknown;
         let (id, generated) = (entry.id, entry.generated());
         self.ended.push(entry.ended(end, now.now_ns));
         self.by_id.remove(&id);
-        self.vacant.push(slot);
+        self.vacant.push(index);
         let how = match end {
             End::Finished => {
                 self.order.observe(generated);

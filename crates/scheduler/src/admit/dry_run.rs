@@ -26,19 +26,19 @@ struct DryRun<'s> {
 }
 
 impl Scheduler {
-    /// Returns whether `key` would get a batch slot and memory if all lower-ranked requests were preempted or dropped.
+    /// Returns whether `key` would find room in the batch, and memory, if all lower-ranked requests were preempted or dropped.
     pub(crate) fn preemption_would_help(&self, key: Key) -> bool {
         if !self.order.policy().preempts() && self.paused.is_empty() {
             return false;
         }
-        let head = &self.entries[key.slot as usize];
+        let head = &self.entries[key.index as usize];
         let (mut hit, mut supplied) = (0, 0);
         if head.seq.is_none() {
             let lookup = self.lookup(head);
             hit = lookup.hit_tokens;
             supplied = u64::from(lookup.hit_tokens.saturating_sub(lookup.evictable_tokens));
         }
-        let mut running: Vec<Key> = self.running.iter().map(|&slot| self.victim_key(slot)).collect();
+        let mut running: Vec<Key> = self.running.iter().map(|&index| self.victim_key(index)).collect();
         running.sort_unstable();
         let pass = |ref_counts| {
             let (running, paused) = (running.clone(), self.paused.iter().copied().collect());
@@ -60,7 +60,7 @@ impl DryRun<'_> {
             space.available += scheduler.memory.cells(victim.cached);
             return;
         };
-        let head = &scheduler.entries[key.slot as usize];
+        let head = &scheduler.entries[key.index as usize];
         let in_common = match head.salt == victim.salt {
             true => head.prompt.in_common(&victim.prompt, self.hit),
             false => 0,
@@ -81,15 +81,15 @@ impl DryRun<'_> {
 }
 
 impl MakeFit for DryRun<'_> {
-    fn has_batch_slot(&self) -> bool {
+    fn has_batch_room(&self) -> bool {
         self.space.n_running < self.scheduler.config.max_batch as usize
     }
     fn try_admit(&mut self, key: Key) -> bool {
-        self.scheduler.fits(key.slot, &self.space, self.supplied)
+        self.scheduler.fits(key.index, &self.space, self.supplied)
     }
     fn drop_paused_behind(&mut self, key: Key) -> bool {
-        let dropped = self.paused.pop_if(|worst| self.scheduler.victim_key(worst.slot) > key);
-        dropped.map(|victim| self.drop_cache(key, victim.slot)).is_some()
+        let dropped = self.paused.pop_if(|worst| self.scheduler.victim_key(worst.index) > key);
+        dropped.map(|victim| self.drop_cache(key, victim.index)).is_some()
     }
     fn preempt_behind(&mut self, key: Key, _why: &'static str) -> bool {
         let scheduler = self.scheduler;
@@ -97,12 +97,12 @@ impl MakeFit for DryRun<'_> {
             return false;
         };
         self.space.n_running -= 1;
-        self.space.promised = self.space.promised.saturating_sub(scheduler.remaining_demand(victim.slot));
+        self.space.promised = self.space.promised.saturating_sub(scheduler.remaining_demand(victim.index));
         if scheduler.config.preempted == Preempted::Kept {
-            let key = scheduler.key(victim.slot);
+            let key = scheduler.key(victim.index);
             self.paused.insert(self.paused.partition_point(|other| *other < key), key);
         } else {
-            self.drop_cache(key, victim.slot);
+            self.drop_cache(key, victim.index);
         }
         true
     }

@@ -13,11 +13,11 @@ impl Scheduler {
         if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
         }
-        // Requests still waiting need a batch slot or memory. Neither becomes available before a running request ends:
+        // Requests still waiting need room in the batch or memory. Neither becomes available before a running request ends:
         // decoding only fills the cache and makes no request easier to preempt.
         let block = self.memory.block_tokens();
         let left = |w: &Work| {
-            let entry = &self.entries[w.slot as usize];
+            let entry = &self.entries[w.index as usize];
             (entry.max_new - entry.generated()).min(entry.steps_to_store(block))
         };
         let limit = self.batch.iter().map(left).min().unwrap_or(1);
