@@ -50,7 +50,7 @@ use kvist_cache::PrefixSpec;
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Config, Ended, RequestId, Scheduler, SchedulerCounters};
-pub use quota::{QuotaFull, QuotaSlot, TenantQuota};
+pub use quota::{QuotaFull, QuotaPermit, TenantQuota};
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::pin::pin;
@@ -182,7 +182,7 @@ struct Shared {
     model: Arc<Model>,
     commands: Sender<Command>,
     next_id: AtomicU64,
-    /// Slots of waiting jobs: reserved or submitted, and neither admitted nor ended.
+    /// Permits of waiting jobs: reserved or submitted, and neither admitted nor ended.
     queue: TenantQuota,
     /// Requests that were rejected because the queue was full. Further answers of a running request do not count.
     rejected: AtomicU64,
@@ -327,7 +327,7 @@ impl Engine {
         self.shared.queue.has_room(tenant)
     }
 
-    /// Occupied slots of the queue: jobs that were submitted and neither admitted nor ended, and slots that requests
+    /// Occupied permits of the queue: jobs that were submitted and neither admitted nor ended, and permits that requests
     /// have reserved for jobs they will submit.
     pub fn queued(&self) -> usize {
         self.shared.queue.n_taken()
@@ -340,23 +340,23 @@ impl Engine {
 
     /// Queue a job, unless the queue is full for its tenant or the engine is draining. Never blocks.
     pub fn submit(&self, job: Job) -> Result<GenerationHandle, Rejected> {
-        let mut slots = self.reserve(&job.tenant, 1)?;
-        match slots.pop() {
-            Some(slot) => self.submit_in(job, slot),
+        let mut permits = self.reserve(&job.tenant, 1)?;
+        match permits.pop() {
+            Some(permit) => self.submit_in(job, permit),
             None => self.submit_sibling(job),
         }
     }
 
-    /// Reserve queue slots for `n` jobs of this tenant: all of them, or none. A request that waits for something
+    /// Reserve queue permits for `n` jobs of this tenant: all of them, or none. A request that waits for something
     /// else before it submits its jobs counts as waiting too, and its jobs are not rejected after that wait. Dropping a
-    /// slot frees it.
-    pub fn reserve(&self, tenant: &Arc<str>, n: usize) -> Result<Vec<Arc<QuotaSlot>>, Rejected> {
+    /// permit frees it.
+    pub fn reserve(&self, tenant: &Arc<str>, n: usize) -> Result<Vec<Arc<QuotaPermit>>, Rejected> {
         if self.shared.draining.load(SeqCst) {
             return Err(Rejected::Draining);
         }
-        let slots: Result<_, QuotaFull> =
+        let permits: Result<_, QuotaFull> =
             (0..n).map(|_| self.shared.queue.take(tenant).map(Arc::new)).collect();
-        slots.map_err(|full| {
+        permits.map_err(|full| {
             self.shared.rejected.fetch_add(1, SeqCst);
             rejected(full)
         })
@@ -365,19 +365,19 @@ impl Engine {
     /// Like [`Engine::submit`], for another job of a request that already runs. Allowed also while the engine
     /// drains.
     pub fn submit_sibling(&self, job: Job) -> Result<GenerationHandle, Rejected> {
-        let slot = self.shared.queue.take(&job.tenant).map_err(rejected)?;
-        self.submit_in(job, Arc::new(slot))
+        let permit = self.shared.queue.take(&job.tenant).map_err(rejected)?;
+        self.submit_in(job, Arc::new(permit))
     }
 
-    /// Like [`Engine::submit`], with a slot that was reserved before. The slot is free again when the job is admitted
+    /// Like [`Engine::submit`], with a permit that was reserved before. The permit is free again when the job is admitted
     /// and its other owners have dropped it.
-    pub fn submit_in(&self, job: Job, slot: Arc<QuotaSlot>) -> Result<GenerationHandle, Rejected> {
+    pub fn submit_in(&self, job: Job, permit: Arc<QuotaPermit>) -> Result<GenerationHandle, Rejected> {
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));
         let (sender, events) = mpsc::unbounded_channel();
         let unread = Arc::new(AtomicUsize::new(0));
         let events = UnreadEvents { events, n: unread.clone() };
-        let arrival = Arrival { id, job: Box::new(job), at: Instant::now(), slot, events: sender, unread };
+        let arrival = Arrival { id, job: Box::new(job), at: Instant::now(), permit, events: sender, unread };
         if self.shared.commands.send(Command::Arrive(arrival)).is_err() {
             self.shared.live.send_modify(|n| *n -= 1);
             return Err(Rejected::Draining);

@@ -1,7 +1,7 @@
-//! Accepts connections, gives each a slot, and serves it until it ends or until a more urgent connection needs the
-//! slot.
+//! Accepts connections, gives each a permit, and serves it until it ends or until a more urgent connection needs the
+//! permit.
 use crate::connection;
-use crate::connections::{Connection, ConnectionSlot, Connections, Phase};
+use crate::connections::{Connection, ConnectionPermit, Connections, Phase};
 use crate::state::ServerState;
 use axum::Router;
 use axum::body::Body;
@@ -45,7 +45,7 @@ struct Served {
     longest: Duration,
 }
 
-/// Accept and serve connections until this future is dropped. `reserve` answers the connections that find no slot in
+/// Accept and serve connections until this future is dropped. `reserve` answers the connections that find no permit in
 /// `router`.
 pub(crate) async fn accept(
     listener: &TcpListener,
@@ -85,17 +85,17 @@ pub(crate) async fn accept(
             }
         };
         let _ = stream.set_nodelay(true); // tokens are small packets and must not wait
-        let (slot, served) = loop {
+        let (permit, served) = loop {
             let now = Instant::now();
-            if let Some(slot) = state.connections.enter(address.ip(), now) {
-                break (slot, &main);
+            if let Some(permit) = state.connections.enter(address.ip(), now) {
+                break (permit, &main);
             }
-            if let Some(slot) = reserved.enter(address.ip(), now) {
-                break (slot, &from_reserve);
+            if let Some(permit) = reserved.enter(address.ip(), now) {
+                break (permit, &from_reserve);
             }
             tokio::time::sleep(ASK_AGAIN).await;
         };
-        serve_connection(state, stream, slot, served, graceful);
+        serve_connection(state, stream, permit, served, graceful);
     }
 }
 
@@ -110,11 +110,11 @@ fn is_out_of_files(error: &std::io::Error) -> bool {
 fn serve_connection(
     state: &Arc<ServerState>,
     stream: TcpStream,
-    slot: ConnectionSlot,
+    permit: ConnectionPermit,
     served: &Served,
     graceful: &GracefulShutdown,
 ) {
-    let connection = slot.connection.clone();
+    let connection = permit.connection.clone();
     let (socket, watched) = connection::watched(stream, connection.clone());
     let service = service_of(connection.clone(), served.router.clone());
     let http = graceful.watch(served.http.serve_connection(TokioIo::new(socket), service));
@@ -137,7 +137,7 @@ fn serve_connection(
             () = connection.closed() => {}
             () = tokio::time::sleep(longest) => {}
         }
-        drop(slot);
+        drop(permit);
     });
 }
 

@@ -89,7 +89,7 @@ pub(crate) async fn authenticate(
 ) -> Result<Response, ApiError> {
     let caller = state.keys.caller(request.headers())?;
     if let Some(connection) = request.extensions().get::<Arc<Connection>>() {
-        let slot = state.requests.take(&caller.name).map_err(|full| {
+        let permit = state.requests.take(&caller.name).map_err(|full| {
             let message = format!(
                 "{} requests of this key's name are in progress, and the remaining slots are reserved for other \
                  keys: try again when some are answered",
@@ -97,7 +97,7 @@ pub(crate) async fn authenticate(
             );
             ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).retry_after(1)
         })?;
-        connection.set_caller(&caller.name, slot);
+        connection.set_caller(&caller.name, permit);
     }
     request.extensions_mut().insert(caller);
     Ok(with_document(next.run(request)).await)

@@ -1,15 +1,15 @@
-//! The table of open connections, and the choice of the one to close when a new connection finds no slot.
+//! The table of open connections, and the choice of the one to close when a new connection finds no permit.
 //!
 //! A connection is *awaited* while the server waits for its client: for a request, for the rest of a request, or for
-//! the client to read its answer. If there is no slot for a new connection, the server closes an awaited one, never
+//! the client to read its answer. If there is no permit for a new connection, the server closes an awaited one, never
 //! one whose client waits for the server. The oldest is closed first. So a client that sends its request at once is
 //! served however many other clients send theirs slowly: its connection is the youngest.
 //!
 //! Connections that have shown a known key (without keys: that have requested something that needs one) are closed
-//! after those that have not. The exception is one slot in [`NEW_SHARE`], which stays available to new connections.
+//! after those that have not. The exception is one permit in [`NEW_SHARE`], which stays available to new connections.
 //! Otherwise the group with the most connections, an address or a key name, loses one first: the one that has been
 //! awaited longest. Groups have no other limit, because behind a proxy all clients share one address.
-use kvist_engine::serving::QuotaSlot;
+use kvist_engine::serving::QuotaPermit;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
-/// One of this many slots is for connections that have not shown a key yet.
+/// One of this many permits is for connections that have not shown a key yet.
 const NEW_SHARE: usize = 8;
 
 /// A client that reads nothing of its answer for this long counts as awaited. Shorter stalls are normal on a network.
@@ -56,8 +56,8 @@ struct Status {
     since: Instant,
     /// The name of the key that was shown last.
     name: Option<Arc<str>>,
-    /// Slot of the request in progress, in the quota of its name.
-    quota_slot: Option<QuotaSlot>,
+    /// Permit of the request in progress, in the quota of its name.
+    quota_permit: Option<QuotaPermit>,
 }
 
 /// What happens next on a connection.
@@ -75,8 +75,8 @@ pub(crate) enum Phase {
     Closing,
 }
 
-/// A slot among the connections. Dropping it frees the slot.
-pub(crate) struct ConnectionSlot {
+/// A permit among the connections. Dropping it frees the permit.
+pub(crate) struct ConnectionPermit {
     connections: Arc<Connections>,
     number: u64,
     pub connection: Arc<Connection>,
@@ -91,8 +91,8 @@ impl Connections {
         self.open.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// Take a slot for a new connection, closing another one if needed. `None` if all clients wait for the server.
-    pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<ConnectionSlot> {
+    /// Take a permit for a new connection, closing another one if needed. `None` if all clients wait for the server.
+    pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<ConnectionPermit> {
         let mut open = self.open();
         if open.by_number.len() >= self.most && !self.displace_one(&mut open, now) {
             return None;
@@ -101,10 +101,10 @@ impl Connections {
         let number = open.next;
         open.next += 1;
         open.by_number.insert(number, connection.clone());
-        Some(ConnectionSlot { connections: self.clone(), number, connection })
+        Some(ConnectionPermit { connections: self.clone(), number, connection })
     }
 
-    /// Close up to `n` awaited connections although there are slots: the system has no more file descriptors. Returns
+    /// Close up to `n` awaited connections although there are permits: the system has no more file descriptors. Returns
     /// whether any was closed.
     pub fn displace(&self, n: usize, now: Instant) -> bool {
         let mut open = self.open();
@@ -172,7 +172,7 @@ struct Awaited {
     number: u64,
 }
 
-impl Drop for ConnectionSlot {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.connections.open().by_number.remove(&self.number);
     }
@@ -180,7 +180,7 @@ impl Drop for ConnectionSlot {
 
 impl Connection {
     fn new(address: IpAddr, now: Instant) -> Self {
-        let status = Status { phase: Phase::Idle, since: now, name: None, quota_slot: None };
+        let status = Status { phase: Phase::Idle, since: now, name: None, quota_permit: None };
         Connection {
             address,
             began: now,
@@ -225,15 +225,15 @@ impl Connection {
         if from.is_none_or(|phase| phase == status.phase) {
             (status.phase, status.since) = (to, Instant::now());
             if to == Phase::Idle {
-                status.quota_slot = None;
+                status.quota_permit = None;
             }
         }
     }
 
-    /// Record that a key of this name was shown, and the slot of the request in progress.
-    pub fn set_caller(&self, name: &Arc<str>, quota_slot: QuotaSlot) {
+    /// Record that a key of this name was shown, and the permit of the request in progress.
+    pub fn set_caller(&self, name: &Arc<str>, quota_permit: QuotaPermit) {
         let mut status = self.status();
-        (status.name, status.quota_slot) = (Some(name.clone()), Some(quota_slot));
+        (status.name, status.quota_permit) = (Some(name.clone()), Some(quota_permit));
     }
 
     /// Returns whether the client has taken this long to send the head of a request.
@@ -278,7 +278,7 @@ mod tests {
     /// Connections under test, with a clock of their own: each is a second younger than the one before.
     struct TestConnections {
         connections: Arc<Connections>,
-        slots: Vec<ConnectionSlot>,
+        permits: Vec<ConnectionPermit>,
         now: Instant,
     }
 
@@ -286,36 +286,36 @@ mod tests {
         fn new(most: usize) -> Self {
             TestConnections {
                 connections: Arc::new(Connections::new(most, true)),
-                slots: Vec::new(),
+                permits: Vec::new(),
                 now: Instant::now(),
             }
         }
 
-        /// Returns the index of the new slot among all slots so far.
+        /// Returns the index of the new permit among all permits so far.
         fn enter(&mut self, last: u8) -> Option<usize> {
             self.now += Duration::from_secs(1);
-            let slot = self.connections.enter(address(last), self.now)?;
-            self.slots.push(slot);
-            Some(self.slots.len() - 1)
+            let permit = self.connections.enter(address(last), self.now)?;
+            self.permits.push(permit);
+            Some(self.permits.len() - 1)
         }
 
         fn is_there(&self, i: usize) -> bool {
-            self.connections.open().by_number.contains_key(&self.slots[i].number)
+            self.connections.open().by_number.contains_key(&self.permits[i].number)
         }
 
         fn set(&self, i: usize, phase: Phase) {
-            let mut status = self.slots[i].connection.status();
+            let mut status = self.permits[i].connection.status();
             (status.phase, status.since) = (phase, self.now);
         }
 
         fn know(&self, i: usize, name: &str) {
             let name: Arc<str> = name.into();
-            let quota_slot = TenantQuota::new(1, &[]).take(&name).ok().unwrap();
-            self.slots[i].connection.set_caller(&name, quota_slot);
+            let quota_permit = TenantQuota::new(1, &[]).take(&name).ok().unwrap();
+            self.permits[i].connection.set_caller(&name, quota_permit);
         }
 
         fn gone(&self) -> Vec<usize> {
-            (0..self.slots.len()).filter(|i| !self.is_there(*i)).collect()
+            (0..self.permits.len()).filter(|i| !self.is_there(*i)).collect()
         }
     }
 
@@ -332,8 +332,8 @@ mod tests {
         // If the system has no more file descriptors, several are closed at once.
         assert!(test.connections.displace(5, test.now));
         assert_eq!((test.gone(), test.connections.displaced()), (vec![1, 2, 3, 4], 4));
-        // Connections that end by themselves free their slots.
-        test.slots.clear();
+        // Connections that end by themselves free their permits.
+        test.permits.clear();
         assert_eq!(test.connections.count(), (0, 0));
     }
 
@@ -348,12 +348,12 @@ mod tests {
         assert!(!test.connections.displace(3, test.now));
         assert_eq!(test.connections.displaced(), 0);
         // But a client that reads nothing of its answer is awaited.
-        test.slots[1].connection.set_stalled();
+        test.permits[1].connection.set_stalled();
         test.now += Duration::from_secs(30);
         assert!(test.enter(2).is_some());
         assert_eq!(test.gone(), [1]);
-        test.slots[0].connection.set_stalled();
-        test.slots[0].connection.clear_stalled();
+        test.permits[0].connection.set_stalled();
+        test.permits[0].connection.clear_stalled();
         test.set(2, Phase::Answer);
         assert_eq!(test.enter(2), None);
     }
@@ -377,7 +377,7 @@ mod tests {
         assert_ne!(connection("10.0.0.1"), connection("10.0.0.2"));
     }
 
-    /// Connections with a key win over those without, except for one slot in eight.
+    /// Connections with a key win over those without, except for one permit in eight.
     #[test]
     fn those_with_a_key_stay_and_new_ones_come_in() {
         let mut test = TestConnections::new(16);
@@ -401,7 +401,7 @@ mod tests {
             test.enter(1).unwrap();
             test
         };
-        let connection = &test.slots[0].connection;
+        let connection = &test.permits[0].connection;
         assert!(!connection.is_slow_head(Duration::ZERO), "nothing has come");
         connection.advance(Some(Phase::Idle), Phase::Head);
         assert!(

@@ -182,7 +182,7 @@ pub enum Failure {
 /// Why a job was not queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Rejected {
-    /// The queue is full: `waiting` requests of the job's tenant wait. If `is_shared`, the slots that are left are
+    /// The queue is full: `waiting` requests of the job's tenant wait. If `is_shared`, the permits that are left are
     /// reserved for other tenants.
     #[error("{}", queue_full(*waiting, *is_shared))]
     Full { waiting: usize, is_shared: bool },

@@ -1,19 +1,19 @@
-//! A quota of slots that tenants share: slots in the queue, and slots for requests in progress.
+//! A quota of permits that tenants share: permits in the queue, and permits for requests in progress.
 //!
-//! Half of the slots are divided evenly: a tenant can always have its share, whatever the other tenants use. The other
+//! Half of the permits are divided evenly: a tenant can always have its share, whatever the other tenants use. The other
 //! half goes to the first tenant that asks. So a tenant may have more than its share, but never takes the share of another
-//! tenant. No more slots are taken than exist. A single tenant has all of them.
+//! tenant. No more permits are taken than exist. A single tenant has all of them.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A number of slots, divided among tenants. Clones share the slots.
+/// A number of permits, divided among tenants. Clones share the permits.
 #[derive(Clone)]
 pub struct TenantQuota(Arc<Inner>);
 
 struct Inner {
-    /// Slots reserved for each tenant.
+    /// Permits reserved for each tenant.
     share: usize,
-    /// Slots outside all shares.
+    /// Permits outside all shares.
     common: usize,
     taken: Mutex<Taken>,
 }
@@ -21,56 +21,56 @@ struct Inner {
 #[derive(Default)]
 struct Taken {
     by_tenant: BTreeMap<Arc<str>, usize>,
-    /// Slots taken beyond the share of their tenant.
+    /// Permits taken beyond the share of their tenant.
     common: usize,
 }
 
-/// A taken slot. Dropping it frees it.
-pub struct QuotaSlot {
+/// A taken permit. Dropping it frees it.
+pub struct QuotaPermit {
     quota: TenantQuota,
     tenant: Arc<str>,
 }
 
-/// There is no slot for this tenant now.
+/// There is no permit for this tenant now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QuotaFull {
-    /// Slots that the tenant has taken. Without tenants, all slots that are taken.
+    /// Permits that the tenant has taken. Without tenants, all permits that are taken.
     pub taken: usize,
     /// True if other tenants have shares that this one cannot take.
     pub is_shared: bool,
 }
 
 impl TenantQuota {
-    /// There is at least one slot for each tenant. A tenant that is not in `tenants` has no share.
-    pub fn new(slots: usize, tenants: &[Arc<str>]) -> Self {
-        let slots = slots.max(tenants.len());
+    /// There is at least one permit for each tenant. A tenant that is not in `tenants` has no share.
+    pub fn new(permits: usize, tenants: &[Arc<str>]) -> Self {
+        let permits = permits.max(tenants.len());
         let share = match tenants {
             [] => 0,
-            [_] => slots,
-            _ => (slots / 2 / tenants.len()).max(1),
+            [_] => permits,
+            _ => (permits / 2 / tenants.len()).max(1),
         };
         let by_tenant = tenants.iter().map(|tenant| (tenant.clone(), 0)).collect();
         let taken = Mutex::new(Taken { by_tenant, common: 0 });
-        TenantQuota(Arc::new(Inner { share, common: slots - share * tenants.len(), taken }))
+        TenantQuota(Arc::new(Inner { share, common: permits - share * tenants.len(), taken }))
     }
 
     fn taken(&self) -> MutexGuard<'_, Taken> {
         self.0.taken.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    /// Slots that are taken, over all tenants.
+    /// Permits that are taken, over all tenants.
     pub fn n_taken(&self) -> usize {
         let taken = self.taken();
         let own: usize = taken.by_tenant.values().map(|&n| n.min(self.0.share)).sum();
         own + taken.common
     }
 
-    /// Returns whether there is a slot now. Only a hint: [`TenantQuota::take`] decides.
+    /// Returns whether there is a permit now. Only a hint: [`TenantQuota::take`] decides.
     pub fn has_room(&self, tenant: &str) -> bool {
         self.room(&self.taken(), tenant).is_ok()
     }
 
-    /// `Ok(true)` if the slot would be a common one.
+    /// `Ok(true)` if the permit would be a common one.
     fn room(&self, taken: &Taken, tenant: &str) -> Result<bool, QuotaFull> {
         let own = taken.by_tenant.get(tenant);
         match own {
@@ -83,19 +83,19 @@ impl TenantQuota {
         }
     }
 
-    /// Take a slot, until the result is dropped.
-    pub fn take(&self, tenant: &Arc<str>) -> Result<QuotaSlot, QuotaFull> {
+    /// Take a permit, until the result is dropped.
+    pub fn take(&self, tenant: &Arc<str>) -> Result<QuotaPermit, QuotaFull> {
         let mut taken = self.taken();
         let common = self.room(&taken, tenant)?;
         taken.common += usize::from(common);
         if let Some(own) = taken.by_tenant.get_mut(tenant) {
             *own += 1;
         }
-        Ok(QuotaSlot { quota: self.clone(), tenant: tenant.clone() })
+        Ok(QuotaPermit { quota: self.clone(), tenant: tenant.clone() })
     }
 }
 
-impl Drop for QuotaSlot {
+impl Drop for QuotaPermit {
     fn drop(&mut self) {
         let share = self.quota.0.share;
         let mut taken = self.quota.taken();
@@ -118,15 +118,15 @@ mod tests {
         (0..n).map(|i| format!("tenant-{i}").into()).collect()
     }
 
-    /// Take as many slots as the tenant can have.
-    fn all(quota: &TenantQuota, tenant: &Arc<str>) -> Vec<QuotaSlot> {
+    /// Take as many permits as the tenant can have.
+    fn all(quota: &TenantQuota, tenant: &Arc<str>) -> Vec<QuotaPermit> {
         std::iter::from_fn(|| quota.take(tenant).ok()).collect()
     }
 
     #[test]
     fn a_tenant_can_always_have_its_share_and_all_that_is_common() {
-        // (slots, tenants, what one can have, what another can have beside it)
-        for (slots, n, first, second) in [
+        // (permits, tenants, what one can have, what another can have beside it)
+        for (permits, n, first, second) in [
             (256, 1, 256, 0),
             (256, 2, 192, 64),
             (256, 3, 172, 42),
@@ -136,18 +136,19 @@ mod tests {
             (256, 300, 1, 1),
         ] {
             let tenants = tenants(n);
-            let quota = TenantQuota::new(slots, &tenants);
+            let quota = TenantQuota::new(permits, &tenants);
             let greedy = all(&quota, &tenants[0]);
-            assert_eq!(greedy.len(), first, "{slots} slots, {n} tenants");
+            assert_eq!(greedy.len(), first, "{permits} slots, {n} tenants");
             assert!(!quota.has_room(&tenants[0]));
             let refused = quota.take(&tenants[0]).err();
             assert_eq!(refused, Some(QuotaFull { taken: first, is_shared: n > 1 }));
-            let others: Vec<Vec<QuotaSlot>> = tenants[1..].iter().map(|tenant| all(&quota, tenant)).collect();
-            assert!(others.iter().all(|slots| slots.len() == second), "{slots} slots, {n} tenants");
+            let others: Vec<Vec<QuotaPermit>> =
+                tenants[1..].iter().map(|tenant| all(&quota, tenant)).collect();
+            assert!(others.iter().all(|permits| permits.len() == second), "{permits} slots, {n} tenants");
             // Never more than exist.
             let total = greedy.len() + others.iter().map(Vec::len).sum::<usize>();
-            assert!(total <= slots.max(n), "{total} of {slots}");
-            // All slots return.
+            assert!(total <= permits.max(n), "{total} of {permits}");
+            // All permits return.
             drop((greedy, others));
             assert_eq!(quota.taken().common, 0);
             assert!(quota.taken().by_tenant.values().all(|own| *own == 0));
@@ -166,7 +167,7 @@ mod tests {
         greedy.pop();
         let borrowed = quota.take(&tenants[1]).unwrap();
         assert!(quota.take(&tenants[0]).is_err() && quota.take(&tenants[1]).is_err());
-        // The other way round: the tenant owns two of three slots, and gives back the borrowed one first, whichever is
+        // The other way round: the tenant owns two of three permits, and gives back the borrowed one first, whichever is
         // dropped.
         drop(own);
         assert_eq!(quota.taken().common, 3);

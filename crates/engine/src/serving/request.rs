@@ -235,8 +235,8 @@ impl LogProbs {
         let mut top: Vec<(u32, f32)> = Vec::with_capacity(n + 1);
         for (token, &logit) in logits.iter().enumerate() {
             if top.len() < n || top.last().is_some_and(|(_, last)| logit > *last) {
-                let slot = top.partition_point(|(_, other)| *other >= logit);
-                top.insert(slot, (token as u32, logit));
+                let place = top.partition_point(|(_, other)| *other >= logit);
+                top.insert(place, (token as u32, logit));
                 top.truncate(n);
             }
         }

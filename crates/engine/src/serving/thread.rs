@@ -3,7 +3,7 @@
 //! Between steps it processes arrivals, cancellations and expired deadlines. After a step it sends the results. So a
 //! request whose client has disconnected holds no cache when the next step begins.
 use super::job::*;
-use super::quota::QuotaSlot;
+use super::quota::QuotaPermit;
 use super::request::{Ending, RequestSampler};
 use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
@@ -31,8 +31,8 @@ pub(super) struct Arrival {
     pub job: Box<Job>,
     /// When the job was submitted. A step may have run since.
     pub at: Instant,
-    /// The job's slot in the queue.
-    pub slot: Arc<QuotaSlot>,
+    /// The job's permit in the queue.
+    pub permit: Arc<QuotaPermit>,
     pub events: mpsc::UnboundedSender<Event>,
     pub unread: Arc<AtomicUsize>,
 }
@@ -55,8 +55,8 @@ pub(super) struct LiveJob {
     end: Arc<Mutex<Ending>>,
     deadline: Option<Instant>,
     explain: bool,
-    /// The slot in the queue, until the job is admitted.
-    slot: Option<Arc<QuotaSlot>>,
+    /// The permit in the queue, until the job is admitted.
+    permit: Option<Arc<QuotaPermit>>,
     /// False if only the prompt is computed.
     generates: bool,
     pace: Option<u32>,
@@ -142,7 +142,7 @@ impl Thread {
     }
 
     fn arrive(&mut self, arrival: Arrival) {
-        let Arrival { id, mut job, at, slot, events, unread } = arrival;
+        let Arrival { id, mut job, at, permit, events, unread } = arrival;
         let now = self.state.now_ns();
         let end = Arc::new(Mutex::new(Ending::default()));
         let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
@@ -151,7 +151,7 @@ impl Thread {
             end: end.clone(),
             deadline: job.deadline,
             explain: job.explain,
-            slot: Some(slot),
+            permit: Some(permit),
             generates: job.max_new > 0,
             pace: job.pace,
             late: false,
@@ -206,7 +206,7 @@ impl Thread {
 
     /// Report admissions and ends to the clients.
     fn send_results(&mut self) {
-        for (id, live) in self.live.iter_mut().filter(|(_, live)| live.slot.is_some()) {
+        for (id, live) in self.live.iter_mut().filter(|(_, live)| live.permit.is_some()) {
             let Some(status) = self.state.scheduler.status(*id) else { continue };
             if let Some(at) = status.admitted_ns {
                 let miss = status.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
@@ -224,7 +224,7 @@ impl Thread {
         self.state.executor.unregister(ended.id);
         let Some(mut live) = self.live.remove(&ended.id) else { return };
         if let Some(at) = ended.admitted_ns
-            && live.slot.is_some()
+            && live.permit.is_some()
         {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
             live.admit(self.state.instant_of(at), ended.hit_tokens, miss);
@@ -297,7 +297,7 @@ impl Thread {
 
 impl LiveJob {
     fn admit(&mut self, at: Instant, cached_tokens: u32, miss: Option<kvist_cache::MissReason>) {
-        self.slot = None;
+        self.permit = None;
         let _ = self.events.send(Event::Admitted { at, cached_tokens, miss });
         let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
         end.admitted = true;
@@ -307,8 +307,8 @@ impl LiveJob {
     }
 
     fn finish(mut self, event: Event, shared: &std::sync::Weak<Shared>) {
-        // Free the slot before the client learns of the end.
-        self.slot = None;
+        // Free the permit before the client learns of the end.
+        self.permit = None;
         let _ = self.events.send(event);
         if let Some(shared) = shared.upgrade() {
             shared.live.send_modify(|n| *n -= 1);

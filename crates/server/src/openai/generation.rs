@@ -1,6 +1,6 @@
 //! The answers of one request: prompts × `n` generations, merged into one stream of events.
 //!
-//! The first answer to each prompt is submitted at once, the others as soon as the queue has slots. Admission lets them
+//! The first answer to each prompt is submitted at once, the others as soon as the queue has permits. Admission lets them
 //! wait until the first has computed the prompt (`scheduler.wait_for_prefix`), so that they find it in the cache. Dropping
 //! [`Answers`] cancels all generations that still run.
 use super::generation_request::{Figures, GenerationRequest};
@@ -138,15 +138,15 @@ impl Answers {
         let n = self.request.n as usize;
         let job = self.request.job(index / n, (index % n) as u32);
         let (engine, prompt) = (&self.state.engine, index / n);
-        let own = self.request.slots[prompt].clone().filter(|own| Arc::strong_count(own) == 2);
+        let own = self.request.permits[prompt].clone().filter(|own| Arc::strong_count(own) == 2);
         // A request that was accepted gets all its answers, even while the server shuts down.
         let generation = match own {
             Some(own) => engine.submit_in(job, own),
             None => engine.submit_sibling(job),
         }?;
         if (index + 1).is_multiple_of(n) {
-            // This was the last answer. The slot is free when the job that uses it has been admitted.
-            self.request.slots[prompt] = None;
+            // This was the last answer. The permit is free when the job that uses it has been admitted.
+            self.request.permits[prompt] = None;
         }
         self.clocks[index].open = true;
         let next = |mut generation: GenerationHandle| async move {
@@ -188,9 +188,9 @@ impl Answers {
 
     async fn event(&mut self) -> Result<Option<(usize, Event)>, ApiError> {
         loop {
-            // Wait for a slot before building a job, which has its own copy of the grammar.
+            // Wait for a permit before building a job, which has its own copy of the grammar.
             while let Some(index) = self.waiting.front().copied()
-                && (self.request.has_slot(index / self.request.n as usize)
+                && (self.request.has_permit(index / self.request.n as usize)
                     || self.state.engine.has_room(&self.request.caller.name))
             {
                 match self.submit(index) {
@@ -317,7 +317,7 @@ impl Answers {
     fn abandon(&mut self) {
         self.running.clear();
         self.waiting.clear();
-        self.request.slots.fill(None);
+        self.request.permits.fill(None);
         for clock in &mut self.clocks {
             if std::mem::take(&mut clock.open) {
                 self.state.metrics.ended(Ended::Abort, None, self.began.elapsed(), None);

@@ -9,7 +9,7 @@ use axum::http::StatusCode;
 use futures_util::stream::BoxStream;
 use kvist_engine::grammar::Compiled;
 use kvist_engine::sampler::SamplerConfig;
-use kvist_engine::serving::{Event, GenerationHandle, Job, JobName, QuotaSlot};
+use kvist_engine::serving::{Event, GenerationHandle, Job, JobName, QuotaPermit};
 use kvist_engine::text::Stops;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -49,9 +49,9 @@ pub(crate) struct GenerationRequest {
     pub explain: bool,
     pub pace: Option<u32>,
     pub record: Option<Record>,
-    /// Queue slot of each prompt: from when the prompt is ready until its last answer was submitted. The answers use
-    /// it one after the other, and other slots if there are any.
-    pub(super) slots: Vec<Option<Arc<QuotaSlot>>>,
+    /// Queue permit of each prompt: from when the prompt is ready until its last answer was submitted. The answers use
+    /// it one after the other, and other permits if there are any.
+    pub(super) permits: Vec<Option<Arc<QuotaPermit>>>,
     /// For the log and the live view.
     pub id: String,
     pub session: Option<Arc<str>>,
@@ -115,7 +115,7 @@ impl GenerationRequest {
             explain: kvist.explain.unwrap_or(false),
             pace: kvist.pace,
             record: None,
-            slots: Vec::new(),
+            permits: Vec::new(),
             id,
             session: None,
             endpoint,
@@ -153,22 +153,22 @@ impl GenerationRequest {
         Ok(())
     }
 
-    /// Reserve a slot in the queue for each prompt; from now on the prompts occupy memory. The request may still wait
-    /// for something before it is submitted. This wait does not block other requests' slots, and a queue that fills up
+    /// Reserve a permit in the queue for each prompt; from now on the prompts occupy memory. The request may still wait
+    /// for something before it is submitted. This wait does not block other requests' permits, and a queue that fills up
     /// meanwhile does not refuse the request.
     pub fn queue(&mut self, state: &ServerState) -> Result<(), ApiError> {
-        let slots = state.engine.reserve(&self.caller.name, self.prompts.len());
-        let slots = slots.map_err(|rejected| {
+        let permits = state.engine.reserve(&self.caller.name, self.prompts.len());
+        let permits = permits.map_err(|rejected| {
             self.log(&Figures { ended: "rejected", ..Figures::default() });
             ApiError::of_rejected(rejected, state.retry_after_s())
         })?;
-        self.slots = slots.into_iter().map(Some).collect();
+        self.permits = permits.into_iter().map(Some).collect();
         Ok(())
     }
 
-    /// Returns whether this prompt has a slot that no submitted job uses.
-    pub(super) fn has_slot(&self, prompt: usize) -> bool {
-        self.slots[prompt].as_ref().is_some_and(|slot| Arc::strong_count(slot) == 1)
+    /// Returns whether this prompt has a permit that no submitted job uses.
+    pub(super) fn has_permit(&self, prompt: usize) -> bool {
+        self.permits[prompt].as_ref().is_some_and(|permit| Arc::strong_count(permit) == 1)
     }
 
     /// Write the request's line to the log.
