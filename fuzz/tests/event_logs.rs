@@ -53,10 +53,10 @@ fn log(scheduler: Config, seed: u64) -> String {
     let workload = Workload {
         n_requests: 16,
         arrivals: Arrivals::Poisson { per_s: 20.0 },
-        prompt_tokens: Lengths::Uniform { least: 10, most: 90 },
-        output_tokens: Lengths::Uniform { least: 1, most: 40 },
+        prompt_tokens: Lengths::Uniform { min: 10, max: 90 },
+        output_tokens: Lengths::Uniform { min: 1, max: 40 },
         contents: Contents::Chats(Chats {
-            turns: Lengths::Uniform { least: 1, most: 3 },
+            turns: Lengths::Uniform { min: 1, max: 3 },
             think_s: 0.5,
             system_tokens: 32,
             tokens_per_id: BLOCK_TOKENS,

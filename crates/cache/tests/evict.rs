@@ -127,19 +127,16 @@ fn check_first(
         assert!(order.contains(entry));
     }
     let worth = |entry: u32| model.worth(policy_name, entry, now_ns);
-    let least = evictable.iter().map(|&entry| worth(entry)).min_by(|a, b| a.partial_cmp(b).unwrap());
-    let Some((least, tick)) = least else {
+    let min = evictable.iter().map(|&entry| worth(entry)).min_by(|a, b| a.partial_cmp(b).unwrap());
+    let Some((min, tick)) = min else {
         assert_eq!(order.first(), None);
         return;
     };
     let first = order.first().unwrap();
     let (worth, its_tick) = worth(first);
-    let close = worth <= least + least.abs() * 1e-9 || worth == least;
-    assert!(
-        close,
-        "{policy_name}, seed {seed}, tick {tick}: entry {first} worth {worth} goes before {least}"
-    );
-    if worth == least && !["lfu_decay", "cost"].contains(&policy_name) {
+    let close = worth <= min + min.abs() * 1e-9 || worth == min;
+    assert!(close, "{policy_name}, seed {seed}, tick {tick}: entry {first} worth {worth} goes before {min}");
+    if worth == min && !["lfu_decay", "cost"].contains(&policy_name) {
         assert_eq!(its_tick, tick, "{policy_name}, seed {seed}: ties go to the least recently used");
     }
 }
@@ -240,20 +237,20 @@ fn best(stream: &[u64], i: usize, content: u8, capacity: u32, memo: &mut HashMap
         return known;
     }
     let bit = 1u8 << key;
-    let most = if content & bit != 0 {
+    let max = if content & bit != 0 {
         1 + best(stream, i + 1, content, capacity, memo)
     } else {
-        let mut most = best(stream, i + 1, content, capacity, memo);
+        let mut max = best(stream, i + 1, content, capacity, memo);
         if content.count_ones() < capacity {
-            most = most.max(best(stream, i + 1, content | bit, capacity, memo));
+            max = max.max(best(stream, i + 1, content | bit, capacity, memo));
         }
         for victim in (0..8).map(|k| 1u8 << k).filter(|v| content & v != 0) {
-            most = most.max(best(stream, i + 1, content & !victim | bit, capacity, memo));
+            max = max.max(best(stream, i + 1, content & !victim | bit, capacity, memo));
         }
-        most
+        max
     };
-    memo.insert((i, content), most);
-    most
+    memo.insert((i, content), max);
+    max
 }
 
 #[test]
@@ -264,9 +261,9 @@ fn no_decisions_beat_opt_and_no_policy_does() {
         let n_keys = 2 + choices.below(6);
         let stream: Vec<u64> = (0..5 + choices.below(40)).map(|_| u64::from(choices.below(n_keys))).collect();
         for capacity in 0..5 {
-            let most = best(&stream, 0, 0, capacity, &mut HashMap::new());
+            let max = best(&stream, 0, 0, capacity, &mut HashMap::new());
             let opt = hits("opt", capacity, &stream);
-            assert_eq!(opt, most, "seed {seed}, capacity {capacity}: {stream:?}");
+            assert_eq!(opt, max, "seed {seed}, capacity {capacity}: {stream:?}");
             for policy in POLICIES {
                 let its = hits(policy.name, capacity, &stream);
                 assert!(its <= opt, "seed {seed}, capacity {capacity}: {} {its} > opt {opt}", policy.name);

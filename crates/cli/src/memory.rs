@@ -16,7 +16,7 @@ fn of_machine(meminfo: &str) -> Option<u64> {
 /// Free memory by the tightest limit of the control groups named in `/proc/self/cgroup` and of all groups above them:
 /// limit less use. Cached files count as free, because they can be dropped. A limit that cannot be read counts as none.
 fn of_groups(groups: &str, root: &Path) -> Option<u64> {
-    let mut least: Option<u64> = None;
+    let mut min: Option<u64> = None;
     for line in groups.lines() {
         let mut parts = line.splitn(3, ':').skip(1);
         let (Some(controllers), Some(path)) = (parts.next(), parts.next()) else { continue };
@@ -39,10 +39,10 @@ fn of_groups(groups: &str, root: &Path) -> Option<u64> {
             let stat = std::fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
             let cached = stat.lines().find_map(|l| l.strip_prefix(cache)?.trim().parse().ok()).unwrap_or(0);
             let free = limit.saturating_sub(used.saturating_sub(cached));
-            least = Some(least.map_or(free, |least| least.min(free)));
+            min = Some(min.map_or(free, |min| min.min(free)));
         }
     }
-    least
+    min
 }
 
 #[cfg(test)]

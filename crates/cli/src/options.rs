@@ -156,18 +156,18 @@ impl ModelArgs {
         Ok(named(Opened::open_without_texts(&source.file, !self.no_mmap)?, &source))
     }
 
-    /// Refuses a session that will not fit before the weights are read; then reads them, with a progress bar. `least`
+    /// Refuses a session that will not fit before the weights are read; then reads them, with a progress bar. `min`
     /// is the shortest useful context.
     pub fn load_for(
         &self,
         opened: Opened,
         config: &CacheConfig,
-        least: usize,
+        min: usize,
         quiet: bool,
     ) -> anyhow::Result<(Arc<Model>, MemoryPlan)> {
         let budget = self.budget();
         let registry = registry(&self.compute.get()?);
-        let plan = MemoryPlan::admit(&opened, self.weights, &registry, config, least, &budget)?;
+        let plan = MemoryPlan::admit(&opened, self.weights, &registry, config, min, &budget)?;
         let context = Some(config.context_tokens);
         Ok((self.load(opened, context, &budget, quiet)?, plan))
     }

@@ -72,8 +72,8 @@ fn what_is_to_be_pasted_makes_the_cache_that_was_planned() {
         assert!(number(&run, "used.total") <= number(row, "total_bytes"));
     }
     // A server's total includes its requests, and it starts with that memory.
-    let least = candidates(&all, "serve").iter().map(|row| number(row, "total_bytes") as u64).min().unwrap();
-    let tight = plan(&least.to_string(), &["--context", "1k"]);
+    let min = candidates(&all, "serve").iter().map(|row| number(row, "total_bytes") as u64).min().unwrap();
+    let tight = plan(&min.to_string(), &["--context", "1k"]);
     let pick = &tight["recommendation"]["serve"];
     let serve = json(&[&words(&pick["command_line"])[..], &["--dry-run", "--json"]].concat());
     assert_eq!(serve["total_bytes"], pick["total_bytes"]);

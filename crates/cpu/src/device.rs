@@ -134,7 +134,7 @@ impl Device for Cpu {
     }
 
     fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer, BackendError> {
-        Ok(Buffer { data: vec![0.0; rows.most(limits) * width], width, rows })
+        Ok(Buffer { data: vec![0.0; rows.max(limits) * width], width, rows })
     }
 
     fn stream(

@@ -275,9 +275,9 @@ impl Pools for CpuPools {
     fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
         self.begun = None;
         if plan.n_tokens() > self.spec.max_step_tokens {
-            let (got, most) = (plan.n_tokens(), self.spec.max_step_tokens);
+            let (got, max) = (plan.n_tokens(), self.spec.max_step_tokens);
             return Err(BackendError::Unsupported(format!(
-                "a step of {got} tokens; the scratch is for {most}"
+                "a step of {got} tokens; the scratch is for {max}"
             )));
         }
         if !plan.has_reads() {

@@ -49,7 +49,7 @@ pub enum RowsOf {
 
 impl RowsOf {
     /// Rows of the largest step.
-    pub fn most(self, limits: &StepLimits) -> usize {
+    pub fn max(self, limits: &StepLimits) -> usize {
         match self {
             RowsOf::Tokens => limits.max_tokens,
             RowsOf::Wanted => limits.max_rows,
@@ -79,7 +79,7 @@ impl ModelShape {
     pub fn buffer_elements(&self, limits: &StepLimits) -> Option<usize> {
         self.buffers()
             .iter()
-            .try_fold(0usize, |sum, (rows, width)| sum.checked_add(rows.most(limits).checked_mul(*width)?))
+            .try_fold(0usize, |sum, (rows, width)| sum.checked_add(rows.max(limits).checked_mul(*width)?))
     }
 }
 

@@ -12,7 +12,7 @@ use crate::storage::Storage;
 /// pools. Float storages ignore this setting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recent {
-    /// Tokens per group: a power of two, at most [`Recent::MOST_TOKENS`]. 0 turns it off.
+    /// Tokens per group: a power of two, at most [`Recent::MAX_TOKENS`]. 0 turns it off.
     pub tokens: u32,
     /// Number of sequences whose newest tokens are kept at the same time; forks share the rows of shared tokens. With
     /// more sequences, or draft trees with more nodes than there are rows, the least recently read rows are dropped
@@ -28,7 +28,7 @@ impl Recent {
     }
 
     /// Maximum tokens per group.
-    pub const MOST_TOKENS: u32 = 64;
+    pub const MAX_TOKENS: u32 = 64;
 
     /// Rows that are kept between two steps, if the cache has that many cells: one group per sequence, plus one
     /// group.
@@ -39,18 +39,18 @@ impl Recent {
     /// The same setting with groups that divide blocks of `block_tokens`: at most the largest power of two that
     /// divides a block.
     pub fn within_blocks(self, block_tokens: u32) -> Self {
-        let most = 1u32 << block_tokens.trailing_zeros().min(31);
-        Recent { tokens: self.tokens.min(most), ..self }
+        let max = 1u32 << block_tokens.trailing_zeros().min(31);
+        Recent { tokens: self.tokens.min(max), ..self }
     }
 
     /// Checks that `tokens` is a valid group length.
     pub fn check(&self) -> Result<(), BackendError> {
         match self.tokens {
             0 => Ok(()),
-            n if n.is_power_of_two() && n <= Self::MOST_TOKENS => Ok(()),
+            n if n.is_power_of_two() && n <= Self::MAX_TOKENS => Ok(()),
             n => Err(BackendError::Unsupported(format!(
                 "{n} recent tokens in f16: use a power of two up to {}, or 0",
-                Self::MOST_TOKENS
+                Self::MAX_TOKENS
             ))),
         }
     }

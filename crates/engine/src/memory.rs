@@ -158,13 +158,13 @@ impl MemoryPlan {
     }
 
     /// The plan of a session over a model that is not loaded yet. Fails if model and session together do not fit into
-    /// the budget. `least` is the shortest useful context: the advice in the error does not go below it.
+    /// the budget. `min` is the shortest useful context: the advice in the error does not go below it.
     pub fn admit(
         opened: &Opened,
         format: WeightFormat,
         registry: &Registry,
         config: &CacheConfig,
-        least: usize,
+        min: usize,
         budget: &MemoryBudget,
     ) -> Result<Self, Error> {
         let model = opened.config();
@@ -173,7 +173,7 @@ impl MemoryPlan {
         if plan.session_bound() <= free {
             return Ok(plan);
         }
-        Err(plan.too_large(model, registry, config, least, free, budget.total()))
+        Err(plan.too_large(model, registry, config, min, free, budget.total()))
     }
 
     /// The longest context for which a session fits into `free` bytes: that of `config`, or else a multiple of 64
@@ -186,13 +186,13 @@ impl MemoryPlan {
         Self::longest(config.context_tokens, fits)
     }
 
-    /// The longest context for which `fits` is true: `most`, or else a multiple of 64 tokens below it. Returns 0 if
+    /// The longest context for which `fits` is true: `max`, or else a multiple of 64 tokens below it. Returns 0 if
     /// none fits. `fits` must be monotonic: true for every context shorter than one that fits.
-    pub fn longest(most: u32, fits: impl Fn(u32) -> bool) -> u32 {
-        if fits(most) {
-            return most;
+    pub fn longest(max: u32, fits: impl Fn(u32) -> bool) -> u32 {
+        if fits(max) {
+            return max;
         }
-        let (mut low, mut high) = (0, most / 64);
+        let (mut low, mut high) = (0, max / 64);
         while low < high {
             let middle = low + (high - low).div_ceil(2);
             if fits(middle * 64) { low = middle } else { high = middle - 1 }
@@ -219,7 +219,7 @@ impl MemoryPlan {
         model: &ModelConfig,
         registry: &Registry,
         config: &CacheConfig,
-        least: usize,
+        min: usize,
         free: u64,
         total: u64,
     ) -> Error {
@@ -248,7 +248,7 @@ impl MemoryPlan {
             let max_rows = config.max_rows.min(max_step_tokens);
             let shorter = CacheConfig { max_step_tokens, max_rows, ..config.clone() };
             let longest = Self::longest_context(model, registry, &shorter, free);
-            if longest > 0 && longest as usize >= least {
+            if longest > 0 && longest as usize >= min {
                 let chunk = (chunk < config.max_step_tokens).then(|| format!(" --chunk {chunk}"));
                 advice.push(format!("--context {longest}{}", chunk.unwrap_or_default()));
                 break;

@@ -145,7 +145,7 @@ mod tests {
         let letters = ["a", "b", "é", "a"];
         let mut found = 0;
         for _ in 0..20_000 {
-            let mut word = |most: u64| (0..n(most)).map(|_| letters[n(4)]).collect::<String>();
+            let mut word = |max: u64| (0..n(max)).map(|_| letters[n(4)]).collect::<String>();
             let stops: Vec<String> = (0..3).map(|_| word(6)).collect();
             let pieces: Vec<String> = (0..6).map(|_| word(5)).collect();
             let stops: Vec<&str> = stops.iter().map(String::as_str).collect();

@@ -53,7 +53,7 @@ async fn load(engine: &Engine, all: &[u32]) {
             let mut n = 0;
             while let Some(event) = generation.next().await {
                 n += usize::from(matches!(event, Event::Token(_)));
-                if goes_after.is_some_and(|most| n > most) {
+                if goes_after.is_some_and(|max| n > max) {
                     return; // dropping it cancels
                 }
             }

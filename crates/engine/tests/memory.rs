@@ -239,16 +239,16 @@ fn admission_reads_no_weights() {
     let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
     let registry = devices::all();
     let weights = opened.weight_bytes(&Cpu::default(), WeightFormat::AsStored).unwrap();
-    let admit = |kind: &str, least: usize, bytes: u64| {
+    let admit = |kind: &str, min: usize, bytes: u64| {
         let config = CacheConfig { kind: kind.into(), ..CacheConfig::new(1024) };
         let budget = MemoryBudget::new(bytes);
-        let plan = MemoryPlan::admit(&opened, WeightFormat::AsStored, &registry, &config, least, &budget);
+        let plan = MemoryPlan::admit(&opened, WeightFormat::AsStored, &registry, &config, min, &budget);
         assert_eq!(budget.usage(), Usage::default());
         plan.map(|plan| plan.session_bound()).map_err(|error| error.to_string())
     };
     let bound = admit("cells", 0, u64::MAX).unwrap();
     assert_eq!(admit("cells", 0, weights + bound), Ok(bound));
-    let refused = |kind, least, bytes| admit(kind, least, bytes).unwrap_err();
+    let refused = |kind, min, bytes| admit(kind, min, bytes).unwrap_err();
     assert!(refused("heap", 0, u64::MAX).contains("cpu:heap"));
     assert!(refused("ring", 0, u64::MAX).contains("--window"));
     assert!(refused("cells", 0, weights - 1).contains("weights"));
@@ -346,7 +346,7 @@ fn the_longest_context_is_the_longest() {
     let (model, registry) = (opened.config(), devices::all());
     let of = |context| CacheConfig { max_step_tokens: 16, ..CacheConfig::new(context) };
     let takes = |context| MemoryPlan::of_session(model, &registry, &of(context)).unwrap().session_bound();
-    let longest = |most, free| MemoryPlan::longest_context(model, &registry, &of(most), free);
+    let longest = |max, free| MemoryPlan::longest_context(model, &registry, &of(max), free);
     // One byte less means one step less. A context that fits completely need not be a multiple of a step.
     assert_eq!([takes(640), takes(640) - 1, takes(704) - 1].map(|free| longest(1000, free)), [640, 576, 640]);
     assert_eq!([takes(1000), takes(1000) - 1].map(|free| longest(1000, free)), [1000, 960]);

@@ -282,7 +282,7 @@ fn stop_strings_do_not_depend_on_the_pieces() {
     for seed in 0..20_000u64 {
         let mut n = SplitMix64(seed);
         let letters = ['a', 'b', 'é', '日'];
-        let mut word = |most: u32| -> String { (0..n.below(most)).map(|_| n.pick(&letters)).collect() };
+        let mut word = |max: u32| -> String { (0..n.below(max)).map(|_| n.pick(&letters)).collect() };
         let text = word(14);
         let stops: Vec<String> = (0..3).map(|_| word(5)).collect();
         // By definition: the shortest prefix of the text that ends in a stop string; among several, the longest stop

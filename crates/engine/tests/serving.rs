@@ -62,10 +62,10 @@ async fn the_same_text_in_any_company() {
     let alone: Vec<_> = prompts.iter().map(|prompt| alone(prompt, 60)).collect();
     // Context sizes with room for all requests, and for about two, so that requests are preempted; and blocks
     // of one token.
-    for (context, block_tokens, most) in [(1024, 16, 64), (176, 16, 64), (1024, 1, 64), (256, 7, 9)] {
+    for (context, block_tokens, max) in [(1024, 16, 64), (176, 16, 64), (1024, 1, 64), (256, 7, 9)] {
         let mut config = config(context);
         config.paged.block_tokens = block_tokens;
-        config.scheduler.max_batch_tokens = most;
+        config.scheduler.max_batch_tokens = max;
         config.fit();
         let engine = engine(config);
         for round in 0..2 {
@@ -106,10 +106,10 @@ async fn the_same_text_of_packed_numbers_when_asked() {
     for kv in [Storage::Q8, Storage::Q4, Storage::T4_O, Storage::F16] {
         let alone: Vec<_> =
             prompts.iter().map(|prompt| alone_with(model, registry, kv, prompt, 60).0).collect();
-        for (context, most) in [(1024, 64), (176, 9)] {
+        for (context, max) in [(1024, 64), (176, 9)] {
             let mut config = config(context);
             (config.paged.cache.k, config.paged.cache.v) = (kv, kv.for_values());
-            config.scheduler.max_batch_tokens = most;
+            config.scheduler.max_batch_tokens = max;
             config.fit();
             let engine = Engine::start(model.clone(), registry, config).unwrap();
             for round in 0..2 {

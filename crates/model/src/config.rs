@@ -93,7 +93,7 @@ const ABSURD: usize = 1 << 28;
 
 /// Upper bound on experts over all layers. Each expert has its own tensor names, which take memory before the weight
 /// files are read.
-const MOST_EXPERTS: usize = 1 << 17;
+const MAX_EXPERTS: usize = 1 << 17;
 
 impl ModelConfig {
     /// Width of a layer's MLP, or of all experts that a token uses together.
@@ -171,7 +171,7 @@ impl ModelConfig {
             }
         }
         if let Some(Experts { routing: Routing { n_experts: n, used, width, .. }, .. }) = self.experts {
-            if n == 0 || n.saturating_mul(self.n_layers) > MOST_EXPERTS {
+            if n == 0 || n.saturating_mul(self.n_layers) > MAX_EXPERTS {
                 return bad(
                     "num_experts",
                     format!("is {n} in {} layers, which is out of range", self.n_layers),

@@ -65,10 +65,10 @@ impl Tokenizer {
         self.encode_pieces(text, special, PIECE_BYTES)
     }
 
-    fn encode_pieces(&self, text: &str, special: bool, least: usize) -> Result<Vec<u32>, Error> {
+    fn encode_pieces(&self, text: &str, special: bool, min: usize) -> Result<Vec<u32>, Error> {
         self.check()?;
         let mut tokens = Vec::new();
-        for (i, piece) in self.cuts.pieces(text, least).enumerate() {
+        for (i, piece) in self.cuts.pieces(text, min).enumerate() {
             halt::check()?;
             let special = special && i == 0;
             let encoding = quietly(|| self.inner.encode_fast(piece, special));

@@ -48,11 +48,11 @@ impl Scheduler {
         let of_prompts = |w: &&Work| w.n_tokens > 1 || !w.samples;
         let n_tokens: u32 = self.batch.iter().filter(of_prompts).map(|w| w.n_tokens).sum();
         let n_tokens = n_tokens.min(self.prompt_limit);
-        let least = if self.running.len() > 1 { self.memory.block_tokens() } else { 1 };
-        if n_tokens <= least {
+        let min = if self.running.len() > 1 { self.memory.block_tokens() } else { 1 };
+        if n_tokens <= min {
             return false;
         }
-        self.prompt_limit = n_tokens.saturating_sub(missing.max(1)).max(least);
+        self.prompt_limit = n_tokens.saturating_sub(missing.max(1)).max(min);
         true
     }
 

@@ -120,7 +120,7 @@ fn serve_connection(
     let http = graceful.watch(served.http.serve_connection(TokioIo::new(socket), service));
     let (patience, head) = (state.limits.read_timeout(), state.limits.header_timeout());
     // Bytes that a refused request may still send.
-    let (most, longest) = (state.limits.max_body_bytes.saturating_mul(4), served.longest);
+    let (max, longest) = (state.limits.max_body_bytes.saturating_mul(4), served.longest);
     tokio::spawn(async move {
         let serve = async {
             let is_bad = tokio::select! {
@@ -129,7 +129,7 @@ fn serve_connection(
                 () = watched.lost(patience, head) => return,
             };
             if is_bad || watched.connection().has_unread() {
-                watched.linger(most).await;
+                watched.linger(max).await;
             }
         };
         tokio::select! {

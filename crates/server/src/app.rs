@@ -61,8 +61,8 @@ async fn wrong_method(request: Request) -> ApiError {
 /// The router for connections beyond the limit.
 pub(crate) fn reserve(state: Arc<ServerState>) -> Router {
     let full = async |State(state): State<Arc<ServerState>>| {
-        let most = state.limits.max_connections;
-        let message = format!("there are {most} connections already: close some, or try again");
+        let max = state.limits.max_connections;
+        let message = format!("there are {max} connections already: close some, or try again");
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "too_many_connections", message).retry_after(1)
     };
     Router::new()

@@ -18,9 +18,9 @@ pub(crate) struct Bodies {
     small: BytePool,
     large: BytePool,
     /// Smallest weight of a large document, because each occupies a thread.
-    least: usize,
+    min: usize,
     /// Largest weight of one document.
-    pub most: usize,
+    pub max: usize,
 }
 
 /// Raw bodies of the largest size that are held at one time.
@@ -43,12 +43,12 @@ pub(crate) const SMALL_DOCUMENTS_BYTES: usize = 32 << 20;
 const BYTE_WEIGHT: usize = 4;
 const VALUE_WEIGHT: usize = 320;
 
-/// Upper bound of the memory of all bodies and their documents, in bytes, where one body has at most `most` bytes.
-pub(crate) fn bodies_bytes(most: usize) -> usize {
-    let raw = most.saturating_mul(RAW_BODIES).saturating_add(SMALL_BODIES_BYTES);
+/// Upper bound of the memory of all bodies and their documents, in bytes, where one body has at most `max` bytes.
+pub(crate) fn bodies_bytes(max: usize) -> usize {
+    let raw = max.saturating_mul(RAW_BODIES).saturating_add(SMALL_BODIES_BYTES);
     // Buffers grow by an eighth.
     let raw = raw.saturating_add(raw / 8);
-    raw.saturating_add(most.saturating_mul(DOCUMENTS_FACTOR)).saturating_add(SMALL_DOCUMENTS_BYTES)
+    raw.saturating_add(max.saturating_mul(DOCUMENTS_FACTOR)).saturating_add(SMALL_DOCUMENTS_BYTES)
 }
 
 /// Upper bound of the memory of this body's document, in bytes. Commas and brackets outside strings give the number of
@@ -68,16 +68,16 @@ pub(crate) fn weight(body: &[u8]) -> usize {
 }
 
 impl Bodies {
-    /// `most` is the largest allowed body in bytes; `names` are the key names of all callers.
-    pub fn new(most: usize, names: &[Arc<str>]) -> Self {
-        let (large, one) = (most.saturating_mul(DOCUMENTS_FACTOR), most.saturating_mul(DOCUMENT_FACTOR));
+    /// `max` is the largest allowed body in bytes; `names` are the key names of all callers.
+    pub fn new(max: usize, names: &[Arc<str>]) -> Self {
+        let (large, one) = (max.saturating_mul(DOCUMENTS_FACTOR), max.saturating_mul(DOCUMENT_FACTOR));
         Bodies {
-            raw: BytePool::new(most.saturating_mul(RAW_BODIES), most, names),
+            raw: BytePool::new(max.saturating_mul(RAW_BODIES), max, names),
             small_raw: BytePool::new(SMALL_BODIES_BYTES, SMALL_BYTES, names),
             small: BytePool::new(SMALL_DOCUMENTS_BYTES, weight(&[b','; SMALL_BYTES]), names),
             large: BytePool::new(large, one, names),
-            least: large / LARGE_AT_WORK,
-            most: one.max(weight(&[b','; SMALL_BYTES])),
+            min: large / LARGE_AT_WORK,
+            max: one.max(weight(&[b','; SMALL_BYTES])),
         }
     }
 
@@ -85,7 +85,7 @@ impl Bodies {
     pub async fn document(&self, name: &str, bytes: usize, weight: usize) -> Option<Permit> {
         match bytes <= SMALL_BYTES {
             true => self.small.take(name, weight).await,
-            false => self.large.take(name, weight.max(self.least)).await,
+            false => self.large.take(name, weight.max(self.min)).await,
         }
     }
 }
@@ -107,10 +107,10 @@ mod tests {
             assert_eq!(weight(body.as_bytes()), expected, "{body}");
         }
         let bodies = Bodies::new(4 << 20, &[]);
-        assert!(weight("word, after word. ".repeat(230_000).as_bytes()) > bodies.most);
-        assert!(weight(format!("\"{}\"", "word, after word. ".repeat(230_000)).as_bytes()) < bodies.most / 2);
+        assert!(weight("word, after word. ".repeat(230_000).as_bytes()) > bodies.max);
+        assert!(weight(format!("\"{}\"", "word, after word. ".repeat(230_000)).as_bytes()) < bodies.max / 2);
         assert!(
-            weight(format!("[{}]", "12345,".repeat(131_072)).as_bytes()) < bodies.most,
+            weight(format!("[{}]", "12345,".repeat(131_072)).as_bytes()) < bodies.max,
             "a prompt of 131,072 tokens"
         );
     }

@@ -19,7 +19,7 @@ use std::fmt;
 
 /// Read and parse the body as JSON, within the limits.
 pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<Value, ApiError> {
-    let most = state.limits.max_body_bytes;
+    let max = state.limits.max_body_bytes;
     let headers = request.headers();
     if state.is_draining() {
         return Err(ApiError::shutting_down(state.retry_after_s()));
@@ -41,12 +41,12 @@ pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<V
         return Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "unsupported_media_type", message));
     }
     let declared = headers.get(header::CONTENT_LENGTH).and_then(|v| v.to_str().ok()?.parse::<u64>().ok());
-    if declared.is_some_and(|n| n > most as u64) {
-        return Err(too_large(most));
+    if declared.is_some_and(|n| n > max as u64) {
+        return Err(too_large(max));
     }
     let name =
         request.extensions().get::<Caller>().map_or_else(Default::default, |caller| caller.name.clone());
-    let read = collect(request.into_body(), &state.bodies, most, &name);
+    let read = collect(request.into_body(), &state.bodies, max, &name);
     let read = tokio::time::timeout(state.limits.read_timeout(), read).await;
     let read = read.map_err(|_| {
         let message = format!("the body did not arrive within {} s", state.limits.read_timeout_s);
@@ -54,10 +54,10 @@ pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<V
     })?;
     let (bytes, raw) = read?;
     let weight = weight(&bytes);
-    if weight > state.bodies.most && bytes.len() > SMALL_BYTES {
+    if weight > state.bodies.max && bytes.len() > SMALL_BYTES {
         let message = format!(
             "the body has so many values that it would take {weight} bytes of memory; {} are allowed",
-            state.bodies.most
+            state.bodies.max
         );
         return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message));
     }
@@ -76,24 +76,24 @@ pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<V
     Ok(document)
 }
 
-fn too_large(most: usize) -> ApiError {
-    let message = format!("the body has more than {most} bytes");
+fn too_large(max: usize) -> ApiError {
+    let message = format!("the body has more than {max} bytes");
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
 }
 
-/// Read at most `most` bytes of the body. Also returns the bytes it took from [`Bodies`].
+/// Read at most `max` bytes of the body. Also returns the bytes it took from [`Bodies`].
 async fn collect(
     body: Body,
     bodies: &Bodies,
-    most: usize,
+    max: usize,
     name: &str,
 ) -> Result<(Vec<u8>, Option<Permit>), ApiError> {
     let mut held: Option<Permit> = None;
     let mut bytes = Vec::new();
-    let mut limited = Limited::new(body, most);
+    let mut limited = Limited::new(body, max);
     while let Some(frame) = limited.frame().await {
         let frame = frame.map_err(|error| match error.is::<LengthLimitError>() {
-            true => too_large(most),
+            true => too_large(max),
             false => ApiError::new(StatusCode::BAD_REQUEST, "bad_body", "the body ended early"),
         })?;
         if let Ok(data) = frame.into_data() {

@@ -62,8 +62,8 @@ impl Watched {
     }
 
     /// Shut down the sending side, then read and discard what the client still sends, so that the client sees its
-    /// answer. At most `most` bytes, for at most [`LINGER`].
-    pub async fn linger(&self, most: usize) {
+    /// answer. At most `max` bytes, for at most [`LINGER`].
+    pub async fn linger(&self, max: usize) {
         let Shared { stream, connection } = &*self.0;
         connection.advance(None, Phase::Closing);
         let sending_side = stream.as_fd().try_clone_to_owned();
@@ -71,7 +71,7 @@ impl Watched {
             return;
         }
         let rest = async {
-            let (mut left, mut bytes) = (most, vec![0; 16 << 10]);
+            let (mut left, mut bytes) = (max, vec![0; 16 << 10]);
             while left > 0 && stream.readable().await.is_ok() {
                 match stream.try_read(&mut bytes) {
                     Ok(0) => return,

@@ -25,7 +25,7 @@ const STALLED: Duration = Duration::from_secs(1);
 
 /// The open connections.
 pub(crate) struct Connections {
-    most: usize,
+    max: usize,
     /// True if keys are configured. Connections that have shown a key are then grouped by its name, all others by
     /// address.
     has_names: bool,
@@ -83,8 +83,8 @@ pub(crate) struct ConnectionPermit {
 }
 
 impl Connections {
-    pub fn new(most: usize, has_names: bool) -> Self {
-        Connections { most, has_names, open: Mutex::default(), displaced: AtomicU64::new(0) }
+    pub fn new(max: usize, has_names: bool) -> Self {
+        Connections { max, has_names, open: Mutex::default(), displaced: AtomicU64::new(0) }
     }
 
     fn open(&self) -> MutexGuard<'_, Open> {
@@ -94,7 +94,7 @@ impl Connections {
     /// Take a permit for a new connection, closing another one if needed. `None` if all clients wait for the server.
     pub fn enter(self: &Arc<Self>, address: IpAddr, now: Instant) -> Option<ConnectionPermit> {
         let mut open = self.open();
-        if open.by_number.len() >= self.most && !self.displace_one(&mut open, now) {
+        if open.by_number.len() >= self.max && !self.displace_one(&mut open, now) {
             return None;
         }
         let connection = Arc::new(Connection::new(address, now));
@@ -138,7 +138,7 @@ impl Connections {
             }
         }
         let new: usize = unknown.values().map(|group| group.n).sum();
-        let close_known = new <= self.most.div_ceil(NEW_SHARE) && !known.is_empty();
+        let close_known = new <= self.max.div_ceil(NEW_SHARE) && !known.is_empty();
         let class = if close_known || unknown.is_empty() { known } else { unknown };
         let first =
             class.into_values().min_by_key(|group| (std::cmp::Reverse(group.n), group.since, group.number));
@@ -283,9 +283,9 @@ mod tests {
     }
 
     impl TestConnections {
-        fn new(most: usize) -> Self {
+        fn new(max: usize) -> Self {
             TestConnections {
-                connections: Arc::new(Connections::new(most, true)),
+                connections: Arc::new(Connections::new(max, true)),
                 permits: Vec::new(),
                 now: Instant::now(),
             }

@@ -18,10 +18,10 @@ pub(crate) struct Permit {
 }
 
 impl BytePool {
-    /// Names share the pool evenly. Each may take at least `most`, however many names there are.
-    pub fn new(bytes: usize, most: usize, names: &[Arc<str>]) -> Self {
+    /// Names share the pool evenly. Each may take at least `max`, however many names there are.
+    pub fn new(bytes: usize, max: usize, names: &[Arc<str>]) -> Self {
         let semaphore = |n: usize| Arc::new(Semaphore::new(n.min(Semaphore::MAX_PERMITS)));
-        let share = (bytes / names.len().max(1)).max(most);
+        let share = (bytes / names.len().max(1)).max(max);
         let shares = names.iter().map(|name| (name.clone(), semaphore(share))).collect();
         BytePool { all: semaphore(bytes), shares }
     }

@@ -145,12 +145,12 @@ fn is_of(value: &Value, name: &str) -> bool {
 
 fn check_number(schema: &Value, x: f64, wrong: &dyn Fn(String) -> Found) -> Result<(), Found> {
     let bound = |key: &str| schema.get(key).and_then(Value::as_f64);
-    let (least, most) = (bound("minimum"), bound("maximum"));
-    if least.is_some_and(|least| x < least) || most.is_some_and(|most| x > most) {
-        let expected = match (least, most) {
-            (Some(least), Some(most)) => format!("{least} to {most}"),
-            (Some(least), None) => format!("{least} or more"),
-            (_, most) => format!("at most {}", most.unwrap_or(x)),
+    let (min, max) = (bound("minimum"), bound("maximum"));
+    if min.is_some_and(|min| x < min) || max.is_some_and(|max| x > max) {
+        let expected = match (min, max) {
+            (Some(min), Some(max)) => format!("{min} to {max}"),
+            (Some(min), None) => format!("{min} or more"),
+            (_, max) => format!("at most {}", max.unwrap_or(x)),
         };
         return Err(wrong(format!("is {x}; expected {expected}")));
     }
@@ -160,13 +160,13 @@ fn check_number(schema: &Value, x: f64, wrong: &dyn Fn(String) -> Found) -> Resu
 fn check_text(schema: &Value, text: &str, wrong: &dyn Fn(String) -> Found) -> Result<(), Found> {
     let bound = |key: &str| schema.get(key).and_then(Value::as_u64);
     let length = text.chars().count() as u64;
-    if bound("minLength").is_some_and(|least| length < least) {
+    if bound("minLength").is_some_and(|min| length < min) {
         return Err(wrong("is empty; expected at least one character".into()));
     }
-    if let Some(most) = bound("maxLength")
-        && length > most
+    if let Some(max) = bound("maxLength")
+        && length > max
     {
-        return Err(wrong(format!("has {length} characters; {most} are allowed")));
+        return Err(wrong(format!("has {length} characters; {max} are allowed")));
     }
     if schema.get("pattern").is_some() && !is_natural(text) {
         return Err(wrong(format!("is {text:?}; expected a number")));
@@ -186,13 +186,13 @@ fn check_items(
 ) -> Result<(), Found> {
     let bound = |key: &str| schema.get(key).and_then(Value::as_u64);
     let n = items.len() as u64;
-    if bound("minItems").is_some_and(|least| n < least) {
+    if bound("minItems").is_some_and(|min| n < min) {
         return Err(wrong("is an empty list; expected at least one entry".into()));
     }
-    if let Some(most) = bound("maxItems")
-        && n > most
+    if let Some(max) = bound("maxItems")
+        && n > max
     {
-        return Err(wrong(format!("has {n} entries; {most} are allowed")));
+        return Err(wrong(format!("has {n} entries; {max} are allowed")));
     }
     if let Some(each) = schema.get("items") {
         for (i, item) in items.iter().enumerate() {

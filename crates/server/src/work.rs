@@ -47,10 +47,10 @@ pub(crate) const THREADS: usize = 8;
 /// hold in addition. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
 /// semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
-    let most = config.limits.max_body_bytes;
-    let texts = most.saturating_mul(THREADS);
-    let work = work_bytes(most).saturating_add(RESERVE_BYTES);
-    let ready = bodies_bytes(most).saturating_add(work).saturating_add(texts);
+    let max = config.limits.max_body_bytes;
+    let texts = max.saturating_mul(THREADS);
+    let work = work_bytes(max).saturating_add(RESERVE_BYTES);
+    let ready = bodies_bytes(max).saturating_add(work).saturating_add(texts);
     let tokens = u64::from(model_context.min(config.cache_tokens(model_context)));
     let prompt = tokens.saturating_mul(size_of::<u32>() as u64);
     let queue = prompt.saturating_mul(config.queue_places() as u64);

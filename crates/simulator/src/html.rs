@@ -134,10 +134,10 @@ impl Page<'_> {
                 .filter(|series| !series.points.is_empty())
                 .collect();
             let xs = || series.iter().flat_map(|s| &s.points).map(|p| p.0);
-            let Some(most) = xs().max_by(f64::total_cmp) else { continue };
+            let Some(max) = xs().max_by(f64::total_cmp) else { continue };
             // A logarithmic axis has no zero, so zero durations are drawn at the left edge.
-            let least = xs().filter(|x| *x > 0.0).fold(most, f64::min).max(most / 1e6);
-            let x = Scale::log(least, most, Unit::Seconds);
+            let min = xs().filter(|x| *x > 0.0).fold(max, f64::min).max(max / 1e6);
+            let x = Scale::log(min, max, Unit::Seconds);
             let mut frame = Frame::new(490.0, 270.0, x, Scale::linear(0.0, 1.0, Unit::Percent));
             frame.labels(about, "");
             for series in &series {
@@ -167,11 +167,11 @@ impl Plot {
         });
         let curves: Vec<_> = curves.collect();
         let points = || curves.iter().flat_map(|(_, points)| points);
-        let least = points().map(|p| p.x).min_by(f64::total_cmp)?;
-        let most = points().map(|p| p.x).fold(least, f64::max);
+        let min = points().map(|p| p.x).min_by(f64::total_cmp)?;
+        let max = points().map(|p| p.x).fold(min, f64::max);
         let level = self.level.as_ref().map_or(0.0, |(_, y)| *y);
         let top = points().map(|p| p.y + p.half_width.unwrap_or(0.0)).fold(level, f64::max);
-        let x = Scale::log(least, most, Unit::Count);
+        let x = Scale::log(min, max, Unit::Count);
         let y = Scale::linear(0.0, if top > 0.0 { top } else { 1.0 }, self.unit);
         let mut frame = Frame::new(1000.0, 380.0, x, y);
         frame.labels(&self.x_label, &self.y_label);

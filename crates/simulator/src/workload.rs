@@ -55,15 +55,15 @@ fn positive(parameter: &'static str, value: f64) -> Result<(), BadParameter> {
     }
 }
 
-/// Returns an error unless `value` is finite, above 0 and at most `most`; `expected` describes that limit.
+/// Returns an error unless `value` is finite, above 0 and at most `max`; `expected` describes that limit.
 fn at_most(
     parameter: &'static str,
     value: f64,
-    most: f64,
+    max: f64,
     expected: &'static str,
 ) -> Result<(), BadParameter> {
     positive(parameter, value)?;
-    if value <= most { Ok(()) } else { Err(BadParameter::new(parameter, value, expected)) }
+    if value <= max { Ok(()) } else { Err(BadParameter::new(parameter, value, expected)) }
 }
 
 /// Maximum requests of a workload; they take 12 GB.

@@ -83,7 +83,7 @@ fn of_any_load() {
             prompt_tokens: Lengths::Lognormal { mean: 60.0, variation: 1.5 },
             output_tokens: Lengths::Lognormal { mean: 40.0, variation: 1.0 },
             contents: Contents::Chats(Chats {
-                turns: Lengths::Uniform { least: 1, most: 4 },
+                turns: Lengths::Uniform { min: 1, max: 4 },
                 think_s: 5.0,
                 system_tokens: 20,
                 tokens_per_id: 4,

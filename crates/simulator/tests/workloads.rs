@@ -7,7 +7,7 @@ fn workload(contents: Contents) -> Workload {
     Workload {
         n_requests: 400,
         arrivals: Arrivals::Poisson { per_s: 2.0 },
-        prompt_tokens: Lengths::Uniform { least: 5, most: 80 },
+        prompt_tokens: Lengths::Uniform { min: 5, max: 80 },
         output_tokens: Lengths::Exponential { mean: 40.0 },
         contents,
     }
@@ -26,7 +26,7 @@ fn all() -> Vec<Workload> {
         workload(Contents::Prefixes(prefixes(true))),
         workload(Contents::Prefixes(prefixes(false))),
         workload(Contents::Chats(Chats {
-            turns: Lengths::Uniform { least: 1, most: 6 },
+            turns: Lengths::Uniform { min: 1, max: 6 },
             think_s: 3.0,
             system_tokens: 40,
             tokens_per_id: 16,
@@ -101,8 +101,8 @@ fn prefixes_are_shared_up_to_their_last_whole_id() {
         assert!(request.id == 0 || shared == expected, "{shared} {expected}");
     }
     // Σ 1/k over 20 ranks is 3.598, so the first has 27.8% of all.
-    let most = *popularity.values().max().unwrap() as f64 / requests.len() as f64;
-    assert!((most - 0.278).abs() < 0.07, "{most}");
+    let max = *popularity.values().max().unwrap() as f64 / requests.len() as f64;
+    assert!((max - 0.278).abs() < 0.07, "{max}");
     // Without a prompt of its own, the prefix is the whole prompt, including its partial end.
     let whole = all()[2].generate(1).unwrap();
     assert!(whole.iter().all(|r| r.prompt_tokens == 100));

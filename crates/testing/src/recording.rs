@@ -128,7 +128,7 @@ impl Device for Recording {
         Ok(())
     }
     fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<(), BackendError> {
-        self.log.allocate(Purpose::Activations, 4 * (rows.most(limits) * width) as u64);
+        self.log.allocate(Purpose::Activations, 4 * (rows.max(limits) * width) as u64);
         Ok(())
     }
     fn stream(

@@ -38,9 +38,9 @@ pub const B: Shape = Shape {
 };
 
 /// 256 bytes, two control tokens and the text of one merge.
-const LEAST_VOCAB: usize = 259;
+const MIN_VOCAB: usize = 259;
 /// Above this it is a mistyped size.
-const MOST_PARAMETERS: u128 = 16_000_000_000;
+const MAX_PARAMETERS: u128 = 16_000_000_000;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
@@ -88,13 +88,13 @@ impl Shape {
         );
         ensure!(self.head_dim.is_multiple_of(2), "--head-dim is {}; rope turns pairs", self.head_dim);
         ensure!(
-            self.vocab >= LEAST_VOCAB && u32::try_from(self.vocab).is_ok(),
-            "--vocab is {}; the tokenizer needs {LEAST_VOCAB} at least, and ids have 32 bits",
+            self.vocab >= MIN_VOCAB && u32::try_from(self.vocab).is_ok(),
+            "--vocab is {}; the tokenizer needs {MIN_VOCAB} at least, and ids have 32 bits",
             self.vocab
         );
         let n = self.parameters();
-        if n > MOST_PARAMETERS {
-            bail!("these sizes make {n} parameters; more than {MOST_PARAMETERS} are taken for a mistake");
+        if n > MAX_PARAMETERS {
+            bail!("these sizes make {n} parameters; more than {MAX_PARAMETERS} are taken for a mistake");
         }
         Ok(())
     }

@@ -182,12 +182,12 @@ impl Order {
         loop {
             let first = at * N_CHILDREN + 1;
             let children = first..(first + N_CHILDREN).min(self.heap.len());
-            let Some(least) = children.min_by_key(|&child| self.heap[child]) else { break };
-            if entry <= self.heap[least] {
+            let Some(min) = children.min_by_key(|&child| self.heap[child]) else { break };
+            if entry <= self.heap[min] {
                 break;
             }
-            self.settle(at, self.heap[least]);
-            at = least;
+            self.settle(at, self.heap[min]);
+            at = min;
         }
         self.settle(at, entry);
     }

@@ -61,7 +61,7 @@ impl Drive {
                         evictable.iter().filter(|known| round.contains(&known.prefix)).copied().collect();
                 }
                 let worths = candidates.iter().map(|known| self.worth(known));
-                let least =
+                let min =
                     worths.min_by(|a, b| a.partial_cmp(b).expect("no NaN")).expect("some are evictable");
                 // The first removed block is the victim, or lies below it, or is the same prefix in an earlier group.
                 let &(first_g, first_at) =
@@ -76,8 +76,8 @@ impl Drive {
                 let (worth, tie) = self.worth(victim);
                 // Computations by logarithms and by powers differ in their last digits.
                 let decays = self.spec.prefix.as_ref().is_some_and(|p| p.parameters.half_life.is_some());
-                let close = decays && worth <= least.0 * (1.0 + 1e-9);
-                assert!((worth, tie) == least || close, "{victim:?} of {worth} goes before {least:?}");
+                let close = decays && worth <= min.0 * (1.0 + 1e-9);
+                assert!((worth, tie) == min || close, "{victim:?} of {worth} goes before {min:?}");
                 // What is dropped with it: all blocks of the prefix and below it, in every group.
                 let prefix = victim.prefix;
                 let goes = |h: usize, known: &Known| match self.is_windowed(g) {

@@ -36,7 +36,7 @@ pub struct Scratch {
 
 /// Most splits of a token with a state each, which run in parallel. A longer context processes its splits one after
 /// the other.
-const MOST_SPLITS: usize = 64;
+const MAX_SPLITS: usize = 64;
 
 /// Elements of each buffer.
 struct Sizes {
@@ -66,7 +66,7 @@ impl Sizes {
         let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let rows = heads.checked_mul(tokens)?;
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
-        let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MOST_SPLITS))?;
+        let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MAX_SPLITS))?;
         let line = |tile: usize| tile + 2 * PAD + SPARE;
         let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
         Some(Sizes {

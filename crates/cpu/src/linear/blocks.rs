@@ -125,7 +125,7 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const N: usize, const P: usize>
     }
     let mut sums = [[s.splat(0.0); P]; N];
     for b in 0..blocks {
-        let (mut w, mut scale, mut least) = ([[s.splat_i(0); 8]; P], [s.splat(0.0); P], [s.splat(0.0); P]);
+        let (mut w, mut scale, mut min) = ([[s.splat_i(0); 8]; P], [s.splat(0.0); P], [s.splat(0.0); P]);
         for p in 0..P {
             let codes = &codes[p][b * F::Codes::BYTES..(b + 1) * F::Codes::BYTES];
             s.prefetch(&codes[0], AHEAD);
@@ -140,7 +140,7 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const N: usize, const P: usize>
             }
             scale[p] = F::load_scale(s, &scales[p][b * per_block]);
             if F::ZERO_BITS.is_none() {
-                least[p] = s.load_f16(&scales[p][b * per_block + 1]);
+                min[p] = s.load_f16(&scales[p][b * per_block + 1]);
             }
         }
         for n in 0..N {
@@ -163,7 +163,7 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const N: usize, const P: usize>
             if F::ZERO_BITS.is_none() {
                 let sum = s.splat(-x[b][NEGATIVE_SUM][t] as f32 * scale_of(&x[b], t));
                 for p in 0..P {
-                    sums[n][p] = s.fma(least[p], sum, sums[n][p]);
+                    sums[n][p] = s.fma(min[p], sum, sums[n][p]);
                 }
             }
         }

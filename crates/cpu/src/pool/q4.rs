@@ -42,12 +42,12 @@ impl Codec for Q4 {
                 finite = false;
                 continue;
             }
-            let (least, most) =
+            let (min, max) =
                 row.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(l, m), x| (l.min(*x), m.max(*x)));
             let limit = f16::MAX.to_f32();
-            params[1] = f16::from_f32(least.clamp(-limit, limit));
+            params[1] = f16::from_f32(min.clamp(-limit, limit));
             let minimum = params[1].to_f32();
-            params[0] = f16::from_f32(((most - minimum) / 15.0).clamp(0.0, limit));
+            params[0] = f16::from_f32(((max - minimum) / 15.0).clamp(0.0, limit));
             // Compute the codes from scale and minimum as stored.
             let stored = params[0].to_f32();
             let inverse = if stored > 0.0 { 1.0 / stored } else { 0.0 };
@@ -148,7 +148,7 @@ impl Packed for Q4 {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
         for group in 0..n_groups {
-            let mut least = [s.splat(0.0); R];
+            let mut min = [s.splat(0.0); R];
             for r in 0..R {
                 let line = &lines.data[(query + r) * lines.stride + lines.at..];
                 quads.pack(s, r, line, blocks.list, 2 * group);
@@ -157,7 +157,7 @@ impl Packed for Q4 {
                     let minimum = s.load_f16(&block.params.as_chunks::<32>().0[2 * group + 1]);
                     sum = s.add(sum, s.mul_nonzero(s.load(line), minimum));
                 }
-                least[r] = s.splat(s.sum(sum));
+                min[r] = s.splat(s.sum(sum));
             }
             let first = group * blocks.group;
             let len = blocks.group.min(head_dim - first);
@@ -194,7 +194,7 @@ impl Packed for Q4 {
                     {
                         let units = s.to_f32(s.add_i(s.times_256(high), low));
                         if let Some(sum) = row[at..].first_chunk_mut() {
-                            s.store(s.fma(units, unit, s.add(s.load(sum), least[r])), sum);
+                            s.store(s.fma(units, unit, s.add(s.load(sum), min[r])), sum);
                         }
                     }
                 }

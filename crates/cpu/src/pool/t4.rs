@@ -57,7 +57,7 @@ fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
     // Squares may overflow where elements do not: then the largest level represents the largest element.
     let unit = match squares.is_finite() {
         true => (squares / row.len().max(1) as f32).sqrt() * (LARGEST / 127.0),
-        false => row.iter().fold(0f32, |most, x| most.max(x.abs())) / 127.0,
+        false => row.iter().fold(0f32, |max, x| max.max(x.abs())) / 127.0,
     };
     let inverse = if unit > 0.0 { 1.0 / unit } else { 0.0 };
     let (low, high) = row.split_at(row.len().div_ceil(2));

@@ -146,7 +146,7 @@ impl Group {
 
     /// Finds the rows that each token reads.
     pub fn find(&mut self, plan: &GroupPlan, step: &StepTokens<'_>) {
-        let (n, most) = (step.positions.len(), step.tokens as usize);
+        let (n, max) = (step.positions.len(), step.tokens as usize);
         self.counts.clear();
         self.counts.resize(n, 0);
         self.read.clear();
@@ -167,9 +167,9 @@ impl Group {
                 for at in seen {
                     let row = self.row(item.run.start + at, token, step);
                     let count = usize::from(self.counts[token]);
-                    if let Some(row) = row.filter(|_| count < most && reads.sees(item, query, at)) {
+                    if let Some(row) = row.filter(|_| count < max && reads.sees(item, query, at)) {
                         self.lowest = self.lowest.min(item.first_index + at);
-                        self.recent_reads[token * most + count] =
+                        self.recent_reads[token * max + count] =
                             RecentRead { index: item.first_index + at, row };
                         self.counts[token] += 1;
                         self.note(row, bounds.incomplete);

@@ -213,16 +213,14 @@ fn bounds(part: &Map<String, Value>) -> [(f64, bool); 2] {
 
 fn out_of_bounds(part: &Map<String, Value>, value: &Value) -> bool {
     let Some(x) = value.as_f64() else { return false };
-    let [(least, may_least), (most, may_most)] = bounds(part);
-    x < least || (x == least && !may_least) || x > most || (x == most && !may_most)
+    let [(min, includes_min), (max, includes_max)] = bounds(part);
+    x < min || (x == min && !includes_min) || x > max || (x == max && !includes_max)
 }
 
 /// True if the bounds exclude every number.
 fn no_number(parts: &[&Map<String, Value>]) -> bool {
     let all: Vec<[(f64, bool); 2]> = parts.iter().map(|part| bounds(part)).collect();
-    all.iter().any(|[(least, a), _]| {
-        all.iter().any(|[_, (most, b)]| least > most || (least == most && !(*a && *b)))
-    })
+    all.iter().any(|[(min, a), _]| all.iter().any(|[_, (max, b)]| min > max || (min == max && !(*a && *b))))
 }
 
 #[cfg(test)]
@@ -349,7 +347,7 @@ mod tests {
         let long = json!({"type": "object", "required": [name]});
         let all = json!({"allOf": vec![json!({}); 400]});
         let to = json!({"$ref": format!("#/$defs/{name}")});
-        for (a, b, expected, least) in [
+        for (a, b, expected, min) in [
             (many(0), many(1000), true, 10_000),
             (json!({"const": vec![1; 500]}), json!({"const": vec![1; 500]}), false, 500),
             (many(0), json!({"allOf": vec![json!({"type": "number"}); 100]}), false, 100),
@@ -360,9 +358,9 @@ mod tests {
             let steps = Cell::new(100_000);
             assert_eq!(super::disjoint(&[&a], &[&b], &json!({}), &steps), expected);
             let taken = 100_000 - steps.get();
-            assert!(taken >= least && steps.get() > 0, "{taken}");
+            assert!(taken >= min && steps.get() > 0, "{taken}");
             // With fewer steps it ends without a proof.
-            let few = Cell::new(least / 2);
+            let few = Cell::new(min / 2);
             assert!(!super::disjoint(&[&a], &[&b], &json!({}), &few));
             assert_eq!(few.get(), 0);
         }

@@ -206,14 +206,14 @@ impl SessionStore {
         seen
     }
 
-    /// The `most` most recently used sessions of all owners, ordered by creation, and how many more there are.
+    /// The `max` most recently used sessions of all owners, ordered by creation, and how many more there are.
     /// Only for callers that may see all owners' data.
-    pub fn recent(&self, now: Instant, most: usize) -> (Vec<SessionTokens>, usize) {
+    pub fn recent(&self, now: Instant, max: usize) -> (Vec<SessionTokens>, usize) {
         let inner = self.at(Timestamp { instant: now, unix_s: 0 });
         let mut last: Vec<_> = inner.sessions.iter().map(|(id, session)| (session.touched, *id)).collect();
         last.sort_unstable_by(|a, b| b.cmp(a));
-        let more = last.len().saturating_sub(most);
-        last.truncate(most);
+        let more = last.len().saturating_sub(max);
+        last.truncate(max);
         let mut recent: Vec<_> = last
             .into_iter()
             .filter_map(|(_, id)| inner.sessions.get(&id).map(|session| (id, session)))

@@ -124,12 +124,12 @@ fn qwen_coder(mut grammar: Grammar, call: usize, tool: &Tool) -> Result<Grammar,
                 rules += &format!("{own}: {open} {value} {close}\n");
                 grammar = grammar.with(&value, argument.schema());
             }
-            Form::Text { least, most } => {
+            Form::Text { min, max } => {
                 // A string without quotes has no escapes, so it ends at the first end mark.
-                let most = most.map_or(String::new(), |most| most.to_string());
+                let max = max.map_or(String::new(), |max| max.to_string());
                 let end = literal(PARAMETER_END);
                 rules += &format!("{own}: {open} {value} \"\\n\"\n");
-                rules += &format!("{value}[suffix={end}]: /(?s:.{{{least},{most}}})\\n/\n");
+                rules += &format!("{value}[suffix={end}]: /(?s:.{{{min},{max}}})\\n/\n");
             }
             Form::OneOf(texts) => {
                 let texts: Vec<String> = texts.iter().map(|text| literal(text)).collect();
@@ -245,8 +245,8 @@ enum Form {
     Json,
     /// A string without quotes, with bounds on its number of characters.
     Text {
-        least: u64,
-        most: Option<u64>,
+        min: u64,
+        max: Option<u64>,
     },
     /// One of these strings, without quotes.
     OneOf(Vec<String>),
@@ -278,7 +278,7 @@ impl Argument<'_> {
             let Some(target) = to.and_then(|to| self.schema_at(to)) else { break };
             schema = target;
         }
-        let Some(fields) = schema.as_object() else { return Ok(Form::Text { least: 0, most: None }) };
+        let Some(fields) = schema.as_object() else { return Ok(Form::Text { min: 0, max: None }) };
         let says: Vec<&str> = fields
             .keys()
             .map(String::as_str)
@@ -319,13 +319,13 @@ impl Argument<'_> {
         };
         if says.iter().all(|name| *name == "type") || (alone && says.iter().all(|name| bounds.contains(name)))
         {
-            return Ok(Form::Text { least: length("minLength").unwrap_or(0), most: length("maxLength") });
+            return Ok(Form::Text { min: length("minLength").unwrap_or(0), max: length("maxLength") });
         }
         if let [only @ ("anyOf" | "oneOf")] = says.as_slice()
             && let Some(ways) = fields[*only].as_array()
             && ways.iter().all(plain)
         {
-            return Ok(Form::Text { least: 0, most: None });
+            return Ok(Form::Text { min: 0, max: None });
         }
         Err("is a string with bounds that cannot be enforced in the calls of this model, which writes strings \
              without quotes: use `minLength`, `maxLength` or `enum`"

@@ -157,8 +157,8 @@ impl Opened {
                 None => bytes.push((encoding, more)),
             }
         }
-        let most = bytes.iter().max_by_key(|(_, sum)| *sum);
-        Ok(most.map_or(self.config.stored_dtype, |(encoding, _)| *encoding).name().into())
+        let max = bytes.iter().max_by_key(|(_, sum)| *sum);
+        Ok(max.map_or(self.config.stored_dtype, |(encoding, _)| *encoding).name().into())
     }
     pub fn config(&self) -> &ModelConfig {
         &self.config

@@ -46,12 +46,12 @@ impl Cuts {
         }
     }
 
-    /// Cuts the text into pieces of at least `least` bytes, except the last.
-    pub fn pieces(self, text: &str, least: usize) -> impl Iterator<Item = &str> {
+    /// Cuts the text into pieces of at least `min` bytes, except the last.
+    pub fn pieces(self, text: &str, min: usize) -> impl Iterator<Item = &str> {
         let mut rest = Some(text);
         std::iter::from_fn(move || {
             let text = rest.take()?;
-            let at = if self == Cuts::Nowhere { None } else { first_cut(text, least) };
+            let at = if self == Cuts::Nowhere { None } else { first_cut(text, min) };
             let (piece, after) = text.split_at(at.unwrap_or(text.len()));
             rest = at.map(|_| after);
             Some(piece)
@@ -59,10 +59,10 @@ impl Cuts {
     }
 }
 
-/// The first cut after `least` bytes.
-fn first_cut(text: &str, least: usize) -> Option<usize> {
+/// The first cut after `min` bytes.
+fn first_cut(text: &str, min: usize) -> Option<usize> {
     let bytes = text.as_bytes();
-    (least.max(1)..bytes.len()).find(|&at| {
+    (min.max(1)..bytes.len()).find(|&at| {
         let blank = bytes[at];
         if !matches!(blank, b' ' | b'\n' | b'\r' | b'\t') {
             return false;

@@ -39,11 +39,11 @@ impl Tokenizer {
         self.ends_of_pieces(text, special, PIECE_BYTES)
     }
 
-    pub(super) fn ends_of_pieces(&self, text: &str, special: bool, least: usize) -> Result<Ends, Error> {
+    pub(super) fn ends_of_pieces(&self, text: &str, special: bool, min: usize) -> Result<Ends, Error> {
         self.check()?;
         let (mut tokens, mut ends) = (Vec::new(), Vec::new());
         let (mut begin, mut last) = (0, 0);
-        for (i, piece) in self.cuts.pieces(text, least).enumerate() {
+        for (i, piece) in self.cuts.pieces(text, min).enumerate() {
             halt::check()?;
             let special = special && i == 0;
             let encoding = quietly(|| self.inner.encode(piece, special));

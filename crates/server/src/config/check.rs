@@ -34,7 +34,7 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
         return Err(bad("cache.block_tokens", c.block_tokens, "1 to 4096"));
     }
     if (Recent { tokens: c.kv_recent, sequences: 1 }).check().is_err() {
-        let expected = format!("a power of two up to {}, or 0", Recent::MOST_TOKENS);
+        let expected = format!("a power of two up to {}, or 0", Recent::MAX_TOKENS);
         return Err(bad("cache.kv_recent", c.kv_recent, expected));
     }
     if let Some(v) = c.kv_v.filter(|v| v.outliers) {
@@ -64,9 +64,9 @@ pub(super) fn limits(config: &ServerConfig) -> Result<(), ConfigError> {
         ("grace_s", l.grace_s),
     ];
     for (name, value) in seconds {
-        let least = if name == "grace_s" { 0.0 } else { 0.001 };
-        if !(least..=1e6).contains(&value) {
-            return Err(bad(format!("limits.{name}"), value, format!("{least} to 1000000 seconds")));
+        let min = if name == "grace_s" { 0.0 } else { 0.001 };
+        if !(min..=1e6).contains(&value) {
+            return Err(bad(format!("limits.{name}"), value, format!("{min} to 1000000 seconds")));
         }
     }
     let counts = [
@@ -77,9 +77,9 @@ pub(super) fn limits(config: &ServerConfig) -> Result<(), ConfigError> {
         ("max_choices", l.max_choices as usize, 1, 1 << 12),
         ("max_stop", l.max_stop as usize, 1, 1 << 8),
     ];
-    for (name, value, least, most) in counts {
-        if !(least..=most).contains(&value) {
-            return Err(bad(format!("limits.{name}"), value, format!("{least} to {most}")));
+    for (name, value, min, max) in counts {
+        if !(min..=max).contains(&value) {
+            return Err(bad(format!("limits.{name}"), value, format!("{min} to {max}")));
         }
     }
     Ok(())

@@ -41,7 +41,7 @@ pub(super) struct RecordFile {
     behind: Arc<AtomicUsize>,
     /// The recording ended early. The log already says so.
     over: Arc<AtomicBool>,
-    most: usize,
+    max: usize,
 }
 
 impl RecordFile {
@@ -50,7 +50,7 @@ impl RecordFile {
         Self::with_limit(file, MAX_BEHIND_BYTES)
     }
 
-    fn with_limit(sink: impl Sink, most: usize) -> std::io::Result<Self> {
+    fn with_limit(sink: impl Sink, max: usize) -> std::io::Result<Self> {
         let (commands, inbox) = channel();
         let (behind, over) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
         let there = (behind.clone(), over.clone());
@@ -62,7 +62,7 @@ impl RecordFile {
                 log_end(&format!("it cannot be written ({error})"));
             }
         })?;
-        Ok(RecordFile { commands, step: String::new(), behind, over, most })
+        Ok(RecordFile { commands, step: String::new(), behind, over, max })
     }
 
     /// Add lines to the current step.
@@ -80,9 +80,9 @@ impl RecordFile {
         }
         let step = std::mem::take(&mut self.step);
         let behind = self.behind.fetch_add(step.len(), SeqCst) + step.len();
-        if behind > self.most {
+        if behind > self.max {
             if !self.over.swap(true, SeqCst) {
-                let mib = self.most >> 20;
+                let mib = self.max >> 20;
                 log_end(&format!("more than {mib} MiB wait to be written: the disk is too slow"));
             }
             return false;
@@ -183,11 +183,11 @@ mod tests {
         }
     }
 
-    fn record(capacity: usize, most: usize, slow: bool) -> (RecordFile, Arc<Mutex<Vec<u8>>>, SyncSender<()>) {
+    fn record(capacity: usize, max: usize, slow: bool) -> (RecordFile, Arc<Mutex<Vec<u8>>>, SyncSender<()>) {
         let (sender, go) = std::sync::mpsc::sync_channel(1 << 20);
         let bytes = Arc::new(Mutex::new(Vec::new()));
         let disk = Disk { bytes: bytes.clone(), capacity, go: slow.then_some(go) };
-        (RecordFile::with_limit(disk, most).unwrap(), bytes, sender)
+        (RecordFile::with_limit(disk, max).unwrap(), bytes, sender)
     }
 
     fn step(i: usize) -> String {

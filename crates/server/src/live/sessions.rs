@@ -1,7 +1,7 @@
 //! The list of sessions for the live view, with the blocks of each that are still cached.
 //!
 //! A session that is not generating owns no block. Listeners therefore see what its next generation would find in the
-//! prefix index: ids, sizes and blocks, but no tokens, names or salts. The list has the [`MOST`] most recently used
+//! prefix index: ids, sizes and blocks, but no tokens, names or salts. The list has the [`MAX`] most recently used
 //! sessions, and is sent again when anything in it has changed.
 //!
 //! The engine thread looks the blocks up between two steps. Listeners share one result ([`SessionListCache`]).
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 
 /// Largest number of sessions in the list.
-const MOST: usize = 64;
+const MAX: usize = 64;
 /// Interval between two lookups.
 const EVERY: Duration = Duration::from_millis(400);
 
@@ -104,7 +104,7 @@ impl SessionListCache {
         if let Some(recent) = last.as_ref().filter(|list| !as_of_now && list.is_recent(at)) {
             return Some(recent.json.clone());
         }
-        let (recent, more) = self.sessions.recent(at, MOST);
+        let (recent, more) = self.sessions.recent(at, MAX);
         let of: Vec<SessionVersion> = recent.iter().map(SessionVersion::from).collect();
         let same = last.as_ref().filter(|list| list.more == more && list.of == of);
         let known = same.map(|list| (list.prefix_version, list.json.clone()));

@@ -94,10 +94,10 @@ fn prompt(state: &ServerState, fields: &ChatFields) -> Result<Vec<u32>, ApiError
 /// longer than `max_body_bytes` is an error.
 pub(crate) fn render(state: &ServerState, conversation: &Conversation) -> Result<String, ApiError> {
     let text = state.chat.render(conversation, |bytes| state.work.take(bytes, "messages"))?;
-    let most = state.limits.max_body_bytes;
-    if text.len() > most {
+    let max = state.limits.max_body_bytes;
+    if text.len() > max {
         let message = format!(
-            "the conversation has {} bytes once formatted by the model's chat template; {most} (max_body_bytes) are \
+            "the conversation has {} bytes once formatted by the model's chat template; {max} (max_body_bytes) are \
              allowed",
             text.len()
         );

@@ -96,9 +96,9 @@ fn check_answers(state: &ServerState, body: &Value) -> Result<(), ApiError> {
     if let Some(prompts) = body["prompt"].as_array().filter(|prompts| prompts.iter().any(|p| !p.is_number()))
     {
         let n = body["n"].as_u64().and_then(|n| u32::try_from(n).ok()).unwrap_or(1).max(1);
-        let most = state.bounds.max_choices;
-        if prompts.len() as u64 * u64::from(n) > u64::from(most) {
-            return Err(too_many(prompts.len(), n, most));
+        let max = state.bounds.max_choices;
+        if prompts.len() as u64 * u64::from(n) > u64::from(max) {
+            return Err(too_many(prompts.len(), n, max));
         }
     }
     if body["max_tokens"].as_f64() == Some(0.0) && body["echo"] != true {

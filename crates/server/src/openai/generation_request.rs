@@ -126,7 +126,7 @@ impl GenerationRequest {
     /// Check that the request can be served. `asked` is the client's limit of new tokens, if any; `param` is the name
     /// of the prompt's field for errors.
     pub fn admit(&mut self, state: &ServerState, asked: Option<u32>, param: &str) -> Result<(), ApiError> {
-        let most = state.bounds.max_tokens;
+        let max = state.bounds.max_tokens;
         let choices = self.prompts.len() as u64 * u64::from(self.n);
         if choices > u64::from(state.bounds.max_choices) {
             return Err(too_many(self.prompts.len(), self.n, state.bounds.max_choices));
@@ -137,14 +137,14 @@ impl GenerationRequest {
                 return Err(ApiError::invalid(param, "the prompt has no tokens"));
             }
             // If nothing is generated, the answer needs no room.
-            if tokens + u64::from(asked != Some(0)) > u64::from(most) {
+            if tokens + u64::from(asked != Some(0)) > u64::from(max) {
                 let message = format!(
-                    "the prompt has {tokens} tokens, but prompt and answer together can have at most {most}"
+                    "the prompt has {tokens} tokens, but prompt and answer together can have at most {max}"
                 );
                 return Err(ApiError::too_long(param, message));
             }
         }
-        self.max_new = asked.unwrap_or(most);
+        self.max_new = asked.unwrap_or(max);
         self.stops = Arc::new(Stops::new(&self.stop));
         if self.logprobs.is_some() {
             // Build the table here: it takes a while, and must not run on an async thread.
@@ -230,9 +230,9 @@ pub(super) struct Figures {
 }
 
 /// The error for a request with more answers than allowed.
-pub(crate) fn too_many(prompts: usize, n: u32, most: u32) -> ApiError {
+pub(crate) fn too_many(prompts: usize, n: u32, max: u32) -> ApiError {
     let message = format!(
-        "the request has {prompts} prompts and n = {n}, which makes {} answers; `max_choices` allows {most} per \
+        "the request has {prompts} prompts and n = {n}, which makes {} answers; `max_choices` allows {max} per \
          request. Send fewer prompts at a time, or a smaller `n`",
         prompts as u64 * u64::from(n)
     );

@@ -66,9 +66,9 @@ pub(crate) fn escaped(text: String) -> impl Iterator<Item = String> {
     })
 }
 
-/// Whole characters from byte `at` on, at most `most` bytes.
-pub(crate) fn part_of(text: &str, at: usize, most: usize) -> &str {
-    let mut end = text.len().min(at + most);
+/// Whole characters from byte `at` on, at most `max` bytes.
+pub(crate) fn part_of(text: &str, at: usize, max: usize) -> &str {
+    let mut end = text.len().min(at + max);
     while !text.is_char_boundary(end) {
         end -= 1;
     }

@@ -54,14 +54,14 @@ pub(crate) fn or_null(mut schema: Value) -> Value {
     schema
 }
 
-fn number(least: f64, most: f64, default: f64, about: &str) -> Value {
+fn number(min: f64, max: f64, default: f64, about: &str) -> Value {
     or_null(
-        json!({"type": "number", "minimum": least, "maximum": most, "default": default, "description": about}),
+        json!({"type": "number", "minimum": min, "maximum": max, "default": default, "description": about}),
     )
 }
 
-pub(crate) fn integer(least: i64, most: i64, about: &str) -> Value {
-    or_null(json!({"type": "integer", "minimum": least, "maximum": most, "description": about}))
+pub(crate) fn integer(min: i64, max: i64, about: &str) -> Value {
+    or_null(json!({"type": "integer", "minimum": min, "maximum": max, "description": about}))
 }
 
 pub(crate) fn boolean(default: bool, about: &str) -> Value {
@@ -182,7 +182,7 @@ pub(crate) fn object(fields: Map<String, Value>, required: &[&str], refused: Val
 
 pub(crate) fn completions(b: &Bounds) -> Value {
     let list =
-        |items: Value, most: u32| json!({"type": "array", "minItems": 1, "maxItems": most, "items": items});
+        |items: Value, max: u32| json!({"type": "array", "minItems": 1, "maxItems": max, "items": items});
     let titled = |title: &str, mut schema: Value| {
         schema["title"] = title.into();
         schema
@@ -233,11 +233,11 @@ pub(crate) fn number_of_tokens(b: &Bounds) -> Value {
 
 pub(crate) fn chat(b: &Bounds) -> Value {
     let mut fields = common(b);
-    let most = number_of_tokens(b);
+    let max = number_of_tokens(b);
     let own = json!({
         "messages": {"type": "array", "minItems": 1, "items": message(b.template)},
-        "max_tokens": or_null(most.clone()),
-        "max_completion_tokens": or_null(most),
+        "max_tokens": or_null(max.clone()),
+        "max_completion_tokens": or_null(max),
         "logprobs": boolean(false, "Return the log-probabilities of the tokens."),
         "top_logprobs": integer(0, 20, "Also return this many most likely tokens; requires `logprobs`."),
         "response_format": response_format(),

@@ -12,12 +12,12 @@ use std::time::Instant;
 pub(crate) struct ScoreMemory {
     pool: BytePool,
     /// Largest number of bytes for one request.
-    most: usize,
+    max: usize,
 }
 
-/// Smallest value of `most`, in bytes.
+/// Smallest value of `max`, in bytes.
 const MIN_BYTES: usize = 16 << 20;
-/// Number of requests that may take `most` at the same time.
+/// Number of requests that may take `max` at the same time.
 const REQUESTS: usize = 4;
 
 /// Memory of a prompt's token with `top` log-probabilities, in bytes: the token, its text, and the list.
@@ -28,21 +28,21 @@ fn bytes_of_token(top: u8) -> usize {
 impl ScoreMemory {
     /// One request may score a whole context.
     pub fn new(context: u32, names: &[Arc<str>]) -> Self {
-        let most = (context as usize).saturating_mul(bytes_of_token(MAX_TOP)).max(MIN_BYTES);
-        ScoreMemory { pool: BytePool::new(most.saturating_mul(REQUESTS), most, names), most }
+        let max = (context as usize).saturating_mul(bytes_of_token(MAX_TOP)).max(MIN_BYTES);
+        ScoreMemory { pool: BytePool::new(max.saturating_mul(REQUESTS), max, names), max }
     }
 
     /// Largest number of bytes that one request may take.
-    pub fn most(&self) -> usize {
-        self.most
+    pub fn max(&self) -> usize {
+        self.max
     }
 
     /// Reserve memory for an answer of this many bytes, without waiting.
     pub fn try_take(&self, name: &str, bytes: usize, param: &str) -> Result<Permit, ApiError> {
-        if bytes > self.most {
+        if bytes > self.max {
             let message = format!(
                 "the answer would take {bytes} bytes of memory, but an answer may take at most {}: send less at a time",
-                self.most
+                self.max
             );
             return Err(ApiError::invalid(param, message));
         }
@@ -58,8 +58,8 @@ impl ScoreMemory {
         deadline: Instant,
     ) -> Result<Permit, ApiError> {
         let bytes = tokens.saturating_mul(bytes_of_token(top));
-        if bytes > self.most {
-            let fit = self.most / bytes_of_token(top);
+        if bytes > self.max {
+            let fit = self.max / bytes_of_token(top);
             let message = format!(
                 "`echo` with `logprobs`: the prompts have {tokens} tokens, but one request can score at most {fit} \
                  tokens with {top} log-probabilities each. Send fewer prompts at a time, or a smaller `logprobs`"
@@ -71,11 +71,11 @@ impl ScoreMemory {
 
     /// Reserve memory to echo prompts of this many bytes. Waits until the deadline.
     pub async fn take_echo(&self, name: &str, bytes: usize, deadline: Instant) -> Result<Permit, ApiError> {
-        if bytes > self.most {
+        if bytes > self.max {
             let message = format!(
                 "`echo`: the prompts have {bytes} bytes, but those of one request may have at most {}: send fewer \
                  prompts at a time",
-                self.most
+                self.max
             );
             return Err(ApiError::invalid("prompt", message));
         }

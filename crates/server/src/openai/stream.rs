@@ -202,8 +202,8 @@ mod tests {
             json!({})
         }
         fn prompt_chunk(&mut self, _index: usize, complete: bool) -> Option<Value> {
-            let most = if complete { 3 } else { 2 };
-            (self.0 < most).then(|| {
+            let max = if complete { 3 } else { 2 };
+            (self.0 < max).then(|| {
                 self.0 += 1;
                 self.0.into()
             })

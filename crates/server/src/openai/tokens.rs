@@ -75,12 +75,12 @@ fn reserve_for(
     param: &str,
 ) -> Result<ReservedMemory, ApiError> {
     let piece = tokenizer.largest_piece(text);
-    let (lists, most) = (text.len() * each, state.work.bytes());
-    if piece * PIECE_FACTOR + lists > most {
-        let most = most.saturating_sub(lists) / PIECE_FACTOR;
+    let (lists, max) = (text.len() * each, state.work.bytes());
+    if piece * PIECE_FACTOR + lists > max {
+        let max = max.saturating_sub(lists) / PIECE_FACTOR;
         let message = format!(
             "the text has a piece of {piece} bytes in which no word is followed by a space or a line break; this \
-             model's tokenizer can process pieces of at most {most} bytes (a larger max_body_bytes allows more)"
+             model's tokenizer can process pieces of at most {max} bytes (a larger max_body_bytes allows more)"
         );
         return Err(ApiError::invalid(param, message));
     }
@@ -116,26 +116,26 @@ const SPARE_WHITE_SPACE: usize = 64 << 10;
 /// Refuse a text that is longer than a context full of the longest tokens. A control token may absorb white space
 /// in addition, so [`SPARE_WHITE_SPACE`] is allowed in addition.
 pub(crate) fn refuse_long(state: &ServerState, text: &str, param: &str) -> Result<(), ApiError> {
-    let most = state.bounds.max_tokens;
+    let max = state.bounds.max_tokens;
     // Most texts are shorter and do not need the token table.
-    let long = text.len() > most as usize;
+    let long = text.len() > max as usize;
     let max_bytes = long
         .then(|| state.longest_token())
         .flatten()
-        .map_or(usize::MAX, |longest| longest.saturating_mul(most as usize));
+        .map_or(usize::MAX, |longest| longest.saturating_mul(max as usize));
     if text.len() > max_bytes {
         let bytes: usize = text.split_whitespace().map(str::len).sum();
         if bytes > max_bytes {
             let message = format!(
-                "the prompt has {bytes} bytes besides white space, more than {most} tokens can represent; prompt \
-                 and answer together can have at most {most} tokens"
+                "the prompt has {bytes} bytes besides white space, more than {max} tokens can represent; prompt \
+                 and answer together can have at most {max} tokens"
             );
             return Err(ApiError::too_long(param, message));
         }
         if text.len() > max_bytes.saturating_add(SPARE_WHITE_SPACE) {
             let message = format!(
-                "the prompt has {} bytes, {bytes} of them besides white space, more than {most} tokens can \
-                 represent; prompt and answer together can have at most {most} tokens",
+                "the prompt has {} bytes, {bytes} of them besides white space, more than {max} tokens can \
+                 represent; prompt and answer together can have at most {max} tokens",
                 text.len()
             );
             return Err(ApiError::too_long(param, message));

@@ -109,10 +109,10 @@ fn generate(b: &Bounds) -> Value {
     for name in ["n", "cache_salt"] {
         all.shift_remove(name);
     }
-    let most = || or_null(number_of_tokens(b));
+    let max = || or_null(number_of_tokens(b));
     all.extend(fields(json!({
-        "max_tokens": most(),
-        "max_completion_tokens": most(),
+        "max_tokens": max(),
+        "max_completion_tokens": max(),
         "logprobs": boolean(false, "Return the log-probabilities of the tokens."),
         "top_logprobs": integer(0, 20, "Also return this many most likely tokens; requires `logprobs`."),
         "response_format": response_format(),

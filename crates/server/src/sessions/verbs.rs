@@ -153,7 +153,7 @@ pub(crate) async fn show(
                 text.shrink_to_fit();
             }
             let bytes = bytes + history.tokens.len() * size_of::<u32>() + history.message_bytes();
-            let bytes = (bytes + history.longest_message()).min(state.scores.most());
+            let bytes = (bytes + history.longest_message()).min(state.scores.max());
             return in_parts(
                 state,
                 caller,

@@ -108,11 +108,11 @@ fn a_name_that_has_all_the_room_leaves_the_reserve() {
 async fn names_have_the_room_in_turn() {
     let names = names(2);
     let work = WorkMemory::new(MAX_BODY, &names);
-    let most = work.bytes();
-    let held = work.try_permit(&names[0], most).unwrap();
-    let mut first = pin!(work.permit(&names[0], most));
-    let mut second = pin!(work.permit(&names[0], most));
-    let mut other = pin!(work.permit(&names[1], most));
+    let max = work.bytes();
+    let held = work.try_permit(&names[0], max).unwrap();
+    let mut first = pin!(work.permit(&names[0], max));
+    let mut second = pin!(work.permit(&names[0], max));
+    let mut other = pin!(work.permit(&names[1], max));
     assert!(poll(&mut first).is_pending() && poll(&mut second).is_pending());
     assert!(poll(&mut other).is_pending());
     drop(held);
@@ -128,9 +128,9 @@ async fn names_have_the_room_in_turn() {
 async fn a_small_request_has_the_reserve_when_its_name_has_nothing_else() {
     let names = names(2);
     let work = WorkMemory::new(MAX_BODY, &names);
-    let most = work.bytes();
-    let held = work.try_permit(&names[0], most).unwrap();
-    let mut other = pin!(work.permit(&names[1], most));
+    let max = work.bytes();
+    let held = work.try_permit(&names[0], max).unwrap();
+    let mut other = pin!(work.permit(&names[1], max));
     let mut small = pin!(work.permit(&names[0], UNIT));
     assert!(poll(&mut other).is_pending() && poll(&mut small).is_pending());
     drop(held);
@@ -139,7 +139,7 @@ async fn a_small_request_has_the_reserve_when_its_name_has_nothing_else() {
     assert!(permit.of.is_none());
     drop((all, permit));
     // While a name holds common memory, it may not use the reserve.
-    let _held = [0, 1].map(|i| work.try_permit(&names[i], most / 2).unwrap());
+    let _held = [0, 1].map(|i| work.try_permit(&names[i], max / 2).unwrap());
     let mut small = pin!(work.permit(&names[0], UNIT));
     assert!(poll(&mut small).is_pending());
     assert!(work.try_permit(&names[0], UNIT).is_none());
@@ -173,16 +173,16 @@ fn work_that_is_not_begun_again_has_its_room_in_hand() {
 async fn a_client_that_leaves_gives_its_place_back() {
     let names = names(1);
     let work = WorkMemory::new(MAX_BODY, &names);
-    let most = work.bytes();
-    let held = work.try_permit(&names[0], most / 2).unwrap();
+    let max = work.bytes();
+    let held = work.try_permit(&names[0], max / 2).unwrap();
     {
         // It already holds the half that was free.
-        let mut waiting = pin!(work.permit(&names[0], most));
+        let mut waiting = pin!(work.permit(&names[0], max));
         assert!(poll(&mut waiting).is_pending());
         let mut small = pin!(work.permit(&names[0], UNIT));
         assert!(poll(&mut small).is_ready(), "the reserve is no part of that");
     }
-    assert!(work.try_permit(&names[0], most / 2).is_some());
+    assert!(work.try_permit(&names[0], max / 2).is_some());
     drop(held);
     assert!(is_free(&work, &names[0]));
 }
@@ -194,9 +194,9 @@ fn waiting_has_its_time() {
     runtime().block_on(async {
         let held = work.try_permit(&names[0], work.bytes()).unwrap();
         let own = work.clone();
-        let most = work.bytes();
+        let max = work.bytes();
         let late = work
-            .run_within(Duration::from_millis(20), &names[0], move || own.take(most, "messages").map(|_| ()));
+            .run_within(Duration::from_millis(20), &names[0], move || own.take(max, "messages").map(|_| ()));
         assert_eq!(late.await.unwrap_err().code, ApiError::deadline().code);
         drop(held);
         assert!(is_free(&work, &names[0]));

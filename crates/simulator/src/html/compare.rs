@@ -49,14 +49,14 @@ impl Comparison {
 impl Quantity {
     fn scale(&self) -> Option<Scale> {
         let marks = || self.marks.iter().flatten();
-        let most = marks().map(|m| m.mean + m.half_width.unwrap_or(0.0)).max_by(f64::total_cmp)?;
-        let least = marks().map(|m| m.mean).min_by(f64::total_cmp)?;
+        let max = marks().map(|m| m.mean + m.half_width.unwrap_or(0.0)).max_by(f64::total_cmp)?;
+        let min = marks().map(|m| m.mean).min_by(f64::total_cmp)?;
         // Values that differ by an order of magnitude get a logarithmic axis. It has no zero, so all must be above 0.
-        if self.unit == Unit::Seconds && least > 0.0 && most > 8.0 * least {
-            let low = marks().map(|m| m.mean - m.half_width.unwrap_or(0.0)).filter(|low| *low > least / 2.0);
-            return Some(Scale::log(low.fold(least, f64::min), most, self.unit));
+        if self.unit == Unit::Seconds && min > 0.0 && max > 8.0 * min {
+            let low = marks().map(|m| m.mean - m.half_width.unwrap_or(0.0)).filter(|low| *low > min / 2.0);
+            return Some(Scale::log(low.fold(min, f64::min), max, self.unit));
         }
-        Some(Scale::linear(0.0, if most > 0.0 { most } else { 1.0 }, self.unit))
+        Some(Scale::linear(0.0, if max > 0.0 { max } else { 1.0 }, self.unit))
     }
 
     fn panel(&self, names: &[String]) -> Option<Panel> {

@@ -23,14 +23,14 @@ pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
         let points = |of: &dyn Fn(&Load) -> u64| -> Vec<(f64, f64)> {
             samples.iter().map(|s| ((s.at_ns - begin_ns) as f64 / 1e9, of(&s.load) as f64)).collect()
         };
-        let most = |points: &[(f64, f64)]| points.iter().map(|p| p.1).fold(0.0, f64::max);
+        let max = |points: &[(f64, f64)]| points.iter().map(|p| p.1).fold(0.0, f64::max);
         let name = if runs.len() > 1 { run.name.to_owned() } else { String::new() };
 
         let used = points(&|load| load.used_blocks);
         let total = points(&|load| load.used_blocks + load.cached_blocks);
         let capacity = run.report.cache.counts.capacity_blocks.map(|n| n as f64);
         // A capacity far above the used blocks would flatten the curve, so it is not drawn.
-        let top = capacity.filter(|c| *c < most(&total) * 4.0).unwrap_or(0.0).max(most(&total)) * 1.04;
+        let top = capacity.filter(|c| *c < max(&total) * 4.0).unwrap_or(0.0).max(max(&total)) * 1.04;
         let mut frame = Frame::new(1000.0, 220.0, x, Scale::linear(0.0, top, Unit::Count));
         frame.labels("", "blocks");
         let zero: Vec<(f64, f64)> = used.iter().map(|p| (p.0, 0.0)).collect();
@@ -43,7 +43,7 @@ pub(super) fn figure(runs: &[Run<'_>]) -> Option<Figure> {
 
         let running = points(&|load| load.running_requests);
         let queued = points(&|load| load.queued_requests);
-        let top = most(&running).max(most(&queued)) * 1.04;
+        let top = max(&running).max(max(&queued)) * 1.04;
         let mut frame = Frame::new(1000.0, 190.0, x, Scale::linear(0.0, top, Unit::Count));
         frame.labels("virtual time", "requests");
         frame.steps(&Series { name: "waiting", color: QUEUED, points: queued });

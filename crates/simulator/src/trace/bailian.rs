@@ -55,12 +55,11 @@ impl RowReader for Bailian {
         // The publishers guarantee only ids of whole blocks: the partial last one may be missing, and the output may
         // be covered too.
         let total_tokens = u64::from(prompt_tokens) + u64::from(output_tokens);
-        let least = u64::from(prompt_tokens / TOKENS_PER_ID);
-        let most = total_tokens.div_ceil(u64::from(TOKENS_PER_ID));
+        let min = u64::from(prompt_tokens / TOKENS_PER_ID);
+        let max = total_tokens.div_ceil(u64::from(TOKENS_PER_ID));
         let n_ids = line.hash_ids.len() as u64;
-        if n_ids < least || n_ids > most {
-            let expected =
-                format!("{least} to {most}, one per 16 of {prompt_tokens} + {output_tokens} tokens");
+        if n_ids < min || n_ids > max {
+            let expected = format!("{min} to {max}, one per 16 of {prompt_tokens} + {output_tokens} tokens");
             return Err(RowError::new("hash_ids", format!("{n_ids} ids"), expected));
         }
         let n_tokens =

@@ -144,14 +144,14 @@ impl Native {
 }
 
 fn content(line: &Line) -> Result<Prompt, RowError> {
-    let least = u64::from(line.prompt_tokens);
-    let most = least + u64::from(line.output_tokens);
+    let min = u64::from(line.prompt_tokens);
+    let max = min + u64::from(line.output_tokens);
     let covers = |field: &str, n: u64| {
-        if (least..=most).contains(&n) {
+        if (min..=max).contains(&n) {
             Ok(())
         } else {
             let expected =
-                format!("content of {least} to {most} tokens: the prompt, and the known part of the output");
+                format!("content of {min} to {max} tokens: the prompt, and the known part of the output");
             Err(RowError::new(field, format!("{n} tokens"), expected))
         }
     };

@@ -129,14 +129,14 @@ impl<'de> Deserialize<'de> for Brief {
             fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
                 let mut kept: Vec<Value> = Vec::new();
                 while let Some(Brief(value)) = list.next_element()? {
-                    let most = if !value.is_u64() {
+                    let max = if !value.is_u64() {
                         12
                     } else if !is_u32(&value) {
                         8
                     } else {
                         4
                     };
-                    if kept.len() < most {
+                    if kept.len() < max {
                         kept.push(value);
                     }
                 }

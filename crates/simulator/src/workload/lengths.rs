@@ -21,10 +21,10 @@ pub enum Lengths {
         long: f64,
         share_short: f64,
     },
-    /// Whole numbers from `least` to `most`, equally likely.
+    /// Whole numbers from `min` to `max`, equally likely.
     Uniform {
-        least: u32,
-        most: u32,
+        min: u32,
+        max: u32,
     },
     /// Lognormal, specified by mean and coefficient of variation of the length itself.
     Lognormal {
@@ -53,7 +53,7 @@ impl Lengths {
     pub(super) fn check(&self, parameter: &'static str) -> Result<(), BadParameter> {
         let length = |tokens: f64| at_most(parameter, tokens, MAX_TOKENS, "at most 16777216");
         match *self {
-            Lengths::Deterministic { tokens: 0 } | Lengths::Uniform { least: 0, .. } => {
+            Lengths::Deterministic { tokens: 0 } | Lengths::Uniform { min: 0, .. } => {
                 Err(BadParameter::new(parameter, 0, "at least 1"))
             }
             Lengths::Deterministic { tokens } => length(tokens.into()),
@@ -67,10 +67,10 @@ impl Lengths {
                     Err(BadParameter::new(parameter, share_short, "a share from 0 to 1"))
                 }
             }
-            Lengths::Uniform { least, most } if most < least => {
-                Err(BadParameter::new(parameter, format!("{least} to {most}"), "the smaller number first"))
+            Lengths::Uniform { min, max } if max < min => {
+                Err(BadParameter::new(parameter, format!("{min} to {max}"), "the smaller number first"))
             }
-            Lengths::Uniform { most, .. } => length(most.into()),
+            Lengths::Uniform { max, .. } => length(max.into()),
             Lengths::Lognormal { mean, variation } => {
                 length(mean)?;
                 at_most(parameter, variation, 1000.0, "a variation of at most 1000")
@@ -88,9 +88,9 @@ impl Lengths {
                 let square = 2.0 * (share_short * short * short + (1.0 - share_short) * long * long);
                 (mean, square - mean * mean)
             }
-            Lengths::Uniform { least, most } => {
-                let n = f64::from(most) - f64::from(least) + 1.0;
-                ((f64::from(least) + f64::from(most)) / 2.0, (n * n - 1.0) / 12.0)
+            Lengths::Uniform { min, max } => {
+                let n = f64::from(max) - f64::from(min) + 1.0;
+                ((f64::from(min) + f64::from(max)) / 2.0, (n * n - 1.0) / 12.0)
             }
             Lengths::Lognormal { mean, variation } => (mean, (mean * variation).powi(2)),
         }
@@ -105,7 +105,7 @@ impl Lengths {
                 let mean = if random.random::<f64>() < share_short { short } else { long };
                 mean * exponential(random)
             }
-            Lengths::Uniform { least, most } => f64::from(random.random_range(least..=most)),
+            Lengths::Uniform { min, max } => f64::from(random.random_range(min..=max)),
             Lengths::Lognormal { mean, variation } => random
                 .sample(LogNormal::from_mean_cv(mean, variation).expect("`check` demands positive numbers")),
         }
@@ -128,7 +128,7 @@ mod tests {
             Lengths::Exponential { mean: 300.0 },
             Lengths::Hyperexponential { short: 100.0, long: 2000.0, share_short: 0.9 },
             Lengths::balanced(500.0, 2.0),
-            Lengths::Uniform { least: 10, most: 1000 },
+            Lengths::Uniform { min: 10, max: 1000 },
             Lengths::Lognormal { mean: 400.0, variation: 0.8 },
         ] {
             lengths.check("lengths").unwrap();
@@ -160,8 +160,8 @@ mod tests {
             Lengths::Deterministic { tokens: 0 },
             Lengths::Exponential { mean: 0.0 },
             Lengths::Hyperexponential { short: 1.0, long: 1.0, share_short: 1.5 },
-            Lengths::Uniform { least: 5, most: 4 },
-            Lengths::Uniform { least: 0, most: 4 },
+            Lengths::Uniform { min: 5, max: 4 },
+            Lengths::Uniform { min: 0, max: 4 },
             Lengths::Lognormal { mean: f64::NAN, variation: 1.0 },
         ] {
             assert!(lengths.check("lengths").is_err(), "{lengths:?}");

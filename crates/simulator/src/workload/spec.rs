@@ -158,7 +158,7 @@ impl FromStr for Lengths {
                 }
                 Lengths::balanced(mean, variation)
             }
-            "uniform" => Lengths::Uniform { least: spec.count("least")?, most: spec.count("most")? },
+            "uniform" => Lengths::Uniform { min: spec.count("least")?, max: spec.count("most")? },
             _ => Lengths::Lognormal { mean: spec.number("mean")?, variation: spec.number("variation")? },
         };
         spec.end()?;
@@ -180,10 +180,7 @@ impl FromStr for Contents {
                 tokens_per_id: spec.count_or("tokens_per_id", TOKENS_PER_ID)?,
             }),
             "chats" => Contents::Chats(Chats {
-                turns: Lengths::Uniform {
-                    least: spec.count("least_turns")?,
-                    most: spec.count("most_turns")?,
-                },
+                turns: Lengths::Uniform { min: spec.count("least_turns")?, max: spec.count("most_turns")? },
                 think_s: spec.number("think_s")?,
                 system_tokens: spec.count("system_tokens")?,
                 tokens_per_id: spec.count_or("tokens_per_id", TOKENS_PER_ID)?,
@@ -223,7 +220,7 @@ mod tests {
             Lengths::Exponential { mean: 300.0 },
             Lengths::Hyperexponential { short: 100.0, long: 2000.0, share_short: 0.9 },
             Lengths::balanced(300.0, 2.0),
-            Lengths::Uniform { least: 10, most: 1000 },
+            Lengths::Uniform { min: 10, max: 1000 },
             Lengths::Lognormal { mean: 400.0, variation: 0.8 },
         ];
         for ((_, text), expected) in LENGTHS.iter().zip(lengths) {
@@ -233,7 +230,7 @@ mod tests {
         for (_, text) in CONTENTS {
             text.parse::<Contents>().unwrap();
         }
-        assert_eq!(" uniform: most=9 , least=2".parse(), Ok(Lengths::Uniform { least: 2, most: 9 }));
+        assert_eq!(" uniform: most=9 , least=2".parse(), Ok(Lengths::Uniform { min: 2, max: 9 }));
     }
 
     #[test]

@@ -191,11 +191,11 @@ impl<'c> Rig<'c> {
         self.step(&spans);
     }
 
-    /// Extends `seq` to `length` by chains of up to `most` tokens.
-    pub fn chunks(&mut self, seq: SeqId, length: u32, most: u32) {
+    /// Extends `seq` to `length` by chains of up to `max` tokens.
+    pub fn chunks(&mut self, seq: SeqId, length: u32, max: u32) {
         let mut left = length.saturating_sub(self.next(seq));
         while left > 0 {
-            let n = (1 + self.choices.below(most)).min(left);
+            let n = (1 + self.choices.below(max)).min(left);
             self.chains(&[(seq, n)]);
             left -= n;
         }

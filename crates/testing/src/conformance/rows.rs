@@ -51,9 +51,9 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
     };
     let mut all = Vec::with_capacity(row.len());
     for group in row.chunks(group) {
-        let (least, most) =
+        let (min, max) =
             group.iter().fold((f64::INFINITY, f64::NEG_INFINITY), |(l, m), x| (l.min(*x), m.max(*x)));
-        let magnitude = least.abs().max(most.abs());
+        let magnitude = min.abs().max(max.abs());
         let bound = match storage.dtype {
             DType::F32 => 0.0,
             // `t4_error` measures the row as a whole.
@@ -62,8 +62,8 @@ fn bounds(storage: Storage, row: &[f64]) -> Vec<f64> {
             DType::BF16 => 2f64.powi(-8) * magnitude,
             DType::Q8 => magnitude * (1.0 / 254.0 + 2.0 * ulp) + 2f64.powi(-18),
             DType::Q4 => {
-                let range = most - least;
-                let minimum = ulp * least.abs() + 2f64.powi(-25);
+                let range = max - min;
+                let minimum = ulp * min.abs() + 2f64.powi(-25);
                 range / 30.0 * (1.0 + 2.0 * ulp) + range * ulp + 2.0 * minimum
             }
         };

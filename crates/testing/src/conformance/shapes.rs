@@ -76,9 +76,9 @@ fn chunked(rig: &mut Rig<'_>, length: u32) {
 }
 
 fn wrap(rig: &mut Rig<'_>, length: u32) {
-    let most = rig.max_step_tokens();
-    rig.chunks(A, length + length / 2 + 5, most);
-    rig.chains(&[(A, most)]);
+    let max = rig.max_step_tokens();
+    rig.chunks(A, length + length / 2 + 5, max);
+    rig.chains(&[(A, max)]);
     rig.chains(&[(A, 1)]);
 }
 

@@ -137,10 +137,10 @@ impl World {
     }
 
     /// The longest run of cells that holds tokens of A from `token` on.
-    fn run(&self, group: usize, token: usize, most: u32) -> CellRun {
+    fn run(&self, group: usize, token: usize, max: u32) -> CellRun {
         let cells = &self.cells[group][token..];
         let follow = cells.iter().zip(cells[0]..).take_while(|(cell, next)| *cell == next).count();
-        CellRun { start: cells[0], len: most.min(follow as u32) }
+        CellRun { start: cells[0], len: max.min(follow as u32) }
     }
 }
 
@@ -196,8 +196,8 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
     for g in 0..case.n_groups() {
         let (id, mut token, mut spare) = (GroupId(g as u16), 0, None);
         while token < length {
-            let most = (1 + choices.below(40)).min(length - token);
-            let from = source.run(g, token as usize, most);
+            let max = (1 + choices.below(40)).min(length - token);
+            let from = source.run(g, token as usize, max);
             let to = target.run(g, token as usize, from.len);
             let from = CellRun { len: to.len, ..from };
             // A block may be used again.

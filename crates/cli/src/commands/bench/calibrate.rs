@@ -101,8 +101,8 @@ impl Axes {
         let context = served.context_tokens;
         // The shortest context at which a full step's sequences still fit into the batch.
         let shortest = served.max_batch_tokens.div_ceil(served.max_batch).max(16).min(context);
-        let least = 32.min(context);
-        let decode_context = powers(least, 4, context);
+        let min = 32.min(context);
+        let decode_context = powers(min, 4, context);
         Axes {
             tokens: counts(served.max_batch_tokens),
             prefill_context: powers(shortest, 4, context),

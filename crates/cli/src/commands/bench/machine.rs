@@ -114,12 +114,12 @@ pub struct ReadLimit {
 }
 
 /// Smaller streams would stay in a cache, larger ones take longer without more information.
-const LEAST: u64 = 256 << 20;
-const MOST: u64 = 1 << 30;
+const MIN: u64 = 256 << 20;
+const MAX: u64 = 1 << 30;
 
 impl ReadLimit {
     pub fn new(compute: &Compute, bytes: u64) -> anyhow::Result<Self> {
-        let bytes = bytes.clamp(LEAST, MOST) as usize;
+        let bytes = bytes.clamp(MIN, MAX) as usize;
         let refused = |bytes| anyhow::anyhow!("the system refused {bytes} bytes for the read limit");
         Ok(ReadLimit { stream: Stream::new(compute, bytes).map_err(refused)?, runs: Vec::new() })
     }

@@ -65,14 +65,14 @@ pub fn measure(
     };
     let both_caches = |rung: &Rung| bytes(&under_test(rung)).saturating_add(bytes(&reference));
     let needed: Vec<u64> = ladder.iter().map(both_caches).collect();
-    let least = needed.iter().copied().min().unwrap_or(0);
+    let min = needed.iter().copied().min().unwrap_or(0);
     let (format, free) =
         choose_format(&opened, &registry, args.weights, needed.iter().copied().max().unwrap_or(0), &budget)?;
     anyhow::ensure!(
-        least <= free,
+        min <= free,
         "--measure: two caches of {window_tokens} tokens need {} (working memory included), {} are free besides the \
          weights; try --measure with fewer tokens, or a smaller --chunk",
-        Bytes(least),
+        Bytes(min),
         Bytes(free)
     );
     model.weights = format;

@@ -11,12 +11,12 @@ pub fn nothing_fits(asked: &Asked, packed_bytes: u64) -> anyhow::Error {
         advice.push(format!("--weights q8_0 ({} of weights)", Bytes(packed_bytes)));
     }
     advice.push("a smaller model".into());
-    let least = match smallest(candidates.iter(), Command::Run) {
-        Some(least) => format!("the least is {} ({})", Bytes(least.total_bytes), least.flags()),
+    let min = match smallest(candidates.iter(), Command::Run) {
+        Some(min) => format!("the least is {} ({})", Bytes(min.total_bytes), min.flags()),
         None => "no kind of cache fits these flags".into(),
     };
     anyhow::anyhow!(
-        "nothing fits: {least}, of which weights take {}; {} are available; try {}",
+        "nothing fits: {min}, of which weights take {}; {} are available; try {}",
         Bytes(asked.weight_bytes),
         Bytes(asked.memory_bytes),
         advice.join(", ")

@@ -30,12 +30,12 @@ impl Recommendation {
             return Some(format!("serve it         {}", pick.command_line));
         }
         let candidates = || self.candidates.iter().map(|row| &row.candidate);
-        let least = smallest(candidates(), Command::Serve)?;
+        let min = smallest(candidates(), Command::Serve)?;
         let shorter = longest(candidates(), Command::Serve)
             .map(|shorter| format!("; {} --context {} fits", shorter.flags(), shorter.useful_context()));
         Some(format!(
             "serve it         does not fit: at least {} are needed, since requests take memory too{}",
-            Bytes(least.total_bytes),
+            Bytes(min.total_bytes),
             shorter.unwrap_or_default()
         ))
     }

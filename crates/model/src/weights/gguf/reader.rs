@@ -43,11 +43,11 @@ impl<'f> Reader<'f> {
     /// Reads a count of items of at least `bytes_each`. They must fit into the rest of the file.
     pub fn count(&mut self, what: &str, bytes_each: usize) -> Result<usize, Error> {
         let n = self.u64(what)?;
-        let most = self.left() / bytes_each;
+        let max = self.left() / bytes_each;
         match usize::try_from(n) {
-            Ok(n) if n <= most => Ok(n),
+            Ok(n) if n <= max => Ok(n),
             _ => {
-                Err(self.bad(format!("claims {n} for {what}; what is left of the file holds at most {most}")))
+                Err(self.bad(format!("claims {n} for {what}; what is left of the file holds at most {max}")))
             }
         }
     }
