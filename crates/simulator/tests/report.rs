@@ -1,5 +1,7 @@
 //! A report of a small record, computed by hand.
-use kvist_simulator::report::{Load, Objectives, Outcome, Record, Report, RequestRow, over_seeds, write_csv};
+use kvist_simulator::report::{
+    Load, Objectives, Record, Report, RequestOutcome, RequestRow, over_seeds, write_csv,
+};
 
 fn row(id: u64, arrival_ms: u64, first_ms: u64, finished_ms: u64, output_tokens: u32) -> RequestRow {
     RequestRow {
@@ -10,7 +12,7 @@ fn row(id: u64, arrival_ms: u64, first_ms: u64, finished_ms: u64, output_tokens:
         finished_ns: Some(finished_ms * 1_000_000),
         prompt_tokens: 10,
         output_tokens,
-        outcome: Outcome::Finished,
+        outcome: RequestOutcome::Finished,
         ..RequestRow::default()
     }
 }
@@ -21,8 +23,13 @@ fn record() -> Record {
             row(0, 0, 100, 1100, 11), // TTFT 100 ms, TPOT 100 ms
             RequestRow { deadline_ns: Some(1), ..row(1, 500, 1500, 2000, 6) }, // 1,000 and 100, late
             row(2, 1000, 1200, 1200, 1), // 200, no TPOT
-            RequestRow { id: 3, arrival_ns: 1_000_000_000, outcome: Outcome::Refused, ..Default::default() },
-            RequestRow { id: 4, arrival_ns: 0, outcome: Outcome::Cancelled, ..Default::default() },
+            RequestRow {
+                id: 3,
+                arrival_ns: 1_000_000_000,
+                outcome: RequestOutcome::Refused,
+                ..Default::default()
+            },
+            RequestRow { id: 4, arrival_ns: 0, outcome: RequestOutcome::Cancelled, ..Default::default() },
         ],
         ..Record::default()
     };

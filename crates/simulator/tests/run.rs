@@ -7,7 +7,7 @@ use kvist_scheduler::{
     Admission, Batch, Config, Executor, Preempted, PrefixOrder, Sampled, Scheduler, TokenWork,
 };
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
-use kvist_simulator::report::{Objectives, Outcome, Report};
+use kvist_simulator::report::{Objectives, Report, RequestOutcome};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, Part, Run, run};
 use kvist_testing::reference::SplitMix64 as Random;
@@ -258,7 +258,7 @@ fn steps_at_once_and_one_by_one_are_the_same() {
                 .iter()
                 .filter_map(|row| Some(row.finished_ns? - row.arrival_ns))
                 .sum();
-            let all = at_once.record.requests.iter().all(|row| row.outcome == Outcome::Finished);
+            let all = at_once.record.requests.iter().all(|row| row.outcome == RequestOutcome::Finished);
             if all {
                 // L = λW over the whole run, from empty to empty: requests · mean response = ∫ requests dt.
                 let timeline = &at_once.record.timeline;
@@ -293,7 +293,7 @@ struct Engine {
 }
 
 impl Executor for Engine {
-    fn execute(&mut self, _: u64, mut step: Step<'_>, batch: Batch<'_>, out: &mut scheduler::Outcome) {
+    fn execute(&mut self, _: u64, mut step: Step<'_>, batch: Batch<'_>, out: &mut scheduler::RequestOutcome) {
         let reads = step.with_reads(); // an engine reads KV data
         assert!(reads.has_reads() && batch.steps == 1);
         let mut shape = BatchShape::default();
