@@ -44,9 +44,9 @@ impl Model {
     }
 }
 
-/// Stores, uses, references, releases, removes and evicts in random order. After each operation, the block to evict first
-/// must be the one with the least value in the model. The model computes values differently, so the last digits may
-/// differ: the evicted block's value must be minimal to within 10⁻⁹, and exactly if the histories are equal.
+/// Stores, uses, references, releases, removes and evicts in random order. After each operation, the block to evict
+/// first must be the one with the least value in the model. The model computes values differently, so the last digits
+/// may differ: the evicted block's value must be minimal to within 10⁻⁹, and exactly if the histories are equal.
 fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
     let mut choices = Choices::from_seed(seed, n_operations);
     let mut policy = evict::build(policy_name, &parameters(policy_name)).unwrap();

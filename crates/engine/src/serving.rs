@@ -327,8 +327,8 @@ impl Engine {
         self.shared.queue.has_room(tenant)
     }
 
-    /// Occupied permits of the queue: jobs that were submitted and neither admitted nor ended, and permits that requests
-    /// have reserved for jobs they will submit.
+    /// Occupied permits of the queue: jobs that were submitted and neither admitted nor ended, and permits that
+    /// requests have reserved for jobs they will submit.
     pub fn queued(&self) -> usize {
         self.shared.queue.n_taken()
     }
@@ -369,8 +369,8 @@ impl Engine {
         self.submit_in(job, Arc::new(permit))
     }
 
-    /// Like [`Engine::submit`], with a permit that was reserved before. The permit is free again when the job is admitted
-    /// and its other owners have dropped it.
+    /// Like [`Engine::submit`], with a permit that was reserved before. The permit is free again when the job is
+    /// admitted and its other owners have dropped it.
     pub fn submit_in(&self, job: Job, permit: Arc<QuotaPermit>) -> Result<GenerationHandle, Rejected> {
         self.shared.live.send_modify(|n| *n += 1);
         let id = RequestId(self.shared.next_id.fetch_add(1, SeqCst));

@@ -26,8 +26,8 @@ fn the_scalar_reference_agrees_with_transformers() {
     }
 }
 
-/// What a GPU needs of the decoder: a step is one upload and one submission, nothing is read back in between, a layer is
-/// at most ten operations, and the memory plan is what is allocated, to the byte.
+/// What a GPU needs of the decoder: a step is one upload and one submission, nothing is read back in between, a layer
+/// is at most ten operations, and the memory plan is what is allocated, to the byte.
 #[test]
 fn a_step_is_one_upload_and_one_submission_of_few_operations() {
     for case in cases("parity") {

@@ -7,10 +7,10 @@
 //!    sliding-window group has less space than the budget, that space is the limit, so a long prompt passes through a
 //!    small pool in chunks.
 //!
-//! If the policy preempts, a waiting request may also take the place in the batch or the memory of a lower-ranked request. A
-//! victim is ranked by the best of its current rank, its rank on arrival, and its rank without its computed tokens.
-//! Progress therefore never makes a request easier to preempt, decoding alone never changes the batch, and two requests
-//! cannot preempt each other forever, each losing its computed tokens.
+//! If the policy preempts, a waiting request may also take the place in the batch or the memory of a lower-ranked
+//! request. A victim is ranked by the best of its current rank, its rank on arrival, and its rank without its computed
+//! tokens. Progress therefore never makes a request easier to preempt, decoding alone never changes the batch, and two
+//! requests cannot preempt each other forever, each losing its computed tokens.
 mod fused_steps;
 
 use crate::entry::State;

@@ -41,8 +41,8 @@ impl Batch<'_> {
         entry.prompt.tokens()?.get(work.first as usize..end as usize)
     }
 
-    /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is not known.
-    /// A drafter that looks for repetitions searches them.
+    /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is
+    /// not known. A drafter that looks for repetitions searches them.
     pub fn known_tokens(&self, i: usize) -> Option<&[u32]> {
         let entry = &self.entries[self.work[i].index as usize];
         entry.prompt.tokens()?.get(..entry.known as usize)

@@ -32,8 +32,8 @@ pub struct Scheduler {
     pub(crate) spans: Vec<Span<'static>>,
     pub(crate) plan: StepPlan,
     pub(crate) outcome: Outcome,
-    /// True if this iteration changed the batch membership or evicted blocks. The step then runs alone instead of as part
-    /// of a multi-step run, so that the driver can observe the change.
+    /// True if this iteration changed the batch membership or evicted blocks. The step then runs alone instead of as
+    /// part of a multi-step run, so that the driver can observe the change.
     pub(crate) batch_changed: bool,
     /// Maximum prompt tokens in this step. Smaller than the token budget if a sliding-window group has less space.
     pub(crate) prompt_limit: u32,
@@ -333,8 +333,8 @@ impl Scheduler {
         (self.memory.cells(whole - 1) > self.memory.capacity()).then_some(RefusalReason::NeverFits)
     }
 
-    /// Cancels a request; call it between iterations. Its memory is free before the next step. Returns `false` if no live
-    /// request has this id.
+    /// Cancels a request; call it between iterations. Its memory is free before the next step. Returns `false` if no
+    /// live request has this id.
     pub fn cancel(&mut self, now_ns: u64, id: RequestId) -> bool {
         let Some(&index) = self.by_id.get(&id) else { return false };
         let n = self.event();

@@ -430,8 +430,8 @@ fn what_was_sampled_counts_not_what_a_trace_says() {
 }
 
 /// Regression test: a request that had generated more than expected ranked, once it had lost its cells, before the
-/// request that had preempted it. It preempted that one in return, got its cells back from the prefix index, was preempted
-/// again, and so on within one iteration without an end.
+/// request that had preempted it. It preempted that one in return, got its cells back from the prefix index, was
+/// preempted again, and so on within one iteration without an end.
 #[test]
 fn two_requests_do_not_preempt_each_other_forever() {
     let work = TokenWork { prefill_ns: 1000, decode_ns: 10_000 };

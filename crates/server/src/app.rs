@@ -1,5 +1,5 @@
-//! The routes. A refused request costs no engine time. All errors have one format, including those for unknown paths and
-//! methods.
+//! The routes. A refused request costs no engine time. All errors have one format, including those for unknown paths
+//! and methods.
 use crate::checks::{around, authenticate, cors};
 use crate::error::ApiError;
 use crate::state::ServerState;

@@ -1,8 +1,8 @@
 //! Limits for request bodies: their bytes as received, and the documents that are made from them.
 //!
 //! The bodies of all connections together take a bounded amount of memory ([`bodies_bytes`]). Bytes are counted as they
-//! arrive: a client that declares much and sends little takes little. A JSON value may take a hundred times the bytes of
-//! its text, so the size of a document is estimated before it is parsed, and few large documents exist at one time.
+//! arrive: a client that declares much and sends little takes little. A JSON value may take a hundred times the bytes
+//! of its text, so the size of a document is estimated before it is parsed, and few large documents exist at one time.
 //! Small bodies ([`SMALL_BYTES`]) do not wait for large ones. For both, every key name has a share that no other name
 //! can take.
 use crate::memory::{BytePool, Permit};

@@ -25,8 +25,8 @@ pub(crate) fn cors(origins: &[String]) -> Option<CorsLayer> {
     let layer = CorsLayer::new()
         .allow_origin(AllowOrigin::predicate(allowed))
         .allow_methods([Method::GET, Method::POST, Method::DELETE])
-        // Clients send headers of their own (OpenAI's `x-stainless-*`), and kvist acts on none that a page of an allowed
-        // origin should not send.
+        // Clients send headers of their own (OpenAI's `x-stainless-*`), and kvist acts on none that a page of an
+        // allowed origin should not send.
         .allow_headers(AllowHeaders::mirror_request())
         .expose_headers([header::RETRY_AFTER, HeaderName::from_static("x-should-retry")])
         .max_age(Duration::from_secs(600));

@@ -1,8 +1,8 @@
 //! A report as one HTML page with SVG plots, in light and dark, with no external resources.
 //!
 //! The page is a function of its input, byte for byte, and names are escaped. It needs no JavaScript. This module
-//! computes no figures; they come from [`Report`]. It draws what compares requests, runs and sweeps. The dashboard draws
-//! what happened to every block: it plays a recording of the run.
+//! computes no figures; they come from [`Report`]. It draws what compares requests, runs and sweeps. The dashboard
+//! draws what happened to every block: it plays a recording of the run.
 mod compare;
 mod gantt;
 mod load;

@@ -107,9 +107,9 @@ pub fn run(backend: &dyn Backend, options: &Options) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Exports random cells of pools of one backend, imports them into pools of the same or of another one, and compares the
-/// stored rows, the bytes that are exported again, and what attention reads. Both must store K and V alike. Returns the
-/// number of cases; `Err` is a table of all failing ones, with the seed.
+/// Exports random cells of pools of one backend, imports them into pools of the same or of another one, and compares
+/// the stored rows, the bytes that are exported again, and what attention reads. Both must store K and V alike. Returns
+/// the number of cases; `Err` is a table of all failing ones, with the seed.
 pub fn transfers(ends: Ends<'_>, options: &Options) -> Result<usize, String> {
     let id = format!("{} to {}", ends.from.id(), ends.to.id());
     for_each_case(&id, options, |case, number| transfers::run(ends, case, options.seed ^ number))

@@ -3,10 +3,10 @@ use super::{Allocator, Arena, ArenaRefused, BlockCopy, Handle};
 use crate::events::ChangeReason;
 use crate::ids::SeqId;
 
-/// A planned change of the arena's size. The number of blocks is part of the strides ([`BufferLayout`](super::BufferLayout)), so
-/// the bytes go into new buffers: the backend allocates them, makes each copy of [`remap`](Self::remap) from the old
-/// buffers to the new ones, commits, and frees the old ones. Dropping the plan before that leaves the arena as it
-/// was.
+/// A planned change of the arena's size. The number of blocks is part of the strides
+/// ([`BufferLayout`](super::BufferLayout)), so the bytes go into new buffers: the backend allocates them, makes each
+/// copy of [`remap`](Self::remap) from the old buffers to the new ones, commits, and frees the old ones. Dropping the
+/// plan before that leaves the arena as it was.
 #[must_use = "a resize that is dropped is abandoned"]
 pub struct Resize<'a> {
     arena: &'a mut Arena,

@@ -47,8 +47,8 @@ impl Flat {
         self.entries.contains_key(&key)
     }
 
-    /// Uses `key`, and inserts it if it is not cached, evicting when full. A policy that [bypasses](EvictionPolicy::bypasses)
-    /// may decline to insert it; then the result is no hit and no eviction.
+    /// Uses `key`, and inserts it if it is not cached, evicting when full. A policy that
+    /// [bypasses](EvictionPolicy::bypasses) may decline to insert it; then the result is no hit and no eviction.
     pub fn touch_or_insert(&mut self, key: u64, at: &Use) -> Touched {
         if let Some(&entry) = self.entries.get(&key) {
             let Touched { hit, .. } = self.resident.touch_or_insert(entry, at);

@@ -1,8 +1,8 @@
 //! A quota of permits that tenants share: permits in the queue, and permits for requests in progress.
 //!
-//! Half of the permits are divided evenly: a tenant can always have its share, whatever the other tenants use. The other
-//! half goes to the first tenant that asks. So a tenant may have more than its share, but never takes the share of another
-//! tenant. No more permits are taken than exist. A single tenant has all of them.
+//! Half of the permits are divided evenly: a tenant can always have its share, whatever the other tenants use. The
+//! other half goes to the first tenant that asks. So a tenant may have more than its share, but never takes the share
+//! of another tenant. No more permits are taken than exist. A single tenant has all of them.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -167,8 +167,8 @@ mod tests {
         greedy.pop();
         let borrowed = quota.take(&tenants[1]).unwrap();
         assert!(quota.take(&tenants[0]).is_err() && quota.take(&tenants[1]).is_err());
-        // The other way round: the tenant owns two of three permits, and gives back the borrowed one first, whichever is
-        // dropped.
+        // The other way round: the tenant owns two of three permits, and gives back the borrowed one first, whichever
+        // is dropped.
         drop(own);
         assert_eq!(quota.taken().common, 3);
         drop(borrowed);

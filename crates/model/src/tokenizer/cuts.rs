@@ -1,7 +1,7 @@
 //! Cuts a long text into pieces that can be tokenized separately, without changing its tokens.
 //!
-//! The `tokenizers` crate takes about a hundred bytes of memory per byte of text and cannot be interrupted. With pieces,
-//! only one piece at a time takes that memory, and tokenization can be cancelled between pieces.
+//! The `tokenizers` crate takes about a hundred bytes of memory per byte of text and cannot be interrupted. With
+//! pieces, only one piece at a time takes that memory, and tokenization can be cancelled between pieces.
 //!
 //! Tokens never cross a place where the file's own pattern separates words. None of the patterns known here joins a
 //! non-space character with a following space, or a letter or digit with a following line break or tab, and none uses

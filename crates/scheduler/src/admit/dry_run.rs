@@ -1,8 +1,8 @@
 //! A dry run of an admission: would it succeed if the lower-ranked requests were preempted? It runs before any real
 //! preemption; otherwise a victim could lose its cache for a request that still does not fit.
 //!
-//! The rules are those of a real admission: [`make_fit`] runs over hypothetical values. A first pass counts all cells of
-//! each victim as freed, which is a cheap upper bound. A second pass counts block by block, because blocks can be
+//! The rules are those of a real admission: [`make_fit`] runs over hypothetical values. A first pass counts all cells
+//! of each victim as freed, which is a cheap upper bound. A second pass counts block by block, because blocks can be
 //! shared by several sequences.
 use crate::admit::{MakeFit, Space, make_fit};
 use crate::config::Preempted;
@@ -26,7 +26,8 @@ struct DryRun<'s> {
 }
 
 impl Scheduler {
-    /// Returns whether `key` would find room in the batch, and memory, if all lower-ranked requests were preempted or dropped.
+    /// Returns whether `key` would find room in the batch, and memory, if all lower-ranked requests were preempted or
+    /// dropped.
     pub(crate) fn preemption_would_help(&self, key: Key) -> bool {
         if !self.order.policy().preempts() && self.paused.is_empty() {
             return false;

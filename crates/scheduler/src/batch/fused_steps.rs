@@ -13,8 +13,8 @@ impl Scheduler {
         if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
         }
-        // Requests still waiting need room in the batch or memory. Neither becomes available before a running request ends:
-        // decoding only fills the cache and makes no request easier to preempt.
+        // Requests still waiting need room in the batch or memory. Neither becomes available before a running request
+        // ends: decoding only fills the cache and makes no request easier to preempt.
         let block = self.memory.block_tokens();
         let left = |w: &Work| {
             let entry = &self.entries[w.index as usize];

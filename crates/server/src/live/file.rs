@@ -1,8 +1,8 @@
 //! The file of a recording. A separate thread writes it, so a slow disk delays no step.
 //!
-//! Whole steps are handed to that thread and wait in memory until they are written, at most [`MAX_BEHIND_BYTES`] bytes. If
-//! the disk is slower than that, is full, or fails, the recording ends with the last step that was written completely,
-//! so the file can still be replayed. The log reports it once, and the engine continues.
+//! Whole steps are handed to that thread and wait in memory until they are written, at most [`MAX_BEHIND_BYTES`] bytes.
+//! If the disk is slower than that, is full, or fails, the recording ends with the last step that was written
+//! completely, so the file can still be replayed. The log reports it once, and the engine continues.
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use std::sync::Arc;

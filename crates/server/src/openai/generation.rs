@@ -1,8 +1,8 @@
 //! The answers of one request: prompts × `n` generations, merged into one stream of events.
 //!
-//! The first answer to each prompt is submitted at once, the others as soon as the queue has permits. Admission lets them
-//! wait until the first has computed the prompt (`scheduler.wait_for_prefix`), so that they find it in the cache. Dropping
-//! [`Answers`] cancels all generations that still run.
+//! The first answer to each prompt is submitted at once, the others as soon as the queue has permits. Admission lets
+//! them wait until the first has computed the prompt (`scheduler.wait_for_prefix`), so that they find it in the cache.
+//! Dropping [`Answers`] cancels all generations that still run.
 use super::generation_request::{Figures, GenerationRequest};
 use crate::error::ApiError;
 use crate::memory::Permit;

@@ -154,8 +154,8 @@ impl GenerationRequest {
     }
 
     /// Reserve a permit in the queue for each prompt; from now on the prompts occupy memory. The request may still wait
-    /// for something before it is submitted. This wait does not block other requests' permits, and a queue that fills up
-    /// meanwhile does not refuse the request.
+    /// for something before it is submitted. This wait does not block other requests' permits, and a queue that fills
+    /// up meanwhile does not refuse the request.
     pub fn queue(&mut self, state: &ServerState) -> Result<(), ApiError> {
         let permits = state.engine.reserve(&self.caller.name, self.prompts.len());
         let permits = permits.map_err(|rejected| {

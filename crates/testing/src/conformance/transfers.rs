@@ -144,8 +144,8 @@ impl World {
     }
 }
 
-/// The token of A whose K and V are NaN, in every third case that is long enough. Kernels must not multiply it by a weight of
-/// zero once it is removed.
+/// The token of A whose K and V are NaN, in every third case that is long enough. Kernels must not multiply it by a
+/// weight of zero once it is removed.
 fn nan_token(case: &Case, length: u32) -> Option<u32> {
     (case.length.is_multiple_of(3) && length > 2).then_some(length / 2)
 }
