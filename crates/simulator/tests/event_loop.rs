@@ -4,7 +4,7 @@ use kvist_cache::{Cache, PagedSpec};
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{Config, Preempted};
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
-use kvist_simulator::report::{Objectives, Outcome, Report};
+use kvist_simulator::report::{Objectives, Report, RequestOutcome};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, RunError, run};
 use kvist_simulator::trace::{ReadOptions, Trace};
@@ -105,7 +105,7 @@ fn a_follow_up_waits_for_its_parent_wherever_it_stands() {
     let done = run(&requests, paged(), &rates, &Options::default(), None, &mut |_| ()).unwrap();
     let [child, parent] = &done.record.requests[..] else { panic!("two requests") };
     assert_eq!(child.arrival_ns, parent.finished_ns.unwrap() + 7);
-    assert_eq!(child.outcome, Outcome::Finished);
+    assert_eq!(child.outcome, RequestOutcome::Finished);
 }
 
 /// Figures after the end of virtual time would be wrong, so the run fails.
@@ -134,12 +134,14 @@ fn time_that_runs_out_is_an_error() {
 fn an_answer_of_no_tokens() {
     let rates = ConstantRates::new(10.0, 1.0).unwrap();
     let requests = [Request::new(0, 0, 16, 0), Request::new(1, 0, 16, 9)];
-    for (max_new, outcome, output_tokens) in [(None, Outcome::Refused, 0), (Some(40), Outcome::Finished, 1)] {
+    for (max_new, outcome, output_tokens) in
+        [(None, RequestOutcome::Refused, 0), (Some(40), RequestOutcome::Finished, 1)]
+    {
         let options = Options { max_new, ..Options::default() };
         let done = run(&requests, paged(), &rates, &options, None, &mut |_| ()).unwrap();
         let [nothing, nine] = &done.record.requests[..] else { panic!("two requests") };
         assert_eq!((nothing.outcome, nothing.output_tokens), (outcome, output_tokens), "{max_new:?}");
-        assert_eq!((nine.outcome, nine.output_tokens), (Outcome::Finished, 9));
+        assert_eq!((nine.outcome, nine.output_tokens), (RequestOutcome::Finished, 9));
     }
 }
 

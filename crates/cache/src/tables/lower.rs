@@ -5,16 +5,16 @@ use crate::plan::{GroupPlan, PlannedSpan};
 use crate::reads::{Mask, ReadItem};
 
 impl GroupPlan {
-    /// Calls `each` with every span whose queries see the item, and with the slot of the span's first query in it. An
+    /// Calls `each` with every span whose queries see the item, and with the index of its first query in the item. An
     /// item is seen by whole spans.
     fn spans_of(&self, item: &ReadItem, mut each: impl FnMut(usize, &PlannedSpan, u32)) {
         let spans = &self.tables.spans;
-        let mut slot = 0;
-        while slot < item.n_queries {
-            let token = self.reads.order[(item.first_query + slot) as usize];
+        let mut first_query = 0;
+        while first_query < item.n_queries {
+            let token = self.reads.order[(item.first_query + first_query) as usize];
             let i = spans.partition_point(|span| span.first_token <= token) - 1;
-            each(i, &spans[i], slot);
-            slot += spans[i].n_tokens;
+            each(i, &spans[i], first_query);
+            first_query += spans[i].n_tokens;
         }
     }
 
@@ -49,7 +49,7 @@ impl GroupPlan {
         out.mask_bits.resize(n_bits.div_ceil(32) as usize, 0);
         let BlockTables { mask_start, mask_bits, kv_len, .. } = out;
         for item in &self.reads.items {
-            self.spans_of(item, |i, span, slot| {
+            self.spans_of(item, |i, span, first_query| {
                 if mask_start[i] == mask_start[i + 1] {
                     return;
                 }
@@ -58,7 +58,7 @@ impl GroupPlan {
                 for (query, cell) in
                     (0..span.n_tokens).flat_map(|q| (first_node..item.run.len).map(move |c| (q, c)))
                 {
-                    if item.mask == Mask::All || self.reads.sees(item, slot + query, cell) {
+                    if item.mask == Mask::All || self.reads.sees(item, first_query + query, cell) {
                         let node = item.first_index + cell - span.start;
                         let bit = mask_start[i] + query * n_nodes + node;
                         mask_bits[(bit / 32) as usize] |= 1 << (bit % 32);

@@ -29,10 +29,11 @@ pub(crate) async fn completions(
     let Prepared { mut request, mut writer, common, echoed_bytes } = prepared.await?;
     if let Some(top) = request.logprobs.filter(|_| request.prompt_logprobs) {
         let tokens = request.prompts.iter().map(|prompt| prompt.len()).sum();
-        request.permit = Some(state.scores.take(&caller.name, tokens, top, request.deadline).await?);
+        request.memory_permit = Some(state.scores.take(&caller.name, tokens, top, request.deadline).await?);
     } else if let Some(bytes) = echoed_bytes {
         if bytes > PART_BYTES {
-            request.permit = Some(state.scores.take_echo(&caller.name, bytes, request.deadline).await?);
+            request.memory_permit =
+                Some(state.scores.take_echo(&caller.name, bytes, request.deadline).await?);
         }
         let prompts = request.prompts.clone();
         let echo = move |state: &Arc<ServerState>, prompt: &Arc<[u32]>| {

@@ -49,7 +49,7 @@ pub(super) async fn respond(
     if kvist.as_object().is_some_and(|k| !k.is_empty()) {
         behind["kvist"] = kvist;
     }
-    let (permit, reading_ends) = (answers.take_permit(), answers.reading_ends());
+    let (permit, reading_ends) = (answers.take_memory_permit(), answers.reading_ends());
     drop(answers);
     let (document, first) = blocking(move || {
         let ends = ends.iter().flatten();

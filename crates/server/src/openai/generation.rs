@@ -102,11 +102,11 @@ impl Answers {
         self.request.prompts.len()
     }
     /// Take the memory permit for log-probabilities and echoed prompts. The caller drops it.
-    pub fn take_permit(&mut self) -> Option<Permit> {
-        self.request.permit.take()
+    pub fn take_memory_permit(&mut self) -> Option<Permit> {
+        self.request.memory_permit.take()
     }
-    pub fn holds_permit(&self) -> bool {
-        self.request.permit.is_some()
+    pub fn holds_memory_permit(&self) -> bool {
+        self.request.memory_permit.is_some()
     }
     /// When the memory of an answer is freed even if the client has not read it.
     pub fn reading_ends(&self) -> Instant {
@@ -138,7 +138,7 @@ impl Answers {
         let n = self.request.n as usize;
         let job = self.request.job(index / n, (index % n) as u32);
         let (engine, prompt) = (&self.state.engine, index / n);
-        let own = self.request.permits[prompt].clone().filter(|own| Arc::strong_count(own) == 2);
+        let own = self.request.queue_permits[prompt].clone().filter(|own| Arc::strong_count(own) == 2);
         // A request that was accepted gets all its answers, even while the server shuts down.
         let generation = match own {
             Some(own) => engine.submit_in(job, own),
@@ -146,7 +146,7 @@ impl Answers {
         }?;
         if (index + 1).is_multiple_of(n) {
             // This was the last answer. The permit is free when the job that uses it has been admitted.
-            self.request.permits[prompt] = None;
+            self.request.queue_permits[prompt] = None;
         }
         self.clocks[index].open = true;
         let next = |mut generation: GenerationHandle| async move {
@@ -190,7 +190,7 @@ impl Answers {
         loop {
             // Wait for a permit before building a job, which has its own copy of the grammar.
             while let Some(index) = self.waiting.front().copied()
-                && (self.request.has_permit(index / self.request.n as usize)
+                && (self.request.has_queue_permit(index / self.request.n as usize)
                     || self.state.engine.has_room(&self.request.caller.name))
             {
                 match self.submit(index) {
@@ -317,7 +317,7 @@ impl Answers {
     fn abandon(&mut self) {
         self.running.clear();
         self.waiting.clear();
-        self.request.permits.fill(None);
+        self.request.queue_permits.fill(None);
         for clock in &mut self.clocks {
             if std::mem::take(&mut clock.open) {
                 self.state.metrics.ended(Ended::Abort, None, self.began.elapsed(), None);

@@ -39,7 +39,7 @@ pub(crate) struct GenerationRequest {
     /// Report log-probabilities of the prompts' tokens too.
     pub prompt_logprobs: bool,
     /// The memory permit for log-probabilities of prompts and for echoed prompts.
-    pub permit: Option<Permit>,
+    pub memory_permit: Option<Permit>,
     pub constraint: Option<Compiled>,
     /// Control tokens to write out by name.
     pub written: Vec<u32>,
@@ -51,7 +51,7 @@ pub(crate) struct GenerationRequest {
     pub record: Option<Record>,
     /// Queue permit of each prompt: from when the prompt is ready until its last answer was submitted. The answers use
     /// it one after the other, and other permits if there are any.
-    pub(super) permits: Vec<Option<Arc<QuotaPermit>>>,
+    pub(super) queue_permits: Vec<Option<Arc<QuotaPermit>>>,
     /// For the log and the live view.
     pub id: String,
     pub session: Option<Arc<str>>,
@@ -106,7 +106,7 @@ impl GenerationRequest {
             ignore_eos: common.ignore_eos.unwrap_or(false),
             logprobs: None,
             prompt_logprobs: false,
-            permit: None,
+            memory_permit: None,
             constraint: None,
             written: Vec::new(),
             salt: caller.salt(common.cache_salt.as_deref().unwrap_or_default()),
@@ -115,7 +115,7 @@ impl GenerationRequest {
             explain: kvist.explain.unwrap_or(false),
             pace: kvist.pace,
             record: None,
-            permits: Vec::new(),
+            queue_permits: Vec::new(),
             id,
             session: None,
             endpoint,
@@ -162,13 +162,13 @@ impl GenerationRequest {
             self.log(&Figures { ended: "rejected", ..Figures::default() });
             ApiError::of_rejected(rejected, state.retry_after_s())
         })?;
-        self.permits = permits.into_iter().map(Some).collect();
+        self.queue_permits = permits.into_iter().map(Some).collect();
         Ok(())
     }
 
     /// Returns whether this prompt has a permit that no submitted job uses.
-    pub(super) fn has_permit(&self, prompt: usize) -> bool {
-        self.permits[prompt].as_ref().is_some_and(|permit| Arc::strong_count(permit) == 1)
+    pub(super) fn has_queue_permit(&self, prompt: usize) -> bool {
+        self.queue_permits[prompt].as_ref().is_some_and(|permit| Arc::strong_count(permit) == 1)
     }
 
     /// Write the request's line to the log.

@@ -15,11 +15,11 @@ pub(super) fn check_reads(group: &GroupPlan, memory: &Memory, seen: &[Vec<Seen>]
     for item in &reads.items {
         assert!(item.run.len > 0 && item.n_queries > 0, "an empty item: {item:?}");
         assert!(item.run.end() <= group.cells_end, "{item:?} reads past cell {}", group.cells_end);
-        for slot in 0..item.n_queries {
-            let query = reads.order[(item.first_query + slot) as usize] as usize;
-            for cell in reads.span_of(item, slot).filter(|&cell| reads.sees(item, slot, cell)) {
+        for query in 0..item.n_queries {
+            let token = reads.order[(item.first_query + query) as usize] as usize;
+            for cell in reads.span_of(item, query).filter(|&cell| reads.sees(item, query, cell)) {
                 let value = memory.cells[(item.run.start + cell) as usize];
-                got[query].push(Seen { value, index: item.first_index + cell });
+                got[token].push(Seen { value, index: item.first_index + cell });
             }
         }
     }
