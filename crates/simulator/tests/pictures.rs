@@ -2,7 +2,9 @@
 //! which can be viewed in a browser. `KVIST_RENEW=1 cargo test -p kvist-simulator --test pictures` rewrites them:
 //! review the changes and commit them.
 use kvist_simulator::html::{Comparison, Curve, Page, Plot, Point, Quantity, Run, Unit};
-use kvist_simulator::report::{Activity, Load, Objectives, Outcome, Phase, Record, Report, RequestRow};
+use kvist_simulator::report::{
+    Activity, Load, Objectives, Phase, Record, Report, RequestOutcome, RequestRow,
+};
 use kvist_simulator::statistics::Estimate;
 use std::path::PathBuf;
 
@@ -42,7 +44,7 @@ fn row(id: u64, [arrival, admitted, first, finished]: [u64; 4], prompt: u32, out
         finished_ns: Some(finished * MS),
         prompt_tokens: prompt,
         output_tokens: output,
-        outcome: Outcome::Finished,
+        outcome: RequestOutcome::Finished,
         ..RequestRow::default()
     }
 }
@@ -83,7 +85,7 @@ fn first() -> Record {
     rows[0].hit_tokens = 96;
     rows[1].preemptions = 2;
     rows[1].deadline_ns = Some(1_400 * MS);
-    let outcome = Outcome::Refused;
+    let outcome = RequestOutcome::Refused;
     rows.push(RequestRow {
         id: 6,
         arrival_ns: 300 * MS,

@@ -1,4 +1,4 @@
-// The server's API, as far as the playground uses it. Errors are what the server says.
+// The parts of the server's API that the playground uses. Errors have the server's message.
 import { app } from './app.svelte.js';
 import { eventsOf, messageOf } from './live.js';
 
@@ -20,10 +20,10 @@ async function call(method, path, body, options = {}) {
 
 export const get = async (path) => (await call('GET', path)).json();
 export const post = async (path, body = {}) => (await call('POST', path, body)).json();
-/** `keepalive`: also when the page is left. */
+/** With `keepalive` the request is sent even while the page is being closed. */
 export const remove = (path, keepalive = false) => call('DELETE', path, undefined, { keepalive });
 
-/** The text of a streamed answer, piece by piece; returns what it took, if the server says. */
+/** The text of a streamed answer, piece by piece, with the usage if the server reports it. */
 export async function* generate(path, body, signal) {
   const response = await call('POST', path, { ...body, stream: true }, { signal });
   for await (const { event, data } of eventsOf(response.body)) {

@@ -1,4 +1,4 @@
-// What the page shows: a recording or a live server, at one moment, and what is selected.
+// The state of the page: which recording or live server it shows, at which moment, and what is selected.
 import { Flashes } from './flashes.js';
 import { Live } from './live.js';
 import { palette } from './palette.js';
@@ -9,7 +9,7 @@ const stored = (storage, key) => {
   try {
     return storage.getItem(key);
   } catch {
-    return null; // storage may be forbidden
+    return null; // the browser may forbid storage
   }
 };
 const store = (storage, key, value) => {
@@ -17,7 +17,7 @@ const store = (storage, key, value) => {
     if (value) storage.setItem(key, value);
     else storage.removeItem(key);
   } catch {
-    /* then it lasts as long as the page */
+    /* the value then lasts as long as the page */
   }
 };
 
@@ -27,18 +27,18 @@ const darkly = matchMedia('(prefers-color-scheme: dark)');
 const still = matchMedia('(prefers-reduced-motion: reduce)');
 
 class App {
-  /** 'recording' or 'live': which of the two is shown. */
+  /** What the page shows: 'recording' or 'live'. */
   source = $state('recording');
-  /** Of the server: connecting, live, lost, denied, limited, refused, absent. */
+  /** State of the server: connecting, live, lost, denied, limited, refused, absent. */
   server = $state('connecting');
-  /** Why it refused. */
+  /** Why the server refused. */
   refusal = $state('');
   name = $state('');
   error = $state('');
   loading = $state(true);
-  /** Counts what was drawn: what reads it is drawn anew when anything changed. */
+  /** Increases with every change, so that everything that reads it is drawn again. */
   tick = $state(0);
-  /** The same, four times a second at most, and at once where a recording jumps: for what is dear to compute. */
+  /** Like `tick`, at most four times a second, and at once when a recording jumps: for expensive computations. */
   slow = $state(0);
   /** Changes when another recording or another server is shown. */
   epoch = $state(0);
@@ -48,16 +48,16 @@ class App {
   systemDark = $state(darkly.matches);
   still = $state(still.matches);
   key = $state(stored(sessionStorage, 'kvist-key') ?? '');
-  /** `{ g, block }` of the block whose life is followed. */
+  /** `{ g, block }` of the block whose history is shown. */
   followed = $state(null);
-  /** The sequence that is pointed at, anywhere, or the session at rest. */
+  /** The sequence, or the idle session, under the pointer in any view. */
   pointed = $state(null);
-  /** Of a live server: 'cache' or 'play'. */
+  /** The page of a live server: 'cache' or 'play'. */
   page = $state('cache');
   tour = $state(null);
   /** The part of the timeline that the tour shows. */
   zoom = $state(null);
-  /** What the tour points at. */
+  /** The card that the tour highlights. */
   spot = $state(null);
 
   recording = null;
@@ -66,7 +66,7 @@ class App {
   #slowly = new Throttle(250, () => (this.slow += 1));
   #jumped = false;
   #wanted = false;
-  /** Nobody has asked for anything but the server: it is shown as soon as it is there. */
+  /** True while the user has chosen nothing else: the server is then shown as soon as it answers. */
   #awaited = true;
   /** What was shown before the tour. */
   #before = null;
@@ -84,21 +84,21 @@ class App {
   get model() {
     return this.source === 'live' ? this.live?.model ?? null : this.recording?.now ?? null;
   }
-  /** The same over the whole time that is known. */
+  /** The cache and its requests over the whole known time. */
   get whole() {
     return this.source === 'live' ? this.live?.model ?? null : this.recording?.whole ?? null;
   }
   get at() {
     return this.source === 'live' ? this.live?.at ?? 0 : this.recording?.at ?? 0;
   }
-  /** What charts and lanes cover. */
+  /** The time range of charts and timeline, in nanoseconds. */
   get span() {
     if (this.source === 'recording') return [this.recording?.begin ?? 0, this.recording?.end ?? 1];
     const at = this.at;
     const first = this.live?.model?.history?.turns[0]?.from ?? at - 1e9;
     return [Math.max(first, at - 300e9), Math.max(at, first + 1e9)];
   }
-  /** Of K and V in all layers; null where that is not told, or layers differ in the blocks they have. */
+  /** Bytes of K and V per token, over all layers. Null if unknown, or if there are several layer groups. */
   get bytesPerToken() {
     const about = this.source === 'live' ? this.live?.about : null;
     return about?.groups.length === 1 ? about.bytes_per_token : null;
@@ -113,7 +113,7 @@ class App {
     store(sessionStorage, 'kvist-key', key);
   }
 
-  /** Something changed: draw it in the next frame. */
+  /** Schedules a redraw in the next frame. */
   changed = () => {
     if (this.#wanted) return;
     this.#wanted = true;
@@ -125,7 +125,7 @@ class App {
       this.#jumped = false;
     });
   };
-  /** The moment is another one: nothing may wait. */
+  /** The page shows another moment: redraw everything at once. */
   #jump() {
     this.#jumped = true;
     this.changed();
@@ -141,7 +141,7 @@ class App {
     this.#awaited = true;
     this.live = new Live({
       key: () => this.key,
-      // What the server does is not what a recording that is shown does.
+      // Ignore the server while the page shows a recording.
       onchange: (...change) => this.source === 'live' && this.flash(...change),
       changed: () => this.source === 'live' && this.changed(),
       begun: () => this.source === 'live' && this.#begin('live'),
@@ -158,7 +158,7 @@ class App {
     });
   }
 
-  /** To the playground: what is said there is shown live. */
+  /** Opens the playground, and shows the live server if there is one. */
   talk() {
     this.page = 'play';
     if (this.source === 'recording' && this.live?.model) this.show('live');
@@ -171,7 +171,7 @@ class App {
     this.#begin(source);
   }
 
-  /** Nothing that was shown is there any more. */
+  /** Starts to show `source`, with nothing selected. */
   #begin(source) {
     this.source = source;
     this.name = source === 'live' ? this.live.about?.model ?? 'live' : this.recording.name;
@@ -199,7 +199,7 @@ class App {
     }
   }
 
-  /** Shows the example, if it is `wanted` when it has been read. */
+  /** Loads the example recording, and shows it if `wanted()` still holds after loading. */
   async example(wanted = () => true) {
     if (this.exampleShown) return this.show('recording');
     try {
@@ -218,7 +218,7 @@ class App {
     return this.source === 'recording' && this.recording?.name === EXAMPLE;
   }
 
-  /** The tour: over what is live, if several sequences are at work there; else over a recording, where they are. */
+  /** Starts the tour: on the live cache if several sequences are running there, otherwise on a recording. */
   async begin() {
     if (this.tour === null) this.#before = { source: this.source, page: this.page };
     this.#awaited = false;
@@ -228,7 +228,7 @@ class App {
     if (this.source === 'live' && !busy) await this.show('recording');
     this.tour = 0;
   }
-  /** Back to what was shown before. */
+  /** Ends the tour and shows what was shown before it. */
   endTour() {
     this.tour = null;
     this.speed = 1;
@@ -271,7 +271,7 @@ class App {
     this.followed = block === null ? null : { g, block };
     this.changed();
   }
-  /** The blocks of the session at rest that is pointed at, in group `g`; null if it is none. */
+  /** The blocks in group `g` of the idle session under the pointer. Null if the pointer is not on one. */
   pointedBlocks(g) {
     if (typeof this.pointed !== 'string') return null;
     const session = this.model?.sessions?.find(({ id }) => id === this.pointed);

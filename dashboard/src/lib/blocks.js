@@ -1,18 +1,18 @@
-// The blocks of one layer group and the sequences that hold them, as far as block events tell.
+// The blocks of one layer group and the sequences that use them, reconstructed from block events.
 
 export const FREE = 0;
 export const HELD = 1;
 export const IDLE = 2;
 
-/** A use counts half after this long. */
+/** The weight of a use halves in this time. */
 export const HALF_LIFE_NS = 5e9;
 
 const COLUMNS = {
   state: Uint8Array,
   stored: Uint8Array,
-  /** The first holder; of an idle block the last one; -1 if it was never held. */
+  /** The first sequence that uses the block; for a cached one the last that used it; -1 if none did. */
   owner: Int32Array,
-  /** Both -Infinity if that was before anybody listened. */
+  /** Both are -Infinity if the time is before the first event. */
   born: Float64Array,
   touched: Float64Array,
   uses: Float32Array,
@@ -21,14 +21,14 @@ const COLUMNS = {
 export class Blocks {
   constructor({ block_tokens, blocks, window }) {
     this.blockTokens = block_tokens;
-    /** How many there are; null without a bound. */
+    /** Number of blocks; null without a bound. */
     this.bound = blocks ?? null;
     this.window = window ?? null;
     this.high = 0;
     this.size = 0;
     this.held = 0;
     this.idle = 0;
-    /** Of every held block, the sequences that hold it, in order. */
+    /** For each used block, the sequences that use it, in order. */
     this.holders = [];
     for (const [name, Type] of Object.entries(COLUMNS)) this[name] = new Type(0);
     this.grow(this.bound !== null && this.bound <= 1 << 20 ? this.bound : 256);
@@ -42,7 +42,7 @@ export class Blocks {
     return copy;
   }
 
-  /** How many the map shows. */
+  /** Number of blocks that the map shows. */
   get shown() {
     return this.bound ?? Math.max(64, this.high);
   }
@@ -62,7 +62,7 @@ export class Blocks {
     return this.holders[block]?.length ?? 0;
   }
 
-  /** Uses of `block`, older ones counting less. */
+  /** Number of uses of `block`, weighted: older uses count less. */
   heat(block, now) {
     return this.uses[block] * 2 ** ((this.touched[block] - now) / HALF_LIFE_NS);
   }
@@ -81,7 +81,7 @@ export class Blocks {
     this.touched[block] = at;
   }
 
-  /** It was free, and is `seq`'s. */
+  /** `seq` takes a free block. */
   take(block, seq, at) {
     this.#become(block, HELD);
     this.holders[block] = [seq];
@@ -102,7 +102,7 @@ export class Blocks {
     this.touch(block, at);
   }
 
-  /** `seq` holds it no longer; it is in `state` if that was the last. */
+  /** `seq` releases the block. If it was the last to use it, the block goes to `state`. */
   release(block, seq, state, at) {
     if (block >= this.size) return;
     const holders = this.holders[block] ?? [];
@@ -122,7 +122,7 @@ export class Blocks {
     this.stored[block] = 1;
   }
 
-  /** Of a snapshot: `seq` holds it, or, if that is null, none does and it is cached. Its past is not known. */
+  /** Adds a block from a snapshot: used by `seq`, or cached without users if `seq` is null. Its past is unknown. */
   adopt(block, seq) {
     if (seq === null || this.refs(block) === 0) {
       this.#become(block, seq === null ? IDLE : HELD);

@@ -1,5 +1,5 @@
-/** A Svelte action: keeps a canvas as many device pixels as it is wide and high, and calls `draw(context, width, height)`
- *  whenever its size changes or `update` is called. Sizes are CSS pixels. */
+/** A Svelte action: gives a canvas the resolution of the device, and calls `draw(context, width, height)` whenever its
+ *  size changes or `update` is called. Sizes are in CSS pixels. */
 export function canvas(node, draw) {
   let current = draw;
   const paint = () => {

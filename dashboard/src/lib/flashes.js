@@ -1,13 +1,13 @@
-// What has just happened to blocks, as long as it glows.
+// Recent changes of blocks, which glow on the map for a moment.
 
 const GLOW_MS = 600;
 const KINDS = { alloc: 'given', copy_on_write: 'given', hit: 'found', share: 'found', evict: 'gone' };
 
 export class Flashes {
-  /** Of `[g, block]` as one number: `[kind, when]`, the oldest first. */
+  /** Maps `[g, block]`, packed into one number, to `[kind, when]`, oldest first. */
   #all = new Map();
 
-  /** `now` tells the time in milliseconds. */
+  /** `now` returns the time in milliseconds. */
   constructor(now = () => performance.now()) {
     this.now = now;
   }
@@ -15,14 +15,14 @@ export class Flashes {
   add(g, block, change) {
     const kind = KINDS[change];
     if (!kind) return;
-    // Here too: where none of them is shown, all would be kept.
+    // Expire here too: if no map is drawn, nothing else would.
     this.#expire();
     const id = g * 2 ** 32 + block;
     this.#all.delete(id);
     this.#all.set(id, [kind, this.now()]);
   }
 
-  /** Those of group `g`, as `[block, kind, 1 → 0]`. */
+  /** The changes in group `g`, as `[block, kind, strength]`; the strength falls from 1 to 0. */
   *of(g) {
     this.#expire();
     const now = this.now();

@@ -1,18 +1,18 @@
-/** Nanoseconds, in the unit that suits them. */
+/** Formats nanoseconds in a suitable unit. */
 export function time(ns, digits = 3) {
   const abs = Math.abs(ns);
   const [value, unit] = abs >= 60e9 && digits < 0 ? [ns / 60e9, 'min'] : abs >= 1e9 ? [ns / 1e9, 's'] : abs >= 1e6 ? [ns / 1e6, 'ms'] : abs >= 1e3 ? [ns / 1e3, 'µs'] : [ns, 'ns'];
   return `${trim(value, digits)} ${unit}`;
 }
 
-/** `digits` significant ones, none behind the point that say nothing. */
+/** Formats a number with `digits` significant digits, at most three of them after the point. */
 export function trim(value, digits = 3) {
   const abs = Math.abs(value);
   const behind = Math.max(0, Math.min(3, digits - 1 - Math.floor(Math.log10(abs || 1))));
   return value.toFixed(behind);
 }
 
-/** Seconds on an axis or a clock: 12.40 s. */
+/** Formats nanoseconds as seconds for axes and clocks: 12.40 s. */
 export const clock = (ns) => `${(ns / 1e9).toFixed(2)} s`;
 
 export const count = (n) => n.toLocaleString('en-US');

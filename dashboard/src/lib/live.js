@@ -1,7 +1,7 @@
-// The live stream of a server: one connection of server-sent events, opened again when it breaks.
+// The live stream of a server: one connection with server-sent events, reopened when it breaks.
 import { History, Model, order } from './model.js';
 
-/** Events of one text/event-stream body, as `{ event, data }`. */
+/** The events of a text/event-stream body, as `{ event, data }`. */
 export async function* eventsOf(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = '';
@@ -29,19 +29,20 @@ export async function* eventsOf(body) {
   }
 }
 
-/** What the server says of an answer that is not what was asked for. */
+/** The server's message in an error response. */
 export async function messageOf(response) {
   try {
     return (await response.json()).error.message;
   } catch {
-    return `status ${response.status}`; // not in the shape of errors: the status has to do
+    return `status ${response.status}`; // the body is not in the format of errors: report the status
   }
 }
 
 export class Live {
   /**
-   * `state` hears of 'live', 'lost', 'denied' (no key, or none that is known), 'limited' (the key is not an admin's),
-   * 'absent' (there is no such stream here) and, with what the server says, 'refused'; `changed` of news, `begun` of a server that is not the one before: another one, or the same, restarted.
+   * Calls `state` with 'live', 'lost', 'denied' (no key, or an unknown one), 'limited' (the key is not an admin's),
+   * 'absent' (there is no such stream) or 'refused' (with the server's message). Calls `changed` when the model has
+   * changed, and `begun` when another server answers, or the same one after a restart.
    */
   constructor({ key, changed, state, begun, onchange }) {
     Object.assign(this, { key, changed, state, begun, onchange });
@@ -79,7 +80,7 @@ export class Live {
         if (this.model === null) throw new Error('the stream ended before it began');
       } catch (error) {
         if (this.stopper.signal.aborted) return;
-        // A server that has no place for another listener has one later.
+        // If the server has too many listeners now, a later attempt may succeed.
         if (this.model === null) this.state('refused', error instanceof TypeError ? 'no answer' : error.message);
       }
       if (this.model !== null) this.state('lost');
@@ -93,7 +94,7 @@ export class Live {
       const snapshot = JSON.parse(data);
       const model = Model.ofSnapshot(snapshot);
       const before = this.model;
-      // The clock of a server begins with it.
+      // A server's clock starts at zero with the server.
       const same = before !== null && model.at >= before.at && snapshot.model === this.about.model;
       if (same) model.resume(before);
       else model.history = new History();
@@ -118,7 +119,7 @@ export class Live {
     this.offset = at - performance.now() * 1e6;
   }
 
-  /** The server's clock, as far as it is known. */
+  /** An estimate of the server's clock, in nanoseconds. */
   get at() {
     return this.model ? Math.max(this.model.at, performance.now() * 1e6 + this.offset) : 0;
   }

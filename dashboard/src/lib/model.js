@@ -1,14 +1,14 @@
-// What is known of a cache and its requests: the one reducer behind a recording and the live stream.
+// The state of a cache and its requests: the reducer for both recordings and the live stream.
 //
-// Lines are applied in the order in which `order` puts them. Times are nanoseconds of the recorded clock.
+// Lines are applied in the order that `order` returns. Times are nanoseconds of the recorded clock.
 import { Blocks, FREE, HELD, IDLE } from './blocks.js';
 
-/** Ended requests that a live view keeps. */
+/** Number of ended requests that a live view keeps. */
 const KEPT_REQUESTS = 600;
 const KEPT_TURNS = 60000;
 const KEPT_EVENTS = 400000;
 
-/** Lines of whole turns, in order of their time. The end of a step becomes a line of its own. */
+/** Sorts the lines of whole scheduler steps by time. The end of a step becomes a line of its own. */
 export function order(lines) {
   const all = [];
   for (const line of lines) {
@@ -17,7 +17,7 @@ export function order(lines) {
   }
   let sorted = true;
   for (let i = 1; i < all.length && sorted; i++) sorted = (all[i - 1].at ?? 0) <= (all[i].at ?? 0);
-  return sorted ? all : all.sort((a, b) => (a.at ?? 0) - (b.at ?? 0)); // stable
+  return sorted ? all : all.sort((a, b) => (a.at ?? 0) - (b.at ?? 0)); // the sort is stable
 }
 
 const bump = (counts, key, n = 1) => counts.set(key, (counts.get(key) ?? 0) + n);
@@ -26,31 +26,31 @@ export class Model {
   constructor(groups = [{ block_tokens: 16, blocks: null, window: null }]) {
     this.at = 0;
     this.groups = groups.map((group) => new Blocks(group));
-    /** Request of every live id, and of ended ones as long as they are kept. */
+    /** Requests by id: all live ones, and the ended ones that are kept. */
     this.requests = new Map();
-    /** Per sequence: `{ seq, request, tables, parent }`. */
+    /** Sequences by id: `{ seq, request, tables, parent }`. */
     this.sequences = new Map();
-    /** Sessions of a server, running or not: `{ id, parent, tokens, running, tables }`; null where none are told of. */
+    /** The server's sessions, running or idle: `{ id, parent, tokens, running, tables }`. Null if it reports none. */
     this.sessions = null;
     this.resting = [];
-    /** Ids of those that have not ended. */
+    /** Ids of the requests that have not ended. */
     this.live = new Set();
     this.policy = null;
-    /** Recordings of older programs do not say when one of several holders lets go. */
+    /** False for old recordings, which do not record the release of a block that other sequences still use. */
     this.tellsReleases = true;
     this.turn = null;
     this.misses = new Map();
     this.changes = new Map();
     this.totals = { steps: 0, prefill: 0, decode: 0, prompt: 0, hit: 0, evicted: 0, preempted: 0, ended: 0, shared: 0 };
-    /** Set by those who want to see everything over time: see `History`. */
+    /** A `History`, if one is to be kept. */
     this.history = null;
-    /** Of requests that were there before this page: see `#request`. */
+    /** Names and sessions of the requests that arrived before this page was opened: see `#request`. */
     this.names = {};
-    /** Called with (group, block, change) by those who want to show it. */
+    /** Called with (group, block, change) on every change of a block. */
     this.onchange = null;
   }
 
-  /** For going back to this moment. Ended requests are shared, and so are segments: both are replaced, never changed. */
+  /** A copy to return to. Shares ended requests and segments, which are replaced and never modified. */
   clone() {
     const copy = new Model([]);
     Object.assign(copy, this);
@@ -109,7 +109,7 @@ export class Model {
     return model;
   }
 
-  /** This is the same server as `before`, heard again: what was counted goes on, and what has ended is not forgotten. */
+  /** Continues `before` after a reconnect to the same server: keeps its totals and its ended requests. */
   resume(before) {
     this.history = before.history;
     this.totals = before.totals;
@@ -123,7 +123,7 @@ export class Model {
   #request(id, arrival) {
     let request = this.requests.get(id);
     if (!request || request.phase === 'ended') {
-      // The log's name of it, and the session that it is of: where a server tells them.
+      // The request's name in the log, and its session, if the server reports them.
       const { name = null, session = null } = this.names[id] ?? {};
       request = {
         id, name, session, arrival, prompt: 0, maxNew: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
@@ -139,7 +139,7 @@ export class Model {
   #sequence(seq) {
     let sequence = this.sequences.get(seq);
     if (!sequence) {
-      // `doubled`, per group: the block whose copy this sequence is about to give up.
+      // `doubled`, per group: a block that the sequence has copied and will release.
       sequence = { seq, request: null, parent: null, tables: this.groups.map(() => []), doubled: [] };
       this.sequences.set(seq, sequence);
     }
@@ -149,13 +149,13 @@ export class Model {
   #span(request, kind, from, to) {
     const { segments } = request;
     const last = segments.at(-1);
-    // Between two steps a server does other things: what goes on decoding is one segment for all that. Whoever loses his
-    // place has another one in between.
+    // There are gaps between a server's steps: continued decoding is one segment all the same. A preempted request gets
+    // a segment of another kind in between.
     if (last?.[0] === kind && (kind === 'decode' || last[2] >= from)) segments[segments.length - 1] = [kind, last[1], to];
     else if (to > from) segments.push([kind, from, to]);
   }
 
-  /** One line, in the order that `order` gives. */
+  /** Applies one line; lines must come in the order that `order` returns. */
   apply(line) {
     const { at } = line;
     if (at !== undefined) this.at = Math.max(this.at, at);
@@ -221,7 +221,7 @@ export class Model {
     this.history?.end(at, request);
   }
 
-  /** A step is over. */
+  /** Applies the end of a step. */
   #done(at, outcome) {
     const turn = this.turn;
     this.turn = null;
@@ -317,14 +317,14 @@ export class Model {
     this.#forget();
   }
 
-  /** What the server tells of its sessions. */
+  /** Replaces the list of sessions with the server's. */
   tell(sessions) {
     this.sessions = sessions;
-    // To see quickly whether a block that goes is one of theirs.
+    // Lets `#lose` find quickly whether an evicted block belongs to a session.
     this.resting = this.groups.map((_, g) => new Set(sessions.flatMap(({ tables }) => tables[g] ?? [])));
   }
 
-  /** A session's request has ended: what it would find is what was computed. The server says so itself a moment later. */
+  /** A session's request has ended: the session's blocks are the computed ones. The server confirms this a moment later. */
   #rest(request) {
     const session = this.sessions?.find(({ id }) => id === request.session);
     const sequence = this.sequences.get(request.seq);
@@ -337,7 +337,7 @@ export class Model {
     });
   }
 
-  /** What a session would find ends before a block that is gone. The server says so itself a moment later. */
+  /** A block is gone: cuts the sessions' tables before it. The server confirms this a moment later. */
   #lose(g, block) {
     if (!this.resting[g]?.has(block)) return;
     for (const { tables } of this.sessions) {
@@ -346,7 +346,7 @@ export class Model {
     }
   }
 
-  /** Sequences that hold nothing any more. */
+  /** Removes sequences that use no blocks any more. */
   #forget() {
     for (const [seq, sequence] of this.sequences) {
       const request = sequence.request === null ? null : this.requests.get(sequence.request);
@@ -361,7 +361,7 @@ export class Model {
     }
   }
 
-  /** A live view does not grow without end. */
+  /** Drops old entries, so that a live view does not grow without bound. */
   prune() {
     let surplus = this.requests.size - KEPT_REQUESTS;
     for (const [id, request] of this.requests) {
@@ -373,7 +373,7 @@ export class Model {
     this.history?.prune();
   }
 
-  /** The number of the first token of `block` in `sequence`, or null. */
+  /** The position of the first token of `block` in `sequence`, or null. */
   position(g, sequence, block) {
     const table = sequence.tables[g];
     const i = table.lastIndexOf(block);
@@ -386,7 +386,7 @@ export class Model {
   }
 }
 
-/** Everything over time: what charts and the lives of blocks are made of. */
+/** All events over time, for the charts and the histories of blocks. */
 export class History {
   constructor() {
     this.turns = [];
@@ -410,7 +410,7 @@ export class History {
   block(at, ...event) {
     this.events.push([at, ...event]);
   }
-  /** Everything that happened to one block. */
+  /** All events of one block. */
   life(g, block) {
     return this.events.filter((event) => event[1] === g && event[3] === block);
   }

@@ -1,6 +1,6 @@
-// Colours of the canvases. CSS has its own in app.css; both are OKLCH, so that one lightness looks like one.
+// Colours of the canvases. CSS has its own in app.css. Both use OKLCH, where equal lightness looks equally light.
 
-/** OKLCH to [r, g, b], 0 to 255. Björn Ottosson's matrices. */
+/** Converts OKLCH to [r, g, b], 0 to 255, with Björn Ottosson's matrices. */
 export function oklch(l, c, h) {
   const a = c * Math.cos((h * Math.PI) / 180);
   const b = c * Math.sin((h * Math.PI) / 180);
@@ -20,14 +20,14 @@ export function oklch(l, c, h) {
 
 const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
 const mix = (a, b, t) => a.map((x, i) => Math.round(x + (b[i] - x) * t));
-/** As ImageData has it, on machines whose low byte comes first: all that run browsers. */
+/** A pixel of ImageData as one number, on little-endian machines: all that run browsers. */
 export const packed = ([r, g, b]) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
 const golden = 137.508;
-/** Colours that are kept: more than there are live sequences, fewer than a server has in a day. */
+/** Maximum number of cached colours: more than the live sequences, fewer than a server's sequences in a day. */
 const KEPT_COLOURS = 1 << 16;
 
-/** How far two colours stand off each other, as WCAG counts it: 1 to 21. */
+/** Contrast ratio of two colours by WCAG, 1 to 21. */
 export function contrast(a, b) {
   const linear = (x) => ((x /= 255) <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
   const luminance = ([r, g, b]) => 0.2126 * linear(r) + 0.7152 * linear(g) + 0.0722 * linear(b);
@@ -38,12 +38,12 @@ export function contrast(a, b) {
 export function palette(dark) {
   const surface = dark ? oklch(0.215, 0.008, 160) : oklch(0.995, 0.002, 100);
   const free = dark ? oklch(0.26, 0.008, 160) : oklch(0.945, 0.004, 100);
-  /** Of what is empty: an outline that stands off the surface as far as WCAG asks of graphics, 3:1. */
+  /** Outline of empty cells, with the contrast that WCAG requires of graphics, 3:1. */
   const line = dark ? oklch(0.54, 0.012, 160) : oklch(0.64, 0.01, 130);
   const ink = dark ? oklch(0.93, 0.008, 120) : oklch(0.27, 0.015, 160);
   const sequences = new Map();
   const sequence = (seq) => {
-    // Of a block that was there before the page, it is not known whose it was.
+    // The owner of a block that is older than the page is unknown.
     if (seq < 0) return line;
     let colour = sequences.get(seq);
     if (!colour) {
@@ -54,7 +54,7 @@ export function palette(dark) {
     }
     return colour;
   };
-  // From calm to loud; both ends stand off the surface.
+  // From pale to strong; both ends contrast with the surface.
   const scale = (from, to, steps = 64) =>
     Array.from({ length: steps }, (_, i) => {
       const t = i / (steps - 1);
@@ -67,7 +67,7 @@ export function palette(dark) {
     line,
     ink,
     sequence,
-    /** Cached, held by no sequence. */
+    /** Colour of a cached block that no sequence uses. */
     idle: (colour) => mix(colour, free, dark ? 0.62 : 0.66),
     heat: dark ? scale([0.33, 0.03, 250], [0.85, 0.16, 75]) : scale([0.88, 0.03, 250], [0.58, 0.19, 40]),
     age: dark ? scale([0.82, 0.13, 155], [0.36, 0.03, 240]) : scale([0.6, 0.13, 155], [0.88, 0.02, 240]),

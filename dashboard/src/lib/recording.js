@@ -1,7 +1,7 @@
-// A recording that is played: read, reduced once from end to end, and shown at any of its moments.
+// A recording: parsed, reduced once from end to end, and then shown at any moment.
 import { History, Model, order } from './model.js';
 
-/** States kept to go back to. */
+/** Number of states that are kept to seek from. */
 const KEYFRAMES = 40;
 
 export class BadRecording extends Error {}
@@ -23,11 +23,11 @@ function parse(text) {
     if (to > from) {
       try {
         const line = JSON.parse(text.slice(from, to));
-        if (line.arrive) delete line.arrive.prompt; // never shown, and most of the file
+        if (line.arrive) delete line.arrive.prompt; // most of the file, and never shown
         lines.push(line);
       } catch {
         if (to < text.length) throw new BadRecording(`line ${number} is not JSON: is this a file of kvist simulate --record?`);
-        // a recording that was cut off in its last line
+        // the recording was cut off in its last line
       }
     }
     from = to + 1;
@@ -52,7 +52,7 @@ export class Recording {
     this.begin = timed[0].at;
     this.end = timed.at(-1).at;
 
-    /** The whole run: for charts, lanes and the lives of blocks. */
+    /** The model at the end of the run, for charts, timeline and the histories of blocks. */
     this.whole = this.#fresh();
     this.whole.history = new History();
     this.keyframes = [];
@@ -70,7 +70,7 @@ export class Recording {
     return model;
   }
 
-  /** The moment `at`. Going on is as cheap as what happens between; `onchange` hears that, jumps are silent. */
+  /** Moves to the moment `at`. Moving forward applies the lines in between and calls `onchange`; jumps do not call it. */
   seek(at, onchange = null) {
     at = Math.min(this.end, Math.max(this.begin, at));
     if (!this.now || at < this.at || this.#far(at)) {
@@ -94,14 +94,14 @@ export class Recording {
     return ahead !== undefined && ahead.at < at;
   }
 
-  /** The next moment behind `at` (or before it) at which something happens. */
+  /** The next moment after `at` (or the last one before it) with an event. */
   neighbour(at, direction) {
     if (direction > 0) return this.lines.find((line) => line.at > at)?.at ?? this.end;
     return this.lines.findLast((line) => line.at !== undefined && line.at < at)?.at ?? this.begin;
   }
 }
 
-/** Layer groups of a recording whose header does not name them. */
+/** Guesses the layer groups of a recording whose header does not list them. */
 function guess(lines) {
   let groups = 1;
   for (const { blocks } of lines) for (const [g] of blocks ?? []) groups = Math.max(groups, g + 1);

@@ -1,6 +1,6 @@
-// Charts: everything over time, in as many buckets as there is room for.
+// Data of the charts: values over time, in buckets.
 
-/** `{ x, ttft, tpot, prefill, decode, hit, held, idle, waiting, running }`, x in seconds, null where nothing was. */
+/** `{ x, ttft, tpot, prefill, decode, hit, held, idle, waiting, running }`, x in seconds, null where there is no value. */
 export function series(history, [from, to], buckets = 160) {
   const width = (to - from) / buckets;
   const empty = () => new Array(buckets).fill(null);
@@ -24,7 +24,7 @@ export function series(history, [from, to], buckets = 160) {
   let last = -1;
   for (const turn of history.turns) {
     if (!inside(turn.to)) continue;
-    // A step's tokens are spread over the time it took.
+    // Spread a step's tokens evenly over its duration.
     const [a, b] = [of(turn.from), of(turn.to)];
     for (let i = a; i <= b; i++) {
       const share = a === b ? 1 : (Math.min(turn.to, from + (i + 1) * width) - Math.max(turn.from, from + i * width)) / (turn.to - turn.from);
@@ -41,7 +41,7 @@ export function series(history, [from, to], buckets = 160) {
     let now = null;
     return values.map((value, i) => (i <= last ? (now = value ?? now) : null));
   };
-  // The share of prompts that was found, over the last requests: one alone says little.
+  // The hit ratio over the last 20 requests, because a single one says little.
   const hit = empty();
   let [prompts, found] = [0, 0];
   history.admits.forEach(([at, prompt, hits], i) => {
@@ -50,7 +50,7 @@ export function series(history, [from, to], buckets = 160) {
     found += hits - oldHits;
     if (inside(at)) hit[of(at)] = found / Math.max(1, prompts);
   });
-  // Means over five buckets: a step's few tokens would be all that one sees.
+  // Means over five buckets, to smooth single steps.
   const rate = (sum) =>
     Array.from(sum, (_, i) => {
       if (i > last) return null;

@@ -1,9 +1,9 @@
-// Who shares what: live sequences, and sessions at rest, grouped by the blocks with which their tables begin.
+// Which blocks are shared: live sequences and idle sessions, grouped by the common prefixes of their block tables.
 
-/** Ranks that a caller gives are below. */
+/** Ranks from the caller are smaller than this. */
 const KNOWN = 1e6;
 
-/** What is drawn as a row: a live sequence by its number, a session at rest by its id, with the blocks it would find. */
+/** The rows to draw: live sequences by number, and idle sessions by id, with the blocks that they would find. */
 function rows(model, g, rank) {
   const order = new Map((model.sessions ?? []).map(({ id }, i) => [id, rank(id) ?? KNOWN + i]));
   const busy = new Set();
@@ -12,21 +12,21 @@ function rows(model, g, rank) {
     busy.add(request?.session);
     return { key: sequence.seq, rests: false, table: sequence.tables[g], place: order.get(request?.session) ?? Infinity };
   });
-  // One that runs is drawn as the sequence that it runs in.
+  // A running session is drawn as its sequence.
   const resting = (model.sessions ?? [])
     .filter(({ id, running }) => !running && !busy.has(id))
     .map(({ id, tables }) => ({ key: id, rests: true, table: tables[g] ?? [], place: order.get(id) }));
   return [...live, ...resting]
     .map((row) => ({ ...row, table: row.table.filter((block) => block !== null) }))
     .filter(({ table }) => table.length > 0)
-    .sort((a, b) => (a.place === b.place ? 0 : a.place - b.place)); // stable: a session keeps its place when it runs
+    .sort((a, b) => (a.place === b.place ? 0 : a.place - b.place)); // a stable sort: a session keeps its place when it runs
 }
 
 /**
- * A forest over the block tables of `model` in group `g`. A node: `{ first, n, sequences, live, block, children }`: `n`
- * blocks from the `first` of a table on, which exactly `sequences` have, `live` of them live; `block` is the first one.
- * Deterministic: sessions stand in the order that `rank` gives to their ids, others in the server's; then sequences of
- * none.
+ * A forest over the block tables of `model` in group `g`. A node `{ first, n, sequences, live, block, children }` is a
+ * run of `n` blocks from index `first` of a table, which exactly `sequences` have in common; `live` of them are live, and
+ * `block` is the first block. The order is deterministic: sessions that `rank` knows, then the others in the server's
+ * order, then sequences without a session.
  */
 export function forest(model, g, rank = () => null) {
   const root = { children: new Map(), sequences: [] };
@@ -44,7 +44,7 @@ export function forest(model, g, rank = () => null) {
   const compress = (node, first) => {
     const { block } = node;
     let n = 1;
-    // A sequence may end inside a run that others go on with.
+    // A sequence may end in the middle of a run that others continue.
     while (node.children.size === 1) {
       const [only] = node.children.values();
       if (only.sequences.length !== node.sequences.length || only.live !== node.live) break;
@@ -65,7 +65,7 @@ export function forest(model, g, rank = () => null) {
   return { trees, named, held: held.size, resting, live: tables.length - resting, longest: Math.max(0, ...tables.map(({ table }) => table.length)) };
 }
 
-/** Rectangles: x in blocks, y in rows, a row per sequence. */
+/** Lays the forest out as rectangles: x in blocks, y in rows, one row per sequence. */
 export function layout({ trees }) {
   const nodes = [];
   const rows = [];

@@ -1,16 +1,17 @@
-// Conversations, or texts, side by side, as the playground holds them.
+// The conversations, or texts, of the playground, side by side.
 //
-// A branch is a list of pieces. Where the model has a chat template, they are messages of a chat; where it has none, it goes
-// on with a text, and pieces are what was typed and what was generated. Where the server has sessions, each branch is one:
-// forking shares its blocks, rolling back gives them up. Where it has none, branches are lists that are sent whole, and share
-// blocks by their prefixes.
+// A branch is a list of pieces. If the model has a chat template, they are the messages of a chat. If it has none, the model
+// continues a text, and the pieces are what was typed and what was generated. If the server has sessions, each branch is a
+// session: a fork shares its blocks, a rollback releases them. Otherwise every request sends the whole branch, and branches
+// share blocks through the prefix index.
 import * as api from './api.js';
 
 let next = 1;
 
 export class Branch {
   name = $state('');
-  /** `{ role, content, usage, ends, open }`: of a text, `ends` is how many tokens there are up to here; an `open` one was cut. */
+  /** `{ role, content, usage, ends, open }`. `ends`: in a text, the number of tokens up to the end of this piece. `open`: the
+   *  answer was cut off and can be continued. */
   messages = $state([]);
   busy = $state(false);
   error = $state('');
@@ -29,15 +30,15 @@ const piece = (role, content, more = {}) => ({ role, content, usage: null, ends:
 
 export class Talk {
   branches = $state([]);
-  /** Whether the server has sessions; null until it was asked. */
+  /** Whether the server has sessions; null while unknown. */
   sessions = $state(null);
-  /** Whether the model answers in a chat, or goes on with a text; null until the server was asked. */
+  /** Whether the model answers in a chat (true) or continues a text (false); null while unknown. */
   chats = $state(null);
   temperature = $state(0.7);
   maxTokens = $state(200);
-  /** Tokens per second, to be watched; null: as fast as it goes. */
+  /** Limit in tokens per second, for watching; null: no limit. */
   pace = $state(null);
-  /** Why `chats` is null. */
+  /** The error because of which `chats` is null. */
   #untold = '';
 
   constructor() {
@@ -53,7 +54,7 @@ export class Talk {
       await api.get('v1/sessions');
       this.sessions = true;
     } catch (error) {
-      // Anything else may go over: it is asked again.
+      // Other errors may be temporary: ask again next time.
       if (error.status === 404 || error.status === 405) this.sessions = false;
     }
   }
@@ -62,20 +63,20 @@ export class Talk {
     try {
       const [model] = (await api.get('v1/models')).data;
       this.chats = model.chat_template !== false;
-      // A model that only goes on with texts is small, and has answered before anybody could look.
+      // A model that only continues texts is small, and too fast to watch.
       if (!this.chats) this.pace = 10;
     } catch (error) {
-      this.#untold = error.message; // it is asked again
+      this.#untold = error.message; // ask again next time
     }
   }
-  /** A session that began as a text stays one: without knowing which it is to be, nothing is sent. */
+  /** Whether `branch` can send. A session is a chat or a text for good, so nothing is sent until the model's type is known. */
   async #ready(branch) {
     await this.probe();
     if (this.chats === null) branch.error = `The server did not say which model it has: ${this.#untold}`;
     return this.chats !== null && !branch.busy;
   }
 
-  /** The session of `branch`, if the server has sessions, with all of its pieces; `more` are those it does not have yet. */
+  /** The session of `branch`, with all its pieces; `more` are the pieces to append. Null if the server has no sessions. */
   async #session(branch, more) {
     await this.probe();
     if (!this.sessions) return null;
@@ -88,15 +89,15 @@ export class Talk {
       await this.#append(id, branch.messages);
       branch.stopper.signal.throwIfAborted();
     } catch (error) {
-      // The next one gets all pieces again.
-      api.remove(`v1/sessions/${id}`).catch(() => {}); // it expires
+      // The next attempt makes a new session with all pieces.
+      api.remove(`v1/sessions/${id}`).catch(() => {}); // the session expires anyway
       throw error;
     }
-    // For this session every answer is a whole one.
+    // The new session cannot continue an earlier answer.
     if (this.chats) branch.messages.at(-1).open = false;
     return (branch.id = id);
   }
-  /** Of a text piece by piece, so that it can be cut behind each of them. */
+  /** Appends pieces to a session. A text is sent piece by piece, so that the session can be cut after each of them. */
   async #append(id, pieces) {
     const path = `v1/sessions/${id}/append`;
     if (this.chats) {
@@ -110,18 +111,18 @@ export class Talk {
     }
   }
 
-  /** What the session really has, behind an answer that broke off: of a text the last piece is what lies behind the others.
-   *  Returns whether there is a session. */
+  /** Reads back what the session contains after an answer was interrupted. In a text, the last piece is what follows the
+   *  other pieces. Returns whether there is a session. */
   async #resync(branch) {
     let seen;
-    // It is still written to until the server finds that the stream was closed.
+    // The session is still running until the server notices that the stream was closed.
     while (branch.id !== null && (seen = await api.get(`v1/sessions/${branch.id}`)).running) await new Promise((resolve) => setTimeout(resolve, 100));
     if (branch.id === null) return false;
     const { messages, text, n_tokens } = seen;
     if (messages) branch.messages = messages.map(({ message, open }) => piece(message.role, message.content, { open }));
     else if (branch.messages.length > 0) {
       const before = branch.messages.slice(0, -1).map(({ content }) => content).join('');
-      // A tokenizer may write a text otherwise than it was typed: then it is one piece.
+      // A tokenizer may change the text. If it did, the text becomes one piece.
       if (!text.startsWith(before)) branch.messages = [piece('assistant', text)];
       else branch.messages.at(-1).content = text.slice(before.length);
       branch.messages.at(-1).ends = n_tokens;
@@ -133,21 +134,21 @@ export class Talk {
   async send(branch, text) {
     if (branch.busy || !text.trim() || !(await this.#ready(branch))) return;
     branch.draft = '';
-    // What is answered does not go on any more.
+    // After a reply, an answer cannot be continued.
     if (branch.messages.length > 0) branch.messages.at(-1).open = false;
-    // Of a text, a word begins behind a space.
+    // In a text, put a space before a new word.
     const last = branch.messages.at(-1)?.content;
     if (!this.chats && last && !/\s$/.test(last) && /^\w/.test(text)) text = ` ${text}`;
     branch.messages.push(piece('user', text));
     await this.#goOn(branch, branch.messages.slice(-1));
   }
 
-  /** An answer to what was said last, or more of one that was cut, or more of the text. */
+  /** Generates an answer to the last message, or continues an answer that was cut off, or the text. */
   async answer(branch) {
     if (!branch.busy && (await this.#ready(branch))) await this.#goOn(branch, []);
   }
 
-  /** Is there something to go on with, without a new message? */
+  /** Whether the branch can continue without a new message. */
   canGoOn(branch) {
     const last = branch.messages.at(-1);
     return !branch.busy && last !== undefined && (this.chats === false || last.role === 'user' || last.open);
@@ -165,10 +166,10 @@ export class Talk {
       await this.#answer(branch, id);
     } catch (error) {
       if (error.name !== 'AbortError') branch.error = error.message;
-      // What the session did not get can be sent again; an answer that never began was not given.
+      // Return an unsent message to the input field, and remove an answer that never started.
       const unsent = branch.id !== null && !given;
       if (unsent) branch.draft ||= said;
-      const synced = await this.#resync(branch).catch(() => false); // it has been told that something is wrong
+      const synced = await this.#resync(branch).catch(() => false); // the error is already shown
       const last = branch.messages.at(-1);
       if (!synced && ((unsent && said) || (last.role === 'assistant' && !last.content))) branch.messages.pop();
     } finally {
@@ -181,9 +182,10 @@ export class Talk {
     const options = { max_tokens: this.maxTokens, temperature: this.temperature, stream_options: { include_usage: true } };
     if (this.pace) options.kvist = { pace: this.pace };
     const said = branch.messages.map(({ role, content }) => ({ role, content }));
-    // An answer that was cut is one message with what follows; of a text, what is shared stays a piece of its own.
+    // The continuation of an interrupted answer belongs to the same message. In a text it is a new piece, so that the shared
+    // part stays a piece of its own.
     if (!(this.chats && id !== null && branch.messages.at(-1).open)) branch.messages.push(piece('assistant', ''));
-    const answer = branch.messages.at(-1); // the reactive one
+    const answer = branch.messages.at(-1); // the reactive proxy of the piece
     const { signal } = branch.stopper;
     const stream = id !== null
       ? api.generate(`v1/sessions/${id}/generate`, options, signal)
@@ -203,12 +205,12 @@ export class Talk {
     branch.stopper?.abort();
   }
 
-  /** Where a session is cut so that piece `i` is its last. */
+  /** The point of the session right after piece `i`, for forks and rollbacks. */
   #place(branch, i) {
     return this.chats ? { message: i + 1 } : branch.messages[i].ends;
   }
 
-  /** `n` more branches that begin with the pieces up to `i`, `i` included. */
+  /** Adds `n` branches that start with the pieces up to and including `i`. */
   async fork(branch, i, n = 1) {
     branch.error = '';
     const copy = () => branch.messages.slice(0, i + 1).map((message) => ({ ...message }));
@@ -225,7 +227,7 @@ export class Talk {
     }
   }
 
-  /** Take back everything behind piece `i`. */
+  /** Removes everything after piece `i`. */
   async rollback(branch, i) {
     branch.error = '';
     try {
@@ -245,19 +247,19 @@ export class Talk {
     if (this.branches.length === 0) this.branches = [new Branch(`Branch ${next++}`)];
   }
 
-  /** Another key does not have the sessions of this one: what was said is given to new ones, when it goes on. */
+  /** The key has changed, and the sessions belong to the old one: drops them. Continued branches create new sessions. */
   forget() {
     for (const branch of this.branches) this.stop(branch);
     this.leave();
     for (const branch of this.branches) branch.id = null;
   }
 
-  /** The page is left, and with it goes what nobody could find again. */
+  /** Deletes the sessions when the page is closed, because they could not be found again. */
   leave() {
-    for (const { id } of this.branches) if (id !== null) api.remove(`v1/sessions/${id}`, true).catch(() => {}); // nobody is there to be told
+    for (const { id } of this.branches) if (id !== null) api.remove(`v1/sessions/${id}`, true).catch(() => {}); // the page is closing: no way to report an error
   }
 }
 
-/** One for the page: it survives looking at the cache. */
+/** The one instance of the page; it outlives a change to the cache view. */
 export const talk = new Talk();
 addEventListener('pagehide', (event) => event.persisted || talk.leave());

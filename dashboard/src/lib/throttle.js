@@ -1,9 +1,9 @@
-/** Runs what it is asked to, but not more often than every `every` ms; what comes too early runs once, when the time is up. */
+/** Calls `run` at most once every `every` ms. Calls that come too early are merged into one at the end of that time. */
 export class Throttle {
   #last = -Infinity;
   #timer = null;
 
-  /** `clock` has the `now`, `setTimeout` and `clearTimeout` of a browser, unless a test brings its own. */
+  /** `clock` has `now`, `setTimeout` and `clearTimeout`; tests pass their own. */
   constructor(every, run, clock = { now: () => performance.now(), setTimeout: (...a) => setTimeout(...a), clearTimeout: (id) => clearTimeout(id) }) {
     Object.assign(this, { every, run, clock });
   }
@@ -14,7 +14,7 @@ export class Throttle {
     else this.#timer ??= this.clock.setTimeout(() => this.force(), left);
   }
 
-  /** Runs now, whenever it ran last. */
+  /** Runs now, however recent the last run is. */
   force() {
     if (this.#timer !== null) this.clock.clearTimeout(this.#timer);
     this.#timer = null;

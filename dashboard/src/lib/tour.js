@@ -1,5 +1,5 @@
-// The guided tour: six things a cache does, each shown where it happens. Every step finds its moment in whatever
-// recording is loaded; on a live cache it explains what is there.
+// The guided tour: six things that a cache does. Each step finds a suitable moment in the loaded recording; on a live cache
+// it explains the current state.
 
 const first = (recording, test, behind = 0) => {
   const line = recording.lines.find((line) => (line.at ?? 0) >= behind && test(line));
@@ -7,7 +7,7 @@ const first = (recording, test, behind = 0) => {
 };
 const share = (recording, s) => recording.begin + (recording.end - recording.begin) * s;
 
-/** Of the moments at which somebody finds blocks, the one at which most are saved. */
+/** The moment with a prefix hit at which sharing saves the most blocks. */
 function mostShared(recording) {
   let best = [0, null];
   const model = recording.keyframes[0].model.clone();
