@@ -293,7 +293,7 @@ struct Engine {
 }
 
 impl Executor for Engine {
-    fn execute(&mut self, _: u64, mut step: Step<'_>, batch: Batch<'_>, out: &mut scheduler::RequestOutcome) {
+    fn execute(&mut self, _: u64, mut step: Step<'_>, batch: Batch<'_>, out: &mut scheduler::Outcome) {
         let reads = step.with_reads(); // an engine reads KV data
         assert!(reads.has_reads() && batch.steps == 1);
         let mut shape = BatchShape::default();
