@@ -18,7 +18,7 @@ It ends with 1, and says why, unless
   * every answer was one that the request deserves (a whole stream ends with [DONE] and the usage it was asked for);
   * every /health was 200, and its 99th percentile is under --health-p99;
   * every request of the well-behaved client was answered 200, and the 99th percentile of its times is under --calm-p99;
-  * after the clients have left, nobody holds a cell, runs or waits, within five seconds;
+  * within five seconds after the clients have left, no cell is in use and no request runs or waits;
   * the greedy text of a prompt is what it was before (bytes of the cache have not come to the wrong hands);
   * resident memory stayed under the printed bound of weights, cache, working memory and requests plus --overhead, which
     is for what the bound does not name: program, tokenizer, sessions, connections;
@@ -329,7 +329,7 @@ def client(server, load, seed, until, burst, args):
         if args.burst and time.monotonic() > load.began + args.burst * (rounds + 1):
             rounds += 1
             try:
-                burst.wait(20)  # everybody at once
+                burst.wait(20)  # all clients at once
             except threading.BrokenBarrierError:
                 pass
         began = time.monotonic()
@@ -572,7 +572,7 @@ def main():
                     break
                 time.sleep(0.05)
             if any(left.values()):
-                failures.append(f"nobody is there any more, and held are {left}")
+                failures.append(f"no client is left, but still in use are {left}")
             if metrics["kvist_failed_steps_total"]:
                 failures.append(f"{metrics['kvist_failed_steps_total']:.0f} steps failed")
             over.set()

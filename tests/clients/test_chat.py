@@ -72,7 +72,7 @@ def test_an_assistants_message_goes_back(client):
 
 
 def test_a_dumped_message_goes_back(client, tools):
-    # Everybody's idiom: what stands in the object, and null for all that does not.
+    # The usual idiom: the fields of the object, and null for all others.
     for asked, fields in [(client, {}), (tools, {"tools": TOOLS, "tool_choice": "none"}),
                           (tools, {"tools": TOOLS, "tool_choice": "required", "max_completion_tokens": 200,
                                    "parallel_tool_calls": False, "temperature": 1, "seed": 1})]:

@@ -5,7 +5,7 @@
 //! - `match`: find a prompt that is cached, hold its blocks, let them go again; hashing included, and without.
 //! - `allocate+free`: blocks for a prompt of unknown content, and back.
 //! - `round`: match a cached prompt, allocate 16 blocks for what follows, free all of it.
-//! - `insert`: allocate, register and let go of a prompt that nobody has seen, in a pool with room.
+//! - `insert`: allocate, register and release a new prompt, in a pool with free blocks.
 //! - `evict`: the same in a full pool, so that as many blocks have to go.
 //! - `fork`: a second holder of a running sequence of 4,096 tokens, and back.
 use dynamo_tokens::TokenBlockSequence;

@@ -1,6 +1,6 @@
 //! Eviction policies: which cached block is evicted first when space is needed.
 //!
-//! A [`EvictionPolicy`] turns every use of a block into a [`Rank`]; the block with the smallest rank is evicted first.
+//! An [`EvictionPolicy`] turns every use of a block into a [`Rank`]; the block with the smallest rank is evicted first.
 //! An [`Order`] keeps the evictable blocks sorted by rank. Blocks that a sequence uses are not in the order.
 //!
 //! A rank is *static between two uses of its block*, even under policies whose scores decay with time: they compute

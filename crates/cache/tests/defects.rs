@@ -19,7 +19,7 @@ fn an_idle_sequence_in_lower_cells_is_not_read() {
         assert_eq!(window, Window { run: CellRun { start: 32, len: 6 }, causal: false }, "{kind}");
         assert_eq!(it.seen(), [(32..38).collect::<Vec<_>>()], "{kind}");
 
-        // Decoding in turn interleaves the stripes: A continues behind B, and is no longer one run.
+        // Decoding in turn interleaves the stripes: A continues after B, and is no longer one run.
         assert_eq!(it.grow(A, 30), None, "{kind}");
         let b_between = it.seen().iter().flatten().any(|cell| (32..48).contains(cell));
         assert!(!b_between, "{kind}: A reads the stripe of B: {:?}", it.reads().items);

@@ -101,7 +101,7 @@ fn a_dropped_copy_on_write_is_undone_by_the_next_step() {
     assert_eq!(it.edits_since(epoch), (true, vec![TableEdit { row: 0, column: 1, block: 1 }]));
 }
 
-/// Blocks behind the window are free again, and the table says that there is none.
+/// Blocks that have left the window are free again, and the table has no block there.
 #[test]
 fn blocks_behind_the_window_are_no_blocks() {
     let mut it = paged(64, Some(5));
@@ -191,7 +191,7 @@ fn a_plan_without_tables_says_so() {
     assert_eq!(blocks, [vec![0], vec![0, 1], vec![NO_BLOCK, 1, 0], vec![NO_BLOCK, NO_BLOCK, 0, 1]]);
 }
 
-/// Rejected drafts leave entries behind the end of their row, which the next step overwrites.
+/// Rejected drafts leave entries after the end of their row, which the next step overwrites.
 #[test]
 fn rejected_tokens_leave_nothing_that_a_later_step_reads() {
     let mut it = paged(64, None);

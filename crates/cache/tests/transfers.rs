@@ -28,8 +28,8 @@ fn free(cache: &Cache) -> u32 {
     cache.report()[0].blocks.unwrap().free
 }
 
-/// An export reads the blocks of a sequence while the sequence goes on: it appends to a copy of its last block, and may
-/// even end. The blocks are free when the export has ended.
+/// An export reads the blocks of a sequence while the sequence continues: it appends to a copy of its last block, and
+/// may even end. The blocks are free when the export has ended.
 #[test]
 fn a_pinned_block_is_neither_written_nor_free() {
     let mut cache = cache(8);
@@ -90,7 +90,7 @@ fn a_failed_import_frees_its_blocks() {
     grow(&mut cache, A, 16).unwrap();
 }
 
-/// What arrives for a sequence that was removed, made anew or extended meanwhile is not appended: the new sequence has
+/// An import for a sequence that was removed, created again or extended meanwhile is not appended: the new sequence has
 /// another history, perhaps that of another tenant.
 #[test]
 fn an_import_for_another_history_is_refused() {

@@ -103,7 +103,7 @@ pub fn parse_context(text: &str) -> Result<u32, String> {
     }
 }
 
-/// A rate: a [`Size`] with `/s` behind it, or without.
+/// A rate: a [`Size`], optionally followed by `/s`.
 pub fn parse_rate(text: &str) -> Result<Size, String> {
     text.strip_suffix("/s").unwrap_or(text).parse()
 }

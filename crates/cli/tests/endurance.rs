@@ -1,4 +1,4 @@
-//! `kvist serve` as a process: killed, told to end, and under many bad clients.
+//! `kvist serve` as a process: killed, terminated, and under many bad clients.
 mod program;
 
 use kvist_testing::SplitMix64;

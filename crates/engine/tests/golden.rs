@@ -69,9 +69,7 @@ async fn load(engine: &Engine, all: &[u32]) {
     drop(engine.submit(greedy(&all[..30], 5)).unwrap());
     receive(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
     while users.join_next().await.is_some() {}
-    tokio::time::timeout(Duration::from_secs(600), engine.until_idle())
-        .await
-        .expect("somebody is still live");
+    tokio::time::timeout(Duration::from_secs(600), engine.until_idle()).await.expect("a job is still live");
 }
 
 #[tokio::test]
@@ -103,11 +101,11 @@ async fn recorded_events_give_the_same_decisions() {
 
         // Check that the load exercised the scheduler.
         let n = |what: &str| decisions.matches(what).count();
-        assert!(counters.preemptions > 0, "{policy}: nobody was preempted: {counters:?}");
+        assert!(counters.preemptions > 0, "{policy}: no request was preempted: {counters:?}");
         assert!(counters.hit_tokens > 0, "{policy}: nothing was found");
-        assert!(events.matches("\"cancel\":").count() > 2, "{policy}: nobody went away");
+        assert!(events.matches("\"cancel\":").count() > 2, "{policy}: no request was cancelled");
         assert!(n("\"how\":\"cancelled\"") > 2 && n("\"how\":\"never_fits\"") > 0, "{policy}: {decisions}");
-        assert!(events.matches("\"fresh\":true").count() == 3, "{policy}: nobody was scored");
+        assert!(events.matches("\"fresh\":true").count() == 3, "{policy}: no prompt was scored");
         assert!(n("\"chunk\":") > n("\"admit\":"), "{policy}: no prompt was cut into chunks");
 
         let cache = paged.cache(model().config()).unwrap();

@@ -43,8 +43,8 @@ fn alone_with(
     (made.tokens, made.text)
 }
 
-async fn nothing_is_held(engine: &Engine) {
-    tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("somebody is still live");
+async fn cache_is_unused(engine: &Engine) {
+    tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("a job is still live");
     let (held, running, waiting) = engine
         .inspect(|state| {
             let scheduler = &state.scheduler;
@@ -90,7 +90,7 @@ async fn the_same_text_in_any_company() {
                 }
             }
         }
-        nothing_is_held(&engine).await;
+        cache_is_unused(&engine).await;
         let stats = engine.stats();
         assert_eq!(stats.counters.preemptions > 0, context < 1024, "{stats:?}");
     }
@@ -120,7 +120,7 @@ async fn the_same_text_of_packed_numbers_when_asked() {
                     assert_eq!(heard.tokens, alone[i], "{kv}, {context} cells, round {round}, prompt {i}");
                 }
             }
-            nothing_is_held(&engine).await;
+            cache_is_unused(&engine).await;
         }
     }
 }
@@ -133,12 +133,12 @@ async fn a_request_whose_client_left_holds_nothing() {
     assert!(matches!(first.next().await, Some(Event::Admitted { .. })));
     assert!(matches!(first.next().await, Some(Event::Token(_))));
     drop(first);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
     // The next request gets prefix hits on the blocks it computed.
     let mut second = engine.submit(greedy(&all, 1)).unwrap();
     let heard = receive(&mut second).await;
     assert!(heard.admitted.unwrap().0 + 16 >= all.len() as u32);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 #[tokio::test]
@@ -179,7 +179,7 @@ async fn queues_end_and_deadlines_pass() {
     engine.cancel_all();
     let heard = receive(&mut running).await;
     assert_eq!(heard.done.unwrap().finish, FinishReason::Cancelled);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 /// A job can ask for a slow pace, because the embedded model is too fast to watch. A paced job does not slow
@@ -211,7 +211,7 @@ async fn a_pace_is_kept_until_somebody_has_none() {
     let deadline = Some(Instant::now() + Duration::from_millis(50));
     let mut late = engine.submit(Job { deadline, ..slow(3000) }).unwrap();
     assert_eq!(receive(&mut late).await.done.unwrap().finish, FinishReason::Deadline);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 #[tokio::test]
@@ -221,7 +221,7 @@ async fn what_never_fits_is_said() {
     let heard = receive(&mut generation).await;
     let Some(Failure::NeverFits { needed, capacity: 64 }) = heard.failure else { panic!("{heard:?}") };
     assert_eq!(needed, tokens(TEXT).len() as u64 + 40);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 /// Regression: an unknown token was detected inside a step, which then failed three times for all requests in
@@ -249,7 +249,7 @@ async fn a_token_that_the_model_does_not_know_fails_its_own_request() {
     assert_eq!(tokens, 40);
     let failed = engine.inspect(|state| state.scheduler.counters().failed_steps).await.unwrap();
     assert_eq!(failed, 0);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 /// A grammar that grows too large fails its own request, with an error of its own.
@@ -269,7 +269,7 @@ async fn a_grammar_that_fails_says_so() {
     let job = Job { constraint: Some(Box::new(Fails(0))), ..greedy(&tokens(TEXT), 10) };
     let heard = receive(&mut engine.submit(job).unwrap()).await;
     assert_eq!((heard.tokens.len(), heard.failure), (3, Some(Failure::Grammar("too large".into()))));
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 #[tokio::test]
@@ -350,7 +350,7 @@ async fn prompts_are_scored_once_however_often_they_are_computed() {
             assert_eq!(a.top.len(), 2);
         }
     }
-    assert!(narrow.stats().counters.preemptions > 0, "nobody was computed again");
+    assert!(narrow.stats().counters.preemptions > 0, "no request was computed again");
 }
 
 #[tokio::test]
@@ -361,7 +361,7 @@ async fn a_client_that_does_not_read_is_cut_off() {
     let heard = receive(&mut generation).await;
     assert_eq!(heard.tokens.len(), 4096, "what waits is bounded");
     assert_eq!(heard.failure, Some(Failure::Unread(4096)), "{:?}", heard.done);
-    nothing_is_held(&engine).await;
+    cache_is_unused(&engine).await;
 }
 
 /// A panic on the engine thread ends every request without an event and wakes everything that waits for the
@@ -372,7 +372,7 @@ async fn an_engine_that_dies_is_known_to_be_dead() {
     assert!(engine.is_alive());
     let mut generation = engine.submit(greedy(&tokens(TEXT), 600)).unwrap();
     assert_eq!(engine.inspect(|_| -> u32 { panic!("on purpose") }).await, None);
-    tokio::time::timeout(PATIENCE, engine.until_ended()).await.expect("nobody heard");
+    tokio::time::timeout(PATIENCE, engine.until_ended()).await.expect("the end was not reported");
     assert!(!engine.is_alive());
     let heard = receive(&mut generation).await;
     assert!(heard.done.is_none() && heard.failure.is_none());

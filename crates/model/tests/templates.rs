@@ -401,7 +401,7 @@ fn long_conversations_are_rendered() {
     };
     let tools: Vec<Value> = (0..64).map(tool).collect();
     let own = [
-        // A list sliced anew for every message, and one that grows.
+        // A list sliced again for every message, and one that grows.
         "{% for m in messages %}{{ messages[loop.index0:] | length }}{{ m.role }}{{ m.content }}{% endfor %}",
         "{% set ns = namespace(l=[]) %}{% for m in messages %}{% set ns.l = ns.l + [m] %}{% endfor %}{{ ns.l | length }}",
         "{% for m in messages[::-1] %}{{ ('<' + m.role + '>' + m['content'] | trim + '</s>').strip().split('\n')[-1] }}{% endfor %}",

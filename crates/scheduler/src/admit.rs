@@ -43,13 +43,13 @@ pub(crate) trait MakeFit {
     fn has_batch_room(&self) -> bool;
     /// Admits the request if memory suffices.
     fn try_admit(&mut self, key: Key) -> bool;
-    /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
+    /// Drops the cache of the lowest-ranked paused request, if it ranks lower than `key`.
     fn drop_paused_behind(&mut self, key: Key) -> bool;
-    /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
+    /// Preempts the lowest-ranked running request, if it ranks lower than `key` and the policy allows preemption.
     fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool;
 }
 
-/// Admits `key`, at the expense of requests that rank behind it. Returns `false` if it does not fit even then.
+/// Admits `key`, at the expense of requests that rank lower. Returns `false` if it does not fit even then.
 pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
     loop {
         let mut why = "rank";
@@ -112,7 +112,7 @@ impl Scheduler {
                 self.blocked = Some(self.space().surplus());
                 return None;
             }
-            // The batch is empty: paused requests of a better rank give up their cells, too.
+            // The batch is empty: paused requests of a better rank lose their cells, too.
             while self.drop_worst_except(now, key.index) {
                 if self.enter(now, key.index) {
                     return Some(self.entered(key, head));

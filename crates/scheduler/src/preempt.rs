@@ -77,7 +77,7 @@ impl Scheduler {
         self.order.policy().preempts() && victim.rank > key.rank
     }
 
-    /// Preempts the lowest-ranked running request, if it ranks behind `key` and the policy allows preemption.
+    /// Preempts the lowest-ranked running request, if it ranks lower than `key` and the policy allows preemption.
     pub(crate) fn preempt_behind(
         &mut self,
         now: StepTime,
@@ -93,7 +93,7 @@ impl Scheduler {
         true
     }
 
-    /// Drops the cache of the lowest-ranked paused request, if it ranks behind `key`.
+    /// Drops the cache of the lowest-ranked paused request, if it ranks lower than `key`.
     pub(crate) fn drop_behind(&mut self, now: StepTime, key: Key) -> bool {
         match self.paused.last() {
             Some(&worst) if self.victim_key(worst.index) > key => {

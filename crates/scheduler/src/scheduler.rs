@@ -38,7 +38,7 @@ pub struct Scheduler {
     /// Maximum prompt tokens in this step. Smaller than the token budget if a sliding-window group has less space.
     pub(crate) prompt_limit: u32,
     /// Set when an admission failed for lack of memory: the surplus at that time. Admission is not retried until
-    /// the surplus has grown, the prefix index gains a block, or a request arrives, ends or gives up its cells.
+    /// the surplus has grown, the prefix index gains a block, or a request arrives, ends or loses its cells.
     pub(crate) blocked: Option<i128>,
     /// Cells reserved by conservative admission.
     pub(crate) reserved: u64,

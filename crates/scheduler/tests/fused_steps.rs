@@ -1,4 +1,4 @@
-//! Multi-step runs, by example: they go on while no decision is possible, and not one step longer.
+//! Multi-step runs, by example: they continue while no decision is due, and not one step longer.
 mod common;
 
 use common::{cells, paged};

@@ -42,7 +42,7 @@ fn check_replay(s: &mut Scheduler) {
 }
 
 /// Two requests verify drafts of four tokens in one step: one keeps two drafts, the other none. Each emits one token
-/// more than it keeps of its drafts, and goes on behind its last known token.
+/// more than it keeps of its drafts, and continues after its last known token.
 #[test]
 fn drafts_are_kept_up_to_the_first_wrong_one() {
     let mut s = scheduler();

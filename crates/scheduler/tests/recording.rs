@@ -90,7 +90,7 @@ fn a_snapshot_names_what_is_live() {
         s.arrive(0, Request { prompt, ..Request::new(id.into(), 0, 9, max_new) }).unwrap();
     }
     s.iterate(0, &mut machine); // the first request ends
-    s.iterate(10, &mut machine); // the second goes on
+    s.iterate(10, &mut machine); // the second continues
     let snapshot = Snapshot::of(&s);
     let requests: Vec<(u64, bool, Option<u32>, u32)> =
         snapshot.requests.iter().map(|it| (it.id.0, it.running, it.seq, it.cached)).collect();

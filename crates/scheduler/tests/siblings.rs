@@ -67,7 +67,7 @@ fn others_are_not_held_up() {
     assert_eq!(ended.iter().map(|e| e.hit_tokens).collect::<Vec<_>>(), [0, 36, 0, 0, 0]);
 }
 
-/// If the request that computes the prompt is cancelled, one of those that wait for it goes on where it stopped.
+/// If the request that computes the prompt is cancelled, a waiting request continues where it stopped.
 #[test]
 fn a_cancelled_sibling_is_replaced() {
     let mut s = scheduler(waiting());

@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_that_dribbles_makes_room() {
+    fn the_oldest_awaited_connection_is_closed() {
         let mut test = TestConnections::new(3);
         let mine = (0..3).map(|_| test.enter(1).unwrap()).collect::<Vec<_>>();
         test.set(mine[0], Phase::Answer);

@@ -203,7 +203,7 @@ pub fn safetensors(shape: &Shape, dtype: Dtype, seed: u64, out: &Path) -> Result
         Ok(std::fs::write(folder.join(name), format!("{value:#}\n"))?)
     };
     write("config.json", &config(shape, stored_name))?;
-    // The crate lets nobody but the owner read the weights; they are no secret.
+    // The crate makes the file readable for its owner only, but the weights are no secret.
     let usual = std::fs::metadata(folder.join("config.json"))?.permissions();
     std::fs::set_permissions(folder.join("model.safetensors"), usual)?;
     write("tokenizer.json", &tokenizer(shape))?;

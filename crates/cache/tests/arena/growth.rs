@@ -122,7 +122,7 @@ fn what_makes_no_sense_is_refused() {
     assert_eq!(it.allocate(A, 1, OutOfMemory::Evict), Err(ArenaRefused::SequenceExists(A)));
     let too_much = it.allocate(B, u32::MAX, OutOfMemory::Evict);
     assert!(matches!(too_much, Err(ArenaRefused::NoRoom { needed_blocks: 0x4000_0000, .. })), "{too_much:?}");
-    assert!(it.arena.used_tokens(A).is_some(), "nobody is evicted in vain");
+    assert!(it.arena.used_tokens(A).is_some(), "no sequence is evicted in vain");
     it.append(A, 1, CapacityExceeded::Error, true).unwrap();
     let too_long = it.append(A, u32::MAX, CapacityExceeded::Error, true);
     assert_eq!(too_long, Err(ArenaRefused::TooLong { seq: A, tokens: 1 << 32 }));

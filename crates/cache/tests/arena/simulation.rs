@@ -167,7 +167,7 @@ impl Simulation {
                 before = self.owners.clone();
             }
             let BlockEvent { block, seq, change, reason, .. } = *event;
-            let seq = seq.expect("blocks of an arena are somebody's");
+            let seq = seq.expect("every block of an arena belongs to a sequence");
             match change {
                 Change::Alloc => assert_eq!(self.owners.insert(block, seq), None, "{event:?}"),
                 Change::Free | Change::Evict => {

@@ -38,7 +38,7 @@ impl Prefixes {
 pub(super) struct Sequence {
     pub salt: &'static str,
     pub tokens: Vec<u32>,
-    /// Number of leading blocks that the index was told of, or that it supplied.
+    /// Number of leading blocks that were stored in the index, or that it supplied.
     pub stored: usize,
     /// Number of the operation that made or shortened it.
     pub born: u64,
@@ -75,7 +75,7 @@ pub(super) struct Export {
 /// A running import.
 pub(super) struct Import {
     pub loading: Loading,
-    /// What its sequence was when it began, with the tokens to be imported behind.
+    /// The history of its sequence at the start of the import, followed by the imported tokens.
     pub whole: Sequence,
     pub start: usize,
 }

@@ -1,4 +1,4 @@
-//! What the prefix index must find and evict, by ranking and comparing everything anew.
+//! What the prefix index must find and evict, by ranking and comparing all blocks again.
 use crate::drive::{COST, Drive, HALF_LIFE_NS, Known};
 use std::collections::BTreeSet;
 
@@ -26,7 +26,7 @@ impl Drive {
         }
     }
 
-    /// Checks an eviction for `n_tokens`, by ranking every block anew before each eviction. `removed` is what was
+    /// Checks an eviction for `n_tokens`, by ranking every block again before each eviction. `removed` is what was
     /// really evicted.
     pub(super) fn evict_until_free(&mut self, n_tokens: u32, removed: &[(usize, u32)]) {
         let mut removed = removed.iter().copied().peekable();

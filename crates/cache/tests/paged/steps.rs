@@ -135,7 +135,7 @@ impl Drive {
             let leaving = leaving(&spans, tables, block);
             let in_use = |cell: u32| {
                 let at = cell / block;
-                // Behind the ends of all users of the block, if they all write in this step.
+                // After the ends of all users of the block, if they all write in this step.
                 let private = leaving.get(&at).is_some_and(|ends| {
                     ends.len() as u32 == held[&at] && ends.iter().all(|&end| cell % block >= end)
                 });

@@ -26,14 +26,18 @@ fn a_miss_says_why() {
     let unaligned = MissReason::UnalignedTail { position: 8 };
     assert_eq!(rig.why("ours", &count(11), Tenant), unaligned, "less than a block is left");
     assert_eq!(rig.why("ours", &served, Tenant), unaligned, "the last token is always computed");
-    assert_eq!(rig.why("ours", &count(20), Tenant), MissReason::NeverSeen { position: 12 }, "nobody went on");
+    assert_eq!(
+        rig.why("ours", &count(20), Tenant),
+        MissReason::NeverSeen { position: 12 },
+        "no prompt continues there"
+    );
     for at in [1, 3, 4, 6, 7] {
         let diverged = MissReason::Diverged { position: at };
         assert_eq!(rig.why("ours", &diverging(at), Tenant), diverged, "first other token at {at}");
     }
     let never = MissReason::NeverSeen { position: 0 };
     assert_eq!(rig.why("ours", &diverging(0), Tenant), never, "nothing in common");
-    assert_eq!(rig.why("theirs", &served, Tenant), never, "what others ask is nobody's business");
+    assert_eq!(rig.why("theirs", &served, Tenant), never, "a tenant must not learn what others ask");
     assert_eq!(rig.why("theirs", &served, Operator), MissReason::OtherSalt { position: 0 });
 
     // The prompt's blocks are evicted, last block first.

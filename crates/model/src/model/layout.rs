@@ -1,5 +1,5 @@
-//! What the cache and the device need to know of an architecture. Layers with the same window form a group and share cell
-//! indices.
+//! What the cache and the device need to know about an architecture. Layers with the same window form a group and share
+//! cell indices.
 use crate::config::ModelConfig;
 use kvist_cache::{GroupId, LayerId};
 use kvist_device::{LayerSpec, Layout, ModelShape};

@@ -323,7 +323,7 @@ fn large_bodies_do_not_stop_health_checks() {
                 status => panic!("{status}: {}", answer.text),
             }
         }
-        assert!(refused < 24, "nobody was heard");
+        assert!(refused < 24, "no request was answered");
     });
     // Their memory is free again.
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);

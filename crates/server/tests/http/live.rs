@@ -86,7 +86,7 @@ impl Held {
                 }
                 "idle" | "free" | "release" => {
                     let holders =
-                        self.holders.get_mut(&at).unwrap_or_else(|| panic!("{event}: nobody holds it"));
+                        self.holders.get_mut(&at).unwrap_or_else(|| panic!("{event}: no sequence uses it"));
                     holders.remove(holders.iter().position(|&h| Some(h) == seq).unwrap());
                     assert_eq!(holders.is_empty(), change != "release", "{event} leaves {holders:?}");
                     if holders.is_empty() {
@@ -97,7 +97,7 @@ impl Held {
                     }
                 }
                 "evict" => assert!(self.idle.remove(&at), "{event}: it was not idle"),
-                "store" => assert!(self.holders.contains_key(&at), "{event}: nobody holds it"),
+                "store" => assert!(self.holders.contains_key(&at), "{event}: no sequence uses it"),
                 other => panic!("{other}"),
             }
         }

@@ -99,7 +99,7 @@ fn a_template_without_tools_is_helped_out() {
     let answer = ask(json!([question]), json!({})).good();
     let call = &answer["choices"][0]["message"]["tool_calls"][0];
     assert_eq!(call["function"]["name"], "look_up", "{answer}");
-    // The model is told of the tools, and results of its calls are accepted.
+    // The template describes the tools, and results of its calls are accepted.
     let tokens = |answer: &Value| answer["usage"]["prompt_tokens"].as_u64().unwrap();
     let without = ask(json!([question]), json!({"tools": null, "tool_choice": null})).good();
     assert!(tokens(&answer) > tokens(&without) + 50, "{answer} {without}");

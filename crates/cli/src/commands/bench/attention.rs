@@ -28,7 +28,7 @@ pub struct Args {
     /// That many branches of a trunk of so many tokens, one query each
     #[arg(long, value_name = "N", conflicts_with_all = ["queries", "tree"], value_parser = clap::value_parser!(u32).range(1..=4096))]
     branches: Option<u32>,
-    /// A tree of that many nodes behind so many tokens, two children each
+    /// A draft tree of that many nodes, two children each, after the cached tokens
     #[arg(long, value_name = "N", conflicts_with = "queries", value_parser = clap::value_parser!(u32).range(1..=4096))]
     tree: Option<u32>,
     /// Blocks of 16 tokens of which no two are neighbours, as in a server that has run for a while
