@@ -44,9 +44,9 @@ pub(crate) trait MakeFit {
     /// Admits the request if memory suffices.
     fn try_admit(&mut self, key: Key) -> bool;
     /// Drops the cache of the lowest-ranked paused request, if it ranks lower than `key`.
-    fn drop_paused_behind(&mut self, key: Key) -> bool;
+    fn drop_paused_lower_ranked(&mut self, key: Key) -> bool;
     /// Preempts the lowest-ranked running request, if it ranks lower than `key` and the policy allows preemption.
-    fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool;
+    fn preempt_lower_ranked(&mut self, key: Key, why: &'static str) -> bool;
 }
 
 /// Admits `key`, at the expense of requests that rank lower. Returns `false` if it does not fit even then.
@@ -57,12 +57,12 @@ pub(crate) fn make_fit(target: &mut impl MakeFit, key: Key) -> bool {
             if target.try_admit(key) {
                 return true;
             }
-            if target.drop_paused_behind(key) {
+            if target.drop_paused_lower_ranked(key) {
                 continue;
             }
             why = "memory";
         }
-        if !target.preempt_behind(key, why) {
+        if !target.preempt_lower_ranked(key, why) {
             return false;
         }
     }
@@ -82,11 +82,11 @@ impl MakeFit for Admitting<'_, '_> {
     fn try_admit(&mut self, key: Key) -> bool {
         self.scheduler.enter(self.now, key.index)
     }
-    fn drop_paused_behind(&mut self, key: Key) -> bool {
-        self.scheduler.drop_behind(self.now, key)
+    fn drop_paused_lower_ranked(&mut self, key: Key) -> bool {
+        self.scheduler.drop_lower_ranked(self.now, key)
     }
-    fn preempt_behind(&mut self, key: Key, why: &'static str) -> bool {
-        self.scheduler.preempt_behind(self.now, key, why, self.token_budget)
+    fn preempt_lower_ranked(&mut self, key: Key, why: &'static str) -> bool {
+        self.scheduler.preempt_lower_ranked(self.now, key, why, self.token_budget)
     }
 }
 

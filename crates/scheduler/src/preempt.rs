@@ -78,7 +78,7 @@ impl Scheduler {
     }
 
     /// Preempts the lowest-ranked running request, if it ranks lower than `key` and the policy allows preemption.
-    pub(crate) fn preempt_behind(
+    pub(crate) fn preempt_lower_ranked(
         &mut self,
         now: StepTime,
         key: Key,
@@ -94,7 +94,7 @@ impl Scheduler {
     }
 
     /// Drops the cache of the lowest-ranked paused request, if it ranks lower than `key`.
-    pub(crate) fn drop_behind(&mut self, now: StepTime, key: Key) -> bool {
+    pub(crate) fn drop_lower_ranked(&mut self, now: StepTime, key: Key) -> bool {
         match self.paused.last() {
             Some(&worst) if self.victim_key(worst.index) > key => {
                 self.drop_cache(now, worst.index);

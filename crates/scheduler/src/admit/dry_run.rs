@@ -88,11 +88,11 @@ impl MakeFit for DryRun<'_> {
     fn try_admit(&mut self, key: Key) -> bool {
         self.scheduler.fits(key.index, &self.space, self.supplied)
     }
-    fn drop_paused_behind(&mut self, key: Key) -> bool {
+    fn drop_paused_lower_ranked(&mut self, key: Key) -> bool {
         let dropped = self.paused.pop_if(|worst| self.scheduler.victim_key(worst.index) > key);
         dropped.map(|victim| self.drop_cache(key, victim.index)).is_some()
     }
-    fn preempt_behind(&mut self, key: Key, _why: &'static str) -> bool {
+    fn preempt_lower_ranked(&mut self, key: Key, _why: &'static str) -> bool {
         let scheduler = self.scheduler;
         let Some(victim) = self.running.pop_if(|worst| scheduler.may_preempt(key, *worst)) else {
             return false;
