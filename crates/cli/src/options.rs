@@ -115,7 +115,7 @@ pub struct ModelArgs {
     /// How the weights of linear layers are stored in memory: as-stored (the file's own encoding), f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     pub weights: WeightFormat,
-    /// Read weights into memory instead of mapping the file, which must then not change underneath
+    /// Read weights into memory instead of mapping the file; a mapped file must not change
     #[arg(long)]
     pub no_mmap: bool,
     /// Memory that weights, cache and working buffers may take together; by default the free memory of the machine
@@ -218,7 +218,7 @@ fn parse_threads(text: &str) -> Result<usize, String> {
 
 #[derive(Args, Clone, Debug)]
 pub struct ComputeArgs {
-    /// Threads that compute; by default one per core
+    /// Compute threads; by default one per core
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
@@ -265,7 +265,7 @@ pub struct CacheArgs {
     /// Where K and V are stored: cpu, reference (slow, for comparison)
     #[arg(long, default_value = "cpu")]
     pub backend: String,
-    /// How cells are handed out: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a
+    /// How cells are allocated: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a
     /// chat cells
     #[arg(long)]
     pub kind: Option<String>,

@@ -16,7 +16,7 @@ pub struct SourceArgs {
     /// the Hugging Face Hub; without it the embedded model
     #[arg(short, long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub model: Option<PathBuf>,
-    /// Download nothing: take what the cache has
+    /// Download nothing: use only cached files
     #[arg(long)]
     pub offline: bool,
 }

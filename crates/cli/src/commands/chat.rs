@@ -40,7 +40,7 @@ pub struct Args {
     /// folder
     #[arg(long)]
     no_history: bool,
-    /// One JSON document per turn, a line each
+    /// Print one JSON document per turn, a line each
     #[arg(long)]
     json: bool,
 }

@@ -24,7 +24,7 @@ pub struct Args {
     /// Score at most this many tokens; 0 scores all
     #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     limit: usize,
-    /// One JSON document
+    /// Print one JSON document
     #[arg(long)]
     json: bool,
 }

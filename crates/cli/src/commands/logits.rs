@@ -32,7 +32,7 @@ pub struct Args {
     /// Recompute the whole text for every token instead of reading the cache
     #[arg(long)]
     no_cache: bool,
-    /// One JSON document on stdout
+    /// Print one JSON document on stdout
     #[arg(long)]
     json: bool,
 }

@@ -21,7 +21,7 @@ pub struct Args {
     kv: Storage,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// One JSON document
+    /// Print one JSON document
     #[arg(long)]
     json: bool,
 }

@@ -30,16 +30,16 @@ pub struct Args {
     source: SourceArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// How linear layers are held: as-stored, f32, q8_0
+    /// How linear layers are stored in memory: as-stored, f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     weights: WeightFormat,
-    /// Memory bandwidth: gives the ceiling in tokens/s
+    /// Memory bandwidth, from which the limit in tokens/s follows
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     bandwidth: Option<Size>,
     /// Recommend a cache that fits into this much memory; with --kind or --kv, refuse one that does not (exit status 1)
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     memory: Option<Size>,
-    /// Run this model over so many tokens (512), to say what each pair of dtypes costs it and not other models
+    /// Run this model over this many tokens (512), to measure what each pair of dtypes costs it
     #[arg(
         long,
         value_name = "TOKENS",
@@ -55,7 +55,7 @@ pub struct Args {
     text: Option<PathBuf>,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// One JSON document
+    /// Print one JSON document
     #[arg(long)]
     json: bool,
 }

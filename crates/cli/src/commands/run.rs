@@ -29,10 +29,10 @@ pub struct Args {
     /// Maximum tokens to generate
     #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: u32,
-    /// End where this text comes; may be given several times
+    /// End the output where this text appears; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = parse_stop)]
     stop: Vec<String>,
-    /// Go on after the model has ended its text
+    /// Continue after the model's end token
     #[arg(long)]
     ignore_eos: bool,
     /// Continue the prompt as plain text, even if the model has a chat template
@@ -41,13 +41,13 @@ pub struct Args {
     /// A system message, for models with a chat template
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
-    /// Print only what is new, not the prompt that it continues
+    /// Print only the generated text, without the prompt
     #[arg(long)]
     no_echo: bool,
     /// Recompute the whole text for every token instead of reading the cache
     #[arg(long)]
     no_cache: bool,
-    /// One JSON document instead of text
+    /// Print one JSON document instead of text
     #[arg(long)]
     json: bool,
 }

@@ -28,7 +28,7 @@ pub struct Args {
     /// Sampling defaults: auto uses the model's own (generation_config.json), none uses OpenAI's
     #[arg(long, value_name = "WHICH", value_parser = ["auto", "none"])]
     generation_config: Option<String>,
-    /// Address to listen on; without API keys a loopback one
+    /// Address to listen on; without API keys, a loopback address
     #[arg(long)]
     host: Option<IpAddr>,
     /// Port to listen on; 0 picks a free one
@@ -50,7 +50,7 @@ pub struct Args {
     /// divides a block; 0 for none
     #[arg(long, value_name = "TOKENS", value_parser = parse_recent)]
     kv_recent: Option<u32>,
-    /// Tokens of a block
+    /// Tokens per block
     #[arg(long, value_name = "TOKENS")]
     block_tokens: Option<u32>,
     /// Eviction policy of cached blocks: lru, fifo, lfu, ...
@@ -65,7 +65,7 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
-    /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these slots
+    /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
     /// End requests this long after their arrival
@@ -92,7 +92,7 @@ pub struct Args {
     /// Print the memory plan, and do not serve
     #[arg(long)]
     dry_run: bool,
-    /// The plan as one JSON document
+    /// Print the plan as one JSON document
     #[arg(long, requires = "dry_run")]
     json: bool,
 }

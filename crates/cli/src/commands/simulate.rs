@@ -97,13 +97,13 @@ impl What {
 
 #[derive(clap::Args)]
 struct ShowArgs {
-    /// One JSON document on stdout
+    /// Print one JSON document on stdout
     #[arg(long, help_heading = "Results")]
     json: bool,
-    /// One row per request
+    /// Write one row per request
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     csv: Option<PathBuf>,
-    /// One self-contained page with plots
+    /// Write one self-contained page with plots
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     html: Option<PathBuf>,
     /// Folder for the plots of that page, one SVG file each
@@ -115,8 +115,7 @@ struct ShowArgs {
         help_heading = "Results"
     )]
     beside: Vec<String>,
-    /// Record arrivals, decisions and block events as JSON lines. As with all results, an existing file is replaced:
-    /// the same command writes the same again
+    /// Record arrivals, decisions and block events as JSON lines. An existing file is replaced, as with all results
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = "Results")]
     record: Option<PathBuf>,
 }

@@ -25,10 +25,10 @@ pub struct Args {
     /// Queries of a step: 1 decodes, more are the last ones of a prompt
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     queries: u32,
-    /// That many branches of a trunk of so many tokens, one query each
+    /// This many branches of a trunk of --tokens tokens, one query each
     #[arg(long, value_name = "N", conflicts_with_all = ["queries", "tree"], value_parser = clap::value_parser!(u32).range(1..=4096))]
     branches: Option<u32>,
-    /// A draft tree of that many nodes, two children each, after the cached tokens
+    /// A draft tree of this many nodes, two children each, after a trunk of --tokens tokens
     #[arg(long, value_name = "N", conflicts_with = "queries", value_parser = clap::value_parser!(u32).range(1..=4096))]
     tree: Option<u32>,
     /// Blocks of 16 tokens of which no two are neighbours, as in a server that has run for a while
@@ -42,12 +42,12 @@ pub struct Args {
     /// Scores become cap · tanh(score / cap)
     #[arg(long, value_name = "CAP")]
     softcap: Option<f32>,
-    /// Steps before the clock counts
+    /// Warm-up steps, which are not measured
     #[arg(long, default_value_t = 2)]
     warmups: u32,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// Milliseconds over tokens, with the read limit
+    /// Plot milliseconds over tokens, with the read limit
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
     #[command(flatten)]

@@ -34,7 +34,7 @@ pub struct Args {
     /// Storage of V, if it differs
     #[arg(long, value_name = "DTYPE")]
     kv_v: Option<Storage>,
-    /// Tokens of a block
+    /// Tokens per block
     #[arg(long, default_value_t = 16, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     block_tokens: u32,
     /// Maximum requests in the batch
@@ -46,13 +46,13 @@ pub struct Args {
     /// Tokens of the longest sequence that is measured [default: the model's context, 1024 at most]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(32..))]
     context: Option<u32>,
-    /// Time to take; a round over all cells is finished in any case
+    /// Time to measure; a round over all cells is always finished
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
     seconds: f64,
-    /// Where the table goes
+    /// File for the table
     #[arg(short, long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     output: PathBuf,
-    /// One JSON document about the measurement
+    /// Print one JSON document about the measurement
     #[arg(long)]
     json: bool,
 }

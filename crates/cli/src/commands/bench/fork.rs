@@ -12,7 +12,7 @@ use serde::Serialize;
 use std::time::Instant;
 
 #[derive(clap::Args)]
-#[command(mut_arg("json", |json| json.help("One JSON document")))]
+#[command(mut_arg("json", |json| json.help("Print one JSON document")))]
 pub struct Args {
     #[command(flatten)]
     shape: ShapeArgs,

@@ -25,16 +25,16 @@ pub struct Args {
     /// Lengths to generate, each from one token on
     #[arg(long = "t", value_name = "T,T,…", default_value = "32,64,128,256,512,1024", value_parser = parse_lengths)]
     lengths: std::vec::Vec<u32>,
-    /// Runs before the clock counts
+    /// Warm-up runs, which are not measured
     #[arg(long, default_value_t = 1)]
     warmups: u32,
-    /// Runs that count; medians are reported
+    /// Measured runs; medians are reported
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     runs: u32,
     #[command(flatten)]
     source: SourceArgs,
-    /// A model trained with cross-layer sharing for v3 and v4. Without it every second layer of the model is made
-    /// to borrow: times and bytes are right, its text is not
+    /// A model trained with cross-layer sharing, for v3 and v4. Without it every second layer of the model reads the K
+    /// and V of the layer below: times and bytes are right, but the text is not
     #[arg(long, value_name = "MODEL")]
     shared: Option<PathBuf>,
     /// Only these steps: v0,v1,v1',v2,v3,v4
@@ -43,7 +43,7 @@ pub struct Args {
     /// Write a plot
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     svg: Option<PathBuf>,
-    /// One JSON document
+    /// Print one JSON document
     #[arg(long)]
     json: bool,
 }

@@ -13,13 +13,13 @@ use std::time::Instant;
 #[command(mut_arg("runs", |runs| runs.default_value("7")))]
 pub struct Args {
     /// Encodings by ggml's names: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl, mxfp4, q2_K to q6_K, iq4_xs;
-    /// and few, which iq1 to iq3 and tq become
+    /// and few, to which iq1 to iq3 and tq are converted
     #[arg(long, value_delimiter = ',', value_name = "NAMES", default_value = "q8_0,q4_0,bf16")]
     weights: Vec<String>,
     /// Outputs of the layer
     #[arg(long, default_value_t = 5632, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     outputs: u32,
-    /// Inputs of the layer: whole blocks, which are of 32 or 256
+    /// Inputs of the layer: a multiple of the block size, which is 32 or 256
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     inputs: u32,
     /// Tokens of a batch; one row for each

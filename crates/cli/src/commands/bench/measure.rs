@@ -18,10 +18,10 @@ pub struct KvArgs {
 /// Commands that take long or short say their own default for `--runs`, by `mut_arg`.
 #[derive(clap::Args)]
 pub struct RunsArgs {
-    /// Runs that count; medians are reported
+    /// Measured runs; medians are reported
     #[arg(long, default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     pub runs: u32,
-    /// One JSON document per row and line
+    /// Print one JSON document per row, a line each
     #[arg(long)]
     pub json: bool,
 }

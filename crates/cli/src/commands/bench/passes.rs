@@ -26,7 +26,7 @@ pub struct Common {
     model: ModelArgs,
     #[command(flatten)]
     kv: KvArgs,
-    /// Tokens per second over depth or length
+    /// Plot tokens per second over depth or length
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
     #[command(flatten)]
@@ -37,7 +37,7 @@ pub struct Common {
 pub struct DecodeArgs {
     #[command(flatten)]
     common: Common,
-    /// Tokens in the cache before the first one that counts; one row for each
+    /// Tokens in the cache before the measured ones; one row for each
     #[arg(long, value_name = "N,N,…", default_value = "0", value_parser = parse_depths)]
     depth: std::vec::Vec<u32>,
     /// Verify a tree of that many nodes, two children each, instead of decoding: a pass counts as one token
@@ -55,7 +55,7 @@ pub struct PrefillArgs {
     /// Tokens of the prompt; one row for each
     #[arg(long, value_name = "T,T,…", default_value = "512", value_parser = parse_lengths)]
     tokens: std::vec::Vec<u32>,
-    /// Tokens in the cache before
+    /// Tokens in the cache before the prompt
     #[arg(long, default_value_t = 0, value_name = "N")]
     depth: u32,
     /// Tokens of a step

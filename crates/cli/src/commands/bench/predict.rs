@@ -33,12 +33,12 @@ use users::{Recording, User, serve};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// The table that `kvist bench calibrate` wrote of this model on this machine
+    /// The table that `kvist bench calibrate` wrote for this model on this machine
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     costs: PathBuf,
     #[command(flatten)]
     model: ModelArgs,
-    /// How long requests arrive
+    /// How long requests keep arriving
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
     seconds: f64,
     /// Requests to serve, however long they take to arrive
@@ -47,10 +47,10 @@ pub struct Args {
         value_parser = clap::value_parser!(u32).range(i64::from(FEWEST)..=100_000)
     )]
     requests: Option<u32>,
-    /// Part of the time that the machine shall be busy: requests arrive as often as the simulator finds it to be
+    /// Share of the time that the machine is busy; the simulator finds the arrival rate for it
     #[arg(long, default_value_t = 0.7, value_name = "SHARE", allow_negative_numbers = true)]
     busy: f64,
-    /// Of the load
+    /// Seed of the load
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
     /// Tokens that the cache holds
@@ -62,7 +62,7 @@ pub struct Args {
     /// Write the arrivals and decisions of the engine: a recording for `kvist simulate replay`
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     record: Option<PathBuf>,
-    /// One JSON document
+    /// Print one JSON document
     #[arg(long)]
     json: bool,
 }

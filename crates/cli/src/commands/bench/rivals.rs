@@ -9,10 +9,10 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// What compare.py wrote: bench/rivals.json
+    /// The output of compare.py: bench/rivals.json
     #[arg(value_name = "FILE.json", value_hint = ValueHint::FilePath)]
     file: PathBuf,
-    /// How many times as fast as each rival kvist is, row by row
+    /// Plot kvist's speed relative to each rival, row by row
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: PathBuf,
 }

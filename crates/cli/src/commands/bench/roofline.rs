@@ -19,7 +19,7 @@ use std::path::PathBuf;
 pub struct Args {
     #[command(flatten)]
     shape: ShapeArgs,
-    /// Tokens in the cache; a prompt's own are among them
+    /// Tokens in the cache, the prompt's included
     #[arg(long, value_name = "T", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     tokens: u32,
     /// Queries of the prompt
@@ -32,7 +32,7 @@ pub struct Args {
     compute: ComputeArgs,
     #[command(flatten)]
     measure: RunsArgs,
-    /// Operations per second over operations per byte
+    /// Plot operations per second over operations per byte
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
 }

@@ -30,12 +30,12 @@ pub struct Args {
     /// A query sees at most this many positions
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     window: Option<u32>,
-    /// Memory the cache may take; without it what the machine has free
+    /// Memory that the cache may take; by default the free memory of the machine
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
     #[command(flatten)]
     compute: ComputeArgs,
-    /// One JSON document per line: the log, then the summary
+    /// Print one JSON document per line: the log, then the summary
     #[arg(long)]
     json: bool,
 }

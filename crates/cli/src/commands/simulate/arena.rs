@@ -21,13 +21,13 @@ pub struct Args {
     /// Blocks of every layout
     #[arg(long, value_name = "N", help_heading = "Layouts")]
     capacity_blocks: u32,
-    /// Tokens of a block
+    /// Tokens per block
     #[arg(long, default_value_t = 16, value_name = "N", help_heading = "Layouts")]
     block_tokens: u32,
     /// Allocators of the arena, and paged [default: all]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Layouts")]
     layouts: Vec<String>,
-    /// What the handle of a new sequence has room for
+    /// Space that the handle of a new sequence reserves
     #[arg(long, value_enum, default_value_t = Reserve::Prompt, help_heading = "Layouts")]
     reserve: Reserve,
     /// Time between two tokens of an answer
@@ -38,7 +38,7 @@ pub struct Args {
     /// Seed of the workload: same seed, same bytes
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// One JSON document on stdout
+    /// Print one JSON document on stdout
     #[arg(long)]
     json: bool,
 }

@@ -15,16 +15,16 @@ pub struct BlockArgs {
     /// Blocks of the cache: a number, inf, or auto for what fits into the hardware in addition to the weights
     #[arg(long, default_value = "auto", value_name = "N", help_heading = CACHE)]
     pub capacity_blocks: Capacity,
-    /// Tokens of a block [default: 16; with --zero-service as many as an id of the trace covers]
+    /// Tokens per block [default: 16; with --zero-service as many as an id of the trace covers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = CACHE)]
     pub block_tokens: Option<u32>,
     /// Eviction policy: lru, fifo, lfu, lfu_decay, cost; with --zero-service also opt
     #[arg(long, default_value = "lru", value_name = "NAME", help_heading = CACHE)]
     pub policy: String,
-    /// Time after which a use counts half, for lfu_decay and cost: 300s, 5m
+    /// Time in which the weight of a use halves, for lfu_decay and cost: 300s, 5m
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = CACHE)]
     pub half_life: Option<Duration>,
-    /// Share nothing between requests
+    /// Do not share blocks between requests
     #[arg(long, help_heading = CACHE)]
     pub no_prefix_cache: bool,
 }

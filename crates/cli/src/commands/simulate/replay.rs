@@ -30,7 +30,7 @@ pub struct Args {
     /// Compare the recorded step times with those of a measured table (docs/traces.md)
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     costs: Option<PathBuf>,
-    /// One JSON document
+    /// Print one JSON document
     #[arg(long)]
     json: bool,
 }

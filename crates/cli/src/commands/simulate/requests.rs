@@ -11,7 +11,7 @@ const WORKLOAD: &str = "Load: drawn";
 
 #[derive(clap::Args, Clone)]
 pub struct RequestArgs {
-    /// Requests of this file: Mooncake, Azure, BurstGPT, Bailian or our own, plain, gzip or zstd
+    /// Read requests from this file: Mooncake, Azure, BurstGPT, Bailian or our own, plain, gzip or zstd
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, help_heading = TRACE)]
     trace: Option<PathBuf>,
     /// Its format, if the first line does not show it: mooncake, azure, burstgpt, bailian, kvist
@@ -26,7 +26,7 @@ pub struct RequestArgs {
     /// Each turn of a chat arrives after the previous answer, instead of at the recorded time
     #[arg(long, requires = "trace", help_heading = TRACE)]
     follow_parents: bool,
-    /// Requests to draw; the last chat or agent ends where there are as many
+    /// Number of requests to generate; the last chat or agent is cut off there
     #[arg(long, default_value_t = 1000, value_name = "N", conflicts_with = "trace", help_heading = WORKLOAD)]
     requests: usize,
     /// When requests, or whole chats, arrive: poisson:per_s=X, gamma:per_s=X,variation=X,

@@ -12,7 +12,7 @@ pub struct ScheduleArgs {
     /// Order of requests: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, default_value = "fcfs", value_name = "NAME", help_heading = SCHEDULER)]
     pub schedule: String,
-    /// Where policies that weigh work take the lengths of answers from
+    /// Source of the lengths of answers, for policies that weigh work
     #[arg(long, value_enum, default_value_t = Lengths::MaxNew, help_heading = SCHEDULER)]
     lengths: Lengths,
     /// `max_tokens` of every request, at least [default: the true length of its answer]
@@ -33,7 +33,7 @@ pub struct ScheduleArgs {
     /// What a request keeps when a more urgent one takes its place
     #[arg(long, value_enum, default_value_t = Keeps::Recompute, help_heading = SCHEDULER)]
     preempted: Keeps,
-    /// Admit the longest prefix hit first, among so many requests at the head of the queue
+    /// Admit the longest prefix hit first, among this many requests at the head of the queue
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..), help_heading = SCHEDULER)]
     prefix_window: Option<u32>,
 }

@@ -37,16 +37,16 @@ pub struct Args {
     /// Schedulers to compare [default: that of --schedule]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Sweep")]
     schedules: Vec<String>,
-    /// Seeds 1 to N of a drawn load
+    /// Seeds 1 to N of a generated load
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Sweep")]
     seeds: u64,
-    /// Folder of the cells, the table and the page; what is there already is not run again
+    /// Folder for the cells, the table and the page; existing cells are not run again
     #[arg(long, value_name = "FOLDER", value_hint = ValueHint::DirPath, help_heading = "Sweep")]
     out: PathBuf,
     /// Runs at the same time [default: cores]
     #[arg(short = 'j', long, value_name = "N", help_heading = "Sweep")]
     jobs: Option<usize>,
-    /// The table as one JSON document on stdout
+    /// Print the table as one JSON document on stdout
     #[arg(long, help_heading = "Sweep")]
     json: bool,
 }
