@@ -127,7 +127,7 @@ mod tests {
     }
 
     /// Reference implementation: searches at every position.
-    fn twin(stops: &[&str], text: &str) -> (String, Option<String>) {
+    fn reference(stops: &[&str], text: &str) -> (String, Option<String>) {
         let ends = (1..=text.len()).filter(|end| text.is_char_boundary(*end));
         for end in ends {
             let found = stops.iter().filter(|stop| !stop.is_empty() && text[..end].ends_with(**stop));
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn any_cut_is_found_as_the_twin_finds_it() {
+    fn every_cut_matches_the_reference() {
         let mut numbers = kvist_testing::reference::SplitMix64(7);
         let mut n = |below: u64| (numbers.next() % below) as usize;
         let letters = ["a", "b", "é", "a"];
@@ -149,7 +149,7 @@ mod tests {
             let stops: Vec<String> = (0..3).map(|_| word(6)).collect();
             let pieces: Vec<String> = (0..6).map(|_| word(5)).collect();
             let stops: Vec<&str> = stops.iter().map(String::as_str).collect();
-            let expected = twin(&stops, &pieces.concat());
+            let expected = reference(&stops, &pieces.concat());
             let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
             assert_eq!(run(&stops, &pieces), expected, "{stops:?} in {pieces:?}");
             found += usize::from(expected.1.is_some());

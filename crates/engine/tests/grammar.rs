@@ -270,11 +270,11 @@ fn masks_are_what_trying_every_token_gives() {
             for _ in 0..12 {
                 let mask = allowed(constraint.as_mut(), vocab);
                 for token in 0..vocab as u32 {
-                    let mut twin = compiled.constraint();
+                    let mut fresh = compiled.constraint();
                     for &past in &history {
-                        twin.accept(past).unwrap();
+                        fresh.accept(past).unwrap();
                     }
-                    let taken = twin.accept(token).is_ok();
+                    let taken = fresh.accept(token).is_ok();
                     assert_eq!(
                         mask[token as usize],
                         taken,

@@ -5,14 +5,14 @@ use kvist_engine::text::StopMatcher;
 use kvist_testing::SplitMix64;
 
 /// A simple reference distribution: (token, probability), most likely first.
-struct ReferenceCache {
+struct Distribution {
     kept: Vec<(u32, f64)>,
     /// True if a threshold is so close to a sum that rounding decides.
     uncertain: bool,
 }
 
 /// `text` is everything so far; `drawn` the part of it that the sampler drew.
-fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> ReferenceCache {
+fn reference(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> Distribution {
     let mut logits: Vec<f64> = logits.iter().map(|x| f64::from(*x)).collect();
     // 1. repetition penalty, each recent token once
     let recent = &text[text.len() - config.repetition_window.min(text.len())..];
@@ -68,7 +68,7 @@ fn twin(config: &SamplerConfig, logits: &[f32], text: &[u32], drawn: &[u32]) -> 
         0.0 => vec![(order[0], 1.0)],
         t => order.iter().copied().zip(softmax(&order, f64::from(t))).collect(),
     };
-    ReferenceCache { kept, uncertain }
+    Distribution { kept, uncertain }
 }
 
 fn random_config(n: &mut SplitMix64) -> SamplerConfig {
@@ -103,13 +103,13 @@ fn draws_what_the_twin_could_draw() {
         let mut drawn: Vec<u32> = Vec::new();
         for _ in 0..4 {
             let logits: Vec<f32> = (0..vocab).map(|_| (n.unit() * 12.0 - 6.0) as f32).collect();
-            let twin = twin(&config, &logits, &text, &drawn);
+            let reference = reference(&config, &logits, &text, &drawn);
             let token = sampler.sample(&logits).unwrap();
             sampler.observe(&[token]);
-            if !twin.uncertain {
+            if !reference.uncertain {
                 certain += 1;
-                let found = twin.kept.iter().find(|(t, _)| *t == token);
-                let kept = &twin.kept;
+                let found = reference.kept.iter().find(|(t, _)| *t == token);
+                let kept = &reference.kept;
                 assert!(
                     found.is_some(),
                     "seed {seed}: {config:?} drew {token} of {logits:?} after {drawn:?}, kept {kept:?}"
@@ -137,8 +137,8 @@ fn draws_are_distributed_as_the_twin_says() {
         };
         let logits: Vec<f32> = (0..12).map(|_| (n.unit() * 5.0) as f32).collect();
         let text: Vec<u32> = (0..4).map(|_| n.below(12)).collect();
-        let twin = twin(&config, &logits, &text, &[]);
-        if twin.uncertain {
+        let reference = reference(&config, &logits, &text, &[]);
+        if reference.uncertain {
             continue;
         }
         let mut sampler = Sampler::new(config).unwrap();
@@ -148,13 +148,13 @@ fn draws_are_distributed_as_the_twin_says() {
             counts[sampler.sample(&logits).unwrap() as usize] += 1;
         }
         let mut statistic = 0.0;
-        for (token, p) in &twin.kept {
+        for (token, p) in &reference.kept {
             let expected = p * DRAWS as f64;
             statistic += (counts[*token as usize] as f64 - expected).powi(2) / expected.max(1.0);
             counts[*token as usize] = 0;
         }
         assert_eq!(counts.iter().sum::<usize>(), 0, "seed {seed}: {config:?} drew what was dropped");
-        let freedom = (twin.kept.len() - 1) as f64;
+        let freedom = (reference.kept.len() - 1) as f64;
         let bound = freedom + 6.0 * (2.0 * freedom).sqrt() + 1.0;
         assert!(statistic <= bound, "seed {seed}: {config:?}: {statistic} above {bound}");
     }

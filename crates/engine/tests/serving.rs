@@ -402,7 +402,7 @@ async fn a_request_is_admitted_when_its_first_step_begins() {
     let mut generation = engine.submit(greedy(&tokens(TEXT), 1)).unwrap();
     let Some(Event::Admitted { at, .. }) = generation.next().await else { panic!("it was not admitted") };
     receive(&mut generation).await;
-    // Wait until the watchers of that turn have run.
+    // Wait until the watchers of that iteration have run.
     engine.inspect(|_| ()).await;
     let (ended, took) = first.0.lock().unwrap().unwrap();
     assert!(at >= before && at + took <= ended, "{took:?} were counted as waiting");

@@ -256,7 +256,7 @@ impl<'c> Rig<'c> {
 
     /// Runs an operation on the cache and on the model. Their answers must match.
     pub fn perform(&mut self, operation: &Operation) {
-        let no_face = "scripts use only verbs of their kind";
+        let capability = "scripts use only capabilities of their kind";
         let cache = &mut self.session.cache;
         let (found, expected) = match operation {
             Operation::Step { spans, fate, .. } => {
@@ -286,14 +286,14 @@ impl<'c> Rig<'c> {
                 return;
             }
             Operation::Rewind { len } => {
-                (cache.rewinds().expect(no_face).rewind(*len), self.reference.rewind(*len))
+                (cache.rewinds().expect(capability).rewind(*len), self.reference.rewind(*len))
             }
             Operation::CommitPath { seq, accepted } => (
-                cache.trees().expect(no_face).commit_path(*seq, accepted),
+                cache.trees().expect(capability).commit_path(*seq, accepted),
                 self.reference.commit_path(*seq, accepted),
             ),
             many => {
-                let mut sequences = cache.sequences().expect(no_face);
+                let mut sequences = cache.sequences().expect(capability);
                 match *many {
                     Operation::New { seq } => (sequences.seq_new(seq), self.reference.seq_new(seq)),
                     Operation::Copy { src, dst, from, until } => (
