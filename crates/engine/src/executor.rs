@@ -33,7 +33,7 @@ pub trait TokenSampler: Send {
     fn score(&mut self, position: u32, logits: &[f32]) {
         let _ = (position, logits);
     }
-    /// The request has ended and no token follows. [`ModelExecutor::forget`] calls this once.
+    /// The request has ended and no token follows. [`ModelExecutor::unregister`] calls this once.
     fn end(&mut self) {}
 }
 
@@ -149,7 +149,7 @@ impl ModelExecutor {
     }
 
     /// Registers what the request `id` does with its logits. Call it before the request's first step; it lasts until
-    /// [`forget`](Self::forget).
+    /// [`unregister`](Self::unregister).
     pub fn register(&mut self, id: RequestId, request: Box<dyn TokenSampler>) {
         self.requests.insert(id, request);
     }

@@ -181,7 +181,7 @@ impl Opened {
         self.sampling.as_ref()
     }
 
-    /// Bytes the weights will take on a device in this form. [`Model::load`] reserves this amount.
+    /// Bytes the weights will take on a device in this format. [`Model::load`] reserves this amount.
     pub fn weight_bytes(&self, device: &dyn Footprint, format: WeightFormat) -> Result<u64, Error> {
         self.config.tensors().iter().try_fold(0u64, |sum, spec| {
             let bytes = resident_bytes(device, spec, self.source.find(spec)?.encoding, format);

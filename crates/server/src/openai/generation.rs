@@ -22,7 +22,8 @@ pub(crate) enum Output {
     /// Log-probabilities of prompt tokens, from the second on. Only the first answer to a prompt reports them.
     Prompt(Vec<LogProb>),
     Token(Token),
-    /// The end of the answer. The client is events about [`FinishReason::Deadline`] and [`FinishReason::Cancelled`].
+    /// The end of the answer. After [`FinishReason::Deadline`] and [`FinishReason::Cancelled`] the client also gets an
+    /// error.
     Done(Done),
 }
 
