@@ -1,4 +1,4 @@
-//! EvictionPolicy parameters by name, as flags and configuration pass them.
+//! Parameters of eviction policies by name, as flags and configuration pass them.
 use super::{Entry, PolicyError};
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ pub struct Parameter {
 }
 
 impl Parameter {
-    /// The time after which a use counts half.
+    /// The time in which the weight of a use halves.
     pub const HALF_LIFE: Parameter =
         Parameter { name: "half_life", expected: "a duration above zero, as 300s, 250ms, 5m or 1h" };
     /// Every parameter.
