@@ -318,7 +318,7 @@ fn wrong_rows_are_refused_by_name() {
             change(shape);
         }
     }
-    let changes: [(Change, &str); 14] = [
+    let changes: [(Change, &str); 15] = [
         (
             |call| q(call, |shape| shape.sizes[1] = 5),
             "q: [batch, tokens, heads, elements] is [1, 5, 4, 8], expected [6, 4, 8]",
@@ -328,6 +328,14 @@ fn wrong_rows_are_refused_by_name() {
         (|call| q(call, |shape| shape.sizes[3] = 4), "is [1, 6, 4, 4], expected [6, 4, 8]"),
         (|call| q(call, |shape| shape.strides[3] = 2), "q: the elements of a row are 2 apart, expected 1"),
         (|call| q(call, |shape| shape.strides[1] = 33), "q: 192 elements cannot hold the shape [1, 6, 4, 8]"),
+        (
+            |call| {
+                if let Rows::F32(data, _) = &mut call.q {
+                    *data = &data[1..];
+                }
+            },
+            "q: 191 elements cannot hold the shape [1, 6, 4, 8]",
+        ),
         (|call| q(call, |shape| shape.strides[1] = usize::MAX), "q: 192 elements cannot hold the shape"),
         (|call| call.kv = call.kv.map(|(k, _)| (call.q, Some(k))), "k: [batch, tokens, heads, elements] is"),
         (|call| call.kv = call.kv.map(|(k, _)| (k, Some(call.q))), "v: [batch, tokens, heads, elements] is"),
