@@ -135,7 +135,7 @@ fn a_failed_step_leaves_no_trace() {
 /// where lifetimes are not available, it is an error.
 #[test]
 fn a_stale_plan_is_an_error() {
-    let mut held = CheckedCache::new(full("contiguous", 8).cache);
+    let mut held = CheckedCache::new(full("contiguous", 8).cache, LayerOrder::new([]));
     assert_eq!(held.plan().err(), Some(Misuse::NoStep));
     held.begin(&StepRequest { spans: &[Span::chain(A, 0, 2)] }).unwrap();
     assert_eq!(held.cache().err(), Some(Misuse::StepInFlight));

@@ -108,3 +108,38 @@ fn a_decode_step_allocates_nothing_after_warm_up() {
     }
     assert!(bad.is_empty(), "allocations after warm-up:\n{}", bad.join("\n"));
 }
+
+/// Rows of f16, and batches of f32 that two strides do not describe, are converted without allocating.
+#[test]
+fn converted_rows_allocate_nothing_after_warm_up() {
+    let model = Model { heads: (4, 2), head_dim: 32, ..Model::default() };
+    let mut session = model.session(&Cpu::default(), "cells", 2_000);
+    new(&mut session, &[A, B]);
+    let [q_shape, kv_shape] = [4, 2].map(|heads| StridedShape::heads_first(2, heads, 3, 32));
+    let len = 2 * 4 * 3 * 32;
+    let (q, kv, mut out) = (vec![f16::ONE; len], vec![1f32; len / 2], vec![bf16::NAN; len]);
+    let mut run = || {
+        let start = session.cache.next_position(A).unwrap();
+        let spans = [Span::chain(A, start, 3), Span::chain(B, start, 3)];
+        let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
+        for layer in 0..model.n_layers {
+            let kv = Rows::F32(&kv, kv_shape);
+            step.attend_rows(AttendRows {
+                layer: LayerId(layer),
+                q: Rows::F16(&q, q_shape),
+                kv: Some((kv, Some(kv))),
+                out: RowsMut::Bf16(&mut out, q_shape),
+                scale: 0.2,
+                softcap: None,
+                sinks: None,
+            })
+            .unwrap();
+            assert!(out.iter().all(|x| *x == bf16::ONE));
+            out.fill(bf16::NAN);
+        }
+        step.commit().unwrap();
+    };
+    (0..45).for_each(|_| run()); // 270 cells: the segments hold 512
+    let n = allocation_counter::measure(|| (0..20).for_each(|_| run()));
+    assert_eq!(n.count_total, 0);
+}

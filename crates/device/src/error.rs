@@ -1,7 +1,7 @@
 //! Errors of backends.
 use crate::budget::OutOfBudget;
 use crate::layout::BadLayout;
-use kvist_cache::{LayerId, Refused};
+use kvist_cache::{LayerError, LayerId, Refused};
 
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
@@ -13,6 +13,14 @@ pub enum BackendError {
     Layout(#[from] BadLayout),
     #[error("{what}: {elements} elements cannot hold the shape {expected:?} at the given strides")]
     Shape { what: &'static str, expected: Vec<usize>, elements: usize },
+    #[error(
+        "{what}: [batch, tokens, heads, elements] is {found:?}, expected {expected:?} tokens, heads and elements"
+    )]
+    Sizes { what: &'static str, found: [usize; 4], expected: [usize; 3] },
+    #[error("{what}: the elements of a row are {stride} apart, expected 1: rows must be contiguous")]
+    RowStride { what: &'static str, stride: usize },
+    #[error("{what}: rows of [batch, tokens, heads, elements] {sizes:?} overlap at the strides {strides:?}")]
+    RowsOverlap { what: &'static str, sizes: [usize; 4], strides: [usize; 4] },
     #[error("layer {layer} does not exist: the model has {n_layers}")]
     UnknownLayer { layer: LayerId, n_layers: usize },
     #[error("{what} {index} does not exist: there are {len}")]
@@ -34,7 +42,16 @@ pub enum BackendError {
     Unsupported(String),
 }
 
-/// Why a session's step did not begin: the cache refused it, or the backend failed. Nothing has changed.
+impl From<LayerError> for BackendError {
+    fn from(error: LayerError) -> Self {
+        match error {
+            LayerError::Unknown { layer, n_layers } => BackendError::UnknownLayer { layer, n_layers },
+            LayerError::OutOfOrder(layer) => BackendError::LayerOrder(layer),
+        }
+    }
+}
+
+/// Why a session's step did not begin or commit: the cache refused it, or the backend failed. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     #[error(transparent)]

@@ -16,6 +16,7 @@ mod pools;
 mod recent;
 pub mod reference;
 mod registry;
+mod rows;
 mod session;
 mod step_io;
 mod storage;
@@ -27,14 +28,22 @@ pub use budget::*;
 pub use channels::ChannelOrder;
 pub use device::*;
 pub use error::{BackendError, StepError};
+/// The dtypes of a caller's rows, from the crate `half`.
+pub use half::{bf16, f16};
 pub use layout::{BadLayout, LayerSpec, Layout, Values};
 pub use ledger::KvLedger;
 pub use network::*;
 pub use pools::*;
 pub use recent::Recent;
 pub use registry::{BuildError, Registry};
-pub use session::{Session, SessionStep, compact};
+pub use rows::{Rows, RowsMut, StridedShape};
+pub use session::{AttendRows, Session, SessionStep, compact};
 pub use step_io::*;
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};
 pub use transfer::{FinishedTransfers, HostBlock, Transfer, TransferRefused};
+
+/// Compiles the example in docs/device.md.
+#[cfg(doctest)]
+#[doc = include_str!("../../../docs/device.md")]
+struct Guide;

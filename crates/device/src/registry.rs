@@ -79,6 +79,6 @@ impl Registry {
         let (cache, backend) = self.plan(backend, kind, groups)?;
         let spec = PoolSpec { capacity_cells: cache.capacity_cells(), ..spec.clone() };
         let pools = backend.pools(&spec)?;
-        Ok(Session::new(cache, pools, spec.layout))
+        Ok(Session::new(cache, pools, &spec))
     }
 }

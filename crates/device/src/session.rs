@@ -2,44 +2,67 @@
 //! themselves. Any kind works over any backend. Only here can a caller run layers in the wrong order, so only here is
 //! the order checked.
 use crate::error::{BackendError, StepError};
-use crate::layout::Layout;
+use crate::layout::{LayerSpec, Layout, Values};
 use crate::pools::*;
+use crate::rows::{RowBuffer, Rows, RowsMut};
 use kvist_cache::*;
 
-/// Which layers have run in this step. Checks that a step commits only after every layer has succeeded.
+/// One layer of one step over rows in the caller's memory. Like [`Attend`], for any dtype and any strides.
 #[derive(Debug)]
-struct Layers {
-    layout: Layout,
-    done: Vec<bool>,
+pub struct AttendRows<'a> {
+    pub layer: LayerId,
+    /// `n_tokens × n_heads` rows of `k_dim` elements.
+    pub q: Rows<'a>,
+    /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the layer's values
+    /// are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
+    pub kv: Option<(Rows<'a>, Option<Rows<'a>>)>,
+    /// `n_tokens × n_heads` rows of `v_dim` elements, overwritten completely. Rows of f16 and bf16 are rounded to nearest,
+    /// ties to even.
+    pub out: RowsMut<'a>,
+    /// As in [`Attend`].
+    pub scale: f32,
+    /// As in [`Attend`].
+    pub softcap: Option<f32>,
+    /// As in [`Attend`].
+    pub sinks: Option<&'a [f32]>,
 }
 
-impl Layers {
-    fn new(layout: Layout) -> Self {
-        let done = vec![false; layout.layers.len()];
-        Layers { layout, done }
+impl AttendRows<'_> {
+    /// Checks that the rows are those of `n` tokens in this layer.
+    fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), BackendError> {
+        let (kv_heads, k_dim, v_dim) =
+            (layer.n_kv_heads as usize, layer.k_dim as usize, layer.v_dim as usize);
+        self.q.check("q", [n, heads, k_dim])?;
+        self.out.check("out", [n, heads, v_dim])?;
+        let Some((k, v)) = &self.kv else { return Ok(()) };
+        if v.is_some() != (layer.values == Values::Stored) {
+            return Err(BackendError::LayerOrder(self.layer));
+        }
+        k.check("k", [n, kv_heads, k_dim])?;
+        v.map_or(Ok(()), |v| v.check("v", [n, kv_heads, v_dim]))
     }
-    fn begin(&mut self) {
-        self.done.fill(false);
-    }
-    /// Checks that this call may run now. A layer that owns K and V passes them once; a layer that borrows passes
-    /// none and runs after its owner.
-    fn admit(&self, call: &Attend<'_>) -> Result<(), BackendError> {
-        let l = call.layer.0 as usize;
-        let n_layers = self.done.len();
-        let spec =
-            self.layout.layers.get(l).ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
-        let owner = spec.owner.0 as usize;
-        let good = if owner == l { call.kv.is_some() } else { call.kv.is_none() && self.done[owner] };
-        if good && !self.done[l] { Ok(()) } else { Err(BackendError::LayerOrder(call.layer)) }
-    }
-    fn note(&mut self, layer: LayerId) {
-        self.done[layer.0 as usize] = true;
-    }
-    /// Checks that every layer has run.
-    fn complete(&self) -> Result<(), BackendError> {
-        match self.done.iter().position(|done| !done) {
-            None => Ok(()),
-            Some(l) => Err(BackendError::LayerOrder(LayerId(l as u16))),
+}
+
+/// Scratch for rows that a backend cannot read or write where they lie.
+struct Buffers {
+    q: RowBuffer,
+    k: RowBuffer,
+    v: RowBuffer,
+    out: RowBuffer,
+}
+
+impl Buffers {
+    fn new(spec: &PoolSpec) -> Self {
+        let Layout { n_heads, layers } = &spec.layout;
+        let buffer = |row: fn(&LayerSpec, u64) -> u64| {
+            let row = layers.iter().map(|layer| row(layer, u64::from(*n_heads))).max().unwrap_or(0);
+            RowBuffer::new(row.saturating_mul(spec.max_step_tokens.into()), &spec.budget)
+        };
+        Buffers {
+            q: buffer(|layer, heads| heads * u64::from(layer.k_dim)),
+            k: buffer(|layer, _| u64::from(layer.n_kv_heads) * u64::from(layer.k_dim)),
+            v: buffer(|layer, _| u64::from(layer.n_kv_heads) * u64::from(layer.v_dim)),
+            out: buffer(|layer, heads| heads * u64::from(layer.v_dim)),
         }
     }
 }
@@ -54,30 +77,58 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
-/// One cache: a kind, over the pools of a backend.
+/// One cache: a kind, over the pools of a backend. docs/device.md shows how to use it.
 pub struct Session {
     pub cache: Cache,
     pools: Box<dyn Pools>,
-    layers: Layers,
+    layout: Layout,
+    order: LayerOrder,
+    buffers: Buffers,
     plan: StepPlan,
+    /// The step that [`step`](Self::step) began last.
+    begun: Option<StepId>,
     moves: MovePlan,
 }
 
 impl Session {
-    pub fn new(cache: Cache, pools: Box<dyn Pools>, layout: Layout) -> Self {
-        let layers = Layers::new(layout);
-        Session { cache, pools, layers, plan: StepPlan::default(), moves: MovePlan::default() }
+    /// A session over `pools`, which a backend made from `spec`.
+    pub fn new(cache: Cache, pools: Box<dyn Pools>, spec: &PoolSpec) -> Self {
+        Session {
+            cache,
+            pools,
+            order: LayerOrder::new(spec.layout.layers.iter().map(|layer| layer.owner)),
+            buffers: Buffers::new(spec),
+            layout: spec.layout.clone(),
+            plan: StepPlan::default(),
+            begun: None,
+            moves: MovePlan::default(),
+        }
     }
 
-    /// Begins a step. On `Err` nothing has changed.
+    /// Begins a step. On `Err` the cache has not changed.
     pub fn step(&mut self, request: &StepRequest<'_>) -> Result<SessionStep<'_>, StepError> {
+        self.begun = None;
         let mut step = Step::begin(&mut self.cache, request, &mut self.plan)?;
-        self.layers.begin();
+        self.order.begin();
         self.pools.begin(step.with_reads())?;
-        Ok(SessionStep { step, pools: &mut *self.pools, layers: &mut self.layers })
+        self.begun = Some(step.plan().id());
+        let (pools, layout) = (&mut *self.pools, &self.layout);
+        Ok(SessionStep { step, pools, layout, order: &mut self.order, buffers: &mut self.buffers })
     }
 
-    /// Dry run: whether the cache would accept this step.
+    /// Continues the step that was begun last and then dropped, with the layers that have run. For callers that cannot keep
+    /// a borrow from one call to the next, such as C and Python. `None` if the step was committed, or abandoned: by a change of
+    /// the cache, by a dry run, or by another step, even a refused one.
+    pub fn resume(&mut self) -> Option<SessionStep<'_>> {
+        if self.begun != Some(self.plan.id()) {
+            return None;
+        }
+        let step = Step::of_plan(&mut self.cache, &mut self.plan)?;
+        let (pools, layout) = (&mut *self.pools, &self.layout);
+        Some(SessionStep { step, pools, layout, order: &mut self.order, buffers: &mut self.buffers })
+    }
+
+    /// Dry run: whether the cache would accept this step. Abandons a step that was dropped.
     pub fn can_run(&mut self, request: &StepRequest<'_>) -> Result<(), Refused> {
         self.cache.can_run(request, &mut self.plan)
     }
@@ -92,30 +143,71 @@ impl Session {
     }
 }
 
-/// A session's step in flight. Dropping it leaves the cache as it was.
-#[must_use = "a step that is dropped is abandoned"]
+/// A session's step in flight. Dropping it leaves the cache as it was; [`Session::resume`] continues it.
+#[must_use = "a step that is dropped changes nothing"]
 pub struct SessionStep<'s> {
     step: Step<'s>,
     pools: &'s mut dyn Pools,
-    layers: &'s mut Layers,
+    layout: &'s Layout,
+    order: &'s mut LayerOrder,
+    buffers: &'s mut Buffers,
 }
 
 impl SessionStep<'_> {
     pub fn plan(&self) -> &StepPlan {
         self.step.plan()
     }
-    /// Runs one layer.
+
+    /// Runs one layer over f32 rows. On `Err` the layer has not run, and the step is still in flight.
     pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
-        self.layers.admit(&call)?;
+        self.order.check(call.layer, call.kv.is_some())?;
         let layer = call.layer;
         self.pools.attend(self.step.plan(), call)?;
-        self.layers.note(layer);
+        self.order.ran(layer);
         Ok(())
     }
+
+    /// Runs one layer over the caller's rows. A backend reads and writes f32 rows where they lie if two strides describe
+    /// them, those of tokens and of heads: always in a batch of one. Other rows are converted row by row, through scratch
+    /// that the session reserves in the budget when an argument first needs it, for its largest step and layer; later
+    /// steps allocate nothing.
+    ///
+    /// # Errors
+    /// The layer is out of order, an argument has other sizes than the layer, an argument's strides leave its memory, or the
+    /// budget refuses the scratch. The layer has not run then, `out` has not changed, and the step is still in flight.
+    pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), BackendError> {
+        self.order.check(call.layer, call.kv.is_some())?;
+        let spec = &self.layout.layers[usize::from(call.layer.0)];
+        let plan = self.step.plan();
+        call.check(plan.n_tokens() as usize, self.layout.n_heads as usize, spec)?;
+        let AttendRows { layer, q, kv, out, scale, softcap, sinks } = call;
+        let q = q.tensor(&mut self.buffers.q)?;
+        let kv = match kv {
+            None => None,
+            Some((k, v)) => {
+                let k = k.tensor(&mut self.buffers.k)?;
+                let v = v.map_or(Ok(k), |v| v.tensor(&mut self.buffers.v))?;
+                Some((k, v))
+            }
+        };
+        out.fill(&mut self.buffers.out, |out| {
+            self.pools.attend(plan, Attend { layer, q, kv, out, scale, softcap, sinks })
+        })?;
+        self.order.ran(layer);
+        Ok(())
+    }
+
     /// Commits the step. Refused unless every layer has run.
     pub fn commit(self) -> Result<(), BackendError> {
-        self.layers.complete()?;
+        self.order.complete()?;
         self.step.commit();
         Ok(())
+    }
+
+    /// Like [`commit`](Self::commit), but every span keeps only what `kept` says: the beginning of a chain, or a path of a
+    /// draft tree (see [`Step::commit_kept`]). On `Err` nothing has changed.
+    pub fn commit_kept(self, kept: &[Kept<'_>]) -> Result<(), StepError> {
+        self.order.complete().map_err(BackendError::from)?;
+        Ok(self.step.commit_kept(kept)?)
     }
 }

@@ -29,7 +29,7 @@ fn session(spec: &PoolSpec) -> Session {
     let group = GroupSpec { capacity_tokens: 32, visibility: Visibility::FULL, max_step_tokens: 8 };
     let mut cache = Cache::new(vec![kinds::build("cells", &group).unwrap()]);
     cache.sequences().unwrap().seq_new(A).unwrap();
-    Session::new(cache, Reference.pools(spec).unwrap(), spec.layout.clone())
+    Session::new(cache, Reference.pools(spec).unwrap(), spec)
 }
 
 /// A distinct value for every stored element.
@@ -184,7 +184,7 @@ fn a_copied_block_holds_what_the_shared_one_does() {
     let paged = PagedSpec { block_tokens: 4, groups: vec![group], rollback_tokens: 0, prefix: None };
     let mut cache = Cache::paged(&paged).unwrap();
     cache.sequences().unwrap().seq_new(A).unwrap();
-    let mut session = Session::new(cache, Reference.pools(&spec).unwrap(), spec.layout.clone());
+    let mut session = Session::new(cache, Reference.pools(&spec).unwrap(), &spec);
     step(&mut session, &spec, &[Span::chain(A, 0, 6)]);
     session.cache.sequences().unwrap().fork(A, B).unwrap();
     step(&mut session, &spec, &[Span::chain(B, 6, 1)]);
@@ -209,11 +209,13 @@ fn values_may_be_shorter_than_keys_and_a_prefix_of_them() {
         let q = [2.0, 0.0, 0.0, 0.0, 3.0, 1.0, 2.0, 0.0, 0.0, 0.0, 3.0, 1.0];
         let mut out = [f32::NAN; 2 * 2 * 2];
         let mut step = session.step(&StepRequest { spans: &[Span::chain(A, 0, 2)] }).unwrap();
-        step.attend(Attend {
+        let shape = StridedShape::tokens_first;
+        let stored = (values == Values::Stored).then_some(Rows::F32(&v, shape(2, 1, 2)));
+        step.attend_rows(AttendRows {
             layer: LayerId(0),
-            q: Tensor::dense(&q, 2, 3),
-            kv: Some((Tensor::dense(&k, 1, 3), Tensor::dense(&v, 1, 2))),
-            out: TensorMut::dense(&mut out, 2, 2),
+            q: Rows::F32(&q, shape(2, 2, 3)),
+            kv: Some((Rows::F32(&k, shape(2, 1, 3)), stored)),
+            out: RowsMut::F32(&mut out, shape(2, 2, 2)),
             scale: 1.0,
             softcap: None,
             sinks: None,

@@ -145,3 +145,96 @@ fn a_refused_request_begins_no_step() {
     assert!(session.can_run(&StepRequest { spans: &[Span::chain(A, 1, 1)] }).is_ok());
     assert_eq!(step(&mut session, 3.0), 2.0);
 }
+
+/// A step that is kept across calls without a borrow, as C and Python do it.
+#[test]
+fn a_dropped_step_is_continued() {
+    let mut session = session("cells");
+    assert!(session.resume().is_none());
+    step(&mut session, 1.0);
+    assert!(session.resume().is_none(), "committed");
+    let spans = [Span::chain(A, 1, 1)];
+    let request = StepRequest { spans: &spans };
+
+    drop(session.step(&request).unwrap());
+    attend(&mut session.resume().unwrap(), 0, 3.0).unwrap();
+    let twice = attend(&mut session.resume().unwrap(), 0, 3.0);
+    assert!(matches!(twice, Err(BackendError::LayerOrder(LayerId(0)))), "{twice:?}");
+    attend(&mut session.resume().unwrap(), 1, 3.0).unwrap();
+    assert!(session.resume().unwrap().commit().is_err());
+    assert_eq!(attend(&mut session.resume().unwrap(), 2, 3.0).unwrap(), 2.0);
+    session.resume().unwrap().commit().unwrap();
+    assert!(session.resume().is_none(), "committed");
+    assert_eq!(session.cache.next_position(A), Some(2));
+
+    let request = StepRequest { spans: &[Span::chain(A, 2, 1)] };
+    type Abandon = fn(&mut Session);
+    let abandons: [(&str, Abandon); 3] = [
+        ("the cache has changed", |session| session.cache.sequences().unwrap().seq_new(SeqId(7)).unwrap()),
+        ("a dry run", |session| {
+            let spans = [Span::chain(A, 2, 1)];
+            session.can_run(&StepRequest { spans: &spans }).unwrap();
+        }),
+        ("a refused step", |session| assert!(session.step(&StepRequest { spans: &[] }).is_err())),
+    ];
+    for (why, abandon) in abandons {
+        let mut whole = session.step(&request).unwrap();
+        (0..3).for_each(|layer| _ = attend(&mut whole, layer, 9.0).unwrap());
+        drop(whole);
+        assert!(session.resume().is_some());
+        abandon(&mut session);
+        assert!(session.resume().is_none(), "{why}");
+    }
+    assert_eq!(step(&mut session, 5.0), 3.0, "the abandoned steps left nothing");
+}
+
+/// Drafts: a step keeps the beginning of a chain, or a path of a tree, and later steps read no other token.
+#[test]
+fn a_step_keeps_a_part_of_its_drafts() {
+    fn drafts(
+        session: &mut Session,
+        new: New<'_>,
+        values: &[f32],
+        kept: &[Kept<'_>],
+    ) -> Result<(), StepError> {
+        let start = session.cache.next_position(A).unwrap();
+        let mut step = session.step(&StepRequest { spans: &[Span { seq: A, start, new }] }).unwrap();
+        let v: Vec<f32> = values.iter().flat_map(|v| [*v; 2]).collect();
+        let (ones, mut out) = (vec![1.0; v.len()], vec![f32::NAN; v.len()]);
+        for layer in 0..3 {
+            let shape = StridedShape::tokens_first(values.len(), 1, 2);
+            let rows = |data| Rows::F32(data, shape);
+            step.attend_rows(AttendRows {
+                layer: LayerId(layer),
+                q: rows(&ones),
+                kv: (layer < 2).then(|| (rows(&ones), Some(rows(&v)))),
+                out: RowsMut::F32(&mut out, shape),
+                scale: 1.0,
+                softcap: None,
+                sinks: None,
+            })
+            .unwrap();
+        }
+        step.commit_kept(kept)
+    }
+    let mut chain = session("contiguous");
+    let more = drafts(&mut chain, New::Chain(3), &[1.0, 2.0, 50.0], &[Kept::First(4)]).unwrap_err();
+    assert!(matches!(more, StepError::Refused(Refused::KeepsMore { kept: 4, .. })), "{more}");
+    assert_eq!(chain.cache.next_position(A), Some(0));
+    chain.resume().unwrap().commit_kept(&[Kept::First(2)]).unwrap(); // the refusal abandons nothing
+    assert_eq!(chain.cache.next_position(A), Some(2));
+    assert_eq!(step(&mut chain, 6.0), 3.0);
+
+    let mut tree = session("tree");
+    let parents = [None, Some(NodeId(0)), Some(NodeId(0))];
+    let path = [NodeId(0), NodeId(2)];
+    drafts(&mut tree, New::Tree(&parents), &[1.0, 50.0, 2.0], &[Kept::Path(&path)]).unwrap();
+    assert_eq!(tree.cache.next_position(A), Some(2));
+    assert_eq!(step(&mut tree, 6.0), 3.0);
+
+    let mut half = session("contiguous");
+    let mut step = half.step(&StepRequest { spans: &[Span::chain(A, 0, 1)] }).unwrap();
+    attend(&mut step, 0, 1.0).unwrap();
+    let missing = step.commit_kept(&[Kept::First(0)]).unwrap_err();
+    assert!(matches!(missing, StepError::Backend(BackendError::LayerOrder(LayerId(1)))), "{missing}");
+}

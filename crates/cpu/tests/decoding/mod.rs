@@ -80,7 +80,7 @@ impl Model {
     pub fn session(&self, backend: &dyn Backend, kind: &str, capacity_tokens: u32) -> Session {
         let cache = self.cache(kind, capacity_tokens);
         let spec = self.spec(cache.capacity_cells());
-        Session::new(cache, backend.pools(&spec).unwrap(), spec.layout)
+        Session::new(cache, backend.pools(&spec).unwrap(), &spec)
     }
 
     /// Runs one step and returns the outputs of every layer. Activations depend only on `seed`, the sequence and the

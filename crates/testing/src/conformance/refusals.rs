@@ -53,7 +53,7 @@ fn cache() -> Cache {
 fn session(backend: &dyn Backend, budget: &Arc<MemoryBudget>) -> Result<Session, String> {
     let spec = spec(budget);
     let pools = backend.pools(&spec).map_err(|e| e.to_string())?;
-    Ok(Session::new(cache(), pools, spec.layout))
+    Ok(Session::new(cache(), pools, &spec))
 }
 
 /// Inputs of ones for one call, with lengths that a test can make wrong.

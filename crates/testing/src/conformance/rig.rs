@@ -158,7 +158,7 @@ impl<'c> Rig<'c> {
             },
         };
         let pools = backend.pools(&spec).unwrap_or_else(|e| panic!("no pools: {e}"));
-        let session = Session::new(cache, pools, spec.layout.clone());
+        let session = Session::new(cache, pools, &spec);
         let written = spec.layout.layers.iter().map(|_| Written::default()).collect();
         Rig {
             case,
