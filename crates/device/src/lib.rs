@@ -7,6 +7,7 @@
 
 mod budget;
 mod channels;
+mod checks;
 mod device;
 mod error;
 mod layout;
