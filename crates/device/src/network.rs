@@ -1,6 +1,7 @@
 //! A model on a device, without type parameters: the network that executes steps, and a step in flight.
 use crate::error::{BackendError, StepError};
 use crate::pools::{Backend, PoolSpec, Pools};
+use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
 use kvist_cache::{Step, StepPlan};
 
@@ -28,9 +29,9 @@ pub trait Network: Send {
     fn output(&self) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.
     fn output_mut(&mut self) -> &mut StepOutput;
-    /// Replaces the logits in the output by those of other rows of the last step, ascending and at most
-    /// [`StepLimits::max_rows`].
-    fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError>;
+    /// Replaces the wanted rows by other rows of the last step, and waits for what they ask for. The rows are ascending and
+    /// at most [`StepLimits::max_rows`].
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError>;
     fn pools(&self) -> &dyn Pools;
     fn pools_mut(&mut self) -> &mut dyn Pools;
 }

@@ -56,7 +56,6 @@ pub struct Stream {
     step: Option<StepId>,
     tokens: Vec<u32>,
     positions: Vec<u32>,
-    rows: Vec<u32>,
     output: StepOutput,
 }
 
@@ -130,7 +129,6 @@ impl Device for Reference {
             step: None,
             tokens: Vec::new(),
             positions: Vec::new(),
-            rows: Vec::new(),
             output: StepOutput::default(),
         })
     }
@@ -155,8 +153,8 @@ impl Device for Reference {
         s.step = Some(plan.id());
         Ok(())
     }
-    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
-        s.rows = rows.to_vec();
+    fn want_rows(&self, s: &mut Stream, rows: &[WantedRow]) {
+        s.output.want(rows);
     }
 
     fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
@@ -259,11 +257,16 @@ impl Device for Reference {
         s.output.taps[i].clone_from(&x.data);
     }
     fn wanted_rows(&self, s: &mut Stream, x: &Buffer, out: &mut Buffer) {
-        out.set(s.rows.iter().map(|row| x.data[*row as usize * x.width..][..x.width].to_vec()));
+        let wanted = s.output.wanted().iter();
+        out.set(wanted.map(|wanted| x.data[wanted.row as usize * x.width..][..x.width].to_vec()));
     }
     fn logits(&self, s: &mut Stream, x: &Buffer, head: &Linear, softcap: Option<f32>) {
         let capped = |x: f32| softcap.map_or(x, |cap| cap * (x / cap).tanh());
-        s.output.logits = x.rows().flat_map(|x| head.multiply(x)).map(capped).collect();
+        let vocab = head.weight.len() / head.inputs;
+        let rows = s.output.all_logits(vocab).chunks_exact_mut(vocab).zip(x.rows());
+        for (logits, x) in rows {
+            logits.iter_mut().zip(head.multiply(x)).for_each(|(logit, y)| *logit = capped(y));
+        }
     }
 
     fn submit(&self, _: &mut Stream) -> Result<Ticket, BackendError> {

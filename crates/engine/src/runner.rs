@@ -43,7 +43,7 @@ impl Runner {
         })
     }
 
-    /// Rows whose logits are computed at once.
+    /// Rows that something is wanted of, at once.
     pub fn max_rows(&self) -> usize {
         self.max_rows
     }
@@ -62,7 +62,7 @@ impl Runner {
         &mut self,
         step: Step<'c>,
         tokens: &[u32],
-        rows: &[u32],
+        rows: &[WantedRow],
         taps: &[LayerId],
     ) -> Result<Computed<'c>, Error> {
         let in_flight = InFlight::submit(step, &mut *self.network, &StepInputs { tokens, rows, taps })?;

@@ -56,7 +56,7 @@ fn a_step_is_one_upload_and_one_submission_of_few_operations() {
             session.forward(&[SequenceInput::chain(SeqId::ONLY, tokens)], LogitRows::LastOfEach).unwrap();
             let events = device.take().events;
             let ops = events.iter().filter(|event| matches!(event, Event::Op(_))).count();
-            let around = ["embed", "wanted_rows", "norm_in_place", "logits"].len();
+            let around = ["embed", "wanted_rows", "norm_in_place", "logits", "answer_rows"].len();
             assert!(
                 ops <= around + 10 * n_layers,
                 "{case:?}: {ops} operations for {n_layers} layers: {events:?}"

@@ -3,7 +3,7 @@ mod common;
 use common::*;
 use kvist_cache::{Cache, PrefixSpec, RecomputeCost, SeqId};
 use kvist_cpu::{Compute, Cpu};
-use kvist_device::{MemoryBudget, Purpose, Storage};
+use kvist_device::{MemoryBudget, Purpose, RowResult, Storage};
 use kvist_engine::devices;
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
@@ -50,7 +50,8 @@ struct Greedy {
 }
 
 impl TokenSampler for Greedy {
-    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+        let RowResult::Logits(logits) = row else { panic!("{row:?} instead of logits") };
         let (token, _) = top_two(logits).expect("logits are numbers");
         self.heard.lock().unwrap().tokens.push(token);
         Choice { token, finished: false }
@@ -70,7 +71,8 @@ impl TokenSampler for Greedy {
 struct Plain(Arc<Mutex<Heard>>);
 
 impl TokenSampler for Plain {
-    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+        let RowResult::Logits(logits) = row else { panic!("{row:?} instead of logits") };
         let (token, _) = top_two(logits).expect("logits are numbers");
         let mut heard = self.0.lock().unwrap();
         heard.tokens.push(token);

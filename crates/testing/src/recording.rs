@@ -70,14 +70,14 @@ pub struct Linear {
 pub struct Stream {
     limits: StepLimits,
     step: Option<StepId>,
-    n_rows: usize,
     output: StepOutput,
     log: Log,
 }
 
 /// Bytes of what a step uploads: tokens, positions, wanted rows.
 fn upload_bytes(limits: &StepLimits) -> Option<u64> {
-    u64::try_from(limits.max_tokens.checked_mul(8)?.checked_add(limits.max_rows.checked_mul(4)?)?).ok()
+    let rows = limits.max_rows.checked_mul(size_of::<WantedRow>())?;
+    u64::try_from(limits.max_tokens.checked_mul(8)?.checked_add(rows)?).ok()
 }
 
 impl Footprint for Recording {
@@ -139,8 +139,8 @@ impl Device for Recording {
     ) -> Result<Stream, BackendError> {
         let bytes = upload_bytes(limits).unwrap_or(u64::MAX) + 4 * (limits.max_rows * shape.vocab) as u64;
         self.log.allocate(Purpose::Activations, bytes);
-        let output = StepOutput::default();
-        Ok(Stream { limits: *limits, step: None, n_rows: 0, output, log: self.log.clone() })
+        let output = StepOutput::with_capacity(limits.max_rows, shape.vocab);
+        Ok(Stream { limits: *limits, step: None, output, log: self.log.clone() })
     }
     /// Accepts only its own backend: its attention cannot read the host's memory.
     fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<StubPools, BackendError> {
@@ -166,9 +166,9 @@ impl Device for Recording {
         s.step = Some(plan.id());
         Ok(())
     }
-    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
+    fn want_rows(&self, s: &mut Stream, rows: &[WantedRow]) {
         self.log.note(Event::Upload);
-        s.n_rows = rows.len();
+        s.output.want(rows);
     }
     fn embed(&self, _: &mut Stream, _: &Linear, _: f32, _: &mut ()) {
         self.op("embed");
@@ -212,7 +212,12 @@ impl Device for Recording {
     }
     fn logits(&self, s: &mut Stream, (): &(), head: &Linear, _: Option<f32>) {
         self.op("logits");
-        s.output.logits = vec![0.0; s.n_rows * head.outputs];
+        s.output.all_logits(head.outputs).fill(0.0);
+    }
+    /// Chooses on the device.
+    fn answer_rows(&self, s: &mut Stream) {
+        self.op("answer_rows");
+        s.output.answer_rows();
     }
     fn norm_matmul(
         &self,

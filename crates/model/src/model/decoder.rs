@@ -138,7 +138,7 @@ impl<D: Device> Network for Running<D> {
     fn output_mut(&mut self) -> &mut StepOutput {
         D::output_mut(&mut self.stream)
     }
-    fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError> {
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError> {
         self.device.want_rows(&mut self.stream, rows);
         self.run_head();
         let ticket = self.device.submit(&mut self.stream)?;
@@ -245,7 +245,7 @@ impl<D: Device> Running<D> {
         }
     }
 
-    /// The logits of the wanted rows. With a vocabulary of 128k tokens, those of all rows would cost more than the
+    /// What the wanted rows ask for. With a vocabulary of 128k tokens, those of all rows would cost more than the
     /// layers.
     fn run_head(&mut self) {
         let Running { device, decoder, stream, activations: a, .. } = self;
@@ -253,5 +253,6 @@ impl<D: Device> Running<D> {
         device.wanted_rows(stream, &a.x, &mut a.wanted);
         device.norm_in_place(stream, &mut a.wanted, decoder.norm(&decoder.norm));
         device.logits(stream, &a.wanted, head, decoder.config.logit_softcap);
+        device.answer_rows(stream);
     }
 }

@@ -1,0 +1,145 @@
+//! The rows of a step that something is wanted of, and what comes back of them: logits, the most likely tokens, or a token
+//! that the device has chosen.
+use crate::sampling::{HostSampler, NoToken, SampleParams, argmax};
+use std::ops::Range;
+
+/// What a step gives back of one row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RowOutput {
+    /// The logits, `[vocab]`.
+    Logits,
+    /// The K most likely tokens and their logits.
+    TopK(u32),
+    /// The most likely token; of several, the lowest.
+    Argmax,
+    /// A token drawn with these parameters.
+    Sample(SampleParams),
+}
+
+/// A row that something is wanted of.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct WantedRow {
+    /// Index of the token in the batch.
+    pub row: u32,
+    pub output: RowOutput,
+}
+
+impl WantedRow {
+    /// The logits of this row.
+    pub const fn logits(row: u32) -> Self {
+        WantedRow { row, output: RowOutput::Logits }
+    }
+}
+
+/// What a wanted row asked for.
+#[derive(Debug, PartialEq)]
+pub enum RowResult<'a> {
+    /// `[vocab]`, which a sampler may modify.
+    Logits(&'a mut [f32]),
+    /// Tokens and their logits: the most likely first, equal ones in order of their ids. All tokens if there are fewer
+    /// than were asked for.
+    TopK(&'a [(u32, f32)]),
+    /// Of [`RowOutput::Argmax`] and [`RowOutput::Sample`].
+    Token(u32),
+    /// The row gives no token.
+    Failed(NoToken),
+}
+
+/// The results of a step.
+#[derive(Clone, Debug, Default)]
+pub struct StepOutput {
+    /// `[n_tokens, hidden]` for each layer of [`StepInputs::taps`](crate::StepInputs::taps), in their order.
+    pub taps: Vec<Vec<f32>>,
+    wanted: Vec<WantedRow>,
+    /// `[wanted, vocab]`. Once the rows are answered, the first ones are those of [`logits`](Self::logits).
+    all: Vec<f32>,
+    vocab: usize,
+    n_logits: usize,
+    answers: Vec<Answer>,
+    /// The tokens of [`Answer::TopK`].
+    top: Vec<(u32, f32)>,
+    sampler: HostSampler,
+}
+
+/// A [`RowResult`] without its data.
+#[derive(Clone, Debug)]
+enum Answer {
+    Logits,
+    TopK(Range<usize>),
+    Token(u32),
+    Failed(NoToken),
+}
+
+impl StepOutput {
+    /// An output with memory for this many rows of logits.
+    pub fn with_capacity(rows: usize, vocab: usize) -> Self {
+        StepOutput { all: Vec::with_capacity(rows * vocab), ..StepOutput::default() }
+    }
+
+    /// The logits of the rows that asked for them, in order of rows: `[rows, vocab]`.
+    pub fn logits(&self) -> &[f32] {
+        &self.all[..self.n_logits * self.vocab]
+    }
+
+    /// What each wanted row asked for, in order of rows.
+    pub fn rows(&mut self) -> impl Iterator<Item = RowResult<'_>> {
+        let mut logits = self.all.chunks_exact_mut(self.vocab.max(1));
+        let top = &self.top;
+        self.answers.iter().map(move |answer| match answer {
+            Answer::Logits => RowResult::Logits(logits.next().unwrap_or_default()),
+            Answer::TopK(range) => RowResult::TopK(&top[range.clone()]),
+            Answer::Token(token) => RowResult::Token(*token),
+            Answer::Failed(why) => RowResult::Failed(*why),
+        })
+    }
+
+    /// Sets the wanted rows and discards the answers. For devices.
+    pub fn want(&mut self, rows: &[WantedRow]) {
+        self.wanted.clear();
+        self.wanted.extend_from_slice(rows);
+        self.answers.clear();
+        self.n_logits = 0;
+    }
+
+    /// The rows that were set by [`want`](Self::want).
+    pub fn wanted(&self) -> &[WantedRow] {
+        &self.wanted
+    }
+
+    /// Where a device on the host writes the logits of all wanted rows: `[wanted, vocab]`. It overwrites what is there.
+    pub fn all_logits(&mut self, vocab: usize) -> &mut [f32] {
+        self.vocab = vocab;
+        self.all.resize(self.wanted.len() * vocab, 0.0);
+        &mut self.all
+    }
+
+    /// Answers every wanted row from [`all_logits`](Self::all_logits). Computes on the host what rows ask for beyond their
+    /// logits.
+    pub fn answer_rows(&mut self) {
+        let StepOutput { wanted, all, vocab, n_logits, answers, top, sampler, .. } = self;
+        answers.clear();
+        top.clear();
+        *n_logits = 0;
+        for (i, WantedRow { output, .. }) in wanted.iter().enumerate() {
+            let here = i * *vocab..(i + 1) * *vocab;
+            let logits = &all[here.clone()];
+            let token = |chosen: Result<u32, NoToken>| chosen.map_or_else(Answer::Failed, Answer::Token);
+            answers.push(match output {
+                RowOutput::Logits => {
+                    if *n_logits < i {
+                        all.copy_within(here, *n_logits * *vocab);
+                    }
+                    *n_logits += 1;
+                    Answer::Logits
+                }
+                RowOutput::TopK(k) => {
+                    let first = top.len();
+                    let found = sampler.top_k(logits, *k, top);
+                    found.map_or_else(Answer::Failed, |()| Answer::TopK(first..top.len()))
+                }
+                RowOutput::Argmax => token(argmax(logits)),
+                RowOutput::Sample(params) => token(sampler.sample(logits, params)),
+            });
+        }
+    }
+}
