@@ -43,7 +43,7 @@ impl CpuPools {
         growth: Growth,
         compute: &Compute,
     ) -> Result<Self, BackendError> {
-        spec.layout.check()?;
+        spec.check_kv_only(device)?;
         for (l, layer) in spec.layout.layers.iter().enumerate() {
             layer.equal_dims().map_err(|what| {
                 BackendError::Unsupported(format!("layer {l}: the CPU has no kernels for {what}"))

@@ -1,10 +1,22 @@
 //! What all pools refuse before they look at any byte.
 use crate::error::BackendError;
-use crate::layout::LayerSpec;
+use crate::layout::{LayerSpec, LayerState};
 use crate::pools::{Attend, PoolSpec, Side};
 use kvist_cache::{LayerId, StepId, StepPlan};
 
 impl PoolSpec {
+    /// Checks the spec of pools that keep only K and V: the layout is sound and has no recurrent layers.
+    pub fn check_kv_only(&self, device: &str) -> Result<(), BackendError> {
+        self.layout.check()?;
+        match self.layout.layers.iter().all(|layer| layer.state == LayerState::Kv) {
+            true => Ok(()),
+            false => {
+                let what = format!("recurrent layers are not supported by device {device}");
+                Err(BackendError::Unsupported(what))
+            }
+        }
+    }
+
     /// Checks a plan before [`Pools::begin`](crate::Pools::begin): it has its reads.
     pub fn check_begin(&self, plan: &StepPlan) -> Result<(), BackendError> {
         match plan.has_reads() {
@@ -28,7 +40,7 @@ impl PoolSpec {
             return Err(BackendError::StalePlan);
         }
         let layer = self.layer(call.layer)?;
-        if call.kv.is_some() != (layer.owner == call.layer) {
+        if call.kv.is_some() != self.layout.owns(usize::from(call.layer.0)) {
             return Err(BackendError::LayerOrder(call.layer));
         }
         call.check(plan.n_tokens() as usize, self.layout.n_heads as usize, &layer)?;

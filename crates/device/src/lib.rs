@@ -30,7 +30,7 @@ pub use budget::*;
 pub use channels::ChannelOrder;
 pub use device::*;
 pub use error::{BackendError, StepError};
-pub use layout::{BadLayout, LayerSpec, Layout, Values};
+pub use layout::{BadLayout, LayerSpec, LayerState, Layout, Values};
 pub use ledger::KvLedger;
 pub use network::*;
 pub use pools::*;

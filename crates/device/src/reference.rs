@@ -54,6 +54,7 @@ pub struct Stream {
     limits: StepLimits,
     ropes: Vec<RopeTable>,
     step: Option<StepId>,
+    tickets: u64,
     tokens: Vec<u32>,
     positions: Vec<u32>,
     output: StepOutput,
@@ -127,6 +128,7 @@ impl Device for Reference {
             limits: *limits,
             ropes: ropes.to_vec(),
             step: None,
+            tickets: 0,
             tokens: Vec::new(),
             positions: Vec::new(),
             output: StepOutput::default(),
@@ -269,14 +271,16 @@ impl Device for Reference {
         }
     }
 
-    fn submit(&self, _: &mut Stream) -> Result<Ticket, BackendError> {
-        Ok(Ticket(0))
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
+        s.tickets += 1;
+        Ok(Ticket(s.tickets))
     }
     fn is_done(&self, _: &Stream, _: Ticket) -> bool {
         true
     }
-    fn wait(&self, s: &mut Stream, _: Ticket) -> Result<LayersRan, BackendError> {
-        s.step.map(LayersRan).ok_or(BackendError::StalePlan)
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
+        let step = s.step.filter(|_| ticket == Ticket(s.tickets));
+        step.map(LayersRan).ok_or(BackendError::StalePlan)
     }
     fn output(s: &Stream) -> &StepOutput {
         &s.output

@@ -9,7 +9,7 @@ use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{KvCounters, Layout, Recent, Registry, RowOutput, RowResult, WantedRow};
+use kvist_device::{KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
@@ -170,6 +170,10 @@ impl ModelExecutor {
     /// Bytes that attention has read, written and moved.
     pub fn counters(&self) -> KvCounters {
         self.runner.network.pools().counters()
+    }
+    /// Transfers of blocks that the cache has pinned or is loading. They follow the last step.
+    pub fn transfers(&mut self) -> Transfers<'_> {
+        self.runner.transfers()
     }
     /// KV bytes reserved now.
     pub fn kv_bytes(&self) -> u64 {

@@ -25,6 +25,7 @@ impl Runner {
         config: &CacheConfig,
         channels: Option<Arc<ChannelOrder>>,
     ) -> Result<Runner, Error> {
+        registry.check_device(model.device())?;
         let architecture = model.config();
         let plan = MemoryPlan::of_cache(architecture, registry, backend, cache, config)?;
         let bound = plan.usage.with(Purpose::Weights, 0);
@@ -55,6 +56,11 @@ impl Runner {
             Some(&token) => Err(Error::TokenOutsideVocabulary { token, vocab }),
             None => Ok(()),
         }
+    }
+
+    /// Transfers between the cache's memory and the host, which follow the last step.
+    pub fn transfers(&mut self) -> Transfers<'_> {
+        self.network.transfers()
     }
 
     /// Executes a step. On `Err` the step is abandoned and the cache unchanged.

@@ -14,7 +14,7 @@ impl Backend for Reference {
     }
 
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
-        spec.layout.check()?;
+        spec.check_kv_only("reference")?;
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let owned = |l: usize| spec.layout.owns(l).then(|| Owned::new(&spec.layout.layers[l]));
         Ok(Box::new(ReferencePools {
