@@ -46,7 +46,6 @@ pub struct Stream {
     tickets: u64,
     tokens: Vec<u32>,
     positions: Vec<u32>,
-    rows: Vec<u32>,
     angles: Vec<Angles>, // one per rotary embedding
     inputs: Inputs,      // the input of a linear layer, converted for its kernel
     experts: experts::Scratch,
@@ -57,7 +56,7 @@ impl Stream {
     fn n(&self, rows: RowsOf) -> usize {
         match rows {
             RowsOf::Tokens => self.tokens.len(),
-            RowsOf::Wanted => self.rows.len(),
+            RowsOf::Wanted => self.output.wanted().len(),
         }
     }
     /// The rows of `buffer` that this step uses.
@@ -147,18 +146,16 @@ impl Device for Cpu {
             let n = limits.max_tokens * table.inverse_frequencies.len();
             Angles { table: table.clone(), cos: Vec::with_capacity(n), sin: Vec::with_capacity(n) }
         };
-        let logits = Vec::with_capacity(limits.max_rows * shape.vocab);
         Ok(Stream {
             limits: *limits,
             step: None,
             tickets: 0,
             tokens: Vec::with_capacity(limits.max_tokens),
             positions: Vec::with_capacity(limits.max_tokens),
-            rows: Vec::with_capacity(limits.max_rows),
             angles: ropes.iter().map(angles).collect(),
             inputs: Inputs::default(),
             experts: experts::Scratch::default(),
-            output: StepOutput { logits, taps: Vec::new() },
+            output: StepOutput::with_capacity(limits.max_rows, shape.vocab),
         })
     }
 
@@ -186,9 +183,8 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
-        s.rows.clear();
-        s.rows.extend_from_slice(rows);
+    fn want_rows(&self, s: &mut Stream, rows: &[WantedRow]) {
+        s.output.want(rows);
     }
 
     fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
@@ -276,15 +272,14 @@ impl Device for Cpu {
     }
 
     fn wanted_rows(&self, s: &mut Stream, x: &Buffer, out: &mut Buffer) {
-        for (row, out) in s.rows.iter().zip(out.data.chunks_exact_mut(x.width)) {
-            out.copy_from_slice(&x.data[*row as usize * x.width..][..x.width]);
+        for (wanted, out) in s.output.wanted().iter().zip(out.data.chunks_exact_mut(x.width)) {
+            out.copy_from_slice(&x.data[wanted.row as usize * x.width..][..x.width]);
         }
     }
 
     fn logits(&self, s: &mut Stream, x: &Buffer, head: &Linear, softcap: Option<f32>) {
         let n = s.n(x.rows);
-        let logits = &mut s.output.logits;
-        logits.resize(n * head.outputs(), 0.0);
+        let logits = s.output.all_logits(head.outputs());
         head.multiply(&self.compute, &mut s.inputs.of(&x.data[..n * x.width], x.width), logits);
         if let Some(cap) = softcap {
             steps::softcap(&self.compute, logits, cap);

@@ -43,7 +43,7 @@ impl CpuPools {
         growth: Growth,
         compute: &Compute,
     ) -> Result<Self, BackendError> {
-        spec.layout.check()?;
+        spec.check_kv_only(device)?;
         for (l, layer) in spec.layout.layers.iter().enumerate() {
             layer.equal_dims().map_err(|what| {
                 BackendError::Unsupported(format!("layer {l}: the CPU has no kernels for {what}"))
@@ -280,11 +280,7 @@ impl Pools for CpuPools {
                 "a step of {got} tokens; the scratch is for {max}"
             )));
         }
-        if !plan.has_reads() {
-            return Err(BackendError::Unsupported(
-                "the plan has no reads: begin with Step::with_reads".into(),
-            ));
-        }
+        self.spec.check_begin(plan)?;
         self.grow(|group| plan.group(group).cells_end)?;
         if let Some(recent) = &mut self.recent {
             let layers = &self.layers;
@@ -295,19 +291,10 @@ impl Pools for CpuPools {
     }
 
     fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), BackendError> {
-        if self.begun != Some(plan.id()) {
-            return Err(BackendError::StalePlan);
-        }
-        let n_layers = self.layers.len();
-        let layer = self.spec.layout.layers.get(call.layer.0 as usize);
-        let layer = *layer.ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
+        let layer = self.spec.check_attend(self.begun, plan, &call)?;
         let (owner, heads) = (layer.owner.0 as usize, self.spec.layout.n_heads as usize);
         let (kv_heads, head_dim) = (layer.n_kv_heads as usize, layer.k_dim as usize);
-        let (n, group) = (plan.n_tokens() as usize, plan.group(layer.group));
-        if call.kv.is_some() != (owner == call.layer.0 as usize) {
-            return Err(BackendError::LayerOrder(call.layer));
-        }
-        call.check(n, heads, &layer)?;
+        let group = plan.group(layer.group);
         if let Some((k, v)) = call.kv {
             self.store(owner, group, k, v);
         }
@@ -396,24 +383,16 @@ impl Pools for CpuPools {
         cell: u32,
         row: &mut [f32],
     ) -> Result<(), BackendError> {
-        let n_layers = self.layers.len();
-        let spec = self.spec.layout.layers.get(layer.0 as usize);
-        let spec = spec.ok_or(BackendError::UnknownLayer { layer, n_layers })?;
-        let owned = self.layers[spec.owner.0 as usize].as_ref().expect("the layout was checked: owners own");
-        let pool = match side {
-            Half::K => &owned.keys,
-            Half::V => &owned.values,
+        let side_of = |owner: LayerId| {
+            let owned = self.layers[usize::from(owner.0)].as_ref();
+            owned.map(|owned| match side {
+                Half::K => &owned.keys,
+                Half::V => &owned.values,
+            })
         };
-        let within = |what, index: u32, len: u32| match index < len {
-            true => Ok(()),
-            false => Err(BackendError::OutOfRange { what, index: index as usize, len: len as usize }),
-        };
-        within("KV head", kv_head, spec.n_kv_heads)?;
-        within("cell", cell, pool.cells())?;
-        if row.len() != spec.k_dim as usize {
-            let expected = vec![spec.k_dim as usize];
-            return Err(BackendError::Shape { what: "row", expected, elements: row.len() });
-        }
+        let cells = |owner| side_of(owner).map_or(0, |side| side.cells() as usize);
+        let layer = self.spec.check_inspect(layer, side, (kv_head, cell), row.len(), cells)?;
+        let pool = side_of(layer.owner).expect("the layout was checked: owners own");
         pool.read(&self.slabs, kv_head as usize, cell, row);
         pool.restore(kv_head as usize, row);
         Ok(())

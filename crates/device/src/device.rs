@@ -8,6 +8,7 @@
 //! one step and replay them for the next.
 use crate::error::BackendError;
 use crate::pools::{Backend, PoolSpec, Pools};
+use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
 use crate::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_cache::{LayerId, StepPlan};
@@ -222,7 +223,7 @@ pub trait Device: Footprint + Sized + 'static {
         inputs: &StepInputs<'_>,
     ) -> Result<(), BackendError>;
     /// Replaces the wanted rows of the current step, ascending and at most as many as the limits allow.
-    fn want_rows(&self, stream: &mut Self::Stream, rows: &[u32]);
+    fn want_rows(&self, stream: &mut Self::Stream, rows: &[WantedRow]);
 
     /// The rows of the step's tokens, times `scale`.
     fn embed(&self, stream: &mut Self::Stream, table: &Self::Linear, scale: f32, out: &mut Self::Buffer);
@@ -276,8 +277,15 @@ pub trait Device: Footprint + Sized + 'static {
     fn tap(&self, stream: &mut Self::Stream, i: usize, x: &Self::Buffer);
     /// Gathers the wanted rows of `x` into `out`.
     fn wanted_rows(&self, stream: &mut Self::Stream, x: &Self::Buffer, out: &mut Self::Buffer);
-    /// The step's output: logits of the wanted rows, with a softcap if the model has one.
+    /// The logits of the wanted rows, with a softcap if the model has one.
     fn logits(&self, stream: &mut Self::Stream, x: &Self::Buffer, head: &Self::Linear, softcap: Option<f32>);
+
+    /// The step's output: what each wanted row asks for ([`RowOutput`](crate::RowOutput)), from its logits. By default the
+    /// host computes it, which suits devices that compute while they record. Other devices override this with operations of
+    /// their own, and read back only the answers.
+    fn answer_rows(&self, stream: &mut Self::Stream) {
+        Self::output_mut(stream).answer_rows();
+    }
 
     /// [`rms_norm`](Self::rms_norm) into `h`, then [`matmul`](Self::matmul) of `h`.
     fn norm_matmul(

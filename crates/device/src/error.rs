@@ -34,6 +34,10 @@ pub enum BackendError {
     /// The transfer is of other pools, or its block has been returned already.
     #[error("these pools have no such transfer")]
     UnknownTransfer,
+    #[error(
+        "the model is on the device `{model}`, and its sessions are planned for the device `{planned}`: use one device for both"
+    )]
+    OtherDevice { model: &'static str, planned: &'static str },
     #[error("attend without begin of this very step")]
     StalePlan,
     #[error("tensor `{name}`: {what}")]

@@ -15,6 +15,17 @@ pub struct LayerSpec {
     /// Elements of a value's or an output's row. Equal to `k_dim` in most models.
     pub v_dim: u32,
     pub values: Values,
+    pub state: LayerState,
+}
+
+/// What a layer keeps of the tokens before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LayerState {
+    /// K and V of every token, in cells.
+    Kv,
+    /// One state per sequence, which every token replaces, in slots ([`StateSlots`](kvist_cache::StateSlots)). The layer has
+    /// no heads, keys or values.
+    Recurrent { bytes_per_sequence: u64 },
 }
 
 /// Where a layer's values are.
@@ -30,7 +41,21 @@ pub enum Values {
 impl LayerSpec {
     /// A layer with stored values whose rows are as long as those of its keys.
     pub const fn new(group: GroupId, owner: LayerId, n_kv_heads: u32, head_dim: u32) -> Self {
-        LayerSpec { group, owner, n_kv_heads, k_dim: head_dim, v_dim: head_dim, values: Values::Stored }
+        LayerSpec {
+            group,
+            owner,
+            n_kv_heads,
+            k_dim: head_dim,
+            v_dim: head_dim,
+            values: Values::Stored,
+            state: LayerState::Kv,
+        }
+    }
+
+    /// A recurrent layer.
+    pub const fn recurrent(group: GroupId, layer: LayerId, bytes_per_sequence: u64) -> Self {
+        let state = LayerState::Recurrent { bytes_per_sequence };
+        LayerSpec { state, ..LayerSpec::new(group, layer, 0, 0) }
     }
 
     /// Bytes of one cell of one KV head with K and V in these storages.
@@ -71,12 +96,12 @@ pub struct BadLayout {
 impl Layout {
     /// Whether layer `layer` stores K and V itself instead of borrowing them.
     pub fn owns(&self, layer: usize) -> bool {
-        self.layers[layer].owner.0 as usize == layer
+        self.layers[layer].owner.0 as usize == layer && self.layers[layer].state == LayerState::Kv
     }
 
     /// The layers that store K and V, with their index.
     pub fn owners(&self) -> impl Iterator<Item = (usize, &LayerSpec)> {
-        self.layers.iter().enumerate().filter(|(l, spec)| spec.owner.0 as usize == *l)
+        self.layers.iter().enumerate().filter(|(l, _)| self.owns(*l))
     }
 
     pub fn n_groups(&self) -> usize {
@@ -89,10 +114,19 @@ impl Layout {
     }
 
     /// Checks what every backend relies on: query heads are a multiple of KV heads, and a layer that borrows reads an
-    /// owner below it with the same shape and group.
+    /// owner below it with the same shape and group. A recurrent layer has a state, and no keys or values.
     pub fn check(&self) -> Result<(), BadLayout> {
         for (layer, spec) in self.layers.iter().enumerate() {
             let bad = |what: String| Err(BadLayout { layer, what });
+            if let LayerState::Recurrent { bytes_per_sequence } = spec.state {
+                let alone = LayerSpec::recurrent(spec.group, LayerId(layer as u16), bytes_per_sequence);
+                match *spec == alone && bytes_per_sequence > 0 {
+                    true => continue,
+                    false => {
+                        return bad("a recurrent layer needs a state of its own, and has no K and V".into());
+                    }
+                }
+            }
             if spec.n_kv_heads == 0 || spec.k_dim == 0 || spec.v_dim == 0 || self.n_heads == 0 {
                 return bad("heads and head_dim must be at least 1".into());
             }

@@ -6,7 +6,9 @@
 #![forbid(unsafe_code)]
 
 mod budget;
+mod caller_rows;
 mod channels;
+mod checks;
 mod device;
 mod error;
 mod layout;
@@ -17,6 +19,7 @@ mod recent;
 pub mod reference;
 mod registry;
 mod rows;
+mod sampling;
 mod session;
 mod step_io;
 mod storage;
@@ -30,14 +33,16 @@ pub use device::*;
 pub use error::{BackendError, StepError};
 /// The dtypes of a caller's rows, from the crate `half`.
 pub use half::{bf16, f16};
-pub use layout::{BadLayout, LayerSpec, Layout, Values};
+pub use layout::{BadLayout, LayerSpec, LayerState, Layout, Values};
 pub use ledger::KvLedger;
 pub use network::*;
 pub use pools::*;
 pub use recent::Recent;
 pub use registry::{BuildError, Registry};
-pub use rows::{Rows, RowsMut, StridedShape};
+pub use caller_rows::{Rows, RowsMut, StridedShape};
 pub use session::{AttendRows, Session, SessionStep, compact};
+pub use rows::{RowOutput, RowResult, StepOutput, WantedRow};
+pub use sampling::{HostSampler, NoToken, SampleParams};
 pub use step_io::*;
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};

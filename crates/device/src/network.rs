@@ -1,11 +1,16 @@
 //! A model on a device, without type parameters: the network that executes steps, and a step in flight.
+use crate::device::Footprint;
 use crate::error::{BackendError, StepError};
 use crate::pools::{Backend, PoolSpec, Pools};
+use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
-use kvist_cache::{Step, StepPlan};
+use crate::transfer::{HostBlock, Transfer, TransferRefused};
+use kvist_cache::{GroupId, CellRun, Step, StepPlan};
 
 /// A model's weights on a device.
 pub trait LoadedModel: Send + Sync {
+    /// The device that the weights are on.
+    fn device(&self) -> &dyn Footprint;
     /// A network with empty KV pools in `backend`, and buffers for the largest step.
     fn open(
         &self,
@@ -28,11 +33,56 @@ pub trait Network: Send {
     fn output(&self) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.
     fn output_mut(&mut self) -> &mut StepOutput;
-    /// Replaces the logits in the output by those of other rows of the last step, ascending and at most
-    /// [`StepLimits::max_rows`].
-    fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError>;
+    /// Replaces the wanted rows by other rows of the last step, and waits for what they ask for. The rows are ascending and
+    /// at most [`StepLimits::max_rows`].
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError>;
     fn pools(&self) -> &dyn Pools;
     fn pools_mut(&mut self) -> &mut dyn Pools;
+    /// The last submission, or [`Ticket::START`] before the first.
+    fn last_submission(&self) -> Ticket;
+    /// Transfers that follow the last submission. While a step is in flight, [`InFlight::transfers`] lends them.
+    fn transfers(&mut self) -> Transfers<'_> {
+        let after = self.last_submission();
+        Transfers { pools: self.pools_mut(), after }
+    }
+}
+
+/// Copies between the pools of a network and the host, which run beside its steps. The cache must have
+/// [pinned](kvist_cache::Cache::pin) the blocks that are exported, and be [loading](kvist_cache::Cache::load) those that are
+/// imported.
+pub struct Transfers<'n> {
+    pools: &'n mut dyn Pools,
+    /// The submission that they follow.
+    after: Ticket,
+}
+
+impl Transfers<'_> {
+    /// See [`Pools::block_bytes`].
+    pub fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
+        self.pools.block_bytes(group, cells)
+    }
+    /// See [`Pools::export`].
+    pub fn export(
+        &mut self,
+        group: GroupId,
+        cells: CellRun,
+        into: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        self.pools.export(self.after, group, cells, into)
+    }
+    /// See [`Pools::import`].
+    pub fn import(
+        &mut self,
+        group: GroupId,
+        cells: CellRun,
+        from: HostBlock,
+    ) -> Result<Transfer, TransferRefused> {
+        self.pools.import(self.after, group, cells, from)
+    }
+    /// See [`Pools::finished`].
+    pub fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+        self.pools.finished(transfer)
+    }
 }
 
 /// A step that a network executes. It owns the cache's [`Step`], so nothing can change the cache until
@@ -61,6 +111,8 @@ pub trait Network: Send {
 pub struct InFlight<'c, 'n> {
     step: Step<'c>,
     ticket: Ticket,
+    /// The submission before this one.
+    before: Ticket,
     network: &'n mut dyn Network,
 }
 
@@ -71,12 +123,18 @@ impl<'c, 'n> InFlight<'c, 'n> {
         network: &'n mut dyn Network,
         inputs: &StepInputs<'_>,
     ) -> Result<Self, StepError> {
+        let before = network.last_submission();
         let ticket = network.submit(step.with_reads(), inputs)?;
-        Ok(InFlight { step, ticket, network })
+        Ok(InFlight { step, ticket, before, network })
     }
     /// Whether [`finish`](Self::finish) would return at once.
     pub fn is_done(&self) -> bool {
         self.network.is_done(self.ticket)
+    }
+    /// Transfers while the step runs. They follow the submission before this step: their blocks were pinned or loading when
+    /// the step was planned, so it does not write them, and does not read those that are loading.
+    pub fn transfers(&mut self) -> Transfers<'_> {
+        Transfers { pools: self.network.pools_mut(), after: self.before }
     }
     /// Waits until every layer has run. The results are in [`Network::output`]. On `Err` the step is abandoned.
     pub fn finish(self) -> Result<Computed<'c>, BackendError> {

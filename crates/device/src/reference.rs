@@ -54,9 +54,9 @@ pub struct Stream {
     limits: StepLimits,
     ropes: Vec<RopeTable>,
     step: Option<StepId>,
+    tickets: u64,
     tokens: Vec<u32>,
     positions: Vec<u32>,
-    rows: Vec<u32>,
     output: StepOutput,
 }
 
@@ -128,9 +128,9 @@ impl Device for Reference {
             limits: *limits,
             ropes: ropes.to_vec(),
             step: None,
+            tickets: 0,
             tokens: Vec::new(),
             positions: Vec::new(),
-            rows: Vec::new(),
             output: StepOutput::default(),
         })
     }
@@ -155,8 +155,8 @@ impl Device for Reference {
         s.step = Some(plan.id());
         Ok(())
     }
-    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
-        s.rows = rows.to_vec();
+    fn want_rows(&self, s: &mut Stream, rows: &[WantedRow]) {
+        s.output.want(rows);
     }
 
     fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
@@ -259,21 +259,28 @@ impl Device for Reference {
         s.output.taps[i].clone_from(&x.data);
     }
     fn wanted_rows(&self, s: &mut Stream, x: &Buffer, out: &mut Buffer) {
-        out.set(s.rows.iter().map(|row| x.data[*row as usize * x.width..][..x.width].to_vec()));
+        let wanted = s.output.wanted().iter();
+        out.set(wanted.map(|wanted| x.data[wanted.row as usize * x.width..][..x.width].to_vec()));
     }
     fn logits(&self, s: &mut Stream, x: &Buffer, head: &Linear, softcap: Option<f32>) {
         let capped = |x: f32| softcap.map_or(x, |cap| cap * (x / cap).tanh());
-        s.output.logits = x.rows().flat_map(|x| head.multiply(x)).map(capped).collect();
+        let vocab = head.weight.len() / head.inputs;
+        let rows = s.output.all_logits(vocab).chunks_exact_mut(vocab).zip(x.rows());
+        for (logits, x) in rows {
+            logits.iter_mut().zip(head.multiply(x)).for_each(|(logit, y)| *logit = capped(y));
+        }
     }
 
-    fn submit(&self, _: &mut Stream) -> Result<Ticket, BackendError> {
-        Ok(Ticket(0))
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
+        s.tickets += 1;
+        Ok(Ticket(s.tickets))
     }
     fn is_done(&self, _: &Stream, _: Ticket) -> bool {
         true
     }
-    fn wait(&self, s: &mut Stream, _: Ticket) -> Result<LayersRan, BackendError> {
-        s.step.map(LayersRan).ok_or(BackendError::StalePlan)
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
+        let step = s.step.filter(|_| ticket == Ticket(s.tickets));
+        step.map(LayersRan).ok_or(BackendError::StalePlan)
     }
     fn output(s: &Stream) -> &StepOutput {
         &s.output

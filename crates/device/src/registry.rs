@@ -38,6 +38,12 @@ impl Registry {
         &*self.device
     }
 
+    /// Checks that plans of this registry are of the device that a model is on. Threads and instruction sets may differ.
+    pub fn check_device(&self, model: &dyn Footprint) -> Result<(), BackendError> {
+        let (model, planned) = (model.info().name, self.device.info().name);
+        if model == planned { Ok(()) } else { Err(BackendError::OtherDevice { model, planned }) }
+    }
+
     /// Every `backend:kind`.
     pub fn pairs(&self) -> impl Iterator<Item = (&'static str, &'static str)> {
         self.backends.iter().flat_map(|b| KINDS.iter().map(move |kind| (b.id(), kind.name)))

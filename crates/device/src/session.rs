@@ -4,7 +4,7 @@
 use crate::error::{BackendError, StepError};
 use crate::layout::{LayerSpec, Layout, Values};
 use crate::pools::*;
-use crate::rows::{RowBuffer, Rows, RowsMut};
+use crate::caller_rows::{RowBuffer, Rows, RowsMut};
 use kvist_cache::*;
 
 /// One layer of one step over rows in the caller's memory. Like [`Attend`], for any dtype and any strides.

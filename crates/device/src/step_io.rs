@@ -1,12 +1,13 @@
-//! What goes into a step and what comes out.
+//! What goes into a step, and the names of submissions.
 use crate::error::BackendError;
+use crate::rows::{RowOutput, WantedRow};
 use kvist_cache::{LayerId, StepId, StepPlan};
 
 /// The largest step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
     pub max_tokens: usize,
-    /// Rows whose logits are computed at once.
+    /// Rows that something is wanted of, at once.
     pub max_rows: usize,
 }
 
@@ -15,14 +16,15 @@ pub struct StepLimits {
 pub struct StepInputs<'a> {
     /// The tokens of the plan's spans, in batch order. They must lie inside the vocabulary.
     pub tokens: &'a [u32],
-    /// Batch rows whose logits are computed, ascending; at most [`StepLimits::max_rows`].
-    pub rows: &'a [u32],
+    /// The rows that something is wanted of, ascending; at most [`StepLimits::max_rows`].
+    pub rows: &'a [WantedRow],
     /// Layers whose output, the residual stream after them, is kept.
     pub taps: &'a [LayerId],
 }
 
 impl StepInputs<'_> {
-    /// Checks what every device relies on: one token per planned token, and nothing beyond the limits.
+    /// Checks what every device relies on: one token per planned token, nothing beyond the limits, and valid parameters
+    /// of samples.
     pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
         let n = plan.n_tokens() as usize;
         if self.tokens.len() != n || n > limits.max_tokens {
@@ -37,20 +39,16 @@ impl StepInputs<'_> {
             let (index, len) = (self.rows.len() - 1, limits.max_rows);
             return Err(BackendError::OutOfRange { what: "row of logits", index, len });
         }
-        match self.rows.iter().find(|row| **row as usize >= n) {
-            Some(&row) => Err(BackendError::OutOfRange { what: "row", index: row as usize, len: n }),
-            None => Ok(()),
+        for WantedRow { row, output } in self.rows {
+            if *row as usize >= n {
+                return Err(BackendError::OutOfRange { what: "row", index: *row as usize, len: n });
+            }
+            if let RowOutput::Sample(params) = output {
+                params.check().map_err(|what| BackendError::Unsupported(what.into()))?;
+            }
         }
+        Ok(())
     }
-}
-
-/// The results of a step.
-#[derive(Clone, Debug, Default)]
-pub struct StepOutput {
-    /// `[rows, vocab]`, in the order of [`StepInputs::rows`].
-    pub logits: Vec<f32>,
-    /// `[n_tokens, hidden]` for each layer of [`StepInputs::taps`], in their order.
-    pub taps: Vec<Vec<f32>>,
 }
 
 /// A submission to a device. Tickets of one network ascend.

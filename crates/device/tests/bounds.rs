@@ -61,9 +61,13 @@ fn layer(owner: u16) -> LayerSpec {
     LayerSpec::new(GroupId(0), LayerId(owner), 2, 64)
 }
 
+fn recurrent(layer: u16, bytes: u64) -> LayerSpec {
+    LayerSpec::recurrent(GroupId(0), LayerId(layer), bytes)
+}
+
 #[test]
 fn layouts_no_model_has_are_refused() {
-    let cases: [(&str, u32, Vec<LayerSpec>, Option<usize>); 13] = [
+    let cases: [(&str, u32, Vec<LayerSpec>, Option<usize>); 17] = [
         ("owners", 4, vec![layer(0), layer(1)], None),
         ("a borrower", 4, vec![layer(0), layer(1), layer(0)], None),
         ("no layers", 4, vec![], None),
@@ -82,6 +86,10 @@ fn layouts_no_model_has_are_refused() {
         ("a loan of a loan", 4, vec![layer(0), layer(0), layer(1)], Some(2)),
         ("a loan of another shape", 4, vec![layer(0), LayerSpec { k_dim: 32, ..layer(0) }], Some(1)),
         ("a loan across groups", 4, vec![layer(0), LayerSpec { group: GroupId(1), ..layer(0) }], Some(1)),
+        ("a recurrent layer", 4, vec![layer(0), recurrent(1, 64), layer(0)], None),
+        ("a recurrent layer without a state", 4, vec![recurrent(0, 0)], Some(0)),
+        ("a recurrent layer with heads", 4, vec![LayerSpec { n_kv_heads: 2, ..recurrent(0, 64) }], Some(0)),
+        ("a loan from a recurrent layer", 4, vec![recurrent(0, 64), layer(0)], Some(1)),
     ];
     for (what, n_heads, layers, bad) in cases {
         let found = Layout { n_heads, layers }.check();
@@ -94,9 +102,10 @@ fn layouts_no_model_has_are_refused() {
 #[test]
 fn a_layout_knows_its_owners_and_groups() {
     let second = LayerSpec::new(GroupId(1), LayerId(1), 2, 128);
-    let layout = Layout { n_heads: 4, layers: vec![layer(0), second, layer(0)] };
+    let layout = Layout { n_heads: 4, layers: vec![layer(0), second, layer(0), recurrent(3, 64)] };
     assert_eq!(layout.owners().map(|(l, _)| l).collect::<Vec<_>>(), [0, 1]);
     assert_eq!((layout.owns(2), layout.n_groups(), layout.max_head_dim()), (false, 2, 128));
+    assert!(!layout.owns(3), "a recurrent layer owns no K and V");
 }
 
 #[test]

@@ -9,7 +9,7 @@ use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{KvCounters, Layout, Recent, Registry};
+use kvist_device::{KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
@@ -20,9 +20,13 @@ use std::time::Instant;
 
 /// How a request uses its logits.
 pub trait TokenSampler: Send {
-    /// Picks the next token from `logits` (`[vocab]`, which may be modified) and says whether it is the last one. An
-    /// implementation that cannot pick a token reports the error to its client and returns `finished`.
-    fn choose(&mut self, logits: &mut [f32]) -> Choice;
+    /// What the request needs of the row that it samples from. When a failed step is retried, it is asked again.
+    fn row_output(&self) -> RowOutput {
+        RowOutput::Logits
+    }
+    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, and says whether it is the
+    /// last one. An implementation that cannot pick a token reports the error to its client and returns `finished`.
+    fn choose(&mut self, row: RowResult<'_>) -> Choice;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.
     fn wants(&self, computed: Range<u32>) -> Range<u32> {
@@ -117,7 +121,7 @@ fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
 pub struct ModelExecutor {
     runner: Runner,
     tokens: Vec<u32>,
-    rows: Vec<u32>,
+    rows: Vec<WantedRow>,
     /// Rows to score in addition to the sampled ones: (batch row, index into the batch's work, position).
     scored: Vec<(u32, usize, u32)>,
     /// Looked up by id, never iterated.
@@ -167,6 +171,10 @@ impl ModelExecutor {
     pub fn counters(&self) -> KvCounters {
         self.runner.network.pools().counters()
     }
+    /// Transfers of blocks that the cache has pinned or is loading. They follow the last step.
+    pub fn transfers(&mut self) -> Transfers<'_> {
+        self.runner.transfers()
+    }
     /// KV bytes reserved now.
     pub fn kv_bytes(&self) -> u64 {
         self.runner.network.pools().bytes()
@@ -181,7 +189,8 @@ impl ModelExecutor {
             let unknown = || Error::Usage(format!("request {} has no token ids", work.request));
             let tokens = batch.tokens(i).ok_or_else(unknown)?;
             self.runner.check_tokens(tokens)?;
-            if let Some(request) = self.requests.get(&work.request) {
+            let request = self.requests.get(&work.request);
+            if let Some(request) = request {
                 let (first, end) = (work.first, work.first + work.n_tokens);
                 let wanted = request.wants(first..end);
                 let wanted = wanted.start.max(first)..wanted.end.min(end);
@@ -190,11 +199,12 @@ impl ModelExecutor {
             }
             self.tokens.extend_from_slice(tokens);
             if work.samples {
-                self.rows.push(self.tokens.len() as u32 - 1);
+                let output = request.map_or(RowOutput::Argmax, |request| request.row_output());
+                self.rows.push(WantedRow { row: self.tokens.len() as u32 - 1, output });
             }
         }
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
-        let rows: &[u32] = if self.scored.is_empty() { &self.rows } else { &[] };
+        let rows: &[WantedRow] = if self.scored.is_empty() { &self.rows } else { &[] };
         // The scheduler commits the step, and keeps the tokens that the outcome names.
         drop(self.runner.run(step, &self.tokens, rows, &[])?);
         if self.scored.is_empty() {
@@ -205,15 +215,16 @@ impl ModelExecutor {
         let mut piece = Vec::with_capacity(max_rows);
         for scored in self.scored.chunks(max_rows) {
             piece.clear();
-            piece.extend(scored.iter().map(|(row, ..)| *row));
-            network.recompute_logits(&piece)?;
-            for ((_, i, position), logits) in scored.iter().zip(network.output().logits.chunks_exact(vocab)) {
+            piece.extend(scored.iter().map(|(row, ..)| WantedRow::logits(*row)));
+            network.recompute_rows(&piece)?;
+            for ((_, i, position), logits) in scored.iter().zip(network.output().logits().chunks_exact(vocab))
+            {
                 if let Some(request) = self.requests.get_mut(&batch.work[*i].request) {
                     request.score(*position, logits);
                 }
             }
         }
-        Ok(network.recompute_logits(&self.rows)?)
+        Ok(network.recompute_rows(&self.rows)?)
     }
 }
 
@@ -229,12 +240,11 @@ impl Executor for ModelExecutor {
         match self.forward(step, batch) {
             Ok(()) => {
                 self.failure = None;
-                let vocab = self.runner.model.config().vocab;
-                let mut rows = self.runner.network.output_mut().logits.chunks_exact_mut(vocab);
+                let mut rows = self.runner.network.output_mut().rows();
                 out.sample_each(batch, |work| {
                     let request = self.requests.get_mut(&work.request);
                     // A request without a sampler is finished: nothing can choose its next token.
-                    let choice = request.zip(rows.next()).map(|(request, logits)| request.choose(logits));
+                    let choice = request.zip(rows.next()).map(|(request, row)| request.choose(row));
                     let (token, finished) =
                         choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));
                     Sampled { token, finished }

@@ -25,6 +25,7 @@ impl Runner {
         config: &CacheConfig,
         channels: Option<Arc<ChannelOrder>>,
     ) -> Result<Runner, Error> {
+        registry.check_device(model.device())?;
         let architecture = model.config();
         let plan = MemoryPlan::of_cache(architecture, registry, backend, cache, config)?;
         let bound = plan.usage.with(Purpose::Weights, 0);
@@ -43,7 +44,7 @@ impl Runner {
         })
     }
 
-    /// Rows whose logits are computed at once.
+    /// Rows that something is wanted of, at once.
     pub fn max_rows(&self) -> usize {
         self.max_rows
     }
@@ -57,12 +58,17 @@ impl Runner {
         }
     }
 
+    /// Transfers between the cache's memory and the host, which follow the last step.
+    pub fn transfers(&mut self) -> Transfers<'_> {
+        self.network.transfers()
+    }
+
     /// Executes a step. On `Err` the step is abandoned and the cache unchanged.
     pub fn run<'c>(
         &mut self,
         step: Step<'c>,
         tokens: &[u32],
-        rows: &[u32],
+        rows: &[WantedRow],
         taps: &[LayerId],
     ) -> Result<Computed<'c>, Error> {
         let in_flight = InFlight::submit(step, &mut *self.network, &StepInputs { tokens, rows, taps })?;

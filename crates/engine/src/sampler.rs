@@ -2,9 +2,7 @@
 //!
 //! Order of the steps, as in llama.cpp's default chain: penalties (repetition, then frequency and presence), top-k,
 //! top-p, min-p, temperature, draw. Top-p and min-p use the probabilities before the temperature.
-mod candidates;
-
-use candidates::{Candidates, exp_minus, largest};
+use kvist_device::{HostSampler, NoToken, RowOutput, RowResult, SampleParams};
 use kvist_model::Error;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
@@ -66,24 +64,14 @@ pub struct Sampler {
     /// How often each token was drawn, if a penalty needs it. Each entry changes only its own logit, so the iteration
     /// order does not matter.
     drawn: HashMap<u32, u32>,
-    candidates: Candidates,
+    host: HostSampler,
+    /// A copy of the logits, with penalties.
     logits: Vec<f32>,
 }
 
 impl Sampler {
     pub fn new(config: SamplerConfig) -> Result<Self, Error> {
-        let check = |good: bool, what: &str| if good { Ok(()) } else { Err(Error::Sampling(what.into())) };
-        let c = &config;
-        check(c.temperature.is_finite() && c.temperature >= 0.0, "the temperature must be 0 or more")?;
-        check(c.top_p > 0.0 && c.top_p <= 1.0, "top-p must lie above 0 and at most at 1")?;
-        check((0.0..=1.0).contains(&c.min_p), "min-p must lie between 0 and 1")?;
-        check(
-            c.repetition_penalty.is_finite() && c.repetition_penalty > 0.0,
-            "the repetition penalty must be above 0 and finite",
-        )?;
-        check(c.frequency_penalty.is_finite(), "the frequency penalty must be finite")?;
-        check(c.presence_penalty.is_finite(), "the presence penalty must be finite")?;
-        Ok(Sampler {
+        let sampler = Sampler {
             config,
             draws: 0,
             recent: VecDeque::new(),
@@ -94,9 +82,18 @@ impl Sampler {
                 _ => 0,
             }),
             drawn: HashMap::new(),
-            candidates: Candidates::default(),
+            host: HostSampler::default(),
             logits: Vec::new(),
-        })
+        };
+        sampler.params().check().map_err(|what| Error::Sampling(what.into()))?;
+        let check = |good: bool, what: &str| if good { Ok(()) } else { Err(Error::Sampling(what.into())) };
+        check(
+            config.repetition_penalty.is_finite() && config.repetition_penalty > 0.0,
+            "the repetition penalty must be above 0 and finite",
+        )?;
+        check(config.frequency_penalty.is_finite(), "the frequency penalty must be finite")?;
+        check(config.presence_penalty.is_finite(), "the presence penalty must be finite")?;
+        Ok(sampler)
     }
 
     /// Adds tokens of the text to the repetition penalty's history. The other two penalties count only drawn tokens and
@@ -145,15 +142,47 @@ impl Sampler {
         self.drawn.clear();
     }
 
+    /// What a device must compute for the next draw: only the token, unless there are penalties. [`take`](Self::take) accepts
+    /// the result.
+    pub fn row_output(&self) -> RowOutput {
+        match self.params() {
+            _ if self.has_penalties() => RowOutput::Logits,
+            params if params.temperature == 0.0 => RowOutput::Argmax,
+            params => RowOutput::Sample(params),
+        }
+    }
+
+    /// Returns the next token, from logits or as a device drew it. See [`sample`](Self::sample).
+    pub fn take(&mut self, row: RowResult<'_>) -> Result<u32, Error> {
+        let token = match row {
+            RowResult::Logits(logits) => return self.sample(logits),
+            RowResult::Token(token) => Ok(token),
+            RowResult::Failed(why) => Err(why),
+            // The first of the most likely tokens is not a draw.
+            RowResult::TopK(_) => Err(NoToken::NoLogits),
+        };
+        self.note_draw(token)
+    }
+
     /// Returns the next token. Fails on NaN logits, which mean that an earlier step went wrong.
     pub fn sample(&mut self, logits: &[f32]) -> Result<u32, Error> {
-        if logits.is_empty() {
-            return Err(Error::Sampling("there are no logits to sample from".into()));
-        }
-        self.logits.clear();
-        self.logits.extend_from_slice(logits);
-        self.penalise();
-        let token = self.choose()?;
+        let params = self.params();
+        let token = if self.has_penalties() {
+            self.logits.clear();
+            self.logits.extend_from_slice(logits);
+            self.penalise();
+            // Penalties never turn a number into NaN.
+            self.host.sample(&self.logits, &params)
+        } else {
+            self.host.sample(logits, &params)
+        };
+        self.note_draw(token)
+    }
+
+    /// Notes a draw.
+    fn note_draw(&mut self, token: Result<u32, NoToken>) -> Result<u32, Error> {
+        let token = token.map_err(|why| Error::Sampling(why.to_string()))?;
+        self.draws += u64::from(self.config.temperature != 0.0);
         if self.counts_draws() {
             *self.drawn.entry(token).or_default() += 1;
         }
@@ -164,21 +193,8 @@ impl Sampler {
         self.config.frequency_penalty != 0.0 || self.config.presence_penalty != 0.0
     }
 
-    /// Chooses from the penalised logits.
-    fn choose(&mut self) -> Result<u32, Error> {
-        // Penalties never turn a number into NaN.
-        let Some(max) = largest(&self.logits) else {
-            return Err(Error::Sampling(
-                "the model gave NaN logits: its weights or its cache are broken".into(),
-            ));
-        };
-        if self.config.temperature == 0.0 {
-            let first = self.logits.iter().position(|x| *x == max);
-            return Ok(first.map_or(0, |first| first as u32));
-        }
-        self.candidates.begin(&self.logits, max, self.config.top_k);
-        self.keep_candidates();
-        self.draw()
+    fn has_penalties(&self) -> bool {
+        self.config.repetition_penalty != 1.0 || self.counts_draws()
     }
 
     fn penalise(&mut self) {
@@ -203,53 +219,17 @@ impl Sampler {
         }
     }
 
-    /// Applies top-p and min-p to the candidates.
-    fn keep_candidates(&mut self) {
-        let SamplerConfig { top_p, min_p, .. } = self.config;
-        if top_p == 1.0 && min_p == 0.0 {
-            return;
-        }
-        let (logits, candidates) = (&self.logits, &mut self.candidates);
-        let total = if top_p < 1.0 { candidates.total(logits, 1.0) } else { 1.0 };
-        let (mut kept, mut sum) = (0, 0.0);
-        while let Some((_, gap)) = candidates.get(logits, kept) {
-            // The most likely token has weight 1 and is always kept.
-            let weight = exp_minus(gap);
-            if weight < min_p && kept > 0 {
-                break;
-            }
-            kept += 1;
-            sum += weight / total;
-            if top_p < 1.0 && sum >= top_p {
-                break;
-            }
-        }
-        candidates.truncate(kept);
-    }
-
-    fn draw(&mut self) -> Result<u32, Error> {
-        let temperature = self.config.temperature;
-        let mut left = self.uniform() * self.candidates.total(&self.logits, temperature);
-        let (mut i, mut last) = (0, None);
-        while let Some((token, gap)) = self.candidates.get(&self.logits, i) {
-            let weight = exp_minus(gap / temperature);
-            if weight == 0.0 {
-                break; // all that follow have weight 0 too
-            }
-            left -= weight;
-            if left < 0.0 {
-                return Ok(token);
-            }
-            (i, last) = (i + 1, Some(token));
-        }
-        // Rounding may leave a remainder: return the last candidate with a weight above 0.
-        last.ok_or_else(|| Error::Sampling("no token has a probability above 0".into()))
+    /// The parameters of the next draw.
+    fn params(&self) -> SampleParams {
+        let SamplerConfig { temperature, top_k, top_p, min_p, .. } = self.config;
+        let top_k = u32::try_from(top_k).unwrap_or(u32::MAX);
+        SampleParams { temperature, top_k, top_p, min_p, uniform: self.uniform() }
     }
 
     /// A number in [0, 1), from the seed and the number of draws so far (SplitMix64: Steele et al., 2014).
-    fn uniform(&mut self) -> f32 {
-        self.draws += 1;
-        let mut z = self.config.seed.wrapping_add(self.draws.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    fn uniform(&self) -> f32 {
+        let draw = self.draws + 1;
+        let mut z = self.config.seed.wrapping_add(draw.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((z ^ (z >> 31)) >> 40) as f32 / (1 << 24) as f32

@@ -3,7 +3,7 @@ use crate::channels::channel_order;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use kvist_cache::*;
-use kvist_device::{KvCounters, Registry, compact};
+use kvist_device::{KvCounters, Registry, WantedRow, compact};
 use kvist_model::{Error, Model};
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ pub struct ModelSession {
     plan: StepPlan,
     moves: MovePlan,
     tokens: Vec<u32>,
-    rows: Vec<u32>,
+    rows: Vec<WantedRow>,
     taps: Vec<LayerId>,
 }
 
@@ -125,7 +125,7 @@ impl ModelSession {
 
     /// Logits of the last pass: `[rows, vocab]`.
     pub fn logits(&self) -> &[f32] {
-        &self.runner.network.output().logits
+        self.runner.network.output().logits()
     }
     /// One row of [`logits`](Self::logits).
     pub fn logits_row(&self, row: usize) -> &[f32] {
@@ -175,8 +175,8 @@ impl ModelSession {
             let end = self.tokens.len() as u32;
             match want {
                 LogitRows::None => {}
-                LogitRows::LastOfEach => self.rows.extend(end.checked_sub(1)),
-                LogitRows::All => self.rows.extend(first..end),
+                LogitRows::LastOfEach => self.rows.extend(end.checked_sub(1).map(WantedRow::logits)),
+                LogitRows::All => self.rows.extend((first..end).map(WantedRow::logits)),
             }
         }
         let max_rows = self.runner.max_rows();

@@ -1,9 +1,9 @@
 //! The scheduler's steps on a model: requests get the same tokens and logits as in a session of their own.
 mod common;
 use common::*;
-use kvist_cache::{Cache, PrefixSpec, RecomputeCost, SeqId};
+use kvist_cache::{Cache, GroupId, PrefixSpec, RecomputeCost, Run, SeqId};
 use kvist_cpu::{Compute, Cpu};
-use kvist_device::{MemoryBudget, Purpose, Storage};
+use kvist_device::{HostBlock, MemoryBudget, Purpose, RowOutput, RowResult, Storage};
 use kvist_engine::devices;
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
@@ -50,7 +50,8 @@ struct Greedy {
 }
 
 impl TokenSampler for Greedy {
-    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+        let RowResult::Logits(logits) = row else { panic!("{row:?} instead of logits") };
         let (token, _) = top_two(logits).expect("logits are numbers");
         self.heard.lock().unwrap().tokens.push(token);
         Choice { token, finished: false }
@@ -66,12 +67,15 @@ impl TokenSampler for Greedy {
     }
 }
 
-/// Asks for no additional logits: the trait's default.
+/// Asks for no additional logits, which is the trait's default, and for the most likely token instead of its own.
 struct Plain(Arc<Mutex<Heard>>);
 
 impl TokenSampler for Plain {
-    fn choose(&mut self, logits: &mut [f32]) -> Choice {
-        let (token, _) = top_two(logits).expect("logits are numbers");
+    fn row_output(&self) -> RowOutput {
+        RowOutput::Argmax
+    }
+    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+        let RowResult::Token(token) = row else { panic!("{row:?} instead of a token") };
         let mut heard = self.0.lock().unwrap();
         heard.tokens.push(token);
         Choice { token, finished: heard.tokens.len() == 3 }
@@ -193,6 +197,12 @@ fn a_paged_cache_takes_what_its_plan_says() {
     scheduler.arrive(0, request(0, &prompt(0, 32), 1)).unwrap();
     run(&mut scheduler, &mut executor);
     assert_eq!(executor.kv_bytes(), fits.budget().usage().of(Purpose::KvCache));
+    // What was written can leave the pools.
+    let mut transfers = executor.transfers();
+    let block = HostBlock::new(transfers.block_bytes(GroupId(0), 16).unwrap()).unwrap();
+    let transfer = transfers.export(GroupId(0), Run { start: 0, len: 16 }, block).unwrap();
+    let block = transfers.finished(&transfer).unwrap().unwrap();
+    assert!(block.bytes().iter().any(|byte| *byte != 0));
     let tight = load(plan.session_bound() - 1);
     let refused = ModelExecutor::new(&tight, &registry(), &config).map(drop).unwrap_err().to_string();
     assert!(refused.contains("context of 250 tokens") && refused.contains("try "), "{refused}");

@@ -1,5 +1,6 @@
 //! The sampler against a reference implementation written directly from the documented order, and properties that users
 //! rely on.
+use kvist_device::{RowOutput, RowResult, StepOutput, WantedRow};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::text::StopMatcher;
 use kvist_testing::SplitMix64;
@@ -308,5 +309,44 @@ fn stop_strings_do_not_depend_on_the_pieces() {
             matcher.finish(&mut out);
         }
         assert_eq!((out, stop), expected, "seed {seed}: {stops:?} in {text:?}");
+    }
+}
+
+/// What a device draws for a sampler is what the sampler draws itself. It needs the logits only for penalties.
+#[test]
+fn a_device_draws_the_same_tokens() {
+    let mut random = SplitMix64(5);
+    let base = SamplerConfig { temperature: 0.9, seed: 17, ..SamplerConfig::greedy() };
+    for (config, needs_logits) in [
+        (SamplerConfig::greedy(), false),
+        (base, false),
+        (SamplerConfig { top_k: 12, top_p: 0.8, min_p: 0.02, ..base }, false),
+        (SamplerConfig { top_k: usize::MAX, ..base }, false),
+        (SamplerConfig { repetition_penalty: 1.3, repetition_window: 8, ..base }, true),
+        (SamplerConfig { presence_penalty: 0.5, ..SamplerConfig::greedy() }, true),
+        (SamplerConfig { frequency_penalty: 0.5, ..base }, true),
+    ] {
+        let (mut host, mut device) = (Sampler::new(config).unwrap(), Sampler::new(config).unwrap());
+        let mut output = StepOutput::default();
+        for round in 0..200 {
+            let mut logits: Vec<f32> = (0..70).map(|_| (random.next() % 64) as f32 * 0.125).collect();
+            if round % 50 == 49 {
+                logits[3] = f32::NAN;
+            }
+            let wanted = device.row_output();
+            assert_eq!(wanted == RowOutput::Logits, needs_logits, "{config:?}");
+            output.want(&[WantedRow { row: 0, output: wanted }]);
+            output.all_logits(logits.len()).copy_from_slice(&logits);
+            output.answer_rows();
+            let text = |token: Result<u32, _>| token.map_err(|error: kvist_engine::Error| error.to_string());
+            let token = text(host.sample(&logits));
+            assert_eq!(text(device.take(output.rows().next().unwrap())), token, "{config:?}, round {round}");
+            if let Ok(token) = token {
+                host.observe(&[token]);
+                device.observe(&[token]);
+            }
+        }
+        let refused = device.take(RowResult::TopK(&[(1, 0.5)])).is_err();
+        assert!(refused, "the most likely tokens are not a draw");
     }
 }

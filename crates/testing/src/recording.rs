@@ -20,6 +20,8 @@ pub enum Event {
     Wait,
     /// The host read results.
     Read,
+    /// An export or an import began, which follows this submission.
+    Transfer(Ticket),
 }
 
 /// The events of a device, and the bytes that it has allocated by purpose.
@@ -70,14 +72,16 @@ pub struct Linear {
 pub struct Stream {
     limits: StepLimits,
     step: Option<StepId>,
-    n_rows: usize,
+    submitted: Ticket,
+    waited: Ticket,
     output: StepOutput,
     log: Log,
 }
 
 /// Bytes of what a step uploads: tokens, positions, wanted rows.
 fn upload_bytes(limits: &StepLimits) -> Option<u64> {
-    u64::try_from(limits.max_tokens.checked_mul(8)?.checked_add(limits.max_rows.checked_mul(4)?)?).ok()
+    let rows = limits.max_rows.checked_mul(size_of::<WantedRow>())?;
+    u64::try_from(limits.max_tokens.checked_mul(8)?.checked_add(rows)?).ok()
 }
 
 impl Footprint for Recording {
@@ -139,8 +143,15 @@ impl Device for Recording {
     ) -> Result<Stream, BackendError> {
         let bytes = upload_bytes(limits).unwrap_or(u64::MAX) + 4 * (limits.max_rows * shape.vocab) as u64;
         self.log.allocate(Purpose::Activations, bytes);
-        let output = StepOutput::default();
-        Ok(Stream { limits: *limits, step: None, n_rows: 0, output, log: self.log.clone() })
+        let output = StepOutput::with_capacity(limits.max_rows, shape.vocab);
+        Ok(Stream {
+            limits: *limits,
+            step: None,
+            submitted: Ticket::START,
+            waited: Ticket::START,
+            output,
+            log: self.log.clone(),
+        })
     }
     /// Accepts only its own backend: its attention cannot read the host's memory.
     fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<StubPools, BackendError> {
@@ -148,6 +159,7 @@ impl Device for Recording {
             let what = format!("the device `recording` cannot attend over K and V in `{}`", backend.id());
             return Err(BackendError::Unsupported(what));
         }
+        spec.check_kv_only("recording")?;
         let cells = vec![0; spec.capacity_cells.len()];
         let transfers = FinishedTransfers::default();
         Ok(StubPools { spec: spec.clone(), cells, transfers, log: self.log.clone() })
@@ -166,9 +178,9 @@ impl Device for Recording {
         s.step = Some(plan.id());
         Ok(())
     }
-    fn want_rows(&self, s: &mut Stream, rows: &[u32]) {
+    fn want_rows(&self, s: &mut Stream, rows: &[WantedRow]) {
         self.log.note(Event::Upload);
-        s.n_rows = rows.len();
+        s.output.want(rows);
     }
     fn embed(&self, _: &mut Stream, _: &Linear, _: f32, _: &mut ()) {
         self.op("embed");
@@ -212,7 +224,12 @@ impl Device for Recording {
     }
     fn logits(&self, s: &mut Stream, (): &(), head: &Linear, _: Option<f32>) {
         self.op("logits");
-        s.output.logits = vec![0.0; s.n_rows * head.outputs];
+        s.output.all_logits(head.outputs).fill(0.0);
+    }
+    /// Chooses on the device.
+    fn answer_rows(&self, s: &mut Stream) {
+        self.op("answer_rows");
+        s.output.answer_rows();
     }
     fn norm_matmul(
         &self,
@@ -236,15 +253,18 @@ impl Device for Recording {
         self.op("matmul_add");
     }
 
-    fn submit(&self, _: &mut Stream) -> Result<Ticket, BackendError> {
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
         self.log.note(Event::Submit);
-        Ok(Ticket(0))
+        s.submitted = Ticket(s.submitted.0 + 1);
+        Ok(s.submitted)
     }
-    fn is_done(&self, _: &Stream, _: Ticket) -> bool {
-        true
+    /// A submission runs until the host waits for it.
+    fn is_done(&self, s: &Stream, ticket: Ticket) -> bool {
+        ticket <= s.waited
     }
-    fn wait(&self, s: &mut Stream, _: Ticket) -> Result<LayersRan, BackendError> {
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
         self.log.note(Event::Wait);
+        s.waited = s.waited.max(ticket);
         s.step.map(LayersRan).ok_or(BackendError::StalePlan)
     }
     fn output(s: &Stream) -> &StepOutput {
@@ -324,7 +344,7 @@ impl Pools for StubPools {
     }
     fn export(
         &mut self,
-        _: Ticket,
+        after: Ticket,
         group: GroupId,
         cells: CellRun,
         mut into: HostBlock,
@@ -333,12 +353,13 @@ impl Pools for StubPools {
         let checked = self.spec.check_transfer(group, cells, have, into.bytes().len());
         if checked.is_ok() {
             into.bytes_mut().fill(0);
+            self.log.note(Event::Transfer(after));
         }
         self.transfers.add(into, checked)
     }
     fn import(
         &mut self,
-        _: Ticket,
+        after: Ticket,
         group: GroupId,
         cells: CellRun,
         from: HostBlock,
@@ -347,6 +368,7 @@ impl Pools for StubPools {
         let checked = self.spec.check_transfer(group, cells, capacity, from.bytes().len());
         if checked.is_ok() {
             self.grow(|grown| if grown == group { cells.end() } else { 0 });
+            self.log.note(Event::Transfer(after));
         }
         self.transfers.add(from, checked)
     }

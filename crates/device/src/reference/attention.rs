@@ -14,7 +14,7 @@ impl Backend for Reference {
     }
 
     fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
-        spec.layout.check()?;
+        spec.check_kv_only("reference")?;
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let owned = |l: usize| spec.layout.owns(l).then(|| Owned::new(&spec.layout.layers[l]));
         Ok(Box::new(ReferencePools {
@@ -191,11 +191,7 @@ impl ReferencePools {
 impl Pools for ReferencePools {
     fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
         self.begun = None;
-        if !plan.has_reads() {
-            return Err(BackendError::Unsupported(
-                "the plan has no reads: begin with Step::with_reads".into(),
-            ));
-        }
+        self.spec.check_begin(plan)?;
         self.grow(|group| plan.group(group).cells_end)?;
         self.masks.resize(plan.n_groups(), Vec::new());
         for (g, mask) in self.masks.iter_mut().enumerate() {
@@ -207,19 +203,10 @@ impl Pools for ReferencePools {
     }
 
     fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), BackendError> {
-        if self.begun != Some(plan.id()) {
-            return Err(BackendError::StalePlan);
-        }
-        let n_layers = self.layers.len();
-        let layer = self.spec.layout.layers.get(call.layer.0 as usize);
-        let layer = *layer.ok_or(BackendError::UnknownLayer { layer: call.layer, n_layers })?;
+        let layer = self.spec.check_attend(self.begun, plan, &call)?;
         let owner = layer.owner.0 as usize;
         let (n, heads) = (plan.n_tokens() as usize, self.spec.layout.n_heads as usize);
         let group = plan.group(layer.group);
-        if call.kv.is_some() != (owner == call.layer.0 as usize) {
-            return Err(BackendError::LayerOrder(call.layer));
-        }
-        call.check(n, heads, &layer)?;
         if let Some((k, v)) = call.kv {
             for copy in &group.copies {
                 self.copy(layer.group, Some(owner), copy);
@@ -305,27 +292,16 @@ impl Pools for ReferencePools {
         cell: u32,
         row: &mut [f32],
     ) -> Result<(), BackendError> {
-        let n_layers = self.layers.len();
-        let spec = self.spec.layout.layers.get(layer.0 as usize);
-        let spec = *spec.ok_or(BackendError::UnknownLayer { layer, n_layers })?;
-        let owner = spec.owner.0 as usize;
-        let owned = self.layers[owner].as_ref().expect("the layout was checked: owners own");
-        if kv_head >= spec.n_kv_heads {
-            let (index, len) = (kv_head as usize, spec.n_kv_heads as usize);
-            return Err(BackendError::OutOfRange { what: "KV head", index, len });
-        }
-        if cell as usize >= owned.k.cells() {
-            let (index, len) = (cell as usize, owned.k.cells());
-            return Err(BackendError::OutOfRange { what: "cell", index, len });
-        }
-        let (stored, d) = match side {
-            Side::K => (owned.k.get(cell, kv_head as usize), spec.k_dim as usize),
-            Side::V => (owned.value(cell, kv_head as usize), spec.v_dim as usize),
+        let cells =
+            |owner: LayerId| self.layers[usize::from(owner.0)].as_ref().map_or(0, |owned| owned.k.cells());
+        let layer = self.spec.check_inspect(layer, side, (kv_head, cell), row.len(), cells)?;
+        let owned =
+            self.layers[usize::from(layer.owner.0)].as_ref().expect("the layout was checked: owners own");
+        let stored = match side {
+            Side::K => owned.k.get(cell, kv_head as usize),
+            Side::V => owned.value(cell, kv_head as usize),
         };
-        if row.len() != d {
-            return Err(BackendError::Shape { what: "row", expected: vec![d], elements: row.len() });
-        }
-        row.copy_from_slice(&stored[..d]);
+        row.copy_from_slice(&stored[..row.len()]);
         Ok(())
     }
 

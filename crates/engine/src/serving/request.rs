@@ -3,6 +3,7 @@ use super::job::*;
 use crate::executor::{Choice, TokenSampler};
 use crate::sampler::Sampler;
 use crate::text::StopMatcher;
+use kvist_device::{RowOutput, RowResult};
 use kvist_model::Model;
 use kvist_model::tokenizer::TextState;
 use std::ops::Range;
@@ -98,7 +99,12 @@ impl RequestSampler {
         }
     }
 
-    fn sample(&mut self, logits: &mut [f32]) -> Result<Choice, Failure> {
+    /// Whether the sampler alone needs the logits.
+    fn only_samples(&self) -> bool {
+        self.generates && self.logprobs.is_none() && self.constraint.is_none() && self.logit_bias.is_empty()
+    }
+
+    fn sample(&mut self, mut row: RowResult<'_>) -> Result<Choice, Failure> {
         if !self.generates {
             self.lock().finish = Some(FinishReason::Length);
             return Ok(Choice { token: 0, finished: true });
@@ -106,20 +112,23 @@ impl RequestSampler {
         if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
             return Err(Failure::Unread(MAX_UNREAD));
         }
-        // Log-probabilities are of the model's own distribution, so compute them before the logits change.
-        let before = self.logprobs.map(|n| (LogProbs::of(logits, n), logits.to_vec()));
-        for &(token, bias) in self.logit_bias.iter() {
-            if let Some(logit) = logits.get_mut(token as usize) {
-                *logit += bias;
+        let mut before = None;
+        if let RowResult::Logits(logits) = &mut row {
+            // Log-probabilities are of the model's own distribution, so compute them before the logits change.
+            before = self.logprobs.map(|n| (LogProbs::of(logits, n), logits.to_vec()));
+            for &(token, bias) in self.logit_bias.iter() {
+                if let Some(logit) = logits.get_mut(token as usize) {
+                    *logit += bias;
+                }
             }
-        }
-        if let Some(constraint) = &mut self.constraint {
-            constraint.mask(logits).map_err(Failure::Grammar)?;
+            if let Some(constraint) = &mut self.constraint {
+                constraint.mask(logits).map_err(Failure::Grammar)?;
+            }
         }
         if let Some(prompt) = self.unobserved.take() {
             self.sampler.observe(&prompt);
         }
-        let token = self.sampler.sample(logits).map_err(engine_failure)?;
+        let token = self.sampler.take(row).map_err(engine_failure)?;
         self.sampler.observe(&[token]);
         let complete = match &mut self.constraint {
             Some(constraint) => constraint.accept(token).map_err(Failure::Grammar)?,
@@ -181,8 +190,12 @@ fn engine_failure(error: crate::Error) -> Failure {
 }
 
 impl TokenSampler for RequestSampler {
-    fn choose(&mut self, logits: &mut [f32]) -> Choice {
-        self.sample(logits).unwrap_or_else(|failure| {
+    fn row_output(&self) -> RowOutput {
+        if self.only_samples() { self.sampler.row_output() } else { RowOutput::Logits }
+    }
+
+    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+        self.sample(row).unwrap_or_else(|failure| {
             self.lock().failure = Some(failure);
             Choice { token: 0, finished: true }
         })

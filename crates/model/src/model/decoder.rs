@@ -98,9 +98,13 @@ struct Running<D: Device> {
     stream: D::Stream,
     pools: D::Pools,
     activations: Activations<D>,
+    last_submission: Ticket,
 }
 
 impl<D: Device> LoadedModel for Loaded<D> {
+    fn device(&self) -> &dyn Footprint {
+        &*self.device
+    }
     fn open(
         &self,
         backend: &dyn Backend,
@@ -115,6 +119,7 @@ impl<D: Device> LoadedModel for Loaded<D> {
             stream: device.stream(&shape, &decoder.ropes, limits)?,
             pools: device.kv_pools(backend, spec)?,
             activations: Activations::new(&**device, &shape, limits)?,
+            last_submission: Ticket::START,
         }))
     }
 }
@@ -124,7 +129,8 @@ impl<D: Device> Network for Running<D> {
         self.device.begin(&mut self.stream, &mut self.pools, plan, inputs)?;
         self.run_layers(plan, inputs.taps)?;
         self.run_head();
-        self.device.submit(&mut self.stream)
+        self.last_submission = self.device.submit(&mut self.stream)?;
+        Ok(self.last_submission)
     }
     fn is_done(&self, ticket: Ticket) -> bool {
         self.device.is_done(&self.stream, ticket)
@@ -138,17 +144,20 @@ impl<D: Device> Network for Running<D> {
     fn output_mut(&mut self) -> &mut StepOutput {
         D::output_mut(&mut self.stream)
     }
-    fn recompute_logits(&mut self, rows: &[u32]) -> Result<(), BackendError> {
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError> {
         self.device.want_rows(&mut self.stream, rows);
         self.run_head();
-        let ticket = self.device.submit(&mut self.stream)?;
-        self.device.wait(&mut self.stream, ticket).map(drop)
+        self.last_submission = self.device.submit(&mut self.stream)?;
+        self.device.wait(&mut self.stream, self.last_submission).map(drop)
     }
     fn pools(&self) -> &dyn Pools {
         self.pools.as_ref()
     }
     fn pools_mut(&mut self) -> &mut dyn Pools {
         self.pools.as_mut()
+    }
+    fn last_submission(&self) -> Ticket {
+        self.last_submission
     }
 }
 
@@ -245,7 +254,7 @@ impl<D: Device> Running<D> {
         }
     }
 
-    /// The logits of the wanted rows. With a vocabulary of 128k tokens, those of all rows would cost more than the
+    /// What the wanted rows ask for. With a vocabulary of 128k tokens, those of all rows would cost more than the
     /// layers.
     fn run_head(&mut self) {
         let Running { device, decoder, stream, activations: a, .. } = self;
@@ -253,5 +262,6 @@ impl<D: Device> Running<D> {
         device.wanted_rows(stream, &a.x, &mut a.wanted);
         device.norm_in_place(stream, &mut a.wanted, decoder.norm(&decoder.norm));
         device.logits(stream, &a.wanted, head, decoder.config.logit_softcap);
+        device.answer_rows(stream);
     }
 }

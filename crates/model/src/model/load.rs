@@ -315,6 +315,10 @@ impl Model {
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
+    /// The device that the weights are on.
+    pub fn device(&self) -> &dyn Footprint {
+        self.loaded.device()
+    }
     /// A network over these weights; see [`LoadedModel::open`].
     pub fn open(
         &self,

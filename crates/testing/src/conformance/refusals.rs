@@ -8,13 +8,14 @@ use std::sync::Arc;
 /// Tests every refusal. `Err` is a table of those that were missing or that changed something.
 pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
     type Check = fn(&dyn Backend) -> Result<(), String>;
-    const TABLE: [(&str, Check); 8] = [
+    const TABLE: [(&str, Check); 9] = [
         ("a plan that was not begun, or not this one", stale_plan),
         ("a plan without reads", without_reads),
         ("activations of a wrong shape", wrong_shapes),
         ("layers that do not exist, or out of order", layer_order),
         ("inspection out of range", inspect_out_of_range),
         ("a layout no model has", bad_layout),
+        ("recurrent layers, until a device has them", recurrent_layers),
         ("growth past the budget", out_of_budget),
         ("transfers that do not fit", transfers),
     ];
@@ -279,6 +280,21 @@ fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
         refused!(backend.pools(&spec), BackendError::Layout(_), what);
     }
     if budget.usage() == Usage::default() { Ok(()) } else { Err("refused pools hold bytes".into()) }
+}
+
+/// The refusal names what is missing, and the backend.
+fn recurrent_layers(backend: &dyn Backend) -> Result<(), String> {
+    let mut spec = spec(&MemoryBudget::unlimited());
+    spec.layout.layers.push(LayerSpec::recurrent(GroupId(0), LayerId(3), 4096));
+    let error = match backend.pools(&spec) {
+        Err(BackendError::Unsupported(error)) => error,
+        Err(other) => return Err(format!("refused as {other:?}")),
+        Ok(_) => return Err("accepted".into()),
+    };
+    match error.contains("recurrent") && error.contains(backend.id()) {
+        true => Ok(()),
+        false => Err(error),
+    }
 }
 
 fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {

@@ -2,7 +2,7 @@
 use crate::commands::bench::rig::mix;
 use anyhow::{Context, ensure};
 use kvist_cache::{PrefixSpec, Step};
-use kvist_device::Registry;
+use kvist_device::{Registry, RowOutput, RowResult};
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -59,9 +59,12 @@ struct Greedy {
 }
 
 impl TokenSampler for Greedy {
-    fn choose(&mut self, logits: &mut [f32]) -> Choice {
+    fn row_output(&self) -> RowOutput {
+        self.sampler.row_output()
+    }
+    fn choose(&mut self, row: RowResult<'_>) -> Choice {
         // If the logits cannot be sampled, use token 0: the time is the same.
-        let token = self.sampler.sample(logits).unwrap_or(0);
+        let token = self.sampler.take(row).unwrap_or(0);
         let _ = self.listener.send(token);
         Choice { token, finished: false }
     }

@@ -1,0 +1,82 @@
+//! What all pools refuse before they look at any byte.
+use crate::error::BackendError;
+use crate::layout::{LayerSpec, LayerState};
+use crate::pools::{Attend, PoolSpec, Side};
+use kvist_cache::{LayerId, StepId, StepPlan};
+
+impl PoolSpec {
+    /// Checks the spec of pools that keep only K and V: the layout is sound and has no recurrent layers.
+    pub fn check_kv_only(&self, device: &str) -> Result<(), BackendError> {
+        self.layout.check()?;
+        match self.layout.layers.iter().all(|layer| layer.state == LayerState::Kv) {
+            true => Ok(()),
+            false => {
+                let what = format!("recurrent layers are not supported by device {device}");
+                Err(BackendError::Unsupported(what))
+            }
+        }
+    }
+
+    /// Checks a plan before [`Pools::begin`](crate::Pools::begin): it has its reads.
+    pub fn check_begin(&self, plan: &StepPlan) -> Result<(), BackendError> {
+        match plan.has_reads() {
+            true => Ok(()),
+            false => {
+                Err(BackendError::Unsupported("the plan has no reads: begin with Step::with_reads".into()))
+            }
+        }
+    }
+
+    /// Checks a call of [`Pools::attend`](crate::Pools::attend) in the step that has `begun`, and returns its layer: the
+    /// plan is the one that began, the layer exists and passes K and V exactly if it owns them, and all tensors have the
+    /// sizes of the plan.
+    pub fn check_attend(
+        &self,
+        begun: Option<StepId>,
+        plan: &StepPlan,
+        call: &Attend<'_>,
+    ) -> Result<LayerSpec, BackendError> {
+        if begun != Some(plan.id()) {
+            return Err(BackendError::StalePlan);
+        }
+        let layer = self.layer(call.layer)?;
+        if call.kv.is_some() != self.layout.owns(usize::from(call.layer.0)) {
+            return Err(BackendError::LayerOrder(call.layer));
+        }
+        call.check(plan.n_tokens() as usize, self.layout.n_heads as usize, &layer)?;
+        Ok(layer)
+    }
+
+    /// Checks a call of [`Pools::inspect`](crate::Pools::inspect) for a `row` of so many elements, and returns the layer.
+    /// `cells(owner)` is the number of cells that the rows of that layer have grown to.
+    pub fn check_inspect(
+        &self,
+        layer: LayerId,
+        side: Side,
+        (kv_head, cell): (u32, u32),
+        row: usize,
+        cells: impl FnOnce(LayerId) -> usize,
+    ) -> Result<LayerSpec, BackendError> {
+        let layer = self.layer(layer)?;
+        let within = |what, index: u32, len: usize| match (index as usize) < len {
+            true => Ok(()),
+            false => Err(BackendError::OutOfRange { what, index: index as usize, len }),
+        };
+        within("KV head", kv_head, layer.n_kv_heads as usize)?;
+        within("cell", cell, cells(layer.owner))?;
+        let expected = match side {
+            Side::K => layer.k_dim as usize,
+            Side::V => layer.v_dim as usize,
+        };
+        match row == expected {
+            true => Ok(layer),
+            false => Err(BackendError::Shape { what: "row", expected: vec![expected], elements: row }),
+        }
+    }
+
+    fn layer(&self, layer: LayerId) -> Result<LayerSpec, BackendError> {
+        let layers = &self.layout.layers;
+        let unknown = BackendError::UnknownLayer { layer, n_layers: layers.len() };
+        layers.get(usize::from(layer.0)).copied().ok_or(unknown)
+    }
+}
