@@ -14,7 +14,7 @@ struct Row {
 }
 
 fn row(args: &str, status: i32, words: &'static [&'static str]) -> Row {
-    rows(&args.split_whitespace().collect::<Vec<_>>(), status, words)
+    rows(&program::words(args), status, words)
 }
 fn rows(args: &[&str], status: i32, words: &'static [&'static str]) -> Row {
     Row { args: args.iter().map(|a| a.to_string()).collect(), stdin: Vec::new(), status, words }
@@ -308,31 +308,15 @@ fn outputs() {
     let deep = folder.path().join("missing/logits.safetensors").display().to_string();
     let read_only = "/proc/logits.safetensors";
     let logits = |out: &str| rows(&["logits", "-q", "--tokens", "1,2", "--out", out], 1, &["cannot write"]);
+    let ladder = words("bench ladder -q --t 2 --warmups 0 --runs 1 --only v2 --svg");
+    let ladder = [&ladder[..], &[&deep]].concat();
     check(vec![
         logits(&deep),
         logits(&here),
         logits("/dev/full"),
         logits(read_only),
         logits("/"),
-        rows(
-            &[
-                "bench",
-                "ladder",
-                "-q",
-                "--t",
-                "2",
-                "--warmups",
-                "0",
-                "--runs",
-                "1",
-                "--only",
-                "v2",
-                "--svg",
-                &deep,
-            ],
-            1,
-            &["cannot write"],
-        ),
+        rows(&ladder, 1, &["cannot write"]),
     ]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no half-written file stays behind");
 }

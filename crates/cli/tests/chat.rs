@@ -53,8 +53,10 @@ fn a_chat_is_driven_from_stdin() {
     let turns: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(turns.len(), 2);
     for turn in &turns {
-        let names = ["version", "branch", "user", "text", "finish", "prompt_tokens", "tokens", "kv_bytes"];
-        fields(turn, &[&names[..], &["reused_tokens", "decode_tokens_per_second"]].concat());
+        fields(
+            turn,
+            "version branch user text finish prompt_tokens tokens kv_bytes reused_tokens decode_tokens_per_second",
+        );
     }
     assert_eq!(number(&turns[0], "reused_tokens"), 0.0);
     assert!(number(&turns[1], "reused_tokens") >= number(&turns[0], "prompt_tokens"));

@@ -74,9 +74,14 @@ pub fn escaping_model() -> tempfile::TempDir {
     folder
 }
 
-/// Demands fields of a JSON object; dots separate nested names.
-pub fn fields(value: &Value, names: &[&str]) {
-    for name in names {
+/// Arguments, separated by spaces.
+pub fn words(text: &str) -> Vec<&str> {
+    text.split_whitespace().collect()
+}
+
+/// Demands fields of a JSON object: names separated by spaces; dots separate nested ones.
+pub fn fields(value: &Value, names: &str) {
+    for name in names.split_whitespace() {
         let found = name.split('.').try_fold(value, |value, name| value.get(name));
         assert!(found.is_some(), "no `{name}` in {value}");
     }
