@@ -1,7 +1,9 @@
 //! Drives a session and its reference model together. Stores every row, as it was read back, by the number of its
 //! write.
+mod checks;
+
+use super::Options;
 use super::cases::{Case, Strides};
-use super::{Options, rows};
 use crate::reference::{Choices, Model, Operation, ReferenceCache, Seen, StepEnd};
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
@@ -456,140 +458,6 @@ impl<'c> Rig<'c> {
         }
         self.check_usage();
     }
-
-    /// Checks that the budget holds exactly the bytes that the backend announced, and never more than the bound.
-    fn check_usage(&mut self) {
-        let used = self.spec.budget.usage();
-        let said = self.grown.as_ref().and_then(|cells| self.backend.usage(&self.spec, cells));
-        if self.grown.is_some() && said != Some(used) {
-            self.bad(format!("the budget records {used:?}, the backend said {said:?}"));
-        }
-        let bound = self.backend.bound(&self.spec).map(|usage| usage.total());
-        if bound.is_none_or(|bound| used.total() > bound) {
-            self.bad(format!("{} bytes are used, the bound is {bound:?}", used.total()));
-        }
-        if self.session.pools().bytes() != used.of(Purpose::KvCache) {
-            self.bad(format!("the pools say {} bytes, the budget {used:?}", self.session.pools().bytes()));
-        }
-    }
-
-    /// Reads back what was stored, and compares it with what was written.
-    fn read_back(&mut self, layer: usize, data: &[f32], kv: &[Place], cells: &[u32]) {
-        let spec = self.spec.layout.layers[layer];
-        let head_dim = spec.k_dim as usize;
-        for (side, place, storage) in [(Side::K, kv[0], self.spec.k), (Side::V, kv[1], self.spec.v)] {
-            for (token, cell) in cells.iter().enumerate() {
-                let mut stored = vec![0.0; spec.n_kv_heads as usize * head_dim];
-                for (head, row) in stored.chunks_exact_mut(head_dim).enumerate() {
-                    let id = LayerId(layer as u16);
-                    if let Err(error) = self.session.pools().inspect(id, side, head as u32, *cell, row) {
-                        self.bad(format!("layer {layer} {side:?} head {head} cell {cell}: {error}"));
-                    }
-                    let original = &data[place.row(token, head, head_dim)];
-                    let error = if self.options.exact_rows {
-                        if original == row { 0.0 } else { f64::INFINITY }
-                    } else {
-                        let order = self.order(layer, side, head);
-                        rows::error(storage, &order, original, row)
-                    };
-                    if error > self.found.worst_row || error.is_nan() {
-                        self.found.worst_row = error;
-                    }
-                    if error > 1.0 || error.is_nan() {
-                        self.bad(format!(
-                            "layer {layer} {side:?} head {head} token {token} (cell {cell}): stored as {storage}, the row is {error:.2} times too far"
-                        ));
-                    }
-                }
-                // Float storages ignore the setting, and so does a backend that stores f32 only.
-                let recent = if storage.dtype.is_quantised() && !self.options.exact_rows {
-                    let heads =
-                        (0..spec.n_kv_heads as usize).flat_map(|head| place.row(token, head, head_dim));
-                    heads.map(|at| half::f16::from_f32(data[at]).to_f32()).collect()
-                } else {
-                    stored.clone()
-                };
-                let (written, row) = (&mut self.written[layer], Row { stored, recent });
-                match side {
-                    Side::K => written.k.push(row),
-                    Side::V => written.v.push(row),
-                }
-            }
-        }
-    }
-
-    /// The channels of a head in stored order.
-    fn order(&self, layer: usize, side: Side, head: usize) -> Vec<usize> {
-        let head_dim = self.spec.layout.layers[layer].k_dim as usize;
-        match &self.spec.channels {
-            Some(order) if side == Side::K && self.spec.k.outliers => {
-                let head = &order.layer(layer)[head * head_dim..(head + 1) * head_dim];
-                head.iter().map(|c| usize::from(*c)).collect()
-            }
-            _ => (0..head_dim).collect(),
-        }
-    }
-
-    fn check_outputs(
-        &mut self,
-        layer: usize,
-        (data, queries): (&[f32], &Place),
-        (mut out, place): (Vec<f32>, Place),
-        seen: &[Vec<Seen>],
-        tokens: &[Token],
-    ) {
-        let spec = self.spec.layout.layers[layer];
-        let head_dim = spec.k_dim as usize;
-        let per_kv = (self.case.heads.0 / spec.n_kv_heads) as usize;
-        let scale = self.scale(layer);
-        let sinks = self.case.sinks();
-        let mut bad = Vec::new();
-        let mut expected = vec![0.0; head_dim];
-        let recent_tokens = self.case.recent;
-        let first_new = self.tokens.len() - tokens.len();
-        let group = |position: u32| position.checked_div(recent_tokens);
-        // Rows that are rotated before rounding have an error bound for the row as a whole.
-        let turned = recent_tokens > 0 && (self.case.v.rotate || self.case.v.dtype == DType::T4);
-        for (token, seen) in seen.iter().enumerate() {
-            for head in 0..place.n_heads {
-                let q = &data[queries.row(token, head, head_dim)];
-                let kv_head = head / per_kv;
-                let rows = kv_head * head_dim..(kv_head + 1) * head_dim;
-                let written = &self.written[spec.owner.0 as usize];
-                let visible = seen.iter().map(|seen| {
-                    let value = seen.value as usize;
-                    let Token { position, kept } = self.tokens[value];
-                    let own = group(position).is_some() && group(position) == group(tokens[token].position);
-                    let recent = own && (kept || value >= first_new);
-                    (written.k[value].read(recent, &rows), written.v[value].read(recent, &rows))
-                });
-                let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
-                let size = attention(q, visible, scale, self.case.softcap, sink, &mut expected);
-                let packed = self.case.k.dtype.is_quantised() || self.case.v.dtype.is_quantised();
-                let tolerance = size.0 * if packed { self.options.packed } else { self.options.attention };
-                let tolerance = tolerance + if turned { size.1 * 2f64.powi(-11) } else { 0.0 };
-                let found = &mut out[place.row(token, head, head_dim)];
-                for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                    let difference = (f64::from(*found) - expected).abs();
-                    // NaN fails this comparison.
-                    if difference <= tolerance {
-                        self.found.worst_output = self.found.worst_output.max(difference / tolerance);
-                    } else {
-                        bad.push(format!(
-                            "layer {layer} token {token} head {head} [{i}]: {found} instead of {expected:.7} ± {tolerance:.1e}, seeing {}",
-                            seen.len()
-                        ));
-                    }
-                }
-                self.found.n_outputs += head_dim;
-                found.fill(f32::from_bits(POISON));
-            }
-        }
-        bad.into_iter().for_each(|line| self.bad(line));
-        if let Some(at) = out.iter().position(|x| x.to_bits() != POISON) {
-            self.bad(format!("layer {layer}: element {at}, between the output rows, was written"));
-        }
-    }
 }
 
 /// The tokens of a step. Kept rows: those from the start of the last full group on, and those of nodes.
@@ -613,45 +481,4 @@ fn note_growth(grown: &mut Option<Vec<u32>>, plan: &StepPlan) {
     for (g, cells) in grown.iter_mut().flatten().enumerate() {
         *cells = (*cells).max(plan.group(GroupId(g as u16)).cells_end);
     }
-}
-
-/// Scalar attention in f64. Returns (1 + S) × V, the scale of its rounding errors, and the length of the longest
-/// value.
-fn attention<'r>(
-    q: &[f32],
-    visible: impl Iterator<Item = (&'r [f32], &'r [f32])> + Clone,
-    scale: f32,
-    softcap: Option<f32>,
-    sink: f64,
-    out: &mut [f64],
-) -> (f64, f64) {
-    let scale = f64::from(scale);
-    let norm = |row: &[f32]| dot(row, row).sqrt();
-    let (mut scores, mut size, mut largest, mut longest) = (Vec::new(), 0f64, 0f64, 0f64);
-    for (k, v) in visible.clone() {
-        let score = dot(q, k) * scale;
-        scores.push(softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()));
-        size = size.max(scale.abs() * norm(q) * norm(k));
-        longest = longest.max(norm(v));
-        largest = v.iter().fold(largest, |largest, x| largest.max(f64::from(x.abs())));
-    }
-    let peak = scores.iter().copied().fold(sink, f64::max);
-    let mut sum = (sink - peak).exp();
-    out.fill(0.0);
-    for (score, (_, v)) in scores.iter().zip(visible) {
-        let weight = (score - peak).exp();
-        sum += weight;
-        out.iter_mut().zip(v).for_each(|(out, v)| *out += weight * f64::from(*v));
-    }
-    out.iter_mut().for_each(|out| *out /= sum);
-    ((1.0 + size) * largest, longest)
-}
-
-/// Dot product with four partial sums, so that the suite runs in seconds.
-fn dot(a: &[f32], b: &[f32]) -> f64 {
-    let mut sums = [0f64; 4];
-    for (i, (x, y)) in a.iter().zip(b).enumerate() {
-        sums[i % 4] += f64::from(*x) * f64::from(*y);
-    }
-    sums.iter().sum()
 }
