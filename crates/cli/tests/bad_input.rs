@@ -2,7 +2,7 @@
 mod program;
 use program::*;
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 
 /// One call that must fail.
 struct Row {
@@ -18,25 +18,6 @@ fn row(args: &str, status: i32, words: &'static [&'static str]) -> Row {
 }
 fn rows(args: &[&str], status: i32, words: &'static [&'static str]) -> Row {
     Row { args: args.iter().map(|a| a.to_string()).collect(), stdin: Vec::new(), status, words }
-}
-
-/// The differences from the expected result, as text.
-fn judge(what: &str, out: &Output, status: i32, words: &[&str]) -> Vec<String> {
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    let mut bad = Vec::new();
-    if out.status.code() != Some(status) {
-        bad.push(format!("ended with {} for status {status}", out.status));
-    }
-    if !out.stdout.is_empty() {
-        bad.push(format!("wrote {:?} to stdout", String::from_utf8_lossy(&out.stdout)));
-    }
-    for word in words.iter().filter(|word| !stderr.contains(**word)) {
-        bad.push(format!("does not say {word:?}"));
-    }
-    for word in ["panicked", "RUST_BACKTRACE", "\x1b"].iter().filter(|word| stderr.contains(**word)) {
-        bad.push(format!("says {word:?}"));
-    }
-    bad.iter().map(|bad| format!("{what}: {bad}\n    {}", stderr.trim().replace('\n', "\n    "))).collect()
 }
 
 /// Runs all rows and reports every one that behaves wrongly.

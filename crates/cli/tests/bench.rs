@@ -208,10 +208,7 @@ fn wrong_usage_is_named() {
         (&["bench", "layout", "--heads", "3"], "heads"),
         (&["bench", "decode", "--depth", "deep"], "deep"),
     ] {
-        let out = run(args, b"");
-        let error = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(2), "{args:?}: {error}");
-        assert!(error.contains(word) && !error.contains("panicked"), "{args:?}: {error}");
+        refused(args, 2, &[word]);
     }
 }
 
@@ -229,10 +226,8 @@ fn an_instruction_set_is_forced_or_refused() {
 
 #[test]
 fn a_cache_that_does_not_fit_is_refused() {
-    let out =
-        run(&["bench", "synthetic", "--shape", "llama-3-8b", "--memory", "40MiB", "--prompt", "4096"], b"");
-    let error = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert_eq!(out.status.code(), Some(1), "{error}");
+    let args = words("bench synthetic --shape llama-3-8b --memory 40MiB --prompt 4096");
+    let error = refused(&args, 1, &[]);
     assert!(error.contains("fit") || error.contains("MiB"), "{error}");
 }
 
@@ -307,19 +302,14 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     let simulated = figure("TTFT mean")["simulated"].as_f64().unwrap();
     assert!((ttft_ms / simulated - 1.0).abs() < 1e-6, "{ttft_ms} and {simulated}");
 
-    let out = run(&["bench", "predict", "--costs", &costs, "--requests", "5"], b"");
-    assert_eq!(out.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("20..=100000"), "too few for a mean");
+    // Too few for a mean.
+    refused(&["bench", "predict", "--costs", &costs, "--requests", "5"], 2, &["20..=100000"]);
     // A different model, cache or number of threads is refused, because the table was not measured with it.
-    let out = run(&[&predict[..], &["--threads", "2"]].concat(), b"");
-    assert_eq!(out.status.code(), Some(1));
-    assert!(String::from_utf8(out.stderr).unwrap().contains("give --threads 1"));
+    refused(&[&predict[..], &["--threads", "2"]].concat(), 1, &["give --threads 1"]);
     for (args, expected) in [
         (&["--max-batch", "8", "--max-batch-tokens", "4"][..], "at least --max-batch 8"),
         (&["--seconds", "-1"], "--seconds"),
     ] {
-        let out = run(&[&["bench", "calibrate", "-o", &costs], args].concat(), b"");
-        assert_eq!(out.status.code(), Some(2), "{args:?}");
-        assert!(String::from_utf8(out.stderr).unwrap().contains(expected), "{args:?}");
+        refused(&[&["bench", "calibrate", "-o", &costs], args].concat(), 2, &[expected]);
     }
 }

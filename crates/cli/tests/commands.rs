@@ -243,9 +243,7 @@ fn a_plan_needs_no_more_than_a_config() {
     assert_eq!(plan(folder.path()), plan(&copy));
     // If weights are there they are checked: an interrupted download is not a folder with only a config.
     std::fs::write(folder.path().join("model.safetensors"), "").unwrap();
-    let out = run(&["plan", folder.path().to_str().unwrap()], b"");
-    assert_eq!(out.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("model.safetensors"));
+    refused(&["plan", folder.path().to_str().unwrap()], 1, &["model.safetensors"]);
 }
 
 /// Regression: a model with a window of its own was planned with a cache of its whole context, and no hint that a ring
@@ -295,25 +293,17 @@ fn a_plan_says_what_a_ring_would_take_where_some_layers_have_a_window() {
 /// Regression: `logits` needs no tokenizer, but a broken one stopped it.
 #[test]
 fn a_broken_tokenizer_is_no_affair_of_logits() {
-    let folder = tempfile::tempdir().unwrap();
-    for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(fixtures().join("parity/llama-gqa").join(name), folder.path().join(name)).unwrap();
-    }
+    let folder = without_tokenizer();
     std::fs::write(folder.path().join("tokenizer.json"), "{").unwrap();
     let model = folder.path().to_str().unwrap();
     succeed(&["logits", "--model", model, "--tokens", "1,2", "--generate", "2"]);
-    let out = run(&["run", "--model", model, "x"], b"");
-    assert_eq!(out.status.code(), Some(1));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("tokenizer.json"));
+    refused(&["run", "--model", model, "x"], 1, &["tokenizer.json"]);
 }
 
 /// Regression: one bad field stopped every command, and nothing could switch it off.
 #[test]
 fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
-    let folder = tempfile::tempdir().unwrap();
-    for name in ["config.json", "model.safetensors"] {
-        std::fs::copy(fixtures().join("parity/llama-gqa").join(name), folder.path().join(name)).unwrap();
-    }
+    let folder = without_tokenizer();
     std::fs::write(folder.path().join("generation_config.json"), "{\"top_p\": 0}").unwrap();
     let model = folder.path().to_str().unwrap();
     let serve = ["serve", "--dry-run", "--model", model];
@@ -327,10 +317,8 @@ fn a_default_that_cannot_be_matters_only_where_it_is_asked_for() {
         ([&run_it[..], &["--greedy"]].concat(), false),
         ([&run_it[..], &every].concat(), false),
     ] {
-        let out = run(&args, b"");
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
-        assert_eq!(stderr.contains("top_p"), is_told, "{args:?}: {stderr}");
+        let said = refused(&args, 1, &[]);
+        assert_eq!(said.contains("top_p"), is_told, "{args:?}: {said}");
     }
 }
 

@@ -29,9 +29,7 @@ fn as_many_requests_are_drawn_as_asked() {
 fn policies_are_offered_where_they_are_taken() {
     let offered = |more: &[&str]| {
         let args = ["simulate", "-q", "--requests", "5", "--policy", "lur"];
-        let out = run(&[&args[..], more].concat(), b"");
-        assert_eq!(out.status.code(), Some(2));
-        String::from_utf8(out.stderr).unwrap()
+        refused(&[&args[..], more].concat(), 2, &[])
     };
     let said = offered(&[]);
     assert!(said.contains("lru, fifo, lfu, lfu_decay, cost") && !said.contains("opt"), "{said}");
@@ -383,12 +381,7 @@ fn a_recording_is_decided_anew() {
     let bad = path("bad.jsonl");
     let refused = |text: &str, more: &[&str], expected: &[&str]| {
         std::fs::write(&bad, text).unwrap();
-        let out = run(&[&["simulate", "replay", &bad], more].concat(), b"");
-        let said = String::from_utf8(out.stderr).unwrap();
-        assert_eq!(out.status.code(), Some(1), "{said}");
-        for part in expected {
-            assert!(said.contains(part), "{said:?} does not say {part:?}");
-        }
+        refused(&[&["simulate", "replay", &bad], more].concat(), 1, expected);
     };
     // A server that was killed leaves a partial line, or an event without the decisions it caused.
     let cut = &recorded[..recorded.len() - 5];
