@@ -2,7 +2,7 @@
 mod program;
 use program::*;
 use std::path::Path;
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 
 /// One call that must fail.
 struct Row {
@@ -14,29 +14,10 @@ struct Row {
 }
 
 fn row(args: &str, status: i32, words: &'static [&'static str]) -> Row {
-    rows(&args.split_whitespace().collect::<Vec<_>>(), status, words)
+    rows(&program::words(args), status, words)
 }
 fn rows(args: &[&str], status: i32, words: &'static [&'static str]) -> Row {
     Row { args: args.iter().map(|a| a.to_string()).collect(), stdin: Vec::new(), status, words }
-}
-
-/// The differences from the expected result, as text.
-fn judge(what: &str, out: &Output, status: i32, words: &[&str]) -> Vec<String> {
-    let stderr = String::from_utf8_lossy(&out.stderr);
-    let mut bad = Vec::new();
-    if out.status.code() != Some(status) {
-        bad.push(format!("ended with {} for status {status}", out.status));
-    }
-    if !out.stdout.is_empty() {
-        bad.push(format!("wrote {:?} to stdout", String::from_utf8_lossy(&out.stdout)));
-    }
-    for word in words.iter().filter(|word| !stderr.contains(**word)) {
-        bad.push(format!("does not say {word:?}"));
-    }
-    for word in ["panicked", "RUST_BACKTRACE", "\x1b"].iter().filter(|word| stderr.contains(**word)) {
-        bad.push(format!("says {word:?}"));
-    }
-    bad.iter().map(|bad| format!("{what}: {bad}\n    {}", stderr.trim().replace('\n', "\n    "))).collect()
 }
 
 /// Runs all rows and reports every one that behaves wrongly.
@@ -308,31 +289,15 @@ fn outputs() {
     let deep = folder.path().join("missing/logits.safetensors").display().to_string();
     let read_only = "/proc/logits.safetensors";
     let logits = |out: &str| rows(&["logits", "-q", "--tokens", "1,2", "--out", out], 1, &["cannot write"]);
+    let ladder = words("bench ladder -q --t 2 --warmups 0 --runs 1 --only v2 --svg");
+    let ladder = [&ladder[..], &[&deep]].concat();
     check(vec![
         logits(&deep),
         logits(&here),
         logits("/dev/full"),
         logits(read_only),
         logits("/"),
-        rows(
-            &[
-                "bench",
-                "ladder",
-                "-q",
-                "--t",
-                "2",
-                "--warmups",
-                "0",
-                "--runs",
-                "1",
-                "--only",
-                "v2",
-                "--svg",
-                &deep,
-            ],
-            1,
-            &["cannot write"],
-        ),
+        rows(&ladder, 1, &["cannot write"]),
     ]);
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no half-written file stays behind");
 }

@@ -118,22 +118,9 @@ fn the_embedded_model_decodes_and_prefills() {
 
 #[test]
 fn linear_layers_of_every_encoding() {
-    let args = [
-        "bench",
-        "linear",
-        "--weights",
-        "f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,mxfp4,q2_K,q3_K,q4_K,q5_K,q6_K,iq4_xs,few",
-        "--outputs",
-        "4096",
-        "--inputs",
-        "1024",
-        "--tokens",
-        "1,3",
-        "--runs",
-        "1",
-        "--json",
-    ];
-    let rows = lines(&args);
+    let args = "bench linear --outputs 4096 --inputs 1024 --tokens 1,3 --runs 1 --json --weights \
+                f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,mxfp4,q2_K,q3_K,q4_K,q5_K,q6_K,iq4_xs,few";
+    let rows = lines(&words(args));
     assert_eq!(rows.len(), 34);
     rows.iter().for_each(check_machine);
     let q8 = rows.iter().find(|row| row["weights"] == "q8_0").unwrap();
@@ -154,19 +141,8 @@ fn a_plot_is_written() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("plot.svg");
     let path = path.to_str().unwrap();
-    lines(&[
-        "bench",
-        "attention",
-        "--tokens",
-        "64,128",
-        "--runs",
-        "1",
-        "--layers",
-        "1",
-        "--json",
-        "--plot",
-        path,
-    ]);
+    let args = words("bench attention --tokens 64,128 --runs 1 --layers 1 --json --plot");
+    lines(&[&args[..], &[path]].concat());
     assert!(std::fs::read_to_string(path).unwrap().contains("<svg"));
 }
 
@@ -176,7 +152,7 @@ fn a_roofline_counts_operations() {
     let path = folder.path().join("plot.svg");
     let args =
         "bench roofline --shape a --layers 1 --tokens 64 --queries 16 --branches 3 --runs 1 --json --plot";
-    let rows = lines(&args.split(' ').chain([path.to_str().unwrap()]).collect::<Vec<_>>());
+    let rows = lines(&[&words(args)[..], &[path.to_str().unwrap()]].concat());
     assert_eq!(rows.len(), 9, "three dtypes, three kinds of work");
     // Pairs of query and position, times 12 heads of 64.
     let pairs = [64, 3 * 65, 16 * 64 - 120];
@@ -232,10 +208,7 @@ fn wrong_usage_is_named() {
         (&["bench", "layout", "--heads", "3"], "heads"),
         (&["bench", "decode", "--depth", "deep"], "deep"),
     ] {
-        let out = run(args, b"");
-        let error = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(2), "{args:?}: {error}");
-        assert!(error.contains(word) && !error.contains("panicked"), "{args:?}: {error}");
+        refused(args, 2, &[word]);
     }
 }
 
@@ -253,10 +226,8 @@ fn an_instruction_set_is_forced_or_refused() {
 
 #[test]
 fn a_cache_that_does_not_fit_is_refused() {
-    let out =
-        run(&["bench", "synthetic", "--shape", "llama-3-8b", "--memory", "40MiB", "--prompt", "4096"], b"");
-    let error = String::from_utf8_lossy(&out.stderr).into_owned();
-    assert_eq!(out.status.code(), Some(1), "{error}");
+    let args = words("bench synthetic --shape llama-3-8b --memory 40MiB --prompt 4096");
+    let error = refused(&args, 1, &[]);
     assert!(error.contains("fit") || error.contains("MiB"), "{error}");
 }
 
@@ -291,20 +262,9 @@ fn a_table_of_step_costs_and_what_it_foretells() {
 
     // Inside the measured range there is no warning; beyond it, one for each limit.
     let simulate = |more: &[&str]| {
-        let load = [
-            "simulate",
-            "--costs",
-            &costs,
-            "--requests",
-            "5",
-            "--contents",
-            "unknown",
-            "--capacity-blocks",
-            "100",
-        ];
-        let lengths =
-            ["--prompt-tokens", "uniform:least=5,most=60", "--output-tokens", "uniform:least=5,most=60"];
-        succeed(&[&load[..], &lengths, more].concat()).1
+        let load = "simulate --requests 5 --contents unknown --capacity-blocks 100 --prompt-tokens \
+                    uniform:least=5,most=60 --output-tokens uniform:least=5,most=60 --costs";
+        succeed(&[&words(load)[..], &[&costs], more].concat()).1
     };
     assert_eq!(simulate(&["--max-batch", "4", "--batch-tokens", "32", "--block-tokens", "8"]), "");
     let said = simulate(&[]);
@@ -342,19 +302,14 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     let simulated = figure("TTFT mean")["simulated"].as_f64().unwrap();
     assert!((ttft_ms / simulated - 1.0).abs() < 1e-6, "{ttft_ms} and {simulated}");
 
-    let out = run(&["bench", "predict", "--costs", &costs, "--requests", "5"], b"");
-    assert_eq!(out.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&out.stderr).contains("20..=100000"), "too few for a mean");
+    // Too few for a mean.
+    refused(&["bench", "predict", "--costs", &costs, "--requests", "5"], 2, &["20..=100000"]);
     // A different model, cache or number of threads is refused, because the table was not measured with it.
-    let out = run(&[&predict[..], &["--threads", "2"]].concat(), b"");
-    assert_eq!(out.status.code(), Some(1));
-    assert!(String::from_utf8(out.stderr).unwrap().contains("give --threads 1"));
+    refused(&[&predict[..], &["--threads", "2"]].concat(), 1, &["give --threads 1"]);
     for (args, expected) in [
         (&["--max-batch", "8", "--max-batch-tokens", "4"][..], "at least --max-batch 8"),
         (&["--seconds", "-1"], "--seconds"),
     ] {
-        let out = run(&[&["bench", "calibrate", "-o", &costs], args].concat(), b"");
-        assert_eq!(out.status.code(), Some(2), "{args:?}");
-        assert!(String::from_utf8(out.stderr).unwrap().contains(expected), "{args:?}");
+        refused(&[&["bench", "calibrate", "-o", &costs], args].concat(), 2, &[expected]);
     }
 }

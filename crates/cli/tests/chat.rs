@@ -53,8 +53,10 @@ fn a_chat_is_driven_from_stdin() {
     let turns: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(turns.len(), 2);
     for turn in &turns {
-        let names = ["version", "branch", "user", "text", "finish", "prompt_tokens", "tokens", "kv_bytes"];
-        fields(turn, &[&names[..], &["reused_tokens", "decode_tokens_per_second"]].concat());
+        fields(
+            turn,
+            "version branch user text finish prompt_tokens tokens kv_bytes reused_tokens decode_tokens_per_second",
+        );
     }
     assert_eq!(number(&turns[0], "reused_tokens"), 0.0);
     assert!(number(&turns[1], "reused_tokens") >= number(&turns[0], "prompt_tokens"));
@@ -166,12 +168,7 @@ fn a_terminal_is_left_as_it_was_and_stdout_has_no_prompt() {
 #[test]
 fn a_chat_without_room_says_what_makes_some() {
     let says = |args: &[&str], stdin: &str, status: i32, words: &[&str]| {
-        let out = run(&[&["chat", "--greedy"], args].concat(), stdin.as_bytes());
-        let said = String::from_utf8_lossy(&out.stderr);
-        assert_eq!(out.status.code(), Some(status), "{said}");
-        for word in words {
-            assert!(said.contains(word), "no {word:?} in {said}");
-        }
+        refused_with(&[&["chat", "--greedy"], args].concat(), stdin.as_bytes(), status, words);
     };
     let long = "the borrow checker and the vector ".repeat(20);
     let too_long =

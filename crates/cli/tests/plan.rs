@@ -234,12 +234,6 @@ fn bad_input_is_told_by_the_name_of_its_flag() {
         (&["--memory", "1GB", "--measure", "8", "--text", "/missing"], 1, &["/missing"]),
         (&["--memory", "1GB", "--measure", "8", "--model", &alone], 1, &["--measure", "needs its weights"]),
     ] {
-        let out = run(&[&["plan"], args].concat(), b"");
-        let said = String::from_utf8_lossy(&out.stderr).into_owned();
-        assert_eq!(out.status.code(), Some(status), "{args:?}: {said}");
-        for word in words {
-            assert!(said.contains(word), "{args:?}: no {word:?} in {said}");
-        }
-        assert!(!said.contains("panicked"), "{said}");
+        refused(&[&["plan"], args].concat(), status, words);
     }
 }

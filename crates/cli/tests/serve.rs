@@ -51,10 +51,8 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     let file = folder.path().join("day.jsonl");
     let path = file.to_str().unwrap();
     std::fs::write(&file, "of yesterday\n").unwrap();
-    let out = run(&["serve", "--port", "0", "--context", "512", "--record", path], b"");
-    let stderr = String::from_utf8(out.stderr).unwrap();
-    assert_eq!(out.status.code(), Some(1), "{stderr}");
-    assert!(stderr.contains(path) && stderr.contains("--record-overwrite"), "{stderr}");
+    let args = ["serve", "--port", "0", "--context", "512", "--record", path];
+    refused(&args, 1, &[path, "--record-overwrite"]);
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
     // A server that does not start leaves the file, too.
     let more = ["--record", path, "--record-overwrite"];
@@ -134,20 +132,15 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     assert_eq!(narrow["requests_bytes"].as_u64(), requests(4, 100_000, 32, 64));
     // Regression: requests were in the plan but not in the bound: the dry run refused this, and the server started.
     for last in [&["--dry-run"][..], &["--port", "0"]] {
-        let out = run(&[&["serve", "--memory", "300MiB", "--context", "4096"], last].concat(), b"");
-        let stderr = String::from_utf8(out.stderr).unwrap();
-        assert_eq!(out.status.code(), Some(1), "{last:?}: {stderr}");
-        assert!(last[0] == "--dry-run" || stderr.contains("requests need 398.27 MiB"), "{stderr}");
+        let said = refused(&[&["serve", "--memory", "300MiB", "--context", "4096"], last].concat(), 1, &[]);
+        assert!(last[0] == "--dry-run" || said.contains("requests need 398.27 MiB"), "{said}");
     }
     let (text, _) = succeed(&["serve", "--dry-run"]);
     assert!(text.contains("bound ") && text.contains("KV cache") && text.contains("requests "), "{text}");
     for args in
         [&["serve", "--dry-run", "--memory", "1MiB"][..], &["serve", "--memory", "12MiB", "--port", "0"]]
     {
-        let out = run(args, b"");
-        let stderr = String::from_utf8(out.stderr).unwrap();
-        assert_eq!(out.status.code(), Some(1), "{args:?}: {stderr}");
-        assert!(stderr.contains("MiB"), "{args:?}: {stderr}");
+        refused(args, 1, &["MiB"]);
     }
 }
 
@@ -168,28 +161,19 @@ fn files_and_flags_that_cannot_be_served_are_told() {
         ("[[keys]]\nname = \"a\"\nkey_file = \"no/such\"\n", &["no/such"]),
     ] {
         std::fs::write(&file, text).unwrap();
-        let out = run(&["serve", "--config", path, "--port", "0"], b"");
-        let stderr = String::from_utf8(out.stderr).unwrap();
-        assert_eq!(out.status.code(), Some(1), "{text:?}: {stderr}");
-        for word in words {
-            assert!(stderr.contains(word), "{text:?}: {stderr:?} does not say {word}");
-        }
+        refused(&["serve", "--config", path, "--port", "0"], 1, words);
         // The dry run refuses a configuration that cannot start.
-        let dry = run(&["serve", "--config", path, "--dry-run"], b"");
-        assert_eq!(dry.status.code(), Some(1), "{text:?}");
+        refused(&["serve", "--config", path, "--dry-run"], 1, &[]);
     }
     for args in
         [&["serve", "--policy", "best"][..], &["serve", "--host", "0.0.0.0"], &["serve", "--eviction", "opt"]]
     {
-        let out = run(args, b"");
-        assert_eq!(out.status.code(), Some(2), "{args:?}: {}", String::from_utf8_lossy(&out.stderr));
+        refused(args, 2, &[]);
     }
     // A port that is already in use.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let record = folder.path().join("record.jsonl");
-    let out = run(&["serve", "--port", &port, "--record", record.to_str().unwrap()], b"");
-    let stderr = String::from_utf8(out.stderr).unwrap();
-    assert!(out.status.code() == Some(1) && stderr.contains(&port), "{stderr}");
+    refused(&["serve", "--port", &port, "--record", record.to_str().unwrap()], 1, &[&port]);
     assert!(!record.exists(), "it was found out behind the weights");
 }

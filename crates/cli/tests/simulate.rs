@@ -4,17 +4,11 @@ use program::*;
 use std::path::Path;
 
 /// 150 chat requests on so few blocks that some are evicted.
-const DRAWN: [&str; 9] = [
-    "simulate",
-    "-q",
-    "--requests",
-    "150",
-    "--capacity-blocks",
-    "700",
-    "--arrivals",
-    "poisson:per_s=3",
-    "--slo-ttft=100ms",
-];
+const DRAWN: &str =
+    "simulate -q --requests 150 --capacity-blocks 700 --arrivals poisson:per_s=3 --slo-ttft=100ms";
+fn drawn<'a>(more: &[&'a str]) -> Vec<&'a str> {
+    [&words(DRAWN), more].concat()
+}
 
 /// Regression: it reported 605 of 600 requests, because the last chat was generated completely.
 #[test]
@@ -35,9 +29,7 @@ fn as_many_requests_are_drawn_as_asked() {
 fn policies_are_offered_where_they_are_taken() {
     let offered = |more: &[&str]| {
         let args = ["simulate", "-q", "--requests", "5", "--policy", "lur"];
-        let out = run(&[&args[..], more].concat(), b"");
-        assert_eq!(out.status.code(), Some(2));
-        String::from_utf8(out.stderr).unwrap()
+        refused(&[&args[..], more].concat(), 2, &[])
     };
     let said = offered(&[]);
     assert!(said.contains("lru, fifo, lfu, lfu_decay, cost") && !said.contains("opt"), "{said}");
@@ -94,7 +86,7 @@ fn same_input_same_bytes() {
         let path = |kind: &str| file(&format!("{run}.{kind}")).display().to_string();
         let (csv, html, record, svg) = (path("csv"), path("html"), path("record"), path("svg"));
         let outputs = ["--json", "--csv", &csv, "--html", &html, "--record", &record, "--svg", &svg];
-        stdouts.push(succeed(&[&DRAWN[..], &outputs].concat()).0);
+        stdouts.push(succeed(&drawn(&outputs)).0);
         let latency = file(&format!("{run}.svg")).join("latency.svg").display().to_string();
         all.push([csv, html, record, latency].map(|path| std::fs::read_to_string(path).unwrap()));
     }
@@ -102,7 +94,7 @@ fn same_input_same_bytes() {
     for (a, b) in all[0].iter().zip(&all[1]) {
         assert!(a == b && a.len() > 1000, "{} and {} bytes", a.len(), b.len());
     }
-    let other = succeed(&[&DRAWN[..], &["--json", "--seed", "2"]].concat()).0;
+    let other = succeed(&drawn(&["--json", "--seed", "2"])).0;
     assert!(other != stdouts[0], "another seed is another load");
 
     // A row per request, and a recording whose lines are valid JSON of the documented form.
@@ -121,47 +113,18 @@ fn same_input_same_bytes() {
 
 #[test]
 fn json_has_what_it_promises() {
-    let report = json(&[&DRAWN[..], &["--json"]].concat());
-    for path in [
-        "version",
-        "setting/scheduler",
-        "setting/lengths",
-        "setting/cost",
-        "setting/load",
-        "setting/seed",
-        "requests/total",
-        "requests/finished",
-        "requests/refused",
-        "requests/late",
-        "cache/block_tokens",
-        "cache/capacity_blocks",
-        "cache/hit_blocks",
-        "cache/total_blocks",
-        "cache/token_hit_ratio",
-        "cache/block_hit_ratio",
-        "cache/request_hit_ratio",
-        "cache/evicted_blocks",
-        "cache/miss_reasons/never_seen",
-        "latency/queue_s/p50",
-        "latency/ttft_s/p99",
-        "latency/tpot_s/mean",
-        "latency/itl_s/p90",
-        "latency/end_to_end_s/max",
-        "throughput/duration_s",
-        "throughput/requests_per_s",
-        "throughput/goodput_requests_per_s",
-        "objectives/asked/ttft_s",
-        "objectives/met",
-        "objectives/attainment",
-        "load/mean_queued_requests",
-        "load/peak_used_blocks",
-        "load/busy_ratio",
-        "steps/steps",
-        "steps/preemptions",
-        "steps/busy_ns",
-        "timeline/0/at_ns",
-        "timeline/0/used_blocks",
-    ] {
+    let report = json(&drawn(&["--json"]));
+    let paths = "version setting/scheduler setting/lengths setting/cost setting/load setting/seed \
+                  requests/total requests/finished requests/refused requests/late cache/block_tokens \
+                  cache/capacity_blocks cache/hit_blocks cache/total_blocks cache/token_hit_ratio \
+                  cache/block_hit_ratio cache/request_hit_ratio cache/evicted_blocks \
+                  cache/miss_reasons/never_seen latency/queue_s/p50 latency/ttft_s/p99 \
+                  latency/tpot_s/mean latency/itl_s/p90 latency/end_to_end_s/max throughput/duration_s \
+                  throughput/requests_per_s throughput/goodput_requests_per_s objectives/asked/ttft_s \
+                  objectives/met objectives/attainment load/mean_queued_requests load/peak_used_blocks \
+                  load/busy_ratio steps/steps steps/preemptions steps/busy_ns timeline/0/at_ns \
+                  timeline/0/used_blocks";
+    for path in words(paths) {
         assert!(report.pointer(&format!("/{path}")).is_some_and(|v| !v.is_null()), "no {path}");
     }
     assert_eq!(
@@ -175,7 +138,7 @@ fn json_has_what_it_promises() {
 fn a_page_is_one_file() {
     let folder = tempfile::tempdir().unwrap();
     let page = folder.path().join("page.html").display().to_string();
-    let (stdout, _) = succeed(&[&DRAWN[..], &["--html", &page, "--beside", "srpt"]].concat());
+    let (stdout, _) = succeed(&drawn(&["--html", &page, "--beside", "srpt"]));
     assert!(stdout.contains("fcfs") && stdout.contains("srpt"));
     let page = std::fs::read_to_string(page).unwrap();
     assert!(page.starts_with("<!doctype html>") && page.trim_end().ends_with("</html>"));
@@ -205,7 +168,7 @@ fn three_requests_under_three_schedulers() {
             "simulate -q --trace {} --max-batch 1 --prefill-rate 10 --decode-rate 0.1 --lengths oracle --schedule {schedule} --preempted {preempted} --csv {csv}",
             data("three.jsonl")
         );
-        succeed(&args.split(' ').collect::<Vec<_>>());
+        succeed(&words(&args));
         let rows = std::fs::read_to_string(&csv).unwrap();
         let ended: Vec<u64> = rows
             .lines()
@@ -218,23 +181,9 @@ fn three_requests_under_three_schedulers() {
 
 fn sweep(out: &Path, more: &[&str]) -> String {
     let out = out.display().to_string();
-    let command = [
-        "simulate",
-        "sweep",
-        "-q",
-        "--json",
-        "--requests",
-        "80",
-        "--seeds",
-        "2",
-        "--policies",
-        "lru,lfu_decay",
-        "--capacities",
-        "500,2000,inf",
-        "--out",
-        &out,
-    ];
-    succeed(&[&command[..], more].concat()).0
+    let command = "simulate sweep -q --json --requests 80 --seeds 2 --policies lru,lfu_decay --capacities \
+                   500,2000,inf --out";
+    succeed(&[&words(command)[..], &[&out], more].concat()).0
 }
 
 #[test]
@@ -326,8 +275,7 @@ fn cost_keeps_what_is_deep() {
     let trace = trace.display().to_string();
     let hit = |more: &str| {
         let command = "simulate -q --json --capacity-blocks 100 --block-tokens 512 --trace";
-        let args = command.split(' ').chain([trace.as_str()]).chain(more.split(' '));
-        let report = json(&args.collect::<Vec<_>>());
+        let report = json(&[&words(command)[..], &[&trace], &words(more)].concat());
         assert_eq!(report["requests"]["finished"], 7, "{more}");
         report["cache"]["hit_blocks"].as_u64().unwrap()
     };
@@ -405,7 +353,7 @@ fn a_recording_is_decided_anew() {
         &["--block-tokens", "32", "--prefix-window", "4", "--policy", "lfu_decay", "--half-life", "20s"],
         &["--no-prefix-cache", "--conservative"],
     ] {
-        succeed(&[&DRAWN[..], way, &["--record", &record]].concat());
+        succeed(&drawn(&[way, &["--record", &record]].concat()));
         let replayed = json(&["simulate", "replay", &record, "-o", &log, "--json"]);
         let n = |field: &str| replayed[field].as_u64().unwrap();
         assert!(n("events") > 300 && n("steps") > 100 && n("decisions") > 300, "{replayed}");
@@ -433,12 +381,7 @@ fn a_recording_is_decided_anew() {
     let bad = path("bad.jsonl");
     let refused = |text: &str, more: &[&str], expected: &[&str]| {
         std::fs::write(&bad, text).unwrap();
-        let out = run(&[&["simulate", "replay", &bad], more].concat(), b"");
-        let said = String::from_utf8(out.stderr).unwrap();
-        assert_eq!(out.status.code(), Some(1), "{said}");
-        for part in expected {
-            assert!(said.contains(part), "{said:?} does not say {part:?}");
-        }
+        refused(&[&["simulate", "replay", &bad], more].concat(), 1, expected);
     };
     // A server that was killed leaves a partial line, or an event without the decisions it caused.
     let cut = &recorded[..recorded.len() - 5];
@@ -480,7 +423,7 @@ fn a_recording_is_decided_anew() {
     std::fs::write(&fewer, decisions.clone() + "{}\n").unwrap();
     refused(&recorded, &["--decisions", &fewer], &["recorded but not replayed"]);
 
-    succeed(&[&DRAWN[..], &["--schedule", "srpt", "--lengths", "oracle", "--record", &record]].concat());
+    succeed(&drawn(&["--schedule", "srpt", "--lengths", "oracle", "--record", &record]));
     let recorded = std::fs::read_to_string(&record).unwrap();
     refused(&recorded, &[], &["--lengths oracle"]);
 }

@@ -106,26 +106,7 @@ fn bad_input() {
             .map(|arg| names.iter().find(|(name, _)| *name == arg).map_or(arg, |(_, path)| path))
             .collect();
         let out = run(&[&["simulate"], &args[..]].concat(), b"");
-        let stderr = String::from_utf8_lossy(&out.stderr);
-        let mut wrong = Vec::new();
-        if out.status.code() != Some(*status) {
-            wrong.push(format!("ended with {} for status {status}", out.status));
-        }
-        if !out.stdout.is_empty() {
-            wrong.push(format!("wrote {} bytes to stdout", out.stdout.len()));
-        }
-        wrong.extend(
-            words.iter().filter(|word| !stderr.contains(**word)).map(|word| format!("lacks {word:?}")),
-        );
-        wrong.extend(
-            ["panicked", "\x1b"]
-                .iter()
-                .filter(|word| stderr.contains(**word))
-                .map(|word| format!("has {word:?}")),
-        );
-        if !wrong.is_empty() {
-            bad.push(format!("{}: {}\n    {}", args.join(" "), wrong.join(", "), stderr.trim()));
-        }
+        bad.extend(judge(&args.join(" "), &out, *status, words));
     }
     assert!(bad.is_empty(), "{} of {} rows:\n{}", bad.len(), rows.len(), bad.join("\n"));
     let out = Path::new(&names.iter().find(|(name, _)| *name == "OUT").unwrap().1).to_owned();

@@ -40,45 +40,30 @@ impl Element for F32 {
     }
 }
 
-impl Element for F16 {
-    const BYTES: usize = 2;
-    type Raw = [u8; 32];
-    #[inline(always)]
-    fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
-        bytes.as_chunks().0
-    }
-    #[inline(always)]
-    fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
-        s.load_f16(raw)
-    }
-    fn decode(bytes: &[u8]) -> f32 {
-        widen(u16::from_le_bytes([bytes[0], bytes[1]]))
-    }
-    /// Values past ±65,504 become infinite.
-    fn encode(x: f32, bytes: &mut [u8]) -> bool {
-        let code = f16::from_f32(x);
-        bytes.copy_from_slice(&code.to_le_bytes());
-        code.is_finite()
-    }
+/// An element of two bytes, which `half` encodes. Values of f16 past ±65,504 become infinite.
+macro_rules! two_bytes {
+    ($E:ident, $half:ident, $load:ident, $decode:expr) => {
+        impl Element for $E {
+            const BYTES: usize = 2;
+            type Raw = [u8; 32];
+            #[inline(always)]
+            fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
+                bytes.as_chunks().0
+            }
+            #[inline(always)]
+            fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
+                s.$load(raw)
+            }
+            fn decode(bytes: &[u8]) -> f32 {
+                $decode(u16::from_le_bytes([bytes[0], bytes[1]]))
+            }
+            fn encode(x: f32, bytes: &mut [u8]) -> bool {
+                let code = $half::from_f32(x);
+                bytes.copy_from_slice(&code.to_le_bytes());
+                code.is_finite()
+            }
+        }
+    };
 }
-
-impl Element for BF16 {
-    const BYTES: usize = 2;
-    type Raw = [u8; 32];
-    #[inline(always)]
-    fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
-        bytes.as_chunks().0
-    }
-    #[inline(always)]
-    fn widen<S: Simd>(s: S, raw: &[u8; 32]) -> S::F {
-        s.load_bf16(raw)
-    }
-    fn decode(bytes: &[u8]) -> f32 {
-        bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32()
-    }
-    fn encode(x: f32, bytes: &mut [u8]) -> bool {
-        let code = bf16::from_f32(x);
-        bytes.copy_from_slice(&code.to_le_bytes());
-        code.is_finite()
-    }
-}
+two_bytes!(F16, f16, load_f16, widen);
+two_bytes!(BF16, bf16, load_bf16, |code| bf16::from_bits(code).to_f32());

@@ -3,10 +3,10 @@
 //! prefill of [`TOKENS`] tokens per model and always gives the same order.
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
-use kvist_cache::{CellRun, GroupId, LayerId, MovePlan, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{LayerId, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::*;
 use kvist_model::{Error, Model};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 /// Tokens to measure.
 const TOKENS: u32 = 256;
@@ -35,7 +35,7 @@ pub(crate) fn channel_order(
     Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
-/// Runs a prefill and sums the squares of the keys per channel.
+/// Runs a prefill and sums the squares of the stored keys per channel.
 fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
     let architecture = model.config();
     let tokens = tokens(model)?;
@@ -46,9 +46,8 @@ fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Res
         ..CacheConfig::new(context)
     };
     let groups = config.groups(architecture);
-    let (mut cache, inner) = registry.plan(&config.backend, &config.kind, &groups)?;
-    let backend = KeyEnergies { inner, sums: Arc::default() };
-    let runner = Runner::open(model, registry, &backend, &cache, &config, None);
+    let (mut cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
+    let runner = Runner::open(model, registry, backend, &cache, &config, None);
     let mut runner = runner.map_err(|error| match error {
         Error::CacheTooLarge { asked, free, .. } => Error::Usage(format!(
             "{}: some of the model's keys must be computed first, which takes {}; {} are free. Use another dtype, or more memory",
@@ -59,6 +58,8 @@ fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Res
         error => error,
     })?;
     let mut plan = StepPlan::default();
+    let channels = |layer: &LayerSpec| vec![0.0; (layer.n_kv_heads * layer.k_dim) as usize];
+    let mut sums: Vec<Vec<f64>> = model.layout().layers.iter().map(channels).collect();
     for text in tokens.chunks(context as usize) {
         cache.clear();
         let mut start = 0;
@@ -69,105 +70,29 @@ fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Res
             runner.run(step, tokens, &[], &[])?.commit();
             start += n_tokens;
         }
+        add_energies(runner.network.pools(), model.layout(), start, &mut sums)?;
     }
-    drop(runner);
-    let sums = std::mem::take(&mut *backend.sums.lock().unwrap_or_else(PoisonError::into_inner));
     let unfit = || Error::Usage("the channels of this model's keys cannot be ranked".into());
     ChannelOrder::of_energies(model.layout(), &sums).ok_or_else(unfit)
 }
 
-/// The sums of the squares of every layer's keys: per layer, `[n_kv_heads, head_dim]`.
-type Sums = Arc<Mutex<Vec<Vec<f64>>>>;
-
-/// A backend that also sums the squares of the keys that its pools are given.
-struct KeyEnergies<'b> {
-    inner: &'b dyn Backend,
-    sums: Sums,
-}
-
-struct KeyEnergyPools {
-    inner: Box<dyn Pools>,
-    layout: Layout,
-    sums: Sums,
-}
-
-impl Backend for KeyEnergies<'_> {
-    fn id(&self) -> &'static str {
-        self.inner.id()
-    }
-    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
-        let channels = |layer: &LayerSpec| vec![0.0; (layer.n_kv_heads * layer.k_dim) as usize];
-        *self.sums.lock().unwrap_or_else(PoisonError::into_inner) =
-            spec.layout.layers.iter().map(channels).collect();
-        let (layout, sums) = (spec.layout.clone(), self.sums.clone());
-        Ok(Box::new(KeyEnergyPools { inner: self.inner.pools(spec)?, layout, sums }))
-    }
-    fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
-        self.inner.usage(spec, cells)
-    }
-}
-
-impl Pools for KeyEnergyPools {
-    fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError> {
-        let layer = usize::from(call.layer.0);
-        if let (Some((k, _)), Some(spec)) = (call.kv, self.layout.layers.get(layer)) {
-            let d = spec.k_dim as usize;
-            let mut sums = self.sums.lock().unwrap_or_else(PoisonError::into_inner);
-            for (head, sums) in sums[layer].chunks_exact_mut(d).enumerate() {
-                for token in 0..plan.n_tokens() as usize {
-                    let row = k.row(token, head, d).iter().map(|x| f64::from(*x));
-                    sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += x * x);
-                }
+/// Adds the squares of the keys in the first `n_cells` cells to `sums`: per layer, `[n_kv_heads, head_dim]`.
+fn add_energies(
+    pools: &dyn Pools,
+    layout: &Layout,
+    n_cells: u32,
+    sums: &mut [Vec<f64>],
+) -> Result<(), BackendError> {
+    for (layer, spec) in layout.owners() {
+        let mut key = vec![0.0; spec.k_dim as usize];
+        for (head, sums) in sums[layer].chunks_exact_mut(key.len()).enumerate() {
+            for cell in 0..n_cells {
+                pools.inspect(LayerId(layer as u16), Side::K, head as u32, cell, &mut key)?;
+                sums.iter_mut().zip(&key).for_each(|(sum, x)| *sum += f64::from(*x).powi(2));
             }
         }
-        self.inner.attend(plan, call)
     }
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
-        self.inner.begin(plan)
-    }
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
-        self.inner.relocate(moves)
-    }
-    fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {
-        self.inner.block_bytes(group, cells)
-    }
-    fn export(
-        &mut self,
-        after: Ticket,
-        group: GroupId,
-        cells: CellRun,
-        into: HostBlock,
-    ) -> Result<Transfer, TransferRefused> {
-        self.inner.export(after, group, cells, into)
-    }
-    fn import(
-        &mut self,
-        after: Ticket,
-        group: GroupId,
-        cells: CellRun,
-        from: HostBlock,
-    ) -> Result<Transfer, TransferRefused> {
-        self.inner.import(after, group, cells, from)
-    }
-    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
-        self.inner.finished(transfer)
-    }
-    fn inspect(
-        &self,
-        layer: LayerId,
-        side: Side,
-        kv_head: u32,
-        cell: u32,
-        row: &mut [f32],
-    ) -> Result<(), BackendError> {
-        self.inner.inspect(layer, side, kv_head, cell, row)
-    }
-    fn bytes(&self) -> u64 {
-        self.inner.bytes()
-    }
-    fn counters(&self) -> KvCounters {
-        self.inner.counters()
-    }
+    Ok(())
 }
 
 /// The text in the model's own tokens. Without a tokenizer: tokens spread over its vocabulary.

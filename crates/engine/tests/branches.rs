@@ -1,6 +1,6 @@
 //! Branches on a real model: draft trees verified in one pass, forks and undo in a chat, layers that share KV.
 mod common;
-use common::*;
+use common::{f32_model as model, *};
 use kvist_cache::{NodeId, Refused, SeqId};
 use kvist_cpu::Cpu;
 use kvist_device::{Purpose, Storage};
@@ -11,27 +11,13 @@ use kvist_engine::generate::Limits;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile, top_two};
-use std::sync::{Arc, OnceLock};
 
 const A: SeqId = SeqId::ONLY;
 /// Tolerance for f32 sums over the same cells, split at other places.
 const TOLERANCE: f32 = 1e-3;
 /// Tokens with a smaller lead may swap; see tests/kinds.rs.
 const NEAR_TIE: f32 = 1e-3;
-
-/// f32 weights, so that a last-bit difference stays one.
-fn model() -> &'static Arc<Model> {
-    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    MODEL.get_or_init(|| {
-        let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
-        let budget = kvist_device::MemoryBudget::unlimited();
-        Arc::new(
-            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
-        )
-    })
-}
 
 fn prompt() -> Vec<u32> {
     let text = "A reference is a value that points to data owned by another value. The borrow checker makes sure that \

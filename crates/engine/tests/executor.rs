@@ -1,7 +1,7 @@
 //! The scheduler's steps on a model: requests get the same tokens and logits as in a session of their own.
 mod common;
 use common::*;
-use kvist_cache::{Cache, GroupId, PrefixSpec, RecomputeCost, Run, SeqId};
+use kvist_cache::{Cache, GroupId, PrefixSpec, RecomputeCost, CellRun, SeqId};
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::{HostBlock, MemoryBudget, Purpose, RowOutput, RowResult, Storage};
 use kvist_engine::devices;
@@ -200,7 +200,7 @@ fn a_paged_cache_takes_what_its_plan_says() {
     // What was written can leave the pools.
     let mut transfers = executor.transfers();
     let block = HostBlock::new(transfers.block_bytes(GroupId(0), 16).unwrap()).unwrap();
-    let transfer = transfers.export(GroupId(0), Run { start: 0, len: 16 }, block).unwrap();
+    let transfer = transfers.export(GroupId(0), CellRun { start: 0, len: 16 }, block).unwrap();
     let block = transfers.finished(&transfer).unwrap().unwrap();
     assert!(block.bytes().iter().any(|byte| *byte != 0));
     let tight = load(plan.session_bound() - 1);

@@ -1,15 +1,12 @@
 //! Every cache kind, dtype and chunk size produces the same text. Where two correct paths add in a different order, the
 //! first differing token must have been a near-tie; otherwise it is a bug.
 mod common;
-use common::*;
+use common::{f32_model as model, *};
 use kvist_cache::{LayerId, SeqId};
-use kvist_cpu::Cpu;
-use kvist_device::{MemoryBudget, Storage};
+use kvist_device::Storage;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::weights::WeightFormat;
-use kvist_model::{LoadOptions, Model, ModelFile, top_two};
-use std::sync::{Arc, OnceLock};
+use kvist_model::{ModelFile, top_two};
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const CHUNKS: [u32; 4] = [1, 7, 64, 256];
@@ -46,19 +43,6 @@ const DOCS: [&str; 3] = [
      only what is new. Forking shares cells, undoing changes only what is said: the next turn rolls back. Text out of \
      a session: prefill, then one token after the other until something ends it.\n\n/// Returns the number of",
 ];
-
-/// The embedded model with f32 weights. Packed weights round activations to 8 bits, which turns a last-bit difference
-/// into one of a percent; near-ties would no longer be near.
-fn model() -> &'static Arc<Model> {
-    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    MODEL.get_or_init(|| {
-        let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
-        let budget = MemoryBudget::unlimited();
-        Arc::new(
-            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
-        )
-    })
-}
 
 /// The first `n` tokens of a document.
 fn prompt(document: usize, n: usize) -> Vec<u32> {

@@ -3,24 +3,22 @@
 //! Threads that answer health checks do not parse, and memory is limited ([`Bodies`]). A body that is refused is
 //! refused before the rest of it has arrived: the connection reads the rest and closes (`connection.rs`). A field that
 //! appears twice in an object is refused, because one of the two would be ignored.
-use crate::auth::Caller;
 use crate::blocking::{blocking, keep_document};
 use crate::bodies::{Bodies, SMALL_BYTES, weight};
 use crate::error::ApiError;
+use crate::extract::Call;
 use crate::memory::Permit;
-use crate::state::ServerState;
 use axum::body::Body;
-use axum::extract::Request;
-use axum::http::{StatusCode, header};
+use axum::http::{HeaderMap, StatusCode, header};
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
 
 /// Read and parse the body as JSON, within the limits.
-pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<Value, ApiError> {
+pub(crate) async fn json_body(call: &Call, headers: &HeaderMap, body: Body) -> Result<Value, ApiError> {
+    let (state, name) = (&call.state, &call.caller.name);
     let max = state.limits.max_body_bytes;
-    let headers = request.headers();
     if state.is_draining() {
         return Err(ApiError::shutting_down(state.retry_after_s()));
     }
@@ -44,9 +42,7 @@ pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<V
     if declared.is_some_and(|n| n > max as u64) {
         return Err(too_large(max));
     }
-    let name =
-        request.extensions().get::<Caller>().map_or_else(Default::default, |caller| caller.name.clone());
-    let read = collect(request.into_body(), &state.bodies, max, &name);
+    let read = collect(body, &state.bodies, max, name);
     let read = tokio::time::timeout(state.limits.read_timeout(), read).await;
     let read = read.map_err(|_| {
         let message = format!("the body did not arrive within {} s", state.limits.read_timeout_s);
@@ -61,7 +57,7 @@ pub(crate) async fn json_body(state: &ServerState, request: Request) -> Result<V
         );
         return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message));
     }
-    let permit = state.bodies.document(&name, bytes.len(), weight);
+    let permit = state.bodies.document(name, bytes.len(), weight);
     let permit = tokio::time::timeout(state.limits.read_timeout(), permit).await;
     let permit = permit.ok().flatten().ok_or_else(ApiError::busy)?;
     let (document, permit) = blocking(move || {

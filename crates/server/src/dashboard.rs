@@ -2,12 +2,11 @@
 //!
 //! The bundle is built from `/dashboard` and committed, so building the server needs no Node. The page loads nothing
 //! from other origins, and its content security policy allows no script but its own.
-use crate::auth::Caller;
 use crate::error::ApiError;
+use crate::extract::Call;
 use crate::live::{ListenError, MAX_LISTENERS, sessions};
 use crate::state::ServerState;
-use axum::Extension;
-use axum::extract::{Path, State};
+use axum::extract::Path;
 use axum::http::{StatusCode, header};
 use axum::response::sse::{Event, KeepAlive, Sse};
 use axum::response::{IntoResponse, Response};
@@ -56,10 +55,7 @@ pub(crate) async fn asset(Path(name): Path<String>) -> Response {
 
 /// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]) and `sessions` ([`sessions`]). The
 /// stream shows all users, so if keys are configured it requires an admin key.
-pub(crate) async fn live(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-) -> Result<Response, ApiError> {
+pub(crate) async fn live(Call { state, caller }: Call) -> Result<Response, ApiError> {
     if !caller.admin {
         let message = "the live view shows the requests of all users and needs an admin key";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));

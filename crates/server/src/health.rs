@@ -1,12 +1,12 @@
 //! The endpoints of the server itself: health, version, the OpenAPI document, metrics.
-use crate::auth::Caller;
 use crate::error::ApiError;
+use crate::extract::Call;
 use crate::metrics;
 use crate::state::ServerState;
+use axum::Json;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 use std::sync::Arc;
 
 /// The same response as vLLM's.
@@ -32,10 +32,7 @@ pub(crate) async fn openapi(State(state): State<Arc<ServerState>>) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], state.openapi.clone()).into_response()
 }
 
-pub(crate) async fn metrics(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-) -> Result<Response, ApiError> {
+pub(crate) async fn metrics(Call { state, caller }: Call) -> Result<Response, ApiError> {
     if !caller.admin && !state.http.open_metrics {
         let message = "metrics cover the requests of all users and need an admin key";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));

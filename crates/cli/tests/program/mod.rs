@@ -35,6 +35,40 @@ pub fn succeed_with(args: &[&str], stdin: &[u8]) -> (String, String) {
     (stdout, stderr)
 }
 
+/// The differences from the expected result, as text.
+pub fn judge(what: &str, out: &Output, status: i32, words: &[&str]) -> Vec<String> {
+    let stderr = String::from_utf8_lossy(&out.stderr);
+    let mut bad = Vec::new();
+    if out.status.code() != Some(status) {
+        bad.push(format!("ended with {} for status {status}", out.status));
+    }
+    if !out.stdout.is_empty() {
+        bad.push(format!("wrote {:?} to stdout", String::from_utf8_lossy(&out.stdout)));
+    }
+    for word in words.iter().filter(|word| !stderr.contains(**word)) {
+        bad.push(format!("does not say {word:?}"));
+    }
+    for word in ["panicked", "RUST_BACKTRACE", "\x1b"].iter().filter(|word| stderr.contains(**word)) {
+        bad.push(format!("says {word:?}"));
+    }
+    bad.iter().map(|bad| format!("{what}: {bad}\n    {}", stderr.trim().replace('\n', "\n    "))).collect()
+}
+
+/// What stderr says of a run that must end with `status` and say all of `parts`.
+pub fn refused(args: &[&str], status: i32, parts: &[&str]) -> String {
+    refused_with(args, b"", status, parts)
+}
+pub fn refused_with(args: &[&str], stdin: &[u8], status: i32, parts: &[&str]) -> String {
+    let out = run(args, stdin);
+    let said = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(status), "{args:?}: {said}");
+    for part in parts {
+        assert!(said.contains(part), "{args:?}: no {part:?} in {said}");
+    }
+    assert!(!said.contains("panicked"), "{args:?}: {said}");
+    said
+}
+
 /// The single JSON document on stdout.
 pub fn json(args: &[&str]) -> serde_json::Value {
     let (stdout, _) = succeed(args);
@@ -49,6 +83,15 @@ pub fn data(name: &str) -> String {
 /// The engine's fixtures.
 pub fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures")
+}
+
+/// A model without a tokenizer.
+pub fn without_tokenizer() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixtures().join("parity/llama-gqa").join(name), folder.path().join(name)).unwrap();
+    }
+    folder
 }
 
 /// A model whose tokens all but one begin with ESC, and that never ends its text.
@@ -74,9 +117,14 @@ pub fn escaping_model() -> tempfile::TempDir {
     folder
 }
 
-/// Demands fields of a JSON object; dots separate nested names.
-pub fn fields(value: &Value, names: &[&str]) {
-    for name in names {
+/// Arguments, separated by spaces.
+pub fn words(text: &str) -> Vec<&str> {
+    text.split_whitespace().collect()
+}
+
+/// Demands fields of a JSON object: names separated by spaces; dots separate nested ones.
+pub fn fields(value: &Value, names: &str) {
+    for name in names.split_whitespace() {
         let found = name.split('.').try_fold(value, |value, name| value.get(name));
         assert!(found.is_some(), "no `{name}` in {value}");
     }

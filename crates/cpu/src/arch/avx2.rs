@@ -23,6 +23,19 @@ fn enter<K: Kernel>(s: Avx2, kernel: K) -> K::Out {
 type F = [__m256; 2];
 type I = [__m256i; 2];
 
+/// Operations on registers, which touch no memory: name, arguments, result.
+macro_rules! ops {
+    ($($name:ident($($x:ident: $X:ty),*) -> $Y:ty = $body:expr;)*) => {
+        $(
+            #[inline(always)]
+            fn $name(self, $($x: $X),*) -> $Y {
+                // SAFETY: `detect` checked the CPU features.
+                unsafe { $body }
+            }
+        )*
+    };
+}
+
 impl Simd for Avx2 {
     type F = F;
     type I = I;
@@ -84,35 +97,21 @@ impl Simd for Avx2 {
             [wide(x), wide(x.add(1))]
         }
     }
-    #[inline(always)]
-    fn add(self, a: F, b: F) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn sub(self, a: F, b: F) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn mul(self, a: F, b: F) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn div(self, a: F, b: F) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn fma(self, a: F, b: F, c: F) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
-    }
-    #[inline(always)]
-    fn max(self, a: F, b: F) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+    ops! {
+        add(a: F, b: F) -> F = [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])];
+        sub(a: F, b: F) -> F = [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])];
+        mul(a: F, b: F) -> F = [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])];
+        div(a: F, b: F) -> F = [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])];
+        fma(a: F, b: F, c: F) -> F = [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])];
+        max(a: F, b: F) -> F = [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])];
+        or(a: I, b: I) -> I = [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])];
+        add_i(a: I, b: I) -> I = [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])];
+        sub_i(a: I, b: I) -> I = [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])];
+        mul_i(a: I, b: I) -> I = [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])];
+        times_256(x: I) -> I = [_mm256_slli_epi32::<8>(x[0]), _mm256_slli_epi32::<8>(x[1])];
+        over_256(x: I) -> I = [_mm256_srai_epi32::<8>(x[0]), _mm256_srai_epi32::<8>(x[1])];
+        to_f32(x: I) -> F = [_mm256_cvtepi32_ps(x[0]), _mm256_cvtepi32_ps(x[1])];
+        to_i32(x: F) -> I = [_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])];
     }
     #[inline(always)]
     fn round(self, a: F) -> F {
@@ -215,11 +214,6 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn or(self, a: I, b: I) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])] }
-    }
-    #[inline(always)]
     fn lookup(self, table: &[u8; 16], x: I) -> I {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
@@ -228,47 +222,12 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn add_i(self, a: I, b: I) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn sub_i(self, a: I, b: I) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])] }
-    }
-    #[inline(always)]
-    fn mul_i(self, a: I, b: I) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])] }
-    }
-    #[inline(always)]
     fn shift_left(self, x: I, n: u32) -> I {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let n = _mm256_set1_epi32(n.cast_signed());
             [_mm256_sllv_epi32(x[0], n), _mm256_sllv_epi32(x[1], n)]
         }
-    }
-    #[inline(always)]
-    fn times_256(self, x: I) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_slli_epi32::<8>(x[0]), _mm256_slli_epi32::<8>(x[1])] }
-    }
-    #[inline(always)]
-    fn over_256(self, x: I) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_srai_epi32::<8>(x[0]), _mm256_srai_epi32::<8>(x[1])] }
-    }
-    #[inline(always)]
-    fn to_f32(self, x: I) -> F {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_cvtepi32_ps(x[0]), _mm256_cvtepi32_ps(x[1])] }
-    }
-    #[inline(always)]
-    fn to_i32(self, x: F) -> I {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { [_mm256_cvtps_epi32(x[0]), _mm256_cvtps_epi32(x[1])] }
     }
     #[inline(always)]
     fn store_low_bytes(self, x: I, out: &mut [u8; 16]) {

@@ -32,9 +32,25 @@ fn with_bf16<const BF16: bool, K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Out 
     kernel.run(s)
 }
 
+type F = __m512;
+type I = __m512i;
+
+/// Operations on registers, which touch no memory: name, arguments, result.
+macro_rules! ops {
+    ($($name:ident($($x:ident: $X:ty),*) -> $Y:ty = $body:expr;)*) => {
+        $(
+            #[inline(always)]
+            fn $name(self, $($x: $X),*) -> $Y {
+                // SAFETY: `detect` checked the CPU features.
+                unsafe { $body }
+            }
+        )*
+    };
+}
+
 impl<const BF16: bool> Simd for Avx512<BF16> {
-    type F = __m512;
-    type I = __m512i;
+    type F = F;
+    type I = I;
     const ACCUMULATORS: usize = 16;
     const BF16_DOTS: bool = BF16;
 
@@ -50,33 +66,51 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         // SAFETY: `detect` checked the CPU features; prefetching any address, mapped or not, affects only caches.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(address) }
     }
-    #[inline(always)]
-    fn splat(self, x: f32) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_set1_ps(x) }
+    ops! {
+        splat(x: f32) -> F = _mm512_set1_ps(x);
+        add(a: F, b: F) -> F = _mm512_add_ps(a, b);
+        sub(a: F, b: F) -> F = _mm512_sub_ps(a, b);
+        mul(a: F, b: F) -> F = _mm512_mul_ps(a, b);
+        div(a: F, b: F) -> F = _mm512_div_ps(a, b);
+        fma(a: F, b: F, c: F) -> F = _mm512_fmadd_ps(a, b, c);
+        max(a: F, b: F) -> F = _mm512_max_ps(a, b);
+        round(a: F) -> F = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a);
+        splat_i(x: i32) -> I = _mm512_set1_epi32(x);
+        dot4(acc: I, unsigned: I, signed: I) -> I = _mm512_dpbusd_epi32(acc, unsigned, signed);
+        or(a: I, b: I) -> I = _mm512_or_si512(a, b);
+        add_i(a: I, b: I) -> I = _mm512_add_epi32(a, b);
+        sub_i(a: I, b: I) -> I = _mm512_sub_epi32(a, b);
+        mul_i(a: I, b: I) -> I = _mm512_mullo_epi32(a, b);
+        shift_left(x: I, n: u32) -> I = _mm512_sllv_epi32(x, _mm512_set1_epi32(n.cast_signed()));
+        times_256(x: I) -> I = _mm512_slli_epi32::<8>(x);
+        over_256(x: I) -> I = _mm512_srai_epi32::<8>(x);
+        to_f32(x: I) -> F = _mm512_cvtepi32_ps(x);
+        to_i32(x: F) -> I = _mm512_cvtps_epi32(x);
+        sum(x: F) -> f32 = _mm512_reduce_add_ps(x);
+        largest(x: F) -> f32 = _mm512_reduce_max_ps(x);
     }
     #[inline(always)]
-    fn load(self, x: &[f32; 16]) -> __m512 {
+    fn load(self, x: &[f32; 16]) -> F {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_loadu_ps(x.as_ptr()) }
     }
     #[inline(always)]
-    fn store(self, x: __m512, out: &mut [f32; 16]) {
+    fn store(self, x: F, out: &mut [f32; 16]) {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_storeu_ps(out.as_mut_ptr(), x) }
     }
     #[inline(always)]
-    fn load_f32_bytes(self, x: &[u8; 64]) -> __m512 {
+    fn load_f32_bytes(self, x: &[u8; 64]) -> F {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_loadu_ps(x.as_ptr().cast()) }
     }
     #[inline(always)]
-    fn load_f16(self, x: &[u8; 32]) -> __m512 {
+    fn load_f16(self, x: &[u8; 32]) -> F {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(x.as_ptr().cast())) }
     }
     #[inline(always)]
-    fn load_bf16(self, x: &[u8; 32]) -> __m512 {
+    fn load_bf16(self, x: &[u8; 32]) -> F {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(x.as_ptr().cast()));
@@ -84,42 +118,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn add(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_add_ps(a, b) }
-    }
-    #[inline(always)]
-    fn sub(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_sub_ps(a, b) }
-    }
-    #[inline(always)]
-    fn mul(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_mul_ps(a, b) }
-    }
-    #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_div_ps(a, b) }
-    }
-    #[inline(always)]
-    fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_fmadd_ps(a, b, c) }
-    }
-    #[inline(always)]
-    fn max(self, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_max_ps(a, b) }
-    }
-    #[inline(always)]
-    fn round(self, a: __m512) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a) }
-    }
-    #[inline(always)]
-    fn scale_by_power(self, a: __m512, n: __m512) -> __m512 {
+    fn scale_by_power(self, a: F, n: F) -> F {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let tiny = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(n, _mm512_set1_ps(-126.0));
@@ -127,7 +126,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn mul_nonzero(self, a: __m512, b: __m512) -> __m512 {
+    fn mul_nonzero(self, a: F, b: F) -> F {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let some = _mm512_cmp_ps_mask::<_CMP_NEQ_UQ>(a, _mm512_setzero_ps());
@@ -135,26 +134,16 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn splat_i(self, x: i32) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_set1_epi32(x) }
-    }
-    #[inline(always)]
-    fn load_bytes(self, x: &[u8; 64]) -> __m512i {
+    fn load_bytes(self, x: &[u8; 64]) -> I {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
     }
     #[inline(always)]
-    fn dot4(self, acc: __m512i, unsigned: __m512i, signed: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_dpbusd_epi32(acc, unsigned, signed) }
-    }
-    #[inline(always)]
-    fn dot2(self, acc: __m512, a: __m512i, b: __m512i) -> __m512 {
+    fn dot2(self, acc: F, a: I, b: I) -> F {
         if BF16 {
             // SAFETY: `detect` checked the CPU features, bf16 included; the vectors are only renamed.
             unsafe {
-                let pair = |x: __m512i| std::mem::transmute::<__m512i, __m512bh>(x);
+                let pair = |x: I| std::mem::transmute::<I, __m512bh>(x);
                 _mm512_dpbf16_ps(acc, pair(a), pair(b))
             }
         } else {
@@ -163,14 +152,14 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn byte<const N: u32>(self, x: __m512i) -> __m512i {
+    fn byte<const N: u32>(self, x: I) -> I {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             _mm512_and_si512(_mm512_srlv_epi32(x, _mm512_set1_epi32(8 * N as i32)), _mm512_set1_epi32(255))
         }
     }
     #[inline(always)]
-    fn field(self, x: __m512i, at: u32, bits: u32, to: u32) -> __m512i {
+    fn field(self, x: I, at: u32, bits: u32, to: u32) -> I {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let mask = _mm512_set1_epi8((((1u32 << bits) - 1) << to) as i8);
@@ -179,12 +168,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn or(self, a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_or_si512(a, b) }
-    }
-    #[inline(always)]
-    fn lookup(self, table: &[u8; 16], x: __m512i) -> __m512i {
+    fn lookup(self, table: &[u8; 16], x: I) -> I {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {
             let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
@@ -192,7 +176,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn sixes(self, [a, b, c]: [__m512i; 3]) -> [__m512i; 4] {
+    fn sixes(self, [a, b, c]: [I; 3]) -> [I; 4] {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let mask = _mm512_set1_epi8(0x3f);
@@ -206,71 +190,21 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
-    fn add_i(self, a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    fn sub_i(self, a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_sub_epi32(a, b) }
-    }
-    #[inline(always)]
-    fn mul_i(self, a: __m512i, b: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_mullo_epi32(a, b) }
-    }
-    #[inline(always)]
-    fn shift_left(self, x: __m512i, n: u32) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_sllv_epi32(x, _mm512_set1_epi32(n.cast_signed())) }
-    }
-    #[inline(always)]
-    fn times_256(self, x: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_slli_epi32::<8>(x) }
-    }
-    #[inline(always)]
-    fn over_256(self, x: __m512i) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_srai_epi32::<8>(x) }
-    }
-    #[inline(always)]
-    fn to_f32(self, x: __m512i) -> __m512 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_cvtepi32_ps(x) }
-    }
-    #[inline(always)]
-    fn to_i32(self, x: __m512) -> __m512i {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_cvtps_epi32(x) }
-    }
-    #[inline(always)]
-    fn store_low_bytes(self, x: __m512i, out: &mut [u8; 16]) {
+    fn store_low_bytes(self, x: I, out: &mut [u8; 16]) {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm_storeu_si128(out.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x)) }
     }
     #[inline(always)]
-    fn load_i8(self, x: &[u8; 16]) -> __m512i {
+    fn load_i8(self, x: &[u8; 16]) -> I {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_cvtepi8_epi32(_mm_loadu_si128(x.as_ptr().cast())) }
     }
     #[inline(always)]
-    fn widen_pairs(self, x: __m512i) -> (__m512, __m512) {
+    fn widen_pairs(self, x: I) -> (F, F) {
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let high = _mm512_and_si512(x, _mm512_set1_epi32(0xffff_0000u32 as i32));
             (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x)), _mm512_castsi512_ps(high))
         }
-    }
-    #[inline(always)]
-    fn sum(self, x: __m512) -> f32 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_reduce_add_ps(x) }
-    }
-    #[inline(always)]
-    fn largest(self, x: __m512) -> f32 {
-        // SAFETY: `detect` checked the CPU features.
-        unsafe { _mm512_reduce_max_ps(x) }
     }
 }

@@ -16,7 +16,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.2 of it, with eight query heads on each.
-use super::quantised::{self, Packed, byte_of, param};
+use super::quantised::{Packed, byte_of, packed_products, param};
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -69,21 +69,7 @@ impl Codec for Q4 {
         }
     }
 
-    #[inline(always)]
-    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
-        quantised::scores::<S, Self>(s, queries, blocks, lines);
-    }
-
-    #[inline(always)]
-    fn accumulate<S: Simd>(
-        s: S,
-        lines: &Lines<'_>,
-        blocks: &Blocks<'_>,
-        sums: &mut Sums<'_>,
-        quads: &mut Quads,
-    ) {
-        quantised::accumulate::<S, Self>(s, lines, blocks, sums, quads);
-    }
+    packed_products!();
 }
 
 impl Packed for Q4 {

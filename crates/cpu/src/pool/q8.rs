@@ -16,7 +16,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
-use super::quantised::{self, MAX_ROWS, Packed, byte_of, param};
+use super::quantised::{MAX_ROWS, Packed, byte_of, packed_products, param};
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -62,21 +62,7 @@ impl Codec for Q8 {
         }
     }
 
-    #[inline(always)]
-    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
-        quantised::scores::<S, Self>(s, queries, blocks, lines);
-    }
-
-    #[inline(always)]
-    fn accumulate<S: Simd>(
-        s: S,
-        lines: &Lines<'_>,
-        blocks: &Blocks<'_>,
-        sums: &mut Sums<'_>,
-        quads: &mut Quads,
-    ) {
-        quantised::accumulate::<S, Self>(s, lines, blocks, sums, quads);
-    }
+    packed_products!();
 }
 
 #[inline(always)]

@@ -38,6 +38,28 @@ pub trait Packed {
     fn weigh_one_by_one<S: Simd>(s: S, lines: &Lines<'_>, blocks: &Blocks<'_>, sums: &mut Sums<'_>);
 }
 
+/// The two products of [`Codec`](super::Codec), for a [`Packed`] dtype.
+macro_rules! packed_products {
+    () => {
+        #[inline(always)]
+        fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
+            $crate::pool::quantised::scores::<S, Self>(s, queries, blocks, lines);
+        }
+
+        #[inline(always)]
+        fn accumulate<S: Simd>(
+            s: S,
+            lines: &Lines<'_>,
+            blocks: &Blocks<'_>,
+            sums: &mut Sums<'_>,
+            quads: &mut Quads,
+        ) {
+            $crate::pool::quantised::accumulate::<S, Self>(s, lines, blocks, sums, quads);
+        }
+    };
+}
+pub(super) use packed_products;
+
 /// Scores of all queries, in groups of eight, two and one.
 #[inline(always)]
 pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {

@@ -18,7 +18,7 @@
 //! Levels are looked up as unsigned bytes with 128 added, so that they can use the integer dot products of `q8`.
 //!
 //! Values that do not fit f16 saturate. A NaN or an infinity makes its row NaN, so that the error remains visible.
-use super::quantised::{self, Packed, byte_of, param};
+use super::quantised::{Packed, byte_of, packed_products, param};
 use super::{Blocks, Codec, Lines, Q8, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -102,21 +102,7 @@ impl Codec for T4 {
         high.iter_mut().zip(codes).for_each(|(x, byte)| *x = scale * level(byte >> 4));
     }
 
-    #[inline(always)]
-    fn scores<S: Simd>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
-        quantised::scores::<S, Self>(s, queries, blocks, lines);
-    }
-
-    #[inline(always)]
-    fn accumulate<S: Simd>(
-        s: S,
-        lines: &Lines<'_>,
-        blocks: &Blocks<'_>,
-        sums: &mut Sums<'_>,
-        quads: &mut Quads,
-    ) {
-        quantised::accumulate::<S, Self>(s, lines, blocks, sums, quads);
-    }
+    packed_products!();
 }
 
 impl Packed for T4 {

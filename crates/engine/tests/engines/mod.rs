@@ -7,22 +7,16 @@ use kvist_engine::devices;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::serving::*;
-use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_scheduler::{Admission, Config};
 use std::sync::{Arc, OnceLock};
 
-/// F32 weights and an F32 cache, so that generated text depends only on the prompt.
-pub fn model() -> &'static Arc<Model> {
-    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    MODEL.get_or_init(|| {
-        let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
-        let budget = MemoryBudget::unlimited();
-        Arc::new(
-            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
-        )
-    })
-}
+/// Models, as the tests of `kvist-model` have them.
+#[path = "../../../model/tests/common/mod.rs"]
+mod models;
+/// F32 weights, and an F32 cache below, so that generated text depends only on the prompt.
+#[allow(unused_imports)]
+pub use models::f32_model as model;
 
 /// The weights as stored in the file, with sums in an order that does not depend on the rest of the batch.
 pub fn deterministic() -> &'static (Arc<Model>, Registry) {

@@ -106,11 +106,18 @@ const LLAMA: Traits = Traits {
     gguf_permuted: true,
 };
 
+/// `base` under these names.
+const fn named(
+    family: Family,
+    class: &'static str,
+    model_type: &'static str,
+    gguf: &'static str,
+    base: Traits,
+) -> Traits {
+    Traits { family, class, model_type, gguf, ..base }
+}
+
 const GEMMA: Traits = Traits {
-    family: Family::Gemma,
-    class: "GemmaForCausalLM",
-    model_type: "gemma",
-    gguf: "gemma",
     activation: Activation::Gelu,
     gemma: true,
     tied: true,
@@ -120,14 +127,10 @@ const GEMMA: Traits = Traits {
     kv_heads: Some(16),
     vocab: Some(256_000),
     gguf_permuted: false,
-    ..LLAMA
+    ..named(Family::Gemma, "GemmaForCausalLM", "gemma", "gemma", LLAMA)
 };
 
 const GEMMA2: Traits = Traits {
-    family: Family::Gemma2,
-    class: "Gemma2ForCausalLM",
-    model_type: "gemma2",
-    gguf: "gemma2",
     post_norms: true,
     always_slides: true,
     full_every: Some(2),
@@ -136,53 +139,37 @@ const GEMMA2: Traits = Traits {
     heads: Some(8),
     kv_heads: Some(4),
     window: Some(4096),
-    ..GEMMA
+    ..named(Family::Gemma2, "Gemma2ForCausalLM", "gemma2", "gemma2", GEMMA)
 };
 
 /// SmolLM and SmolLM2 are Llama models, and so are Mistral's in GGUF files. Phi-4 is a Phi-3 model.
 pub(super) const FAMILIES: [Traits; 12] = [
     LLAMA,
     Traits {
-        family: Family::Mistral,
-        class: "MistralForCausalLM",
-        model_type: "mistral",
-        gguf: "mistral",
         qkv_bias: Some(false),
         always_slides: true,
         kv_heads: Some(8),
         window: Some(4096),
-        ..LLAMA
+        ..named(Family::Mistral, "MistralForCausalLM", "mistral", "mistral", LLAMA)
     },
     Traits {
-        family: Family::Qwen2,
-        class: "Qwen2ForCausalLM",
-        model_type: "qwen2",
-        gguf: "qwen2",
         qkv_bias: Some(true),
         kv_heads: Some(32),
         window: Some(4096),
         first_sliding: 28,
         gguf_permuted: false,
-        ..LLAMA
+        ..named(Family::Qwen2, "Qwen2ForCausalLM", "qwen2", "qwen2", LLAMA)
     },
     Traits {
-        family: Family::Qwen3,
-        class: "Qwen3ForCausalLM",
-        model_type: "qwen3",
-        gguf: "qwen3",
         qk_norm: true,
         head_dim: Some(128),
         kv_heads: Some(32),
         window: Some(4096),
         first_sliding: 28,
         gguf_permuted: false,
-        ..LLAMA
+        ..named(Family::Qwen3, "Qwen3ForCausalLM", "qwen3", "qwen3", LLAMA)
     },
     Traits {
-        family: Family::Qwen3Moe,
-        class: "Qwen3MoeForCausalLM",
-        model_type: "qwen3_moe",
-        gguf: "qwen3moe",
         qk_norm: true,
         experts: Some((128, 8, Some(768))),
         kv_heads: Some(4),
@@ -190,13 +177,10 @@ pub(super) const FAMILIES: [Traits; 12] = [
         first_sliding: 28,
         context: 32_768,
         gguf_permuted: false,
-        ..LLAMA
+        ..named(Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe", "qwen3moe", LLAMA)
     },
     // GGUF files store it as Llama with experts.
     Traits {
-        family: Family::Mixtral,
-        class: "MixtralForCausalLM",
-        model_type: "mixtral",
         qkv_bias: Some(false),
         experts: Some((8, 2, None)),
         always_slides: true,
@@ -204,13 +188,9 @@ pub(super) const FAMILIES: [Traits; 12] = [
         theta: 1_000_000.0,
         norm_eps: 1e-5,
         context: 131_072,
-        ..LLAMA
+        ..named(Family::Mixtral, "MixtralForCausalLM", "mixtral", "llama", LLAMA)
     },
     Traits {
-        family: Family::GptOss,
-        class: "GptOssForCausalLM",
-        model_type: "gpt_oss",
-        gguf: "gpt-oss",
         biased: true,
         sinks: true,
         activation: Activation::Clamped { limit: 7.0 },
@@ -224,26 +204,18 @@ pub(super) const FAMILIES: [Traits; 12] = [
         context: 131_072,
         window: Some(128),
         gguf_permuted: false,
-        ..LLAMA
+        ..named(Family::GptOss, "GptOssForCausalLM", "gpt_oss", "gpt-oss", LLAMA)
     },
     Traits {
-        family: Family::SmolLm3,
-        class: "SmolLM3ForCausalLM",
-        model_type: "smollm3",
-        gguf: "smollm3",
         tied: true,
         theta: 2_000_000.0,
         kv_heads: Some(4),
-        ..LLAMA
+        ..named(Family::SmolLm3, "SmolLM3ForCausalLM", "smollm3", "smollm3", LLAMA)
     },
     GEMMA,
     GEMMA2,
     Traits {
-        family: Family::Gemma3,
-        class: "Gemma3ForCausalLM",
-        model_type: "gemma3_text",
         seeing_class: Some("Gemma3ForConditionalGeneration"),
-        gguf: "gemma3",
         qk_norm: true,
         full_every: Some(6),
         sliding_theta: Some(10_000.0),
@@ -251,13 +223,9 @@ pub(super) const FAMILIES: [Traits; 12] = [
         theta: 1_000_000.0,
         context: 131_072,
         vocab: Some(262_208),
-        ..GEMMA2
+        ..named(Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text", "gemma3", GEMMA2)
     },
     Traits {
-        family: Family::Phi3,
-        class: "Phi3ForCausalLM",
-        model_type: "phi3",
-        gguf: "phi3",
         qkv_bias: Some(false),
         always_slides: true,
         norm_eps: 1e-5,
@@ -265,7 +233,7 @@ pub(super) const FAMILIES: [Traits; 12] = [
         heads: Some(32),
         vocab: Some(32_064),
         gguf_permuted: false,
-        ..LLAMA
+        ..named(Family::Phi3, "Phi3ForCausalLM", "phi3", "phi3", LLAMA)
     },
 ];
 

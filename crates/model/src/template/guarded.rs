@@ -172,134 +172,169 @@ thread_local! {
 
 /// Registers the check filters.
 pub(super) fn register(environment: &mut Environment<'static>) {
-    type Seen = Result<Value, Error>;
-    // Keyword arguments count as a value.
-    type Given = Rest<ValueOrKwargs>;
-    let value = |values: &[Value], at: usize| values.get(at).cloned().unwrap_or_default();
-    // Unpacking a list leaves its first item on top of the stack.
-    let back = |values: Vec<Value>| Value::from(values.into_iter().rev().collect::<Vec<Value>>());
-    let is_list = |value: &Value| matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable);
+    environment.add_filter(RAW, raw);
+    environment.add_filter(WRITTEN, written);
+    environment.add_filter(ADDED, added);
+    environment.add_filter(SUM, sum);
+    environment.add_filter(MULTIPLIED, multiplied);
+    environment.add_filter(JOINED, joined);
+    environment.add_filter(SLICED, sliced);
+    environment.add_filter(SPREAD, spread);
+    environment.add_filter(MADE, made);
+    environment.add_filter(ATTRIBUTE, attribute);
+    environment.add_filter(FOUND, found);
+    environment.add_filter(ROUND, round);
+    environment.add_filter(ANOTHER, another);
+}
 
-    environment.add_filter(RAW, |bytes: usize| -> Seen {
-        spend(bytes.saturating_mul(3))?;
-        Ok(Value::UNDEFINED)
-    });
-    environment.add_filter(WRITTEN, move |values: Given| -> Seen {
-        let written = as_written(value(&values.into_values(), 0))?;
-        // A string grows by doubling, and is copied as it grows.
-        spend(text_bytes(&written)?.saturating_mul(3))?;
-        Ok(written)
-    });
-    environment.add_filter(ADDED, move |values: Given| -> Seen {
-        let values = values.into_values();
-        let [left, right] = [value(&values, 0), value(&values, 1)];
-        PENDING.set(None);
-        if is_list(&left) && is_list(&right) {
-            // Repeated sums of empty lists must not form a chain of 2^n lists. A list of unknown length would be
-            // materialised without end.
-            let plain = |list: Value| match list.len() {
-                Some(0) if list.kind() == ValueKind::Iterable => Ok(Value::from(Vec::<Value>::new())),
-                Some(_) => Ok(list),
-                None => listed(list),
-            };
-            let (left, right) = (plain(left)?, plain(right)?);
-            let n = items(&left)? + items(&right)?;
-            count(n)?;
-            let (weight, stays) = weigh_sum(&left, &right)?;
-            PENDING.set(stays.then_some(weight));
-            // Long chains of lazy lists are materialised.
-            afford((n + 1) * size_of::<Value>())?;
-            spend(2 * SLOT_BYTES)?;
-            return Ok(Value::from(vec![right, left]));
-        } else if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
-            // Joined, then copied into a value.
-            spend(2 * (left.len() + right.len()))?;
-        }
-        Ok(back(values))
-    });
-    environment.add_filter(SUM, move |values: Given| -> Seen {
-        let sum = value(&values.into_values(), 0);
-        if sum.kind() == ValueKind::Seq {
-            spend((items(&sum)? + 1).saturating_mul(size_of::<Value>()))?;
-        }
-        if let Some(weight) = PENDING.take() {
-            remember(&sum, weight);
-        }
-        Ok(sum)
-    });
-    environment.add_filter(MULTIPLIED, move |values: Given| -> Seen {
-        let mut values = values.into_values();
-        for at in [0, 1] {
-            let (many, times) = (value(&values, at), value(&values, 1 - at));
-            let Some(times) = times.as_usize() else { continue };
-            if let Some(text) = many.as_str() {
-                spend(text.len().saturating_mul(times).saturating_mul(2))?;
-            } else if is_list(&many) {
-                let many = listed(many)?;
-                let n = items(&many)?.saturating_mul(times);
-                count(n)?;
-                walkable(weigh(&many, false)?.saturating_mul(times))?;
-                spend(if many.is_tuple() { n * size_of::<Value>() } else { SLOT_BYTES })?;
-                values[at] = many;
-            }
-        }
-        Ok(back(values))
-    });
-    environment.add_filter(JOINED, move |values: Given| -> Seen {
-        let values = values.into_values();
-        let [left, right] = [as_written(value(&values, 0))?, as_written(value(&values, 1))?];
-        // Both are written into one string, which grows by doubling, is copied as it grows, and once more when
-        // complete.
-        spend((text_bytes(&left)? + text_bytes(&right)?).saturating_mul(4))?;
-        Ok(Value::from(vec![right, left]))
-    });
-    environment.add_filter(SLICED, move |values: Given| -> Seen {
-        let mut values = values.into_values();
-        let sliced = listed(value(&values, 0))?;
-        // Reversing a string creates a list of its characters; reversing a list copies it. A forward slice of a list is
-        // lazy.
-        let backwards = i64::try_from(value(&values, 3)).is_ok_and(|step| step < 0);
-        let bytes = match (sliced.as_str().is_some(), backwards || sliced.is_tuple()) {
-            (true, _) => items(&sliced)?.saturating_mul(8),
-            (false, true) => items(&sliced)?.saturating_mul(2 * size_of::<Value>()),
-            (false, false) => SLOT_BYTES,
+type Seen = Result<Value, Error>;
+// Keyword arguments count as a value.
+type Given = Rest<ValueOrKwargs>;
+
+fn value(values: &[Value], at: usize) -> Value {
+    values.get(at).cloned().unwrap_or_default()
+}
+
+/// Unpacking a list leaves its first item on top of the stack.
+fn back(values: Vec<Value>) -> Value {
+    Value::from(values.into_iter().rev().collect::<Vec<Value>>())
+}
+
+fn is_list(value: &Value) -> bool {
+    matches!(value.kind(), ValueKind::Seq | ValueKind::Iterable)
+}
+
+fn raw(bytes: usize) -> Seen {
+    spend(bytes.saturating_mul(3))?;
+    Ok(Value::UNDEFINED)
+}
+
+fn written(values: Given) -> Seen {
+    let written = as_written(value(&values.into_values(), 0))?;
+    // A string grows by doubling, and is copied as it grows.
+    spend(text_bytes(&written)?.saturating_mul(3))?;
+    Ok(written)
+}
+
+fn added(values: Given) -> Seen {
+    let values = values.into_values();
+    let [left, right] = [value(&values, 0), value(&values, 1)];
+    PENDING.set(None);
+    if is_list(&left) && is_list(&right) {
+        // Repeated sums of empty lists must not form a chain of 2^n lists. A list of unknown length would be
+        // materialised without end.
+        let plain = |list: Value| match list.len() {
+            Some(0) if list.kind() == ValueKind::Iterable => Ok(Value::from(Vec::<Value>::new())),
+            Some(_) => Ok(list),
+            None => listed(list),
         };
-        spend(bytes)?;
-        if let Some(first) = values.first_mut() {
-            *first = sliced;
+        let (left, right) = (plain(left)?, plain(right)?);
+        let n = items(&left)? + items(&right)?;
+        count(n)?;
+        let (weight, stays) = weigh_sum(&left, &right)?;
+        PENDING.set(stays.then_some(weight));
+        // Long chains of lazy lists are materialised.
+        afford((n + 1) * size_of::<Value>())?;
+        spend(2 * SLOT_BYTES)?;
+        return Ok(Value::from(vec![right, left]));
+    } else if let (Some(left), Some(right)) = (left.as_str(), right.as_str()) {
+        // Joined, then copied into a value.
+        spend(2 * (left.len() + right.len()))?;
+    }
+    Ok(back(values))
+}
+
+fn sum(values: Given) -> Seen {
+    let sum = value(&values.into_values(), 0);
+    if sum.kind() == ValueKind::Seq {
+        spend((items(&sum)? + 1).saturating_mul(size_of::<Value>()))?;
+    }
+    if let Some(weight) = PENDING.take() {
+        remember(&sum, weight);
+    }
+    Ok(sum)
+}
+
+fn multiplied(values: Given) -> Seen {
+    let mut values = values.into_values();
+    for at in [0, 1] {
+        let (many, times) = (value(&values, at), value(&values, 1 - at));
+        let Some(times) = times.as_usize() else { continue };
+        if let Some(text) = many.as_str() {
+            spend(text.len().saturating_mul(times).saturating_mul(2))?;
+        } else if is_list(&many) {
+            let many = listed(many)?;
+            let n = items(&many)?.saturating_mul(times);
+            count(n)?;
+            walkable(weigh(&many, false)?.saturating_mul(times))?;
+            spend(if many.is_tuple() { n * size_of::<Value>() } else { SLOT_BYTES })?;
+            values[at] = many;
         }
-        Ok(back(values))
-    });
-    environment.add_filter(SPREAD, move |values: Given| -> Seen {
-        let values = values.into_values();
-        for list in values.iter() {
-            spend(items(list)?.saturating_mul(SLOT_BYTES))?;
-        }
-        Ok(back(values))
-    });
-    environment.add_filter(MADE, move |values: Given| -> Seen {
-        let values = values.into_values();
-        let made = value(&values, 0);
-        weigh(&made, false)?;
-        spend((items(&made)? + 1).saturating_mul(SLOT_BYTES))?;
-        Ok(made)
-    });
-    environment.add_filter(ATTRIBUTE, move |values: Given| -> Seen {
-        let values = values.into_values();
-        weigh(&value(&values, 0), true)?;
-        spend(SLOT_BYTES)?;
-        Ok(back(values))
-    });
-    environment.add_filter(FOUND, move |values: Given| -> Seen {
-        let values = values.into_values();
-        looked_for(&value(&values, 0), &value(&values, 1))?;
-        Ok(back(values))
-    });
-    environment.add_filter(ROUND, |_: usize| -> Seen {
-        spend(0)?;
-        Ok(Value::UNDEFINED)
-    });
-    environment.add_filter(ANOTHER, |_: Given| -> Seen {
-        Err(refuse("a chat template cannot include, import or extend other templates"))
-    });
+    }
+    Ok(back(values))
+}
+
+fn joined(values: Given) -> Seen {
+    let values = values.into_values();
+    let [left, right] = [as_written(value(&values, 0))?, as_written(value(&values, 1))?];
+    // Both are written into one string, which grows by doubling, is copied as it grows, and once more when
+    // complete.
+    spend((text_bytes(&left)? + text_bytes(&right)?).saturating_mul(4))?;
+    Ok(Value::from(vec![right, left]))
+}
+
+fn sliced(values: Given) -> Seen {
+    let mut values = values.into_values();
+    let sliced = listed(value(&values, 0))?;
+    // Reversing a string creates a list of its characters; reversing a list copies it. A forward slice of a list is
+    // lazy.
+    let backwards = i64::try_from(value(&values, 3)).is_ok_and(|step| step < 0);
+    let bytes = match (sliced.as_str().is_some(), backwards || sliced.is_tuple()) {
+        (true, _) => items(&sliced)?.saturating_mul(8),
+        (false, true) => items(&sliced)?.saturating_mul(2 * size_of::<Value>()),
+        (false, false) => SLOT_BYTES,
+    };
+    spend(bytes)?;
+    if let Some(first) = values.first_mut() {
+        *first = sliced;
+    }
+    Ok(back(values))
+}
+
+fn spread(values: Given) -> Seen {
+    let values = values.into_values();
+    for list in values.iter() {
+        spend(items(list)?.saturating_mul(SLOT_BYTES))?;
+    }
+    Ok(back(values))
+}
+
+fn made(values: Given) -> Seen {
+    let values = values.into_values();
+    let made = value(&values, 0);
+    weigh(&made, false)?;
+    spend((items(&made)? + 1).saturating_mul(SLOT_BYTES))?;
+    Ok(made)
+}
+
+fn attribute(values: Given) -> Seen {
+    let values = values.into_values();
+    weigh(&value(&values, 0), true)?;
+    spend(SLOT_BYTES)?;
+    Ok(back(values))
+}
+
+fn found(values: Given) -> Seen {
+    let values = values.into_values();
+    looked_for(&value(&values, 0), &value(&values, 1))?;
+    Ok(back(values))
+}
+
+fn round(_: usize) -> Seen {
+    spend(0)?;
+    Ok(Value::UNDEFINED)
+}
+
+fn another(_: Given) -> Seen {
+    Err(refuse("a chat template cannot include, import or extend other templates"))
 }

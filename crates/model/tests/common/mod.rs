@@ -5,9 +5,9 @@ use kvist_device::MemoryBudget;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
-/// The fixtures of this crate. The tests of `kvist-engine` include this file too.
+/// The fixtures of this crate. The tests of `kvist-engine` and `kvist-server` include this file too.
 pub fn fixtures(kind: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures").join(kind)
 }
@@ -41,4 +41,18 @@ pub fn load_in(file: ModelFile, format: WeightFormat) -> Result<Arc<Model>, kvis
     let options = LoadOptions { format, ..texts() };
     Model::load(&file, Cpu::new(compute()), &options, &MemoryBudget::unlimited(), &mut |_, _| {})
         .map(Arc::new)
+}
+
+/// A model with f32 weights. Packed weights round activations to 8 bits, which turns a last-bit difference into one of
+/// a percent; near-ties would no longer be near.
+pub fn load_f32(file: &ModelFile) -> Arc<Model> {
+    let options = LoadOptions { format: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
+    let budget = MemoryBudget::unlimited();
+    Arc::new(Model::load(file, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap())
+}
+
+/// The embedded model with f32 weights.
+pub fn f32_model() -> &'static Arc<Model> {
+    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
+    MODEL.get_or_init(|| load_f32(&ModelFile::Embedded))
 }

@@ -7,11 +7,9 @@ use super::stream;
 use super::tokens::encode_prompt;
 use super::writer::{AnswerWriter, finish_reason};
 use crate::auth::Caller;
-use crate::body::json_body;
 use crate::error::ApiError;
+use crate::extract::Posted;
 use crate::state::{EFFORT, ServerState};
-use axum::Extension;
-use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::chat_format::{AnswerSpec, PLAIN_STOP};
 use kvist_engine::serving::{Done, Token};
@@ -20,13 +18,9 @@ use kvist_model::template::Conversation;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-pub(crate) async fn chat(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let prepared = state.prepare(&caller, move |state, caller| prepare(state, caller, &mut body));
+pub(crate) async fn chat(posted: Posted) -> Result<Response, ApiError> {
+    let state = posted.call.state.clone();
+    let prepared = posted.prepare(prepare);
     let (request, writer, common) = prepared.await?;
     let answers = Answers::begin(&state, request)?;
     stream::respond(answers, writer, &common).await

@@ -8,24 +8,18 @@ use super::stream;
 use super::tokens::{decoding_bytes, encode_prompt, text_bytes};
 use super::writer::{AnswerWriter, EchoedPrompt, finish_reason};
 use crate::auth::Caller;
-use crate::body::json_body;
 use crate::error::ApiError;
+use crate::extract::Posted;
 use crate::state::ServerState;
-use axum::Extension;
-use axum::extract::{Request, State};
 use axum::response::Response;
 use kvist_engine::serving::{Done, LogProb, Token};
 use kvist_model::tokenizer::TextState;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
-pub(crate) async fn completions(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let prepared = state.prepare(&caller, move |state, caller| prepare(state, caller, &mut body));
+pub(crate) async fn completions(posted: Posted) -> Result<Response, ApiError> {
+    let (state, caller) = (posted.call.state.clone(), posted.call.caller.clone());
+    let prepared = posted.prepare(prepare);
     let Prepared { mut request, mut writer, common, echoed_bytes } = prepared.await?;
     if let Some(top) = request.logprobs.filter(|_| request.prompt_logprobs) {
         let tokens = request.prompts.iter().map(|prompt| prompt.len()).sum();

@@ -2,14 +2,12 @@
 //! /detokenize`, which follow vLLM's.
 use super::fields::{check, read};
 use super::parts::{PART_BYTES, PART_TOKENS, escaped, in_parts, items};
-use crate::auth::Caller;
-use crate::body::json_body;
 use crate::error::ApiError;
+use crate::extract::Posted;
 use crate::state::ServerState;
 use crate::work::ReservedMemory;
-use axum::extract::{Request, State};
+use axum::Json;
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 use kvist_engine::Error;
 use kvist_model::Model;
 use kvist_model::tokenizer::{Ends, Tokenizer};
@@ -17,7 +15,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::borrow::Cow;
 use std::iter::once;
-use std::sync::Arc;
 
 /// Tokenize `text`. With `special`, the tokens that the model expects at the start of a text come first. An error if
 /// the tokenizer yields a token outside the model's vocabulary: repackaged models have such tokens, for padding. Also
@@ -193,15 +190,10 @@ fn text_parts(text: String) -> impl Iterator<Item = String> {
     once("{\"prompt\":\"".to_string()).chain(escaped(text)).chain(once("\"}".into()))
 }
 
-pub(crate) async fn tokenize(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let tokenized = state.prepare(&caller, move |state, caller| {
-        check(&mut body, &state.schemas.tokenize, &state.bounds.model)?;
-        let fields: Tokenize = read(&body)?;
+pub(crate) async fn tokenize(posted: Posted) -> Result<Response, ApiError> {
+    let tokenized = posted.prepare(|state, caller, body| {
+        check(body, &state.schemas.tokenize, &state.bounds.model)?;
+        let fields: Tokenize = read(body)?;
         let special = fields.add_special_tokens.unwrap_or(true);
         let (mut tokens, _reserved) = encode(state, &fields.prompt, special, "prompt")?;
         let max_model_len = state.bounds.max_tokens;
@@ -241,15 +233,10 @@ pub(crate) fn decoding_bytes(state: &ServerState, tokens: &[u32]) -> usize {
     tokens.len() * 64 + 4 * text_bytes(state, tokens)
 }
 
-pub(crate) async fn detokenize(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let text = state.prepare(&caller, move |state, caller| {
-        check(&mut body, &state.schemas.detokenize, &state.bounds.model)?;
-        let fields: Detokenize = read(&body)?;
+pub(crate) async fn detokenize(posted: Posted) -> Result<Response, ApiError> {
+    let text = posted.prepare(|state, caller, body| {
+        check(body, &state.schemas.detokenize, &state.bounds.model)?;
+        let fields: Detokenize = read(body)?;
         let _reserved = state.work.take(decoding_bytes(state, &fields.tokens), "tokens")?;
         let mut text = state.decode(&fields.tokens)?;
         if text.len() <= PART_BYTES {

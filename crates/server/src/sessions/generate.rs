@@ -6,9 +6,8 @@ use super::fields::GenerateFields;
 use super::tokenizer::decoding_memory;
 use super::verbs::check_tools;
 use crate::auth::Caller;
-use crate::body::json_body;
 use crate::error::ApiError;
-use crate::extract::Path;
+use crate::extract::{Path, Posted};
 use crate::openai::chat::ChatWriter;
 use crate::openai::completions::CompletionWriter;
 use crate::openai::fields::{Common, check, check_together, read};
@@ -19,8 +18,6 @@ use crate::openai::stream;
 use crate::openai::writer::AnswerWriter;
 use crate::state::ServerState;
 use crate::work::{self, SETTLING_BYTES};
-use axum::Extension;
-use axum::extract::{Request, State};
 use axum::http::StatusCode;
 use axum::response::Response;
 use futures_util::stream::{StreamExt, unfold};
@@ -33,14 +30,9 @@ use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio::task::JoinError;
 
-pub(crate) async fn generate(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Result<Response, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let prepared = state.prepare(&caller, move |state, caller| prepare(state, caller, &id, &mut body));
+pub(crate) async fn generate(Path(id): Path<String>, posted: Posted) -> Result<Response, ApiError> {
+    let state = posted.call.state.clone();
+    let prepared = posted.prepare(move |state, caller, body| prepare(state, caller, &id, body));
     let Prepared { mut request, run, parser, is_chat, common } = prepared.await?;
     let session = run.generation.guard().id.to_string();
     request.session = Some(session.as_str().into());

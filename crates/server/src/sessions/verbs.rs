@@ -1,17 +1,14 @@
 //! The session endpoints except `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
 use super::tokenizer::decoding_memory;
-use crate::auth::Caller;
 use crate::blocking::blocking;
-use crate::body::json_body;
 use crate::error::ApiError;
-use crate::extract::Path;
+use crate::extract::{Call, Path, Posted};
 use crate::openai::fields::{check, read};
 use crate::openai::parts::{PART_BYTES, PART_TOKENS, escaped, in_parts, items};
 use crate::state::ServerState;
-use axum::extract::{Request, State};
+use axum::Json;
 use axum::response::{IntoResponse, Response};
-use axum::{Extension, Json};
 use kvist_engine::sessions::{
     History, NewSession, SessionGuard, SessionInfo, TOOLS, Timestamp, check_length, heap_bytes,
     heap_bytes_of_fields,
@@ -19,7 +16,6 @@ use kvist_engine::sessions::{
 use kvist_engine::tools::tools_from_json;
 use serde_json::{Map, Value, json};
 use std::iter::once;
-use std::sync::Arc;
 
 /// The session as API clients see it.
 fn document_of(info: &SessionInfo) -> Value {
@@ -72,15 +68,10 @@ pub(super) fn check_tools(tools: &[Value]) -> Result<(), ApiError> {
     Ok(())
 }
 
-pub(crate) async fn create(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let created = state.prepare(&caller, move |state, caller| {
-        check(&mut body, &state.schemas.sessions.create, &state.bounds.model)?;
-        let (fields, content): (CreateFields, Content) = (read(&body)?, read(&body)?);
+pub(crate) async fn create(posted: Posted) -> Result<Json<Value>, ApiError> {
+    let created = posted.prepare(|state, caller, body| {
+        check(body, &state.schemas.sessions.create, &state.bounds.model)?;
+        let (fields, content): (CreateFields, Content) = (read(body)?, read(body)?);
         if let Some(names) = &fields.chat_template_kwargs {
             let bytes = heap_bytes_of_fields(names);
             if bytes > MAX_KWARGS {
@@ -119,10 +110,7 @@ pub(crate) async fn create(
     created.await
 }
 
-pub(crate) async fn list(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn list(Call { state, caller }: Call) -> Result<Json<Value>, ApiError> {
     blocking(move || {
         let seen = state.sessions.list(Timestamp::now(), &caller.name);
         Ok(Json(json!({"object": "list", "data": seen.iter().map(document_of).collect::<Vec<_>>()})))
@@ -130,11 +118,7 @@ pub(crate) async fn list(
     .await
 }
 
-pub(crate) async fn show(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-) -> Result<Response, ApiError> {
+pub(crate) async fn show(Call { state, caller }: Call, Path(id): Path<String>) -> Result<Response, ApiError> {
     let shown = state.prepare(&caller, move |state, caller| {
         let (info, mut history) =
             state.sessions.get(Timestamp::now(), &caller.name, state.sessions.id(&id)?)?;
@@ -202,8 +186,7 @@ fn document_parts(
 }
 
 pub(crate) async fn delete(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
+    Call { state, caller }: Call,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
     blocking(move || {
@@ -222,34 +205,22 @@ fn change(guard: &mut SessionGuard, history: History) -> Result<Value, ApiError>
     Ok(document)
 }
 
-pub(crate) async fn append(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let appended = state.prepare(&caller, move |state, caller| {
+pub(crate) async fn append(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    let appended = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
-        check(&mut body, &state.schemas.sessions.append, &state.bounds.model)?;
+        check(body, &state.schemas.sessions.append, &state.bounds.model)?;
         let mut guard = state.sessions.claim(Timestamp::now(), &caller.name, id, false)?;
-        let history = grown(state, &guard.history, read(&body)?)?;
+        let history = grown(state, &guard.history, read(body)?)?;
         Ok(Json(change(&mut guard, history)?))
     });
     appended.await
 }
 
-pub(crate) async fn rollback(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let rolled = state.prepare(&caller, move |state, caller| {
+pub(crate) async fn rollback(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    let rolled = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
-        check(&mut body, &state.schemas.sessions.rollback, &state.bounds.model)?;
-        let fields: RollbackFields = read(&body)?;
+        check(body, &state.schemas.sessions.rollback, &state.bounds.model)?;
+        let fields: RollbackFields = read(body)?;
         let mut guard = state.sessions.claim(Timestamp::now(), &caller.name, id, false)?;
         let history = guard.history.cut(&**state, fields.to.into(), "to")?;
         Ok(Json(change(&mut guard, history)?))
@@ -257,17 +228,11 @@ pub(crate) async fn rollback(
     rolled.await
 }
 
-pub(crate) async fn fork(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
-    let mut body = json_body(&state, request).await?;
-    let forked = state.prepare(&caller, move |state, caller| {
+pub(crate) async fn fork(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    let forked = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
-        check(&mut body, &state.schemas.sessions.fork, &state.bounds.model)?;
-        let fields: ForkFields = read(&body)?;
+        check(body, &state.schemas.sessions.fork, &state.bounds.model)?;
+        let fields: ForkFields = read(body)?;
         let (_, mut history) = state.sessions.get(Timestamp::now(), &caller.name, id)?;
         match fields.at {
             Some(at) => history = history.cut(&**state, at.into(), "at")?,
@@ -281,13 +246,8 @@ pub(crate) async fn fork(
     forked.await
 }
 
-pub(crate) async fn keep(
-    State(state): State<Arc<ServerState>>,
-    Extension(caller): Extension<Caller>,
-    Path(id): Path<String>,
-    request: Request,
-) -> Result<Json<Value>, ApiError> {
-    let mut body = json_body(&state, request).await?;
+pub(crate) async fn keep(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    let Posted { call: Call { state, caller }, mut body } = posted;
     blocking(move || {
         let id = state.sessions.id(&id)?;
         check(&mut body, &state.schemas.sessions.keep, &state.bounds.model)?;

@@ -3,11 +3,8 @@
 //! The embedded model knows no channels. Grammars make it write them, or one request per token with a large
 //! bias that forces the token.
 use crate::server::*;
-use kvist_cpu::Cpu;
-use kvist_device::MemoryBudget;
 use kvist_model::harmony::MARKS;
-use kvist_model::weights::WeightFormat;
-use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_model::{Model, ModelFile};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -85,11 +82,7 @@ fn harmony() -> Arc<Model> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("harmony.gguf");
         std::fs::write(&path, bytes).unwrap();
-        let options = LoadOptions { format: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
-        let budget = MemoryBudget::unlimited();
-        Arc::new(
-            Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
-        )
+        load_f32(&ModelFile::Path(path))
     };
     MODEL.get_or_init(load).clone()
 }
@@ -108,10 +101,11 @@ const QUESTION: &str = "What is a vector?";
 
 /// The bias makes the reasoning end after a while.
 fn ask(more: Value) -> Value {
-    let mut body = json!({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300, "seed": 5,
-        "logit_bias": {token("<|end|>").to_string(): 18}});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(
+        json!({"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 300, "seed": 5,
+        "logit_bias": {token("<|end|>").to_string(): 18}}),
+        &more,
+    )
 }
 
 fn tools() -> Value {

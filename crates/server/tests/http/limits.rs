@@ -7,11 +7,12 @@ use std::time::Duration;
 /// Outlasts any test: it would fill the cache.
 fn endless(more: Value) -> Value {
     let n = more["n"].as_u64().unwrap_or(4);
-    let mut body = json!({
-        "prompt": "fn main", "max_tokens": 3900 / n, "ignore_eos": true, "temperature": 1, "n": n,
-    });
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(
+        json!({
+            "prompt": "fn main", "max_tokens": 3900 / n, "ignore_eos": true, "temperature": 1, "n": n,
+        }),
+        &more,
+    )
 }
 
 /// Starts a stream and reads its first `lines` lines.

@@ -94,10 +94,11 @@ fn joined(events: &[Value], index: u64) -> Value {
 }
 
 fn ask(prompt: impl Into<Value>, more: Value) -> Value {
-    let mut body = json!({"prompt": prompt.into(), "echo": true, "logprobs": 3, "max_tokens": 0, "temperature": 0,
-        "ignore_eos": true});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(
+        json!({"prompt": prompt.into(), "echo": true, "logprobs": 3, "max_tokens": 0, "temperature": 0,
+        "ignore_eos": true}),
+        &more,
+    )
 }
 
 /// Regression: this was rejected with "prompts are not scored".

@@ -1,32 +1,25 @@
 //! A server on a free port that runs the embedded model, and a client.
 #![allow(dead_code)]
-use kvist_cpu::Cpu;
-use kvist_device::{MemoryBudget, Storage};
+use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::serving::Engine;
-use kvist_model::weights::WeightFormat;
-use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_model::Model;
 use kvist_server::config::KeySection;
 use kvist_server::{ServerConfig, ServerState, serve};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// F32 weights and an F32 cache, so that generated text depends only on the prompt.
-pub fn model() -> &'static Arc<Model> {
-    static MODEL: OnceLock<Arc<Model>> = OnceLock::new();
-    MODEL.get_or_init(|| {
-        let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
-        let budget = MemoryBudget::unlimited();
-        Arc::new(
-            Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
-        )
-    })
-}
+/// Models, as the tests of `kvist-model` have them. F32 weights and an F32 cache, so that generated text depends only
+/// on the prompt.
+#[path = "../../../model/tests/common/mod.rs"]
+mod models;
+#[allow(unused_imports)] // `sessions` does not load others
+pub use models::{f32_model as model, load_f32};
 
 /// Only ends tests that would hang; nothing is measured against it.
 pub const PATIENCE: Duration = Duration::from_secs(600);
@@ -173,6 +166,12 @@ impl Server {
             std::thread::sleep(Duration::from_millis(5));
         }
     }
+}
+
+/// The fields of `body`, then those of `more`.
+pub fn with(mut body: Value, more: &Value) -> Value {
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
 }
 
 /// Keeps the engine paused until dropped.

@@ -1,9 +1,6 @@
 //! Tools in sessions: calls are parsed from what a session generates, and become part of its history.
 use crate::server::*;
-use kvist_cpu::Cpu;
-use kvist_device::MemoryBudget;
-use kvist_model::weights::WeightFormat;
-use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_model::{Model, ModelFile};
 use kvist_server::ServerConfig;
 use serde_json::{Value, json};
 use std::path::Path;
@@ -41,11 +38,7 @@ fn with_template(template: &'static str) -> Arc<Model> {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("template.gguf");
         std::fs::write(&path, bytes).unwrap();
-        let options = LoadOptions { format: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
-        let budget = MemoryBudget::unlimited();
-        Arc::new(
-            Model::load(&ModelFile::Path(path), Cpu::default(), &options, &budget, &mut |_, _| {}).unwrap(),
-        )
+        load_f32(&ModelFile::Path(path))
     });
     model.get().unwrap().clone()
 }
@@ -69,10 +62,11 @@ fn tools() -> Value {
 }
 
 fn demand(more: Value) -> Value {
-    let mut body = json!({"tools": tools(), "tool_choice": "required", "parallel_tool_calls": false,
-        "temperature": 0, "max_tokens": 120});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-    body
+    with(
+        json!({"tools": tools(), "tool_choice": "required", "parallel_tool_calls": false,
+        "temperature": 0, "max_tokens": 120}),
+        &more,
+    )
 }
 
 const QUESTION: &str = "What is a vector?";

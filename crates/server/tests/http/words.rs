@@ -1,10 +1,7 @@
 //! A model whose tokens are words with a leading space, as in SentencePiece, and whose tokenizer has one token
 //! more than the model's vocabulary.
 use crate::server::*;
-use kvist_cpu::Cpu;
-use kvist_device::MemoryBudget;
-use kvist_model::weights::WeightFormat;
-use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_model::{Model, ModelFile};
 use serde_json::{Map, Value, json};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
@@ -42,11 +39,7 @@ pub fn words_with(template: Option<&str>) -> Arc<Model> {
     if let Some(template) = template {
         std::fs::write(folder.path().join("chat_template.jinja"), template).unwrap();
     }
-    let options = LoadOptions { format: WeightFormat::F32, mmap: false, ..LoadOptions::default() };
-    let file = ModelFile::Path(folder.path().into());
-    Arc::new(
-        Model::load(&file, Cpu::default(), &options, &MemoryBudget::unlimited(), &mut |_, _| {}).unwrap(),
-    )
+    load_f32(&ModelFile::Path(folder.path().into()))
 }
 
 /// Regression: the token reached a step, which failed three times for all requests in the batch.

@@ -96,51 +96,39 @@ pub struct ModelShape {
     pub source: String,
 }
 
-/// (name, parameters, lookup parameters, layers, query heads, KV heads, head dim, source)
-type ModelRow = (&'static str, u64, u64, u32, u32, u32, u32, &'static str);
+/// (name, parameters, lookup parameters, [layers, query heads, KV heads, head dim], source)
+type ModelRow = (&'static str, u64, u64, [u32; 4], &'static str);
 
 const MODELS: &[ModelRow] = &[
     (
         "llama-2-7b",
         6_738_415_616,
         131_072_000,
-        32,
-        32,
-        32,
-        128,
+        [32, 32, 32, 128],
         "config.json of meta-llama/Llama-2-7b-hf (vocabulary 32,000 × 4,096)",
     ),
     (
         "llama-3.1-8b",
         8_030_261_248,
         525_336_576,
-        32,
-        32,
-        8,
-        128,
+        [32, 32, 8, 128],
         "config.json of meta-llama/Llama-3.1-8B (vocabulary 128,256 × 4,096)",
     ),
     (
         "llama-3.1-70b",
         70_553_706_496,
         1_050_673_152,
-        80,
-        64,
-        8,
-        128,
+        [80, 64, 8, 128],
         "config.json of meta-llama/Llama-3.1-70B (vocabulary 128,256 × 8,192)",
     ),
     (
         "qwen2.5-7b",
         7_615_616_512,
         544_997_376,
-        28,
-        28,
-        4,
-        128,
+        [28, 28, 4, 128],
         "config.json of Qwen/Qwen2.5-7B (vocabulary 152,064 × 3,584)",
     ),
-    ("qwen2.5-0.5b", 494_032_768, 0, 24, 14, 2, 64, "config.json of Qwen/Qwen2.5-0.5B (tied embeddings)"),
+    ("qwen2.5-0.5b", 494_032_768, 0, [24, 14, 2, 64], "config.json of Qwen/Qwen2.5-0.5B (tied embeddings)"),
 ];
 
 impl ModelShape {
@@ -151,7 +139,7 @@ impl ModelShape {
 
     /// Weights, K and V in 16 bits. The fields are public, so callers can change that.
     pub fn preset(name: &str) -> Option<ModelShape> {
-        let &(name, parameters, lookup_parameters, layers, query_heads, kv_heads, head_dim, source) =
+        let &(name, parameters, lookup_parameters, [layers, query_heads, kv_heads, head_dim], source) =
             MODELS.iter().find(|r| r.0 == name)?;
         Some(ModelShape {
             name: name.into(),

@@ -63,42 +63,23 @@ struct Variant {
     shared: bool,
 }
 
-const F32: Storage = Storage::F32;
+const fn variant(
+    (name, what): (&'static str, &'static str),
+    backend: &'static str,
+    storage: Storage,
+    cached: bool,
+    shared: bool,
+) -> Variant {
+    Variant { name, what, backend, storage, cached, shared }
+}
+
 const LADDER: [Variant; 6] = [
-    Variant { name: "v0", what: "no cache", backend: "cpu", storage: F32, cached: false, shared: false },
-    Variant {
-        name: "v1",
-        what: "concatenating cache",
-        backend: "cpu-concat",
-        storage: F32,
-        cached: true,
-        shared: false,
-    },
-    Variant {
-        name: "v1'",
-        what: "preallocated cache",
-        backend: "cpu",
-        storage: F32,
-        cached: true,
-        shared: false,
-    },
-    Variant { name: "v2", what: "int8", backend: "cpu", storage: Storage::Q8, cached: true, shared: false },
-    Variant {
-        name: "v3",
-        what: "cross-layer sharing",
-        backend: "cpu",
-        storage: F32,
-        cached: true,
-        shared: true,
-    },
-    Variant {
-        name: "v4",
-        what: "int8 and sharing",
-        backend: "cpu",
-        storage: Storage::Q8,
-        cached: true,
-        shared: true,
-    },
+    variant(("v0", "no cache"), "cpu", Storage::F32, false, false),
+    variant(("v1", "concatenating cache"), "cpu-concat", Storage::F32, true, false),
+    variant(("v1'", "preallocated cache"), "cpu", Storage::F32, true, false),
+    variant(("v2", "int8"), "cpu", Storage::Q8, true, false),
+    variant(("v3", "cross-layer sharing"), "cpu", Storage::F32, true, true),
+    variant(("v4", "int8 and sharing"), "cpu", Storage::Q8, true, true),
 ];
 
 /// `kvist bench ladder --json`
