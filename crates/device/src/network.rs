@@ -5,7 +5,7 @@ use crate::pools::{Backend, PoolSpec, Pools};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
 use crate::transfer::{HostBlock, Transfer, TransferRefused};
-use kvist_cache::{GroupId, CellRun, Step, StepPlan};
+use kvist_cache::{CellRun, GroupId, Step, StepPlan};
 
 /// A model's weights on a device.
 pub trait LoadedModel: Send + Sync {

@@ -1,10 +1,10 @@
 //! Attention alone: combines the bookkeeping and the bytes of one cache, for callers that compute everything else
 //! themselves. Any kind works over any backend. Only here can a caller run layers in the wrong order, so only here is
 //! the order checked.
+use crate::caller_rows::{RowBuffer, Rows, RowsMut};
 use crate::error::{BackendError, StepError};
 use crate::layout::{LayerSpec, Layout, Values};
 use crate::pools::*;
-use crate::caller_rows::{RowBuffer, Rows, RowsMut};
 use kvist_cache::*;
 
 /// One layer of one step over rows in the caller's memory. Like [`Attend`], for any dtype and any strides.

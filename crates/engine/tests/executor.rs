@@ -1,7 +1,7 @@
 //! The scheduler's steps on a model: requests get the same tokens and logits as in a session of their own.
 mod common;
 use common::*;
-use kvist_cache::{Cache, GroupId, PrefixSpec, RecomputeCost, CellRun, SeqId};
+use kvist_cache::{Cache, CellRun, GroupId, PrefixSpec, RecomputeCost, SeqId};
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::{HostBlock, MemoryBudget, Purpose, RowOutput, RowResult, Storage};
 use kvist_engine::devices;
