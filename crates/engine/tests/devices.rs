@@ -1,7 +1,7 @@
 //! The decoder on other devices than the CPU: the scalar reference, and one that records.
 mod common;
 use common::*;
-use kvist_cache::{BlockId, Cache, GroupId, Run, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{BlockId, Cache, GroupId, CellRun, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_cpu::Cpu;
 use kvist_device::reference::Reference;
 use kvist_device::*;
@@ -216,7 +216,7 @@ fn transfers_of<D: Device + Backend + Clone>(device: &D) {
     assert!(first > Ticket::START);
     let block = cache.block_table(G, SeqId::ONLY).unwrap()[0].unwrap();
     let pin = cache.pin(&[BlockId { group: G, block }]).unwrap();
-    let cells = Run { start: block * 4, len: 4 };
+    let cells = CellRun { start: block * 4, len: 4 };
 
     let mut transfers = network.transfers();
     let empty = HostBlock::new(transfers.block_bytes(G, 4).unwrap()).unwrap();
@@ -237,7 +237,7 @@ fn transfers_of<D: Device + Backend + Clone>(device: &D) {
     cache.sequences().unwrap().seq_new(other).unwrap();
     let loading = cache.load(other, n).unwrap();
     let target = loading.blocks(G).next().flatten().unwrap();
-    let cells = Run { start: target * 4, len: 4 };
+    let cells = CellRun { start: target * 4, len: 4 };
     let mut in_flight = submit(&mut cache, &mut plan, &mut *network, &[9], &[]).unwrap();
     let mut transfers = in_flight.transfers();
     let transfer = transfers.import(G, cells, during.clone()).unwrap();
