@@ -51,7 +51,8 @@ impl StepInputs<'_> {
     }
 }
 
-/// A submission to a device. Tickets of one network ascend.
+/// A submission to a device. Tickets of one network ascend; [`Network::last_submission`](crate::Network::last_submission) has
+/// the last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
