@@ -54,8 +54,15 @@ impl Cache {
         self.groups[0].next_position(seq)
     }
 
+    /// Whether steps accept draft trees ([`New::Tree`]). Caches that do not verify drafts as chains, of which
+    /// [`Step::commit_kept`](crate::Step::commit_kept) keeps the beginning. Whether nodes outlive their step is another
+    /// question, which [`trees`](Self::trees) answers.
+    pub fn verifies_trees(&self) -> bool {
+        self.groups.iter().all(|g| g.verifies_trees())
+    }
+
     /// Speculative nodes of `seq` that are neither accepted nor discarded yet; `None` if there is no such sequence,
-    /// or if the kind does not support speculation.
+    /// or if nodes do not outlive their step.
     pub fn n_nodes(&self, seq: SeqId) -> Option<u32> {
         self.groups[0].n_nodes(seq)
     }

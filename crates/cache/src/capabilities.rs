@@ -18,7 +18,7 @@ pub struct Sequences<'c> {
     cache: &'c mut Cache,
 }
 
-/// Accepts or discards speculative nodes.
+/// Accepts or discards speculative nodes that earlier steps added.
 pub struct Trees<'c> {
     cache: &'c mut Cache,
 }
@@ -32,7 +32,8 @@ impl Cache {
     pub fn sequences(&mut self) -> Option<Sequences<'_>> {
         self.groups.iter_mut().all(|g| g.sequences().is_some()).then_some(Sequences { cache: self })
     }
-    /// The operations of caches that support draft trees; `None` for other caches.
+    /// The operations of caches whose speculative nodes outlive their step; `None` for other caches. A cache without them
+    /// may still verify trees: see [`verifies_trees`](Self::verifies_trees).
     pub fn trees(&mut self) -> Option<Trees<'_>> {
         self.groups.iter_mut().all(|g| g.trees().is_some()).then_some(Trees { cache: self })
     }

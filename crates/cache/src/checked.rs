@@ -4,7 +4,7 @@ use crate::ids::{LayerId, StepId};
 use crate::layer_order::{LayerError, LayerOrder};
 use crate::plan::StepPlan;
 use crate::request::{Refused, StepRequest};
-use crate::step::{Kept, Step};
+use crate::step::{Kept, Step, TREE_BY_PATH};
 
 /// Owns a cache and at most one step in flight. The caller computes attention itself; the cache checks the order of
 /// steps and layers.
@@ -73,8 +73,13 @@ impl CheckedCache {
         Ok(())
     }
     /// Applies the step in flight: the new tokens become part of their sequences. Refused unless every layer has run;
-    /// the step is still in flight then.
+    /// the step is still in flight then. Refused also for draft trees in caches whose nodes do not outlive their step: use
+    /// [`commit_kept`](Self::commit_kept), which can keep a path.
     pub fn commit(&mut self) -> Result<(), Misuse> {
+        let has_trees = self.plan()?.spans.list.iter().any(|span| span.parents().is_some());
+        if has_trees && self.cache.trees().is_none() {
+            return Err(Misuse::Refused(Refused::Unsupported(TREE_BY_PATH)));
+        }
         self.complete_step()?.commit();
         self.in_flight = false;
         Ok(())

@@ -21,14 +21,20 @@ pub trait Kind: Send {
     /// Position of the next token of `seq`. It differs from the length once a prefix has been removed.
     fn next_position(&self, seq: SeqId) -> Option<u32>;
     /// Speculative nodes of `seq` that are neither accepted nor discarded yet; `None` if there is no such sequence,
-    /// or if the kind does not support speculation.
+    /// or if nodes do not outlive their step.
     fn n_nodes(&self, _seq: SeqId) -> Option<u32> {
         None
     }
 
-    /// Chooses cells for the new tokens: fills `writes`, `copies`, `depths` and `cells_end` of `out`. O(tokens
+    /// Chooses cells for the new tokens: fills `writes`, `copies`, the nodes of draft trees and `cells_end` of `out`. O(tokens
     /// placed).
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused>;
+    /// Whether [`prepare`](Self::prepare) accepts [`New::Tree`](crate::New::Tree). If the kind has no
+    /// [`trees`](Self::trees), nodes do not outlive their step: the commit gets the spans as chains of the tokens that
+    /// they keep.
+    fn verifies_trees(&self) -> bool {
+        false
+    }
     /// Fills `out.reads` of a prepared plan. O(extents in context).
     fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan);
     /// Brings the rows of a prepared plan's resident block table up to date, if the kind keeps block tables. Returns
@@ -78,7 +84,7 @@ pub trait Kind: Send {
     fn blocks_mut(&mut self) -> Option<&mut dyn BlockKind> {
         None
     }
-    /// `Some` if the kind supports speculation with draft trees.
+    /// `Some` if speculative nodes outlive the step that adds them.
     fn trees(&mut self) -> Option<&mut dyn TreeKind> {
         None
     }
@@ -107,11 +113,8 @@ pub trait SequenceKind: Kind {
     fn seq_keep(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
 }
 
-/// A kind that accepts [`New::Tree`](crate::New::Tree).
+/// A kind whose speculative nodes outlive the step that adds them.
 pub trait TreeKind: Kind {
-    /// Checks that `accepted` is a path from the root, where `planned` are the parents of nodes that a step is about to
-    /// add to `seq`.
-    fn check_path(&self, seq: SeqId, planned: &[Option<NodeId>], accepted: &[NodeId]) -> Result<(), Refused>;
     /// See [`Trees::commit_path`](crate::Trees::commit_path).
     fn commit_path(&mut self, seq: SeqId, accepted: &[NodeId]) -> Result<(), Refused>;
 }

@@ -95,6 +95,76 @@ fn a_tree_keeps_a_path() {
     assert_eq!(cache.report()[0].used_cells, 6);
 }
 
+/// A paged cache settles a tree with its step: the path takes the first cells of the span, and the blocks behind it are
+/// free at once.
+#[test]
+fn a_paged_cache_keeps_a_path_and_moves_it() {
+    let mut cache = cache("paged", None);
+    assert!(cache.verifies_trees() && cache.trees().is_none());
+    let (seq, node) = (SeqId(0), NodeId);
+    cache.sequences().unwrap().seq_new(seq).unwrap();
+    append(&mut cache, seq, 14, Kept::All).unwrap();
+    // Node 0 is the root; 1, 2 and 3 follow it; 4 follows 2, 5 follows 4, and 6 to 19 are a chain below 5.
+    let mut parents = vec![None, Some(node(0)), Some(node(0)), Some(node(0)), Some(node(2)), Some(node(4))];
+    parents.extend((5..19).map(|i| Some(node(i))));
+    let spans = [Span { seq, start: 14, new: New::Tree(&parents) }];
+    let request = StepRequest { spans: &spans };
+    let (mut plan, mut moves) = (StepPlan::default(), MovePlan::default());
+    let before = cache.report();
+
+    for wrong in [Kept::All, Kept::First(2), Kept::Path(&[NodeId(1)]), Kept::Path(&[NodeId(0), NodeId(4)])] {
+        let mut step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+        let refused = step.kept_moves(&[wrong], &mut moves).unwrap_err();
+        assert!(moves.groups().is_empty());
+        assert_eq!(step.commit_kept(&[wrong]), Err(refused), "{wrong:?}");
+        assert_eq!(cache.report(), before, "a refusal changes nothing");
+    }
+    Step::begin(&mut cache, &request, &mut plan).unwrap().commit();
+    assert_eq!(cache.next_position(seq), Some(14), "no path was chosen");
+    assert_eq!(cache.report()[0].used_cells, before[0].used_cells);
+
+    let mut step = Step::begin(&mut cache, &request, &mut plan).unwrap();
+    step.kept_moves(&[Kept::Path(&[node(0)])], &mut moves).unwrap();
+    assert!(moves.groups().is_empty(), "it is in place");
+    let path = [0, 2, 4, 5, 6].map(NodeId);
+    step.kept_moves(&[Kept::Path(&path)], &mut moves).unwrap();
+    // The span has cells 14 to 33. Copies run in order: cell 16 is read before it is written.
+    let copy = |from, to, len| CellCopy { from, to, len };
+    let expected = vec![copy(16, 15, 1), copy(18, 16, 2), copy(20, 18, 1)];
+    assert_eq!(moves.groups(), [(GroupId(0), expected)]);
+    step.commit_kept(&[Kept::Path(&path)]).unwrap();
+    assert_eq!((cache.next_position(seq), cache.n_nodes(seq)), (Some(19), None));
+    assert_eq!((cache.report()[0].used_cells, plan.spans()[0].kind), (32, SpanKind::Chain));
+}
+
+/// Rejected nodes push nothing out of the window.
+#[test]
+fn only_kept_nodes_move_the_window() {
+    let mut cache = cache("paged", Some(16));
+    let seq = SeqId(0);
+    cache.sequences().unwrap().seq_new(seq).unwrap();
+    append(&mut cache, seq, 20, Kept::All).unwrap();
+    let parents: Vec<Option<NodeId>> = (0..20u32).map(|i| i.checked_sub(1).map(NodeId)).collect();
+    let spans = [Span { seq, start: 20, new: New::Tree(&parents) }];
+    let mut plan = StepPlan::default();
+    let step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
+    step.commit_kept(&[Kept::Path(&[NodeId(0)])]).unwrap();
+    assert_eq!((cache.next_position(seq), cache.seq_len(seq)), (Some(21), Some(21)));
+}
+
+/// `commit` keeps all, which a paged cache cannot: its nodes do not outlive their step.
+#[test]
+fn a_checked_cache_refuses_to_commit_a_tree_that_it_cannot_settle() {
+    let mut checked = CheckedCache::new(cache("paged", None), LayerOrder::new([LayerId(0)]));
+    checked.cache().unwrap().sequences().unwrap().seq_new(SeqId(0)).unwrap();
+    let spans = [Span { seq: SeqId(0), start: 0, new: New::Tree(&[None, None]) }];
+    checked.begin(&StepRequest { spans: &spans }).unwrap();
+    assert!(matches!(checked.commit(), Err(Misuse::Refused(Refused::Unsupported(_)))));
+    assert_eq!(checked.cache().err(), Some(Misuse::StepInFlight));
+    checked.abort();
+    assert_eq!(checked.cache().unwrap().next_position(SeqId(0)), Some(0));
+}
+
 /// A plan can wait beside the cache, and is of no use once the cache has changed.
 #[test]
 fn a_step_is_made_of_a_plan_while_the_cache_is_unchanged() {

@@ -128,7 +128,8 @@ fn every_query_meets_its_cells_in_sequence_order() {
     assert!(ordered, "{:?}", it.reads().items);
 }
 
-/// Draft trees need bit masks; chains, whole shared prefixes and chain-shaped trees do not.
+/// Only a window needs bit masks. In a tree the queries of every subtree have neighbouring slots, and cells have the
+/// indices of a chain.
 #[test]
 fn bits_are_used_only_where_needed() {
     let mut it = full("tree", 512);
@@ -142,12 +143,24 @@ fn bits_are_used_only_where_needed() {
     );
     it.speculate(A, &[Some(2)]).unwrap();
     assert!(it.reads().items.iter().all(|item| item.mask == Mask::All), "{:?}", it.reads().items);
-    it.speculate(A, &[Some(0), Some(3)]).unwrap();
-    let with_bits: Vec<CellRun> =
-        it.reads().items.iter().filter(|i| matches!(i.mask, Mask::Bits { .. })).map(|i| i.run).collect();
-    assert_eq!(
-        with_bits,
-        [CellRun { start: 41, len: 5 }],
-        "all see the prefix and node 0, the rest is mixed"
-    );
+    // Node 4 follows node 0, 5 follows 3, and 6 and 7 follow 4: in depth-first order 5 comes last.
+    it.speculate(A, &[Some(0), Some(3), Some(4), Some(6)]).unwrap();
+    assert_eq!(it.reads().order, [1, 0, 2, 3]);
+    let item = |first_query, n_queries, start, len, first_index, mask| ReadItem {
+        first_query,
+        n_queries,
+        run: CellRun { start, len },
+        first_index,
+        mask,
+    };
+    let causal = Mask::Band { first: None, end: Some(1) };
+    let expected = [
+        item(0, 4, 0, 40, 0, Mask::All),
+        item(0, 4, 40, 1, 40, Mask::All), // node 0
+        item(0, 1, 41, 3, 41, Mask::All),
+        item(1, 3, 44, 1, 41, Mask::All),
+        item(2, 2, 46, 2, 42, causal),
+        item(0, 1, 45, 1, 44, Mask::All),
+    ];
+    assert_eq!(it.reads().items, expected);
 }

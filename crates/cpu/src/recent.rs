@@ -21,7 +21,7 @@ type Vector = [u8; 2 * LANES];
 /// One read of a query from a recent row instead of the pool.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RecentRead {
-    /// Its index in the sequence, as in [`kvist_cache::ReadItem::first_index`].
+    /// Its position, as in [`kvist_cache::ReadItem::first_index`].
     pub index: u32,
     /// Its row: a slot number, or the number of slots plus the index of a token of this step.
     pub row: u32,
@@ -179,9 +179,9 @@ impl RecentRows {
                         incomplete: position >= started,
                         kept: position >= kept,
                     },
-                    // Tree nodes follow the committed tokens, in any order of positions.
+                    // Which nodes later steps read is not known yet.
                     SpanKind::Tree { .. } => {
-                        Bounds { low: group.min(span.start), high: u32::MAX, incomplete: true, kept: true }
+                        Bounds { low: group, high: position + 1, incomplete: true, kept: true }
                     }
                 }
             }));

@@ -7,6 +7,7 @@ use kvist_cache::*;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::*;
+use kvist_testing::SplitMix64;
 
 const TRUNK: u32 = 300;
 const TURNS: u32 = 12;
@@ -115,4 +116,176 @@ fn a_sequence_is_the_same_alone_and_inside_a_batch() {
             }
         }
     });
+}
+
+/// A random tree over a trunk, verified in two steps.
+struct Draft {
+    start: u32,
+    parents: Vec<Option<NodeId>>,
+    /// Number of nodes in the first step; 0 if all are in the second.
+    first: usize,
+}
+
+impl Draft {
+    fn random(random: &mut SplitMix64) -> Self {
+        let start = random.pick(&[1, 15, 16, 17, 63, 64, 70, 255, 1008, 1020, 1023, 1024, 1030]);
+        let (n_nodes, reach) = (2 + random.below(30), 1 + random.below(6));
+        let parents = (0..n_nodes).map(|i| match random.below(8) {
+            0 => random.below(i + 1).checked_sub(1).map(NodeId),
+            _ => i.checked_sub(1 + random.below(reach).min(i)).map(NodeId),
+        });
+        let parents: Vec<Option<NodeId>> = parents.collect();
+        Draft { start, first: random.index(parents.len()), parents }
+    }
+
+    /// The path from the root to `node`.
+    fn path(&self, node: u32) -> Vec<u32> {
+        let up = |node: &u32| self.parents[*node as usize].map(|parent| parent.0);
+        let mut path: Vec<u32> = std::iter::successors(Some(node), up).collect();
+        path.reverse();
+        path
+    }
+
+    fn leaves(&self) -> impl Iterator<Item = u32> {
+        let is_parent = |node: u32| self.parents.contains(&Some(NodeId(node)));
+        (0..self.parents.len() as u32).filter(move |&node| !is_parent(node))
+    }
+}
+
+/// The token of a node.
+fn node(number: u32) -> u64 {
+    7 << 32 | u64::from(number)
+}
+
+fn prefill(model: &Model, session: &mut Session, seq: SeqId, n_tokens: u32) {
+    for at in (0..n_tokens).step_by(150) {
+        let n = 150.min(n_tokens - at);
+        model.step_of(session, &[Span::chain(seq, at, n)], &tokens(u64::from(seq.0), at, n), 1);
+    }
+}
+
+/// Every node of a draft tree is computed, to the bit, as if its path were a chain: beside other sequences, with
+/// windows shorter than the tree is deep, and over splits and tiles.
+#[test]
+fn a_node_is_as_if_its_path_were_a_chain() {
+    let mut random = SplitMix64(11);
+    for isa in Isa::available() {
+        for name in ["f32", "f16", "bf16", "f16-rot", "q8", "q8-64", "q4-64"] {
+            for round in 0..4 {
+                let exact = name.starts_with('q');
+                let cpu = Cpu::new(Compute::new(isa, 1 + round % 3).deterministic(exact));
+                let storage: Storage = name.parse().unwrap();
+                let draft = Draft::random(&mut random);
+                let start = draft.start;
+                let visibility = match random.below(4) {
+                    0 | 1 => Visibility::FULL,
+                    2 => Visibility { window: Some(1 + random.below(8)), sinks: random.below(5) },
+                    _ => Visibility { window: Some(1 + random.below(70)), sinks: start + random.below(3) },
+                };
+                let heads = random.pick(&[(4, 2), (6, 1), (2, 2)]);
+                let model =
+                    Model { k: storage, v: storage, heads, head_dim: 64, visibility, ..Model::default() };
+                let what = format!("{isa}, {name}, {visibility:?}, {heads:?} heads, start {start}");
+
+                let mut session = model.session(&cpu, "tree", 2_000);
+                new(&mut session, &[A, B]);
+                prefill(&model, &mut session, A, start);
+                prefill(&model, &mut session, B, 33);
+                let row = (heads.0 * model.head_dim) as usize;
+                let mut found: Vec<Vec<Vec<f32>>> = Vec::new(); // [nodes][layers]
+                for nodes in [0..draft.first, draft.first..draft.parents.len()] {
+                    if nodes.is_empty() {
+                        continue;
+                    }
+                    let spans = [
+                        Span::chain(B, session.cache.next_position(B).unwrap(), 2),
+                        Span { seq: A, start, new: New::Tree(&draft.parents[nodes.clone()]) },
+                    ];
+                    let batch = [1 << 40, 2 << 40].into_iter().chain(nodes.clone().map(|n| node(n as u32)));
+                    let out = model.step_of(&mut session, &spans, &batch.collect::<Vec<u64>>(), 1);
+                    found.extend((2..2 + nodes.len()).map(|token| {
+                        out.iter().map(|layer| layer[token * row..(token + 1) * row].to_vec()).collect()
+                    }));
+                }
+
+                let mut chains = model.session(&cpu, "cells", 4_000);
+                new(&mut chains, &[A]);
+                prefill(&model, &mut chains, A, start);
+                for leaf in draft.leaves() {
+                    let (path, seq) = (draft.path(leaf), SeqId(100 + leaf));
+                    chains.cache.sequences().unwrap().fork(A, seq).unwrap();
+                    let batch: Vec<u64> = path.iter().map(|&n| node(n)).collect();
+                    let span = Span::chain(seq, start, path.len() as u32);
+                    let out = model.step_of(&mut chains, &[span], &batch, 1);
+                    for (i, &n) in path.iter().enumerate() {
+                        for (layer, out) in out.iter().enumerate() {
+                            let expected = &out[i * row..(i + 1) * row];
+                            let found = &found[n as usize][layer];
+                            assert!(
+                                same(found, expected),
+                                "{what}: node {n}, layer {layer}, {:?}",
+                                draft.parents
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// In a paged cache the K and V of an accepted path move, packed rows and recent ones too: whatever was rejected, later
+/// tokens see what they would see after a chain. A fork and an export keep what they had.
+#[test]
+fn accepted_paths_of_paged_trees_are_as_if_they_were_chains() {
+    let mut random = SplitMix64(12);
+    for isa in Isa::available() {
+        for (round, name) in (0..).zip(["f32", "f16", "bf16", "q8", "q8-64-rot", "q4-64", "t4"]) {
+            let exact = name.starts_with(['q', 't']);
+            let cpu = Cpu::new(Compute::new(isa, 1 + round % 2).deterministic(exact));
+            let storage: Storage = name.parse().unwrap();
+            let window = [None, Some(20)][round % 2];
+            let visibility = Visibility { window, sinks: 0 };
+            let model = Model { k: storage, v: storage, head_dim: 64, visibility, ..Model::default() };
+            let row = (model.heads.0 * model.head_dim) as usize;
+            let mut session = model.session(&cpu, "paged", 2_000);
+            let mut chain = model.session(&cpu, "contiguous", 2_000);
+            new(&mut session, &[A]);
+            let mut end = 1 + random.below(60);
+            prefill(&model, &mut session, A, end);
+            prefill(&model, &mut chain, A, end);
+            session.cache.sequences().unwrap().fork(A, B).unwrap();
+            let mut n_drafted = 0;
+            for turn in 0..12 {
+                let Draft { parents, .. } = Draft::random(&mut random);
+                let first = n_drafted;
+                n_drafted += parents.len() as u32;
+                let mut path = Vec::new();
+                let mut at = random.below(parents.len() as u32 + 1).checked_sub(1).map(NodeId);
+                while let Some(node) = at {
+                    path.insert(0, node);
+                    at = parents[node.0 as usize];
+                }
+                // The fork writes to the block that it shares with the trunk.
+                let start_of_b = session.cache.next_position(B).unwrap();
+                let spans =
+                    [Span { seq: A, start: end, new: New::Tree(&parents) }, Span::chain(B, start_of_b, 1)];
+                let mut batch: Vec<u64> = (first..n_drafted).map(node).collect();
+                batch.push(9 << 32 | u64::from(turn));
+                let kept = [Kept::Path(&path), Kept::First(turn % 2)];
+                let out = model.step_kept(&mut session, &spans, &batch, 1, Some(&kept));
+                for (i, accepted) in path.iter().enumerate() {
+                    let span = Span::chain(A, end + i as u32, 1);
+                    let expected = model.step_of(&mut chain, &[span], &[node(first + accepted.0)], 1);
+                    let at = accepted.0 as usize * row;
+                    for (layer, out) in out.iter().enumerate() {
+                        let found = &out[at..at + row];
+                        assert!(same(found, &expected[layer]), "{isa}, {name}: turn {turn}, node {accepted}");
+                    }
+                }
+                end += path.len() as u32;
+                assert_eq!(session.cache.next_position(A), Some(end));
+            }
+        }
+    }
 }

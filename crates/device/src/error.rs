@@ -55,7 +55,7 @@ impl From<LayerError> for BackendError {
     }
 }
 
-/// Why a session's step did not begin or commit: the cache refused it, or the backend failed. Nothing has changed.
+/// Why a step did not begin or was not committed: the cache refused it, or the backend failed. The cache is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     #[error(transparent)]

@@ -5,7 +5,7 @@ use crate::pools::{Backend, PoolSpec, Pools};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
 use crate::transfer::{HostBlock, Transfer, TransferRefused};
-use kvist_cache::{CellRun, GroupId, Step, StepPlan};
+use kvist_cache::{CellRun, GroupId, Kept, Step, StepPlan};
 
 /// A model's weights on a device.
 pub trait LoadedModel: Send + Sync {
@@ -156,5 +156,11 @@ impl Computed<'_> {
     /// Applies the step: the new tokens become part of their sequences.
     pub fn commit(self) {
         self.step.commit();
+    }
+    /// Applies the step; every span keeps only what `kept` says ([`Step::commit_kept`]). First moves the K and V of kept
+    /// paths in `pools`, those of the [`Network`] that computed the step, where they must move. On `Err` the step is
+    /// abandoned.
+    pub fn commit_kept(self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
+        crate::session::commit_kept(self.step, kept, pools)
     }
 }

@@ -99,7 +99,7 @@ pub trait Pools: Send {
     /// Makes the copies, writes the new K and V, then attends over exactly the cells that the plan's reads name.
     fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError>;
 
-    /// Executes one round of compaction. A round that permutes densely packed cells goes through free cells above
+    /// Executes one round of compaction, or the moves of kept paths after a step's last layer, copy by copy. A round that permutes densely packed cells goes through free cells above
     /// them, so it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
 

@@ -77,6 +77,21 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
+/// Commits a step whose layers have all run, so that every span keeps what `kept` says, after moving the K and V of kept
+/// paths. On `Err` the step is abandoned.
+pub(crate) fn commit_kept(
+    mut step: Step<'_>,
+    kept: &[Kept<'_>],
+    pools: &mut dyn Pools,
+) -> Result<(), StepError> {
+    let mut moves = MovePlan::default();
+    step.kept_moves(kept, &mut moves)?;
+    if !moves.groups().is_empty() {
+        pools.relocate(&moves)?;
+    }
+    Ok(step.commit_kept(kept)?)
+}
+
 /// One cache: a kind, over the pools of a backend. docs/device.md shows how to use it.
 pub struct Session {
     pub cache: Cache,
@@ -158,6 +173,10 @@ impl SessionStep<'_> {
         self.step.plan()
     }
 
+    pub fn pools(&self) -> &dyn Pools {
+        self.pools
+    }
+
     /// Runs one layer over f32 rows. On `Err` the layer has not run, and the step is still in flight.
     pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
         self.order.check(call.layer, call.kv.is_some())?;
@@ -204,10 +223,10 @@ impl SessionStep<'_> {
         Ok(())
     }
 
-    /// Like [`commit`](Self::commit), but every span keeps only what `kept` says: the beginning of a chain, or a path of a
-    /// draft tree (see [`Step::commit_kept`]). On `Err` nothing has changed.
+    /// Commits the step; every span keeps only what `kept` says ([`Step::commit_kept`]). Moves K and V where a kept path
+    /// needs it. Refused unless every layer has run; on `Err` the step is abandoned.
     pub fn commit_kept(self, kept: &[Kept<'_>]) -> Result<(), StepError> {
         self.order.complete().map_err(BackendError::from)?;
-        Ok(self.step.commit_kept(kept)?)
+        commit_kept(self.step, kept, self.pools)
     }
 }

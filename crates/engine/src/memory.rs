@@ -88,7 +88,11 @@ impl CacheConfig {
 
     /// The properties of the kind. A kind that does not exist is refused when the cache is built.
     pub fn kind_traits(&self) -> KindTraits {
-        kinds::traits(&self.kind).unwrap_or(KindTraits { bounded: false, many_sequences: true })
+        kinds::traits(&self.kind).unwrap_or(KindTraits {
+            bounded: false,
+            many_sequences: true,
+            verifies_trees: false,
+        })
     }
 
     /// The cache kind fills in the capacities.

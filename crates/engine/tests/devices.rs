@@ -1,7 +1,7 @@
 //! The decoder on other devices than the CPU: the scalar reference, and one that records.
 mod common;
 use common::*;
-use kvist_cache::{BlockId, Cache, GroupId, CellRun, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_cache::{BlockId, Cache, CellRun, GroupId, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_cpu::Cpu;
 use kvist_device::reference::Reference;
 use kvist_device::*;

@@ -16,6 +16,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 mod cases;
+mod paths;
 mod refusals;
 mod rig;
 mod rows;

@@ -29,10 +29,13 @@ pub enum Model {
     Contiguous,
     /// One sequence; drops what no later query can see.
     Ring,
-    /// Many sequences: `cells` and `paged`.
+    /// Many sequences.
     Cells,
-    /// Many sequences with speculation.
+    /// Many sequences; draft trees, whose nodes may outlive their step.
     Tree,
+    /// Many sequences; draft trees, of which the commit keeps a path. It refuses more than this model says: tests/paged
+    /// has its own. Scripts that use this one copy prefixes and remove tails only.
+    Paged,
 }
 
 impl Model {
@@ -41,25 +44,23 @@ impl Model {
         match name {
             "contiguous" => Some(Model::Contiguous),
             "ring" => Some(Model::Ring),
-            // `paged` refuses more operations than `cells`; tests/paged has its own reference model. Scripts that
-            // use this one on `paged` copy prefixes and remove tails only.
-            "cells" | "paged" => Some(Model::Cells),
+            "cells" => Some(Model::Cells),
             "tree" => Some(Model::Tree),
+            "paged" => Some(Model::Paged),
             _ => None,
         }
     }
     fn holds_many(self) -> bool {
-        matches!(self, Model::Cells | Model::Tree)
+        matches!(self, Model::Cells | Model::Tree | Model::Paged)
     }
 }
 
-/// What a query sees: a value, and its index in the sequence (the position, or for a node the committed end plus the
-/// node's number).
+/// What a query sees: a value, and its position in the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Seen {
     /// The number of the write that made it.
     pub value: u64,
-    /// The same index as in [`ReadItem::first_index`](kvist_cache::ReadItem).
+    /// As in [`ReadItem::first_index`](kvist_cache::ReadItem).
     pub index: u32,
 }
 
@@ -164,19 +165,15 @@ impl ReferenceCache {
 
     /// Like [`visible`](ReferenceCache::visible), with the index of each value, ascending by value.
     pub fn seen(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
-        let mut after = self.clone();
-        after.apply(request);
-        after.seen_by_last(request, visibility)
+        self.executed(request).seen_by_last(request, visibility)
     }
 
     /// Position of every token of the batch, in batch order.
     pub fn positions(&self, request: &StepRequest<'_>) -> Vec<u32> {
-        let mut after = self.clone();
-        after.apply(request);
-        after.positions_of_last(request)
+        self.executed(request).positions_of_last(request)
     }
 
-    /// [`ReferenceCache::positions`], for a request that has just been applied.
+    /// [`ReferenceCache::positions`], for a request that has just been executed.
     fn positions_of_last(&self, request: &StepRequest<'_>) -> Vec<u32> {
         let mut positions = Vec::new();
         for span in request.spans {
@@ -191,7 +188,7 @@ impl ReferenceCache {
         positions
     }
 
-    /// [`ReferenceCache::seen`], for a request that has just been applied.
+    /// [`ReferenceCache::seen`], for a request that has just been executed.
     fn seen_by_last(&self, request: &StepRequest<'_>, visibility: Visibility) -> Vec<Vec<Seen>> {
         let mut answer = Vec::new();
         for span in request.spans {
@@ -208,7 +205,7 @@ impl ReferenceCache {
                         while let Some(NodeId(n)) = node {
                             let ancestor = &sequence.nodes[n as usize];
                             if see(position, ancestor.position) {
-                                seen.push(Seen { value: ancestor.value, index: span.start + n });
+                                seen.push(Seen { value: ancestor.value, index: ancestor.position });
                             }
                             node = ancestor.parent;
                         }
@@ -289,8 +286,22 @@ impl ReferenceCache {
         None
     }
 
-    /// Applies the step. It must be one that is [not refused](ReferenceCache::refusal).
+    /// Applies the step. It must be one that is [not refused](ReferenceCache::refusal). In `paged` it keeps no node.
     pub fn apply(&mut self, request: &StepRequest<'_>) {
+        self.execute(request);
+        if self.model == Model::Paged {
+            self.sequences.values_mut().for_each(|sequence| sequence.nodes.clear());
+        }
+    }
+
+    /// The model with the step's tokens and nodes, before its commit.
+    fn executed(&self, request: &StepRequest<'_>) -> Self {
+        let mut after = self.clone();
+        after.execute(request);
+        after
+    }
+
+    fn execute(&mut self, request: &StepRequest<'_>) {
         for span in request.spans {
             let sequence = self.sequences.get_mut(&span.seq).expect("the step was not refused");
             match span.new {
@@ -322,12 +333,14 @@ impl ReferenceCache {
         if kept.len() != planned {
             return Err(Refused::KeptSpans { planned, got: kept.len() });
         }
-        let mut after = self.clone();
-        after.apply(request);
+        let mut after = self.executed(request);
         for (span, kept) in request.spans.iter().zip(kept) {
             let seq = span.seq;
             let sequence = after.sequences.get_mut(&seq).expect("the step was not refused");
             match (kept, span.new) {
+                (Kept::All, New::Tree(_)) if self.model == Model::Paged => {
+                    return Err(Refused::Unsupported("a tree is kept by a path"));
+                }
                 (Kept::All, _) => {}
                 (Kept::First(kept), New::Chain(planned)) if *kept > planned => {
                     return Err(Refused::KeepsMore { seq, planned, kept: *kept });

@@ -8,17 +8,14 @@ mod transfers;
 pub(crate) use blocks::NONE;
 
 use super::extents::{Extent, Extents};
-use super::shared_prefix::{self, Horizon};
+use super::span_reads::StepReads;
 use super::written::Written;
-use super::{
-    GroupSpec, NO_TREES, Unbuildable, Visibility, expect_end, in_sequence_order, window_edge, written_items,
-};
+use super::{GroupSpec, Unbuildable, Visibility, expect_end};
 use crate::block_kind::{BlockKind, CachedBlocks};
 use crate::events::{Change, ChangeReason, Events};
 use crate::ids::*;
 use crate::kind::{Kind, SequenceKind};
 use crate::plan::*;
-use crate::reads::{Mask, ReadItem};
 use crate::report::*;
 use crate::request::Refused;
 use crate::run::{CellRun, push_run};
@@ -36,7 +33,9 @@ use std::collections::BTreeMap;
 /// - Blocks that no query can see again are released at `commit`, `rollback_tokens` later than the window alone would
 ///   require.
 ///
-/// Draft trees are refused, and so is every removal except from the end.
+/// The nodes of a draft tree take the cells that a chain of as many tokens would take. They do not outlive their step:
+/// the commit keeps one path, whose K and V move to the first of these cells ([`Step::kept_moves`](crate::Step::kept_moves)),
+/// and the other nodes leave nothing behind. Every removal except from the end is refused.
 pub struct Paged {
     visibility: Visibility,
     block_tokens: u32,
@@ -228,13 +227,16 @@ impl Kind for Paged {
         self.sequences.get(&seq).map(|table| table.next_position)
     }
 
+    fn verifies_trees(&self) -> bool {
+        true
+    }
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused> {
         let mut needed = 0u32;
         for (i, span) in spans.list.iter().enumerate() {
             let table = self.table(span.seq)?;
             expect_end(span, table.next_position)?;
-            if span.kind != SpanKind::Chain {
-                return Err(Refused::Unsupported(NO_TREES));
+            if let Some(range) = span.parents() {
+                out.trees.add(span, &[], &spans.parents[range])?;
             }
             needed = needed.saturating_add(self.blocks_needed(table, span.n_tokens));
             if let Some(block) = self.shared_tail(table) {
@@ -279,12 +281,13 @@ impl Kind for Paged {
                 tail = Some(block);
             }
         }
+        out.trees.place(&spans.list, &out.writes);
         out.cells_end = self.blocks.high_water().max(written_end) * self.block_tokens;
         Ok(())
     }
 
     fn fill_reads(&self, spans: &Spans, out: &mut GroupPlan) {
-        let GroupPlan { writes, copies, reads, shared_tails, .. } = out;
+        let GroupPlan { writes, copies, trees, reads, shared_tails, .. } = out;
         let mut scratch = std::mem::take(&mut reads.scratch);
         let mut extents = std::mem::take(&mut scratch.extents);
         extents.resize_with(spans.list.len().max(extents.len()), Extents::default);
@@ -296,26 +299,8 @@ impl Kind for Paged {
             extents.remove(start - copy.len, start, |_| {});
             extents.push(Extent { position: start - copy.len, cell: copy.to, len: copy.len });
         }
-        let horizon = |span: &PlannedSpan| Horizon::new(self.visibility, span.start, 0, span.n_tokens - 1);
-        let alone = spans.list.len() == 1;
-        shared_prefix::share(&mut scratch, reads, &spans.list, |i| &extents[i], horizon);
-
-        let mut written = Written::new(writes);
-        for (i, span) in spans.list.iter().enumerate() {
-            let (first_query, see) = (scratch.first_query[i], horizon(span));
-            let mut push = |extent: Extent, mask| {
-                let (run, first_index) = (extent.run(), extent.position);
-                reads.items.push(ReadItem { first_query, n_queries: span.n_tokens, run, first_index, mask });
-            };
-            for extent in extents[i].within(see.all, see.shared_from(alone)) {
-                push(extent, Mask::All);
-            }
-            for extent in extents[i].within(see.some, see.all) {
-                push(extent, window_edge(self.visibility, span.start, extent.position));
-            }
-            written_items(reads, first_query, span, self.visibility, &mut written);
-        }
-        in_sequence_order(reads);
+        let step = StepReads { spans: &spans.list, visibility: self.visibility, writes, trees };
+        step.fill(|i| &extents[i], &mut scratch, reads);
         scratch.extents = extents;
         reads.scratch = scratch;
     }

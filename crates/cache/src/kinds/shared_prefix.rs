@@ -17,6 +17,7 @@
 //!
 //! Every piece is opened and closed once per stretch of consecutive spans, so the items are disjoint, whatever
 //! windows, removed prefixes or partial copies the sequences have. Nested shared prefixes need no special case.
+use super::draft_tree::DraftTrees;
 use super::extents::{Extent, Extents};
 use super::stripes::STRIPE;
 use super::{ReadScratch, Visibility};
@@ -35,8 +36,13 @@ pub(crate) struct Horizon {
 }
 
 impl Horizon {
-    /// For queries at positions `start + shallowest ..= start + deepest`, where `start` is the committed end.
-    pub fn new(visibility: Visibility, start: u32, shallowest: u32, deepest: u32) -> Self {
+    /// For the queries of `span`.
+    pub fn of(visibility: Visibility, span: &PlannedSpan, trees: &DraftTrees) -> Self {
+        let start = span.start;
+        let (shallowest, deepest) = match span.parents() {
+            None => (0, span.n_tokens - 1),
+            Some(_) => trees.depths(span).fold((u32::MAX, 0), |(low, high), d| (low.min(d), high.max(d))),
+        };
         let sinks_end = visibility.sinks.min(start);
         let first_seen = |query: u32| visibility.window.map_or(0, |w| (query + 1).saturating_sub(w));
         let clamp = |position: u32| position.clamp(sinks_end, start);
@@ -83,7 +89,7 @@ pub(super) fn share<'e>(
     scratch: &mut ReadScratch,
     reads: &mut Reads,
     spans: &[PlannedSpan],
-    extents: impl Fn(usize) -> &'e Extents,
+    extents: &impl Fn(usize) -> &'e Extents,
     horizon: impl Fn(&PlannedSpan) -> Horizon,
 ) {
     let alone = spans.len() == 1;

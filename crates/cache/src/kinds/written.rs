@@ -19,4 +19,12 @@ impl<'p> Written<'p> {
         self.rest = CellRun { start: run.end(), len: self.rest.len - run.len };
         run
     }
+    /// Calls `each` with the runs of the next `n` cells.
+    pub fn each(&mut self, mut n: u32, mut each: impl FnMut(CellRun)) {
+        while n > 0 {
+            let run = self.take(n);
+            n -= run.len;
+            each(run);
+        }
+    }
 }

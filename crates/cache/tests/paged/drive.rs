@@ -107,6 +107,8 @@ pub(super) struct Drive {
     pub devices: Vec<DeviceTable>,
     /// Number of times that all holders of a block left it in one step and one of them kept it.
     pub n_copies_saved: u32,
+    /// Number of commits that moved the bytes of a path.
+    pub n_moves: u32,
     /// By group, according to the events.
     pub counters: Vec<BlockCounters>,
     pub log: Vec<String>,
@@ -174,6 +176,7 @@ impl Drive {
             n_imported: 0,
             devices: spec.groups.iter().map(|_| DeviceTable::default()).collect(),
             n_copies_saved: 0,
+            n_moves: 0,
             counters: vec![BlockCounters::default(); spec.groups.len()],
             spec,
             log: Vec::new(),

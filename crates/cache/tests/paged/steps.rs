@@ -1,7 +1,7 @@
 //! Steps: what they cost, where they write, and what their queries read.
 use crate::drive::{Drive, Sequence};
 use kvist_cache::*;
-use kvist_testing::reference::{Choices, visible_pairs};
+use kvist_testing::reference::{Choices, OwnedKept, visible_pairs};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Partly filled blocks that the spans append to, each with the offsets at which its sequences end.
@@ -41,15 +41,91 @@ fn read(group: &GroupPlan, memory: &[u64], n_queries: usize) -> Vec<Vec<u64>> {
     for item in &group.reads.items {
         for slot in 0..item.n_queries {
             let query = group.reads.order[(item.first_query + slot) as usize] as usize;
-            let cells = group.reads.span_of(item, slot).map(|cell| item.run.start + cell);
-            read[query].extend(cells.map(|cell| memory[cell as usize]));
+            let cells = group.reads.span_of(item, slot).filter(|&cell| group.reads.sees(item, slot, cell));
+            read[query].extend(cells.map(|cell| memory[(item.run.start + cell) as usize]));
         }
     }
     read
 }
 
+/// The new tokens of one sequence: a chain, or a draft tree if they have parents.
+#[derive(Clone, Debug)]
+struct NewTokens {
+    seq: SeqId,
+    start: u32,
+    tokens: Vec<u32>,
+    parents: Option<Vec<Option<NodeId>>>,
+}
+
+impl NewTokens {
+    fn random(choices: &mut Choices<'_>, seq: SeqId, start: u32, block: u32) -> Self {
+        let n_tokens = 1 + choices.below(2 * block + 3);
+        let tokens = (0..n_tokens).map(|_| choices.below(3)).collect();
+        let shape = choices.below(8);
+        let parents = (0..n_tokens).map(|i| match shape {
+            0 => i.checked_sub(1).map(NodeId),
+            1 => i.checked_sub(1 + choices.below(3)).map(NodeId),
+            _ => choices.below(i + 1).checked_sub(1).map(NodeId),
+        });
+        NewTokens { seq, start, tokens, parents: (shape < 4).then(|| parents.collect()) }
+    }
+
+    fn span(&self) -> Span<'_> {
+        match &self.parents {
+            None => Span::chain(self.seq, self.start, self.tokens.len() as u32),
+            Some(parents) => Span { seq: self.seq, start: self.start, new: New::Tree(parents) },
+        }
+    }
+
+    /// The tokens that token `i` comes after, and the token itself.
+    fn history(&self, i: usize) -> Vec<usize> {
+        let Some(parents) = &self.parents else { return (0..=i).collect() };
+        let up = |&node: &usize| parents[node].map(|parent| parent.0 as usize);
+        let mut path: Vec<usize> = std::iter::successors(Some(i), up).collect();
+        path.reverse();
+        path
+    }
+
+    /// What a commit may keep: mostly the beginning of a chain or the path to a node.
+    fn keep(&self, choices: &mut Choices<'_>) -> OwnedKept {
+        let n = choices.below(self.tokens.len() as u32 + 1);
+        match &self.parents {
+            None => OwnedKept::First(n),
+            Some(_) if choices.one_in(40) => OwnedKept::All,
+            Some(_) if choices.one_in(40) => OwnedKept::Path(vec![NodeId(n)]),
+            Some(_) if n == 0 => OwnedKept::Path(Vec::new()),
+            Some(_) => {
+                let path = self.history(n as usize - 1).into_iter();
+                OwnedKept::Path(path.map(|node| NodeId(node as u32)).collect())
+            }
+        }
+    }
+
+    /// Whether the cache must accept `kept`.
+    fn can_keep(&self, kept: &OwnedKept) -> bool {
+        match (kept, &self.parents) {
+            (OwnedKept::First(_), None) => true,
+            (OwnedKept::Path(path), Some(_)) => {
+                let Some(last) = path.last() else { return true };
+                let last = last.0 as usize;
+                last < self.tokens.len()
+                    && self.history(last).iter().map(|&node| NodeId(node as u32)).eq(path.iter().copied())
+            }
+            _ => false,
+        }
+    }
+
+    fn kept(&self, kept: &OwnedKept) -> Vec<u32> {
+        match kept {
+            OwnedKept::All => self.tokens.clone(),
+            OwnedKept::First(n) => self.tokens[..*n as usize].to_vec(),
+            OwnedKept::Path(path) => path.iter().map(|node| self.tokens[node.0 as usize]).collect(),
+        }
+    }
+}
+
 impl Drive {
-    /// What a step of chains must cost, block by block: the refusal for lack of space, and the copies in each group.
+    /// What a step must cost, block by block: the refusal for lack of space, and the copies in each group.
     fn expected_cost(&mut self, spans: &[Span<'_>]) -> (Option<Refused>, Vec<u32>) {
         let block = self.block();
         let mut expected = None;
@@ -60,7 +136,10 @@ impl Drive {
             let leaving = leaving(spans, &tables, block);
             for span in spans {
                 let table = &tables[&span.seq];
-                let New::Chain(n_tokens) = span.new else { panic!("only chains are written") };
+                let n_tokens = match span.new {
+                    New::Chain(n) => n,
+                    New::Tree(parents) => parents.len() as u32,
+                };
                 let end = span.start + n_tokens;
                 needed += end.div_ceil(block) - table.len() as u32;
             }
@@ -86,17 +165,15 @@ impl Drive {
 
     pub(super) fn write(&mut self, choices: &mut Choices<'_>) {
         let n_spans = 1 + choices.below(4);
-        let (mut spans, mut new) = (Vec::new(), Vec::new());
+        let mut new: Vec<NewTokens> = Vec::new();
         for _ in 0..n_spans {
             let n = self.sequences.len() as u32;
             let Some((&seq, sequence)) = self.sequences.iter().nth(choices.below(n) as usize) else { return };
-            if spans.iter().any(|span: &Span<'_>| span.seq == seq) {
-                continue;
+            if new.iter().all(|new| new.seq != seq) {
+                new.push(NewTokens::random(choices, seq, sequence.tokens.len() as u32, self.block()));
             }
-            let n_tokens = 1 + choices.below(2 * self.block() + 3);
-            spans.push(Span::chain(seq, sequence.tokens.len() as u32, n_tokens));
-            new.push((seq, (0..n_tokens).map(|_| choices.below(3)).collect::<Vec<u32>>()));
         }
+        let spans: Vec<Span<'_>> = new.iter().map(NewTokens::span).collect();
         let abandon = choices.one_in(6);
         self.log.push(format!("step {new:?}{}", if abandon { ", abandoned" } else { "" }));
         let block = self.block();
@@ -145,11 +222,12 @@ impl Drive {
             // For each token, its prefix, and the prefixes that it sees.
             let see = self.spec.groups[g].visibility;
             let mut queries = Vec::new();
-            for (seq, tokens) in &new {
-                let Sequence { salt, tokens: mut whole, .. } = self.sequences[seq].clone();
-                for &token in tokens {
-                    let position = whole.len() as u32;
-                    whole.push(token);
+            for new in &new {
+                let Sequence { salt, tokens: before, .. } = &self.sequences[&new.seq];
+                for i in 0..new.tokens.len() {
+                    let mut whole = before.clone();
+                    whole.extend(new.history(i).into_iter().map(|i| new.tokens[i]));
+                    let position = whole.len() as u32 - 1;
                     let seen = (0..=position).filter(|&p| see.sees(position, p));
                     let seen = seen.map(|p| self.prefixes.number(salt, &whole[..=p as usize]));
                     queries.push(seen.collect::<Vec<u64>>());
@@ -179,18 +257,53 @@ impl Drive {
             assert_eq!(self.cache.report(), before, "an abandoned step changed something");
             return;
         }
+        let mut kept: Vec<OwnedKept> = new.iter().map(|_| OwnedKept::All).collect();
         if choices.one_in(3) {
-            new.iter_mut()
-                .for_each(|(_, tokens)| tokens.truncate(choices.below(tokens.len() as u32 + 1) as usize));
-            self.log.push(format!("kept {new:?}"));
-            let kept: Vec<Kept<'_>> =
-                new.iter().map(|(_, tokens)| Kept::First(tokens.len() as u32)).collect();
-            step.commit_kept(&kept).expect("no more is kept than was planned");
-        } else {
+            // A tree of which no path is chosen keeps nothing.
+            for (_, kept) in new.iter().zip(&mut kept).filter(|(new, _)| new.parents.is_some()) {
+                *kept = OwnedKept::Path(Vec::new());
+            }
             step.commit();
+        } else {
+            kept = new.iter().map(|new| new.keep(choices)).collect();
+            self.log.push(format!("kept {kept:?}"));
+            let can_keep = new.iter().zip(&kept).all(|(new, kept)| new.can_keep(kept));
+            let asked: Vec<Kept<'_>> = kept.iter().map(OwnedKept::as_kept).collect();
+            let mut moves = MovePlan::default();
+            let moved = step.kept_moves(&asked, &mut moves);
+            assert_eq!(moved.is_ok(), can_keep, "{moved:?}");
+            if !moves.groups().is_empty() {
+                self.n_moves += 1;
+            }
+            for (group, copies) in moves.groups() {
+                let writes = &step.plan().group(*group).writes;
+                let is_new = |cell: u32| writes.iter().any(|run| run.contains(cell));
+                let memory = &mut self.memories[group.0 as usize];
+                for copy in copies {
+                    assert!(copy.from.abs_diff(copy.to) >= copy.len, "{copy:?} overlaps itself");
+                    for i in 0..copy.len {
+                        assert!(
+                            is_new(copy.from + i) && is_new(copy.to + i),
+                            "{copy:?} leaves the new cells"
+                        );
+                        memory[(copy.to + i) as usize] = memory[(copy.from + i) as usize];
+                    }
+                }
+            }
+            if choices.one_in(12) {
+                drop(step);
+                assert_eq!(self.cache.report(), before, "a step abandoned after its moves changed something");
+                return;
+            }
+            let done = step.commit_kept(&asked);
+            assert_eq!(done.is_ok(), can_keep, "{done:?}");
+            if !can_keep {
+                assert_eq!(self.cache.report(), before, "a refused commit changed something");
+                return;
+            }
         }
-        for (seq, tokens) in new {
-            self.sequences.get_mut(&seq).expect("it is open").tokens.extend(tokens);
+        for (new, kept) in new.iter().zip(&kept) {
+            self.sequences.get_mut(&new.seq).expect("it is open").tokens.extend(new.kept(kept));
         }
     }
 }

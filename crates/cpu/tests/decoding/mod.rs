@@ -105,6 +105,18 @@ impl Model {
         tokens: &[u64],
         seed: u64,
     ) -> Vec<Vec<f32>> {
+        self.step_kept(session, spans, tokens, seed, None)
+    }
+
+    /// The same; every span keeps only what `kept` says.
+    pub fn step_kept(
+        &self,
+        session: &mut Session,
+        spans: &[Span<'_>],
+        tokens: &[u64],
+        seed: u64,
+        kept: Option<&[Kept<'_>]>,
+    ) -> Vec<Vec<f32>> {
         let (heads, kv_heads, d) = (self.heads.0 as usize, self.heads.1 as usize, self.head_dim as usize);
         let rows = |what: u64, layer: u16, heads: usize| -> Vec<f32> {
             let row = |token: &u64| {
@@ -132,7 +144,10 @@ impl Model {
             .unwrap();
             outputs.push(out);
         }
-        step.commit().unwrap();
+        match kept {
+            None => step.commit().unwrap(),
+            Some(kept) => step.commit_kept(kept).unwrap(),
+        }
         outputs
     }
 }

@@ -2,9 +2,9 @@
 //! write.
 mod checks;
 
-use super::Options;
 use super::cases::{Case, Strides};
-use crate::reference::{Choices, Model, Operation, ReferenceCache, Seen, StepEnd};
+use super::{Options, paths, rows};
+use crate::reference::{Choices, Model, Operation, OwnedKept, ReferenceCache, Seen, StepEnd};
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_device::*;
@@ -38,6 +38,15 @@ pub fn run(backend: &dyn Backend, case: &Case, options: &Options, number: u64) -
 struct Written {
     k: Vec<Row>,
     v: Vec<Row>,
+}
+
+impl Written {
+    fn push(&mut self, side: Side, row: Row) {
+        match side {
+            Side::K => self.k.push(row),
+            Side::V => self.v.push(row),
+        }
+    }
 }
 
 /// The rows of all KV heads: `[n_kv_heads * head_dim]`.
@@ -399,6 +408,7 @@ impl<'c> Rig<'c> {
         let inputs: Vec<_> = (0..n_layers).map(|layer| self.inputs(layer, n_tokens)).collect();
         let mut outputs = Vec::new();
 
+        let settles = self.session.cache.trees().is_none();
         let read_before = self.session.pools().counters().bytes_read;
         let mut step = match self.session.step(&request) {
             Ok(step) => step,
@@ -437,16 +447,37 @@ impl<'c> Rig<'c> {
             drop(step);
             return self.bad(failure);
         }
-        if let Err(error) = step.commit() {
+        let stored = rows::stored(step.pools(), &self.spec.layout, |group| &cells[group.0 as usize]);
+        let kept = paths::choose(&mut self.choices, spans, settles);
+        let committed = match &kept {
+            None => step.commit().map_err(StepError::from),
+            Some(kept) => step.commit_kept(&kept.iter().map(OwnedKept::as_kept).collect::<Vec<_>>()),
+        };
+        if let Err(error) = committed {
             return self.bad(format!("not committed: {error}"));
         }
-        self.reference.apply(&request);
+        match &kept {
+            None => self.reference.apply(&request),
+            Some(kept) => {
+                let kept: Vec<Kept<'_>> = kept.iter().map(OwnedKept::as_kept).collect();
+                let applied = self.reference.apply_kept(&request, &kept);
+                assert_eq!(applied, Ok(()), "the paths are good");
+            }
+        }
         self.tokens.extend_from_slice(&tokens);
 
-        for (layer, (data, places)) in inputs.iter().enumerate() {
-            if self.spec.layout.owns(layer) {
-                let group = self.spec.layout.layers[layer].group.0 as usize;
-                self.read_back(layer, data, &places[1..], &cells[group]);
+        let stored = match stored {
+            Ok(stored) => stored,
+            Err(error) => return self.bad(format!("no row: {error}")),
+        };
+        if let Some(kept) = &kept {
+            let (pools, layout) = (self.session.pools(), &self.spec.layout);
+            let moved = paths::check_moved(pools, layout, spans, kept, &cells, &stored);
+            moved.unwrap_or_else(|line| self.bad(line));
+        }
+        for ((layer, (data, places)), stored) in inputs.iter().enumerate().zip(stored) {
+            if let Some(stored) = stored {
+                self.read_back(layer, data, &places[1..], stored);
             }
         }
         for (layer, ((data, places), (out, place))) in inputs.iter().zip(outputs).enumerate() {

@@ -13,7 +13,8 @@
 //! A rotated row is bounded as a whole: the rotation preserves lengths, so the length of its error is at most the
 //! length of the bounds in the rotated basis, plus 10⁻⁶ of the row's own length for rotating it there and back in
 //! f32.
-use kvist_device::{DType, Storage};
+use kvist_cache::{GroupId, LayerId};
+use kvist_device::{BackendError, DType, LayerSpec, Layout, Pools, Side, Storage};
 
 /// The fraction of the bound that `stored` uses: above 1 it is too far off. NaN stays NaN. `order` lists the channels
 /// in stored order: with outliers, the strongest first.
@@ -162,6 +163,33 @@ fn rotate(row: &mut [f64]) {
         let norm = (block.len() as f64).sqrt();
         block.iter_mut().for_each(|x| *x /= norm);
     }
+}
+
+/// The rows of one layer as they are read back, `[K, V][tokens][kv_heads * head_dim]`; `None` for borrowing layers.
+pub type StoredRows = Option<[Vec<Vec<f32>>; 2]>;
+
+/// Reads the rows of cells back, layer by layer. `cells` returns those of a layer group.
+pub fn stored<'c>(
+    pools: &dyn Pools,
+    layout: &Layout,
+    cells: impl Fn(GroupId) -> &'c [u32],
+) -> Result<Vec<StoredRows>, BackendError> {
+    let rows = |l: usize, spec: &LayerSpec, side| {
+        let row = |cell: &u32| {
+            let head_dim = spec.k_dim as usize;
+            let mut row = vec![0.0; spec.n_kv_heads as usize * head_dim];
+            for (head, row) in (0..).zip(row.chunks_exact_mut(head_dim)) {
+                pools.inspect(LayerId(l as u16), side, head, *cell, row)?;
+            }
+            Ok(row)
+        };
+        cells(spec.group).iter().map(row).collect::<Result<Vec<_>, BackendError>>()
+    };
+    let layers = layout.layers.iter().enumerate().map(|(l, spec)| match layout.owns(l) {
+        true => Ok(Some([rows(l, spec, Side::K)?, rows(l, spec, Side::V)?])),
+        false => Ok(None),
+    });
+    layers.collect()
 }
 
 #[cfg(test)]

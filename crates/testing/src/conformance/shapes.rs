@@ -25,7 +25,7 @@ const fn crowded(kind: &'static str, windowed: bool) -> Shape {
     Shape { windowed, crowded: true, ..shape(kind, "random operations", random) }
 }
 
-pub const SHAPES: [Shape; 24] = [
+pub const SHAPES: [Shape; 26] = [
     shape("contiguous", "prefill", prefill),
     shape("contiguous", "single decode", decode),
     shape("contiguous", "chunked prefill and rewind", chunked),
@@ -46,6 +46,8 @@ pub const SHAPES: [Shape; 24] = [
     windowed("paged", "batch under windows", batch),
     shape("paged", "forks of a trunk", forks),
     windowed("paged", "forks under windows", forks),
+    shape("paged", "trees beside chains", paths),
+    windowed("paged", "trees under windows", paths),
     crowded("contiguous", false),
     crowded("ring", true),
     crowded("cells", false),
@@ -171,6 +173,20 @@ fn trunk_trees(rig: &mut Rig<'_>, length: u32) {
     rig.accept_any(B);
     rig.perform(&Operation::Remove { seq: D, from: length / 2, until: u32::MAX });
     rig.spans(&[(D, 0, 3), (A, 0, 2), (B, 1, 0)]);
+}
+
+/// Every commit keeps a path of every tree; forks share the blocks that trees are written to.
+fn paths(rig: &mut Rig<'_>, length: u32) {
+    [A, B, C].into_iter().for_each(|seq| rig.perform(&Operation::New { seq }));
+    rig.chains(&[(A, length), (B, 2), (C, length / 2 + 1)]);
+    rig.spans(&[(A, 0, 9), (B, 1, 0), (C, 0, 18)]);
+    rig.spans(&[(A, 0, 5)]);
+    rig.fork(A, D);
+    rig.fork(A, E);
+    rig.spans(&[(D, 0, 7), (A, 0, 7), (B, 17, 0), (E, 1, 0)]);
+    (0..3).for_each(|_| rig.spans(&[(D, 0, 4), (E, 0, 6), (C, 1, 0)]));
+    rig.perform(&Operation::Remove { seq: A, from: 0, until: u32::MAX });
+    rig.chains(&[(E, 3), (C, 1), (D, 1)]);
 }
 
 fn random(rig: &mut Rig<'_>, length: u32) {

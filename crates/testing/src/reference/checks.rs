@@ -114,12 +114,19 @@ pub(super) fn check_tables(
         }
         let cells: Vec<u32> = group.writes.iter().flat_map(|run| run.cells()).collect();
         assert_eq!(tables.slots, cells);
-        for (pairs, seen) in visible_pairs(&tables, block, positions, visibility).iter().zip(seen) {
-            let values =
-                pairs.iter().map(|&(index, cell)| Seen { value: memory.cells[cell as usize], index });
-            let mut values: Vec<Seen> = values.collect();
-            values.sort_unstable();
-            assert_eq!(&values, seen, "block tables of {block}: {tables:?}");
+        // The indices of nodes are their numbers there.
+        let committed = request.spans.iter().flat_map(|span| {
+            let end = if let New::Tree(_) = span.new { span.start } else { u32::MAX };
+            (0..n_tokens(span)).map(move |_| end)
+        });
+        let pairs = visible_pairs(&tables, block, positions, visibility);
+        for ((pairs, seen), end) in pairs.iter().zip(seen).zip(committed) {
+            let place = |value: u64, index: u32| (value, (index < end).then_some(index));
+            let found = pairs.iter().map(|&(index, cell)| place(memory.cells[cell as usize], index));
+            let mut found: Vec<(u64, Option<u32>)> = found.collect();
+            found.sort_unstable();
+            let seen = seen.iter().map(|seen| place(seen.value, seen.index));
+            assert!(seen.eq(found.iter().copied()), "{found:?} in block tables of {block}: {tables:?}");
         }
         if group.tables(16, &mut tables).is_ok() {
             device.update(group, &tables);

@@ -179,6 +179,11 @@ impl Drive {
         assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "whether it rewinds");
         assert_eq!(cache.sequences().is_some(), model.holds_many(), "whether it has sequences");
         assert_eq!(cache.trees().is_some(), *model == Model::Tree, "whether it has trees");
+        assert_eq!(
+            cache.verifies_trees(),
+            matches!(*model, Model::Tree | Model::Paged),
+            "whether it verifies them"
+        );
         const CHECKED: &str = "the drive asks only for capabilities that its model has";
         let (got, expected) = match &verb {
             Operation::Rewind { len } => {
@@ -237,8 +242,7 @@ impl Drive {
             return false;
         }
         let new_values = reference.new_values(request);
-        let mut after = reference.clone();
-        after.apply(request);
+        let after = reference.executed(request);
         step.with_tables();
         let plan = step.with_reads();
         let mut positions = Vec::new();
@@ -287,7 +291,7 @@ impl Drive {
         }
         if kept.is_empty() {
             step.commit();
-            *reference = after;
+            reference.apply(request);
             return true;
         }
         let mut after = reference.clone();

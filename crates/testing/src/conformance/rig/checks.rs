@@ -20,18 +20,14 @@ impl Rig<'_> {
         }
     }
 
-    /// Reads back what was stored, and compares it with what was written.
-    pub(super) fn read_back(&mut self, layer: usize, data: &[f32], kv: &[Place], cells: &[u32]) {
+    /// Compares the rows that were stored, `[K, V][tokens]`, with what was written.
+    pub(super) fn read_back(&mut self, layer: usize, data: &[f32], kv: &[Place], stored: [Vec<Vec<f32>>; 2]) {
         let spec = self.spec.layout.layers[layer];
         let head_dim = spec.k_dim as usize;
-        for (side, place, storage) in [(Side::K, kv[0], self.spec.k), (Side::V, kv[1], self.spec.v)] {
-            for (token, cell) in cells.iter().enumerate() {
-                let mut stored = vec![0.0; spec.n_kv_heads as usize * head_dim];
-                for (head, row) in stored.chunks_exact_mut(head_dim).enumerate() {
-                    let id = LayerId(layer as u16);
-                    if let Err(error) = self.session.pools().inspect(id, side, head as u32, *cell, row) {
-                        self.bad(format!("layer {layer} {side:?} head {head} cell {cell}: {error}"));
-                    }
+        let sides = [(Side::K, kv[0], self.spec.k), (Side::V, kv[1], self.spec.v)];
+        for ((side, place, storage), stored) in sides.into_iter().zip(stored) {
+            for (token, stored) in stored.into_iter().enumerate() {
+                for (head, row) in stored.chunks_exact(head_dim).enumerate() {
                     let original = &data[place.row(token, head, head_dim)];
                     let error = if self.options.exact_rows {
                         if original == row { 0.0 } else { f64::INFINITY }
@@ -44,7 +40,7 @@ impl Rig<'_> {
                     }
                     if error > 1.0 || error.is_nan() {
                         self.bad(format!(
-                            "layer {layer} {side:?} head {head} token {token} (cell {cell}): stored as {storage}, the row is {error:.2} times too far"
+                            "layer {layer} {side:?} head {head} token {token}: stored as {storage}, the row is {error:.2} times too far"
                         ));
                     }
                 }
@@ -56,11 +52,7 @@ impl Rig<'_> {
                 } else {
                     stored.clone()
                 };
-                let (written, row) = (&mut self.written[layer], Row { stored, recent });
-                match side {
-                    Side::K => written.k.push(row),
-                    Side::V => written.v.push(row),
-                }
+                self.written[layer].push(side, Row { stored, recent });
             }
         }
     }
