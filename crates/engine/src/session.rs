@@ -1,7 +1,9 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
+use crate::executor::Choice;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
+use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
 use kvist_device::{KvCounters, Registry, WantedRow, compact};
 use kvist_model::{Error, Model};
@@ -45,6 +47,9 @@ pub struct ModelSession {
     tokens: Vec<u32>,
     rows: Vec<WantedRow>,
     taps: Vec<LayerId>,
+    draft_tokens: Vec<u32>,
+    parents: Vec<Option<NodeId>>,
+    path: Vec<NodeId>,
 }
 
 impl ModelSession {
@@ -63,6 +68,9 @@ impl ModelSession {
             tokens: Vec::new(),
             rows: Vec::new(),
             taps: Vec::new(),
+            draft_tokens: Vec::new(),
+            parents: Vec::new(),
+            path: Vec::new(),
         };
         this.open_only()?;
         Ok(this)
@@ -159,6 +167,71 @@ impl ModelSession {
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
         self.runner.run(step, &self.tokens, &self.rows, &self.taps)?.commit();
         Ok(())
+    }
+
+    /// True if this cache can verify draft trees; otherwise only chains.
+    pub fn verifies_trees(&mut self) -> bool {
+        self.cache.trees().is_some()
+    }
+
+    /// One pass over `last`, the last known token of `seq`, and a draft of what may follow. `choose` draws the next token
+    /// from each row of logits on the accepted path, as in [`verify`]; `verified` gets the result. `last` and the accepted
+    /// nodes become part of the sequence, the other nodes leave nothing behind.
+    ///
+    /// The draft may have at most [`max_rows`](CacheConfig::max_rows) − 1 nodes, and must be a chain unless
+    /// [`verifies_trees`](Self::verifies_trees). On `Err` the cache is unchanged.
+    pub fn forward_draft(
+        &mut self,
+        seq: SeqId,
+        last: u32,
+        draft: &DraftTree,
+        choose: &mut dyn FnMut(&mut [f32]) -> Result<Choice, Error>,
+        verified: &mut Verified,
+    ) -> Result<(), Error> {
+        let mut tokens = std::mem::take(&mut self.draft_tokens);
+        tokens.clear();
+        tokens.push(last);
+        tokens.extend(draft.tokens());
+        let gathered = self.gather(&[SequenceInput::chain(seq, &tokens)], LogitRows::All);
+        self.draft_tokens = tokens;
+        gathered?;
+        draft.span_parents(&mut self.parents);
+        let start = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        let is_chain = draft.is_chain();
+        let new = if is_chain { New::Chain(self.tokens.len() as u32) } else { New::Tree(&self.parents) };
+        let spans = &[Span { seq, start, new }];
+        let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
+        let computed = self.runner.run(step, &self.tokens, &self.rows, &self.taps)?;
+        let vocab = self.runner.model.config().vocab;
+        let logits = &mut self.runner.network.output_mut().logits;
+        verify(draft, |row| choose(&mut logits[row * vocab..(row + 1) * vocab]), verified)?;
+        if is_chain {
+            return Ok(computed.commit_kept(&[Kept::First(verified.path.len() as u32 + 1)])?);
+        }
+        verified.kept(&mut self.path);
+        Ok(computed.commit_kept(&[Kept::Path(&self.path)])?)
+    }
+
+    /// Passes the taps of the last pass, which began at position `first` with a draft, to `speculator`: the rows of the last
+    /// known token and of the accepted nodes.
+    pub(crate) fn report_features(
+        &mut self,
+        id: u64,
+        first: u32,
+        verified: &Verified,
+        speculator: &mut Speculator,
+    ) -> Result<(), Error> {
+        if self.taps.is_empty() {
+            return Ok(());
+        }
+        let hidden = self.runner.model.config().hidden;
+        let rows = || std::iter::once(0).chain(verified.path.iter().map(|node| *node as usize + 1));
+        let kept = |tap: &Vec<f32>| -> Vec<f32> {
+            rows().flat_map(|row| tap[row * hidden..(row + 1) * hidden].iter().copied()).collect()
+        };
+        let taps: Vec<Vec<f32>> = self.runner.network.output().taps.iter().map(kept).collect();
+        let taps: Vec<&[f32]> = taps.iter().map(Vec::as_slice).collect();
+        speculator.features(id, first, &taps)
     }
 
     /// Validates the inputs and flattens them into the batch's tokens and rows.

@@ -49,8 +49,10 @@ struct Machine {
     fuses: bool,
     /// True if the cache shares prefixes.
     shares: bool,
-    /// True if runs are drafts, of which each request keeps only a part.
+    /// True if each request keeps only a part of a run, and of the drafts in single steps.
     drafts: bool,
+    /// Draft tokens that were verified.
+    drafted: u64,
 }
 
 /// The answer length is a hash of the id. The reference model and the executor know it, the scheduler does not.
@@ -69,6 +71,16 @@ impl Executor for Machine {
         });
         limit.min(left.min().unwrap_or(1)).min(1 + self.random.below(20))
     }
+    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        assert!(batch.steps == 1 && limit > 0);
+        let mut left = limit;
+        for i in (0..batch.work.len()).filter(|&i| self.drafts && batch.work[i].decodes) {
+            let n = self.random.below(7).min(left).min(batch.max_new(i) - 1);
+            left -= n;
+            let parents: Vec<Option<u32>> = (0..n).map(|i| i.checked_sub(1)).collect();
+            drafts.push(i, &parents);
+        }
+    }
     fn execute(&mut self, _: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let tokens: u32 = batch.work.iter().map(|w| w.n_tokens / batch.steps).sum();
         assert!(tokens <= self.config.max_batch_tokens, "{tokens} tokens in a step");
@@ -86,17 +98,24 @@ impl Executor for Machine {
             if let Some(tokens) = batch.tokens(i) {
                 let prompt = request.prompt_tokens;
                 let token = |at| if at < prompt { at } else { at - prompt + 1 };
-                let expected = (w.first..w.first + w.n_tokens).map(token);
+                let known = request.prompt_tokens + reference.sampled;
+                let expected = (w.first..(w.first + w.n_tokens).min(known)).map(token);
                 assert!(tokens.iter().copied().eq(expected), "{w:?} is fed {tokens:?}");
             }
             reference.computed += u64::from(w.n_tokens);
-            if self.drafts && batch.steps > 1 {
-                let kept = 1 + self.random.below(batch.steps);
+            let planned = w.n_tokens;
+            if self.drafts && (batch.steps > 1 || !batch.draft(i).is_empty()) {
+                assert!(batch.steps == 1 || batch.draft(i).is_empty());
+                self.drafted += batch.draft(i).len() as u64;
+                let left = true_length(w.request, request.max_new) - reference.sampled;
+                let kept = 1 + self.random.below(planned.min(left));
                 (reference.next, reference.highest) = (w.first + kept, reference.highest.max(w.first + kept));
                 reference.sampled += kept;
-                reference.rejected += u64::from(batch.steps - kept);
+                reference.rejected += u64::from(planned - kept);
+                let tokens: Vec<u32> = (reference.sampled + 1 - kept..=reference.sampled).collect();
+                let emitted = if self.fuses { Emitted::Unknown(kept) } else { Emitted::Tokens(&tokens) };
                 let finished = reference.sampled == true_length(w.request, request.max_new);
-                out.push(Advance { kept: Kept::First(kept), emitted: Emitted::Unknown(kept), finished });
+                out.push(Advance { kept: Kept::First(kept), emitted, finished });
                 continue;
             }
             reference.next = w.first + w.n_tokens;
@@ -180,7 +199,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
     let configs = configs();
     let per_config = ops() / configs.len() as u64;
     let mut seen = [0u64; 4];
-    let (mut hits, mut evictions) = (0, 0);
+    let (mut hits, mut evictions, mut drafted) = (0, 0, 0);
     for (number, config) in configs.iter().enumerate() {
         for (fuses, shares, mixed) in [
             (false, false, false),
@@ -208,6 +227,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 fuses,
                 shares,
                 drafts: number % 2 == 0,
+                drafted: 0,
             };
             let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
             for op in 0..per_config / 6 {
@@ -291,10 +311,12 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 assert!(shares || group.used_cells == 0, "seed {seed}");
             }
             hits += scheduler.counters().hit_tokens;
+            drafted += scheduler.counters().draft_tokens;
             evictions += scheduler.counters().evictions;
         }
     }
     println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, {evictions} evictions");
     assert!(seen.iter().all(|&n| n > 100), "a path was hardly taken: {seen:?}");
+    assert!(drafted > 1000, "{drafted} tokens were drafted");
     assert!(hits > 1000 && evictions > 100, "{hits} tokens hit, {evictions} evictions");
 }
