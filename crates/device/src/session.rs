@@ -77,10 +77,9 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
-/// Commits a step whose layers have all run, so that every span keeps what `kept` says, after moving the K and V of kept
-/// paths. On `Err` the step is abandoned.
-pub(crate) fn commit_kept(
-    mut step: Step<'_>,
+/// Moves the K and V of kept paths of a step whose layers have all run, where they must move before the commit.
+pub(crate) fn move_kept(
+    step: &mut Step<'_>,
     kept: &[Kept<'_>],
     pools: &mut dyn Pools,
 ) -> Result<(), StepError> {
@@ -89,7 +88,7 @@ pub(crate) fn commit_kept(
     if !moves.groups().is_empty() {
         pools.relocate(&moves)?;
     }
-    Ok(step.commit_kept(kept)?)
+    Ok(())
 }
 
 /// One cache: a kind, over the pools of a backend. docs/device.md shows how to use it.
@@ -225,8 +224,9 @@ impl SessionStep<'_> {
 
     /// Commits the step; every span keeps only what `kept` says ([`Step::commit_kept`]). Moves K and V where a kept path
     /// needs it. Refused unless every layer has run; on `Err` the step is abandoned.
-    pub fn commit_kept(self, kept: &[Kept<'_>]) -> Result<(), StepError> {
+    pub fn commit_kept(mut self, kept: &[Kept<'_>]) -> Result<(), StepError> {
         self.order.complete().map_err(BackendError::from)?;
-        commit_kept(self.step, kept, self.pools)
+        move_kept(&mut self.step, kept, self.pools)?;
+        Ok(self.step.commit_kept(kept)?)
     }
 }

@@ -5,14 +5,18 @@
 //!
 //! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
 //! created.
+mod drafting;
+
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
-use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow};
+use crate::speculate::{Counts, Speculator, Verified, verify};
+use drafting::Drafting;
+use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step};
+use kvist_device::{Computed, KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
-use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
+use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -127,6 +131,7 @@ pub struct ModelExecutor {
     /// Looked up by id, never iterated.
     requests: HashMap<RequestId, Box<dyn TokenSampler>>,
     failure: Option<Error>,
+    speculation: Option<Drafting>,
 }
 
 impl ModelExecutor {
@@ -148,6 +153,7 @@ impl ModelExecutor {
             scored: Vec::new(),
             requests: HashMap::new(),
             failure: None,
+            speculation: None,
         };
         Ok((cache, executor))
     }
@@ -162,6 +168,18 @@ impl ModelExecutor {
         if let Some(mut request) = self.requests.remove(&id) {
             request.end();
         }
+        if let Some(drafting) = &mut self.speculation {
+            drafting.end(id);
+        }
+    }
+    /// Verifies the drafts of `speculator` from now on. A step has at most as many draft tokens as rows are left of the
+    /// cache configuration's `max_rows`.
+    pub fn speculate(&mut self, speculator: Speculator) {
+        self.speculation = Some(Drafting::new(speculator));
+    }
+    /// What speculation has achieved; `None` if it is off.
+    pub fn speculation(&self) -> Option<&Counts> {
+        Some(self.speculation.as_ref()?.speculator.counts())
     }
     /// The error of the last step, if it failed.
     pub fn failure(&self) -> Option<&Error> {
@@ -180,7 +198,7 @@ impl ModelExecutor {
         self.runner.network.pools().bytes()
     }
 
-    fn forward(&mut self, step: Step<'_>, batch: kvist_scheduler::Batch<'_>) -> Result<(), Error> {
+    fn forward<'c>(&mut self, step: Step<'c>, batch: Batch<'_>) -> Result<Computed<'c>, Error> {
         let vocab = self.runner.model.config().vocab;
         self.tokens.clear();
         self.rows.clear();
@@ -198,17 +216,23 @@ impl ModelExecutor {
                 self.scored.extend(wanted.map(|position| (row + position - first, i, position)));
             }
             self.tokens.extend_from_slice(tokens);
-            if work.samples {
+            let draft = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
+            if let Some(draft) = draft {
+                let first = self.tokens.len() as u32 - 1;
+                self.tokens.extend_from_slice(draft.tokens());
+                // Which rows are on the path is not known before: a sampler takes its draws in order.
+                self.rows.extend((first..self.tokens.len() as u32).map(WantedRow::logits));
+            } else if work.samples {
                 let output = request.map_or(RowOutput::Argmax, |request| request.row_output());
                 self.rows.push(WantedRow { row: self.tokens.len() as u32 - 1, output });
             }
         }
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[WantedRow] = if self.scored.is_empty() { &self.rows } else { &[] };
-        // The scheduler commits the step, and keeps the tokens that the outcome names.
-        drop(self.runner.run(step, &self.tokens, rows, &[])?);
+        let taps = self.speculation.as_ref().map_or(&[][..], |drafting| drafting.speculator.taps());
+        let computed = self.runner.run(step, &self.tokens, rows, taps)?;
         if self.scored.is_empty() {
-            return Ok(());
+            return Ok(computed);
         }
         let max_rows = self.runner.max_rows();
         let network = &mut *self.runner.network;
@@ -224,37 +248,99 @@ impl ModelExecutor {
                 }
             }
         }
-        Ok(network.recompute_rows(&self.rows)?)
+        network.recompute_rows(&self.rows)?;
+        Ok(computed)
+    }
+
+    /// Lets every request that samples draw its tokens, and moves the K and V of accepted paths. The scheduler commits the
+    /// step.
+    fn draw(&mut self, mut computed: Computed<'_>, batch: Batch<'_>, out: &mut Outcome) -> Result<(), Error> {
+        let mut rows = self.runner.network.output_mut().rows();
+        let (mut verified, mut path, mut paths) = (Verified::default(), Vec::new(), Vec::new());
+        for (i, work) in batch.work.iter().enumerate() {
+            let mut request = self.requests.get_mut(&work.request);
+            let has_sampler = request.is_some();
+            let mut choose = |row: Option<RowResult<'_>>| match request.as_mut().zip(row) {
+                Some((request, row)) => request.choose(row),
+                // A request without a sampler is finished: nothing can choose its next token.
+                None => Choice { token: 0, finished: true },
+            };
+            let tree = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
+            let Some(tree) = tree else {
+                let sampled = work.samples.then(|| {
+                    let Choice { token, finished } = choose(rows.next());
+                    Sampled { token: has_sampler.then_some(token), finished }
+                });
+                out.push_sampled(batch, sampled);
+                paths.push(None);
+                if let (Some(drafting), Some(sampled)) = (&mut self.speculation, sampled) {
+                    drafting.emitted(batch, i, sampled.token.as_slice());
+                }
+                continue;
+            };
+            let (n_rows, mut next) = (tree.len() + 1, 0);
+            let mut draw = |row: usize| {
+                let result = rows.nth(row - next);
+                next = row + 1;
+                Ok::<_, Error>(choose(result))
+            };
+            verify(tree, &mut draw, &mut verified)?;
+            if next < n_rows {
+                let _ = rows.nth(n_rows - next - 1); // those off the path
+            }
+            let emitted = Emitted::Tokens(&verified.tokens);
+            let finished = verified.finished;
+            match batch.drafts_chain(i) {
+                true => {
+                    let kept = Kept::First(verified.path.len() as u32 + 1);
+                    out.push(Advance { kept, emitted, finished });
+                    paths.push(None);
+                }
+                false => {
+                    verified.kept(&mut path);
+                    out.push(Advance { kept: Kept::Path(&path), emitted, finished });
+                    paths.push(Some(path.clone()));
+                }
+            }
+            if let Some(drafting) = &mut self.speculation {
+                drafting.verified(batch, i, &verified);
+            }
+        }
+        drop(rows);
+        if paths.iter().any(Option::is_some) {
+            let kept: Vec<Kept<'_>> =
+                paths.iter().map(|path| path.as_ref().map_or(Kept::All, |path| Kept::Path(path))).collect();
+            computed.move_kept(&kept, self.runner.network.pools_mut())?;
+        }
+        Ok(())
     }
 }
 
 impl Executor for ModelExecutor {
-    fn execute(
-        &mut self,
-        _now_ns: u64,
-        step: Step<'_>,
-        batch: kvist_scheduler::Batch<'_>,
-        out: &mut Outcome,
-    ) {
+    fn draft(&mut self, _now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        let Some(drafting) = &mut self.speculation else { return };
+        let rows = batch.work.iter().filter(|work| work.samples).count();
+        let limit = limit.min(self.runner.max_rows().saturating_sub(rows) as u32);
+        if let Err(error) = drafting.propose(batch, limit, drafts) {
+            // The step runs without drafts, and so does what follows.
+            tracing::error!(target: "kvist::engine", "speculation ends: {error}");
+            self.speculation = None;
+        }
+    }
+    fn execute(&mut self, _now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let started = Instant::now();
-        match self.forward(step, batch) {
-            Ok(()) => {
-                self.failure = None;
-                let mut rows = self.runner.network.output_mut().rows();
-                out.sample_each(batch, |work| {
-                    let request = self.requests.get_mut(&work.request);
-                    // A request without a sampler is finished: nothing can choose its next token.
-                    let choice = request.zip(rows.next()).map(|(request, row)| request.choose(row));
-                    let (token, finished) =
-                        choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));
-                    Sampled { token, finished }
-                });
-            }
+        let done = self.forward(step, batch).and_then(|computed| self.draw(computed, batch, out));
+        match done {
+            Ok(()) => self.failure = None,
             Err(error) => {
                 tracing::error!(target: "kvist::engine", "a step of {} requests failed: {error}", batch.work.len());
                 self.failure = Some(error);
+                out.clear();
                 out.failed = true;
             }
+        }
+        if let Some(drafting) = &mut self.speculation {
+            drafting.passed(batch, started.elapsed());
         }
         out.elapsed_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
     }

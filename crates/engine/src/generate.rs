@@ -5,7 +5,7 @@ use crate::session::{LogitRows, ModelSession, SequenceInput};
 use crate::speculate::{self, Speculator, Verified};
 use crate::text::StopMatcher;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::StepError;
+use kvist_device::{RowResult, StepError};
 use kvist_model::Error;
 use kvist_model::tokenizer::{TextStream, Tokenizer};
 use std::time::{Duration, Instant};
@@ -150,7 +150,7 @@ pub fn generate_with(
     } else if limits.max_tokens == 0 {
         Finish::MaxTokens
     } else {
-        text.choose(session.logits_row(0), observer)?;
+        text.choose(RowResult::Logits(session.logits_mut()), observer)?;
         loop {
             if let Some(finish) = text.finish.take() {
                 break finish;
@@ -160,7 +160,7 @@ pub fn generate_with(
                     session.clear()?;
                     session
                         .prefill(seq, &text.known, &mut |_| true)
-                        .and_then(|_| text.choose(session.logits_row(0), observer))
+                        .and_then(|_| text.choose(RowResult::Logits(session.logits_mut()), observer))
                         .map(drop)
                 }
                 Some(Speculation { speculator, .. }) => {
@@ -171,7 +171,7 @@ pub fn generate_with(
                     let input = SequenceInput::chain(seq, &text.known[last..]);
                     session
                         .forward(&[input], LogitRows::LastOfEach)
-                        .and_then(|()| text.choose(session.logits_row(0), observer))
+                        .and_then(|()| text.choose(RowResult::Logits(session.logits_mut()), observer))
                         .map(drop)
                 }
             };
@@ -219,7 +219,7 @@ fn drafted_pass(
     let mut verified = Verified::default();
     let started = Instant::now();
     loop {
-        let mut choose = |logits: &mut [f32]| text.choose(logits, observer);
+        let mut choose = |row: RowResult<'_>| text.choose(row, observer);
         match session.forward_draft(seq, last, &draft.tree, &mut choose, &mut verified) {
             Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if !draft.tree.is_empty() => {
                 draft.tree.clear();
@@ -245,9 +245,9 @@ struct Text<'t> {
 }
 
 impl Text<'_> {
-    /// Draws the next token from `logits`, and notes whether the text ends with it.
-    fn choose(&mut self, logits: &[f32], observer: &mut dyn Observer) -> Result<Choice, Error> {
-        let token = self.sampler.sample(logits)?;
+    /// Draws the next token from `row`, and notes whether the text ends with it.
+    fn choose(&mut self, row: RowResult<'_>, observer: &mut dyn Observer) -> Result<Choice, Error> {
+        let token = self.sampler.take(row)?;
         self.sampler.observe(&[token]);
         self.known.push(token);
         self.finish = if self.eos.contains(&token) && !self.limits.ignore_eos {

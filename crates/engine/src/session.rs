@@ -5,7 +5,7 @@ use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
-use kvist_device::{KvCounters, Registry, WantedRow, compact};
+use kvist_device::{KvCounters, Registry, RowResult, WantedRow, compact};
 use kvist_model::{Error, Model};
 use std::sync::Arc;
 
@@ -36,6 +36,8 @@ pub enum LogitRows {
     LastOfEach,
     All,
 }
+
+const MISSING_ROW: &str = "the network gave fewer rows than were wanted";
 
 /// A cache for one conversation or a batch of them. All sessions of a model share its weights.
 pub struct ModelSession {
@@ -135,6 +137,10 @@ impl ModelSession {
     pub fn logits(&self) -> &[f32] {
         self.runner.network.output().logits()
     }
+    /// The logits of the last pass, which a sampler may modify.
+    pub(crate) fn logits_mut(&mut self) -> &mut [f32] {
+        self.runner.network.output_mut().logits_mut()
+    }
     /// One row of [`logits`](Self::logits).
     pub fn logits_row(&self, row: usize) -> &[f32] {
         let vocab = self.runner.model.config().vocab;
@@ -170,8 +176,8 @@ impl ModelSession {
     }
 
     /// True if this cache can verify draft trees; otherwise only chains.
-    pub fn verifies_trees(&mut self) -> bool {
-        self.cache.trees().is_some()
+    pub fn verifies_trees(&self) -> bool {
+        self.cache.verifies_trees()
     }
 
     /// One pass over `last`, the last known token of `seq`, and a draft of what may follow. `choose` draws the next token
@@ -185,7 +191,7 @@ impl ModelSession {
         seq: SeqId,
         last: u32,
         draft: &DraftTree,
-        choose: &mut dyn FnMut(&mut [f32]) -> Result<Choice, Error>,
+        choose: &mut dyn FnMut(RowResult<'_>) -> Result<Choice, Error>,
         verified: &mut Verified,
     ) -> Result<(), Error> {
         let mut tokens = std::mem::take(&mut self.draft_tokens);
@@ -202,14 +208,26 @@ impl ModelSession {
         let spans = &[Span { seq, start, new }];
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
         let computed = self.runner.run(step, &self.tokens, &self.rows, &self.taps)?;
-        let vocab = self.runner.model.config().vocab;
-        let logits = &mut self.runner.network.output_mut().logits;
-        verify(draft, |row| choose(&mut logits[row * vocab..(row + 1) * vocab]), verified)?;
+        let mut rows = self.runner.network.output_mut().rows();
+        let mut next = 0;
+        let drawn = verify(
+            draft,
+            |row| {
+                // The rows of a path ascend, so those before are not asked for any more.
+                let result = rows.nth(row - next).ok_or(Error::Usage(MISSING_ROW.into()))?;
+                next = row + 1;
+                choose(result)
+            },
+            verified,
+        );
+        drop(rows);
+        drawn?;
+        let pools = self.runner.network.pools_mut();
         if is_chain {
-            return Ok(computed.commit_kept(&[Kept::First(verified.path.len() as u32 + 1)])?);
+            return Ok(computed.commit_kept(&[Kept::First(verified.path.len() as u32 + 1)], pools)?);
         }
         verified.kept(&mut self.path);
-        Ok(computed.commit_kept(&[Kept::Path(&self.path)])?)
+        Ok(computed.commit_kept(&[Kept::Path(&self.path)], pools)?)
     }
 
     /// Passes the taps of the last pass, which began at position `first` with a draft, to `speculator`: the rows of the last

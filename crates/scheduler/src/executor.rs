@@ -56,6 +56,11 @@ impl Batch<'_> {
         is_chain(self.draft(i))
     }
 
+    /// Prompt tokens of the request of `work[i]`.
+    pub fn prompt_tokens(&self, i: usize) -> u32 {
+        self.entries[self.work[i].index as usize].prompt_tokens
+    }
+
     /// How many tokens the request of `work[i]` may still generate. A tree deeper than one less is of no use.
     pub fn max_new(&self, i: usize) -> u32 {
         let entry = &self.entries[self.work[i].index as usize];
