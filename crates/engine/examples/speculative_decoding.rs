@@ -59,7 +59,8 @@ pub fn main() -> Result<(), Error> {
         loop {
             let at = path[path.len() - 1];
             text.push(top(target.logits_row(at.0 as usize), 1)[0]);
-            let accepted = (0..tokens.len()).find(|i| parents[*i] == Some(at) && tokens[*i] == text[text.len() - 1]);
+            let accepted =
+                (0..tokens.len()).find(|i| parents[*i] == Some(at) && tokens[*i] == text[text.len() - 1]);
             let Some(accepted) = accepted else { break };
             path.push(NodeId(accepted as u32));
         }
