@@ -13,7 +13,9 @@ use crate::runner::Runner;
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
 use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{Computed, KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow};
+use kvist_device::{
+    Computed, KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow,
+};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, RequestId, Sampled};
