@@ -174,10 +174,10 @@ impl ModelExecutor {
             drafting.end(id);
         }
     }
-    /// Verifies the drafts of `speculator` from now on. A step has at most as many draft tokens as rows are left of the
-    /// cache configuration's `max_rows`.
-    pub fn speculate(&mut self, speculator: Speculator) {
-        self.speculation = Some(Drafting::new(speculator));
+    /// Verifies the drafts of `speculator` from now on; none if it is `None`. A step has at most as many draft tokens as
+    /// rows are left of the cache configuration's `max_rows`.
+    pub fn speculate(&mut self, speculator: impl Into<Option<Speculator>>) {
+        self.speculation = speculator.into().map(Drafting::new);
     }
     /// What speculation has achieved; `None` if it is off.
     pub fn speculation(&self) -> Option<&Counts> {
