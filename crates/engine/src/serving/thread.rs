@@ -239,6 +239,10 @@ impl Thread {
                     completion_tokens: if live.generates { ended.generated } else { 0 },
                     cached_tokens: ended.hit_tokens,
                     preemptions: ended.preemptions,
+                    drafts: self.state.executor.speculation().map(|_| DraftUsage {
+                        draft_tokens: ended.draft_tokens,
+                        accepted_tokens: ended.accepted_tokens,
+                    }),
                 },
             })
         };
@@ -290,6 +294,7 @@ impl Thread {
             kv_bytes: self.state.executor.kv_bytes(),
             kv_bytes_read: self.state.executor.counters().bytes_read,
             busy_ns: self.busy_ns,
+            speculation: self.state.executor.speculation(),
         };
         *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
     }
