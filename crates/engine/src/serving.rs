@@ -111,7 +111,9 @@ impl EngineConfig {
         cache.max_step_tokens = max_batch_tokens;
         // Each row belongs to a token of the step.
         cache.max_rows = rows.min(max_batch_tokens.max(max_batch));
-        cache.recent.sequences = max_batch;
+        // A node of a draft tree takes a row too, until the step has told which nodes are kept.
+        let group = cache.recent.within_blocks(self.paged.block_tokens).tokens.max(1);
+        cache.recent.sequences = max_batch.saturating_add(self.max_draft_tokens.div_ceil(group));
     }
 }
 
@@ -308,6 +310,7 @@ impl Engine {
             live: BTreeMap::new(),
             busy_ns: 0,
             step_started: Instant::now(),
+            paced_tokens: 1,
             // Weak: a strong reference would keep the thread alive forever.
             shared: Arc::downgrade(&shared),
         };

@@ -97,7 +97,7 @@ async fn recorded_events_give_the_same_decisions() {
         config.watchers.push(Box::new(logs.clone()));
         config.fit();
         if speculates {
-            config = speculating(config, Box::new(Suffix::default()));
+            config = speculating(config, SMALL, Box::new(Suffix::default()));
         }
         let paged = config.paged.clone();
         let engine = engine(config);

@@ -10,12 +10,13 @@ use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::serving::*;
 use kvist_engine::session::ModelSession;
-use kvist_engine::speculate::{DraftModel, Drafter, Suffix};
+use kvist_engine::speculate::{Bounds, DraftModel, Drafter, Suffix};
 use kvist_engine::text::Stops;
 use kvist_model::Model;
 use kvist_testing::SplitMix64;
 use oracle::Oracle;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
@@ -126,7 +127,7 @@ async fn the_same_answers_with_drafts() {
             config.paged.block_tokens = block_tokens;
             config.scheduler.max_batch_tokens = max;
             config.scheduler.wait_for_prefix = d == 0;
-            let engine = engine(speculating(config, drafter));
+            let engine = engine(speculating(config, SMALL, drafter));
             let mut usage = DraftUsage::default();
             for round in 0..2 {
                 let mut generations: Vec<GenerationHandle> =
@@ -187,9 +188,13 @@ async fn the_same_text_of_packed_numbers_with_drafts() {
             prompts.iter().zip(&alone).map(|(prompt, answer)| [prompt, &answer[..]].concat()).collect();
         let mut config = config(1024);
         (config.paged.cache.k, config.paged.cache.v) = (kv, kv.for_values());
+        // Room for the largest trees of all requests in a step, which fill the recent rows.
+        config.scheduler.max_batch_tokens = 160;
+        let bounds = Bounds { tokens: 16, depth: 8, width: 4 };
         let vocab = model.config().vocab as u32;
         let oracle = Oracle { texts, vocab, random: SplitMix64(1) };
-        let engine = Engine::start(model.clone(), registry, speculating(config, Box::new(oracle))).unwrap();
+        let engine =
+            Engine::start(model.clone(), registry, speculating(config, bounds, Box::new(oracle))).unwrap();
         for round in 0..2 {
             let mut generations: Vec<GenerationHandle> =
                 prompts.iter().map(|prompt| engine.submit(greedy(prompt, NEW_TOKENS)).unwrap()).collect();
@@ -205,7 +210,7 @@ async fn the_same_text_of_packed_numbers_with_drafts() {
 /// What one tenant's answers taught is not proposed to another.
 #[tokio::test]
 async fn tenants_do_not_draft_from_each_others_answers() {
-    let engine = engine(speculating(config(1024), Box::new(Suffix::default())));
+    let engine = engine(speculating(config(1024), SMALL, Box::new(Suffix::default())));
     let drafts = async |salt: &str| {
         let job = Job { salt: salt.into(), ..greedy(&tokens(TEXT)[..40], NEW_TOKENS) };
         receive(&mut engine.submit(job).unwrap()).await.done.unwrap().usage.drafts.unwrap()
@@ -213,6 +218,23 @@ async fn tenants_do_not_draft_from_each_others_answers() {
     let (first, again, other) = (drafts("ann").await, drafts("ann").await, drafts("ben").await);
     assert!(again.accepted_tokens > first.accepted_tokens, "nothing was learned: {first:?}, {again:?}");
     assert_eq!(other, first, "as if there were no other tenant");
+}
+
+/// A step gives several tokens, and the pace counts tokens.
+#[tokio::test]
+async fn a_pace_counts_accepted_drafts() {
+    let prompt = &tokens(TEXT)[..40];
+    let (answer, _) = alone(model(), &devices::all(), Storage::F32, prompt, SamplerConfig::greedy());
+    let texts = vec![[prompt, &answer].concat()];
+    let oracle = Oracle { texts, vocab: model().config().vocab as u32, random: SplitMix64(3) };
+    let engine = engine(speculating(config(1024), SMALL, Box::new(oracle)));
+    let begun = Instant::now();
+    let job = Job { pace: Some(20), ..greedy(prompt, NEW_TOKENS) };
+    let done = receive(&mut engine.submit(job).unwrap()).await.done.unwrap();
+    assert!(done.usage.drafts.unwrap().accepted_tokens > 10);
+    // Sixty tokens at twenty a second, less those of the last step.
+    let took = begun.elapsed();
+    assert!(took >= Duration::from_millis(2600), "{took:?}");
 }
 
 /// A drafter that fails ends speculation, and no request.
@@ -238,7 +260,7 @@ async fn a_drafter_that_fails_ends_speculation_alone() {
     }
     let prompt = &tokens(TEXT)[..40];
     let (expected, _) = alone(model(), &devices::all(), Storage::F32, prompt, SamplerConfig::greedy());
-    let engine = engine(speculating(config(1024), Box::new(Fails(0))));
+    let engine = engine(speculating(config(1024), SMALL, Box::new(Fails(0))));
     let heard = receive(&mut engine.submit(greedy(prompt, NEW_TOKENS)).unwrap()).await;
     assert_eq!((heard.tokens, heard.failure), (expected, None));
     let drafts = heard.done.unwrap().usage.drafts;

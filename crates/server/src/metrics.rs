@@ -114,7 +114,11 @@ fn of_speculation(counts: &Counts) -> Vec<Reading> {
     let mut readings = vec![
         count("vllm:spec_decode_num_drafts_total", "Drafts that were verified.", counts.drafts),
         count("vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were verified.", counts.drafted),
-        count("vllm:spec_decode_num_accepted_tokens_total", "Draft tokens that were accepted.", counts.accepted),
+        count(
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "Draft tokens that were accepted.",
+            counts.accepted,
+        ),
     ];
     readings.extend(counts.accepted_per_position.iter().enumerate().map(|(position, accepted)| {
         Reading(
@@ -338,7 +342,8 @@ mod tests {
         let text = metrics.render(&of_engine(&stats)).unwrap();
         assert!(!text.contains("spec_decode"), "speculation is off");
         let accepted_per_position = vec![5, 2];
-        let counts = Counts { drafts: 6, drafted: 30, accepted: 7, accepted_per_position, ..Counts::default() };
+        let counts =
+            Counts { drafts: 6, drafted: 30, accepted: 7, accepted_per_position, ..Counts::default() };
         let stats = EngineStats { speculation: Some(counts), ..stats };
         let text = metrics.render(&of_engine(&stats)).unwrap();
         let label = "model_name=\"a \\\"b\\\"\"";

@@ -1,4 +1,6 @@
 //! `kvist serve`: the model behind an HTTP server.
+mod speculation;
+
 use crate::memory;
 use crate::options::*;
 use crate::{json, output};
@@ -10,6 +12,7 @@ use kvist_engine::serving::Engine;
 use kvist_model::Opened;
 use kvist_server::{ServerConfig, ServerState, serve};
 use serde::Serialize;
+use speculation::{SpeculationFlags, SpeculationPlan};
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -65,6 +68,8 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    #[command(flatten)]
+    speculation: SpeculationFlags,
     /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
@@ -128,6 +133,7 @@ impl Args {
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
+        self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
         set(&mut c.limits.grace_s, &self.grace);
@@ -152,11 +158,14 @@ struct Plan {
     kv_recent: u32,
     max_batch: u32,
     max_batch_tokens: u32,
+    /// Absent if the server does not speculate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculation: Option<SpeculationPlan>,
     /// Memory of the model and its cache; never exceeded.
     bound: json::MemoryBytes,
     /// Memory of all requests together: while they are prepared, and their prompts from then on.
     requests_bytes: u64,
-    /// The sum, which must be available.
+    /// The sum, a draft model included, which must be available.
     total_bytes: u64,
     available_bytes: Option<u64>,
 }
@@ -178,16 +187,27 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         anyhow::bail!("{error}; --generation-config none ignores it");
     }
     let registry = registry(&args.model.compute.get()?);
-    let engine = config.engine(opened.config());
+    let mut engine = config.engine(opened.config());
+    let speculation = speculation::of_section(&config.speculation)?;
+    let draft = speculation.open_draft(&opened, &args.model, quiet)?;
+    let texts = config.scheduler.max_batch;
+    let draft_bytes =
+        draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
-        return show_plan(&args, &config, &opened, &registry, &plan);
+        let speculation = speculation.is_on().then(|| SpeculationPlan {
+            speculate: config.speculation.speculate.clone(),
+            max_draft_tokens: engine.max_draft_tokens,
+            draft_model_bytes: draft_bytes,
+        });
+        return show_plan(&args, &config, &opened, &registry, &plan, speculation);
     }
     if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
     }
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
+    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     if plan.session_bound().saturating_add(requests_bytes) > free {
         anyhow::bail!(
@@ -212,6 +232,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tracing::info!(target: "kvist::server", "{line}");
     }
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
+    engine.speculator = speculation.speculator(draft, &model, &engine.paged.cache, texts, quiet)?;
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
@@ -284,12 +305,14 @@ fn show_plan(
     opened: &Opened,
     registry: &Registry,
     plan: &MemoryPlan,
+    speculation: Option<SpeculationPlan>,
 ) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
-    let total = total.saturating_add(requests_bytes);
+    let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
+    let total = total.saturating_add(requests_bytes).saturating_add(draft_bytes.unwrap_or(0));
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
         version: json::VERSION,
@@ -301,6 +324,7 @@ fn show_plan(
         kv_recent: config.cache.recent_tokens(),
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
+        speculation,
         bound: bound.into(),
         requests_bytes,
         total_bytes: total,
@@ -326,8 +350,18 @@ fn show_plan(
             format!("scratch          {}", Bytes(report.bound.scratch)),
             format!("activations      {}", Bytes(report.bound.activations)),
             format!("requests         {}", Bytes(requests_bytes)),
-            format!("total bound      {}", Bytes(total)),
         ];
+        if let Some(speculation) = &report.speculation {
+            let SpeculationPlan { speculate, max_draft_tokens, .. } = speculation;
+            lines.insert(
+                3,
+                format!("speculation      {speculate}, at most {max_draft_tokens} draft tokens a step"),
+            );
+        }
+        if let Some(bytes) = draft_bytes {
+            lines.push(format!("draft model      {}", Bytes(bytes)));
+        }
+        lines.push(format!("total bound      {}", Bytes(total)));
         if let Some(available) = available {
             lines.push(format!("available        {}", Bytes(available)));
         }

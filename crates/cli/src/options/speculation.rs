@@ -118,24 +118,41 @@ impl SpeculationArgs {
             Mode::Draft => Vec::new(),
         };
         if let Some(OpenedDraft { opened, args }) = draft {
-            let context = config.context_tokens.saturating_add(texts.saturating_mul(self.draft_tokens));
-            let config = CacheConfig {
-                backend: config.backend.clone(),
-                max_step_tokens: 256.max(texts.saturating_mul(self.draft_width)),
-                max_rows: texts.saturating_mul(self.draft_width),
-                k: config.k,
-                v: config.v,
-                kind: "tree".into(),
-                ..CacheConfig::new(context)
-            };
+            let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
             let registry = registry(&args.compute.get()?);
             let budget = target.budget();
             MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
-            let model = args.load(opened, Some(context), budget, quiet)?;
+            let model = args.load(opened, Some(config.context_tokens), budget, quiet)?;
             drafters.push(Box::new(DraftModel::new(&model, target, &registry, &config)?));
         }
         let bounds = Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width };
         let adaptive = self.speculate == Mode::Auto;
         Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds, adaptive })))
+    }
+}
+
+/// The cache of a draft model, for `texts` texts that share the target's context.
+fn draft_cache(target: &CacheConfig, texts: u32, tokens: u32, width: u32) -> CacheConfig {
+    let context = target.context_tokens.saturating_add(texts.saturating_mul(tokens));
+    let rows = texts.saturating_mul(width);
+    CacheConfig {
+        backend: target.backend.clone(),
+        max_step_tokens: rows.max(256),
+        max_rows: rows,
+        k: target.k,
+        v: target.v,
+        kind: "tree".into(),
+        ..CacheConfig::new(context)
+    }
+}
+
+impl OpenedDraft {
+    /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
+    pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
+        let registry = registry(&self.args.compute.get()?);
+        let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
+        let plan = MemoryPlan::of_session(self.opened.config(), &registry, &config)?;
+        let weights = self.opened.weight_bytes(registry.device(), self.args.weights)?;
+        Ok(plan.session_bound().saturating_add(weights))
     }
 }

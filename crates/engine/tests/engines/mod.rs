@@ -57,11 +57,13 @@ pub fn config(context_tokens: u32) -> EngineConfig {
     config
 }
 
+/// Limits of small trees.
+pub const SMALL: Bounds = Bounds { tokens: 7, depth: 4, width: 3 };
+
 /// `config`, with trees of this drafter.
-pub fn speculating(mut config: EngineConfig, drafter: Box<dyn Drafter>) -> EngineConfig {
-    let bounds = Bounds { tokens: 7, depth: 4, width: 3 };
+pub fn speculating(mut config: EngineConfig, bounds: Bounds, drafter: Box<dyn Drafter>) -> EngineConfig {
     config.speculator = Some(Speculator::new(vec![drafter], SpeculationConfig { bounds, adaptive: false }));
-    config.max_draft_tokens = 7 * config.scheduler.max_batch;
+    config.max_draft_tokens = bounds.tokens * config.scheduler.max_batch;
     config.fit();
     config
 }

@@ -11,7 +11,9 @@ use crate::state::ServerState;
 use futures_util::StreamExt;
 use futures_util::stream::{BoxStream, SelectAll, unfold};
 use kvist_cache::MissReason;
-use kvist_engine::serving::{Done, DraftUsage, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token};
+use kvist_engine::serving::{
+    Done, DraftUsage, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token,
+};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -139,7 +141,7 @@ impl Answers {
         if let Some(DraftUsage { draft_tokens, accepted_tokens }) = self.drafts {
             usage["completion_tokens_details"] = serde_json::json!({
                 "accepted_prediction_tokens": accepted_tokens,
-                "rejected_prediction_tokens": draft_tokens - accepted_tokens,
+                "rejected_prediction_tokens": draft_tokens.saturating_sub(accepted_tokens),
             });
         }
         usage
