@@ -232,7 +232,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tracing::info!(target: "kvist::server", "{line}");
     }
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
-    engine.speculator = speculation.speculator(draft, &model, &engine.paged.cache, texts, quiet)?;
+    let cache = &engine.paged.cache;
+    let draft = draft.map(|draft| draft.load(&model, cache, quiet)).transpose()?;
+    engine.speculator = speculation.speculator(draft.as_ref(), &model, cache, texts)?;
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;

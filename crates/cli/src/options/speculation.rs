@@ -102,14 +102,18 @@ impl SpeculationArgs {
         Ok(Some(OpenedDraft { opened, args }))
     }
 
+    /// What the flags allow a draft.
+    pub fn bounds(&self) -> Bounds {
+        Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
+    }
+
     /// The drafters, for `texts` texts of `config`'s context at once. `None` if speculation is off.
     pub fn speculator(
         &self,
-        draft: Option<OpenedDraft>,
+        draft: Option<&LoadedDraft>,
         target: &Arc<Model>,
         config: &CacheConfig,
         texts: u32,
-        quiet: bool,
     ) -> anyhow::Result<Option<Speculator>> {
         let mut drafters: Vec<Box<dyn Drafter>> = match self.speculate {
             Mode::Off => return Ok(None),
@@ -117,17 +121,15 @@ impl SpeculationArgs {
             Mode::Suffix | Mode::Auto => vec![Box::new(Suffix::default())],
             Mode::Draft => Vec::new(),
         };
-        if let Some(OpenedDraft { opened, args }) = draft {
-            let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
+        if let Some(LoadedDraft { model, args }) = draft
+            && matches!(self.speculate, Mode::Draft | Mode::Auto)
+        {
             let registry = registry(&args.compute.get()?);
-            let budget = target.budget();
-            MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
-            let model = args.load(opened, Some(config.context_tokens), budget, quiet)?;
-            drafters.push(Box::new(DraftModel::new(&model, target, &registry, &config)?));
+            let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
+            drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
         }
-        let bounds = Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width };
         let adaptive = self.speculate == Mode::Auto;
-        Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds, adaptive })))
+        Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds: self.bounds(), adaptive })))
     }
 }
 
@@ -146,6 +148,12 @@ fn draft_cache(target: &CacheConfig, texts: u32, tokens: u32, width: u32) -> Cac
     }
 }
 
+/// A draft model in memory.
+pub struct LoadedDraft {
+    model: Arc<Model>,
+    args: ModelArgs,
+}
+
 impl OpenedDraft {
     /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
     pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
@@ -154,5 +162,15 @@ impl OpenedDraft {
         let plan = MemoryPlan::of_session(self.opened.config(), &registry, &config)?;
         let weights = self.opened.weight_bytes(registry.device(), self.args.weights)?;
         Ok(plan.session_bound().saturating_add(weights))
+    }
+
+    /// Reads the weights, if they and a cache like `config` fit into the target's budget.
+    pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
+        let OpenedDraft { opened, args } = self;
+        let config = draft_cache(config, 1, 0, 1);
+        let (registry, budget) = (registry(&args.compute.get()?), target.budget());
+        MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
+        let model = args.load(opened, Some(config.context_tokens), budget, quiet)?;
+        Ok(LoadedDraft { model, args })
     }
 }
