@@ -214,6 +214,8 @@ fn speculation_is_planned_refused_early_and_changes_no_answer() {
     refused(&serve(&["--speculate", "suffix", "--draft-model", "x"]), 2, &["speculation.draft_model"]);
     refused(&serve(&["--speculate", "draft", "--draft-model", "no/such"]), 1, &["no/such"]);
     refused(&serve(&["--speculate", "best"]), 2, &["suffix"]);
+    let small = ["--speculate", "suffix", "--context", "32", "--draft-tokens", "32"];
+    refused(&serve(&small), 2, &["--draft-tokens 32", "--context"]);
     refused(&serve(&["--speculate", "auto", "--draft-depth", "0"]), 2, &["--draft-depth"]);
 
     // Flags override the file.

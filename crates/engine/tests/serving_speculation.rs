@@ -254,7 +254,9 @@ async fn a_drafter_that_fails_ends_speculation_alone() {
             if self.0 == 5 {
                 return Err(kvist_model::Error::Usage("on purpose".into()));
             }
-            proposals.iter_mut().for_each(|proposal| drop(proposal.tree.push(None, 7, 0.5)));
+            for proposal in proposals {
+                proposal.tree.push(None, 7, 0.5);
+            }
             Ok(())
         }
     }

@@ -189,17 +189,14 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let registry = registry(&args.model.compute.get()?);
     let mut engine = config.engine(opened.config());
     let speculation = speculation::of_section(&config.speculation)?;
+    speculation.check_cache(engine.paged.cache.context_tokens)?;
     let draft = speculation.open_draft(&opened, &args.model, quiet)?;
     let texts = config.scheduler.max_batch;
     let draft_bytes =
         draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
-        let speculation = speculation.is_on().then(|| SpeculationPlan {
-            speculate: config.speculation.speculate.clone(),
-            max_draft_tokens: engine.max_draft_tokens,
-            draft_model_bytes: draft_bytes,
-        });
+        let speculation = SpeculationPlan::of(&config, draft_bytes);
         return show_plan(&args, &config, &opened, &registry, &plan, speculation);
     }
     if let Some(tokenizer) = opened.tokenizer() {
@@ -207,18 +204,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
-    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
-    if plan.session_bound().saturating_add(requests_bytes) > free {
-        anyhow::bail!(
-            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides the weights; \
-             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
-            Bytes(plan.session_bound()),
-            Bytes(requests_bytes),
-            Bytes(free),
-            Bytes(budget.total())
-        );
-    }
+    check_memory(&plan, requests_bytes, draft_bytes, free, budget.total())?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
@@ -261,6 +248,29 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // After the grace period a rendering or a tokenization that does not end must not keep the program alive.
     runtime.shutdown_timeout(Duration::from_secs(2));
     served
+}
+
+/// Refuses a server whose cache and requests do not fit into what weights (`free`) and a draft model leave.
+fn check_memory(
+    plan: &MemoryPlan,
+    requests_bytes: u64,
+    draft_bytes: Option<u64>,
+    free: u64,
+    total: u64,
+) -> anyhow::Result<()> {
+    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
+    let weights = if draft_bytes.is_some() { "the weights and the draft model" } else { "the weights" };
+    if plan.session_bound().saturating_add(requests_bytes) > free {
+        anyhow::bail!(
+            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides {weights}; \
+             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            Bytes(plan.session_bound()),
+            Bytes(requests_bytes),
+            Bytes(free),
+            Bytes(total)
+        );
+    }
+    Ok(())
 }
 
 /// Opens the file of `--record`. A recording cannot be made again, so it is not overwritten by default.

@@ -60,18 +60,23 @@ impl SpeculationArgs {
         if !self.is_on() {
             return Ok(());
         }
-        if self.draft_tokens >= config.context_tokens {
-            let context = config.context_tokens;
-            return Err(wrong_usage(format!(
-                "--draft-tokens {}: the cache holds {context} tokens; use fewer, or a larger --context",
-                self.draft_tokens
-            )));
-        }
+        self.check_cache(config.context_tokens)?;
         if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
             config.kind = "tree".into();
         }
         config.max_rows = config.max_rows.max(self.draft_tokens + 1);
         config.max_step_tokens = config.max_step_tokens.max(self.draft_tokens + 1);
+        Ok(())
+    }
+
+    /// Refuses drafts that are larger than a cache of `context` tokens.
+    pub fn check_cache(&self, context: u32) -> anyhow::Result<()> {
+        if self.is_on() && self.draft_tokens >= context {
+            return Err(wrong_usage(format!(
+                "--draft-tokens {}: the cache holds {context} tokens; use fewer, or a larger --context",
+                self.draft_tokens
+            )));
+        }
         Ok(())
     }
 

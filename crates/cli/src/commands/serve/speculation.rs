@@ -1,6 +1,7 @@
 //! `--speculate` for a server: flags override the section `[speculation]` of its configuration.
 use crate::options::{Mode, SpeculationArgs, wrong_usage};
 use clap::{ValueEnum, ValueHint};
+use kvist_server::ServerConfig;
 use kvist_server::config::SpeculationSection;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -63,4 +64,16 @@ pub struct SpeculationPlan {
     /// Weights and cache of the draft model.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub draft_model_bytes: Option<u64>,
+}
+
+impl SpeculationPlan {
+    /// `None` if the server does not speculate.
+    pub fn of(config: &ServerConfig, draft_model_bytes: Option<u64>) -> Option<Self> {
+        let speculation = &config.speculation;
+        speculation.is_on().then(|| SpeculationPlan {
+            speculate: speculation.speculate.clone(),
+            max_draft_tokens: speculation.step_tokens(&config.scheduler),
+            draft_model_bytes,
+        })
+    }
 }
