@@ -170,7 +170,9 @@ fn verified_samples_have_the_models_distribution() {
     let mut tree = DraftTree::default();
     for (token, children) in [(1, &[0, 3][..]), (4, &[2]), (0, &[])] {
         let node = tree.push(None, token, 0.3);
-        children.iter().for_each(|child| drop(tree.push(Some(node), *child, 0.3)));
+        for child in children {
+            tree.push(Some(node), *child, 0.3);
+        }
     }
     let config = SamplerConfig { temperature: 1.0, seed: 11, ..SamplerConfig::greedy() };
     let mut sampler = Sampler::new(config).unwrap();
