@@ -2,7 +2,7 @@
 use crate::commands::bench::rig::mix;
 use anyhow::{Context, ensure};
 use kvist_cache::{PrefixSpec, Step};
-use kvist_device::{Registry, RowOutput, RowResult};
+use kvist_device::{Recent, Registry, RowOutput, RowResult};
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -166,6 +166,7 @@ impl Served {
             context_tokens: cells,
             max_step_tokens: self.max_batch_tokens,
             max_rows: self.places().max(self.draft_rows().last().unwrap_or(1)),
+            recent: Recent { sequences: self.places(), ..self.cache.recent },
             ..self.cache.clone()
         };
         Ok(PagedConfig { cache, block_tokens: self.block_tokens, prefix: Some(PrefixSpec::default()) })
