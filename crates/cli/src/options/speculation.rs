@@ -4,8 +4,9 @@ use crate::source::SourceArgs;
 use clap::{Args, ValueEnum, ValueHint};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::speculate::*;
-use kvist_model::{Model, Opened};
-use std::path::PathBuf;
+use kvist_hub::Name;
+use kvist_model::{Model, Opened, OpenedHead};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// What proposes tokens.
@@ -22,6 +23,8 @@ pub enum Mode {
     Suffix,
     /// A smaller model with the same vocabulary
     Draft,
+    /// A head that was trained for the model (EAGLE-3, or EAGLE-1 and 2), which reads its hidden states
+    Eagle,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -29,7 +32,7 @@ pub struct SpeculationArgs {
     /// Propose tokens and verify several in one pass: the same text, sooner where proposals are right
     #[arg(long, value_name = "HOW", default_value = "off", hide_possible_values = false)]
     pub speculate: Mode,
-    /// The draft model, as --model takes it
+    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft
@@ -43,10 +46,15 @@ pub struct SpeculationArgs {
     pub draft_width: u32,
 }
 
-/// A draft model whose headers have been read and found to fit.
+/// A draft model or a head whose headers have been read and found to fit.
 pub struct OpenedDraft {
-    opened: Opened,
+    drafts: Drafts,
     args: ModelArgs,
+}
+
+enum Drafts {
+    Model(Box<Opened>),
+    Head(Box<OpenedHead>),
 }
 
 impl SpeculationArgs {
@@ -82,16 +90,24 @@ impl SpeculationArgs {
         model: &ModelArgs,
         quiet: bool,
     ) -> anyhow::Result<Option<OpenedDraft>> {
-        let wanted = matches!(self.speculate, Mode::Draft | Mode::Auto);
+        let wanted = matches!(self.speculate, Mode::Draft | Mode::Eagle | Mode::Auto);
         let Some(path) = self.draft_model.as_ref().filter(|_| wanted) else {
             return match self.speculate {
                 Mode::Draft => Err(wrong_usage("--speculate draft needs a draft model: give --draft-model")),
+                Mode::Eagle => Err(wrong_usage(
+                    "--speculate eagle needs a head that was trained for this model: give its folder, with config.json \
+                     and safetensors, as --draft-model",
+                )),
                 _ if self.draft_model.is_some() => {
-                    Err(wrong_usage("--draft-model is used with --speculate draft or auto"))
+                    Err(wrong_usage("--draft-model is used with --speculate draft, eagle or auto"))
                 }
                 _ => Ok(None),
             };
         };
+        if self.speculate == Mode::Eagle || self.speculate == Mode::Auto && OpenedHead::is_head(path) {
+            let head = Self::open_head(path, target, model)?;
+            return Ok(Some(OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: model.clone() }));
+        }
         let source = SourceArgs { model: Some(path.clone()), ..model.source.clone() };
         let args = ModelArgs { source, ..model.clone() };
         let opened = args.open(quiet)?;
@@ -99,7 +115,17 @@ impl SpeculationArgs {
             (opened.config().vocab, opened.tokenizer()),
             (target.config().vocab, target.tokenizer()),
         )?;
-        Ok(Some(OpenedDraft { opened, args }))
+        Ok(Some(OpenedDraft { drafts: Drafts::Model(Box::new(opened)), args }))
+    }
+
+    fn open_head(path: &Path, target: &Opened, model: &ModelArgs) -> anyhow::Result<OpenedHead> {
+        if !matches!(Name::parse(path)?, Name::Path(_)) {
+            let path = path.display();
+            return Err(wrong_usage(format!(
+                "--draft-model {path}: heads are not downloaded by name; give a folder with config.json and safetensors"
+            )));
+        }
+        Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
     }
 
     /// The drafters, for `texts` texts of `config`'s context at once. `None` if speculation is off.
@@ -115,9 +141,9 @@ impl SpeculationArgs {
             Mode::Off => return Ok(None),
             Mode::Ngram => vec![Box::new(Ngram::default())],
             Mode::Suffix | Mode::Auto => vec![Box::new(Suffix::default())],
-            Mode::Draft => Vec::new(),
+            Mode::Draft | Mode::Eagle => Vec::new(),
         };
-        if let Some(OpenedDraft { opened, args }) = draft {
+        if let Some(OpenedDraft { drafts, args }) = draft {
             let context = config.context_tokens.saturating_add(texts.saturating_mul(self.draft_tokens));
             let config = CacheConfig {
                 backend: config.backend.clone(),
@@ -130,9 +156,17 @@ impl SpeculationArgs {
             };
             let registry = registry(&args.compute.get()?);
             let budget = target.budget();
-            MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
-            let model = args.load(opened, Some(context), budget, quiet)?;
-            drafters.push(Box::new(DraftModel::new(&model, target, &registry, &config)?));
+            drafters.push(match drafts {
+                Drafts::Model(opened) => {
+                    MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
+                    let model = args.load(*opened, Some(context), budget, quiet)?;
+                    Box::new(DraftModel::new(&model, target, &registry, &config)?)
+                }
+                Drafts::Head(opened) => {
+                    let head = opened.load(target, args.weights, Some(context))?;
+                    Box::new(Eagle::new(head, &registry, &config)?)
+                }
+            });
         }
         let bounds = Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width };
         let adaptive = self.speculate == Mode::Auto;

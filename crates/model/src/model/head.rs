@@ -35,6 +35,14 @@ impl OpenedHead {
         Self::new(folder.display().to_string(), config, source)
     }
 
+    /// True if the folder's config calls itself a draft head. Those of EAGLE-1 often call themselves a Llama.
+    pub fn is_head(folder: &Path) -> bool {
+        let text = read_text(&folder.join("config.json")).unwrap_or_default();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        let class = json["architectures"][0].as_str().unwrap_or_default();
+        json.get("speculators_model_type").is_some() || class.to_ascii_lowercase().contains("eagle")
+    }
+
     fn new(name: String, config: HeadConfig, source: Source) -> Result<Self, Error> {
         // SafeAILab and SGLang call the layer `midlayer`, speculators `layers.0`.
         let layer = match source.has("midlayer.self_attn.q_proj.weight") {
