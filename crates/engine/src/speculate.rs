@@ -23,6 +23,7 @@ mod speculator;
 mod suffix;
 mod tree;
 
+pub use control::Costs;
 pub use draft_model::{DraftModel, check_vocabulary};
 pub use drafter::{Bounds, Drafter, Proposal};
 pub use eagle::Eagle;

@@ -38,7 +38,7 @@ fn cache(kind: &str, storage: Storage, chunk: u32) -> CacheConfig {
 }
 
 fn eagle(name: &str, target: &Model, chunk: u32) -> Eagle {
-    Eagle::new(head(name, target), &devices::on(&compute()), &cache("tree", Storage::F32, chunk)).unwrap()
+    Eagle::new(&head(name, target), &devices::on(&compute()), &cache("tree", Storage::F32, chunk)).unwrap()
 }
 
 /// `expected.safetensors` of a head.
@@ -221,7 +221,7 @@ fn a_full_cache_of_the_head_costs_drafts_only() {
     let (hidden, bounds) = (target.config().hidden, Bounds { tokens: 4, depth: 2, width: 2 });
     let config = CacheConfig { context_tokens: 24, ..cache("tree", Storage::F32, 8) };
     let head = head("safeailab", &target);
-    let mut eagle = Eagle::new(head, &devices::on(&compute()), &config).unwrap();
+    let mut eagle = Eagle::new(&head, &devices::on(&compute()), &config).unwrap();
     let tokens: Vec<u32> = (2..42).collect();
     let taps = features(&target, &tokens, eagle.taps());
     for (id, n, drafts) in [(1, 12, true), (2, 12, true), (1, 16, true), (3, 40, false), (4, 9, true)] {

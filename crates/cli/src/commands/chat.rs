@@ -108,7 +108,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.speculation.prepare(&mut config, asked.as_deref())?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
-    let mut speculator = args.speculation.speculator(draft, &model, &config, 1, quiet)?;
+    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let mut chat =
         Chat::new(ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?, None);

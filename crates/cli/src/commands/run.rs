@@ -71,7 +71,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     kvist_engine::check_prompt(&config, tokens.len())?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
-    let mut speculator = args.speculation.speculator(draft, &model, &config, 1, quiet)?;
+    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum, ValueHint};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::speculate::*;
 use kvist_hub::Name;
-use kvist_model::{Model, Opened, OpenedHead};
+use kvist_model::{DraftHead, Model, Opened, OpenedHead};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -128,14 +128,18 @@ impl SpeculationArgs {
         Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
     }
 
+    /// What the flags allow a draft.
+    pub fn bounds(&self) -> Bounds {
+        Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
+    }
+
     /// The drafters, for `texts` texts of `config`'s context at once. `None` if speculation is off.
     pub fn speculator(
         &self,
-        draft: Option<OpenedDraft>,
+        draft: Option<&LoadedDraft>,
         target: &Arc<Model>,
         config: &CacheConfig,
         texts: u32,
-        quiet: bool,
     ) -> anyhow::Result<Option<Speculator>> {
         let mut drafters: Vec<Box<dyn Drafter>> = match self.speculate {
             Mode::Off => return Ok(None),
@@ -143,33 +147,64 @@ impl SpeculationArgs {
             Mode::Suffix | Mode::Auto => vec![Box::new(Suffix::default())],
             Mode::Draft | Mode::Eagle => Vec::new(),
         };
-        if let Some(OpenedDraft { drafts, args }) = draft {
-            let context = config.context_tokens.saturating_add(texts.saturating_mul(self.draft_tokens));
-            let config = CacheConfig {
-                backend: config.backend.clone(),
-                max_step_tokens: 256.max(texts.saturating_mul(self.draft_width)),
-                max_rows: texts.saturating_mul(self.draft_width),
-                k: config.k,
-                v: config.v,
-                kind: "tree".into(),
-                ..CacheConfig::new(context)
-            };
+        if let Some(LoadedDraft { weights, args }) = draft {
             let registry = registry(&args.compute.get()?);
-            let budget = target.budget();
-            drafters.push(match drafts {
-                Drafts::Model(opened) => {
-                    MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
-                    let model = args.load(*opened, Some(context), budget, quiet)?;
-                    Box::new(DraftModel::new(&model, target, &registry, &config)?)
+            let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
+            match (weights, self.speculate) {
+                (Weights::Model(model), Mode::Draft | Mode::Auto) => {
+                    drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
                 }
-                Drafts::Head(opened) => {
-                    let head = opened.load(target, args.weights, Some(context))?;
-                    Box::new(Eagle::new(head, &registry, &config)?)
+                (Weights::Head(head), Mode::Eagle | Mode::Auto) => {
+                    drafters.push(Box::new(Eagle::new(head, &registry, &config)?));
                 }
-            });
+                _ => {}
+            }
         }
-        let bounds = Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width };
         let adaptive = self.speculate == Mode::Auto;
-        Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds, adaptive })))
+        Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds: self.bounds(), adaptive })))
+    }
+}
+
+/// The cache of a draft model, for `texts` texts that share the target's context.
+fn draft_cache(target: &CacheConfig, texts: u32, tokens: u32, width: u32) -> CacheConfig {
+    let context = target.context_tokens.saturating_add(texts.saturating_mul(tokens));
+    let rows = texts.saturating_mul(width);
+    CacheConfig {
+        backend: target.backend.clone(),
+        max_step_tokens: rows.max(256),
+        max_rows: rows,
+        k: target.k,
+        v: target.v,
+        kind: "tree".into(),
+        ..CacheConfig::new(context)
+    }
+}
+
+/// A draft model or a head in memory.
+pub struct LoadedDraft {
+    weights: Weights,
+    args: ModelArgs,
+}
+
+enum Weights {
+    Model(Arc<Model>),
+    Head(DraftHead),
+}
+
+impl OpenedDraft {
+    /// Reads the weights, if they and a cache like `config` fit into the target's budget.
+    pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
+        let OpenedDraft { drafts, args } = self;
+        let config = draft_cache(config, 1, 0, 1);
+        let context = Some(config.context_tokens);
+        let weights = match drafts {
+            Drafts::Model(opened) => {
+                let (registry, budget) = (registry(&args.compute.get()?), target.budget());
+                MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
+                Weights::Model(args.load(*opened, context, budget, quiet)?)
+            }
+            Drafts::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
+        };
+        Ok(LoadedDraft { weights, args })
     }
 }

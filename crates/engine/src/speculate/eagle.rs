@@ -53,16 +53,15 @@ impl Text {
 impl Eagle {
     /// Takes `head`, with a cache of `config` for the tokens of all texts together; its kind is ignored. A step of the head
     /// has at most `config.max_rows` rows of logits: one for each text, or `width` for each text while trees grow.
-    pub fn new(head: DraftHead, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
-        let DraftHead { model, taps, draft_vocab, target_ids } = head;
+    pub fn new(head: &DraftHead, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
         let config = CacheConfig { kind: "tree".into(), ..config.clone() };
-        let mut session = ModelSession::new(&model, registry, &config)?;
+        let mut session = ModelSession::new(&head.model, registry, &config)?;
         session.set_taps(&[LayerId(0)])?;
         Ok(Eagle {
             session,
-            taps,
-            draft_vocab,
-            target_ids,
+            taps: head.taps.clone(),
+            draft_vocab: head.draft_vocab,
+            target_ids: head.target_ids.clone(),
             texts: HashMap::new(),
             next_seq: 1,
             clock: 0,

@@ -75,9 +75,9 @@ mod tests {
 
     #[test]
     fn continues_the_longest_match() {
-        assert_eq!(propose(&[], (4, 4)), []);
-        assert_eq!(propose(&[1], (4, 4)), []);
-        assert_eq!(propose(&[1, 2, 9, 2], (4, 4)), [], "one token is too little");
+        assert_eq!(propose(&[], (4, 4)), [0; 0]);
+        assert_eq!(propose(&[1], (4, 4)), [0; 0]);
+        assert_eq!(propose(&[1, 2, 9, 2], (4, 4)), [0; 0], "one token is too little");
         assert_eq!(propose(&[1, 2, 9, 8, 1, 2], (2, 4)), [9, 8]);
         // The newest of two equal matches, the longer of two unequal ones.
         assert_eq!(propose(&[1, 2, 9, 1, 2, 8, 5, 1, 2], (1, 1)), [8]);

@@ -202,6 +202,11 @@ impl Speculator {
         self.costs.record(rows, elapsed);
     }
 
+    /// Drops what is kept of text `id`, as if it had never been.
+    pub fn forget(&mut self, id: u64) {
+        self.end(id, "", &[], 0);
+    }
+
     /// Text `id` has ended; see [`Drafter::end`].
     pub fn end(&mut self, id: u64, salt: &str, tokens: &[u32], prompt: usize) {
         self.drafters.iter_mut().for_each(|(drafter, _)| drafter.end(id, salt, tokens, prompt));
