@@ -297,8 +297,8 @@ impl ModelExecutor {
             verify(tree, &mut draw, &mut verified)?;
             first_row += tree.len();
             if reads_taps {
-                let nodes = verified.path.iter().map(|node| known_rows.end + *node as usize);
-                kept_rows.push(known_rows.clone().chain(nodes).collect());
+                let last_known = known_rows.end - 1;
+                kept_rows.push(verified.rows().map(|row| last_known + row).collect());
             }
             if next < n_rows {
                 let _ = rows.nth(n_rows - next - 1); // those off the path

@@ -142,14 +142,12 @@ pub fn generate_with(
     if let Some(Speculation { speculator, .. }) = &speculation {
         session.set_taps(speculator.taps())?;
     }
-    let mut reported = 0;
-    let done = session.prefill_watched(seq, prompt, &mut |session, done| {
+    let done = session.prefill_watched(seq, prompt, &mut |session, computed| {
         if let Some(Speculation { speculator, before }) = &mut speculation {
-            let text = (u64::from(seq.0), (before.len() + reported) as u32, &known[..]);
-            session.report_features(text, 0..done - reported, speculator)?;
-            reported = done;
+            let text = (u64::from(seq.0), (before.len() + computed.start) as u32, &known[..]);
+            session.report_features(text, 0..computed.len(), speculator)?;
         }
-        Ok(observer.prefilled(done))
+        Ok(observer.prefilled(computed.end))
     })?;
     let prefill = started.elapsed();
     let started = Instant::now();
@@ -240,8 +238,7 @@ fn drafted_pass(
     }
     speculator.passed(draft.tree.len() + 1, started.elapsed());
     speculator.record(&draft, &verified);
-    let rows = std::iter::once(0).chain(verified.path.iter().map(|node| *node as usize + 1));
-    session.report_features((id, first, &text.known), rows, speculator)
+    session.report_features((id, first, &text.known), verified.rows(), speculator)
 }
 
 /// A text that is being generated.

@@ -7,6 +7,7 @@ use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
 use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, WantedRow, compact};
 use kvist_model::{Error, Model};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The tokens that a pass adds to one sequence.
@@ -241,8 +242,13 @@ impl ModelSession {
         Ok(computed.commit_kept(&[Kept::Path(&self.path)], pools)?)
     }
 
-    /// Passes these rows of the last pass's taps, for the tokens at positions `first..` of text `id`, to `speculator`.
-    pub(crate) fn report_features(
+    /// Passes these rows of the last pass's taps to `speculator`: those of the tokens at positions `first..` of text `id`, whose
+    /// tokens are `known`. The taps must be [`Speculator::taps`]. Drafters that read hidden states need this after every pass
+    /// that adds tokens to the text, with the rows of those that stay ([`Verified::rows`]).
+    ///
+    /// # Panics
+    /// The last pass had fewer rows.
+    pub fn report_features(
         &self,
         (id, first, known): (u64, u32, &[u32]),
         rows: impl Iterator<Item = usize> + Clone,
@@ -285,12 +291,13 @@ impl ModelSession {
         Ok(())
     }
 
-    /// [`prefill`](Self::prefill), with `progress` looking at the session.
-    pub(crate) fn prefill_watched(
+    /// Like [`prefill`](Self::prefill), but `progress` gets the session and which of `tokens` the pass computed: row 0 is the
+    /// first of them. An error of `progress` ends the prefill; the chunks so far stay in the cache.
+    pub fn prefill_watched(
         &mut self,
         seq: SeqId,
         tokens: &[u32],
-        progress: &mut dyn FnMut(&Self, usize) -> Result<bool, Error>,
+        progress: &mut dyn FnMut(&Self, Range<usize>) -> Result<bool, Error>,
     ) -> Result<usize, Error> {
         if tokens.is_empty() {
             return Err(Error::EmptyPrompt);
@@ -300,8 +307,9 @@ impl ModelSession {
             let last = done + chunk.len() == tokens.len();
             let want = if last { LogitRows::LastOfEach } else { LogitRows::None };
             self.forward(&[SequenceInput::chain(seq, chunk)], want)?;
-            done += chunk.len();
-            if !progress(self, done)? {
+            let computed = done..done + chunk.len();
+            done = computed.end;
+            if !progress(self, computed)? {
                 break;
             }
         }
@@ -317,7 +325,7 @@ impl ModelSession {
         tokens: &[u32],
         progress: &mut dyn FnMut(usize) -> bool,
     ) -> Result<usize, Error> {
-        self.prefill_watched(seq, tokens, &mut |_, done| Ok(progress(done)))
+        self.prefill_watched(seq, tokens, &mut |_, computed| Ok(progress(computed.end)))
     }
 }
 
