@@ -2,12 +2,13 @@
 //! head, and heads that do not fit are refused.
 mod common;
 use common::*;
-use kvist_cache::{NodeId, PrefixSpec, SeqId};
-use kvist_device::{EMBEDDING, Given, RowResult, Storage};
+use kvist_cache::{LayerId, NodeId, PrefixSpec, SeqId};
+use kvist_device::reference::Reference;
+use kvist_device::{EMBEDDING, Given, MemoryBudget, Purpose, Registry, RowResult, Storage};
 use kvist_engine::devices;
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::generate::{Limits, Speculation, generate_with};
-use kvist_engine::memory::CacheConfig;
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::speculate::*;
@@ -15,6 +16,7 @@ use kvist_model::weights::WeightFormat;
 use kvist_model::{DraftHead, Model, ModelFile, OpenedHead, top_two};
 use kvist_scheduler::{Config, Iteration, Prompt, Request, RequestId, Scheduler};
 use kvist_testing::SplitMix64;
+use kvist_testing::recording::Recording;
 use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -80,11 +82,14 @@ impl Computed {
 }
 
 /// The target's tapped layers for `tokens`: one list of rows for each.
-fn features(target: &Arc<Model>, tokens: &[u32], head: &[kvist_cache::LayerId]) -> Vec<Vec<f32>> {
-    let mut session = session(target, &cache("contiguous", Storage::F32, 64));
-    session.set_taps(head).unwrap();
+fn features(session: &mut ModelSession, tokens: &[u32], taps: &[LayerId]) -> Vec<Vec<f32>> {
+    session.set_taps(taps).unwrap();
     session.forward(&[SequenceInput::chain(SeqId::ONLY, tokens)], LogitRows::None).unwrap();
-    (0..head.len()).map(|tap| session.tap(tap).to_vec()).collect()
+    (0..taps.len()).map(|tap| session.tap(tap).to_vec()).collect()
+}
+
+fn features_on_cpu(target: &Arc<Model>, tokens: &[u32], taps: &[LayerId]) -> Vec<Vec<f32>> {
+    features(&mut session(target, &cache("contiguous", Storage::F32, 64)), tokens, taps)
 }
 
 fn side_by_side(taps: &[Vec<f32>], hidden: usize) -> Vec<f32> {
@@ -93,16 +98,19 @@ fn side_by_side(taps: &[Vec<f32>], hidden: usize) -> Vec<f32> {
     (0..rows).flat_map(row).collect()
 }
 
-/// The head's rows from the target's own hidden states, then its tree.
-#[test]
-fn heads_compute_what_the_reference_computes() {
-    let target = target();
+/// The head's rows from the target's own hidden states, then its tree, on `registry`'s device.
+fn compare(target: &Arc<Model>, registry: &Registry) {
     let hidden = target.config().hidden;
+    let backend = registry.device().info().name;
+    let open = |model: &Arc<Model>| {
+        let config = CacheConfig { backend: backend.into(), ..cache("tree", Storage::F32, 64) };
+        ModelSession::new(model, registry, &config).unwrap()
+    };
     for name in HEADS {
         let expected = Computed::read(name);
-        let head = head(name, &target);
+        let head = head(name, target);
         let n = expected.tokens.len() - 1;
-        let features = side_by_side(&features(&target, &expected.tokens, &head.taps), hidden);
+        let features = side_by_side(&features(&mut open(target), &expected.tokens, &head.taps), hidden);
         // Those of EAGLE-1 have yet to pass the target's last norm.
         if name != "eagle1" {
             let difference = max_difference(&features, &expected.features);
@@ -114,8 +122,8 @@ fn heads_compute_what_the_reference_computes() {
             assert!(a.len() == b.len() && difference < TOLERANCE, "{name}: {what} differ by {difference}");
         };
         for chunk in [n, 4] {
-            let mut session = session(&head.model, &cache("tree", Storage::F32, 64));
-            session.set_taps(&[kvist_cache::LayerId(0)]).unwrap();
+            let mut session = open(&head.model);
+            session.set_taps(&[LayerId(0)]).unwrap();
             let (mut logits, mut states) = (Vec::new(), Vec::new());
             for (tokens, features) in
                 expected.tokens[1..].chunks(chunk).zip(features[..n * width].chunks(chunk * width))
@@ -141,6 +149,33 @@ fn heads_compute_what_the_reference_computes() {
             close("logits of the tree", &logits, &expected.tree_logits);
             close("hidden states of the tree", &of_nodes, &expected.tree_hidden);
         }
+    }
+}
+
+#[test]
+fn heads_compute_what_the_reference_computes() {
+    compare(&target(), &devices::on(&compute()));
+    let (file, budget) = (ModelFile::Path(fixtures("eagle3").join("target")), MemoryBudget::unlimited());
+    let target = Model::load(&file, Reference, &texts(), &budget, &mut |_, _| {}).unwrap();
+    compare(&Arc::new(target), &Registry::of(Reference).with(Box::new(Reference)));
+}
+
+/// What loading reserves and what a session plans is what a device allocates, to the byte.
+#[test]
+fn the_memory_of_a_head_is_planned() {
+    let file = ModelFile::Path(fixtures("eagle3").join("target"));
+    for name in HEADS {
+        let (device, budget) = (Recording::default(), MemoryBudget::unlimited());
+        let registry = Registry::of(device.clone()).with(Box::new(device.clone()));
+        let target = Model::load(&file, device.clone(), &texts(), &budget, &mut |_, _| {}).unwrap();
+        let head = head(name, &target);
+        let reserved = budget.usage().of(Purpose::Weights);
+        let config =
+            CacheConfig { backend: "recording".into(), max_rows: 3, ..cache("tree", Storage::F16, 8) };
+        let plan = MemoryPlan::of_session(head.model.config(), &registry, &config).unwrap();
+        let _session = ModelSession::new(&head.model, &registry, &config).unwrap();
+        let expected = plan.usage.with(Purpose::Weights, reserved).with(Purpose::KvCache, 0);
+        assert_eq!(device.take().allocated, expected, "{name}");
     }
 }
 
@@ -184,7 +219,7 @@ fn drafts_are_the_references() {
         for chunk in [3, 64] {
             let mut eagle = eagle(name, &target, chunk);
             eagle.min_probability = 0.0;
-            let taps = features(&target, &expected.tokens, eagle.taps());
+            let taps = features_on_cpu(&target, &expected.tokens, eagle.taps());
             let report = |eagle: &mut Eagle, id: u64, range: std::ops::Range<usize>, known: usize| {
                 let rows: Vec<&[f32]> =
                     taps.iter().map(|tap| &tap[range.start * hidden..range.end * hidden]).collect();
@@ -223,7 +258,7 @@ fn a_full_cache_of_the_head_costs_drafts_only() {
     let head = head("safeailab", &target);
     let mut eagle = Eagle::new(&head, &devices::on(&compute()), &config).unwrap();
     let tokens: Vec<u32> = (2..42).collect();
-    let taps = features(&target, &tokens, eagle.taps());
+    let taps = features_on_cpu(&target, &tokens, eagle.taps());
     for (id, n, drafts) in [(1, 12, true), (2, 12, true), (1, 16, true), (3, 40, false), (4, 9, true)] {
         let rows: Vec<&[f32]> = taps.iter().map(|tap| &tap[..(n - 1) * hidden]).collect();
         eagle.features(id, 0, &tokens[..n], &rows).unwrap();

@@ -101,7 +101,8 @@ impl Eagle {
         Ok(())
     }
 
-    /// The text whose rows continue at position `first`. Without the rows before, it begins there.
+    /// The text whose rows continue at position `first`. Without the rows before, it begins there. After a rollback the row
+    /// before has read the token that was there then; that makes a draft less likely to be right, and no text wrong.
     fn text_at(&mut self, id: u64, first: u32) -> Result<&mut Text, Error> {
         let width = self.width();
         let joins = |text: &Text| {
@@ -158,8 +159,7 @@ impl Eagle {
         for row in 0..n {
             taps.iter().for_each(|rows| text.features.extend_from_slice(&rows[row * hidden..][..hidden]));
         }
-        // Few rows wait, so that their number does not grow with the prompt; they are computed with the next tree.
-        match text.features.len() / self.width() > self.chunk() {
+        match text.features.len() / self.width() > WAITING.min(self.chunk()) {
             true => self.compute(id, known, 1),
             false => Ok(()),
         }
@@ -222,6 +222,9 @@ impl Eagle {
         candidates
     }
 }
+
+/// Tokens of a text whose features may wait for the next tree, which computes their rows together with others.
+const WAITING: usize = 64;
 
 const NO_TREES: &str = "the head's cache needs sequences and draft trees";
 
