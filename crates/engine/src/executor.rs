@@ -13,7 +13,9 @@ use crate::runner::Runner;
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
 use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{Computed, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow};
+use kvist_device::{
+    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
+};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, RequestId, Sampled};
@@ -232,7 +234,7 @@ impl ModelExecutor {
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[WantedRow] = if self.scored.is_empty() { &self.rows } else { &[] };
         let taps = self.speculation.as_ref().map_or(&[][..], |drafting| drafting.speculator.taps());
-        let computed = self.runner.run(step, &self.tokens, rows, taps)?;
+        let computed = self.runner.run(step, &self.tokens, rows, taps, Given::Nothing)?;
         if self.scored.is_empty() {
             return Ok(computed);
         }
@@ -259,7 +261,12 @@ impl ModelExecutor {
     fn draw(&mut self, mut computed: Computed<'_>, batch: Batch<'_>, out: &mut Outcome) -> Result<(), Error> {
         let mut rows = self.runner.network.output_mut().rows();
         let (mut verified, mut path, mut paths) = (Verified::default(), Vec::new(), Vec::new());
+        // The rows of tokens that stay, for drafters that read the target's hidden states.
+        let reads_taps = self.speculation.as_ref().is_some_and(|d| !d.speculator.taps().is_empty());
+        let (mut first_row, mut kept_rows) = (0, Vec::new());
         for (i, work) in batch.work.iter().enumerate() {
+            let known_rows = first_row..first_row + batch.tokens(i).map_or(0, <[u32]>::len);
+            first_row = known_rows.end;
             let mut request = self.requests.get_mut(&work.request);
             let has_sampler = request.is_some();
             let mut choose = |row: Option<RowResult<'_>>| match request.as_mut().zip(row) {
@@ -275,6 +282,9 @@ impl ModelExecutor {
                 });
                 out.push_sampled(batch, sampled);
                 paths.push(None);
+                if reads_taps {
+                    kept_rows.push(known_rows.collect());
+                }
                 if let (Some(drafting), Some(sampled)) = (&mut self.speculation, sampled) {
                     drafting.emitted(batch, i, sampled.token.as_slice());
                 }
@@ -287,6 +297,11 @@ impl ModelExecutor {
                 Ok::<_, Error>(choose(result))
             };
             verify(tree, &mut draw, &mut verified)?;
+            first_row += tree.len();
+            if reads_taps {
+                let last_known = known_rows.end - 1;
+                kept_rows.push(verified.rows().map(|row| last_known + row).collect());
+            }
             if next < n_rows {
                 let _ = rows.nth(n_rows - next - 1); // those off the path
             }
@@ -314,7 +329,23 @@ impl ModelExecutor {
                 paths.iter().map(|path| path.as_ref().map_or(Kept::All, |path| Kept::Path(path))).collect();
             computed.move_kept(&kept, self.runner.network.pools_mut())?;
         }
+        if let Some(drafting) = &mut self.speculation {
+            let (taps, hidden) = (&self.runner.network.output().taps, self.runner.model.config().hidden);
+            if let Err(error) = drafting.computed(batch, taps, hidden, &kept_rows) {
+                self.end_speculation(&error);
+            }
+        }
         Ok(())
+    }
+}
+
+impl ModelExecutor {
+    /// A drafter has failed: the step runs without drafts, and so does what follows.
+    fn end_speculation(&mut self, error: &Error) {
+        tracing::error!(target: "kvist::engine", "speculation ends: {error}");
+        if let Some(drafting) = &mut self.speculation {
+            drafting.speculator.stop();
+        }
     }
 }
 
@@ -327,9 +358,7 @@ impl Executor for ModelExecutor {
             return;
         }
         if let Err(error) = drafting.propose(batch, limit, drafts) {
-            // The step runs without drafts, and so does what follows.
-            tracing::error!(target: "kvist::engine", "speculation ends: {error}");
-            drafting.speculator.stop();
+            self.end_speculation(&error);
         }
     }
     fn execute(&mut self, _now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {

@@ -137,12 +137,21 @@ pub fn generate_with(
     let started = Instant::now();
     let eos = session.model().end_tokens().to_vec();
     let out = Output::new(tokenizer, prompt, limits, observer.written());
-    let done = session.prefill(seq, prompt, &mut |n| observer.prefilled(n))?;
+    let before = speculation.as_ref().map_or(&[][..], |speculation| speculation.before);
+    let known = [before, prompt].concat();
+    if let Some(Speculation { speculator, .. }) = &speculation {
+        session.set_taps(speculator.taps())?;
+    }
+    let done = session.prefill_watched(seq, prompt, &mut |session, computed| {
+        if let Some(Speculation { speculator, before }) = &mut speculation {
+            let text = (u64::from(seq.0), (before.len() + computed.start) as u32, &known[..]);
+            session.report_features(text, 0..computed.len(), speculator)?;
+        }
+        Ok(observer.prefilled(computed.end))
+    })?;
     let prefill = started.elapsed();
     let started = Instant::now();
     sampler.observe(prompt);
-    let before = speculation.as_ref().map_or(&[][..], |speculation| speculation.before);
-    let known = [before, prompt].concat();
     let n_prompt = known.len();
     let mut text = Text { known, prompt: n_prompt, sampler, eos, limits, out, finish: None };
     let finish = if done < prompt.len() {
@@ -229,7 +238,7 @@ fn drafted_pass(
     }
     speculator.passed(draft.tree.len() + 1, started.elapsed());
     speculator.record(&draft, &verified);
-    session.report_features(id, first, &verified, speculator)
+    session.report_features((id, first, &text.known), verified.rows(), speculator)
 }
 
 /// A text that is being generated.

@@ -16,6 +16,7 @@
 mod control;
 mod draft_model;
 mod drafter;
+mod eagle;
 mod expand;
 mod ngram;
 mod speculator;
@@ -25,6 +26,7 @@ mod tree;
 pub use control::Costs;
 pub use draft_model::{DraftModel, check_vocabulary};
 pub use drafter::{Bounds, Drafter, Proposal};
+pub use eagle::Eagle;
 pub use ngram::Ngram;
 pub use speculator::{Counts, Draft, SpeculationConfig, Speculator, Text};
 pub use suffix::{Suffix, SuffixConfig};

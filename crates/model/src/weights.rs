@@ -52,6 +52,19 @@ impl Source {
         }
     }
 
+    /// True if there is a tensor of this name, in whatever encoding.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        !matches!(self.view(name), Err(Error::MissingTensor { .. }))
+    }
+
+    /// A tensor of integers (i32 or i64) with one dimension; `None` if there is none of this name.
+    pub(crate) fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, Error> {
+        match self {
+            Source::Folder(folder) => folder.integers(name),
+            Source::Gguf(_) => Ok(None),
+        }
+    }
+
     /// Finds a tensor and checks its shape.
     pub fn find(&self, spec: &TensorSpec) -> Result<View<'_>, Error> {
         let mut shape = spec.shape.clone();

@@ -289,6 +289,9 @@ fn redact(line: &str, names: &Names, out: &mut String) {
     out.push('\n');
 }
 
+/// A draft in the event log: index in the batch, request, and the parent of each node.
+type LoggedDraft = (u32, u64, Vec<Option<u32>>);
+
 /// A line of the event log, as listeners receive it.
 #[derive(Deserialize, Serialize)]
 struct RedactedEvent {
@@ -314,7 +317,7 @@ struct RedactedEvent {
     finished: Option<Vec<u32>>,
     /// Index in the batch, request, and parents: the shape of a draft without its tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
-    drafts: Option<Vec<(u32, u64, Vec<Option<u32>>)>>,
+    drafts: Option<Vec<LoggedDraft>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     advances: Option<Vec<RedactedAdvance>>,
 }

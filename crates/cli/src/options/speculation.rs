@@ -4,8 +4,9 @@ use crate::source::SourceArgs;
 use clap::{Args, ValueEnum, ValueHint};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::speculate::*;
-use kvist_model::{Model, Opened};
-use std::path::PathBuf;
+use kvist_hub::Name;
+use kvist_model::{DraftHead, Model, Opened, OpenedHead};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// What proposes tokens.
@@ -22,6 +23,8 @@ pub enum Mode {
     Suffix,
     /// A smaller model with the same vocabulary
     Draft,
+    /// A head that was trained for the model (EAGLE-3, or EAGLE-1 and 2), which reads its hidden states
+    Eagle,
 }
 
 #[derive(Args, Clone, Debug)]
@@ -29,7 +32,7 @@ pub struct SpeculationArgs {
     /// Propose tokens and verify several in one pass: the same text, sooner where proposals are right
     #[arg(long, value_name = "HOW", default_value = "off", hide_possible_values = false)]
     pub speculate: Mode,
-    /// The draft model, as --model takes it
+    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft
@@ -43,10 +46,15 @@ pub struct SpeculationArgs {
     pub draft_width: u32,
 }
 
-/// A draft model whose headers have been read and found to fit.
+/// A draft model or a head whose headers have been read and found to fit.
 pub struct OpenedDraft {
-    opened: Opened,
+    drafts: Drafts,
     args: ModelArgs,
+}
+
+enum Drafts {
+    Model(Box<Opened>),
+    Head(Box<OpenedHead>),
 }
 
 impl SpeculationArgs {
@@ -87,16 +95,24 @@ impl SpeculationArgs {
         model: &ModelArgs,
         quiet: bool,
     ) -> anyhow::Result<Option<OpenedDraft>> {
-        let wanted = matches!(self.speculate, Mode::Draft | Mode::Auto);
+        let wanted = matches!(self.speculate, Mode::Draft | Mode::Eagle | Mode::Auto);
         let Some(path) = self.draft_model.as_ref().filter(|_| wanted) else {
             return match self.speculate {
                 Mode::Draft => Err(wrong_usage("--speculate draft needs a draft model: give --draft-model")),
+                Mode::Eagle => Err(wrong_usage(
+                    "--speculate eagle needs a head that was trained for this model: give its folder, with config.json \
+                     and safetensors, as --draft-model",
+                )),
                 _ if self.draft_model.is_some() => {
-                    Err(wrong_usage("--draft-model is used with --speculate draft or auto"))
+                    Err(wrong_usage("--draft-model is used with --speculate draft, eagle or auto"))
                 }
                 _ => Ok(None),
             };
         };
+        if self.speculate == Mode::Eagle || self.speculate == Mode::Auto && OpenedHead::is_head(path) {
+            let head = Self::open_head(path, target, model)?;
+            return Ok(Some(OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: model.clone() }));
+        }
         let source = SourceArgs { model: Some(path.clone()), ..model.source.clone() };
         let args = ModelArgs { source, ..model.clone() };
         let opened = args.open(quiet)?;
@@ -104,7 +120,17 @@ impl SpeculationArgs {
             (opened.config().vocab, opened.tokenizer()),
             (target.config().vocab, target.tokenizer()),
         )?;
-        Ok(Some(OpenedDraft { opened, args }))
+        Ok(Some(OpenedDraft { drafts: Drafts::Model(Box::new(opened)), args }))
+    }
+
+    fn open_head(path: &Path, target: &Opened, model: &ModelArgs) -> anyhow::Result<OpenedHead> {
+        if !matches!(Name::parse(path)?, Name::Path(_)) {
+            let path = path.display();
+            return Err(wrong_usage(format!(
+                "--draft-model {path}: heads are not downloaded by name; give a folder with config.json and safetensors"
+            )));
+        }
+        Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
     }
 
     /// What the flags allow a draft.
@@ -124,14 +150,20 @@ impl SpeculationArgs {
             Mode::Off => return Ok(None),
             Mode::Ngram => vec![Box::new(Ngram::default())],
             Mode::Suffix | Mode::Auto => vec![Box::new(Suffix::default())],
-            Mode::Draft => Vec::new(),
+            Mode::Draft | Mode::Eagle => Vec::new(),
         };
-        if let Some(LoadedDraft { model, args }) = draft
-            && matches!(self.speculate, Mode::Draft | Mode::Auto)
-        {
+        if let Some(LoadedDraft { weights, args }) = draft {
             let registry = registry(&args.compute.get()?);
             let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
-            drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
+            match (weights, self.speculate) {
+                (Weights::Model(model), Mode::Draft | Mode::Auto) => {
+                    drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
+                }
+                (Weights::Head(head), Mode::Eagle | Mode::Auto) => {
+                    drafters.push(Box::new(Eagle::new(head, &registry, &config)?));
+                }
+                _ => {}
+            }
         }
         let adaptive = self.speculate == Mode::Auto;
         Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds: self.bounds(), adaptive })))
@@ -153,10 +185,15 @@ fn draft_cache(target: &CacheConfig, texts: u32, tokens: u32, width: u32) -> Cac
     }
 }
 
-/// A draft model in memory.
+/// A draft model or a head in memory.
 pub struct LoadedDraft {
-    model: Arc<Model>,
+    weights: Weights,
     args: ModelArgs,
+}
+
+enum Weights {
+    Model(Arc<Model>),
+    Head(DraftHead),
 }
 
 impl OpenedDraft {
@@ -164,18 +201,28 @@ impl OpenedDraft {
     pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
         let registry = registry(&self.args.compute.get()?);
         let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
-        let plan = MemoryPlan::of_session(self.opened.config(), &registry, &config)?;
-        let weights = self.opened.weight_bytes(registry.device(), self.args.weights)?;
+        let (device, format) = (registry.device(), self.args.weights);
+        let (model, weights) = match &self.drafts {
+            Drafts::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
+            Drafts::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
+        };
+        let plan = MemoryPlan::of_session(model, &registry, &config)?;
         Ok(plan.session_bound().saturating_add(weights))
     }
 
     /// Reads the weights, if they and a cache like `config` fit into the target's budget.
     pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
-        let OpenedDraft { opened, args } = self;
+        let OpenedDraft { drafts, args } = self;
         let config = draft_cache(config, 1, 0, 1);
-        let (registry, budget) = (registry(&args.compute.get()?), target.budget());
-        MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
-        let model = args.load(opened, Some(config.context_tokens), budget, quiet)?;
-        Ok(LoadedDraft { model, args })
+        let context = Some(config.context_tokens);
+        let weights = match drafts {
+            Drafts::Model(opened) => {
+                let (registry, budget) = (registry(&args.compute.get()?), target.budget());
+                MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
+                Weights::Model(args.load(*opened, context, budget, quiet)?)
+            }
+            Drafts::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
+        };
+        Ok(LoadedDraft { weights, args })
     }
 }

@@ -1,4 +1,5 @@
 //! Drafts for the requests of a batch.
+use crate::session::report_features;
 use crate::speculate::{Draft, DraftTree, Speculator, Text, Verified};
 use kvist_model::Error;
 use kvist_scheduler::{Batch, Drafts, RequestId};
@@ -71,6 +72,24 @@ impl Drafting {
             self.speculator.record(&Draft::default(), &verified);
         }
         self.extend(batch, i, tokens);
+    }
+
+    /// The step has computed the batch, and these rows of `taps` stay: of each request, those of its tokens and of its accepted
+    /// nodes.
+    pub fn computed(
+        &mut self,
+        batch: Batch<'_>,
+        taps: &[Vec<f32>],
+        hidden: usize,
+        kept: &[Vec<usize>],
+    ) -> Result<(), Error> {
+        for (i, (work, rows)) in batch.work.iter().zip(kept).enumerate() {
+            if let Some(known) = batch.known_tokens(i) {
+                let text = (work.request.0, work.first, known);
+                report_features(taps, hidden, text, rows.iter().copied(), &mut self.speculator)?;
+            }
+        }
+        Ok(())
     }
 
     fn extend(&mut self, batch: Batch<'_>, i: usize, tokens: &[u32]) {

@@ -33,7 +33,8 @@ pub trait Drafter: Send {
     /// As `--speculate` names it.
     fn name(&self) -> &'static str;
 
-    /// Layers of the target whose output this drafter reads, in the order of [`features`](Self::features).
+    /// Layers of the target whose output this drafter reads, in the order of [`features`](Self::features);
+    /// [`EMBEDDING`](kvist_device::EMBEDDING) stands for what enters the first one.
     fn taps(&self) -> &[LayerId] {
         &[]
     }
@@ -41,10 +42,12 @@ pub trait Drafter: Send {
     /// Fills the trees of `proposals`, within their bounds. A tree may stay empty.
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error>;
 
-    /// The target has computed the tokens at positions `first..` of text `id`. `taps` has the rows of each tapped layer,
-    /// `[tokens, hidden]`. Rejected nodes are not reported.
-    fn features(&mut self, id: u64, first: u32, taps: &[&[f32]]) -> Result<(), Error> {
-        let _ = (id, first, taps);
+    /// The target has computed the tokens at positions `first..` of text `id`, of its prompt or its answer. `taps` has the
+    /// rows of each tapped layer, `[tokens, hidden]`. `known` are the text's known tokens; some of the newest may be missing.
+    /// Rejected nodes are not reported, nor are tokens that the target did not compute because it found them in a cache.
+    /// Positions that were reported before replace what was said of them and of all later ones.
+    fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
+        let _ = (id, first, known, taps);
         Ok(())
     }
 

@@ -181,14 +181,14 @@ impl Speculator {
         }
     }
 
-    /// Rows of tapped layers for tokens of text `id` that were computed and kept.
-    pub fn features(&mut self, id: u64, first: u32, taps: &[&[f32]]) -> Result<(), Error> {
+    /// Rows of tapped layers for tokens of text `id` that were computed and kept; see [`Drafter::features`].
+    pub fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
         let mut taps = taps;
         for (drafter, _) in &mut self.drafters {
             let (own, others) = taps.split_at(drafter.taps().len().min(taps.len()));
             taps = others;
             if !own.is_empty() {
-                drafter.features(id, first, own)?;
+                drafter.features(id, first, known, own)?;
             }
         }
         Ok(())

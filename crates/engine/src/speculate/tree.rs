@@ -124,6 +124,11 @@ pub struct Verified {
 }
 
 impl Verified {
+    /// The rows of the pass that stay: that of the last known token, and those of the path.
+    pub fn rows(&self) -> impl Iterator<Item = usize> + Clone {
+        std::iter::once(0).chain(self.path.iter().map(|node| *node as usize + 1))
+    }
+
     /// The path as the cache takes it, with the last known token as node 0.
     pub fn kept(&self, out: &mut Vec<NodeId>) {
         out.clear();

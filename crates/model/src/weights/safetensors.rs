@@ -104,6 +104,25 @@ impl Folder {
         Ok(Some((&info.shape, bytes)))
     }
 
+    /// See [`Source::integers`](super::Source::integers).
+    pub(super) fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, Error> {
+        let Some(shard) = self.index.get(name).map(|shard| &self.shards[*shard]) else { return Ok(None) };
+        let Some(info) = shard.metadata.info(name) else { return Ok(None) };
+        let bytes = shard.bytes(info).ok_or_else(|| shard.unlike_its_shape(name, info))?;
+        let all: Vec<i64> = match info.dtype {
+            Dtype::I64 => bytes.as_chunks().0.iter().map(|x| i64::from_le_bytes(*x)).collect(),
+            Dtype::I32 => bytes.as_chunks().0.iter().map(|x| i32::from_le_bytes(*x).into()).collect(),
+            other => {
+                let (file, name, found) = (shard.file.clone(), name.into(), format!("{other:?}"));
+                return Err(Error::TensorEncoding { file, name, found, known: "i64 and i32 here".into() });
+            }
+        };
+        match info.shape[..] == [all.len()] {
+            true => Ok(Some(all)),
+            false => Err(shard.unlike_its_shape(name, info)),
+        }
+    }
+
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.path.clone(), name: name.into() };
         // In a multimodal checkpoint the names of the text model have a prefix, at one of two places.

@@ -30,7 +30,7 @@ pub struct Args {
     measure: RunsArgs,
     #[command(flatten)]
     speculation: SpeculationArgs,
-    /// What to compare with plain decoding: auto, ngram, suffix, draft, and oracle=P, which knows the text and is right with
+    /// What to compare with plain decoding: auto, ngram, suffix, draft, eagle, and oracle=P, which knows the text and is right with
     /// probability P at each token
     #[arg(long, value_name = "HOW,HOW,…", default_value = "ngram,suffix,auto", value_delimiter = ',', value_parser = parse_how)]
     modes: Vec<How>,
@@ -67,7 +67,7 @@ fn parse_how(text: &str) -> Result<How, String> {
     match <Mode as clap::ValueEnum>::from_str(text, false) {
         Ok(Mode::Off) => Err("off is always measured".into()),
         Ok(mode) => Ok(How::Drafter(mode)),
-        Err(_) => Err(format!("`{text}` is no drafter: auto, ngram, suffix, draft or oracle=P")),
+        Err(_) => Err(format!("`{text}` is no drafter: auto, ngram, suffix, draft, eagle or oracle=P")),
     }
 }
 
@@ -118,8 +118,18 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?;
     let text = read_text(&args.text)?;
     let cases = cases(&tokenizer.encode(&text, false)?, &args)?;
-    let wants_draft = args.modes.contains(&How::Drafter(Mode::Draft))
-        || args.modes.contains(&How::Drafter(Mode::Auto)) && args.speculation.draft_model.is_some();
+    // Which of the modes says what --draft-model is.
+    let asked = |mode| args.modes.contains(&How::Drafter(mode)).then_some(mode);
+    let wants_draft = match (asked(Mode::Draft), asked(Mode::Eagle)) {
+        (Some(_), Some(_)) => {
+            return Err(wrong_usage(
+                "--modes draft and eagle need different --draft-model: measure one of them",
+            ));
+        }
+        (draft, eagle) => {
+            draft.or(eagle).or(asked(Mode::Auto).filter(|_| args.speculation.draft_model.is_some()))
+        }
+    };
     let context = args.prompt_tokens + args.tokens + args.speculation.draft_tokens + 1;
     let mut config = CacheConfig {
         kind: "tree".into(),
@@ -131,8 +141,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let with = |mode| SpeculationArgs { speculate: mode, ..args.speculation.clone() };
     with(Mode::Auto).prepare(&mut config, Some("tree"))?;
     let draft = match wants_draft {
-        true => with(Mode::Draft).open_draft(&opened, &args.model, quiet)?,
-        false => None,
+        Some(mode) => with(mode).open_draft(&opened, &args.model, quiet)?,
+        None => None,
     };
     let (model, _) = args.model.load_for(opened, &config, 1, quiet)?;
     let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
@@ -239,7 +249,14 @@ impl Bench<'_> {
         let mut run = Run { elapsed: Duration::ZERO, counts: Counts::default(), rows: 0, texts: Vec::new() };
         for (id, case) in self.cases.iter().enumerate() {
             self.session.clear()?;
-            self.session.prefill(SeqId::ONLY, &case.prompt, &mut |_| true)?;
+            self.session.set_taps(speculator.as_ref().map_or(&[], |speculator| speculator.taps()))?;
+            self.session.prefill_watched(SeqId::ONLY, &case.prompt, &mut |session, computed| {
+                if let Some(speculator) = &mut speculator {
+                    let text = (id as u64, computed.start as u32, &case.prompt[..]);
+                    session.report_features(text, 0..computed.len(), speculator)?;
+                }
+                Ok(true)
+            })?;
             let mut sampler = Sampler::new(SamplerConfig::greedy())?;
             let (follow, n) = (self.args.follow, self.args.tokens as usize);
             let mut known = case.prompt.clone();
@@ -273,7 +290,12 @@ impl Bench<'_> {
                     speculator.passed(tree.len() + 1, elapsed);
                     speculator.record(&drafts[0], &verified);
                 }
+                let first = known.len() as u32 - 1;
                 known.extend(&verified.tokens);
+                if let Some(speculator) = &mut speculator {
+                    let text = (id as u64, first, &known[..]);
+                    self.session.report_features(text, verified.rows(), speculator)?;
+                }
             }
             run.elapsed += started.elapsed();
             if let Some(speculator) = &mut speculator {
