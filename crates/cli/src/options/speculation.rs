@@ -32,7 +32,8 @@ pub struct SpeculationArgs {
     /// Propose tokens and verify several in one pass: the same text, sooner where proposals are right
     #[arg(long, value_name = "HOW", default_value = "off", hide_possible_values = false)]
     pub speculate: Mode,
-    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors
+    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors;
+    /// the embedded model has a head of its own
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft
@@ -94,6 +95,9 @@ impl SpeculationArgs {
         let Some(path) = self.draft_model.as_ref().filter(|_| wanted) else {
             return match self.speculate {
                 Mode::Draft => Err(wrong_usage("--speculate draft needs a draft model: give --draft-model")),
+                Mode::Eagle if model.source.model.is_none() => {
+                    Ok(Some(OpenedDraft::head(OpenedHead::embedded(target.config())?, model)))
+                }
                 Mode::Eagle => Err(wrong_usage(
                     "--speculate eagle needs a head that was trained for this model: give its folder, with config.json \
                      and safetensors, as --draft-model",
@@ -106,7 +110,7 @@ impl SpeculationArgs {
         };
         if self.speculate == Mode::Eagle || self.speculate == Mode::Auto && OpenedHead::is_head(path) {
             let head = Self::open_head(path, target, model)?;
-            return Ok(Some(OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: model.clone() }));
+            return Ok(Some(OpenedDraft::head(head, model)));
         }
         let source = SourceArgs { model: Some(path.clone()), ..model.source.clone() };
         let args = ModelArgs { source, ..model.clone() };
@@ -192,6 +196,10 @@ enum Weights {
 }
 
 impl OpenedDraft {
+    fn head(head: OpenedHead, args: &ModelArgs) -> Self {
+        OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: args.clone() }
+    }
+
     /// Reads the weights, if they and a cache like `config` fit into the target's budget.
     pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
         let OpenedDraft { drafts, args } = self;
