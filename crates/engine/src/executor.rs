@@ -14,7 +14,7 @@ use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
 use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step};
 use kvist_device::{
-    Computed, Given, KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow,
+    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
@@ -57,9 +57,8 @@ pub struct Choice {
 /// A paged cache for a model: its policy and its block size.
 #[derive(Clone, Debug)]
 pub struct PagedConfig {
-    /// `kind` is ignored. `max_step_tokens` and `max_rows` are those of the largest batch. Recent tokens are kept for
-    /// `max_rows` sequences; the size of a recent group is at most the largest power of two that divides the block
-    /// size.
+    /// `kind` is ignored. `max_step_tokens` and `max_rows` are those of the largest batch, and `recent.sequences` is the
+    /// number of its requests. The size of a recent group is at most the largest power of two that divides the block size.
     pub cache: CacheConfig,
     /// Tokens per block, at least 1. Capacities are rounded up to whole blocks.
     pub block_tokens: u32,
@@ -94,8 +93,7 @@ impl PagedConfig {
     /// The cache policy with kind `paged` and recent groups cut to the block size. Prefix hits end at block boundaries.
     /// If recent groups end there too, a request that starts with a hit reads the same values as it would without one.
     fn block_aligned(&self) -> CacheConfig {
-        let recent = Recent { sequences: self.cache.max_rows, ..self.cache.recent };
-        let recent = recent.within_blocks(self.block_tokens);
+        let recent = self.cache.recent.within_blocks(self.block_tokens);
         CacheConfig { kind: "paged".into(), recent, ..self.cache.clone() }
     }
 }
@@ -174,14 +172,18 @@ impl ModelExecutor {
             drafting.end(id);
         }
     }
-    /// Verifies the drafts of `speculator` from now on. A step has at most as many draft tokens as rows are left of the
-    /// cache configuration's `max_rows`.
-    pub fn speculate(&mut self, speculator: Speculator) {
-        self.speculation = Some(Drafting::new(speculator));
+    /// Verifies the drafts of `speculator` from now on; none if it is `None`. A step has at most as many draft tokens as
+    /// rows are left of the cache configuration's `max_rows`.
+    pub fn speculate(&mut self, speculator: impl Into<Option<Speculator>>) {
+        self.speculation = speculator.into().map(Drafting::new);
     }
-    /// What speculation has achieved; `None` if it is off.
-    pub fn speculation(&self) -> Option<&Counts> {
-        Some(self.speculation.as_ref()?.speculator.counts())
+    /// What speculation has achieved, with an entry for each position that a draft can have; `None` if it is off.
+    pub fn speculation(&self) -> Option<Counts> {
+        let speculator = &self.speculation.as_ref()?.speculator;
+        let (mut counts, bounds) = (speculator.counts().clone(), speculator.config().bounds);
+        let positions = counts.accepted_per_position.len().max(bounds.depth.min(bounds.tokens) as usize);
+        counts.accepted_per_position.resize(positions, 0);
+        Some(counts)
     }
     /// The error of the last step, if it failed.
     pub fn failure(&self) -> Option<&Error> {
@@ -211,7 +213,7 @@ impl ModelExecutor {
             self.runner.check_tokens(tokens)?;
             let request = self.requests.get(&work.request);
             if let Some(request) = request {
-                let (first, end) = (work.first, work.first + work.n_tokens);
+                let (first, end) = (work.first, work.first + tokens.len() as u32);
                 let wanted = request.wants(first..end);
                 let wanted = wanted.start.max(first)..wanted.end.min(end);
                 let row = self.tokens.len() as u32;
@@ -341,7 +343,9 @@ impl ModelExecutor {
     /// A drafter has failed: the step runs without drafts, and so does what follows.
     fn end_speculation(&mut self, error: &Error) {
         tracing::error!(target: "kvist::engine", "speculation ends: {error}");
-        self.speculation = None;
+        if let Some(drafting) = &mut self.speculation {
+            drafting.speculator.stop();
+        }
     }
 }
 
@@ -350,6 +354,9 @@ impl Executor for ModelExecutor {
         let Some(drafting) = &mut self.speculation else { return };
         let rows = batch.work.iter().filter(|work| work.samples).count();
         let limit = limit.min(self.runner.max_rows().saturating_sub(rows) as u32);
+        if limit == 0 {
+            return;
+        }
         if let Err(error) = drafting.propose(batch, limit, drafts) {
             self.end_speculation(&error);
         }

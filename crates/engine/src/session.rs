@@ -29,6 +29,9 @@ impl<'a> SequenceInput<'a> {
     }
 }
 
+/// Watches a prefill; see [`ModelSession::prefill_watched`]. Returns false to stop.
+pub type PrefillWatch<'w> = dyn FnMut(&ModelSession, Range<usize>) -> Result<bool, Error> + 'w;
+
 /// Which rows of the batch get logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
@@ -297,7 +300,7 @@ impl ModelSession {
         &mut self,
         seq: SeqId,
         tokens: &[u32],
-        progress: &mut dyn FnMut(&Self, Range<usize>) -> Result<bool, Error>,
+        progress: &mut PrefillWatch<'_>,
     ) -> Result<usize, Error> {
         if tokens.is_empty() {
             return Err(Error::EmptyPrompt);

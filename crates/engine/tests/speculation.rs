@@ -1,5 +1,6 @@
 //! Speculative decoding changes no text: every drafter, kind of cache and fixture, and sampling to the last token.
 mod common;
+mod oracle;
 use common::*;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
@@ -11,53 +12,11 @@ use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::speculate::*;
 use kvist_model::{Error, Model, ModelFile};
 use kvist_testing::SplitMix64;
+use oracle::Oracle;
 use std::sync::Arc;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const BOUNDS: Bounds = Bounds { tokens: 7, depth: 4, width: 3 };
-
-/// Knows the text, and draws trees around it in which some nodes are right.
-struct Oracle {
-    text: Vec<u32>,
-    vocab: u32,
-    random: SplitMix64,
-}
-
-impl Drafter for Oracle {
-    fn name(&self) -> &'static str {
-        "oracle"
-    }
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { tokens, bounds, tree, .. } in proposals {
-            assert_eq!(tokens[..], self.text[..tokens.len()], "what is known is the text so far");
-            // The node that is right so far, and what would follow it.
-            let (mut right, mut depth) = (None, 0);
-            while tree.len() < bounds.tokens as usize && self.random.below(8) > 0 {
-                let truth = self.text.get(tokens.len() + depth as usize).copied();
-                if let Some(truth) = truth.filter(|_| depth < bounds.depth && self.random.below(2) == 0)
-                    && tree.child(right, truth).is_none()
-                {
-                    right = Some(tree.push(right, truth, 0.5));
-                    depth += 1;
-                    continue;
-                }
-                // A wrong node somewhere. In a chain only behind the last one.
-                let any = (tree.len() as u32).checked_sub(1).filter(|_| bounds.width == 1);
-                let any = any.or_else(|| self.random.below(tree.len() as u32 + 1).checked_sub(1));
-                let deep = any.map_or(0, |node| tree.depth(node) + 1);
-                let wrong = self.random.below(self.vocab);
-                if deep < bounds.depth && Some(wrong) != truth && tree.child(any, wrong).is_none() {
-                    tree.push(any, wrong, 0.1);
-                }
-                if bounds.width == 1 {
-                    right = None;
-                    depth = bounds.depth; // nothing right follows a wrong node
-                }
-            }
-        }
-        Ok(())
-    }
-}
 
 fn drafters(model: &Arc<Model>, text: &[u32], config: &CacheConfig) -> Vec<Box<dyn Drafter>> {
     let vocab = model.config().vocab as u32;
@@ -66,7 +25,7 @@ fn drafters(model: &Arc<Model>, text: &[u32], config: &CacheConfig) -> Vec<Box<d
     vec![
         Box::new(Ngram { min: 1, max: 8 }),
         Box::new(Suffix::default()),
-        Box::new(Oracle { text: text.to_vec(), vocab, random: SplitMix64(text.len() as u64) }),
+        Box::new(Oracle { texts: vec![text.to_vec()], vocab, random: SplitMix64(text.len() as u64) }),
         Box::new(itself),
     ]
 }
@@ -211,7 +170,9 @@ fn verified_samples_have_the_models_distribution() {
     let mut tree = DraftTree::default();
     for (token, children) in [(1, &[0, 3][..]), (4, &[2]), (0, &[])] {
         let node = tree.push(None, token, 0.3);
-        children.iter().for_each(|child| drop(tree.push(Some(node), *child, 0.3)));
+        for child in children {
+            tree.push(Some(node), *child, 0.3);
+        }
     }
     let config = SamplerConfig { temperature: 1.0, seed: 11, ..SamplerConfig::greedy() };
     let mut sampler = Sampler::new(config).unwrap();

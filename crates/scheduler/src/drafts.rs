@@ -2,6 +2,7 @@
 use crate::executor::{Batch, Work};
 use crate::log::Decision;
 use crate::memory::StepTime;
+use crate::request::RequestId;
 use crate::scheduler::Scheduler;
 use kvist_cache::{NodeId, Refused, Span, StepRequest};
 use serde::{Deserialize, Serialize};
@@ -36,6 +37,8 @@ pub struct Drafts {
 struct Draft {
     /// Index into the batch.
     work: usize,
+    /// Set when the scheduler adds the draft to the batch.
+    request: RequestId,
     /// Where its parents lie, that of the last known token included.
     parents: Range<usize>,
 }
@@ -74,7 +77,7 @@ impl Drafts {
             assert!(parent.is_none_or(|parent| (parent as usize) < i), "node {i} precedes its parent");
             self.parents.push(Some(NodeId(parent.map_or(0, |parent| parent + 1))));
         }
-        self.list.push(Draft { work, parents: first..self.parents.len() });
+        self.list.push(Draft { work, request: RequestId(0), parents: first..self.parents.len() });
     }
 
     /// The parents of the tree of request `work`: first that of its last known token (`None`), then those of the drafts.
@@ -99,12 +102,12 @@ impl Drafts {
         }
     }
 
-    /// For the event log: index in the batch, and the parents of the drafts.
+    /// For the event log.
     pub(crate) fn logged(&self) -> Vec<LoggedDraft> {
         let draft = |draft: &Draft| {
             let parents = &self.parents[draft.parents.start + 1..draft.parents.end];
             let parents = parents.iter().map(|parent| parent.and_then(|NodeId(n)| n.checked_sub(1)));
-            LoggedDraft(draft.work, parents.collect())
+            LoggedDraft(draft.work, draft.request, parents.collect())
         };
         self.list.iter().map(draft).collect()
     }
@@ -112,7 +115,7 @@ impl Drafts {
     /// The drafts of an event log. `Err` has what is wrong with them.
     pub(crate) fn of_log(logged: &[LoggedDraft]) -> Result<Drafts, String> {
         let mut drafts = Drafts::default();
-        for LoggedDraft(work, parents) in logged {
+        for LoggedDraft(work, _, parents) in logged {
             let in_order = drafts.list.last().is_none_or(|last| last.work < *work);
             let bad = |(i, parent): (usize, &Option<u32>)| parent.is_some_and(|parent| parent as usize >= i);
             if !in_order || parents.iter().enumerate().any(bad) {
@@ -126,9 +129,9 @@ impl Drafts {
     }
 }
 
-/// A draft tree in the event log: index in the batch, and the parent of each node.
+/// A draft tree in the event log: index in the batch, request, and the parent of each node.
 #[derive(Serialize, Deserialize)]
-pub(crate) struct LoggedDraft(usize, Vec<Option<u32>>);
+pub(crate) struct LoggedDraft(usize, RequestId, Vec<Option<u32>>);
 
 impl Scheduler {
     /// Asks for drafts, at most as many as the token budget has left, and adds them to the batch. Drafts come last: every
@@ -144,8 +147,10 @@ impl Scheduler {
         let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: Drafts::NONE };
         lookahead.draft(batch, limit, &mut drafts);
         drafts.check(batch, limit).unwrap_or_else(|misfit| panic!("{misfit}"));
-        for Draft { work, parents } in &drafts.list {
-            self.batch[*work].n_tokens = parents.len() as u32;
+        for Draft { work, request, parents } in &mut drafts.list {
+            let work = &mut self.batch[*work];
+            work.n_tokens = parents.len() as u32;
+            *request = work.request;
         }
         self.drafts = drafts;
     }

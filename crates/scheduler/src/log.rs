@@ -154,7 +154,7 @@ impl Log {
     }
 }
 
-/// Writes the drafts as `[index in the batch, [parents]]`; nothing if there are none.
+/// Writes the drafts as `[index in the batch, request, [parents]]`; nothing if there are none.
 fn write_drafts(t: &mut String, drafts: &Drafts) -> std::fmt::Result {
     if drafts.is_empty() {
         return Ok(());

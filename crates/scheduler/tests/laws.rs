@@ -6,7 +6,7 @@ mod common;
 
 use common::cells;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, Step};
+use kvist_cache::{Cache, Kept, NodeId, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
@@ -53,6 +53,28 @@ struct Machine {
     drafts: bool,
     /// Draft tokens that were verified.
     drafted: u64,
+    /// Draft trees that were verified and are no chains.
+    trees: u64,
+    /// Requests that could have had a draft and were placed without: the drafts did not fit.
+    dropped: u64,
+    /// True if the last drafts were proposed for a step that has not run.
+    proposed: bool,
+}
+
+/// A path from the root of a tree along random children, of at most `max` nodes.
+fn random_path(parents: &[Option<NodeId>], max: u32, random: &mut Random) -> Vec<NodeId> {
+    let mut path = vec![NodeId(0)];
+    while (path.len() as u32) < max && random.below(5) > 0 {
+        let last = path.last().copied();
+        let children =
+            (0..).zip(parents).filter(|(_, parent)| **parent == last).map(|(node, _)| NodeId(node));
+        let children: Vec<NodeId> = children.collect();
+        if children.is_empty() {
+            break;
+        }
+        path.push(children[random.below(children.len() as u32) as usize]);
+    }
+    path
 }
 
 /// The answer length is a hash of the id. The reference model and the executor know it, the scheduler does not.
@@ -75,11 +97,19 @@ impl Executor for Machine {
         assert!(batch.steps == 1 && limit > 0);
         let mut left = limit;
         for i in (0..batch.work.len()).filter(|&i| self.drafts && batch.work[i].decodes) {
-            let n = self.random.below(7).min(left).min(batch.max_new(i) - 1);
+            // A paged cache takes trees; they may be larger than what the request may generate, chains too.
+            let n = self.random.below(9).min(left);
+            let n = if self.shares { n } else { n.min(batch.max_new(i) - 1) };
             left -= n;
-            let parents: Vec<Option<u32>> = (0..n).map(|i| i.checked_sub(1)).collect();
+            let tree = self.shares && self.random.below(3) > 0;
+            let parent = |i: u32, random: &mut Random| match tree {
+                true => random.below(i + 1).checked_sub(1),
+                false => i.checked_sub(1),
+            };
+            let parents: Vec<Option<u32>> = (0..n).map(|i| parent(i, &mut self.random)).collect();
             drafts.push(i, &parents);
         }
+        self.proposed = !drafts.is_empty();
     }
     fn execute(&mut self, _: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let tokens: u32 = batch.work.iter().map(|w| w.n_tokens / batch.steps).sum();
@@ -91,6 +121,8 @@ impl Executor for Machine {
             return;
         }
         self.steps += u64::from(batch.steps);
+        let verifies = (0..batch.work.len()).any(|i| !batch.draft(i).is_empty());
+        self.dropped += u64::from(std::mem::take(&mut self.proposed) && !verifies);
         for (i, w) in batch.work.iter().enumerate() {
             let (request, reference) = self.live.get_mut(&w.request).expect("only live requests run");
             let again = w.first == 0 || self.shares && w.first % 4 == 0;
@@ -108,14 +140,21 @@ impl Executor for Machine {
                 assert!(batch.steps == 1 || batch.draft(i).is_empty());
                 self.drafted += batch.draft(i).len() as u64;
                 let left = true_length(w.request, request.max_new) - reference.sampled;
-                let kept = 1 + self.random.below(planned.min(left));
+                let path = match batch.steps == 1 && !batch.drafts_chain(i) {
+                    true => random_path(batch.draft(i), left, &mut self.random),
+                    false => (0..1 + self.random.below(planned.min(left))).map(NodeId).collect(),
+                };
+                let kept = path.len() as u32;
                 (reference.next, reference.highest) = (w.first + kept, reference.highest.max(w.first + kept));
                 reference.sampled += kept;
                 reference.rejected += u64::from(planned - kept);
                 let tokens: Vec<u32> = (reference.sampled + 1 - kept..=reference.sampled).collect();
                 let emitted = if self.fuses { Emitted::Unknown(kept) } else { Emitted::Tokens(&tokens) };
                 let finished = reference.sampled == true_length(w.request, request.max_new);
-                out.push(Advance { kept: Kept::First(kept), emitted, finished });
+                let tree = batch.steps == 1 && !batch.drafts_chain(i);
+                self.trees += u64::from(tree);
+                let kept = if tree { Kept::Path(&path) } else { Kept::First(kept) };
+                out.push(Advance { kept, emitted, finished });
                 continue;
             }
             reference.next = w.first + w.n_tokens;
@@ -199,7 +238,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
     let configs = configs();
     let per_config = ops() / configs.len() as u64;
     let mut seen = [0u64; 4];
-    let (mut hits, mut evictions, mut drafted) = (0, 0, 0);
+    let (mut hits, mut evictions, mut drafted, mut trees, mut dropped) = (0, 0, 0, [0; 2], 0);
     for (number, config) in configs.iter().enumerate() {
         for (fuses, shares, mixed) in [
             (false, false, false),
@@ -228,6 +267,9 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 shares,
                 drafts: number % 2 == 0,
                 drafted: 0,
+                trees: 0,
+                dropped: 0,
+                proposed: false,
             };
             let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
             for op in 0..per_config / 6 {
@@ -312,11 +354,14 @@ fn every_request_ends_once_and_costs_what_it_must() {
             }
             hits += scheduler.counters().hit_tokens;
             drafted += scheduler.counters().draft_tokens;
+            trees[usize::from(mixed)] += machine.trees;
+            dropped += machine.dropped;
             evictions += scheduler.counters().evictions;
         }
     }
     println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, {evictions} evictions");
     assert!(seen.iter().all(|&n| n > 100), "a path was hardly taken: {seen:?}");
-    assert!(drafted > 1000, "{drafted} tokens were drafted");
+    assert!(drafted > 1000 && trees.iter().all(|&n| n > 300), "{drafted} tokens and {trees:?} trees");
+    assert!(dropped > 100, "{dropped} times, drafts did not fit");
     assert!(hits > 1000 && evictions > 100, "{hits} tokens hit, {evictions} evictions");
 }

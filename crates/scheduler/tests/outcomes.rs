@@ -115,7 +115,7 @@ fn drafts_are_verified_beside_a_prompt() {
     let counters = *s.counters();
     assert_eq!((counters.drafts, counters.draft_tokens, counters.accepted_tokens), (1, 5, 3));
     let events = s.events().take();
-    let expected = "\"drafts\":[[0,[null,0,1,2,3]]],\"advances\":[{\"kept\":4,";
+    let expected = "\"drafts\":[[0,0,[null,0,1,2,3]]],\"advances\":[{\"kept\":4,";
     assert!(events.contains(expected), "{events}");
     assert_eq!(replay(events.as_bytes(), None, None).unwrap(), s.decisions().take());
 }

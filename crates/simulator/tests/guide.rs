@@ -32,7 +32,7 @@ fn measured_table() {
 #[test]
 fn workloads() {
     let guide = include_str!("../../../docs/traces.md");
-    let section = guide.split("every value with its name:").nth(1).unwrap();
+    let section = guide.split("The syntax is `kind:name=value,…`:").nth(1).unwrap();
     let row = |name: &str| {
         let line = section.lines().find(|line| line.starts_with(&format!("| {name} |"))).unwrap();
         line.split('`').skip(1).step_by(2).collect::<Vec<_>>()

@@ -69,18 +69,23 @@ impl SpeculationArgs {
         if !self.is_on() {
             return Ok(());
         }
-        if self.draft_tokens >= config.context_tokens {
-            let context = config.context_tokens;
-            return Err(wrong_usage(format!(
-                "--draft-tokens {}: the cache holds {context} tokens; use fewer, or a larger --context",
-                self.draft_tokens
-            )));
-        }
+        self.check_cache(config.context_tokens)?;
         if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
             config.kind = "tree".into();
         }
         config.max_rows = config.max_rows.max(self.draft_tokens + 1);
         config.max_step_tokens = config.max_step_tokens.max(self.draft_tokens + 1);
+        Ok(())
+    }
+
+    /// Refuses drafts that are larger than a cache of `context` tokens.
+    pub fn check_cache(&self, context: u32) -> anyhow::Result<()> {
+        if self.is_on() && self.draft_tokens >= context {
+            return Err(wrong_usage(format!(
+                "--draft-tokens {}: the cache holds {context} tokens; use fewer, or a larger --context",
+                self.draft_tokens
+            )));
+        }
         Ok(())
     }
 
@@ -198,6 +203,19 @@ enum Weights {
 impl OpenedDraft {
     fn head(head: OpenedHead, args: &ModelArgs) -> Self {
         OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: args.clone() }
+    }
+
+    /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
+    pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
+        let registry = registry(&self.args.compute.get()?);
+        let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
+        let (device, format) = (registry.device(), self.args.weights);
+        let (model, weights) = match &self.drafts {
+            Drafts::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
+            Drafts::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
+        };
+        let plan = MemoryPlan::of_session(model, &registry, &config)?;
+        Ok(plan.session_bound().saturating_add(weights))
     }
 
     /// Reads the weights, if they and a cache like `config` fit into the target's budget.

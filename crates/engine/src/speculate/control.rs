@@ -177,7 +177,9 @@ mod tests {
 
     fn chain(n: usize, probability: f32) -> DraftTree {
         let mut tree = DraftTree::default();
-        (0..n).for_each(|i| drop(tree.push(i.checked_sub(1).map(|p| p as u32), i as u32, probability)));
+        for i in 0..n {
+            tree.push(i.checked_sub(1).map(|p| p as u32), i as u32, probability);
+        }
         tree
     }
 

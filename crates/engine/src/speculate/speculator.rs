@@ -98,6 +98,11 @@ impl Speculator {
     pub fn take_counts(&mut self) -> Counts {
         std::mem::take(&mut self.counts)
     }
+    /// Frees the drafters: from now on nothing is proposed. The counts stay.
+    pub fn stop(&mut self) {
+        self.drafters.clear();
+        self.taps.clear();
+    }
     /// Bytes that the drafters hold.
     pub fn bytes(&self) -> u64 {
         self.drafters.iter().map(|(drafter, _)| drafter.bytes()).sum()

@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::files::read_text;
 use crate::weights::{Source, WeightFormat};
 use kvist_cache::LayerId;
-use kvist_device::{BackendError, Purpose};
+use kvist_device::{BackendError, Footprint, Purpose};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -80,6 +80,16 @@ impl OpenedHead {
         &self.config
     }
 
+    /// Bytes that its weights take on `device`.
+    pub fn weight_bytes(&self, device: &dyn Footprint, format: WeightFormat) -> Result<u64, Error> {
+        let mut bytes = 0u64;
+        for spec in self.specs.values() {
+            let stored = self.source.find(spec)?.encoding;
+            bytes = bytes.saturating_add(resident_bytes(device, spec, stored, format));
+        }
+        Ok(bytes)
+    }
+
     /// Loads the head beside `target`, on its device and in its budget. `context` is as in
     /// [`LoadOptions`](super::LoadOptions).
     pub fn load(
@@ -90,12 +100,7 @@ impl OpenedHead {
     ) -> Result<DraftHead, Error> {
         let device = target.device();
         device.supports(&self.config.layer.shape())?;
-        let mut bytes = 0u64;
-        for spec in self.specs.values() {
-            let stored = self.source.find(spec)?.encoding;
-            bytes = bytes.saturating_add(resident_bytes(device, spec, stored, format));
-        }
-        let weights = target.budget().reserve(Purpose::Weights, bytes)?;
+        let weights = target.budget().reserve(Purpose::Weights, self.weight_bytes(device, format)?)?;
         self.config.layer.layout().check().map_err(BackendError::from)?;
         let loaded = target.weights().load_head(&self, format, context.unwrap_or(0))?;
         let OpenedHead { name, config, target_ids, .. } = self;
