@@ -42,7 +42,6 @@ fn arguments() {
         row("run hi --kv q4 --kv-recent 12", 2, &["--kv-recent", "power of two up to 64, or 0"]),
         row("run --speculate guess x", 2, &["guess", "eagle"]),
         row("run --speculate draft x", 2, &["--draft-model"]),
-        row("run --speculate eagle x", 2, &["--speculate eagle", "head", "--draft-model"]),
         row("run --speculate eagle --draft-model hf:a/b x", 2, &["hf:a/b", "folder"]),
         row("run --speculate suffix --draft-model x x", 2, &["--draft-model", "eagle"]),
         row("run --speculate eagle --draft-depth 0 --draft-model x x", 2, &["--draft-depth"]),
@@ -255,6 +254,7 @@ fn models() {
         "eagle",
         "--draft-model",
     ];
+    all.push(rows(&whole[..whole.len() - 1], 2, &["--speculate eagle", "head", "--draft-model"]));
     let words = &["target", "fc.weight"][..];
     all.push(rows(&[&whole[..], &[&target]].concat(), 1, words));
     // If one of our dependencies panics, that becomes an ordinary error, without a panic message before it.

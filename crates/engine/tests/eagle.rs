@@ -365,6 +365,34 @@ fn served_texts_are_the_same() {
     assert!(proposed > 500, "{proposed} tokens were drafted");
 }
 
+/// The embedded model's head is right so often that a pass gives two tokens, on a text that the model writes.
+#[test]
+fn the_embedded_head_is_often_right() {
+    let model = load(ModelFile::Embedded).unwrap();
+    let opened = OpenedHead::embedded(model.config()).unwrap();
+    let head = opened.load(&model, WeightFormat::AsStored, Some(CONTEXT)).unwrap();
+    let registry = devices::on(&compute());
+    let prompt = model.tokenizer().unwrap().encode("A vector owns its elements", true).unwrap();
+    let mut texts = Vec::new();
+    for drafts in [false, true] {
+        let eagle = Eagle::new(&head, &registry, &cache("tree", Storage::F16, 64)).unwrap();
+        let bounds = Bounds { tokens: 12, depth: 5, width: 4 };
+        let mut speculator =
+            Speculator::new(vec![Box::new(eagle)], SpeculationConfig { bounds, adaptive: false });
+        let mut session = ModelSession::new(&model, &registry, &cache("tree", Storage::F16, 64)).unwrap();
+        let limits = Limits { max_tokens: 100, stop: vec![], ignore_eos: true, no_cache: false };
+        let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
+        let speculation = drafts.then_some(Speculation { speculator: &mut speculator, before: &[] });
+        let only = SeqId::ONLY;
+        let out =
+            generate_with(&mut session, only, &prompt, None, &mut sampler, &limits, speculation, &mut ());
+        texts.push(out.unwrap().tokens);
+        let counts = speculator.counts();
+        assert!(!drafts || counts.target_passes <= 50, "{counts:?}");
+    }
+    assert_eq!(texts[0], texts[1]);
+}
+
 /// A copy of a head's folder, whose config or weights a test changes.
 struct Copy(PathBuf);
 
@@ -462,15 +490,6 @@ fn heads_that_do_not_fit_are_refused() {
     let copy = Copy::of("speculators-after", 200);
     copy.rename("embed_tokens.weight", "embed_nothing.weight".split_at(19).0);
     assert!(OpenedHead::open(&copy.0, target.config(), true).is_ok());
-    // The layers' rule needs enough of them.
-    let small = load(ModelFile::Path(cases_of_few_layers())).unwrap();
-    let error = OpenedHead::open(&fixtures("eagle3").join("safeailab"), small.config(), true);
-    let error = error.err().expect("it must be refused").to_string();
-    assert!(error.contains("another model"), "{error}");
     let nowhere = refused(&fixtures("eagle3").join("nowhere"));
     assert!(nowhere.contains("nowhere") && nowhere.contains("config.json"), "{nowhere}");
-}
-
-fn cases_of_few_layers() -> PathBuf {
-    cases("parity").into_iter().next().unwrap()
 }

@@ -38,6 +38,10 @@ impl Source {
     pub fn gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
         Gguf::parse(name, Arc::new(Contents::Static(bytes))).map(Source::Gguf)
     }
+    /// A safetensors file embedded in the program.
+    pub(crate) fn safetensors_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
+        safetensors::Folder::of_bytes(name, bytes).map(Source::Folder)
+    }
     /// The name to use in errors: a file or a folder.
     pub fn file(&self) -> &str {
         match self {

@@ -32,7 +32,8 @@ pub struct SpeculationArgs {
     /// Propose tokens and verify several in one pass: the same text, sooner where proposals are right
     #[arg(long, value_name = "HOW", default_value = "off", hide_possible_values = false)]
     pub speculate: Mode,
-    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors
+    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors;
+    /// the embedded model has a head of its own
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft
@@ -99,6 +100,9 @@ impl SpeculationArgs {
         let Some(path) = self.draft_model.as_ref().filter(|_| wanted) else {
             return match self.speculate {
                 Mode::Draft => Err(wrong_usage("--speculate draft needs a draft model: give --draft-model")),
+                Mode::Eagle if model.source.model.is_none() => {
+                    Ok(Some(OpenedDraft::head(OpenedHead::embedded(target.config())?, model)))
+                }
                 Mode::Eagle => Err(wrong_usage(
                     "--speculate eagle needs a head that was trained for this model: give its folder, with config.json \
                      and safetensors, as --draft-model",
@@ -111,7 +115,7 @@ impl SpeculationArgs {
         };
         if self.speculate == Mode::Eagle || self.speculate == Mode::Auto && OpenedHead::is_head(path) {
             let head = Self::open_head(path, target, model)?;
-            return Ok(Some(OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: model.clone() }));
+            return Ok(Some(OpenedDraft::head(head, model)));
         }
         let source = SourceArgs { model: Some(path.clone()), ..model.source.clone() };
         let args = ModelArgs { source, ..model.clone() };
@@ -197,6 +201,10 @@ enum Weights {
 }
 
 impl OpenedDraft {
+    fn head(head: OpenedHead, args: &ModelArgs) -> Self {
+        OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: args.clone() }
+    }
+
     /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
     pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
         let registry = registry(&self.args.compute.get()?);

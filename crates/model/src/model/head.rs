@@ -2,6 +2,7 @@
 use super::Model;
 use super::load::resident_bytes;
 use crate::config::{HeadConfig, ModelConfig, TensorSpec};
+use crate::embedded;
 use crate::error::Error;
 use crate::files::read_text;
 use crate::weights::{Source, WeightFormat};
@@ -33,6 +34,14 @@ impl OpenedHead {
         let config = HeadConfig::from_json(&path.display().to_string(), &read_text(&path)?, target)?;
         let source = Source::folder(folder, mmap)?;
         Self::new(folder.display().to_string(), config, source)
+    }
+
+    /// The head of the embedded model, which `target` must be.
+    pub fn embedded(target: &ModelConfig) -> Result<Self, Error> {
+        let (config, weights) = embedded::HEAD;
+        let name = format!("the head of {}", embedded::NAME);
+        let config = HeadConfig::from_json(&name, config, target)?;
+        Self::new(name.clone(), config, Source::safetensors_bytes(&name, weights)?)
     }
 
     /// True if the folder's config calls itself a draft head. Those of EAGLE-1 often call themselves a Llama.

@@ -65,9 +65,18 @@ impl Folder {
         Ok(this)
     }
 
+    /// One file, embedded in the program.
+    pub(super) fn of_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
+        let mut this = Folder { path: name.into(), shards: Vec::new(), index: BTreeMap::new() };
+        this.add_contents(name.into(), Contents::Static(bytes))?;
+        Ok(this)
+    }
+
     fn add(&mut self, path: &Path, mmap: bool) -> Result<(), Error> {
-        let file = path.display().to_string();
-        let contents = Contents::open(path, mmap)?;
+        self.add_contents(path.display().to_string(), Contents::open(path, mmap)?)
+    }
+
+    fn add_contents(&mut self, file: String, contents: Contents) -> Result<(), Error> {
         let malformed = |what: String| Error::Malformed { file: file.clone(), what };
         let (header, metadata) = SafeTensors::read_metadata(&contents)
             .map_err(|e| malformed(format!("is not a whole safetensors file: {e}")))?;
