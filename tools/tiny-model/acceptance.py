@@ -24,7 +24,7 @@ from repetition import continuations
 from train import weights_of
 
 PROMPT, CONTINUATION = 128, 128     # tokens
-SHAPES = [(1, 5, 5), (1, 3, 3), (4, 3, 12), (4, 4, 16), (6, 4, 16), (8, 4, 16), (8, 5, 16), (8, 5, 32)]     # width, depth, total
+SHAPES = [(1, 5, 5), (4, 5, 16), (6, 5, 16), (8, 5, 16)]     # width, depth, total
 
 
 class Memory:
@@ -162,7 +162,7 @@ def main():
     parser.add_argument("--data", type=Path, required=True, help="folder of what corpus.py wrote")
     parser.add_argument("--head", type=Path)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument("--texts", type=int, default=48)
+    parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -39,7 +39,7 @@ def begin_as(student, model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(parser, steps=4000)
+    arguments(parser, steps=2640)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)

@@ -92,7 +92,7 @@ class Head(nn.Module):
 
 class Unrolled:
     """Attention of training-time test. Step s at row i stands for position i + s: it sees the keys that step 0 made of
-    real features up to row i, and those that steps 1 to s made at row i."""
+    real features up to row i, and those that steps 1 to s made at row i. One KV head, which broadcasts over the queries."""
 
     def __init__(self, length):
         self.length, self.keys, self.values = length, [], []
@@ -159,7 +159,7 @@ def write(head, out):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments(parser, steps=3000)
+    arguments(parser, steps=2500)
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
