@@ -9,6 +9,6 @@ pub static MODEL: &[u8] = include_bytes!("../embedded/tiny-rust-7m.gguf");
 
 /// Its EAGLE-3 head: config and safetensors.
 pub(crate) static HEAD: (&str, &[u8]) = (
-    include_str!("../embedded/tiny-rust-7m-eagle3.json"),
-    include_bytes!("../embedded/tiny-rust-7m-eagle3.safetensors"),
+    include_str!("../embedded/tiny-rust-eagle3/config.json"),
+    include_bytes!("../embedded/tiny-rust-eagle3/model.safetensors"),
 );
