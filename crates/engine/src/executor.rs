@@ -22,7 +22,7 @@ use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, Reques
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How a request uses its logits.
 pub trait TokenSampler: Send {
@@ -30,8 +30,8 @@ pub trait TokenSampler: Send {
     fn row_output(&self) -> RowOutput {
         RowOutput::Logits
     }
-    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, and says whether it is the
-    /// last one. An implementation that cannot pick a token reports the error to its client and returns `finished`.
+    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, or the logits if the request
+    /// has a draft, and says whether it is the last one. An implementation that cannot pick a token reports the error to its client and returns `finished`.
     fn choose(&mut self, row: RowResult<'_>) -> Choice;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.
@@ -132,6 +132,8 @@ pub struct ModelExecutor {
     requests: HashMap<RequestId, Box<dyn TokenSampler>>,
     failure: Option<Error>,
     speculation: Option<Drafting>,
+    /// Time that the drafts of the step being built took: part of the step.
+    drafting: Duration,
 }
 
 impl ModelExecutor {
@@ -154,6 +156,7 @@ impl ModelExecutor {
             requests: HashMap::new(),
             failure: None,
             speculation: None,
+            drafting: Duration::ZERO,
         };
         Ok((cache, executor))
     }
@@ -357,9 +360,12 @@ impl Executor for ModelExecutor {
         if limit == 0 {
             return;
         }
-        if let Err(error) = drafting.propose(batch, limit, drafts) {
+        let started = Instant::now();
+        let vocab = self.runner.model.config().vocab as u32;
+        if let Err(error) = drafting.propose(batch, limit, vocab, drafts) {
             self.end_speculation(&error);
         }
+        self.drafting = started.elapsed();
     }
     fn execute(&mut self, _now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let started = Instant::now();
@@ -373,9 +379,11 @@ impl Executor for ModelExecutor {
                 out.failed = true;
             }
         }
-        if let Some(drafting) = &mut self.speculation {
-            drafting.passed(batch, started.elapsed());
+        let elapsed = started.elapsed();
+        if let Some(drafting) = self.speculation.as_mut().filter(|_| !out.failed) {
+            drafting.passed(batch, elapsed);
         }
-        out.elapsed_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let elapsed = elapsed + std::mem::take(&mut self.drafting);
+        out.elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
     }
 }

@@ -222,8 +222,12 @@ fn drafted_pass(
         max_new: u32::try_from(max_new).unwrap_or(u32::MAX),
     };
     let mut drafts = Vec::new();
-    speculator.propose(&[known], 0, limit, chains, &mut drafts)?;
-    let Some(mut draft) = drafts.pop() else { return Ok(()) };
+    let proposed = speculator.propose(&[known], 0, limit, chains, &mut drafts);
+    let mut draft = drafts.pop().unwrap_or_default();
+    if let Err(error) = proposed {
+        end_speculation(speculator, &error);
+        draft.tree.clear();
+    }
     let (last, first) = (text.known[text.known.len() - 1], text.known.len() as u32 - 1);
     let mut verified = Verified::default();
     let started = Instant::now();
@@ -238,7 +242,17 @@ fn drafted_pass(
     }
     speculator.passed(draft.tree.len() + 1, started.elapsed());
     speculator.record(&draft, &verified);
-    session.report_features((id, first, &text.known), verified.rows(), speculator)
+    let reported = session.report_features((id, first, &text.known), verified.rows(), speculator);
+    if let Err(error) = reported {
+        end_speculation(speculator, &error);
+    }
+    Ok(())
+}
+
+/// A drafter has failed: the text goes on without drafts.
+fn end_speculation(speculator: &mut Speculator, error: &Error) {
+    tracing::warn!(target: "kvist::engine", "speculation ends: {error}");
+    speculator.stop();
 }
 
 /// A text that is being generated.

@@ -140,7 +140,8 @@ impl Scheduler {
         self.drafts.clear();
         let planned: u32 = self.batch.iter().map(|work| work.n_tokens).sum();
         let limit = self.config.max_batch_tokens.saturating_sub(planned);
-        if limit == 0 || !self.batch.iter().any(|work| work.decodes) {
+        // A step that failed is tried again without drafts: they may be the reason.
+        if limit == 0 || self.failures > 0 || !self.batch.iter().any(|work| work.decodes) {
             return;
         }
         let mut drafts = std::mem::take(&mut self.drafts);

@@ -105,7 +105,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.cache.context = Some(context);
     let mut config = args.cache.config(opened.config(), u64::from(context))?;
     config.recent.sequences = RECENT_SEQUENCES;
-    args.speculation.prepare(&mut config, asked.as_deref())?;
+    args.speculation.prepare(&mut config, asked.as_deref(), args.cache.context)?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
     let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;

@@ -65,7 +65,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let opened = args.model.open_without_texts(quiet)?;
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0));
     let mut config = args.cache.config(opened.config(), needed)?;
-    args.speculation.prepare(&mut config, args.cache.kind.as_deref())?;
+    args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     config.max_rows = config.max_step_tokens;
     kvist_engine::check_prompt(&config, tokens.len())?;
     // Open the file first, so that an error comes before hours of work.

@@ -67,7 +67,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let answers = !args.raw && opened.chat_template().is_some();
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
     let mut config = args.cache.config(opened.config(), needed)?;
-    args.speculation.prepare(&mut config, args.cache.kind.as_deref())?;
+    args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;

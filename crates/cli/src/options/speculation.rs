@@ -64,12 +64,20 @@ impl SpeculationArgs {
     }
 
     /// Gives `config` what verification needs: a row of logits for each draft token, and a kind that holds trees where none
-    /// was asked for. `asked` is `--kind`.
-    pub fn prepare(&self, config: &mut CacheConfig, asked: Option<&str>) -> anyhow::Result<()> {
+    /// was asked for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
+    /// smaller than a draft, which is then cut.
+    pub fn prepare(
+        &self,
+        config: &mut CacheConfig,
+        asked: Option<&str>,
+        context: Option<u32>,
+    ) -> anyhow::Result<()> {
         if !self.is_on() {
             return Ok(());
         }
-        self.check_cache(config.context_tokens)?;
+        if let Some(context) = context {
+            self.check_cache(context)?;
+        }
         if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
             config.kind = "tree".into();
         }

@@ -28,7 +28,13 @@ impl Drafting {
     }
 
     /// Proposes drafts for the requests that decode.
-    pub fn propose(&mut self, batch: Batch<'_>, limit: u32, out: &mut Drafts) -> Result<(), Error> {
+    pub fn propose(
+        &mut self,
+        batch: Batch<'_>,
+        limit: u32,
+        vocab: u32,
+        out: &mut Drafts,
+    ) -> Result<(), Error> {
         self.drafts.clear();
         let decoding = batch.work.iter().enumerate().filter(|(_, work)| work.decodes);
         let texts: Vec<(usize, Text<'_>)> = decoding
@@ -41,7 +47,13 @@ impl Drafting {
         let (works, texts): (Vec<usize>, Vec<Text<'_>>) = texts.into_iter().unzip();
         let mut drafts = Vec::new();
         self.speculator.propose(&texts, rows as usize - texts.len(), limit, false, &mut drafts)?;
-        for (i, draft) in works.into_iter().zip(drafts) {
+        for (i, mut draft) in works.into_iter().zip(drafts) {
+            // Drafters are not trusted with a step of all requests.
+            if draft.tree.tokens().iter().any(|token| *token >= vocab)
+                || draft.tree.max_depth() >= batch.max_new(i)
+            {
+                draft.tree.clear();
+            }
             out.push(i, draft.tree.parents());
             self.drafts.push((i, draft));
         }
@@ -114,8 +126,10 @@ impl Drafting {
 
     /// A request has ended.
     pub fn end(&mut self, id: RequestId) {
-        if let Some(Known { salt, tokens, prompt }) = self.texts.remove(&id) {
-            self.speculator.end(id.0, &salt, &tokens, prompt);
+        match self.texts.remove(&id) {
+            Some(Known { salt, tokens, prompt }) => self.speculator.end(id.0, &salt, &tokens, prompt),
+            // It ended before its first token, but drafters may have seen features of its prompt.
+            None => self.speculator.forget(id.0),
         }
     }
 }

@@ -19,6 +19,8 @@ pub struct DraftModel {
     texts: HashMap<u64, Text>,
     next_seq: u32,
     clock: u64,
+    /// Proposals that stay empty, because the cache was too small.
+    rests: u32,
     /// Tokens of the target. The draft model may have more, as padding.
     target_vocab: usize,
     /// A path with a lower probability is not followed.
@@ -53,6 +55,7 @@ impl DraftModel {
             texts: HashMap::new(),
             next_seq: 1,
             clock: 0,
+            rests: 0,
             target_vocab: target.config().vocab,
             min_probability: 0.01,
         })
@@ -106,29 +109,41 @@ impl DraftModel {
         }
     }
 
-    /// Computes what is known of the texts but the last tokens, in chunks.
-    fn prefill(&mut self, proposals: &[Proposal<'_>]) -> Result<(), Error> {
-        let chunk = self.session.config().max_step_tokens.max(1) as usize;
+    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does not hold up
+    /// the target's step. It goes on in the next proposal.
+    fn catch_up(&mut self, proposals: &[Proposal<'_>]) -> Result<(), Error> {
+        let mut left = self.session.config().max_step_tokens.max(1) as usize;
         for Proposal { id, tokens, .. } in proposals {
-            let text = &self.texts[id];
-            // The last tokens of all texts are computed together, and may take a chunk with them.
-            let until = tokens.len() - 1;
-            let (seq, mut done) = (text.seq, text.tokens.len());
-            while done < until {
-                let end = until.min(done + chunk);
-                self.session.forward(&[SequenceInput::chain(seq, &tokens[done..end])], LogitRows::None)?;
-                self.texts.get_mut(id).expect("it was settled").tokens.extend(&tokens[done..end]);
-                done = end;
+            let Some(text) = self.texts.get_mut(id) else { continue };
+            let (seq, done) = (text.seq, text.tokens.len());
+            let chunk = &tokens[done..(tokens.len() - 1).min(done + left)];
+            if !chunk.is_empty() {
+                self.session.forward(&[SequenceInput::chain(seq, chunk)], LogitRows::None)?;
+                text.tokens.extend(chunk);
+                left -= chunk.len();
             }
         }
         Ok(())
+    }
+
+    /// After a pass that failed: a text's tokens and nodes are those that the cache holds.
+    fn agree_with_cache(&mut self, id: u64) {
+        let (Some(text), cache) = (self.texts.get_mut(&id), self.session.cache()) else { return };
+        text.tokens.truncate(cache.next_position(text.seq).unwrap_or(0) as usize);
+        text.nodes.truncate(cache.n_nodes(text.seq).unwrap_or(0) as usize);
     }
 
     fn try_propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         for proposal in proposals.iter() {
             self.settle(proposal.id, proposal.tokens)?;
         }
-        self.prefill(proposals)?;
+        self.catch_up(proposals)?;
+        let caught_up =
+            |p: &Proposal<'_>| self.texts.get(&p.id).is_some_and(|t| t.tokens.len() + 1 == p.tokens.len());
+        let proposals = &mut subset(proposals, caught_up);
+        if proposals.is_empty() {
+            return Ok(());
+        }
         let bounds: Vec<Bounds> = proposals.iter().map(|proposal| proposal.bounds).collect();
         let min = self.min_probability;
         let mut levels =
@@ -139,6 +154,25 @@ impl DraftModel {
         }
         Ok(())
     }
+}
+
+/// Proposals without drafts after the cache was too small for all texts.
+const REST: u32 = 64;
+
+/// The proposals for which `wanted` holds.
+fn subset<'s>(
+    proposals: &'s mut [Proposal<'_>],
+    wanted: impl Fn(&Proposal<'_>) -> bool,
+) -> Vec<Proposal<'s>> {
+    let wanted = proposals.iter_mut().filter(|proposal| wanted(proposal));
+    let reborrow = |p: &'s mut Proposal<'_>| Proposal {
+        id: p.id,
+        salt: p.salt,
+        tokens: p.tokens,
+        bounds: p.bounds,
+        tree: &mut *p.tree,
+    };
+    wanted.map(reborrow).collect()
 }
 
 const NO_SEQUENCES: &str = "the draft cache needs sequences and draft trees";
@@ -209,21 +243,32 @@ impl Drafter for DraftModel {
     }
 
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        // A draft cache that is full forgets the text that was used longest ago. If nothing is left to forget, or the
-        // texts are longer than the draft model's context, there is no draft.
+        if self.rests > 0 {
+            self.rests -= 1;
+            return Ok(());
+        }
+        // The target's vocabulary may be padded further than the draft model's.
+        let vocab = self.session.model().config().vocab;
+        let known = |p: &Proposal<'_>| p.tokens.iter().all(|token| (*token as usize) < vocab);
+        let proposals = &mut subset(proposals, known);
+        let busy: Vec<u64> = proposals.iter().map(|proposal| proposal.id).collect();
         loop {
-            let failed = match self.try_propose(proposals) {
-                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => true,
+            match self.try_propose(proposals) {
+                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {}
                 other => return other,
-            };
-            // Bookkeeping of a failed pass may run ahead of the cache: start these texts over.
-            proposals.iter().for_each(|proposal| self.remove(proposal.id));
-            proposals.iter_mut().for_each(|proposal| proposal.tree.clear());
-            let oldest = self.texts.iter().min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
-            match oldest.filter(|_| failed) {
-                Some(oldest) => self.remove(oldest),
-                None => return Ok(()),
             }
+            // The draft cache is full: forget the text that was used longest ago. If all of them are busy there is no draft for
+            // a while, and these texts begin anew.
+            proposals.iter_mut().for_each(|proposal| proposal.tree.clear());
+            busy.iter().for_each(|id| self.agree_with_cache(*id));
+            let others = self.texts.iter().filter(|(id, _)| !busy.contains(id));
+            let oldest = others.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
+            let Some(oldest) = oldest else {
+                busy.iter().for_each(|id| self.remove(*id));
+                self.rests = REST;
+                return Ok(());
+            };
+            self.remove(oldest);
         }
     }
 

@@ -24,7 +24,7 @@ impl Ngram {
         let (&last, before) = tokens.split_last()?;
         let mut best = None;
         for (i, _) in before.iter().enumerate().rev().filter(|(_, token)| **token == last) {
-            let same = before[..i].iter().rev().zip(before.iter().rev()).take(self.max - 1);
+            let same = before[..i].iter().rev().zip(before.iter().rev()).take(self.max.saturating_sub(1));
             let agreeing = 1 + same.take_while(|(a, b)| a == b).count();
             if agreeing >= self.min && best.is_none_or(|(_, longest)| agreeing > longest) {
                 best = Some((i + 1, agreeing));

@@ -3,8 +3,8 @@
 //!
 //! The paper keeps suffix trees. Here occurrences are found as zlib finds them: a hash of the last tokens leads to a chain
 //! of earlier positions, newest first. Each position gives a match length and a continuation. Frequencies among the
-//! continuations of equally good matches are the probabilities of the nodes. A token costs eight bytes and constant time
-//! to add; a proposal looks at a bounded number of positions.
+//! continuations of equally good matches are the probabilities of the nodes. A token costs eight bytes, an entry of
+//! a hash table for each new pair of tokens, and constant time to add; a proposal looks at a bounded number of positions.
 use super::{Bounds, DraftTree, Drafter, Proposal};
 use kvist_model::Error;
 use std::collections::{HashMap, VecDeque};

@@ -139,7 +139,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         ..CacheConfig::new(context)
     };
     let with = |mode| SpeculationArgs { speculate: mode, ..args.speculation.clone() };
-    with(Mode::Auto).prepare(&mut config, Some("tree"))?;
+    with(Mode::Auto).prepare(&mut config, Some("tree"), None)?;
     let draft = match wants_draft {
         Some(mode) => with(mode).open_draft(&opened, &args.model, quiet)?,
         None => None,
