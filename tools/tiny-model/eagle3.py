@@ -112,7 +112,7 @@ class Unrolled:
 
 
 def unroll(head, embeds, features, steps):
-    """Draft logits of each step, `[batch, rows, draft vocabulary]`: those of step s at row i foresee token i + s + 2 of
+    """Draft logits of each step, `[batch, rows, draft vocabulary]`: those of step s at row i predict token i + s + 2 of
     the text whose embeddings (the target's) and features these are."""
     length, hidden, out = embeds.shape[1] - steps, head.fc(features), []
     hidden, attend = hidden[:, :length], Unrolled(length)
@@ -198,8 +198,8 @@ def main():
             with torch.autocast("cpu", torch.bfloat16):
                 steps = unroll(head, narrow.embed_tokens(tokens), features, UNROLLED)
             for s, logits in enumerate(steps):
-                foreseen = head.draft_ids[logits.argmax(-1)]
-                agree[s] += (foreseen == best[:, s + 1:s + 1 + foreseen.shape[1]]).float().mean()
+                predicted = head.draft_ids[logits.argmax(-1)]
+                agree[s] += (predicted == best[:, s + 1:s + 1 + predicted.shape[1]]).float().mean()
         return "agrees at each step: " + " ".join(f"{a / len(batches):.3f}" for a in agree)
 
     train(head, loss_of, validate, args)

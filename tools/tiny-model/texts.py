@@ -1,4 +1,4 @@
-"""Texts of the embedded model itself, for the training of its drafters: what it writes is what they have to foresee.
+"""Texts of the embedded model itself, for the training of its drafters: what it writes is what they have to predict.
 
     python texts.py CORPUS
 

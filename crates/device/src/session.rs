@@ -1,6 +1,6 @@
 //! Attention alone: combines the bookkeeping and the bytes of one cache, for callers that compute everything else
-//! themselves. Any kind works over any backend. Only here can a caller run layers in the wrong order, so only here is
-//! the order checked.
+//! themselves. Any kind works over any backend. Here and in `CheckedCache` a caller could run layers in the wrong order,
+//! so both check it, with the same `LayerOrder`.
 use crate::caller_rows::{RowBuffer, Rows, RowsMut};
 use crate::error::{BackendError, StepError};
 use crate::layout::{LayerSpec, Layout, Values};
@@ -13,8 +13,8 @@ pub struct AttendRows<'a> {
     pub layer: LayerId,
     /// `n_tokens × n_heads` rows of `k_dim` elements.
     pub q: Rows<'a>,
-    /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the layer's values
-    /// are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
+    /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the
+    /// layer's values are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
     pub kv: Option<(Rows<'a>, Option<Rows<'a>>)>,
     /// `n_tokens × n_heads` rows of `v_dim` elements, overwritten completely. Rows of f16 and bf16 are rounded to nearest,
     /// ties to even.
@@ -131,8 +131,8 @@ impl Session {
     }
 
     /// Continues the step that was begun last and then dropped, with the layers that have run. For callers that cannot keep
-    /// a borrow from one call to the next, such as C and Python. `None` if the step was committed, or abandoned: by a change of
-    /// the cache, by a dry run, or by another step, even a refused one.
+    /// a borrow from one call to the next, such as C and Python. `None` if the step was committed, or abandoned: by a
+    /// change of the cache, by a dry run, or by another step, even a refused one.
     pub fn resume(&mut self) -> Option<SessionStep<'_>> {
         if self.begun != Some(self.plan.id()) {
             return None;

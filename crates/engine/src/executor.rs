@@ -30,8 +30,9 @@ pub trait TokenSampler: Send {
     fn row_output(&self) -> RowOutput {
         RowOutput::Logits
     }
-    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, or the logits if the request
-    /// has a draft, and says whether it is the last one. An implementation that cannot pick a token reports the error to its client and returns `finished`.
+    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, or the logits if
+    /// the request has a draft, and says whether it is the last one. An implementation that cannot pick a token
+    /// reports the error to its client and returns `finished`.
     fn choose(&mut self, row: RowResult<'_>) -> Choice;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.

@@ -245,9 +245,9 @@ impl ModelSession {
         Ok(computed.commit_kept(&[Kept::Path(&self.path)], pools)?)
     }
 
-    /// Passes these rows of the last pass's taps to `speculator`: those of the tokens at positions `first..` of text `id`, whose
-    /// tokens are `known`. The taps must be [`Speculator::taps`]. Drafters that read hidden states need this after every pass
-    /// that adds tokens to the text, with the rows of those that stay ([`Verified::rows`]).
+    /// Passes these rows of the last pass's taps to `speculator`: those of the tokens at positions `first..` of text
+    /// `id`, whose tokens are `known`. The taps must be [`Speculator::taps`]. Drafters that read hidden states need
+    /// this after every pass that adds tokens to the text, with the rows of those that stay ([`Verified::rows`]).
     ///
     /// # Panics
     /// The last pass had fewer rows.
@@ -332,8 +332,8 @@ impl ModelSession {
     }
 }
 
-/// Passes rows of `taps`, `[rows, hidden]` each, to `speculator`: those of the tokens at positions `first..` of text `id`, whose
-/// tokens are `known`. Does nothing without taps.
+/// Passes rows of `taps`, `[rows, hidden]` each, to `speculator`: those of the tokens at positions `first..` of text
+/// `id`, whose tokens are `known`. Does nothing without taps.
 pub(crate) fn report_features(
     taps: &[Vec<f32>],
     hidden: usize,

@@ -17,8 +17,8 @@ pub struct Work {
     pub n_tokens: u32,
     /// True if this part reaches the last known token, so that new tokens are emitted after it.
     pub samples: bool,
-    /// True if this is the last known token of a decoding request, with or without drafts after it. All tokens before it are already computed, by this
-    /// request or by another one with the same prefix.
+    /// True if this is the last known token of a decoding request, with or without drafts after it. All tokens before
+    /// it are already computed, by this request or by another one with the same prefix.
     pub decodes: bool,
     pub(crate) index: u32,
 }
@@ -72,8 +72,8 @@ impl Batch<'_> {
         &self.entries[self.work[i].index as usize].salt
     }
 
-    /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is not known.
-    /// A drafter that looks for repetitions searches them.
+    /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is
+    /// not known. A drafter that looks for repetitions searches them.
     pub fn known_tokens(&self, i: usize) -> Option<&[u32]> {
         let entry = &self.entries[self.work[i].index as usize];
         entry.prompt.tokens()?.get(..entry.known as usize)

@@ -86,8 +86,8 @@ impl Drafting {
         self.extend(batch, i, tokens);
     }
 
-    /// The step has computed the batch, and these rows of `taps` stay: of each request, those of its tokens and of its accepted
-    /// nodes.
+    /// The step has computed the batch, and these rows of `taps` stay: of each request, those of its tokens and of
+    /// its accepted nodes.
     pub fn computed(
         &mut self,
         batch: Batch<'_>,

@@ -109,8 +109,8 @@ impl DraftModel {
         }
     }
 
-    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does not hold up
-    /// the target's step. It goes on in the next proposal.
+    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
+    /// not hold up the target's step. It goes on in the next proposal.
     fn catch_up(&mut self, proposals: &[Proposal<'_>]) -> Result<(), Error> {
         let mut left = self.session.config().max_step_tokens.max(1) as usize;
         for Proposal { id, tokens, .. } in proposals {
@@ -257,8 +257,8 @@ impl Drafter for DraftModel {
                 Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {}
                 other => return other,
             }
-            // The draft cache is full: forget the text that was used longest ago. If all of them are busy there is no draft for
-            // a while, and these texts begin anew.
+            // The draft cache is full: forget the text that was used longest ago. If all of them are busy there is no
+            // draft for a while, and these texts begin anew.
             proposals.iter_mut().for_each(|proposal| proposal.tree.clear());
             busy.iter().for_each(|id| self.agree_with_cache(*id));
             let others = self.texts.iter().filter(|(id, _)| !busy.contains(id));
@@ -281,8 +281,8 @@ impl Drafter for DraftModel {
     }
 }
 
-/// Refuses a draft model whose tokens mean something else than the target's, by size of the vocabulary and tokenizer of both. Sizes may differ by padding where both have
-/// tokenizers.
+/// Refuses a draft model whose tokens mean something else than the target's, by size of the vocabulary and tokenizer
+/// of both. Sizes may differ by padding where both have tokenizers.
 pub fn check_vocabulary(
     (theirs, draft): (usize, Option<&Tokenizer>),
     (ours, target): (usize, Option<&Tokenizer>),

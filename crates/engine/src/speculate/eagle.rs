@@ -1,4 +1,4 @@
-//! EAGLE heads as drafters: one layer that foresees tokens from the target's hidden states (Li et al., 2024 and 2025).
+//! EAGLE heads as drafters: one layer that predicts tokens from the target's hidden states (Li et al., 2024 and 2025).
 //!
 //! ```text
 //! position            0    1    2    3    4

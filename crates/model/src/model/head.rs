@@ -1,4 +1,4 @@
-//! Draft heads of EAGLE: one decoder layer that foresees tokens from the hidden states of a target model.
+//! Draft heads of EAGLE: one decoder layer that predicts tokens from the hidden states of a target model.
 use super::Model;
 use super::load::resident_bytes;
 use crate::config::{HeadConfig, ModelConfig, TensorSpec};

@@ -16,7 +16,8 @@ pub struct ModelSection {
     pub path: Option<PathBuf>,
     /// Model name for clients. Default: the last part of the path.
     pub name: Option<String>,
-    /// Tool call format, one of [`Tooling::NAMES`](kvist_engine::tools::Tooling::NAMES). Default: the format that the chat template describes.
+    /// Tool call format, one of [`Tooling::NAMES`](kvist_engine::tools::Tooling::NAMES). Default: the format that the
+    /// chat template describes.
     pub tools: Option<String>,
     /// Source of sampling defaults. `auto` uses those that the model ships (`generation_config.json`,
     /// `general.sampling.*`), like vLLM. `none` uses OpenAI's.

@@ -30,8 +30,8 @@ pub struct Args {
     measure: RunsArgs,
     #[command(flatten)]
     speculation: SpeculationArgs,
-    /// What to compare with plain decoding: auto, ngram, suffix, draft, eagle, and oracle=P, which knows the text and is right with
-    /// probability P at each token
+    /// What to compare with plain decoding: auto, ngram, suffix, draft, eagle, and oracle=P, which knows the text and
+    /// is right with probability P at each token
     #[arg(long, value_name = "HOW,HOW,…", default_value = "ngram,suffix,auto", value_delimiter = ',', value_parser = parse_how)]
     modes: Vec<How>,
     /// The text whose parts are continued, as UTF-8
