@@ -66,7 +66,7 @@ pub(super) fn speculation(config: &ServerConfig) -> Result<(), ConfigError> {
             return Err(bad("speculation.draft_model", "not set", "a model, which `draft` needs"));
         }
         (Some(model), "ngram" | "suffix") => {
-            let expected = "`draft` or `auto` in speculation.speculate, or no draft model";
+            let expected = "`draft`, `eagle` or `auto` in speculation.speculate, or no draft model";
             return Err(bad("speculation.draft_model", format!("{:?}", model.display()), expected));
         }
         _ => {}

@@ -91,7 +91,8 @@ fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D
 pub struct SpeculationSection {
     /// What proposes drafts: one of [`SpeculationSection::MODES`].
     pub speculate: String,
-    /// A smaller model with the same vocabulary: a path, or a name that the program resolves. For `draft` and `auto`.
+    /// A smaller model with the same vocabulary: a path, or a name that the program resolves; or the folder of a head. For
+    /// `draft`, `eagle` and `auto`.
     pub draft_model: Option<PathBuf>,
     /// Largest number of tokens in the draft of one request.
     pub draft_tokens: u32,
@@ -102,7 +103,7 @@ pub struct SpeculationSection {
 }
 
 impl SpeculationSection {
-    pub const MODES: [&str; 5] = ["off", "auto", "ngram", "suffix", "draft"];
+    pub const MODES: [&str; 6] = ["off", "auto", "ngram", "suffix", "draft", "eagle"];
 
     pub fn is_on(&self) -> bool {
         self.speculate != "off"

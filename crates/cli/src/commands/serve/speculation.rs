@@ -32,7 +32,7 @@ impl SpeculationFlags {
             if let Some(value) = mode.to_possible_value() {
                 section.speculate = value.get_name().into();
             }
-            if !matches!(mode, Mode::Draft | Mode::Auto) {
+            if !matches!(mode, Mode::Draft | Mode::Eagle | Mode::Auto) {
                 section.draft_model = None; // the file's
             }
         }
