@@ -1,6 +1,7 @@
 // The reducer without a browser: lines as a server writes them, and what they make of requests, blocks and charts.
 import assert from 'node:assert/strict';
 import { test } from 'node:test';
+import { drafted, layout as tree, verified } from '../src/lib/drafts.js';
 import { Flashes } from '../src/lib/flashes.js';
 import { History, Model, order } from '../src/lib/model.js';
 import { contrast, palette } from '../src/lib/palette.js';
@@ -221,4 +222,59 @@ test('what waits and what is free stand off the ground', () => {
 test('where no step has run, charts have no point', () => {
   const { x, ...lines } = series(new History(), [0, 1e9]);
   for (const [name, values] of Object.entries(lines)) assert.ok(values.every((value) => value === null), name);
+});
+
+/** A request of 20 prompt tokens, and steps that verify drafts: `[parents, advance]`, or a step without. */
+function speculated(steps) {
+  const lines = [{ n: 0, at: 0, arrive: { id: 4, arrival_ns: 0, prompt_tokens: 20, max_new: 50 } }];
+  const step = (at, more) => lines.push({ n: lines.length, at, steps: 1, elapsed: MS, ...more });
+  step(MS, { sampled: 1, finished: [] });
+  lines.push({ step: 0, at: MS, admit: 4, seq: 2, hit: 0 }, { step: 0, at: MS, chunk: 4, first: 0, tokens: 20 });
+  steps.forEach((parts, i) => {
+    const [parents, advance] = parts ?? [];
+    const more = parents ? { drafts: [[0, 4, parents]], ...(advance && { advances: [advance] }) } : {};
+    step((i + 2) * 2 * MS, advance ? more : { ...more, sampled: 1, finished: [] });
+  });
+  return lines;
+}
+
+test('a step gives as many tokens as its draft says, and one without a draft', () => {
+  const model = reduced(speculated([
+    [[null, null, 0], { path: [0, 1, 3], emitted: 3 }],
+    null,
+    [[null, 0, 1], { kept: 1, emitted: 1 }],
+    [[null, 0], null],
+    [[null, 0, 1], { kept: 3, emitted: 3 }],
+  ]));
+  const request = model.requests.get(4);
+  assert.deepEqual([request.generated, request.known, request.computed], [10, 30, 29]);
+  assert.deepEqual([request.passes, request.made, model.totals.decode], [5, 9, 9]);
+  assert.deepEqual(request.draft, { at: 13 * MS, parents: [null, 0, 1], path: [0, 1], emitted: 3 });
+  assert.deepEqual(model.history.turns.map((turn) => turn.decode), [0, 3, 1, 1, 1, 3]);
+});
+
+test('accepted nodes are numbered as the parents are', () => {
+  const path = (advance) => verified({ drafts: [[1, 9, [null, null, 1]]], advances: [{ emitted: 1 }, advance] }).get(9).path;
+  assert.deepEqual(path({ path: [0, 2, 3], emitted: 3 }), [1, 2]);
+  assert.deepEqual(path({ path: [0], emitted: 1 }), []);
+  assert.deepEqual(path({ kept: 2, emitted: 2 }), [0]);
+  assert.equal(verified({ drafts: [[0, 9, [null]]], sampled: 1 }).size, 0, 'it did not fit into the cache');
+  assert.equal(verified({}).size, 0);
+});
+
+test('a draft is drawn by depth, and every leaf has a row of its own', () => {
+  const { nodes, columns, rows } = tree([null, 0, null, 0, 1]);
+  assert.deepEqual([columns, rows], [3, 3]);
+  assert.deepEqual(nodes.map(({ depth, row }) => [depth, row]), [[0, 0], [1, 0], [0, 2], [1, 1], [2, 0]]);
+});
+
+test('the draft of the sequence under the pointer is shown, or of a live request', () => {
+  const draft = (at) => ({ at, parents: [null], path: [], emitted: 1 });
+  const requests = [{ id: 0, seq: 0, draft: draft(5) }, { id: 1, seq: 1, draft: draft(3) }, { id: 2, seq: 2, draft: draft(4) }, { id: 3, seq: 3, draft: null }];
+  const shown = (live, pointed = null) => drafted({ requests: new Map(requests.map((r) => [r.id, r])), live: new Set(live) }, pointed)?.id;
+  assert.equal(shown([1, 2, 3]), 1);
+  assert.equal(shown([1, 2, 3], 2), 2);
+  assert.equal(shown([1, 2, 3], 3), 1, 'it has no draft');
+  assert.equal(shown([]), 0, 'the last one');
+  assert.equal(drafted(reduced(served({})), null), null);
 });

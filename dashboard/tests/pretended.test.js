@@ -402,3 +402,22 @@ test('with another key, what was said goes on in new sessions', async () => {
   ]);
   await page.context().close();
 });
+
+test('the tree of the last draft is drawn, and nothing where no server speculates', async () => {
+  const load = small();
+  const { server, page } = await live(load);
+  const card = page.getByRole('region', { name: 'Drafts' });
+  server.tell(load.turn());
+  await pass(page, 400);
+  assert.equal(await card.count(), 0);
+  const lines = load.turn();
+  const { seq } = load.sequences.at(-2);
+  delete lines[0].sampled;
+  Object.assign(lines[0], { drafts: [[0, seq, [null, 0, 0, null]]], advances: [{ path: [0, 1, 3], emitted: 3 }] });
+  server.tell(lines);
+  await card.waitFor();
+  await card.getByText('2 of 4 draft tokens accepted').waitFor();
+  await card.getByText('3 tokens in this step').waitFor();
+  assert.deepEqual([await card.locator('circle.accepted').count(), await card.locator('circle').count(), await card.locator('line.accepted').count()], [2, 4, 2]);
+  await calm(page);
+});

@@ -16,8 +16,8 @@ BEGINNINGS = {"passages": 0.7, "prose": 0.2, "api": 0.1}
 
 
 @torch.no_grad()
-def continue_greedily(model, prompts, count):
-    """`[batch, length]` to `[batch, length + count]`, with a cache of K and V."""
+def continuations(model, prompts, count, temperature=0.0):
+    """`[batch, length]` to `[batch, length + count]`, with a cache of K and V; greedy at temperature 0."""
     shape, tokens = model.shape, prompts
     total = prompts.shape[1] + count
     frequencies = 1 / shape.theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
@@ -25,8 +25,8 @@ def continue_greedily(model, prompts, count):
     cache, new, seen = {}, prompts, 0
     while tokens.shape[1] < total:
         x, end = model.embed_tokens(new), seen + new.shape[1]
-        cos, sin = angles[seen:end].cos(), angles[seen:end].sin()
-        mask = torch.full((end - seen, end), -torch.inf).triu(seen + 1)
+        cos, sin = angles[seen:end].cos().to(x.dtype), angles[seen:end].sin().to(x.dtype)
+        mask = torch.full((end - seen, end), -torch.inf, dtype=x.dtype).triu(seen + 1)
         for i, layer in enumerate(model.layers):
             attention, normed = layer.self_attn, layer.input_layernorm(x)
 
@@ -44,7 +44,11 @@ def continue_greedily(model, prompts, count):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             x = x + attention.o_proj(y.transpose(1, 2).reshape(len(new), end - seen, -1))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        new, seen = F.linear(model.norm(x[:, -1:]), model.embed_tokens.weight).argmax(-1), end
+        logits, seen = F.linear(model.norm(x[:, -1]), model.embed_tokens.weight).float(), end
+        if temperature:
+            new = torch.multinomial(torch.softmax(logits / temperature, -1), 1)
+        else:
+            new = logits.argmax(-1, keepdim=True)
         tokens = torch.cat([tokens, new], 1)
     return tokens
 
@@ -75,7 +79,7 @@ class Repetition:
             if i % 3 == 0 or len(text) < length:
                 text = source.stream[self.rng.integers(len(source.stream) - length):]
             prompts.append(text[:length].astype(np.int64))
-        texts = continue_greedily(model, torch.from_numpy(np.stack(prompts)), CONTINUATION)
+        texts = continuations(model, torch.from_numpy(np.stack(prompts)), CONTINUATION)
         repeated = torch.from_numpy(np.stack([repeats(text, length) for text in texts.tolist()]))
         self.waiting = [(t, r) for t, r in zip(texts.split(TEXTS), repeated.split(TEXTS))]
 

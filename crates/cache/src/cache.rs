@@ -99,8 +99,8 @@ impl Cache {
         }
     }
 
-    /// Moves the block events since the last call to the end of `blocks`, group by group. The two logs are drained separately,
-    /// because they have different readers: a recording, and a tier that mirrors the index.
+    /// Moves the block events since the last call to the end of `blocks`, group by group. The two logs are drained
+    /// separately, because they have different readers: a recording, and a tier that mirrors the index.
     pub fn drain_block_events(&mut self, blocks: &mut Vec<BlockEvent>) {
         for kind in &mut self.groups {
             if let Some(kind_blocks) = kind.blocks_mut() {

@@ -1,8 +1,9 @@
 //! Block events as data, for logs, recordings and live displays.
 //!
-//! Recording is off until [`Cache::watch_blocks`](crate::Cache::watch_blocks) or [`Arena::watch`](crate::arena::Arena::watch). Then
-//! every change of a block's state is recorded until it is [drained](crate::Cache::drain_block_events). While it is off, a
-//! change costs one test of a flag and one counter update ([`BlockCounters`]).
+//! Recording is off until [`Cache::watch_blocks`](crate::Cache::watch_blocks) or
+//! [`Arena::watch`](crate::arena::Arena::watch). Then every change of a block's state is recorded until it is
+//! [drained](crate::Cache::drain_block_events). While it is off, a change costs one test of a flag and one counter
+//! update ([`BlockCounters`]).
 use crate::ids::*;
 
 /// One change of one block.

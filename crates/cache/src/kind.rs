@@ -26,8 +26,8 @@ pub trait Kind: Send {
         None
     }
 
-    /// Chooses cells for the new tokens: fills `writes`, `copies`, the nodes of draft trees and `cells_end` of `out`. O(tokens
-    /// placed).
+    /// Chooses cells for the new tokens: fills `writes`, `copies`, the nodes of draft trees and `cells_end` of `out`.
+    /// O(tokens placed).
     fn prepare(&self, spans: &Spans, group: GroupId, out: &mut GroupPlan) -> Result<(), Refused>;
     /// Whether [`prepare`](Self::prepare) accepts [`New::Tree`](crate::New::Tree). If the kind has no
     /// [`trees`](Self::trees), nodes do not outlive their step: the commit gets the spans as chains of the tokens that

@@ -4,6 +4,7 @@ use kvist_device::{Bytes, Purpose};
 use kvist_engine::generate::Generation;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::ModelSession;
+use kvist_engine::speculate::Counts;
 use kvist_model::Model;
 use kvist_model::config::ModelConfig;
 use serde::Serialize;
@@ -95,6 +96,9 @@ pub struct Run {
     pub prefill_tokens_per_second: f64,
     pub decode_seconds: f64,
     pub decode_tokens_per_second: f64,
+    /// What `--speculate` achieved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub speculation: Option<Counts>,
     pub cache: CacheShape,
     /// Reserved at the end of the run.
     pub used: MemoryBytes,
@@ -114,6 +118,7 @@ impl Run {
         prompt: &str,
         (generation, reasoning): (&Generation, String),
         seed: u64,
+        speculation: Option<Counts>,
     ) -> Self {
         let used = model.budget().usage();
         let bound = plan.usage.with(Purpose::Weights, used.of(Purpose::Weights));
@@ -131,6 +136,7 @@ impl Run {
             prefill_tokens_per_second: generation.prefill_rate(),
             decode_seconds: generation.decode.as_secs_f64(),
             decode_tokens_per_second: generation.decode_rate(),
+            speculation,
             cache: CacheShape::new(session.config(), model.config()),
             used: used.into(),
             bound: bound.into(),
@@ -160,11 +166,21 @@ impl Run {
             Bytes(self.used.total),
             Bytes(self.bound.total),
         );
+        if let Some(counts) = &self.speculation {
+            lines += &format!("\n{}", speculation_summary(counts));
+        }
         if let Some(peak) = self.process_peak_bytes {
             lines += &format!("; process peak {}", Bytes(peak));
         }
         lines
     }
+}
+
+/// One line about `--speculate`.
+pub fn speculation_summary(counts: &Counts) -> String {
+    let Counts { target_passes, drafted, accepted, .. } = *counts;
+    let per_pass = (target_passes + accepted) as f64 / target_passes.max(1) as f64;
+    format!("speculation: {accepted} of {drafted} draft tokens accepted, {per_pass:.2} tokens per pass")
 }
 
 /// Peak resident memory of this process, less its mapped file pages now.

@@ -1,5 +1,6 @@
 //! Options that several commands share.
 mod sampling;
+mod speculation;
 
 use crate::memory;
 use crate::source::Source;
@@ -16,6 +17,7 @@ use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, Opened};
 pub use sampling::{SamplingArgs, shipped_defaults};
+pub use speculation::{LoadedDraft, Mode, SpeculationArgs};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};

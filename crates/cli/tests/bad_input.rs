@@ -40,6 +40,11 @@ fn arguments() {
         row("run --kind heap x", 2, &["cpu:heap", "cpu:contiguous", "cpu:tree"]),
         row("run --backend tpu x", 2, &["tpu:contiguous", "cpu:contiguous", "reference:ring"]),
         row("run hi --kv q4 --kv-recent 12", 2, &["--kv-recent", "power of two up to 64, or 0"]),
+        row("run --speculate guess x", 2, &["guess", "eagle"]),
+        row("run --speculate draft x", 2, &["--draft-model"]),
+        row("run --speculate eagle --draft-model hf:a/b x", 2, &["hf:a/b", "folder"]),
+        row("run --speculate suffix --draft-model x x", 2, &["--draft-model", "eagle"]),
+        row("run --speculate eagle --draft-depth 0 --draft-model x x", 2, &["--draft-depth"]),
         row("run --kv q5 x", 2, &["`q5` is not a KV dtype", "q4-64"]),
         row("run --kv q8-48 x", 2, &["q8-48"]),
         row("run --kv-v f8 x", 2, &["f8"]),
@@ -219,6 +224,39 @@ fn models() {
             all.push(rows(&args, 1, words));
         }
     }
+    // A draft head for another model, before any weights are read.
+    let target = fixtures().join("eagle3/target").display().to_string();
+    for (head, speculate, words) in [
+        (
+            fixtures().join("eagle3/safeailab").display().to_string(),
+            "eagle",
+            &["`hidden_size` is 24", "another model"][..],
+        ),
+        (
+            fixtures().join("eagle3/speculators").display().to_string(),
+            "auto",
+            &["`hidden_size` is 24", "another model"],
+        ),
+        (place("strange"), "eagle", &["strange", "`MambaForCausalLM`", "eagle3"]),
+        (place("nowhere"), "eagle", &["nowhere", "folder"]),
+    ] {
+        all.push(rows(&["run", "-q", "x", "--speculate", speculate, "--draft-model", &head], 1, words));
+    }
+    let whole = [
+        "logits",
+        "--model",
+        &target,
+        "--tokens",
+        "1",
+        "--generate",
+        "1",
+        "--speculate",
+        "eagle",
+        "--draft-model",
+    ];
+    all.push(rows(&whole[..whole.len() - 1], 2, &["--speculate eagle", "head", "--draft-model"]));
+    let words = &["target", "fc.weight"][..];
+    all.push(rows(&[&whole[..], &[&target]].concat(), 1, words));
     // If one of our dependencies panics, that becomes an ordinary error, without a panic message before it.
     let tokenizer = r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
     write("charsmap/config.json", config.as_bytes());

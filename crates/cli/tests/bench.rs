@@ -260,6 +260,13 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     assert!(of("prefill").chain(of("decode")).all(|ns| ns.as_f64().unwrap() > 1e3), "no step is that fast");
     assert!(of("shared").count() == 4 * 4 && of("shared").all(|ns| ns.as_f64().unwrap() >= 0.0));
 
+    let rows = serde_json::json!([1.0, 2.0, 4.0, 8.0, 16.0, 32.0]);
+    assert_eq!(table["drafts"]["rows"], rows);
+    assert_eq!(table["drafts"]["context"], table["decode"]["context"]);
+    assert!(of("drafts").all(|ns| ns.as_f64().unwrap() > 1e3), "no step is that fast");
+    let costs_of_drafts = summary["draft_costs"].as_array().unwrap();
+    assert_eq!((costs_of_drafts.len(), &costs_of_drafts[0]["over_one"]), (6, &1.0.into()));
+
     // Inside the measured range there is no warning; beyond it, one for each limit.
     let simulate = |more: &[&str]| {
         let load = "simulate --requests 5 --contents unknown --capacity-blocks 100 --prompt-tokens \
@@ -269,6 +276,11 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     assert_eq!(simulate(&["--max-batch", "4", "--batch-tokens", "32", "--block-tokens", "8"]), "");
     let said = simulate(&[]);
     for part in ["up to 4 decoding sequences", "up to 32 prompt tokens", "blocks of 8 tokens"] {
+        assert!(said.contains(part), "{said:?} does not say {part:?}");
+    }
+
+    let said = simulate(&["--max-batch", "4", "--block-tokens", "8", "--speculate", "tokens=40,accept=0.5"]);
+    for part in ["up to 32 tokens of a sequence", "drafts make it up to 164"] {
         assert!(said.contains(part), "{said:?} does not say {part:?}");
     }
 

@@ -177,3 +177,79 @@ fn files_and_flags_that_cannot_be_served_are_told() {
     refused(&["serve", "--port", &port, "--record", record.to_str().unwrap()], 1, &[&port]);
     assert!(!record.exists(), "it was found out behind the weights");
 }
+
+#[test]
+fn speculation_is_planned_refused_early_and_changes_no_answer() {
+    let plan = |more: &[&str]| {
+        json(&[&["serve", "--dry-run", "--json", "--context", "2048", "--max-batch", "4"], more].concat())
+    };
+    let number = |plan: &serde_json::Value, path: &str| number(plan, path) as u64;
+    let plain = plan(&[]);
+    assert!(plain.get("speculation").is_none(), "{plain}");
+    let suffix = plan(&["--speculate", "suffix", "--draft-tokens", "8"]);
+    assert_eq!(suffix["speculation"], serde_json::json!({"speculate": "suffix", "max_draft_tokens": 32}));
+    assert!(number(&suffix, "bound.activations") > number(&plain, "bound.activations"), "{suffix}");
+    let kept = number(&suffix, "requests_bytes") - number(&plain, "requests_bytes");
+    assert_eq!(kept, 80 * (4 * 1024 + (1 << 18)), "texts of the batch and finished answers");
+
+    // A draft model: here the target itself, and one of another family.
+    let folder = escaping_model();
+    let model = folder.path().to_str().unwrap();
+    let itself = ["--model", model, "--speculate", "draft", "--draft-model", model];
+    let draft = plan(&itself);
+    let bytes = number(&draft, "speculation.draft_model_bytes");
+    assert!(bytes > number(&draft, "bound.weights"), "{draft}");
+    let parts = number(&draft, "bound.total") + number(&draft, "requests_bytes") + bytes;
+    assert_eq!(number(&draft, "total_bytes"), parts);
+    let (text, _) = succeed(&[&["serve", "--dry-run"], &itself[..]].concat());
+    assert!(text.contains("speculation      draft, at most 128 draft tokens a step"), "{text}");
+    assert!(text.contains("draft model "), "{text}");
+    let serve = |more: &[&'static str]| [&["serve", "--port", "0"], more].concat();
+    refused(
+        &[&serve(&["--speculate", "draft", "--draft-model"])[..], &[model]].concat(),
+        1,
+        &["same family"],
+    );
+    refused(&serve(&["--speculate", "draft"]), 2, &["speculation.draft_model"]);
+    refused(&serve(&["--speculate", "suffix", "--draft-model", "x"]), 2, &["speculation.draft_model"]);
+    refused(&serve(&["--speculate", "draft", "--draft-model", "no/such"]), 1, &["no/such"]);
+    refused(&serve(&["--speculate", "best"]), 2, &["suffix"]);
+    let small = ["--speculate", "suffix", "--context", "32", "--draft-tokens", "32"];
+    refused(&serve(&small), 2, &["--draft-tokens 32", "--context"]);
+    refused(&serve(&["--speculate", "auto", "--draft-depth", "0"]), 2, &["--draft-depth"]);
+
+    // Flags override the file.
+    let file = folder.path().join("kvist.toml");
+    std::fs::write(
+        &file,
+        "[speculation]\nspeculate = \"draft\"\ndraft_model = \"no/such\"\ndraft_tokens = 3\n",
+    )
+    .unwrap();
+    let config = ["--config", file.to_str().unwrap()];
+    refused(&[&["serve", "--dry-run"], &config[..]].concat(), 1, &["no/such"]);
+    assert!(plan(&[&config[..], &["--speculate", "off"]].concat()).get("speculation").is_none());
+    let ngram = plan(&[&config[..], &["--speculate", "ngram"]].concat());
+    assert_eq!(ngram["speculation"], serde_json::json!({"speculate": "ngram", "max_draft_tokens": 12}));
+
+    let answer = |prompt: &str, args: &[&str]| {
+        let mut server = start(&[&["--kv", "f32", "--context", "2048"], args].concat());
+        let request =
+            serde_json::json!({"prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": true});
+        let (_, answer) = server.send("POST", "/v1/completions", &request.to_string());
+        server.signal("-TERM");
+        assert_eq!(server.wait().code(), Some(0));
+        serde_json::from_str::<serde_json::Value>(&answer).unwrap()
+    };
+    let expected = answer(PROMPT, &[])["choices"].clone();
+    assert!(expected.is_array(), "{expected}");
+    for mode in ["auto", "ngram", "suffix"] {
+        let found = answer(PROMPT, &["--speculate", mode]);
+        assert_eq!(found["choices"], expected, "{mode}");
+        assert!(found["usage"]["completion_tokens_details"].is_object(), "{mode}: {found}");
+    }
+    // Its vocabulary has one letter.
+    let (plain, found) = (answer("xxxx", &["--model", model]), answer("xxxx", &itself));
+    assert_eq!(found["choices"], plain["choices"]);
+    let accepted = &found["usage"]["completion_tokens_details"]["accepted_prediction_tokens"];
+    assert!(accepted.as_u64().unwrap() > 20, "{found}");
+}

@@ -445,3 +445,40 @@ fn a_load_is_called_by_what_it_is() {
         assert!(!said.contains("requests of unrelated"), "{said}");
     }
 }
+
+/// Drafts change when tokens come, and not how many. A recording tells another run how many are accepted.
+#[test]
+fn speculation() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let (record, plain, page) = (at("run.jsonl"), at("plain.jsonl"), at("run.html"));
+    let drafts = ["--speculate", "tokens=4,accept=0.8/0.6,draft_ms=0.2", "--json"];
+    let off = json(&drawn(&["--json", "--record", &plain]));
+    assert!(off.get("speculation").is_none() && off["setting"].get("speculation").is_none());
+    let on = json(&drawn(&[&drafts[..], &["--record", &record, "--html", &page]].concat()));
+    assert_eq!(on["requests"], off["requests"]);
+    assert_eq!(on["steps"]["decode_tokens"], off["steps"]["decode_tokens"]);
+    assert!(on["steps"]["steps"].as_u64() < off["steps"]["steps"].as_u64());
+    let (speculation, setting) = (&on["speculation"], &on["setting"]["speculation"]);
+    assert_eq!(setting, "4 draft tokens, accepted with probability 0.8/0.6; 0.2 ms to draft");
+    assert_eq!(speculation["accepted_per_position"].as_array().unwrap().len(), 4);
+    let per_step = |report: &serde_json::Value| report["speculation"]["tokens_per_step"].as_f64().unwrap();
+    let expected = 1.0 + 0.8 * (1.0 + 0.6 * (1.0 + 0.6 * (1.0 + 0.6)));
+    assert!((per_step(&on) / expected - 1.0).abs() < 0.03, "{}", per_step(&on));
+    assert!(std::fs::read_to_string(&page).unwrap().contains("Tokens per decode step"));
+
+    let from = drawn(&["--speculate-from", &record, "--json"]);
+    let as_recorded = json(&from);
+    assert!((per_step(&as_recorded) / per_step(&on) - 1.0).abs() < 0.03, "{}", per_step(&as_recorded));
+    assert_eq!(json(&from), as_recorded);
+    let replayed = json(&["simulate", "replay", &record, "--json"]);
+    assert_eq!(replayed["speculation"]["draft_tokens"], speculation["draft_tokens"]);
+    assert_eq!(replayed["speculation"]["accepted_tokens"], speculation["accepted_tokens"]);
+    refused(&drawn(&["--speculate-from", &plain]), 1, &["plain.jsonl has no drafts", "speculates"]);
+
+    let seeds = json(&drawn(&[&drafts[..], &["--seeds", "2"]].concat()));
+    let mean = seeds["figures"]["tokens_per_step"]["mean"].as_f64().unwrap();
+    assert!((mean / expected - 1.0).abs() < 0.03, "{mean}");
+    let text = succeed(&drawn(&drafts[..2])).0;
+    assert!(text.contains("tokens per request and decode step"), "{text}");
+}

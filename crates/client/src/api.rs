@@ -159,15 +159,21 @@ pub struct Usage {
     pub completion_tokens: u64,
     /// Prompt tokens that were found in the prefix cache.
     pub cached_tokens: u64,
+    /// Draft tokens that were accepted and rejected; 0 if the server does not speculate.
+    pub accepted_prediction_tokens: u64,
+    pub rejected_prediction_tokens: u64,
 }
 
 impl Usage {
     pub(crate) fn of(usage: &Value) -> Self {
         let count = |value: &Value| value.as_u64().unwrap_or(0);
+        let completion = &usage["completion_tokens_details"];
         Usage {
             prompt_tokens: count(&usage["prompt_tokens"]),
             completion_tokens: count(&usage["completion_tokens"]),
             cached_tokens: count(&usage["prompt_tokens_details"]["cached_tokens"]),
+            accepted_prediction_tokens: count(&completion["accepted_prediction_tokens"]),
+            rejected_prediction_tokens: count(&completion["rejected_prediction_tokens"]),
         }
     }
 }

@@ -86,7 +86,7 @@ mod tests {
         let chunks: Vec<Chunk> = chunks.into_iter().map(Result::unwrap).collect();
         assert_eq!(chunks.iter().map(|c| c.text.as_str()).collect::<String>(), "ab");
         assert_eq!(chunks[1].finish_reason.as_deref(), Some("stop"));
-        let usage = Usage { prompt_tokens: 3, completion_tokens: 2, cached_tokens: 0 };
+        let usage = Usage { prompt_tokens: 3, completion_tokens: 2, ..Usage::default() };
         assert_eq!(chunks[2].usage, Some(usage));
 
         let mut chunks =

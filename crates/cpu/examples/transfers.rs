@@ -1,4 +1,5 @@
-//! How fast blocks of 16 cells leave and enter the CPU's pools, by storage (the median of a block): `cargo run -p kvist-cpu --example transfers`.
+//! How fast blocks of 16 cells leave and enter the CPU's pools, by storage (the median of a block): `cargo run -p
+//! kvist-cpu --example transfers`.
 //!
 //! The layers are those of a Llama 3 8B: 32 of them, 8 KV heads of 128.
 use kvist_cache::{CellRun, GroupId, LayerId};

@@ -99,7 +99,7 @@ impl Footprint for Cpu {
         let floats = shape.buffer_elements(limits)?.checked_add(angles.checked_mul(n)?)?;
         let floats = floats.checked_add(limits.max_rows.checked_mul(shape.vocab)?)?;
         // The widest layer's input again, in every converted format.
-        let widest = shape.hidden.max(shape.n_heads * shape.head_dim).max(shape.intermediate);
+        let widest = shape.buffers().iter().map(|(_, width)| *width).max()?;
         let inputs = Inputs::bytes(n.max(limits.max_rows), widest)?;
         let experts = experts::Scratch::bytes(n, shape)?;
         u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(experts)?).ok()
@@ -187,6 +187,10 @@ impl Device for Cpu {
         s.output.want(rows);
     }
 
+    fn upload(&self, s: &mut Stream, rows: &[f32], out: &mut Buffer) {
+        s.used_mut(out).copy_from_slice(rows);
+    }
+
     fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
         let out = s.used_mut(out);
         for (token, row) in s.tokens.iter().zip(out.chunks_exact_mut(table.inputs())) {
@@ -235,6 +239,15 @@ impl Device for Cpu {
     ) {
         let (x, out) = (s.used(x), s.used_mut(out));
         experts::run(&self.compute, layer, activation, x, &mut s.inputs, &mut s.experts, out);
+    }
+
+    fn concat(&self, s: &mut Stream, a: &Buffer, b: &Buffer, out: &mut Buffer) {
+        let rows = s.used(a).chunks_exact(a.width).zip(s.used(b).chunks_exact(b.width));
+        for ((a, b), out) in rows.zip(out.data.chunks_exact_mut(a.width + b.width)) {
+            let (left, right) = out.split_at_mut(a.len());
+            left.copy_from_slice(a);
+            right.copy_from_slice(b);
+        }
     }
 
     fn add(&self, s: &mut Stream, x: &mut Buffer, y: &Buffer) {

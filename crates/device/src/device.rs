@@ -27,6 +27,8 @@ pub struct ModelShape {
     pub routing: Option<Routing>,
     /// Rotated pairs per head of each rotary embedding.
     pub rope_pairs: Vec<usize>,
+    /// Width of the features that a draft head is given ([`Given::Features`]); 0 for other models.
+    pub features: usize,
 }
 
 /// The experts of a layer: gated MLPs; each token uses a few of them.
@@ -60,8 +62,9 @@ impl RowsOf {
 
 impl ModelShape {
     /// Every buffer of a decoder's forward pass, with its width in elements.
-    pub fn buffers(&self) -> [(RowsOf, usize); 10] {
+    pub fn buffers(&self) -> [(RowsOf, usize); 13] {
         let (q, kv) = (self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim);
+        let given = if self.features > 0 { self.hidden } else { 0 };
         [
             (RowsOf::Tokens, self.hidden),       // the residual stream
             (RowsOf::Tokens, self.hidden),       // normed
@@ -73,6 +76,9 @@ impl ModelShape {
             (RowsOf::Tokens, self.intermediate), // gate
             (RowsOf::Tokens, self.intermediate), // up
             (RowsOf::Wanted, self.hidden),       // the rows whose logits are wanted
+            (RowsOf::Tokens, self.features),     // a draft head's features
+            (RowsOf::Tokens, given),             // its hidden states
+            (RowsOf::Tokens, 2 * given),         // embeddings and hidden states side by side
         ]
     }
 
@@ -225,6 +231,10 @@ pub trait Device: Footprint + Sized + 'static {
     /// Replaces the wanted rows of the current step, ascending and at most as many as the limits allow.
     fn want_rows(&self, stream: &mut Self::Stream, rows: &[WantedRow]);
 
+    /// Copies rows of the host into a buffer: as many as the step has tokens. Part of the step's uploads, like
+    /// [`begin`](Self::begin), which precedes it.
+    fn upload(&self, stream: &mut Self::Stream, rows: &[f32], out: &mut Self::Buffer);
+
     /// The rows of the step's tokens, times `scale`.
     fn embed(&self, stream: &mut Self::Stream, table: &Self::Linear, scale: f32, out: &mut Self::Buffer);
     /// `out = weight * x / sqrt(mean(x²) + eps)` for every row (Zhang and Sennrich, 2019).
@@ -263,6 +273,8 @@ pub trait Device: Footprint + Sized + 'static {
         activation: Activation,
         out: &mut Self::Buffer,
     );
+    /// Every row of `out` is the row of `a`, then that of `b`.
+    fn concat(&self, stream: &mut Self::Stream, a: &Self::Buffer, b: &Self::Buffer, out: &mut Self::Buffer);
     /// `x += y`
     fn add(&self, stream: &mut Self::Stream, x: &mut Self::Buffer, y: &Self::Buffer);
     /// Writes the layer's K and V into the cells of the plan, then attends over exactly the cells that its reads name.

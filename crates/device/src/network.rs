@@ -160,7 +160,13 @@ impl Computed<'_> {
     /// Applies the step; every span keeps only what `kept` says ([`Step::commit_kept`]). First moves the K and V of kept
     /// paths in `pools`, those of the [`Network`] that computed the step, where they must move. On `Err` the step is
     /// abandoned.
-    pub fn commit_kept(self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
-        crate::session::commit_kept(self.step, kept, pools)
+    pub fn commit_kept(mut self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
+        self.move_kept(kept, pools)?;
+        Ok(self.step.commit_kept(kept)?)
+    }
+    /// Moves the K and V of kept paths in `pools` where they must move, and commits nothing: for drivers whose scheduler
+    /// commits the step, with the same `kept`. Only cells that were free before the step change.
+    pub fn move_kept(&mut self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
+        crate::session::move_kept(&mut self.step, kept, pools)
     }
 }

@@ -99,8 +99,9 @@ pub trait Pools: Send {
     /// Makes the copies, writes the new K and V, then attends over exactly the cells that the plan's reads name.
     fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError>;
 
-    /// Executes one round of compaction, or the moves of kept paths after a step's last layer, copy by copy. A round that permutes densely packed cells goes through free cells above
-    /// them, so it may grow the pools as [`begin`](Self::begin) does. On `Err` nothing has moved.
+    /// Executes one round of compaction, or the moves of kept paths after a step's last layer, copy by copy. A round
+    /// that permutes densely packed cells goes through free cells above them, so it may grow the pools as
+    /// [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
 
     /// The length of a [`HostBlock`] for `cells` cells of a layer group. `None` if there is no such group, or on overflow.
@@ -122,8 +123,9 @@ pub trait Pools: Send {
 
     /// Starts to copy a block into `cells`, once the submission `after` has finished; grows the pools if necessary, as
     /// [`begin`](Self::begin) does. The cells must be neither read nor written until the transfer has
-    /// [`finished`](Self::finished). Later steps read imported rows as they are stored: the f16 rows of [recent](Recent) tokens
-    /// are not part of a block, and those of the tokens that were in these cells before are dropped.
+    /// [`finished`](Self::finished). Later steps read imported rows as they are stored: the f16 rows of
+    /// [recent](Recent) tokens are not part of a block, and those of the tokens that were in these cells before are
+    /// dropped.
     ///
     /// # Errors
     /// There is no such group, the cells lie past its capacity, the block has another length than

@@ -159,6 +159,9 @@ impl Device for Reference {
         s.output.want(rows);
     }
 
+    fn upload(&self, _: &mut Stream, rows: &[f32], out: &mut Buffer) {
+        out.data = rows.to_vec();
+    }
     fn embed(&self, s: &mut Stream, table: &Linear, scale: f32, out: &mut Buffer) {
         let row = |token: &u32| &table.weight[*token as usize * table.inputs..][..table.inputs];
         out.set(s.tokens.iter().map(|token| row(token).iter().map(|x| x * scale).collect()));
@@ -227,6 +230,9 @@ impl Device for Reference {
         };
         let rows: Vec<Vec<f32>> = x.rows().map(one).collect();
         out.set(rows.into_iter());
+    }
+    fn concat(&self, _: &mut Stream, a: &Buffer, b: &Buffer, out: &mut Buffer) {
+        out.set(a.rows().zip(b.rows()).map(|(a, b)| [a, b].concat()));
     }
     fn add(&self, _: &mut Stream, x: &mut Buffer, y: &Buffer) {
         x.data.iter_mut().zip(&y.data).for_each(|(x, y)| *x += y);

@@ -81,6 +81,11 @@ impl StepOutput {
         &self.all[..self.n_logits * self.vocab]
     }
 
+    /// As [`logits`](Self::logits), for samplers that modify them.
+    pub fn logits_mut(&mut self) -> &mut [f32] {
+        &mut self.all[..self.n_logits * self.vocab]
+    }
+
     /// What each wanted row asked for, in order of rows.
     pub fn rows(&mut self) -> impl Iterator<Item = RowResult<'_>> {
         let mut logits = self.all.chunks_exact_mut(self.vocab.max(1));

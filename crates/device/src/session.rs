@@ -1,6 +1,6 @@
 //! Attention alone: combines the bookkeeping and the bytes of one cache, for callers that compute everything else
-//! themselves. Any kind works over any backend. Only here can a caller run layers in the wrong order, so only here is
-//! the order checked.
+//! themselves. Any kind works over any backend. Here and in `CheckedCache` a caller could run layers in the wrong order,
+//! so both check it, with the same `LayerOrder`.
 use crate::caller_rows::{RowBuffer, Rows, RowsMut};
 use crate::error::{BackendError, StepError};
 use crate::layout::{LayerSpec, Layout, Values};
@@ -13,8 +13,8 @@ pub struct AttendRows<'a> {
     pub layer: LayerId,
     /// `n_tokens × n_heads` rows of `k_dim` elements.
     pub q: Rows<'a>,
-    /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the layer's values
-    /// are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
+    /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the
+    /// layer's values are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
     pub kv: Option<(Rows<'a>, Option<Rows<'a>>)>,
     /// `n_tokens × n_heads` rows of `v_dim` elements, overwritten completely. Rows of f16 and bf16 are rounded to nearest,
     /// ties to even.
@@ -77,10 +77,9 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
-/// Commits a step whose layers have all run, so that every span keeps what `kept` says, after moving the K and V of kept
-/// paths. On `Err` the step is abandoned.
-pub(crate) fn commit_kept(
-    mut step: Step<'_>,
+/// Moves the K and V of kept paths of a step whose layers have all run, where they must move before the commit.
+pub(crate) fn move_kept(
+    step: &mut Step<'_>,
     kept: &[Kept<'_>],
     pools: &mut dyn Pools,
 ) -> Result<(), StepError> {
@@ -89,7 +88,7 @@ pub(crate) fn commit_kept(
     if !moves.groups().is_empty() {
         pools.relocate(&moves)?;
     }
-    Ok(step.commit_kept(kept)?)
+    Ok(())
 }
 
 /// One cache: a kind, over the pools of a backend. docs/device.md shows how to use it.
@@ -132,8 +131,8 @@ impl Session {
     }
 
     /// Continues the step that was begun last and then dropped, with the layers that have run. For callers that cannot keep
-    /// a borrow from one call to the next, such as C and Python. `None` if the step was committed, or abandoned: by a change of
-    /// the cache, by a dry run, or by another step, even a refused one.
+    /// a borrow from one call to the next, such as C and Python. `None` if the step was committed, or abandoned: by a
+    /// change of the cache, by a dry run, or by another step, even a refused one.
     pub fn resume(&mut self) -> Option<SessionStep<'_>> {
         if self.begun != Some(self.plan.id()) {
             return None;
@@ -225,8 +224,9 @@ impl SessionStep<'_> {
 
     /// Commits the step; every span keeps only what `kept` says ([`Step::commit_kept`]). Moves K and V where a kept path
     /// needs it. Refused unless every layer has run; on `Err` the step is abandoned.
-    pub fn commit_kept(self, kept: &[Kept<'_>]) -> Result<(), StepError> {
+    pub fn commit_kept(mut self, kept: &[Kept<'_>]) -> Result<(), StepError> {
         self.order.complete().map_err(BackendError::from)?;
-        commit_kept(self.step, kept, self.pools)
+        move_kept(&mut self.step, kept, self.pools)?;
+        Ok(self.step.commit_kept(kept)?)
     }
 }

@@ -18,8 +18,23 @@ pub struct StepInputs<'a> {
     pub tokens: &'a [u32],
     /// The rows that something is wanted of, ascending; at most [`StepLimits::max_rows`].
     pub rows: &'a [WantedRow],
-    /// Layers whose output, the residual stream after them, is kept.
+    /// Layers whose output, the residual stream after them, is kept. [`EMBEDDING`] stands for what enters the first layer.
     pub taps: &'a [LayerId],
+    pub given: Given<'a>,
+}
+
+/// As a tap: the residual stream that enters the first layer, which is the scaled embedding. No layer has this number.
+pub const EMBEDDING: LayerId = LayerId(u16::MAX);
+
+/// What a draft head reads beside its tokens, a row per token. Other models are given nothing.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum Given<'a> {
+    #[default]
+    Nothing,
+    /// Outputs of the target's tapped layers, side by side: `[n_tokens, taps × hidden]`.
+    Features(&'a [f32]),
+    /// The head's own hidden states, its tap 0: `[n_tokens, hidden]`.
+    States(&'a [f32]),
 }
 
 impl StepInputs<'_> {

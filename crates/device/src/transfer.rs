@@ -56,8 +56,8 @@ impl HostBlock {
     }
 }
 
-/// A transfer that has begun. The pools hold its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished) returns it. If
-/// a transfer is dropped it still runs to its end, and its block is freed with the pools.
+/// A transfer that has begun. The pools hold its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished)
+/// returns it. If a transfer is dropped it still runs to its end, and its block is freed with the pools.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the pools hold the block until `finished` is asked for it"]
 pub struct Transfer(u64);

@@ -4,9 +4,10 @@
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
 //! cache back.
 use crate::answer::generate_answer;
-use crate::generate::{Finish, Generation, Limits, Observer};
+use crate::generate::{Finish, Generation, Limits, Observer, Speculation};
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
+use crate::speculate::Speculator;
 use kvist_cache::{Refused, SeqId};
 use kvist_model::Error;
 use kvist_model::template::Message;
@@ -146,6 +147,7 @@ impl Chat {
         text: &str,
         sampler: &mut Sampler,
         limits: &Limits,
+        speculator: Option<&mut Speculator>,
         observer: &mut dyn Observer,
     ) -> Result<Turn, Error> {
         let mut messages = self.current().messages.clone();
@@ -172,9 +174,18 @@ impl Chat {
         sampler.forget();
         sampler.observe(&tokens[..reused_tokens]);
         self.fed = Some(seq);
-        let new = &tokens[reused_tokens..];
-        let generation =
-            generate_answer(&mut self.session, seq, new, Some(tokenizer), sampler, limits, observer);
+        let (before, new) = tokens.split_at(reused_tokens);
+        let speculation = speculator.map(|speculator| Speculation { speculator, before });
+        let generation = generate_answer(
+            &mut self.session,
+            seq,
+            new,
+            Some(tokenizer),
+            sampler,
+            limits,
+            speculation,
+            observer,
+        );
         // On success and on failure, the cache knows how many tokens it holds.
         let held = self.session.cache().next_position(seq).unwrap_or(0) as usize;
         let branch = &mut self.branches[self.current];

@@ -5,18 +5,24 @@
 //!
 //! A failed step leaves the cache unchanged. The executor sets its full memory bound aside in the budget when it is
 //! created.
+mod drafting;
+
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
-use kvist_cache::{Cache, PagedSpec, PrefixSpec, RecomputeCost, Step};
-use kvist_device::{KvCounters, Layout, Recent, Registry, RowOutput, RowResult, Transfers, WantedRow};
+use crate::speculate::{Counts, Speculator, Verified, verify};
+use drafting::Drafting;
+use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step};
+use kvist_device::{
+    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
+};
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
-use kvist_scheduler::{Executor, Outcome, RequestId, Sampled};
+use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// How a request uses its logits.
 pub trait TokenSampler: Send {
@@ -24,8 +30,9 @@ pub trait TokenSampler: Send {
     fn row_output(&self) -> RowOutput {
         RowOutput::Logits
     }
-    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, and says whether it is the
-    /// last one. An implementation that cannot pick a token reports the error to its client and returns `finished`.
+    /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, or the logits if
+    /// the request has a draft, and says whether it is the last one. An implementation that cannot pick a token
+    /// reports the error to its client and returns `finished`.
     fn choose(&mut self, row: RowResult<'_>) -> Choice;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.
@@ -51,9 +58,8 @@ pub struct Choice {
 /// A paged cache for a model: its policy and its block size.
 #[derive(Clone, Debug)]
 pub struct PagedConfig {
-    /// `kind` is ignored. `max_step_tokens` and `max_rows` are those of the largest batch. Recent tokens are kept for
-    /// `max_rows` sequences; the size of a recent group is at most the largest power of two that divides the block
-    /// size.
+    /// `kind` is ignored. `max_step_tokens` and `max_rows` are those of the largest batch, and `recent.sequences` is the
+    /// number of its requests. The size of a recent group is at most the largest power of two that divides the block size.
     pub cache: CacheConfig,
     /// Tokens per block, at least 1. Capacities are rounded up to whole blocks.
     pub block_tokens: u32,
@@ -88,8 +94,7 @@ impl PagedConfig {
     /// The cache policy with kind `paged` and recent groups cut to the block size. Prefix hits end at block boundaries.
     /// If recent groups end there too, a request that starts with a hit reads the same values as it would without one.
     fn block_aligned(&self) -> CacheConfig {
-        let recent = Recent { sequences: self.cache.max_rows, ..self.cache.recent };
-        let recent = recent.within_blocks(self.block_tokens);
+        let recent = self.cache.recent.within_blocks(self.block_tokens);
         CacheConfig { kind: "paged".into(), recent, ..self.cache.clone() }
     }
 }
@@ -127,6 +132,9 @@ pub struct ModelExecutor {
     /// Looked up by id, never iterated.
     requests: HashMap<RequestId, Box<dyn TokenSampler>>,
     failure: Option<Error>,
+    speculation: Option<Drafting>,
+    /// Time that the drafts of the step being built took: part of the step.
+    drafting: Duration,
 }
 
 impl ModelExecutor {
@@ -148,6 +156,8 @@ impl ModelExecutor {
             scored: Vec::new(),
             requests: HashMap::new(),
             failure: None,
+            speculation: None,
+            drafting: Duration::ZERO,
         };
         Ok((cache, executor))
     }
@@ -162,6 +172,22 @@ impl ModelExecutor {
         if let Some(mut request) = self.requests.remove(&id) {
             request.end();
         }
+        if let Some(drafting) = &mut self.speculation {
+            drafting.end(id);
+        }
+    }
+    /// Verifies the drafts of `speculator` from now on; none if it is `None`. A step has at most as many draft tokens as
+    /// rows are left of the cache configuration's `max_rows`.
+    pub fn speculate(&mut self, speculator: impl Into<Option<Speculator>>) {
+        self.speculation = speculator.into().map(Drafting::new);
+    }
+    /// What speculation has achieved, with an entry for each position that a draft can have; `None` if it is off.
+    pub fn speculation(&self) -> Option<Counts> {
+        let speculator = &self.speculation.as_ref()?.speculator;
+        let (mut counts, bounds) = (speculator.counts().clone(), speculator.config().bounds);
+        let positions = counts.accepted_per_position.len().max(bounds.depth.min(bounds.tokens) as usize);
+        counts.accepted_per_position.resize(positions, 0);
+        Some(counts)
     }
     /// The error of the last step, if it failed.
     pub fn failure(&self) -> Option<&Error> {
@@ -180,7 +206,7 @@ impl ModelExecutor {
         self.runner.network.pools().bytes()
     }
 
-    fn forward(&mut self, step: Step<'_>, batch: kvist_scheduler::Batch<'_>) -> Result<(), Error> {
+    fn forward<'c>(&mut self, step: Step<'c>, batch: Batch<'_>) -> Result<Computed<'c>, Error> {
         let vocab = self.runner.model.config().vocab;
         self.tokens.clear();
         self.rows.clear();
@@ -191,24 +217,30 @@ impl ModelExecutor {
             self.runner.check_tokens(tokens)?;
             let request = self.requests.get(&work.request);
             if let Some(request) = request {
-                let (first, end) = (work.first, work.first + work.n_tokens);
+                let (first, end) = (work.first, work.first + tokens.len() as u32);
                 let wanted = request.wants(first..end);
                 let wanted = wanted.start.max(first)..wanted.end.min(end);
                 let row = self.tokens.len() as u32;
                 self.scored.extend(wanted.map(|position| (row + position - first, i, position)));
             }
             self.tokens.extend_from_slice(tokens);
-            if work.samples {
+            let draft = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
+            if let Some(draft) = draft {
+                let first = self.tokens.len() as u32 - 1;
+                self.tokens.extend_from_slice(draft.tokens());
+                // Which rows are on the path is not known before: a sampler takes its draws in order.
+                self.rows.extend((first..self.tokens.len() as u32).map(WantedRow::logits));
+            } else if work.samples {
                 let output = request.map_or(RowOutput::Argmax, |request| request.row_output());
                 self.rows.push(WantedRow { row: self.tokens.len() as u32 - 1, output });
             }
         }
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[WantedRow] = if self.scored.is_empty() { &self.rows } else { &[] };
-        // The scheduler commits the step, and keeps the tokens that the outcome names.
-        drop(self.runner.run(step, &self.tokens, rows, &[])?);
+        let taps = self.speculation.as_ref().map_or(&[][..], |drafting| drafting.speculator.taps());
+        let computed = self.runner.run(step, &self.tokens, rows, taps, Given::Nothing)?;
         if self.scored.is_empty() {
-            return Ok(());
+            return Ok(computed);
         }
         let max_rows = self.runner.max_rows();
         let network = &mut *self.runner.network;
@@ -224,38 +256,135 @@ impl ModelExecutor {
                 }
             }
         }
-        Ok(network.recompute_rows(&self.rows)?)
+        network.recompute_rows(&self.rows)?;
+        Ok(computed)
+    }
+
+    /// Lets every request that samples draw its tokens, and moves the K and V of accepted paths. The scheduler commits the
+    /// step.
+    fn draw(&mut self, mut computed: Computed<'_>, batch: Batch<'_>, out: &mut Outcome) -> Result<(), Error> {
+        let mut rows = self.runner.network.output_mut().rows();
+        let (mut verified, mut path, mut paths) = (Verified::default(), Vec::new(), Vec::new());
+        // The rows of tokens that stay, for drafters that read the target's hidden states.
+        let reads_taps = self.speculation.as_ref().is_some_and(|d| !d.speculator.taps().is_empty());
+        let (mut first_row, mut kept_rows) = (0, Vec::new());
+        for (i, work) in batch.work.iter().enumerate() {
+            let known_rows = first_row..first_row + batch.tokens(i).map_or(0, <[u32]>::len);
+            first_row = known_rows.end;
+            let mut request = self.requests.get_mut(&work.request);
+            let has_sampler = request.is_some();
+            let mut choose = |row: Option<RowResult<'_>>| match request.as_mut().zip(row) {
+                Some((request, row)) => request.choose(row),
+                // A request without a sampler is finished: nothing can choose its next token.
+                None => Choice { token: 0, finished: true },
+            };
+            let tree = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
+            let Some(tree) = tree else {
+                let sampled = work.samples.then(|| {
+                    let Choice { token, finished } = choose(rows.next());
+                    Sampled { token: has_sampler.then_some(token), finished }
+                });
+                out.push_sampled(batch, sampled);
+                paths.push(None);
+                if reads_taps {
+                    kept_rows.push(known_rows.collect());
+                }
+                if let (Some(drafting), Some(sampled)) = (&mut self.speculation, sampled) {
+                    drafting.emitted(batch, i, sampled.token.as_slice());
+                }
+                continue;
+            };
+            let (n_rows, mut next) = (tree.len() + 1, 0);
+            let mut draw = |row: usize| {
+                let result = rows.nth(row - next);
+                next = row + 1;
+                Ok::<_, Error>(choose(result))
+            };
+            verify(tree, &mut draw, &mut verified)?;
+            first_row += tree.len();
+            if reads_taps {
+                let last_known = known_rows.end - 1;
+                kept_rows.push(verified.rows().map(|row| last_known + row).collect());
+            }
+            if next < n_rows {
+                let _ = rows.nth(n_rows - next - 1); // those off the path
+            }
+            let emitted = Emitted::Tokens(&verified.tokens);
+            let finished = verified.finished;
+            match batch.drafts_chain(i) {
+                true => {
+                    let kept = Kept::First(verified.path.len() as u32 + 1);
+                    out.push(Advance { kept, emitted, finished });
+                    paths.push(None);
+                }
+                false => {
+                    verified.kept(&mut path);
+                    out.push(Advance { kept: Kept::Path(&path), emitted, finished });
+                    paths.push(Some(path.clone()));
+                }
+            }
+            if let Some(drafting) = &mut self.speculation {
+                drafting.verified(batch, i, &verified);
+            }
+        }
+        drop(rows);
+        if paths.iter().any(Option::is_some) {
+            let kept: Vec<Kept<'_>> =
+                paths.iter().map(|path| path.as_ref().map_or(Kept::All, |path| Kept::Path(path))).collect();
+            computed.move_kept(&kept, self.runner.network.pools_mut())?;
+        }
+        if let Some(drafting) = &mut self.speculation {
+            let (taps, hidden) = (&self.runner.network.output().taps, self.runner.model.config().hidden);
+            if let Err(error) = drafting.computed(batch, taps, hidden, &kept_rows) {
+                self.end_speculation(&error);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ModelExecutor {
+    /// A drafter has failed: the step runs without drafts, and so does what follows.
+    fn end_speculation(&mut self, error: &Error) {
+        tracing::error!(target: "kvist::engine", "speculation ends: {error}");
+        if let Some(drafting) = &mut self.speculation {
+            drafting.speculator.stop();
+        }
     }
 }
 
 impl Executor for ModelExecutor {
-    fn execute(
-        &mut self,
-        _now_ns: u64,
-        step: Step<'_>,
-        batch: kvist_scheduler::Batch<'_>,
-        out: &mut Outcome,
-    ) {
+    fn draft(&mut self, _now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        let Some(drafting) = &mut self.speculation else { return };
+        let rows = batch.work.iter().filter(|work| work.samples).count();
+        let limit = limit.min(self.runner.max_rows().saturating_sub(rows) as u32);
+        if limit == 0 {
+            return;
+        }
         let started = Instant::now();
-        match self.forward(step, batch) {
-            Ok(()) => {
-                self.failure = None;
-                let mut rows = self.runner.network.output_mut().rows();
-                out.sample_each(batch, |work| {
-                    let request = self.requests.get_mut(&work.request);
-                    // A request without a sampler is finished: nothing can choose its next token.
-                    let choice = request.zip(rows.next()).map(|(request, row)| request.choose(row));
-                    let (token, finished) =
-                        choice.map_or((None, true), |choice| (Some(choice.token), choice.finished));
-                    Sampled { token, finished }
-                });
-            }
+        let vocab = self.runner.model.config().vocab as u32;
+        if let Err(error) = drafting.propose(batch, limit, vocab, drafts) {
+            self.end_speculation(&error);
+        }
+        self.drafting = started.elapsed();
+    }
+    fn execute(&mut self, _now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        let started = Instant::now();
+        let done = self.forward(step, batch).and_then(|computed| self.draw(computed, batch, out));
+        match done {
+            Ok(()) => self.failure = None,
             Err(error) => {
                 tracing::error!(target: "kvist::engine", "a step of {} requests failed: {error}", batch.work.len());
                 self.failure = Some(error);
+                out.clear();
                 out.failed = true;
             }
         }
-        out.elapsed_ns = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        let elapsed = started.elapsed();
+        if let Some(drafting) = self.speculation.as_mut().filter(|_| !out.failed) {
+            drafting.passed(batch, elapsed);
+        }
+        let elapsed = elapsed + std::mem::take(&mut self.drafting);
+        out.elapsed_ns = u64::try_from(elapsed.as_nanos()).unwrap_or(u64::MAX);
     }
 }

@@ -1,9 +1,11 @@
 //! Text generation over a session: prefill, then decode token by token until an end condition is met.
+use crate::executor::Choice;
 use crate::sampler::Sampler;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
+use crate::speculate::{self, Speculator, Verified};
 use crate::text::StopMatcher;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::StepError;
+use kvist_device::{RowResult, StepError};
 use kvist_model::Error;
 use kvist_model::tokenizer::{TextStream, Tokenizer};
 use std::time::{Duration, Instant};
@@ -109,50 +111,87 @@ pub fn generate(
     limits: &Limits,
     observer: &mut dyn Observer,
 ) -> Result<Generation, Error> {
+    generate_with(session, seq, prompt, tokenizer, sampler, limits, None, observer)
+}
+
+/// Drafts for a generation.
+pub struct Speculation<'s> {
+    pub speculator: &'s mut Speculator,
+    /// The tokens that the sequence holds already, before the prompt.
+    pub before: &'s [u32],
+}
+
+/// Like [`generate`], with drafts: the same tokens in fewer passes. The text's id is that of the sequence; it is not
+/// reported as ended, so that a chat can go on with it.
+#[allow(clippy::too_many_arguments)] // `generate` plus one
+pub fn generate_with(
+    session: &mut ModelSession,
+    seq: SeqId,
+    prompt: &[u32],
+    tokenizer: Option<&Tokenizer>,
+    sampler: &mut Sampler,
+    limits: &Limits,
+    mut speculation: Option<Speculation<'_>>,
+    observer: &mut dyn Observer,
+) -> Result<Generation, Error> {
     let started = Instant::now();
     let eos = session.model().end_tokens().to_vec();
-    let mut out = Output::new(tokenizer, prompt, limits, observer.written());
-    let done = session.prefill(seq, prompt, &mut |n| observer.prefilled(n))?;
+    let out = Output::new(tokenizer, prompt, limits, observer.written());
+    let before = speculation.as_ref().map_or(&[][..], |speculation| speculation.before);
+    let known = [before, prompt].concat();
+    if let Some(Speculation { speculator, .. }) = &speculation {
+        session.set_taps(speculator.taps())?;
+    }
+    let done = session.prefill_watched(seq, prompt, &mut |session, computed| {
+        if let Some(Speculation { speculator, before }) = &mut speculation {
+            let text = (u64::from(seq.0), (before.len() + computed.start) as u32, &known[..]);
+            session.report_features(text, 0..computed.len(), speculator)?;
+        }
+        Ok(observer.prefilled(computed.end))
+    })?;
     let prefill = started.elapsed();
     let started = Instant::now();
-    let mut tokens: Vec<u32> = Vec::new();
     sampler.observe(prompt);
+    let n_prompt = known.len();
+    let mut text = Text { known, prompt: n_prompt, sampler, eos, limits, out, finish: None };
     let finish = if done < prompt.len() {
         Finish::Cancelled
+    } else if limits.max_tokens == 0 {
+        Finish::MaxTokens
     } else {
+        text.choose(RowResult::Logits(session.logits_mut()), observer)?;
         loop {
-            if tokens.len() >= limits.max_tokens {
-                break Finish::MaxTokens;
+            if let Some(finish) = text.finish.take() {
+                break finish;
             }
-            if let Some(last) = tokens.last() {
-                let next = if limits.no_cache {
-                    let history = [prompt, tokens.as_slice()].concat();
-                    session.clear().and_then(|()| session.prefill(seq, &history, &mut |_| true)).map(drop)
-                } else {
-                    session.forward(
-                        &[SequenceInput::chain(seq, std::slice::from_ref(last))],
-                        LogitRows::LastOfEach,
-                    )
-                };
-                match next {
-                    Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => break Finish::CacheFull,
-                    other => other?,
+            let next = match &mut speculation {
+                _ if limits.no_cache => {
+                    session.clear()?;
+                    session
+                        .prefill(seq, &text.known, &mut |_| true)
+                        .and_then(|_| text.choose(RowResult::Logits(session.logits_mut()), observer))
+                        .map(drop)
                 }
-            }
-            let token = sampler.sample(session.logits_row(0))?;
-            sampler.observe(&[token]);
-            tokens.push(token);
-            if eos.contains(&token) && !limits.ignore_eos {
-                break Finish::EndOfText;
-            }
-            if let Some(stop) = out.push(token)? {
-                break Finish::Stop(stop);
-            }
-            if !out.flush_to(observer) || !observer.sampled() {
-                break Finish::Cancelled;
+                Some(Speculation { speculator, .. }) => {
+                    drafted_pass(session, seq, &mut text, speculator, observer)
+                }
+                None => {
+                    let last = text.known.len() - 1;
+                    let input = SequenceInput::chain(seq, &text.known[last..]);
+                    session
+                        .forward(&[input], LogitRows::LastOfEach)
+                        .and_then(|()| text.choose(RowResult::Logits(session.logits_mut()), observer))
+                        .map(drop)
+                }
+            };
+            match next {
+                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => break Finish::CacheFull,
+                other => other?,
             }
         }
     };
+    let Text { known, mut out, .. } = text;
+    let tokens = known[n_prompt..].to_vec();
     out.finish(&finish)?;
     out.flush_to(observer);
     Ok(Generation {
@@ -163,6 +202,90 @@ pub fn generate(
         prefill,
         decode: started.elapsed(),
     })
+}
+
+/// One pass with a draft. Falls back to a pass without one where the draft does not fit into the cache.
+fn drafted_pass(
+    session: &mut ModelSession,
+    seq: SeqId,
+    text: &mut Text<'_>,
+    speculator: &mut Speculator,
+    observer: &mut dyn Observer,
+) -> Result<(), Error> {
+    let max_new = text.limits.max_tokens - (text.known.len() - text.prompt);
+    let limit = session.config().max_rows.min(session.config().max_step_tokens).saturating_sub(1);
+    let (chains, id) = (!session.verifies_trees(), u64::from(seq.0));
+    let known = speculate::Text {
+        id,
+        salt: "",
+        tokens: &text.known,
+        max_new: u32::try_from(max_new).unwrap_or(u32::MAX),
+    };
+    let mut drafts = Vec::new();
+    let proposed = speculator.propose(&[known], 0, limit, chains, &mut drafts);
+    let mut draft = drafts.pop().unwrap_or_default();
+    if let Err(error) = proposed {
+        end_speculation(speculator, &error);
+        draft.tree.clear();
+    }
+    let (last, first) = (text.known[text.known.len() - 1], text.known.len() as u32 - 1);
+    let mut verified = Verified::default();
+    let started = Instant::now();
+    loop {
+        let mut choose = |row: RowResult<'_>| text.choose(row, observer);
+        match session.forward_draft(seq, last, &draft.tree, &mut choose, &mut verified) {
+            Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if !draft.tree.is_empty() => {
+                draft.tree.clear();
+            }
+            other => break other?,
+        }
+    }
+    speculator.passed(draft.tree.len() + 1, started.elapsed());
+    speculator.record(&draft, &verified);
+    let reported = session.report_features((id, first, &text.known), verified.rows(), speculator);
+    if let Err(error) = reported {
+        end_speculation(speculator, &error);
+    }
+    Ok(())
+}
+
+/// A drafter has failed: the text goes on without drafts.
+fn end_speculation(speculator: &mut Speculator, error: &Error) {
+    tracing::warn!(target: "kvist::engine", "speculation ends: {error}");
+    speculator.stop();
+}
+
+/// A text that is being generated.
+struct Text<'t> {
+    /// Prompt and answer.
+    known: Vec<u32>,
+    prompt: usize,
+    sampler: &'t mut Sampler,
+    eos: Vec<u32>,
+    limits: &'t Limits,
+    out: Output<'t>,
+    finish: Option<Finish>,
+}
+
+impl Text<'_> {
+    /// Draws the next token from `row`, and notes whether the text ends with it.
+    fn choose(&mut self, row: RowResult<'_>, observer: &mut dyn Observer) -> Result<Choice, Error> {
+        let token = self.sampler.take(row)?;
+        self.sampler.observe(&[token]);
+        self.known.push(token);
+        self.finish = if self.eos.contains(&token) && !self.limits.ignore_eos {
+            Some(Finish::EndOfText)
+        } else if let Some(stop) = self.out.push(token)? {
+            Some(Finish::Stop(stop))
+        } else if !self.out.flush_to(observer) || !observer.sampled() {
+            Some(Finish::Cancelled)
+        } else if self.known.len() - self.prompt >= self.limits.max_tokens {
+            Some(Finish::MaxTokens)
+        } else {
+            None
+        };
+        Ok(Choice { token, finished: self.finish.is_some() })
+    }
 }
 
 /// Turns tokens into final text.

@@ -21,6 +21,7 @@ pub mod sampler;
 pub mod serving;
 pub mod session;
 pub mod sessions;
+pub mod speculate;
 pub mod text;
 pub mod tools;
 

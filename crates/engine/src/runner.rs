@@ -70,8 +70,10 @@ impl Runner {
         tokens: &[u32],
         rows: &[WantedRow],
         taps: &[LayerId],
+        given: Given<'_>,
     ) -> Result<Computed<'c>, Error> {
-        let in_flight = InFlight::submit(step, &mut *self.network, &StepInputs { tokens, rows, taps })?;
+        let in_flight =
+            InFlight::submit(step, &mut *self.network, &StepInputs { tokens, rows, taps, given })?;
         Ok(in_flight.finish()?)
     }
 }

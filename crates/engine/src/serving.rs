@@ -45,6 +45,7 @@ mod thread;
 use crate::Error;
 use crate::executor::{ModelExecutor, PagedConfig};
 use crate::memory::CacheConfig;
+use crate::speculate::{Counts, Speculator};
 pub use job::*;
 use kvist_cache::PrefixSpec;
 use kvist_device::{Purpose, Registry};
@@ -64,7 +65,8 @@ use tokio::sync::{mpsc, watch};
 
 /// Configuration of an engine, besides the model.
 pub struct EngineConfig {
-    /// The cache. [`EngineConfig::fit`] sets its `max_step_tokens` and `max_rows` to those of the largest batch.
+    /// The cache. [`EngineConfig::fit`] sets its `max_step_tokens`, `max_rows` and `recent.sequences` to those of the
+    /// largest batch.
     pub paged: PagedConfig,
     pub scheduler: Config,
     /// Largest number of waiting requests. More are rejected.
@@ -75,6 +77,10 @@ pub struct EngineConfig {
     pub record: bool,
     /// Observers of every step; see [`Engine::add_watcher`].
     pub watchers: Vec<Box<dyn Watcher>>,
+    /// Largest number of draft tokens in a step, over all its requests. Logits of so many more rows are planned for.
+    pub max_draft_tokens: u32,
+    /// What proposes drafts; `None` for plain decoding.
+    pub speculator: Option<Speculator>,
 }
 
 impl EngineConfig {
@@ -90,15 +96,24 @@ impl EngineConfig {
             tenants: Vec::new(),
             record: false,
             watchers: Vec::new(),
+            max_draft_tokens: 0,
+            speculator: None,
         };
         config.fit();
         config
     }
 
-    /// Set the cache's step and row limits to the largest batch that the scheduler can build.
+    /// Set the cache's limits to those of the largest batch that the scheduler can build.
     pub fn fit(&mut self) {
-        self.paged.cache.max_step_tokens = self.scheduler.max_batch_tokens;
-        self.paged.cache.max_rows = self.scheduler.max_batch;
+        let Config { max_batch, max_batch_tokens, .. } = self.scheduler;
+        let rows = max_batch.saturating_add(self.max_draft_tokens);
+        let cache = &mut self.paged.cache;
+        cache.max_step_tokens = max_batch_tokens;
+        // Each row belongs to a token of the step.
+        cache.max_rows = rows.min(max_batch_tokens.max(max_batch));
+        // A node of a draft tree takes a row too, until the step has told which nodes are kept.
+        let group = cache.recent.within_blocks(self.paged.block_tokens).tokens.max(1);
+        cache.recent.sequences = max_batch.saturating_add(self.max_draft_tokens.div_ceil(group));
     }
 }
 
@@ -170,6 +185,8 @@ pub struct EngineStats {
     pub kv_bytes_read: u64,
     /// Nanoseconds spent in steps.
     pub busy_ns: u64,
+    /// What speculation has achieved; `None` without it. There is an entry for each position that a draft can have.
+    pub speculation: Option<Counts>,
 }
 
 /// A handle on the engine thread. Cheap to clone. When the last handle is dropped, the thread ends.
@@ -258,7 +275,10 @@ impl Engine {
     /// Allocate the cache and its memory, and start the thread. Refused, before anything is allocated, if the cache
     /// does not fit into the model's budget.
     pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
-        let (cache, executor) = ModelExecutor::new(&model, registry, &config.paged)?;
+        let (cache, mut executor) = ModelExecutor::new(&model, registry, &config.paged)?;
+        if let Some(speculator) = config.speculator {
+            executor.speculate(speculator);
+        }
         let plan = config.paged.plan(model.config(), registry)?;
         let kv_bytes = KvBytes { per_token: plan.kv_bytes_per_token, bound: plan.usage.of(Purpose::KvCache) };
         let mut scheduler = Scheduler::new(config.scheduler, cache, None)
@@ -290,6 +310,7 @@ impl Engine {
             live: BTreeMap::new(),
             busy_ns: 0,
             step_started: Instant::now(),
+            paced_tokens: 1,
             // Weak: a strong reference would keep the thread alive forever.
             shared: Arc::downgrade(&shared),
         };

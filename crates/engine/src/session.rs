@@ -1,10 +1,13 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
+use crate::executor::Choice;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
+use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
-use kvist_device::{KvCounters, Registry, WantedRow, compact};
+use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, WantedRow, compact};
 use kvist_model::{Error, Model};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The tokens that a pass adds to one sequence.
@@ -26,6 +29,9 @@ impl<'a> SequenceInput<'a> {
     }
 }
 
+/// Watches a prefill; see [`ModelSession::prefill_watched`]. Returns false to stop.
+pub type PrefillWatch<'w> = dyn FnMut(&ModelSession, Range<usize>) -> Result<bool, Error> + 'w;
+
 /// Which rows of the batch get logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogitRows {
@@ -34,6 +40,8 @@ pub enum LogitRows {
     LastOfEach,
     All,
 }
+
+const MISSING_ROW: &str = "the network gave fewer rows than were wanted";
 
 /// A cache for one conversation or a batch of them. All sessions of a model share its weights.
 pub struct ModelSession {
@@ -45,6 +53,9 @@ pub struct ModelSession {
     tokens: Vec<u32>,
     rows: Vec<WantedRow>,
     taps: Vec<LayerId>,
+    draft_tokens: Vec<u32>,
+    parents: Vec<Option<NodeId>>,
+    path: Vec<NodeId>,
 }
 
 impl ModelSession {
@@ -63,6 +74,9 @@ impl ModelSession {
             tokens: Vec::new(),
             rows: Vec::new(),
             taps: Vec::new(),
+            draft_tokens: Vec::new(),
+            parents: Vec::new(),
+            path: Vec::new(),
         };
         this.open_only()?;
         Ok(this)
@@ -108,10 +122,11 @@ impl ModelSession {
         self.open_only()
     }
 
-    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap).
+    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap). [`EMBEDDING`] stands for what enters
+    /// the first layer.
     pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
         let n_layers = self.runner.model.layout().layers.len();
-        if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers) {
+        if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers && **l != EMBEDDING) {
             let layer = *layer;
             return Err(kvist_device::BackendError::UnknownLayer { layer, n_layers }.into());
         }
@@ -127,6 +142,10 @@ impl ModelSession {
     pub fn logits(&self) -> &[f32] {
         self.runner.network.output().logits()
     }
+    /// The logits of the last pass, which a sampler may modify.
+    pub(crate) fn logits_mut(&mut self) -> &mut [f32] {
+        self.runner.network.output_mut().logits_mut()
+    }
     /// One row of [`logits`](Self::logits).
     pub fn logits_row(&self, row: usize) -> &[f32] {
         let vocab = self.runner.model.config().vocab;
@@ -138,6 +157,16 @@ impl ModelSession {
 
     /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged.
     pub fn forward(&mut self, inputs: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
+        self.forward_given(inputs, want, Given::Nothing)
+    }
+
+    /// [`forward`](Self::forward) for draft heads, with the rows that these read beside their tokens.
+    pub fn forward_given(
+        &mut self,
+        inputs: &[SequenceInput<'_>],
+        want: LogitRows,
+        given: Given<'_>,
+    ) -> Result<(), Error> {
         self.gather(inputs, want)?;
         // A pass usually has few inputs: keep up to eight spans on the stack.
         let mut spans = [Span::chain(SeqId::ONLY, 0, 0); 8];
@@ -157,8 +186,79 @@ impl ModelSession {
             *span = Span { seq: input.seq, start, new };
         }
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
-        self.runner.run(step, &self.tokens, &self.rows, &self.taps)?.commit();
+        self.runner.run(step, &self.tokens, &self.rows, &self.taps, given)?.commit();
         Ok(())
+    }
+
+    /// True if this cache can verify draft trees; otherwise only chains.
+    pub fn verifies_trees(&self) -> bool {
+        self.cache.verifies_trees()
+    }
+
+    /// One pass over `last`, the last known token of `seq`, and a draft of what may follow. `choose` draws the next token
+    /// from each row of logits on the accepted path, as in [`verify`]; `verified` gets the result. `last` and the accepted
+    /// nodes become part of the sequence, the other nodes leave nothing behind.
+    ///
+    /// The draft may have at most [`max_rows`](CacheConfig::max_rows) − 1 nodes, and must be a chain unless
+    /// [`verifies_trees`](Self::verifies_trees). On `Err` the cache is unchanged.
+    pub fn forward_draft(
+        &mut self,
+        seq: SeqId,
+        last: u32,
+        draft: &DraftTree,
+        choose: &mut dyn FnMut(RowResult<'_>) -> Result<Choice, Error>,
+        verified: &mut Verified,
+    ) -> Result<(), Error> {
+        let mut tokens = std::mem::take(&mut self.draft_tokens);
+        tokens.clear();
+        tokens.push(last);
+        tokens.extend(draft.tokens());
+        let gathered = self.gather(&[SequenceInput::chain(seq, &tokens)], LogitRows::All);
+        self.draft_tokens = tokens;
+        gathered?;
+        draft.span_parents(&mut self.parents);
+        let start = self.cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        let is_chain = draft.is_chain();
+        let new = if is_chain { New::Chain(self.tokens.len() as u32) } else { New::Tree(&self.parents) };
+        let spans = &[Span { seq, start, new }];
+        let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
+        let computed = self.runner.run(step, &self.tokens, &self.rows, &self.taps, Given::Nothing)?;
+        let mut rows = self.runner.network.output_mut().rows();
+        let mut next = 0;
+        let drawn = verify(
+            draft,
+            |row| {
+                // The rows of a path ascend, so those before are not asked for any more.
+                let result = rows.nth(row - next).ok_or(Error::Usage(MISSING_ROW.into()))?;
+                next = row + 1;
+                choose(result)
+            },
+            verified,
+        );
+        drop(rows);
+        drawn?;
+        let pools = self.runner.network.pools_mut();
+        if is_chain {
+            return Ok(computed.commit_kept(&[Kept::First(verified.path.len() as u32 + 1)], pools)?);
+        }
+        verified.kept(&mut self.path);
+        Ok(computed.commit_kept(&[Kept::Path(&self.path)], pools)?)
+    }
+
+    /// Passes these rows of the last pass's taps to `speculator`: those of the tokens at positions `first..` of text
+    /// `id`, whose tokens are `known`. The taps must be [`Speculator::taps`]. Drafters that read hidden states need
+    /// this after every pass that adds tokens to the text, with the rows of those that stay ([`Verified::rows`]).
+    ///
+    /// # Panics
+    /// The last pass had fewer rows.
+    pub fn report_features(
+        &self,
+        (id, first, known): (u64, u32, &[u32]),
+        rows: impl Iterator<Item = usize> + Clone,
+        speculator: &mut Speculator,
+    ) -> Result<(), Error> {
+        let hidden = self.runner.model.config().hidden;
+        report_features(&self.runner.network.output().taps, hidden, (id, first, known), rows, speculator)
     }
 
     /// Validates the inputs and flattens them into the batch's tokens and rows.
@@ -194,14 +294,13 @@ impl ModelSession {
         Ok(())
     }
 
-    /// Prefills a long prompt in chunks of at most `max_step_tokens`. Computes logits for the last token only. After
-    /// each chunk it calls `progress` with the number of tokens done; if `progress` returns false, prefill stops and
-    /// the chunks so far stay in the cache. Returns the number of tokens done.
-    pub fn prefill(
+    /// Like [`prefill`](Self::prefill), but `progress` gets the session and which of `tokens` the pass computed: row 0 is the
+    /// first of them. An error of `progress` ends the prefill; the chunks so far stay in the cache.
+    pub fn prefill_watched(
         &mut self,
         seq: SeqId,
         tokens: &[u32],
-        progress: &mut dyn FnMut(usize) -> bool,
+        progress: &mut PrefillWatch<'_>,
     ) -> Result<usize, Error> {
         if tokens.is_empty() {
             return Err(Error::EmptyPrompt);
@@ -211,11 +310,44 @@ impl ModelSession {
             let last = done + chunk.len() == tokens.len();
             let want = if last { LogitRows::LastOfEach } else { LogitRows::None };
             self.forward(&[SequenceInput::chain(seq, chunk)], want)?;
-            done += chunk.len();
-            if !progress(done) {
+            let computed = done..done + chunk.len();
+            done = computed.end;
+            if !progress(self, computed)? {
                 break;
             }
         }
         Ok(done)
     }
+
+    /// Prefills a long prompt in chunks of at most `max_step_tokens`. Computes logits for the last token only. After
+    /// each chunk it calls `progress` with the number of tokens done; if `progress` returns false, prefill stops and
+    /// the chunks so far stay in the cache. Returns the number of tokens done.
+    pub fn prefill(
+        &mut self,
+        seq: SeqId,
+        tokens: &[u32],
+        progress: &mut dyn FnMut(usize) -> bool,
+    ) -> Result<usize, Error> {
+        self.prefill_watched(seq, tokens, &mut |_, computed| Ok(progress(computed.end)))
+    }
+}
+
+/// Passes rows of `taps`, `[rows, hidden]` each, to `speculator`: those of the tokens at positions `first..` of text
+/// `id`, whose tokens are `known`. Does nothing without taps.
+pub(crate) fn report_features(
+    taps: &[Vec<f32>],
+    hidden: usize,
+    (id, first, known): (u64, u32, &[u32]),
+    rows: impl Iterator<Item = usize> + Clone,
+    speculator: &mut Speculator,
+) -> Result<(), Error> {
+    if taps.is_empty() || rows.clone().next().is_none() {
+        return Ok(());
+    }
+    let kept = |tap: &Vec<f32>| -> Vec<f32> {
+        rows.clone().flat_map(|row| &tap[row * hidden..(row + 1) * hidden]).copied().collect()
+    };
+    let taps: Vec<Vec<f32>> = taps.iter().map(kept).collect();
+    let taps: Vec<&[f32]> = taps.iter().map(Vec::as_slice).collect();
+    speculator.features(id, first, known, &taps)
 }

@@ -174,7 +174,7 @@ fn a_discarded_tree_and_a_rollback_leave_nothing_behind() {
 fn say(chat: &mut Chat, text: &str) -> (usize, String) {
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
     let limits = Limits { max_tokens: 12, stop: vec![], ignore_eos: true, no_cache: false };
-    let turn = chat.send(text, &mut sampler, &limits, &mut ()).unwrap();
+    let turn = chat.send(text, &mut sampler, &limits, None, &mut ()).unwrap();
     assert_eq!(turn.generation.tokens.len(), 12);
     (turn.reused_tokens, turn.generation.text)
 }

@@ -10,6 +10,8 @@ mod continuous_admission;
 mod rollback_and_window;
 #[path = "../examples/single_decode.rs"]
 mod single_decode;
+#[path = "../examples/speculative_decoding.rs"]
+mod speculative_decoding;
 
 macro_rules! tests {
     ($($name:ident),*) => {
@@ -20,7 +22,14 @@ macro_rules! tests {
         const LISTED: &[&str] = &[$(stringify!($name)),*];
     };
 }
-tests!(agent_fork, batched_sequences, continuous_admission, rollback_and_window, single_decode);
+tests!(
+    agent_fork,
+    batched_sequences,
+    continuous_admission,
+    rollback_and_window,
+    single_decode,
+    speculative_decoding
+);
 
 #[test]
 fn none_is_forgotten_and_none_is_long() {

@@ -4,6 +4,7 @@
 mod engines;
 use engines::*;
 use kvist_engine::serving::*;
+use kvist_engine::speculate::Suffix;
 use kvist_scheduler::{Config, Preempted, PrefixOrder, replay};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -77,13 +78,16 @@ async fn recorded_events_give_the_same_decisions() {
     let all = tokens(TEXT);
     let narrow = |scheduler: &Config| Config { max_batch: 5, max_batch_tokens: 24, ..scheduler.clone() };
     type Change = fn(Config) -> Config;
-    let ways: [(&str, &str, Change); 4] = [
-        ("fcfs", "lru", |config| config),
-        ("srpt", "cost", |config| Config { preempted: Preempted::Kept, ..config }),
-        ("priority", "lfu_decay", |config| Config { prefix_order: PrefixOrder::Window(4), ..config }),
-        ("sjf", "fifo", |config| Config { prefix_order: PrefixOrder::Ties, ..config }),
+    let kept: Change = |config| Config { preempted: Preempted::Kept, ..config };
+    let ways: [(&str, &str, bool, Change); 6] = [
+        ("fcfs", "lru", false, |config| config),
+        ("srpt", "cost", false, kept),
+        ("priority", "lfu_decay", false, |config| Config { prefix_order: PrefixOrder::Window(4), ..config }),
+        ("sjf", "fifo", false, |config| Config { prefix_order: PrefixOrder::Ties, ..config }),
+        ("fcfs", "lru", true, |config| config),
+        ("srpt", "cost", true, kept),
     ];
-    for (policy, eviction, change) in ways {
+    for (policy, eviction, speculates, change) in ways {
         let logs = Logs::default();
         let mut config = config(176);
         config.paged.block_tokens = 8;
@@ -92,6 +96,9 @@ async fn recorded_events_give_the_same_decisions() {
         config.record = true;
         config.watchers.push(Box::new(logs.clone()));
         config.fit();
+        if speculates {
+            config = speculating(config, SMALL, Box::new(Suffix::default()));
+        }
         let paged = config.paged.clone();
         let engine = engine(config);
         load(&engine, &all).await;
@@ -103,6 +110,8 @@ async fn recorded_events_give_the_same_decisions() {
         let n = |what: &str| decisions.matches(what).count();
         assert!(counters.preemptions > 0, "{policy}: no request was preempted: {counters:?}");
         assert!(counters.hit_tokens > 0, "{policy}: nothing was found");
+        assert_eq!(counters.accepted_tokens > 0, speculates, "{policy}: {counters:?}");
+        assert_eq!(events.contains("\"drafts\":") && events.contains("\"path\":"), speculates, "{policy}");
         assert!(events.matches("\"cancel\":").count() > 2, "{policy}: no request was cancelled");
         assert!(n("\"how\":\"cancelled\"") > 2 && n("\"how\":\"never_fits\"") > 0, "{policy}: {decisions}");
         assert!(events.matches("\"fresh\":true").count() == 3, "{policy}: no prompt was scored");

@@ -1,12 +1,14 @@
 //! Model architectures, read from either version of `config.json` or from the metadata of a GGUF file.
 mod family;
 mod gguf;
+mod head;
 mod json;
 mod rope;
 mod tensors;
 
 pub use family::Family;
 pub(crate) use gguf::gguf_permutes;
+pub use head::{HeadConfig, HeadKind};
 pub use rope::{Rope, RopeScaling};
 pub use tensors::{Role, TensorSpec};
 
@@ -66,6 +68,8 @@ pub struct ModelConfig {
     pub stored_dtype: Encoding,
     /// The dtype of the experts' weights.
     pub stored_experts: Encoding,
+    /// Width of the target's features that a draft head takes; 0 for other models.
+    pub features: usize,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

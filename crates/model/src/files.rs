@@ -16,3 +16,16 @@ pub fn read_text(path: &Path) -> Result<String, Error> {
         what: format!("not UTF-8 text: {}", error.utf8_error()),
     })
 }
+
+/// Advice for a path that does not exist. Two names that do not start with a dot may be meant as a repository of the
+/// Hub.
+pub fn not_there(path: &Path) -> String {
+    let advice = "not there; give a Hugging Face folder or a .gguf file";
+    let names: Option<Vec<&str>> = path.components().map(|part| part.as_os_str().to_str()).collect();
+    match names.as_deref() {
+        Some([owner, name]) if !["/", ".", ".."].contains(owner) && !name.ends_with(".gguf") => format!(
+            "{advice}. If a repository of the Hugging Face Hub is meant, the kvist program downloads it as hf:{owner}/{name}"
+        ),
+        _ => advice.into(),
+    }
+}

@@ -38,6 +38,10 @@ impl Source {
     pub fn gguf_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
         Gguf::parse(name, Arc::new(Contents::Static(bytes))).map(Source::Gguf)
     }
+    /// A safetensors file embedded in the program.
+    pub(crate) fn safetensors_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
+        safetensors::Folder::of_bytes(name, bytes).map(Source::Folder)
+    }
     /// The name to use in errors: a file or a folder.
     pub fn file(&self) -> &str {
         match self {
@@ -49,6 +53,19 @@ impl Source {
         match self {
             Source::Gguf(gguf) => Some(gguf),
             Source::Folder(_) => None,
+        }
+    }
+
+    /// True if there is a tensor of this name, in whatever encoding.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        !matches!(self.view(name), Err(Error::MissingTensor { .. }))
+    }
+
+    /// A tensor of integers (i32 or i64) with one dimension; `None` if there is none of this name.
+    pub(crate) fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, Error> {
+        match self {
+            Source::Folder(folder) => folder.integers(name),
+            Source::Gguf(_) => Ok(None),
         }
     }
 

@@ -46,6 +46,8 @@ pub(crate) struct Entry {
     /// Tokens already added to the prefix index.
     pub stored: u32,
     pub computed: u64,
+    pub draft_tokens: u64,
+    pub accepted_tokens: u64,
     // Fields used only when the request changes state.
     pub id: RequestId,
     pub number: u64,
@@ -105,6 +107,8 @@ impl Entry {
             regained_tokens: self.regained_tokens,
             lost_tokens: self.lost_tokens,
             computed_tokens: self.computed,
+            draft_tokens: self.draft_tokens,
+            accepted_tokens: self.accepted_tokens,
             preemptions: self.preemptions,
             miss: self.miss,
         }

@@ -1,8 +1,9 @@
 //! The interfaces that a driver provides: an executor for steps, and a clock.
+use crate::drafts::{Drafts, is_chain};
 use crate::entry::Entry;
 use crate::outcome::Outcome;
 use crate::request::RequestId;
-use kvist_cache::Step;
+use kvist_cache::{NodeId, Step};
 
 /// One request's part of a step: tokens at positions `first..first + n_tokens` of its sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,12 +12,13 @@ pub struct Work {
     pub request: RequestId,
     /// Position of the first token.
     pub first: u32,
-    /// Number of tokens, at least 1. In a multi-step run: the total over all steps.
+    /// Number of tokens, at least 1. In a multi-step run: the total over all steps. With a draft: the last known token and
+    /// all nodes of the tree.
     pub n_tokens: u32,
     /// True if this part reaches the last known token, so that new tokens are emitted after it.
     pub samples: bool,
-    /// True if this is the single token of a decoding request. All tokens before it are already computed, by this
-    /// request or by another one with the same prefix.
+    /// True if this is the last known token of a decoding request, with or without drafts after it. All tokens before
+    /// it are already computed, by this request or by another one with the same prefix.
     pub decodes: bool,
     pub(crate) index: u32,
 }
@@ -29,6 +31,7 @@ pub struct Batch<'a> {
     /// Number of decode steps executed as one: 1, or the number returned by [`Executor::max_fused_steps`].
     pub steps: u32,
     pub(crate) entries: &'a [Entry],
+    pub(crate) drafts: &'a Drafts,
 }
 
 impl Batch<'_> {
@@ -39,6 +42,34 @@ impl Batch<'_> {
         let entry = &self.entries[work.index as usize];
         let end = (work.first + work.n_tokens).min(entry.known);
         entry.prompt.tokens()?.get(work.first as usize..end as usize)
+    }
+
+    /// The draft tree of `work[i]`, as parents: first that of the last known token (`None`), which is node 0, then those of
+    /// the drafts. Empty if nothing is drafted for it.
+    pub fn draft(&self, i: usize) -> &[Option<NodeId>] {
+        self.drafts.parents(i)
+    }
+
+    /// True if the cache takes the draft of `work[i]` as a chain, so that the outcome keeps a length of it
+    /// ([`Kept::First`](kvist_cache::Kept::First)). Otherwise it keeps a path ([`Kept::Path`](kvist_cache::Kept::Path)).
+    pub fn drafts_chain(&self, i: usize) -> bool {
+        is_chain(self.draft(i))
+    }
+
+    /// Prompt tokens of the request of `work[i]`.
+    pub fn prompt_tokens(&self, i: usize) -> u32 {
+        self.entries[self.work[i].index as usize].prompt_tokens
+    }
+
+    /// How many tokens the request of `work[i]` may still generate. A tree deeper than one less is of no use.
+    pub fn max_new(&self, i: usize) -> u32 {
+        let entry = &self.entries[self.work[i].index as usize];
+        entry.max_new - entry.generated()
+    }
+
+    /// The salt of the request of `work[i]`: what is learned from its tokens may only serve requests with the same salt.
+    pub fn salt(&self, i: usize) -> &str {
+        &self.entries[self.work[i].index as usize].salt
     }
 
     /// All known token ids of the request of `work[i]`, prompt and answer, computed or not; `None` if one of them is
@@ -56,10 +87,17 @@ pub trait Executor {
     /// returns the number of steps that end before any other event: an arrival, a cancellation, the end of a request.
     ///
     /// The run plans a chain of that many tokens for every request. An executor that submits several decode rounds at
-    /// once, or verifies drafts, says in the [`Outcome`] how many of them each request keeps and emits.
+    /// once says in the [`Outcome`] how many of them each request keeps and emits.
     fn max_fused_steps(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32) -> u32 {
         1
     }
+
+    /// Proposes draft tokens for requests of the batch that decode, at most `limit` in all: what the token budget has left
+    /// when every request has its tokens. The step then computes each draft tree beside the request's last known token,
+    /// and the [`Outcome`] says which of its nodes are kept; the others' cells are free again when the step is completed.
+    /// A batch whose drafts do not fit into the cache is placed without them ([`Batch::draft`] is empty then). Drafts may
+    /// evict cached blocks; they never preempt.
+    fn draft(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32, _drafts: &mut Drafts) {}
 
     /// Executes `step`, and records the outcome in `out`. The scheduler commits it; the executor only drops it.
     /// `step.with_reads()` costs O(context); an executor without KV data need not call it.

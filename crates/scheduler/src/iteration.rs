@@ -2,13 +2,14 @@
 //!
 //! [`Scheduler::plan`] builds the batch (`batch.rs`), places it in the cache, and evicts cached blocks or preempts
 //! requests if memory is short (`preempt.rs`). [`Planned::complete`] commits the step and records the emitted tokens.
+use crate::drafts::{Drafts, Lookahead, is_chain};
 use crate::executor::{Batch, Executor, Work};
 use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::outcome::{BadOutcome, Emitted, Outcome};
 use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
-use kvist_cache::{Kept, Refused, Span, Step, StepRequest};
+use kvist_cache::{Kept, Refused, Step};
 
 /// The result of an iteration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,17 +61,19 @@ pub struct Planned<'s> {
 impl Planned<'_> {
     /// The batch.
     pub fn batch(&self) -> Batch<'_> {
-        let Scheduler { batch, entries, .. } = &*self.scheduler;
-        Batch { work: batch, steps: self.steps, entries }
+        let Scheduler { batch, entries, drafts, drafts_dropped, .. } = &*self.scheduler;
+        let drafts = if *drafts_dropped { Drafts::NONE } else { drafts };
+        Batch { work: batch, steps: self.steps, entries, drafts }
     }
 
     /// The batch, and the step that places it in the cache. The step may be dropped at any time, but must not be
     /// committed: [`complete`](Self::complete) does that.
     pub fn split(&mut self) -> (Batch<'_>, Step<'_>) {
-        let Scheduler { batch, entries, memory, plan, .. } = &mut *self.scheduler;
+        let Scheduler { batch, entries, memory, plan, drafts, drafts_dropped, .. } = &mut *self.scheduler;
         let step = Step::of_plan(&mut memory.cache, plan);
         let step = step.expect("a planned step is committed by `complete` alone");
-        (Batch { work: batch, steps: self.steps, entries }, step)
+        let drafts = if *drafts_dropped { Drafts::NONE } else { drafts };
+        (Batch { work: batch, steps: self.steps, entries, drafts }, step)
     }
 
     /// Commits what the outcome says is kept, and records the emitted tokens and the ended requests. After an outcome
@@ -105,6 +108,21 @@ impl Drop for Planned<'_> {
     }
 }
 
+/// Asks an executor on behalf of [`Scheduler::iterate`].
+struct OfExecutor<'e> {
+    now_ns: u64,
+    executor: &'e mut dyn Executor,
+}
+
+impl Lookahead for OfExecutor<'_> {
+    fn max_fused_steps(&mut self, batch: Batch<'_>, limit: u32) -> u32 {
+        self.executor.max_fused_steps(self.now_ns, batch, limit)
+    }
+    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        self.executor.draft(self.now_ns, batch, limit, drafts);
+    }
+}
+
 impl Scheduler {
     /// Builds one step at `now_ns`, executes it and records the result. If the executor allows it
     /// ([`Executor::max_fused_steps`]), several decode steps run as one.
@@ -114,8 +132,7 @@ impl Scheduler {
     pub fn iterate(&mut self, now_ns: u64, executor: &mut dyn Executor) -> Iteration {
         let mut outcome = std::mem::take(&mut self.outcome);
         outcome.clear();
-        let mut max_steps = |batch: Batch<'_>, limit| executor.max_fused_steps(now_ns, batch, limit);
-        let iteration = match self.plan_run(now_ns, &mut max_steps) {
+        let iteration = match self.plan_run(now_ns, &mut OfExecutor { now_ns, executor }) {
             None => Iteration::Idle,
             Some(mut planned) => {
                 let (batch, step) = planned.split();
@@ -129,23 +146,29 @@ impl Scheduler {
 
     /// Plans one step at `now_ns`. `None` if there is nothing to do until a request arrives.
     pub fn plan(&mut self, now_ns: u64) -> Option<Planned<'_>> {
-        self.plan_run(now_ns, &mut |_, _| 1)
+        self.plan_run(now_ns, &mut |_: Batch<'_>, _| 1)
     }
 
-    /// Like [`plan`](Self::plan), but several decode steps may be planned as one: `max_steps` is asked as
-    /// [`Executor::max_fused_steps`] is.
-    pub fn plan_run(
-        &mut self,
-        now_ns: u64,
-        max_steps: &mut dyn FnMut(Batch<'_>, u32) -> u32,
-    ) -> Option<Planned<'_>> {
+    /// Like [`plan`](Self::plan), but several decode steps may be planned as one, or drafts be verified: `lookahead` is
+    /// asked as an [`Executor`] is.
+    pub fn plan_run(&mut self, now_ns: u64, lookahead: &mut dyn Lookahead) -> Option<Planned<'_>> {
         let now = self.timestamp(now_ns);
         let n_ended = self.ended.len();
         self.batch_changed = false;
         self.prompt_limit = self.memory.chunk_limit();
+        self.drafts.clear();
+        self.drafts_dropped = false;
         let mut admit = true;
+        // Drafts are asked for once: they are part of the log, and one answer per plan is enough to replay it.
+        let mut may_draft = true;
         while self.build_batch(now, admit) {
-            let steps = if self.batch_changed { 1 } else { self.max_fused_steps(max_steps) };
+            let steps = if self.batch_changed { 1 } else { self.max_fused_steps(lookahead) };
+            if steps == 1 && std::mem::take(&mut may_draft) {
+                self.add_drafts(lookahead);
+                if !self.drafts.is_empty() && self.place_drafts(now) {
+                    return Some(Planned { scheduler: self, now, steps, completed: false });
+                }
+            }
             match self.place() {
                 Ok(()) => return Some(Planned { scheduler: self, now, steps, completed: false }),
                 // A group other than the counted one is full: fall back to single steps.
@@ -167,17 +190,9 @@ impl Scheduler {
         }
         if self.ended.len() > n_ended {
             let n = self.event();
-            self.events.idle(n, now_ns);
+            self.events.idle(n, now_ns, &self.drafts);
         }
         None
-    }
-
-    /// Chooses cells for the batch. Changes nothing but the plan.
-    fn place(&mut self) -> Result<(), Refused> {
-        self.spans.clear();
-        let seq = |w: &Work| self.entries[w.index as usize].seq.expect("a running request has a sequence");
-        self.spans.extend(self.batch.iter().map(|w| Span::chain(seq(w), w.first, w.n_tokens)));
-        self.memory.cache.can_run(&StepRequest { spans: &self.spans }, &mut self.plan)
     }
 
     /// Checks that every request of the batch can continue after this outcome.
@@ -186,12 +201,13 @@ impl Scheduler {
         if requests != got {
             return Err(BadOutcome::Count { requests, got });
         }
-        for (work, advance) in self.batch.iter().zip(outcome.advances()) {
+        for (i, (work, advance)) in self.batch.iter().zip(outcome.advances()).enumerate() {
             let entry = &self.entries[work.index as usize];
             let kept = match advance.kept {
                 Kept::All => work.n_tokens,
                 Kept::First(n) => n.min(work.n_tokens), // the cache refuses more
-                Kept::Path(_) => continue,              // the cache refuses paths of chains
+                Kept::Path(_) if is_chain(self.drafts.parents(i)) => continue, // the cache refuses paths of chains
+                Kept::Path(path) => path.len() as u32,
             };
             let (end, emitted) = (u64::from(work.first + kept), u64::from(advance.emitted.n_tokens()));
             let known = u64::from(entry.known);
@@ -224,17 +240,14 @@ impl Scheduler {
 
     fn note_outcome(&mut self, now: StepTime, steps: u32, outcome: &Outcome) {
         let n = self.event();
-        self.events.outcome(
-            n,
-            now.now_ns,
-            Batch { work: &self.batch, steps, entries: &self.entries },
-            outcome,
-        );
+        let drafts = if self.drafts_dropped { Drafts::NONE } else { &self.drafts };
+        let batch = Batch { work: &self.batch, steps, entries: &self.entries, drafts };
+        self.events.outcome(n, now.now_ns, batch, &self.drafts, outcome);
     }
 
     fn note_abandoned(&mut self, now: StepTime) {
         let n = self.event();
-        self.events.abandoned(n, now.now_ns);
+        self.events.abandoned(n, now.now_ns, &self.drafts);
     }
 
     fn note_failure(&mut self, now: StepTime, end_ns: u64) {
@@ -264,12 +277,24 @@ impl Scheduler {
                 self.decide(now, Decision::Chunk { id, first, n });
             }
             let entry = &mut self.entries[work.index as usize];
-            entry.cached += match advance.kept {
+            let kept = match advance.kept {
+                Kept::All => work.n_tokens,
                 Kept::First(n) => n,
-                Kept::All | Kept::Path(_) => work.n_tokens,
+                Kept::Path(path) => path.len() as u32,
             };
+            entry.cached += kept;
             entry.computed += u64::from(work.n_tokens);
             self.counters.computed_tokens += u64::from(work.n_tokens);
+            let drafted =
+                if self.drafts_dropped { 0 } else { self.drafts.parents(i).len().saturating_sub(1) };
+            if drafted > 0 {
+                let (drafted, accepted) = (drafted as u64, u64::from(kept.saturating_sub(1)));
+                entry.draft_tokens += drafted;
+                entry.accepted_tokens += accepted;
+                self.counters.drafts += 1;
+                self.counters.draft_tokens += drafted;
+                self.counters.accepted_tokens += accepted;
+            }
             let n_emitted = advance.emitted.n_tokens();
             if n_emitted > 0 {
                 entry.first_token_ns.get_or_insert(end_ns);

@@ -13,6 +13,7 @@
 mod admit;
 mod batch;
 mod config;
+mod drafts;
 mod drive;
 mod entry;
 mod executor;
@@ -29,6 +30,7 @@ mod scheduler;
 mod snapshot;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
+pub use drafts::{Drafts, Lookahead};
 pub use drive::drive;
 pub use executor::{Batch, Clock, Executor, Script, VirtualClock, Work};
 pub use iteration::{Iteration, Planned};

@@ -13,6 +13,7 @@ pub(crate) use recording::groups;
 pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
 
 use crate::config::Config;
+use crate::drafts::Drafts;
 use crate::executor::Batch;
 use crate::outcome::{Advance, Emitted, Outcome};
 use crate::request::{Request, RequestId};
@@ -68,22 +69,39 @@ impl Log {
     pub(crate) fn cancel(&mut self, n: u64, at_ns: u64, id: RequestId) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"cancel\":{id}}}"));
     }
-    pub(crate) fn idle(&mut self, n: u64, at_ns: u64) {
-        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"idle\":true}}"));
+    pub(crate) fn idle(&mut self, n: u64, at_ns: u64, drafts: &Drafts) {
+        self.line(|t| {
+            write!(t, "{{\"n\":{n},\"at\":{at_ns},\"idle\":true")?;
+            write_drafts(t, drafts)?;
+            t.write_str("}")
+        });
     }
-    pub(crate) fn abandoned(&mut self, n: u64, at_ns: u64) {
-        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"abandoned\":true}}"));
+    pub(crate) fn abandoned(&mut self, n: u64, at_ns: u64, drafts: &Drafts) {
+        self.line(|t| {
+            write!(t, "{{\"n\":{n},\"at\":{at_ns},\"abandoned\":true")?;
+            write_drafts(t, drafts)?;
+            t.write_str("}")
+        });
     }
     /// If every request keeps its planned tokens, and those that sample emit one token per step: `sampled` is a list of
     /// token ids, with null where the id is unknown; `finished` has the indices of the entries that were the last
-    /// token of their request. Otherwise `advances` has an object per request of the batch.
-    pub(crate) fn outcome(&mut self, n: u64, at_ns: u64, batch: Batch<'_>, outcome: &Outcome) {
+    /// token of their request. Otherwise `advances` has an object per request of the batch. `drafts` are those that were
+    /// proposed for the batch, whether or not they fitted.
+    pub(crate) fn outcome(
+        &mut self,
+        n: u64,
+        at_ns: u64,
+        batch: Batch<'_>,
+        drafts: &Drafts,
+        outcome: &Outcome,
+    ) {
         if !self.is_on() {
             return;
         }
         let steps = batch.steps;
         self.line(|t| {
             write!(t, "{{\"n\":{n},\"at\":{at_ns},\"steps\":{steps},\"elapsed\":{}", outcome.elapsed_ns)?;
+            write_drafts(t, drafts)?;
             if outcome.failed {
                 return t.write_str(",\"failed\":true}");
             }
@@ -134,6 +152,14 @@ impl Log {
             }
         });
     }
+}
+
+/// Writes the drafts as `[index in the batch, request, [parents]]`; nothing if there are none.
+fn write_drafts(t: &mut String, drafts: &Drafts) -> std::fmt::Result {
+    if drafts.is_empty() {
+        return Ok(());
+    }
+    write!(t, ",\"drafts\":{}", serde_json::to_string(&drafts.logged()).unwrap_or_default())
 }
 
 /// Whether every request keeps all its planned tokens, and emits one token per step if it samples and none otherwise.

@@ -134,7 +134,7 @@ impl Outcome {
     }
 
     /// What every request of the batch keeps and emits, in batch order.
-    pub(crate) fn advances(&self) -> impl ExactSizeIterator<Item = Advance<'_>> {
+    pub fn advances(&self) -> impl ExactSizeIterator<Item = Advance<'_>> {
         self.advances.iter().map(|stored| self.advance(stored))
     }
 

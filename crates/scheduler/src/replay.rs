@@ -1,5 +1,6 @@
 //! Replays an event log and reproduces its decision log byte for byte.
 use crate::config::{BadConfig, Config};
+use crate::drafts::{Drafts, LoggedDraft, Lookahead};
 use crate::executor::Batch;
 use crate::lengths::Truth;
 use crate::log::CacheShape;
@@ -63,6 +64,8 @@ struct Event {
     sampled: Vec<Option<u32>>,
     #[serde(default)]
     finished: Vec<usize>,
+    #[serde(default)]
+    drafts: Vec<LoggedDraft>,
     /// Given instead of `sampled` and `finished` where they do not say enough.
     advances: Option<Vec<LoggedAdvance>>,
 }
@@ -92,6 +95,26 @@ impl Event {
             Sampled { token, finished: self.finished.contains(&i) }
         });
         Ok(outcome)
+    }
+}
+
+/// What the log says the driver added to a batch.
+struct Recorded {
+    steps: u32,
+    drafts: Drafts,
+    /// Why the drafts do not fit the batch.
+    misfit: Option<String>,
+}
+
+impl Lookahead for Recorded {
+    fn max_fused_steps(&mut self, _: Batch<'_>, limit: u32) -> u32 {
+        self.steps.min(limit)
+    }
+    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        match self.drafts.check(batch, limit) {
+            Ok(()) => drafts.clone_from(&self.drafts),
+            Err(what) => self.misfit = Some(what),
+        }
     }
 }
 
@@ -184,7 +207,12 @@ impl Replay {
             }
         } else {
             let steps = event.steps.unwrap_or(1);
-            let planned = scheduler.plan_run(event.at, &mut |_, limit| steps.min(limit));
+            let drafts = Drafts::of_log(&event.drafts).map_err(|e| wrong(line, e))?;
+            let mut recorded = Recorded { steps, drafts, misfit: None };
+            let planned = scheduler.plan_run(event.at, &mut recorded);
+            if let Some(what) = recorded.misfit {
+                return Err(wrong(line, what));
+            }
             match planned {
                 None if event.idle => {}
                 None => return Err(wrong(line, "idle is false in the log, true in the replay".into())),

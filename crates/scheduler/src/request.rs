@@ -135,6 +135,10 @@ pub struct Ended {
     pub lost_tokens: u64,
     /// Tokens computed for it in successful steps.
     pub computed_tokens: u64,
+    /// Draft tokens that were verified for it.
+    pub draft_tokens: u64,
+    /// Those of them that the target model accepted.
+    pub accepted_tokens: u64,
     /// How often it was preempted.
     pub preemptions: u32,
     /// Why the prefix index supplied no more at its first admission, in the detail an operator may see. `None` unless

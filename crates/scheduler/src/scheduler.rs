@@ -1,5 +1,6 @@
 //! The scheduler: its state, its inputs, and the queues of requests. `iteration.rs` plans and completes steps.
 use crate::config::{BadConfig, Config};
+use crate::drafts::Drafts;
 use crate::entry::{Entry, Key, State};
 use crate::executor::Work;
 use crate::lengths::{Order, Truth};
@@ -31,6 +32,10 @@ pub struct Scheduler {
     pub(crate) batch: Vec<Work>,
     pub(crate) spans: Vec<Span<'static>>,
     pub(crate) plan: StepPlan,
+    /// The drafts that were proposed for the batch.
+    pub(crate) drafts: Drafts,
+    /// True if the batch was placed without them, because they did not fit.
+    pub(crate) drafts_dropped: bool,
     pub(crate) outcome: Outcome,
     /// True if this iteration changed the batch membership or evicted blocks. The step then runs alone instead of as
     /// part of a multi-step run, so that the driver can observe the change.
@@ -60,10 +65,16 @@ pub struct SchedulerCounters {
     pub steps: u64,
     /// Failed steps.
     pub failed_steps: u64,
-    /// Tokens computed in successful steps.
+    /// Tokens computed in successful steps, rejected drafts included.
     pub computed_tokens: u64,
     /// Tokens sampled.
     pub sampled_tokens: u64,
+    /// Draft trees that were verified.
+    pub drafts: u64,
+    /// Tokens of those trees.
+    pub draft_tokens: u64,
+    /// Draft tokens that the target model accepted.
+    pub accepted_tokens: u64,
     /// Tokens served from the prefix index, including on readmission after a preemption.
     pub hit_tokens: u64,
     /// Cached tokens lost to preemption.
@@ -123,6 +134,8 @@ impl Scheduler {
             batch: Vec::new(),
             spans: Vec::new(),
             plan: StepPlan::default(),
+            drafts: Drafts::default(),
+            drafts_dropped: false,
             outcome: Outcome::default(),
             batch_changed: false,
             prompt_limit: 0,
@@ -262,6 +275,8 @@ impl Scheduler {
             scheduled: 0,
             stored: 0,
             computed: 0,
+            draft_tokens: 0,
+            accepted_tokens: 0,
             id: request.id,
             number: self.arrivals,
             arrival_ns: request.arrival_ns,

@@ -6,7 +6,7 @@ mod common;
 
 use common::cells;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, Step};
+use kvist_cache::{Cache, Kept, NodeId, PagedSpec, PrefixSpec, Step};
 use kvist_scheduler::*;
 use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
@@ -49,8 +49,32 @@ struct Machine {
     fuses: bool,
     /// True if the cache shares prefixes.
     shares: bool,
-    /// True if runs are drafts, of which each request keeps only a part.
+    /// True if each request keeps only a part of a run, and of the drafts in single steps.
     drafts: bool,
+    /// Draft tokens that were verified.
+    drafted: u64,
+    /// Draft trees that were verified and are no chains.
+    trees: u64,
+    /// Requests that could have had a draft and were placed without: the drafts did not fit.
+    dropped: u64,
+    /// True if the last drafts were proposed for a step that has not run.
+    proposed: bool,
+}
+
+/// A path from the root of a tree along random children, of at most `max` nodes.
+fn random_path(parents: &[Option<NodeId>], max: u32, random: &mut Random) -> Vec<NodeId> {
+    let mut path = vec![NodeId(0)];
+    while (path.len() as u32) < max && random.below(5) > 0 {
+        let last = path.last().copied();
+        let children =
+            (0..).zip(parents).filter(|(_, parent)| **parent == last).map(|(node, _)| NodeId(node));
+        let children: Vec<NodeId> = children.collect();
+        if children.is_empty() {
+            break;
+        }
+        path.push(children[random.below(children.len() as u32) as usize]);
+    }
+    path
 }
 
 /// The answer length is a hash of the id. The reference model and the executor know it, the scheduler does not.
@@ -69,6 +93,24 @@ impl Executor for Machine {
         });
         limit.min(left.min().unwrap_or(1)).min(1 + self.random.below(20))
     }
+    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        assert!(batch.steps == 1 && limit > 0);
+        let mut left = limit;
+        for i in (0..batch.work.len()).filter(|&i| self.drafts && batch.work[i].decodes) {
+            // A paged cache takes trees; they may be larger than what the request may generate, chains too.
+            let n = self.random.below(9).min(left);
+            let n = if self.shares { n } else { n.min(batch.max_new(i) - 1) };
+            left -= n;
+            let tree = self.shares && self.random.below(3) > 0;
+            let parent = |i: u32, random: &mut Random| match tree {
+                true => random.below(i + 1).checked_sub(1),
+                false => i.checked_sub(1),
+            };
+            let parents: Vec<Option<u32>> = (0..n).map(|i| parent(i, &mut self.random)).collect();
+            drafts.push(i, &parents);
+        }
+        self.proposed = !drafts.is_empty();
+    }
     fn execute(&mut self, _: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let tokens: u32 = batch.work.iter().map(|w| w.n_tokens / batch.steps).sum();
         assert!(tokens <= self.config.max_batch_tokens, "{tokens} tokens in a step");
@@ -79,6 +121,8 @@ impl Executor for Machine {
             return;
         }
         self.steps += u64::from(batch.steps);
+        let verifies = (0..batch.work.len()).any(|i| !batch.draft(i).is_empty());
+        self.dropped += u64::from(std::mem::take(&mut self.proposed) && !verifies);
         for (i, w) in batch.work.iter().enumerate() {
             let (request, reference) = self.live.get_mut(&w.request).expect("only live requests run");
             let again = w.first == 0 || self.shares && w.first % 4 == 0;
@@ -86,17 +130,31 @@ impl Executor for Machine {
             if let Some(tokens) = batch.tokens(i) {
                 let prompt = request.prompt_tokens;
                 let token = |at| if at < prompt { at } else { at - prompt + 1 };
-                let expected = (w.first..w.first + w.n_tokens).map(token);
+                let known = request.prompt_tokens + reference.sampled;
+                let expected = (w.first..(w.first + w.n_tokens).min(known)).map(token);
                 assert!(tokens.iter().copied().eq(expected), "{w:?} is fed {tokens:?}");
             }
             reference.computed += u64::from(w.n_tokens);
-            if self.drafts && batch.steps > 1 {
-                let kept = 1 + self.random.below(batch.steps);
+            let planned = w.n_tokens;
+            if self.drafts && (batch.steps > 1 || !batch.draft(i).is_empty()) {
+                assert!(batch.steps == 1 || batch.draft(i).is_empty());
+                self.drafted += batch.draft(i).len() as u64;
+                let left = true_length(w.request, request.max_new) - reference.sampled;
+                let path = match batch.steps == 1 && !batch.drafts_chain(i) {
+                    true => random_path(batch.draft(i), left, &mut self.random),
+                    false => (0..1 + self.random.below(planned.min(left))).map(NodeId).collect(),
+                };
+                let kept = path.len() as u32;
                 (reference.next, reference.highest) = (w.first + kept, reference.highest.max(w.first + kept));
                 reference.sampled += kept;
-                reference.rejected += u64::from(batch.steps - kept);
+                reference.rejected += u64::from(planned - kept);
+                let tokens: Vec<u32> = (reference.sampled + 1 - kept..=reference.sampled).collect();
+                let emitted = if self.fuses { Emitted::Unknown(kept) } else { Emitted::Tokens(&tokens) };
                 let finished = reference.sampled == true_length(w.request, request.max_new);
-                out.push(Advance { kept: Kept::First(kept), emitted: Emitted::Unknown(kept), finished });
+                let tree = batch.steps == 1 && !batch.drafts_chain(i);
+                self.trees += u64::from(tree);
+                let kept = if tree { Kept::Path(&path) } else { Kept::First(kept) };
+                out.push(Advance { kept, emitted, finished });
                 continue;
             }
             reference.next = w.first + w.n_tokens;
@@ -180,7 +238,7 @@ fn every_request_ends_once_and_costs_what_it_must() {
     let configs = configs();
     let per_config = ops() / configs.len() as u64;
     let mut seen = [0u64; 4];
-    let (mut hits, mut evictions) = (0, 0);
+    let (mut hits, mut evictions, mut drafted, mut trees, mut dropped) = (0, 0, 0, [0; 2], 0);
     for (number, config) in configs.iter().enumerate() {
         for (fuses, shares, mixed) in [
             (false, false, false),
@@ -208,6 +266,10 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 fuses,
                 shares,
                 drafts: number % 2 == 0,
+                drafted: 0,
+                trees: 0,
+                dropped: 0,
+                proposed: false,
             };
             let (mut now, mut id, mut ends) = (0u64, 0u64, 0u64);
             for op in 0..per_config / 6 {
@@ -291,10 +353,15 @@ fn every_request_ends_once_and_costs_what_it_must() {
                 assert!(shares || group.used_cells == 0, "seed {seed}");
             }
             hits += scheduler.counters().hit_tokens;
+            drafted += scheduler.counters().draft_tokens;
+            trees[usize::from(mixed)] += machine.trees;
+            dropped += machine.dropped;
             evictions += scheduler.counters().evictions;
         }
     }
     println!("finished, cancelled, refused, preempted: {seen:?}; {hits} tokens hit, {evictions} evictions");
     assert!(seen.iter().all(|&n| n > 100), "a path was hardly taken: {seen:?}");
+    assert!(drafted > 1000 && trees.iter().all(|&n| n > 300), "{drafted} tokens and {trees:?} trees");
+    assert!(dropped > 100, "{dropped} times, drafts did not fit");
     assert!(hits > 1000 && evictions > 100, "{hits} tokens hit, {evictions} evictions");
 }

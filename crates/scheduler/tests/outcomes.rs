@@ -50,7 +50,7 @@ fn drafts_are_kept_up_to_the_first_wrong_one() {
     s.arrive(0, request(1, 100..103, 20)).unwrap();
     let first = [advance(Kept::All, &[50], false), advance(Kept::All, &[60], false)];
     s.plan(0).unwrap().complete(&outcome(&first)).unwrap();
-    let planned = s.plan_run(10, &mut |_, limit| limit).unwrap();
+    let planned = s.plan_run(10, &mut |_: Batch<'_>, limit| limit).unwrap();
     // The blocks of four tokens end after 3 and 1 more tokens, so that is what may run as one.
     assert_eq!(
         planned.batch().work.iter().map(|w| (w.first, w.n_tokens)).collect::<Vec<_>>(),
@@ -58,7 +58,7 @@ fn drafts_are_kept_up_to_the_first_wrong_one() {
     );
     let second = [advance(Kept::All, &[51], false), advance(Kept::All, &[61], false)];
     planned.complete(&outcome(&second)).unwrap();
-    let planned = s.plan_run(20, &mut |batch, limit| {
+    let planned = s.plan_run(20, &mut |batch: Batch<'_>, limit| {
         assert_eq!((batch.tokens(0), batch.tokens(1)), (Some(&[51][..]), Some(&[61][..])));
         assert_eq!(batch.known_tokens(1), Some(&[100, 101, 102, 60, 61][..]), "what a drafter searches");
         limit
@@ -84,6 +84,65 @@ fn drafts_are_kept_up_to_the_first_wrong_one() {
     check_replay(&mut s);
 }
 
+/// Proposes the same draft for every request that decodes.
+struct Propose(Vec<Option<u32>>, u32);
+impl Lookahead for Propose {
+    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        self.1 = limit;
+        for i in (0..batch.work.len()).filter(|&i| batch.work[i].decodes) {
+            drafts.push(i, &self.0);
+        }
+    }
+}
+
+/// Drafts come with one step's plan, beside a prompt, and wherever blocks end. Each request keeps what was right.
+#[test]
+fn drafts_are_verified_beside_a_prompt() {
+    let mut s = scheduler();
+    s.arrive(0, request(0, 0..5, 20)).unwrap();
+    s.plan(0).unwrap().complete(&outcome(&[advance(Kept::All, &[50], false)])).unwrap();
+    s.arrive(5, request(1, 100..103, 20)).unwrap();
+    let mut propose = Propose(vec![None, Some(0), Some(1), Some(2), Some(3)], 0);
+    let planned = s.plan_run(10, &mut propose).unwrap();
+    assert_eq!(propose.1, Config::default().max_batch_tokens - 1 - 3, "what the budget has left");
+    let batch = planned.batch();
+    assert_eq!(batch.work.iter().map(|w| (w.first, w.n_tokens)).collect::<Vec<_>>(), [(5, 6), (0, 3)]);
+    assert_eq!((batch.draft(0).len(), batch.draft(1).len(), batch.drafts_chain(0)), (6, 0, true));
+    assert_eq!((batch.tokens(0), batch.max_new(0)), (Some(&[50][..]), 19), "drafts are the driver's to know");
+    let advances = [advance(Kept::First(4), &[51, 52, 53, 54], false), advance(Kept::All, &[60], false)];
+    planned.complete(&outcome(&advances)).unwrap();
+    assert_eq!((progress(&s, 0), progress(&s, 1)), ((9, 5), (3, 1)));
+    let counters = *s.counters();
+    assert_eq!((counters.drafts, counters.draft_tokens, counters.accepted_tokens), (1, 5, 3));
+    let events = s.events().take();
+    let expected = "\"drafts\":[[0,0,[null,0,1,2,3]]],\"advances\":[{\"kept\":4,";
+    assert!(events.contains(expected), "{events}");
+    assert_eq!(replay(events.as_bytes(), None, None).unwrap(), s.decisions().take());
+}
+
+/// Drafts that do not fit are dropped: they preempt nothing and the step runs as without them, also in the replay.
+#[test]
+fn drafts_never_preempt() {
+    let config = Config { admission: Admission::Optimistic { headroom_tokens: 0 }, ..Config::default() };
+    let mut s = Scheduler::new(config, paged(20, Vocabulary::Tokens), None).unwrap();
+    s.record();
+    s.arrive(0, request(0, 0..5, 4)).unwrap();
+    s.arrive(0, request(1, 100..105, 4)).unwrap();
+    let first = [advance(Kept::All, &[50], false), advance(Kept::All, &[60], false)];
+    s.plan(0).unwrap().complete(&outcome(&first)).unwrap();
+    // Each has 3 cells left in its last block, and one block is free: the drafts would need four.
+    let planned = s.plan_run(10, &mut Propose((0..8).map(|i: u32| i.checked_sub(1)).collect(), 0)).unwrap();
+    let batch = planned.batch();
+    assert!(batch.work.iter().all(|w| w.n_tokens == 1) && batch.draft(0).is_empty(), "{:?}", batch.work);
+    drop(planned);
+    let planned = s.plan_run(20, &mut Propose(vec![None, Some(0)], 0)).unwrap();
+    assert!(planned.batch().work.iter().all(|w| w.n_tokens == 3));
+    let second = [advance(Kept::First(1), &[51], false), advance(Kept::All, &[61, 62, 63], true)];
+    planned.complete(&outcome(&second)).unwrap();
+    assert_eq!((progress(&s, 0), s.counters().preemptions), ((6, 2), 0));
+    check_replay(&mut s);
+}
+
 /// An answer that ends within a run of several decode rounds keeps and emits fewer tokens than its neighbour.
 #[test]
 fn an_answer_may_end_within_a_run() {
@@ -93,7 +152,7 @@ fn an_answer_may_end_within_a_run() {
     s.arrive(0, Request::new(1, 0, 10, 50)).unwrap();
     let one = Advance { kept: Kept::All, emitted: Emitted::Unknown(1), finished: false };
     s.plan(0).unwrap().complete(&outcome(&[one, one])).unwrap();
-    let planned = s.plan_run(10, &mut |_, limit| limit.min(8)).unwrap();
+    let planned = s.plan_run(10, &mut |_: Batch<'_>, limit: u32| limit.min(8)).unwrap();
     let ends = Advance { kept: Kept::First(3), emitted: Emitted::Unknown(3), finished: true };
     let goes_on = Advance { kept: Kept::All, emitted: Emitted::Unknown(8), finished: false };
     assert_eq!(planned.complete(&outcome(&[ends, goes_on])), Ok(Iteration::Ran { steps: 8, elapsed_ns: 10 }));

@@ -25,6 +25,7 @@ pub struct ServerConfig {
     pub cache: CacheSection,
     /// By default with batch sizes that suit a CPU, and requests that wait for a common prefix.
     pub scheduler: Config,
+    pub speculation: SpeculationSection,
     pub http: HttpSection,
     pub limits: LimitsSection,
     pub sessions: SessionsSection,
@@ -38,6 +39,7 @@ impl Default for ServerConfig {
             model: ModelSection::default(),
             cache: CacheSection::default(),
             scheduler: Config::default(),
+            speculation: SpeculationSection::default(),
             http: HttpSection::default(),
             limits: LimitsSection::default(),
             sessions: SessionsSection::default(),
@@ -95,6 +97,7 @@ impl ServerConfig {
     pub fn check(&self) -> Result<(), ConfigError> {
         check::model(self)?;
         check::cache_and_scheduler(self)?;
+        check::speculation(self)?;
         check::limits(self)?;
         check::sessions(self)?;
         check::http(self)?;
@@ -117,7 +120,8 @@ impl ServerConfig {
         self.limits.max_queue.max(self.names().len())
     }
 
-    /// The engine configuration for this model.
+    /// The engine configuration for this model, with room for drafts if `speculation` is on. The speculator is added when
+    /// the model is loaded.
     pub fn engine(&self, model: &ModelConfig) -> EngineConfig {
         let c = &self.cache;
         let cache = CacheConfig {
@@ -135,6 +139,8 @@ impl ServerConfig {
             tenants: self.names(),
             record: false,
             watchers: Vec::new(),
+            max_draft_tokens: self.speculation.step_tokens(&self.scheduler),
+            speculator: None,
         };
         engine.fit();
         engine
@@ -178,6 +184,7 @@ impl ServerConfig {
 mod tests {
     use super::*;
     use kvist_device::Storage;
+    use kvist_engine::speculate::Bounds;
 
     #[test]
     fn a_file_says_what_it_says() {
@@ -191,6 +198,10 @@ mod tests {
             [scheduler]
             policy = "srpt"
             max_batch = 8
+            [speculation]
+            speculate = "draft"
+            draft_model = "models/y.gguf"
+            draft_depth = 3
             [http]
             host = "0.0.0.0"
             port = 9000
@@ -216,6 +227,11 @@ mod tests {
             "what the file does not set is the server's, not the scheduler's"
         );
         assert_eq!(sizes(&ServerConfig::default()), (32, 256));
+        let speculation = &config.speculation;
+        assert_eq!((speculation.speculate.as_str(), speculation.is_on()), ("draft", true));
+        assert_eq!(speculation.bounds(), Bounds { tokens: 16, depth: 3, width: 4 });
+        assert_eq!(speculation.step_tokens(&config.scheduler), 128, "eight requests");
+        assert_eq!(ServerConfig::default().speculation.step_tokens(&config.scheduler), 0);
         assert_eq!((config.http.port, config.limits.max_queue, config.keys.len()), (9000, 3, 2));
         assert_eq!(config.model_name("whatever"), "x");
         assert!(!format!("{config:?}").contains("secret"), "a key must not be printed");
@@ -260,6 +276,13 @@ mod tests {
             ("[scheduler]\nlengths = \"oracle\"", "scheduler.lengths"),
             ("[cache]\neviction = \"opt\"", "cache.eviction"),
             ("[cache]\neviction = \"best\"", "cache.eviction"),
+            ("[speculation]\nspeculate = \"oracle\"", "speculation.speculate"),
+            ("[speculation]\nspeculate = \"draft\"", "speculation.draft_model"),
+            ("[speculation]\nspeculate = \"ngram\"\ndraft_model = \"x\"", "speculation.draft_model"),
+            ("[speculation]\ndraft_tokens = 0", "speculation.draft_tokens"),
+            ("[speculation]\ndraft_depth = 1025", "speculation.draft_depth"),
+            ("[speculation]\ndraft_width = 65", "speculation.draft_width"),
+            ("[speculation]\ndraft_with = 2", "draft_with"),
             ("[limits]\nmax_queue = 0", "limits.max_queue"),
             ("[limits]\nrequest_timeout_s = -1", "limits.request_timeout_s"),
             ("[limits]\ngrace_s = nan", "limits.grace_s"),

@@ -289,6 +289,9 @@ fn redact(line: &str, names: &Names, out: &mut String) {
     out.push('\n');
 }
 
+/// A draft in the event log: index in the batch, request, and the parent of each node.
+type LoggedDraft = (u32, u64, Vec<Option<u32>>);
+
 /// A line of the event log, as listeners receive it.
 #[derive(Deserialize, Serialize)]
 struct RedactedEvent {
@@ -312,6 +315,23 @@ struct RedactedEvent {
     /// Indices into the sampled tokens.
     #[serde(skip_serializing_if = "Option::is_none")]
     finished: Option<Vec<u32>>,
+    /// Index in the batch, request, and parents: the shape of a draft without its tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    drafts: Option<Vec<LoggedDraft>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    advances: Option<Vec<RedactedAdvance>>,
+}
+
+/// What a request of the batch keeps and how many tokens it emits, without the tokens.
+#[derive(Deserialize, Serialize)]
+struct RedactedAdvance {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    kept: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    path: Option<Vec<u32>>,
+    emitted: u32,
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    finished: bool,
 }
 
 /// A request, without its prompt and its salt.

@@ -5,6 +5,7 @@
 //! connection. Counters of the cache come from the engine ([`EngineStats`]).
 use crate::connections::Connections;
 use kvist_engine::serving::{EngineStats, Usage};
+use kvist_engine::speculate::Counts;
 use prometheus::{
     Counter, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, Opts, Registry, TextEncoder,
 };
@@ -52,16 +53,16 @@ impl Ended {
 /// Statuses with a counter of their own. All others share the counter `other`.
 const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503];
 
-/// One figure of the engine: name, type, help, value.
-pub struct Reading(&'static str, &'static str, &'static str, f64);
+/// One figure of the engine: name, type, help, value, and its position in a draft, which becomes the label `position`.
+pub struct Reading(&'static str, &'static str, &'static str, f64, Option<usize>);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
     let usage = stats.used_cells as f64 / stats.capacity_cells.max(1) as f64;
-    let gauge = |name, help, value: f64| Reading(name, "gauge", help, value);
-    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
+    let gauge = |name, help, value: f64| Reading(name, "gauge", help, value, None);
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
     let c = &stats.counters;
-    vec![
+    let mut readings = vec![
         gauge("vllm:num_requests_running", "Requests in the batch.", stats.running as f64),
         gauge(
             "vllm:num_requests_waiting",
@@ -91,19 +92,51 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         ),
         gauge("kvist_kv_bytes", "Bytes reserved for K and V.", stats.kv_bytes as f64),
         count("kvist_kv_bytes_read_total", "Bytes of K and V that attention has read.", stats.kv_bytes_read),
-        Reading("kvist_busy_seconds_total", "counter", "Seconds spent in steps.", stats.busy_ns as f64 / 1e9),
+        Reading(
+            "kvist_busy_seconds_total",
+            "counter",
+            "Seconds spent in steps.",
+            stats.busy_ns as f64 / 1e9,
+            None,
+        ),
         count("kvist_steps_total", "Steps that succeeded.", c.steps),
         count("kvist_failed_steps_total", "Steps that failed.", c.failed_steps),
         count("kvist_computed_tokens_total", "Tokens computed.", c.computed_tokens),
         count("kvist_lost_tokens_total", "Computed tokens that preemptions discarded.", c.lost_tokens),
-    ]
+    ];
+    readings.extend(stats.speculation.iter().flat_map(of_speculation));
+    readings
+}
+
+/// What speculation has achieved.
+fn of_speculation(counts: &Counts) -> Vec<Reading> {
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
+    let mut readings = vec![
+        count("vllm:spec_decode_num_drafts_total", "Drafts that were verified.", counts.drafts),
+        count("vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were verified.", counts.drafted),
+        count(
+            "vllm:spec_decode_num_accepted_tokens_total",
+            "Draft tokens that were accepted.",
+            counts.accepted,
+        ),
+    ];
+    readings.extend(counts.accepted_per_position.iter().enumerate().map(|(position, accepted)| {
+        Reading(
+            "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+            "counter",
+            "Draft tokens that were accepted, by their position in the accepted path.",
+            *accepted as f64,
+            Some(position),
+        )
+    }));
+    readings
 }
 
 /// Gauges and counters of requests and connections that were refused or closed because a limit was reached.
 pub(crate) fn of_limits(rejected: u64, connections: &Connections) -> Vec<Reading> {
     let (open, known) = connections.count();
-    let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64);
-    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64);
+    let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64, None);
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
     vec![
         count(
             "kvist_queue_full_total",
@@ -255,10 +288,14 @@ impl Metrics {
     /// The whole text, including the gauges and counters of the engine.
     pub fn render(&self, readings: &[Reading]) -> Result<String, prometheus::Error> {
         let engine = Registry::new_custom(None, Some(self.labels.clone()))?;
-        for Reading(name, kind, help, value) in readings {
+        for Reading(name, kind, help, value, position) in readings {
             match *kind {
                 "counter" => {
-                    let counter = Counter::new(*name, *help)?;
+                    let mut opts = Opts::new(*name, *help);
+                    if let Some(position) = position {
+                        opts = opts.const_label("position", position.to_string());
+                    }
+                    let counter = Counter::with_opts(opts)?;
                     counter.inc_by(value.max(0.0));
                     engine.register(Box::new(counter))?;
                 }
@@ -288,7 +325,7 @@ mod tests {
         metrics.first_token(ms(3));
         metrics.first_token(ms(30));
         metrics.first_token(Duration::from_secs(9_999));
-        let usage = Usage { prompt_tokens: 7, completion_tokens: 3, cached_tokens: 4, preemptions: 0 };
+        let usage = Usage { prompt_tokens: 7, completion_tokens: 3, cached_tokens: 4, ..Usage::default() };
         metrics.ended(Ended::Length, Some(usage), ms(700), Some(ms(80)));
         metrics.ended(Ended::Abort, None, ms(1), None);
         metrics.responded(200);
@@ -303,6 +340,12 @@ mod tests {
             ..EngineStats::default()
         };
         let text = metrics.render(&of_engine(&stats)).unwrap();
+        assert!(!text.contains("spec_decode"), "speculation is off");
+        let accepted_per_position = vec![5, 2];
+        let counts =
+            Counts { drafts: 6, drafted: 30, accepted: 7, accepted_per_position, ..Counts::default() };
+        let stats = EngineStats { speculation: Some(counts), ..stats };
+        let text = metrics.render(&of_engine(&stats)).unwrap();
         let label = "model_name=\"a \\\"b\\\"\"";
         for line in [
             format!("vllm:num_requests_running{{{label}}} 2"),
@@ -315,6 +358,11 @@ mod tests {
             format!("vllm:kv_cache_usage_perc{{{label}}} 0.25"),
             format!("kvist_prefix_cache_recent_hit_ratio{{{label}}} 0.4"),
             format!("vllm:prompt_tokens_total{{{label}}} 7"),
+            format!("vllm:spec_decode_num_drafts_total{{{label}}} 6"),
+            format!("vllm:spec_decode_num_draft_tokens_total{{{label}}} 30"),
+            format!("vllm:spec_decode_num_accepted_tokens_total{{{label}}} 7"),
+            format!("vllm:spec_decode_num_accepted_tokens_per_pos_total{{position=\"0\",{label}}} 5"),
+            format!("vllm:spec_decode_num_accepted_tokens_per_pos_total{{position=\"1\",{label}}} 2"),
             format!("vllm:prefix_cache_hits_total{{{label}}} 4"),
             format!("vllm:request_success_total{{finished_reason=\"length\",{label}}} 1"),
             format!("vllm:request_success_total{{finished_reason=\"abort\",{label}}} 1"),

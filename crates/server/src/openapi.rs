@@ -281,6 +281,11 @@ fn components(schemas: &Schemas) -> Value {
             json!({
                 "prompt_tokens": count(), "completion_tokens": count(), "total_tokens": count(),
                 "prompt_tokens_details": object(&["cached_tokens"], json!({"cached_tokens": count()})),
+                // Only if the server speculates.
+                "completion_tokens_details": object(
+                    &["accepted_prediction_tokens", "rejected_prediction_tokens"],
+                    json!({"accepted_prediction_tokens": count(), "rejected_prediction_tokens": count()}),
+                ),
             }),
         ),
         "Tokens": object(

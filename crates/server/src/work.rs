@@ -14,6 +14,7 @@ use crate::bodies::{SMALL_BYTES, bodies_bytes};
 use crate::config::ServerConfig;
 use crate::error::{ApiError, PREPARATION_TIME};
 use crate::memory::{BytePool, Permit};
+use kvist_engine::speculate::SuffixConfig;
 use kvist_model::halt::{self, Halt};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -39,13 +40,17 @@ const RESERVE_BYTES: usize = RENDERING_BYTES + SMALL_BYTES * RENDERING_FACTOR;
 /// Memory for finishing an answer that a stop string cut inside a token, in bytes: the rest of that token is tokenized.
 pub(crate) const SETTLING_BYTES: usize = 1 << 20;
 
+/// Bytes that speculation keeps for a token of a running request or of a finished answer: copies, and the index of
+/// repetitions while its tables grow.
+const DRAFTING_BYTES: u64 = 80;
+
 /// Threads that prepare requests.
 pub(crate) const THREADS: usize = 8;
 
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
-/// hold in addition. Prompts of prepared requests then occupy the queue, and later the batch. The sizes of pools,
-/// semaphores, queue and batch enforce the bound.
+/// hold in addition. Prompts of prepared requests then occupy the queue, and later the batch, with what drafters keep of
+/// them and of finished answers. The sizes of pools, semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let max = config.limits.max_body_bytes;
     let texts = max.saturating_mul(THREADS);
@@ -57,7 +62,11 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     // The scheduler keeps a copy to which it appends the answer. The copy grows by an eighth.
     let batch = prompt.saturating_mul(2).saturating_add(prompt / 8 + 64);
     let batch = batch.saturating_mul(u64::from(config.scheduler.max_batch));
-    (ready as u64).saturating_add(queue).saturating_add(batch)
+    let drafted = u64::from(config.scheduler.max_batch).saturating_mul(tokens);
+    let drafted =
+        drafted.saturating_add(SuffixConfig::default().max_tokens as u64).saturating_mul(DRAFTING_BYTES);
+    let drafted = if config.speculation.is_on() { drafted } else { 0 };
+    (ready as u64).saturating_add(queue).saturating_add(batch).saturating_add(drafted)
 }
 
 /// A semaphore hands out at most 2³² permits at a time, so one permit stands for this many bytes.

@@ -10,10 +10,11 @@ pub use constant::ConstantRates;
 pub use presets::{Hardware, ModelShape};
 pub use roofline::Roofline;
 pub use table::{
-    DecodeAxes, Grid, MeasuredTable, PrefillAxes, Range, Setting, SharedAxes, TableError, TableFile,
+    DecodeAxes, DraftAxes, Grid, MeasuredTable, PrefillAxes, Range, Setting, SharedAxes, TableError,
+    TableFile,
 };
 
-use kvist_cache::RecomputeCost;
+use kvist_cache::{NodeId, RecomputeCost};
 use kvist_scheduler::Batch;
 
 /// The work of a step, summed over its sequences. This is all that the models here need.
@@ -32,6 +33,8 @@ pub struct BatchShape {
     pub decode_sequences: u64,
     /// Context of those sequences at the end of the step.
     pub decode_context_tokens: u64,
+    /// Draft tokens that are verified with those tokens. Their cells are part of `decode_context_tokens`.
+    pub draft_tokens: u64,
     /// (query, key) pairs of the whole step.
     pub attention_pairs: u64,
 }
@@ -40,9 +43,9 @@ impl BatchShape {
     /// The shape of a single step's batch from the scheduler.
     pub fn of(batch: &Batch<'_>) -> BatchShape {
         let mut shape = BatchShape::default();
-        for work in batch.work {
+        for (i, work) in batch.work.iter().enumerate() {
             match work.decodes {
-                true => shape.add_decode(work.first.into()),
+                true => shape.add_draft(work.first.into(), batch.draft(i)),
                 false => shape.add_prefill(work.first.into(), work.n_tokens.into()),
             }
         }
@@ -67,9 +70,30 @@ impl BatchShape {
         self.attention_pairs += cached_tokens + 1;
     }
 
+    /// Adds one decoded token after `cached_tokens` cached ones, and the draft tokens that are verified with it. `parents`
+    /// as in [`Batch::draft`]: first that of the decoded token. Empty if nothing is drafted.
+    fn add_draft(&mut self, cached_tokens: u64, parents: &[Option<NodeId>]) {
+        self.add_decode(cached_tokens);
+        let mut depths: Vec<u64> = Vec::with_capacity(parents.len());
+        for parent in parents {
+            let depth = parent.map_or(0, |NodeId(parent)| depths[parent as usize] + 1);
+            depths.push(depth);
+            if depth > 0 {
+                self.draft_tokens += 1;
+                self.decode_context_tokens += 1;
+                self.attention_pairs += cached_tokens + 1 + depth;
+            }
+        }
+    }
+
+    /// Tokens of decoding sequences that are computed, drafts included.
+    pub(crate) fn decode_rows(&self) -> u64 {
+        self.decode_sequences + self.draft_tokens
+    }
+
     /// New tokens of the step.
     pub(crate) fn new_tokens(&self) -> u64 {
-        self.prefill_tokens + self.decode_sequences
+        self.prefill_tokens + self.decode_rows()
     }
 
     /// Tokens whose K and V are read.

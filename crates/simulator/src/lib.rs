@@ -14,6 +14,7 @@ pub mod html;
 pub mod report;
 pub mod request;
 pub mod run;
+pub mod speculation;
 pub mod statistics;
 pub mod trace;
 pub mod workload;

@@ -18,6 +18,7 @@ pub(crate) use queue::Arrivals;
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Record, RequestOutcome, RequestRow, Timeline};
 use crate::request::Request;
+use crate::speculation::{Speculation, SpeculationCounts};
 use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
@@ -47,6 +48,8 @@ pub struct Options {
     pub itl: bool,
     /// Record when each request was worked on. Used for plots.
     pub watch: bool,
+    /// Verify draft tokens while decoding. Steps then run one by one.
+    pub speculation: Option<Speculation>,
 }
 
 impl Default for Options {
@@ -59,6 +62,7 @@ impl Default for Options {
             explain: false,
             itl: true,
             watch: false,
+            speculation: None,
         }
     }
 }
@@ -189,6 +193,8 @@ impl<'a> Simulation<'a> {
         let memory = Memory::new(scheduler.cache_mut());
         let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
         executor.watched = options.watch.then(Watched::default);
+        executor.speculation =
+            options.speculation.clone().map(|speculation| (speculation, SpeculationCounts::default()));
         Ok(Simulation {
             requests,
             options,
@@ -310,6 +316,7 @@ impl<'a> Simulation<'a> {
             timeline: self.timeline,
             cache: self.cache_counts,
             steps,
+            speculation: self.executor.speculation.map(|(_, counts)| counts),
             activity,
         };
         Run { record, counters, turns }
@@ -382,6 +389,8 @@ fn setting(options: &Options, cost: &dyn StepCost) -> std::collections::BTreeMap
         ("max_batch", config.max_batch.to_string()),
         ("max_batch_tokens", config.max_batch_tokens.to_string()),
     ]
+    .into_iter()
+    .chain(options.speculation.as_ref().map(|it| ("speculation", it.name())))
     .map(|(name, value)| (name.to_owned(), value))
-    .into()
+    .collect()
 }

@@ -13,6 +13,7 @@ pub use arrivals::Arrivals;
 pub use contents::{Agents, Chats, Contents, Prefixes};
 pub use lengths::Lengths;
 pub use spec::BadSpec;
+pub(crate) use spec::Spec;
 
 use crate::request::Request;
 use contents::RequestGenerator;

@@ -1,5 +1,6 @@
 //! Checks that the parsers accept the examples in docs/traces.md.
 use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
+use kvist_simulator::speculation::DraftSpec;
 use kvist_simulator::trace::{Format, ReadOptions, Trace};
 use kvist_simulator::workload::{Arrivals, Contents, Lengths};
 
@@ -41,4 +42,12 @@ fn workloads() {
     assert!(row("lengths").iter().all(|text| text.parse::<Lengths>().is_ok()));
     assert!(row("contents").iter().all(|text| text.parse::<Contents>().is_ok()));
     assert_eq!([row("arrivals").len(), row("lengths").len(), row("contents").len()], [5, 6, 4]);
+}
+
+#[test]
+fn drafts() {
+    let guide = include_str!("../../../docs/simulator.md");
+    let texts = guide.lines().filter_map(|line| line.strip_prefix("kvist simulate --speculate "));
+    let texts: Vec<DraftSpec> = texts.map(|text| text.parse().unwrap()).collect();
+    assert!(texts.len() == 2 && texts.iter().all(|drafts| drafts.acceptance.is_some()), "{texts:?}");
 }

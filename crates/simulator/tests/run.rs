@@ -139,6 +139,7 @@ fn options(config: &Config, one_by_one: bool) -> Options {
         explain: true,
         itl: true,
         watch: true,
+        speculation: None,
     }
 }
 

@@ -182,6 +182,9 @@ impl Device for Recording {
         self.log.note(Event::Upload);
         s.output.want(rows);
     }
+    fn upload(&self, _: &mut Stream, _: &[f32], (): &mut ()) {
+        self.log.note(Event::Upload);
+    }
     fn embed(&self, _: &mut Stream, _: &Linear, _: f32, _: &mut ()) {
         self.op("embed");
     }
@@ -202,6 +205,9 @@ impl Device for Recording {
     }
     fn experts(&self, _: &mut Stream, (): &(), _: &Experts<Self>, _: Activation, (): &mut ()) {
         self.op("experts");
+    }
+    fn concat(&self, _: &mut Stream, (): &(), (): &(), (): &mut ()) {
+        self.op("concat");
     }
     fn add(&self, _: &mut Stream, (): &mut (), (): &()) {
         self.op("add");

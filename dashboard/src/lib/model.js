@@ -2,6 +2,7 @@
 //
 // Lines are applied in the order that `order` returns. Times are nanoseconds of the recorded clock.
 import { Blocks, FREE, HELD, IDLE } from './blocks.js';
+import { verified } from './drafts.js';
 
 /** Number of ended requests that a live view keeps. */
 const KEPT_REQUESTS = 600;
@@ -128,6 +129,8 @@ export class Model {
       request = {
         id, name, session, arrival, prompt: 0, maxNew: 0, admitted: null, first: null, ended: null, how: null, hit: 0, seq: null,
         computed: 0, known: 0, generated: 0, phase: 'queued', segments: [], chunked: false, preemptions: 0, miss: null,
+        // Decode steps, the tokens that they gave, and the draft of the last one that had one: see `verified`.
+        passes: 0, made: 0, draft: null,
       };
       this.requests.delete(id);
       this.requests.set(id, request);
@@ -225,6 +228,7 @@ export class Model {
   #done(at, outcome) {
     const turn = this.turn;
     this.turn = null;
+    const drafts = verified(outcome);
     let decode = 0;
     let running = 0;
     let waiting = 0;
@@ -239,13 +243,18 @@ export class Model {
         request.chunked = false;
         continue;
       }
+      const draft = drafts.get(id);
+      const made = draft?.emitted ?? outcome.steps ?? 1;
       if (!request.chunked) {
-        request.computed += outcome.steps ?? 1;
-        decode += outcome.steps ?? 1;
+        request.computed += made;
+        decode += made;
+        request.passes += outcome.steps ?? 1;
+        request.made += made;
+        if (draft) request.draft = { at, ...draft };
         this.#span(request, 'decode', outcome.at, at);
       }
       request.chunked = false;
-      request.known += outcome.steps ?? 1;
+      request.known += made;
       request.generated = request.known - request.prompt;
       request.phase = 'decode';
       if (request.first === null) {

@@ -14,6 +14,7 @@ mod rig;
 mod rivals;
 mod roofline;
 mod shape;
+mod speculate;
 mod synthetic;
 
 use clap::Subcommand;
@@ -26,6 +27,8 @@ pub enum Command {
     Attention(attention::Args),
     /// Tokens per second of a model at a depth
     Decode(passes::DecodeArgs),
+    /// Drafters in turns with plain decoding: tokens per pass, and the speedup
+    Speculate(speculate::Args),
     /// Tokens per second of a prompt
     Prefill(passes::PrefillArgs),
     /// Attention of each dtype between the limits of memory and of arithmetic
@@ -51,6 +54,7 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Ladder(args) => ladder::run(args, quiet),
         Command::Attention(args) => attention::run(args, quiet),
         Command::Decode(args) => passes::decode(args, quiet),
+        Command::Speculate(args) => speculate::run(args, quiet),
         Command::Prefill(args) => passes::prefill(args, quiet),
         Command::Roofline(args) => roofline::run(args, quiet),
         Command::Rivals(args) => rivals::run(args),

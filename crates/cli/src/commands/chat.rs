@@ -14,6 +14,7 @@ use kvist_engine::generate::{Finish, Limits, Observer};
 use kvist_engine::memory::RECENT_SEQUENCES;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::session::ModelSession;
+use kvist_engine::speculate::{Counts, Speculator};
 use serde::Serialize;
 use std::io::IsTerminal;
 use std::path::Path;
@@ -27,6 +28,8 @@ pub struct Args {
     cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
+    #[command(flatten)]
+    speculation: SpeculationArgs,
     /// Maximum tokens of an answer
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
@@ -79,11 +82,15 @@ struct TurnReport<'a> {
     prompt_tokens: usize,
     tokens: usize,
     decode_tokens_per_second: f64,
+    /// What `--speculate` achieved in this turn.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculation: Option<Counts>,
     kv_bytes: u64,
 }
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Branches need a kind that can share cells. `--kind` may name another one.
+    let asked = args.cache.kind.clone();
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, args.sampling.seed())?;
@@ -98,7 +105,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.cache.context = Some(context);
     let mut config = args.cache.config(opened.config(), u64::from(context))?;
     config.recent.sequences = RECENT_SEQUENCES;
+    args.speculation.prepare(&mut config, asked.as_deref(), args.cache.context)?;
+    let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
+    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let mut chat =
         Chat::new(ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?, None);
@@ -136,7 +147,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             _ => {
                 let message =
                     message.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(message);
-                match run_turn(&mut chat, message, &mut sampler, &args, quiet) {
+                match run_turn(&mut chat, message, &mut sampler, speculator.as_mut(), &args, quiet) {
                     Ok(()) => {}
                     // At a terminal, a turn that does not fit does not end the conversation.
                     Err(Failure::Turn(error)) if interactive => {
@@ -167,6 +178,7 @@ fn run_turn(
     chat: &mut Chat,
     message: &str,
     sampler: &mut Sampler,
+    mut speculator: Option<&mut Speculator>,
     args: &Args,
     quiet: bool,
 ) -> Result<(), Failure> {
@@ -178,18 +190,26 @@ fn run_turn(
     };
     let wrap = terminal_width().map(Wrap::new);
     let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-    let turn = chat.send(message, sampler, &limits, &mut watch);
+    let turn = chat.send(message, sampler, &limits, speculator.as_deref_mut(), &mut watch);
+    let counts = speculator.map(Speculator::take_counts);
     watch.end();
     if let Some(failed) = watch.failed {
         return Err(Failure::Output(failed));
     }
     match turn {
-        Ok(turn) => report_turn(chat, message, &turn, args, quiet).map_err(Failure::Output),
+        Ok(turn) => report_turn(chat, message, &turn, counts, args, quiet).map_err(Failure::Output),
         Err(error) => Err(Failure::Turn(explained(error, chat, args.max_tokens))),
     }
 }
 
-fn report_turn(chat: &Chat, message: &str, turn: &Turn, args: &Args, quiet: bool) -> anyhow::Result<()> {
+fn report_turn(
+    chat: &Chat,
+    message: &str,
+    turn: &Turn,
+    counts: Option<Counts>,
+    args: &Args,
+    quiet: bool,
+) -> anyhow::Result<()> {
     let g = &turn.generation;
     if args.json {
         let report = TurnReport {
@@ -203,6 +223,7 @@ fn report_turn(chat: &Chat, message: &str, turn: &Turn, args: &Args, quiet: bool
             prompt_tokens: g.prompt_tokens,
             tokens: g.tokens.len(),
             decode_tokens_per_second: g.decode_rate(),
+            speculation: counts,
             kv_bytes: chat.session().kv_bytes(),
         };
         return output::show_json_line(&report);
@@ -217,6 +238,9 @@ fn report_turn(chat: &Chat, message: &str, turn: &Turn, args: &Args, quiet: bool
             g.decode_rate(),
             Bytes(chat.session().kv_bytes())
         ));
+        if let Some(counts) = &counts {
+            output::note(&json::speculation_summary(counts));
+        }
         if g.finish == Finish::CacheFull {
             let (used, capacity) = in_use(chat);
             output::note(&format!(

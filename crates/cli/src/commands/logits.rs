@@ -4,9 +4,10 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
-use kvist_engine::generate::{Finish, Limits, generate};
+use kvist_engine::generate::{Finish, Limits, Speculation, generate_with};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::speculate::Counts;
 use kvist_model::top_two;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -29,6 +30,8 @@ pub struct Args {
     /// Continue greedily by this many tokens through the cache
     #[arg(long, value_name = "TOKENS")]
     generate: Option<u32>,
+    #[command(flatten)]
+    speculation: SpeculationArgs,
     /// Recompute the whole text for every token instead of reading the cache
     #[arg(long)]
     no_cache: bool,
@@ -47,6 +50,9 @@ struct Report {
     /// Why generation ended: anything but `max_tokens` means that some tokens are missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     finish: Option<&'static str>,
+    /// What `--speculate` achieved.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculation: Option<Counts>,
     /// The likeliest next token after each input token, and its lead over the second.
     #[serde(skip_serializing_if = "Option::is_none")]
     likeliest: Option<Vec<(u32, f32)>>,
@@ -59,11 +65,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let opened = args.model.open_without_texts(quiet)?;
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0));
     let mut config = args.cache.config(opened.config(), needed)?;
+    args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     config.max_rows = config.max_step_tokens;
     kvist_engine::check_prompt(&config, tokens.len())?;
     // Open the file first, so that an error comes before hours of work.
     let file = args.out.as_deref().map(output::FileInParts::create).transpose()?;
+    let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, _) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
+    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
     let mut report = Report {
@@ -71,6 +81,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         tokens,
         generated: None,
         finish: None,
+        speculation: None,
         likeliest: None,
         out: args.out.clone(),
     };
@@ -106,13 +117,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             ignore_eos: true,
             no_cache: args.no_cache,
         };
-        let out = generate(
+        let speculation = speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] });
+        let out = generate_with(
             &mut session,
             SeqId::ONLY,
             &report.tokens,
             None,
             &mut greedy,
             &limits,
+            speculation,
             &mut UntilInterrupted,
         )?;
         if out.tokens.len() < limits.max_tokens {
@@ -121,6 +134,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         report.finish = Some(out.finish.name());
         report.generated = Some(out.tokens);
+        report.speculation = speculator.map(|speculator| speculator.counts().clone());
     }
     if args.json {
         output::show_json(&report)?;

@@ -6,7 +6,7 @@ use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
 use kvist_engine::answer::generate_answer;
-use kvist_engine::generate::{Limits, Observer, generate};
+use kvist_engine::generate::{Limits, Observer, Speculation, generate_with};
 use kvist_engine::session::ModelSession;
 use kvist_model::Opened;
 use kvist_model::template::Message;
@@ -26,6 +26,8 @@ pub struct Args {
     cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
+    #[command(flatten)]
+    speculation: SpeculationArgs,
     /// Maximum tokens to generate
     #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: u32,
@@ -64,9 +66,13 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let (tokens, echo) = args.encode(&opened, &prompt)?;
     let answers = !args.raw && opened.chat_template().is_some();
     let needed = tokens.len() as u64 + u64::from(args.max_tokens);
-    let config = args.cache.config(opened.config(), needed)?;
+    let mut config = args.cache.config(opened.config(), needed)?;
+    args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
+    let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
     let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
+    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
@@ -82,10 +88,29 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let thinks = std::io::stdout().is_terminal().then_some(false);
     let mut watch = Watch { bar, echo, stream: !args.json, thinks, failed: None };
     let (seq, tokenizer) = (SeqId::ONLY, Some(tokenizer));
+    let speculation = speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] });
     let (generation, reasoning) = match answers {
-        true => generate_answer(&mut session, seq, &tokens, tokenizer, &mut sampler, &limits, &mut watch)?,
+        true => generate_answer(
+            &mut session,
+            seq,
+            &tokens,
+            tokenizer,
+            &mut sampler,
+            &limits,
+            speculation,
+            &mut watch,
+        )?,
         false => {
-            let text = generate(&mut session, seq, &tokens, tokenizer, &mut sampler, &limits, &mut watch)?;
+            let text = generate_with(
+                &mut session,
+                seq,
+                &tokens,
+                tokenizer,
+                &mut sampler,
+                &limits,
+                speculation,
+                &mut watch,
+            )?;
             (text, String::new())
         }
     };
@@ -93,7 +118,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(failed) = watch.failed {
         return Err(failed);
     }
-    let report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed);
+    let counts = speculator.map(|speculator| speculator.counts().clone());
+    let report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed, counts);
     if args.json {
         return output::show_json(&report);
     }

@@ -1,4 +1,6 @@
 //! `kvist serve`: the model behind an HTTP server.
+mod speculation;
+
 use crate::memory;
 use crate::options::*;
 use crate::{json, output};
@@ -10,6 +12,7 @@ use kvist_engine::serving::Engine;
 use kvist_model::Opened;
 use kvist_server::{ServerConfig, ServerState, serve};
 use serde::Serialize;
+use speculation::{SpeculationFlags, SpeculationPlan};
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
@@ -65,6 +68,8 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    #[command(flatten)]
+    speculation: SpeculationFlags,
     /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
     #[arg(long, value_name = "N")]
     max_queue: Option<usize>,
@@ -128,6 +133,7 @@ impl Args {
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
+        self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
         set(&mut c.limits.grace_s, &self.grace);
@@ -152,11 +158,14 @@ struct Plan {
     kv_recent: u32,
     max_batch: u32,
     max_batch_tokens: u32,
+    /// Absent if the server does not speculate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculation: Option<SpeculationPlan>,
     /// Memory of the model and its cache; never exceeded.
     bound: json::MemoryBytes,
     /// Memory of all requests together: while they are prepared, and their prompts from then on.
     requests_bytes: u64,
-    /// The sum, which must be available.
+    /// The sum, a draft model included, which must be available.
     total_bytes: u64,
     available_bytes: Option<u64>,
 }
@@ -178,10 +187,17 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         anyhow::bail!("{error}; --generation-config none ignores it");
     }
     let registry = registry(&args.model.compute.get()?);
-    let engine = config.engine(opened.config());
+    let mut engine = config.engine(opened.config());
+    let speculation = speculation::of_section(&config.speculation)?;
+    speculation.check_cache(engine.paged.cache.context_tokens)?;
+    let draft = speculation.open_draft(&opened, &args.model, quiet)?;
+    let texts = config.scheduler.max_batch;
+    let draft_bytes =
+        draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
-        return show_plan(&args, &config, &opened, &registry, &plan);
+        let speculation = SpeculationPlan::of(&config, draft_bytes);
+        return show_plan(&args, &config, &opened, &registry, &plan, speculation);
     }
     if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
@@ -189,16 +205,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
-    if plan.session_bound().saturating_add(requests_bytes) > free {
-        anyhow::bail!(
-            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides the weights; \
-             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
-            Bytes(plan.session_bound()),
-            Bytes(requests_bytes),
-            Bytes(free),
-            Bytes(budget.total())
-        );
-    }
+    check_memory(&plan, requests_bytes, draft_bytes, free, budget.total())?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
@@ -212,6 +219,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tracing::info!(target: "kvist::server", "{line}");
     }
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
+    let cache = &engine.paged.cache;
+    let draft = draft.map(|draft| draft.load(&model, cache, quiet)).transpose()?;
+    engine.speculator = speculation.speculator(draft.as_ref(), &model, cache, texts)?;
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
@@ -238,6 +248,29 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // After the grace period a rendering or a tokenization that does not end must not keep the program alive.
     runtime.shutdown_timeout(Duration::from_secs(2));
     served
+}
+
+/// Refuses a server whose cache and requests do not fit into what weights (`free`) and a draft model leave.
+fn check_memory(
+    plan: &MemoryPlan,
+    requests_bytes: u64,
+    draft_bytes: Option<u64>,
+    free: u64,
+    total: u64,
+) -> anyhow::Result<()> {
+    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
+    let weights = if draft_bytes.is_some() { "the weights and the draft model" } else { "the weights" };
+    if plan.session_bound().saturating_add(requests_bytes) > free {
+        anyhow::bail!(
+            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides {weights}; \
+             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            Bytes(plan.session_bound()),
+            Bytes(requests_bytes),
+            Bytes(free),
+            Bytes(total)
+        );
+    }
+    Ok(())
 }
 
 /// Opens the file of `--record`. A recording cannot be made again, so it is not overwritten by default.
@@ -284,12 +317,14 @@ fn show_plan(
     opened: &Opened,
     registry: &Registry,
     plan: &MemoryPlan,
+    speculation: Option<SpeculationPlan>,
 ) -> anyhow::Result<()> {
     let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
     let bound = plan.usage.with(Purpose::Weights, weights);
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
-    let total = total.saturating_add(requests_bytes);
+    let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
+    let total = total.saturating_add(requests_bytes).saturating_add(draft_bytes.unwrap_or(0));
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
         version: json::VERSION,
@@ -301,6 +336,7 @@ fn show_plan(
         kv_recent: config.cache.recent_tokens(),
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
+        speculation,
         bound: bound.into(),
         requests_bytes,
         total_bytes: total,
@@ -326,8 +362,18 @@ fn show_plan(
             format!("scratch          {}", Bytes(report.bound.scratch)),
             format!("activations      {}", Bytes(report.bound.activations)),
             format!("requests         {}", Bytes(requests_bytes)),
-            format!("total bound      {}", Bytes(total)),
         ];
+        if let Some(speculation) = &report.speculation {
+            let SpeculationPlan { speculate, max_draft_tokens, .. } = speculation;
+            lines.insert(
+                3,
+                format!("speculation      {speculate}, at most {max_draft_tokens} draft tokens a step"),
+            );
+        }
+        if let Some(bytes) = draft_bytes {
+            lines.push(format!("draft model      {}", Bytes(bytes)));
+        }
+        lines.push(format!("total bound      {}", Bytes(total)));
         if let Some(available) = available {
             lines.push(format!("available        {}", Bytes(available)));
         }

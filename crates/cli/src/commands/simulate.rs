@@ -8,6 +8,7 @@ mod schedule;
 mod seeds;
 mod show;
 mod spec;
+mod speculate;
 mod sweep;
 mod zero;
 
@@ -18,12 +19,14 @@ use blocks::BlockArgs;
 use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
 use kvist_cache::{Cache, evict};
+use kvist_scheduler::Config;
 use kvist_simulator::html;
 use kvist_simulator::report::{self, Objectives, Record, Report};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{self, Options, Part, Recorder, Run};
 use requests::{RequestArgs, Requests};
 use schedule::ScheduleArgs;
+use speculate::SpeculateArgs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use zero::ZeroArgs;
@@ -34,6 +37,7 @@ use zero::ZeroArgs;
     after_help = "Without a trace it draws chats. Examples:\n  \
         kvist simulate --hardware h100-sxm --shape llama-3.1-8b --arrivals poisson:per_s=8 --html report.html\n  \
         kvist simulate --trace conversation_trace.jsonl --capacity-blocks 200000 --slo-ttft 2s\n  \
+        kvist simulate --speculate tokens=4,accept=0.8/0.6,draft_ms=0.3\n  \
         kvist simulate --trace conversation_trace.jsonl --zero-service --policy lru --capacity-blocks 10000 --json\n  \
         kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep\n  \
         kvist simulate sweep --trace conversation_trace.jsonl --zero-service --policies lru,opt --capacities 1000,10000 \
@@ -79,6 +83,8 @@ pub struct What {
     #[command(flatten)]
     costs: CostArgs,
     #[command(flatten)]
+    speculation: SpeculateArgs,
+    #[command(flatten)]
     zero: ZeroArgs,
     /// Objective for the time to the first token: 2s, 500ms
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
@@ -120,13 +126,14 @@ struct ShowArgs {
     record: Option<PathBuf>,
 }
 
-pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     match args.of {
         Some(Of::Sweep(args)) => return sweep::run(*args, quiet),
         Some(Of::Arena(args)) => return arena::run(*args, quiet),
         Some(Of::Replay(args)) => return replay::run(args, quiet),
         None => {}
     }
+    args.what.read_drafts()?;
     if let Some(n_seeds) = args.seeds {
         return seeds::run(&args, n_seeds, quiet);
     }
@@ -190,7 +197,7 @@ fn watched(args: &Args, what: &What, requests: &Requests, quiet: bool) -> anyhow
         None => Ok(()),
     };
     let watch = args.show.html.is_some() || args.show.svg.is_some();
-    let options = Options { explain: true, watch, ..what.options() };
+    let options = Options { explain: true, watch, ..what.options(args.seed) };
     let mut progress = |n: usize| bar.set_position(n as u64);
     let done =
         simulate(what, &requests.list, &options, args.show.record.is_some(), &mut write, &mut progress)?;
@@ -217,10 +224,25 @@ fn write_pictures(folder: &Path, page: &html::Page<'_>) -> anyhow::Result<()> {
 }
 
 impl What {
-    pub fn options(&self) -> Options {
-        let scheduler = self.schedule.config(self.costs.work(self.schedule.batch_tokens()));
+    /// Reads the recording that drafts are taken from, if any. To be called once, before [`options`](Self::options).
+    pub fn read_drafts(&mut self) -> anyhow::Result<()> {
+        if self.zero.zero_service && self.speculation.is_on() {
+            return Err(wrong_usage(
+                "--speculate cannot be used with --zero-service, where nothing takes time",
+            ));
+        }
+        self.speculation.read()
+    }
+
+    /// The options of a run of the load of `seed`.
+    pub fn options(&self, seed: u64) -> Options {
         let (max_new, deadline_ns) = (self.schedule.max_new(), self.schedule.deadline_ns());
-        Options { scheduler, max_new, deadline_ns, ..Options::default() }
+        let speculation = self.speculation.get(seed);
+        Options { scheduler: self.scheduler(), max_new, deadline_ns, speculation, ..Options::default() }
+    }
+
+    fn scheduler(&self) -> Config {
+        self.schedule.config(self.costs.work(self.schedule.batch_tokens()))
     }
 
     /// Checks the settings, and that one cache can serve all requests, before hours are spent.
@@ -229,7 +251,7 @@ impl What {
             let policy = evict::build(&self.blocks.policy, &self.blocks.parameters()?);
             return policy.map(|_| ()).map_err(|why| wrong_usage(why.to_string()));
         }
-        let config = self.options().scheduler;
+        let config = self.scheduler();
         let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
         sound.map_err(|why| wrong_usage(why.to_string()))?;
         self.costs.get()?;
@@ -240,7 +262,10 @@ impl What {
     fn beyond_measurements(&self, requests: &[Request]) -> anyhow::Result<Vec<String>> {
         let longest = requests.iter().map(|r| u64::from(r.prompt_tokens) + u64::from(r.output_tokens)).max();
         let (sequences, tokens) = (self.schedule.max_batch(), self.schedule.batch_tokens());
-        self.costs.beyond(sequences, tokens, longest.unwrap_or(0), self.blocks.block_tokens())
+        let mut beyond =
+            self.costs.beyond(sequences, tokens, longest.unwrap_or(0), self.blocks.block_tokens())?;
+        beyond.extend(self.costs.beyond_drafts(sequences, tokens, self.speculation.max_tokens())?);
+        Ok(beyond)
     }
 
     /// Checks that one cache can serve all requests.

@@ -3,7 +3,8 @@
 //! are f32; all arithmetic is f64.
 //!
 //! It stores f32 whatever storage is requested (and its [`usage`](Backend::usage) says so). The loss of a dtype is
-//! defined by the tolerances of the `kvist_testing::conformance` suite. The blocks that it exports and imports have f32 rows, too.
+//! defined by the tolerances of the `kvist_testing::conformance` suite. The blocks that it exports and imports have
+//! f32 rows, too.
 use super::Reference;
 use crate::*;
 use kvist_cache::{CellCopy, CellRun, GroupId, GroupPlan, LayerId, MovePlan, StepId, StepPlan};

@@ -158,6 +158,17 @@ pub struct Usage {
     /// Prompt tokens that the prefix index supplied.
     pub cached_tokens: u32,
     pub preemptions: u32,
+    /// `None` if the engine does not speculate.
+    pub drafts: Option<DraftUsage>,
+}
+
+/// Draft tokens of a generation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftUsage {
+    /// Draft tokens that were verified.
+    pub draft_tokens: u64,
+    /// Those of them that the model accepted.
+    pub accepted_tokens: u64,
 }
 
 /// Why a job that was queued cannot be served.

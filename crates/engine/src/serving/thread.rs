@@ -46,6 +46,8 @@ pub(super) struct Thread {
     pub busy_ns: u64,
     /// Start of the last step.
     pub step_started: Instant,
+    /// The most tokens that the last step emitted for a job with a pace, at least 1.
+    pub paced_tokens: u32,
     pub shared: std::sync::Weak<Shared>,
 }
 
@@ -60,6 +62,8 @@ pub(super) struct LiveJob {
     /// False if only the prompt is computed.
     generates: bool,
     pace: Option<u32>,
+    /// Tokens generated at the end of the last step, if the job has a pace.
+    paced: u32,
     /// The deadline has passed.
     late: bool,
     needed_tokens: u64,
@@ -95,6 +99,7 @@ impl Thread {
                 Iteration::Idle => 0,
             };
             self.busy_ns += elapsed_ns;
+            self.count_paced();
             self.send_results();
             for watcher in &mut self.watchers {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
@@ -115,10 +120,20 @@ impl Thread {
         if drains || self.live.keys().any(|id| prefills(*id)) {
             return None;
         }
-        let next_step = self.step_started + Duration::from_secs(1) / fastest.max(1);
+        let next_step = self.step_started + Duration::from_secs(1) * self.paced_tokens / fastest.max(1);
         let deadlines = self.live.values().filter(|live| !live.late).filter_map(|live| live.deadline);
         let until = deadlines.fold(next_step, Instant::min);
         Some(until.saturating_duration_since(Instant::now())).filter(|pause| !pause.is_zero())
+    }
+
+    /// Counts the tokens of the last step for jobs with a pace: a step that verifies drafts emits several.
+    fn count_paced(&mut self) {
+        self.paced_tokens = 1;
+        for (id, live) in self.live.iter_mut().filter(|(_, live)| live.pace.is_some()) {
+            let generated = self.state.scheduler.status(*id).map_or(0, |status| status.generated);
+            self.paced_tokens = self.paced_tokens.max(generated.saturating_sub(live.paced));
+            live.paced = generated;
+        }
     }
 
     fn handle(&mut self, command: Command) {
@@ -154,6 +169,7 @@ impl Thread {
             permit: Some(permit),
             generates: job.max_new > 0,
             pace: job.pace,
+            paced: 0,
             late: false,
             needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
         };
@@ -239,6 +255,10 @@ impl Thread {
                     completion_tokens: if live.generates { ended.generated } else { 0 },
                     cached_tokens: ended.hit_tokens,
                     preemptions: ended.preemptions,
+                    drafts: self.state.executor.speculation().map(|_| DraftUsage {
+                        draft_tokens: ended.draft_tokens,
+                        accepted_tokens: ended.accepted_tokens,
+                    }),
                 },
             })
         };
@@ -290,6 +310,7 @@ impl Thread {
             kv_bytes: self.state.executor.kv_bytes(),
             kv_bytes_read: self.state.executor.counters().bytes_read,
             busy_ns: self.busy_ns,
+            speculation: self.state.executor.speculation(),
         };
         *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
     }

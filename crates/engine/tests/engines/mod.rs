@@ -7,6 +7,7 @@ use kvist_engine::devices;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::serving::*;
+use kvist_engine::speculate::*;
 use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_scheduler::{Admission, Config};
 use std::sync::{Arc, OnceLock};
@@ -49,7 +50,20 @@ pub fn config(context_tokens: u32) -> EngineConfig {
         tenants: Vec::new(),
         record: false,
         watchers: Vec::new(),
+        max_draft_tokens: 0,
+        speculator: None,
     };
+    config.fit();
+    config
+}
+
+/// Limits of small trees.
+pub const SMALL: Bounds = Bounds { tokens: 7, depth: 4, width: 3 };
+
+/// `config`, with trees of this drafter.
+pub fn speculating(mut config: EngineConfig, bounds: Bounds, drafter: Box<dyn Drafter>) -> EngineConfig {
+    config.speculator = Some(Speculator::new(vec![drafter], SpeculationConfig { bounds, adaptive: false }));
+    config.max_draft_tokens = bounds.tokens * config.scheduler.max_batch;
     config.fit();
     config
 }
@@ -65,10 +79,11 @@ pub fn greedy(prompt: &[u32], max_new: u32) -> Job {
 /// All events of a generation.
 #[derive(Debug, Default)]
 pub struct Received {
-    /// Number of prompt tokens that were scored.
-    pub prompt_scores: usize,
+    /// Log-probabilities of the prompt.
+    pub prompt_scores: Vec<LogProb>,
     pub tokens: Vec<u32>,
     pub text: String,
+    pub logprobs: Vec<LogProb>,
     pub admitted: Option<(u32, Option<kvist_cache::MissReason>)>,
     pub done: Option<Done>,
     pub failure: Option<Failure>,
@@ -82,10 +97,11 @@ pub async fn receive(generation: &mut GenerationHandle) -> Received {
                 assert!(received.tokens.is_empty(), "a token before its admission");
                 assert!(received.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }
-            Event::Prompt(scores) => received.prompt_scores += scores.len(),
+            Event::Prompt(scores) => received.prompt_scores.extend(scores),
             Event::Token(token) => {
                 received.tokens.push(token.id);
                 received.text += &token.text;
+                received.logprobs.extend(token.logprob);
             }
             Event::Done(done) => {
                 received.text += &done.text;

@@ -122,6 +122,7 @@ impl ModelConfig {
                 true => gguf.tensor("blk.0.ffn_down_exps.weight")?.encoding,
                 false => gguf.tensor("token_embd.weight")?.encoding,
             },
+            features: 0,
         }
         .check(file)
     }

@@ -95,6 +95,7 @@ impl ModelConfig {
             eos: fields.or("eos_token_id", &whole).tokens("eos_token_id")?,
             stored_dtype: stored,
             stored_experts: if packed.is_some() { Encoding::Mxfp4 } else { stored },
+            features: 0,
         }
         .check(file)
     }
@@ -105,26 +106,26 @@ fn dtype<'f>(fields: &'f Fields<'_>) -> Option<&'f str> {
 }
 
 /// A JSON object. Errors name the file and the field. `null` counts as absent.
-struct Fields<'f> {
-    file: &'f str,
-    object: Map<String, Value>,
+pub(super) struct Fields<'f> {
+    pub(super) file: &'f str,
+    pub(super) object: Map<String, Value>,
 }
 
 impl<'f> Fields<'f> {
-    fn parse(file: &'f str, text: &str) -> Result<Self, Error> {
+    pub(super) fn parse(file: &'f str, text: &str) -> Result<Self, Error> {
         match serde_json::from_str(text) {
             Ok(Value::Object(object)) => Ok(Fields { file, object }),
             Ok(_) => Err(Error::Malformed { file: file.into(), what: "not a JSON object".into() }),
             Err(e) => Err(Error::Malformed { file: file.into(), what: format!("not JSON: {e}") }),
         }
     }
-    fn bad(&self, field: &str, problem: String) -> Error {
+    pub(super) fn bad(&self, field: &str, problem: String) -> Error {
         Error::Config { file: self.file.into(), field: field.into(), problem }
     }
-    fn get(&self, field: &str) -> Option<&Value> {
+    pub(super) fn get(&self, field: &str) -> Option<&Value> {
         self.object.get(field).filter(|v| !v.is_null())
     }
-    fn size(&self, field: &str) -> Result<Option<usize>, Error> {
+    pub(super) fn size(&self, field: &str) -> Result<Option<usize>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         let size = value.as_u64().and_then(|n| usize::try_from(n).ok());
         size.map(Some).ok_or_else(|| self.bad(field, format!("is {value}; a size was expected")))
@@ -152,7 +153,7 @@ impl<'f> Fields<'f> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_f64().map(Some).ok_or_else(|| self.bad(field, format!("is {value}; a number was expected")))
     }
-    fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
+    pub(super) fn flag(&self, field: &str) -> Result<Option<bool>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value
             .as_bool()
@@ -176,7 +177,7 @@ impl<'f> Fields<'f> {
         let numbers = list.iter().map(|value| value.as_f64().map(|x| x as f32));
         numbers.collect::<Option<_>>().ok_or_else(|| self.bad(field, "must be a list of numbers".into()))
     }
-    fn list(&self, field: &str) -> Result<Option<&Vec<Value>>, Error> {
+    pub(super) fn list(&self, field: &str) -> Result<Option<&Vec<Value>>, Error> {
         let Some(value) = self.get(field) else { return Ok(None) };
         value.as_array().map(Some).ok_or_else(|| self.bad(field, format!("is {value}; a list was expected")))
     }

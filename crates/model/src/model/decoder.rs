@@ -9,6 +9,7 @@
 //! logits = norm(x)·Whead               only for the requested rows
 //! ```
 //! Some families also have: norms of q and k, norms after attention and MLP, GELU, softcaps, a scale of the embedding.
+use super::draft::DraftInput;
 use crate::config::ModelConfig;
 use kvist_cache::{LayerId, StepPlan};
 use kvist_device::*;
@@ -16,7 +17,8 @@ use std::sync::Arc;
 
 /// One layer's weights.
 pub(super) struct Layer<D: Device> {
-    pub attention_norm: D::Vector,
+    /// `None` in draft heads of EAGLE-1.
+    pub attention_norm: Option<D::Vector>,
     pub q: D::Linear,
     /// `None` for a layer that reads another layer's K and V.
     pub kv: Option<(D::Linear, D::Linear)>,
@@ -41,34 +43,41 @@ pub(super) enum Mlp<D: Device> {
     Routed(Experts<D>),
 }
 
-/// The weights of a model on a device.
+/// The weights of a model on a device. A draft head may share embedding and output layer with its target.
 pub(super) struct Decoder<D: Device> {
     pub config: ModelConfig,
-    pub embedding: D::Linear,
+    pub embedding: Arc<D::Linear>,
+    /// What stands before the layer of a draft head.
+    pub draft: Option<DraftInput<D>>,
     pub layers: Vec<Layer<D>>,
-    pub norm: D::Vector,
+    /// `None` in draft heads of EAGLE-1.
+    pub norm: Option<Arc<D::Vector>>,
     /// `None` if the embedding is also the output layer.
-    pub head: Option<D::Linear>,
+    pub head: Option<Arc<D::Linear>>,
     pub ropes: Vec<RopeTable>,
 }
 
 /// The buffers of a forward pass: those of [`ModelShape::buffers`].
-struct Activations<D: Device> {
-    x: D::Buffer,
-    h: D::Buffer,
-    q: D::Buffer,
-    k: D::Buffer,
-    v: D::Buffer,
+pub(super) struct Activations<D: Device> {
+    pub x: D::Buffer,
+    pub h: D::Buffer,
+    pub q: D::Buffer,
+    pub k: D::Buffer,
+    pub v: D::Buffer,
     attended: D::Buffer,
-    projected: D::Buffer,
+    pub projected: D::Buffer,
     gate: D::Buffer,
     up: D::Buffer,
     wanted: D::Buffer,
+    /// Of draft heads.
+    pub features: D::Buffer,
+    pub state: D::Buffer,
+    pub joined: D::Buffer,
 }
 
 impl<D: Device> Activations<D> {
     fn new(device: &D, shape: &ModelShape, limits: &StepLimits) -> Result<Self, BackendError> {
-        let [x, h, q, k, v, attended, projected, gate, up, wanted] = shape.buffers();
+        let [x, h, q, k, v, attended, projected, gate, up, wanted, features, state, joined] = shape.buffers();
         let buffer = |(rows, width)| device.buffer(rows, width, limits);
         Ok(Activations {
             x: buffer(x)?,
@@ -81,6 +90,9 @@ impl<D: Device> Activations<D> {
             gate: buffer(gate)?,
             up: buffer(up)?,
             wanted: buffer(wanted)?,
+            features: buffer(features)?,
+            state: buffer(state)?,
+            joined: buffer(joined)?,
         })
     }
 }
@@ -92,12 +104,12 @@ pub(super) struct Loaded<D: Device> {
 }
 
 /// A decoder with KV pools and buffers.
-struct Running<D: Device> {
-    device: Arc<D>,
+pub(super) struct Running<D: Device> {
+    pub device: Arc<D>,
     decoder: Arc<Decoder<D>>,
-    stream: D::Stream,
+    pub stream: D::Stream,
     pools: D::Pools,
-    activations: Activations<D>,
+    pub activations: Activations<D>,
     last_submission: Ticket,
 }
 
@@ -127,7 +139,7 @@ impl<D: Device> LoadedModel for Loaded<D> {
 impl<D: Device> Network for Running<D> {
     fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError> {
         self.device.begin(&mut self.stream, &mut self.pools, plan, inputs)?;
-        self.run_layers(plan, inputs.taps)?;
+        self.run_layers(plan, inputs)?;
         self.run_head();
         self.last_submission = self.device.submit(&mut self.stream)?;
         Ok(self.last_submission)
@@ -162,26 +174,52 @@ impl<D: Device> Network for Running<D> {
 }
 
 impl<D: Device> Decoder<D> {
-    fn norm<'a>(&self, weight: &'a D::Vector) -> Norm<'a, D> {
+    pub fn norm<'a>(&self, weight: &'a D::Vector) -> Norm<'a, D> {
         Norm { weight, eps: self.config.norm_eps }
     }
 }
 
 impl<D: Device> Running<D> {
     /// The layers of one step: from its tokens to the residual stream.
-    fn run_layers(&mut self, plan: &StepPlan, taps: &[LayerId]) -> Result<(), BackendError> {
+    fn run_layers(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<(), BackendError> {
         let decoder = self.decoder.clone();
+        let (hidden, features) = (decoder.config.hidden, decoder.config.features);
+        self.upload_given(decoder.draft.as_ref(), hidden, features, inputs)?;
         let scale = decoder.config.embedding_scale;
         self.device.embed(&mut self.stream, &decoder.embedding, scale, &mut self.activations.x);
+        self.keep_taps(inputs.taps, EMBEDDING);
         for (l, layer) in decoder.layers.iter().enumerate() {
             let id = LayerId(l as u16);
+            match &decoder.draft {
+                None => self.project(&decoder, layer),
+                Some(draft) => self.project_draft(&decoder, draft, layer, inputs.given),
+            }
             self.run_attention(&decoder, plan, id, layer)?;
             self.run_mlp(&decoder, layer);
-            for (i, _) in taps.iter().enumerate().filter(|(_, tap)| **tap == id) {
-                self.device.tap(&mut self.stream, i, &self.activations.x);
-            }
+            self.keep_taps(inputs.taps, id);
         }
         Ok(())
+    }
+
+    /// Keeps the residual stream for the taps that name `id`.
+    fn keep_taps(&mut self, taps: &[LayerId], id: LayerId) {
+        for (i, _) in taps.iter().enumerate().filter(|(_, tap)| **tap == id) {
+            self.device.tap(&mut self.stream, i, &self.activations.x);
+        }
+    }
+
+    /// Queries, keys and values of the normed residual stream.
+    pub fn project(&mut self, decoder: &Decoder<D>, layer: &Layer<D>) {
+        let Running { device, stream, activations: a, .. } = self;
+        let norm = layer.attention_norm.as_ref().map(|norm| decoder.norm(norm));
+        let mut project = |outs: &mut [(&D::Linear, &mut D::Buffer)]| match norm {
+            Some(norm) => device.norm_matmul(stream, &a.x, norm, &mut a.h, outs),
+            None => device.matmul(stream, &a.x, outs),
+        };
+        match &layer.kv {
+            Some((k, v)) => project(&mut [(&layer.q, &mut a.q), (k, &mut a.k), (v, &mut a.v)]),
+            None => project(&mut [(&layer.q, &mut a.q)]),
+        }
     }
 
     fn run_attention(
@@ -193,14 +231,6 @@ impl<D: Device> Running<D> {
     ) -> Result<(), BackendError> {
         let Running { device, stream, pools, activations: a, .. } = self;
         let config = &decoder.config;
-        let norm = decoder.norm(&layer.attention_norm);
-        match &layer.kv {
-            Some((k, v)) => {
-                let outs = &mut [(&layer.q, &mut a.q), (k, &mut a.k), (v, &mut a.v)];
-                device.norm_matmul(stream, &a.x, norm, &mut a.h, outs);
-            }
-            None => device.norm_matmul(stream, &a.x, norm, &mut a.h, &mut [(&layer.q, &mut a.q)]),
-        }
         let stores_kv = layer.kv.is_some();
         let queries_and_keys = [(&mut a.q, &layer.q_norm), (&mut a.k, &layer.k_norm)];
         for (x, norm) in queries_and_keys.into_iter().take(1 + usize::from(stores_kv)) {
@@ -260,7 +290,9 @@ impl<D: Device> Running<D> {
         let Running { device, decoder, stream, activations: a, .. } = self;
         let head = decoder.head.as_ref().unwrap_or(&decoder.embedding);
         device.wanted_rows(stream, &a.x, &mut a.wanted);
-        device.norm_in_place(stream, &mut a.wanted, decoder.norm(&decoder.norm));
+        if let Some(norm) = &decoder.norm {
+            device.norm_in_place(stream, &mut a.wanted, decoder.norm(norm));
+        }
         device.logits(stream, &a.wanted, head, decoder.config.logit_softcap);
         device.answer_rows(stream);
     }

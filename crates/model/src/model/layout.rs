@@ -38,6 +38,7 @@ impl ModelConfig {
             intermediate: if all_routed { 0 } else { self.intermediate },
             routing: self.experts.map(|experts| experts.routing),
             rope_pairs: self.ropes.iter().map(|rope| rope.dim / 2).collect(),
+            features: self.features,
         }
     }
 }

@@ -1,9 +1,11 @@
 //! Loads a decoder from files. Every tensor is checked by name and shape, and every byte is reserved in the budget
 //! before it is read.
 use super::decoder::{Decoder, Layer, Loaded, Mlp};
+use super::draft::Weights;
 use crate::config::{ModelConfig, Role, TensorSpec};
 use crate::embedded;
 use crate::error::Error;
+use crate::files::not_there;
 use crate::generation_config::SamplingDefaults;
 use crate::harmony;
 use crate::template::ChatTemplate;
@@ -47,7 +49,7 @@ pub struct Model {
     name: String,
     config: ModelConfig,
     layout: Layout,
-    loaded: Box<dyn LoadedModel>,
+    loaded: Box<dyn Weights>,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     harmony: Option<Vec<u32>>,
@@ -211,7 +213,7 @@ impl Opened {
         let total = specs.len();
         let mut loader = Loader {
             specs: specs.into_iter().map(|spec| (spec.name.clone(), spec)).collect(),
-            source,
+            source: &source,
             format: options.format,
             device: &device,
             norms_less_one: config.norms_less_one,
@@ -248,19 +250,6 @@ impl Opened {
             channels,
             weights,
         })
-    }
-}
-
-/// Advice for a path that does not exist. Two names that do not start with a dot may be meant as a repository of the
-/// Hub.
-fn not_there(path: &Path) -> String {
-    let advice = "not there; give a Hugging Face folder or a .gguf file";
-    let names: Option<Vec<&str>> = path.components().map(|part| part.as_os_str().to_str()).collect();
-    match names.as_deref() {
-        Some([owner, name]) if !["/", ".", ".."].contains(owner) && !name.ends_with(".gguf") => format!(
-            "{advice}. If a repository of the Hugging Face Hub is meant, the kvist program downloads it as hf:{owner}/{name}"
-        ),
-        _ => advice.into(),
     }
 }
 
@@ -315,6 +304,30 @@ impl Model {
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
+    /// A draft head on the same device, as a model of its own.
+    pub(super) fn of_head(
+        name: String,
+        config: ModelConfig,
+        loaded: Box<dyn Weights>,
+        weights: Reservation,
+    ) -> Self {
+        Model {
+            name,
+            layout: config.layout(),
+            config,
+            loaded,
+            tokenizer: None,
+            template: None,
+            harmony: None,
+            end_tokens: Vec::new(),
+            sampling: SamplingDefaults::default(),
+            channels: OnceLock::new(),
+            weights,
+        }
+    }
+    pub(super) fn weights(&self) -> &dyn Weights {
+        &*self.loaded
+    }
     /// The device that the weights are on.
     pub fn device(&self) -> &dyn Footprint {
         self.loaded.device()
@@ -356,17 +369,17 @@ impl Model {
     }
 }
 
-struct Loader<'p, D> {
-    device: &'p D,
-    specs: HashMap<String, TensorSpec>,
-    source: Source,
-    format: WeightFormat,
-    norms_less_one: bool,
+pub(super) struct Loader<'p, D> {
+    pub device: &'p D,
+    pub specs: HashMap<String, TensorSpec>,
+    pub source: &'p Source,
+    pub format: WeightFormat,
+    pub norms_less_one: bool,
     /// Tokens of the longest text.
-    context: u32,
-    done: usize,
-    total: usize,
-    progress: &'p mut dyn FnMut(usize, usize),
+    pub context: u32,
+    pub done: usize,
+    pub total: usize,
+    pub progress: &'p mut dyn FnMut(usize, usize),
 }
 
 impl<D: Device> Loader<'_, D> {
@@ -384,29 +397,29 @@ impl<D: Device> Loader<'_, D> {
         Ok(Some(self.source.find(&spec)?.to_f32()?))
     }
     /// The weights of a norm; `None` if the model lacks it.
-    fn norm(&mut self, name: &str) -> Result<Option<D::Vector>, Error> {
+    pub fn norm(&mut self, name: &str) -> Result<Option<D::Vector>, Error> {
         let mut norm = self.values(&format!("{name}.weight"))?;
         if self.norms_less_one {
             norm.iter_mut().flatten().for_each(|weight| *weight += 1.0);
         }
         Ok(norm.map(|norm| self.device.vector(norm)).transpose()?)
     }
-    fn must_norm(&mut self, name: &str) -> Result<D::Vector, Error> {
+    pub fn must_norm(&mut self, name: &str) -> Result<D::Vector, Error> {
         let missing = self.missing(format!("{name}.weight"));
         self.norm(name)?.ok_or(missing)
     }
     /// A linear layer with its bias, if any; `None` if the model lacks it.
-    fn linear(&mut self, name: &str) -> Result<Option<D::Linear>, Error> {
+    pub fn linear(&mut self, name: &str) -> Result<Option<D::Linear>, Error> {
         let Some(spec) = self.spec(&format!("{name}.weight")) else { return Ok(None) };
         self.tick();
         let bias = self.values(&format!("{name}.bias"))?;
         self.weights(&spec, bias).map(Some)
     }
-    fn must(&mut self, name: &str) -> Result<D::Linear, Error> {
+    pub fn must(&mut self, name: &str) -> Result<D::Linear, Error> {
         let missing = self.missing(format!("{name}.weight"));
         self.linear(name)?.ok_or(missing)
     }
-    fn embedding(&mut self) -> Result<D::Linear, Error> {
+    pub fn embedding(&mut self) -> Result<D::Linear, Error> {
         let name = "model.embed_tokens.weight";
         let spec = self.spec(name).ok_or_else(|| self.missing(name.into()))?;
         self.tick();
@@ -442,7 +455,7 @@ impl<D: Device> Loader<'_, D> {
         Ok(GatedMlp { gate: self.must(&gate)?, up: self.must(&up)?, down: self.must(&down)? })
     }
 
-    fn layer(&mut self, config: &ModelConfig, l: usize) -> Result<Layer<D>, Error> {
+    pub fn layer(&mut self, config: &ModelConfig, l: usize) -> Result<Layer<D>, Error> {
         let name = |part: &str| format!("model.layers.{l}.{part}");
         let k = self.linear(&name("self_attn.k_proj"))?;
         let v = self.linear(&name("self_attn.v_proj"))?;
@@ -453,7 +466,7 @@ impl<D: Device> Loader<'_, D> {
         };
         let sinks = self.values(&name("self_attn.sinks"))?;
         Ok(Layer {
-            attention_norm: self.must_norm(&name("input_layernorm"))?,
+            attention_norm: self.norm(&name("input_layernorm"))?,
             q: self.must(&name("self_attn.q_proj"))?,
             kv: k.zip(v),
             q_norm: self.norm(&name("self_attn.q_norm"))?,
@@ -469,11 +482,11 @@ impl<D: Device> Loader<'_, D> {
     }
 
     fn decoder(&mut self, config: &ModelConfig) -> Result<Decoder<D>, Error> {
-        let embedding = self.embedding()?;
+        let embedding = Arc::new(self.embedding()?);
         let layers = (0..config.n_layers).map(|l| self.layer(config, l)).collect::<Result<_, _>>()?;
-        let norm = self.must_norm("model.norm")?;
-        let head = self.linear("lm_head")?;
+        let norm = Some(Arc::new(self.must_norm("model.norm")?));
+        let head = self.linear("lm_head")?.map(Arc::new);
         let ropes = config.ropes.iter().map(|rope| rope.table(self.context)).collect();
-        Ok(Decoder { config: config.clone(), embedding, layers, norm, head, ropes })
+        Ok(Decoder { config: config.clone(), embedding, draft: None, layers, norm, head, ropes })
     }
 }

@@ -65,9 +65,18 @@ impl Folder {
         Ok(this)
     }
 
+    /// One file, embedded in the program.
+    pub(super) fn of_bytes(name: &str, bytes: &'static [u8]) -> Result<Self, Error> {
+        let mut this = Folder { path: name.into(), shards: Vec::new(), index: BTreeMap::new() };
+        this.add_contents(name.into(), Contents::Static(bytes))?;
+        Ok(this)
+    }
+
     fn add(&mut self, path: &Path, mmap: bool) -> Result<(), Error> {
-        let file = path.display().to_string();
-        let contents = Contents::open(path, mmap)?;
+        self.add_contents(path.display().to_string(), Contents::open(path, mmap)?)
+    }
+
+    fn add_contents(&mut self, file: String, contents: Contents) -> Result<(), Error> {
         let malformed = |what: String| Error::Malformed { file: file.clone(), what };
         let (header, metadata) = SafeTensors::read_metadata(&contents)
             .map_err(|e| malformed(format!("is not a whole safetensors file: {e}")))?;
@@ -102,6 +111,25 @@ impl Folder {
         let fits = bytes.filter(|bytes| Some(bytes.len()) == elements);
         let bytes = fits.ok_or_else(|| shard.unlike_its_shape(name, info))?;
         Ok(Some((&info.shape, bytes)))
+    }
+
+    /// See [`Source::integers`](super::Source::integers).
+    pub(super) fn integers(&self, name: &str) -> Result<Option<Vec<i64>>, Error> {
+        let Some(shard) = self.index.get(name).map(|shard| &self.shards[*shard]) else { return Ok(None) };
+        let Some(info) = shard.metadata.info(name) else { return Ok(None) };
+        let bytes = shard.bytes(info).ok_or_else(|| shard.unlike_its_shape(name, info))?;
+        let all: Vec<i64> = match info.dtype {
+            Dtype::I64 => bytes.as_chunks().0.iter().map(|x| i64::from_le_bytes(*x)).collect(),
+            Dtype::I32 => bytes.as_chunks().0.iter().map(|x| i32::from_le_bytes(*x).into()).collect(),
+            other => {
+                let (file, name, found) = (shard.file.clone(), name.into(), format!("{other:?}"));
+                return Err(Error::TensorEncoding { file, name, found, known: "i64 and i32 here".into() });
+            }
+        };
+        match info.shape[..] == [all.len()] {
+            true => Ok(Some(all)),
+            false => Err(shard.unlike_its_shape(name, info)),
+        }
     }
 
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {

@@ -2,13 +2,14 @@
 //! or the cache's behavior: a request reaches `max_new`, a block must be added to the prefix index, free memory runs
 //! out, or a sliding window frees blocks. The executor limits the run further for events that only it knows (arrivals,
 //! ends of requests).
+use crate::drafts::{Drafts, Lookahead};
 use crate::executor::{Batch, Work};
 use crate::scheduler::Scheduler;
 
 impl Scheduler {
     /// The number of decode steps to run as one, such that no decision is needed before the last of them ends. Called
     /// only right after all waiting requests were considered for admission.
-    pub(crate) fn max_fused_steps(&mut self, max_steps: &mut dyn FnMut(Batch<'_>, u32) -> u32) -> u32 {
+    pub(crate) fn max_fused_steps(&mut self, lookahead: &mut dyn Lookahead) -> u32 {
         let all_decode = self.batch.len() == self.running.len() && self.batch.iter().all(|w| w.decodes);
         if !all_decode || self.memory.shrinks_while_decoding() {
             return 1;
@@ -25,8 +26,8 @@ impl Scheduler {
         if limit < 2 {
             return 1;
         }
-        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries };
-        let steps = max_steps(batch, limit).clamp(1, limit);
+        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: Drafts::NONE };
+        let steps = lookahead.max_fused_steps(batch, limit).clamp(1, limit);
         self.batch.iter_mut().for_each(|w| w.n_tokens = steps);
         steps
     }

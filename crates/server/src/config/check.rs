@@ -1,5 +1,5 @@
 //! Checks of a configuration, section by section.
-use super::{ConfigError, ModelSection, ServerConfig};
+use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection};
 use kvist_cache::evict::{Parameters, build_for_serving};
 use kvist_device::Recent;
 use kvist_engine::tools::Tooling;
@@ -51,6 +51,36 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
     build_for_serving(&c.eviction, &Parameters::default())
         .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
     config.scheduler.check().map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
+    Ok(())
+}
+
+/// What proposes drafts, and their limits.
+pub(super) fn speculation(config: &ServerConfig) -> Result<(), ConfigError> {
+    let s = &config.speculation;
+    if !SpeculationSection::MODES.contains(&s.speculate.as_str()) {
+        let expected = format!("one of {}", SpeculationSection::MODES.join(", "));
+        return Err(bad("speculation.speculate", format!("{:?}", s.speculate), expected));
+    }
+    match (&s.draft_model, s.speculate.as_str()) {
+        (None, "draft") => {
+            return Err(bad("speculation.draft_model", "not set", "a model, which `draft` needs"));
+        }
+        (Some(model), "ngram" | "suffix") => {
+            let expected = "`draft`, `eagle` or `auto` in speculation.speculate, or no draft model";
+            return Err(bad("speculation.draft_model", format!("{:?}", model.display()), expected));
+        }
+        _ => {}
+    }
+    let counts = [
+        ("draft_tokens", s.draft_tokens, 1024),
+        ("draft_depth", s.draft_depth, 1024),
+        ("draft_width", s.draft_width, 64),
+    ];
+    for (name, value, max) in counts {
+        if !(1..=max).contains(&value) {
+            return Err(bad(format!("speculation.{name}"), value, format!("1 to {max}")));
+        }
+    }
     Ok(())
 }
 

@@ -2,6 +2,8 @@
 use kvist_device::{Recent, Storage};
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_engine::sessions::SessionLimits;
+use kvist_engine::speculate::Bounds;
+use kvist_scheduler::Config;
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -14,7 +16,8 @@ pub struct ModelSection {
     pub path: Option<PathBuf>,
     /// Model name for clients. Default: the last part of the path.
     pub name: Option<String>,
-    /// Tool call format, one of [`Tooling::NAMES`](kvist_engine::tools::Tooling::NAMES). Default: the format that the chat template describes.
+    /// Tool call format, one of [`Tooling::NAMES`](kvist_engine::tools::Tooling::NAMES). Default: the format that the
+    /// chat template describes.
     pub tools: Option<String>,
     /// Source of sampling defaults. `auto` uses those that the model ships (`generation_config.json`,
     /// `general.sampling.*`), like vLLM. `none` uses OpenAI's.
@@ -80,6 +83,54 @@ fn storage<'de, D: Deserializer<'de>>(from: D) -> Result<Storage, D::Error> {
 
 fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D::Error> {
     storage(from).map(Some)
+}
+
+/// Drafts that a step verifies together with the next tokens. Answers are the same as without them.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SpeculationSection {
+    /// What proposes drafts: one of [`SpeculationSection::MODES`].
+    pub speculate: String,
+    /// A smaller model with the same vocabulary: a path, or a name that the program resolves; or the folder of a head. For
+    /// `draft`, `eagle` and `auto`.
+    pub draft_model: Option<PathBuf>,
+    /// Largest number of tokens in the draft of one request.
+    pub draft_tokens: u32,
+    /// Largest number of tokens on a path of a draft.
+    pub draft_depth: u32,
+    /// Largest number of continuations that a draft proposes after the same token; 1 drafts chains.
+    pub draft_width: u32,
+}
+
+impl SpeculationSection {
+    pub const MODES: [&str; 6] = ["off", "auto", "ngram", "suffix", "draft", "eagle"];
+
+    pub fn is_on(&self) -> bool {
+        self.speculate != "off"
+    }
+
+    /// Limits of one draft.
+    pub fn bounds(&self) -> Bounds {
+        Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
+    }
+
+    /// Largest number of draft tokens in a step: whole drafts for up to eight requests, and less for each of more.
+    pub fn step_tokens(&self, scheduler: &Config) -> u32 {
+        let tokens = self.draft_tokens.saturating_mul(scheduler.max_batch.min(8));
+        if self.is_on() { tokens.min(scheduler.max_batch_tokens) } else { 0 }
+    }
+}
+
+impl Default for SpeculationSection {
+    fn default() -> Self {
+        SpeculationSection {
+            speculate: "off".into(),
+            draft_model: None,
+            draft_tokens: 16,
+            draft_depth: 8,
+            draft_width: 4,
+        }
+    }
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -11,7 +11,9 @@ use crate::state::ServerState;
 use futures_util::StreamExt;
 use futures_util::stream::{BoxStream, SelectAll, unfold};
 use kvist_cache::MissReason;
-use kvist_engine::serving::{Done, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token};
+use kvist_engine::serving::{
+    Done, DraftUsage, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token,
+};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -57,6 +59,8 @@ pub(crate) struct Answers {
     queued: Option<Duration>,
     ttft: Option<Duration>,
     completion_tokens: u64,
+    /// Of all answers that have ended; `None` if the engine does not speculate.
+    drafts: Option<DraftUsage>,
     ended: Option<&'static str>,
     /// Text of each answer, if answers are logged.
     texts: Vec<String>,
@@ -81,6 +85,7 @@ impl Answers {
             queued: None,
             ttft: None,
             completion_tokens: 0,
+            drafts: None,
             ended: Some("rejected"),
             texts: vec![String::new(); if state.http.log_prompts { total } else { 0 }],
             request,
@@ -127,12 +132,19 @@ impl Answers {
     pub fn usage(&self) -> serde_json::Value {
         let prompt: u64 = self.request.prompts.iter().map(|p| p.len() as u64).sum();
         let cached: u64 = self.cached.iter().flatten().map(|s| u64::from(s.cached_tokens)).sum();
-        serde_json::json!({
+        let mut usage = serde_json::json!({
             "prompt_tokens": prompt,
             "completion_tokens": self.completion_tokens,
             "total_tokens": prompt + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached},
-        })
+        });
+        if let Some(DraftUsage { draft_tokens, accepted_tokens }) = self.drafts {
+            usage["completion_tokens_details"] = serde_json::json!({
+                "accepted_prediction_tokens": accepted_tokens,
+                "rejected_prediction_tokens": draft_tokens.saturating_sub(accepted_tokens),
+            });
+        }
+        usage
     }
 
     fn submit(&mut self, index: usize) -> Result<(), Rejected> {
@@ -298,6 +310,11 @@ impl Answers {
         // The token that ends a text may have no event of its own.
         let silent = u64::from(done.usage.completion_tokens.saturating_sub(clock.tokens));
         self.completion_tokens += silent;
+        if let Some(of_answer) = done.usage.drafts {
+            let drafts = self.drafts.get_or_insert_default();
+            drafts.draft_tokens += of_answer.draft_tokens;
+            drafts.accepted_tokens += of_answer.accepted_tokens;
+        }
         self.state.metrics.generated(silent);
         let decode = clock.first.zip(clock.last).map(|(first, last)| last.duration_since(first));
         self.state.metrics.ended(how, Some(done.usage), since, decode);

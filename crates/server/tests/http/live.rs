@@ -257,9 +257,20 @@ fn numbers(value: &Value, found: &mut BTreeSet<u64>) {
 /// No line of any kind contains a token of a prompt or an answer. A recording contains all of them.
 #[test]
 fn the_stream_tells_no_token() {
+    tells_no_token(narrow(), &[]);
+}
+
+/// Nor do lines about drafts, which are shapes of trees and numbers of tokens.
+#[test]
+fn the_stream_tells_no_token_of_drafts() {
+    tells_no_token(speculating(narrow()), &["drafts", "advances"]);
+}
+
+/// `more` are fields that lines must have besides those of plain decoding.
+fn tells_no_token(config: ServerConfig, more: &[&str]) {
     const PROMPT: [u64; 6] = [1423, 1427, 1429, 1433, 1439, 1447];
     const ANSWER: u64 = 1451;
-    let server = Server::start(narrow());
+    let server = Server::start(config);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("recording.jsonl");
     let file = std::fs::File::create(&path).unwrap();
@@ -314,12 +325,14 @@ fn the_stream_tells_no_token() {
         }
         numbers(&line, &mut found);
         sampled += line["sampled"].as_u64().unwrap_or(0);
+        let advances = line["advances"].as_array().into_iter().flatten();
+        sampled += advances.map(|advance| advance["emitted"].as_u64().unwrap()).sum::<u64>();
         kinds.extend(line.as_object().unwrap().keys().cloned());
     }
-    for kind in
-        ["arrive", "elapsed", "sampled", "finished", "admit", "chunk", "end", "miss", "blocks", "sessions"]
-    {
-        assert!(kinds.contains(kind), "no {kind} in {kinds:?}");
+    let plain =
+        ["arrive", "elapsed", "sampled", "finished", "admit", "chunk", "end", "miss", "blocks", "sessions"];
+    for kind in plain.iter().chain(more) {
+        assert!(kinds.contains(*kind), "no {kind} in {kinds:?}");
     }
     assert!(sampled >= 24, "{sampled} tokens of four answers");
     for token in PROMPT.into_iter().chain([ANSWER]) {

@@ -9,5 +9,6 @@ mod live;
 mod refusals;
 mod scores;
 mod server;
+mod speculation;
 mod tools;
 mod words;

@@ -3,6 +3,7 @@
 use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::serving::Engine;
+use kvist_engine::speculate::{SpeculationConfig, Speculator, Suffix};
 use kvist_model::Model;
 use kvist_server::config::KeySection;
 use kvist_server::{ServerConfig, ServerState, serve};
@@ -37,6 +38,12 @@ pub fn config() -> ServerConfig {
     config
 }
 
+/// `config`, with drafts from repetitions.
+pub fn speculating(mut config: ServerConfig) -> ServerConfig {
+    config.speculation.speculate = "suffix".into();
+    config
+}
+
 pub fn key(name: &str, key: &str, admin: bool) -> KeySection {
     KeySection { name: name.into(), key: Some(key.into()), admin, ..KeySection::default() }
 }
@@ -55,7 +62,12 @@ impl Server {
     }
 
     pub fn start_with(model: Arc<Model>, config: ServerConfig) -> Server {
-        let settings = config.engine(model.config());
+        let mut settings = config.engine(model.config());
+        if config.speculation.is_on() {
+            let bounds = config.speculation.bounds();
+            let speculation = SpeculationConfig { bounds, adaptive: false };
+            settings.speculator = Some(Speculator::new(vec![Box::new(Suffix::default())], speculation));
+        }
         let tokens = settings.paged.cache.context_tokens;
         let engine = Engine::start(model, &devices::all(), settings).unwrap();
         let state = ServerState::new(engine.clone(), &config, tokens).unwrap();

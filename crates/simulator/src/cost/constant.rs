@@ -1,7 +1,7 @@
 //! A constant number of tokens per millisecond, whatever else is in the batch.
 use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
 
-/// The time of a step is its prompt tokens ÷ one rate + its decoded tokens ÷ another. Context costs nothing, and
+/// The time of a step is its prompt tokens ÷ one rate + its decoded and draft tokens ÷ another. Context costs nothing, and
 /// batching saves nothing: this is the single server of queueing theory, not a model of a real machine.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ConstantRates {
@@ -26,7 +26,7 @@ impl StepCost for ConstantRates {
         }
         whole_ns(
             batch.prefill_tokens as f64 * (1e6 / self.prefill_tokens_per_ms)
-                + batch.decode_sequences as f64 * (1e6 / self.decode_tokens_per_ms),
+                + batch.decode_rows() as f64 * (1e6 / self.decode_tokens_per_ms),
         )
     }
 

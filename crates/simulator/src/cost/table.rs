@@ -13,10 +13,15 @@
 //! sequences have `context[j]` tokens of context on average, including the new ones. `shared_ns` (0 if absent) is the
 //! part that a mixed step pays only once although both grids contain it: reading the weights, starting the threads. As
 //! long as a step is not full, that part grows with the work on either side. A grid `shared` describes it more
-//! precisely, if present: `ns[i][j]` of `tokens[i]` together with `sequences[j]`. `setting` records the settings of the
+//! precisely, if present: `ns[i][j]` of `tokens[i]` together with `sequences[j]`. A grid `drafts` says what verifying
+//! drafts costs, if present: `ns[i][j]` of one sequence that computes `rows[i]` tokens, the last known one and its
+//! drafts, at `context[j]`. `setting` records the settings of the
 //! measurement. Unknown fields are ignored.
+mod file;
+
+pub use file::{DecodeAxes, DraftAxes, PrefillAxes, Setting, SharedAxes, TableFile};
+
 use super::{BatchShape, LONGEST_STEP_NS, StepCost, whole_ns};
-use serde::{Deserialize, Serialize};
 
 /// Times at the grid points of two axes.
 #[derive(Clone, Debug, PartialEq)]
@@ -48,6 +53,8 @@ pub struct MeasuredTable {
     decode: Grid,
     /// By prompt tokens and decoding sequences.
     shared: Grid,
+    /// By tokens of one sequence, the last known one and its drafts, and its context.
+    drafts: Option<Grid>,
 }
 
 /// The measured range of a table.
@@ -57,79 +64,10 @@ pub struct Range {
     pub prefill_tokens: f64,
     /// Decoding sequences per step.
     pub sequences: f64,
+    /// Tokens of one sequence that verifies drafts; `None` if that was not measured.
+    pub draft_rows: Option<f64>,
     /// Tokens of context per sequence, for both prefill and decode.
     pub context_tokens: f64,
-}
-
-/// The file format.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct TableFile {
-    pub format: String,
-    pub version: u64,
-    #[serde(default)]
-    pub machine: String,
-    #[serde(default)]
-    pub model: String,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub setting: Option<Setting>,
-    #[serde(default)]
-    pub shared_ns: f64,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub shared: Option<SharedAxes>,
-    pub prefill: PrefillAxes,
-    pub decode: DecodeAxes,
-}
-
-impl TableFile {
-    pub const FORMAT: &str = "kvist-step-cost";
-    pub const VERSION: u64 = 1;
-}
-
-/// The settings of a measurement: the part of a server's configuration that affects step times.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Setting {
-    /// The program that took the measurement.
-    pub program: String,
-    pub weights: String,
-    /// Storage formats of K and V.
-    pub k: String,
-    pub v: String,
-    pub block_tokens: u32,
-    pub threads: usize,
-    /// The instruction set of the kernels.
-    pub isa: String,
-    /// How often each cell was measured.
-    pub rounds: u32,
-    pub seconds: f64,
-    /// Fraction of all CPU time that was busy. More than this program's threads means that other programs ran as well.
-    pub busy: Option<f64>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct PrefillAxes {
-    #[serde(alias = "sequences")]
-    pub tokens: Vec<f64>,
-    pub context: Vec<f64>,
-    /// [tokens, context]
-    pub ns: Vec<Vec<f64>>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct DecodeAxes {
-    #[serde(alias = "tokens")]
-    pub sequences: Vec<f64>,
-    pub context: Vec<f64>,
-    /// [sequences, context]
-    pub ns: Vec<Vec<f64>>,
-}
-
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SharedAxes {
-    pub tokens: Vec<f64>,
-    pub sequences: Vec<f64>,
-    /// [tokens, sequences]
-    pub ns: Vec<Vec<f64>>,
 }
 
 impl Grid {
@@ -270,6 +208,10 @@ impl MeasuredTable {
             prefill: grid("prefill", prefill.tokens, prefill.context, &prefill.ns)?,
             decode: grid("decode", decode.sequences, decode.context, &decode.ns)?,
             shared: grid("shared", shared.tokens, shared.sequences, &shared.ns)?,
+            drafts: parsed
+                .drafts
+                .map(|drafts| grid("drafts", drafts.rows, drafts.context, &drafts.ns))
+                .transpose()?,
             machine: parsed.machine,
             model: parsed.model,
             setting: parsed.setting,
@@ -292,6 +234,7 @@ impl MeasuredTable {
         Range {
             prefill_tokens: last(&self.prefill.rows),
             sequences: last(&self.decode.rows),
+            draft_rows: self.drafts.as_ref().map(|drafts| last(&drafts.rows)),
             context_tokens: last(&self.prefill.columns).min(last(&self.decode.columns)),
         }
     }
@@ -300,7 +243,22 @@ impl MeasuredTable {
     pub fn covers(&self, batch: &BatchShape) -> bool {
         let (prefill, decode) = contexts(batch);
         (batch.prefill_tokens == 0 || self.prefill.covers(batch.prefill_tokens as f64, prefill))
-            && (batch.decode_sequences == 0 || self.decode.covers(batch.decode_sequences as f64, decode))
+            && (batch.decode_sequences == 0 || self.decode.covers(batch.decode_rows() as f64, decode))
+    }
+
+    /// Time of the decoding sequences of a step. Draft tokens cost as much as so many more sequences, times what the grid
+    /// `drafts` says about tokens of one sequence, compared with those of different ones: they share a context. A step with
+    /// drafts never takes less than without.
+    fn decode_ns(&self, batch: &BatchShape, context: f64) -> f64 {
+        let (sequences, rows) = (batch.decode_sequences as f64, batch.decode_rows() as f64);
+        let ns = self.decode.at(rows, context);
+        if batch.draft_tokens == 0 {
+            return ns;
+        }
+        let growth = |grid: &Grid| grid.at(rows / sequences, context) / grid.at(1.0, context);
+        let share = self.drafts.as_ref().map_or(1.0, |drafts| growth(drafts) / growth(&self.decode));
+        let share = if share.is_finite() { share } else { 1.0 };
+        (ns * share).max(self.decode.at(sequences, context))
     }
 }
 
@@ -318,14 +276,13 @@ impl StepCost for MeasuredTable {
         let (prefill_context, decode_context) = contexts(batch);
         let prefill =
             (batch.prefill_tokens > 0).then(|| self.prefill.at(batch.prefill_tokens as f64, prefill_context));
-        let decode = (batch.decode_sequences > 0)
-            .then(|| self.decode.at(batch.decode_sequences as f64, decode_context));
+        let decode = (batch.decode_sequences > 0).then(|| self.decode_ns(batch, decode_context));
         match (prefill, decode) {
             (None, None) => 0,
             (Some(ns), None) | (None, Some(ns)) => whole_ns(ns),
             // A mixed step is never cheaper than the more expensive of its two parts.
             (Some(p), Some(d)) => {
-                let both = self.shared.within(batch.prefill_tokens as f64, batch.decode_sequences as f64);
+                let both = self.shared.within(batch.prefill_tokens as f64, batch.decode_rows() as f64);
                 whole_ns((p + d - both).max(p).max(d))
             }
         }
@@ -363,6 +320,7 @@ mod tests {
             prefill_context_tokens: prefill_context,
             decode_sequences,
             decode_context_tokens: decode_context * decode_sequences,
+            draft_tokens: 0,
             attention_pairs: 0,
         }
     }
@@ -399,11 +357,40 @@ mod tests {
         ] {
             assert_eq!(table.step_ns(&batch), ns, "{batch:?}");
         }
-        let beyond = Range { prefill_tokens: 101.0, sequences: 11.0, context_tokens: 1000.0 };
+        let beyond =
+            Range { prefill_tokens: 101.0, sequences: 11.0, draft_rows: None, context_tokens: 1000.0 };
         assert_eq!(table.range(), beyond);
         let bad = GOOD.replacen("\"prefill\"", &shared.replace("[80, 120]", "[80]"), 1);
         let error = MeasuredTable::parse("t", &bad).unwrap_err().to_string();
         assert!(error.contains("`shared`: `ns[1]` has 1 times"), "{error}");
+    }
+
+    /// Draft tokens cost what sequences cost, and less where the table says what they share.
+    #[test]
+    fn what_drafts_cost() {
+        let verifying =
+            |sequences: u64, drafts: u64| BatchShape { draft_tokens: drafts, ..shape(0, 0, sequences, 0) };
+        let plain = MeasuredTable::parse("t", GOOD).unwrap();
+        let drafts = r#""drafts": { "rows": [1, 11], "context": [0, 1000], "ns": [[120, 300], [220, 400]] }, "prefill""#;
+        let table = MeasuredTable::parse("t", &GOOD.replacen("\"prefill\"", drafts, 1)).unwrap();
+        assert_eq!((plain.range().draft_rows, table.range().draft_rows), (None, Some(11.0)));
+        for (batch, without, with) in [
+            (verifying(1, 0), 60, 60),
+            (verifying(6, 0), 110, 110),
+            // As many tokens as eleven sequences: 160, times (220 / 120) / (160 / 60).
+            (verifying(1, 10), 160, 110),
+            // Six tokens of each of two sequences: 170, times (170 / 120) / (110 / 60).
+            (verifying(2, 10), 170, 131),
+        ] {
+            assert_eq!((plain.step_ns(&batch), table.step_ns(&batch)), (without, with), "{batch:?}");
+        }
+        // Never less than without drafts.
+        let free = drafts.replace("[220, 400]", "[0, 0]");
+        let table = MeasuredTable::parse("t", &GOOD.replacen("\"prefill\"", &free, 1)).unwrap();
+        assert_eq!(table.step_ns(&verifying(1, 10)), 60);
+        let bad = GOOD.replacen("\"prefill\"", &drafts.replace("[220, 400]", "[220]"), 1);
+        let error = MeasuredTable::parse("t", &bad).unwrap_err().to_string();
+        assert!(error.contains("`drafts`: `ns[1]` has 1 times"), "{error}");
     }
 
     /// A written table is read back unchanged.
@@ -416,6 +403,11 @@ mod tests {
                 tokens: vec![1.0],
                 sequences: vec![1.0, 2.0],
                 ns: vec![vec![0.1, 1e6]],
+            }),
+            drafts: Some(DraftAxes {
+                rows: vec![1.0, 2.0],
+                context: vec![0.0],
+                ns: vec![vec![0.1], vec![0.2]],
             }),
             ..file
         };

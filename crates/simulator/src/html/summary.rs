@@ -63,6 +63,17 @@ fn figures(report: &Report) -> Vec<Figure> {
                 .map_or(String::new(), |a| format!("requests; {} met every objective", percent(a))),
         ),
         (
+            "Tokens per decode step",
+            report.speculation.as_ref().map(|it| format!("{:.2}", it.tokens_per_step)),
+            report.speculation.as_ref().map_or(String::new(), |it| {
+                format!(
+                    "per request; {} of {} draft tokens accepted",
+                    percent(it.acceptance),
+                    count(it.counts.draft_tokens as f64)
+                )
+            }),
+        ),
+        (
             "Finished",
             Some(count(report.requests.finished as f64)),
             format!(

@@ -2,9 +2,10 @@
 use super::watch::Watched;
 use crate::cost::{BatchShape, StepCost};
 use crate::report::StepCounts;
+use crate::speculation::{Speculation, SpeculationCounts};
 use crate::statistics::Histogram;
-use kvist_cache::Step;
-use kvist_scheduler::{Batch, Executor, Outcome, Sampled};
+use kvist_cache::{Kept, Step};
+use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, Sampled};
 
 /// Computes nothing; only accounts for time. Requests are named by their index in the list of lengths.
 pub(super) struct SimExecutor<'c> {
@@ -27,6 +28,10 @@ pub(super) struct SimExecutor<'c> {
     pub late_ns: u128,
     block_tokens: u32,
     pub counts: StepCounts,
+    /// How it speculates, and what that has achieved; `None`: it does not.
+    pub speculation: Option<(Speculation, SpeculationCounts)>,
+    /// True if drafts were proposed for the next step.
+    drafted: bool,
     pub itl_ns: Histogram,
     pub(super) watched: Option<Watched>,
 }
@@ -64,6 +69,8 @@ impl<'c> SimExecutor<'c> {
             late_ns: 0,
             block_tokens: block_tokens.max(1),
             counts: StepCounts::default(),
+            speculation: None,
+            drafted: false,
             itl_ns: Histogram::default(),
             watched: None,
         }
@@ -102,13 +109,26 @@ impl SimExecutor<'_> {
             };
         }
     }
+
+    /// Tokens that `work[i]`, which samples, generates in this batch, and how many of its tokens are drafts.
+    fn generated(&mut self, batch: &Batch<'_>, i: usize) -> (u32, u32) {
+        let work = &batch.work[i];
+        let drafted = batch.draft(i).len().saturating_sub(1) as u32;
+        let Some((speculation, counts)) = self.speculation.as_mut().filter(|_| work.decodes) else {
+            return (batch.steps, drafted);
+        };
+        let accepted = speculation.accepted(work.request.0, work.first, drafted);
+        let generated = (1 + accepted).min(self.answers[work.request.0 as usize].tokens_left);
+        counts.add(drafted, generated);
+        (generated, drafted)
+    }
 }
 
 impl Executor for SimExecutor<'_> {
     /// Steps until an answer ends, or up to the first step by whose end a request has arrived.
     fn max_fused_steps(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32) -> u32 {
         self.planned_ns.clear();
-        if self.one_by_one {
+        if self.one_by_one || self.speculation.is_some() {
             return 1;
         }
         let mut shape = BatchShape::default();
@@ -133,6 +153,24 @@ impl Executor for SimExecutor<'_> {
             shape = shape.next_decode();
         }
         self.planned_ns.len() as u32
+    }
+
+    /// A chain for every request that decodes. If the budget is short, each gets an equal share of what is left.
+    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        let Some((speculation, _)) = &self.speculation else { return };
+        let mut left = limit;
+        let mut parents: Vec<Option<u32>> = Vec::new();
+        let decoding: Vec<usize> = (0..batch.work.len()).filter(|&i| batch.work[i].decodes).collect();
+        for (n, &i) in decoding.iter().enumerate() {
+            let share = left.div_ceil((decoding.len() - n) as u32);
+            let wanted = speculation.drafted(batch.work[i].request.0, batch.work[i].first);
+            let n_tokens = wanted.min(batch.max_new(i).saturating_sub(1)).min(share);
+            left -= n_tokens;
+            parents.clear();
+            parents.extend((0..n_tokens).map(|node| node.checked_sub(1)));
+            drafts.push(i, &parents);
+        }
+        self.drafted = !drafts.is_empty();
     }
 
     fn execute(&mut self, now_ns: u64, _: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
@@ -161,6 +199,9 @@ impl Executor for SimExecutor<'_> {
             let shape = BatchShape::of(&batch);
             self.prefilled = shape.prefill_sequences > 0;
             out.elapsed_ns = self.cost.step_ns(&shape);
+            if let (Some((speculation, _)), true) = (&self.speculation, std::mem::take(&mut self.drafted)) {
+                out.elapsed_ns = out.elapsed_ns.saturating_add(speculation.draft_ns);
+            }
             first_ns = out.elapsed_ns;
             self.counts.prefill_tokens += shape.prefill_tokens;
             self.counts.decode_tokens += shape.decode_sequences;
@@ -169,15 +210,32 @@ impl Executor for SimExecutor<'_> {
         if let Some(watched) = &mut self.watched {
             batch.work.iter().for_each(|work| watched.note(work, now_ns, end_ns));
         }
-        out.sample_each(batch, |work| {
+        for (i, work) in batch.work.iter().enumerate() {
+            if !work.samples {
+                out.push_sampled(batch, None);
+                continue;
+            }
+            let (generated, drafted) = self.generated(&batch, i);
             let answer = &mut self.answers[work.request.0 as usize];
             if self.note_itl && answer.last_token_ns != u64::MAX {
                 self.itl_ns.record(now_ns.saturating_add(first_ns).saturating_sub(answer.last_token_ns));
             }
             answer.last_token_ns = end_ns;
-            answer.tokens_left = answer.tokens_left.saturating_sub(batch.steps);
-            Sampled { token: None, finished: answer.tokens_left == 0 }
-        });
+            answer.tokens_left = answer.tokens_left.saturating_sub(generated);
+            let finished = answer.tokens_left == 0;
+            if drafted == 0 {
+                out.push_sampled(batch, Some(Sampled { token: None, finished }));
+                continue;
+            }
+            // Accepted drafts and the token after them come at the same time.
+            let later = generated - 1;
+            self.counts.decode_tokens += u64::from(later);
+            if self.note_itl {
+                self.itl_ns.record_n(0, later.into());
+            }
+            let emitted = Emitted::Unknown(generated);
+            out.push(Advance { kept: Kept::First(generated), emitted, finished });
+        }
         self.counts.steps += u64::from(batch.steps);
         self.counts.busy_ns = self.counts.busy_ns.saturating_add(out.elapsed_ns);
     }

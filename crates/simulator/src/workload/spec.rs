@@ -52,7 +52,7 @@ const CONTENTS: Kinds = &[
 ];
 
 /// A parsed text.
-struct Spec<'a> {
+pub(crate) struct Spec<'a> {
     kind: &'a str,
     example: &'static str,
     /// Values not taken yet.
@@ -66,6 +66,25 @@ impl<'a> Spec<'a> {
             let known = kinds.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(", ");
             return Err(BadSpec::UnknownKind { what, found: kind.into(), known });
         };
+        Self::named(values, text, kind, example)
+    }
+
+    /// A text of values alone, without a kind. `kind` stands for it in errors.
+    pub(crate) fn of_values(
+        text: &'a str,
+        kind: &'a str,
+        example: &'static str,
+    ) -> Result<Spec<'a>, BadSpec> {
+        Self::named(text, text, kind, example)
+    }
+
+    /// `values` are a part of `text`.
+    fn named(
+        values: &'a str,
+        text: &'a str,
+        kind: &'a str,
+        example: &'static str,
+    ) -> Result<Spec<'a>, BadSpec> {
         let values = values
             .split(',')
             .map(str::trim)
@@ -83,7 +102,11 @@ impl<'a> Spec<'a> {
     }
 
     /// Takes the value of `name`. If it is given twice, the last one counts.
-    fn take<T: FromStr>(&mut self, name: &'static str, expected: &'static str) -> Result<T, BadSpec> {
+    pub(crate) fn take<T: FromStr>(
+        &mut self,
+        name: &'static str,
+        expected: &'static str,
+    ) -> Result<T, BadSpec> {
         let Some(value) = self.values.iter().rev().find(|(n, _)| *n == name).map(|(_, value)| *value) else {
             return Err(BadSpec::Missing { kind: self.kind.into(), name, example: self.example });
         };
@@ -91,20 +114,25 @@ impl<'a> Spec<'a> {
         value.parse().map_err(|_| BadSpec::BadValue { name, found: value.into(), expected })
     }
 
-    fn number(&mut self, name: &'static str) -> Result<f64, BadSpec> {
+    pub(crate) fn number(&mut self, name: &'static str) -> Result<f64, BadSpec> {
         self.take(name, "a number")
     }
 
     fn count_or(&mut self, name: &'static str, otherwise: u32) -> Result<u32, BadSpec> {
-        if self.values.iter().any(|(n, _)| *n == name) { self.count(name) } else { Ok(otherwise) }
+        if self.has(name) { self.count(name) } else { Ok(otherwise) }
     }
 
-    fn count(&mut self, name: &'static str) -> Result<u32, BadSpec> {
+    /// True if `name` has a value that was not taken yet.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.values.iter().any(|(n, _)| *n == name)
+    }
+
+    pub(crate) fn count(&mut self, name: &'static str) -> Result<u32, BadSpec> {
         self.take(name, "a whole number from 0 to 4294967295")
     }
 
     /// Returns an error if a value was not taken.
-    fn end(self) -> Result<(), BadSpec> {
+    pub(crate) fn end(self) -> Result<(), BadSpec> {
         match self.values.first() {
             None => Ok(()),
             Some((name, _)) => Err(BadSpec::UnknownName {

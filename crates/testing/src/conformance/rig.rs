@@ -1,13 +1,15 @@
 //! Drives a session and its reference model together. Stores every row, as it was read back, by the number of its
 //! write.
 mod checks;
+mod place;
 
-use super::cases::{Case, Strides};
+use super::cases::Case;
 use super::{Options, paths, rows};
 use crate::reference::{Choices, Model, Operation, OwnedKept, ReferenceCache, Seen, StepEnd};
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_device::*;
+use place::{Place, lay};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -94,47 +96,6 @@ pub struct Rig<'c> {
 
 /// Fills outputs and the gaps between input rows before a step.
 const POISON: u32 = 0x7fc0_dead; // a NaN
-
-/// The location of a `[n_tokens, n_heads, head_dim]` tensor in a buffer.
-#[derive(Clone, Copy)]
-struct Place {
-    at: usize,
-    token_stride: usize,
-    head_stride: usize,
-    n_heads: usize,
-}
-
-impl Place {
-    fn row(&self, token: usize, head: usize, head_dim: usize) -> Range<usize> {
-        let at = self.at + token * self.token_stride + head * self.head_stride;
-        at..at + head_dim
-    }
-    fn tensor<'a>(&self, data: &'a [f32]) -> Tensor<'a> {
-        Tensor::strided(&data[self.at..], self.token_stride, self.head_stride)
-    }
-}
-
-/// Places tensors with these numbers of heads in one buffer filled with NaN.
-fn lay(strides: Strides, n_tokens: usize, heads: &[usize], head_dim: usize) -> (Vec<f32>, Vec<Place>) {
-    let mut len = 0;
-    let mut places = Vec::new();
-    let fused = heads.iter().sum::<usize>() * head_dim + 3;
-    for &n_heads in heads {
-        let (token_stride, head_stride, size) = match strides {
-            Strides::Dense => (n_heads * head_dim, head_dim, n_tokens * n_heads * head_dim),
-            Strides::Fused => (fused, head_dim, n_heads * head_dim),
-            Strides::HeadMajor => (head_dim, n_tokens * head_dim, n_tokens * n_heads * head_dim),
-            Strides::Padded => {
-                let head = head_dim + 5;
-                (n_heads * head + 7, head, n_tokens * (n_heads * head + 7))
-            }
-        };
-        places.push(Place { at: len, token_stride, head_stride, n_heads });
-        len += size;
-    }
-    let len = if strides == Strides::Fused { n_tokens * fused } else { len };
-    (vec![f32::from_bits(POISON); len], places)
-}
 
 impl<'c> Rig<'c> {
     fn new(backend: &'c dyn Backend, case: &'c Case, options: &'c Options, number: u64) -> Self {

@@ -6,17 +6,19 @@
 //! own listener on another thread, as in a server; this matters where computing uses all cores. Cells are visited in
 //! rounds until the time is over, so a busy moment of the machine affects few visits of many cells, and medians hide
 //! it. If a cell was never measured, no table is written.
+mod cells;
 pub mod steps;
 
 use super::machine::{Machine, Watch};
 use crate::options::*;
 use crate::{interrupt, json, output, progress};
 use anyhow::{Context, ensure};
+use cells::{Axes, Samples};
 use clap::ValueHint;
 use kvist_device::Storage;
 use kvist_engine::memory::CacheConfig;
 use kvist_simulator::cost::{
-    DecodeAxes, MeasuredTable, PrefillAxes, Setting, SharedAxes, StepCost, TableFile,
+    DecodeAxes, DraftAxes, MeasuredTable, PrefillAxes, Setting, SharedAxes, StepCost, TableFile,
 };
 use kvist_simulator::statistics::percentile;
 use serde::Serialize;
@@ -59,114 +61,6 @@ pub struct Args {
 
 /// Above this scatter a table is not reliable.
 const MUCH_SCATTER: f64 = 0.2;
-
-/// Decode steps that are timed per visit.
-const DECODE_STEPS: u32 = 4;
-
-/// The axes of the measured grids.
-struct Axes {
-    tokens: Vec<u32>,
-    prefill_context: Vec<u32>,
-    sequences: Vec<u32>,
-    decode_context: Vec<u32>,
-    /// Prompt tokens of mixed steps.
-    mixed_prompts: Vec<u32>,
-    /// Index into `decode_context` for mixed steps.
-    mixed_at: usize,
-}
-
-/// Powers of `factor`, starting at `first`, and `last`.
-fn powers(first: u32, factor: u32, last: u32) -> Vec<u32> {
-    let mut axis: Vec<u32> =
-        std::iter::successors(Some(first), |n| n.checked_mul(factor)).take_while(|n| *n < last).collect();
-    axis.push(last);
-    axis
-}
-
-/// Powers of two up to `last`, and between each two of them one odd number, √2 times the smaller. Kernels work on tiles
-/// of a power of two of rows: whole tiles are the cheap case, and counts between them cost more than a line through the
-/// powers of two would predict.
-fn counts(last: u32) -> Vec<u32> {
-    let between = |n: u32| (f64::from(n) * std::f64::consts::SQRT_2) as u32 | 1;
-    let powers = std::iter::successors(Some(1u32), |n| n.checked_mul(2));
-    let mut axis: Vec<u32> = powers.take_while(|n| *n < last).flat_map(|n| [n, between(n)]).collect();
-    axis.push(last);
-    axis.retain(|n| *n <= last);
-    axis.dedup();
-    axis
-}
-
-impl Axes {
-    fn of(served: &Served) -> Axes {
-        let context = served.context_tokens;
-        // The shortest context at which a full step's sequences still fit into the batch.
-        let shortest = served.max_batch_tokens.div_ceil(served.max_batch).max(16).min(context);
-        let min = 32.min(context);
-        let decode_context = powers(min, 4, context);
-        Axes {
-            tokens: counts(served.max_batch_tokens),
-            prefill_context: powers(shortest, 4, context),
-            sequences: counts(served.max_batch),
-            mixed_at: decode_context.len() / 2,
-            decode_context,
-            mixed_prompts: powers(1, 4, (served.max_batch_tokens - served.max_batch).max(1)),
-        }
-    }
-}
-
-/// Times of every cell, collected over rounds.
-struct Samples {
-    prefill: Vec<Vec<Vec<f64>>>,
-    decode: Vec<Vec<Vec<f64>>>,
-    mixed: Vec<Vec<Vec<Ran>>>,
-}
-
-impl Samples {
-    fn new(axes: &Axes) -> Samples {
-        fn grid<T>(rows: &[u32], columns: &[u32]) -> Vec<Vec<Vec<T>>> {
-            rows.iter().map(|_| columns.iter().map(|_| Vec::new()).collect()).collect()
-        }
-        Samples {
-            prefill: grid(&axes.tokens, &axes.prefill_context),
-            decode: grid(&axes.sequences, &axes.decode_context),
-            mixed: grid(&axes.mixed_prompts, &axes.sequences),
-        }
-    }
-
-    /// Visits every cell once. `kept`: record the times.
-    fn round(&mut self, steps: &mut Steps, axes: &Axes, mixes: bool, kept: bool) -> anyhow::Result<()> {
-        // The previous round's last cells have pushed the weights out of the processor's caches; in a running server
-        // they would be there. Run one step to load them.
-        steps.prefill(axes.tokens[0], axes.prefill_context[0])?;
-        for (i, &tokens) in axes.tokens.iter().enumerate() {
-            for (j, &context) in axes.prefill_context.iter().enumerate() {
-                let ran = steps.prefill(tokens, context)?;
-                self.prefill[i][j].extend(ran.filter(|_| kept).map(|ran| ran.ns));
-            }
-            uninterrupted()?;
-        }
-        for (i, &sequences) in axes.sequences.iter().enumerate() {
-            for (j, &context) in axes.decode_context.iter().enumerate() {
-                let n_mixed = if mixes && j == axes.mixed_at { axes.mixed_prompts.len() as u32 } else { 0 };
-                if steps.begin_decoding(sequences, context, DECODE_STEPS + 2 * n_mixed)? {
-                    for _ in 0..DECODE_STEPS {
-                        let ran = steps.decode(0)?;
-                        self.decode[i][j].extend(ran.filter(|_| kept).map(|ran| ran.ns));
-                    }
-                    for (k, &tokens) in axes.mixed_prompts.iter().take(n_mixed as usize).enumerate() {
-                        let ran = steps.decode(tokens)?;
-                        self.mixed[k][i].extend(ran.filter(|_| kept));
-                        let after = steps.decode(0)?;
-                        self.decode[i][j].extend(after.filter(|_| kept).map(|ran| ran.ns));
-                    }
-                }
-                steps.end_decoding()?;
-            }
-            uninterrupted()?;
-        }
-        Ok(())
-    }
-}
 
 fn uninterrupted() -> anyhow::Result<()> {
     ensure!(!interrupt::interrupted(), "interrupted; no table is written for an unfinished measurement");
@@ -228,6 +122,15 @@ struct Summary {
     decode_tokens_per_s: f64,
     decode_tokens_per_s_full: f64,
     shared_ns: f64,
+    draft_costs: Vec<DraftCost>,
+}
+
+/// The time of a step of one sequence that computes `rows` tokens, the last known one and its drafts, over that of a
+/// step that computes one, at the shortest context.
+#[derive(Serialize)]
+struct DraftCost {
+    rows: u32,
+    over_one: f64,
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
@@ -356,6 +259,11 @@ fn table(
         setting: Some(setting),
         shared_ns: 0.0,
         shared: None,
+        drafts: Some(DraftAxes {
+            rows: floats(&axes.draft_rows),
+            context: floats(&axes.decode_context),
+            ns: medians("a draft", &axes.draft_rows, &axes.decode_context, &samples.drafts)?,
+        }),
         prefill: PrefillAxes {
             tokens: floats(&axes.tokens),
             context: floats(&axes.prefill_context),
@@ -401,7 +309,13 @@ fn summary(args: &Args, file: &TableFile, samples: &Samples, machine: Machine) -
     let first = |ns: Option<&Vec<f64>>| ns.and_then(|row| row.first()).copied().unwrap_or(1.0);
     let cells = |grid: &[Vec<Vec<f64>>]| grid.iter().flatten().map(Vec::len).collect::<Vec<_>>();
     let mixed: Vec<usize> = samples.mixed.iter().flatten().map(Vec::len).collect();
-    let counts = [cells(&samples.prefill), cells(&samples.decode), mixed].concat();
+    let counts = [cells(&samples.prefill), cells(&samples.decode), mixed, cells(&samples.drafts)].concat();
+    let of_rows = |drafts: &DraftAxes| {
+        let one = first(drafts.ns.first());
+        let cost =
+            |(rows, ns): (&f64, &Vec<f64>)| DraftCost { rows: *rows as u32, over_one: first(Some(ns)) / one };
+        drafts.rows.iter().zip(&drafts.ns).map(cost).collect()
+    };
     Summary {
         version: json::VERSION,
         table: args.output.clone(),
@@ -415,10 +329,17 @@ fn summary(args: &Args, file: &TableFile, samples: &Samples, machine: Machine) -
         decode_tokens_per_s: 1e9 / first(file.decode.ns.first()),
         decode_tokens_per_s_full: last(&file.decode.sequences) * 1e9 / first(file.decode.ns.last()),
         shared_ns: file.shared_ns,
+        draft_costs: file.drafts.as_ref().map(of_rows).unwrap_or_default(),
     }
 }
 
 impl Summary {
+    /// The costs of drafts, as text.
+    fn drafts(&self) -> String {
+        let costs = self.draft_costs.iter().filter(|cost| cost.rows > 1);
+        costs.map(|it| format!("{} tokens {:.2}", it.rows, it.over_one)).collect::<Vec<_>>().join(", ")
+    }
+
     fn text(&self, axes: &Axes) -> String {
         let last = |axis: &[u32]| axis.last().copied().unwrap_or(0);
         let per_cent = |part: f64| format!("{:.0}%", part * 100.0);
@@ -446,6 +367,7 @@ impl Summary {
                 last(&axes.sequences)
             ),
             format!("both in one step saves {:.2} ms", self.shared_ns / 1e6),
+            format!("drafts           {} times a step of one token", self.drafts()),
             format!("table            {}: kvist simulate --costs {0}", self.table.display()),
         ]
         .join("\n")

@@ -346,6 +346,8 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         tenants: Vec::new(),
         record: true,
         watchers: Vec::new(),
+        max_draft_tokens: 0,
+        speculator: None,
     };
     config.fit();
     Ok(config)

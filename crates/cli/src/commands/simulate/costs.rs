@@ -130,6 +130,39 @@ impl CostArgs {
         Ok(beyond)
     }
 
+    /// What drafts of `draft_tokens` tokens may need and `--costs` did not measure, one sentence each.
+    pub fn beyond_drafts(
+        &self,
+        max_batch: u32,
+        batch_tokens: u32,
+        draft_tokens: u32,
+    ) -> anyhow::Result<Vec<String>> {
+        let Some(file) = self.costs.as_ref().filter(|_| draft_tokens > 0) else { return Ok(Vec::new()) };
+        let (file, range) = (file.display(), table(file)?.range());
+        let mut beyond = Vec::new();
+        let rows = draft_tokens + 1;
+        match range.draft_rows {
+            None => beyond.push(format!(
+                "{file} does not say what drafts cost: each draft token is priced as one more sequence; measure again \
+                 with kvist bench calibrate"
+            )),
+            Some(measured) if f64::from(rows) > measured => beyond.push(format!(
+                "{file} was measured up to {measured} tokens of a sequence in a step, a draft and the token before it \
+                 have {rows}: beyond it times are guesses along the last slope"
+            )),
+            Some(_) => {}
+        }
+        let all = u64::from(max_batch).saturating_mul(rows.into()).min(batch_tokens.into());
+        if all as f64 > range.sequences {
+            beyond.push(format!(
+                "{file} was measured up to {} decoding sequences, which is as many tokens; drafts make it up to {all}: \
+                 beyond it times are guesses along the last slope",
+                range.sequences
+            ));
+        }
+        Ok(beyond)
+    }
+
     fn model(&self) -> anyhow::Result<Box<dyn StepCost>> {
         if let Some(file) = &self.costs {
             return Ok(Box::new(table(file)?));

@@ -7,7 +7,7 @@ use super::costs;
 use crate::{json, output};
 use anyhow::{Context, bail};
 use clap::ValueHint;
-use kvist_scheduler::{LengthSource, Replay, Replayed};
+use kvist_scheduler::{LengthSource, Replay, Replayed, SchedulerCounters};
 use kvist_simulator::cost::{BatchShape, MeasuredTable, StepCost};
 use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
@@ -63,12 +63,22 @@ pub struct Summary {
     compared: u64,
     /// Mean time between the end of a step and the start of the next, if that follows at once.
     between_steps_ms: f64,
+    /// Absent if the recording has no drafts.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculation: Option<Speculated>,
     #[serde(skip_serializing_if = "Option::is_none")]
     costs: Option<Predicted>,
 }
 
+#[derive(Serialize)]
+struct Speculated {
+    drafts: u64,
+    draft_tokens: u64,
+    accepted_tokens: u64,
+}
+
 /// Predictions of a table for the recorded steps.
-#[derive(Serialize, Default)]
+#[derive(Serialize)]
 pub struct Predicted {
     table: String,
     prefill: Sum,
@@ -77,6 +87,8 @@ pub struct Predicted {
     all: Sum,
     /// Steps beyond what was measured.
     outside: u64,
+    #[serde(skip)]
+    costs: MeasuredTable,
 }
 
 #[derive(Serialize, Default)]
@@ -107,12 +119,18 @@ impl Sum {
 }
 
 impl Predicted {
-    fn add(&mut self, table: &MeasuredTable, replayed: &Replayed<'_>) {
+    fn new(costs: MeasuredTable) -> Predicted {
+        let sum = Sum::default;
+        let (prefill, decode, mixed, all) = (sum(), sum(), sum(), sum());
+        Predicted { table: costs.name(), prefill, decode, mixed, all, outside: 0, costs }
+    }
+
+    fn add(&mut self, replayed: &Replayed<'_>) {
         if replayed.batch.steps != 1 || replayed.outcome.failed {
             return; // only a simulation runs several steps as one, and it knows their cost
         }
         let shape = BatchShape::of(&replayed.batch);
-        let (recorded, predicted) = (replayed.outcome.elapsed_ns, table.step_ns(&shape));
+        let (recorded, predicted) = (replayed.outcome.elapsed_ns, self.costs.step_ns(&shape));
         let sum = match (shape.prefill_tokens, shape.decode_sequences) {
             (_, 0) => &mut self.prefill,
             (0, _) => &mut self.decode,
@@ -120,7 +138,7 @@ impl Predicted {
         };
         sum.add(recorded, predicted);
         self.all.add(recorded, predicted);
-        self.outside += u64::from(!table.covers(&shape));
+        self.outside += u64::from(!self.costs.covers(&shape));
     }
 }
 
@@ -210,7 +228,7 @@ fn open(file: &Path) -> anyhow::Result<Lines<BufReader<File>>> {
 }
 
 pub fn run(args: Args, _quiet: bool) -> anyhow::Result<()> {
-    let table = args.costs.as_deref().map(costs::table).transpose()?;
+    let mut predicted = args.costs.as_deref().map(costs::table).transpose()?.map(Predicted::new);
     let recorded = match &args.decisions {
         None => Recorded::Between,
         Some(file) => Recorded::Apart { file: file.clone(), lines: open(file)?, line: 0 },
@@ -218,7 +236,9 @@ pub fn run(args: Args, _quiet: bool) -> anyhow::Result<()> {
     let mut out = args.output.as_deref().map(output::FileInParts::create).transpose()?;
     let mut decided = |lines: &str| out.as_mut().map_or(Ok(()), |out| out.write(lines.as_bytes()));
     let lines = open(&args.recording)?;
-    let summary = follow(&args.recording, lines, recorded, table.as_ref(), &mut decided)?;
+    let mut ran = |replayed: Replayed<'_>| predicted.iter_mut().for_each(|it| it.add(&replayed));
+    let mut summary = follow(&args.recording, lines, recorded, &mut ran, &mut decided)?;
+    summary.costs = predicted;
     if let Some(out) = out {
         out.finish()?;
     }
@@ -228,7 +248,16 @@ pub fn run(args: Args, _quiet: bool) -> anyhow::Result<()> {
 /// Replays a recording in memory that contains its decisions.
 pub fn check(name: &str, recording: &str, table: &MeasuredTable) -> anyhow::Result<Summary> {
     let lines = recording.lines().map(|line| Ok(line.to_owned()));
-    follow(Path::new(name), lines, Recorded::Between, Some(table), &mut |_| Ok(()))
+    let mut predicted = Predicted::new(table.clone());
+    let mut ran = |replayed: Replayed<'_>| predicted.add(&replayed);
+    let mut summary = follow(Path::new(name), lines, Recorded::Between, &mut ran, &mut |_| Ok(()))?;
+    summary.costs = Some(predicted);
+    Ok(summary)
+}
+
+/// Replays the recording in `file`, and passes every step that ran to `ran`.
+pub fn each_step(file: &Path, ran: &mut dyn FnMut(Replayed<'_>)) -> anyhow::Result<()> {
+    follow(file, open(file)?, Recorded::Between, ran, &mut |_| Ok(())).map(|_| ())
 }
 
 /// Begins with the header of an event log.
@@ -242,16 +271,16 @@ fn begin(header: &str, keys: &Keys) -> anyhow::Result<Replay> {
     Ok(Replay::begin(header, None, None)?)
 }
 
-/// Replays the events among `lines` of `file`, passes the decisions to `decided`, and compares them with `recorded`.
+/// Replays the events among `lines` of `file`, passes the steps that ran to `ran` and the decisions to `decided`, and
+/// compares them with `recorded`.
 fn follow(
     file: &Path,
     lines: impl Iterator<Item = std::io::Result<String>>,
     recorded: Recorded,
-    table: Option<&MeasuredTable>,
+    ran: &mut dyn FnMut(Replayed<'_>),
     decided: &mut dyn FnMut(&str) -> anyhow::Result<()>,
 ) -> anyhow::Result<Summary> {
     let name = file.display().to_string();
-    let mut predicted = table.map(|table| Predicted { table: table.name(), ..Predicted::default() });
     let mut compared = Compared { recorded, pending: VecDeque::new(), newest: 0, any: false, n: 0 };
     let mut summary = Summary { version: json::VERSION, recording: name.clone(), ..Summary::default() };
     let mut replay: Option<Replay> = None;
@@ -276,14 +305,12 @@ fn follow(
                 bail!("{}: a second event log begins; give the logs one by one", at())
             }
             (Some(replay), None) if keys.n.is_some() => {
-                let mut ran = |replayed: Replayed<'_>| {
+                let mut noted = |replayed: Replayed<'_>| {
                     gaps.add(replayed.now_ns, replayed.outcome.elapsed_ns);
                     summary.steps += u64::from(replayed.batch.steps);
-                    if let (Some(predicted), Some(table)) = (&mut predicted, table) {
-                        predicted.add(table, &replayed);
-                    }
+                    ran(replayed);
                 };
-                replay.event(&text, Some(&mut ran)).with_context(at)?;
+                replay.event(&text, Some(&mut noted)).with_context(at)?;
                 gaps.set_continues(replay.scheduler().n_running() > 0);
                 summary.events += 1;
             }
@@ -300,17 +327,18 @@ fn follow(
         decided(&lines)?;
         compared.decided(&lines)?;
     }
-    if replay.is_none() {
+    let Some(replay) = replay else {
         bail!(
             "{name} contains no event log: give a recording (--record), or a log that begins with kvist-events"
         );
-    }
+    };
     compared.end()?;
+    let SchedulerCounters { drafts, draft_tokens, accepted_tokens, .. } = *replay.scheduler().counters();
+    summary.speculation = (drafts > 0).then_some(Speculated { drafts, draft_tokens, accepted_tokens });
     // The first line of the log is its header, not a decision.
     summary.decisions = summary.decisions.saturating_sub(1);
     summary.compared = compared.n.saturating_sub(1);
     summary.between_steps_ms = gaps.mean_ms();
-    summary.costs = predicted;
     Ok(summary)
 }
 
@@ -355,6 +383,10 @@ impl Summary {
             "events           {}, {} steps{between}\ndecisions        {}, {same}\n",
             self.events, self.steps, self.decisions
         );
+        if let Some(Speculated { drafts, draft_tokens, accepted_tokens }) = self.speculation {
+            text +=
+                &format!("drafts           {drafts}; {accepted_tokens} of {draft_tokens} tokens accepted\n");
+        }
         let Some(costs) = &self.costs else { return text };
         text += &format!("\n{}\n\n", costs.table);
         text += "                    steps   recorded  predicted    in sum   per step\n";

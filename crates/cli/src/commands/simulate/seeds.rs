@@ -21,7 +21,8 @@ pub fn run(args: &Args, n_seeds: u64, quiet: bool) -> anyhow::Result<()> {
     let bar = progress::bar("runs", n_seeds, quiet);
     let (mut figures, mut load) = (Vec::new(), String::new());
     for i in 0..n_seeds {
-        let requests = what.requests.get(args.seed.wrapping_add(i))?.in_order_of_arrival();
+        let seed = args.seed.wrapping_add(i);
+        let requests = what.requests.get(seed)?.in_order_of_arrival();
         what.check(&requests.list)?;
         if i == 0 {
             if let Some(remark) = what.schedule.remark(&requests.list).filter(|_| !quiet) {
@@ -29,7 +30,7 @@ pub fn run(args: &Args, n_seeds: u64, quiet: bool) -> anyhow::Result<()> {
             }
             load.clone_from(&requests.name);
         }
-        let done = simulate(what, &requests.list, &what.options(), false, &mut |_| Ok(()), &mut |_| ())?;
+        let done = simulate(what, &requests.list, &what.options(seed), false, &mut |_| Ok(()), &mut |_| ())?;
         figures.extend(Report::of(&done.record, &what.objectives()).figures());
         bar.inc(1);
     }

@@ -53,6 +53,20 @@ pub fn report(report: &Report) -> String {
 
     throughput(&mut text, report);
     cache(&mut text, report);
+    if let Some(speculation) = &report.speculation {
+        let counts = &speculation.counts;
+        row(
+            &mut text,
+            "drafts",
+            format!(
+                "{} of {} tokens accepted ({}); {:.2} tokens per request and decode step",
+                counts.accepted_tokens,
+                counts.draft_tokens,
+                percent(speculation.acceptance),
+                speculation.tokens_per_step
+            ),
+        );
+    }
     row(
         &mut text,
         "batch",
@@ -176,6 +190,9 @@ pub fn over_seeds(load: &str, n_seeds: u64, figures: &BTreeMap<&'static str, Est
         ("mean_queue_requests", number),
         ("busy_ratio", percent),
         ("preemptions", number),
+        ("draft_tokens", number),
+        ("accepted_tokens", number),
+        ("tokens_per_step", number),
     ] {
         if let Some(estimate) = figures.get(name) {
             let _ = writeln!(text, "{:<26}{}", name.replace('_', " "), with_interval(estimate, show));

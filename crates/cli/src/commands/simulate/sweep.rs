@@ -94,10 +94,11 @@ struct Table {
     rows: Vec<Row>,
 }
 
-pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.what.zero.zero_service && !args.schedules.is_empty() {
         return Err(wrong_usage("--schedules cannot be used with --zero-service, where no request waits"));
     }
+    args.what.read_drafts()?;
     let cells = cells(&args);
     twice("--schedules", &args.schedules)?;
     twice("--policies", &args.policies)?;
@@ -277,7 +278,7 @@ fn run_all(
 fn one(args: &Args, cell: &Cell, load: &Load) -> anyhow::Result<CellFile> {
     let requests = &load.requests;
     let what = what_of(&args.what, cell)?;
-    let options = Options { itl: true, ..what.options() };
+    let options = Options { itl: true, ..what.options(cell.seed) };
     let key = key(&what, &options, load)?;
     let path = args.out.join("cells").join(cell.name() + ".json");
     if let Some(file) = read(&path, &key) {

@@ -2,13 +2,14 @@
 use crate::commands::bench::rig::mix;
 use anyhow::{Context, ensure};
 use kvist_cache::{PrefixSpec, Step};
-use kvist_device::{Registry, RowOutput, RowResult};
+use kvist_device::{Recent, Registry, RowOutput, RowResult};
 use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_model::Model;
+use kvist_engine::speculate::{Bounds, Drafter, Proposal, SpeculationConfig, Speculator};
+use kvist_model::{Error, Model};
 use kvist_scheduler::{
-    Admission, Batch, Config, Executor, Iteration, Outcome, Prompt, Request, RequestId, Scheduler,
+    Admission, Batch, Config, Drafts, Executor, Iteration, Outcome, Prompt, Request, RequestId, Scheduler,
 };
 use kvist_simulator::cost::BatchShape;
 use std::sync::Arc;
@@ -107,6 +108,9 @@ struct Noted<'a> {
 }
 
 impl Executor for Noted<'_> {
+    fn draft(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+        self.executor.draft(now_ns, batch, limit, drafts);
+    }
     fn execute(&mut self, now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         self.shape = BatchShape::of(&batch);
         self.executor.execute(now_ns, step, batch, out);
@@ -114,7 +118,37 @@ impl Executor for Noted<'_> {
     }
 }
 
+/// Proposes chains of arbitrary tokens. The time of a step does not depend on what they are.
+struct Chains {
+    vocab: u32,
+}
+
+impl Drafter for Chains {
+    fn name(&self) -> &'static str {
+        "chains"
+    }
+    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
+        for proposal in proposals {
+            let mut last = None;
+            for i in 0..proposal.bounds.tokens.min(proposal.bounds.depth) {
+                let token = token(proposal.tokens.len() as u64, i, self.vocab);
+                last = Some(proposal.tree.push(last, token, 1.0));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The largest measured number of tokens of one sequence in a step with a draft.
+const MAX_DRAFT_ROWS: u32 = 32;
+
 impl Served {
+    /// Tokens of one sequence in the measured steps with drafts: powers of two.
+    pub fn draft_rows(&self) -> impl Iterator<Item = u32> {
+        let last = MAX_DRAFT_ROWS.min(self.max_batch_tokens);
+        std::iter::successors(Some(1), |n| Some(n * 2)).take_while(move |n| *n <= last)
+    }
+
     /// Batch slots: one more than are served, if a step has room for it, for a prompt in addition to a full decoding
     /// batch.
     fn places(&self) -> u32 {
@@ -131,7 +165,8 @@ impl Served {
         let cache = CacheConfig {
             context_tokens: cells,
             max_step_tokens: self.max_batch_tokens,
-            max_rows: self.places(),
+            max_rows: self.places().max(self.draft_rows().last().unwrap_or(1)),
+            recent: Recent { sequences: self.places(), ..self.cache.recent },
             ..self.cache.clone()
         };
         Ok(PagedConfig { cache, block_tokens: self.block_tokens, prefix: Some(PrefixSpec::default()) })
@@ -229,6 +264,25 @@ impl Steps {
         let wanted = (u64::from(tokens), self.decoding.len() as u64);
         let ran = self.iterate()?;
         Ok(ran.filter(|ran| (ran.shape.prefill_tokens, ran.shape.decode_sequences) == wanted))
+    }
+
+    /// Drafts chains of `draft_tokens` tokens from now on.
+    pub fn begin_drafting(&mut self, draft_tokens: u32) {
+        let bounds = Bounds { tokens: draft_tokens, depth: draft_tokens, width: 1 };
+        let chains = Chains { vocab: self.vocab.max(1) };
+        let config = SpeculationConfig { bounds, adaptive: false };
+        self.executor.speculate(Speculator::new(vec![Box::new(chains)], config));
+    }
+
+    /// Runs a step of the decoding sequence with a draft of `draft_tokens` tokens.
+    pub fn verify(&mut self, draft_tokens: u32) -> anyhow::Result<Option<Ran>> {
+        let ran = self.iterate()?;
+        let of = |shape: BatchShape| (shape.prefill_tokens, shape.decode_sequences, shape.draft_tokens);
+        Ok(ran.filter(|ran| of(ran.shape) == (0, 1, draft_tokens.into())))
+    }
+
+    pub fn end_drafting(&mut self) {
+        self.executor.speculate(None);
     }
 
     pub fn end_decoding(&mut self) -> anyhow::Result<()> {

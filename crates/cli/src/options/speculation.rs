@@ -1,0 +1,244 @@
+//! `--speculate` and what belongs to it.
+use super::{ModelArgs, registry, wrong_usage};
+use crate::source::SourceArgs;
+use clap::{Args, ValueEnum, ValueHint};
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_engine::speculate::*;
+use kvist_hub::Name;
+use kvist_model::{DraftHead, Model, Opened, OpenedHead};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// What proposes tokens.
+#[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Mode {
+    /// No drafts
+    #[default]
+    Off,
+    /// Choose by what was measured, and draft only as much as pays
+    Auto,
+    /// What followed the last tokens earlier in the text
+    Ngram,
+    /// Trees of what followed them in the text and in earlier answers
+    Suffix,
+    /// A smaller model with the same vocabulary
+    Draft,
+    /// A head that was trained for the model (EAGLE-3, or EAGLE-1 and 2), which reads its hidden states
+    Eagle,
+}
+
+#[derive(Args, Clone, Debug)]
+pub struct SpeculationArgs {
+    /// Propose tokens and verify several in one pass: the same text, sooner where proposals are right
+    #[arg(long, value_name = "HOW", default_value = "off", hide_possible_values = false)]
+    pub speculate: Mode,
+    /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors;
+    /// the embedded model has a head of its own
+    #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
+    pub draft_model: Option<PathBuf>,
+    /// Most tokens of a draft
+    #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub draft_tokens: u32,
+    /// Most tokens on one path of a draft
+    #[arg(long, value_name = "TOKENS", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub draft_depth: u32,
+    /// Most continuations that a draft proposes after the same token; 1 drafts chains
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub draft_width: u32,
+}
+
+/// A draft model or a head whose headers have been read and found to fit.
+pub struct OpenedDraft {
+    drafts: Drafts,
+    args: ModelArgs,
+}
+
+enum Drafts {
+    Model(Box<Opened>),
+    Head(Box<OpenedHead>),
+}
+
+impl SpeculationArgs {
+    pub fn is_on(&self) -> bool {
+        self.speculate != Mode::Off
+    }
+
+    /// Gives `config` what verification needs: a row of logits for each draft token, and a kind that holds trees where none
+    /// was asked for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
+    /// smaller than a draft, which is then cut.
+    pub fn prepare(
+        &self,
+        config: &mut CacheConfig,
+        asked: Option<&str>,
+        context: Option<u32>,
+    ) -> anyhow::Result<()> {
+        if !self.is_on() {
+            return Ok(());
+        }
+        if let Some(context) = context {
+            self.check_cache(context)?;
+        }
+        if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
+            config.kind = "tree".into();
+        }
+        config.max_rows = config.max_rows.max(self.draft_tokens + 1);
+        config.max_step_tokens = config.max_step_tokens.max(self.draft_tokens + 1);
+        Ok(())
+    }
+
+    /// Refuses drafts that are larger than a cache of `context` tokens.
+    pub fn check_cache(&self, context: u32) -> anyhow::Result<()> {
+        if self.is_on() && self.draft_tokens >= context {
+            return Err(wrong_usage(format!(
+                "--draft-tokens {}: the cache holds {context} tokens; use fewer, or a larger --context",
+                self.draft_tokens
+            )));
+        }
+        Ok(())
+    }
+
+    /// Opens the draft model, if one is used, and refuses one that does not fit `target` before any weights are read.
+    pub fn open_draft(
+        &self,
+        target: &Opened,
+        model: &ModelArgs,
+        quiet: bool,
+    ) -> anyhow::Result<Option<OpenedDraft>> {
+        let wanted = matches!(self.speculate, Mode::Draft | Mode::Eagle | Mode::Auto);
+        let Some(path) = self.draft_model.as_ref().filter(|_| wanted) else {
+            return match self.speculate {
+                Mode::Draft => Err(wrong_usage("--speculate draft needs a draft model: give --draft-model")),
+                Mode::Eagle if model.source.model.is_none() => {
+                    Ok(Some(OpenedDraft::head(OpenedHead::embedded(target.config())?, model)))
+                }
+                Mode::Eagle => Err(wrong_usage(
+                    "--speculate eagle needs a head that was trained for this model: give its folder, with config.json \
+                     and safetensors, as --draft-model",
+                )),
+                _ if self.draft_model.is_some() => {
+                    Err(wrong_usage("--draft-model is used with --speculate draft, eagle or auto"))
+                }
+                _ => Ok(None),
+            };
+        };
+        if self.speculate == Mode::Eagle || self.speculate == Mode::Auto && OpenedHead::is_head(path) {
+            let head = Self::open_head(path, target, model)?;
+            return Ok(Some(OpenedDraft::head(head, model)));
+        }
+        let source = SourceArgs { model: Some(path.clone()), ..model.source.clone() };
+        let args = ModelArgs { source, ..model.clone() };
+        let opened = args.open(quiet)?;
+        check_vocabulary(
+            (opened.config().vocab, opened.tokenizer()),
+            (target.config().vocab, target.tokenizer()),
+        )?;
+        Ok(Some(OpenedDraft { drafts: Drafts::Model(Box::new(opened)), args }))
+    }
+
+    fn open_head(path: &Path, target: &Opened, model: &ModelArgs) -> anyhow::Result<OpenedHead> {
+        if !matches!(Name::parse(path)?, Name::Path(_)) {
+            let path = path.display();
+            return Err(wrong_usage(format!(
+                "--draft-model {path}: heads are not downloaded by name; give a folder with config.json and safetensors"
+            )));
+        }
+        Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
+    }
+
+    /// What the flags allow a draft.
+    pub fn bounds(&self) -> Bounds {
+        Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
+    }
+
+    /// The drafters, for `texts` texts of `config`'s context at once. `None` if speculation is off.
+    pub fn speculator(
+        &self,
+        draft: Option<&LoadedDraft>,
+        target: &Arc<Model>,
+        config: &CacheConfig,
+        texts: u32,
+    ) -> anyhow::Result<Option<Speculator>> {
+        let mut drafters: Vec<Box<dyn Drafter>> = match self.speculate {
+            Mode::Off => return Ok(None),
+            Mode::Ngram => vec![Box::new(Ngram::default())],
+            Mode::Suffix | Mode::Auto => vec![Box::new(Suffix::default())],
+            Mode::Draft | Mode::Eagle => Vec::new(),
+        };
+        if let Some(LoadedDraft { weights, args }) = draft {
+            let registry = registry(&args.compute.get()?);
+            let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
+            match (weights, self.speculate) {
+                (Weights::Model(model), Mode::Draft | Mode::Auto) => {
+                    drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
+                }
+                (Weights::Head(head), Mode::Eagle | Mode::Auto) => {
+                    drafters.push(Box::new(Eagle::new(head, &registry, &config)?));
+                }
+                _ => {}
+            }
+        }
+        let adaptive = self.speculate == Mode::Auto;
+        Ok(Some(Speculator::new(drafters, SpeculationConfig { bounds: self.bounds(), adaptive })))
+    }
+}
+
+/// The cache of a draft model, for `texts` texts that share the target's context.
+fn draft_cache(target: &CacheConfig, texts: u32, tokens: u32, width: u32) -> CacheConfig {
+    let context = target.context_tokens.saturating_add(texts.saturating_mul(tokens));
+    let rows = texts.saturating_mul(width);
+    CacheConfig {
+        backend: target.backend.clone(),
+        max_step_tokens: rows.max(256),
+        max_rows: rows,
+        k: target.k,
+        v: target.v,
+        kind: "tree".into(),
+        ..CacheConfig::new(context)
+    }
+}
+
+/// A draft model or a head in memory.
+pub struct LoadedDraft {
+    weights: Weights,
+    args: ModelArgs,
+}
+
+enum Weights {
+    Model(Arc<Model>),
+    Head(DraftHead),
+}
+
+impl OpenedDraft {
+    fn head(head: OpenedHead, args: &ModelArgs) -> Self {
+        OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: args.clone() }
+    }
+
+    /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
+    pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
+        let registry = registry(&self.args.compute.get()?);
+        let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
+        let (device, format) = (registry.device(), self.args.weights);
+        let (model, weights) = match &self.drafts {
+            Drafts::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
+            Drafts::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
+        };
+        let plan = MemoryPlan::of_session(model, &registry, &config)?;
+        Ok(plan.session_bound().saturating_add(weights))
+    }
+
+    /// Reads the weights, if they and a cache like `config` fit into the target's budget.
+    pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
+        let OpenedDraft { drafts, args } = self;
+        let config = draft_cache(config, 1, 0, 1);
+        let context = Some(config.context_tokens);
+        let weights = match drafts {
+            Drafts::Model(opened) => {
+                let (registry, budget) = (registry(&args.compute.get()?), target.budget());
+                MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
+                Weights::Model(args.load(*opened, context, budget, quiet)?)
+            }
+            Drafts::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
+        };
+        Ok(LoadedDraft { weights, args })
+    }
+}

@@ -1,0 +1,218 @@
+//! Speculative decoding changes no text: every drafter, kind of cache and fixture, and sampling to the last token.
+mod common;
+mod oracle;
+use common::*;
+use kvist_cache::SeqId;
+use kvist_device::Storage;
+use kvist_engine::devices;
+use kvist_engine::executor::Choice;
+use kvist_engine::generate::{Finish, Generation, Limits, Speculation, generate_with};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::speculate::*;
+use kvist_model::{Error, Model, ModelFile};
+use kvist_testing::SplitMix64;
+use oracle::Oracle;
+use std::sync::Arc;
+
+const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
+const BOUNDS: Bounds = Bounds { tokens: 7, depth: 4, width: 3 };
+
+fn drafters(model: &Arc<Model>, text: &[u32], config: &CacheConfig) -> Vec<Box<dyn Drafter>> {
+    let vocab = model.config().vocab as u32;
+    let draft = CacheConfig { max_rows: 64, max_step_tokens: 64, ..config.clone() };
+    let itself = DraftModel::new(model, model, &devices::on(&compute()), &draft).unwrap();
+    vec![
+        Box::new(Ngram { min: 1, max: 8 }),
+        Box::new(Suffix::default()),
+        Box::new(Oracle { texts: vec![text.to_vec()], vocab, random: SplitMix64(text.len() as u64) }),
+        Box::new(itself),
+    ]
+}
+
+fn run(
+    model: &Arc<Model>,
+    config: &CacheConfig,
+    prompt: &[u32],
+    sampler: SamplerConfig,
+    n: usize,
+    speculator: Option<&mut Speculator>,
+) -> Generation {
+    let mut session = session(model, config);
+    let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache: false };
+    let mut sampler = Sampler::new(sampler).unwrap();
+    let speculation = speculator.map(|speculator| Speculation { speculator, before: &[] });
+    generate_with(&mut session, SeqId::ONLY, prompt, None, &mut sampler, &limits, speculation, &mut ())
+        .unwrap()
+}
+
+fn speculator(drafter: Box<dyn Drafter>) -> Speculator {
+    Speculator::new(vec![drafter], SpeculationConfig { bounds: BOUNDS, adaptive: false })
+}
+
+/// A cache that verifies `BOUNDS`, of `kind`, with K and V as `storage`.
+fn cache(kind: &str, context: u32, storage: Storage) -> CacheConfig {
+    CacheConfig { k: storage, v: storage, max_rows: 32, ..exact(kind, context, 32) }
+}
+
+#[test]
+fn greedy_texts_are_the_same() {
+    let mut accepted = [0; 4];
+    for case in cases("parity") {
+        let expected = Expected::read(&case);
+        let model = load(ModelFile::Path(case.clone())).unwrap();
+        let n = expected.generated.len();
+        let context = (expected.tokens.len() + n + 16) as u32;
+        for storage in [Storage::F32, Storage::F16] {
+            let greedy = SamplerConfig::greedy();
+            let plain =
+                run(&model, &cache("contiguous", context, storage), &expected.tokens, greedy, n, None).tokens;
+            let text = [&expected.tokens[..], &plain].concat();
+            for kind in KINDS {
+                let config = cache(kind, context, storage);
+                for (i, drafter) in drafters(&model, &text, &config).into_iter().enumerate() {
+                    let mut speculator = speculator(drafter);
+                    let out = run(&model, &config, &expected.tokens, greedy, n, Some(&mut speculator));
+                    assert_eq!(out.tokens, plain, "{case:?}, {kind} of {storage}, drafter {i}");
+                    let counts = speculator.counts();
+                    assert_eq!(counts.target_passes + counts.accepted, n as u64 - 1, "{counts:?}");
+                    accepted[i] += counts.accepted;
+                }
+            }
+        }
+    }
+    assert!(accepted.iter().all(|n| *n > 1000), "drafts were hardly accepted: {accepted:?}");
+}
+
+/// Sampled texts are the same too, with the same seed: verification draws as decoding would. Penalties see the same text.
+#[test]
+fn sampled_texts_are_the_same() {
+    let model = load(ModelFile::Embedded).unwrap();
+    let prompt: Vec<u32> = (40..80).collect();
+    for (seed, penalty) in [(1, 0.0), (2, 0.7), (3, -0.3)] {
+        let sampler = SamplerConfig {
+            temperature: 0.9,
+            top_p: 0.95,
+            repetition_penalty: 1.1,
+            repetition_window: 16,
+            frequency_penalty: penalty,
+            seed,
+            ..SamplerConfig::greedy()
+        };
+        let config = cache("tree", 200, Storage::F16);
+        let plain = run(&model, &config, &prompt, sampler, 100, None).tokens;
+        let text = [&prompt[..], &plain].concat();
+        let mut accepted = 0;
+        for drafter in drafters(&model, &text, &config) {
+            let mut speculator = speculator(drafter);
+            let out = run(&model, &config, &prompt, sampler, 100, Some(&mut speculator));
+            assert_eq!(out.tokens, plain, "seed {seed}");
+            accepted += speculator.counts().accepted;
+        }
+        assert!(accepted > 30, "{accepted} draft tokens accepted");
+    }
+}
+
+/// `auto` decides by times, which differ from run to run; its texts do not.
+#[test]
+fn what_pays_changes_no_text() {
+    let model = load(ModelFile::Embedded).unwrap();
+    let prompt: Vec<u32> = (40..80).chain(40..80).collect();
+    let config = cache("tree", 400, Storage::F16);
+    let greedy = SamplerConfig::greedy();
+    let plain = run(&model, &config, &prompt, greedy, 200, None).tokens;
+    let text = [&prompt[..], &plain].concat();
+    let config_of = SpeculationConfig { bounds: BOUNDS, adaptive: true };
+    let mut speculator = Speculator::new(drafters(&model, &text, &config), config_of);
+    assert_eq!(run(&model, &config, &prompt, greedy, 200, Some(&mut speculator)).tokens, plain);
+    // And a second text with the same drafters: nothing of the first one is left that could disturb it.
+    let out = run(&model, &config, &prompt[..50], greedy, 100, None).tokens;
+    let mut speculator = Speculator::new(
+        vec![Box::new(Suffix::default()), Box::new(Ngram::default())],
+        SpeculationConfig { bounds: BOUNDS, adaptive: true },
+    );
+    for _ in 0..2 {
+        assert_eq!(run(&model, &config, &prompt[..50], greedy, 100, Some(&mut speculator)).tokens, out);
+    }
+}
+
+/// Near its end, a cache has room for a token but not for a tree: the text ends where it would without drafts.
+#[test]
+fn a_full_cache_ends_the_same_text() {
+    let model = load(ModelFile::Embedded).unwrap();
+    let prompt: Vec<u32> = (40..72).collect();
+    for kind in ["contiguous", "cells", "tree", "paged"] {
+        let config = cache(kind, 64, Storage::F32);
+        let plain = run(&model, &config, &prompt, SamplerConfig::greedy(), 100, None);
+        let text = [&prompt[..], &plain.tokens, &[7; 8]].concat();
+        for drafter in drafters(&model, &text, &config) {
+            let mut speculator = speculator(drafter);
+            let out = run(&model, &config, &prompt, SamplerConfig::greedy(), 100, Some(&mut speculator));
+            assert_eq!((&out.tokens, &out.finish), (&plain.tokens, &Finish::CacheFull), "{kind}");
+        }
+    }
+}
+
+/// 10^5 pairs of tokens drawn through trees, against the exact distribution of a small model (Pearson's chi-squared).
+#[test]
+fn verified_samples_have_the_models_distribution() {
+    const VOCAB: usize = 5;
+    // Logits after nothing, and after each first token.
+    let logits = |before: Option<u32>| -> Vec<f32> {
+        let at = before.map_or(0, |token| token as usize + 1);
+        (0..VOCAB).map(|i| ((i * 7 + at * 3) % 11) as f32 / 4.0).collect()
+    };
+    let probabilities = |before| {
+        let weights: Vec<f64> = logits(before).iter().map(|x| f64::from(*x).exp()).collect();
+        let sum: f64 = weights.iter().sum();
+        weights.into_iter().map(move |w| w / sum).collect::<Vec<_>>()
+    };
+    let mut tree = DraftTree::default();
+    for (token, children) in [(1, &[0, 3][..]), (4, &[2]), (0, &[])] {
+        let node = tree.push(None, token, 0.3);
+        for child in children {
+            tree.push(Some(node), *child, 0.3);
+        }
+    }
+    let config = SamplerConfig { temperature: 1.0, seed: 11, ..SamplerConfig::greedy() };
+    let mut sampler = Sampler::new(config).unwrap();
+    let mut counts = [[0u32; VOCAB]; VOCAB];
+    let draws = 100_000;
+    for _ in 0..draws {
+        let mut verified = Verified::default();
+        let mut drawn: Vec<u32> = Vec::new();
+        let choose = |row: usize| {
+            let before = row.checked_sub(1).map(|node| tree.tokens()[node]);
+            let token = sampler.sample(&logits(before))?;
+            drawn.push(token);
+            Ok::<_, Error>(Choice { token, finished: drawn.len() == 2 })
+        };
+        verify(&tree, choose, &mut verified).unwrap();
+        if verified.tokens.len() == 1 {
+            // Decoding goes on with a pass of its own.
+            verified.tokens.push(sampler.sample(&logits(Some(verified.tokens[0]))).unwrap());
+        }
+        counts[verified.tokens[0] as usize][verified.tokens[1] as usize] += 1;
+    }
+    let first = probabilities(None);
+    let mut chi_squared = 0.0;
+    for (a, row) in counts.iter().enumerate() {
+        for (b, &count) in row.iter().enumerate() {
+            let expected = first[a] * probabilities(Some(a as u32))[b] * f64::from(draws);
+            chi_squared += (f64::from(count) - expected).powi(2) / expected;
+        }
+    }
+    // 24 degrees of freedom: 51.2 is exceeded once in a thousand. The seed is fixed, so this always comes out the same.
+    assert!(chi_squared < 51.2, "chi-squared {chi_squared}");
+}
+
+#[test]
+fn a_draft_model_of_another_family_is_refused() {
+    let target = load(ModelFile::Embedded).unwrap();
+    let other = load(ModelFile::Path(cases("parity")[0].clone())).unwrap();
+    let config = cache("tree", 64, Storage::F16);
+    let refused =
+        DraftModel::new(&other, &target, &devices::on(&compute()), &config).err().unwrap().to_string();
+    assert!(refused.contains("vocabulary of") || refused.contains("another tokenizer"), "{refused}");
+    assert!(refused.contains("same family"), "{refused}");
+}
