@@ -242,9 +242,6 @@ async fn a_pace_counts_accepted_drafts() {
 async fn a_drafter_that_fails_ends_speculation_alone() {
     struct Fails(u32);
     impl Drafter for Fails {
-        fn name(&self) -> &'static str {
-            "fails"
-        }
         fn propose(
             &mut self,
             proposals: &mut [kvist_engine::speculate::Proposal<'_>],

@@ -62,7 +62,7 @@ impl DraftModel {
     }
 
     /// Follows the known tokens of a text, up to the one before the last: commits the nodes that agree, discards others.
-    fn settle(&mut self, id: u64, known: &[u32]) -> Result<SeqId, Error> {
+    fn settle(&mut self, id: u64, known: &[u32]) -> Result<(), Error> {
         self.clock += 1;
         let cache = self.session.cache();
         let text = match self.texts.entry(id) {
@@ -98,7 +98,7 @@ impl DraftModel {
             }
             text.tokens.truncate(same);
         }
-        Ok(text.seq)
+        Ok(())
     }
 
     fn remove(&mut self, id: u64) {
@@ -238,10 +238,6 @@ impl Levels for ModelLevels<'_, '_> {
 }
 
 impl Drafter for DraftModel {
-    fn name(&self) -> &'static str {
-        "draft"
-    }
-
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         if self.rests > 0 {
             self.rests -= 1;

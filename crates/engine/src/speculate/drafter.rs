@@ -30,9 +30,6 @@ pub struct Proposal<'a> {
 
 /// Proposes tokens that may follow. A wrong proposal costs time and changes no text.
 pub trait Drafter: Send {
-    /// As `--speculate` names it.
-    fn name(&self) -> &'static str;
-
     /// Layers of the target whose output this drafter reads, in the order of [`features`](Self::features);
     /// [`EMBEDDING`](kvist_device::EMBEDDING) stands for what enters the first one.
     fn taps(&self) -> &[LayerId] {

@@ -333,10 +333,6 @@ impl Levels for HeadLevels<'_, '_> {
 }
 
 impl Drafter for Eagle {
-    fn name(&self) -> &'static str {
-        "eagle"
-    }
-
     fn taps(&self) -> &[LayerId] {
         &self.taps
     }

@@ -38,10 +38,6 @@ impl Ngram {
 }
 
 impl Drafter for Ngram {
-    fn name(&self) -> &'static str {
-        "ngram"
-    }
-
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         for Proposal { tokens, bounds, tree, .. } in proposals {
             let Some((end, agreeing)) = self.longest_match(tokens) else { continue };

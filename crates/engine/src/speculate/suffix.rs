@@ -148,10 +148,6 @@ impl Suffix {
 }
 
 impl Drafter for Suffix {
-    fn name(&self) -> &'static str {
-        "suffix"
-    }
-
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         for Proposal { id, salt, tokens, bounds, tree } in proposals {
             let text = self.texts.entry(*id).or_default();

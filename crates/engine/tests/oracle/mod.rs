@@ -12,9 +12,6 @@ pub struct Oracle {
 }
 
 impl Drafter for Oracle {
-    fn name(&self) -> &'static str {
-        "oracle"
-    }
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         for Proposal { tokens, bounds, tree, .. } in proposals {
             let text = self.texts.iter().find(|text| text.starts_with(tokens));

@@ -381,9 +381,6 @@ impl Oracle {
 }
 
 impl Drafter for Oracle {
-    fn name(&self) -> &'static str {
-        "oracle"
-    }
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         for Proposal { id, tokens, bounds, tree, .. } in proposals {
             let mut right = true;

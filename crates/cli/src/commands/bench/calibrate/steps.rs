@@ -124,9 +124,6 @@ struct Chains {
 }
 
 impl Drafter for Chains {
-    fn name(&self) -> &'static str {
-        "chains"
-    }
     fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
         for proposal in proposals {
             let mut last = None;
