@@ -7,14 +7,14 @@
 //!                  y += units × (scale × x's scale) [+ minimum × Σ x]
 //! ```
 //!
-//! Eight products of 64 bytes per block of 16 rows and token. Large batches are bound by loads (two per cycle), so two
-//! panels share the broadcast values of x: 64 products with 58 loads instead of 96.
+//! Eight products of 64 bytes per block of 16 rows and token, a product and a multiply-add for the scales.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7;
-//! 1.3 TFLOP/s for 512.
+//! 1.2 TFLOP/s for 512. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
+//! to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
-use super::inputs::{GROUP, InputFormat, Inputs, NEGATIVE_SUM, scale_of};
-use super::{AHEAD, Format, Panels, for_token_tiles, put};
+use super::inputs::{InputFormat, Inputs, NEGATIVE_SUM, scale_of};
+use super::{Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use kvist_device::weights::blocks::Block;
 use std::marker::PhantomData;
@@ -62,33 +62,23 @@ impl<F: PackedBlock> Format for Blocks<F> {
     }
 
     #[inline(always)]
-    fn multiply<S: Simd>(s: S, weights: &Panels<'_>, inputs: &Inputs, _: bool, out: &mut Columns<'_, f32>) {
-        multiply::<S, F>(s, weights, inputs, out);
-    }
-}
-
-#[inline(always)]
-fn multiply<S: Simd, F: PackedBlock>(
-    s: S,
-    weights: &Panels<'_>,
-    inputs: &Inputs,
-    out: &mut Columns<'_, f32>,
-) {
-    let mut panel = 0;
-    while panel < weights.n {
-        if S::ACCUMULATORS >= 16 && weights.n - panel >= 2 && inputs.n >= 4 {
-            for_token_tiles!(inputs.n, first, T => two_panels::<S, F, T>(s, weights, inputs, first, panel, out));
-            panel += 2;
-        } else {
-            for_token_tiles!(inputs.n, first, T => tile::<S, F, T, T, 1>(s, weights, inputs, first, 0, panel, out));
-            panel += 1;
+    fn multiply<S: Simd, const MANY: bool>(
+        s: S,
+        weights: &Panels<'_>,
+        inputs: &Inputs,
+        _: bool,
+        out: &mut Columns<'_, f32>,
+    ) {
+        for panel in 0..weights.n {
+            for_token_tiles!(inputs.n, first, T => {
+                tile::<S, F, T, MANY>(s, weights, inputs, first, panel, out);
+            });
         }
     }
 }
 
-/// Four tokens at a time: sixteen vectors of weights and eight of sums fill the registers.
 #[inline(always)]
-fn two_panels<S: Simd, F: PackedBlock, const T: usize>(
+fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -96,81 +86,38 @@ fn two_panels<S: Simd, F: PackedBlock, const T: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    if T >= 4 {
-        for side in (0..T).step_by(4) {
-            tile::<S, F, T, 4, 2>(s, weights, inputs, first, side, panel, out);
-        }
-    } else {
-        tile::<S, F, T, T, 2>(s, weights, inputs, first, 0, panel, out);
-    }
-}
-
-/// `N` tokens, starting at number `side` of the tile of `T`, times `P` panels.
-#[inline(always)]
-fn tile<S: Simd, F: PackedBlock, const T: usize, const N: usize, const P: usize>(
-    s: S,
-    weights: &Panels<'_>,
-    inputs: &Inputs,
-    first: usize,
-    side: usize,
-    panel: usize,
-    out: &mut Columns<'_, f32>,
-) {
-    let (blocks, x) = (inputs.width / GROUP, inputs.groups_of::<T>(first));
-    let (mut codes, mut scales): ([&[u8]; P], [&[[u8; 32]]; P]) = ([&[]; P], [&[]; P]);
-    let per_block = if F::ZERO_BITS.is_none() { 2 } else { 1 };
-    for p in 0..P {
-        let (c, f) = weights.get::<Blocks<F>>(panel + p);
-        (codes[p], scales[p]) = (&c[..blocks * F::Codes::BYTES], &f.as_chunks().0[..blocks * per_block]);
-    }
-    let mut sums = [[s.splat(0.0); P]; N];
-    for b in 0..blocks {
-        let (mut w, mut scale, mut min) = ([[s.splat_i(0); 8]; P], [s.splat(0.0); P], [s.splat(0.0); P]);
-        for p in 0..P {
-            let codes = &codes[p][b * F::Codes::BYTES..(b + 1) * F::Codes::BYTES];
-            s.prefetch(&codes[0], AHEAD);
-            for line in 1..F::Codes::BYTES / 64 {
-                s.prefetch(&codes[64 * line], AHEAD);
-            }
-            w[p] = F::Codes::load(s, codes);
-            if let Some(table) = &F::TABLE {
-                for quad in &mut w[p] {
-                    *quad = s.lookup(table, *quad);
-                }
-            }
-            scale[p] = F::load_scale(s, &scales[p][b * per_block]);
-            if F::ZERO_BITS.is_none() {
-                min[p] = s.load_f16(&scales[p][b * per_block + 1]);
+    let (codes, scales) = weights.get::<Blocks<F>>(panel);
+    let ahead = weights.ahead::<MANY>(inputs.n, first);
+    let scales = scales.as_chunks::<{ 2 * LANES }>().0;
+    let scales = scales.chunks_exact(if F::ZERO_BITS.is_none() { 2 } else { 1 });
+    let mut sums = [s.splat(0.0); T];
+    for ((codes, scales), x) in
+        codes.chunks_exact(F::Codes::BYTES).zip(scales).zip(inputs.groups_of::<T>(first))
+    {
+        ahead.prefetch::<S, MANY>(s, codes);
+        let mut w = F::Codes::load(s, codes);
+        if let Some(table) = &F::TABLE {
+            for quad in &mut w {
+                *quad = s.lookup(table, *quad);
             }
         }
-        for n in 0..N {
-            let t = (side + n) % T;
-            let zero = match F::ZERO_BITS {
-                Some(bits) => s.shift_left(s.splat_i(x[b][NEGATIVE_SUM][t]), bits),
+        let scale = F::load_scale(s, &scales[0]);
+        for t in 0..T {
+            let mut units = match F::ZERO_BITS {
+                Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
                 None => s.splat_i(0),
             };
-            let mut units = [zero; P];
             for q in 0..8 {
-                let quad = s.splat_i(x[b][q][t]);
-                for p in 0..P {
-                    units[p] = s.dot4(units[p], w[p][q], quad);
-                }
+                units = s.dot4(units, w[q], s.splat_i(x[q][t]));
             }
-            let x_scale = s.splat(scale_of(&x[b], t));
-            for p in 0..P {
-                sums[n][p] = s.fma(s.to_f32(units[p]), s.mul(scale[p], x_scale), sums[n][p]);
-            }
+            sums[t] = s.fma(s.to_f32(units), s.mul(scale, s.splat(scale_of(x, t))), sums[t]);
             if F::ZERO_BITS.is_none() {
-                let sum = s.splat(-x[b][NEGATIVE_SUM][t] as f32 * scale_of(&x[b], t));
-                for p in 0..P {
-                    sums[n][p] = s.fma(min[p], sum, sums[n][p]);
-                }
+                let sum = s.splat(-x[NEGATIVE_SUM][t] as f32 * scale_of(x, t));
+                sums[t] = s.fma(s.load_f16(&scales[1]), sum, sums[t]);
             }
         }
     }
-    for n in 0..N {
-        for p in 0..P {
-            put(s, out, first + (side + n) % T, panel + p, sums[n][p]);
-        }
+    for (t, sums) in sums.into_iter().enumerate() {
+        put(s, out, first + t, panel, sums);
     }
 }

@@ -53,7 +53,7 @@ macro_rules! one_by_one {
                 out[0] = <$F as Element>::decode(&codes[$F::BYTES * lane..]);
             }
             #[inline(always)]
-            fn multiply<S: Simd>(
+            fn multiply<S: Simd, const MANY: bool>(
                 s: S,
                 weights: &Panels<'_>,
                 inputs: &Inputs,
@@ -128,7 +128,7 @@ impl Format for BF16 {
         }
     }
     #[inline(always)]
-    fn multiply<S: Simd>(
+    fn multiply<S: Simd, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,
         inputs: &Inputs,

@@ -12,7 +12,7 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::Codes;
 use super::inputs::{self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
-use super::{AHEAD, Format, Panels, for_token_tiles, put};
+use super::{Format, Panels, for_token_tiles, put};
 use crate::arch::{Columns, LANES, Simd, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
 use std::marker::PhantomData;
@@ -97,24 +97,32 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
     }
 
     #[inline(always)]
-    fn multiply<S: Simd>(s: S, weights: &Panels<'_>, inputs: &Inputs, _: bool, out: &mut Columns<'_, f32>) {
+    fn multiply<S: Simd, const MANY: bool>(
+        s: S,
+        weights: &Panels<'_>,
+        inputs: &Inputs,
+        _: bool,
+        out: &mut Columns<'_, f32>,
+    ) {
         for panel in 0..weights.n {
-            let (codes, scales) = weights.get::<Self>(panel);
-            for_token_tiles!(inputs.n, first, T => tile::<S, F, T>(s, codes, scales, inputs, first, panel, out));
+            for_token_tiles!(inputs.n, first, T => {
+                tile::<S, F, T, MANY>(s, weights, inputs, first, panel, out);
+            });
         }
     }
 }
 
 #[inline(always)]
-fn tile<S: Simd, F: PackedSuperBlock, const T: usize>(
+fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     s: S,
-    codes: &[u8],
-    scales: &[u8],
+    weights: &Panels<'_>,
     inputs: &Inputs,
     first: usize,
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
+    let (codes, scales) = weights.get::<SuperBlocks<F>>(panel);
+    let ahead = weights.ahead::<MANY>(inputs.n, first);
     let x = inputs.groups_of::<T>(first).as_chunks::<8>().0;
     let blocks = codes.chunks_exact(SuperBlocks::<F>::CODES);
     let mut sums = [s.splat(0.0); T];
@@ -125,9 +133,7 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize>(
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
         for (i, x) in x.iter().enumerate() {
             let codes = &codes[i * F::Codes::BYTES..(i + 1) * F::Codes::BYTES];
-            for line in codes.as_chunks::<64>().0 {
-                s.prefetch(line, AHEAD);
-            }
+            ahead.prefetch::<S, MANY>(s, codes);
             let mut w = F::Codes::load(s, codes);
             if let Some(table) = &table {
                 for quad in &mut w {
