@@ -31,7 +31,7 @@ mod tile_items;
 use crate::Compute;
 use crate::arch::LANES;
 use crate::pages::Pages;
-use crate::pool::{QUERY_ROWS, Side};
+use crate::pool::{QUERY_ROWS, RowStore};
 use crate::recent::RecentReads;
 use kvist_cache::{ReadItem, Reads};
 use kvist_device::DType;
@@ -54,8 +54,8 @@ const LONG_TILE_ROWS: usize = 8;
 
 /// Attention of one layer.
 pub struct Layer<'l> {
-    pub keys: &'l Side,
-    pub values: &'l Side,
+    pub keys: &'l RowStore,
+    pub values: &'l RowStore,
     pub slabs: &'l [Pages],
     pub reads: &'l Reads,
     pub heads: usize,

@@ -386,7 +386,7 @@ fn scratch_is_reserved_when_rows_are_converted() {
 
         let rest = budget.reserve(Purpose::Weights, budget.free()).unwrap();
         let refused = run(2, Rows::F16(&halves, q_shape), RowsMut::F16(&mut out, q_shape));
-        assert!(matches!(refused, Err(BackendError::OutOfBudget(_))), "{refused:?}");
+        assert!(matches!(refused, Err(DeviceError::OutOfBudget(_))), "{refused:?}");
         assert_eq!(scratch(), before + 16 * 4 * 8 * 4);
         assert!(out.iter().all(|x| x.to_bits() == POISON_16));
         drop(rest);

@@ -6,7 +6,7 @@
 //! Operations are recorded in a [`Device::Stream`]. No argument of an operation depends on the step: tokens, positions,
 //! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
 //! one step and replay them for the next.
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::pools::{Backend, PoolSpec, Pools};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
@@ -126,7 +126,7 @@ pub trait Footprint: Send + Sync {
     fn info(&self) -> DeviceInfo;
 
     /// Refuses a model that the device cannot run as a whole, and names what is missing. There is no silent fallback.
-    fn supports(&self, shape: &ModelShape) -> Result<(), BackendError>;
+    fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError>;
 
     /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or
     /// if rows are not whole blocks.
@@ -205,19 +205,19 @@ pub trait Device: Footprint + Sized + 'static {
         tensor: FileTensor<'_>,
         format: WeightFormat,
         bias: Option<Vec<f32>>,
-    ) -> Result<Self::Linear, BackendError>;
-    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, BackendError>;
+    ) -> Result<Self::Linear, DeviceError>;
+    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, DeviceError>;
 
-    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Self::Buffer, BackendError>;
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Self::Buffer, DeviceError>;
     fn stream(
         &self,
         shape: &ModelShape,
         ropes: &[RopeTable],
         limits: &StepLimits,
-    ) -> Result<Self::Stream, BackendError>;
+    ) -> Result<Self::Stream, DeviceError>;
     /// KV pools in which this device's attention works. A host device accepts any host backend; others accept only
     /// their own.
-    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, BackendError>;
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, DeviceError>;
 
     /// Starts a step: the pools grow, and everything that depends on the step is uploaded, once. On `Err` nothing
     /// visible has changed.
@@ -227,7 +227,7 @@ pub trait Device: Footprint + Sized + 'static {
         pools: &mut Self::Pools,
         plan: &StepPlan,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError>;
+    ) -> Result<(), DeviceError>;
     /// Replaces the wanted rows of the current step, ascending and at most as many as the limits allow.
     fn want_rows(&self, stream: &mut Self::Stream, rows: &[WantedRow]);
 
@@ -284,7 +284,7 @@ pub trait Device: Footprint + Sized + 'static {
         pools: &mut Self::Pools,
         plan: &StepPlan,
         call: LayerAttention<'_, Self>,
-    ) -> Result<(), BackendError>;
+    ) -> Result<(), DeviceError>;
     /// Keeps `x`, the residual stream after a layer, as tap `i` of the step's output.
     fn tap(&self, stream: &mut Self::Stream, i: usize, x: &Self::Buffer);
     /// Gathers the wanted rows of `x` into `out`.
@@ -329,11 +329,11 @@ pub trait Device: Footprint + Sized + 'static {
     }
 
     /// Submits the recorded operations. A device that computes while it records has finished at this point.
-    fn submit(&self, stream: &mut Self::Stream) -> Result<Ticket, BackendError>;
+    fn submit(&self, stream: &mut Self::Stream) -> Result<Ticket, DeviceError>;
     /// Whether the submission has finished. Never blocks.
     fn is_done(&self, stream: &Self::Stream, ticket: Ticket) -> bool;
     /// Waits for the submission. Its results are in [`output`](Self::output) afterwards.
-    fn wait(&self, stream: &mut Self::Stream, ticket: Ticket) -> Result<LayersRan, BackendError>;
+    fn wait(&self, stream: &mut Self::Stream, ticket: Ticket) -> Result<LayersRan, DeviceError>;
     /// The output of the last step that was waited for.
     fn output(stream: &Self::Stream) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.

@@ -31,7 +31,7 @@ pub use budget::*;
 pub use caller_rows::{Rows, RowsMut, StridedShape};
 pub use channels::ChannelOrder;
 pub use device::*;
-pub use error::{BackendError, StepError};
+pub use error::{DeviceError, StepError};
 /// The dtypes of a caller's rows, from the crate `half`.
 pub use half::{bf16, f16};
 pub use layout::{BadLayout, LayerSpec, LayerState, Layout, Values};

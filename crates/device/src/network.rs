@@ -1,6 +1,6 @@
 //! A model on a device, without type parameters: the network that executes steps, and a step in flight.
 use crate::device::Footprint;
-use crate::error::{BackendError, StepError};
+use crate::error::{DeviceError, StepError};
 use crate::pools::{Backend, PoolSpec, Pools};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
@@ -17,25 +17,25 @@ pub trait LoadedModel: Send + Sync {
         backend: &dyn Backend,
         spec: &PoolSpec,
         limits: &StepLimits,
-    ) -> Result<Box<dyn Network>, BackendError>;
+    ) -> Result<Box<dyn Network>, DeviceError>;
 }
 
 /// A model with KV pools, ready to execute the steps of one cache. A runtime that executes whole graphs may implement
 /// this trait directly.
 pub trait Network: Send {
     /// Starts a step. The plan must have its reads. On `Err` the step must not be committed.
-    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError>;
+    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, DeviceError>;
     /// Whether the submission has finished. Never blocks.
     fn is_done(&self, ticket: Ticket) -> bool;
     /// Waits for the submission.
-    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, BackendError>;
+    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, DeviceError>;
     /// The output of the last step that was waited for.
     fn output(&self) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.
     fn output_mut(&mut self) -> &mut StepOutput;
     /// Replaces the wanted rows by other rows of the last step, and waits for what they ask for. The rows are ascending and
     /// at most [`StepLimits::max_rows`].
-    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError>;
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), DeviceError>;
     fn pools(&self) -> &dyn Pools;
     fn pools_mut(&mut self) -> &mut dyn Pools;
     /// The last submission, or [`Ticket::START`] before the first.
@@ -80,7 +80,7 @@ impl Transfers<'_> {
         self.pools.import(self.after, group, cells, from)
     }
     /// See [`Pools::finished`].
-    pub fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+    pub fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.pools.finished(transfer)
     }
 }
@@ -137,11 +137,11 @@ impl<'c, 'n> InFlight<'c, 'n> {
         Transfers { pools: self.network.pools_mut(), after: self.before }
     }
     /// Waits until every layer has run. The results are in [`Network::output`]. On `Err` the step is abandoned.
-    pub fn finish(self) -> Result<Computed<'c>, BackendError> {
+    pub fn finish(self) -> Result<Computed<'c>, DeviceError> {
         let LayersRan(step) = self.network.wait(self.ticket)?;
         match step == self.step.plan().id() {
             true => Ok(Computed { step: self.step }),
-            false => Err(BackendError::StalePlan),
+            false => Err(DeviceError::StalePlan),
         }
     }
 }

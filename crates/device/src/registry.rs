@@ -1,7 +1,7 @@
 //! Cache kinds and backends by name. Any kind works with any backend, so there are two small tables and no table of
 //! pairs.
 use crate::device::Footprint;
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::pools::*;
 use crate::session::Session;
 use kvist_cache::Cache;
@@ -20,7 +20,7 @@ pub enum BuildError {
     #[error("a cache of kind {kind} cannot serve this model: {why}")]
     Kind { kind: String, why: Unbuildable },
     #[error(transparent)]
-    Backend(#[from] BackendError),
+    Device(#[from] DeviceError),
 }
 
 impl Registry {
@@ -39,9 +39,9 @@ impl Registry {
     }
 
     /// Checks that plans of this registry are of the device that a model is on. Threads and instruction sets may differ.
-    pub fn check_device(&self, model: &dyn Footprint) -> Result<(), BackendError> {
+    pub fn check_device(&self, model: &dyn Footprint) -> Result<(), DeviceError> {
         let (model, planned) = (model.info().name, self.device.info().name);
-        if model == planned { Ok(()) } else { Err(BackendError::OtherDevice { model, planned }) }
+        if model == planned { Ok(()) } else { Err(DeviceError::OtherDevice { model, planned }) }
     }
 
     /// Every `backend:kind`.

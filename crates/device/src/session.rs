@@ -2,7 +2,7 @@
 //! themselves. Any kind works over any backend. Here and in `CheckedCache` a caller could run layers in the wrong order,
 //! so both check it, with the same `LayerOrder`.
 use crate::caller_rows::{RowBuffer, Rows, RowsMut};
-use crate::error::{BackendError, StepError};
+use crate::error::{DeviceError, StepError};
 use crate::layout::{LayerSpec, Layout, Values};
 use crate::pools::*;
 use kvist_cache::*;
@@ -29,14 +29,16 @@ pub struct AttendRows<'a> {
 
 impl AttendRows<'_> {
     /// Checks that the rows are those of `n` tokens in this layer.
-    fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), BackendError> {
+    fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), DeviceError> {
         let (kv_heads, k_dim, v_dim) =
             (layer.n_kv_heads as usize, layer.k_dim as usize, layer.v_dim as usize);
         self.q.check("q", [n, heads, k_dim])?;
         self.out.check("out", [n, heads, v_dim])?;
         let Some((k, v)) = &self.kv else { return Ok(()) };
-        if v.is_some() != (layer.values == Values::Stored) {
-            return Err(BackendError::LayerOrder(self.layer));
+        match (v, layer.values) {
+            (None, Values::Stored) => return Err(DeviceError::MissingValues(self.layer)),
+            (Some(_), Values::PrefixOfK) => return Err(DeviceError::UnexpectedValues(self.layer)),
+            _ => {}
         }
         k.check("k", [n, kv_heads, k_dim])?;
         v.map_or(Ok(()), |v| v.check("v", [n, kv_heads, v_dim]))
@@ -69,7 +71,7 @@ impl Buffers {
 
 /// Compacts a cache: moves every sequence into one run, as far as shared cells permit. On `Err` the finished rounds
 /// remain applied, and everything is still readable.
-pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -> Result<(), BackendError> {
+pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -> Result<(), DeviceError> {
     while let Some(round) = Relocation::begin(cache, moves) {
         pools.relocate(round.moves())?;
         round.commit();
@@ -148,7 +150,7 @@ impl Session {
     }
 
     /// See [`compact`].
-    pub fn compact(&mut self) -> Result<(), BackendError> {
+    pub fn compact(&mut self) -> Result<(), DeviceError> {
         compact(&mut self.cache, &mut *self.pools, &mut self.moves)
     }
 
@@ -177,7 +179,7 @@ impl SessionStep<'_> {
     }
 
     /// Runs one layer over f32 rows. On `Err` the layer has not run, and the step is still in flight.
-    pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
+    pub fn attend(&mut self, call: Attend<'_>) -> Result<(), DeviceError> {
         self.order.check(call.layer, call.kv.is_some())?;
         let layer = call.layer;
         self.pools.attend(self.step.plan(), call)?;
@@ -193,7 +195,7 @@ impl SessionStep<'_> {
     /// # Errors
     /// The layer is out of order, an argument has other sizes than the layer, an argument's strides leave its memory, or the
     /// budget refuses the scratch. The layer has not run then, `out` has not changed, and the step is still in flight.
-    pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), BackendError> {
+    pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), DeviceError> {
         self.order.check(call.layer, call.kv.is_some())?;
         let spec = &self.layout.layers[usize::from(call.layer.0)];
         let plan = self.step.plan();
@@ -216,7 +218,7 @@ impl SessionStep<'_> {
     }
 
     /// Commits the step. Refused unless every layer has run.
-    pub fn commit(self) -> Result<(), BackendError> {
+    pub fn commit(self) -> Result<(), DeviceError> {
         self.order.complete()?;
         self.step.commit();
         Ok(())
@@ -225,7 +227,7 @@ impl SessionStep<'_> {
     /// Commits the step; every span keeps only what `kept` says ([`Step::commit_kept`]). Moves K and V where a kept path
     /// needs it. Refused unless every layer has run; on `Err` the step is abandoned.
     pub fn commit_kept(mut self, kept: &[Kept<'_>]) -> Result<(), StepError> {
-        self.order.complete().map_err(BackendError::from)?;
+        self.order.complete().map_err(DeviceError::from)?;
         move_kept(&mut self.step, kept, self.pools)?;
         Ok(self.step.commit_kept(kept)?)
     }

@@ -1,5 +1,5 @@
 //! What goes into a step, and the names of submissions.
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::rows::{RowOutput, WantedRow};
 use kvist_cache::{LayerId, StepId, StepPlan};
 
@@ -40,11 +40,11 @@ pub enum Given<'a> {
 impl StepInputs<'_> {
     /// Checks what every device relies on: one token per planned token, nothing beyond the limits, and valid parameters
     /// of samples.
-    pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
+    pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), DeviceError> {
         let n = plan.n_tokens() as usize;
         if self.tokens.len() != n || n > limits.max_tokens {
             let expected = vec![n.min(limits.max_tokens)];
-            return Err(BackendError::Shape {
+            return Err(DeviceError::Shape {
                 what: "tokens of a step",
                 expected,
                 elements: self.tokens.len(),
@@ -52,14 +52,14 @@ impl StepInputs<'_> {
         }
         if self.rows.len() > limits.max_rows {
             let (index, len) = (self.rows.len() - 1, limits.max_rows);
-            return Err(BackendError::OutOfRange { what: "row of logits", index, len });
+            return Err(DeviceError::OutOfRange { what: "row of logits", index, len });
         }
         for WantedRow { row, output } in self.rows {
             if *row as usize >= n {
-                return Err(BackendError::OutOfRange { what: "row", index: *row as usize, len: n });
+                return Err(DeviceError::OutOfRange { what: "row", index: *row as usize, len: n });
             }
             if let RowOutput::Sample(params) = output {
-                params.check().map_err(|what| BackendError::Unsupported(what.into()))?;
+                params.check().map_err(|what| DeviceError::Unsupported(what.into()))?;
             }
         }
         Ok(())

@@ -93,7 +93,7 @@ fn row(
     head: u32,
     cell: u32,
     d: usize,
-) -> Result<Vec<f32>, BackendError> {
+) -> Result<Vec<f32>, DeviceError> {
     let mut row = vec![f32::NAN; d];
     session.pools().inspect(LayerId(layer), side, head, cell, &mut row).map(|()| row)
 }

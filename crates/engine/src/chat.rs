@@ -4,7 +4,7 @@
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
 //! cache back.
 use crate::answer::generate_answer;
-use crate::generate::{Finish, Generation, Limits, Observer, Speculation};
+use crate::generate::{Generation, GenerationEnd, Limits, Observer, Speculation};
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
 use crate::speculate::Speculator;
@@ -196,7 +196,7 @@ impl Chat {
         fed.truncate(held);
         branch.cached = fed;
         let (generation, reasoning) = generation?;
-        let unfinished_prompt = generation.finish == Finish::Cancelled && generation.tokens.is_empty();
+        let unfinished_prompt = generation.finish == GenerationEnd::Cancelled && generation.tokens.is_empty();
         if !unfinished_prompt {
             messages.push(Message::new("assistant", &generation.text));
             branch.messages = messages;

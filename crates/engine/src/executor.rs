@@ -18,7 +18,7 @@ use kvist_device::{
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
-use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, RequestId, Sampled};
+use kvist_scheduler::{Advance, Batch, BatchDrafts, Emitted, Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -33,7 +33,7 @@ pub trait TokenSampler: Send {
     /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, or the logits if
     /// the request has a draft, and says whether it is the last one. An implementation that cannot pick a token
     /// reports the error to its client and returns `finished`.
-    fn choose(&mut self, row: RowResult<'_>) -> Choice;
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.
     fn wants(&self, computed: Range<u32>) -> Range<u32> {
@@ -50,7 +50,7 @@ pub trait TokenSampler: Send {
 
 /// A chosen token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct SampledToken {
     pub token: u32,
     pub finished: bool,
 }
@@ -276,12 +276,12 @@ impl ModelExecutor {
             let mut choose = |row: Option<RowResult<'_>>| match request.as_mut().zip(row) {
                 Some((request, row)) => request.choose(row),
                 // A request without a sampler is finished: nothing can choose its next token.
-                None => Choice { token: 0, finished: true },
+                None => SampledToken { token: 0, finished: true },
             };
             let tree = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
             let Some(tree) = tree else {
                 let sampled = work.samples.then(|| {
-                    let Choice { token, finished } = choose(rows.next());
+                    let SampledToken { token, finished } = choose(rows.next());
                     Sampled { token: has_sampler.then_some(token), finished }
                 });
                 out.push_sampled(batch, sampled);
@@ -354,7 +354,7 @@ impl ModelExecutor {
 }
 
 impl Executor for ModelExecutor {
-    fn draft(&mut self, _now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, _now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         let Some(drafting) = &mut self.speculation else { return };
         let rows = batch.work.iter().filter(|work| work.samples).count();
         let limit = limit.min(self.runner.max_rows().saturating_sub(rows) as u32);

@@ -1,6 +1,6 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
-use crate::executor::Choice;
+use crate::executor::SampledToken;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use crate::speculate::{DraftTree, Speculator, Verified, verify};
@@ -128,7 +128,7 @@ impl ModelSession {
         let n_layers = self.runner.model.layout().layers.len();
         if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers && **l != EMBEDDING) {
             let layer = *layer;
-            return Err(kvist_device::BackendError::UnknownLayer { layer, n_layers }.into());
+            return Err(kvist_device::DeviceError::UnknownLayer { layer, n_layers }.into());
         }
         self.taps = layers.to_vec();
         Ok(())
@@ -206,7 +206,7 @@ impl ModelSession {
         seq: SeqId,
         last: u32,
         draft: &DraftTree,
-        choose: &mut dyn FnMut(RowResult<'_>) -> Result<Choice, Error>,
+        choose: &mut dyn FnMut(RowResult<'_>) -> Result<SampledToken, Error>,
         verified: &mut Verified,
     ) -> Result<(), Error> {
         let mut tokens = std::mem::take(&mut self.draft_tokens);

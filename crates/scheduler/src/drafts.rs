@@ -15,7 +15,7 @@ pub trait Lookahead {
         1
     }
     /// See [`Executor::draft`](crate::Executor::draft).
-    fn draft(&mut self, _batch: Batch<'_>, _limit: u32, _drafts: &mut Drafts) {}
+    fn draft(&mut self, _batch: Batch<'_>, _limit: u32, _drafts: &mut BatchDrafts) {}
 }
 
 /// A closure that is asked as [`Executor::max_fused_steps`](crate::Executor::max_fused_steps) is, without drafts.
@@ -27,14 +27,14 @@ impl<F: FnMut(Batch<'_>, u32) -> u32> Lookahead for F {
 
 /// The draft trees of a batch, at most one for each request that decodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drafts {
-    list: Vec<Draft>,
+pub struct BatchDrafts {
+    list: Vec<WorkDraft>,
     /// The parents of all trees, as the cache wants them: node 0 of a request is its last known token.
     parents: Vec<Option<NodeId>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Draft {
+struct WorkDraft {
     /// Index into the batch.
     work: usize,
     /// Set when the scheduler adds the draft to the batch.
@@ -43,9 +43,9 @@ struct Draft {
     parents: Range<usize>,
 }
 
-impl Drafts {
+impl BatchDrafts {
     /// No drafts.
-    pub(crate) const NONE: &'static Drafts = &Drafts { list: Vec::new(), parents: Vec::new() };
+    pub(crate) const NONE: &'static BatchDrafts = &BatchDrafts { list: Vec::new(), parents: Vec::new() };
 
     /// Removes all trees.
     pub fn clear(&mut self) {
@@ -77,7 +77,7 @@ impl Drafts {
             assert!(parent.is_none_or(|parent| (parent as usize) < i), "node {i} precedes its parent");
             self.parents.push(Some(NodeId(parent.map_or(0, |parent| parent + 1))));
         }
-        self.list.push(Draft { work, request: RequestId(0), parents: first..self.parents.len() });
+        self.list.push(WorkDraft { work, request: RequestId(0), parents: first..self.parents.len() });
     }
 
     /// The parents of the tree of request `work`: first that of its last known token (`None`), then those of the drafts.
@@ -95,7 +95,7 @@ impl Drafts {
         if self.n_tokens() > limit {
             return Err(format!("{} tokens are drafted, {limit} are allowed", self.n_tokens()));
         }
-        let decodes = |draft: &&Draft| batch.work.get(draft.work).is_some_and(|work| work.decodes);
+        let decodes = |draft: &&WorkDraft| batch.work.get(draft.work).is_some_and(|work| work.decodes);
         match self.list.iter().find(|draft| !decodes(draft)) {
             Some(draft) => Err(format!("entry {} of the batch has a draft, but does not decode", draft.work)),
             None => Ok(()),
@@ -104,7 +104,7 @@ impl Drafts {
 
     /// For the event log.
     pub(crate) fn logged(&self) -> Vec<LoggedDraft> {
-        let draft = |draft: &Draft| {
+        let draft = |draft: &WorkDraft| {
             let parents = &self.parents[draft.parents.start + 1..draft.parents.end];
             let parents = parents.iter().map(|parent| parent.and_then(|NodeId(n)| n.checked_sub(1)));
             LoggedDraft(draft.work, draft.request, parents.collect())
@@ -113,8 +113,8 @@ impl Drafts {
     }
 
     /// The drafts of an event log. `Err` has what is wrong with them.
-    pub(crate) fn of_log(logged: &[LoggedDraft]) -> Result<Drafts, String> {
-        let mut drafts = Drafts::default();
+    pub(crate) fn of_log(logged: &[LoggedDraft]) -> Result<BatchDrafts, String> {
+        let mut drafts = BatchDrafts::default();
         for LoggedDraft(work, _, parents) in logged {
             let in_order = drafts.list.last().is_none_or(|last| last.work < *work);
             let bad = |(i, parent): (usize, &Option<u32>)| parent.is_some_and(|parent| parent as usize >= i);
@@ -145,10 +145,10 @@ impl Scheduler {
             return;
         }
         let mut drafts = std::mem::take(&mut self.drafts);
-        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: Drafts::NONE };
+        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: BatchDrafts::NONE };
         lookahead.draft(batch, limit, &mut drafts);
         drafts.check(batch, limit).unwrap_or_else(|misfit| panic!("{misfit}"));
-        for Draft { work, request, parents } in &mut drafts.list {
+        for WorkDraft { work, request, parents } in &mut drafts.list {
             let work = &mut self.batch[*work];
             work.n_tokens = parents.len() as u32;
             *request = work.request;
@@ -174,7 +174,7 @@ impl Scheduler {
             }
             Err(_) => {}
         }
-        for Draft { work, .. } in &self.drafts.list {
+        for WorkDraft { work, .. } in &self.drafts.list {
             self.batch[*work].n_tokens = 1;
         }
         self.drafts_dropped = true;

@@ -242,7 +242,7 @@ impl<'a> Simulation<'a> {
         let (n_running, preemptions) = (self.scheduler.n_running(), self.scheduler.counters().preemptions);
         let elapsed_ns = match self.scheduler.iterate(now, &mut self.executor) {
             Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
-            Iteration::Idle => None,
+            Iteration::NothingToDo => None,
         };
         let ended_before = self.n_ended;
         let mut ended_later = 0;

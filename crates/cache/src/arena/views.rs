@@ -37,7 +37,7 @@ pub struct Values;
 /// A strided view of the tokens of one handle, in one layer of K or V: `[blocks, heads, block_tokens, head_dim]`. The
 /// elements of `head_dim` are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct View<Side> {
+pub struct View<S> {
     /// Offset of head 0 of token 0 in the buffer.
     pub first: u64,
     /// Tokens that may be read.
@@ -54,7 +54,7 @@ pub struct View<Side> {
     pub head_stride: u64,
     /// Step from one token to the next within a block.
     pub token_stride: u64,
-    side: PhantomData<Side>,
+    side: PhantomData<S>,
 }
 
 impl BufferLayout {
@@ -80,7 +80,7 @@ impl BufferLayout {
         self.view(layer, handle, n_tokens)
     }
 
-    fn view<Side>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Side>> {
+    fn view<S>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<S>> {
         let within = u64::from(handle.start) + u64::from(handle.len) <= u64::from(self.n_blocks);
         let holds = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
         self.elements().filter(|&elements| elements > 0)?; // so no product below overflows: each divides it
@@ -111,7 +111,7 @@ impl BufferLayout {
     }
 }
 
-impl<Side> View<Side> {
+impl<S> View<S> {
     /// Offset of the row of `head` at `token` (counted in the sequence, from 0); `head_dim` elements from there.
     pub fn row(&self, head: u32, token: u32) -> Option<u64> {
         if head >= self.n_heads || token >= self.n_tokens {

@@ -4,7 +4,7 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
-use kvist_engine::generate::{Finish, Limits, Speculation, generate_with};
+use kvist_engine::generate::{GenerationEnd, Limits, Speculation, generate_with};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::speculate::Counts;
@@ -129,7 +129,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             &mut UntilInterrupted,
         )?;
         if out.tokens.len() < limits.max_tokens {
-            let why = if out.finish == Finish::CacheFull { "the cache is full" } else { "interrupted" };
+            let why =
+                if out.finish == GenerationEnd::CacheFull { "the cache is full" } else { "interrupted" };
             cut_short = Some(format!("{} of {max_tokens} tokens were generated: {why}", out.tokens.len()));
         }
         report.finish = Some(out.finish.name());

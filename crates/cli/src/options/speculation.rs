@@ -49,11 +49,11 @@ pub struct SpeculationArgs {
 
 /// A draft model or a head whose headers have been read and found to fit.
 pub struct OpenedDraft {
-    drafts: Drafts,
+    drafts: DraftFiles,
     args: ModelArgs,
 }
 
-enum Drafts {
+enum DraftFiles {
     Model(Box<Opened>),
     Head(Box<OpenedHead>),
 }
@@ -132,7 +132,7 @@ impl SpeculationArgs {
             (opened.config().vocab, opened.tokenizer()),
             (target.config().vocab, target.tokenizer()),
         )?;
-        Ok(Some(OpenedDraft { drafts: Drafts::Model(Box::new(opened)), args }))
+        Ok(Some(OpenedDraft { drafts: DraftFiles::Model(Box::new(opened)), args }))
     }
 
     fn open_head(path: &Path, target: &Opened, model: &ModelArgs) -> anyhow::Result<OpenedHead> {
@@ -210,7 +210,7 @@ enum Weights {
 
 impl OpenedDraft {
     fn head(head: OpenedHead, args: &ModelArgs) -> Self {
-        OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: args.clone() }
+        OpenedDraft { drafts: DraftFiles::Head(Box::new(head)), args: args.clone() }
     }
 
     /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
@@ -219,8 +219,8 @@ impl OpenedDraft {
         let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
         let (device, format) = (registry.device(), self.args.weights);
         let (model, weights) = match &self.drafts {
-            Drafts::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
-            Drafts::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
+            DraftFiles::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
+            DraftFiles::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
         };
         let plan = MemoryPlan::of_session(model, &registry, &config)?;
         Ok(plan.session_bound().saturating_add(weights))
@@ -232,12 +232,12 @@ impl OpenedDraft {
         let config = draft_cache(config, 1, 0, 1);
         let context = Some(config.context_tokens);
         let weights = match drafts {
-            Drafts::Model(opened) => {
+            DraftFiles::Model(opened) => {
                 let (registry, budget) = (registry(&args.compute.get()?), target.budget());
                 MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
                 Weights::Model(args.load(*opened, context, budget, quiet)?)
             }
-            Drafts::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
+            DraftFiles::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
         };
         Ok(LoadedDraft { weights, args })
     }

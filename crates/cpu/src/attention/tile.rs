@@ -9,7 +9,7 @@ use super::softmax::Softmax;
 use super::{Layer, Rows};
 use crate::Compute;
 use crate::arch::{Isa, LANES};
-use crate::pool::{self, Gather, Lines, Quads, Queries, Side, Sums};
+use crate::pool::{self, Gather, Lines, Quads, Queries, RowStore, Sums};
 use crate::recent::RecentReads;
 use kvist_cache::{CellRun, Mask, ReadItem};
 use std::ops::Range;
@@ -178,7 +178,7 @@ impl<'l> Layer<'l> {
     /// The codes of `side`, block by block, for the cells of `chain` that `slots` see.
     fn codes<'i>(
         &'i self,
-        side: &'i Side,
+        side: &'i RowStore,
         head: usize,
         chain: impl Iterator<Item = &'i ReadItem>,
         slots: &'i Range<u32>,
@@ -194,7 +194,7 @@ impl<'l> Layer<'l> {
     fn stretches<'i>(
         &self,
         gather: &mut Gather<'l>,
-        side: &Side,
+        side: &RowStore,
         read: Read<'_, impl Iterator<Item = &'i ReadItem>>,
         next: impl Iterator<Item = &'l [u8]>,
         mut each: impl FnMut(&Gather<'_>),

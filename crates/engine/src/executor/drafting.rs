@@ -1,8 +1,8 @@
 //! Drafts for the requests of a batch.
 use crate::session::report_features;
-use crate::speculate::{Draft, DraftTree, Speculator, Text, Verified};
+use crate::speculate::{Draft, DraftContext, DraftTree, Speculator, Verified};
 use kvist_model::Error;
-use kvist_scheduler::{Batch, Drafts, RequestId};
+use kvist_scheduler::{Batch, BatchDrafts, RequestId};
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -33,18 +33,18 @@ impl Drafting {
         batch: Batch<'_>,
         limit: u32,
         vocab: u32,
-        out: &mut Drafts,
+        out: &mut BatchDrafts,
     ) -> Result<(), Error> {
         self.drafts.clear();
         let decoding = batch.work.iter().enumerate().filter(|(_, work)| work.decodes);
-        let texts: Vec<(usize, Text<'_>)> = decoding
+        let texts: Vec<(usize, DraftContext<'_>)> = decoding
             .filter_map(|(i, work)| {
                 let (id, tokens) = (work.request.0, batch.known_tokens(i)?);
-                Some((i, Text { id, salt: batch.salt(i), tokens, max_new: batch.max_new(i) }))
+                Some((i, DraftContext { id, salt: batch.salt(i), tokens, max_new: batch.max_new(i) }))
             })
             .collect();
         let rows: u32 = batch.work.iter().map(|work| work.n_tokens).sum();
-        let (works, texts): (Vec<usize>, Vec<Text<'_>>) = texts.into_iter().unzip();
+        let (works, texts): (Vec<usize>, Vec<DraftContext<'_>>) = texts.into_iter().unzip();
         let mut drafts = Vec::new();
         self.speculator.propose(&texts, rows as usize - texts.len(), limit, false, &mut drafts)?;
         for (i, mut draft) in works.into_iter().zip(drafts) {

@@ -96,7 +96,7 @@ impl Thread {
             let iteration = scheduler.iterate(now, executor);
             let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
-                Iteration::Idle => 0,
+                Iteration::NothingToDo => 0,
             };
             self.busy_ns += elapsed_ns;
             self.count_paced();
@@ -105,7 +105,7 @@ impl Thread {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
             }
             self.publish_stats();
-            idle = iteration == Iteration::Idle;
+            idle = iteration == Iteration::NothingToDo;
         }
     }
 

@@ -9,7 +9,7 @@
 //! ```
 //! Nodes leave nothing behind: once the target has accepted some, their rows are computed again from its own features.
 use super::expand::{self, Candidate, Growing, Levels};
-use super::{Bounds, Drafter, Proposal};
+use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_cache::{LayerId, NodeId, Refused, SeqId};
@@ -23,7 +23,7 @@ pub struct Eagle {
     taps: Vec<LayerId>,
     draft_vocab: usize,
     target_ids: Option<Vec<u32>>,
-    texts: HashMap<u64, Text>,
+    texts: HashMap<u64, HeadSequence>,
     next_seq: u32,
     clock: u64,
     /// A path with a lower probability is not followed.
@@ -32,7 +32,7 @@ pub struct Eagle {
 
 /// What the head knows of a text. Its rows begin where the target's features do: a prefix that the target found in its cache
 /// is absent.
-struct Text {
+struct HeadSequence {
     seq: SeqId,
     /// Position in the text of the first row.
     base: u32,
@@ -43,7 +43,7 @@ struct Text {
     used: u64,
 }
 
-impl Text {
+impl HeadSequence {
     /// Position of the next row.
     fn next(&self) -> usize {
         (self.base + self.computed) as usize
@@ -103,9 +103,9 @@ impl Eagle {
 
     /// The text whose rows continue at position `first`. Without the rows before, it begins there. After a rollback the row
     /// before has read the token that was there then; that makes a draft less likely to be right, and no text wrong.
-    fn text_at(&mut self, id: u64, first: u32) -> Result<&mut Text, Error> {
+    fn text_at(&mut self, id: u64, first: u32) -> Result<&mut HeadSequence, Error> {
         let width = self.width();
-        let joins = |text: &Text| {
+        let joins = |text: &HeadSequence| {
             let end = text.next() + text.features.len() / width;
             (text.base..=end as u32).contains(&first)
         };
@@ -121,7 +121,7 @@ impl Eagle {
                 let seq = SeqId(self.next_seq);
                 self.session.cache().sequences().ok_or(Refused::Unsupported(NO_TREES))?.seq_new(seq)?;
                 self.next_seq += 1;
-                let text = Text { seq, base: first, computed: 0, features: Vec::new(), used: 0 };
+                let text = HeadSequence { seq, base: first, computed: 0, features: Vec::new(), used: 0 };
                 self.texts.insert(id, text);
             }
         }
@@ -165,15 +165,15 @@ impl Eagle {
         }
     }
 
-    fn try_propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
+    fn try_propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
         let width = self.width();
         // Texts whose last computed token has features: the others' trees stay empty.
         let mut ready: Vec<usize> = Vec::new();
         let mut pending = 0;
-        for (i, proposal) in proposals.iter().enumerate() {
-            let Some(text) = self.texts.get(&proposal.id) else { continue };
+        for (i, request) in requests.iter().enumerate() {
+            let Some(text) = self.texts.get(&request.id) else { continue };
             let n = text.features.len() / width;
-            if n > 0 && text.next() + n + 1 == proposal.tokens.len() {
+            if n > 0 && text.next() + n + 1 == request.tokens.len() {
                 ready.push(i);
                 pending += n;
             }
@@ -183,25 +183,25 @@ impl Eagle {
         }
         if pending > self.chunk() {
             for &i in &ready {
-                self.compute(proposals[i].id, proposals[i].tokens, 1)?;
+                self.compute(requests[i].id, requests[i].tokens, 1)?;
             }
         }
-        let bounds: Vec<Bounds> = ready.iter().map(|i| proposals[*i].bounds).collect();
-        let (min, seqs) = (self.min_probability, self.sequences(&ready, proposals));
+        let bounds: Vec<Bounds> = ready.iter().map(|i| requests[*i].bounds).collect();
+        let (min, seqs) = (self.min_probability, self.sequences(&ready, requests));
         let nodes = seqs.iter().map(|_| Nodes::default()).collect();
-        let mut levels = HeadLevels { drafter: self, proposals, ready: &ready, nodes };
+        let mut levels = HeadLevels { drafter: self, requests, ready: &ready, nodes };
         let grown = expand::grow(&mut levels, &bounds, min);
         for seq in seqs {
             self.session.cache().trees().ok_or(Refused::Unsupported(NO_TREES))?.discard(seq)?;
         }
         for ((i, grown), bounds) in ready.into_iter().zip(grown?).zip(bounds) {
-            grown.finish(bounds, proposals[i].tree);
+            grown.finish(bounds, requests[i].tree);
         }
         Ok(())
     }
 
-    fn sequences(&self, ready: &[usize], proposals: &[Proposal<'_>]) -> Vec<SeqId> {
-        ready.iter().map(|i| self.texts[&proposals[*i].id].seq).collect()
+    fn sequences(&self, ready: &[usize], requests: &[DraftRequest<'_>]) -> Vec<SeqId> {
+        ready.iter().map(|i| self.texts[&requests[*i].id].seq).collect()
     }
 
     /// Forgets the text, not one of `busy`, that was used longest ago. False if there is none.
@@ -252,8 +252,8 @@ impl Nodes {
 /// The levels of the trees of some texts.
 struct HeadLevels<'d, 'p> {
     drafter: &'d mut Eagle,
-    proposals: &'d [Proposal<'p>],
-    /// Indices into `proposals`.
+    requests: &'d [DraftRequest<'p>],
+    /// Indices into `requests`.
     ready: &'d [usize],
     nodes: Vec<Nodes>,
 }
@@ -264,30 +264,30 @@ impl HeadLevels<'_, '_> {
         let Eagle { session, texts, .. } = &mut *self.drafter;
         let width = session.model().config().features;
         let (mut inputs, mut features, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-        for proposal in self.ready.iter().map(|i| &self.proposals[*i]) {
-            let text = &texts[&proposal.id];
-            inputs.push(SequenceInput::chain(text.seq, &proposal.tokens[text.next() + 1..]));
+        for request in self.ready.iter().map(|i| &self.requests[*i]) {
+            let text = &texts[&request.id];
+            inputs.push(SequenceInput::chain(text.seq, &request.tokens[text.next() + 1..]));
             features.extend_from_slice(&text.features);
             rows.push(text.features.len() / width);
         }
         session.forward_given(&inputs, LogitRows::LastOfEach, Given::Features(&features))?;
-        for (proposal, n) in self.ready.iter().map(|i| &self.proposals[*i]).zip(&rows) {
-            let text = texts.get_mut(&proposal.id).expect("it is ready");
+        for (request, n) in self.ready.iter().map(|i| &self.requests[*i]).zip(&rows) {
+            let text = texts.get_mut(&request.id).expect("it is ready");
             text.computed += *n as u32;
             text.features.clear();
         }
         Ok(rows)
     }
 
-    /// Computes the frontiers. Gives the number of rows of each text.
-    fn frontiers(&mut self, growing: &[Growing]) -> Result<Vec<usize>, Error> {
-        let seqs = self.drafter.sequences(self.ready, self.proposals);
+    /// Computes the leaves of all trees. Returns the number of rows of each text.
+    fn leaves(&mut self, growing: &[Growing]) -> Result<Vec<usize>, Error> {
+        let seqs = self.drafter.sequences(self.ready, self.requests);
         let session = &mut self.drafter.session;
         let hidden = session.model().config().hidden;
         let (mut batch, mut states) = (Vec::new(), Vec::new());
         for (growing, nodes) in growing.iter().zip(&mut self.nodes) {
             let (mut tokens, mut parents) = (Vec::new(), Vec::new());
-            for &node in &growing.frontier {
+            for &node in &growing.leaves {
                 let parent = nodes.place(growing.parent(node));
                 states.extend_from_slice(
                     &nodes.states[parent.map_or(0, |place| place + 1) * hidden..][..hidden],
@@ -295,7 +295,7 @@ impl HeadLevels<'_, '_> {
                 tokens.push(growing.token(node));
                 parents.push(parent.map(|place| NodeId(place as u32)));
             }
-            nodes.computed.extend(&growing.frontier);
+            nodes.computed.extend(&growing.leaves);
             batch.push((tokens, parents));
         }
         let inputs: Vec<SequenceInput<'_>> = seqs
@@ -311,17 +311,17 @@ impl HeadLevels<'_, '_> {
 
 impl Levels for HeadLevels<'_, '_> {
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error> {
-        let rows = if first { self.roots()? } else { self.frontiers(growing)? };
+        let rows = if first { self.roots()? } else { self.leaves(growing)? };
         let session = &self.drafter.session;
         let hidden = session.model().config().hidden;
         let (mut row, mut logits, mut out) = (0, 0, Vec::new());
-        for ((n, nodes), proposal) in
-            rows.into_iter().zip(&mut self.nodes).zip(self.ready.iter().map(|i| &self.proposals[*i]))
+        for ((n, nodes), request) in
+            rows.into_iter().zip(&mut self.nodes).zip(self.ready.iter().map(|i| &self.requests[*i]))
         {
             // Of the pending rows, only the last one matters.
             let seen = if first { row + n - 1..row + n } else { row..row + n };
             nodes.states.extend_from_slice(&session.tap(0)[seen.start * hidden..seen.end * hidden]);
-            let width = proposal.bounds.width as usize;
+            let width = request.bounds.width as usize;
             out.push(
                 seen.clone().zip(logits..).map(|(_, row)| self.drafter.candidates(row, width)).collect(),
             );
@@ -337,10 +337,10 @@ impl Drafter for Eagle {
         &self.taps
     }
 
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        let busy: Vec<u64> = proposals.iter().map(|proposal| proposal.id).collect();
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
         loop {
-            let result = self.try_propose(proposals);
+            let result = self.try_propose(requests);
             if !is_full(&result) {
                 return result;
             }

@@ -1,6 +1,6 @@
 //! Drafters, what they achieved, and how much of their proposals is verified.
 use super::control::{Control, Costs, worth};
-use super::{Bounds, DraftTree, Drafter, Proposal, Verified};
+use super::{Bounds, DraftRequest, DraftTree, Drafter, Verified};
 use kvist_cache::LayerId;
 use kvist_model::Error;
 use std::time::{Duration, Instant};
@@ -52,8 +52,8 @@ impl Counts {
 
 /// A text that may be continued by a draft.
 #[derive(Clone, Copy, Debug)]
-pub struct Text<'a> {
-    /// As in [`Proposal`].
+pub struct DraftContext<'a> {
+    /// As in [`DraftRequest`].
     pub id: u64,
     pub salt: &'a str,
     pub tokens: &'a [u32],
@@ -112,7 +112,7 @@ impl Speculator {
     /// in all. `drafts` gets one entry per text.
     pub fn propose(
         &mut self,
-        texts: &[Text<'_>],
+        texts: &[DraftContext<'_>],
         other_rows: usize,
         limit: u32,
         chains: bool,
@@ -125,22 +125,22 @@ impl Speculator {
         bounds.width = if chains { 1 } else { bounds.width };
         let adaptive = self.config.adaptive;
         for (n, (drafter, control)) in self.drafters.iter_mut().enumerate() {
-            let open = |(text, draft): (&Text<'_>, &Draft)| draft.tree.is_empty() && text.max_new > 1;
+            let open = |(text, draft): (&DraftContext<'_>, &Draft)| draft.tree.is_empty() && text.max_new > 1;
             if !texts.iter().zip(drafts.iter()).any(open) || adaptive && !control.asks() {
                 continue;
             }
             let started = Instant::now();
-            let mut proposals = Vec::with_capacity(texts.len());
+            let mut requests = Vec::with_capacity(texts.len());
             for (text, draft) in texts.iter().zip(drafts.iter_mut()) {
                 if !draft.tree.is_empty() || text.max_new < 2 {
                     continue;
                 }
                 draft.drafter = n;
                 let bounds = Bounds { depth: bounds.depth.min(text.max_new - 1), ..bounds };
-                let Text { id, salt, tokens, .. } = *text;
-                proposals.push(Proposal { id, salt, tokens, bounds, tree: &mut draft.tree });
+                let DraftContext { id, salt, tokens, .. } = *text;
+                requests.push(DraftRequest { id, salt, tokens, bounds, tree: &mut draft.tree });
             }
-            drafter.propose(&mut proposals)?;
+            drafter.propose(&mut requests)?;
             let elapsed = started.elapsed();
             if adaptive {
                 let rows = texts.len() + other_rows;

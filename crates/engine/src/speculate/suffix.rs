@@ -5,7 +5,7 @@
 //! of earlier positions, newest first. Each position gives a match length and a continuation. Frequencies among the
 //! continuations of equally good matches are the probabilities of the nodes. A token costs eight bytes, an entry of
 //! a hash table for each new pair of tokens, and constant time to add; a proposal looks at a bounded number of positions.
-use super::{Bounds, DraftTree, Drafter, Proposal};
+use super::{Bounds, DraftRequest, DraftTree, Drafter};
 use kvist_model::Error;
 use std::collections::{HashMap, VecDeque};
 
@@ -148,8 +148,8 @@ impl Suffix {
 }
 
 impl Drafter for Suffix {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { id, salt, tokens, bounds, tree } in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { id, salt, tokens, bounds, tree } in requests {
             let text = self.texts.entry(*id).or_default();
             text.follow(tokens);
             self.clock += 1;
@@ -282,7 +282,7 @@ mod tests {
 
     fn propose(drafter: &mut Suffix, id: u64, salt: &str, tokens: &[u32], bounds: Bounds) -> DraftTree {
         let mut tree = DraftTree::default();
-        drafter.propose(&mut [Proposal { id, salt, tokens, bounds, tree: &mut tree }]).unwrap();
+        drafter.propose(&mut [DraftRequest { id, salt, tokens, bounds, tree: &mut tree }]).unwrap();
         assert!(tree.len() <= bounds.tokens as usize && tree.max_depth() <= bounds.depth);
         tree
     }

@@ -1,5 +1,5 @@
 //! Draft trees, and their verification.
-use crate::executor::Choice;
+use crate::executor::SampledToken;
 use kvist_cache::NodeId;
 
 /// Proposed continuations of a sequence, as a tree of tokens. Every path from a root on is one continuation.
@@ -142,14 +142,14 @@ impl Verified {
 /// draft. `out` is overwritten.
 pub fn verify<E>(
     tree: &DraftTree,
-    mut choose: impl FnMut(usize) -> Result<Choice, E>,
+    mut choose: impl FnMut(usize) -> Result<SampledToken, E>,
     out: &mut Verified,
 ) -> Result<(), E> {
     out.path.clear();
     out.tokens.clear();
     let mut at = None;
     loop {
-        let Choice { token, finished } = choose(at.map_or(0, |node: u32| node as usize + 1))?;
+        let SampledToken { token, finished } = choose(at.map_or(0, |node: u32| node as usize + 1))?;
         out.tokens.push(token);
         out.finished = finished;
         match tree.child(at, token).filter(|_| !finished) {
@@ -183,7 +183,7 @@ mod tests {
         let choose = |row| {
             rows.push(row);
             drawn += 1;
-            Ok::<_, ()>(Choice { token: text[drawn - 1], finished: drawn == end })
+            Ok::<_, ()>(SampledToken { token: text[drawn - 1], finished: drawn == end })
         };
         verify(tree, choose, &mut out).unwrap();
         let expected: Vec<usize> =

@@ -96,13 +96,13 @@ impl<D: Device> Running<D> {
         hidden: usize,
         features: usize,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let Running { device, stream, activations: a, .. } = self;
         let (rows, width, out) = match (draft, inputs.given) {
             (None, Given::Nothing) => return Ok(()),
-            (None, _) => return Err(BackendError::Unsupported("only draft heads are given rows".into())),
+            (None, _) => return Err(DeviceError::Unsupported("only draft heads are given rows".into())),
             (Some(_), Given::Nothing) => {
-                return Err(BackendError::Unsupported("a draft head needs features or hidden states".into()));
+                return Err(DeviceError::Unsupported("a draft head needs features or hidden states".into()));
             }
             // Features of EAGLE-1 are hidden states, once they are normed.
             (Some(DraftInput { kind: InputKind::Eagle1 { .. }, .. }), Given::Features(rows)) => {
@@ -113,7 +113,7 @@ impl<D: Device> Running<D> {
         };
         let expected = vec![inputs.tokens.len(), width];
         if rows.len() != inputs.tokens.len() * width {
-            return Err(BackendError::Shape { what: "rows of a draft head", expected, elements: rows.len() });
+            return Err(DeviceError::Shape { what: "rows of a draft head", expected, elements: rows.len() });
         }
         device.upload(stream, rows, out);
         Ok(())

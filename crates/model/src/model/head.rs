@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::files::read_text;
 use crate::weights::{Source, WeightFormat};
 use kvist_cache::LayerId;
-use kvist_device::{BackendError, Footprint, Purpose};
+use kvist_device::{DeviceError, Footprint, Purpose};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -101,7 +101,7 @@ impl OpenedHead {
         let device = target.device();
         device.supports(&self.config.layer.shape())?;
         let weights = target.budget().reserve(Purpose::Weights, self.weight_bytes(device, format)?)?;
-        self.config.layer.layout().check().map_err(BackendError::from)?;
+        self.config.layer.layout().check().map_err(DeviceError::from)?;
         let loaded = target.weights().load_head(&self, format, context.unwrap_or(0))?;
         let OpenedHead { name, config, target_ids, .. } = self;
         let HeadConfig { layer, draft_vocab, taps, .. } = config;

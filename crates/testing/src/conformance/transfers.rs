@@ -158,7 +158,7 @@ fn block(pools: &dyn Pools, group: GroupId, cells: CellRun) -> HostBlock {
 pub fn finish(
     pools: &mut dyn Pools,
     transfer: Result<Transfer, TransferRefused>,
-) -> Result<HostBlock, BackendError> {
+) -> Result<HostBlock, DeviceError> {
     let transfer = transfer?;
     loop {
         if let Some(done) = pools.finished(&transfer) {

@@ -249,11 +249,11 @@ fn step(
         };
         left = left.saturating_sub(n);
         let n_nodes = reference.n_nodes(seq).unwrap_or(0);
-        let frontier = match model {
+        let is_tree = match model {
             Model::Tree => n_nodes > 0 && !choices.one_in(8) || choices.one_in(3),
             _ => choices.one_in(64),
         };
-        let new = if frontier {
+        let new = if is_tree {
             let shape = choices.below(4);
             let parents = (0..n).map(|i| {
                 let number = n_nodes + i;

@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
 use kvist_engine::Error;
-use kvist_engine::executor::Choice;
+use kvist_engine::executor::SampledToken;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
@@ -267,7 +267,8 @@ impl Bench<'_> {
             while known.len() < case.prompt.len() + n {
                 let done = known.len() - case.prompt.len();
                 if let Some(speculator) = &mut speculator {
-                    let text = Text { id: id as u64, salt: "", tokens: &known, max_new: (n - done) as u32 };
+                    let text =
+                        DraftContext { id: id as u64, salt: "", tokens: &known, max_new: (n - done) as u32 };
                     let limit = self.args.speculation.draft_tokens;
                     speculator.propose(&[text], 0, limit, false, &mut drafts)?;
                 }
@@ -276,7 +277,7 @@ impl Bench<'_> {
                     let sampled = sampler.take(row)?;
                     let token = if follow { case.text[drawn] } else { sampled };
                     drawn += 1;
-                    Ok::<_, Error>(Choice { token, finished: drawn == n })
+                    Ok::<_, Error>(SampledToken { token, finished: drawn == n })
                 };
                 let last = known[known.len() - 1];
                 let pass = Instant::now();
@@ -381,8 +382,8 @@ impl Oracle {
 }
 
 impl Drafter for Oracle {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { id, tokens, bounds, tree, .. } in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { id, tokens, bounds, tree, .. } in requests {
             let mut right = true;
             for i in 0..bounds.tokens.min(bounds.depth) as usize {
                 let truth = self.cases[*id as usize].get(tokens.len() + i).copied().unwrap_or_default();
