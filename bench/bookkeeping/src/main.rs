@@ -198,26 +198,26 @@ fn main() {
                 ours.close(A);
             },
             |i| {
-                let held = theirs.manager.match_blocks(&theirs.hashes(&prompts[i]));
+                let matched = theirs.manager.match_blocks(&theirs.hashes(&prompts[i]));
                 let fresh = theirs.manager.allocate_blocks(FOLLOWING_BLOCKS as usize).expect("there is room");
-                drop((held, fresh));
+                drop((matched, fresh));
             },
         );
         row(block_tokens, "round: match+allocate+free", round);
 
         let hit = ours.open(&Content::Tokens(&prompts[0]));
         ours.grow(hit, PROMPT - hit);
-        let held = theirs.manager.match_blocks(&hashes[0]);
+        let matched = theirs.manager.match_blocks(&hashes[0]);
         let forked = compare(
             n,
             |_| {
                 ours.cache.sequences().expect("many").fork(A, B).expect("it is free");
                 ours.close(B);
             },
-            |_| drop(black_box(held.iter().map(|block| block.clone()).collect::<Vec<_>>())),
+            |_| drop(black_box(matched.iter().map(|block| block.clone()).collect::<Vec<_>>())),
         );
         row(block_tokens, "fork", forked);
-        drop(held);
+        drop(matched);
         ours.close(A);
 
         // Room for everything that the rounds bring, and then for a quarter of it.

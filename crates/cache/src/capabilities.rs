@@ -144,7 +144,7 @@ impl Sequences<'_> {
                 }
                 Ok(())
             }
-            (None, _) => Err(Refused::DraftsMore { seq, held: next, drafted }),
+            (None, _) => Err(Refused::DraftsMore { seq, len: next, drafted }),
             (_, None) => Err(Refused::AcceptsMore { seq, drafted, accepted }),
         }
     }

@@ -187,13 +187,13 @@ impl Chat {
             observer,
         );
         // On success and on failure, the cache knows how many tokens it holds.
-        let held = self.session.cache().next_position(seq).unwrap_or(0) as usize;
+        let cached = self.session.cache().next_position(seq).unwrap_or(0) as usize;
         let branch = &mut self.branches[self.current];
         let mut fed = tokens.clone();
         if let Ok((generation, _)) = &generation {
             fed.extend(&generation.tokens);
         }
-        fed.truncate(held);
+        fed.truncate(cached);
         branch.cached = fed;
         let (generation, reasoning) = generation?;
         let unfinished_prompt = generation.finish == GenerationEnd::Cancelled && generation.tokens.is_empty();

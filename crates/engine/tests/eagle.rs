@@ -242,9 +242,9 @@ fn drafts_are_the_references() {
             report(&mut eagle, 3, 0..4, n + 1);
             report(&mut eagle, 3, 5..n, n + 1);
             assert_eq!(propose(&mut eagle, 3, &expected.tokens, bounds), late);
-            let held = eagle.bytes();
+            let bytes = eagle.bytes();
             (1..4).for_each(|id| eagle.end(id, "", &[], 0));
-            assert!(held > 0 && propose(&mut eagle, 3, &expected.tokens, bounds).is_empty());
+            assert!(bytes > 0 && propose(&mut eagle, 3, &expected.tokens, bounds).is_empty());
         }
     }
 }

@@ -154,8 +154,8 @@ async fn the_same_answers_with_drafts() {
                 }
             }
             engine.until_idle().await;
-            let held = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
-            assert_eq!(held, 0, "a rejected node is still held");
+            let used = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
+            assert_eq!(used, 0, "a rejected node is still held");
             let stats = engine.stats();
             let (counters, counts) = (stats.counters, stats.speculation.unwrap());
             assert_eq!(counters.failed_steps, 0);

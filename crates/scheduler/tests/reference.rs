@@ -73,7 +73,7 @@ impl Reference {
     fn worst_running(&self) -> Option<usize> {
         self.running().into_iter().max_by_key(|&i| self.victim_key(i))
     }
-    fn worst_holder(&self) -> Option<usize> {
+    fn worst_running(&self) -> Option<usize> {
         self.waiting().into_iter().rfind(|&i| self.jobs[i].holds)
     }
 
@@ -160,7 +160,7 @@ impl Reference {
                 if self.enter(head) {
                     return Some(head);
                 }
-                if let Some(worst) = self.worst_holder().filter(|&w| self.victim_key(w) > key) {
+                if let Some(worst) = self.worst_running().filter(|&w| self.victim_key(w) > key) {
                     self.drop_cache(worst);
                 } else if self.make_way(key, "memory") {
                 } else if others_run {
@@ -226,7 +226,7 @@ impl Reference {
             if needed <= self.free() {
                 break;
             }
-            if let Some(worst) = self.worst_holder() {
+            if let Some(worst) = self.worst_running() {
                 self.drop_cache(worst);
             } else {
                 let worst = self.worst_running().expect("a step has a request");
@@ -346,10 +346,10 @@ fn decides_as_the_reference_scheduler() {
                     let i = random.below(reference.jobs.len() as u32) as usize;
                     assert!(scheduler.cancel(now, reference.jobs[i].request.id));
                     reference.end(i, "cancelled");
-                    let held: u32 = reference.jobs.iter().map(|job| job.cached).sum();
+                    let used: u32 = reference.jobs.iter().map(|job| job.cached).sum();
                     assert_eq!(
                         scheduler.used_cells(),
-                        u64::from(held),
+                        u64::from(used),
                         "memory is free before the next step"
                     );
                 }

@@ -17,7 +17,7 @@ pub(crate) async fn with_document<T>(handler: impl Future<Output = T>) -> T {
 
 /// Keeps the permit for the document of the current request, until [`take_document`].
 pub(crate) fn keep_document(permit: Permit) {
-    let _ = DOCUMENT.try_with(|held| held.set(Some(permit)));
+    let _ = DOCUMENT.try_with(|cell| cell.set(Some(permit)));
 }
 
 /// Take the permit for the document of the current request. The work drops it after it has dropped the document.

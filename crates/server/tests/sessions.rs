@@ -84,7 +84,7 @@ fn look(server: &Server) -> Counted {
 fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Counted) {
     let before = look(server);
     // Pause the engine until all have been submitted.
-    let held = server.hold();
+    let paused = server.pause();
     let threads: Vec<_> = ids
         .iter()
         .map(|id| {
@@ -231,7 +231,7 @@ fn what_a_client_that_went_away_has_heard_stays() {
     let session = begin(&client, TEXT);
     let mut stream = client.generate_stream(&session.id, &greedy(400)).unwrap();
     let heard: String = stream.by_ref().take(5).map(|chunk| chunk.unwrap().text).collect();
-    let held = server.hold();
+    let paused = server.pause();
     assert_eq!(refusal(client.append(&session.id, &"x".into())), (409, "session_busy".into()));
     assert_eq!(refusal(client.rollback(&session.id, Cut::Token(1))), (409, "session_busy".into()));
     assert_eq!(refusal(client.generate(&session.id, &greedy(1))), (409, "session_busy".into()));
@@ -271,7 +271,7 @@ fn a_client_that_does_not_read_holds_up_nothing() {
     let stream = client.generate_stream(&session.id, &how).unwrap();
     server.until("it begins", || client.session(&session.id).unwrap().session.n_tokens > session.n_tokens);
     let before = look(&server).computed;
-    let held = server.hold();
+    let paused = server.pause();
     client.delete_session(&session.id).unwrap();
     drop(held);
     server.becomes_idle();

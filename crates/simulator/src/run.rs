@@ -285,11 +285,11 @@ impl<'a> Simulation<'a> {
         }
         self.load = Load { used_blocks: at_end.used, ..load };
         match (elapsed_ns, self.arrivals.next_ns()) {
-            (Some(ns), _) => self.timeline.hold(ns, self.load, self.executor.late_ns),
+            (Some(ns), _) => self.timeline.extend(ns, self.load, self.executor.late_ns),
             (None, Some(next)) => {
                 self.load.used_blocks = after.used;
                 self.load.cached_blocks = after.cached;
-                self.timeline.hold(next.saturating_sub(now), self.load, 0);
+                self.timeline.extend(next.saturating_sub(now), self.load, 0);
             }
             (None, None) => {}
         }

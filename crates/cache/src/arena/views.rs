@@ -82,9 +82,9 @@ impl BufferLayout {
 
     fn view<S>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<S>> {
         let within = u64::from(handle.start) + u64::from(handle.len) <= u64::from(self.n_blocks);
-        let holds = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
+        let fits = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
         self.elements().filter(|&elements| elements > 0)?; // so no product below overflows: each divides it
-        if layer >= self.n_layers || !within || !holds {
+        if layer >= self.n_layers || !within || !fits {
             return None;
         }
         let [n_layers, n_blocks, n_heads] = [self.n_layers, self.n_blocks, self.n_kv_heads].map(u64::from);

@@ -68,8 +68,8 @@ impl Store {
 
     /// Makes the store end with `tokens`, of which it may hold a beginning already.
     fn follow(&mut self, tokens: &[u32]) {
-        let held = self.tokens.len();
-        if tokens.get(..held) != Some(&self.tokens[..]) {
+        let stored = self.tokens.len();
+        if tokens.get(..stored) != Some(&self.tokens[..]) {
             *self = Store::default();
         }
         tokens[self.tokens.len()..].iter().for_each(|&token| self.push(token));

@@ -91,7 +91,7 @@ fn a_client_that_goes_away_frees_its_memory() {
     let aborted = || server.metric("vllm:request_success_total", "finished_reason=\"abort\",");
     for lines in [0, 1, 20] {
         let reader = streaming(&server, &endless(json!({"stream": true})), lines);
-        let (held, before) = (server.hold(), aborted());
+        let (paused, before) = (server.pause(), aborted());
         drop(reader);
         server.until("it is noticed", || aborted() > before);
         drop(held);
@@ -103,7 +103,7 @@ fn a_client_that_goes_away_frees_its_memory() {
     let headers = [("content-type", "application/json")];
     stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
     server.until("it runs", || server.live().0 > 0);
-    let (held, before) = (server.hold(), aborted());
+    let (paused, before) = (server.pause(), aborted());
     drop(stream);
     server.until("it is noticed", || aborted() > before);
     drop(held);
@@ -120,7 +120,7 @@ fn a_full_queue_says_so() {
     let server = Server::start(config);
     let one = endless(json!({"stream": true, "n": 1}));
     let mut held = vec![streaming(&server, &one, 1)];
-    let still = server.hold();
+    let paused = server.pause();
     held.push(streaming(&server, &one, 0));
     held.push(streaming(&server, &one, 0));
     let answer = server.post("/v1/completions", &one);
@@ -131,7 +131,7 @@ fn a_full_queue_says_so() {
     assert_eq!(several.status, 429);
     assert_eq!(server.get("/health").status, 200);
     drop(held);
-    drop(still);
+    drop(paused);
     server.becomes_idle();
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
 }
@@ -146,7 +146,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     let mut config = config();
     config.limits.max_queue = 5 * SCORED + ECHOED;
     let server = Server::start(config);
-    let still = server.hold();
+    let paused = server.pause();
     // The scores of each request need nearly a quarter of the memory.
     let prompts = vec![vec![5; 1020]; SCORED];
     let scored = json!({"prompt": prompts, "echo": true, "logprobs": 20, "max_tokens": 0}).to_string();
@@ -175,7 +175,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     assert_eq!((refused.status, refused.error().2.as_str()), (429, "queue_full"));
     drop((waiting, last));
     server.until("they have left", || server.metric("kvist_connections", "") <= 1.0);
-    drop(still);
+    drop(paused);
     server.becomes_idle();
     assert_eq!(server.engine.queued(), 0);
 }
@@ -223,7 +223,7 @@ fn a_server_that_ends_lets_requests_finish() {
     let body = endless(json!({"stream": true, "n": 1, "max_tokens": 120}));
     let mut reader = streaming(&server, &body, 1);
     let mut other = server.connect();
-    let still = server.hold();
+    let paused = server.pause();
     server.stop();
     // New requests are still accepted and get an error.
     server.until("the signal is heard", || server.get("/ready").status != 200);
@@ -233,7 +233,7 @@ fn a_server_that_ends_lets_requests_finish() {
     assert_eq!(server.get("/health").status, 200);
     other.write_all(&request("GET", "/ready", &[], b"")).unwrap();
     assert_eq!(Answer::read(other).status, 503);
-    drop(still);
+    drop(paused);
     let mut rest = String::new();
     reader.read_to_string(&mut rest).unwrap();
     let events = Answer::events_of(&rest);
@@ -279,7 +279,7 @@ fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
         bytes.extend_from_slice(behind.as_bytes());
         stream.write_all(&bytes).unwrap();
         server.until("it runs", || server.live().0 > 0);
-        let (held, before) = (server.hold(), aborted());
+        let (paused, before) = (server.pause(), aborted());
         drop(stream);
         server.until("it is noticed", || aborted() > before);
         drop(held);
@@ -337,7 +337,7 @@ fn beyond_the_last_connection_health_checks_are_answered() {
     let server = Server::start(config);
     let body = endless(json!({"stream": true, "n": 1, "max_tokens": 1990}));
     let held = [streaming(&server, &body, 1), streaming(&server, &body, 1)];
-    let still = server.hold();
+    let paused = server.pause();
     for _ in 0..3 {
         assert_eq!(server.get("/health").status, 200);
         assert_eq!(server.get("/ready").status, 200);
@@ -346,7 +346,7 @@ fn beyond_the_last_connection_health_checks_are_answered() {
         assert!(answer.header("retry-after").is_some());
     }
     drop(held);
-    drop(still);
+    drop(paused);
     server.becomes_idle();
     server.until("places are free", || server.get("/v1/models").status == 200);
 }

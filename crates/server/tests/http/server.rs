@@ -130,11 +130,11 @@ impl Server {
 
     /// Pauses the engine between two turns until the returned value is dropped. Meanwhile no request gets a
     /// token or ends, however busy the machine is; HTTP keeps working.
-    pub fn hold(&self) -> Held {
+    pub fn pause(&self) -> Paused {
         let (standing, stands) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
         let engine = self.engine.clone();
-        let holder = std::thread::spawn(move || {
+        let engine = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(engine.inspect(move |_| {
                 standing.send(()).unwrap();
@@ -142,7 +142,7 @@ impl Server {
             }));
         });
         stands.recv().unwrap();
-        Held { release: Some(release), holder: Some(holder) }
+        Paused { release: Some(release), engine: Some(engine) }
     }
 
     /// Waits until the condition is true.
@@ -187,16 +187,16 @@ pub fn with(mut body: Value, more: &Value) -> Value {
 }
 
 /// Keeps the engine paused until dropped.
-pub struct Held {
+pub struct Paused {
     release: Option<std::sync::mpsc::Sender<()>>,
-    holder: Option<JoinHandle<()>>,
+    engine: Option<JoinHandle<()>>,
 }
 
-impl Drop for Held {
+impl Drop for Paused {
     fn drop(&mut self) {
         self.release.take();
-        if let Some(holder) = self.holder.take() {
-            holder.join().unwrap();
+        if let Some(engine) = self.engine.take() {
+            engine.join().unwrap();
         }
     }
 }

@@ -177,7 +177,7 @@ impl Drive {
     fn verb(&mut self, verb: Operation) -> bool {
         let Drive { cache, reference, model, .. } = self;
         assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "whether it rewinds");
-        assert_eq!(cache.sequences().is_some(), model.holds_many(), "whether it has sequences");
+        assert_eq!(cache.sequences().is_some(), model.has_many_sequences(), "whether it has sequences");
         assert_eq!(cache.trees().is_some(), *model == Model::Tree, "whether it has trees");
         assert_eq!(
             cache.verifies_trees(),
@@ -351,9 +351,9 @@ impl Drive {
             }
             let mut placed = BTreeSet::new();
             for seq in self.reference.sequences() {
-                let held = self.reference.held(seq, self.groups[g].visibility).unwrap_or_default();
+                let stored = self.reference.stored(seq, self.groups[g].visibility).unwrap_or_default();
                 let nodes = self.reference.node_values(seq);
-                for value in held.into_iter().map(|(_, value)| value).chain(nodes) {
+                for value in stored.into_iter().map(|(_, value)| value).chain(nodes) {
                     if placed.insert(value) {
                         assert_eq!(memory.places[&value], next, "home of value {value} of sequence {seq}");
                         next += 1;
@@ -380,10 +380,10 @@ impl Drive {
             memory.places.values().for_each(|&cell| memory.occupied[cell as usize] = true);
             let high_water = memory.occupied.iter().rposition(|&o| o).map_or(0, |cell| cell as u32 + 1);
             let sequences = self.reference.sequences().map(|seq| {
-                let held = self.reference.held(seq, visibility).expect("it is live");
+                let stored = self.reference.stored(seq, visibility).expect("it is live");
                 let mut n_extents = 0;
                 let mut after = None;
-                for (position, value) in &held {
+                for (position, value) in &stored {
                     let cell = memory.places[value];
                     assert_eq!(memory.cells[cell as usize], *value, "bytes of position {position} of {seq}");
                     n_extents += u32::from(after != Some((*position, cell)));
@@ -391,7 +391,7 @@ impl Drive {
                 }
                 SequenceReport {
                     seq,
-                    len: held.len() as u32,
+                    len: stored.len() as u32,
                     next_position: self.reference.next_position(seq).expect("it is live"),
                     n_nodes: self.reference.n_nodes(seq).expect("it is live"),
                     n_extents,
