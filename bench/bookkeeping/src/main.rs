@@ -2,7 +2,7 @@
 //!
 //! What is compared, for a prompt of 4,096 tokens in blocks of 16 (256 blocks) and of 1:
 //! - `hash`: what kvbm-logical computes from the tokens before it can look anything up. We compare tokens instead.
-//! - `match`: find a prompt that is cached, hold its blocks, let them go again; hashing included, and without.
+//! - `match`: find a prompt that is cached, reference its blocks, release them again; hashing included, and without.
 //! - `allocate+free`: blocks for a prompt of unknown content, and back.
 //! - `round`: match a cached prompt, allocate 16 blocks for what follows, free all of it.
 //! - `insert`: allocate, register and release a new prompt, in a pool with free blocks.

@@ -5,7 +5,7 @@
 //!
 //! Handles never overlap, and a refused or dropped operation changes nothing. Growth is a plan ([`Append`],
 //! [`Resize`]): the backend moves the bytes first, then `commit` applies it.
-//! An arena holds no bytes, does not share blocks between sequences (paged caches do), and never evicts inside a
+//! An arena stores no bytes, does not share blocks between sequences (paged caches do), and never evicts inside a
 //! plan: evictions happen before the plan begins.
 //! A library and simulator feature: no cache kind of the engine uses it.
 mod allocator;

@@ -40,7 +40,7 @@ pub trait CachedBlocks {
     fn index(&mut self, block: u32, node: u32);
     /// Records that the index no longer caches `block`. Returns whether the block is free now.
     fn unindex(&mut self, block: u32) -> bool;
-    /// Number of blocks that hold the sinks of a windowed group.
+    /// Number of blocks that contain the sinks of a windowed group.
     fn sink_blocks(&self) -> u32;
     /// Index of the first block after the sinks that a query at `position` sees.
     fn first_seen(&self, position: u32) -> u32;
@@ -55,7 +55,7 @@ pub trait CachedBlocks {
 
 /// Blocks in transfer. See [`Cache::pin`](crate::Cache::pin) and [`Cache::load`](crate::Cache::load).
 pub trait TransferBlocks {
-    /// Whether `block` exists, is not free, and holds bytes.
+    /// Whether `block` exists, is not free, and has its bytes.
     fn is_readable(&self, block: u32) -> bool;
     /// Pins a readable block. Returns whether it was evictable until now.
     fn pin(&mut self, block: u32) -> bool;

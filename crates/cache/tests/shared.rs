@@ -19,7 +19,7 @@ fn a_hundred_thousand_requests_of_four_threads() {
                 let mut allocated = Vec::new();
                 while choices.go_on() {
                     let n = choices.below(8);
-                    // A thread that holds blocks and waits for more could wait for another thread that does the same.
+                    // A thread that keeps blocks and waits for more could wait for another thread that does the same.
                     // Only the deadline ends that.
                     let wait = Duration::from_micros(u64::from(choices.below(50)));
                     let blocks = match choices.below(3) {

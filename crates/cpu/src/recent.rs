@@ -42,7 +42,7 @@ pub struct RecentRows {
     _reservation: Reservation,
 }
 
-/// The rows of one layer. A row holds the keys of all heads, then the values; only the packed sides are present.
+/// The rows of one layer. A row contains the keys of all heads, then the values; only the packed sides are present.
 struct Layer {
     shape: Shape,
     slots: Vec<Vector>,

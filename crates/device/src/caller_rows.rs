@@ -38,7 +38,8 @@ impl StridedShape {
         }
     }
 
-    /// Checks that this is a tensor of `n_tokens × heads` rows of `dim` elements, and that `len` elements hold it.
+    /// Checks that this is a tensor of `n_tokens × heads` rows of `dim` elements, and that it lies within `len`
+    /// elements.
     fn check(&self, what: &'static str, len: usize, needed: [usize; 3]) -> Result<(), DeviceError> {
         let [batch, tokens, heads, dim] = self.sizes;
         if batch.checked_mul(tokens) != Some(needed[0]) || [heads, dim] != needed[1..] {
@@ -175,7 +176,7 @@ pub(crate) struct RowBuffer {
 }
 
 impl RowBuffer {
-    /// An empty buffer that will hold `largest` elements.
+    /// An empty buffer for at most `largest` elements.
     pub fn new(largest: u64, budget: &Arc<MemoryBudget>) -> Self {
         RowBuffer { rows: Vec::new(), largest, reservation: Reservation::empty(budget, Purpose::Scratch) }
     }

@@ -1,7 +1,7 @@
 //! What a device is: it keeps weights, activations and KV pools, and computes the dozen operations of a decoder.
 //!
 //! A decoder is written once, generic over [`Device`] (`kvist_model::Decoder`). The type parameter ends there: callers
-//! hold a [`Network`](crate::Network), with one virtual call per step.
+//! own a [`Network`](crate::Network), with one virtual call per step.
 //!
 //! Operations are recorded in a [`Device::Stream`]. No argument of an operation depends on the step: tokens, positions,
 //! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
@@ -185,7 +185,7 @@ pub struct LayerAttention<'a, D: Device> {
 
 /// A device: the memory and the operations of a decoder.
 ///
-/// Buffers hold rows; a buffer's number of rows follows from the step ([`RowsOf`]). Operations overwrite `out`.
+/// Buffers contain rows; a buffer's number of rows follows from the step ([`RowsOf`]). Operations overwrite `out`.
 pub trait Device: Footprint + Sized + 'static {
     /// The weights of a linear layer with its bias, or an embedding table.
     type Linear: Send + Sync;
@@ -311,7 +311,7 @@ pub trait Device: Footprint + Sized + 'static {
         self.rms_norm(stream, x, norm, h);
         self.matmul(stream, h, outs);
     }
-    /// `sum += norm(x·Wᵀ + b)`; `projected` holds the product meanwhile. Most models have no norm here.
+    /// `sum += norm(x·Wᵀ + b)`; `projected` receives the product before the norm. Most models have no norm here.
     fn matmul_add(
         &self,
         stream: &mut Self::Stream,

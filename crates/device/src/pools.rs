@@ -93,7 +93,7 @@ pub struct KvCounters {
 /// The K and V bytes of one cache. They are addressed by plans.
 pub trait Pools: Send {
     /// Starts a step, before any write: grows the pools (all layers or none) and partitions the work. Call it once
-    /// per step, with a plan that has its reads. On `Err` nothing visible has changed: larger pools hold no tokens.
+    /// per step, with a plan that has its reads. On `Err` nothing visible has changed: larger pools store no tokens.
     fn begin(&mut self, plan: &StepPlan) -> Result<(), DeviceError>;
 
     /// Makes the copies, writes the new K and V, then attends over exactly the cells that the plan's reads name.

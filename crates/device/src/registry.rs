@@ -53,7 +53,7 @@ impl Registry {
         self.backends.iter().map(|b| &**b).find(|b| b.id() == id)
     }
 
-    /// Builds the bookkeeping of `kind` for these layer groups, and returns it with the backend that will hold its
+    /// Builds the bookkeeping of `kind` for these layer groups, and returns it with the backend that will store its
     /// bytes.
     pub fn plan(
         &self,

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// # Bytes
 ///
-/// A block holds some cells of one layer group, without a header. Its layout does not depend on the device, on the capacity
-/// of the pools, or on where the cells are:
+/// A block consists of some cells of one layer group, without a header. Its layout does not depend on the device, on
+/// the capacity of the pools, or on where the cells are:
 ///
 /// ```text
 /// block    for every layer of the group that owns K and V, in order of layers: K, then V
@@ -56,7 +56,7 @@ impl HostBlock {
     }
 }
 
-/// A transfer that has begun. The pools hold its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished)
+/// A transfer that has begun. The pools keep its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished)
 /// returns it. If a transfer is dropped it still runs to its end, and its block is freed with the pools.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the pools hold the block until `finished` is asked for it"]

@@ -1,4 +1,4 @@
-//! Conversations with branches. Tracks the messages of each branch and the tokens its cache already holds.
+//! Conversations with branches. Tracks the messages of each branch and the tokens that are already in its cache.
 //!
 //! Each turn renders the whole conversation, keeps the cached tokens that match its beginning, rolls back the rest and
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
@@ -186,7 +186,7 @@ impl Chat {
             speculation,
             observer,
         );
-        // On success and on failure, the cache knows how many tokens it holds.
+        // On success and on failure, the cache knows how many tokens it stores.
         let cached = self.session.cache().next_position(seq).unwrap_or(0) as usize;
         let branch = &mut self.branches[self.current];
         let mut fed = tokens.clone();

@@ -117,7 +117,7 @@ pub fn generate(
 /// Drafts for a generation.
 pub struct Speculation<'s> {
     pub speculator: &'s mut Speculator,
-    /// The tokens that the sequence holds already, before the prompt.
+    /// The tokens that the sequence has already, before the prompt.
     pub before: &'s [u32],
 }
 

@@ -20,7 +20,7 @@
 //! let model = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?;
 //! let tokenizer = model.tokenizer().ok_or("the embedded model has a tokenizer")?;
 //! let prompt = tokenizer.encode("The borrow checker", true)?;
-//! let config = EngineConfig::new(CacheConfig::new(1024)); // the cache holds 1,024 tokens, over all requests
+//! let config = EngineConfig::new(CacheConfig::new(1024)); // room for 1,024 tokens, over all requests
 //! let engine = Engine::start(Arc::new(model), &devices::all(), config)?;
 //!
 //! let mut generation = engine.submit(Job::new(prompt, 16))?;
@@ -86,7 +86,7 @@ pub struct EngineConfig {
 impl EngineConfig {
     /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request
     /// waits for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens
-    /// the cache holds, over all requests, and how it stores them; its kind is ignored.
+    /// fit into the cache, over all requests, and how it stores them; its kind is ignored.
     pub fn new(cache: CacheConfig) -> Self {
         let cache = CacheConfig { kind: "paged".into(), ..cache };
         let mut config = EngineConfig {
@@ -328,7 +328,7 @@ impl Engine {
     pub fn model(&self) -> &Arc<Model> {
         &self.shared.model
     }
-    /// Tokens that the cache can hold.
+    /// Tokens that the cache has room for.
     pub fn capacity_tokens(&self) -> u64 {
         self.shared.capacity_tokens
     }

@@ -193,7 +193,7 @@ fn a_chat_reuses_what_its_branches_share() {
         let tokens = |text: &str| model().tokenizer().unwrap().encode(text, true).unwrap().len();
         let (reused, answer) = say(&mut chat, first);
         assert_eq!(reused, 0);
-        // The cache holds all but the last sampled token, with which the next turn begins. Text does not always
+        // The cache stores all but the last sampled token, with which the next turn begins. Text does not always
         // re-tokenize to the same tokens, so less may be reused near the end of the answer, but never less than the
         // question.
         let cached = tokens(first) + 12 - 1;
@@ -201,7 +201,10 @@ fn a_chat_reuses_what_its_branches_share() {
         chat.fork(Some("other")).unwrap();
         assert_eq!(chat.session().counters().bytes_moved, moved);
         let (reused, on_other) = say(&mut chat, left);
-        assert!((tokens(first)..=cached).contains(&reused), "{kind}: {reused} of {cached} reused after a fork");
+        assert!(
+            (tokens(first)..=cached).contains(&reused),
+            "{kind}: {reused} of {cached} reused after a fork"
+        );
         chat.switch("main").unwrap();
         let (reused_here, on_main) = say(&mut chat, right);
         assert_eq!(reused_here, reused, "{kind}: both branches begin alike");

@@ -45,14 +45,14 @@ fn alone_with(
 
 async fn cache_is_unused(engine: &Engine) {
     tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("a job is still live");
-    let (answer, running, waiting) = engine
+    let (used, running, waiting) = engine
         .inspect(|state| {
             let scheduler = &state.scheduler;
             (scheduler.used_cells(), scheduler.n_running(), scheduler.n_waiting())
         })
         .await
         .unwrap();
-    assert_eq!((answer, running, waiting), (0, 0, 0), "cells held, requests running and waiting");
+    assert_eq!((used, running, waiting), (0, 0, 0), "cells in use, requests running and waiting");
 }
 
 #[tokio::test]

@@ -1,5 +1,5 @@
 //! Hugging Face's cache folder: `models--ORG--NAME/{blobs,refs,snapshots}`. A blob is named after its hash, a
-//! snapshot holds links to blobs, and a ref holds the commit of a branch.
+//! snapshot contains links to blobs, and a ref contains the commit of a branch.
 use crate::choose::{INDEX, Selection, Weights, choose, is_model, pick};
 use crate::name::is_safe_path;
 use crate::{Error, HubName, Resolved};

@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(left(), (all - SMALL_BYTES, none.1 - SMALL_BYTES - 1));
         drop((small, large));
         assert_eq!(left(), none);
-        // A name has its half, whatever the other one holds.
+        // A name has its half, however much the other one uses.
         let mut permits = Vec::new();
         let refused = loop {
             match read(SMALL_BYTES, a.clone()).await {

@@ -93,7 +93,7 @@ fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Cou
         })
         .collect();
     server.until("all are submitted", || server.engine.queued() == ids.len());
-    drop(held);
+    drop(paused);
     let usages = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
     server.becomes_idle();
     let after = look(server);
@@ -238,7 +238,7 @@ fn what_a_client_that_went_away_has_heard_stays() {
     drop(stream);
     let ended = || !client.session(&session.id).unwrap().session.running;
     server.until("it is noticed", ended);
-    drop(held);
+    drop(paused);
     server.becomes_idle();
     let left = client.session(&session.id).unwrap();
     assert!(left.text.unwrap().contains(heard.trim_end()), "what was heard is there");
@@ -255,7 +255,7 @@ fn what_a_client_that_went_away_has_heard_stays() {
 fn a_client_that_does_not_read_holds_up_nothing() {
     let server = Server::start(config());
     let client = client(&server);
-    // More data than the connection's buffers hold.
+    // More data than fits into the connection's buffers.
     let more: Map<String, Value> =
         serde_json::from_value(json!({"logprobs": true, "top_logprobs": 20})).unwrap();
     let how = Generate { more, ..greedy(900) };
@@ -273,7 +273,7 @@ fn a_client_that_does_not_read_holds_up_nothing() {
     let before = look(&server).computed;
     let paused = server.pause();
     client.delete_session(&session.id).unwrap();
-    drop(held);
+    drop(paused);
     server.becomes_idle();
     assert!(look(&server).computed < before + 700, "it was ended, and did not end by itself");
     let end = stream.filter_map(Result::err).last();
@@ -537,7 +537,7 @@ fn quotas() {
     client.generate(&forks[0].id, &greedy(1)).unwrap();
 }
 
-/// Regression: 600 requests for one session whose responses were not read held a copy of its history each, 1.6
+/// Regression: 600 requests for one session whose responses were not read kept a copy of its history each, 1.6
 /// GB in all, which no limit counted. (Expiry and the fate of forks are tested with a fake clock in
 /// `src/sessions/store/tests.rs`.)
 #[test]
@@ -559,8 +559,8 @@ fn histories_that_are_not_read_have_a_bound() {
         let (status, _) = server::head(&mut reader);
         (status, reader)
     };
-    let held: Vec<_> = (0..4).map(|_| unread()).collect();
-    assert!(held.iter().all(|(status, _)| *status == 200));
+    let unread: Vec<_> = (0..4).map(|_| unread()).collect();
+    assert!(unread.iter().all(|(status, _)| *status == 200));
     let refused = server.get(&path);
     assert_eq!((refused.status, refused.error().2.as_str()), (503, "server_busy"));
     let described = server.get("/openapi.json").good();
@@ -568,7 +568,7 @@ fn histories_that_are_not_read_have_a_bound() {
     // A short session can be read at any time.
     let short = server.post("/v1/sessions", &json!({"text": "fn main"})).good();
     server.get(&format!("/v1/sessions/{}", short["id"].as_str().unwrap())).good();
-    drop(held);
+    drop(unread);
     server.until("there is room again", || server.get(&path).status == 200);
 }
 

@@ -89,7 +89,7 @@ pub struct ReferenceCache {
 }
 
 impl ReferenceCache {
-    /// Makes the reference model of a cache with these layer groups, which all hold the same tokens.
+    /// Makes the reference model of a cache with these layer groups, which all store the same tokens.
     pub fn new(model: Model, groups: &[GroupSpec]) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
         let mut reference =

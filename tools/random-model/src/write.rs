@@ -86,7 +86,7 @@ fn file_type(dtype: Dtype) -> u32 {
     }
 }
 
-/// Every tensor is held in its encoding until the file is written: the size of the file, and one tensor in f32.
+/// Every tensor is kept in its encoding until the file is written: the size of the file, and one tensor in f32.
 pub fn gguf(shape: &Shape, dtype: Dtype, seed: u64, name: &str, out: &Path) -> Result<()> {
     let specs = shape.tensors();
     for spec in &specs {

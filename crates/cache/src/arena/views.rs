@@ -1,6 +1,6 @@
 //! The addresses of a handle's K and V in the arena's two buffers: offsets and strides, counted in elements.
 //!
-//! Blocks that hold all heads have no dense `[heads, tokens, head_dim]` view of a handle: the step from the last
+//! Blocks with all heads together have no dense `[heads, tokens, head_dim]` view of a handle: the step from the last
 //! token of a block to the first of the next differs from the step within a block. A [`View`] therefore has four
 //! strides; [`View::dense`] returns three strides if the buffer order allows it.
 use super::Handle;
@@ -69,7 +69,7 @@ impl BufferLayout {
         self.elements()?.checked_mul(2)?.checked_mul(u64::from(bytes_per_element))
     }
 
-    /// The K view of `handle` in `layer`. `None` if there is no such layer, if the handle exceeds the buffer or holds
+    /// The K view of `handle` in `layer`. `None` if there is no such layer, if the handle exceeds the buffer or stores
     /// fewer than `n_tokens` tokens, or if the layout has no elements or more than 64 bits can count.
     pub fn keys(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Keys>> {
         self.view(layer, handle, n_tokens)

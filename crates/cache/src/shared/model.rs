@@ -89,7 +89,7 @@ fn no_waiter_is_overtaken() {
         let small = waits_for(1);
         queued(2);
         drop(one);
-        assert!(shared.allocate(1).is_none(), "the free block belongs to who came first");
+        assert!(shared.allocate(1).is_none(), "the free block belongs to the request that came first");
         assert_eq!((shared.n_free(), shared.n_waiting()), (1, 2));
         drop(other);
         let large = large.join().unwrap();

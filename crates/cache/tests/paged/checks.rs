@@ -1,4 +1,4 @@
-//! What must hold after every operation.
+//! What must be true after every operation.
 use crate::drive::Drive;
 use kvist_cache::*;
 use std::collections::BTreeSet;
@@ -56,12 +56,16 @@ impl Drive {
             let in_use = self.used_by_sequences(g);
             let is_full = |at: &&u32| self.known[g].contains_key(at) || !in_use.contains_key(at);
             filled.extend(in_use.keys().filter(is_full).flat_map(|&at| (0..block).map(move |i| (at, i))));
-            assert_eq!(blocks.unused_cells, in_use.len() as u32 * block - filled.len() as u32, "in group {g}");
+            assert_eq!(
+                blocks.unused_cells,
+                in_use.len() as u32 * block - filled.len() as u32,
+                "in group {g}"
+            );
             assert_eq!(blocks.external_fragmentation(), 0.0);
             assert!((0.0..1.0).contains(&blocks.internal_fragmentation()), "{blocks:?}");
             let top = used.last().map_or(0, |top| top + 1);
             assert_eq!(report.high_water, top * block, "high water of group {g}");
-            // Every block holds what its sequences and the index claim.
+            // Every block stores what its sequences and the index claim.
             for (seq, table) in self.tables(g) {
                 let sequence = self.sequences[&seq].clone();
                 for (i, at) in table.into_iter().enumerate() {

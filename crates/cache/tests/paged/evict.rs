@@ -50,7 +50,7 @@ impl Drive {
                     true => evictable.clone(),
                     false => evictable.iter().filter(is_leaf).copied().collect(),
                 };
-                // All evictable blocks have blocks below them that sequences hold as their own copies, or exports. The
+                // All evictable blocks have blocks below them that sequences use as their own copies, or exports. The
                 // lowest ones go in rounds: those that become the lowest wait for the next round.
                 if candidates.is_empty() {
                     round.retain(|prefix| evictable.iter().any(|known| known.prefix == *prefix));

@@ -89,7 +89,7 @@ fn drafts_are_counted_and_a_sequence_of_drafts_stays() {
     assert_eq!(rig.cache.lookup("salt", &Content::Tokens(&count(5))).hit_tokens, 4);
 }
 
-/// A capacity limit also holds where it is the largest that blocks of this size can count, and the very last position
+/// A capacity limit also works where it is the largest that blocks of this size can count, and the very last position
 /// works like any other.
 #[test]
 fn the_largest_sizes_are_sizes() {

@@ -252,7 +252,7 @@ fn report_turn(
     Ok(())
 }
 
-/// The tokens that the cache holds, and its capacity.
+/// The number of tokens in the cache, and its capacity.
 fn in_use(chat: &Chat) -> (u32, u32) {
     let groups = chat.session().report();
     let fullest = groups.iter().max_by_key(|group| group.used_cells);

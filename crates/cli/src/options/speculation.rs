@@ -63,7 +63,7 @@ impl SpeculationArgs {
         self.speculate != Mode::Off
     }
 
-    /// Gives `config` what verification needs: a row of logits for each draft token, and a kind that holds trees where none
+    /// Gives `config` what verification needs: a row of logits for each draft token, and a kind for trees where none
     /// was asked for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
     /// smaller than a draft, which is then cut.
     pub fn prepare(

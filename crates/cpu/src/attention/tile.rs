@@ -256,7 +256,7 @@ impl<'l> Layer<'l> {
         if before.is_empty() && behind.is_empty() {
             return pool::accumulate(isa, dtype, lines, blocks, sums, quads);
         }
-        // Packed values are weighted in whole blocks, and the places next to the stretch may hold weights of other
+        // Packed values are weighted in whole blocks, and the places next to the stretch may contain weights of other
         // cells.
         let saved_at = stride - SPARE;
         for line in lines.data.chunks_exact_mut(stride) {
@@ -301,7 +301,7 @@ impl Piece {
     }
 }
 
-/// Neighbouring sequence positions. A line holds the scores of a row: a pad, one place per position, a pad, and
+/// Neighbouring sequence positions. A line contains the scores of a row: a pad, one place per position, a pad, and
 /// [`SPARE`]. The pads exist because blocks of cells extend past the visible range.
 pub(super) struct Tile {
     pub indices: Range<u32>,

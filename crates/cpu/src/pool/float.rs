@@ -252,7 +252,7 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     }
 }
 
-/// For pools that hold NaN or infinities: skips cells of weight 0, which a query does not see.
+/// For pools that contain NaN or infinities: skips cells of weight 0, which a query does not see.
 #[inline(always)]
 fn accumulate_carefully<E: Element>(
     lines: &Lines<'_>,

@@ -34,9 +34,9 @@ pub struct Blocks<'b> {
     /// Code bytes per cell.
     pub row: usize,
     pub list: &'b [Block<'b>],
-    /// The cells that any query sees. The others may hold anything.
+    /// The cells that any query sees. The others may contain anything.
     pub lanes: Range<usize>,
-    /// True if a cell may hold a value that is not finite. Cells with weight 0 must then be skipped.
+    /// True if a cell may contain a value that is not finite. Cells with weight 0 must then be skipped.
     pub may_have_nan: bool,
     /// True if values must be weighted cell by cell.
     pub exact: bool,

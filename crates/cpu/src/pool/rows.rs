@@ -1,6 +1,7 @@
 //! Stored rows, one by one: in the interleaved blocks of a side, and outside them.
 //!
-//! Outside, a row is its codes without padding, then its parameters: what a [`HostBlock`](kvist_device::HostBlock) holds.
+//! Outside, a row is its codes without padding, then its parameters: the content of a
+//! [`HostBlock`](kvist_device::HostBlock).
 use super::{Geometry, Interleaving, RowStore, Segment};
 use crate::arch::LANES;
 use crate::pages::Pages;

@@ -54,7 +54,7 @@ pub fn exp_minus(x: f32) -> f32 {
 #[derive(Clone, Debug, Default)]
 pub struct Candidates {
     max: f32,
-    /// (token, gap), most likely first, ties by token id. Holds all candidates with a gap below `band`.
+    /// (token, gap), most likely first, ties by token id. Contains all candidates with a gap below `band`.
     found: Vec<(u32, f32)>,
     /// Where the next band begins; `None` if there is none.
     band: Option<f32>,

@@ -1,7 +1,7 @@
 //! The engine thread. It owns the scheduler, the cache and the KV memory, and runs one step after the other.
 //!
 //! Between steps it processes arrivals, cancellations and expired deadlines. After a step it sends the results. So a
-//! request whose client has disconnected holds no cache when the next step begins.
+//! request whose client has disconnected uses no cache when the next step begins.
 use super::job::*;
 use super::quota::QuotaPermit;
 use super::request::{Ending, RequestSampler};

@@ -27,7 +27,7 @@ pub struct DraftModel {
     pub min_probability: f32,
 }
 
-/// What the draft cache holds of a text.
+/// What the draft cache stores of a text.
 struct DraftSequence {
     seq: SeqId,
     tokens: Vec<u32>,
@@ -110,7 +110,7 @@ impl DraftModel {
     }
 
     /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
-    /// not hold up the target's step. It goes on in the next proposal.
+    /// not delay the target's step. It goes on in the next proposal.
     fn catch_up(&mut self, requests: &[DraftRequest<'_>]) -> Result<(), Error> {
         let mut left = self.session.config().max_step_tokens.max(1) as usize;
         for DraftRequest { id, tokens, .. } in requests {
@@ -126,7 +126,7 @@ impl DraftModel {
         Ok(())
     }
 
-    /// After a pass that failed: a text's tokens and nodes are those that the cache holds.
+    /// After a pass that failed: a text's tokens and nodes are those in the cache.
     fn agree_with_cache(&mut self, id: u64) {
         let (Some(text), cache) = (self.texts.get_mut(&id), self.session.cache()) else { return };
         text.tokens.truncate(cache.next_position(text.seq).unwrap_or(0) as usize);

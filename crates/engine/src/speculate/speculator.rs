@@ -103,7 +103,7 @@ impl Speculator {
         self.drafters.clear();
         self.taps.clear();
     }
-    /// Bytes that the drafters hold.
+    /// Bytes that the drafters occupy.
     pub fn bytes(&self) -> u64 {
         self.drafters.iter().map(|(drafter, _)| drafter.bytes()).sum()
     }

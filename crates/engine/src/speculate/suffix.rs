@@ -66,7 +66,7 @@ impl Store {
         self.previous.push(previous);
     }
 
-    /// Makes the store end with `tokens`, of which it may hold a beginning already.
+    /// Makes the store end with `tokens`, of which it may have a beginning already.
     fn follow(&mut self, tokens: &[u32]) {
         let stored = self.tokens.len();
         if tokens.get(..stored) != Some(&self.tokens[..]) {

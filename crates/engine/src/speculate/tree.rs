@@ -72,7 +72,7 @@ impl DraftTree {
         (0..self.len() as u32).map(|node| self.depth(node) + 1).max().unwrap_or(0)
     }
 
-    /// Keeps only the first continuation: from every node on, the first child. A cache that holds no trees can verify
+    /// Keeps only the first continuation: from every node on, the first child. A cache without trees can verify
     /// that.
     pub fn keep_first_path(&mut self) {
         let mut chain = DraftTree::default();

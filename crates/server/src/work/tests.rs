@@ -22,7 +22,7 @@ fn runtime() -> tokio::runtime::Runtime {
     runtime.worker_threads(2).max_blocking_threads(1).enable_all().build().unwrap()
 }
 
-/// Returns whether everything can be reserved and no name counts as holding memory.
+/// Returns whether everything can be reserved and no name counts as using memory.
 fn is_free(work: &WorkMemory, name: &str) -> bool {
     let permit = work.common.try_take(name, work.units);
     let reserve = work.reserve.try_take(name, units(RESERVE_BYTES));
@@ -45,7 +45,7 @@ fn the_largest_conversation_has_room() {
     }
 }
 
-/// Regression: requests that waited for memory held the threads, so requests that needed none waited behind them.
+/// Regression: requests that waited for memory occupied the threads, so requests that needed none waited behind them.
 #[test]
 fn a_request_that_waits_for_room_holds_no_thread() {
     let names = names(2);
@@ -138,7 +138,7 @@ async fn a_small_request_has_the_reserve_when_its_name_has_nothing_else() {
     let Poll::Ready(Some(permit)) = poll(&mut small) else { panic!("the reserve is free") };
     assert!(permit.of.is_none());
     drop((all, permit));
-    // While a name holds common memory, it may not use the reserve.
+    // While a name uses common memory, it may not use the reserve.
     let _permit = [0, 1].map(|i| work.try_permit(&names[i], max / 2).unwrap());
     let mut small = pin!(work.permit(&names[0], UNIT));
     assert!(poll(&mut small).is_pending());
@@ -176,7 +176,7 @@ async fn a_client_that_leaves_gives_its_place_back() {
     let max = work.bytes();
     let permit = work.try_permit(&names[0], max / 2).unwrap();
     {
-        // It already holds the half that was free.
+        // It already uses the half that was free.
         let mut waiting = pin!(work.permit(&names[0], max));
         assert!(poll(&mut waiting).is_pending());
         let mut small = pin!(work.permit(&names[0], UNIT));

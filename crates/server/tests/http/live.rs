@@ -64,7 +64,9 @@ impl BlockStates {
             }
         }
         for (group, blocks) in snapshot["idle"].as_array().unwrap().iter().enumerate() {
-            states.evictable.extend(blocks.as_array().unwrap().iter().map(|b| (group as u64, b.as_u64().unwrap())));
+            states
+                .evictable
+                .extend(blocks.as_array().unwrap().iter().map(|b| (group as u64, b.as_u64().unwrap())));
         }
         states
     }
@@ -77,10 +79,7 @@ impl BlockStates {
                 "alloc" | "copy_on_write" | "share" | "hit" => {
                     self.evictable.remove(&at);
                     let users = self.users.entry(at).or_default();
-                    assert!(
-                        change == "share" || change == "hit" || users.is_empty(),
-                        "{event} of {users:?}"
-                    );
+                    assert!(change == "share" || change == "hit" || users.is_empty(), "{event} of {users:?}");
                     users.push(seq.unwrap());
                     users.sort_unstable();
                 }
@@ -402,7 +401,10 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
     assert_eq!(tokens, made["n_tokens"].as_u64().unwrap() + 8);
     assert_eq!(blocks(&seen[0]) as u64, (tokens - 1) / 16);
     let evictable = Listener::join(&server).snapshot["idle"][0].as_array().unwrap().clone();
-    assert!(seen[0]["tables"][0].as_array().unwrap().iter().all(|block| evictable.contains(block)), "{seen:?}");
+    assert!(
+        seen[0]["tables"][0].as_array().unwrap().iter().all(|block| evictable.contains(block)),
+        "{seen:?}"
+    );
     let forks = server.post(&format!("{path}/fork"), &json!({"n": 2, "at": 33})).good();
     let seen = until(&|sessions| sessions.len() == 3);
     let trunk = &seen.iter().find(|session| session["id"] == made["id"]).unwrap()["tables"][0];

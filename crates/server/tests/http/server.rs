@@ -156,7 +156,7 @@ impl Server {
 
     /// Running requests, waiting requests, and the KV cells in use, read between two turns. (The engine's
     /// statistics and `/metrics` are those of the last turn and may be older than the test's last action.) Must
-    /// not be called while the engine is [held](Self::hold).
+    /// not be called while the engine is [paused](Self::pause).
     pub fn live(&self) -> (usize, usize, u64) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let asked = self.engine.inspect(|state| {

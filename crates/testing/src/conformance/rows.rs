@@ -104,7 +104,7 @@ fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) 
 }
 
 /// The definition of `t4`: flip some signs, rotate, take the nearest levels for the row's root mean square, scale the
-/// levels to the row's length, and rotate back. In f64, except for a scale that f16 cannot hold.
+/// levels to the row's length, and rotate back. In f64, except for a scale that f16 cannot represent.
 fn t4(row: &[f64]) -> Vec<f64> {
     let n = row.len();
     if n == 0 {

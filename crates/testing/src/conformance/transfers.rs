@@ -136,7 +136,7 @@ impl World {
         sequences.seq_rm(A, from, until).expect("cells remove any range");
     }
 
-    /// The longest run of cells that holds tokens of A from `token` on.
+    /// The longest run of cells that stores tokens of A from `token` on.
     fn run(&self, group: usize, token: usize, max: u32) -> CellRun {
         let cells = &self.cells[group][token..];
         let follow = cells.iter().zip(cells[0]..).take_while(|(cell, next)| *cell == next).count();

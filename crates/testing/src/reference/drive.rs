@@ -15,7 +15,7 @@ pub(super) struct Memory {
     pub cells: Vec<u64>,
     /// The cell of each live value, according to the plans.
     places: BTreeMap<u64, u32>,
-    /// For each cell, whether it holds a live value.
+    /// For each cell, whether it stores a live value.
     occupied: Vec<bool>,
 }
 

@@ -53,7 +53,7 @@ pub struct Args {
     /// Seed of the load
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// Tokens that the cache holds
+    /// Capacity of the cache, in tokens
     #[arg(long, default_value_t = 8192, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1024..))]
     context: u32,
     /// Write the requests as a trace
