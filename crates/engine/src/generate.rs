@@ -165,24 +165,10 @@ pub fn generate_with(
                 break finish;
             }
             let next = match &mut speculation {
-                _ if limits.no_cache => {
-                    session.clear()?;
-                    session
-                        .prefill(seq, &text.known, &mut |_| true)
-                        .and_then(|_| text.choose(RowResult::Logits(session.logits_mut()), observer))
-                        .map(drop)
-                }
-                Some(Speculation { speculator, .. }) => {
+                Some(Speculation { speculator, .. }) if !limits.no_cache => {
                     drafted_pass(session, seq, &mut text, speculator, observer)
                 }
-                None => {
-                    let last = text.known.len() - 1;
-                    let input = SequenceInput::chain(seq, &text.known[last..]);
-                    session
-                        .forward(&[input], LogitRows::LastOfEach)
-                        .and_then(|()| text.choose(RowResult::Logits(session.logits_mut()), observer))
-                        .map(drop)
-                }
+                _ => plain_pass(session, seq, &mut text, observer),
             };
             match next {
                 Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {
@@ -204,6 +190,24 @@ pub fn generate_with(
         prefill,
         decode: started.elapsed(),
     })
+}
+
+/// Computes the last token, or the whole text again if the cache is not used, and draws the next one.
+fn plain_pass(
+    session: &mut ModelSession,
+    seq: SeqId,
+    text: &mut Generating<'_>,
+    observer: &mut dyn Observer,
+) -> Result<(), Error> {
+    if text.limits.no_cache {
+        session.clear()?;
+        session.prefill(seq, &text.known, &mut |_| true)?;
+    } else {
+        let last = text.known.len() - 1;
+        let input = SequenceInput::chain(seq, &text.known[last..]);
+        session.forward(&[input], LogitRows::LastOfEach)?;
+    }
+    text.choose(RowResult::Logits(session.logits_mut()), observer).map(drop)
 }
 
 /// One pass with a draft. Falls back to a pass without one where the draft does not fit into the cache.

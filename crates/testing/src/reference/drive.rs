@@ -294,13 +294,7 @@ impl Drive {
             reference.apply(request);
             return true;
         }
-        let mut after = reference.clone();
-        let expected = after.apply_kept(request, kept);
-        assert_eq!(step.commit_kept(kept).map_err(mark), expected.clone().map_err(mark), "{kept:?}");
-        if expected.is_ok() {
-            *reference = after;
-        }
-        expected.is_ok()
+        commit_kept(step, reference, request, kept)
     }
 
     /// Returns whether anything was moved and committed.
@@ -410,6 +404,22 @@ impl Drive {
 }
 
 /// Clears the wording of a refusal, so that only its figures are compared.
+/// Commits the tokens of `kept` in both, and compares. Returns whether the cache accepted them.
+fn commit_kept(
+    step: Step<'_>,
+    reference: &mut ReferenceCache,
+    request: &StepRequest<'_>,
+    kept: &[Kept<'_>],
+) -> bool {
+    let mut after = reference.clone();
+    let expected = after.apply_kept(request, kept);
+    assert_eq!(step.commit_kept(kept).map_err(mark), expected.clone().map_err(mark), "{kept:?}");
+    if expected.is_ok() {
+        *reference = after;
+    }
+    expected.is_ok()
+}
+
 fn mark(refused: Refused) -> Refused {
     match refused {
         Refused::Unsupported(_) => Refused::Unsupported(""),
