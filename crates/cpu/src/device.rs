@@ -38,7 +38,7 @@ impl Angles {
     }
 }
 
-/// What depends on the step, scratch memory, and the output.
+/// The inputs of the current step, scratch memory, and the output.
 #[derive(Debug)]
 pub struct Stream {
     limits: StepLimits,
@@ -111,7 +111,7 @@ impl Device for Cpu {
     type Vector = Vec<f32>;
     type Buffer = Buffer;
     type Stream = Stream;
-    /// Any host backend's, so that a model can run over the reference's attention too.
+    /// Pools of any host backend, so that a model can also run over the reference's attention.
     type Pools = Box<dyn Pools>;
 
     fn linear(

@@ -1,4 +1,4 @@
-//! Memory layout of the rows of one side (K or V) of one layer.
+//! Memory layout of the rows of K or of V of one layer.
 //!
 //! Cells are stored in blocks of [`LANES`]. Sixteen keys are scored at once, one per lane and without a horizontal sum;
 //! sixteen values are weighted one after the other. Blocks of one head are adjacent (head-major), so that a step
@@ -198,7 +198,7 @@ enum Interleaving {
     Values { together: usize },
 }
 
-/// The shape of one side of one layer.
+/// The shape of the rows of K or of V of one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Geometry {
     pub storage: Storage,
@@ -257,7 +257,7 @@ pub struct Segment {
     params: usize,
 }
 
-/// One side of one layer.
+/// The rows of K or of V of one layer.
 #[derive(Debug)]
 pub struct RowStore {
     pub shape: Geometry,
@@ -320,7 +320,7 @@ impl RowStore {
         self.shape.storage.rotate || self.shape.storage.dtype == DType::T4
     }
 
-    /// Number of cells that there is room for.
+    /// Number of cells that fit into the segments.
     pub fn cells(&self) -> u32 {
         self.segments.last().map_or(0, |s| s.cells.end())
     }
@@ -333,7 +333,7 @@ impl RowStore {
         Segment { cells, slab, codes: at, params: at + self.shape.heads * blocks * self.shape.block_codes() }
     }
 
-    /// Adds a segment whose memory exists. A concatenating side copies its cells there and drops its old segment.
+    /// Adds a segment whose memory exists. A concatenating store copies its cells there and drops its old segment.
     pub fn adopt(&mut self, segment: Segment, growth: Growth, slabs: &mut [Pages]) {
         if growth == Growth::Concatenate
             && let Some(old) = self.segments.pop()

@@ -100,7 +100,7 @@ impl CpuPools {
         layer.cell_bytes(self.spec.k, self.spec.v)
     }
 
-    /// Makes room for `cells_end(group)` cells in every group: all layers grow, or none.
+    /// Grows the pools to `cells_end(group)` cells in every group: all layers, or none.
     fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), DeviceError> {
         let mut wanted = Vec::new(); // does not allocate while nothing grows
         let mut more = 0;
@@ -252,7 +252,7 @@ struct Wanted {
     bytes: [u64; 2],
 }
 
-/// Stores a row and returns it as it was stored: transformed, if the side stores rows transformed.
+/// Stores a row and returns it as it was stored: transformed, if its storage transforms rows.
 fn put<'r>(
     side: &mut RowStore,
     slabs: &mut [Pages],

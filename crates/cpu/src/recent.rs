@@ -179,7 +179,7 @@ impl RecentRows {
                         incomplete: position >= started,
                         kept: position >= kept,
                     },
-                    // Which nodes later steps read is not known yet.
+                    // It is not known yet which nodes later steps read.
                     SpanKind::Tree { .. } => {
                         Bounds { low: group, high: position + 1, incomplete: true, kept: true }
                     }

@@ -81,7 +81,7 @@ impl StridedShape {
         }
     }
 
-    /// Where the rows start, in the order batch, tokens, heads.
+    /// The offsets of the rows, in the order batch, tokens, heads.
     fn starts(&self) -> impl Iterator<Item = usize> {
         let StridedShape { sizes, strides } = *self;
         let entries = (0..sizes[0]).map(move |entry| entry * strides[0]);
@@ -116,8 +116,8 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The rows as a backend reads them: f32 rows as they lie in the caller's memory, if two strides describe them; other
-    /// rows converted into `buffer`. The rows have been checked.
+    /// The rows as a backend reads them: f32 rows in place, if two strides describe them; other rows converted into
+    /// `buffer`. The rows have been checked.
     pub(crate) fn tensor<'t>(&self, buffer: &'t mut RowBuffer) -> Result<Tensor<'t>, DeviceError>
     where
         'a: 't,

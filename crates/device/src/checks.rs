@@ -1,4 +1,4 @@
-//! What all pools refuse before they look at any byte.
+//! Checks that all pools make before they touch any byte.
 use crate::error::DeviceError;
 use crate::layout::{LayerSpec, LayerState};
 use crate::pools::{Attend, PoolSpec, Side};
@@ -17,7 +17,7 @@ impl PoolSpec {
         }
     }
 
-    /// Checks a plan before [`Pools::begin`](crate::Pools::begin): it has its reads.
+    /// Checks a plan before [`Pools::begin`](crate::Pools::begin): its reads must be filled in.
     pub fn check_begin(&self, plan: &StepPlan) -> Result<(), DeviceError> {
         match plan.has_reads() {
             true => Ok(()),
@@ -47,8 +47,8 @@ impl PoolSpec {
         Ok(layer)
     }
 
-    /// Checks a call of [`Pools::inspect`](crate::Pools::inspect) for a `row` of so many elements, and returns the layer.
-    /// `cells(owner)` is the number of cells that the rows of that layer have grown to.
+    /// Checks a call of [`Pools::inspect`](crate::Pools::inspect), whose `row` has so many elements, and returns the layer.
+    /// `cells(owner)` is the number of cells that the pool of that layer has grown to.
     pub fn check_inspect(
         &self,
         layer: LayerId,

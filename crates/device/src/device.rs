@@ -1,4 +1,4 @@
-//! What a device is: it keeps weights, activations and KV pools, and computes the dozen operations of a decoder.
+//! A device keeps weights, activations and KV pools, and computes the dozen operations of a decoder.
 //!
 //! A decoder is written once, generic over [`Device`] (`kvist_model::Decoder`). The type parameter ends there: callers
 //! own a [`Network`](crate::Network), with one virtual call per step.
@@ -110,7 +110,7 @@ pub struct RopeTable {
     pub attention_factor: f32,
 }
 
-/// What a device is, for schedulers and documentation.
+/// The properties of a device that schedulers and guarantees depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     pub name: &'static str,
@@ -121,7 +121,7 @@ pub struct DeviceInfo {
     pub unified_memory: bool,
 }
 
-/// What a model takes on a device, before anything is loaded. The part of a device that needs no type parameters.
+/// The bytes that a model takes on a device, before anything is loaded. The part of a device without type parameters.
 pub trait Footprint: Send + Sync {
     fn info(&self) -> DeviceInfo;
 
@@ -193,7 +193,7 @@ pub trait Device: Footprint + Sized + 'static {
     type Vector: Send + Sync;
     /// Activations, in the device's own element type.
     type Buffer: Send;
-    /// What operations of a step are recorded in or executed with.
+    /// Records the operations of a step, or executes them at once.
     type Stream: Send;
     /// The device's own pools, or those of any host backend.
     type Pools: AsRef<dyn Pools> + AsMut<dyn Pools> + Send;
@@ -215,7 +215,7 @@ pub trait Device: Footprint + Sized + 'static {
         ropes: &[RopeTable],
         limits: &StepLimits,
     ) -> Result<Self::Stream, DeviceError>;
-    /// KV pools in which this device's attention works. A host device accepts any host backend; others accept only
+    /// Makes KV pools for this device's attention. A host device accepts any host backend; others accept only
     /// their own.
     fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, DeviceError>;
 
@@ -292,9 +292,9 @@ pub trait Device: Footprint + Sized + 'static {
     /// The logits of the wanted rows, with a softcap if the model has one.
     fn logits(&self, stream: &mut Self::Stream, x: &Self::Buffer, head: &Self::Linear, softcap: Option<f32>);
 
-    /// The step's output: what each wanted row asks for ([`RowOutput`](crate::RowOutput)), from its logits. By default the
-    /// host computes it, which suits devices that compute while they record. Other devices override this with operations of
-    /// their own, and read back only the answers.
+    /// Computes the step's output from the logits: for each wanted row what it asks for ([`RowOutput`](crate::RowOutput)). By
+    /// default the host computes it, which suits devices that compute while they record. Other devices override this with
+    /// operations of their own, and read back only the results.
     fn answer_rows(&self, stream: &mut Self::Stream) {
         Self::output_mut(stream).answer_rows();
     }

@@ -1,4 +1,5 @@
-//! The backend interface: the trait for storing K and V bytes and attending over them, and what all backends share.
+//! The interface of devices: the operations of a decoder, pools that store K and V and attend over them (backends), and
+//! what all devices share.
 //!
 //! Every byte is reserved in a [`MemoryBudget`] before it is allocated, fresh memory is zeroed, and a step in which
 //! any layer failed leaves the cache as it was. [`mod@reference`] is a simple scalar backend that serves as the

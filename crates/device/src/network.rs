@@ -33,14 +33,14 @@ pub trait Network: Send {
     fn output(&self) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.
     fn output_mut(&mut self) -> &mut StepOutput;
-    /// Replaces the wanted rows by other rows of the last step, and waits for what they ask for. The rows are ascending and
+    /// Replaces the wanted rows by other rows of the last step, and waits for their results. The rows are ascending and
     /// at most [`StepLimits::max_rows`].
     fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), DeviceError>;
     fn pools(&self) -> &dyn Pools;
     fn pools_mut(&mut self) -> &mut dyn Pools;
     /// The last submission, or [`Ticket::START`] before the first.
     fn last_submission(&self) -> Ticket;
-    /// Transfers that follow the last submission. While a step is in flight, [`InFlight::transfers`] lends them.
+    /// Starts transfers that follow the last submission. While a step is in flight, use [`InFlight::transfers`].
     fn transfers(&mut self) -> Transfers<'_> {
         let after = self.last_submission();
         Transfers { pools: self.pools_mut(), after }
@@ -157,15 +157,15 @@ impl Computed<'_> {
     pub fn commit(self) {
         self.step.commit();
     }
-    /// Applies the step; every span keeps only what `kept` says ([`Step::commit_kept`]). First moves the K and V of kept
-    /// paths in `pools`, those of the [`Network`] that computed the step, where they must move. On `Err` the step is
+    /// Applies the step; every span keeps only what `kept` says ([`Step::commit_kept`]). First moves K and V of kept paths
+    /// to their cells in `pools`, which are those of the [`Network`] that computed the step. On `Err` the step is
     /// abandoned.
     pub fn commit_kept(mut self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
         self.move_kept(kept, pools)?;
         Ok(self.step.commit_kept(kept)?)
     }
-    /// Moves the K and V of kept paths in `pools` where they must move, and commits nothing: for drivers whose scheduler
-    /// commits the step, with the same `kept`. Only cells that were free before the step change.
+    /// Moves K and V of kept paths to their cells in `pools`, and commits nothing: for drivers whose scheduler commits the
+    /// step, with the same `kept`. Only cells that were free before the step change.
     pub fn move_kept(&mut self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
         crate::session::move_kept(&mut self.step, kept, pools)
     }

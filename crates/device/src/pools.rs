@@ -24,7 +24,7 @@ pub struct PoolSpec {
     pub budget: Arc<MemoryBudget>,
     /// The channel order of the keys, for storages with outliers. Without it they use the natural order.
     pub channels: Option<Arc<ChannelOrder>>,
-    /// How many of the newest tokens are also kept in f16, beside their quantised rows.
+    /// How many of the newest tokens are also kept in f16, in addition to their quantised rows.
     pub recent: Recent,
 }
 
@@ -72,7 +72,7 @@ impl Attend<'_> {
     }
 }
 
-/// One side of a cache.
+/// K or V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     K,
@@ -90,7 +90,7 @@ pub struct KvCounters {
     pub bytes_moved: u64,
 }
 
-/// The K and V bytes of one cache. They are addressed by plans.
+/// The K and V bytes of one cache. Plans say which cells to read and write.
 pub trait Pools: Send {
     /// Starts a step, before any write: grows the pools (all layers or none) and partitions the work. Call it once
     /// per step, with a plan that has its reads. On `Err` nothing visible has changed: larger pools store no tokens.
@@ -160,7 +160,7 @@ pub trait Pools: Send {
     fn counters(&self) -> KvCounters;
 }
 
-/// A backend: it makes pools.
+/// A backend makes KV pools.
 pub trait Backend: Send + Sync {
     fn id(&self) -> &'static str;
 

@@ -48,7 +48,7 @@ impl Buffer {
     }
 }
 
-/// What depends on the step.
+/// The inputs of the current step.
 #[derive(Debug)]
 pub struct Stream {
     limits: StepLimits,

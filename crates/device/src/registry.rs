@@ -38,7 +38,7 @@ impl Registry {
         &*self.device
     }
 
-    /// Checks that plans of this registry are of the device that a model is on. Threads and instruction sets may differ.
+    /// Checks that this registry plans for the device that a model is on. Threads and instruction sets may differ.
     pub fn check_device(&self, model: &dyn Footprint) -> Result<(), DeviceError> {
         let (model, planned) = (model.info().name, self.device.info().name);
         if model == planned { Ok(()) } else { Err(DeviceError::OtherDevice { model, planned }) }

@@ -14,7 +14,7 @@ pub struct AttendRows<'a> {
     /// `n_tokens × n_heads` rows of `k_dim` elements.
     pub q: Rows<'a>,
     /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the
-    /// layer's values are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
+    /// layer's values are a prefix of its keys. `kv` is `None` for a layer that borrows another layer's K and V.
     pub kv: Option<(Rows<'a>, Option<Rows<'a>>)>,
     /// `n_tokens × n_heads` rows of `v_dim` elements, overwritten completely. Rows of f16 and bf16 are rounded to nearest,
     /// ties to even.
@@ -45,7 +45,7 @@ impl AttendRows<'_> {
     }
 }
 
-/// Scratch for rows that a backend cannot read or write where they lie.
+/// Scratch for rows that a backend cannot read or write in place.
 struct Buffers {
     q: RowBuffer,
     k: RowBuffer,
@@ -79,7 +79,8 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
-/// Moves the K and V of kept paths of a step whose layers have all run, where they must move before the commit.
+/// Moves K and V of the kept paths to their final cells. Call it after all layers of the step have run and before its
+/// commit.
 pub(crate) fn move_kept(
     step: &mut Step<'_>,
     kept: &[Kept<'_>],
@@ -187,14 +188,14 @@ impl SessionStep<'_> {
         Ok(())
     }
 
-    /// Runs one layer over the caller's rows. A backend reads and writes f32 rows where they lie if two strides describe
-    /// them, those of tokens and of heads: always in a batch of one. Other rows are converted row by row, through scratch
+    /// Runs one layer over the caller's rows. A backend reads and writes f32 rows in place if two strides describe them,
+    /// those of tokens and of heads: always in a batch of one. Other rows are converted row by row, through scratch
     /// that the session reserves in the budget when an argument first needs it, for its largest step and layer; later
     /// steps allocate nothing.
     ///
     /// # Errors
-    /// The layer is out of order, an argument has other sizes than the layer, an argument's strides leave its memory, or the
-    /// budget refuses the scratch. The layer has not run then, `out` has not changed, and the step is still in flight.
+    /// The layer is out of order, V is missing or must not be there, an argument has other sizes than the layer, an
+    /// argument's strides leave its memory, or the budget refuses the scratch. The layer has not run then, `out` has not changed, and the step is still in flight.
     pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), DeviceError> {
         self.order.check(call.layer, call.kv.is_some())?;
         let spec = &self.layout.layers[usize::from(call.layer.0)];

@@ -1,4 +1,4 @@
-//! What goes into a step, and the names of submissions.
+//! The inputs of a step, and the tickets of submissions.
 use crate::error::DeviceError;
 use crate::rows::{RowOutput, WantedRow};
 use kvist_cache::{LayerId, StepId, StepPlan};
@@ -7,16 +7,16 @@ use kvist_cache::{LayerId, StepId, StepPlan};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
     pub max_tokens: usize,
-    /// Rows that something is wanted of, at once.
+    /// Most wanted rows.
     pub max_rows: usize,
 }
 
-/// What a step computes. A network copies what it needs before [`Network::submit`](crate::Network::submit) returns.
+/// The inputs of a step. A network copies what it needs before [`Network::submit`](crate::Network::submit) returns.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
     /// The tokens of the plan's spans, in batch order. They must lie inside the vocabulary.
     pub tokens: &'a [u32],
-    /// The rows that something is wanted of, ascending; at most [`StepLimits::max_rows`].
+    /// The wanted rows with what each is asked for, ascending; at most [`StepLimits::max_rows`].
     pub rows: &'a [WantedRow],
     /// Layers whose output, the residual stream after them, is kept. [`EMBEDDING`] stands for what enters the first layer.
     pub taps: &'a [LayerId],
@@ -26,7 +26,7 @@ pub struct StepInputs<'a> {
 /// As a tap: the residual stream that enters the first layer, which is the scaled embedding. No layer has this number.
 pub const EMBEDDING: LayerId = LayerId(u16::MAX);
 
-/// What a draft head reads beside its tokens, a row per token. Other models are given nothing.
+/// What a draft head reads in addition to its tokens, a row per token. Other models get nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Given<'a> {
     #[default]
@@ -66,13 +66,13 @@ impl StepInputs<'_> {
     }
 }
 
-/// A submission to a device. Tickets of one network ascend; [`Network::last_submission`](crate::Network::last_submission) has
-/// the last.
+/// Identifies a submission to a device. Tickets of one network ascend;
+/// [`Network::last_submission`](crate::Network::last_submission) is the newest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
 impl Ticket {
-    /// Precedes all submissions. A transfer after it waits for none.
+    /// Precedes all submissions. A transfer that follows it waits for none.
     pub const START: Ticket = Ticket(0);
 }
 

@@ -17,7 +17,7 @@ pub struct TensorMut<'a> {
     head_stride: usize,
 }
 
-/// Checks that `len` elements hold `n_tokens × n_heads` rows of `head_dim` at these strides.
+/// Checks that `n_tokens × n_heads` rows of `head_dim` at these strides lie within `len` elements.
 fn check(
     what: &'static str,
     len: usize,

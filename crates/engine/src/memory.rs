@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Tokens of a recent group, which is read in f16. Equals the block size of the server's cache.
 pub const RECENT_TOKENS: u32 = 16;
 
-/// Number of sequences whose newest tokens a session keeps in f16, for kinds with several sequences.
+/// Number of sequences whose newest tokens a session keeps in f16, in kinds with several sequences.
 pub const RECENT_SEQUENCES: u32 = 8;
 
 /// The cache policy of one session. The architecture comes from the model.

@@ -77,9 +77,9 @@ pub struct EngineConfig {
     pub record: bool,
     /// Observers of every step; see [`Engine::add_watcher`].
     pub watchers: Vec<Box<dyn Watcher>>,
-    /// Largest number of draft tokens in a step, over all its requests. Logits of so many more rows are planned for.
+    /// Largest number of draft tokens in a step, over all its requests. The memory plan has logits for so many more rows.
     pub max_draft_tokens: u32,
-    /// What proposes drafts; `None` for plain decoding.
+    /// Proposes drafts; `None` for plain decoding.
     pub speculator: Option<Speculator>,
 }
 
@@ -111,7 +111,7 @@ impl EngineConfig {
         cache.max_step_tokens = max_batch_tokens;
         // Each row belongs to a token of the step.
         cache.max_rows = rows.min(max_batch_tokens.max(max_batch));
-        // A node of a draft tree takes a row too, until the step has told which nodes are kept.
+        // A node of a draft tree takes a row too, until it is known which nodes are kept.
         let group = cache.recent.within_blocks(self.paged.block_tokens).tokens.max(1);
         cache.recent.sequences = max_batch.saturating_add(self.max_draft_tokens.div_ceil(group));
     }
@@ -127,7 +127,7 @@ pub trait Watcher: Send {
     fn ended(&mut self, ended: &Ended) {
         let _ = ended;
     }
-    /// A step ran from `now_ns` to `end_ns` on the engine's clock, or nothing was to be computed at `now_ns`.
+    /// A step ran from `now_ns` to `end_ns` on the engine's clock, or there was nothing to compute at `now_ns`.
     fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState);
 }
 

@@ -122,7 +122,7 @@ impl ModelSession {
         self.open_only()
     }
 
-    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap). [`EMBEDDING`] stands for what enters
+    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap). [`EMBEDDING`] stands for the input of
     /// the first layer.
     pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
         let n_layers = self.runner.model.layout().layers.len();
@@ -160,7 +160,7 @@ impl ModelSession {
         self.forward_given(inputs, want, Given::Nothing)
     }
 
-    /// [`forward`](Self::forward) for draft heads, with the rows that these read beside their tokens.
+    /// [`forward`](Self::forward) for draft heads, with the rows that they read in addition to their tokens.
     pub fn forward_given(
         &mut self,
         inputs: &[SequenceInput<'_>],
@@ -228,7 +228,7 @@ impl ModelSession {
         let drawn = verify(
             draft,
             |row| {
-                // The rows of a path ascend, so those before are not asked for any more.
+                // The rows of a path ascend, so earlier ones are not needed any more.
                 let result = rows.nth(row - next).ok_or(Error::Usage(MISSING_ROW.into()))?;
                 next = row + 1;
                 choose(result)

@@ -162,7 +162,7 @@ pub fn quant(path: &str) -> Option<String> {
     parts.into_iter().find(|part| is_quant(part))
 }
 
-/// What can be asked for in this repository, closest match first: quantisations, or the file where two files
+/// The names that can be asked for in this repository, closest match first: quantisations, or the file where two files
 /// share a quantisation.
 fn closest_picks(name: &HubName, models: &[&str]) -> Option<String> {
     let asked = name.pick.as_deref().unwrap_or_default();

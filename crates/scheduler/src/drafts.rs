@@ -18,7 +18,7 @@ pub trait Lookahead {
     fn draft(&mut self, _batch: Batch<'_>, _limit: u32, _drafts: &mut BatchDrafts) {}
 }
 
-/// A closure that is asked as [`Executor::max_fused_steps`](crate::Executor::max_fused_steps) is, without drafts.
+/// A closure with the signature of [`Executor::max_fused_steps`](crate::Executor::max_fused_steps). Proposes no drafts.
 impl<F: FnMut(Batch<'_>, u32) -> u32> Lookahead for F {
     fn max_fused_steps(&mut self, batch: Batch<'_>, limit: u32) -> u32 {
         self(batch, limit)
@@ -29,7 +29,7 @@ impl<F: FnMut(Batch<'_>, u32) -> u32> Lookahead for F {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BatchDrafts {
     list: Vec<WorkDraft>,
-    /// The parents of all trees, as the cache wants them: node 0 of a request is its last known token.
+    /// The parents of all trees, as the cache expects them: node 0 of a request is its last known token.
     parents: Vec<Option<NodeId>>,
 }
 
@@ -39,7 +39,7 @@ struct WorkDraft {
     work: usize,
     /// Set when the scheduler adds the draft to the batch.
     request: RequestId,
-    /// Where its parents lie, that of the last known token included.
+    /// The range of its parents, including that of the last known token.
     parents: Range<usize>,
 }
 
@@ -65,7 +65,7 @@ impl BatchDrafts {
     /// token if that is `None`. A tree without nodes is ignored. Requests must come in batch order.
     ///
     /// # Panics
-    /// A parent does not stand before its node, or the requests are out of order: bugs in the drafter.
+    /// A parent does not precede its node, or the requests are out of order: bugs in the drafter.
     pub fn push(&mut self, work: usize, parents: &[Option<u32>]) {
         assert!(self.list.last().is_none_or(|last| last.work < work), "drafts come in batch order");
         if parents.is_empty() {
@@ -89,8 +89,8 @@ impl BatchDrafts {
         }
     }
 
-    /// Whether each tree belongs to a request of the batch that decodes, and all of them to the budget. `Err` says what
-    /// does not fit.
+    /// Checks that each tree belongs to a request of the batch that decodes, and that all of them fit into the budget. `Err`
+    /// says what is wrong.
     pub(crate) fn check(&self, batch: Batch<'_>, limit: u32) -> Result<(), String> {
         if self.n_tokens() > limit {
             return Err(format!("{} tokens are drafted, {limit} are allowed", self.n_tokens()));
@@ -112,7 +112,7 @@ impl BatchDrafts {
         self.list.iter().map(draft).collect()
     }
 
-    /// The drafts of an event log. `Err` has what is wrong with them.
+    /// The drafts of an event log. `Err` says what is wrong with them.
     pub(crate) fn of_log(logged: &[LoggedDraft]) -> Result<BatchDrafts, String> {
         let mut drafts = BatchDrafts::default();
         for LoggedDraft(work, _, parents) in logged {
@@ -156,7 +156,7 @@ impl Scheduler {
         self.drafts = drafts;
     }
 
-    /// Places a batch with drafts. Drafts may evict cached blocks that no sequence uses, and nothing else: where they do
+    /// Places a batch with drafts. Drafts may evict cached blocks that no sequence uses, and nothing else: if they do
     /// not fit, they are removed from the batch, and `false` is returned.
     pub(crate) fn place_drafts(&mut self, now: StepTime) -> bool {
         match self.place() {
@@ -200,8 +200,8 @@ impl Scheduler {
     }
 }
 
-/// True if each node continues the one before it. The cache is then given a chain, which every kind accepts, and the
-/// outcome says how long a part of it is kept.
+/// True if each node continues the one before it. The cache then gets a chain, which every kind accepts, and the outcome
+/// says how much of it is kept.
 pub(crate) fn is_chain(parents: &[Option<NodeId>]) -> bool {
     (0..).zip(parents).all(|(i, parent)| parent.map_or(0, |NodeId(n)| n + 1) == i)
 }

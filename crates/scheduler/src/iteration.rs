@@ -149,8 +149,8 @@ impl Scheduler {
         self.plan_run(now_ns, &mut |_: Batch<'_>, _| 1)
     }
 
-    /// Like [`plan`](Self::plan), but several decode steps may be planned as one, or drafts be verified: `lookahead` is
-    /// asked as an [`Executor`] is.
+    /// Like [`plan`](Self::plan), but several decode steps may be planned as one, or drafts may be verified: `lookahead`
+    /// decides, as an [`Executor`] does.
     pub fn plan_run(&mut self, now_ns: u64, lookahead: &mut dyn Lookahead) -> Option<Planned<'_>> {
         let now = self.timestamp(now_ns);
         let n_ended = self.ended.len();

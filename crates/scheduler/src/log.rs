@@ -83,7 +83,7 @@ impl Log {
             t.write_str("}")
         });
     }
-    /// If every request keeps its planned tokens, and those that sample emit one token per step: `sampled` is a list of
+    /// If every request keeps its planned tokens, and those that sample emit one token per step, `sampled` is a list of
     /// token ids, with null where the id is unknown; `finished` has the indices of the entries that were the last
     /// token of their request. Otherwise `advances` has an object per request of the batch. `drafts` are those that were
     /// proposed for the batch, whether or not they fitted.
@@ -208,7 +208,7 @@ impl LoggedAdvance {
         }
     }
 
-    /// Adds it to an outcome. `Err` has what is wrong with it.
+    /// Adds the advance to an outcome. `Err` says what is wrong with it.
     pub(crate) fn push_to(&self, outcome: &mut Outcome) -> Result<(), String> {
         let path: Vec<NodeId> = self.path.iter().flatten().copied().map(NodeId).collect();
         let kept = match (self.kept, &self.path) {

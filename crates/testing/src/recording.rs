@@ -1,5 +1,5 @@
-//! A device that computes nothing: it records what it is asked to do and counts what it allocates, as a GPU that has to
-//! be captured and planned for would. Its outputs are zero.
+//! A device that computes nothing: like a GPU whose operations are captured, it records them, and it counts what it
+//! allocates. Its outputs are zero.
 //!
 //! It stores K and V in the dtypes that are asked for, and weights in their file's encoding, so its memory plan is that
 //! of a real device.

@@ -1,4 +1,4 @@
-//! `--speculate` and what belongs to it.
+//! The options of speculative decoding: `--speculate` and the flags of drafts.
 use super::{ModelArgs, registry, wrong_usage};
 use crate::source::SourceArgs;
 use clap::{Args, ValueEnum, ValueHint};
@@ -9,13 +9,13 @@ use kvist_model::{DraftHead, Model, Opened, OpenedHead};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What proposes tokens.
+/// The drafter.
 #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// No drafts
     #[default]
     Off,
-    /// Choose by what was measured, and draft only as much as pays
+    /// Choose by measurements, and draft only as much as pays off
     Auto,
     /// What followed the last tokens earlier in the text
     Ngram,
@@ -47,7 +47,7 @@ pub struct SpeculationArgs {
     pub draft_width: u32,
 }
 
-/// A draft model or a head whose headers have been read and found to fit.
+/// A draft model or head. Its headers have been read and fit the target.
 pub struct OpenedDraft {
     drafts: DraftFiles,
     args: ModelArgs,
@@ -63,8 +63,8 @@ impl SpeculationArgs {
         self.speculate != Mode::Off
     }
 
-    /// Gives `config` what verification needs: a row of logits for each draft token, and a kind for trees where none
-    /// was asked for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
+    /// Adds to `config` what verification needs: a row of logits for each draft token, and a kind for trees if none was asked
+    /// for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
     /// smaller than a draft, which is then cut.
     pub fn prepare(
         &self,
@@ -145,7 +145,7 @@ impl SpeculationArgs {
         Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
     }
 
-    /// What the flags allow a draft.
+    /// The bounds of a draft that the flags set.
     pub fn bounds(&self) -> Bounds {
         Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
     }

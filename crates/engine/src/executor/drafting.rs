@@ -6,7 +6,7 @@ use kvist_scheduler::{Batch, BatchDrafts, RequestId};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// A speculator, and what it needs to know of the scheduler's requests.
+/// A speculator, and what it needs to know about the scheduler's requests.
 pub(super) struct Drafting {
     pub speculator: Speculator,
     /// Indices into the batch and drafts of the step being built.
@@ -15,7 +15,7 @@ pub(super) struct Drafting {
     texts: HashMap<RequestId, Known>,
 }
 
-/// A request's tokens, kept until it ends: then the scheduler has forgotten them.
+/// A request's tokens. They are kept here, because the scheduler has dropped them by the time the request ends.
 struct Known {
     salt: String,
     tokens: Vec<u32>,
@@ -48,7 +48,7 @@ impl Drafting {
         let mut drafts = Vec::new();
         self.speculator.propose(&texts, rows as usize - texts.len(), limit, false, &mut drafts)?;
         for (i, mut draft) in works.into_iter().zip(drafts) {
-            // Drafters are not trusted with a step of all requests.
+            // A drafter's error must not fail a step of all requests.
             if draft.tree.tokens().iter().any(|token| *token >= vocab)
                 || draft.tree.max_depth() >= batch.max_new(i)
             {
@@ -86,8 +86,8 @@ impl Drafting {
         self.extend(batch, i, tokens);
     }
 
-    /// The step has computed the batch, and these rows of `taps` stay: of each request, those of its tokens and of
-    /// its accepted nodes.
+    /// The step has computed the batch. Of `taps`, passes on the rows that stay: per request, those of its tokens and of its
+    /// accepted nodes.
     pub fn computed(
         &mut self,
         batch: Batch<'_>,

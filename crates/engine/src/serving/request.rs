@@ -34,7 +34,7 @@ pub(super) struct RequestSampler {
 }
 
 /// Largest number of tokens that may wait for a client to read them: some megabytes with all log-probabilities. A
-/// client that falls back further is cut off, because nothing else bounds the backlog.
+/// client that falls behind further is cut off, because nothing else bounds the backlog.
 const MAX_UNREAD: usize = 4096;
 
 /// Log-probabilities of the prompt, collected until they are sent.
@@ -50,7 +50,7 @@ struct PromptScores {
 /// Log-probabilities per event.
 const SCORES_PER_EVENT: usize = 64;
 
-/// How a request ended, as far as its own tokens decide it, and the text that was held back.
+/// How a request ended, as far as its own tokens decide it, and the text that was held back until then.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
     /// [`Event::Admitted`] was sent.

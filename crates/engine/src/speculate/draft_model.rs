@@ -1,4 +1,4 @@
-//! A smaller model with the same vocabulary as drafter.
+//! A drafter that runs a smaller model with the same vocabulary.
 use super::expand::{self, Candidate, Growing, Levels};
 use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
@@ -12,15 +12,15 @@ use std::sync::Arc;
 
 /// Drafts with a model of its own, over a tree cache that follows the texts of the target.
 ///
-/// A proposal first computes the tokens that became known since the last one, of all texts in one pass, then the levels
-/// of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
+/// For a proposal it first computes the tokens that became known since the last one, of all texts in one pass, then the
+/// levels of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
 pub struct DraftModel {
     session: ModelSession,
     texts: HashMap<u64, DraftSequence>,
     next_seq: u32,
     clock: u64,
-    /// Proposals that stay empty, because the cache was too small.
-    rests: u32,
+    /// So many more proposals stay empty, because the cache was too small.
+    skipped: u32,
     /// Tokens of the target. The draft model may have more, as padding.
     target_vocab: usize,
     /// A path with a lower probability is not followed.
@@ -55,7 +55,7 @@ impl DraftModel {
             texts: HashMap::new(),
             next_seq: 1,
             clock: 0,
-            rests: 0,
+            skipped: 0,
             target_vocab: target.config().vocab,
             min_probability: 0.01,
         })
@@ -109,8 +109,8 @@ impl DraftModel {
         }
     }
 
-    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
-    /// not delay the target's step. It goes on in the next proposal.
+    /// Computes the known tokens of the texts except the last ones: at most a chunk in all, so that a long prompt does not
+    /// delay the target's step. The next proposal continues.
     fn catch_up(&mut self, requests: &[DraftRequest<'_>]) -> Result<(), Error> {
         let mut left = self.session.config().max_step_tokens.max(1) as usize;
         for DraftRequest { id, tokens, .. } in requests {
@@ -157,7 +157,7 @@ impl DraftModel {
 }
 
 /// Proposals without drafts after the cache was too small for all texts.
-const REST: u32 = 64;
+const SKIP: u32 = 64;
 
 /// The requests for which `wanted` is true.
 fn subset<'s>(
@@ -239,8 +239,8 @@ impl Levels for ModelLevels<'_, '_> {
 
 impl Drafter for DraftModel {
     fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
-        if self.rests > 0 {
-            self.rests -= 1;
+        if self.skipped > 0 {
+            self.skipped -= 1;
             return Ok(());
         }
         // The target's vocabulary may be padded further than the draft model's.
@@ -253,15 +253,15 @@ impl Drafter for DraftModel {
                 Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {}
                 other => return other,
             }
-            // The draft cache is full: forget the text that was used longest ago. If all of them are busy there is no
-            // draft for a while, and these texts begin anew.
+            // The draft cache is full: remove the least recently used text. If all of them are in use, there are no
+            // drafts for a while, and these texts start again.
             requests.iter_mut().for_each(|request| request.tree.clear());
             busy.iter().for_each(|id| self.agree_with_cache(*id));
             let others = self.texts.iter().filter(|(id, _)| !busy.contains(id));
             let oldest = others.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
             let Some(oldest) = oldest else {
                 busy.iter().for_each(|id| self.remove(*id));
-                self.rests = REST;
+                self.skipped = SKIP;
                 return Ok(());
             };
             self.remove(oldest);
@@ -277,8 +277,8 @@ impl Drafter for DraftModel {
     }
 }
 
-/// Refuses a draft model whose tokens mean something else than the target's, by size of the vocabulary and tokenizer
-/// of both. Sizes may differ by padding where both have tokenizers.
+/// Refuses a draft model whose tokens mean something else than the target's. Compares the sizes of the vocabularies and
+/// the tokenizers; where both models have tokenizers, sizes may differ by padding.
 pub fn check_vocabulary(
     (theirs, draft): (usize, Option<&Tokenizer>),
     (ours, target): (usize, Option<&Tokenizer>),

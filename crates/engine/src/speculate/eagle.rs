@@ -7,7 +7,8 @@
 //! rows of the head    bf₀  cf₁  df₂  ef₃        the last one gives the roots of the tree and a hidden state h₃
 //! nodes                              xh₃ yh₃ …  a node's row reads its token and its parent's hidden state
 //! ```
-//! Nodes leave nothing behind: once the target has accepted some, their rows are computed again from its own features.
+//! The rows of nodes are discarded with the tree: once the target has accepted some, they are computed again from its own
+//! features.
 use super::expand::{self, Candidate, Growing, Levels};
 use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
@@ -30,8 +31,8 @@ pub struct Eagle {
     pub min_probability: f32,
 }
 
-/// What the head knows of a text. Its rows begin where the target's features do: a prefix that the target found in its cache
-/// is absent.
+/// The rows of a text in the head's cache. They begin where the target's features do: a prefix that the target found in its
+/// cache has none.
 struct HeadSequence {
     seq: SeqId,
     /// Position in the text of the first row.
@@ -85,7 +86,7 @@ impl Eagle {
         }
     }
 
-    /// Forgets the rows of a text from row `from` on, and their features.
+    /// Removes the rows of a text from row `from` on, and their features.
     fn shorten(&mut self, id: u64, from: u32) -> Result<(), Error> {
         let width = self.width();
         let Some(text) = self.texts.get_mut(&id) else { return Ok(()) };
@@ -204,10 +205,10 @@ impl Eagle {
         ready.iter().map(|i| self.texts[&requests[*i].id].seq).collect()
     }
 
-    /// Forgets the text, not one of `busy`, that was used longest ago. False if there is none.
-    fn forget_oldest(&mut self, busy: &[u64]) -> bool {
-        let idle = self.texts.iter().filter(|(id, _)| !busy.contains(id));
-        let oldest = idle.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
+    /// Removes the least recently used text that is not in `busy`. False if there is none.
+    fn remove_oldest(&mut self, busy: &[u64]) -> bool {
+        let unused = self.texts.iter().filter(|(id, _)| !busy.contains(id));
+        let oldest = unused.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
         oldest.map(|oldest| self.remove(oldest)).is_some()
     }
 
@@ -243,7 +244,7 @@ struct Nodes {
 }
 
 impl Nodes {
-    /// Where a node was computed; `None` for the text's last row.
+    /// The place of a node among the computed ones; `None` for the text's last row.
     fn place(&self, node: Option<u32>) -> Option<usize> {
         self.computed.iter().position(|other| Some(*other) == node)
     }
@@ -259,7 +260,7 @@ struct HeadLevels<'d, 'p> {
 }
 
 impl HeadLevels<'_, '_> {
-    /// Computes the pending rows of all texts. Gives the number of rows of each.
+    /// Computes the pending rows of all texts. Returns the number of rows of each.
     fn roots(&mut self) -> Result<Vec<usize>, Error> {
         let Eagle { session, texts, .. } = &mut *self.drafter;
         let width = session.model().config().features;
@@ -344,9 +345,9 @@ impl Drafter for Eagle {
             if !is_full(&result) {
                 return result;
             }
-            // These texts are too long together for the head's cache. They have no drafts, and begin anew with the features
+            // These texts are too long together for the head's cache. They get no drafts, and start again with the features
             // that come next.
-            if !self.forget_oldest(&busy) {
+            if !self.remove_oldest(&busy) {
                 busy.iter().for_each(|id| self.remove(*id));
                 return Ok(());
             }
@@ -359,7 +360,7 @@ impl Drafter for Eagle {
             if !is_full(&result) {
                 return result;
             }
-            if !self.forget_oldest(&[id]) {
+            if !self.remove_oldest(&[id]) {
                 self.remove(id);
                 return Ok(());
             }

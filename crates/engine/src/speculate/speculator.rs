@@ -1,4 +1,4 @@
-//! Drafters, what they achieved, and how much of their proposals is verified.
+//! Asks the drafters, decides how much of their proposals is verified, and counts what was accepted.
 use super::control::{Control, Costs, worth};
 use super::{Bounds, DraftRequest, DraftTree, Drafter, Verified};
 use kvist_cache::LayerId;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpeculationConfig {
     pub bounds: Bounds,
-    /// Draft as much as pays, by measured acceptance and times of passes; otherwise always as much as `bounds` allow.
+    /// Draft as much as pays off, by measured acceptance and times of passes; otherwise always as much as `bounds` allow.
     pub adaptive: bool,
 }
 
@@ -68,7 +68,7 @@ pub struct Draft {
     drafter: usize,
 }
 
-/// One drafter or several, and what is known about them.
+/// One or several drafters, with their measurements.
 pub struct Speculator {
     drafters: Vec<(Box<dyn Drafter>, Control)>,
     config: SpeculationConfig,
@@ -78,7 +78,7 @@ pub struct Speculator {
 }
 
 impl Speculator {
-    /// Drafters in the order in which they are asked: a text goes to the next one if those before proposed nothing.
+    /// Asks drafters in this order: a text goes to the next one if those before proposed nothing.
     pub fn new(drafters: Vec<Box<dyn Drafter>>, config: SpeculationConfig) -> Self {
         let taps = drafters.iter().flat_map(|drafter| drafter.taps()).copied().collect();
         let drafters = drafters.into_iter().map(|drafter| (drafter, Control::default())).collect();
@@ -98,7 +98,7 @@ impl Speculator {
     pub fn take_counts(&mut self) -> Counts {
         std::mem::take(&mut self.counts)
     }
-    /// Frees the drafters: from now on nothing is proposed. The counts stay.
+    /// Drops the drafters: from now on nothing is proposed. The counts stay.
     pub fn stop(&mut self) {
         self.drafters.clear();
         self.taps.clear();
@@ -151,7 +151,7 @@ impl Speculator {
         Ok(())
     }
 
-    /// Keeps of drafter `n`'s trees the nodes that pay.
+    /// Removes the nodes that do not pay off from drafter `n`'s trees.
     fn choose(
         costs: &Costs,
         control: &mut Control,
@@ -181,7 +181,7 @@ impl Speculator {
         }
     }
 
-    /// Rows of tapped layers for tokens of text `id` that were computed and kept; see [`Drafter::features`].
+    /// Passes on the rows of tapped layers for tokens of text `id` that were computed and kept; see [`Drafter::features`].
     pub fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
         let mut taps = taps;
         for (drafter, _) in &mut self.drafters {
@@ -202,12 +202,12 @@ impl Speculator {
         }
     }
 
-    /// A pass over `rows` rows, drafts included, took so long.
+    /// A pass over `rows` rows, drafts included, took `elapsed`.
     pub fn passed(&mut self, rows: usize, elapsed: Duration) {
         self.costs.record(rows, elapsed);
     }
 
-    /// Drops what is kept of text `id`, as if it had never been.
+    /// Drops everything that is stored for text `id`.
     pub fn forget(&mut self, id: u64) {
         self.end(id, "", &[], 0);
     }
@@ -218,7 +218,7 @@ impl Speculator {
     }
 }
 
-/// Cuts trees until they have at most `limit` nodes together, the largest first, by the nodes added last.
+/// Removes nodes until all trees together have at most `limit`: from the largest tree, the node added last.
 fn share(drafts: &mut [Draft], limit: u32) {
     let mut total: usize = drafts.iter().map(|draft| draft.tree.len()).sum();
     while total > limit as usize {

@@ -1,4 +1,4 @@
-//! Draft trees, and their verification.
+//! Draft trees and their verification.
 use crate::executor::SampledToken;
 use kvist_cache::NodeId;
 
@@ -28,7 +28,7 @@ impl DraftTree {
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
-    /// The parent of each node, which stands before it; `None` for the last known token.
+    /// The parent of each node, which precedes it; `None` for the last known token.
     pub fn parents(&self) -> &[Option<u32>] {
         &self.parents
     }
@@ -112,7 +112,7 @@ impl DraftTree {
     }
 }
 
-/// What verification accepted.
+/// The result of a verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
     /// The accepted nodes, from a root on.

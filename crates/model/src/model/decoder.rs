@@ -47,7 +47,7 @@ pub(super) enum Mlp<D: Device> {
 pub(super) struct Decoder<D: Device> {
     pub config: ModelConfig,
     pub embedding: Arc<D::Linear>,
-    /// What stands before the layer of a draft head.
+    /// The projection in front of the layer of a draft head.
     pub draft: Option<DraftInput<D>>,
     pub layers: Vec<Layer<D>>,
     /// `None` in draft heads of EAGLE-1.
@@ -284,8 +284,8 @@ impl<D: Device> Running<D> {
         }
     }
 
-    /// What the wanted rows ask for. With a vocabulary of 128k tokens, those of all rows would cost more than the
-    /// layers.
+    /// Computes what the wanted rows ask for. With a vocabulary of 128k tokens, the logits of all rows would cost more than
+    /// the layers.
     fn run_head(&mut self) {
         let Running { device, decoder, stream, activations: a, .. } = self;
         let head = decoder.head.as_ref().unwrap_or(&decoder.embedding);

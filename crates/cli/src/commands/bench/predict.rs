@@ -1,5 +1,5 @@
-//! `kvist bench predict`: serves a load that the table was not made from, simulates it with the table, and compares:
-//! how accurate is the simulator?
+//! `kvist bench predict` measures how accurate the simulator is: it serves a load that the table was not made from,
+//! simulates it with the table, and compares.
 //!
 //! Requests with popular prefixes arrive as from independent users. The engine of `kvist serve` answers them in this
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,

@@ -1,4 +1,4 @@
-//! `kvist bench speculate`: what drafts are worth, each drafter in turns with plain decoding.
+//! `kvist bench speculate`: measures how much each drafter gains, in turns with plain decoding.
 use super::machine::{Machine, Spread, Watch};
 use super::measure::{KvArgs, RunsArgs};
 use crate::options::*;
@@ -118,7 +118,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?;
     let text = read_text(&args.text)?;
     let cases = cases(&tokenizer.encode(&text, false)?, &args)?;
-    // Which of the modes says what --draft-model is.
+    // The modes decide what --draft-model is: a model or a head.
     let asked = |mode| args.modes.contains(&How::Drafter(mode)).then_some(mode);
     let wants_draft = match (asked(Mode::Draft), asked(Mode::Eagle)) {
         (Some(_), Some(_)) => {
@@ -156,7 +156,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     };
     let watch = Watch::start();
 
-    // A warm-up run, which also says what follows each prompt.
+    // A warm-up run. It also determines what follows each prompt.
     let plain = bench.run(None)?;
     if !args.follow {
         bench.cases.iter_mut().zip(&plain.texts).for_each(|(case, text)| case.text.clone_from(text));
