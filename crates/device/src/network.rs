@@ -47,7 +47,7 @@ pub trait Network: Send {
     }
 }
 
-/// Copies between the pools of a network and the host, which run beside its steps. The cache must have
+/// Copies between the pools of a network and the host, concurrent with its steps. The cache must have
 /// [pinned](kvist_cache::Cache::pin) the blocks that are exported, and be [loading](kvist_cache::Cache::load) those that are
 /// imported.
 pub struct Transfers<'n> {

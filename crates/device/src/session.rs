@@ -195,7 +195,8 @@ impl SessionStep<'_> {
     ///
     /// # Errors
     /// The layer is out of order, V is missing or must not be there, an argument has other sizes than the layer, an
-    /// argument's strides leave its memory, or the budget refuses the scratch. The layer has not run then, `out` has not changed, and the step is still in flight.
+    /// argument's strides leave its memory, or the budget refuses the scratch. The layer has not run then, `out` has not
+    /// changed, and the step is still in flight.
     pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), DeviceError> {
         self.order.check(call.layer, call.kv.is_some())?;
         let spec = &self.layout.layers[usize::from(call.layer.0)];

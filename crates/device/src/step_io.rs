@@ -18,7 +18,7 @@ pub struct StepInputs<'a> {
     pub tokens: &'a [u32],
     /// The wanted rows with what each is asked for, ascending; at most [`StepLimits::max_rows`].
     pub rows: &'a [WantedRow],
-    /// Layers whose output, the residual stream after them, is kept. [`EMBEDDING`] stands for what enters the first layer.
+    /// Layers whose output, the residual stream after them, is returned. [`EMBEDDING`] stands for the input of the first layer.
     pub taps: &'a [LayerId],
     pub given: Given<'a>,
 }

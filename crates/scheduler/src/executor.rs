@@ -93,7 +93,7 @@ pub trait Executor {
     }
 
     /// Proposes draft tokens for requests of the batch that decode, at most `limit` in all: what the token budget has left
-    /// when every request has its tokens. The step then computes each draft tree beside the request's last known token,
+    /// when every request has its tokens. The step then computes each draft tree together with the request's last known token,
     /// and the [`Outcome`] says which of its nodes are kept; the others' cells are free again when the step is completed.
     /// A batch whose drafts do not fit into the cache is placed without them ([`Batch::draft`] is empty then). Drafts may
     /// evict cached blocks; they never preempt.

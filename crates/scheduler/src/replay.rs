@@ -144,8 +144,8 @@ impl Replay {
     /// Starts a replay from the first line of an event log. `cache` must be built as in the recorded run; `None`
     /// builds the one that the line describes. `truth` must be the one of the recorded run, if it had one.
     ///
-    /// # Errors The line is not a valid header, the configuration does not fit, or no cache is given and none is
-    /// described.
+    /// # Errors
+    /// The line is not a valid header, the configuration does not fit, or no cache is given and none is described.
     pub fn begin(
         header: &str,
         cache: Option<Cache>,

@@ -1,4 +1,4 @@
-//! Exports and imports that run beside the steps.
+//! Exports and imports that run while steps do.
 use crate::drive::{Drive, Export, GARBAGE, Import};
 use kvist_cache::*;
 use kvist_testing::reference::Choices;

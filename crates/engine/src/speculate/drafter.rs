@@ -31,7 +31,7 @@ pub struct DraftRequest<'a> {
 /// Proposes tokens that may follow. A wrong proposal costs time and changes no text.
 pub trait Drafter: Send {
     /// Layers of the target whose output this drafter reads, in the order of [`features`](Self::features);
-    /// [`EMBEDDING`](kvist_device::EMBEDDING) stands for what enters the first one.
+    /// [`EMBEDDING`](kvist_device::EMBEDDING) stands for the input of the first one.
     fn taps(&self) -> &[LayerId] {
         &[]
     }

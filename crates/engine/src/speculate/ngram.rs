@@ -2,7 +2,8 @@
 use super::{DraftRequest, Drafter};
 use kvist_model::Error;
 
-/// Proposes what followed the last time that the text came by here. Keeps nothing: it searches the tokens it is given.
+/// Proposes what followed the last tokens when they occurred before. It stores nothing: it searches the tokens of the
+/// request.
 #[derive(Clone, Copy, Debug)]
 pub struct Ngram {
     /// Fewest tokens that must agree, at least 1.
