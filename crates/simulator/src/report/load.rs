@@ -22,7 +22,7 @@ pub struct Sample {
 }
 
 /// The load over time. Means and maxima are exact: every change in the number of requests is recorded, and the blocks
-/// in use are added up for every step ([`Timeline::hold`]). Samples are exact at their times, which are those at which
+/// in use are added up for every step ([`Timeline::extend`]). Samples are exact at their times, which are those at which
 /// requests arrive, are admitted, leave, or prefill; between two samples, blocks grow by decoded tokens. Only an
 /// evenly thinned part of the samples is kept, so that memory does not grow with the run.
 #[derive(Clone, Debug)]
