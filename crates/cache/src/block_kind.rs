@@ -49,7 +49,7 @@ pub trait CachedBlocks {
     /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query after them sees. Returns
     /// how many of them were not in use by any sequence before.
     fn open(&mut self, seq: SeqId, blocks: Vec<u32>) -> u32;
-    /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
+    /// Replaces block `i` of `seq` by `block`, which stores the same tokens.
     fn replace(&mut self, seq: SeqId, i: u32, block: u32);
 }
 

@@ -217,7 +217,7 @@ pub enum Viewer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the field names document themselves
 pub enum PrefixEvent {
-    /// `block` of `group` holds the last block of the prefix `hash`, which extends the prefix `parent_hash`. `key` is
+    /// `block` of `group` stores the last block of the prefix `hash`, which extends the prefix `parent_hash`. `key` is
     /// the block's tokens, or the ids that stand for them.
     Stored { group: GroupId, block: u32, hash: u64, parent_hash: u64, key: Box<[u32]> },
     /// The block no longer contains that prefix.

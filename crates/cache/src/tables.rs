@@ -41,7 +41,7 @@ pub struct BlockTables {
     next_index: Vec<u32>,
 }
 
-/// One entry of a table that stays on a device: `block` holds the positions `column * block_tokens..` of the sequence
+/// One entry of a table that stays on a device: `block` stores the positions `column * block_tokens..` of the sequence
 /// in `row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // documented above

@@ -298,7 +298,7 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
-    /// The cache configuration for a session that will hold up to `needed` tokens.
+    /// The cache configuration for a session of up to `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
         let kind = self.kind.as_deref().unwrap_or("contiguous");

@@ -84,7 +84,7 @@ impl Repo {
         snapshots
     }
 
-    /// The model that `name` means, if the cache holds it completely; otherwise `None`.
+    /// The model that `name` means, if the cache has all of it; otherwise `None`.
     pub(crate) fn find(&self, name: &HubName) -> Result<Option<Resolved>, Error> {
         for snapshot in self.snapshots(name.revision.as_deref()) {
             let files = files_of(&snapshot);
@@ -102,7 +102,7 @@ impl Repo {
         Ok(None)
     }
 
-    /// Describes what the cache holds of this repository, for error messages.
+    /// Describes what the cache has of this repository, for error messages.
     pub(crate) fn there(&self) -> String {
         let mut there = BTreeSet::new();
         for snapshot in self.snapshots(None) {

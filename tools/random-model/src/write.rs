@@ -153,7 +153,7 @@ fn metadata(shape: &Shape, dtype: Dtype, name: &str) -> Vec<(String, Value)> {
     .into()
 }
 
-/// A tensor whose bytes are made when they are written: memory holds one at a time.
+/// A tensor whose bytes are made when they are written: one at a time is in memory.
 struct Lazy<'s> {
     spec: &'s Spec,
     index: usize,

@@ -379,10 +379,10 @@ fn requests_have_the_names_of_the_log() {
 fn sessions_at_rest_are_told_with_what_they_would_find() {
     let server = Server::start(config());
     let heard = Listener::join(&server).lines();
-    let until = |holds: &dyn Fn(&[Value]) -> bool| loop {
+    let until = |is_true: &dyn Fn(&[Value]) -> bool| loop {
         let line = heard.recv_timeout(PATIENCE).expect("news of sessions");
         if let Some(sessions) = line["sessions"].as_array()
-            && holds(sessions)
+            && is_true(sessions)
         {
             return sessions.clone();
         }

@@ -146,9 +146,9 @@ impl Server {
     }
 
     /// Waits until the condition is true.
-    pub fn until(&self, what: &str, holds: impl Fn() -> bool) {
+    pub fn until(&self, what: &str, is_true: impl Fn() -> bool) {
         let began = Instant::now();
-        while !holds() {
+        while !is_true() {
             assert!(began.elapsed() < PATIENCE, "never: {what}");
             std::thread::sleep(Duration::from_millis(5));
         }

@@ -108,7 +108,7 @@ impl Frame {
         self.named_path("line", series.color, &path, series.name);
     }
 
-    /// Draws a step function: each value holds until the next point.
+    /// Draws a step function: each value stays until the next point.
     pub fn steps(&mut self, series: &Series<'_>) {
         let path = self.path(step_function(&series.points).into_iter());
         self.named_path("line", series.color, &path, series.name);

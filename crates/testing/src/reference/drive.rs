@@ -34,7 +34,7 @@ impl Memory {
 /// A cache, its reference model, and the memory that a backend would have. Every check is an assertion; on a panic,
 /// the last operations are printed.
 ///
-/// After each operation, these hold: the report's figures equal the model's; a refusal is the one that the rules
+/// After each operation, these are checked: the report's figures equal the model's; a refusal is the one that the rules
 /// require, and changed nothing; a step wrote to free cells only; every query saw exactly what the model says, each
 /// value once, in sequence order; the fast path, where available, agrees with the explicit mask; no more cells were
 /// read than are visible; a dropped step or round of moves changed nothing; a compaction terminates, and leaves the

@@ -103,7 +103,7 @@ impl Index {
         Ok(Stored { n_new: n_stored, n_known: n_blocks - from.min(first) - n_stored })
     }
 
-    /// Records that `block` of `group` holds the tokens of `node`.
+    /// Records that `block` of `group` stores the tokens of `node`.
     fn insert(
         &mut self,
         kind_blocks: &mut dyn BlockKind,
