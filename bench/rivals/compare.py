@@ -74,7 +74,7 @@ class Once:
 
 
 class Stays:
-    """A program that holds a filled cache and measures when asked to."""
+    """A program that keeps a filled cache and measures when asked to."""
 
     def __init__(self, command, request):
         self.command, self.request, self.process = [str(part) for part in command], request, None

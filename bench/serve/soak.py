@@ -6,10 +6,10 @@
 Every client streams completions one after the other. Of its requests some break off after a random number of events,
 some are longer than the context, some are no JSON, some come with a wrong key, some are of the other API, some are made
 to cost much before the model sees them (nested tools, megabytes of blanks: --attacks), and every
---burst seconds all clients at once send more than the queue holds. Meanwhile one thread asks /health without a pause
-of more than 50 ms, and another samples the resident memory (Linux: /proc) and /metrics.
+--burst seconds all clients at once send more than the queue has room for. Meanwhile one thread asks /health without a
+pause of more than 50 ms, and another samples the resident memory (Linux: /proc) and /metrics.
 
-Beside them, unless --dribblers is 0, attack those who want to keep others out (class Doors): connections beyond
+Beside them, unless --dribblers is 0, clients try to keep others out (class Doors): connections beyond
 max_connections that send their headers a byte at a time and come again when they are closed; one key that asks for
 n = 64 from ten threads; and bodies that stay unfinished, with and without a key. A client with a key of its own behaves
 well meanwhile.
@@ -365,7 +365,7 @@ def health(server, times, wrong, over):
 
 
 class Doors:
-    """Those who want to keep others out, and one who wants in."""
+    """Clients that try to keep others out, and one that behaves well."""
 
     HOGS, UNFINISHED = 10, 32
 
@@ -450,7 +450,7 @@ class Doors:
             self.count(f"calm: {status}", self.calm_s, seconds)
 
     def leave_unfinished(self, i):
-        """The head of a request and a byte of its body. Who has a key is waited for; others are refused at once."""
+        """The head of a request and a byte of its body. The server waits for a client with a key, and refuses others at once."""
         key, length, expected = [("soak-wrong-key", 1000, 401), (HOG, 1 << 30, 413), (HOG, 1000, None)][i % 3]
         text = (f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n{{").encode()

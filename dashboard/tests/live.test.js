@@ -158,7 +158,7 @@ test('a text in four branches that are alive at once, and drawn when they rest',
   await pace.selectOption('3 tokens/s');
   await page.getByRole('spinbutton', { name: 'Tokens at most' }).fill('1000');
   await page.getByRole('button', { name: 'Let all go on' }).click();
-  const sharing = page.getByRole('region', { name: 'Who shares what' });
+  const sharing = page.getByRole('region', { name: 'Shared blocks' });
   await sharing.getByText('4 live sequences').waitFor();
   assert.match(await sharing.locator('.saved').innerText(), /sharing saves \d+ blocks/);
   for (const name of ['Branch 1', 'Branch 2', 'Branch 3', 'Branch 4']) await sharing.locator('svg').getByText(name, { exact: true }).waitFor();

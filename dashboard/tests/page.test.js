@@ -108,7 +108,7 @@ test('space plays and pauses, whatever was clicked before', async () => {
   await pause.waitFor();
   await page.keyboard.press(' ');
   await play.waitFor();
-  // Who goes there with the keyboard presses the button.
+  // With the focus on the button, the space bar presses it.
   const before = await moment(page);
   await page.getByRole('button', { name: 'One event back' }).focus();
   await page.keyboard.press(' ');
@@ -203,7 +203,7 @@ test('requests, sequences and charts are told to the keyboard as well', async ()
   const rows = new Set();
   for (let i = 0; i < 3; i++) {
     await page.keyboard.press('ArrowDown');
-    rows.add(await said('Who shares what'));
+    rows.add(await said('Shared blocks'));
   }
   assert.equal(rows.size, 3);
   for (const row of rows) assert.match(row, /^Sequence \d+, request \d+: \d+ blocks/);

@@ -151,7 +151,7 @@ test('of blocks that were there before the page, no past is made up', async () =
 test('bytes are told where a block is the same in all layers', async () => {
   const load = small();
   const { page } = await live(load);
-  const saved = page.getByRole('region', { name: 'Who shares what' }).locator('.saved');
+  const saved = page.getByRole('region', { name: 'Shared blocks' }).locator('.saved');
   assert.match(await saved.innerText(), /sharing saves \d+ blocks, \d+%, [\d.]+ (KiB|MiB)/);
   await calm(page);
   // Of two groups, a token's bytes are those of both, and blocks those of one.
@@ -163,7 +163,7 @@ test('bytes are told where a block is the same in all layers', async () => {
     return snapshot;
   };
   const { page: other } = await live({ snapshot: mixed });
-  assert.match(await other.getByRole('region', { name: 'Who shares what' }).locator('.saved').innerText(), /sharing saves \d+ blocks, \d+%$/);
+  assert.match(await other.getByRole('region', { name: 'Shared blocks' }).locator('.saved').innerText(), /sharing saves \d+ blocks, \d+%$/);
   await calm(other);
 });
 
@@ -267,7 +267,7 @@ test('the legend has the colours of the map', async () => {
 // Between two answers the page had nothing to show of the branches of a conversation.
 test('sessions at rest stay drawn, and their blocks are pointed at', async () => {
   const { server, page } = await begun(nothing(), { reducedMotion: 'reduce' });
-  const sharing = page.getByRole('region', { name: 'Who shares what' });
+  const sharing = page.getByRole('region', { name: 'Shared blocks' });
   assert.match(await sharing.innerText(), /no session has a full block in the cache/);
   server.tell(answered({ name: 'cmpl-1', session: 'sess-aa11bb22' }));
   server.rest([

@@ -23,7 +23,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-# A session holds a history and no memory: nothing is computed before something is generated.
+# A session is a history without memory: nothing is computed before something is generated.
 brief = "You explain the standard library of Rust to people who write programs in other languages. Be brief, name types \
 and functions as the documentation does, and say what a call costs where that is known."
 trunk = post("/sessions", messages=[{"role": "system", "content": brief}, user("What is a vector?")], name="vectors")

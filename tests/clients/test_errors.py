@@ -1,4 +1,4 @@
-"""Errors arrive as the classes that the official client has for them; a client that leaves holds nothing."""
+"""Errors arrive as the classes that the official client has for them; the request of a client that leaves uses nothing."""
 import asyncio
 import time
 

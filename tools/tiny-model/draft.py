@@ -4,7 +4,7 @@
     python export.py RUN/checkpoint.pt --out RUN/folder
     python to_gguf.py RUN/folder RUN/draft.gguf --type q4_0
 
-CORPUS holds what `corpus.py` and `texts.py` wrote. The second half of the training computes with weights rounded as q4_0
+CORPUS contains what `corpus.py` and `texts.py` wrote. The second half of the training computes with weights rounded as q4_0
 rounds them, so that four bits cost little.
 """
 import argparse

@@ -2,7 +2,7 @@
 
     python eagle3.py --data CORPUS --out RUN
 
-CORPUS holds what `corpus.py` and `texts.py` wrote. Goes on from RUN/checkpoint.pt; at the end writes
+CORPUS contains what `corpus.py` and `texts.py` wrote. Goes on from RUN/checkpoint.pt; at the end writes
 RUN/model.safetensors (f16) and RUN/config.json.
 """
 import argparse
@@ -124,7 +124,7 @@ def unroll(head, embeds, features, steps):
 
 
 def most_frequent(data, count):
-    """The tokens that the training texts hold most of, in the order of their ids."""
+    """The most frequent tokens of the training texts, in the order of their ids."""
     total = np.zeros(SHAPE.vocabulary)
     for name, share in MIX.items():
         tokens = np.fromfile(data / f"{name}.bin", dtype=np.uint16)

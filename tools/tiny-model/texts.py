@@ -3,7 +3,7 @@
     python texts.py CORPUS
 
 Continues beginnings drawn from the files of `corpus.py` and adds `greedy.bin` and `sampled.bin` to CORPUS, batch by batch,
-until each holds `--tokens`; started again, it goes on.
+until each contains `--tokens`; started again, it goes on.
 """
 import argparse
 import time

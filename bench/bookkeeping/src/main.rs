@@ -2,7 +2,7 @@
 //!
 //! What is compared, for a prompt of 4,096 tokens in blocks of 16 (256 blocks) and of 1:
 //! - `hash`: what kvbm-logical computes from the tokens before it can look anything up. We compare tokens instead.
-//! - `match`: find a prompt that is cached, hold its blocks, let them go again; hashing included, and without.
+//! - `match`: find a prompt that is cached, reference its blocks, release them again; hashing included, and without.
 //! - `allocate+free`: blocks for a prompt of unknown content, and back.
 //! - `round`: match a cached prompt, allocate 16 blocks for what follows, free all of it.
 //! - `insert`: allocate, register and release a new prompt, in a pool with free blocks.
@@ -198,26 +198,26 @@ fn main() {
                 ours.close(A);
             },
             |i| {
-                let held = theirs.manager.match_blocks(&theirs.hashes(&prompts[i]));
+                let matched = theirs.manager.match_blocks(&theirs.hashes(&prompts[i]));
                 let fresh = theirs.manager.allocate_blocks(FOLLOWING_BLOCKS as usize).expect("there is room");
-                drop((held, fresh));
+                drop((matched, fresh));
             },
         );
         row(block_tokens, "round: match+allocate+free", round);
 
         let hit = ours.open(&Content::Tokens(&prompts[0]));
         ours.grow(hit, PROMPT - hit);
-        let held = theirs.manager.match_blocks(&hashes[0]);
+        let matched = theirs.manager.match_blocks(&hashes[0]);
         let forked = compare(
             n,
             |_| {
                 ours.cache.sequences().expect("many").fork(A, B).expect("it is free");
                 ours.close(B);
             },
-            |_| drop(black_box(held.iter().map(|block| block.clone()).collect::<Vec<_>>())),
+            |_| drop(black_box(matched.iter().map(|block| block.clone()).collect::<Vec<_>>())),
         );
         row(block_tokens, "fork", forked);
-        drop(held);
+        drop(matched);
         ours.close(A);
 
         // Room for everything that the rounds bring, and then for a quarter of it.

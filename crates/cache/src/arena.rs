@@ -5,7 +5,7 @@
 //!
 //! Handles never overlap, and a refused or dropped operation changes nothing. Growth is a plan ([`Append`],
 //! [`Resize`]): the backend moves the bytes first, then `commit` applies it.
-//! An arena holds no bytes, does not share blocks between sequences (paged caches do), and never evicts inside a
+//! An arena stores no bytes, does not share blocks between sequences (paged caches do), and never evicts inside a
 //! plan: evictions happen before the plan begins.
 //! A library and simulator feature: no cache kind of the engine uses it.
 mod allocator;
@@ -129,7 +129,7 @@ impl std::fmt::Display for ArenaRefused {
 impl std::error::Error for ArenaRefused {}
 
 impl Arena {
-    /// Makes an empty arena over the blocks of `allocator`. A block holds `block_tokens` tokens of every layer.
+    /// Makes an empty arena over the blocks of `allocator`. A block stores `block_tokens` tokens of every layer.
     pub fn new(block_tokens: u32, allocator: Box<dyn Allocator>) -> Result<Arena, ArenaRefused> {
         if block_tokens == 0 || allocator.n_blocks() == 0 {
             return Err(ArenaRefused::Empty);
@@ -192,7 +192,7 @@ impl Arena {
         self.allocator.n_free() == 0
     }
 
-    /// Makes the sequence `seq`, with space for `tokens` tokens. It holds none yet; [`append`](Self::append) adds
+    /// Makes the sequence `seq`, with space for `tokens` tokens. It has none yet; [`append`](Self::append) adds
     /// them together with their bytes. Counts as a use.
     pub fn allocate_for(
         &mut self,

@@ -40,7 +40,7 @@ pub trait CachedBlocks {
     fn index(&mut self, block: u32, node: u32);
     /// Records that the index no longer caches `block`. Returns whether the block is free now.
     fn unindex(&mut self, block: u32) -> bool;
-    /// Number of blocks that hold the sinks of a windowed group.
+    /// Number of blocks that contain the sinks of a windowed group.
     fn sink_blocks(&self) -> u32;
     /// Index of the first block after the sinks that a query at `position` sees.
     fn first_seen(&self, position: u32) -> u32;
@@ -49,13 +49,13 @@ pub trait CachedBlocks {
     /// Makes the sequence `seq` from the cached `blocks`, keeping only those that a query after them sees. Returns
     /// how many of them were not in use by any sequence before.
     fn open(&mut self, seq: SeqId, blocks: Vec<u32>) -> u32;
-    /// Replaces block `i` of `seq` by `block`, which holds the same tokens.
+    /// Replaces block `i` of `seq` by `block`, which stores the same tokens.
     fn replace(&mut self, seq: SeqId, i: u32, block: u32);
 }
 
 /// Blocks in transfer. See [`Cache::pin`](crate::Cache::pin) and [`Cache::load`](crate::Cache::load).
 pub trait TransferBlocks {
-    /// Whether `block` exists, is not free, and holds bytes.
+    /// Whether `block` exists, is not free, and has its bytes.
     fn is_readable(&self, block: u32) -> bool;
     /// Pins a readable block. Returns whether it was evictable until now.
     fn pin(&mut self, block: u32) -> bool;

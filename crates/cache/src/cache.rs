@@ -39,7 +39,7 @@ impl Cache {
         self.groups.len()
     }
 
-    /// Cells each group can hold, in group order.
+    /// Cells each group has room for, in group order.
     pub fn capacity_cells(&self) -> Vec<u32> {
         self.groups.iter().map(|g| g.capacity_cells()).collect()
     }
@@ -128,7 +128,7 @@ impl Cache {
         self.groups.iter().map(|g| g.report()).collect()
     }
 
-    /// How full each layer group is. O(1) for kinds that hold many sequences.
+    /// How full each layer group is. O(1) for kinds with many sequences.
     pub fn occupancy(&self) -> impl Iterator<Item = Occupancy> + '_ {
         self.groups.iter().map(|g| g.occupancy())
     }

@@ -28,7 +28,7 @@ impl Cache {
     pub fn rewinds(&mut self) -> Option<Rewind<'_>> {
         self.groups.iter_mut().all(|g| g.rewinds().is_some()).then_some(Rewind { cache: self })
     }
-    /// The operations of caches that hold many sequences; `None` for other caches.
+    /// The operations of caches for many sequences; `None` for other caches.
     pub fn sequences(&mut self) -> Option<Sequences<'_>> {
         self.groups.iter_mut().all(|g| g.sequences().is_some()).then_some(Sequences { cache: self })
     }
@@ -38,7 +38,7 @@ impl Cache {
         self.groups.iter_mut().all(|g| g.trees().is_some()).then_some(Trees { cache: self })
     }
 
-    /// Runs one operation on every group. All groups hold the same sequences at the same positions, so if the first
+    /// Runs one operation on every group. All groups store the same sequences at the same positions, so if the first
     /// group accepts, the others must too. A later refusal is a broken invariant and panics.
     fn fan_out(
         &mut self,
@@ -137,14 +137,14 @@ impl Sequences<'_> {
                 if rejected < next {
                     return Ok(());
                 }
-                // The sequence held nothing but drafts: it stays, empty, and keeps its salt.
+                // The sequence had nothing but drafts: it stays, empty, and keeps its salt.
                 self.seq_new(seq)?;
                 if let Cache { index: Some(index), groups, .. } = &mut *self.cache {
                     index.opened_empty(groups, seq, salt.as_deref().unwrap_or(""));
                 }
                 Ok(())
             }
-            (None, _) => Err(Refused::DraftsMore { seq, held: next, drafted }),
+            (None, _) => Err(Refused::DraftsMore { seq, len: next, drafted }),
             (_, None) => Err(Refused::AcceptsMore { seq, drafted, accepted }),
         }
     }

@@ -26,7 +26,7 @@ pub struct BlockEvent {
 /// What happened to a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// The block was free and now holds tokens of `seq`.
+    /// The block was free and now stores tokens of `seq`.
     Alloc,
     /// The block became free.
     Free,
@@ -47,8 +47,8 @@ pub enum Change {
     Evictable,
     /// `seq` no longer uses the block, but other sequences still do.
     Release,
-    /// The block holds what block `from` of `seq` held. Blocks that become free in the same step are reported before,
-    /// because two sequences may swap places.
+    /// The block now stores what block `from` of `seq` stored. Blocks that become free in the same step are reported
+    /// before, because two sequences may swap places.
     Move {
         /// The previous block.
         from: u32,

@@ -56,7 +56,7 @@ pub trait Kind: Send {
     fn clear(&mut self);
     /// The contents of the cell space, as data.
     fn report(&self) -> Report;
-    /// How full the cell space is. O(1) in kinds that hold many sequences.
+    /// How full the cell space is. O(1) in kinds with many sequences.
     fn occupancy(&self) -> Occupancy {
         let report = self.report();
         Occupancy {
@@ -72,7 +72,7 @@ pub trait Kind: Send {
     fn rewinds(&mut self) -> Option<&mut dyn RewindKind> {
         None
     }
-    /// `Some` if the kind holds many sequences.
+    /// `Some` if the kind stores many sequences.
     fn sequences(&mut self) -> Option<&mut dyn SequenceKind> {
         None
     }
@@ -96,7 +96,7 @@ pub trait RewindKind: Kind {
     fn rewind(&mut self, len: u32) -> Result<(), Refused>;
 }
 
-/// A kind that holds many sequences. Every operation either succeeds or changes nothing.
+/// A kind for many sequences. Every operation either succeeds or changes nothing.
 pub trait SequenceKind: Kind {
     /// See [`Sequences::seq_new`](crate::Sequences::seq_new).
     fn seq_new(&mut self, seq: SeqId) -> Result<(), Refused>;

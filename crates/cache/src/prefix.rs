@@ -2,8 +2,8 @@
 //!
 //! It indexes full blocks only, keyed by (salt, all tokens before the block, tokens of the block). Keys are compared
 //! in full; a matching hash alone is never trusted. At least the last token of a prompt is always computed, because
-//! its logits are needed. With sliding windows, a hit is the largest L such that the full-attention groups hold
-//! `[0, L)` and every window group holds the blocks of the positions that a query at L sees.
+//! its logits are needed. With sliding windows, a hit is the largest L such that the full-attention groups store
+//! `[0, L)` and every window group still has the blocks of the positions that a query at L sees.
 //!
 //! A cached block that no sequence and no transfer uses is *evictable*. It stays until
 //! [`Prefixes::evict_until_free`] evicts it, leaves before parents in full-attention groups. A step never evicts.
@@ -165,7 +165,7 @@ pub enum MissReason {
     Evicted { position: u32 },
     /// No earlier prompt contained this.
     NeverSeen { position: u32 },
-    /// The full-attention groups hold more, but a window group has dropped blocks that the next query would see.
+    /// The full-attention groups store more, but a window group has dropped blocks that the next query would see.
     WindowGone { position: u32 },
     /// A prompt under another salt begins like this, and none under this salt. Only operators may see this: it would
     /// reveal to a tenant what other tenants ask.
@@ -217,10 +217,10 @@ pub enum Viewer {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // the field names document themselves
 pub enum PrefixEvent {
-    /// `block` of `group` holds the last block of the prefix `hash`, which extends the prefix `parent_hash`. `key` is
+    /// `block` of `group` stores the last block of the prefix `hash`, which extends the prefix `parent_hash`. `key` is
     /// the block's tokens, or the ids that stand for them.
     Stored { group: GroupId, block: u32, hash: u64, parent_hash: u64, key: Box<[u32]> },
-    /// The block no longer holds that prefix.
+    /// The block no longer contains that prefix.
     Removed { group: GroupId, block: u32, hash: u64 },
     /// The index is empty.
     Cleared,

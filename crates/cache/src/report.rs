@@ -10,7 +10,7 @@ pub use text::ArenaText;
 pub struct Report {
     /// Total number of cells.
     pub capacity_cells: u32,
-    /// Cells that are not free, that is, that hold a token or a node. In kinds that hand out blocks: all cells of the
+    /// Cells that are not free, that is, that store a token or a node. In kinds that hand out blocks: all cells of the
     /// blocks that are in use or cached, filled or not ([`BlockReport::unused_cells`]).
     pub used_cells: u32,
     /// One past the highest occupied cell. Shrinks when the top cells are freed.
@@ -81,7 +81,7 @@ pub struct SequenceReport {
     pub next_position: u32,
     /// Speculative nodes that are neither accepted nor discarded yet.
     pub n_nodes: u32,
-    /// Number of runs of cells that hold the committed tokens.
+    /// Number of runs of cells that store the committed tokens.
     pub n_extents: u32,
 }
 

@@ -2,7 +2,7 @@
 //!
 //! A recurrent layer (Mamba: Gu and Dao, 2023) keeps one state per sequence and replaces it with every token. A step that
 //! fails must leave that state as it was. So a step reads the slot of a sequence and writes a free one, and only the commit
-//! makes the new slot the sequence's own. A step keeps all of its tokens or none, because the states between are gone.
+//! makes the new slot the sequence's own. A step keeps all of its tokens or none, because the states in between are not stored.
 use crate::ids::{GroupId, SeqId};
 use crate::request::Refused;
 use std::collections::BTreeMap;
@@ -14,7 +14,7 @@ pub struct StateMove {
     pub seq: SeqId,
     /// The slot of its state; `None` if it has none, so that it starts from zeros.
     pub from: Option<u32>,
-    /// A free slot. No other move of the step has it.
+    /// A free slot. No other move of the step uses it.
     pub to: u32,
 }
 
@@ -23,12 +23,12 @@ pub struct StateMove {
 pub struct StateSlots {
     group: GroupId,
     slots: BTreeMap<SeqId, u32>,
-    /// Number of sequences that have each slot.
+    /// Number of sequences that use each slot.
     ref_counts: Vec<u32>,
 }
 
 impl StateSlots {
-    /// Makes free slots. A step needs one for each of its sequences beside those in use.
+    /// Makes free slots. A step needs one for each of its sequences, in addition to those in use.
     pub fn new(group: GroupId, n_slots: u32) -> Self {
         StateSlots { group, slots: BTreeMap::new(), ref_counts: vec![0; n_slots as usize] }
     }
@@ -38,7 +38,7 @@ impl StateSlots {
         self.slots.get(&seq).copied()
     }
 
-    /// Slots that no sequence has.
+    /// Slots that no sequence uses.
     pub fn n_free(&self) -> u32 {
         self.free().count() as u32
     }

@@ -1,8 +1,8 @@
 //! Block tables: the form of a step's reads that paged attention kernels take (`block_table`, `slot_mapping`,
 //! `cu_seqlens` and `seq_lens` of vLLM).
 //!
-//! A [`GroupPlan`] gives them in two ways: [`GroupPlan::tables`] is the whole, and [`GroupPlan::edits_since`] is what
-//! changed in a table that stays on a device. Both follow from [`Step::with_tables`](crate::Step::with_tables).
+//! A [`GroupPlan`] has them in two forms: [`GroupPlan::tables`] gives whole tables, and [`GroupPlan::edits_since`] gives the
+//! changes of a table that stays on a device. Both follow from [`Step::with_tables`](crate::Step::with_tables).
 mod lower;
 mod resident;
 
@@ -19,7 +19,7 @@ pub const NO_BLOCK: u32 = u32::MAX;
 /// Index `c` of span `i`, for `c < kv_len[i]`, lies in cell `blocks[table_start[i] + c / block] * block + c % block`.
 /// An index is a position, or for a speculative node the committed end plus the node's number. A query at position `p`
 /// (see [`StepPlan::positions`](crate::StepPlan::positions)) sees index `c` if the [`Visibility`] rule of the group
-/// shows it position `c`. In spans with mask bits this holds for committed tokens only; the bits decide about nodes.
+/// shows it position `c`. In spans with mask bits this is true of committed tokens only; the bits decide about nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockTables {
     /// `[tokens]`: the cell of each new token of the batch.
@@ -41,7 +41,7 @@ pub struct BlockTables {
     next_index: Vec<u32>,
 }
 
-/// One entry of a table that stays on a device: `block` holds the positions `column * block_tokens..` of the sequence
+/// One entry of a table that stays on a device: `block` stores the positions `column * block_tokens..` of the sequence
 /// in `row`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)] // documented above
@@ -60,7 +60,7 @@ pub enum NotBlocks {
     NotFilled,
     /// The blocks of the cache are not a multiple of the blocks asked for.
     BlockSize { cache: u32, asked: u32 },
-    /// The token lies in a cell that has another offset in its block than the token has in the sequence.
+    /// The token's cell has another offset in its block than the token has in the sequence.
     Unaligned { seq: SeqId, index: u32, cell: u32 },
     /// The tokens from `index` on do not lie in the block in which their predecessors lie.
     Scattered { seq: SeqId, index: u32 },
@@ -91,7 +91,7 @@ impl std::fmt::Display for NotBlocks {
 }
 impl std::error::Error for NotBlocks {}
 
-/// Where the tables of a plan come from.
+/// The source of a plan's tables.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Source {
     #[default]

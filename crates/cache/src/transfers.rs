@@ -64,7 +64,7 @@ impl Loading {
     pub fn positions(&self) -> std::ops::Range<u32> {
         self.start..self.start + self.n_tokens
     }
-    /// The blocks of `group` that wait for bytes, in position order: the first one holds positions from
+    /// The blocks of `group` that wait for bytes, in position order: the first one stores positions from
     /// `positions().start` on. `None` where no later query sees the block, so that nothing need be imported.
     pub fn blocks(&self, group: GroupId) -> impl Iterator<Item = Option<u32>> {
         let blocks = self.groups.get(group.0 as usize).into_iter().flatten();

@@ -135,13 +135,13 @@ fn a_failed_step_leaves_no_trace() {
 /// where lifetimes are not available, it is an error.
 #[test]
 fn a_stale_plan_is_an_error() {
-    let mut held = CheckedCache::new(full("contiguous", 8).cache, LayerOrder::new([]));
-    assert_eq!(held.plan().err(), Some(Misuse::NoStep));
-    held.begin(&StepRequest { spans: &[Span::chain(A, 0, 2)] }).unwrap();
-    assert_eq!(held.cache().err(), Some(Misuse::StepInFlight));
-    held.commit().unwrap();
-    assert_eq!(held.commit().err(), Some(Misuse::NoStep));
-    assert_eq!(held.cache().unwrap().next_position(A), Some(2));
+    let mut checked = CheckedCache::new(full("contiguous", 8).cache, LayerOrder::new([]));
+    assert_eq!(checked.plan().err(), Some(Misuse::NoStep));
+    checked.begin(&StepRequest { spans: &[Span::chain(A, 0, 2)] }).unwrap();
+    assert_eq!(checked.cache().err(), Some(Misuse::StepInFlight));
+    checked.commit().unwrap();
+    assert_eq!(checked.commit().err(), Some(Misuse::NoStep));
+    assert_eq!(checked.cache().unwrap().next_position(A), Some(2));
 }
 
 /// `can_extend` checked the committed length only, so the nodes of a draft tree overflowed the pool.

@@ -51,7 +51,7 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
     let mut choices = Choices::from_seed(seed, n_operations);
     let mut policy = evict::build(policy_name, &parameters(policy_name)).unwrap();
     let (mut order, mut model) = (Order::default(), Model::default());
-    let mut held: BTreeMap<u32, Rank> = BTreeMap::new();
+    let mut excluded: BTreeMap<u32, Rank> = BTreeMap::new();
     let (mut now_ns, mut tick) = (u64::from(choices.below(1_000)), 0);
     // A short time span keeps the naive sum within the precision of a float.
     while choices.go_on() {
@@ -71,7 +71,7 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
                 let rank = policy.stored(entry, &at);
                 model.uses.insert(entry, vec![at]);
                 if choices.one_in(4) {
-                    held.insert(entry, rank);
+                    excluded.insert(entry, rank);
                 } else {
                     order.insert(entry, rank);
                 }
@@ -79,10 +79,10 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             0..=4 => {
                 let rank = policy.used(entry, &at);
                 model.uses.get_mut(&entry).unwrap().push(at);
-                assert_eq!(order.update(entry, rank), !held.contains_key(&entry));
-                held.entry(entry).and_modify(|held| *held = rank);
+                assert_eq!(order.update(entry, rank), !excluded.contains_key(&entry));
+                excluded.entry(entry).and_modify(|excluded| *excluded = rank);
             }
-            5 => match held.remove(&entry) {
+            5 => match excluded.remove(&entry) {
                 Some(rank) => {
                     assert_eq!(policy.by_recency(), policy_name == "lru");
                     if policy.by_recency() {
@@ -92,10 +92,10 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
                         order.insert(entry, rank);
                     }
                 }
-                None => _ = held.insert(entry, order.remove(entry).unwrap()),
+                None => _ = excluded.insert(entry, order.remove(entry).unwrap()),
             },
             6 => {
-                held.remove(&entry);
+                excluded.remove(&entry);
                 order.remove(entry);
                 policy.removed(entry);
                 model.uses.remove(&entry);
@@ -108,7 +108,7 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
             }
             _ => {} // time passes
         }
-        check_first(&model, &order, |entry| held.contains_key(&entry), policy_name, seed, now_ns);
+        check_first(&model, &order, |entry| excluded.contains_key(&entry), policy_name, seed, now_ns);
     }
 }
 
@@ -116,12 +116,12 @@ fn agrees(policy_name: &str, seed: u64, n_operations: u64) {
 fn check_first(
     model: &Model,
     order: &Order,
-    is_held: impl Fn(u32) -> bool,
+    is_excluded: impl Fn(u32) -> bool,
     policy_name: &str,
     seed: u64,
     now_ns: u64,
 ) {
-    let evictable: Vec<u32> = model.uses.keys().copied().filter(|entry| !is_held(*entry)).collect();
+    let evictable: Vec<u32> = model.uses.keys().copied().filter(|entry| !is_excluded(*entry)).collect();
     assert_eq!(order.len() as usize, evictable.len());
     for &entry in &evictable {
         assert!(order.contains(entry));

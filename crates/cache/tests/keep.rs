@@ -19,7 +19,7 @@ fn grow(cache: &mut Cache, n: u32) {
 }
 
 /// Past positions that the next token would see.
-fn held(cache: &mut Cache) -> Vec<u32> {
+fn stored(cache: &mut Cache) -> Vec<u32> {
     let mut plan = StepPlan::default();
     let next = cache.next_position(A).unwrap();
     let spans = [Span::chain(A, next, 1)];
@@ -30,17 +30,17 @@ fn held(cache: &mut Cache) -> Vec<u32> {
 }
 
 /// Sorts all tokens, and keeps those that a rule covers.
-fn model(keep: Keep, next: u32, held: &[Scored]) -> Vec<u32> {
+fn model(keep: Keep, next: u32, stored: &[Scored]) -> Vec<u32> {
     let recent = |p: u32| p + keep.recent.max(1) >= next;
     let middle = |s: &&Scored| s.position >= keep.sinks && !recent(s.position);
-    let mut by_importance: Vec<&Scored> = held.iter().filter(middle).collect();
+    let mut by_importance: Vec<&Scored> = stored.iter().filter(middle).collect();
     by_importance.sort_by(|a, b| {
         let order =
             |s: &Scored| (if s.importance.is_nan() { f32::NEG_INFINITY } else { s.importance }, s.position);
         order(b).partial_cmp(&order(a)).unwrap()
     });
     let removed: Vec<u32> = by_importance.iter().skip(keep.top_k as usize).map(|s| s.position).collect();
-    held.iter().map(|s| s.position).filter(|p| !removed.contains(p)).collect()
+    stored.iter().map(|s| s.position).filter(|p| !removed.contains(p)).collect()
 }
 
 #[test]
@@ -76,13 +76,13 @@ fn what_stays_is_what_the_model_keeps() {
                 let removal = keep.plan(next, &scores).unwrap();
                 let stays = model(keep, next, &scores);
                 assert_eq!(removal.n_removed() as usize, scores.len() - stays.len());
-                assert_eq!(held(&mut cache).len(), scores.len(), "a plan changes nothing");
+                assert_eq!(stored(&mut cache).len(), scores.len(), "a plan changes nothing");
                 let ranges = removal.ranges();
                 assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
                 assert!(ranges.iter().all(|range| range.start < range.end && range.end < next));
                 removal.apply(&mut cache, A).unwrap();
                 assert_eq!(cache.next_position(A), Some(next), "it goes on where it would have");
-                assert_eq!(held(&mut cache), stays, "{kind}, seed {seed}: {keep:?} of {next}");
+                assert_eq!(stored(&mut cache), stays, "{kind}, seed {seed}: {keep:?} of {next}");
                 assert_eq!(cache.report()[0].used_cells as usize, stays.len());
                 importance.retain(|position, _| stays.contains(position));
                 n_removed += removal.n_removed();

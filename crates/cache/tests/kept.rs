@@ -165,7 +165,7 @@ fn a_checked_cache_refuses_to_commit_a_tree_that_it_cannot_settle() {
     assert_eq!(checked.cache().unwrap().next_position(SeqId(0)), Some(0));
 }
 
-/// A plan can wait beside the cache, and is of no use once the cache has changed.
+/// A plan can be kept and used later, but not once the cache has changed.
 #[test]
 fn a_step_is_made_of_a_plan_while_the_cache_is_unchanged() {
     let mut cache = cache("contiguous", None);

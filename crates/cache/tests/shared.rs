@@ -16,10 +16,10 @@ fn a_hundred_thousand_requests_of_four_threads() {
             let (shared, owned, n_served) = (shared.clone(), &owned, &n_served);
             scope.spawn(move || {
                 let mut choices = Choices::from_seed(seed, 25_000);
-                let mut held = Vec::new();
+                let mut allocated = Vec::new();
                 while choices.go_on() {
                     let n = choices.below(8);
-                    // A thread that holds blocks and waits for more could wait for another thread that does the same.
+                    // A thread that keeps blocks and waits for more could wait for another thread that does the same.
                     // Only the deadline ends that.
                     let wait = Duration::from_micros(u64::from(choices.below(50)));
                     let blocks = match choices.below(3) {
@@ -35,14 +35,14 @@ fn a_hundred_thousand_requests_of_four_threads() {
                             );
                         }
                         n_served.fetch_add(1, Ordering::Relaxed);
-                        held.push(blocks);
+                        allocated.push(blocks);
                     }
-                    while held.len() > 2 || !held.is_empty() && choices.one_in(2) {
-                        let blocks = held.swap_remove(choices.below(held.len() as u32) as usize);
+                    while allocated.len() > 2 || !allocated.is_empty() && choices.one_in(2) {
+                        let blocks = allocated.swap_remove(choices.below(allocated.len() as u32) as usize);
                         blocks.ids().iter().for_each(|&id| owned[id as usize].store(false, Ordering::SeqCst));
                     }
                 }
-                for blocks in held {
+                for blocks in allocated {
                     blocks.ids().iter().for_each(|&id| owned[id as usize].store(false, Ordering::SeqCst));
                 }
             });
@@ -56,7 +56,7 @@ fn a_hundred_thousand_requests_of_four_threads() {
 #[test]
 fn deadlines_are_kept() {
     let shared = SharedBlocks::new(2);
-    let held = shared.allocate(2).unwrap();
+    let allocated = shared.allocate(2).unwrap();
     let started = Instant::now();
     let wait = Duration::from_millis(30);
     assert!(shared.allocate_waiting(1, started + wait).is_none());
@@ -72,7 +72,7 @@ fn deadlines_are_kept() {
     while shared.n_waiting() == 0 {
         std::thread::yield_now();
     }
-    drop(held);
+    drop(allocated);
     assert_eq!(waiting.join().unwrap(), Some(2));
     assert_eq!(shared.allocate(0).map(|blocks| blocks.ids().len()), Some(0));
 }

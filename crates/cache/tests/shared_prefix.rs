@@ -74,8 +74,8 @@ fn what_branches_share_is_read_once_whatever_their_names() {
         }
         for _ in 0..3 {
             decode(&mut it, 10);
-            let held = u64::from(it.report().used_cells);
-            assert_eq!(it.reads().cells_read(), held, "seed {seed}: {:?}", it.reads().items);
+            let used = u64::from(it.report().used_cells);
+            assert_eq!(it.reads().cells_read(), used, "seed {seed}: {:?}", it.reads().items);
         }
     }
 }

@@ -282,7 +282,8 @@ pub struct CacheArgs {
     /// closer to those of f16; 0 for none
     #[arg(long, value_name = "TOKENS", default_value_t = RECENT_TOKENS, value_parser = parse_recent)]
     pub kv_recent: u32,
-    /// Tokens the cache may hold, 32768 or 32k; without it the prompt and --max-tokens, within the model's context
+    /// Capacity of the cache in tokens, 32768 or 32k; without it the prompt and --max-tokens, within the model's
+    /// context
     #[arg(long, value_name = "TOKENS", value_parser = parse_context)]
     pub context: Option<u32>,
     /// Tokens of one prefill step
@@ -297,7 +298,7 @@ pub struct CacheArgs {
 }
 
 impl CacheArgs {
-    /// The cache configuration for a session that will hold up to `needed` tokens.
+    /// The cache configuration for a session of up to `needed` tokens.
     pub fn config(&self, model: &ModelConfig, needed: u64) -> anyhow::Result<CacheConfig> {
         let trained = model.context;
         let kind = self.kind.as_deref().unwrap_or("contiguous");

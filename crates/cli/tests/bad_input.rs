@@ -308,7 +308,7 @@ fn memory() {
     let advice: Vec<&str> = said.split("try ").nth(1).unwrap().split_whitespace().collect();
     let out = run(&[eval, advice].concat(), b"");
     assert_eq!(out.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&out.stderr));
-    // The error must not suggest a context that does not hold the prompt.
+    // The error must not suggest a context that is too small for the prompt.
     let long = "word ".repeat(300);
     let out = run(&["run", "--memory", "7MiB", &long], b"");
     let said = String::from_utf8_lossy(&out.stderr).into_owned();

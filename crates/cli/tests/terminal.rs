@@ -51,7 +51,7 @@ fn told(args: &[&str], stdin: &[u8], stderr: bool) -> (i32, String) {
         false => command.stdout(Stdio::from(pty.slave)).stderr(Stdio::null()),
     };
     let mut child = command.spawn().unwrap();
-    drop(command); // it holds the terminal's other end open
+    drop(command); // it keeps the terminal's other end open
     // Writing fails if the program has ended already.
     let _ = child.stdin.take().unwrap().write_all(stdin);
     let (mut master, mut said, mut some) = (File::from(pty.master), Vec::new(), [0; 4096]);

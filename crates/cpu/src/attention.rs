@@ -3,7 +3,7 @@
 //! ```text
 //! for each unit (a KV head × up to 256 query rows × a split of 1,024 sequence positions):     threads take units
 //!   for each tile of positions inside the split, and each block of rows:       (all query heads of the KV head together)
-//!     s = q·k           for each chain of items (queries × a run of cells) in the tile; q holds scale and log₂ e already
+//!     s = q·k           for each chain of items (queries × a run of cells) in the tile; q includes scale and log₂ e
 //!     M' = max(M, round(max s));  w = 2^(s − M');  l = l·2^(M − M') + w;  o = o·2^(M − M')
 //!     o += Σ w·v        for each chain
 //! out = Σ o·2^(M − M*) / Σ l·2^(M − M*) over the splits, in their order
@@ -31,7 +31,7 @@ mod tile_items;
 use crate::Compute;
 use crate::arch::LANES;
 use crate::pages::Pages;
-use crate::pool::{QUERY_ROWS, Side};
+use crate::pool::{QUERY_ROWS, RowStore};
 use crate::recent::RecentReads;
 use kvist_cache::{ReadItem, Reads};
 use kvist_device::DType;
@@ -45,7 +45,7 @@ use tile::Tile;
 pub const SPLIT: u32 = 1024;
 /// Query rows per unit.
 const UNIT_ROWS: usize = 256;
-/// Query rows whose scores are held at once.
+/// Query rows whose scores are kept at once.
 const BLOCK_ROWS: usize = 32;
 /// Cells per tile. Up to `LONG_TILE_ROWS` query rows use the longer tile, so that per-tile work is done less often.
 const TILE: usize = 64;
@@ -54,8 +54,8 @@ const LONG_TILE_ROWS: usize = 8;
 
 /// Attention of one layer.
 pub struct Layer<'l> {
-    pub keys: &'l Side,
-    pub values: &'l Side,
+    pub keys: &'l RowStore,
+    pub values: &'l RowStore,
     pub slabs: &'l [Pages],
     pub reads: &'l Reads,
     pub heads: usize,

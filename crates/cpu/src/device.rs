@@ -38,7 +38,7 @@ impl Angles {
     }
 }
 
-/// What depends on the step, scratch memory, and the output.
+/// The inputs of the current step, scratch memory, and the output.
 #[derive(Debug)]
 pub struct Stream {
     limits: StepLimits,
@@ -83,7 +83,7 @@ impl Footprint for Cpu {
         DeviceInfo { name: "cpu", batch_invariant: self.compute.deterministic, unified_memory: true }
     }
 
-    fn supports(&self, _: &ModelShape) -> Result<(), BackendError> {
+    fn supports(&self, _: &ModelShape) -> Result<(), DeviceError> {
         Ok(())
     }
 
@@ -111,7 +111,7 @@ impl Device for Cpu {
     type Vector = Vec<f32>;
     type Buffer = Buffer;
     type Stream = Stream;
-    /// Any host backend's, so that a model can run over the reference's attention too.
+    /// Pools of any host backend, so that a model can also run over the reference's attention.
     type Pools = Box<dyn Pools>;
 
     fn linear(
@@ -119,20 +119,20 @@ impl Device for Cpu {
         tensor: FileTensor<'_>,
         format: WeightFormat,
         bias: Option<Vec<f32>>,
-    ) -> Result<Linear, BackendError> {
+    ) -> Result<Linear, DeviceError> {
         let (outputs, inputs, scale) = (tensor.n_rows(), tensor.row_len(), tensor.factor);
         let (name, encoding) = (tensor.name, resident(tensor.encoding, format, inputs));
         let bytes = tensor.encoded(encoding);
         let weight = Matrix::pack(&self.compute, encoding, outputs, inputs, &bytes)
-            .map_err(|error| BackendError::Weights { name: name.into(), what: error.to_string() })?;
+            .map_err(|error| DeviceError::Weights { name: name.into(), what: error.to_string() })?;
         Ok(Linear { weight, scale, bias })
     }
 
-    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, BackendError> {
+    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, DeviceError> {
         Ok(values)
     }
 
-    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer, BackendError> {
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer, DeviceError> {
         Ok(Buffer { data: vec![0.0; rows.max(limits) * width], width, rows })
     }
 
@@ -141,7 +141,7 @@ impl Device for Cpu {
         shape: &ModelShape,
         ropes: &[RopeTable],
         limits: &StepLimits,
-    ) -> Result<Stream, BackendError> {
+    ) -> Result<Stream, DeviceError> {
         let angles = |table: &RopeTable| {
             let n = limits.max_tokens * table.inverse_frequencies.len();
             Angles { table: table.clone(), cos: Vec::with_capacity(n), sin: Vec::with_capacity(n) }
@@ -159,7 +159,7 @@ impl Device for Cpu {
         })
     }
 
-    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {
         backend.pools(spec)
     }
 
@@ -169,7 +169,7 @@ impl Device for Cpu {
         pools: &mut Box<dyn Pools>,
         plan: &StepPlan,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         inputs.check(plan, &s.limits)?;
         s.step = None;
         pools.begin(plan)?;
@@ -260,7 +260,7 @@ impl Device for Cpu {
         pools: &mut Box<dyn Pools>,
         plan: &StepPlan,
         call: LayerAttention<'_, Self>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let (q, heads, d) = (s.used(call.q), call.q.width / call.head_dim, call.head_dim);
         let kv = call.kv.map(|(k, v)| (k.width / d, s.used(k), s.used(v)));
         pools.attend(
@@ -299,17 +299,17 @@ impl Device for Cpu {
         }
     }
 
-    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, DeviceError> {
         s.tickets += 1;
         Ok(Ticket(s.tickets))
     }
     fn is_done(&self, _: &Stream, _: Ticket) -> bool {
         true
     }
-    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, DeviceError> {
         match s.step {
             Some(step) if ticket == Ticket(s.tickets) => Ok(LayersRan(step)),
-            _ => Err(BackendError::StalePlan),
+            _ => Err(DeviceError::StalePlan),
         }
     }
     fn output(s: &Stream) -> &StepOutput {

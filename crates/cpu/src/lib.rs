@@ -29,7 +29,7 @@ pub mod steps;
 pub mod stream;
 
 use arch::{Isa, Threads};
-use kvist_device::{Backend, BackendError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
+use kvist_device::{Backend, DeviceError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 
@@ -110,7 +110,7 @@ impl Backend for Cpu {
         }
     }
 
-    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {
         Ok(Box::new(CpuPools::new(self.id(), spec, self.growth, &self.compute)?))
     }
 

@@ -1,6 +1,6 @@
 //! Linear layers over packed weights: `y = x·Wᵀ` for `W: [outputs, inputs]`.
 //!
-//! Sixteen rows of W are interleaved in a panel, so that a vector holds sixteen outputs and no horizontal sum is
+//! Sixteen rows of W are interleaved in a panel, so that a vector contains sixteen outputs and no horizontal sum is
 //! needed. The weights are the file's own codes, reordered, and are kept once.
 //!
 //! ```text

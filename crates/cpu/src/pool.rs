@@ -1,4 +1,4 @@
-//! Memory layout of the rows of one side (K or V) of one layer.
+//! Memory layout of the rows of K or of V of one layer.
 //!
 //! Cells are stored in blocks of [`LANES`]. Sixteen keys are scored at once, one per lane and without a horizontal sum;
 //! sixteen values are weighted one after the other. Blocks of one head are adjacent (head-major), so that a step
@@ -30,7 +30,7 @@ pub use float::{BF16, F16, F32};
 pub use gather::{Block, Blocks, Gather, MAX_BLOCKS};
 use half::f16;
 use kvist_cache::CellRun;
-use kvist_device::{DType, Side as Half, Storage};
+use kvist_device::{DType, Side, Storage};
 pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
@@ -198,7 +198,7 @@ enum Interleaving {
     Values { together: usize },
 }
 
-/// The shape of one side of one layer.
+/// The shape of the rows of K or of V of one layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Geometry {
     pub storage: Storage,
@@ -214,7 +214,7 @@ pub struct Geometry {
 }
 
 impl Geometry {
-    pub fn new(half: Half, storage: Storage, heads: u32, head_dim: u32) -> Self {
+    pub fn new(half: Side, storage: Storage, heads: u32, head_dim: u32) -> Self {
         let group = match storage.dtype {
             DType::T4 => storage.n_outliers(head_dim),
             _ => storage.group,
@@ -224,11 +224,11 @@ impl Geometry {
             (C::code_bytes(head_dim, group), C::ELEMENT, C::params(head_dim, group))
         });
         let (row, interleaving) = match half {
-            Half::K => {
+            Side::K => {
                 let unit = element.unwrap_or(4);
                 (bytes.next_multiple_of(unit), Interleaving::Keys { unit })
             }
-            Half::V => (bytes, Interleaving::Values { together: if element.is_some() { 1 } else { 4 } }),
+            Side::V => (bytes, Interleaving::Values { together: if element.is_some() { 1 } else { 4 } }),
         };
         Geometry { storage, heads, head_dim, row, params, group, interleaving }
     }
@@ -257,9 +257,9 @@ pub struct Segment {
     params: usize,
 }
 
-/// One side of one layer.
+/// The rows of K or of V of one layer.
 #[derive(Debug)]
-pub struct Side {
+pub struct RowStore {
     pub shape: Geometry,
     segments: Vec<Segment>,
     /// True once a value that is not finite was stored.
@@ -272,12 +272,12 @@ pub struct Side {
     params: Vec<f16>,
 }
 
-impl Side {
+impl RowStore {
     /// `order` is used only by storages with outliers.
     pub fn new(shape: Geometry, order: &[u16]) -> Self {
         let (codes, params) = (vec![0; shape.row], vec![f16::ZERO; shape.params]);
         let order = if shape.storage.outliers { order.to_vec() } else { Vec::new() };
-        Side { shape, segments: Vec::new(), broken: false, order, codes, params }
+        RowStore { shape, segments: Vec::new(), broken: false, order, codes, params }
     }
 
     /// The channels of `head` in the order in which they are stored; `None` for the original order.
@@ -320,7 +320,7 @@ impl Side {
         self.shape.storage.rotate || self.shape.storage.dtype == DType::T4
     }
 
-    /// Number of cells that there is room for.
+    /// Number of cells that fit into the segments.
     pub fn cells(&self) -> u32 {
         self.segments.last().map_or(0, |s| s.cells.end())
     }
@@ -333,7 +333,7 @@ impl Side {
         Segment { cells, slab, codes: at, params: at + self.shape.heads * blocks * self.shape.block_codes() }
     }
 
-    /// Adds a segment whose memory exists. A concatenating side copies its cells there and drops its old segment.
+    /// Adds a segment whose memory exists. A concatenating store copies its cells there and drops its old segment.
     pub fn adopt(&mut self, segment: Segment, growth: Growth, slabs: &mut [Pages]) {
         if growth == Growth::Concatenate
             && let Some(old) = self.segments.pop()

@@ -1,23 +1,23 @@
 //! The KV pools of one cache: growth, writes, attention, moves.
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
-use crate::pool::{Geometry, Side};
+use crate::pool::{Geometry, RowStore};
 use crate::recent::RecentRows;
 use crate::{Compute, Growth};
 use kvist_cache::*;
-use kvist_device::{Side as Half, *};
+use kvist_device::{Side, *};
 
 /// K and V of one layer that owns its KV.
 #[derive(Debug)]
 struct Owned {
-    keys: Side,
-    values: Side,
+    keys: RowStore,
+    values: RowStore,
 }
 
 /// The geometry of K and of V of a layer.
 pub fn sides(spec: &PoolSpec, layer: &LayerSpec) -> [Geometry; 2] {
     let side = |half, storage| Geometry::new(half, storage, layer.n_kv_heads, layer.k_dim);
-    [side(Half::K, spec.k), side(Half::V, spec.v)]
+    [side(Side::K, spec.k), side(Side::V, spec.v)]
 }
 
 pub struct CpuPools {
@@ -42,40 +42,40 @@ impl CpuPools {
         spec: &PoolSpec,
         growth: Growth,
         compute: &Compute,
-    ) -> Result<Self, BackendError> {
+    ) -> Result<Self, DeviceError> {
         spec.check_kv_only(device)?;
         for (l, layer) in spec.layout.layers.iter().enumerate() {
             layer.equal_dims().map_err(|what| {
-                BackendError::Unsupported(format!("layer {l}: the CPU has no kernels for {what}"))
+                DeviceError::Unsupported(format!("layer {l}: the CPU has no kernels for {what}"))
             })?;
         }
         for storage in [spec.k, spec.v] {
             if storage.dtype.has_groups() && ![32, 64].contains(&storage.group) {
                 let group = storage.group;
-                return Err(BackendError::Unsupported(format!(
+                return Err(DeviceError::Unsupported(format!(
                     "groups of {group} elements; there are 32 and 64"
                 )));
             }
         }
         if spec.v.outliers || spec.k.outliers && spec.k.dtype != DType::T4 {
             let (k, v) = (spec.k, spec.v);
-            return Err(BackendError::Unsupported(format!(
+            return Err(DeviceError::Unsupported(format!(
                 "K in {k} and V in {v}: outliers are for keys in t4"
             )));
         }
         if spec.channels.as_ref().is_some_and(|order| !order.fits(&spec.layout)) {
-            return Err(BackendError::Unsupported("an order of channels that is of another model".into()));
+            return Err(DeviceError::Unsupported("an order of channels that is of another model".into()));
         }
         let needed = spec.layout.n_groups();
         if spec.capacity_cells.len() < needed {
             let len = spec.capacity_cells.len();
-            return Err(BackendError::OutOfRange { what: "capacity of layer group", index: needed - 1, len });
+            return Err(DeviceError::OutOfRange { what: "capacity of layer group", index: needed - 1, len });
         }
         let layers = spec.layout.layers.iter().enumerate().map(|(l, layer)| {
             spec.layout.owns(l).then(|| {
                 let order = spec.channels.as_ref().map_or(&[][..], |order| order.layer(l));
                 let [keys, values] = sides(spec, layer);
-                Owned { keys: Side::new(keys, order), values: Side::new(values, &[]) }
+                Owned { keys: RowStore::new(keys, order), values: RowStore::new(values, &[]) }
             })
         });
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
@@ -100,8 +100,8 @@ impl CpuPools {
         layer.cell_bytes(self.spec.k, self.spec.v)
     }
 
-    /// Makes room for `cells_end(group)` cells in every group: all layers grow, or none.
-    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
+    /// Grows the pools to `cells_end(group)` cells in every group: all layers, or none.
+    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), DeviceError> {
         let mut wanted = Vec::new(); // does not allocate while nothing grows
         let mut more = 0;
         for (l, layer) in self.spec.layout.layers.iter().enumerate() {
@@ -110,8 +110,8 @@ impl CpuPools {
             if cells > have {
                 let capacity = self.spec.capacity_cells[layer.group.0 as usize];
                 let reserved = self.growth.reserved_cells(cells, capacity);
-                let overflow = BackendError::OutOfMemory { what: "KV cache", bytes: u64::MAX };
-                let bytes = |side: &Side| {
+                let overflow = DeviceError::OutOfMemory { what: "KV cache", bytes: u64::MAX };
+                let bytes = |side: &RowStore| {
                     Some((side.shape.bytes(reserved)?, side.shape.bytes(reserved)? - side.shape.bytes(have)?))
                 };
                 let (Some(k), Some(v)) = (bytes(&owned.keys), bytes(&owned.values)) else {
@@ -138,7 +138,7 @@ impl CpuPools {
                 Ok(slab) => slabs.push(slab),
                 Err(refused) => {
                     self.ledger.shrink(more);
-                    return Err(BackendError::OutOfMemory { what: "KV cache", bytes: refused });
+                    return Err(DeviceError::OutOfMemory { what: "KV cache", bytes: refused });
                 }
             }
         }
@@ -166,7 +166,7 @@ impl CpuPools {
     }
 
     /// Copies the stored rows of `cells` to a block, layer by layer.
-    fn copy_out(&mut self, group: GroupId, cells: CellRun, mut block: &mut [u8]) -> Result<(), BackendError> {
+    fn copy_out(&mut self, group: GroupId, cells: CellRun, mut block: &mut [u8]) -> Result<(), DeviceError> {
         let have = cells_of(&self.spec.layout, &self.layers, group);
         self.spec.check_transfer(group, cells, have, block.len())?;
         self.counters.bytes_moved += block.len() as u64;
@@ -182,7 +182,7 @@ impl CpuPools {
     }
 
     /// Copies the rows of a block to `cells`, after growing to them.
-    fn copy_in(&mut self, group: GroupId, cells: CellRun, mut block: &[u8]) -> Result<(), BackendError> {
+    fn copy_in(&mut self, group: GroupId, cells: CellRun, mut block: &[u8]) -> Result<(), DeviceError> {
         let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
         self.spec.check_transfer(group, cells, capacity, block.len())?;
         self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
@@ -252,9 +252,9 @@ struct Wanted {
     bytes: [u64; 2],
 }
 
-/// Stores a row and returns it as it was stored: transformed, if the side stores rows transformed.
+/// Stores a row and returns it as it was stored: transformed, if its storage transforms rows.
 fn put<'r>(
-    side: &mut Side,
+    side: &mut RowStore,
     slabs: &mut [Pages],
     head: u32,
     cell: u32,
@@ -272,11 +272,11 @@ fn put<'r>(
 }
 
 impl Pools for CpuPools {
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
         self.begun = None;
         if plan.n_tokens() > self.spec.max_step_tokens {
             let (got, max) = (plan.n_tokens(), self.spec.max_step_tokens);
-            return Err(BackendError::Unsupported(format!(
+            return Err(DeviceError::Unsupported(format!(
                 "a step of {got} tokens; the scratch is for {max}"
             )));
         }
@@ -290,7 +290,7 @@ impl Pools for CpuPools {
         Ok(())
     }
 
-    fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), BackendError> {
+    fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), DeviceError> {
         let layer = self.spec.check_attend(self.begun, plan, &call)?;
         let (owner, heads) = (layer.owner.0 as usize, self.spec.layout.n_heads as usize);
         let (kv_heads, head_dim) = (layer.n_kv_heads as usize, layer.k_dim as usize);
@@ -323,7 +323,7 @@ impl Pools for CpuPools {
         Ok(())
     }
 
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError> {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {
             if let Some(recent) = &mut self.recent {
@@ -371,23 +371,23 @@ impl Pools for CpuPools {
         self.transfers.add(from, copied)
     }
 
-    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.transfers.take(transfer)
     }
 
     fn inspect(
         &self,
         layer: LayerId,
-        side: Half,
+        side: Side,
         kv_head: u32,
         cell: u32,
         row: &mut [f32],
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let side_of = |owner: LayerId| {
             let owned = self.layers[usize::from(owner.0)].as_ref();
             owned.map(|owned| match side {
-                Half::K => &owned.keys,
-                Half::V => &owned.values,
+                Side::K => &owned.keys,
+                Side::V => &owned.values,
             })
         };
         let cells = |owner| side_of(owner).map_or(0, |side| side.cells() as usize);

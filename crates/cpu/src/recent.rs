@@ -10,7 +10,7 @@ use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use kvist_cache::{CellCopy, CellRun, GroupId, SpanKind, StepPlan};
-use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
+use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use slots::{Bounds, Group, Place, Slot, StepTokens};
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,7 +42,7 @@ pub struct RecentRows {
     _reservation: Reservation,
 }
 
-/// The rows of one layer. A row holds the keys of all heads, then the values; only the packed sides are present.
+/// The rows of one layer. A row contains the keys of all heads, then the values; only the packed sides are present.
 struct Layer {
     shape: Shape,
     slots: Vec<Vector>,
@@ -129,18 +129,18 @@ impl RecentRows {
     }
 
     /// `None` if no recent rows are kept: neither side is packed, or the feature is off.
-    pub fn new(spec: &PoolSpec, budget: &Arc<MemoryBudget>) -> Result<Option<Self>, BackendError> {
+    pub fn new(spec: &PoolSpec, budget: &Arc<MemoryBudget>) -> Result<Option<Self>, DeviceError> {
         spec.recent.check()?;
         let Some(sizes) = Sizes::of(spec) else { return Ok(None) };
-        let overflow = || BackendError::Unsupported("recent rows for that many sequences overflow".into());
+        let overflow = || DeviceError::Unsupported("recent rows for that many sequences overflow".into());
         let bytes = sizes.bytes().ok_or_else(overflow)?;
         let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         let buffer = |n: usize| {
             let mut all = Vec::new();
-            let refused = |_| BackendError::OutOfMemory { what: "recent rows", bytes };
+            let refused = |_| DeviceError::OutOfMemory { what: "recent rows", bytes };
             all.try_reserve_exact(n).map_err(refused)?;
             all.resize(n, Vector::default());
-            Ok::<_, BackendError>(all)
+            Ok::<_, DeviceError>(all)
         };
         let mut n_owners = 0;
         let layers = sizes.shapes.iter().map(|shape| {
@@ -153,7 +153,7 @@ impl RecentRows {
             tokens: spec.recent.tokens,
             slots: sizes.slots,
             groups: (0..sizes.groups).map(|_| Group::new(sizes.slots, sizes.max_reads)).collect(),
-            layers: layers.collect::<Result<_, BackendError>>()?,
+            layers: layers.collect::<Result<_, DeviceError>>()?,
             new_rows: sizes.new_rows.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
             positions: Vec::new(),
             bounds: Vec::new(),
@@ -179,7 +179,7 @@ impl RecentRows {
                         incomplete: position >= started,
                         kept: position >= kept,
                     },
-                    // Which nodes later steps read is not known yet.
+                    // It is not known yet which nodes later steps read.
                     SpanKind::Tree { .. } => {
                         Bounds { low: group, high: position + 1, incomplete: true, kept: true }
                     }

@@ -93,7 +93,7 @@ fn a_decode_step_allocates_nothing_after_warm_up() {
             let mut session = model.session(&Cpu::default(), kind, 2_000);
             new(&mut session, &[A]);
             for chunk in 0..5 {
-                model.step(&mut session, &[Span::chain(A, chunk * 60, 60)], 1); // 300: the segments hold 512
+                model.step(&mut session, &[Span::chain(A, chunk * 60, 60)], 1); // 300: the segments have 512
             }
             let mut turn = Turn::new(model);
             let n_turns = if tree.is_some() { 20 } else { 60 };
@@ -139,7 +139,7 @@ fn converted_rows_allocate_nothing_after_warm_up() {
         }
         step.commit().unwrap();
     };
-    (0..45).for_each(|_| run()); // 270 cells: the segments hold 512
+    (0..45).for_each(|_| run()); // 270 cells: the segments have 512
     let n = allocation_counter::measure(|| (0..20).for_each(|_| run()));
     assert_eq!(n.count_total, 0);
 }

@@ -112,7 +112,7 @@ fn a_compaction_without_bytes_is_an_error_and_no_loss() {
         session
     });
     let [mut session, mut other] = sessions;
-    assert!(matches!(session.compact(), Err(BackendError::OutOfBudget(_))));
+    assert!(matches!(session.compact(), Err(DeviceError::OutOfBudget(_))));
     other.compact().unwrap();
     for session in [&mut session, &mut other] {
         session.cache.sequences().unwrap().seq_rm(A, 120, u32::MAX).unwrap();

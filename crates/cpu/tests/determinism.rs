@@ -119,14 +119,14 @@ fn a_sequence_is_the_same_alone_and_inside_a_batch() {
 }
 
 /// A random tree over a trunk, verified in two steps.
-struct Draft {
+struct TreeCase {
     start: u32,
     parents: Vec<Option<NodeId>>,
     /// Number of nodes in the first step; 0 if all are in the second.
     first: usize,
 }
 
-impl Draft {
+impl TreeCase {
     fn random(random: &mut SplitMix64) -> Self {
         let start = random.pick(&[1, 15, 16, 17, 63, 64, 70, 255, 1008, 1020, 1023, 1024, 1030]);
         let (n_nodes, reach) = (2 + random.below(30), 1 + random.below(6));
@@ -135,7 +135,7 @@ impl Draft {
             _ => i.checked_sub(1 + random.below(reach).min(i)).map(NodeId),
         });
         let parents: Vec<Option<NodeId>> = parents.collect();
-        Draft { start, first: random.index(parents.len()), parents }
+        TreeCase { start, first: random.index(parents.len()), parents }
     }
 
     /// The path from the root to `node`.
@@ -175,7 +175,7 @@ fn a_node_is_as_if_its_path_were_a_chain() {
                 let exact = name.starts_with('q');
                 let cpu = Cpu::new(Compute::new(isa, 1 + round % 3).deterministic(exact));
                 let storage: Storage = name.parse().unwrap();
-                let draft = Draft::random(&mut random);
+                let draft = TreeCase::random(&mut random);
                 let start = draft.start;
                 let visibility = match random.below(4) {
                     0 | 1 => Visibility::FULL,
@@ -257,7 +257,7 @@ fn accepted_paths_of_paged_trees_are_as_if_they_were_chains() {
             session.cache.sequences().unwrap().fork(A, B).unwrap();
             let mut n_drafted = 0;
             for turn in 0..12 {
-                let Draft { parents, .. } = Draft::random(&mut random);
+                let TreeCase { parents, .. } = TreeCase::random(&mut random);
                 let first = n_drafted;
                 n_drafted += parents.len() as u32;
                 let mut path = Vec::new();

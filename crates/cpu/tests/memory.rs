@@ -158,7 +158,7 @@ fn a_layer_that_does_not_exist_is_an_error() {
     model.step(&mut session, &[Span::chain(A, 0, 1)], 1);
     let refused = session.pools().inspect(LayerId(2), Side::K, 0, 0, &mut [0.0; 32]);
     assert!(
-        matches!(refused, Err(BackendError::UnknownLayer { layer: LayerId(2), n_layers: 2 })),
+        matches!(refused, Err(DeviceError::UnknownLayer { layer: LayerId(2), n_layers: 2 })),
         "{refused:?}"
     );
     assert_eq!(refused.unwrap_err().to_string(), "layer 2 does not exist: the model has 2");
@@ -178,7 +178,7 @@ fn refusal_comes_before_allocation() {
     let spec = model.spec(vec![u32::MAX]);
     let refused = Cpu::default().pools(&spec).err().expect("a scratch of petabytes");
     assert!(
-        matches!(&refused, BackendError::OutOfBudget(OutOfBudget { purpose: Purpose::Scratch, .. })),
+        matches!(&refused, DeviceError::OutOfBudget(OutOfBudget { purpose: Purpose::Scratch, .. })),
         "{refused}"
     );
     assert_eq!(model.budget.usage(), Usage::default());
@@ -191,7 +191,7 @@ fn refusal_comes_before_allocation() {
     let spans = [Span::chain(A, 0, 1)];
     let info = allocation_counter::measure(|| {
         let refused = session.step(&StepRequest { spans: &spans });
-        assert!(matches!(refused.err(), Some(StepError::Backend(BackendError::OutOfBudget(_)))));
+        assert!(matches!(refused.err(), Some(StepError::Device(DeviceError::OutOfBudget(_)))));
     });
     assert!(info.bytes_total < 64 * KIB, "{} bytes allocated for a refusal", info.bytes_total);
     assert_eq!(model.budget.usage(), before);

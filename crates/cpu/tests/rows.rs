@@ -339,7 +339,7 @@ fn wrong_rows_are_refused_by_name() {
         (|call| q(call, |shape| shape.strides[1] = usize::MAX), "q: 192 elements cannot hold the shape"),
         (|call| call.kv = call.kv.map(|(k, _)| (call.q, Some(k))), "k: [batch, tokens, heads, elements] is"),
         (|call| call.kv = call.kv.map(|(k, _)| (k, Some(call.q))), "v: [batch, tokens, heads, elements] is"),
-        (|call| call.kv = call.kv.map(|(k, _)| (k, None)), "layer 0 is out of order"),
+        (|call| call.kv = call.kv.map(|(k, _)| (k, None)), "layer 0 stores V, but the call has none"),
         (|call| call.kv = None, "layer 0 is out of order"),
         (|call| call.layer = LayerId(3), "layer 3 does not exist"),
         (
@@ -386,7 +386,7 @@ fn scratch_is_reserved_when_rows_are_converted() {
 
         let rest = budget.reserve(Purpose::Weights, budget.free()).unwrap();
         let refused = run(2, Rows::F16(&halves, q_shape), RowsMut::F16(&mut out, q_shape));
-        assert!(matches!(refused, Err(BackendError::OutOfBudget(_))), "{refused:?}");
+        assert!(matches!(refused, Err(DeviceError::OutOfBudget(_))), "{refused:?}");
         assert_eq!(scratch(), before + 16 * 4 * 8 * 4);
         assert!(out.iter().all(|x| x.to_bits() == POISON_16));
         drop(rest);

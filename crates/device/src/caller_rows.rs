@@ -1,6 +1,6 @@
 //! Rows in the caller's memory: f32, f16 or bf16, at any strides between rows.
 use crate::budget::{MemoryBudget, Purpose, Reservation};
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::tensor::{Tensor, TensorMut};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -38,14 +38,15 @@ impl StridedShape {
         }
     }
 
-    /// Checks that this is a tensor of `n_tokens × heads` rows of `dim` elements, and that `len` elements hold it.
-    fn check(&self, what: &'static str, len: usize, needed: [usize; 3]) -> Result<(), BackendError> {
+    /// Checks that this is a tensor of `n_tokens × heads` rows of `dim` elements, and that it lies within `len`
+    /// elements.
+    fn check(&self, what: &'static str, len: usize, needed: [usize; 3]) -> Result<(), DeviceError> {
         let [batch, tokens, heads, dim] = self.sizes;
         if batch.checked_mul(tokens) != Some(needed[0]) || [heads, dim] != needed[1..] {
-            return Err(BackendError::Sizes { what, found: self.sizes, expected: needed });
+            return Err(DeviceError::Sizes { what, found: self.sizes, expected: needed });
         }
         if dim > 1 && self.strides[3] != 1 {
-            return Err(BackendError::RowStride { what, stride: self.strides[3] });
+            return Err(DeviceError::RowStride { what, stride: self.strides[3] });
         }
         let last = self.sizes.iter().zip(self.strides).try_fold(0usize, |sum, (size, stride)| {
             sum.checked_add(size.checked_sub(1)?.checked_mul(stride)?)
@@ -53,17 +54,17 @@ impl StridedShape {
         if self.sizes.contains(&0) || last.is_some_and(|last| last < len) {
             return Ok(());
         }
-        Err(BackendError::Shape { what, expected: self.sizes.to_vec(), elements: len })
+        Err(DeviceError::Shape { what, expected: self.sizes.to_vec(), elements: len })
     }
 
     /// Checks that no two rows share an element: every stride reaches past what the smaller ones span.
-    fn check_disjoint(&self, what: &'static str) -> Result<(), BackendError> {
+    fn check_disjoint(&self, what: &'static str) -> Result<(), DeviceError> {
         let mut axes = [0, 1, 2, 3].map(|axis| (self.strides[axis], self.sizes[axis]));
         axes.sort_unstable();
         let mut span = 1;
         for (stride, size) in axes.into_iter().filter(|(_, size)| *size > 1) {
             if stride < span {
-                return Err(BackendError::RowsOverlap { what, sizes: self.sizes, strides: self.strides });
+                return Err(DeviceError::RowsOverlap { what, sizes: self.sizes, strides: self.strides });
             }
             span += (size - 1) * stride;
         }
@@ -80,7 +81,7 @@ impl StridedShape {
         }
     }
 
-    /// Where the rows start, in the order batch, tokens, heads.
+    /// The offsets of the rows, in the order batch, tokens, heads.
     fn starts(&self) -> impl Iterator<Item = usize> {
         let StridedShape { sizes, strides } = *self;
         let entries = (0..sizes[0]).map(move |entry| entry * strides[0]);
@@ -107,7 +108,7 @@ pub enum RowsMut<'a> {
 
 impl<'a> Rows<'a> {
     /// See [`StridedShape::check`].
-    pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<(), BackendError> {
+    pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<(), DeviceError> {
         match self {
             Rows::F32(data, shape) => shape.check(what, data.len(), needed),
             Rows::F16(data, shape) => shape.check(what, data.len(), needed),
@@ -115,9 +116,9 @@ impl<'a> Rows<'a> {
         }
     }
 
-    /// The rows as a backend reads them: f32 rows as they lie in the caller's memory, if two strides describe them; other
-    /// rows converted into `buffer`. The rows have been checked.
-    pub(crate) fn tensor<'t>(&self, buffer: &'t mut RowBuffer) -> Result<Tensor<'t>, BackendError>
+    /// The rows as a backend reads them: f32 rows in place, if two strides describe them; other rows converted into
+    /// `buffer`. The rows have been checked.
+    pub(crate) fn tensor<'t>(&self, buffer: &'t mut RowBuffer) -> Result<Tensor<'t>, DeviceError>
     where
         'a: 't,
     {
@@ -134,7 +135,7 @@ impl<'a> Rows<'a> {
 
 impl RowsMut<'_> {
     /// Like [`Rows::check`]; also checks that the rows do not overlap.
-    pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<(), BackendError> {
+    pub(crate) fn check(&self, what: &'static str, needed: [usize; 3]) -> Result<(), DeviceError> {
         let (len, shape) = match self {
             RowsMut::F32(data, shape) => (data.len(), shape),
             RowsMut::F16(data, shape) => (data.len(), shape),
@@ -150,8 +151,8 @@ impl RowsMut<'_> {
     pub(crate) fn fill(
         self,
         buffer: &mut RowBuffer,
-        run: impl FnOnce(TensorMut<'_>) -> Result<(), BackendError>,
-    ) -> Result<(), BackendError> {
+        run: impl FnOnce(TensorMut<'_>) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
         match self {
             RowsMut::F32(data, shape) => match shape.flat() {
                 Some((token, head)) => run(TensorMut::strided(data, token, head)),
@@ -175,19 +176,19 @@ pub(crate) struct RowBuffer {
 }
 
 impl RowBuffer {
-    /// An empty buffer that will hold `largest` elements.
+    /// An empty buffer for at most `largest` elements.
     pub fn new(largest: u64, budget: &Arc<MemoryBudget>) -> Self {
         RowBuffer { rows: Vec::new(), largest, reservation: Reservation::empty(budget, Purpose::Scratch) }
     }
 
     /// The rows of a tensor of this shape, contiguous.
-    fn rows(&mut self, shape: StridedShape) -> Result<&mut [f32], BackendError> {
+    fn rows(&mut self, shape: StridedShape) -> Result<&mut [f32], DeviceError> {
         let len: usize = shape.sizes.iter().product();
         if len > self.rows.len() {
             let wanted = self.largest.max(len as u64);
             let bytes = wanted.saturating_mul(4);
             self.reservation.grow(bytes - self.reservation.bytes())?;
-            let refused = BackendError::OutOfMemory { what: "converted rows", bytes };
+            let refused = DeviceError::OutOfMemory { what: "converted rows", bytes };
             let more = usize::try_from(wanted).ok().map(|wanted| wanted - self.rows.len());
             if more.is_none_or(|more| self.rows.try_reserve_exact(more).is_err()) {
                 self.reservation.shrink(bytes - self.rows.len() as u64 * 4);
@@ -204,7 +205,7 @@ impl RowBuffer {
         data: &[T],
         shape: StridedShape,
         convert: impl Fn(&[T], &mut [f32]),
-    ) -> Result<Tensor<'_>, BackendError> {
+    ) -> Result<Tensor<'_>, DeviceError> {
         let [_, _, heads, dim] = shape.sizes;
         let rows = self.rows(shape)?;
         for (start, row) in shape.starts().zip(rows.chunks_exact_mut(dim)) {
@@ -218,9 +219,9 @@ impl RowBuffer {
         &mut self,
         data: &mut [T],
         shape: StridedShape,
-        run: impl FnOnce(TensorMut<'_>) -> Result<(), BackendError>,
+        run: impl FnOnce(TensorMut<'_>) -> Result<(), DeviceError>,
         convert: impl Fn(&[f32], &mut [T]),
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let [_, _, heads, dim] = shape.sizes;
         let rows = self.rows(shape)?;
         run(TensorMut::dense(rows, heads, dim))?;

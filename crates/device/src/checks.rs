@@ -1,28 +1,28 @@
-//! What all pools refuse before they look at any byte.
-use crate::error::BackendError;
+//! Checks that all pools make before they touch any byte.
+use crate::error::DeviceError;
 use crate::layout::{LayerSpec, LayerState};
 use crate::pools::{Attend, PoolSpec, Side};
 use kvist_cache::{LayerId, StepId, StepPlan};
 
 impl PoolSpec {
     /// Checks the spec of pools that keep only K and V: the layout is sound and has no recurrent layers.
-    pub fn check_kv_only(&self, device: &str) -> Result<(), BackendError> {
+    pub fn check_kv_only(&self, device: &str) -> Result<(), DeviceError> {
         self.layout.check()?;
         match self.layout.layers.iter().all(|layer| layer.state == LayerState::Kv) {
             true => Ok(()),
             false => {
                 let what = format!("recurrent layers are not supported by device {device}");
-                Err(BackendError::Unsupported(what))
+                Err(DeviceError::Unsupported(what))
             }
         }
     }
 
-    /// Checks a plan before [`Pools::begin`](crate::Pools::begin): it has its reads.
-    pub fn check_begin(&self, plan: &StepPlan) -> Result<(), BackendError> {
+    /// Checks a plan before [`Pools::begin`](crate::Pools::begin): its reads must be filled in.
+    pub fn check_begin(&self, plan: &StepPlan) -> Result<(), DeviceError> {
         match plan.has_reads() {
             true => Ok(()),
             false => {
-                Err(BackendError::Unsupported("the plan has no reads: begin with Step::with_reads".into()))
+                Err(DeviceError::Unsupported("the plan has no reads: begin with Step::with_reads".into()))
             }
         }
     }
@@ -35,20 +35,20 @@ impl PoolSpec {
         begun: Option<StepId>,
         plan: &StepPlan,
         call: &Attend<'_>,
-    ) -> Result<LayerSpec, BackendError> {
+    ) -> Result<LayerSpec, DeviceError> {
         if begun != Some(plan.id()) {
-            return Err(BackendError::StalePlan);
+            return Err(DeviceError::StalePlan);
         }
         let layer = self.layer(call.layer)?;
         if call.kv.is_some() != self.layout.owns(usize::from(call.layer.0)) {
-            return Err(BackendError::LayerOrder(call.layer));
+            return Err(DeviceError::LayerOrder(call.layer));
         }
         call.check(plan.n_tokens() as usize, self.layout.n_heads as usize, &layer)?;
         Ok(layer)
     }
 
-    /// Checks a call of [`Pools::inspect`](crate::Pools::inspect) for a `row` of so many elements, and returns the layer.
-    /// `cells(owner)` is the number of cells that the rows of that layer have grown to.
+    /// Checks a call of [`Pools::inspect`](crate::Pools::inspect), whose `row` has so many elements, and returns the layer.
+    /// `cells(owner)` is the number of cells that the pool of that layer has grown to.
     pub fn check_inspect(
         &self,
         layer: LayerId,
@@ -56,11 +56,11 @@ impl PoolSpec {
         (kv_head, cell): (u32, u32),
         row: usize,
         cells: impl FnOnce(LayerId) -> usize,
-    ) -> Result<LayerSpec, BackendError> {
+    ) -> Result<LayerSpec, DeviceError> {
         let layer = self.layer(layer)?;
         let within = |what, index: u32, len: usize| match (index as usize) < len {
             true => Ok(()),
-            false => Err(BackendError::OutOfRange { what, index: index as usize, len }),
+            false => Err(DeviceError::OutOfRange { what, index: index as usize, len }),
         };
         within("KV head", kv_head, layer.n_kv_heads as usize)?;
         within("cell", cell, cells(layer.owner))?;
@@ -70,13 +70,13 @@ impl PoolSpec {
         };
         match row == expected {
             true => Ok(layer),
-            false => Err(BackendError::Shape { what: "row", expected: vec![expected], elements: row }),
+            false => Err(DeviceError::Shape { what: "row", expected: vec![expected], elements: row }),
         }
     }
 
-    fn layer(&self, layer: LayerId) -> Result<LayerSpec, BackendError> {
+    fn layer(&self, layer: LayerId) -> Result<LayerSpec, DeviceError> {
         let layers = &self.layout.layers;
-        let unknown = BackendError::UnknownLayer { layer, n_layers: layers.len() };
+        let unknown = DeviceError::UnknownLayer { layer, n_layers: layers.len() };
         layers.get(usize::from(layer.0)).copied().ok_or(unknown)
     }
 }

@@ -1,12 +1,12 @@
-//! What a device is: it keeps weights, activations and KV pools, and computes the dozen operations of a decoder.
+//! A device keeps weights, activations and KV pools, and computes the dozen operations of a decoder.
 //!
 //! A decoder is written once, generic over [`Device`] (`kvist_model::Decoder`). The type parameter ends there: callers
-//! hold a [`Network`](crate::Network), with one virtual call per step.
+//! own a [`Network`](crate::Network), with one virtual call per step.
 //!
 //! Operations are recorded in a [`Device::Stream`]. No argument of an operation depends on the step: tokens, positions,
 //! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
 //! one step and replay them for the next.
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::pools::{Backend, PoolSpec, Pools};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
@@ -110,7 +110,7 @@ pub struct RopeTable {
     pub attention_factor: f32,
 }
 
-/// What a device is, for schedulers and documentation.
+/// The properties of a device that schedulers and guarantees depend on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
     pub name: &'static str,
@@ -121,12 +121,12 @@ pub struct DeviceInfo {
     pub unified_memory: bool,
 }
 
-/// What a model takes on a device, before anything is loaded. The part of a device that needs no type parameters.
+/// The bytes that a model takes on a device, before anything is loaded. The part of a device without type parameters.
 pub trait Footprint: Send + Sync {
     fn info(&self) -> DeviceInfo;
 
     /// Refuses a model that the device cannot run as a whole, and names what is missing. There is no silent fallback.
-    fn supports(&self, shape: &ModelShape) -> Result<(), BackendError>;
+    fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError>;
 
     /// Bytes in memory of a linear layer's weights without its bias, or of an embedding table. `None` on overflow, or
     /// if rows are not whole blocks.
@@ -185,7 +185,7 @@ pub struct LayerAttention<'a, D: Device> {
 
 /// A device: the memory and the operations of a decoder.
 ///
-/// Buffers hold rows; a buffer's number of rows follows from the step ([`RowsOf`]). Operations overwrite `out`.
+/// Buffers contain rows; a buffer's number of rows follows from the step ([`RowsOf`]). Operations overwrite `out`.
 pub trait Device: Footprint + Sized + 'static {
     /// The weights of a linear layer with its bias, or an embedding table.
     type Linear: Send + Sync;
@@ -193,7 +193,7 @@ pub trait Device: Footprint + Sized + 'static {
     type Vector: Send + Sync;
     /// Activations, in the device's own element type.
     type Buffer: Send;
-    /// What operations of a step are recorded in or executed with.
+    /// Records the operations of a step, or executes them at once.
     type Stream: Send;
     /// The device's own pools, or those of any host backend.
     type Pools: AsRef<dyn Pools> + AsMut<dyn Pools> + Send;
@@ -205,19 +205,19 @@ pub trait Device: Footprint + Sized + 'static {
         tensor: FileTensor<'_>,
         format: WeightFormat,
         bias: Option<Vec<f32>>,
-    ) -> Result<Self::Linear, BackendError>;
-    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, BackendError>;
+    ) -> Result<Self::Linear, DeviceError>;
+    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, DeviceError>;
 
-    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Self::Buffer, BackendError>;
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Self::Buffer, DeviceError>;
     fn stream(
         &self,
         shape: &ModelShape,
         ropes: &[RopeTable],
         limits: &StepLimits,
-    ) -> Result<Self::Stream, BackendError>;
-    /// KV pools in which this device's attention works. A host device accepts any host backend; others accept only
+    ) -> Result<Self::Stream, DeviceError>;
+    /// Makes KV pools for this device's attention. A host device accepts any host backend; others accept only
     /// their own.
-    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, BackendError>;
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Self::Pools, DeviceError>;
 
     /// Starts a step: the pools grow, and everything that depends on the step is uploaded, once. On `Err` nothing
     /// visible has changed.
@@ -227,7 +227,7 @@ pub trait Device: Footprint + Sized + 'static {
         pools: &mut Self::Pools,
         plan: &StepPlan,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError>;
+    ) -> Result<(), DeviceError>;
     /// Replaces the wanted rows of the current step, ascending and at most as many as the limits allow.
     fn want_rows(&self, stream: &mut Self::Stream, rows: &[WantedRow]);
 
@@ -284,7 +284,7 @@ pub trait Device: Footprint + Sized + 'static {
         pools: &mut Self::Pools,
         plan: &StepPlan,
         call: LayerAttention<'_, Self>,
-    ) -> Result<(), BackendError>;
+    ) -> Result<(), DeviceError>;
     /// Keeps `x`, the residual stream after a layer, as tap `i` of the step's output.
     fn tap(&self, stream: &mut Self::Stream, i: usize, x: &Self::Buffer);
     /// Gathers the wanted rows of `x` into `out`.
@@ -292,9 +292,9 @@ pub trait Device: Footprint + Sized + 'static {
     /// The logits of the wanted rows, with a softcap if the model has one.
     fn logits(&self, stream: &mut Self::Stream, x: &Self::Buffer, head: &Self::Linear, softcap: Option<f32>);
 
-    /// The step's output: what each wanted row asks for ([`RowOutput`](crate::RowOutput)), from its logits. By default the
-    /// host computes it, which suits devices that compute while they record. Other devices override this with operations of
-    /// their own, and read back only the answers.
+    /// Computes the step's output from the logits: for each wanted row what it asks for ([`RowOutput`](crate::RowOutput)). By
+    /// default the host computes it, which suits devices that compute while they record. Other devices override this with
+    /// operations of their own, and read back only the results.
     fn answer_rows(&self, stream: &mut Self::Stream) {
         Self::output_mut(stream).answer_rows();
     }
@@ -311,7 +311,7 @@ pub trait Device: Footprint + Sized + 'static {
         self.rms_norm(stream, x, norm, h);
         self.matmul(stream, h, outs);
     }
-    /// `sum += norm(x·Wᵀ + b)`; `projected` holds the product meanwhile. Most models have no norm here.
+    /// `sum += norm(x·Wᵀ + b)`; `projected` receives the product before the norm. Most models have no norm here.
     fn matmul_add(
         &self,
         stream: &mut Self::Stream,
@@ -329,11 +329,11 @@ pub trait Device: Footprint + Sized + 'static {
     }
 
     /// Submits the recorded operations. A device that computes while it records has finished at this point.
-    fn submit(&self, stream: &mut Self::Stream) -> Result<Ticket, BackendError>;
+    fn submit(&self, stream: &mut Self::Stream) -> Result<Ticket, DeviceError>;
     /// Whether the submission has finished. Never blocks.
     fn is_done(&self, stream: &Self::Stream, ticket: Ticket) -> bool;
     /// Waits for the submission. Its results are in [`output`](Self::output) afterwards.
-    fn wait(&self, stream: &mut Self::Stream, ticket: Ticket) -> Result<LayersRan, BackendError>;
+    fn wait(&self, stream: &mut Self::Stream, ticket: Ticket) -> Result<LayersRan, DeviceError>;
     /// The output of the last step that was waited for.
     fn output(stream: &Self::Stream) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.

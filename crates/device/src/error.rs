@@ -1,10 +1,10 @@
-//! Errors of backends.
+//! Errors of devices and of their KV pools.
 use crate::budget::OutOfBudget;
 use crate::layout::BadLayout;
 use kvist_cache::{LayerError, LayerId, Refused};
 
 #[derive(Debug, thiserror::Error)]
-pub enum BackendError {
+pub enum DeviceError {
     #[error(transparent)]
     OutOfBudget(#[from] OutOfBudget),
     #[error("the system refused to allocate {bytes} bytes for the {what}")]
@@ -29,6 +29,10 @@ pub enum BackendError {
     /// or a step was committed before every layer had run.
     #[error("layer {0} is out of order, has K and V although it must not, or lacks K and V that it needs")]
     LayerOrder(LayerId),
+    #[error("layer {0} stores V, but the call has none")]
+    MissingValues(LayerId),
+    #[error("layer {0} has V in the call, but its values are a prefix of its keys")]
+    UnexpectedValues(LayerId),
     #[error("a block of {got} bytes: its cells take {expected}")]
     BlockSize { expected: usize, got: usize },
     /// The transfer is of other pools, or its block has been returned already.
@@ -46,20 +50,20 @@ pub enum BackendError {
     Unsupported(String),
 }
 
-impl From<LayerError> for BackendError {
+impl From<LayerError> for DeviceError {
     fn from(error: LayerError) -> Self {
         match error {
-            LayerError::Unknown { layer, n_layers } => BackendError::UnknownLayer { layer, n_layers },
-            LayerError::OutOfOrder(layer) => BackendError::LayerOrder(layer),
+            LayerError::Unknown { layer, n_layers } => DeviceError::UnknownLayer { layer, n_layers },
+            LayerError::OutOfOrder(layer) => DeviceError::LayerOrder(layer),
         }
     }
 }
 
-/// Why a step did not begin or was not committed: the cache refused it, or the backend failed. The cache is as it was.
+/// Why a step did not begin or was not committed: the cache refused it, or the device failed. The cache is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum StepError {
     #[error(transparent)]
     Refused(#[from] Refused),
     #[error(transparent)]
-    Backend(#[from] BackendError),
+    Device(#[from] DeviceError),
 }

@@ -1,4 +1,4 @@
-//! What the model's architecture fixes: layers, heads, groups. Configuration (capacity, dtype) is elsewhere.
+//! The attention layout that a model's architecture determines: layers, heads, groups. Capacities and dtypes are elsewhere.
 use crate::storage::Storage;
 use kvist_cache::{GroupId, LayerId};
 
@@ -18,7 +18,7 @@ pub struct LayerSpec {
     pub state: LayerState,
 }
 
-/// What a layer keeps of the tokens before.
+/// What a layer stores of earlier tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LayerState {
     /// K and V of every token, in cells.
@@ -28,7 +28,7 @@ pub enum LayerState {
     Recurrent { bytes_per_sequence: u64 },
 }
 
-/// Where a layer's values are.
+/// Where the values of a layer are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Values {
     /// In rows of their own.

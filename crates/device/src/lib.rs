@@ -1,4 +1,5 @@
-//! The backend interface: the trait for storing K and V bytes and attending over them, and what all backends share.
+//! The interface of devices: the operations of a decoder, pools that store K and V and attend over them (backends), and
+//! what all devices share.
 //!
 //! Every byte is reserved in a [`MemoryBudget`] before it is allocated, fresh memory is zeroed, and a step in which
 //! any layer failed leaves the cache as it was. [`mod@reference`] is a simple scalar backend that serves as the
@@ -31,7 +32,7 @@ pub use budget::*;
 pub use caller_rows::{Rows, RowsMut, StridedShape};
 pub use channels::ChannelOrder;
 pub use device::*;
-pub use error::{BackendError, StepError};
+pub use error::{DeviceError, StepError};
 /// The dtypes of a caller's rows, from the crate `half`.
 pub use half::{bf16, f16};
 pub use layout::{BadLayout, LayerSpec, LayerState, Layout, Values};

@@ -1,6 +1,6 @@
 //! A model on a device, without type parameters: the network that executes steps, and a step in flight.
 use crate::device::Footprint;
-use crate::error::{BackendError, StepError};
+use crate::error::{DeviceError, StepError};
 use crate::pools::{Backend, PoolSpec, Pools};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
@@ -17,37 +17,37 @@ pub trait LoadedModel: Send + Sync {
         backend: &dyn Backend,
         spec: &PoolSpec,
         limits: &StepLimits,
-    ) -> Result<Box<dyn Network>, BackendError>;
+    ) -> Result<Box<dyn Network>, DeviceError>;
 }
 
 /// A model with KV pools, ready to execute the steps of one cache. A runtime that executes whole graphs may implement
 /// this trait directly.
 pub trait Network: Send {
     /// Starts a step. The plan must have its reads. On `Err` the step must not be committed.
-    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError>;
+    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, DeviceError>;
     /// Whether the submission has finished. Never blocks.
     fn is_done(&self, ticket: Ticket) -> bool;
     /// Waits for the submission.
-    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, BackendError>;
+    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, DeviceError>;
     /// The output of the last step that was waited for.
     fn output(&self) -> &StepOutput;
     /// [`output`](Self::output), for samplers that modify logits in place.
     fn output_mut(&mut self) -> &mut StepOutput;
-    /// Replaces the wanted rows by other rows of the last step, and waits for what they ask for. The rows are ascending and
+    /// Replaces the wanted rows by other rows of the last step, and waits for their results. The rows are ascending and
     /// at most [`StepLimits::max_rows`].
-    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError>;
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), DeviceError>;
     fn pools(&self) -> &dyn Pools;
     fn pools_mut(&mut self) -> &mut dyn Pools;
     /// The last submission, or [`Ticket::START`] before the first.
     fn last_submission(&self) -> Ticket;
-    /// Transfers that follow the last submission. While a step is in flight, [`InFlight::transfers`] lends them.
+    /// Starts transfers that follow the last submission. While a step is in flight, use [`InFlight::transfers`].
     fn transfers(&mut self) -> Transfers<'_> {
         let after = self.last_submission();
         Transfers { pools: self.pools_mut(), after }
     }
 }
 
-/// Copies between the pools of a network and the host, which run beside its steps. The cache must have
+/// Copies between the pools of a network and the host, concurrent with its steps. The cache must have
 /// [pinned](kvist_cache::Cache::pin) the blocks that are exported, and be [loading](kvist_cache::Cache::load) those that are
 /// imported.
 pub struct Transfers<'n> {
@@ -80,7 +80,7 @@ impl Transfers<'_> {
         self.pools.import(self.after, group, cells, from)
     }
     /// See [`Pools::finished`].
-    pub fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+    pub fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.pools.finished(transfer)
     }
 }
@@ -137,11 +137,11 @@ impl<'c, 'n> InFlight<'c, 'n> {
         Transfers { pools: self.network.pools_mut(), after: self.before }
     }
     /// Waits until every layer has run. The results are in [`Network::output`]. On `Err` the step is abandoned.
-    pub fn finish(self) -> Result<Computed<'c>, BackendError> {
+    pub fn finish(self) -> Result<Computed<'c>, DeviceError> {
         let LayersRan(step) = self.network.wait(self.ticket)?;
         match step == self.step.plan().id() {
             true => Ok(Computed { step: self.step }),
-            false => Err(BackendError::StalePlan),
+            false => Err(DeviceError::StalePlan),
         }
     }
 }
@@ -157,15 +157,15 @@ impl Computed<'_> {
     pub fn commit(self) {
         self.step.commit();
     }
-    /// Applies the step; every span keeps only what `kept` says ([`Step::commit_kept`]). First moves the K and V of kept
-    /// paths in `pools`, those of the [`Network`] that computed the step, where they must move. On `Err` the step is
+    /// Applies the step; every span keeps only what `kept` says ([`Step::commit_kept`]). First moves K and V of kept paths
+    /// to their cells in `pools`, which are those of the [`Network`] that computed the step. On `Err` the step is
     /// abandoned.
     pub fn commit_kept(mut self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
         self.move_kept(kept, pools)?;
         Ok(self.step.commit_kept(kept)?)
     }
-    /// Moves the K and V of kept paths in `pools` where they must move, and commits nothing: for drivers whose scheduler
-    /// commits the step, with the same `kept`. Only cells that were free before the step change.
+    /// Moves K and V of kept paths to their cells in `pools`, and commits nothing: for drivers whose scheduler commits the
+    /// step, with the same `kept`. Only cells that were free before the step change.
     pub fn move_kept(&mut self, kept: &[Kept<'_>], pools: &mut dyn Pools) -> Result<(), StepError> {
         crate::session::move_kept(&mut self.step, kept, pools)
     }

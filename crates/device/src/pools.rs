@@ -1,7 +1,7 @@
 //! The traits that a backend implements: it stores the bytes and executes plans.
 use crate::budget::{MemoryBudget, Purpose, Usage};
 use crate::channels::ChannelOrder;
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::layout::{LayerSpec, Layout};
 use crate::recent::Recent;
 use crate::step_io::Ticket;
@@ -24,7 +24,7 @@ pub struct PoolSpec {
     pub budget: Arc<MemoryBudget>,
     /// The channel order of the keys, for storages with outliers. Without it they use the natural order.
     pub channels: Option<Arc<ChannelOrder>>,
-    /// How many of the newest tokens are also kept in f16, beside their quantised rows.
+    /// How many of the newest tokens are also kept in f16, in addition to their quantised rows.
     pub recent: Recent,
 }
 
@@ -54,7 +54,7 @@ pub struct Attend<'a> {
 
 impl Attend<'_> {
     /// Checks that all tensors have the right sizes for `n` tokens.
-    pub fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), BackendError> {
+    pub fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), DeviceError> {
         let (kv_heads, k_dim, v_dim) =
             (layer.n_kv_heads as usize, layer.k_dim as usize, layer.v_dim as usize);
         self.q.check("q", n, heads, k_dim)?;
@@ -65,14 +65,14 @@ impl Attend<'_> {
         }
         match self.sinks {
             Some(sinks) if sinks.len() != heads => {
-                Err(BackendError::Shape { what: "sinks", expected: vec![heads], elements: sinks.len() })
+                Err(DeviceError::Shape { what: "sinks", expected: vec![heads], elements: sinks.len() })
             }
             _ => Ok(()),
         }
     }
 }
 
-/// One side of a cache.
+/// K or V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
     K,
@@ -90,19 +90,19 @@ pub struct KvCounters {
     pub bytes_moved: u64,
 }
 
-/// The K and V bytes of one cache. They are addressed by plans.
+/// The K and V bytes of one cache. Plans say which cells to read and write.
 pub trait Pools: Send {
     /// Starts a step, before any write: grows the pools (all layers or none) and partitions the work. Call it once
-    /// per step, with a plan that has its reads. On `Err` nothing visible has changed: larger pools hold no tokens.
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError>;
+    /// per step, with a plan that has its reads. On `Err` nothing visible has changed: larger pools store no tokens.
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), DeviceError>;
 
     /// Makes the copies, writes the new K and V, then attends over exactly the cells that the plan's reads name.
-    fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), BackendError>;
+    fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), DeviceError>;
 
     /// Executes one round of compaction, or the moves of kept paths after a step's last layer, copy by copy. A round
     /// that permutes densely packed cells goes through free cells above them, so it may grow the pools as
     /// [`begin`](Self::begin) does. On `Err` nothing has moved.
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError>;
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError>;
 
     /// The length of a [`HostBlock`] for `cells` cells of a layer group. `None` if there is no such group, or on overflow.
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize>;
@@ -142,7 +142,7 @@ pub trait Pools: Send {
     ///
     /// # Errors
     /// The device could not copy all bytes: what was imported must not be read. Or these pools have no such transfer.
-    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>>;
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>>;
 
     /// Decodes one stored row (and undoes its rotation, if it is stored rotated), for tests and tools. Rows that were
     /// never written are zero.
@@ -153,19 +153,19 @@ pub trait Pools: Send {
         kv_head: u32,
         cell: u32,
         row: &mut [f32], // [k_dim] or [v_dim]
-    ) -> Result<(), BackendError>;
+    ) -> Result<(), DeviceError>;
 
     /// KV bytes currently reserved.
     fn bytes(&self) -> u64;
     fn counters(&self) -> KvCounters;
 }
 
-/// A backend: it makes pools.
+/// A backend makes KV pools.
 pub trait Backend: Send + Sync {
     fn id(&self) -> &'static str;
 
     /// Makes empty pools. Reserves the scratch memory; K and V are reserved as they grow.
-    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError>;
+    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError>;
 
     /// What pools of this spec reserve when `cells[group]` cells of each group are in use: exactly what the budget
     /// records as [`Purpose::KvCache`] and [`Purpose::Scratch`]. `None` on overflow.

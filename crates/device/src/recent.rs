@@ -1,5 +1,5 @@
 //! The newest tokens, kept in f16 in addition to their quantised rows.
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::storage::Storage;
 
 /// Makes queries read the newest tokens of every sequence as f16, although they are also stored quantised. A query
@@ -44,11 +44,11 @@ impl Recent {
     }
 
     /// Checks that `tokens` is a valid group length.
-    pub fn check(&self) -> Result<(), BackendError> {
+    pub fn check(&self) -> Result<(), DeviceError> {
         match self.tokens {
             0 => Ok(()),
             n if n.is_power_of_two() && n <= Self::MAX_TOKENS => Ok(()),
-            n => Err(BackendError::Unsupported(format!(
+            n => Err(DeviceError::Unsupported(format!(
                 "{n} recent tokens in f16: use a power of two up to {}, or 0",
                 Self::MAX_TOKENS
             ))),

@@ -48,7 +48,7 @@ impl Buffer {
     }
 }
 
-/// What depends on the step.
+/// The inputs of the current step.
 #[derive(Debug)]
 pub struct Stream {
     limits: StepLimits,
@@ -84,7 +84,7 @@ impl Footprint for Reference {
     fn info(&self) -> DeviceInfo {
         DeviceInfo { name: "reference", batch_invariant: true, unified_memory: true }
     }
-    fn supports(&self, _: &ModelShape) -> Result<(), BackendError> {
+    fn supports(&self, _: &ModelShape) -> Result<(), DeviceError> {
         Ok(())
     }
     fn weight_bytes(&self, shape: &[usize], _: Encoding, _: WeightFormat) -> Option<u64> {
@@ -109,13 +109,13 @@ impl Device for Reference {
         tensor: FileTensor<'_>,
         _: WeightFormat,
         bias: Option<Vec<f32>>,
-    ) -> Result<Linear, BackendError> {
+    ) -> Result<Linear, DeviceError> {
         Ok(Linear { inputs: tensor.row_len(), weight: tensor.to_f32(), bias })
     }
-    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, BackendError> {
+    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, DeviceError> {
         Ok(values)
     }
-    fn buffer(&self, _: RowsOf, width: usize, _: &StepLimits) -> Result<Buffer, BackendError> {
+    fn buffer(&self, _: RowsOf, width: usize, _: &StepLimits) -> Result<Buffer, DeviceError> {
         Ok(Buffer { width: width.max(1), data: Vec::new() })
     }
     fn stream(
@@ -123,7 +123,7 @@ impl Device for Reference {
         _: &ModelShape,
         ropes: &[RopeTable],
         limits: &StepLimits,
-    ) -> Result<Stream, BackendError> {
+    ) -> Result<Stream, DeviceError> {
         Ok(Stream {
             limits: *limits,
             ropes: ropes.to_vec(),
@@ -134,7 +134,7 @@ impl Device for Reference {
             output: StepOutput::default(),
         })
     }
-    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {
         backend.pools(spec)
     }
 
@@ -144,7 +144,7 @@ impl Device for Reference {
         pools: &mut Box<dyn Pools>,
         plan: &StepPlan,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         inputs.check(plan, &s.limits)?;
         s.step = None;
         pools.begin(plan)?;
@@ -243,7 +243,7 @@ impl Device for Reference {
         pools: &mut Box<dyn Pools>,
         plan: &StepPlan,
         call: LayerAttention<'_, Self>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let (d, heads) = (call.head_dim, call.q.width / call.head_dim);
         call.out.data = vec![f32::NAN; call.q.data.len()];
         pools.attend(
@@ -277,16 +277,16 @@ impl Device for Reference {
         }
     }
 
-    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, DeviceError> {
         s.tickets += 1;
         Ok(Ticket(s.tickets))
     }
     fn is_done(&self, _: &Stream, _: Ticket) -> bool {
         true
     }
-    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, DeviceError> {
         let step = s.step.filter(|_| ticket == Ticket(s.tickets));
-        step.map(LayersRan).ok_or(BackendError::StalePlan)
+        step.map(LayersRan).ok_or(DeviceError::StalePlan)
     }
     fn output(s: &Stream) -> &StepOutput {
         &s.output

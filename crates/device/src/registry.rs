@@ -1,7 +1,7 @@
 //! Cache kinds and backends by name. Any kind works with any backend, so there are two small tables and no table of
 //! pairs.
 use crate::device::Footprint;
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::pools::*;
 use crate::session::Session;
 use kvist_cache::Cache;
@@ -20,7 +20,7 @@ pub enum BuildError {
     #[error("a cache of kind {kind} cannot serve this model: {why}")]
     Kind { kind: String, why: Unbuildable },
     #[error(transparent)]
-    Backend(#[from] BackendError),
+    Device(#[from] DeviceError),
 }
 
 impl Registry {
@@ -38,10 +38,10 @@ impl Registry {
         &*self.device
     }
 
-    /// Checks that plans of this registry are of the device that a model is on. Threads and instruction sets may differ.
-    pub fn check_device(&self, model: &dyn Footprint) -> Result<(), BackendError> {
+    /// Checks that this registry plans for the device that a model is on. Threads and instruction sets may differ.
+    pub fn check_device(&self, model: &dyn Footprint) -> Result<(), DeviceError> {
         let (model, planned) = (model.info().name, self.device.info().name);
-        if model == planned { Ok(()) } else { Err(BackendError::OtherDevice { model, planned }) }
+        if model == planned { Ok(()) } else { Err(DeviceError::OtherDevice { model, planned }) }
     }
 
     /// Every `backend:kind`.
@@ -53,7 +53,7 @@ impl Registry {
         self.backends.iter().map(|b| &**b).find(|b| b.id() == id)
     }
 
-    /// Builds the bookkeeping of `kind` for these layer groups, and returns it with the backend that will hold its
+    /// Builds the bookkeeping of `kind` for these layer groups, and returns it with the backend that will store its
     /// bytes.
     pub fn plan(
         &self,

@@ -1,9 +1,8 @@
-//! The rows of a step that something is wanted of, and what comes back of them: logits, the most likely tokens, or a token
-//! that the device has chosen.
+//! The wanted rows of a step and their results: logits, the most likely tokens, or a token that the device has chosen.
 use crate::sampling::{HostSampler, NoToken, SampleParams, argmax};
 use std::ops::Range;
 
-/// What a step gives back of one row.
+/// What a step returns for a wanted row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RowOutput {
     /// The logits, `[vocab]`.
@@ -16,7 +15,7 @@ pub enum RowOutput {
     Sample(SampleParams),
 }
 
-/// A row that something is wanted of.
+/// A wanted row.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct WantedRow {
     /// Index of the token in the batch.
@@ -31,7 +30,7 @@ impl WantedRow {
     }
 }
 
-/// What a wanted row asked for.
+/// The result of a wanted row.
 #[derive(Debug, PartialEq)]
 pub enum RowResult<'a> {
     /// `[vocab]`, which a sampler may modify.
@@ -81,7 +80,7 @@ impl StepOutput {
         &self.all[..self.n_logits * self.vocab]
     }
 
-    /// As [`logits`](Self::logits), for samplers that modify them.
+    /// Like [`logits`](Self::logits), for samplers that modify them.
     pub fn logits_mut(&mut self) -> &mut [f32] {
         &mut self.all[..self.n_logits * self.vocab]
     }
@@ -111,15 +110,14 @@ impl StepOutput {
         &self.wanted
     }
 
-    /// Where a device on the host writes the logits of all wanted rows: `[wanted, vocab]`. It overwrites what is there.
+    /// A device on the host writes the logits of all wanted rows here, over what is there: `[wanted, vocab]`.
     pub fn all_logits(&mut self, vocab: usize) -> &mut [f32] {
         self.vocab = vocab;
         self.all.resize(self.wanted.len() * vocab, 0.0);
         &mut self.all
     }
 
-    /// Answers every wanted row from [`all_logits`](Self::all_logits). Computes on the host what rows ask for beyond their
-    /// logits.
+    /// Computes the result of every wanted row from [`all_logits`](Self::all_logits), on the host.
     pub fn answer_rows(&mut self) {
         let StepOutput { wanted, all, vocab, n_logits, answers, top, sampler, .. } = self;
         answers.clear();

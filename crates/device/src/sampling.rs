@@ -17,8 +17,8 @@ pub struct SampleParams {
     pub top_p: f32,
     /// Drop tokens less likely than this share of the most likely one, from 0 to 1; 0 drops none (Nguyen et al., 2024).
     pub min_p: f32,
-    /// The random number of this draw, in [0, 1): the share of the probability that lies before the drawn token, where
-    /// tokens stand in descending order of probability.
+    /// The random number of this draw, in [0, 1). With the tokens in descending order of probability, it is the share of
+    /// the probability that lies before the drawn token.
     pub uniform: f32,
 }
 
@@ -42,7 +42,7 @@ impl SampleParams {
     }
 }
 
-/// Why a row of logits gives no token.
+/// Why no token can be drawn from a row of logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum NoToken {
     #[error("there are no logits to sample from")]
@@ -68,8 +68,8 @@ pub(crate) fn argmax(logits: &[f32]) -> Result<u32, NoToken> {
     Ok(logits.iter().position(|x| *x == max).map_or(0, |first| first as u32))
 }
 
-/// Chooses tokens. The same logits and parameters give the same tokens on every machine. It has no state but buffers, which
-/// it uses again.
+/// Chooses tokens. The same logits and parameters give the same tokens on every machine. Its only state is reusable
+/// buffers.
 #[derive(Clone, Debug, Default)]
 pub struct HostSampler {
     candidates: Candidates,

@@ -2,7 +2,7 @@
 //! themselves. Any kind works over any backend. Here and in `CheckedCache` a caller could run layers in the wrong order,
 //! so both check it, with the same `LayerOrder`.
 use crate::caller_rows::{RowBuffer, Rows, RowsMut};
-use crate::error::{BackendError, StepError};
+use crate::error::{DeviceError, StepError};
 use crate::layout::{LayerSpec, Layout, Values};
 use crate::pools::*;
 use kvist_cache::*;
@@ -14,7 +14,7 @@ pub struct AttendRows<'a> {
     /// `n_tokens × n_heads` rows of `k_dim` elements.
     pub q: Rows<'a>,
     /// K after RoPE, and V: `n_tokens × n_kv_heads` rows of `k_dim` and of `v_dim` elements. V is `None` if the
-    /// layer's values are a prefix of its keys. All is `None` for a layer that borrows another layer's K and V.
+    /// layer's values are a prefix of its keys. `kv` is `None` for a layer that borrows another layer's K and V.
     pub kv: Option<(Rows<'a>, Option<Rows<'a>>)>,
     /// `n_tokens × n_heads` rows of `v_dim` elements, overwritten completely. Rows of f16 and bf16 are rounded to nearest,
     /// ties to even.
@@ -29,21 +29,23 @@ pub struct AttendRows<'a> {
 
 impl AttendRows<'_> {
     /// Checks that the rows are those of `n` tokens in this layer.
-    fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), BackendError> {
+    fn check(&self, n: usize, heads: usize, layer: &LayerSpec) -> Result<(), DeviceError> {
         let (kv_heads, k_dim, v_dim) =
             (layer.n_kv_heads as usize, layer.k_dim as usize, layer.v_dim as usize);
         self.q.check("q", [n, heads, k_dim])?;
         self.out.check("out", [n, heads, v_dim])?;
         let Some((k, v)) = &self.kv else { return Ok(()) };
-        if v.is_some() != (layer.values == Values::Stored) {
-            return Err(BackendError::LayerOrder(self.layer));
+        match (v, layer.values) {
+            (None, Values::Stored) => return Err(DeviceError::MissingValues(self.layer)),
+            (Some(_), Values::PrefixOfK) => return Err(DeviceError::UnexpectedValues(self.layer)),
+            _ => {}
         }
         k.check("k", [n, kv_heads, k_dim])?;
         v.map_or(Ok(()), |v| v.check("v", [n, kv_heads, v_dim]))
     }
 }
 
-/// Scratch for rows that a backend cannot read or write where they lie.
+/// Scratch for rows that a backend cannot read or write in place.
 struct Buffers {
     q: RowBuffer,
     k: RowBuffer,
@@ -69,7 +71,7 @@ impl Buffers {
 
 /// Compacts a cache: moves every sequence into one run, as far as shared cells permit. On `Err` the finished rounds
 /// remain applied, and everything is still readable.
-pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -> Result<(), BackendError> {
+pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -> Result<(), DeviceError> {
     while let Some(round) = Relocation::begin(cache, moves) {
         pools.relocate(round.moves())?;
         round.commit();
@@ -77,7 +79,8 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
-/// Moves the K and V of kept paths of a step whose layers have all run, where they must move before the commit.
+/// Moves K and V of the kept paths to their final cells. Call it after all layers of the step have run and before its
+/// commit.
 pub(crate) fn move_kept(
     step: &mut Step<'_>,
     kept: &[Kept<'_>],
@@ -148,7 +151,7 @@ impl Session {
     }
 
     /// See [`compact`].
-    pub fn compact(&mut self) -> Result<(), BackendError> {
+    pub fn compact(&mut self) -> Result<(), DeviceError> {
         compact(&mut self.cache, &mut *self.pools, &mut self.moves)
     }
 
@@ -177,7 +180,7 @@ impl SessionStep<'_> {
     }
 
     /// Runs one layer over f32 rows. On `Err` the layer has not run, and the step is still in flight.
-    pub fn attend(&mut self, call: Attend<'_>) -> Result<(), BackendError> {
+    pub fn attend(&mut self, call: Attend<'_>) -> Result<(), DeviceError> {
         self.order.check(call.layer, call.kv.is_some())?;
         let layer = call.layer;
         self.pools.attend(self.step.plan(), call)?;
@@ -185,15 +188,16 @@ impl SessionStep<'_> {
         Ok(())
     }
 
-    /// Runs one layer over the caller's rows. A backend reads and writes f32 rows where they lie if two strides describe
-    /// them, those of tokens and of heads: always in a batch of one. Other rows are converted row by row, through scratch
+    /// Runs one layer over the caller's rows. A backend reads and writes f32 rows in place if two strides describe them,
+    /// those of tokens and of heads: always in a batch of one. Other rows are converted row by row, through scratch
     /// that the session reserves in the budget when an argument first needs it, for its largest step and layer; later
     /// steps allocate nothing.
     ///
     /// # Errors
-    /// The layer is out of order, an argument has other sizes than the layer, an argument's strides leave its memory, or the
-    /// budget refuses the scratch. The layer has not run then, `out` has not changed, and the step is still in flight.
-    pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), BackendError> {
+    /// The layer is out of order, V is missing or must not be there, an argument has other sizes than the layer, an
+    /// argument's strides leave its memory, or the budget refuses the scratch. The layer has not run then, `out` has not
+    /// changed, and the step is still in flight.
+    pub fn attend_rows(&mut self, call: AttendRows<'_>) -> Result<(), DeviceError> {
         self.order.check(call.layer, call.kv.is_some())?;
         let spec = &self.layout.layers[usize::from(call.layer.0)];
         let plan = self.step.plan();
@@ -216,7 +220,7 @@ impl SessionStep<'_> {
     }
 
     /// Commits the step. Refused unless every layer has run.
-    pub fn commit(self) -> Result<(), BackendError> {
+    pub fn commit(self) -> Result<(), DeviceError> {
         self.order.complete()?;
         self.step.commit();
         Ok(())
@@ -225,7 +229,7 @@ impl SessionStep<'_> {
     /// Commits the step; every span keeps only what `kept` says ([`Step::commit_kept`]). Moves K and V where a kept path
     /// needs it. Refused unless every layer has run; on `Err` the step is abandoned.
     pub fn commit_kept(mut self, kept: &[Kept<'_>]) -> Result<(), StepError> {
-        self.order.complete().map_err(BackendError::from)?;
+        self.order.complete().map_err(DeviceError::from)?;
         move_kept(&mut self.step, kept, self.pools)?;
         Ok(self.step.commit_kept(kept)?)
     }

@@ -1,5 +1,5 @@
-//! What goes into a step, and the names of submissions.
-use crate::error::BackendError;
+//! The inputs of a step, and the tickets of submissions.
+use crate::error::DeviceError;
 use crate::rows::{RowOutput, WantedRow};
 use kvist_cache::{LayerId, StepId, StepPlan};
 
@@ -7,18 +7,18 @@ use kvist_cache::{LayerId, StepId, StepPlan};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepLimits {
     pub max_tokens: usize,
-    /// Rows that something is wanted of, at once.
+    /// Most wanted rows.
     pub max_rows: usize,
 }
 
-/// What a step computes. A network copies what it needs before [`Network::submit`](crate::Network::submit) returns.
+/// The inputs of a step. A network copies what it needs before [`Network::submit`](crate::Network::submit) returns.
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
     /// The tokens of the plan's spans, in batch order. They must lie inside the vocabulary.
     pub tokens: &'a [u32],
-    /// The rows that something is wanted of, ascending; at most [`StepLimits::max_rows`].
+    /// The wanted rows with what each is asked for, ascending; at most [`StepLimits::max_rows`].
     pub rows: &'a [WantedRow],
-    /// Layers whose output, the residual stream after them, is kept. [`EMBEDDING`] stands for what enters the first layer.
+    /// Layers whose output, the residual stream after them, is returned. [`EMBEDDING`] stands for the input of the first layer.
     pub taps: &'a [LayerId],
     pub given: Given<'a>,
 }
@@ -26,7 +26,7 @@ pub struct StepInputs<'a> {
 /// As a tap: the residual stream that enters the first layer, which is the scaled embedding. No layer has this number.
 pub const EMBEDDING: LayerId = LayerId(u16::MAX);
 
-/// What a draft head reads beside its tokens, a row per token. Other models are given nothing.
+/// What a draft head reads in addition to its tokens, a row per token. Other models get nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Given<'a> {
     #[default]
@@ -40,11 +40,11 @@ pub enum Given<'a> {
 impl StepInputs<'_> {
     /// Checks what every device relies on: one token per planned token, nothing beyond the limits, and valid parameters
     /// of samples.
-    pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), BackendError> {
+    pub fn check(&self, plan: &StepPlan, limits: &StepLimits) -> Result<(), DeviceError> {
         let n = plan.n_tokens() as usize;
         if self.tokens.len() != n || n > limits.max_tokens {
             let expected = vec![n.min(limits.max_tokens)];
-            return Err(BackendError::Shape {
+            return Err(DeviceError::Shape {
                 what: "tokens of a step",
                 expected,
                 elements: self.tokens.len(),
@@ -52,27 +52,27 @@ impl StepInputs<'_> {
         }
         if self.rows.len() > limits.max_rows {
             let (index, len) = (self.rows.len() - 1, limits.max_rows);
-            return Err(BackendError::OutOfRange { what: "row of logits", index, len });
+            return Err(DeviceError::OutOfRange { what: "row of logits", index, len });
         }
         for WantedRow { row, output } in self.rows {
             if *row as usize >= n {
-                return Err(BackendError::OutOfRange { what: "row", index: *row as usize, len: n });
+                return Err(DeviceError::OutOfRange { what: "row", index: *row as usize, len: n });
             }
             if let RowOutput::Sample(params) = output {
-                params.check().map_err(|what| BackendError::Unsupported(what.into()))?;
+                params.check().map_err(|what| DeviceError::Unsupported(what.into()))?;
             }
         }
         Ok(())
     }
 }
 
-/// A submission to a device. Tickets of one network ascend; [`Network::last_submission`](crate::Network::last_submission) has
-/// the last.
+/// Identifies a submission to a device. Tickets of one network ascend;
+/// [`Network::last_submission`](crate::Network::last_submission) is the newest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub u64);
 
 impl Ticket {
-    /// Precedes all submissions. A transfer after it waits for none.
+    /// Precedes all submissions. A transfer that follows it waits for none.
     pub const START: Ticket = Ticket(0);
 }
 

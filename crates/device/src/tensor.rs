@@ -1,5 +1,5 @@
 //! Activations as passed to a backend: rows with token and head strides.
-use crate::error::BackendError;
+use crate::error::DeviceError;
 
 /// `[n_tokens, n_heads, head_dim]` f32 rows. They need not be dense: K may be part of a fused QKV buffer.
 #[derive(Clone, Copy, Debug)]
@@ -17,13 +17,13 @@ pub struct TensorMut<'a> {
     head_stride: usize,
 }
 
-/// Checks that `len` elements hold `n_tokens × n_heads` rows of `head_dim` at these strides.
+/// Checks that `n_tokens × n_heads` rows of `head_dim` at these strides lie within `len` elements.
 fn check(
     what: &'static str,
     len: usize,
     strides: (usize, usize),
     shape: (usize, usize, usize),
-) -> Result<(), BackendError> {
+) -> Result<(), DeviceError> {
     let (n_tokens, n_heads, head_dim) = shape;
     let needed = match (n_tokens.checked_sub(1), n_heads.checked_sub(1)) {
         (Some(t), Some(h)) => t
@@ -33,7 +33,7 @@ fn check(
     };
     match needed {
         Some(needed) if needed <= len => Ok(()),
-        _ => Err(BackendError::Shape { what, expected: vec![n_tokens, n_heads, head_dim], elements: len }),
+        _ => Err(DeviceError::Shape { what, expected: vec![n_tokens, n_heads, head_dim], elements: len }),
     }
 }
 
@@ -52,7 +52,7 @@ impl<'a> Tensor<'a> {
         n_tokens: usize,
         n_heads: usize,
         head_dim: usize,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         check(what, self.data.len(), (self.token_stride, self.head_stride), (n_tokens, n_heads, head_dim))
     }
     /// One row. [`check`](Self::check) guarantees that it exists.
@@ -76,7 +76,7 @@ impl<'a> TensorMut<'a> {
         n_tokens: usize,
         n_heads: usize,
         head_dim: usize,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         check(what, self.data.len(), (self.token_stride, self.head_stride), (n_tokens, n_heads, head_dim))
     }
     /// One row. [`check`](Self::check) guarantees that it exists.

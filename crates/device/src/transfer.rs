@@ -1,5 +1,5 @@
 //! Copies of KV bytes out of pools or into them, a block of cells at a time.
-use crate::error::BackendError;
+use crate::error::DeviceError;
 use crate::pools::PoolSpec;
 use kvist_cache::{CellRun, GroupId};
 use std::fmt;
@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// # Bytes
 ///
-/// A block holds some cells of one layer group, without a header. Its layout does not depend on the device, on the capacity
-/// of the pools, or on where the cells are:
+/// A block consists of some cells of one layer group, without a header. Its layout does not depend on the device, on
+/// the capacity of the pools, or on where the cells are:
 ///
 /// ```text
 /// block    for every layer of the group that owns K and V, in order of layers: K, then V
@@ -41,9 +41,9 @@ impl HostBlock {
     ///
     /// # Errors
     /// The system refuses to allocate so many bytes.
-    pub fn new(len: usize) -> Result<Self, BackendError> {
+    pub fn new(len: usize) -> Result<Self, DeviceError> {
         let mut bytes = Vec::new();
-        let refused = |_| BackendError::OutOfMemory { what: "block on the host", bytes: len as u64 };
+        let refused = |_| DeviceError::OutOfMemory { what: "block on the host", bytes: len as u64 };
         bytes.try_reserve_exact(len).map_err(refused)?;
         bytes.resize(len, 0);
         Ok(HostBlock { bytes })
@@ -56,7 +56,7 @@ impl HostBlock {
     }
 }
 
-/// A transfer that has begun. The pools hold its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished)
+/// A transfer that has begun. The pools keep its [`HostBlock`] until [`Pools::finished`](crate::Pools::finished)
 /// returns it. If a transfer is dropped it still runs to its end, and its block is freed with the pools.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the pools hold the block until `finished` is asked for it"]
@@ -74,7 +74,7 @@ impl Transfer {
 /// A transfer that did not begin: nothing has changed.
 #[derive(Debug)]
 pub struct TransferRefused {
-    pub error: BackendError,
+    pub error: DeviceError,
     /// The caller's block, unchanged.
     pub block: HostBlock,
 }
@@ -91,7 +91,7 @@ impl std::error::Error for TransferRefused {
     }
 }
 
-impl From<TransferRefused> for BackendError {
+impl From<TransferRefused> for DeviceError {
     fn from(refused: TransferRefused) -> Self {
         refused.error
     }
@@ -106,7 +106,7 @@ impl FinishedTransfers {
     pub fn add(
         &mut self,
         block: HostBlock,
-        copied: Result<(), BackendError>,
+        copied: Result<(), DeviceError>,
     ) -> Result<Transfer, TransferRefused> {
         if let Err(error) = copied {
             return Err(TransferRefused { error, block });
@@ -117,9 +117,9 @@ impl FinishedTransfers {
     }
 
     /// The block of a transfer. Never `None`: a transfer that is unknown is an error.
-    pub fn take(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+    pub fn take(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         let found = self.0.iter().position(|(finished, _)| finished == transfer);
-        Some(found.map(|at| self.0.swap_remove(at).1).ok_or(BackendError::UnknownTransfer))
+        Some(found.map(|at| self.0.swap_remove(at).1).ok_or(DeviceError::UnknownTransfer))
     }
 }
 
@@ -146,19 +146,19 @@ impl PoolSpec {
         cells: CellRun,
         end: u32,
         len: usize,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let n_groups = self.layout.n_groups();
         if usize::from(group.0) >= n_groups {
             let index = group.0.into();
-            return Err(BackendError::OutOfRange { what: "layer group", index, len: n_groups });
+            return Err(DeviceError::OutOfRange { what: "layer group", index, len: n_groups });
         }
         if cells.start.checked_add(cells.len).is_none_or(|last| last > end) {
             let index = cells.start.max(end) as usize;
-            return Err(BackendError::OutOfRange { what: "cell", index, len: end as usize });
+            return Err(DeviceError::OutOfRange { what: "cell", index, len: end as usize });
         }
         match self.block_bytes(group, cells.len) {
             Some(expected) if expected == len => Ok(()),
-            expected => Err(BackendError::BlockSize { expected: expected.unwrap_or(usize::MAX), got: len }),
+            expected => Err(DeviceError::BlockSize { expected: expected.unwrap_or(usize::MAX), got: len }),
         }
     }
 }

@@ -87,7 +87,7 @@ fn decoder(encoding: Encoding) -> fn(&[u8], &mut [f32]) {
         Encoding::Q6K => super_blocks::decode::<super_blocks::Q6K>,
         Encoding::Iq4Xs => super_blocks::decode::<super_blocks::Iq4Xs>,
         Encoding::Table16 => super_blocks::decode::<super_blocks::Table16>,
-        // f32, and what is not its own exact encoding.
+        // f32, and encodings that are not their own exact encoding.
         _ => |x, out| out[0] = f32::from_le_bytes([x[0], x[1], x[2], x[3]]),
     }
 }

@@ -37,7 +37,7 @@ fn tensors_check_their_last_row() {
         let tensor = TensorMut::strided(&mut data[..elements], token, head);
         match tensor.check("out", n_tokens, n_heads, head_dim) {
             Ok(()) => assert!(fits, "{what}"),
-            Err(BackendError::Shape { what: "out", expected, elements: found }) => {
+            Err(DeviceError::Shape { what: "out", expected, elements: found }) => {
                 assert!(!fits, "{what}");
                 assert_eq!((expected, found), (vec![n_tokens, n_heads, head_dim], elements), "{what}");
             }

@@ -22,29 +22,29 @@ fn it_refuses_what_does_not_fit_and_changes_nothing() {
 #[test]
 fn a_reservation_grows_shrinks_and_gives_back() {
     let budget = MemoryBudget::new(1_000);
-    let mut held = Reservation::empty(&budget, Purpose::KvCache);
-    assert_eq!(held.bytes(), 0);
-    held.grow(700).unwrap();
-    assert!(held.grow(301).is_err());
-    assert_eq!((held.bytes(), budget.usage().of(Purpose::KvCache)), (700, 700), "a refused growth");
-    held.grow(300).unwrap();
-    held.shrink(400);
-    assert_eq!((held.bytes(), budget.free()), (600, 400));
-    held.shrink(u64::MAX); // at most all of them
-    assert_eq!((held.bytes(), budget.free()), (0, 1_000));
-    held.grow(10).unwrap();
-    drop(held);
+    let mut reservation = Reservation::empty(&budget, Purpose::KvCache);
+    assert_eq!(reservation.bytes(), 0);
+    reservation.grow(700).unwrap();
+    assert!(reservation.grow(301).is_err());
+    assert_eq!((reservation.bytes(), budget.usage().of(Purpose::KvCache)), (700, 700), "a refused growth");
+    reservation.grow(300).unwrap();
+    reservation.shrink(400);
+    assert_eq!((reservation.bytes(), budget.free()), (600, 400));
+    reservation.shrink(u64::MAX); // at most all of them
+    assert_eq!((reservation.bytes(), budget.free()), (0, 1_000));
+    reservation.grow(10).unwrap();
+    drop(reservation);
     assert_eq!(budget.usage(), Usage::default());
 }
 
 #[test]
 fn unlimited_counts_and_refuses_nothing_that_exists() {
     let budget = MemoryBudget::unlimited();
-    let held = budget.reserve(Purpose::Activations, u64::MAX - 5).unwrap();
+    let reservation = budget.reserve(Purpose::Activations, u64::MAX - 5).unwrap();
     assert_eq!(budget.free(), 5);
     // The sum of all reservations does not overflow.
     assert!(budget.reserve(Purpose::Weights, 6).is_err());
-    drop(held);
+    drop(reservation);
     assert_eq!(budget.usage().total(), 0);
 }
 
@@ -69,9 +69,9 @@ fn threads_never_get_more_than_there_is() {
         let budget = budget.clone();
         std::thread::spawn(move || {
             for i in 0..2_000 {
-                let held = budget.reserve(Purpose::KvCache, i % 20);
+                let reservation = budget.reserve(Purpose::KvCache, i % 20);
                 assert!(budget.usage().total() <= 64);
-                drop(held);
+                drop(reservation);
             }
         })
     };

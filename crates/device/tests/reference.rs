@@ -93,7 +93,7 @@ fn row(
     head: u32,
     cell: u32,
     d: usize,
-) -> Result<Vec<f32>, BackendError> {
+) -> Result<Vec<f32>, DeviceError> {
     let mut row = vec![f32::NAN; d];
     session.pools().inspect(LayerId(layer), side, head, cell, &mut row).map(|()| row)
 }
@@ -210,17 +210,24 @@ fn values_may_be_shorter_than_keys_and_a_prefix_of_them() {
         let mut out = [f32::NAN; 2 * 2 * 2];
         let mut step = session.step(&StepRequest { spans: &[Span::chain(A, 0, 2)] }).unwrap();
         let shape = StridedShape::tokens_first;
-        let stored = (values == Values::Stored).then_some(Rows::F32(&v, shape(2, 1, 2)));
-        step.attend_rows(AttendRows {
-            layer: LayerId(0),
-            q: Rows::F32(&q, shape(2, 2, 3)),
-            kv: Some((Rows::F32(&k, shape(2, 1, 3)), stored)),
-            out: RowsMut::F32(&mut out, shape(2, 2, 2)),
-            scale: 1.0,
-            softcap: None,
-            sinks: None,
-        })
-        .unwrap();
+        let mut attend = |has_v: bool| {
+            step.attend_rows(AttendRows {
+                layer: LayerId(0),
+                q: Rows::F32(&q, shape(2, 2, 3)),
+                kv: Some((Rows::F32(&k, shape(2, 1, 3)), has_v.then_some(Rows::F32(&v, shape(2, 1, 2))))),
+                out: RowsMut::F32(&mut out, shape(2, 2, 2)),
+                scale: 1.0,
+                softcap: None,
+                sinks: None,
+            })
+        };
+        let stores_v = values == Values::Stored;
+        match attend(!stores_v) {
+            Err(DeviceError::MissingValues(LayerId(0))) => assert!(stores_v),
+            Err(DeviceError::UnexpectedValues(LayerId(0))) => assert!(!stores_v),
+            other => panic!("{values:?}: {other:?}"),
+        }
+        attend(stores_v).unwrap();
         step.commit().unwrap();
         // The first token sees itself alone, the second both.
         let value = |token: usize, i: usize| match values {

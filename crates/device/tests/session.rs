@@ -34,7 +34,7 @@ fn session(kind: &str) -> Session {
 }
 
 /// Runs one layer of a step of one token whose value is `v`. Returns the attention output.
-fn attend(step: &mut SessionStep<'_>, layer: u16, v: f32) -> Result<f32, BackendError> {
+fn attend(step: &mut SessionStep<'_>, layer: u16, v: f32) -> Result<f32, DeviceError> {
     let (ones, v, mut out) = ([1f32; 2], [v; 2], [f32::NAN; 2]);
     let kv = (layer < 2).then(|| (Tensor::dense(&ones, 1, 2), Tensor::dense(&v, 1, 2)));
     let out_rows = TensorMut::dense(&mut out, 1, 2);
@@ -98,7 +98,7 @@ fn a_step_commits_only_when_every_layer_has_run() {
         layers.iter().for_each(|layer| assert!(attend(&mut half, *layer, 9.0).is_ok()));
         let missing = (0..3).find(|layer| !layers.contains(layer)).unwrap();
         match half.commit() {
-            Err(BackendError::LayerOrder(layer)) => assert_eq!(layer, LayerId(missing), "{layers:?}"),
+            Err(DeviceError::LayerOrder(layer)) => assert_eq!(layer, LayerId(missing), "{layers:?}"),
             other => panic!("{layers:?}: {other:?}"),
         }
         assert_eq!(session.cache.report(), before, "{layers:?}");
@@ -111,13 +111,13 @@ fn layers_run_once_and_borrowers_after_their_owner() {
     let mut session = session("tree");
     let spans = [Span::chain(A, 0, 1)];
     let mut step = session.step(&StepRequest { spans: &spans }).unwrap();
-    assert!(matches!(attend(&mut step, 2, 1.0), Err(BackendError::LayerOrder(LayerId(2)))));
-    assert!(matches!(attend(&mut step, 3, 1.0), Err(BackendError::UnknownLayer { n_layers: 3, .. })));
+    assert!(matches!(attend(&mut step, 2, 1.0), Err(DeviceError::LayerOrder(LayerId(2)))));
+    assert!(matches!(attend(&mut step, 3, 1.0), Err(DeviceError::UnknownLayer { n_layers: 3, .. })));
     attend(&mut step, 1, 1.0).unwrap(); // owners may run in any order
     attend(&mut step, 0, 1.0).unwrap();
-    assert!(matches!(attend(&mut step, 0, 1.0), Err(BackendError::LayerOrder(LayerId(0)))), "twice");
+    assert!(matches!(attend(&mut step, 0, 1.0), Err(DeviceError::LayerOrder(LayerId(0)))), "twice");
     attend(&mut step, 2, 1.0).unwrap();
-    assert!(matches!(attend(&mut step, 2, 1.0), Err(BackendError::LayerOrder(LayerId(2)))), "twice");
+    assert!(matches!(attend(&mut step, 2, 1.0), Err(DeviceError::LayerOrder(LayerId(2)))), "twice");
     step.commit().unwrap();
 }
 
@@ -159,7 +159,7 @@ fn a_dropped_step_is_continued() {
     drop(session.step(&request).unwrap());
     attend(&mut session.resume().unwrap(), 0, 3.0).unwrap();
     let twice = attend(&mut session.resume().unwrap(), 0, 3.0);
-    assert!(matches!(twice, Err(BackendError::LayerOrder(LayerId(0)))), "{twice:?}");
+    assert!(matches!(twice, Err(DeviceError::LayerOrder(LayerId(0)))), "{twice:?}");
     attend(&mut session.resume().unwrap(), 1, 3.0).unwrap();
     assert!(session.resume().unwrap().commit().is_err());
     assert_eq!(attend(&mut session.resume().unwrap(), 2, 3.0).unwrap(), 2.0);
@@ -236,5 +236,5 @@ fn a_step_keeps_a_part_of_its_drafts() {
     let mut step = half.step(&StepRequest { spans: &[Span::chain(A, 0, 1)] }).unwrap();
     attend(&mut step, 0, 1.0).unwrap();
     let missing = step.commit_kept(&[Kept::First(0)]).unwrap_err();
-    assert!(matches!(missing, StepError::Backend(BackendError::LayerOrder(LayerId(1)))), "{missing}");
+    assert!(matches!(missing, StepError::Device(DeviceError::LayerOrder(LayerId(1)))), "{missing}");
 }

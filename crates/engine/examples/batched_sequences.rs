@@ -18,7 +18,7 @@ pub fn main() -> Result<(), Error> {
     let model = Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {})?);
     let tokenizer = model.tokenizer().expect("the embedded model has one");
 
-    // `cells` holds many sequences. The capacity is for all of them together; each needs one row of logits.
+    // `cells` stores many sequences. The capacity is for all of them together; each needs one row of logits.
     let config = CacheConfig { kind: "cells".into(), max_rows: 3, ..CacheConfig::new(256) };
     let mut session = ModelSession::new(&model, &devices::all(), &config)?;
     let seqs: Vec<SeqId> = (0..3).map(SeqId).collect();

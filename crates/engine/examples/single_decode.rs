@@ -33,10 +33,10 @@ pub fn main() -> Result<(), Error> {
     }
     println!("{}\n", stream.finish()?);
 
-    let held = session.cache().next_position(SeqId::ONLY).unwrap_or(0);
+    let cached = session.cache().next_position(SeqId::ONLY).unwrap_or(0);
     let read = session.counters().bytes_read - before.bytes_read;
-    println!("{held} tokens held in {}", Bytes(session.kv_bytes()));
+    println!("{cached} tokens held in {}", Bytes(session.kv_bytes()));
     println!("{} of KV read per new token: what is held, not what fits", Bytes(read / 40));
-    assert!(read / 40 < u64::from(held) * 4096, "reads are bounded by occupancy");
+    assert!(read / 40 < u64::from(cached) * 4096, "reads are bounded by occupancy");
     Ok(())
 }

@@ -82,7 +82,7 @@ fn add_energies(
     layout: &Layout,
     n_cells: u32,
     sums: &mut [Vec<f64>],
-) -> Result<(), BackendError> {
+) -> Result<(), DeviceError> {
     for (layer, spec) in layout.owners() {
         let mut key = vec![0.0; spec.k_dim as usize];
         for (head, sums) in sums[layer].chunks_exact_mut(key.len()).enumerate() {

@@ -1,10 +1,10 @@
-//! Conversations with branches. Tracks the messages of each branch and the tokens its cache already holds.
+//! Conversations with branches. Tracks the messages of each branch and the tokens that are already in its cache.
 //!
 //! Each turn renders the whole conversation, keeps the cached tokens that match its beginning, rolls back the rest and
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
 //! cache back.
 use crate::answer::generate_answer;
-use crate::generate::{Finish, Generation, Limits, Observer, Speculation};
+use crate::generate::{Generation, GenerationEnd, Limits, Observer, Speculation};
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
 use crate::speculate::Speculator;
@@ -186,17 +186,17 @@ impl Chat {
             speculation,
             observer,
         );
-        // On success and on failure, the cache knows how many tokens it holds.
-        let held = self.session.cache().next_position(seq).unwrap_or(0) as usize;
+        // On success and on failure, the cache knows how many tokens it stores.
+        let cached = self.session.cache().next_position(seq).unwrap_or(0) as usize;
         let branch = &mut self.branches[self.current];
         let mut fed = tokens.clone();
         if let Ok((generation, _)) = &generation {
             fed.extend(&generation.tokens);
         }
-        fed.truncate(held);
+        fed.truncate(cached);
         branch.cached = fed;
         let (generation, reasoning) = generation?;
-        let unfinished_prompt = generation.finish == Finish::Cancelled && generation.tokens.is_empty();
+        let unfinished_prompt = generation.finish == GenerationEnd::Cancelled && generation.tokens.is_empty();
         if !unfinished_prompt {
             messages.push(Message::new("assistant", &generation.text));
             branch.messages = messages;

@@ -99,7 +99,7 @@ impl ChatFormat {
 
     /// Render the conversation as text. If the model has a template of its own, the text includes the tokens that the
     /// model expects at the start. `reserve` is called before each rendering with an upper bound of the bytes of memory
-    /// that it takes; its result is held until the rendering is done.
+    /// that it takes; its result is kept until the rendering is done.
     pub fn render<R, E: From<PromptError>>(
         &self,
         conversation: &Conversation<'_>,

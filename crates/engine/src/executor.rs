@@ -18,7 +18,7 @@ use kvist_device::{
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
-use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, RequestId, Sampled};
+use kvist_scheduler::{Advance, Batch, BatchDrafts, Emitted, Executor, Outcome, RequestId, Sampled};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -26,14 +26,14 @@ use std::time::{Duration, Instant};
 
 /// How a request uses its logits.
 pub trait TokenSampler: Send {
-    /// What the request needs of the row that it samples from. When a failed step is retried, it is asked again.
+    /// What the request needs from the row that it samples from. If a failed step is retried, this is called again.
     fn row_output(&self) -> RowOutput {
         RowOutput::Logits
     }
     /// Picks the next token from `row`, which is what [`row_output`](Self::row_output) asked for, or the logits if
     /// the request has a draft, and says whether it is the last one. An implementation that cannot pick a token
     /// reports the error to its client and returns `finished`.
-    fn choose(&mut self, row: RowResult<'_>) -> Choice;
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken;
     /// The positions, out of those `computed` in this step, whose logits the request needs in addition to the row that
     /// it samples from.
     fn wants(&self, computed: Range<u32>) -> Range<u32> {
@@ -50,7 +50,7 @@ pub trait TokenSampler: Send {
 
 /// A chosen token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Choice {
+pub struct SampledToken {
     pub token: u32,
     pub finished: bool,
 }
@@ -176,7 +176,7 @@ impl ModelExecutor {
             drafting.end(id);
         }
     }
-    /// Verifies the drafts of `speculator` from now on; none if it is `None`. A step has at most as many draft tokens as
+    /// From now on, verifies the drafts of `speculator`; `None` turns drafts off. A step has at most as many draft tokens as
     /// rows are left of the cache configuration's `max_rows`.
     pub fn speculate(&mut self, speculator: impl Into<Option<Speculator>>) {
         self.speculation = speculator.into().map(Drafting::new);
@@ -228,7 +228,7 @@ impl ModelExecutor {
             if let Some(draft) = draft {
                 let first = self.tokens.len() as u32 - 1;
                 self.tokens.extend_from_slice(draft.tokens());
-                // Which rows are on the path is not known before: a sampler takes its draws in order.
+                // The rows on the path are known only as the sampler draws, in order.
                 self.rows.extend((first..self.tokens.len() as u32).map(WantedRow::logits));
             } else if work.samples {
                 let output = request.map_or(RowOutput::Argmax, |request| request.row_output());
@@ -265,7 +265,7 @@ impl ModelExecutor {
     fn draw(&mut self, mut computed: Computed<'_>, batch: Batch<'_>, out: &mut Outcome) -> Result<(), Error> {
         let mut rows = self.runner.network.output_mut().rows();
         let (mut verified, mut path, mut paths) = (Verified::default(), Vec::new(), Vec::new());
-        // The rows of tokens that stay, for drafters that read the target's hidden states.
+        // The rows of kept tokens, for drafters that read the target's hidden states.
         let reads_taps = self.speculation.as_ref().is_some_and(|d| !d.speculator.taps().is_empty());
         let (mut first_row, mut kept_rows) = (0, Vec::new());
         for (i, work) in batch.work.iter().enumerate() {
@@ -276,12 +276,12 @@ impl ModelExecutor {
             let mut choose = |row: Option<RowResult<'_>>| match request.as_mut().zip(row) {
                 Some((request, row)) => request.choose(row),
                 // A request without a sampler is finished: nothing can choose its next token.
-                None => Choice { token: 0, finished: true },
+                None => SampledToken { token: 0, finished: true },
             };
             let tree = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
             let Some(tree) = tree else {
                 let sampled = work.samples.then(|| {
-                    let Choice { token, finished } = choose(rows.next());
+                    let SampledToken { token, finished } = choose(rows.next());
                     Sampled { token: has_sampler.then_some(token), finished }
                 });
                 out.push_sampled(batch, sampled);
@@ -307,7 +307,7 @@ impl ModelExecutor {
                 kept_rows.push(verified.rows().map(|row| last_known + row).collect());
             }
             if next < n_rows {
-                let _ = rows.nth(n_rows - next - 1); // those off the path
+                let _ = rows.nth(n_rows - next - 1); // skip the rows off the path
             }
             let emitted = Emitted::Tokens(&verified.tokens);
             let finished = verified.finished;
@@ -344,7 +344,7 @@ impl ModelExecutor {
 }
 
 impl ModelExecutor {
-    /// A drafter has failed: the step runs without drafts, and so does what follows.
+    /// A drafter has failed: this step and all later ones run without drafts.
     fn end_speculation(&mut self, error: &Error) {
         tracing::error!(target: "kvist::engine", "speculation ends: {error}");
         if let Some(drafting) = &mut self.speculation {
@@ -354,7 +354,7 @@ impl ModelExecutor {
 }
 
 impl Executor for ModelExecutor {
-    fn draft(&mut self, _now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, _now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         let Some(drafting) = &mut self.speculation else { return };
         let rows = batch.work.iter().filter(|work| work.samples).count();
         let limit = limit.min(self.runner.max_rows().saturating_sub(rows) as u32);

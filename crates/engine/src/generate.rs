@@ -1,5 +1,5 @@
 //! Text generation over a session: prefill, then decode token by token until an end condition is met.
-use crate::executor::Choice;
+use crate::executor::SampledToken;
 use crate::sampler::Sampler;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
 use crate::speculate::{self, Speculator, Verified};
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 /// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Finish {
+pub enum GenerationEnd {
     /// The model produced an end token.
     EndOfText,
     /// This stop string was generated. It is not part of the text.
@@ -23,15 +23,15 @@ pub enum Finish {
     Cancelled,
 }
 
-impl Finish {
+impl GenerationEnd {
     /// Machine-readable name: `end_of_text`, `stop`, `max_tokens`, `cache_full` or `cancelled`.
     pub fn name(&self) -> &'static str {
         match self {
-            Finish::EndOfText => "end_of_text",
-            Finish::Stop(_) => "stop",
-            Finish::MaxTokens => "max_tokens",
-            Finish::CacheFull => "cache_full",
-            Finish::Cancelled => "cancelled",
+            GenerationEnd::EndOfText => "end_of_text",
+            GenerationEnd::Stop(_) => "stop",
+            GenerationEnd::MaxTokens => "max_tokens",
+            GenerationEnd::CacheFull => "cache_full",
+            GenerationEnd::Cancelled => "cancelled",
         }
     }
 }
@@ -53,7 +53,7 @@ pub struct Generation {
     /// Every sampled token, including an end token.
     pub tokens: Vec<u32>,
     pub text: String,
-    pub finish: Finish,
+    pub finish: GenerationEnd,
     pub prompt_tokens: usize,
     pub prefill: Duration,
     pub decode: Duration,
@@ -117,7 +117,7 @@ pub fn generate(
 /// Drafts for a generation.
 pub struct Speculation<'s> {
     pub speculator: &'s mut Speculator,
-    /// The tokens that the sequence holds already, before the prompt.
+    /// The tokens that the sequence has already, before the prompt.
     pub before: &'s [u32],
 }
 
@@ -153,11 +153,11 @@ pub fn generate_with(
     let started = Instant::now();
     sampler.observe(prompt);
     let n_prompt = known.len();
-    let mut text = Text { known, prompt: n_prompt, sampler, eos, limits, out, finish: None };
+    let mut text = Generating { known, prompt: n_prompt, sampler, eos, limits, out, finish: None };
     let finish = if done < prompt.len() {
-        Finish::Cancelled
+        GenerationEnd::Cancelled
     } else if limits.max_tokens == 0 {
-        Finish::MaxTokens
+        GenerationEnd::MaxTokens
     } else {
         text.choose(RowResult::Logits(session.logits_mut()), observer)?;
         loop {
@@ -165,32 +165,20 @@ pub fn generate_with(
                 break finish;
             }
             let next = match &mut speculation {
-                _ if limits.no_cache => {
-                    session.clear()?;
-                    session
-                        .prefill(seq, &text.known, &mut |_| true)
-                        .and_then(|_| text.choose(RowResult::Logits(session.logits_mut()), observer))
-                        .map(drop)
-                }
-                Some(Speculation { speculator, .. }) => {
+                Some(Speculation { speculator, .. }) if !limits.no_cache => {
                     drafted_pass(session, seq, &mut text, speculator, observer)
                 }
-                None => {
-                    let last = text.known.len() - 1;
-                    let input = SequenceInput::chain(seq, &text.known[last..]);
-                    session
-                        .forward(&[input], LogitRows::LastOfEach)
-                        .and_then(|()| text.choose(RowResult::Logits(session.logits_mut()), observer))
-                        .map(drop)
-                }
+                _ => plain_pass(session, seq, &mut text, observer),
             };
             match next {
-                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => break Finish::CacheFull,
+                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {
+                    break GenerationEnd::CacheFull;
+                }
                 other => other?,
             }
         }
     };
-    let Text { known, mut out, .. } = text;
+    let Generating { known, mut out, .. } = text;
     let tokens = known[n_prompt..].to_vec();
     out.finish(&finish)?;
     out.flush_to(observer);
@@ -204,18 +192,36 @@ pub fn generate_with(
     })
 }
 
+/// Computes the last token, or the whole text again if the cache is not used, and draws the next one.
+fn plain_pass(
+    session: &mut ModelSession,
+    seq: SeqId,
+    text: &mut Generating<'_>,
+    observer: &mut dyn Observer,
+) -> Result<(), Error> {
+    if text.limits.no_cache {
+        session.clear()?;
+        session.prefill(seq, &text.known, &mut |_| true)?;
+    } else {
+        let last = text.known.len() - 1;
+        let input = SequenceInput::chain(seq, &text.known[last..]);
+        session.forward(&[input], LogitRows::LastOfEach)?;
+    }
+    text.choose(RowResult::Logits(session.logits_mut()), observer).map(drop)
+}
+
 /// One pass with a draft. Falls back to a pass without one where the draft does not fit into the cache.
 fn drafted_pass(
     session: &mut ModelSession,
     seq: SeqId,
-    text: &mut Text<'_>,
+    text: &mut Generating<'_>,
     speculator: &mut Speculator,
     observer: &mut dyn Observer,
 ) -> Result<(), Error> {
     let max_new = text.limits.max_tokens - (text.known.len() - text.prompt);
     let limit = session.config().max_rows.min(session.config().max_step_tokens).saturating_sub(1);
     let (chains, id) = (!session.verifies_trees(), u64::from(seq.0));
-    let known = speculate::Text {
+    let known = speculate::DraftContext {
         id,
         salt: "",
         tokens: &text.known,
@@ -256,7 +262,7 @@ fn end_speculation(speculator: &mut Speculator, error: &Error) {
 }
 
 /// A text that is being generated.
-struct Text<'t> {
+struct Generating<'t> {
     /// Prompt and answer.
     known: Vec<u32>,
     prompt: usize,
@@ -264,27 +270,27 @@ struct Text<'t> {
     eos: Vec<u32>,
     limits: &'t Limits,
     out: Output<'t>,
-    finish: Option<Finish>,
+    finish: Option<GenerationEnd>,
 }
 
-impl Text<'_> {
+impl Generating<'_> {
     /// Draws the next token from `row`, and notes whether the text ends with it.
-    fn choose(&mut self, row: RowResult<'_>, observer: &mut dyn Observer) -> Result<Choice, Error> {
+    fn choose(&mut self, row: RowResult<'_>, observer: &mut dyn Observer) -> Result<SampledToken, Error> {
         let token = self.sampler.take(row)?;
         self.sampler.observe(&[token]);
         self.known.push(token);
         self.finish = if self.eos.contains(&token) && !self.limits.ignore_eos {
-            Some(Finish::EndOfText)
+            Some(GenerationEnd::EndOfText)
         } else if let Some(stop) = self.out.push(token)? {
-            Some(Finish::Stop(stop))
+            Some(GenerationEnd::Stop(stop))
         } else if !self.out.flush_to(observer) || !observer.sampled() {
-            Some(Finish::Cancelled)
+            Some(GenerationEnd::Cancelled)
         } else if self.known.len() - self.prompt >= self.limits.max_tokens {
-            Some(Finish::MaxTokens)
+            Some(GenerationEnd::MaxTokens)
         } else {
             None
         };
-        Ok(Choice { token, finished: self.finish.is_some() })
+        Ok(SampledToken { token, finished: self.finish.is_some() })
     }
 }
 
@@ -308,8 +314,8 @@ impl<'t> Output<'t> {
         Ok(self.stops.push(&piece, &mut self.text))
     }
     /// Appends the text held back, unless a stop string ended the generation.
-    fn finish(&mut self, finish: &Finish) -> Result<(), Error> {
-        if !matches!(finish, Finish::Stop(_)) {
+    fn finish(&mut self, finish: &GenerationEnd) -> Result<(), Error> {
+        if !matches!(finish, GenerationEnd::Stop(_)) {
             if let Some(stream) = &mut self.stream {
                 let rest = stream.finish()?;
                 self.stops.push(&rest, &mut self.text);

@@ -29,7 +29,7 @@ pub use kvist_model::Error;
 // The types of these crates appear in the interface above: a program that embeds the engine needs no other dependency.
 pub use {kvist_cache, kvist_device, kvist_model, kvist_scheduler};
 
-/// Refuses an empty prompt, and a prompt that the cache cannot hold, before any work is done. A ring accepts any
+/// Refuses an empty prompt, and a prompt that does not fit into the cache, before any work is done. A ring accepts any
 /// length.
 pub fn check_prompt(config: &memory::CacheConfig, tokens: usize) -> Result<(), Error> {
     match tokens {

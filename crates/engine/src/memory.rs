@@ -11,7 +11,7 @@ use std::sync::Arc;
 /// Tokens of a recent group, which is read in f16. Equals the block size of the server's cache.
 pub const RECENT_TOKENS: u32 = 16;
 
-/// Number of sequences whose newest tokens a session keeps in f16, for kinds that hold several sequences.
+/// Number of sequences whose newest tokens a session keeps in f16, in kinds with several sequences.
 pub const RECENT_SEQUENCES: u32 = 8;
 
 /// The cache policy of one session. The architecture comes from the model.
@@ -21,7 +21,7 @@ pub struct CacheConfig {
     pub kind: String,
     pub k: Storage,
     pub v: Storage,
-    /// Cells: the number of tokens held at once over all sequences. A ring computes its own number.
+    /// Cells: the number of tokens stored at once over all sequences. A ring computes its own number.
     pub context_tokens: u32,
     /// Tokens of the largest step. This is also the prefill chunk size.
     pub max_step_tokens: u32,

@@ -15,8 +15,8 @@ pub(crate) struct Runner {
 
 impl Runner {
     /// Opens KV pools for `cache` in `backend`; `channels` is the order of the model's channels, if the storage of keys has
-    /// outliers. Sets the full memory bound aside in the model's budget first; otherwise
-    /// two caches that do not fit together could both start. On `Err` nothing has been allocated.
+    /// outliers. Sets the full memory bound aside in the model's budget first; otherwise two caches that do not fit together
+    /// could both start. On `Err` nothing has been allocated.
     pub fn open(
         model: &Arc<Model>,
         registry: &Registry,
@@ -44,7 +44,7 @@ impl Runner {
         })
     }
 
-    /// Rows that something is wanted of, at once.
+    /// Most wanted rows of a step.
     pub fn max_rows(&self) -> usize {
         self.max_rows
     }

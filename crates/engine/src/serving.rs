@@ -20,7 +20,7 @@
 //! let model = Model::load(&ModelFile::Embedded, Cpu::default(), &options, &budget, &mut |_, _| {})?;
 //! let tokenizer = model.tokenizer().ok_or("the embedded model has a tokenizer")?;
 //! let prompt = tokenizer.encode("The borrow checker", true)?;
-//! let config = EngineConfig::new(CacheConfig::new(1024)); // the cache holds 1,024 tokens, over all requests
+//! let config = EngineConfig::new(CacheConfig::new(1024)); // room for 1,024 tokens, over all requests
 //! let engine = Engine::start(Arc::new(model), &devices::all(), config)?;
 //!
 //! let mut generation = engine.submit(Job::new(prompt, 16))?;
@@ -77,16 +77,16 @@ pub struct EngineConfig {
     pub record: bool,
     /// Observers of every step; see [`Engine::add_watcher`].
     pub watchers: Vec<Box<dyn Watcher>>,
-    /// Largest number of draft tokens in a step, over all its requests. Logits of so many more rows are planned for.
+    /// Largest number of draft tokens in a step, over all its requests. The memory plan has logits for so many more rows.
     pub max_draft_tokens: u32,
-    /// What proposes drafts; `None` for plain decoding.
+    /// Proposes drafts; `None` for plain decoding.
     pub speculator: Option<Speculator>,
 }
 
 impl EngineConfig {
     /// A paged cache with prefix caching, in blocks of 16 tokens, and the scheduler's defaults, except that a request
     /// waits for a prefix that another one computes. All requests share one queue of 256. `cache` says how many tokens
-    /// the cache holds, over all requests, and how it stores them; its kind is ignored.
+    /// fit into the cache, over all requests, and how it stores them; its kind is ignored.
     pub fn new(cache: CacheConfig) -> Self {
         let cache = CacheConfig { kind: "paged".into(), ..cache };
         let mut config = EngineConfig {
@@ -111,7 +111,7 @@ impl EngineConfig {
         cache.max_step_tokens = max_batch_tokens;
         // Each row belongs to a token of the step.
         cache.max_rows = rows.min(max_batch_tokens.max(max_batch));
-        // A node of a draft tree takes a row too, until the step has told which nodes are kept.
+        // A node of a draft tree takes a row too, until it is known which nodes are kept.
         let group = cache.recent.within_blocks(self.paged.block_tokens).tokens.max(1);
         cache.recent.sequences = max_batch.saturating_add(self.max_draft_tokens.div_ceil(group));
     }
@@ -127,7 +127,7 @@ pub trait Watcher: Send {
     fn ended(&mut self, ended: &Ended) {
         let _ = ended;
     }
-    /// A step ran from `now_ns` to `end_ns` on the engine's clock, or nothing was to be computed at `now_ns`.
+    /// A step ran from `now_ns` to `end_ns` on the engine's clock, or there was nothing to compute at `now_ns`.
     fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState);
 }
 
@@ -328,7 +328,7 @@ impl Engine {
     pub fn model(&self) -> &Arc<Model> {
         &self.shared.model
     }
-    /// Tokens that the cache can hold.
+    /// Tokens that the cache has room for.
     pub fn capacity_tokens(&self) -> u64 {
         self.shared.capacity_tokens
     }

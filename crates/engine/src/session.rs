@@ -1,6 +1,6 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
-use crate::executor::Choice;
+use crate::executor::SampledToken;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use crate::speculate::{DraftTree, Speculator, Verified, verify};
@@ -122,13 +122,13 @@ impl ModelSession {
         self.open_only()
     }
 
-    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap). [`EMBEDDING`] stands for what enters
+    /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap). [`EMBEDDING`] stands for the input of
     /// the first layer.
     pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
         let n_layers = self.runner.model.layout().layers.len();
         if let Some(layer) = layers.iter().find(|l| l.0 as usize >= n_layers && **l != EMBEDDING) {
             let layer = *layer;
-            return Err(kvist_device::BackendError::UnknownLayer { layer, n_layers }.into());
+            return Err(kvist_device::DeviceError::UnknownLayer { layer, n_layers }.into());
         }
         self.taps = layers.to_vec();
         Ok(())
@@ -160,7 +160,7 @@ impl ModelSession {
         self.forward_given(inputs, want, Given::Nothing)
     }
 
-    /// [`forward`](Self::forward) for draft heads, with the rows that these read beside their tokens.
+    /// [`forward`](Self::forward) for draft heads, with the rows that they read in addition to their tokens.
     pub fn forward_given(
         &mut self,
         inputs: &[SequenceInput<'_>],
@@ -206,7 +206,7 @@ impl ModelSession {
         seq: SeqId,
         last: u32,
         draft: &DraftTree,
-        choose: &mut dyn FnMut(RowResult<'_>) -> Result<Choice, Error>,
+        choose: &mut dyn FnMut(RowResult<'_>) -> Result<SampledToken, Error>,
         verified: &mut Verified,
     ) -> Result<(), Error> {
         let mut tokens = std::mem::take(&mut self.draft_tokens);
@@ -228,7 +228,7 @@ impl ModelSession {
         let drawn = verify(
             draft,
             |row| {
-                // The rows of a path ascend, so those before are not asked for any more.
+                // The rows of a path ascend, so earlier ones are not needed any more.
                 let result = rows.nth(row - next).ok_or(Error::Usage(MISSING_ROW.into()))?;
                 next = row + 1;
                 choose(result)

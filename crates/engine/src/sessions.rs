@@ -1,7 +1,7 @@
 //! Sessions: conversations and texts that can be forked, rolled back, and continued in several ways, on a
 //! [serving engine](crate::serving).
 //!
-//! A session is a history of tokens with an owner. It holds no cache memory while nothing is generated: its full blocks
+//! A session is a history of tokens with an owner. It uses no cache memory while nothing is generated: its full blocks
 //! stay in the prefix index, under the salt that it shares with its forks. A generation is a job whose prompt is the
 //! history. So a fork copies no K and V, and recomputes at most the tokens of its last, partly filled block. A fork of
 //! a session that is generating takes the tokens that exist at that moment. Blocks that were evicted meanwhile are

@@ -25,9 +25,9 @@ mod tree;
 
 pub use control::Costs;
 pub use draft_model::{DraftModel, check_vocabulary};
-pub use drafter::{Bounds, Drafter, Proposal};
+pub use drafter::{Bounds, DraftRequest, Drafter};
 pub use eagle::Eagle;
 pub use ngram::Ngram;
-pub use speculator::{Counts, Draft, SpeculationConfig, Speculator, Text};
+pub use speculator::{Counts, Draft, DraftContext, SpeculationConfig, Speculator};
 pub use suffix::{Suffix, SuffixConfig};
 pub use tree::{DraftTree, Verified, verify};

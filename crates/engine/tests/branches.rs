@@ -32,7 +32,7 @@ fn started(config: &CacheConfig) -> ModelSession {
 }
 
 /// Tokens and the indices of their parents.
-type Draft = Vec<(u32, Option<u32>)>;
+type Nodes = Vec<(u32, Option<u32>)>;
 
 /// A draft tree after the committed tokens, as (token, parent). Its path 0, 2, 5, 6 is the greedy continuation.
 ///
@@ -42,7 +42,7 @@ type Draft = Vec<(u32, Option<u32>)>;
 /// └─── 3
 /// 1
 /// ```
-fn draft() -> (Draft, [NodeId; 4], Vec<u32>) {
+fn draft() -> (Nodes, [NodeId; 4], Vec<u32>) {
     let good = greedy(&mut session(model(), &exact("contiguous", 128, 64)), &prompt(), 5, false);
     let tree = vec![
         (good[0], None),
@@ -100,7 +100,7 @@ fn one_pass_over_a_draft_tree_equals_every_path_as_a_chain() {
     for config in policies() {
         // In one step, and in two where the second continues nodes of the first.
         for cuts in [&[0, 7][..], &[0, 4, 7], &[0, 1, 3, 7]] {
-            let what = format!("window {:?}, frontiers cut at {cuts:?}", config.window);
+            let what = format!("window {:?}, trees cut at {cuts:?}", config.window);
             let mut s = started(&config);
             let len = s.cache().next_position(A).unwrap();
             let logits: Vec<Vec<f32>> =
@@ -193,15 +193,18 @@ fn a_chat_reuses_what_its_branches_share() {
         let tokens = |text: &str| model().tokenizer().unwrap().encode(text, true).unwrap().len();
         let (reused, answer) = say(&mut chat, first);
         assert_eq!(reused, 0);
-        // The cache holds all but the last sampled token, with which the next turn begins. Text does not always
+        // The cache stores all but the last sampled token, with which the next turn begins. Text does not always
         // re-tokenize to the same tokens, so less may be reused near the end of the answer, but never less than the
         // question.
-        let held = tokens(first) + 12 - 1;
+        let cached = tokens(first) + 12 - 1;
         let moved = chat.session().counters().bytes_moved;
         chat.fork(Some("other")).unwrap();
         assert_eq!(chat.session().counters().bytes_moved, moved);
         let (reused, on_other) = say(&mut chat, left);
-        assert!((tokens(first)..=held).contains(&reused), "{kind}: {reused} of {held} reused after a fork");
+        assert!(
+            (tokens(first)..=cached).contains(&reused),
+            "{kind}: {reused} of {cached} reused after a fork"
+        );
         chat.switch("main").unwrap();
         let (reused_here, on_main) = say(&mut chat, right);
         assert_eq!(reused_here, reused, "{kind}: both branches begin alike");

@@ -6,7 +6,7 @@ use kvist_cache::{LayerId, NodeId, PrefixSpec, SeqId};
 use kvist_device::reference::Reference;
 use kvist_device::{EMBEDDING, Given, MemoryBudget, Purpose, Registry, RowResult, Storage};
 use kvist_engine::devices;
-use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
+use kvist_engine::executor::{ModelExecutor, PagedConfig, SampledToken, TokenSampler};
 use kvist_engine::generate::{Limits, Speculation, generate_with};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -203,7 +203,7 @@ fn a_head_needs_rows_of_its_own_width_and_a_model_takes_none() {
 
 fn propose(eagle: &mut Eagle, id: u64, tokens: &[u32], bounds: Bounds) -> DraftTree {
     let mut tree = DraftTree::default();
-    eagle.propose(&mut [Proposal { id, salt: "", tokens, bounds, tree: &mut tree }]).unwrap();
+    eagle.propose(&mut [DraftRequest { id, salt: "", tokens, bounds, tree: &mut tree }]).unwrap();
     tree
 }
 
@@ -242,9 +242,9 @@ fn drafts_are_the_references() {
             report(&mut eagle, 3, 0..4, n + 1);
             report(&mut eagle, 3, 5..n, n + 1);
             assert_eq!(propose(&mut eagle, 3, &expected.tokens, bounds), late);
-            let held = eagle.bytes();
+            let bytes = eagle.bytes();
             (1..4).for_each(|id| eagle.end(id, "", &[], 0));
-            assert!(held > 0 && propose(&mut eagle, 3, &expected.tokens, bounds).is_empty());
+            assert!(bytes > 0 && propose(&mut eagle, 3, &expected.tokens, bounds).is_empty());
         }
     }
 }
@@ -305,11 +305,11 @@ fn greedy_texts_are_the_same() {
 struct Greedy(Arc<Mutex<Vec<u32>>>);
 
 impl TokenSampler for Greedy {
-    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken {
         let RowResult::Logits(logits) = row else { panic!("{row:?} instead of logits") };
         let (token, _) = top_two(logits).expect("logits are numbers");
         self.0.lock().unwrap().push(token);
-        Choice { token, finished: false }
+        SampledToken { token, finished: false }
     }
 }
 

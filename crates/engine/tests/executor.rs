@@ -5,7 +5,7 @@ use kvist_cache::{Cache, CellRun, GroupId, PrefixSpec, RecomputeCost, SeqId};
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::{HostBlock, MemoryBudget, Purpose, RowOutput, RowResult, Storage};
 use kvist_engine::devices;
-use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
+use kvist_engine::executor::{ModelExecutor, PagedConfig, SampledToken, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::config::ModelConfig;
@@ -50,11 +50,11 @@ struct Greedy {
 }
 
 impl TokenSampler for Greedy {
-    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken {
         let RowResult::Logits(logits) = row else { panic!("{row:?} instead of logits") };
         let (token, _) = top_two(logits).expect("logits are numbers");
         self.heard.lock().unwrap().tokens.push(token);
-        Choice { token, finished: false }
+        SampledToken { token, finished: false }
     }
     fn wants(&self, _computed: Range<u32>) -> Range<u32> {
         self.wanted.clone()
@@ -74,11 +74,11 @@ impl TokenSampler for Plain {
     fn row_output(&self) -> RowOutput {
         RowOutput::Argmax
     }
-    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken {
         let RowResult::Token(token) = row else { panic!("{row:?} instead of a token") };
         let mut heard = self.0.lock().unwrap();
         heard.tokens.push(token);
-        Choice { token, finished: heard.tokens.len() == 3 }
+        SampledToken { token, finished: heard.tokens.len() == 3 }
     }
     fn score(&mut self, _: u32, _: &[f32]) {
         panic!("nothing was wanted");

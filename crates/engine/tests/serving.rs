@@ -45,14 +45,14 @@ fn alone_with(
 
 async fn cache_is_unused(engine: &Engine) {
     tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("a job is still live");
-    let (held, running, waiting) = engine
+    let (used, running, waiting) = engine
         .inspect(|state| {
             let scheduler = &state.scheduler;
             (scheduler.used_cells(), scheduler.n_running(), scheduler.n_waiting())
         })
         .await
         .unwrap();
-    assert_eq!((held, running, waiting), (0, 0, 0), "cells held, requests running and waiting");
+    assert_eq!((used, running, waiting), (0, 0, 0), "cells in use, requests running and waiting");
 }
 
 #[tokio::test]
@@ -155,7 +155,7 @@ async fn queues_end_and_deadlines_pass() {
     let (release, released) = std::sync::mpsc::channel::<()>();
     let still = engine.clone();
     let (standing, stands) = tokio::sync::oneshot::channel();
-    let held = tokio::spawn(async move {
+    let answer = tokio::spawn(async move {
         let stand = move |_: &mut EngineState| {
             let _ = standing.send(());
             released.recv().is_ok()
@@ -169,7 +169,7 @@ async fn queues_end_and_deadlines_pass() {
     let waiting = engine.submit(greedy(&all, 5)).unwrap();
     assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2, is_shared: false }));
     drop(release);
-    assert_eq!(held.await.unwrap(), Some(false));
+    assert_eq!(answer.await.unwrap(), Some(false));
     let heard = receive(&mut late).await;
     assert_eq!(heard.done.unwrap().finish, FinishReason::Deadline);
     assert!(heard.admitted.is_none());

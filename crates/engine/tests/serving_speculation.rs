@@ -154,8 +154,8 @@ async fn the_same_answers_with_drafts() {
                 }
             }
             engine.until_idle().await;
-            let held = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
-            assert_eq!(held, 0, "a rejected node is still held");
+            let used = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
+            assert_eq!(used, 0, "a rejected node is still held");
             let stats = engine.stats();
             let (counters, counts) = (stats.counters, stats.speculation.unwrap());
             assert_eq!(counters.failed_steps, 0);
@@ -244,15 +244,15 @@ async fn a_drafter_that_fails_ends_speculation_alone() {
     impl Drafter for Fails {
         fn propose(
             &mut self,
-            proposals: &mut [kvist_engine::speculate::Proposal<'_>],
+            requests: &mut [kvist_engine::speculate::DraftRequest<'_>],
         ) -> Result<(), kvist_model::Error> {
             self.0 += 1;
             assert!(self.0 <= 5, "it is asked again after a failure");
             if self.0 == 5 {
                 return Err(kvist_model::Error::Usage("on purpose".into()));
             }
-            for proposal in proposals {
-                proposal.tree.push(None, 7, 0.5);
+            for request in requests {
+                request.tree.push(None, 7, 0.5);
             }
             Ok(())
         }

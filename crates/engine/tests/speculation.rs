@@ -5,8 +5,8 @@ use common::*;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::devices;
-use kvist_engine::executor::Choice;
-use kvist_engine::generate::{Finish, Generation, Limits, Speculation, generate_with};
+use kvist_engine::executor::SampledToken;
+use kvist_engine::generate::{Generation, GenerationEnd, Limits, Speculation, generate_with};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::speculate::*;
@@ -148,7 +148,7 @@ fn a_full_cache_ends_the_same_text() {
         for drafter in drafters(&model, &text, &config) {
             let mut speculator = speculator(drafter);
             let out = run(&model, &config, &prompt, SamplerConfig::greedy(), 100, Some(&mut speculator));
-            assert_eq!((&out.tokens, &out.finish), (&plain.tokens, &Finish::CacheFull), "{kind}");
+            assert_eq!((&out.tokens, &out.finish), (&plain.tokens, &GenerationEnd::CacheFull), "{kind}");
         }
     }
 }
@@ -185,7 +185,7 @@ fn verified_samples_have_the_models_distribution() {
             let before = row.checked_sub(1).map(|node| tree.tokens()[node]);
             let token = sampler.sample(&logits(before))?;
             drawn.push(token);
-            Ok::<_, Error>(Choice { token, finished: drawn.len() == 2 })
+            Ok::<_, Error>(SampledToken { token, finished: drawn.len() == 2 })
         };
         verify(&tree, choose, &mut verified).unwrap();
         if verified.tokens.len() == 1 {

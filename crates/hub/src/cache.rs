@@ -1,6 +1,6 @@
 //! Hugging Face's cache folder: `models--ORG--NAME/{blobs,refs,snapshots}`. A blob is named after its hash, a
-//! snapshot holds links to blobs, and a ref holds the commit of a branch.
-use crate::choose::{Choice, INDEX, Weights, choose, is_model, pick};
+//! snapshot contains links to blobs, and a ref contains the commit of a branch.
+use crate::choose::{INDEX, Selection, Weights, choose, is_model, pick};
 use crate::name::is_safe_path;
 use crate::{Error, HubName, Resolved};
 use serde::Deserialize;
@@ -84,16 +84,16 @@ impl Repo {
         snapshots
     }
 
-    /// The model that `name` means, if the cache holds it completely; otherwise `None`.
+    /// The model that `name` means, if the cache has all of it; otherwise `None`.
     pub(crate) fn find(&self, name: &HubName) -> Result<Option<Resolved>, Error> {
         for snapshot in self.snapshots(name.revision.as_deref()) {
             let files = files_of(&snapshot);
             let paths: Vec<&str> = files.iter().map(String::as_str).collect();
             match choose(name, &paths) {
-                Ok(Choice::Gguf(parts)) => {
+                Ok(Selection::Gguf(parts)) => {
                     return Ok(Some(Resolved { path: snapshot.join(&parts[0]), title: None }));
                 }
-                Ok(Choice::Folder { weights, .. }) if missing_weights(&snapshot, &weights)?.is_none() => {
+                Ok(Selection::Folder { weights, .. }) if missing_weights(&snapshot, &weights)?.is_none() => {
                     return Ok(Some(Resolved { path: snapshot, title: Some(name.name.clone()) }));
                 }
                 _ => {}
@@ -102,7 +102,7 @@ impl Repo {
         Ok(None)
     }
 
-    /// Describes what the cache holds of this repository, for error messages.
+    /// Describes what the cache has of this repository, for error messages.
     pub(crate) fn there(&self) -> String {
         let mut there = BTreeSet::new();
         for snapshot in self.snapshots(None) {

@@ -4,7 +4,7 @@ use crate::error::closest;
 use crate::{Error, HubName};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Choice {
+pub(crate) enum Selection {
     /// The parts of a GGUF model in order.
     Gguf(Vec<String>),
     /// A safetensors folder.
@@ -35,7 +35,7 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 /// Chooses from all `paths` of a repository the files that `name` means. Without a quantisation or file in the
 /// name, a safetensors model is preferred over GGUF files.
-pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
+pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Selection, Error> {
     let has = |path: &str| paths.contains(&path);
     let models: Vec<&str> = paths.iter().copied().filter(|path| is_model(path)).collect();
     let missing = |asked: String| {
@@ -67,7 +67,7 @@ pub(crate) fn choose(name: &HubName, paths: &[&str]) -> Result<Choice, Error> {
                 false => Weights::Index(INDEX.into()),
             };
             let index = matches!(weights, Weights::Index(_)).then(|| INDEX.to_string());
-            Ok(Choice::Folder { texts: texts.chain(index).collect(), weights })
+            Ok(Selection::Folder { texts: texts.chain(index).collect(), weights })
         }
         None => {
             let default = DEFAULT_QUANTS.iter().find_map(|q| models.iter().find(|path| is_of(path, q)));
@@ -97,8 +97,8 @@ fn nothing_of(paths: &[&str]) -> String {
 }
 
 /// All parts of the GGUF model that contains `first`. Fails if a part is missing.
-fn parts(name: &HubName, first: &str, paths: &[&str]) -> Result<Choice, Error> {
-    let Some((stem, _, count)) = split(first) else { return Ok(Choice::Gguf(vec![first.into()])) };
+fn parts(name: &HubName, first: &str, paths: &[&str]) -> Result<Selection, Error> {
+    let Some((stem, _, count)) = split(first) else { return Ok(Selection::Gguf(vec![first.into()])) };
     let parts: Vec<String> = (1..=count).map(|part| format!("{stem}-{part:05}-of-{count:05}.gguf")).collect();
     match parts.iter().find(|part| !paths.contains(&part.as_str())) {
         Some(part) => Err(Error::NoSuchFile {
@@ -106,7 +106,7 @@ fn parts(name: &HubName, first: &str, paths: &[&str]) -> Result<Choice, Error> {
             asked: format!("file {part}"),
             there: format!("{first} is one of {count} parts"),
         }),
-        None => Ok(Choice::Gguf(parts)),
+        None => Ok(Selection::Gguf(parts)),
     }
 }
 
@@ -162,7 +162,7 @@ pub fn quant(path: &str) -> Option<String> {
     parts.into_iter().find(|part| is_quant(part))
 }
 
-/// What can be asked for in this repository, closest match first: quantisations, or the file where two files
+/// The names that can be asked for in this repository, closest match first: quantisations, or the file where two files
 /// share a quantisation.
 fn closest_picks(name: &HubName, models: &[&str]) -> Option<String> {
     let asked = name.pick.as_deref().unwrap_or_default();
@@ -188,8 +188,8 @@ mod tests {
     fn name(pick: Option<&str>) -> HubName {
         HubName { owner: "a".into(), name: "b".into(), revision: None, pick: pick.map(Into::into) }
     }
-    fn gguf(parts: &[&str]) -> Choice {
-        Choice::Gguf(parts.iter().map(|part| part.to_string()).collect())
+    fn gguf(parts: &[&str]) -> Selection {
+        Selection::Gguf(parts.iter().map(|part| part.to_string()).collect())
     }
 
     const MANY: [&str; 8] = [
@@ -260,12 +260,12 @@ mod tests {
     fn a_safetensors_repository_gives_what_the_engine_reads() {
         let texts = ["config.json", "tokenizer.json"];
         let single = ["README.md", "config.json", "model.safetensors", "onnx/model.onnx", "tokenizer.json"];
-        let Choice::Folder { texts: chosen, weights } = choose(&name(None), &single).unwrap() else {
+        let Selection::Folder { texts: chosen, weights } = choose(&name(None), &single).unwrap() else {
             panic!()
         };
         assert_eq!((chosen, weights), (texts.map(String::from).to_vec(), Weights::Single(SINGLE.into())));
         let sharded = ["config.json", "model-00001-of-00002.safetensors", INDEX, "x-Q8_0.gguf"];
-        let Choice::Folder { texts: chosen, weights } = choose(&name(None), &sharded).unwrap() else {
+        let Selection::Folder { texts: chosen, weights } = choose(&name(None), &sharded).unwrap() else {
             panic!()
         };
         assert_eq!(chosen, ["config.json", INDEX].map(String::from));

@@ -27,7 +27,7 @@ pub use name::{HubName, Name};
 pub use settings::{Places, Settings, free_bytes};
 
 use cache::Repo;
-use choose::Choice;
+use choose::Selection;
 use client::{Client, Listing};
 use std::path::{Path, PathBuf};
 
@@ -88,11 +88,11 @@ impl Hub {
         let client = Client::new(&self.settings)?;
         let listing = client.list(&name)?;
         match choose::choose(&name, &listing.paths())? {
-            Choice::Gguf(parts) => {
+            Selection::Gguf(parts) => {
                 let bytes = parts.iter().filter_map(|part| listing.files.get(part)?.size).sum();
                 Err(Error::TooMuchForASize { name: name.to_string(), size: error::human(bytes) })
             }
-            Choice::Folder { .. } => {
+            Selection::Folder { .. } => {
                 let repo = Repo::new(&self.settings.places.hugging_face, &name);
                 let config = client.complete(&name, &listing, CONFIG)?;
                 let (settings, commit) = (&self.settings, &listing.commit);
@@ -137,11 +137,11 @@ impl Hub {
         };
         let snapshot = repo.snapshot(&listing.commit);
         let resolved = match &choice {
-            Choice::Gguf(parts) => {
+            Selection::Gguf(parts) => {
                 fetch(parts, progress)?;
                 Resolved { path: snapshot.join(&parts[0]), title: None }
             }
-            Choice::Folder { texts, weights } => {
+            Selection::Folder { texts, weights } => {
                 fetch(texts, progress)?;
                 let weights = named_by_index(name, &listing, &snapshot, weights)?;
                 let refuse = |why| Error::NotAccepted { name: name.to_string(), why };

@@ -30,7 +30,7 @@ pub struct Settings {
     pub proxy: bool,
     /// A PEM file of root certificates to trust instead of Mozilla's.
     pub certificates: Option<PathBuf>,
-    /// Returns the free bytes of the disk that holds a folder, if the system reports them.
+    /// Returns the free bytes of the disk of a folder, if the system reports them.
     pub free_bytes: fn(&Path) -> Option<u64>,
     /// Pause after the first failed request; grows with each further failure.
     pub pause: Duration,
@@ -96,7 +96,7 @@ impl Settings {
     }
 }
 
-/// Free bytes on the disk that holds `folder`. The folder need not exist yet.
+/// Free bytes on the disk of `folder`. The folder need not exist yet.
 pub fn free_bytes(folder: &Path) -> Option<u64> {
     let there = folder.ancestors().find(|folder| folder.is_dir())?;
     #[cfg(unix)]

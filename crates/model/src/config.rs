@@ -110,9 +110,18 @@ impl ModelConfig {
 
     /// Validates a config from any source.
     fn check(self, file: &str) -> Result<Self, Error> {
-        let bad = |field: &str, problem: String| {
-            Err(Error::Config { file: file.into(), field: field.into(), problem })
-        };
+        let checked = (self.check_sizes())
+            .and_then(|()| self.check_layers())
+            .and_then(|()| self.check_experts())
+            .and_then(|()| self.check_scales())
+            .and_then(|()| self.ropes.iter().try_for_each(|rope| rope.check(self.head_dim)));
+        match checked {
+            Ok(()) => Ok(self),
+            Err((field, problem)) => Err(Error::Config { file: file.into(), field: field.into(), problem }),
+        }
+    }
+
+    fn check_sizes(&self) -> Checked {
         let sizes = [
             ("num_hidden_layers", self.n_layers),
             ("hidden_size", self.hidden),
@@ -125,83 +134,88 @@ impl ModelConfig {
         ];
         for (field, size) in sizes {
             if size == 0 || size > ABSURD {
-                return bad(field, format!("is {size}, which is out of range"));
+                return Err((field, format!("is {size}, which is out of range")));
             }
         }
         if self.n_layers > u16::MAX as usize {
-            return bad(
-                "num_hidden_layers",
-                format!("is {}; kvist runs at most {}", self.n_layers, u16::MAX),
-            );
+            let problem = format!("is {}; kvist runs at most {}", self.n_layers, u16::MAX);
+            return Err(("num_hidden_layers", problem));
         }
         if !self.n_heads.is_multiple_of(self.n_kv_heads) {
             let (heads, kv) = (self.n_heads, self.n_kv_heads);
-            return bad(
-                "num_key_value_heads",
-                format!("is {kv}, which does not divide the {heads} query heads"),
-            );
+            let problem = format!("is {kv}, which does not divide the {heads} query heads");
+            return Err(("num_key_value_heads", problem));
         }
         if !self.head_dim.is_multiple_of(2) {
-            return bad("head_dim", format!("is {}; rotary embeddings need an even one", self.head_dim));
+            let problem = format!("is {}; rotary embeddings need an even one", self.head_dim);
+            return Err(("head_dim", problem));
         }
         if self.n_heads.saturating_mul(self.head_dim) > ABSURD {
-            return bad(
-                "head_dim",
-                format!("is {} for {} heads, which is out of range", self.head_dim, self.n_heads),
-            );
+            let problem = format!("is {} for {} heads, which is out of range", self.head_dim, self.n_heads);
+            return Err(("head_dim", problem));
         }
         if !(self.norm_eps.is_finite() && self.norm_eps >= 0.0) {
-            return bad("rms_norm_eps", format!("is {}", self.norm_eps));
+            return Err(("rms_norm_eps", format!("is {}", self.norm_eps)));
         }
+        Ok(())
+    }
+
+    /// Checks windows, and which layers borrow K and V from which.
+    fn check_layers(&self) -> Checked {
         if self.layers.len() != self.n_layers {
-            return bad("layer_types", format!("lists {} of {} layers", self.layers.len(), self.n_layers));
+            let problem = format!("lists {} of {} layers", self.layers.len(), self.n_layers);
+            return Err(("layer_types", problem));
         }
         for (l, layer) in self.layers.iter().enumerate() {
             if layer.window == Some(0) {
-                return bad("sliding_window", "is 0: a query must see itself".into());
+                return Err(("sliding_window", "is 0: a query must see itself".into()));
             }
             let owner = layer.owner;
             if owner > l || self.layers[owner].owner != owner {
-                return bad(
-                    "kv_owner_layer",
-                    format!("lets layer {l} borrow from {owner}, which is not an owner layer below it"),
-                );
+                let problem =
+                    format!("lets layer {l} borrow from {owner}, which is not an owner layer below it");
+                return Err(("kv_owner_layer", problem));
             }
             if self.layers[owner].window != layer.window {
-                return bad(
-                    "kv_owner_layer",
-                    format!("lets layer {l} borrow from {owner}, which has another window"),
-                );
+                let problem = format!("lets layer {l} borrow from {owner}, which has another window");
+                return Err(("kv_owner_layer", problem));
             }
         }
-        if let Some(Experts { routing: Routing { n_experts: n, used, width, .. }, .. }) = self.experts {
-            if n == 0 || n.saturating_mul(self.n_layers) > MAX_EXPERTS {
-                return bad(
-                    "num_experts",
-                    format!("is {n} in {} layers, which is out of range", self.n_layers),
-                );
-            }
-            if used == 0 || used > n {
-                return bad("num_experts_per_tok", format!("is {used} of {n} experts"));
-            }
-            if width == 0 || width > ABSURD {
-                return bad("moe_intermediate_size", format!("is {width}, which is out of range"));
-            }
+        Ok(())
+    }
+
+    fn check_experts(&self) -> Checked {
+        let Some(Experts { routing: Routing { n_experts: n, used, width, .. }, .. }) = self.experts else {
+            return Ok(());
+        };
+        if n == 0 || n.saturating_mul(self.n_layers) > MAX_EXPERTS {
+            return Err((
+                "num_experts",
+                format!("is {n} in {} layers, which is out of range", self.n_layers),
+            ));
         }
+        if used == 0 || used > n {
+            return Err(("num_experts_per_tok", format!("is {used} of {n} experts")));
+        }
+        if width == 0 || width > ABSURD {
+            return Err(("moe_intermediate_size", format!("is {width}, which is out of range")));
+        }
+        Ok(())
+    }
+
+    fn check_scales(&self) -> Checked {
         for (field, value) in [
             ("query_pre_attn_scalar", Some(self.attention_scale)),
             ("attn_logit_softcapping", self.attention_softcap),
             ("final_logit_softcapping", self.logit_softcap),
         ] {
             if value.is_some_and(|value| !value.is_finite() || value <= 0.0) {
-                return bad(field, "must be a number above 0".into());
+                return Err((field, "must be a number above 0".into()));
             }
         }
-        for rope in &self.ropes {
-            if let Err((field, problem)) = rope.check(self.head_dim) {
-                return bad(field, problem);
-            }
-        }
-        Ok(self)
+        Ok(())
     }
 }
+
+/// `Err` has the field and what is wrong with it.
+type Checked = Result<(), (&'static str, String)>;

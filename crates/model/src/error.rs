@@ -1,6 +1,6 @@
 //! Errors from file to token. Messages tell the reader what to do.
 use kvist_cache::Refused;
-use kvist_device::{BackendError, BuildError, Bytes, OutOfBudget, StepError};
+use kvist_device::{BuildError, Bytes, DeviceError, OutOfBudget, StepError};
 use std::path::PathBuf;
 
 #[derive(Debug, thiserror::Error)]
@@ -58,9 +58,9 @@ pub enum Error {
     Usage(String),
 }
 
-impl From<BackendError> for Error {
-    fn from(error: BackendError) -> Self {
-        StepError::Backend(error).into()
+impl From<DeviceError> for Error {
+    fn from(error: DeviceError) -> Self {
+        StepError::Device(error).into()
     }
 }
 

@@ -37,7 +37,7 @@ impl Space {
     }
 }
 
-/// What an admission works on: the scheduler, or the hypothetical values of a dry run (`dry_run.rs`).
+/// The state that an admission reads and changes: the scheduler, or the hypothetical values of a dry run (`dry_run.rs`).
 pub(crate) trait MakeFit {
     /// Returns whether the batch has room for a further request.
     fn has_batch_room(&self) -> bool;

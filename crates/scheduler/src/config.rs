@@ -1,4 +1,4 @@
-//! Everything that decisions depend on besides the events. The configuration is written in the first line of every
+//! The configuration: everything that decisions depend on besides the events. It is written in the first line of every
 //! log.
 use crate::policy::build_policy;
 use serde::{Deserialize, Serialize};
@@ -154,7 +154,7 @@ pub enum BadConfig {
     #[error("this kind of cache holds one sequence: use paged, cells or tree")]
     OneSequence,
     /// The cache already contains sequences, which the scheduler did not create.
-    #[error("the cache holds {n_sequences} sequences already: give the scheduler an empty cache")]
+    #[error("the cache has {n_sequences} sequences already: give the scheduler an empty cache")]
     NotEmpty {
         /// How many sequences.
         n_sequences: usize,

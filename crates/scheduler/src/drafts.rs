@@ -15,10 +15,10 @@ pub trait Lookahead {
         1
     }
     /// See [`Executor::draft`](crate::Executor::draft).
-    fn draft(&mut self, _batch: Batch<'_>, _limit: u32, _drafts: &mut Drafts) {}
+    fn draft(&mut self, _batch: Batch<'_>, _limit: u32, _drafts: &mut BatchDrafts) {}
 }
 
-/// A closure that is asked as [`Executor::max_fused_steps`](crate::Executor::max_fused_steps) is, without drafts.
+/// A closure with the signature of [`Executor::max_fused_steps`](crate::Executor::max_fused_steps). Proposes no drafts.
 impl<F: FnMut(Batch<'_>, u32) -> u32> Lookahead for F {
     fn max_fused_steps(&mut self, batch: Batch<'_>, limit: u32) -> u32 {
         self(batch, limit)
@@ -27,25 +27,25 @@ impl<F: FnMut(Batch<'_>, u32) -> u32> Lookahead for F {
 
 /// The draft trees of a batch, at most one for each request that decodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Drafts {
-    list: Vec<Draft>,
-    /// The parents of all trees, as the cache wants them: node 0 of a request is its last known token.
+pub struct BatchDrafts {
+    list: Vec<WorkDraft>,
+    /// The parents of all trees, as the cache expects them: node 0 of a request is its last known token.
     parents: Vec<Option<NodeId>>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Draft {
+struct WorkDraft {
     /// Index into the batch.
     work: usize,
     /// Set when the scheduler adds the draft to the batch.
     request: RequestId,
-    /// Where its parents lie, that of the last known token included.
+    /// The range of its parents, including that of the last known token.
     parents: Range<usize>,
 }
 
-impl Drafts {
+impl BatchDrafts {
     /// No drafts.
-    pub(crate) const NONE: &'static Drafts = &Drafts { list: Vec::new(), parents: Vec::new() };
+    pub(crate) const NONE: &'static BatchDrafts = &BatchDrafts { list: Vec::new(), parents: Vec::new() };
 
     /// Removes all trees.
     pub fn clear(&mut self) {
@@ -65,7 +65,7 @@ impl Drafts {
     /// token if that is `None`. A tree without nodes is ignored. Requests must come in batch order.
     ///
     /// # Panics
-    /// A parent does not stand before its node, or the requests are out of order: bugs in the drafter.
+    /// A parent does not precede its node, or the requests are out of order: bugs in the drafter.
     pub fn push(&mut self, work: usize, parents: &[Option<u32>]) {
         assert!(self.list.last().is_none_or(|last| last.work < work), "drafts come in batch order");
         if parents.is_empty() {
@@ -77,7 +77,7 @@ impl Drafts {
             assert!(parent.is_none_or(|parent| (parent as usize) < i), "node {i} precedes its parent");
             self.parents.push(Some(NodeId(parent.map_or(0, |parent| parent + 1))));
         }
-        self.list.push(Draft { work, request: RequestId(0), parents: first..self.parents.len() });
+        self.list.push(WorkDraft { work, request: RequestId(0), parents: first..self.parents.len() });
     }
 
     /// The parents of the tree of request `work`: first that of its last known token (`None`), then those of the drafts.
@@ -89,13 +89,13 @@ impl Drafts {
         }
     }
 
-    /// Whether each tree belongs to a request of the batch that decodes, and all of them to the budget. `Err` says what
-    /// does not fit.
+    /// Checks that each tree belongs to a request of the batch that decodes, and that all of them fit into the budget. `Err`
+    /// says what is wrong.
     pub(crate) fn check(&self, batch: Batch<'_>, limit: u32) -> Result<(), String> {
         if self.n_tokens() > limit {
             return Err(format!("{} tokens are drafted, {limit} are allowed", self.n_tokens()));
         }
-        let decodes = |draft: &&Draft| batch.work.get(draft.work).is_some_and(|work| work.decodes);
+        let decodes = |draft: &&WorkDraft| batch.work.get(draft.work).is_some_and(|work| work.decodes);
         match self.list.iter().find(|draft| !decodes(draft)) {
             Some(draft) => Err(format!("entry {} of the batch has a draft, but does not decode", draft.work)),
             None => Ok(()),
@@ -104,7 +104,7 @@ impl Drafts {
 
     /// For the event log.
     pub(crate) fn logged(&self) -> Vec<LoggedDraft> {
-        let draft = |draft: &Draft| {
+        let draft = |draft: &WorkDraft| {
             let parents = &self.parents[draft.parents.start + 1..draft.parents.end];
             let parents = parents.iter().map(|parent| parent.and_then(|NodeId(n)| n.checked_sub(1)));
             LoggedDraft(draft.work, draft.request, parents.collect())
@@ -112,9 +112,9 @@ impl Drafts {
         self.list.iter().map(draft).collect()
     }
 
-    /// The drafts of an event log. `Err` has what is wrong with them.
-    pub(crate) fn of_log(logged: &[LoggedDraft]) -> Result<Drafts, String> {
-        let mut drafts = Drafts::default();
+    /// The drafts of an event log. `Err` says what is wrong with them.
+    pub(crate) fn of_log(logged: &[LoggedDraft]) -> Result<BatchDrafts, String> {
+        let mut drafts = BatchDrafts::default();
         for LoggedDraft(work, _, parents) in logged {
             let in_order = drafts.list.last().is_none_or(|last| last.work < *work);
             let bad = |(i, parent): (usize, &Option<u32>)| parent.is_some_and(|parent| parent as usize >= i);
@@ -145,10 +145,10 @@ impl Scheduler {
             return;
         }
         let mut drafts = std::mem::take(&mut self.drafts);
-        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: Drafts::NONE };
+        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: BatchDrafts::NONE };
         lookahead.draft(batch, limit, &mut drafts);
         drafts.check(batch, limit).unwrap_or_else(|misfit| panic!("{misfit}"));
-        for Draft { work, request, parents } in &mut drafts.list {
+        for WorkDraft { work, request, parents } in &mut drafts.list {
             let work = &mut self.batch[*work];
             work.n_tokens = parents.len() as u32;
             *request = work.request;
@@ -156,7 +156,7 @@ impl Scheduler {
         self.drafts = drafts;
     }
 
-    /// Places a batch with drafts. Drafts may evict cached blocks that no sequence uses, and nothing else: where they do
+    /// Places a batch with drafts. Drafts may evict cached blocks that no sequence uses, and nothing else: if they do
     /// not fit, they are removed from the batch, and `false` is returned.
     pub(crate) fn place_drafts(&mut self, now: StepTime) -> bool {
         match self.place() {
@@ -174,7 +174,7 @@ impl Scheduler {
             }
             Err(_) => {}
         }
-        for Draft { work, .. } in &self.drafts.list {
+        for WorkDraft { work, .. } in &self.drafts.list {
             self.batch[*work].n_tokens = 1;
         }
         self.drafts_dropped = true;
@@ -200,8 +200,8 @@ impl Scheduler {
     }
 }
 
-/// True if each node continues the one before it. The cache is then given a chain, which every kind accepts, and the
-/// outcome says how long a part of it is kept.
+/// True if each node continues the one before it. The cache then gets a chain, which every kind accepts, and the outcome
+/// says how much of it is kept.
 pub(crate) fn is_chain(parents: &[Option<NodeId>]) -> bool {
     (0..).zip(parents).all(|(i, parent)| parent.map_or(0, |NodeId(n)| n + 1) == i)
 }

@@ -23,8 +23,8 @@ pub fn drive(
         scheduler.drain_ended().for_each(&mut ended);
         match (iteration, arrivals.peek()) {
             (Iteration::Ran { elapsed_ns, .. }, _) => clock.advance(elapsed_ns),
-            (Iteration::Idle, Some(next)) => clock.sleep_until(next.arrival_ns),
-            (Iteration::Idle, None) => return Ok(()),
+            (Iteration::NothingToDo, Some(next)) => clock.sleep_until(next.arrival_ns),
+            (Iteration::NothingToDo, None) => return Ok(()),
         }
     }
 }

@@ -1,5 +1,5 @@
 //! The interfaces that a driver provides: an executor for steps, and a clock.
-use crate::drafts::{Drafts, is_chain};
+use crate::drafts::{BatchDrafts, is_chain};
 use crate::entry::Entry;
 use crate::outcome::Outcome;
 use crate::request::RequestId;
@@ -31,7 +31,7 @@ pub struct Batch<'a> {
     /// Number of decode steps executed as one: 1, or the number returned by [`Executor::max_fused_steps`].
     pub steps: u32,
     pub(crate) entries: &'a [Entry],
-    pub(crate) drafts: &'a Drafts,
+    pub(crate) drafts: &'a BatchDrafts,
 }
 
 impl Batch<'_> {
@@ -93,11 +93,11 @@ pub trait Executor {
     }
 
     /// Proposes draft tokens for requests of the batch that decode, at most `limit` in all: what the token budget has left
-    /// when every request has its tokens. The step then computes each draft tree beside the request's last known token,
+    /// when every request has its tokens. The step then computes each draft tree together with the request's last known token,
     /// and the [`Outcome`] says which of its nodes are kept; the others' cells are free again when the step is completed.
     /// A batch whose drafts do not fit into the cache is placed without them ([`Batch::draft`] is empty then). Drafts may
     /// evict cached blocks; they never preempt.
-    fn draft(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32, _drafts: &mut Drafts) {}
+    fn draft(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32, _drafts: &mut BatchDrafts) {}
 
     /// Executes `step`, and records the outcome in `out`. The scheduler commits it; the executor only drops it.
     /// `step.with_reads()` costs O(context); an executor without KV data need not call it.

@@ -2,7 +2,7 @@
 //!
 //! [`Scheduler::plan`] builds the batch (`batch.rs`), places it in the cache, and evicts cached blocks or preempts
 //! requests if memory is short (`preempt.rs`). [`Planned::complete`] commits the step and records the emitted tokens.
-use crate::drafts::{Drafts, Lookahead, is_chain};
+use crate::drafts::{BatchDrafts, Lookahead, is_chain};
 use crate::executor::{Batch, Executor, Work};
 use crate::log::Decision;
 use crate::memory::StepTime;
@@ -22,7 +22,7 @@ pub enum Iteration {
         elapsed_ns: u64,
     },
     /// There is nothing to do until a request arrives.
-    Idle,
+    NothingToDo,
 }
 
 /// A planned step, between [`Scheduler::plan`] and [`Planned::complete`]. It borrows the scheduler, so nothing can
@@ -62,7 +62,7 @@ impl Planned<'_> {
     /// The batch.
     pub fn batch(&self) -> Batch<'_> {
         let Scheduler { batch, entries, drafts, drafts_dropped, .. } = &*self.scheduler;
-        let drafts = if *drafts_dropped { Drafts::NONE } else { drafts };
+        let drafts = if *drafts_dropped { BatchDrafts::NONE } else { drafts };
         Batch { work: batch, steps: self.steps, entries, drafts }
     }
 
@@ -72,7 +72,7 @@ impl Planned<'_> {
         let Scheduler { batch, entries, memory, plan, drafts, drafts_dropped, .. } = &mut *self.scheduler;
         let step = Step::of_plan(&mut memory.cache, plan);
         let step = step.expect("a planned step is committed by `complete` alone");
-        let drafts = if *drafts_dropped { Drafts::NONE } else { drafts };
+        let drafts = if *drafts_dropped { BatchDrafts::NONE } else { drafts };
         (Batch { work: batch, steps: self.steps, entries, drafts }, step)
     }
 
@@ -118,7 +118,7 @@ impl Lookahead for OfExecutor<'_> {
     fn max_fused_steps(&mut self, batch: Batch<'_>, limit: u32) -> u32 {
         self.executor.max_fused_steps(self.now_ns, batch, limit)
     }
-    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         self.executor.draft(self.now_ns, batch, limit, drafts);
     }
 }
@@ -133,7 +133,7 @@ impl Scheduler {
         let mut outcome = std::mem::take(&mut self.outcome);
         outcome.clear();
         let iteration = match self.plan_run(now_ns, &mut OfExecutor { now_ns, executor }) {
-            None => Iteration::Idle,
+            None => Iteration::NothingToDo,
             Some(mut planned) => {
                 let (batch, step) = planned.split();
                 executor.execute(now_ns, step, batch, &mut outcome);
@@ -149,8 +149,8 @@ impl Scheduler {
         self.plan_run(now_ns, &mut |_: Batch<'_>, _| 1)
     }
 
-    /// Like [`plan`](Self::plan), but several decode steps may be planned as one, or drafts be verified: `lookahead` is
-    /// asked as an [`Executor`] is.
+    /// Like [`plan`](Self::plan), but several decode steps may be planned as one, or drafts may be verified: `lookahead`
+    /// decides, as an [`Executor`] does.
     pub fn plan_run(&mut self, now_ns: u64, lookahead: &mut dyn Lookahead) -> Option<Planned<'_>> {
         let now = self.timestamp(now_ns);
         let n_ended = self.ended.len();
@@ -240,7 +240,7 @@ impl Scheduler {
 
     fn note_outcome(&mut self, now: StepTime, steps: u32, outcome: &Outcome) {
         let n = self.event();
-        let drafts = if self.drafts_dropped { Drafts::NONE } else { &self.drafts };
+        let drafts = if self.drafts_dropped { BatchDrafts::NONE } else { &self.drafts };
         let batch = Batch { work: &self.batch, steps, entries: &self.entries, drafts };
         self.events.outcome(n, now.now_ns, batch, &self.drafts, outcome);
     }

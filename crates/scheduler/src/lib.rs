@@ -30,7 +30,7 @@ mod scheduler;
 mod snapshot;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
-pub use drafts::{Drafts, Lookahead};
+pub use drafts::{BatchDrafts, Lookahead};
 pub use drive::drive;
 pub use executor::{Batch, Clock, Executor, Script, VirtualClock, Work};
 pub use iteration::{Iteration, Planned};

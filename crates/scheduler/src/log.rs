@@ -13,7 +13,7 @@ pub(crate) use recording::groups;
 pub use recording::{GroupShape, Part, RECORDING_VERSION, Recorder, Recording};
 
 use crate::config::Config;
-use crate::drafts::Drafts;
+use crate::drafts::BatchDrafts;
 use crate::executor::Batch;
 use crate::outcome::{Advance, Emitted, Outcome};
 use crate::request::{Request, RequestId};
@@ -69,21 +69,21 @@ impl Log {
     pub(crate) fn cancel(&mut self, n: u64, at_ns: u64, id: RequestId) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"cancel\":{id}}}"));
     }
-    pub(crate) fn idle(&mut self, n: u64, at_ns: u64, drafts: &Drafts) {
+    pub(crate) fn idle(&mut self, n: u64, at_ns: u64, drafts: &BatchDrafts) {
         self.line(|t| {
             write!(t, "{{\"n\":{n},\"at\":{at_ns},\"idle\":true")?;
             write_drafts(t, drafts)?;
             t.write_str("}")
         });
     }
-    pub(crate) fn abandoned(&mut self, n: u64, at_ns: u64, drafts: &Drafts) {
+    pub(crate) fn abandoned(&mut self, n: u64, at_ns: u64, drafts: &BatchDrafts) {
         self.line(|t| {
             write!(t, "{{\"n\":{n},\"at\":{at_ns},\"abandoned\":true")?;
             write_drafts(t, drafts)?;
             t.write_str("}")
         });
     }
-    /// If every request keeps its planned tokens, and those that sample emit one token per step: `sampled` is a list of
+    /// If every request keeps its planned tokens, and those that sample emit one token per step, `sampled` is a list of
     /// token ids, with null where the id is unknown; `finished` has the indices of the entries that were the last
     /// token of their request. Otherwise `advances` has an object per request of the batch. `drafts` are those that were
     /// proposed for the batch, whether or not they fitted.
@@ -92,7 +92,7 @@ impl Log {
         n: u64,
         at_ns: u64,
         batch: Batch<'_>,
-        drafts: &Drafts,
+        drafts: &BatchDrafts,
         outcome: &Outcome,
     ) {
         if !self.is_on() {
@@ -155,7 +155,7 @@ impl Log {
 }
 
 /// Writes the drafts as `[index in the batch, request, [parents]]`; nothing if there are none.
-fn write_drafts(t: &mut String, drafts: &Drafts) -> std::fmt::Result {
+fn write_drafts(t: &mut String, drafts: &BatchDrafts) -> std::fmt::Result {
     if drafts.is_empty() {
         return Ok(());
     }
@@ -208,7 +208,7 @@ impl LoggedAdvance {
         }
     }
 
-    /// Adds it to an outcome. `Err` has what is wrong with it.
+    /// Adds the advance to an outcome. `Err` says what is wrong with it.
     pub(crate) fn push_to(&self, outcome: &mut Outcome) -> Result<(), String> {
         let path: Vec<NodeId> = self.path.iter().flatten().copied().map(NodeId).collect();
         let kept = match (self.kept, &self.path) {

@@ -1,6 +1,6 @@
 //! Replays an event log and reproduces its decision log byte for byte.
 use crate::config::{BadConfig, Config};
-use crate::drafts::{Drafts, LoggedDraft, Lookahead};
+use crate::drafts::{BatchDrafts, LoggedDraft, Lookahead};
 use crate::executor::Batch;
 use crate::lengths::Truth;
 use crate::log::CacheShape;
@@ -101,7 +101,7 @@ impl Event {
 /// What the log says the driver added to a batch.
 struct Recorded {
     steps: u32,
-    drafts: Drafts,
+    drafts: BatchDrafts,
     /// Why the drafts do not fit the batch.
     misfit: Option<String>,
 }
@@ -110,7 +110,7 @@ impl Lookahead for Recorded {
     fn max_fused_steps(&mut self, _: Batch<'_>, limit: u32) -> u32 {
         self.steps.min(limit)
     }
-    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         match self.drafts.check(batch, limit) {
             Ok(()) => drafts.clone_from(&self.drafts),
             Err(what) => self.misfit = Some(what),
@@ -144,8 +144,8 @@ impl Replay {
     /// Starts a replay from the first line of an event log. `cache` must be built as in the recorded run; `None`
     /// builds the one that the line describes. `truth` must be the one of the recorded run, if it had one.
     ///
-    /// # Errors The line is not a valid header, the configuration does not fit, or no cache is given and none is
-    /// described.
+    /// # Errors
+    /// The line is not a valid header, the configuration does not fit, or no cache is given and none is described.
     pub fn begin(
         header: &str,
         cache: Option<Cache>,
@@ -207,7 +207,7 @@ impl Replay {
             }
         } else {
             let steps = event.steps.unwrap_or(1);
-            let drafts = Drafts::of_log(&event.drafts).map_err(|e| wrong(line, e))?;
+            let drafts = BatchDrafts::of_log(&event.drafts).map_err(|e| wrong(line, e))?;
             let mut recorded = Recorded { steps, drafts, misfit: None };
             let planned = scheduler.plan_run(event.at, &mut recorded);
             if let Some(what) = recorded.misfit {

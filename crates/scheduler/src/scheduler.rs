@@ -1,6 +1,6 @@
 //! The scheduler: its state, its inputs, and the queues of requests. `iteration.rs` plans and completes steps.
 use crate::config::{BadConfig, Config};
-use crate::drafts::Drafts;
+use crate::drafts::BatchDrafts;
 use crate::entry::{Entry, Key, State};
 use crate::executor::Work;
 use crate::lengths::{Order, Truth};
@@ -33,7 +33,7 @@ pub struct Scheduler {
     pub(crate) spans: Vec<Span<'static>>,
     pub(crate) plan: StepPlan,
     /// The drafts that were proposed for the batch.
-    pub(crate) drafts: Drafts,
+    pub(crate) drafts: BatchDrafts,
     /// True if the batch was placed without them, because they did not fit.
     pub(crate) drafts_dropped: bool,
     pub(crate) outcome: Outcome,
@@ -134,7 +134,7 @@ impl Scheduler {
             batch: Vec::new(),
             spans: Vec::new(),
             plan: StepPlan::default(),
-            drafts: Drafts::default(),
+            drafts: BatchDrafts::default(),
             drafts_dropped: false,
             outcome: Outcome::default(),
             batch_changed: false,

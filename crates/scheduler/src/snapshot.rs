@@ -20,7 +20,8 @@ pub struct Snapshot {
     /// Ascending by id.
     pub sequences: Vec<LiveSequence>,
     /// Per group, ascending: cached blocks that no sequence uses (ref_count 0).
-    pub idle: Vec<Vec<u32>>,
+    #[serde(rename = "idle")]
+    pub evictable: Vec<Vec<u32>>,
     /// Running totals.
     pub counters: SchedulerCounters,
 }
@@ -95,7 +96,7 @@ impl Snapshot {
                 .map(|group| cache.block_table(GroupId(group), sequence.seq).unwrap_or_default())
                 .collect(),
         });
-        let idle = (0..n_groups).map(|group| {
+        let evictable = (0..n_groups).map(|group| {
             let blocks = (0..).zip(cache.block_uses(GroupId(group)));
             blocks.filter(|(_, of)| *of == BlockUse::Evictable).map(|(block, _)| block).collect()
         });
@@ -103,7 +104,7 @@ impl Snapshot {
             groups: groups(cache).collect(),
             requests,
             sequences: sequences.collect(),
-            idle: idle.collect(),
+            evictable: evictable.collect(),
             counters: *scheduler.counters(),
         }
     }

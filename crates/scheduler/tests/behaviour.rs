@@ -308,7 +308,7 @@ fn bad_configurations_say_what_to_try() {
     let mut used = cells(10);
     used.sequences().unwrap().seq_new(kvist_cache::SeqId(7)).unwrap();
     let error = Scheduler::new(Config::default(), used, None).err().map(|e| e.to_string());
-    assert!(error.is_some_and(|e| e.contains("holds 1 sequences already")));
+    assert!(error.is_some_and(|e| e.contains("has 1 sequences already")));
     let unknown = Config { policy: "lifo".into(), ..base() };
     assert!(matches!(unknown.check(), Err(BadConfig::UnknownPolicy(..))), "known before work starts");
 }

@@ -29,7 +29,7 @@ impl Rejecting {
 }
 
 impl Executor for Rejecting {
-    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         let planned: u32 = batch.work.iter().map(|work| work.n_tokens).sum();
         assert_eq!(limit, self.max_batch_tokens - planned, "drafts get what the others leave");
         let mut left = limit;

@@ -93,7 +93,7 @@ impl Executor for Machine {
         });
         limit.min(left.min().unwrap_or(1)).min(1 + self.random.below(20))
     }
-    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         assert!(batch.steps == 1 && limit > 0);
         let mut left = limit;
         for i in (0..batch.work.len()).filter(|&i| self.drafts && batch.work[i].decodes) {

@@ -87,7 +87,7 @@ fn drafts_are_kept_up_to_the_first_wrong_one() {
 /// Proposes the same draft for every request that decodes.
 struct Propose(Vec<Option<u32>>, u32);
 impl Lookahead for Propose {
-    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         self.1 = limit;
         for i in (0..batch.work.len()).filter(|&i| batch.work[i].decodes) {
             drafts.push(i, &self.0);

@@ -97,7 +97,7 @@ fn a_snapshot_names_what_is_live() {
     assert_eq!(requests, [(7, false, None, 0), (9, true, Some(1), 9)]);
     let [sequence] = &snapshot.sequences[..] else { panic!("{snapshot:?}") };
     assert_eq!((sequence.seq, sequence.len, sequence.tables[0].iter().flatten().count()), (1, 9, 3));
-    assert_eq!(snapshot.idle, [[0, 1]], "the full blocks of the first");
+    assert_eq!(snapshot.evictable, [[0, 1]], "the full blocks of the first");
     assert_eq!(snapshot.groups, [GroupShape { block_tokens: 4, blocks: Some(10), window: None }]);
     assert_eq!(snapshot.counters, *s.counters());
 }

@@ -17,7 +17,7 @@ struct Job {
     entered: usize,
     /// Tokens in the cache, and whether it has a sequence at all.
     cached: u32,
-    holds: bool,
+    has_cells: bool,
     generated: u32,
     share: Option<u32>,
 }
@@ -73,8 +73,8 @@ impl Reference {
     fn worst_running(&self) -> Option<usize> {
         self.running().into_iter().max_by_key(|&i| self.victim_key(i))
     }
-    fn worst_holder(&self) -> Option<usize> {
-        self.waiting().into_iter().rfind(|&i| self.jobs[i].holds)
+    fn worst_with_cells(&self) -> Option<usize> {
+        self.waiting().into_iter().rfind(|&i| self.jobs[i].has_cells)
     }
 
     fn preempt(&mut self, i: usize, why: &str, keep: bool) {
@@ -82,12 +82,12 @@ impl Reference {
         let job = &mut self.jobs[i];
         (job.running, job.share) = (false, None);
         if !keep {
-            (job.cached, job.holds) = (0, false);
+            (job.cached, job.has_cells) = (0, false);
         }
     }
     fn drop_cache(&mut self, i: usize) {
         self.said.push(format!("drop {}", self.jobs[i].request.id));
-        (self.jobs[i].cached, self.jobs[i].holds) = (0, false);
+        (self.jobs[i].cached, self.jobs[i].has_cells) = (0, false);
     }
     fn end(&mut self, i: usize, how: &str) {
         self.said.push(format!("end {} {how}", self.jobs[i].request.id));
@@ -110,8 +110,8 @@ impl Reference {
         let fits = match self.config.admission {
             Admission::Conservative => {
                 let whole = |job: &Job| job.request.prompt_tokens + job.request.max_new - 1;
-                let reserved: u32 = self.jobs.iter().filter(|job| job.holds).map(whole).sum();
-                job.holds || reserved + whole(job) <= self.capacity
+                let reserved: u32 = self.jobs.iter().filter(|job| job.has_cells).map(whole).sum();
+                job.has_cells || reserved + whole(job) <= self.capacity
             }
             Admission::Optimistic { headroom_tokens } => {
                 let mut demand = Reference::known(job) - job.cached;
@@ -126,13 +126,13 @@ impl Reference {
             }
         };
         if fits {
-            let verb = if job.holds { "resume" } else { "admit" };
+            let verb = if job.has_cells { "resume" } else { "admit" };
             self.said.push(format!("{verb} {}", job.request.id));
-            if !job.holds {
+            if !job.has_cells {
                 self.n_entered += 1;
                 self.jobs[i].entered = self.n_entered;
             }
-            (self.jobs[i].running, self.jobs[i].holds) = (true, true);
+            (self.jobs[i].running, self.jobs[i].has_cells) = (true, true);
         }
         fits
     }
@@ -160,13 +160,13 @@ impl Reference {
                 if self.enter(head) {
                     return Some(head);
                 }
-                if let Some(worst) = self.worst_holder().filter(|&w| self.victim_key(w) > key) {
+                if let Some(worst) = self.worst_with_cells().filter(|&w| self.victim_key(w) > key) {
                     self.drop_cache(worst);
                 } else if self.make_way(key, "memory") {
                 } else if others_run {
                     return None;
                 } else if let Some(worst) =
-                    self.waiting().into_iter().rfind(|&i| self.jobs[i].holds && i != head)
+                    self.waiting().into_iter().rfind(|&i| self.jobs[i].has_cells && i != head)
                 {
                     self.drop_cache(worst);
                 } else {
@@ -226,7 +226,7 @@ impl Reference {
             if needed <= self.free() {
                 break;
             }
-            if let Some(worst) = self.worst_holder() {
+            if let Some(worst) = self.worst_with_cells() {
                 self.drop_cache(worst);
             } else {
                 let worst = self.worst_running().expect("a step has a request");
@@ -337,7 +337,7 @@ fn decides_as_the_reference_scheduler() {
                         running: false,
                         entered: 0,
                         cached: 0,
-                        holds: false,
+                        has_cells: false,
                         generated: 0,
                         share: None,
                     });
@@ -346,10 +346,10 @@ fn decides_as_the_reference_scheduler() {
                     let i = random.below(reference.jobs.len() as u32) as usize;
                     assert!(scheduler.cancel(now, reference.jobs[i].request.id));
                     reference.end(i, "cancelled");
-                    let held: u32 = reference.jobs.iter().map(|job| job.cached).sum();
+                    let used: u32 = reference.jobs.iter().map(|job| job.cached).sum();
                     assert_eq!(
                         scheduler.used_cells(),
-                        u64::from(held),
+                        u64::from(used),
                         "memory is free before the next step"
                     );
                 }

@@ -17,7 +17,7 @@ pub(crate) async fn with_document<T>(handler: impl Future<Output = T>) -> T {
 
 /// Keeps the permit for the document of the current request, until [`take_document`].
 pub(crate) fn keep_document(permit: Permit) {
-    let _ = DOCUMENT.try_with(|held| held.set(Some(permit)));
+    let _ = DOCUMENT.try_with(|cell| cell.set(Some(permit)));
 }
 
 /// Take the permit for the document of the current request. The work drops it after it has dropped the document.
@@ -25,9 +25,9 @@ pub(crate) fn take_document() -> Option<Permit> {
     DOCUMENT.try_with(Cell::take).ok().flatten()
 }
 
-/// Run work on a blocking thread. The permit
-/// for the current request's document stays taken until the work is done, even if the client has disconnected. Work
-/// that renders or tokenizes must reserve memory instead: [`Work::run`](crate::work::Work::run).
+/// Runs work on a blocking thread. The permit for the current request's document stays taken until the work is done, even
+/// if the client has disconnected. Work that renders or tokenizes must reserve memory instead:
+/// [`Work::run`](crate::work::Work::run).
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
 ) -> Result<T, ApiError> {

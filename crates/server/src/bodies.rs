@@ -23,7 +23,7 @@ pub(crate) struct Bodies {
     pub max: usize,
 }
 
-/// Raw bodies of the largest size that are held at one time.
+/// Raw bodies of the largest size that are in memory at one time.
 const RAW_BODIES: usize = 16;
 /// Memory for all large documents, and for one of them, in bytes per byte of the largest body.
 const DOCUMENTS_FACTOR: usize = 24;
@@ -33,7 +33,7 @@ const LARGE_AT_WORK: usize = 4;
 
 /// Bodies up to this size have a pool of their own.
 pub(crate) const SMALL_BYTES: usize = 64 << 10;
-/// Raw bytes of small bodies that are held at one time.
+/// Raw bytes of small bodies that are in memory at one time.
 pub(crate) const SMALL_BODIES_BYTES: usize = 32 << 20;
 /// Memory for small documents, in bytes: one of the heaviest, or a hundred texts.
 pub(crate) const SMALL_DOCUMENTS_BYTES: usize = 32 << 20;

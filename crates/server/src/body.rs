@@ -84,7 +84,7 @@ async fn collect(
     max: usize,
     name: &str,
 ) -> Result<(Vec<u8>, Option<Permit>), ApiError> {
-    let mut held: Option<Permit> = None;
+    let mut permit: Option<Permit> = None;
     let mut bytes = Vec::new();
     let mut limited = Limited::new(body, max);
     while let Some(frame) = limited.frame().await {
@@ -98,15 +98,15 @@ async fn collect(
                 (false, _) => (&bodies.small_raw, data.len()),
                 // The body has just become a large one: move it to the other pool.
                 (true, false) => {
-                    held = None;
+                    permit = None;
                     (&bodies.raw, all)
                 }
                 (true, true) => (&bodies.raw, data.len()),
             };
             let more = pool.try_take(name, new).ok_or_else(ApiError::busy)?;
-            match &mut held {
-                Some(held) => held.merge(more),
-                None => held = Some(more),
+            match &mut permit {
+                Some(permit) => permit.merge(more),
+                None => permit = Some(more),
             }
             if bytes.capacity() - bytes.len() < data.len() {
                 bytes.reserve_exact(data.len().max(bytes.len() / 8));
@@ -114,7 +114,7 @@ async fn collect(
             bytes.extend_from_slice(&data);
         }
     }
-    Ok((bytes, held))
+    Ok((bytes, permit))
 }
 
 /// A JSON value in whose objects every name appears once.
@@ -198,15 +198,15 @@ mod tests {
         assert_eq!(left(), (all - SMALL_BYTES, none.1 - SMALL_BYTES - 1));
         drop((small, large));
         assert_eq!(left(), none);
-        // A name has its half, whatever the other one holds.
-        let mut held = Vec::new();
+        // A name has its half, however much the other one uses.
+        let mut permits = Vec::new();
         let refused = loop {
             match read(SMALL_BYTES, a.clone()).await {
-                Ok(body) => held.push(body),
+                Ok(body) => permits.push(body),
                 Err(error) => break error,
             }
         };
-        assert_eq!((held.len() * SMALL_BYTES, refused.code), (all / 2, "server_busy"));
+        assert_eq!((permits.len() * SMALL_BYTES, refused.code), (all / 2, "server_busy"));
         assert!(read(SMALL_BYTES, b).await.is_ok());
         assert!(bodies_bytes(0) >= all + SMALL_DOCUMENTS_BYTES);
     }

@@ -2,7 +2,7 @@
 //! are equal.
 //!
 //! The crate is HTTP around [`kvist_engine::serving`], which runs the model, and [`kvist_engine::sessions`]. It
-//! guarantees two things: a request whose client has disconnected holds no cache after the next step, and the server
+//! guarantees two things: a request whose client has disconnected uses no cache after the next step, and the server
 //! takes no memory beyond the plan that it printed at startup.
 //!
 //! [`ServerConfig`] is the configuration of a server, [`ServerState`] the state that its handlers share, and [`serve()`]

@@ -167,7 +167,7 @@ impl LiveView {
             Ok((at, registry.bytes, Snapshot::of(&state.scheduler), names, receiver))
         });
         let (at, bytes, snapshot, names, receiver) = joined.await.unwrap_or(Err(ListenError::Stopped))?;
-        // A full cache makes a long text. Neither the engine nor other connections wait for it.
+        // The snapshot of a full cache is long. Neither the engine nor other connections wait for it.
         let written = tokio::task::spawn_blocking(move || {
             let first = FirstEvent {
                 format: "kvist-live",
@@ -273,7 +273,7 @@ impl Registry {
 /// Append an event without prompts, answers and salts to `out`. The line is rebuilt from the fields that a listener may
 /// know, so a new field of the log stays hidden until it is allowed here. An arrival gets the name of its request.
 fn redact(line: &str, names: &Names, out: &mut String) {
-    // The header line (the configurations of scheduler and cache) is passed on whole.
+    // The header line (the configurations of scheduler and cache) is passed on as it is.
     if line.starts_with("{\"format\":") {
         out.push_str(line);
         out.push('\n');

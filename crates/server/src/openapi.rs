@@ -196,30 +196,30 @@ fn responses() -> Value {
     Value::Object(responses)
 }
 
+fn text() -> Value {
+    json!({"type": "string"})
+}
+fn count() -> Value {
+    json!({"type": "integer", "minimum": 0})
+}
+fn maybe(kind: &str) -> Value {
+    json!({"type": [kind, "null"]})
+}
+fn object(required: &[&str], properties: Value) -> Value {
+    json!({"type": "object", "required": required, "properties": properties})
+}
+
+/// The schemas of sessions, then those of everything else, in the order in which the document lists them.
 fn components(schemas: &Schemas) -> Value {
-    let text = || json!({"type": "string"});
-    let count = || json!({"type": "integer", "minimum": 0});
-    let object = |required: &[&str], properties: Value| json!({"type": "object", "required": required, "properties": properties});
-    let finish = || json!({"type": "string", "enum": ["stop", "length", "tool_calls"]});
-    let answer = |choice: Value| {
-        object(
-            &["id", "object", "created", "model", "choices", "usage"],
-            json!({
-                "id": text(), "object": text(), "created": count(), "model": text(),
-                "choices": {"type": "array", "items": choice},
-                "usage": reference("schemas", "Usage"),
-                "kvist": {"type": "object"},
-            }),
-        )
-    };
-    let message =
-        json!({"role": text(), "content": {"type": ["string", "null"]}, "reasoning_content": text()});
-    let message = object(&["role", "content"], message);
-    let scores = json!({"type": ["object", "null"]});
-    let generation =
-        answer(object(&["index", "finish_reason"], json!({"index": count(), "finish_reason": finish()})));
+    let mut all = session_components(schemas);
+    if let (Some(all), Value::Object(others)) = (all.as_object_mut(), other_components(schemas)) {
+        all.extend(others);
+    }
+    all
+}
+
+fn session_components(schemas: &Schemas) -> Value {
     let of_sessions = &schemas.sessions;
-    let maybe = |kind: &str| json!({"type": [kind, "null"]});
     let session = json!({
         "id": text(), "object": text(), "name": maybe("string"), "cache_salt": maybe("string"),
         "created": count(), "expires": count(), "n_tokens": count(), "n_messages": maybe("integer"),
@@ -263,6 +263,30 @@ fn components(schemas: &Schemas) -> Value {
             &["id", "object", "deleted"],
             json!({"id": text(), "object": text(), "deleted": {"type": "boolean"}}),
         ),
+    })
+}
+
+// Over 80 lines: one list of fields, schema by schema.
+fn other_components(schemas: &Schemas) -> Value {
+    let finish = || json!({"type": "string", "enum": ["stop", "length", "tool_calls"]});
+    let answer = |choice: Value| {
+        object(
+            &["id", "object", "created", "model", "choices", "usage"],
+            json!({
+                "id": text(), "object": text(), "created": count(), "model": text(),
+                "choices": {"type": "array", "items": choice},
+                "usage": reference("schemas", "Usage"),
+                "kvist": {"type": "object"},
+            }),
+        )
+    };
+    let message =
+        json!({"role": text(), "content": {"type": ["string", "null"]}, "reasoning_content": text()});
+    let message = object(&["role", "content"], message);
+    let scores = json!({"type": ["object", "null"]});
+    let generation =
+        answer(object(&["index", "finish_reason"], json!({"index": count(), "finish_reason": finish()})));
+    json!({
         "Generation": generation,
         "Completions": schemas.completions,
         "Chat": schemas.chat,

@@ -37,7 +37,7 @@ pub struct ServerState {
     pub(crate) connections: Arc<Connections>,
     /// Requests that are being read or answered. `limits.max_connections` bounds them, shared among key names.
     pub(crate) requests: TenantQuota,
-    /// Limits the log-probabilities of prompts, which are all held in memory at once.
+    /// Limits the log-probabilities of prompts, which are all kept in memory at once.
     pub(crate) scores: ScoreMemory,
     pub(crate) bounds: Bounds,
     pub(crate) schemas: Schemas,
@@ -59,7 +59,7 @@ pub struct ServerState {
 }
 
 impl ServerState {
-    /// `cache_tokens` is the most tokens that one request can hold in the cache when it runs alone.
+    /// `cache_tokens` is the most tokens of one request in the cache when it runs alone.
     pub fn new(engine: Engine, config: &ServerConfig, cache_tokens: u32) -> Result<Arc<Self>, ConfigError> {
         config.check()?;
         let keys = Keys::new(&config.keys)?;

@@ -49,7 +49,7 @@ pub(crate) const THREADS: usize = 8;
 
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
-/// hold in addition. Prompts of prepared requests then occupy the queue, and later the batch, with what drafters keep of
+/// use in addition. Prompts of prepared requests then occupy the queue, and later the batch, with what drafters keep of
 /// them and of finished answers. The sizes of pools, semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let max = config.limits.max_body_bytes;
@@ -82,9 +82,9 @@ pub(crate) struct WorkMemory {
     /// never ask for more than exists, and the names take turns.
     common: BytePool,
     units: usize,
-    /// Memory for small work of names that hold none of the common memory.
+    /// Memory for small work of names that use none of the common memory.
     reserve: BytePool,
-    /// Units of common memory that each name holds. Empty if there is only one name.
+    /// Units of common memory that each name uses. Empty if there is only one name.
     taken: BTreeMap<Arc<str>, watch::Sender<usize>>,
 }
 
@@ -174,7 +174,7 @@ impl WorkMemory {
         WorkPermit { _permit: permit, of }
     }
 
-    /// Returns whether this name may use the reserve: only for small work, and only if it holds no common memory.
+    /// Returns whether this name may use the reserve: only for small work, and only if it uses no common memory.
     fn may_use_reserve(&self, name: &str, units: usize) -> bool {
         units * UNIT <= RESERVE_BYTES && self.taken.get(name).is_none_or(|taken| *taken.borrow() == 0)
     }

@@ -84,7 +84,7 @@ fn look(server: &Server) -> Counted {
 fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Counted) {
     let before = look(server);
     // Pause the engine until all have been submitted.
-    let held = server.hold();
+    let paused = server.pause();
     let threads: Vec<_> = ids
         .iter()
         .map(|id| {
@@ -93,7 +93,7 @@ fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Cou
         })
         .collect();
     server.until("all are submitted", || server.engine.queued() == ids.len());
-    drop(held);
+    drop(paused);
     let usages = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
     server.becomes_idle();
     let after = look(server);
@@ -231,14 +231,14 @@ fn what_a_client_that_went_away_has_heard_stays() {
     let session = begin(&client, TEXT);
     let mut stream = client.generate_stream(&session.id, &greedy(400)).unwrap();
     let heard: String = stream.by_ref().take(5).map(|chunk| chunk.unwrap().text).collect();
-    let held = server.hold();
+    let paused = server.pause();
     assert_eq!(refusal(client.append(&session.id, &"x".into())), (409, "session_busy".into()));
     assert_eq!(refusal(client.rollback(&session.id, Cut::Token(1))), (409, "session_busy".into()));
     assert_eq!(refusal(client.generate(&session.id, &greedy(1))), (409, "session_busy".into()));
     drop(stream);
     let ended = || !client.session(&session.id).unwrap().session.running;
     server.until("it is noticed", ended);
-    drop(held);
+    drop(paused);
     server.becomes_idle();
     let left = client.session(&session.id).unwrap();
     assert!(left.text.unwrap().contains(heard.trim_end()), "what was heard is there");
@@ -255,7 +255,7 @@ fn what_a_client_that_went_away_has_heard_stays() {
 fn a_client_that_does_not_read_holds_up_nothing() {
     let server = Server::start(config());
     let client = client(&server);
-    // More data than the connection's buffers hold.
+    // More data than fits into the connection's buffers.
     let more: Map<String, Value> =
         serde_json::from_value(json!({"logprobs": true, "top_logprobs": 20})).unwrap();
     let how = Generate { more, ..greedy(900) };
@@ -271,9 +271,9 @@ fn a_client_that_does_not_read_holds_up_nothing() {
     let stream = client.generate_stream(&session.id, &how).unwrap();
     server.until("it begins", || client.session(&session.id).unwrap().session.n_tokens > session.n_tokens);
     let before = look(&server).computed;
-    let held = server.hold();
+    let paused = server.pause();
     client.delete_session(&session.id).unwrap();
-    drop(held);
+    drop(paused);
     server.becomes_idle();
     assert!(look(&server).computed < before + 700, "it was ended, and did not end by itself");
     let end = stream.filter_map(Result::err).last();
@@ -537,7 +537,7 @@ fn quotas() {
     client.generate(&forks[0].id, &greedy(1)).unwrap();
 }
 
-/// Regression: 600 requests for one session whose responses were not read held a copy of its history each, 1.6
+/// Regression: 600 requests for one session whose responses were not read kept a copy of its history each, 1.6
 /// GB in all, which no limit counted. (Expiry and the fate of forks are tested with a fake clock in
 /// `src/sessions/store/tests.rs`.)
 #[test]
@@ -559,8 +559,8 @@ fn histories_that_are_not_read_have_a_bound() {
         let (status, _) = server::head(&mut reader);
         (status, reader)
     };
-    let held: Vec<_> = (0..4).map(|_| unread()).collect();
-    assert!(held.iter().all(|(status, _)| *status == 200));
+    let unread: Vec<_> = (0..4).map(|_| unread()).collect();
+    assert!(unread.iter().all(|(status, _)| *status == 200));
     let refused = server.get(&path);
     assert_eq!((refused.status, refused.error().2.as_str()), (503, "server_busy"));
     let described = server.get("/openapi.json").good();
@@ -568,7 +568,7 @@ fn histories_that_are_not_read_have_a_bound() {
     // A short session can be read at any time.
     let short = server.post("/v1/sessions", &json!({"text": "fn main"})).good();
     server.get(&format!("/v1/sessions/{}", short["id"].as_str().unwrap())).good();
-    drop(held);
+    drop(unread);
     server.until("there is room again", || server.get(&path).status == 200);
 }
 

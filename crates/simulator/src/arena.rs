@@ -365,8 +365,8 @@ pub fn replay(requests: &[Request], layout: &str, setting: &Setting) -> Result<R
     found.mean_requests = mean(sums.requests);
     found.mean_used_blocks = mean(sums.used_blocks);
     if sums.used_blocks > 0 {
-        let could_hold = sums.used_blocks as f64 * f64::from(block_tokens);
-        found.internal_fragmentation = 1.0 - sums.stored_tokens as f64 / could_hold;
+        let capacity = sums.used_blocks as f64 * f64::from(block_tokens);
+        found.internal_fragmentation = 1.0 - sums.stored_tokens as f64 / capacity;
     }
     if sums.duration_ns > 0 {
         found.external_fragmentation = sums.external / sums.duration_ns as f64;

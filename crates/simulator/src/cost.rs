@@ -182,8 +182,8 @@ mod tests {
         (found - expected).abs() <= 1e-4 * expected
     }
 
-    /// A roofline gives back its two coefficients, constant rates have only one, and a table gives those it was made
-    /// with.
+    /// The cost of a roofline has its two coefficients, that of constant rates has only one, and that of a table has those
+    /// that the table was made with.
     #[test]
     fn what_recomputing_costs() {
         let roofline = Roofline::ideal(

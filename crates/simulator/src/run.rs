@@ -242,7 +242,7 @@ impl<'a> Simulation<'a> {
         let (n_running, preemptions) = (self.scheduler.n_running(), self.scheduler.counters().preemptions);
         let elapsed_ns = match self.scheduler.iterate(now, &mut self.executor) {
             Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
-            Iteration::Idle => None,
+            Iteration::NothingToDo => None,
         };
         let ended_before = self.n_ended;
         let mut ended_later = 0;
@@ -285,11 +285,11 @@ impl<'a> Simulation<'a> {
         }
         self.load = Load { used_blocks: at_end.used, ..load };
         match (elapsed_ns, self.arrivals.next_ns()) {
-            (Some(ns), _) => self.timeline.hold(ns, self.load, self.executor.late_ns),
+            (Some(ns), _) => self.timeline.extend(ns, self.load, self.executor.late_ns),
             (None, Some(next)) => {
                 self.load.used_blocks = after.used;
                 self.load.cached_blocks = after.cached;
-                self.timeline.hold(next.saturating_sub(now), self.load, 0);
+                self.timeline.extend(next.saturating_sub(now), self.load, 0);
             }
             (None, None) => {}
         }

@@ -25,7 +25,7 @@ pub struct Speculation {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Acceptance {
     /// Every draft has `tokens` tokens. The one at depth `i`, from 0, is accepted with probability `accept[i]` if all
-    /// before it are; the last probability holds for all deeper ones too.
+    /// before it are; the last probability is that of all deeper ones too.
     PerDepth { tokens: u32, accept: Vec<f64> },
     /// Drafts as they were observed.
     Observed(Observed),
@@ -145,7 +145,7 @@ fn mix(state: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// What is known of drafts without a recording: `tokens=4,accept=0.8/0.6,draft_ms=0.3`.
+/// The drafts of a simulation that has no recording of them: `tokens=4,accept=0.8/0.6,draft_ms=0.3`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DraftSpec {
     /// `None` if neither tokens nor probabilities are given.

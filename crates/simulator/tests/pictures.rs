@@ -66,7 +66,7 @@ fn record(name: &str, requests: Vec<RequestRow>) -> Record {
     ];
     for (pair, late) in moments.windows(2).zip([0, 40, 0, 7]) {
         record.timeline.note(pair[0].0 * MS, pair[0].1);
-        record.timeline.hold((pair[1].0 - pair[0].0) * MS, pair[0].1, late * u128::from(MS));
+        record.timeline.extend((pair[1].0 - pair[0].0) * MS, pair[0].1, late * u128::from(MS));
     }
     record.timeline.note(1_700 * MS, moments[4].1);
     for ms in [10, 10, 11, 25, 90] {

@@ -33,7 +33,7 @@ pub struct Options {
     pub seed: u64,
     /// Allowed error of an output element, as a fraction of `(1 + S) × V`: S is the largest |scale|·‖q‖·‖k‖ and V the
     /// largest |v| that its query sees. A score of size S has an f32 rounding error of that relative size, which its
-    /// weight inherits; sums of up to 300 weighted values add theirs. The tolerance holds for every storage, because
+    /// weight inherits; sums of up to 300 weighted values add theirs. The tolerance applies to every storage, because
     /// the expected values are computed from the stored rows; rotation adds log₂(head_dim) more roundings.
     pub attention: f64,
     /// The same tolerance where K or V is q8 or q4. Kernels that multiply integers round queries and weights first,

@@ -1,5 +1,5 @@
-//! A device that computes nothing: it records what it is asked to do and counts what it allocates, as a GPU that has to
-//! be captured and planned for would. Its outputs are zero.
+//! A device that computes nothing: like a GPU whose operations are captured, it records them, and it counts what it
+//! allocates. Its outputs are zero.
 //!
 //! It stores K and V in the dtypes that are asked for, and weights in their file's encoding, so its memory plan is that
 //! of a real device.
@@ -88,12 +88,12 @@ impl Footprint for Recording {
     fn info(&self) -> DeviceInfo {
         DeviceInfo { name: "recording", batch_invariant: true, unified_memory: false }
     }
-    fn supports(&self, shape: &ModelShape) -> Result<(), BackendError> {
+    fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError> {
         match shape.head_dim.is_multiple_of(2) {
             true => Ok(()),
             false => {
                 let what = format!("the device `recording` has no attention for head_dim {}", shape.head_dim);
-                Err(BackendError::Unsupported(what))
+                Err(DeviceError::Unsupported(what))
             }
         }
     }
@@ -120,18 +120,18 @@ impl Device for Recording {
         tensor: FileTensor<'_>,
         format: WeightFormat,
         bias: Option<Vec<f32>>,
-    ) -> Result<Linear, BackendError> {
+    ) -> Result<Linear, DeviceError> {
         let outputs = tensor.n_rows();
         let weights = tensor.encoding.resident(format, tensor.row_len());
         let bytes = tensor.encoded(weights).len() + 4 * bias.map_or(0, |bias| bias.len());
         self.log.allocate(Purpose::Weights, bytes as u64);
         Ok(Linear { outputs })
     }
-    fn vector(&self, values: Vec<f32>) -> Result<(), BackendError> {
+    fn vector(&self, values: Vec<f32>) -> Result<(), DeviceError> {
         self.log.allocate(Purpose::Weights, 4 * values.len() as u64);
         Ok(())
     }
-    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<(), BackendError> {
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<(), DeviceError> {
         self.log.allocate(Purpose::Activations, 4 * (rows.max(limits) * width) as u64);
         Ok(())
     }
@@ -140,7 +140,7 @@ impl Device for Recording {
         shape: &ModelShape,
         _: &[RopeTable],
         limits: &StepLimits,
-    ) -> Result<Stream, BackendError> {
+    ) -> Result<Stream, DeviceError> {
         let bytes = upload_bytes(limits).unwrap_or(u64::MAX) + 4 * (limits.max_rows * shape.vocab) as u64;
         self.log.allocate(Purpose::Activations, bytes);
         let output = StepOutput::with_capacity(limits.max_rows, shape.vocab);
@@ -154,10 +154,10 @@ impl Device for Recording {
         })
     }
     /// Accepts only its own backend: its attention cannot read the host's memory.
-    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<StubPools, BackendError> {
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<StubPools, DeviceError> {
         if backend.id() != Backend::id(self) {
             let what = format!("the device `recording` cannot attend over K and V in `{}`", backend.id());
-            return Err(BackendError::Unsupported(what));
+            return Err(DeviceError::Unsupported(what));
         }
         spec.check_kv_only("recording")?;
         let cells = vec![0; spec.capacity_cells.len()];
@@ -171,7 +171,7 @@ impl Device for Recording {
         pools: &mut StubPools,
         plan: &StepPlan,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         inputs.check(plan, &s.limits)?;
         pools.begin(plan)?;
         self.want_rows(s, inputs.rows);
@@ -218,7 +218,7 @@ impl Device for Recording {
         _: &mut StubPools,
         _: &StepPlan,
         _: LayerAttention<'_, Self>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         self.op("attend");
         Ok(())
     }
@@ -259,7 +259,7 @@ impl Device for Recording {
         self.op("matmul_add");
     }
 
-    fn submit(&self, s: &mut Stream) -> Result<Ticket, BackendError> {
+    fn submit(&self, s: &mut Stream) -> Result<Ticket, DeviceError> {
         self.log.note(Event::Submit);
         s.submitted = Ticket(s.submitted.0 + 1);
         Ok(s.submitted)
@@ -268,10 +268,10 @@ impl Device for Recording {
     fn is_done(&self, s: &Stream, ticket: Ticket) -> bool {
         ticket <= s.waited
     }
-    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, BackendError> {
+    fn wait(&self, s: &mut Stream, ticket: Ticket) -> Result<LayersRan, DeviceError> {
         self.log.note(Event::Wait);
         s.waited = s.waited.max(ticket);
-        s.step.map(LayersRan).ok_or(BackendError::StalePlan)
+        s.step.map(LayersRan).ok_or(DeviceError::StalePlan)
     }
     fn output(s: &Stream) -> &StepOutput {
         s.log.note(Event::Read);
@@ -287,7 +287,7 @@ impl Backend for Recording {
     fn id(&self) -> &'static str {
         "recording"
     }
-    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {
         Ok(Box::new(self.kv_pools(self, spec)?))
     }
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
@@ -334,14 +334,14 @@ impl AsMut<dyn Pools> for StubPools {
 }
 
 impl Pools for StubPools {
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
         self.grow(|group| plan.group(group).cells_end);
         Ok(())
     }
-    fn attend(&mut self, _: &StepPlan, _: Attend<'_>) -> Result<(), BackendError> {
-        Err(BackendError::Unsupported("the recording device attends only within a model".into()))
+    fn attend(&mut self, _: &StepPlan, _: Attend<'_>) -> Result<(), DeviceError> {
+        Err(DeviceError::Unsupported("the recording device attends only within a model".into()))
     }
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError> {
         self.grow(|group| moves.cells_end(group));
         Ok(())
     }
@@ -378,10 +378,10 @@ impl Pools for StubPools {
         }
         self.transfers.add(from, checked)
     }
-    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.transfers.take(transfer)
     }
-    fn inspect(&self, _: LayerId, _: Side, _: u32, _: u32, row: &mut [f32]) -> Result<(), BackendError> {
+    fn inspect(&self, _: LayerId, _: Side, _: u32, _: u32, row: &mut [f32]) -> Result<(), DeviceError> {
         row.fill(0.0);
         Ok(())
     }

@@ -50,7 +50,7 @@ impl Model {
             _ => None,
         }
     }
-    fn holds_many(self) -> bool {
+    fn has_many_sequences(self) -> bool {
         matches!(self, Model::Cells | Model::Tree | Model::Paged)
     }
 }
@@ -89,7 +89,7 @@ pub struct ReferenceCache {
 }
 
 impl ReferenceCache {
-    /// Makes the reference model of a cache with these layer groups, which all hold the same tokens.
+    /// Makes the reference model of a cache with these layer groups, which all store the same tokens.
     pub fn new(model: Model, groups: &[GroupSpec]) -> Self {
         assert!(!groups.is_empty(), "a cache needs at least one layer group");
         let mut reference =
@@ -101,7 +101,7 @@ impl ReferenceCache {
     /// Removes every sequence. Values are not reused.
     pub fn clear(&mut self) {
         self.sequences.clear();
-        if !self.model.holds_many() {
+        if !self.model.has_many_sequences() {
             self.sequences.insert(SeqId::ONLY, ModelSequence::default());
         }
     }
@@ -116,7 +116,7 @@ impl ReferenceCache {
     }
     /// See [`Cache::seq_len`](kvist_cache::Cache::seq_len).
     pub fn seq_len(&self, seq: SeqId) -> Option<u32> {
-        self.held(seq, self.groups[0].visibility).map(|held| held.len() as u32)
+        self.stored(seq, self.groups[0].visibility).map(|stored| stored.len() as u32)
     }
     /// Speculative nodes of `seq`.
     pub fn n_nodes(&self, seq: SeqId) -> Option<u32> {
@@ -128,7 +128,7 @@ impl ReferenceCache {
     }
 
     /// `(position, value)` of every committed token that a group with this visibility must still store, ascending.
-    pub fn held(&self, seq: SeqId, visibility: Visibility) -> Option<Vec<(u32, u64)>> {
+    pub fn stored(&self, seq: SeqId, visibility: Visibility) -> Option<Vec<(u32, u64)>> {
         let sequence = self.sequences.get(&seq)?;
         let next = sequence.next_position;
         let tokens = sequence.tokens.iter().map(|(&position, &value)| (position, value));
@@ -139,7 +139,7 @@ impl ReferenceCache {
     pub fn live(&self, visibility: Visibility) -> BTreeSet<u64> {
         let mut live = BTreeSet::new();
         for (&seq, sequence) in &self.sequences {
-            live.extend(self.held(seq, visibility).into_iter().flatten().map(|(_, value)| value));
+            live.extend(self.stored(seq, visibility).into_iter().flatten().map(|(_, value)| value));
             live.extend(sequence.nodes.iter().map(|node| node.value));
         }
         live
@@ -239,7 +239,7 @@ impl ReferenceCache {
                 return Some(Refused::PositionOverflow { seq: span.seq });
             }
         }
-        if !self.model.holds_many() && request.spans.len() > 1 {
+        if !self.model.has_many_sequences() && request.spans.len() > 1 {
             return Some(Refused::Unsupported("one sequence"));
         }
         for span in request.spans {

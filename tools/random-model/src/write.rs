@@ -86,7 +86,7 @@ fn file_type(dtype: Dtype) -> u32 {
     }
 }
 
-/// Every tensor is held in its encoding until the file is written: the size of the file, and one tensor in f32.
+/// Every tensor is kept in its encoding until the file is written: the size of the file, and one tensor in f32.
 pub fn gguf(shape: &Shape, dtype: Dtype, seed: u64, name: &str, out: &Path) -> Result<()> {
     let specs = shape.tensors();
     for spec in &specs {
@@ -153,7 +153,7 @@ fn metadata(shape: &Shape, dtype: Dtype, name: &str) -> Vec<(String, Value)> {
     .into()
 }
 
-/// A tensor whose bytes are made when they are written: memory holds one at a time.
+/// A tensor whose bytes are made when they are written: one at a time is in memory.
 struct Lazy<'s> {
     spec: &'s Spec,
     index: usize,

@@ -2,7 +2,7 @@
 //!
 //! All blocks that a handle reserves belong to its sequence, used or not. A handle that grows in place allocates the
 //! new blocks. A handle that grows elsewhere, or is moved by a resize, first frees its old blocks, then moves the
-//! blocks that hold tokens and allocates the rest. An event's group is 0, and its step is the number of appends and
+//! blocks that store tokens and allocates the rest. An event's group is 0, and its step is the number of appends and
 //! resizes committed before.
 use super::{Arena, Handle};
 use crate::events::{BlockEvent, Change, ChangeReason};
@@ -33,7 +33,7 @@ impl Arena {
         }
     }
 
-    /// Records the growth of handles. Each entry: sequence, handle before, handle after, number of blocks that hold
+    /// Records the growth of handles. Each entry: sequence, handle before, handle after, number of blocks that store
     /// tokens.
     pub(super) fn tell_growth(&mut self, grown: &[(SeqId, Handle, Handle, u32)], reason: ChangeReason) {
         let elsewhere = |before: Handle, after: Handle| before.start != after.start;

@@ -68,7 +68,7 @@ impl ArenaReport {
         external_fragmentation(self.free_blocks, self.largest_free_run)
     }
 
-    /// 1 − used tokens ÷ tokens that the reserved blocks could hold. 0 if nothing is reserved.
+    /// 1 − used tokens ÷ the capacity of the reserved blocks in tokens. 0 if nothing is reserved.
     pub fn internal_fragmentation(&self) -> f64 {
         let used: u64 = self.sequences.iter().map(|s| u64::from(s.used_tokens)).sum();
         match u64::from(self.used_blocks) * u64::from(self.block_tokens) {

@@ -1,6 +1,6 @@
 //! The addresses of a handle's K and V in the arena's two buffers: offsets and strides, counted in elements.
 //!
-//! Blocks that hold all heads have no dense `[heads, tokens, head_dim]` view of a handle: the step from the last
+//! Blocks with all heads together have no dense `[heads, tokens, head_dim]` view of a handle: the step from the last
 //! token of a block to the first of the next differs from the step within a block. A [`View`] therefore has four
 //! strides; [`View::dense`] returns three strides if the buffer order allows it.
 use super::Handle;
@@ -37,7 +37,7 @@ pub struct Values;
 /// A strided view of the tokens of one handle, in one layer of K or V: `[blocks, heads, block_tokens, head_dim]`. The
 /// elements of `head_dim` are contiguous.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct View<Side> {
+pub struct View<S> {
     /// Offset of head 0 of token 0 in the buffer.
     pub first: u64,
     /// Tokens that may be read.
@@ -54,7 +54,7 @@ pub struct View<Side> {
     pub head_stride: u64,
     /// Step from one token to the next within a block.
     pub token_stride: u64,
-    side: PhantomData<Side>,
+    side: PhantomData<S>,
 }
 
 impl BufferLayout {
@@ -69,7 +69,7 @@ impl BufferLayout {
         self.elements()?.checked_mul(2)?.checked_mul(u64::from(bytes_per_element))
     }
 
-    /// The K view of `handle` in `layer`. `None` if there is no such layer, if the handle exceeds the buffer or holds
+    /// The K view of `handle` in `layer`. `None` if there is no such layer, if the handle exceeds the buffer or stores
     /// fewer than `n_tokens` tokens, or if the layout has no elements or more than 64 bits can count.
     pub fn keys(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Keys>> {
         self.view(layer, handle, n_tokens)
@@ -80,11 +80,11 @@ impl BufferLayout {
         self.view(layer, handle, n_tokens)
     }
 
-    fn view<Side>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<Side>> {
+    fn view<S>(&self, layer: u32, handle: Handle, n_tokens: u32) -> Option<View<S>> {
         let within = u64::from(handle.start) + u64::from(handle.len) <= u64::from(self.n_blocks);
-        let holds = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
+        let fits = u64::from(n_tokens) <= handle.tokens(self.block_tokens);
         self.elements().filter(|&elements| elements > 0)?; // so no product below overflows: each divides it
-        if layer >= self.n_layers || !within || !holds {
+        if layer >= self.n_layers || !within || !fits {
             return None;
         }
         let [n_layers, n_blocks, n_heads] = [self.n_layers, self.n_blocks, self.n_kv_heads].map(u64::from);
@@ -111,7 +111,7 @@ impl BufferLayout {
     }
 }
 
-impl<Side> View<Side> {
+impl<S> View<S> {
     /// Offset of the row of `head` at `token` (counted in the sequence, from 0); `head_dim` elements from there.
     pub fn row(&self, head: u32, token: u32) -> Option<u64> {
         if head >= self.n_heads || token >= self.n_tokens {

@@ -1,4 +1,4 @@
-//! A flat cache of keys, for measuring a policy on a stream of block ids that no sequence holds.
+//! A flat cache of keys, for measuring a policy on a stream of block ids that no sequence uses.
 //!
 //! It has no notion of prefixes: any block may be evicted, a parent before its children. Replays and comparisons of
 //! policies use it; a server does not.

@@ -1,4 +1,4 @@
-//! Where one sequence is stored: stretches of contiguous cells that hold consecutive positions.
+//! Where one sequence is stored: stretches of contiguous cells that store consecutive positions.
 use crate::run::CellRun;
 
 /// `len` tokens at consecutive positions in contiguous cells.
@@ -59,7 +59,7 @@ impl Extents {
         }
     }
 
-    /// The parts of the extents that hold positions `from..until`, in order.
+    /// The parts of the extents that store positions `from..until`, in order.
     pub fn within(&self, from: u32, until: u32) -> impl Iterator<Item = Extent> {
         let first = self.list.partition_point(|extent| extent.end() <= from);
         self.list[first..]
@@ -69,7 +69,7 @@ impl Extents {
             .filter(|extent| extent.len > 0)
     }
 
-    /// Removes positions `from..until`, and calls `freed` with every run that held them.
+    /// Removes positions `from..until`, and calls `freed` with every run that stored them.
     pub fn remove(&mut self, from: u32, until: u32, mut freed: impl FnMut(CellRun)) {
         if from >= until {
             return;

@@ -7,7 +7,7 @@ use crate::report::*;
 use crate::request::Refused;
 use crate::run::{CellRun, push_run};
 
-/// Holds one chain of any length in sinks + window + max_step − 1 cells. Position p lies in cell p if it is a sink,
+/// Stores one chain of any length in sinks + window + max_step − 1 cells. Position p lies in cell p if it is a sink,
 /// and otherwise in cell sinks + (p − sinks) mod (window + max_step − 1).
 ///
 /// The max_step − 1 cells beyond the window allow a chunk to be written before its first query reads: that query

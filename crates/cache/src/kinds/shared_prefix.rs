@@ -1,6 +1,6 @@
 //! Finds the cells that several sequences read in common, so that they are read once.
 //!
-//! A cell holds one token, so it has the same position in every sequence that uses it. Two sequences share a cell
+//! A cell stores one token, so it has the same position in every sequence that uses it. Two sequences share a cell
 //! exactly where their extents, walked together by position, name the same cell. Finding shared prefixes is therefore a
 //! merge:
 //!

@@ -1,4 +1,4 @@
-//! The reads of a step in kinds that hold many sequences as extents.
+//! The reads of a step, in kinds that store many sequences as extents.
 use super::draft_tree::{DraftTrees, TreeReads};
 use super::extents::{Extent, Extents};
 use super::shared_prefix::{self, Horizon};

@@ -22,7 +22,7 @@ pub enum Content<'a> {
     },
 }
 
-/// The kind of content that an index holds.
+/// The kind of content in an index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Vocabulary {
     /// [`Content::Tokens`].

@@ -1,4 +1,4 @@
-//! The prefix index over the layer groups of one paged cache: which block of each group holds the tokens of a tree
+//! The prefix index over the layer groups of one paged cache: which block of each group stores the tokens of a tree
 //! node, which blocks can be evicted, and the deepest node of every open sequence.
 mod counts;
 mod evict;
@@ -361,7 +361,7 @@ impl Index {
     fn hit(&mut self, g: usize, blocks: &[u32]) {
         let (windowed, mut used) = (self.groups[g].windowed, self.use_now(g));
         let Some(evict) = &mut self.groups[g].evict else { return };
-        // In a full-attention group the eviction order holds leaves only, and only the last block can be a leaf.
+        // In a full-attention group the eviction order contains leaves only, and only the last block can be a leaf.
         let first_offered = if windowed { 0 } else { blocks.len().saturating_sub(1) };
         for &block in blocks[first_offered..].iter().filter(|&&block| block != NONE) {
             evict.order.remove(block);

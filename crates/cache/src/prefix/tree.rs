@@ -24,7 +24,7 @@ struct Links {
     next_sibling: Node,
 }
 
-/// 24 bytes and a key per node. The map holds only siblings.
+/// 24 bytes and a key per node. The map contains only siblings.
 pub(super) struct Tree<S = RandomState> {
     keying: Keying,
     links: Vec<Links>,

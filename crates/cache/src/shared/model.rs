@@ -89,7 +89,7 @@ fn no_waiter_is_overtaken() {
         let small = waits_for(1);
         queued(2);
         drop(one);
-        assert!(shared.allocate(1).is_none(), "the free block belongs to who came first");
+        assert!(shared.allocate(1).is_none(), "the free block belongs to the request that came first");
         assert_eq!((shared.n_free(), shared.n_waiting()), (1, 2));
         drop(other);
         let large = large.join().unwrap();
@@ -105,7 +105,7 @@ fn no_waiter_is_overtaken() {
 fn giving_up_serves_the_next() {
     check(|| {
         let shared = SharedBlocks::new(3);
-        let held = shared.allocate(2).unwrap();
+        let allocated = shared.allocate(2).unwrap();
         let large = {
             let shared = shared.clone();
             thread::spawn(move || shared.allocate_waiting(3, soon()).is_some())
@@ -116,7 +116,7 @@ fn giving_up_serves_the_next() {
         };
         assert!(!large.join().unwrap(), "two blocks are held all the time");
         assert_eq!(small.join().unwrap(), Some(1));
-        drop(held);
+        drop(allocated);
         assert_eq!((shared.n_free(), shared.n_waiting()), (3, 0));
     });
 }
@@ -126,14 +126,14 @@ fn giving_up_serves_the_next() {
 fn one_release_serves_all_it_can() {
     check(|| {
         let shared = SharedBlocks::new(3);
-        let held = shared.allocate(3).unwrap();
+        let allocated = shared.allocate(3).unwrap();
         let threads: Vec<_> = (0..3)
             .map(|_| {
                 let shared = shared.clone();
                 thread::spawn(move || shared.allocate_waiting(1, never()).expect("it never passes"))
             })
             .collect();
-        drop(held);
+        drop(allocated);
         let blocks: Vec<OwnedBlocks> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         assert_eq!((shared.n_free(), shared.n_waiting()), (0, 0));
         drop(blocks);

@@ -1,4 +1,4 @@
-//! What must hold after every operation.
+//! What must be true after every operation.
 use crate::drive::Drive;
 use kvist_cache::*;
 use std::collections::BTreeSet;
@@ -7,8 +7,8 @@ impl Drive {
     /// What the cache says of every block, and that no bytes in transfer were touched.
     fn compare_blocks(&self) {
         for g in 0..self.spec.groups.len() {
-            let (held, used) = (self.held(g), self.used_by_sequences(g));
-            let of = |block: &u32| match (used.get(block), held.get(block), self.known[g].get(block)) {
+            let (in_use, used) = (self.in_use(g), self.used_by_sequences(g));
+            let of = |block: &u32| match (used.get(block), in_use.get(block), self.known[g].get(block)) {
                 (Some(&n), _, _) => BlockUse::InUse(n),
                 (None, Some(_), _) => BlockUse::InTransfer,
                 (None, None, Some(_)) => BlockUse::Evictable,
@@ -19,7 +19,7 @@ impl Drive {
             assert_eq!(uses, expected, "blocks of group {g}");
             for block in self.loading(g) {
                 let shown = used.contains_key(&block) || self.known[g].contains_key(&block);
-                assert!(!shown && held[&block] == 1, "loading block {block} of group {g} can be read");
+                assert!(!shown && in_use[&block] == 1, "loading block {block} of group {g} can be read");
             }
         }
         for (id, bytes) in self.exports.iter().flat_map(|export| &export.bytes) {
@@ -35,9 +35,9 @@ impl Drive {
         }
         let block = self.block();
         for (g, report) in self.cache.report().into_iter().enumerate() {
-            let (held, blocks) = (self.held(g), report.blocks.expect("a paged group"));
-            let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
-            let evictable = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
+            let (in_use, blocks) = (self.in_use(g), report.blocks.expect("a paged group"));
+            let used: BTreeSet<u32> = in_use.keys().chain(self.known[g].keys()).copied().collect();
+            let evictable = self.known[g].keys().filter(|block| !in_use.contains_key(block)).count() as u32;
             assert_eq!(blocks.total - blocks.free, used.len() as u32, "blocks in use in group {g}");
             assert_eq!(blocks.evictable, evictable, "evictable blocks of group {g}");
             let n = blocks.counters;
@@ -55,13 +55,17 @@ impl Drive {
             }
             let in_use = self.used_by_sequences(g);
             let is_full = |at: &&u32| self.known[g].contains_key(at) || !in_use.contains_key(at);
-            filled.extend(held.keys().filter(is_full).flat_map(|&at| (0..block).map(move |i| (at, i))));
-            assert_eq!(blocks.unused_cells, held.len() as u32 * block - filled.len() as u32, "in group {g}");
+            filled.extend(in_use.keys().filter(is_full).flat_map(|&at| (0..block).map(move |i| (at, i))));
+            assert_eq!(
+                blocks.unused_cells,
+                in_use.len() as u32 * block - filled.len() as u32,
+                "in group {g}"
+            );
             assert_eq!(blocks.external_fragmentation(), 0.0);
             assert!((0.0..1.0).contains(&blocks.internal_fragmentation()), "{blocks:?}");
             let top = used.last().map_or(0, |top| top + 1);
             assert_eq!(report.high_water, top * block, "high water of group {g}");
-            // Every block holds what its sequences and the index claim.
+            // Every block stores what its sequences and the index claim.
             for (seq, table) in self.tables(g) {
                 let sequence = self.sequences[&seq].clone();
                 for (i, at) in table.into_iter().enumerate() {

@@ -210,14 +210,14 @@ impl Drive {
     }
 
     /// For each block in use, its ref_count: sequences, exports and imports.
-    pub(super) fn held(&self, g: usize) -> BTreeMap<u32, u32> {
-        let mut held = self.used_by_sequences(g);
+    pub(super) fn in_use(&self, g: usize) -> BTreeMap<u32, u32> {
+        let mut in_use = self.used_by_sequences(g);
         let pinned = self.exports.iter().flat_map(|export| export.pin.blocks());
         let pinned = pinned.filter(|id| id.group.0 as usize == g).map(|id| id.block);
         for block in pinned.chain(self.loading(g)) {
-            *held.entry(block).or_default() += 1;
+            *in_use.entry(block).or_default() += 1;
         }
-        held
+        in_use
     }
 
     pub(super) fn bytes(&self, BlockId { group, block }: BlockId) -> Vec<u64> {

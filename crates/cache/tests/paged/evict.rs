@@ -31,12 +31,12 @@ impl Drive {
     pub(super) fn evict_until_free(&mut self, n_tokens: u32, removed: &[(usize, u32)]) {
         let mut removed = removed.iter().copied().peekable();
         for g in 0..self.spec.groups.len() {
-            let (held, mut round) = (self.held(g), BTreeSet::new());
+            let (in_use, mut round) = (self.in_use(g), BTreeSet::new());
             loop {
-                let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
+                let used: BTreeSet<u32> = in_use.keys().chain(self.known[g].keys()).copied().collect();
                 let free = self.spec.groups[g].capacity_tokens / self.block() - used.len() as u32;
                 let evictable: Vec<&Known> =
-                    self.known[g].iter().filter(|(at, _)| !held.contains_key(at)).map(|(_, k)| k).collect();
+                    self.known[g].iter().filter(|(at, _)| !in_use.contains_key(at)).map(|(_, k)| k).collect();
                 if free * self.block() >= n_tokens || evictable.is_empty() {
                     break;
                 }
@@ -50,7 +50,7 @@ impl Drive {
                     true => evictable.clone(),
                     false => evictable.iter().filter(is_leaf).copied().collect(),
                 };
-                // All evictable blocks have blocks below them that sequences hold as their own copies, or exports. The
+                // All evictable blocks have blocks below them that sequences use as their own copies, or exports. The
                 // lowest ones go in rounds: those that become the lowest wait for the next round.
                 if candidates.is_empty() {
                     round.retain(|prefix| evictable.iter().any(|known| known.prefix == *prefix));

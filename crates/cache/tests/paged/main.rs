@@ -2,7 +2,7 @@
 //! model.
 //!
 //! A cell's bytes are a function of the whole prefix that ends with its token. The memory of this test therefore
-//! holds, in each cell, the number of that prefix: reading a wrong block, a false hit, a missing copy, and a write
+//! contains, in each cell, the number of that prefix: reading a wrong block, a false hit, a missing copy, and a write
 //! into shared bytes all show as a wrong number.
 mod checks;
 mod drive;

@@ -131,7 +131,7 @@ impl Drive {
         let mut expected = None;
         let mut expected_copies = vec![0; self.spec.groups.len()];
         for (g, expected_copies) in expected_copies.iter_mut().enumerate() {
-            let (held, tables) = (self.held(g), self.tables(g));
+            let (in_use, tables) = (self.in_use(g), self.tables(g));
             let mut needed = 0;
             let leaving = leaving(spans, &tables, block);
             for span in spans {
@@ -144,15 +144,15 @@ impl Drive {
                 needed += end.div_ceil(block) - table.len() as u32;
             }
             for (tail, ends) in &leaving {
-                let all_leave = ends.len() as u32 == held[tail] && !self.known[g].contains_key(tail);
+                let all_leave = ends.len() as u32 == in_use[tail] && !self.known[g].contains_key(tail);
                 let n_copies = ends.len() as u32 - u32::from(all_leave);
                 self.n_copies_saved += u32::from(all_leave && ends.len() > 1);
                 *expected_copies += n_copies;
                 needed += n_copies;
             }
             let total = self.spec.groups[g].capacity_tokens / block;
-            let used: BTreeSet<u32> = held.keys().chain(self.known[g].keys()).copied().collect();
-            let evictable = self.known[g].keys().filter(|block| !held.contains_key(block)).count() as u32;
+            let used: BTreeSet<u32> = in_use.keys().chain(self.known[g].keys()).copied().collect();
+            let evictable = self.known[g].keys().filter(|block| !in_use.contains_key(block)).count() as u32;
             let free = total - used.len() as u32;
             if needed > free {
                 let (needed, free, reclaimable) = (needed * block, free * block, evictable * block);
@@ -180,7 +180,7 @@ impl Drive {
         let (expected, expected_copies) = self.expected_cost(&spans);
         let before = self.cache.report();
         let tables_before: Vec<_> =
-            (0..self.spec.groups.len()).map(|g| (self.tables(g), self.held(g))).collect();
+            (0..self.spec.groups.len()).map(|g| (self.tables(g), self.in_use(g))).collect();
         let began = Step::begin(&mut self.cache, &StepRequest { spans: &spans }, &mut self.plan);
         let mut step = match began {
             Ok(step) => step,
@@ -207,17 +207,17 @@ impl Drive {
         }
         for (g, memory) in self.memories.iter_mut().enumerate() {
             let group = plan.group(GroupId(g as u16));
-            let (tables, held) = &tables_before[g];
+            let (tables, in_use) = &tables_before[g];
             assert_eq!(group.copies.len() as u32, expected_copies[g], "copies in group {g}");
             let leaving = leaving(&spans, tables, block);
             let in_use = |cell: u32| {
                 let at = cell / block;
                 // After the ends of all users of the block, if they all write in this step.
                 let private = leaving.get(&at).is_some_and(|ends| {
-                    ends.len() as u32 == held[&at] && ends.iter().all(|&end| cell % block >= end)
+                    ends.len() as u32 == in_use[&at] && ends.iter().all(|&end| cell % block >= end)
                 });
                 let known = self.known[g].contains_key(&at);
-                known || held.contains_key(&at) && !private
+                known || in_use.contains_key(&at) && !private
             };
             // For each token, its prefix, and the prefixes that it sees.
             let see = self.spec.groups[g].visibility;

@@ -1,4 +1,4 @@
-//! Exports and imports that run beside the steps.
+//! Exports and imports that run while steps do.
 use crate::drive::{Drive, Export, GARBAGE, Import};
 use kvist_cache::*;
 use kvist_testing::reference::Choices;
@@ -10,7 +10,7 @@ impl Drive {
         let (mut ids, mut is_readable) = (Vec::new(), true);
         for _ in 0..choices.below(4) {
             let g = choices.below(self.spec.groups.len() as u32) as usize;
-            let used: BTreeSet<u32> = self.held(g).keys().chain(self.known[g].keys()).copied().collect();
+            let used: BTreeSet<u32> = self.in_use(g).keys().chain(self.known[g].keys()).copied().collect();
             let block = match used.iter().nth(choices.below(used.len() as u32 + 1) as usize) {
                 Some(&block) => block,
                 None if choices.one_in(4) => choices.below(30),
@@ -63,9 +63,9 @@ impl Drive {
         };
         let short = (0..self.spec.groups.len()).find_map(|g| {
             let needed = wanted(g).filter(|&wanted| wanted).count() as u32;
-            let (held, total) = (self.held(g), self.spec.groups[g].capacity_tokens / block);
-            let evictable = self.known[g].keys().filter(|at| !held.contains_key(at)).count() as u32;
-            let free = total - held.len() as u32 - evictable;
+            let (in_use, total) = (self.in_use(g), self.spec.groups[g].capacity_tokens / block);
+            let evictable = self.known[g].keys().filter(|at| !in_use.contains_key(at)).count() as u32;
+            let free = total - in_use.len() as u32 - evictable;
             let (needed, free, reclaimable) = (needed * block, free * block, evictable * block);
             (needed > free).then_some(Refused::NoSpace {
                 group: GroupId(g as u16),
@@ -82,8 +82,8 @@ impl Drive {
                 for g in 0..self.spec.groups.len() {
                     let blocks: Vec<_> = loading.blocks(GroupId(g as u16)).collect();
                     assert!(blocks.iter().map(|block| block.is_some()).eq(wanted(g)), "{blocks:?}");
-                    let held = self.held(g);
-                    let is_free = |at: &u32| !held.contains_key(at) && !self.known[g].contains_key(at);
+                    let in_use = self.in_use(g);
+                    let is_free = |at: &u32| !in_use.contains_key(at) && !self.known[g].contains_key(at);
                     assert!(blocks.iter().flatten().all(is_free), "{blocks:?} were in use");
                 }
                 let mut whole = sequence;

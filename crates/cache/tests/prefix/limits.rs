@@ -78,7 +78,7 @@ fn drafts_are_counted_and_a_sequence_of_drafts_stays() {
         rig.cache.sequences().expect("many").accept(seq, drafted, accepted)
     };
     assert_eq!(accept(&mut rig, 2, 3), Err(Refused::AcceptsMore { seq, drafted: 2, accepted: 3 }));
-    assert_eq!(accept(&mut rig, 4, 1), Err(Refused::DraftsMore { seq, held: 3, drafted: 4 }));
+    assert_eq!(accept(&mut rig, 4, 1), Err(Refused::DraftsMore { seq, len: 3, drafted: 4 }));
     assert_eq!(accept(&mut rig, 2, 1), Ok(()));
     assert_eq!(rig.cache.next_position(seq), Some(2));
     assert_eq!(accept(&mut rig, 2, 0), Ok(()));
@@ -89,7 +89,7 @@ fn drafts_are_counted_and_a_sequence_of_drafts_stays() {
     assert_eq!(rig.cache.lookup("salt", &Content::Tokens(&count(5))).hit_tokens, 4);
 }
 
-/// A capacity limit also holds where it is the largest that blocks of this size can count, and the very last position
+/// A capacity limit also works where it is the largest that blocks of this size can count, and the very last position
 /// works like any other.
 #[test]
 fn the_largest_sizes_are_sizes() {

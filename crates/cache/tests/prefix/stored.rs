@@ -59,7 +59,7 @@ fn salts_go_with_their_last_block_and_sequence() {
     assert_eq!(rig.prefixes().report().n_salts, 0);
 }
 
-/// A block cannot hold two contents. A call that says so is refused before anything is stored.
+/// A block cannot store two contents. A call that says so is refused before anything is stored.
 #[test]
 fn content_that_lies_is_refused() {
     let mut rig = Rig::new(&spec(4, 400));

@@ -10,7 +10,7 @@ use kvist_cache::Refused;
 use kvist_device::StepError;
 use kvist_engine::Error;
 use kvist_engine::chat::{Chat, Turn};
-use kvist_engine::generate::{Finish, Limits, Observer};
+use kvist_engine::generate::{GenerationEnd, Limits, Observer};
 use kvist_engine::memory::RECENT_SEQUENCES;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::session::ModelSession;
@@ -241,7 +241,7 @@ fn report_turn(
         if let Some(counts) = &counts {
             output::note(&json::speculation_summary(counts));
         }
-        if g.finish == Finish::CacheFull {
+        if g.finish == GenerationEnd::CacheFull {
             let (used, capacity) = in_use(chat);
             output::note(&format!(
                 "the cache is full ({used} of {capacity} tokens), and the answer ends here: {}",
@@ -252,7 +252,7 @@ fn report_turn(
     Ok(())
 }
 
-/// The tokens that the cache holds, and its capacity.
+/// The number of tokens in the cache, and its capacity.
 fn in_use(chat: &Chat) -> (u32, u32) {
     let groups = chat.session().report();
     let fullest = groups.iter().max_by_key(|group| group.used_cells);

@@ -4,13 +4,13 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
-use kvist_engine::generate::{Finish, Limits, Speculation, generate_with};
+use kvist_engine::generate::{GenerationEnd, Limits, Speculation, generate_with};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::speculate::Counts;
 use kvist_model::top_two;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -88,25 +88,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut cut_short = None;
 
     if let (Some(path), Some(mut file)) = (&args.out, file) {
-        let vocab = model.config().vocab;
-        file.write(&header(report.tokens.len(), vocab)?)?;
-        let mut likeliest = Vec::new();
-        let bar = progress::bar("reading", report.tokens.len() as u64, quiet);
-        for chunk in report.tokens.chunks(config.max_step_tokens as usize) {
-            session.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::All)?;
-            // Written row by row: all rows together can be larger than the model.
-            for x in session.logits() {
-                file.write(&x.to_le_bytes())?;
-            }
-            likeliest.extend(session.logits().chunks(vocab).filter_map(top_two));
-            bar.inc(chunk.len() as u64);
-            if interrupt::interrupted() {
-                anyhow::bail!("interrupted; {} was not written", path.display());
-            }
-        }
-        bar.finish_and_clear();
+        report.likeliest = Some(write_logits(&mut session, &report.tokens, path, &mut file, quiet)?);
         file.finish()?;
-        report.likeliest = Some(likeliest);
         session.clear()?;
     }
     if let Some(max_tokens) = args.generate {
@@ -129,7 +112,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             &mut UntilInterrupted,
         )?;
         if out.tokens.len() < limits.max_tokens {
-            let why = if out.finish == Finish::CacheFull { "the cache is full" } else { "interrupted" };
+            let why =
+                if out.finish == GenerationEnd::CacheFull { "the cache is full" } else { "interrupted" };
             cut_short = Some(format!("{} of {max_tokens} tokens were generated: {why}", out.tokens.len()));
         }
         report.finish = Some(out.finish.name());
@@ -147,6 +131,34 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     // Fail if the output is incomplete: a comparison must not use a part as the whole.
     cut_short.map_or(Ok(()), |what| Err(anyhow::anyhow!(what)))
+}
+
+/// Writes the logits after every token to `file`. Returns the likeliest next tokens, each with its lead.
+fn write_logits(
+    session: &mut ModelSession,
+    tokens: &[u32],
+    path: &Path,
+    file: &mut output::FileInParts,
+    quiet: bool,
+) -> anyhow::Result<Vec<(u32, f32)>> {
+    let vocab = session.model().config().vocab;
+    file.write(&header(tokens.len(), vocab)?)?;
+    let mut likeliest = Vec::new();
+    let bar = progress::bar("reading", tokens.len() as u64, quiet);
+    for chunk in tokens.chunks(session.config().max_step_tokens as usize) {
+        session.forward(&[SequenceInput::chain(SeqId::ONLY, chunk)], LogitRows::All)?;
+        // Written row by row: all rows together can be larger than the model.
+        for x in session.logits() {
+            file.write(&x.to_le_bytes())?;
+        }
+        likeliest.extend(session.logits().chunks(vocab).filter_map(top_two));
+        bar.inc(chunk.len() as u64);
+        if interrupt::interrupted() {
+            anyhow::bail!("interrupted; {} was not written", path.display());
+        }
+    }
+    bar.finish_and_clear();
+    Ok(likeliest)
 }
 
 /// The beginning of a safetensors file with one tensor.

@@ -23,7 +23,7 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// A config.json or the folder that holds it, or what --model takes; without it the embedded model
+    /// A config.json or the folder of it, or what --model takes; without it the embedded model
     #[arg(value_hint = ValueHint::AnyPath, value_name = "MODEL", conflicts_with = "model")]
     path: Option<PathBuf>,
     #[command(flatten)]

@@ -40,7 +40,7 @@ pub struct Args {
     /// Serve without API keys on an address that other machines can reach
     #[arg(long)]
     open: bool,
-    /// Tokens that the cache holds, over all requests: 32768 or 32k
+    /// Capacity of the cache in tokens, over all requests: 32768 or 32k
     #[arg(long, value_name = "TOKENS", value_parser = parse_context)]
     context: Option<u32>,
     /// Storage of K and V: f32, f16, bf16, q8, q4, t4, ...

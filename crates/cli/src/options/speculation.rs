@@ -1,4 +1,4 @@
-//! `--speculate` and what belongs to it.
+//! The options of speculative decoding: `--speculate` and the flags of drafts.
 use super::{ModelArgs, registry, wrong_usage};
 use crate::source::SourceArgs;
 use clap::{Args, ValueEnum, ValueHint};
@@ -9,13 +9,13 @@ use kvist_model::{DraftHead, Model, Opened, OpenedHead};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// What proposes tokens.
+/// The drafter.
 #[derive(ValueEnum, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
     /// No drafts
     #[default]
     Off,
-    /// Choose by what was measured, and draft only as much as pays
+    /// Choose by measurements, and draft only as much as pays off
     Auto,
     /// What followed the last tokens earlier in the text
     Ngram,
@@ -47,13 +47,13 @@ pub struct SpeculationArgs {
     pub draft_width: u32,
 }
 
-/// A draft model or a head whose headers have been read and found to fit.
+/// A draft model or head. Its headers have been read and fit the target.
 pub struct OpenedDraft {
-    drafts: Drafts,
+    drafts: DraftFiles,
     args: ModelArgs,
 }
 
-enum Drafts {
+enum DraftFiles {
     Model(Box<Opened>),
     Head(Box<OpenedHead>),
 }
@@ -63,8 +63,8 @@ impl SpeculationArgs {
         self.speculate != Mode::Off
     }
 
-    /// Gives `config` what verification needs: a row of logits for each draft token, and a kind that holds trees where none
-    /// was asked for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
+    /// Adds to `config` what verification needs: a row of logits for each draft token, and a kind for trees if none was asked
+    /// for. `asked` and `context` are `--kind` and `--context`: a context that follows from the prompt may be
     /// smaller than a draft, which is then cut.
     pub fn prepare(
         &self,
@@ -132,7 +132,7 @@ impl SpeculationArgs {
             (opened.config().vocab, opened.tokenizer()),
             (target.config().vocab, target.tokenizer()),
         )?;
-        Ok(Some(OpenedDraft { drafts: Drafts::Model(Box::new(opened)), args }))
+        Ok(Some(OpenedDraft { drafts: DraftFiles::Model(Box::new(opened)), args }))
     }
 
     fn open_head(path: &Path, target: &Opened, model: &ModelArgs) -> anyhow::Result<OpenedHead> {
@@ -145,7 +145,7 @@ impl SpeculationArgs {
         Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
     }
 
-    /// What the flags allow a draft.
+    /// The bounds of a draft that the flags set.
     pub fn bounds(&self) -> Bounds {
         Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
     }
@@ -210,7 +210,7 @@ enum Weights {
 
 impl OpenedDraft {
     fn head(head: OpenedHead, args: &ModelArgs) -> Self {
-        OpenedDraft { drafts: Drafts::Head(Box::new(head)), args: args.clone() }
+        OpenedDraft { drafts: DraftFiles::Head(Box::new(head)), args: args.clone() }
     }
 
     /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
@@ -219,8 +219,8 @@ impl OpenedDraft {
         let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
         let (device, format) = (registry.device(), self.args.weights);
         let (model, weights) = match &self.drafts {
-            Drafts::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
-            Drafts::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
+            DraftFiles::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
+            DraftFiles::Head(opened) => (&opened.config().layer, opened.weight_bytes(device, format)?),
         };
         let plan = MemoryPlan::of_session(model, &registry, &config)?;
         Ok(plan.session_bound().saturating_add(weights))
@@ -232,12 +232,12 @@ impl OpenedDraft {
         let config = draft_cache(config, 1, 0, 1);
         let context = Some(config.context_tokens);
         let weights = match drafts {
-            Drafts::Model(opened) => {
+            DraftFiles::Model(opened) => {
                 let (registry, budget) = (registry(&args.compute.get()?), target.budget());
                 MemoryPlan::admit(&opened, args.weights, &registry, &config, 1, budget)?;
                 Weights::Model(args.load(*opened, context, budget, quiet)?)
             }
-            Drafts::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
+            DraftFiles::Head(opened) => Weights::Head(opened.load(target, args.weights, context)?),
         };
         Ok(LoadedDraft { weights, args })
     }

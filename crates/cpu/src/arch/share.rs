@@ -15,7 +15,7 @@ unsafe impl Sync for Job {}
 
 impl Job {
     pub fn new(work: &(dyn Fn(usize) + Sync)) -> Self {
-        // SAFETY: only the lifetime changes; `call` requires that the borrow still holds.
+        // SAFETY: only the lifetime changes; `call` requires that the borrow is still valid.
         Job(unsafe {
             std::mem::transmute::<*const (dyn Fn(usize) + Sync), *const (dyn Fn(usize) + Sync + 'static)>(
                 work,

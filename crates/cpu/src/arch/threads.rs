@@ -36,7 +36,7 @@ struct Shared {
 pub struct Threads {
     shared: Arc<Shared>,
     workers: Vec<std::thread::JoinHandle<()>>,
-    /// Held by the region in progress. A caller that finds it locked works alone.
+    /// Locked by the region in progress. A caller that finds it locked works alone.
     region: Mutex<()>,
 }
 

@@ -3,7 +3,7 @@ use super::tile_items::TileItems;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::arch::LANES;
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
-use kvist_device::{BackendError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
+use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
 
 /// Floats of a row's state in addition to its sums: a norm per lane, and the maximum.
@@ -109,18 +109,17 @@ impl Scratch {
         Sizes::of(spec, threads)?.bytes()
     }
 
-    pub fn new(spec: &PoolSpec, threads: usize, budget: &Arc<MemoryBudget>) -> Result<Self, BackendError> {
-        let overflow =
-            || BackendError::Unsupported("a step of that many tokens overflows the scratch".into());
+    pub fn new(spec: &PoolSpec, threads: usize, budget: &Arc<MemoryBudget>) -> Result<Self, DeviceError> {
+        let overflow = || DeviceError::Unsupported("a step of that many tokens overflows the scratch".into());
         let sizes = Sizes::of(spec, threads).ok_or_else(overflow)?;
         let bytes = sizes.bytes().ok_or_else(overflow)?;
         let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         let buffer = |n: usize| {
             let mut all = Vec::new();
-            let refused = |_| BackendError::OutOfMemory { what: "scratch", bytes };
+            let refused = |_| DeviceError::OutOfMemory { what: "scratch", bytes };
             all.try_reserve_exact(n).map_err(refused)?;
             all.resize(n, 0f32);
-            Ok::<_, BackendError>(all)
+            Ok::<_, DeviceError>(all)
         };
         let thread = |_| {
             Ok(ThreadScratch {
@@ -135,7 +134,7 @@ impl Scratch {
                 weights: Vec::with_capacity(sizes.weights),
             })
         };
-        let threads = (0..threads).map(thread).collect::<Result<Vec<_>, BackendError>>()?;
+        let threads = (0..threads).map(thread).collect::<Result<Vec<_>, DeviceError>>()?;
         Ok(Scratch { states: buffer(sizes.states)?, threads, _reservation: reservation })
     }
 }

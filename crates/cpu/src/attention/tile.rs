@@ -9,7 +9,7 @@ use super::softmax::Softmax;
 use super::{Layer, Rows};
 use crate::Compute;
 use crate::arch::{Isa, LANES};
-use crate::pool::{self, Gather, Lines, Quads, Queries, Side, Sums};
+use crate::pool::{self, Gather, Lines, Quads, Queries, RowStore, Sums};
 use crate::recent::RecentReads;
 use kvist_cache::{CellRun, Mask, ReadItem};
 use std::ops::Range;
@@ -26,63 +26,36 @@ impl<'l> Layer<'l> {
         scratch: &mut ThreadScratch,
     ) {
         let (isa, per_kv, state) = (compute.isa, self.per_kv(), self.state());
-        let ThreadScratch { tile_items, lines, queries, packed, plain, quads, weights, .. } = scratch;
-        let row0 = (slots.start as usize - rows.first_slot) * per_kv;
         let stride = tile.stride();
-        let lines = &mut lines[..slots.len() * per_kv * stride];
-        let items = |i: usize| &self.reads.items[i];
+        let first_row = (slots.start as usize - rows.first_slot) * per_kv;
+        let n_rows = slots.len() * per_kv;
+        let part = TileRows { rows, slots: &slots, tile, stride, first_row };
 
         // The range of places that any slot sees.
-        let pieces = tile_items.chains().flatten().filter_map(|i| self.piece(items(i), &slots, tile));
+        let pieces = scratch.tile_items.chains().flatten();
+        let pieces = pieces.filter_map(|i| self.piece(&self.reads.items[i], &slots, tile));
         let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
         let Some(cells) = cells else { return };
         let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
-        for line in lines.chunks_exact_mut(stride) {
+        for line in scratch.lines[..n_rows * stride].chunks_exact_mut(stride) {
             line[vectors.start * LANES..vectors.end * LANES].fill(f32::NEG_INFINITY);
         }
 
         let mut gather = Gather::new();
-        let mut chains = tile_items.chains().peekable();
-        while let Some(chain) = chains.next() {
-            let item_rows = self.rows_of(chain.clone().next().map(items), &slots);
-            let first = row0 + item_rows.start;
-            let mut lines =
-                Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
-            let read = Read { head: rows.head, chain: chain.clone().map(items), slots: &slots, tile };
-            let (side, next) = match chains.peek().cloned() {
-                Some(next) => (self.keys, Some(next)),
-                None => (self.values, tile_items.chains().next()),
-            };
-            let next = next.into_iter().flatten().map(items);
-            self.stretches(
-                &mut gather,
-                self.keys,
-                read,
-                self.codes(side, rows.head, next, &slots, tile),
-                |gather| {
-                    let packed =
-                        if packed.is_empty() { &[][..] } else { &packed[first..first + item_rows.len()] };
-                    let queries = Queries { n: item_rows.len(), rows: queries, first, packed };
-                    self.score(isa, gather, queries, lines.reborrow(gather.at()));
-                },
-            );
-            for item in chain.map(items) {
-                self.mask_out(item, &slots, tile, lines.reborrow(0));
-            }
-        }
-
+        self.scores(isa, part, &mut gather, scratch);
+        let lines = &mut scratch.lines[..n_rows * stride];
         let recent_reads = self.recent_reads(rows, &slots, tile);
         if self.recent.is_some_and(|recent| recent.has_keys()) {
             let width = self.head_dim.next_multiple_of(LANES);
             for (i, reads) in recent_reads.clone() {
                 let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
-                let row = row0 + i * per_kv;
-                let queries = &plain[row * width..(row + per_kv) * width];
+                let row = first_row + i * per_kv;
+                let queries = &scratch.plain[row * width..(row + per_kv) * width];
                 isa.run(RecentScores { reads, queries, lines, stride });
             }
         }
 
-        let states = &mut states[row0 * state..(row0 + slots.len() * per_kv) * state];
+        let states = &mut states[first_row * state..(first_row + n_rows) * state];
         isa.run(Softmax {
             lines: &mut *lines,
             stride,
@@ -92,39 +65,82 @@ impl<'l> Layer<'l> {
             head_dim: self.head_dim,
         });
 
-        weights.clear();
+        scratch.weights.clear();
         if self.recent.is_some_and(|recent| recent.has_values()) {
             for (i, reads) in recent_reads.clone() {
                 let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
-                reads.take_weights(lines, stride, weights);
+                reads.take_weights(lines, stride, &mut scratch.weights);
             }
         }
-
-        let mut chains = tile_items.chains().peekable();
-        while let Some(chain) = chains.next() {
-            let item_rows = self.rows_of(chain.clone().next().map(items), &slots);
-            let mut lines =
-                Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
-            let states = &mut states[item_rows.start * state..item_rows.end * state];
-            let read = Read { head: rows.head, chain: chain.map(items), slots: &slots, tile };
-            let next = chains.peek().cloned().into_iter().flatten().map(items);
-            let next = self.codes(self.values, rows.head, next, &slots, tile);
-            let behind = tile_items
-                .behind(&self.reads.items, tile.indices.end)
-                .flat_map(|(item, offset)| (item.run.start + offset..item.run.end()).step_by(LANES));
-            let next = next.chain(behind.map(|cell| self.keys.codes(self.slabs, rows.head, cell)));
-            self.stretches(&mut gather, self.values, read, next, |gather| {
-                let sums = Sums { n: item_rows.len(), data: &mut *states, first: 0, stride: state };
-                self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
-            });
-        }
-
-        let mut weights = &weights[..];
+        self.sums(isa, part, &mut gather, scratch, states);
+        let mut weights = &scratch.weights[..];
         for (i, reads) in recent_reads.filter(|_| !weights.is_empty()) {
             let states = &mut states[i * per_kv * state..(i + 1) * per_kv * state];
             let (row_weights, rest) = weights.split_at(reads.len() * per_kv);
             weights = rest;
             isa.run(RecentSums { reads, weights: row_weights, states, state, head_dim: self.head_dim });
+        }
+    }
+
+    /// Writes the scores of all cells that the rows see to the lines of `scratch`, −∞ for cells that a row does not see.
+    fn scores(&self, isa: Isa, part: TileRows<'_>, gather: &mut Gather<'l>, scratch: &mut ThreadScratch) {
+        let TileRows { rows, slots, tile, stride, first_row } = part;
+        let ThreadScratch { tile_items, lines, queries, packed, .. } = scratch;
+        let items = |i: usize| &self.reads.items[i];
+        let mut chains = tile_items.chains().peekable();
+        while let Some(chain) = chains.next() {
+            let item_rows = self.rows_of(chain.clone().next().map(items), slots);
+            let first = first_row + item_rows.start;
+            let mut lines =
+                Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
+            let read = Read { head: rows.head, chain: chain.clone().map(items), slots, tile };
+            let (side, next) = match chains.peek().cloned() {
+                Some(next) => (self.keys, Some(next)),
+                None => (self.values, tile_items.chains().next()),
+            };
+            let next = next.into_iter().flatten().map(items);
+            let next = self.codes(side, rows.head, next, slots, tile);
+            self.stretches(gather, self.keys, read, next, |gather| {
+                let packed =
+                    if packed.is_empty() { &[][..] } else { &packed[first..first + item_rows.len()] };
+                let queries = Queries { n: item_rows.len(), rows: queries, first, packed };
+                self.score(isa, gather, queries, lines.reborrow(gather.at()));
+            });
+            for item in chain.map(items) {
+                self.mask_out(item, slots, tile, lines.reborrow(0));
+            }
+        }
+    }
+
+    /// Adds the values of all cells, weighted by the lines of `scratch`, to `states`, which begin at the first row.
+    fn sums(
+        &self,
+        isa: Isa,
+        part: TileRows<'_>,
+        gather: &mut Gather<'l>,
+        scratch: &mut ThreadScratch,
+        states: &mut [f32],
+    ) {
+        let TileRows { rows, slots, tile, stride, .. } = part;
+        let ThreadScratch { tile_items, lines, quads, .. } = scratch;
+        let (state, items) = (self.state(), |i: usize| &self.reads.items[i]);
+        let mut chains = tile_items.chains().peekable();
+        while let Some(chain) = chains.next() {
+            let item_rows = self.rows_of(chain.clone().next().map(items), slots);
+            let mut lines =
+                Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
+            let states = &mut states[item_rows.start * state..item_rows.end * state];
+            let read = Read { head: rows.head, chain: chain.map(items), slots, tile };
+            let next = chains.peek().cloned().into_iter().flatten().map(items);
+            let next = self.codes(self.values, rows.head, next, slots, tile);
+            let behind = tile_items
+                .behind(&self.reads.items, tile.indices.end)
+                .flat_map(|(item, offset)| (item.run.start + offset..item.run.end()).step_by(LANES));
+            let next = next.chain(behind.map(|cell| self.keys.codes(self.slabs, rows.head, cell)));
+            self.stretches(gather, self.values, read, next, |gather| {
+                let sums = Sums { n: item_rows.len(), data: &mut *states, first: 0, stride: state };
+                self.weigh(isa, gather, lines.reborrow(gather.at()), sums, quads);
+            });
         }
     }
 
@@ -178,7 +194,7 @@ impl<'l> Layer<'l> {
     /// The codes of `side`, block by block, for the cells of `chain` that `slots` see.
     fn codes<'i>(
         &'i self,
-        side: &'i Side,
+        side: &'i RowStore,
         head: usize,
         chain: impl Iterator<Item = &'i ReadItem>,
         slots: &'i Range<u32>,
@@ -194,7 +210,7 @@ impl<'l> Layer<'l> {
     fn stretches<'i>(
         &self,
         gather: &mut Gather<'l>,
-        side: &Side,
+        side: &RowStore,
         read: Read<'_, impl Iterator<Item = &'i ReadItem>>,
         next: impl Iterator<Item = &'l [u8]>,
         mut each: impl FnMut(&Gather<'_>),
@@ -256,7 +272,7 @@ impl<'l> Layer<'l> {
         if before.is_empty() && behind.is_empty() {
             return pool::accumulate(isa, dtype, lines, blocks, sums, quads);
         }
-        // Packed values are weighted in whole blocks, and the places next to the stretch may hold weights of other
+        // Packed values are weighted in whole blocks, and the places next to the stretch may contain weights of other
         // cells.
         let saved_at = stride - SPARE;
         for line in lines.data.chunks_exact_mut(stride) {
@@ -272,6 +288,18 @@ impl<'l> Layer<'l> {
             }
         }
     }
+}
+
+/// The rows of some slots in one tile.
+#[derive(Clone, Copy)]
+struct TileRows<'t> {
+    rows: Rows,
+    slots: &'t Range<u32>,
+    tile: &'t Tile,
+    /// Floats of a line.
+    stride: usize,
+    /// The row of the first slot.
+    first_row: usize,
 }
 
 /// Consecutive items of a chain, read by some slots in one tile.
@@ -301,7 +329,7 @@ impl Piece {
     }
 }
 
-/// Neighbouring sequence positions. A line holds the scores of a row: a pad, one place per position, a pad, and
+/// Neighbouring sequence positions. A line contains the scores of a row: a pad, one place per position, a pad, and
 /// [`SPARE`]. The pads exist because blocks of cells extend past the visible range.
 pub(super) struct Tile {
     pub indices: Range<u32>,

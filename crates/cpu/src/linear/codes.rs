@@ -4,8 +4,8 @@
 //! vectors. Codes of fewer than eight bits share bytes in bit planes:
 //!
 //! ```text
-//! plane of 4 bits   4 lines   line l holds quads l and l + 4, the first in the lower bits
-//! plane of 2 bits   2 lines   line l holds quads l, l + 2, l + 4, l + 6
+//! plane of 4 bits   4 lines   line l contains quads l and l + 4, the first in the lower bits
+//! plane of 2 bits   2 lines   line l contains quads l, l + 2, l + 4, l + 6
 //! plane of 1 bit    1 line    all eight
 //! ```
 use crate::arch::{LANES, Simd};

@@ -37,7 +37,7 @@ fn has_dots(isa: Isa) -> bool {
     isa.run(Ask)
 }
 
-/// f32 and f16: a vector of a panel holds one input of sixteen rows.
+/// f32 and f16: a vector of a panel contains one input of sixteen rows.
 macro_rules! one_by_one {
     ($F:ident) => {
         impl Format for $F {

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Per cell, side and query: head_dim fused multiply-adds; head_dim × element bytes are read once for all queries of a
-//! call. A register tile holds up to 8 queries × 2 vectors, which share every widened element. Lanes add in the order
+//! call. A register tile contains up to 8 queries × 2 vectors, which share every widened element. Lanes add in the order
 //! of i, and elements in the order of the cells: the result does not depend on the tile or its alignment.
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.8 of the read limit with a KV head per query head, 0.6 to 0.7 with
@@ -252,7 +252,7 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     }
 }
 
-/// For pools that hold NaN or infinities: skips cells of weight 0, which a query does not see.
+/// For pools that contain NaN or infinities: skips cells of weight 0, which a query does not see.
 #[inline(always)]
 fn accumulate_carefully<E: Element>(
     lines: &Lines<'_>,

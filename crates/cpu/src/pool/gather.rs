@@ -1,5 +1,5 @@
 //! Collects blocks into stretches for the kernels.
-use super::Side;
+use super::RowStore;
 use crate::arch::LANES;
 use crate::pages::Pages;
 use kvist_cache::CellRun;
@@ -34,9 +34,9 @@ pub struct Blocks<'b> {
     /// Code bytes per cell.
     pub row: usize,
     pub list: &'b [Block<'b>],
-    /// The cells that any query sees. The others may hold anything.
+    /// The cells that any query sees. The others may contain anything.
     pub lanes: Range<usize>,
-    /// True if a cell may hold a value that is not finite. Cells with weight 0 must then be skipped.
+    /// True if a cell may contain a value that is not finite. Cells with weight 0 must then be skipped.
     pub may_have_nan: bool,
     /// True if values must be weighted cell by cell.
     pub exact: bool,
@@ -88,7 +88,7 @@ impl<'b> Gather<'b> {
     #[inline]
     pub fn add(
         &mut self,
-        side: &Side,
+        side: &RowStore,
         slabs: &'b [Pages],
         head: usize,
         run: CellRun,
@@ -102,9 +102,9 @@ impl<'b> Gather<'b> {
         while cell < run.end() {
             let segment = side.segment_of(cell);
             let end = run.end().min(segment.cells.end());
-            let lane = Side::lane_of(segment, cell);
+            let lane = RowStore::lane_of(segment, cell);
             let lanes = lane..lane + (end - cell) as usize;
-            let (first, n) = (Side::block_of(segment, head, cell), lanes.end.div_ceil(LANES));
+            let (first, n) = (RowStore::block_of(segment, head, cell), lanes.end.div_ceil(LANES));
             let at = at + (cell - run.start) as usize - lane;
             let follows = lane == 0 && self.lanes.end == self.n * LANES && at == self.at + self.lanes.end;
             if self.n > 0 && !(follows && self.n + n <= MAX_BLOCKS) {
@@ -153,7 +153,7 @@ impl<'b> Gather<'b> {
         [self.at..self.at + self.lanes.start, self.at + self.lanes.end..self.at + self.n * LANES]
     }
     /// The gathered blocks of `side`.
-    pub fn blocks(&self, side: &Side, exact: bool) -> Blocks<'_> {
+    pub fn blocks(&self, side: &RowStore, exact: bool) -> Blocks<'_> {
         Blocks {
             head_dim: side.shape.head_dim,
             group: side.shape.group,

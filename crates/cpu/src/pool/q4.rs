@@ -10,7 +10,7 @@
 //! Per 64 bytes and query: four integer products of 64 bytes. Per cell, head_dim / 2 + 4 × groups bytes are read once
 //! for all queries of a call.
 //!
-//! A byte holds element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
+//! A byte contains element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
 //! two straight loops. Values that do not fit f16 saturate. A NaN or an infinity makes its whole group NaN, so that the
 //! error remains visible.
 //!

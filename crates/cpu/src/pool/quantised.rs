@@ -243,8 +243,8 @@ impl PackedQuery {
         }
     }
 
-    /// Packs a row for codes of one nibble per element: a byte holds elements `j` and `j + half` of a group. The quads
-    /// of a group's low halves come first, then those of its high halves.
+    /// Packs a row for codes of one nibble per element: a byte contains elements `j` and `j + half` of a group. The
+    /// quads of a group's low halves come first, then those of its high halves.
     pub fn pack_nibbles(&mut self, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
@@ -297,7 +297,7 @@ impl Default for Quads {
 
 impl Quads {
     /// Packs row `row`: `line[i] * scale[i]` for the cells of `list`. `scale` is the index of the block parameter that
-    /// holds the scale.
+    /// contains the scale.
     #[inline(always)]
     pub fn pack<S: Simd>(&mut self, s: S, row: usize, line: &[f32], list: &[Block<'_>], scale: usize) {
         let n = list.len();

@@ -1,7 +1,8 @@
 //! Stored rows, one by one: in the interleaved blocks of a side, and outside them.
 //!
-//! Outside, a row is its codes without padding, then its parameters: what a [`HostBlock`](kvist_device::HostBlock) holds.
-use super::{Geometry, Interleaving, Segment, Side};
+//! Outside, a row is its codes without padding, then its parameters: the content of a
+//! [`HostBlock`](kvist_device::HostBlock).
+use super::{Geometry, Interleaving, RowStore, Segment};
 use crate::arch::LANES;
 use crate::pages::Pages;
 use kvist_cache::CellRun;
@@ -162,7 +163,7 @@ pub(super) fn param_at(param: usize, lane: usize) -> Range<usize> {
     at..at + 2
 }
 
-impl Side {
+impl RowStore {
     /// The block of `head` that contains `cell`.
     pub(super) fn place(&self, segment: &Segment, head: usize, cell: u32) -> BlockPlace {
         let (block, shape) = (Self::block_of(segment, head, cell), &self.shape);

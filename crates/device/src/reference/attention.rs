@@ -14,7 +14,7 @@ impl Backend for Reference {
         "reference"
     }
 
-    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, BackendError> {
+    fn pools(&self, spec: &PoolSpec) -> Result<Box<dyn Pools>, DeviceError> {
         spec.check_kv_only("reference")?;
         let max_tokens = spec.capacity_cells.iter().copied().max().unwrap_or(0);
         let owned = |l: usize| spec.layout.owns(l).then(|| Owned::new(&spec.layout.layers[l]));
@@ -111,7 +111,7 @@ impl ReferencePools {
     }
 
     /// Grows the pools to `cells_end(group)` cells of every group: all layers or none.
-    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), BackendError> {
+    fn grow(&mut self, cells_end: impl Fn(GroupId) -> u32) -> Result<(), DeviceError> {
         let owners = self.spec.layout.owners().zip(self.layers.iter().flatten());
         let more = owners.map(|((_, layer), owned)| {
             let more = u64::from(cells_end(layer.group)).saturating_sub(owned.k.cells() as u64);
@@ -145,7 +145,7 @@ impl ReferencePools {
         of_group.flat_map(|(_, owned)| std::iter::once(&mut owned.k).chain(owned.v.as_mut()))
     }
 
-    fn copy_out(&mut self, group: GroupId, cells: CellRun, block: &mut [u8]) -> Result<(), BackendError> {
+    fn copy_out(&mut self, group: GroupId, cells: CellRun, block: &mut [u8]) -> Result<(), DeviceError> {
         let have = self.rows_of(group).next().map_or(0, |rows| rows.cells() as u32);
         self.spec.check_transfer(group, cells, have, block.len())?;
         let mut bytes = block.as_chunks_mut::<4>().0.iter_mut();
@@ -157,7 +157,7 @@ impl ReferencePools {
         Ok(())
     }
 
-    fn copy_in(&mut self, group: GroupId, cells: CellRun, block: &[u8]) -> Result<(), BackendError> {
+    fn copy_in(&mut self, group: GroupId, cells: CellRun, block: &[u8]) -> Result<(), DeviceError> {
         let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
         self.spec.check_transfer(group, cells, capacity, block.len())?;
         self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
@@ -190,7 +190,7 @@ impl ReferencePools {
 }
 
 impl Pools for ReferencePools {
-    fn begin(&mut self, plan: &StepPlan) -> Result<(), BackendError> {
+    fn begin(&mut self, plan: &StepPlan) -> Result<(), DeviceError> {
         self.begun = None;
         self.spec.check_begin(plan)?;
         self.grow(|group| plan.group(group).cells_end)?;
@@ -203,7 +203,7 @@ impl Pools for ReferencePools {
         Ok(())
     }
 
-    fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), BackendError> {
+    fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), DeviceError> {
         let layer = self.spec.check_attend(self.begun, plan, &call)?;
         let owner = layer.owner.0 as usize;
         let (n, heads) = (plan.n_tokens() as usize, self.spec.layout.n_heads as usize);
@@ -245,7 +245,7 @@ impl Pools for ReferencePools {
         Ok(())
     }
 
-    fn relocate(&mut self, moves: &MovePlan) -> Result<(), BackendError> {
+    fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError> {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {
             for copy in copies {
@@ -281,7 +281,7 @@ impl Pools for ReferencePools {
         self.transfers.add(from, copied)
     }
 
-    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, BackendError>> {
+    fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.transfers.take(transfer)
     }
 
@@ -292,7 +292,7 @@ impl Pools for ReferencePools {
         kv_head: u32,
         cell: u32,
         row: &mut [f32],
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let cells =
             |owner: LayerId| self.layers[usize::from(owner.0)].as_ref().map_or(0, |owned| owned.k.cells());
         let layer = self.spec.check_inspect(layer, side, (kv_head, cell), row.len(), cells)?;

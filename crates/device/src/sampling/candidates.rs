@@ -54,7 +54,7 @@ pub fn exp_minus(x: f32) -> f32 {
 #[derive(Clone, Debug, Default)]
 pub struct Candidates {
     max: f32,
-    /// (token, gap), most likely first, ties by token id. Holds all candidates with a gap below `band`.
+    /// (token, gap), most likely first, ties by token id. Contains all candidates with a gap below `band`.
     found: Vec<(u32, f32)>,
     /// Where the next band begins; `None` if there is none.
     band: Option<f32>,
@@ -110,7 +110,7 @@ impl Candidates {
     fn next_band(&mut self, logits: &[f32]) {
         let Some(from) = self.band else { return };
         let to = if from < 16.0 * BAND { from + BAND } else { 2.0 * from };
-        // Beyond this no candidate has a weight that counts, at any practical temperature.
+        // Beyond this the weight of a candidate is negligible at any practical temperature.
         let last = to > 1e4;
         let (max, first) = (self.max, self.found.len());
         let inside = |x: f32| {
@@ -202,7 +202,7 @@ mod tests {
             }
             let max = largest(&logits).unwrap();
             let mut sorted: Vec<u32> = (0..n as u32).collect();
-            // Below an infinite one all are equally impossible.
+            // Next to an infinite logit all finite ones have probability 0.
             let below = |token: u32| {
                 let x = f64::from(logits[token as usize]);
                 if x == f64::from(max) { 0.0 } else { f64::from(max) - x }

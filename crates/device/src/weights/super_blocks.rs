@@ -77,7 +77,7 @@ pub(super) fn decode<B: SuperBlock>(block: &[u8], out: &mut [f32]) {
     }
 }
 
-/// 2-bit fields: 32 bytes hold four groups of 32, one in each pair of bits.
+/// 2-bit fields: 32 bytes contain four groups of 32, one in each pair of bits.
 fn twos(bytes: &[u8], i: usize) -> Group {
     std::array::from_fn(|l| bytes[i / 4 * 32 + l] >> (2 * (i % 4)) & 3)
 }

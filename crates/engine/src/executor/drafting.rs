@@ -1,12 +1,12 @@
 //! Drafts for the requests of a batch.
 use crate::session::report_features;
-use crate::speculate::{Draft, DraftTree, Speculator, Text, Verified};
+use crate::speculate::{Draft, DraftContext, DraftTree, Speculator, Verified};
 use kvist_model::Error;
-use kvist_scheduler::{Batch, Drafts, RequestId};
+use kvist_scheduler::{Batch, BatchDrafts, RequestId};
 use std::collections::HashMap;
 use std::time::Duration;
 
-/// A speculator, and what it needs to know of the scheduler's requests.
+/// A speculator, and what it needs to know about the scheduler's requests.
 pub(super) struct Drafting {
     pub speculator: Speculator,
     /// Indices into the batch and drafts of the step being built.
@@ -15,7 +15,7 @@ pub(super) struct Drafting {
     texts: HashMap<RequestId, Known>,
 }
 
-/// A request's tokens, kept until it ends: then the scheduler has forgotten them.
+/// A request's tokens. They are kept here, because the scheduler has dropped them by the time the request ends.
 struct Known {
     salt: String,
     tokens: Vec<u32>,
@@ -33,22 +33,22 @@ impl Drafting {
         batch: Batch<'_>,
         limit: u32,
         vocab: u32,
-        out: &mut Drafts,
+        out: &mut BatchDrafts,
     ) -> Result<(), Error> {
         self.drafts.clear();
         let decoding = batch.work.iter().enumerate().filter(|(_, work)| work.decodes);
-        let texts: Vec<(usize, Text<'_>)> = decoding
+        let texts: Vec<(usize, DraftContext<'_>)> = decoding
             .filter_map(|(i, work)| {
                 let (id, tokens) = (work.request.0, batch.known_tokens(i)?);
-                Some((i, Text { id, salt: batch.salt(i), tokens, max_new: batch.max_new(i) }))
+                Some((i, DraftContext { id, salt: batch.salt(i), tokens, max_new: batch.max_new(i) }))
             })
             .collect();
         let rows: u32 = batch.work.iter().map(|work| work.n_tokens).sum();
-        let (works, texts): (Vec<usize>, Vec<Text<'_>>) = texts.into_iter().unzip();
+        let (works, texts): (Vec<usize>, Vec<DraftContext<'_>>) = texts.into_iter().unzip();
         let mut drafts = Vec::new();
         self.speculator.propose(&texts, rows as usize - texts.len(), limit, false, &mut drafts)?;
         for (i, mut draft) in works.into_iter().zip(drafts) {
-            // Drafters are not trusted with a step of all requests.
+            // A drafter's error must not fail a step of all requests.
             if draft.tree.tokens().iter().any(|token| *token >= vocab)
                 || draft.tree.max_depth() >= batch.max_new(i)
             {
@@ -86,8 +86,8 @@ impl Drafting {
         self.extend(batch, i, tokens);
     }
 
-    /// The step has computed the batch, and these rows of `taps` stay: of each request, those of its tokens and of
-    /// its accepted nodes.
+    /// The step has computed the batch. Of `taps`, passes on the rows that stay: per request, those of its tokens and of its
+    /// accepted nodes.
     pub fn computed(
         &mut self,
         batch: Batch<'_>,

@@ -1,4 +1,4 @@
-//! What the engine's handle and its thread exchange: jobs go in, events come back.
+//! The jobs that the engine's handle sends to its thread, and the events that come back.
 use crate::sampler::SamplerConfig;
 use crate::text::Stops;
 use kvist_cache::MissReason;

@@ -180,11 +180,11 @@ mod tests {
     #[test]
     fn without_tenants_all_is_common() {
         let quota = TenantQuota::new(3, &[]);
-        let held = all(&quota, &"anything".into());
-        assert_eq!(held.len(), 3);
+        let permits = all(&quota, &"anything".into());
+        assert_eq!(permits.len(), 3);
         let refused = quota.take(&"other".into()).err();
         assert_eq!(refused, Some(QuotaFull { taken: 3, is_shared: false }));
-        drop(held);
+        drop(permits);
         assert!(quota.has_room("other"));
     }
 }

@@ -1,6 +1,6 @@
 //! One request on the engine thread: samples its tokens from the logits and sends the events to its client.
 use super::job::*;
-use crate::executor::{Choice, TokenSampler};
+use crate::executor::{SampledToken, TokenSampler};
 use crate::sampler::Sampler;
 use crate::text::StopMatcher;
 use kvist_device::{RowOutput, RowResult};
@@ -34,7 +34,7 @@ pub(super) struct RequestSampler {
 }
 
 /// Largest number of tokens that may wait for a client to read them: some megabytes with all log-probabilities. A
-/// client that falls back further is cut off, because nothing else bounds the backlog.
+/// client that falls behind further is cut off, because nothing else bounds the backlog.
 const MAX_UNREAD: usize = 4096;
 
 /// Log-probabilities of the prompt, collected until they are sent.
@@ -50,7 +50,7 @@ struct PromptScores {
 /// Log-probabilities per event.
 const SCORES_PER_EVENT: usize = 64;
 
-/// How a request ended, as far as its own tokens decide it, and the text that was held back.
+/// How a request ended, as far as its own tokens decide it, and the text that was held back until then.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
     /// [`Event::Admitted`] was sent.
@@ -104,10 +104,10 @@ impl RequestSampler {
         self.generates && self.logprobs.is_none() && self.constraint.is_none() && self.logit_bias.is_empty()
     }
 
-    fn sample(&mut self, mut row: RowResult<'_>) -> Result<Choice, Failure> {
+    fn sample(&mut self, mut row: RowResult<'_>) -> Result<SampledToken, Failure> {
         if !self.generates {
             self.lock().finish = Some(FinishReason::Length);
-            return Ok(Choice { token: 0, finished: true });
+            return Ok(SampledToken { token: 0, finished: true });
         }
         if self.unread.fetch_add(1, SeqCst) >= MAX_UNREAD {
             return Err(Failure::Unread(MAX_UNREAD));
@@ -154,7 +154,7 @@ impl RequestSampler {
                 self.flush()?;
             }
         }
-        Ok(Choice { token, finished })
+        Ok(SampledToken { token, finished })
     }
 
     fn send(&self, event: Event) {
@@ -194,10 +194,10 @@ impl TokenSampler for RequestSampler {
         if self.only_samples() { self.sampler.row_output() } else { RowOutput::Logits }
     }
 
-    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken {
         self.sample(row).unwrap_or_else(|failure| {
             self.lock().failure = Some(failure);
-            Choice { token: 0, finished: true }
+            SampledToken { token: 0, finished: true }
         })
     }
 

@@ -1,7 +1,7 @@
 //! The engine thread. It owns the scheduler, the cache and the KV memory, and runs one step after the other.
 //!
 //! Between steps it processes arrivals, cancellations and expired deadlines. After a step it sends the results. So a
-//! request whose client has disconnected holds no cache when the next step begins.
+//! request whose client has disconnected uses no cache when the next step begins.
 use super::job::*;
 use super::quota::QuotaPermit;
 use super::request::{Ending, RequestSampler};
@@ -96,7 +96,7 @@ impl Thread {
             let iteration = scheduler.iterate(now, executor);
             let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
-                Iteration::Idle => 0,
+                Iteration::NothingToDo => 0,
             };
             self.busy_ns += elapsed_ns;
             self.count_paced();
@@ -105,7 +105,7 @@ impl Thread {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
             }
             self.publish_stats();
-            idle = iteration == Iteration::Idle;
+            idle = iteration == Iteration::NothingToDo;
         }
     }
 

@@ -67,7 +67,7 @@ struct Position {
     byte: usize,
 }
 
-/// The template variable that holds the tools. Requests cannot set it through `chat_template_kwargs`.
+/// The template variable that contains the tools. Requests cannot set it through `chat_template_kwargs`.
 pub const TOOLS: &str = "tools";
 
 impl History {

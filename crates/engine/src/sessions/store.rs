@@ -1,8 +1,8 @@
 //! All sessions of an engine: owner, parent, state and expiry time.
 //!
-//! A session consists of integers and text; it holds no KV cache blocks. Only one request at a time may change
-//! a session: it holds the session's [`SessionGuard`] while it changes the history or generates. Forks and reads need
-//! no claim. A session is visible only to its owner; for others it does not exist.
+//! A session consists of integers and text; it uses no KV cache blocks. Only one request at a time may change
+//! a session: it owns the session's [`SessionGuard`] while it changes the history or generates. Forks and reads need
+//! no guard. A session is visible only to its owner; for others it does not exist.
 //!
 //! Quota usage is updated incrementally as histories change, token by token during generation; `Inner::audit`
 //! recomputes it in tests. An operation touches sessions of other owners only to remove expired ones.

@@ -1,12 +1,13 @@
-//! How much to draft: as much as pays, by what was measured.
+//! Decides how many tokens to draft: as many as pay off, by measured times and acceptance.
 //!
 //! A pass over a tree of `k` nodes gives `1 + E(k)` tokens in the time of `1 + k` rows. `E(k)` is the sum of the nodes'
-//! path probabilities, as far as earlier passes confirm the drafter's own. [`worth`] finds the `k` with the most tokens per
-//! second, over the trees of all requests of the pass; [`Control`] lets a drafter rest that does not pay for its own time.
+//! path probabilities: the drafter's own, corrected by how often such nodes were accepted before. [`worth`] finds the `k`
+//! with the most tokens per second, over the trees of all requests of the pass. [`Control`] pauses a drafter that takes
+//! more time than it saves.
 use super::{DraftTree, Verified};
 use std::time::Duration;
 
-/// Rows of a pass whose times are told apart.
+/// Passes of up to so many rows are measured, each number of rows for itself.
 const MAX_ROWS: usize = 128;
 /// Weight of a new measurement.
 const NEW: f64 = 0.1;
@@ -27,7 +28,7 @@ impl Default for Costs {
 }
 
 impl Costs {
-    /// A pass over `rows` rows took so long.
+    /// A pass over `rows` rows took `elapsed`.
     pub fn record(&mut self, rows: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64();
         let Some(mean) = self.seconds.get_mut(rows.saturating_sub(1)) else { return };
@@ -36,7 +37,7 @@ impl Costs {
     }
 
     /// Expected seconds of a pass over `rows` rows; `None` before the first measurement. Between measured numbers of rows
-    /// it interpolates, behind the last it goes on with a guess.
+    /// it interpolates; beyond the largest it adds a guess per row.
     pub fn seconds(&self, rows: usize) -> Option<f64> {
         let measured = |range: std::ops::Range<usize>| {
             range.filter_map(|i| Some((i + 1, (*self.seconds.get(i)?)?))).collect::<Vec<_>>()
@@ -46,7 +47,7 @@ impl Costs {
         let above = measured(at.min(MAX_ROWS)..MAX_ROWS).first().copied();
         Some(match (below, above) {
             (Some((n, seconds)), Some((m, more))) if m > n => {
-                // A larger pass is never taken for cheaper than a smaller one.
+                // A larger pass is never expected to be cheaper than a smaller one.
                 seconds + (more.max(seconds) - seconds) * (rows - n) as f64 / (m - n) as f64
             }
             (Some((n, seconds)), _) => {
@@ -59,9 +60,10 @@ impl Costs {
     }
 }
 
-/// How many draft tokens pay in a pass that has `rows` rows without them and gives `gains` tokens: those with the
-/// likeliest paths, `paths` in descending order. Returns their number, the tokens expected of them, and the seconds of the
-/// pass without and with them. All, if no pass was measured yet.
+/// How many draft tokens pay off in a pass that has `rows` rows and gives `gains` tokens without them. `paths` are the
+/// probabilities of the candidates' paths, in descending order; the first ones are taken. Returns their number, how many of
+/// them are expected to be accepted, and the seconds of the pass without and with them. Takes all if no pass was measured
+/// yet.
 pub fn worth(costs: &Costs, rows: usize, gains: usize, paths: &[f64]) -> (usize, f64, f64, f64) {
     let Some(plain) = costs.seconds(rows) else { return (paths.len(), paths.iter().sum(), 1.0, 1.0) };
     let gains = gains as f64;
@@ -107,25 +109,26 @@ impl Reliability {
     }
 }
 
-/// Passes without drafts after a drafter did not pay, at first and at most.
-const REST: (u32, u32) = (16, 1024);
+/// Passes without drafts after a drafter did not pay off: the first time, and at most.
+const PAUSE: (u32, u32) = (16, 1024);
 
 /// Decides about the drafts of one drafter.
 #[derive(Clone, Debug, Default)]
 pub struct Control {
     reliability: Reliability,
-    /// Seconds that a proposal takes.
+    /// Average seconds that the drafter takes for a proposal.
     proposal: f64,
-    /// Passes until the drafter is asked again, and how many it rested last.
-    rests: u32,
-    last_rest: u32,
+    /// Passes until the drafter is asked again.
+    paused_for: u32,
+    /// Passes of the last pause.
+    last_pause: u32,
 }
 
 impl Control {
-    /// Whether the drafter is asked before this pass.
+    /// Whether the drafter is asked before this pass. Call it once per pass.
     pub fn asks(&mut self) -> bool {
-        self.rests = self.rests.saturating_sub(1);
-        self.rests == 0
+        self.paused_for = self.paused_for.saturating_sub(1);
+        self.paused_for == 0
     }
 
     /// The probability that each node of `tree` is accepted together with its path, as far as is known.
@@ -138,17 +141,17 @@ impl Control {
         paths
     }
 
-    /// A proposal took `elapsed`, and of its trees nodes with `expected` accepted tokens were chosen, for a pass that takes
-    /// `plain` seconds without them and `seconds` with them. Lets the drafter rest if it does not pay.
+    /// The drafter took `elapsed` for its trees. The chosen nodes are expected to give `expected` accepted tokens, in a pass
+    /// that takes `plain` seconds without them and `seconds` with them. Pauses the drafter if it does not pay off.
     pub fn chosen(&mut self, elapsed: Duration, expected: f64, rows: f64, plain: f64, seconds: f64) {
         let elapsed = elapsed.as_secs_f64();
         self.proposal =
             if self.proposal == 0.0 { elapsed } else { self.proposal + NEW * (elapsed - self.proposal) };
-        // A proposal that costs next to nothing need not rest.
+        // A drafter that costs next to nothing is not paused.
         let loses =
             (rows + expected) / (seconds + self.proposal) < rows / plain && self.proposal > 0.005 * plain;
-        self.last_rest = if loses { (2 * self.last_rest).clamp(REST.0, REST.1) } else { 0 };
-        self.rests = self.last_rest;
+        self.last_pause = if loses { (2 * self.last_pause).clamp(PAUSE.0, PAUSE.1) } else { 0 };
+        self.paused_for = self.last_pause;
     }
 
     /// Learns from a verified tree.
@@ -200,7 +203,7 @@ mod tests {
         near(1000, 14.0 + 995.0 * 0.3);
     }
 
-    /// Where a row more costs little, long drafts pay; where it costs as much as a pass, none do.
+    /// Where one more row costs little, long drafts pay off; where it costs as much as a pass, none do.
     #[test]
     fn drafts_are_as_long_as_they_pay() {
         let cut = |row: f64, probability| {
@@ -225,9 +228,9 @@ mod tests {
         assert_eq!(worth(&costs, 1, 1, &control.paths(&chain(8, 0.9))).0, 0);
     }
 
-    /// An expensive drafter that never pays is asked ever more seldom.
+    /// An expensive drafter that never pays off is asked less and less often.
     #[test]
-    fn a_drafter_that_loses_rests() {
+    fn a_drafter_that_loses_is_paused() {
         let (mut costs, mut control, mut asked) = (Costs::default(), Control::default(), 0);
         (1..=9).for_each(|n| costs.record(n, ms(10.0 + (n - 1) as f64)));
         for _ in 0..1000 {

@@ -1,6 +1,6 @@
-//! A smaller model with the same vocabulary as drafter.
+//! A drafter that runs a smaller model with the same vocabulary.
 use super::expand::{self, Candidate, Growing, Levels};
-use super::{Bounds, Drafter, Proposal};
+use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_cache::{NodeId, Refused, SeqId};
@@ -12,23 +12,23 @@ use std::sync::Arc;
 
 /// Drafts with a model of its own, over a tree cache that follows the texts of the target.
 ///
-/// A proposal first computes the tokens that became known since the last one, of all texts in one pass, then the levels
-/// of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
+/// For a proposal it first computes the tokens that became known since the last one, of all texts in one pass, then the
+/// levels of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
 pub struct DraftModel {
     session: ModelSession,
-    texts: HashMap<u64, Text>,
+    texts: HashMap<u64, DraftSequence>,
     next_seq: u32,
     clock: u64,
-    /// Proposals that stay empty, because the cache was too small.
-    rests: u32,
+    /// So many more proposals stay empty, because the cache was too small.
+    skipped: u32,
     /// Tokens of the target. The draft model may have more, as padding.
     target_vocab: usize,
     /// A path with a lower probability is not followed.
     pub min_probability: f32,
 }
 
-/// What the draft cache holds of a text.
-struct Text {
+/// What the draft cache stores of a text.
+struct DraftSequence {
     seq: SeqId,
     tokens: Vec<u32>,
     /// Computed nodes after them, by number: token and parent.
@@ -55,7 +55,7 @@ impl DraftModel {
             texts: HashMap::new(),
             next_seq: 1,
             clock: 0,
-            rests: 0,
+            skipped: 0,
             target_vocab: target.config().vocab,
             min_probability: 0.01,
         })
@@ -71,7 +71,7 @@ impl DraftModel {
                 let seq = SeqId(self.next_seq);
                 self.next_seq += 1;
                 cache.sequences().ok_or(Refused::Unsupported(NO_SEQUENCES))?.seq_new(seq)?;
-                empty.insert(Text { seq, tokens: Vec::new(), nodes: Vec::new(), used: 0 })
+                empty.insert(DraftSequence { seq, tokens: Vec::new(), nodes: Vec::new(), used: 0 })
             }
         };
         text.used = self.clock;
@@ -109,11 +109,11 @@ impl DraftModel {
         }
     }
 
-    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
-    /// not hold up the target's step. It goes on in the next proposal.
-    fn catch_up(&mut self, proposals: &[Proposal<'_>]) -> Result<(), Error> {
+    /// Computes the known tokens of the texts except the last ones: at most a chunk in all, so that a long prompt does not
+    /// delay the target's step. The next proposal continues.
+    fn catch_up(&mut self, requests: &[DraftRequest<'_>]) -> Result<(), Error> {
         let mut left = self.session.config().max_step_tokens.max(1) as usize;
-        for Proposal { id, tokens, .. } in proposals {
+        for DraftRequest { id, tokens, .. } in requests {
             let Some(text) = self.texts.get_mut(id) else { continue };
             let (seq, done) = (text.seq, text.tokens.len());
             let chunk = &tokens[done..(tokens.len() - 1).min(done + left)];
@@ -126,46 +126,46 @@ impl DraftModel {
         Ok(())
     }
 
-    /// After a pass that failed: a text's tokens and nodes are those that the cache holds.
+    /// After a pass that failed: a text's tokens and nodes are those in the cache.
     fn agree_with_cache(&mut self, id: u64) {
         let (Some(text), cache) = (self.texts.get_mut(&id), self.session.cache()) else { return };
         text.tokens.truncate(cache.next_position(text.seq).unwrap_or(0) as usize);
         text.nodes.truncate(cache.n_nodes(text.seq).unwrap_or(0) as usize);
     }
 
-    fn try_propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for proposal in proposals.iter() {
-            self.settle(proposal.id, proposal.tokens)?;
+    fn try_propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for request in requests.iter() {
+            self.settle(request.id, request.tokens)?;
         }
-        self.catch_up(proposals)?;
-        let caught_up =
-            |p: &Proposal<'_>| self.texts.get(&p.id).is_some_and(|t| t.tokens.len() + 1 == p.tokens.len());
-        let proposals = &mut subset(proposals, caught_up);
-        if proposals.is_empty() {
+        self.catch_up(requests)?;
+        let caught_up = |p: &DraftRequest<'_>| {
+            self.texts.get(&p.id).is_some_and(|t| t.tokens.len() + 1 == p.tokens.len())
+        };
+        let requests = &mut subset(requests, caught_up);
+        if requests.is_empty() {
             return Ok(());
         }
-        let bounds: Vec<Bounds> = proposals.iter().map(|proposal| proposal.bounds).collect();
+        let bounds: Vec<Bounds> = requests.iter().map(|request| request.bounds).collect();
         let min = self.min_probability;
-        let mut levels =
-            ModelLevels { drafter: self, proposals, forwarded: vec![Vec::new(); proposals.len()] };
+        let mut levels = ModelLevels { drafter: self, requests, forwarded: vec![Vec::new(); requests.len()] };
         let grown = expand::grow(&mut levels, &bounds, min)?;
-        for ((proposal, grown), bounds) in proposals.iter_mut().zip(grown).zip(bounds) {
-            grown.finish(bounds, proposal.tree);
+        for ((request, grown), bounds) in requests.iter_mut().zip(grown).zip(bounds) {
+            grown.finish(bounds, request.tree);
         }
         Ok(())
     }
 }
 
 /// Proposals without drafts after the cache was too small for all texts.
-const REST: u32 = 64;
+const SKIP: u32 = 64;
 
-/// The proposals for which `wanted` holds.
+/// The requests for which `wanted` is true.
 fn subset<'s>(
-    proposals: &'s mut [Proposal<'_>],
-    wanted: impl Fn(&Proposal<'_>) -> bool,
-) -> Vec<Proposal<'s>> {
-    let wanted = proposals.iter_mut().filter(|proposal| wanted(proposal));
-    let reborrow = |p: &'s mut Proposal<'_>| Proposal {
+    requests: &'s mut [DraftRequest<'_>],
+    wanted: impl Fn(&DraftRequest<'_>) -> bool,
+) -> Vec<DraftRequest<'s>> {
+    let wanted = requests.iter_mut().filter(|request| wanted(request));
+    let reborrow = |p: &'s mut DraftRequest<'_>| DraftRequest {
         id: p.id,
         salt: p.salt,
         tokens: p.tokens,
@@ -180,7 +180,7 @@ const NO_SEQUENCES: &str = "the draft cache needs sequences and draft trees";
 /// The levels of the trees of some texts.
 struct ModelLevels<'d, 'p> {
     drafter: &'d mut DraftModel,
-    proposals: &'d [Proposal<'p>],
+    requests: &'d [DraftRequest<'p>],
     /// Per text: the nodes of the growing tree that were computed, in the order of the cache's nodes.
     forwarded: Vec<Vec<u32>>,
 }
@@ -189,17 +189,17 @@ impl Levels for ModelLevels<'_, '_> {
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error> {
         let DraftModel { session, texts, target_vocab, .. } = &mut *self.drafter;
         let mut batch: Vec<(SeqId, Vec<u32>, Vec<Option<NodeId>>)> = Vec::new();
-        for (i, (proposal, growing)) in self.proposals.iter().zip(growing).enumerate() {
-            let text = texts.get_mut(&proposal.id).expect("it was settled");
+        for (i, (request, growing)) in self.requests.iter().zip(growing).enumerate() {
+            let text = texts.get_mut(&request.id).expect("it was settled");
             if first {
-                let last = proposal.tokens[proposal.tokens.len() - 1];
+                let last = request.tokens[request.tokens.len() - 1];
                 batch.push((text.seq, vec![last], Vec::new()));
                 text.tokens.push(last);
                 continue;
             }
             let forwarded = &mut self.forwarded[i];
             let (mut tokens, mut parents) = (Vec::new(), Vec::new());
-            for &node in &growing.frontier {
+            for &node in &growing.leaves {
                 let parent = growing.parent(node);
                 let parent = forwarded.iter().position(|other| Some(*other) == parent);
                 tokens.push(growing.token(node));
@@ -207,7 +207,7 @@ impl Levels for ModelLevels<'_, '_> {
             }
             // A root's parent is the last known token, and stands for no node.
             text.nodes.extend(tokens.iter().copied().zip(parents.iter().copied()));
-            forwarded.extend(&growing.frontier);
+            forwarded.extend(&growing.leaves);
             batch.push((text.seq, tokens, parents));
         }
         let inputs: Vec<SequenceInput<'_>> = batch
@@ -221,13 +221,13 @@ impl Levels for ModelLevels<'_, '_> {
         session.forward(&inputs, LogitRows::All)?;
         let mut row = 0;
         let mut out = Vec::with_capacity(batch.len());
-        for ((_, tokens, _), proposal) in batch.iter().zip(self.proposals) {
+        for ((_, tokens, _), request) in batch.iter().zip(self.requests) {
             let mut of_text = Vec::with_capacity(tokens.len());
             for _ in tokens {
                 let mut candidates = Vec::new();
                 let logits = session.logits_row(row);
                 let logits = &logits[..logits.len().min(*target_vocab)];
-                expand::top(logits, proposal.bounds.width as usize, &mut candidates);
+                expand::top(logits, request.bounds.width as usize, &mut candidates);
                 of_text.push(candidates);
                 row += 1;
             }
@@ -238,30 +238,30 @@ impl Levels for ModelLevels<'_, '_> {
 }
 
 impl Drafter for DraftModel {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        if self.rests > 0 {
-            self.rests -= 1;
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        if self.skipped > 0 {
+            self.skipped -= 1;
             return Ok(());
         }
         // The target's vocabulary may be padded further than the draft model's.
         let vocab = self.session.model().config().vocab;
-        let known = |p: &Proposal<'_>| p.tokens.iter().all(|token| (*token as usize) < vocab);
-        let proposals = &mut subset(proposals, known);
-        let busy: Vec<u64> = proposals.iter().map(|proposal| proposal.id).collect();
+        let known = |p: &DraftRequest<'_>| p.tokens.iter().all(|token| (*token as usize) < vocab);
+        let requests = &mut subset(requests, known);
+        let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
         loop {
-            match self.try_propose(proposals) {
+            match self.try_propose(requests) {
                 Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {}
                 other => return other,
             }
-            // The draft cache is full: forget the text that was used longest ago. If all of them are busy there is no
-            // draft for a while, and these texts begin anew.
-            proposals.iter_mut().for_each(|proposal| proposal.tree.clear());
+            // The draft cache is full: remove the least recently used text. If all of them are in use, there are no
+            // drafts for a while, and these texts start again.
+            requests.iter_mut().for_each(|request| request.tree.clear());
             busy.iter().for_each(|id| self.agree_with_cache(*id));
             let others = self.texts.iter().filter(|(id, _)| !busy.contains(id));
             let oldest = others.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
             let Some(oldest) = oldest else {
                 busy.iter().for_each(|id| self.remove(*id));
-                self.rests = REST;
+                self.skipped = SKIP;
                 return Ok(());
             };
             self.remove(oldest);
@@ -277,8 +277,8 @@ impl Drafter for DraftModel {
     }
 }
 
-/// Refuses a draft model whose tokens mean something else than the target's, by size of the vocabulary and tokenizer
-/// of both. Sizes may differ by padding where both have tokenizers.
+/// Refuses a draft model whose tokens mean something else than the target's. Compares the sizes of the vocabularies and
+/// the tokenizers; where both models have tokenizers, sizes may differ by padding.
 pub fn check_vocabulary(
     (theirs, draft): (usize, Option<&Tokenizer>),
     (ours, target): (usize, Option<&Tokenizer>),

@@ -1,4 +1,4 @@
-//! What proposes tokens.
+//! Drafters propose tokens that may come next.
 use super::DraftTree;
 use kvist_cache::LayerId;
 use kvist_model::Error;
@@ -16,28 +16,28 @@ pub struct Bounds {
 
 /// A request for a draft.
 #[derive(Debug)]
-pub struct Proposal<'a> {
-    /// Names the text; the same from step to step.
+pub struct DraftRequest<'a> {
+    /// Id of the text, the same in every step.
     pub id: u64,
     /// What is learned from this text may only serve texts with the same salt.
     pub salt: &'a str,
     /// All known tokens, prompt and answer. The last one is not computed yet: the tree continues it.
     pub tokens: &'a [u32],
     pub bounds: Bounds,
-    /// Empty before, the proposal afterwards. Nodes stand behind their parents, likelier siblings first.
+    /// Empty at first; the drafter fills it. Parents come before their children, likelier siblings first.
     pub tree: &'a mut DraftTree,
 }
 
 /// Proposes tokens that may follow. A wrong proposal costs time and changes no text.
 pub trait Drafter: Send {
     /// Layers of the target whose output this drafter reads, in the order of [`features`](Self::features);
-    /// [`EMBEDDING`](kvist_device::EMBEDDING) stands for what enters the first one.
+    /// [`EMBEDDING`](kvist_device::EMBEDDING) stands for the input of the first one.
     fn taps(&self) -> &[LayerId] {
         &[]
     }
 
-    /// Fills the trees of `proposals`, within their bounds. A tree may stay empty.
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error>;
+    /// Fills the trees of `requests`, within their bounds. A tree may stay empty.
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error>;
 
     /// The target has computed the tokens at positions `first..` of text `id`, of its prompt or its answer. `taps` has the
     /// rows of each tapped layer, `[tokens, hidden]`. `known` are the text's known tokens; some of the newest may be missing.
@@ -53,7 +53,7 @@ pub trait Drafter: Send {
         let _ = (id, salt, tokens, prompt);
     }
 
-    /// Bytes held now.
+    /// Bytes that the drafter occupies now.
     fn bytes(&self) -> u64 {
         0
     }

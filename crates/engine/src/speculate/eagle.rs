@@ -7,9 +7,10 @@
 //! rows of the head    bf₀  cf₁  df₂  ef₃        the last one gives the roots of the tree and a hidden state h₃
 //! nodes                              xh₃ yh₃ …  a node's row reads its token and its parent's hidden state
 //! ```
-//! Nodes leave nothing behind: once the target has accepted some, their rows are computed again from its own features.
+//! The rows of nodes are discarded with the tree: once the target has accepted some, they are computed again from its own
+//! features.
 use super::expand::{self, Candidate, Growing, Levels};
-use super::{Bounds, Drafter, Proposal};
+use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_cache::{LayerId, NodeId, Refused, SeqId};
@@ -23,16 +24,16 @@ pub struct Eagle {
     taps: Vec<LayerId>,
     draft_vocab: usize,
     target_ids: Option<Vec<u32>>,
-    texts: HashMap<u64, Text>,
+    texts: HashMap<u64, HeadSequence>,
     next_seq: u32,
     clock: u64,
     /// A path with a lower probability is not followed.
     pub min_probability: f32,
 }
 
-/// What the head knows of a text. Its rows begin where the target's features do: a prefix that the target found in its cache
-/// is absent.
-struct Text {
+/// The rows of a text in the head's cache. They begin where the target's features do: a prefix that the target found in its
+/// cache has none.
+struct HeadSequence {
     seq: SeqId,
     /// Position in the text of the first row.
     base: u32,
@@ -43,7 +44,7 @@ struct Text {
     used: u64,
 }
 
-impl Text {
+impl HeadSequence {
     /// Position of the next row.
     fn next(&self) -> usize {
         (self.base + self.computed) as usize
@@ -85,7 +86,7 @@ impl Eagle {
         }
     }
 
-    /// Forgets the rows of a text from row `from` on, and their features.
+    /// Removes the rows of a text from row `from` on, and their features.
     fn shorten(&mut self, id: u64, from: u32) -> Result<(), Error> {
         let width = self.width();
         let Some(text) = self.texts.get_mut(&id) else { return Ok(()) };
@@ -103,9 +104,9 @@ impl Eagle {
 
     /// The text whose rows continue at position `first`. Without the rows before, it begins there. After a rollback the row
     /// before has read the token that was there then; that makes a draft less likely to be right, and no text wrong.
-    fn text_at(&mut self, id: u64, first: u32) -> Result<&mut Text, Error> {
+    fn text_at(&mut self, id: u64, first: u32) -> Result<&mut HeadSequence, Error> {
         let width = self.width();
-        let joins = |text: &Text| {
+        let joins = |text: &HeadSequence| {
             let end = text.next() + text.features.len() / width;
             (text.base..=end as u32).contains(&first)
         };
@@ -121,7 +122,7 @@ impl Eagle {
                 let seq = SeqId(self.next_seq);
                 self.session.cache().sequences().ok_or(Refused::Unsupported(NO_TREES))?.seq_new(seq)?;
                 self.next_seq += 1;
-                let text = Text { seq, base: first, computed: 0, features: Vec::new(), used: 0 };
+                let text = HeadSequence { seq, base: first, computed: 0, features: Vec::new(), used: 0 };
                 self.texts.insert(id, text);
             }
         }
@@ -165,15 +166,15 @@ impl Eagle {
         }
     }
 
-    fn try_propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
+    fn try_propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
         let width = self.width();
         // Texts whose last computed token has features: the others' trees stay empty.
         let mut ready: Vec<usize> = Vec::new();
         let mut pending = 0;
-        for (i, proposal) in proposals.iter().enumerate() {
-            let Some(text) = self.texts.get(&proposal.id) else { continue };
+        for (i, request) in requests.iter().enumerate() {
+            let Some(text) = self.texts.get(&request.id) else { continue };
             let n = text.features.len() / width;
-            if n > 0 && text.next() + n + 1 == proposal.tokens.len() {
+            if n > 0 && text.next() + n + 1 == request.tokens.len() {
                 ready.push(i);
                 pending += n;
             }
@@ -183,31 +184,31 @@ impl Eagle {
         }
         if pending > self.chunk() {
             for &i in &ready {
-                self.compute(proposals[i].id, proposals[i].tokens, 1)?;
+                self.compute(requests[i].id, requests[i].tokens, 1)?;
             }
         }
-        let bounds: Vec<Bounds> = ready.iter().map(|i| proposals[*i].bounds).collect();
-        let (min, seqs) = (self.min_probability, self.sequences(&ready, proposals));
+        let bounds: Vec<Bounds> = ready.iter().map(|i| requests[*i].bounds).collect();
+        let (min, seqs) = (self.min_probability, self.sequences(&ready, requests));
         let nodes = seqs.iter().map(|_| Nodes::default()).collect();
-        let mut levels = HeadLevels { drafter: self, proposals, ready: &ready, nodes };
+        let mut levels = HeadLevels { drafter: self, requests, ready: &ready, nodes };
         let grown = expand::grow(&mut levels, &bounds, min);
         for seq in seqs {
             self.session.cache().trees().ok_or(Refused::Unsupported(NO_TREES))?.discard(seq)?;
         }
         for ((i, grown), bounds) in ready.into_iter().zip(grown?).zip(bounds) {
-            grown.finish(bounds, proposals[i].tree);
+            grown.finish(bounds, requests[i].tree);
         }
         Ok(())
     }
 
-    fn sequences(&self, ready: &[usize], proposals: &[Proposal<'_>]) -> Vec<SeqId> {
-        ready.iter().map(|i| self.texts[&proposals[*i].id].seq).collect()
+    fn sequences(&self, ready: &[usize], requests: &[DraftRequest<'_>]) -> Vec<SeqId> {
+        ready.iter().map(|i| self.texts[&requests[*i].id].seq).collect()
     }
 
-    /// Forgets the text, not one of `busy`, that was used longest ago. False if there is none.
-    fn forget_oldest(&mut self, busy: &[u64]) -> bool {
-        let idle = self.texts.iter().filter(|(id, _)| !busy.contains(id));
-        let oldest = idle.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
+    /// Removes the least recently used text that is not in `busy`. False if there is none.
+    fn remove_oldest(&mut self, busy: &[u64]) -> bool {
+        let unused = self.texts.iter().filter(|(id, _)| !busy.contains(id));
+        let oldest = unused.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
         oldest.map(|oldest| self.remove(oldest)).is_some()
     }
 
@@ -243,7 +244,7 @@ struct Nodes {
 }
 
 impl Nodes {
-    /// Where a node was computed; `None` for the text's last row.
+    /// The place of a node among the computed ones; `None` for the text's last row.
     fn place(&self, node: Option<u32>) -> Option<usize> {
         self.computed.iter().position(|other| Some(*other) == node)
     }
@@ -252,42 +253,42 @@ impl Nodes {
 /// The levels of the trees of some texts.
 struct HeadLevels<'d, 'p> {
     drafter: &'d mut Eagle,
-    proposals: &'d [Proposal<'p>],
-    /// Indices into `proposals`.
+    requests: &'d [DraftRequest<'p>],
+    /// Indices into `requests`.
     ready: &'d [usize],
     nodes: Vec<Nodes>,
 }
 
 impl HeadLevels<'_, '_> {
-    /// Computes the pending rows of all texts. Gives the number of rows of each.
+    /// Computes the pending rows of all texts. Returns the number of rows of each.
     fn roots(&mut self) -> Result<Vec<usize>, Error> {
         let Eagle { session, texts, .. } = &mut *self.drafter;
         let width = session.model().config().features;
         let (mut inputs, mut features, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-        for proposal in self.ready.iter().map(|i| &self.proposals[*i]) {
-            let text = &texts[&proposal.id];
-            inputs.push(SequenceInput::chain(text.seq, &proposal.tokens[text.next() + 1..]));
+        for request in self.ready.iter().map(|i| &self.requests[*i]) {
+            let text = &texts[&request.id];
+            inputs.push(SequenceInput::chain(text.seq, &request.tokens[text.next() + 1..]));
             features.extend_from_slice(&text.features);
             rows.push(text.features.len() / width);
         }
         session.forward_given(&inputs, LogitRows::LastOfEach, Given::Features(&features))?;
-        for (proposal, n) in self.ready.iter().map(|i| &self.proposals[*i]).zip(&rows) {
-            let text = texts.get_mut(&proposal.id).expect("it is ready");
+        for (request, n) in self.ready.iter().map(|i| &self.requests[*i]).zip(&rows) {
+            let text = texts.get_mut(&request.id).expect("it is ready");
             text.computed += *n as u32;
             text.features.clear();
         }
         Ok(rows)
     }
 
-    /// Computes the frontiers. Gives the number of rows of each text.
-    fn frontiers(&mut self, growing: &[Growing]) -> Result<Vec<usize>, Error> {
-        let seqs = self.drafter.sequences(self.ready, self.proposals);
+    /// Computes the leaves of all trees. Returns the number of rows of each text.
+    fn leaves(&mut self, growing: &[Growing]) -> Result<Vec<usize>, Error> {
+        let seqs = self.drafter.sequences(self.ready, self.requests);
         let session = &mut self.drafter.session;
         let hidden = session.model().config().hidden;
         let (mut batch, mut states) = (Vec::new(), Vec::new());
         for (growing, nodes) in growing.iter().zip(&mut self.nodes) {
             let (mut tokens, mut parents) = (Vec::new(), Vec::new());
-            for &node in &growing.frontier {
+            for &node in &growing.leaves {
                 let parent = nodes.place(growing.parent(node));
                 states.extend_from_slice(
                     &nodes.states[parent.map_or(0, |place| place + 1) * hidden..][..hidden],
@@ -295,7 +296,7 @@ impl HeadLevels<'_, '_> {
                 tokens.push(growing.token(node));
                 parents.push(parent.map(|place| NodeId(place as u32)));
             }
-            nodes.computed.extend(&growing.frontier);
+            nodes.computed.extend(&growing.leaves);
             batch.push((tokens, parents));
         }
         let inputs: Vec<SequenceInput<'_>> = seqs
@@ -311,17 +312,17 @@ impl HeadLevels<'_, '_> {
 
 impl Levels for HeadLevels<'_, '_> {
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error> {
-        let rows = if first { self.roots()? } else { self.frontiers(growing)? };
+        let rows = if first { self.roots()? } else { self.leaves(growing)? };
         let session = &self.drafter.session;
         let hidden = session.model().config().hidden;
         let (mut row, mut logits, mut out) = (0, 0, Vec::new());
-        for ((n, nodes), proposal) in
-            rows.into_iter().zip(&mut self.nodes).zip(self.ready.iter().map(|i| &self.proposals[*i]))
+        for ((n, nodes), request) in
+            rows.into_iter().zip(&mut self.nodes).zip(self.ready.iter().map(|i| &self.requests[*i]))
         {
             // Of the pending rows, only the last one matters.
             let seen = if first { row + n - 1..row + n } else { row..row + n };
             nodes.states.extend_from_slice(&session.tap(0)[seen.start * hidden..seen.end * hidden]);
-            let width = proposal.bounds.width as usize;
+            let width = request.bounds.width as usize;
             out.push(
                 seen.clone().zip(logits..).map(|(_, row)| self.drafter.candidates(row, width)).collect(),
             );
@@ -337,16 +338,16 @@ impl Drafter for Eagle {
         &self.taps
     }
 
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        let busy: Vec<u64> = proposals.iter().map(|proposal| proposal.id).collect();
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
         loop {
-            let result = self.try_propose(proposals);
+            let result = self.try_propose(requests);
             if !is_full(&result) {
                 return result;
             }
-            // These texts are too long together for the head's cache. They have no drafts, and begin anew with the features
+            // These texts are too long together for the head's cache. They get no drafts, and start again with the features
             // that come next.
-            if !self.forget_oldest(&busy) {
+            if !self.remove_oldest(&busy) {
                 busy.iter().for_each(|id| self.remove(*id));
                 return Ok(());
             }
@@ -359,7 +360,7 @@ impl Drafter for Eagle {
             if !is_full(&result) {
                 return result;
             }
-            if !self.forget_oldest(&[id]) {
+            if !self.remove_oldest(&[id]) {
                 self.remove(id);
                 return Ok(());
             }

@@ -1,5 +1,5 @@
 //! Trees from a model's probabilities, level by level, after EAGLE-2 (Li et al., 2024): at each level the most probable
-//! paths are followed, and of all nodes met the most probable are kept.
+//! paths are continued, and of all nodes the most probable are kept.
 use super::{Bounds, DraftTree};
 use kvist_model::Error;
 
@@ -22,14 +22,14 @@ pub fn top(logits: &[f32], n: usize, out: &mut Vec<Candidate>) {
     out.iter_mut().for_each(|(_, logit)| *logit = (*logit - largest).exp() / sum);
 }
 
-/// A tree while it grows.
+/// A draft tree that grows level by level.
 #[derive(Debug, Default)]
 pub struct Growing {
-    /// All nodes met, with the probability of their path.
+    /// All nodes so far, with the probability of their path.
     tree: DraftTree,
     paths: Vec<f32>,
-    /// Nodes of the newest level that are followed, by descending probability.
-    pub frontier: Vec<u32>,
+    /// Nodes of the last level that get children, by descending probability.
+    pub leaves: Vec<u32>,
     depth: u32,
 }
 
@@ -41,11 +41,11 @@ impl Growing {
         self.tree.parents()[node as usize]
     }
 
-    /// Adds the candidates after each node of the frontier (at first: after the last known token), and chooses the nodes to
-    /// follow next. The frontier is empty when the tree is deep enough.
+    /// Adds the candidates after each of the leaves (at first: after the last known token), and chooses the nodes to follow
+    /// next. `leaves` is empty when the tree is deep enough.
     pub fn grow(&mut self, candidates: &[Vec<Candidate>], bounds: Bounds, min: f32) {
         let parents =
-            if self.depth == 0 { vec![None] } else { self.frontier.iter().copied().map(Some).collect() };
+            if self.depth == 0 { vec![None] } else { self.leaves.iter().copied().map(Some).collect() };
         let first = self.tree.len() as u32;
         for (parent, candidates) in parents.into_iter().zip(candidates) {
             let before = parent.map_or(1.0, |parent: u32| self.paths[parent as usize]);
@@ -55,11 +55,11 @@ impl Growing {
             }
         }
         self.depth += 1;
-        self.frontier.clear();
+        self.leaves.clear();
         if self.depth < bounds.depth {
-            self.frontier.extend((first..self.tree.len() as u32).filter(|n| self.paths[*n as usize] >= min));
-            self.frontier.sort_by(|a, b| self.paths[*b as usize].total_cmp(&self.paths[*a as usize]));
-            self.frontier.truncate(bounds.width as usize);
+            self.leaves.extend((first..self.tree.len() as u32).filter(|n| self.paths[*n as usize] >= min));
+            self.leaves.sort_by(|a, b| self.paths[*b as usize].total_cmp(&self.paths[*a as usize]));
+            self.leaves.truncate(bounds.width as usize);
         }
     }
 
@@ -75,10 +75,9 @@ impl Growing {
     }
 }
 
-/// What gives the candidates of a level.
+/// The source of the candidates of each level.
 pub trait Levels {
-    /// The candidates after each node of each frontier; `None` for trees that are complete. The first call is about the
-    /// last known tokens, where the frontiers are empty.
+    /// The candidates after each leaf of each tree. The first call is about the last known tokens: no tree has leaves then.
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error>;
 }
 
@@ -91,7 +90,7 @@ pub fn grow(levels: &mut dyn Levels, bounds: &[Bounds], min: f32) -> Result<Vec<
         for ((growing, candidates), bounds) in growing.iter_mut().zip(&candidates).zip(bounds) {
             growing.grow(candidates, *bounds, min);
         }
-        if growing.iter().all(|growing| growing.frontier.is_empty()) {
+        if growing.iter().all(|growing| growing.leaves.is_empty()) {
             break;
         }
     }

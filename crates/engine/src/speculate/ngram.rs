@@ -1,8 +1,9 @@
 //! Prompt lookup: the continuation of an earlier occurrence of the last tokens (Saxena, "Prompt Lookup Decoding", 2023).
-use super::{Drafter, Proposal};
+use super::{DraftRequest, Drafter};
 use kvist_model::Error;
 
-/// Proposes what followed the last time that the text came by here. Keeps nothing: it searches the tokens it is given.
+/// Proposes what followed the last tokens when they occurred before. It stores nothing: it searches the tokens of the
+/// request.
 #[derive(Clone, Copy, Debug)]
 pub struct Ngram {
     /// Fewest tokens that must agree, at least 1.
@@ -38,8 +39,8 @@ impl Ngram {
 }
 
 impl Drafter for Ngram {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { tokens, bounds, tree, .. } in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { tokens, bounds, tree, .. } in requests {
             let Some((end, agreeing)) = self.longest_match(tokens) else { continue };
             let n = bounds.tokens.min(bounds.depth) as usize;
             // The longer the match, the likelier is its continuation; measured acceptance corrects this guess.
@@ -63,8 +64,8 @@ mod tests {
     fn propose(tokens: &[u32], bounds: (u32, u32)) -> Vec<u32> {
         let mut tree = DraftTree::default();
         let bounds = Bounds { tokens: bounds.0, depth: bounds.1, width: 4 };
-        let proposal = Proposal { id: 0, salt: "", tokens, bounds, tree: &mut tree };
-        Ngram::default().propose(&mut [proposal]).unwrap();
+        let request = DraftRequest { id: 0, salt: "", tokens, bounds, tree: &mut tree };
+        Ngram::default().propose(&mut [request]).unwrap();
         assert!(tree.is_chain());
         tree.tokens().to_vec()
     }

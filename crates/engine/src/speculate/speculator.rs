@@ -1,6 +1,6 @@
-//! Drafters, what they achieved, and how much of their proposals is verified.
+//! Asks the drafters, decides how much of their proposals is verified, and counts what was accepted.
 use super::control::{Control, Costs, worth};
-use super::{Bounds, DraftTree, Drafter, Proposal, Verified};
+use super::{Bounds, DraftRequest, DraftTree, Drafter, Verified};
 use kvist_cache::LayerId;
 use kvist_model::Error;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SpeculationConfig {
     pub bounds: Bounds,
-    /// Draft as much as pays, by measured acceptance and times of passes; otherwise always as much as `bounds` allow.
+    /// Draft as much as pays off, by measured acceptance and times of passes; otherwise always as much as `bounds` allow.
     pub adaptive: bool,
 }
 
@@ -52,8 +52,8 @@ impl Counts {
 
 /// A text that may be continued by a draft.
 #[derive(Clone, Copy, Debug)]
-pub struct Text<'a> {
-    /// As in [`Proposal`].
+pub struct DraftContext<'a> {
+    /// As in [`DraftRequest`].
     pub id: u64,
     pub salt: &'a str,
     pub tokens: &'a [u32],
@@ -68,7 +68,7 @@ pub struct Draft {
     drafter: usize,
 }
 
-/// One drafter or several, and what is known about them.
+/// One or several drafters, with their measurements.
 pub struct Speculator {
     drafters: Vec<(Box<dyn Drafter>, Control)>,
     config: SpeculationConfig,
@@ -78,7 +78,7 @@ pub struct Speculator {
 }
 
 impl Speculator {
-    /// Drafters in the order in which they are asked: a text goes to the next one if those before proposed nothing.
+    /// Asks drafters in this order: a text goes to the next one if those before proposed nothing.
     pub fn new(drafters: Vec<Box<dyn Drafter>>, config: SpeculationConfig) -> Self {
         let taps = drafters.iter().flat_map(|drafter| drafter.taps()).copied().collect();
         let drafters = drafters.into_iter().map(|drafter| (drafter, Control::default())).collect();
@@ -98,12 +98,12 @@ impl Speculator {
     pub fn take_counts(&mut self) -> Counts {
         std::mem::take(&mut self.counts)
     }
-    /// Frees the drafters: from now on nothing is proposed. The counts stay.
+    /// Drops the drafters: from now on nothing is proposed. The counts stay.
     pub fn stop(&mut self) {
         self.drafters.clear();
         self.taps.clear();
     }
-    /// Bytes that the drafters hold.
+    /// Bytes that the drafters occupy.
     pub fn bytes(&self) -> u64 {
         self.drafters.iter().map(|(drafter, _)| drafter.bytes()).sum()
     }
@@ -112,7 +112,7 @@ impl Speculator {
     /// in all. `drafts` gets one entry per text.
     pub fn propose(
         &mut self,
-        texts: &[Text<'_>],
+        texts: &[DraftContext<'_>],
         other_rows: usize,
         limit: u32,
         chains: bool,
@@ -125,22 +125,22 @@ impl Speculator {
         bounds.width = if chains { 1 } else { bounds.width };
         let adaptive = self.config.adaptive;
         for (n, (drafter, control)) in self.drafters.iter_mut().enumerate() {
-            let open = |(text, draft): (&Text<'_>, &Draft)| draft.tree.is_empty() && text.max_new > 1;
+            let open = |(text, draft): (&DraftContext<'_>, &Draft)| draft.tree.is_empty() && text.max_new > 1;
             if !texts.iter().zip(drafts.iter()).any(open) || adaptive && !control.asks() {
                 continue;
             }
             let started = Instant::now();
-            let mut proposals = Vec::with_capacity(texts.len());
+            let mut requests = Vec::with_capacity(texts.len());
             for (text, draft) in texts.iter().zip(drafts.iter_mut()) {
                 if !draft.tree.is_empty() || text.max_new < 2 {
                     continue;
                 }
                 draft.drafter = n;
                 let bounds = Bounds { depth: bounds.depth.min(text.max_new - 1), ..bounds };
-                let Text { id, salt, tokens, .. } = *text;
-                proposals.push(Proposal { id, salt, tokens, bounds, tree: &mut draft.tree });
+                let DraftContext { id, salt, tokens, .. } = *text;
+                requests.push(DraftRequest { id, salt, tokens, bounds, tree: &mut draft.tree });
             }
-            drafter.propose(&mut proposals)?;
+            drafter.propose(&mut requests)?;
             let elapsed = started.elapsed();
             if adaptive {
                 let rows = texts.len() + other_rows;
@@ -151,7 +151,7 @@ impl Speculator {
         Ok(())
     }
 
-    /// Keeps of drafter `n`'s trees the nodes that pay.
+    /// Removes the nodes that do not pay off from drafter `n`'s trees.
     fn choose(
         costs: &Costs,
         control: &mut Control,
@@ -181,7 +181,7 @@ impl Speculator {
         }
     }
 
-    /// Rows of tapped layers for tokens of text `id` that were computed and kept; see [`Drafter::features`].
+    /// Passes on the rows of tapped layers for tokens of text `id` that were computed and kept; see [`Drafter::features`].
     pub fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
         let mut taps = taps;
         for (drafter, _) in &mut self.drafters {
@@ -202,12 +202,12 @@ impl Speculator {
         }
     }
 
-    /// A pass over `rows` rows, drafts included, took so long.
+    /// A pass over `rows` rows, drafts included, took `elapsed`.
     pub fn passed(&mut self, rows: usize, elapsed: Duration) {
         self.costs.record(rows, elapsed);
     }
 
-    /// Drops what is kept of text `id`, as if it had never been.
+    /// Drops everything that is stored for text `id`.
     pub fn forget(&mut self, id: u64) {
         self.end(id, "", &[], 0);
     }
@@ -218,7 +218,7 @@ impl Speculator {
     }
 }
 
-/// Cuts trees until they have at most `limit` nodes together, the largest first, by the nodes added last.
+/// Removes nodes until all trees together have at most `limit`: from the largest tree, the node added last.
 fn share(drafts: &mut [Draft], limit: u32) {
     let mut total: usize = drafts.iter().map(|draft| draft.tree.len()).sum();
     while total > limit as usize {

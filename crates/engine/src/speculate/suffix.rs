@@ -1,18 +1,18 @@
-//! Suffix decoding: trees from what followed the last tokens before, in this text and in finished answers (Oliaro et al.,
+//! Suffix decoding: proposes what followed the same tokens earlier, in this text and in finished answers (Oliaro et al.,
 //! "SuffixDecoding", arXiv 2411.04975).
 //!
 //! The paper keeps suffix trees. Here occurrences are found as zlib finds them: a hash of the last tokens leads to a chain
 //! of earlier positions, newest first. Each position gives a match length and a continuation. Frequencies among the
 //! continuations of equally good matches are the probabilities of the nodes. A token costs eight bytes, an entry of
-//! a hash table for each new pair of tokens, and constant time to add; a proposal looks at a bounded number of positions.
-use super::{Bounds, DraftTree, Drafter, Proposal};
+//! a hash table for each new pair of tokens, and constant time to add; a proposal examines a bounded number of positions.
+use super::{Bounds, DraftRequest, DraftTree, Drafter};
 use kvist_model::Error;
 use std::collections::{HashMap, VecDeque};
 
 /// Settings of [`Suffix`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SuffixConfig {
-    /// Tokens of finished answers that are kept, over all salts. The answers of the salt that was used longest ago go first.
+    /// Tokens of finished answers that are kept, over all salts. The answers of the least recently used salt are dropped first.
     pub max_tokens: usize,
     /// Draft tokens per matched token: a match of `n` tokens is worth at most `factor · n` draft tokens.
     pub factor: f32,
@@ -26,13 +26,13 @@ impl Default for SuffixConfig {
     }
 }
 
-/// Tokens that must agree.
+/// Tokens that must match for an occurrence to be found.
 const KEY: usize = 2;
-/// Longest match that is told from longer ones.
+/// Longer matches count as this long.
 const MAX_MATCH: usize = 32;
-/// Positions looked at per proposal and store.
+/// Most positions that are examined in a store for one proposal.
 const MAX_POSITIONS: usize = 64;
-/// Stands between answers. No vocabulary has this token.
+/// Separates answers. No vocabulary has this token.
 const SEPARATOR: u32 = u32::MAX;
 const NONE: u32 = u32::MAX;
 
@@ -46,7 +46,7 @@ struct Store {
     previous: Vec<u32>,
 }
 
-/// An occurrence of the last tokens: where its continuation begins, and how many tokens agree.
+/// An earlier occurrence of the last tokens: what followed it, and how many tokens match.
 #[derive(Clone, Copy, Debug)]
 struct Occurrence<'s> {
     continuation: &'s [u32],
@@ -66,10 +66,10 @@ impl Store {
         self.previous.push(previous);
     }
 
-    /// Makes the store end with `tokens`, of which it may hold a beginning already.
+    /// Makes the store end with `tokens`, of which it may have a beginning already.
     fn follow(&mut self, tokens: &[u32]) {
-        let held = self.tokens.len();
-        if tokens.get(..held) != Some(&self.tokens[..]) {
+        let stored = self.tokens.len();
+        if tokens.get(..stored) != Some(&self.tokens[..]) {
             *self = Store::default();
         }
         tokens[self.tokens.len()..].iter().for_each(|&token| self.push(token));
@@ -148,8 +148,8 @@ impl Suffix {
 }
 
 impl Drafter for Suffix {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { id, salt, tokens, bounds, tree } in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { id, salt, tokens, bounds, tree } in requests {
             let text = self.texts.entry(*id).or_default();
             text.follow(tokens);
             self.clock += 1;
@@ -282,7 +282,7 @@ mod tests {
 
     fn propose(drafter: &mut Suffix, id: u64, salt: &str, tokens: &[u32], bounds: Bounds) -> DraftTree {
         let mut tree = DraftTree::default();
-        drafter.propose(&mut [Proposal { id, salt, tokens, bounds, tree: &mut tree }]).unwrap();
+        drafter.propose(&mut [DraftRequest { id, salt, tokens, bounds, tree: &mut tree }]).unwrap();
         assert!(tree.len() <= bounds.tokens as usize && tree.max_depth() <= bounds.depth);
         tree
     }

@@ -1,5 +1,5 @@
-//! Draft trees, and their verification.
-use crate::executor::Choice;
+//! Draft trees and their verification.
+use crate::executor::SampledToken;
 use kvist_cache::NodeId;
 
 /// Proposed continuations of a sequence, as a tree of tokens. Every path from a root on is one continuation.
@@ -28,7 +28,7 @@ impl DraftTree {
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
     }
-    /// The parent of each node, which stands before it; `None` for the last known token.
+    /// The parent of each node, which precedes it; `None` for the last known token.
     pub fn parents(&self) -> &[Option<u32>] {
         &self.parents
     }
@@ -72,7 +72,7 @@ impl DraftTree {
         (0..self.len() as u32).map(|node| self.depth(node) + 1).max().unwrap_or(0)
     }
 
-    /// Keeps only the first continuation: from every node on, the first child. A cache that holds no trees can verify
+    /// Keeps only the first continuation: from every node on, the first child. A cache without trees can verify
     /// that.
     pub fn keep_first_path(&mut self) {
         let mut chain = DraftTree::default();
@@ -112,7 +112,7 @@ impl DraftTree {
     }
 }
 
-/// What verification accepted.
+/// The result of a verification.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
     /// The accepted nodes, from a root on.
@@ -142,14 +142,14 @@ impl Verified {
 /// draft. `out` is overwritten.
 pub fn verify<E>(
     tree: &DraftTree,
-    mut choose: impl FnMut(usize) -> Result<Choice, E>,
+    mut choose: impl FnMut(usize) -> Result<SampledToken, E>,
     out: &mut Verified,
 ) -> Result<(), E> {
     out.path.clear();
     out.tokens.clear();
     let mut at = None;
     loop {
-        let Choice { token, finished } = choose(at.map_or(0, |node: u32| node as usize + 1))?;
+        let SampledToken { token, finished } = choose(at.map_or(0, |node: u32| node as usize + 1))?;
         out.tokens.push(token);
         out.finished = finished;
         match tree.child(at, token).filter(|_| !finished) {
@@ -183,7 +183,7 @@ mod tests {
         let choose = |row| {
             rows.push(row);
             drawn += 1;
-            Ok::<_, ()>(Choice { token: text[drawn - 1], finished: drawn == end })
+            Ok::<_, ()>(SampledToken { token: text[drawn - 1], finished: drawn == end })
         };
         verify(tree, choose, &mut out).unwrap();
         let expected: Vec<usize> =

@@ -148,7 +148,7 @@ struct Argument<'t> {
     name: String,
     place: String,
     schema: &'t Value,
-    /// Schema of all parameters, which holds the definitions.
+    /// Schema of all parameters, which contains the definitions.
     root: &'t Map<String, Value>,
     required: bool,
 }

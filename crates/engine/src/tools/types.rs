@@ -156,14 +156,14 @@ mod tests {
         }))];
         let whole = tools_from_json(&described).unwrap();
         let format = ToolFormat::Qwen3Coder;
-        let held = format.tools_for_parsing(&described).unwrap();
+        let tools = format.tools_for_parsing(&described).unwrap();
         let names = described[0]["function"]["parameters"]["properties"].as_object().unwrap();
         for key in names.keys().map(String::as_str).chain(["unknown"]) {
             for value in ["3", "2.5", "null", "true", "{\"a\": 1}", "[1]", "text"] {
                 let text = format!(
                     "<tool_call>\n<function=f>\n<parameter={key}>\n{value}\n</parameter>\n</function>\n</tool_call>"
                 );
-                let (said, calls) = format.parse(&text, &held);
+                let (said, calls) = format.parse(&text, &tools);
                 assert_eq!(calls.len(), 1, "{text}");
                 assert_eq!((said, calls), format.parse(&text, &whole), "{key}: {value}");
             }

@@ -1,5 +1,5 @@
 //! A drafter that knows the texts.
-use kvist_engine::speculate::{Drafter, Proposal};
+use kvist_engine::speculate::{DraftRequest, Drafter};
 use kvist_model::Error;
 use kvist_testing::SplitMix64;
 
@@ -12,8 +12,8 @@ pub struct Oracle {
 }
 
 impl Drafter for Oracle {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { tokens, bounds, tree, .. } in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { tokens, bounds, tree, .. } in requests {
             let text = self.texts.iter().find(|text| text.starts_with(tokens));
             let text = text.expect("what is known is the beginning of a text");
             // The node that is right so far, and what would follow it.

@@ -1,7 +1,7 @@
 //! LM Studio's folder: `ORG/NAME/FILES`, with the Hub's file names.
 use super::{Found, folders, in_folder, not_there, untitled};
 use crate::cache::files_of;
-use crate::choose::{Choice, choose};
+use crate::choose::{Selection, choose};
 use crate::{Error, HubName, Places, Resolved};
 use std::path::Path;
 
@@ -36,8 +36,8 @@ pub(crate) fn resolve(places: &Places, typed: &str) -> Result<Resolved, Error> {
         let files = files_of(&folder);
         let paths: Vec<&str> = files.iter().map(String::as_str).collect();
         return Ok(match choose(&name, &paths)? {
-            Choice::Gguf(parts) => untitled(folder.join(&parts[0])),
-            Choice::Folder { .. } => untitled(folder),
+            Selection::Gguf(parts) => untitled(folder.join(&parts[0])),
+            Selection::Folder { .. } => untitled(folder),
         });
     }
     let known = places.lm_studio.iter().flat_map(|models| repos(models));

@@ -47,43 +47,10 @@ impl ModelConfig {
             return Err(bad("attention.value_length", format!("differs from key_length {head_dim}")));
         }
         let context = m.size(&key("context_length"))?.unwrap_or(2048);
-        let vocab = match gguf.shape("token_embd.weight") {
-            Some([vocab, _]) => *vocab,
-            Some(shape) => {
-                let what = format!("`token_embd.weight` has the shape {shape:?}; a matrix was expected");
-                return Err(Error::Malformed { file: file.into(), what });
-            }
-            None => {
-                let name = "token_embd.weight (model.embed_tokens.weight)".into();
-                return Err(Error::MissingTensor { file: file.into(), name });
-            }
-        };
-        let window = match m.size(&key("attention.sliding_window"))? {
-            Some(window) => Some(window).filter(|w| *w > 0).map(|w| u32::try_from(w).unwrap_or(u32::MAX)),
-            // Gemma 2 files may omit it.
-            None if traits.family == Family::Gemma2 => traits.window,
-            None => None,
-        };
-        let slides = sliding_layers(gguf, traits, n_layers)?;
-        let owners = m.ints(&key("kv_owner_layer"))?;
-        if let Some(owners) = owners.filter(|owners| owners.len() != n_layers) {
-            return Err(bad("kv_owner_layer", format!("lists {} of {n_layers} layers", owners.len())));
-        }
-        let mut layers = Vec::with_capacity(n_layers);
-        for (l, slides) in slides.into_iter().enumerate() {
-            let owner = match owners.and_then(|owners| owners.get(l)) {
-                Some(owner) => {
-                    usize::try_from(*owner).map_err(|_| bad("kv_owner_layer", format!("holds {owner}")))?
-                }
-                None => l,
-            };
-            // llama.cpp runs SmolLM3 without RoPE in every fourth layer.
-            let rope = traits.family != Family::SmolLm3 || !(l + 1).is_multiple_of(4);
-            let window = window.filter(|_| slides);
-            let rope = rope.then_some(usize::from(window.is_some() && traits.sliding_theta.is_some()));
-            let routed = gguf.has(&format!("blk.{l}.ffn_gate_inp.weight"));
-            layers.push(LayerConfig { window, owner, rope, routed });
-        }
+        let vocab = vocab(gguf)?;
+        let layers = layers(gguf, traits, n_layers)?;
+        let expert = Some("blk.0.ffn_down_exps.weight").filter(|name| gguf.has(name));
+        let expert = expert.unwrap_or("token_embd.weight");
         let softcap = |name: &str, silent: Option<f64>| {
             let cap = m.number(&key(name))?.or(silent).map(|cap| cap as f32);
             Ok::<_, Error>(cap.filter(|cap| *cap != 0.0))
@@ -118,14 +85,60 @@ impl ModelConfig {
             bos: m.token("tokenizer.ggml.bos_token_id")?,
             eos: end_tokens(gguf)?,
             stored_dtype: gguf.tensor("token_embd.weight")?.encoding,
-            stored_experts: match gguf.has("blk.0.ffn_down_exps.weight") {
-                true => gguf.tensor("blk.0.ffn_down_exps.weight")?.encoding,
-                false => gguf.tensor("token_embd.weight")?.encoding,
-            },
+            stored_experts: gguf.tensor(expert)?.encoding,
             features: 0,
         }
         .check(file)
     }
+}
+
+/// The number of tokens in the vocabulary: the rows of the embeddings.
+fn vocab(gguf: &Gguf) -> Result<usize, Error> {
+    let file = gguf.file().into();
+    match gguf.shape("token_embd.weight") {
+        Some([vocab, _]) => Ok(*vocab),
+        Some(shape) => {
+            let what = format!("`token_embd.weight` has the shape {shape:?}; a matrix was expected");
+            Err(Error::Malformed { file, what })
+        }
+        None => {
+            let name = "token_embd.weight (model.embed_tokens.weight)".into();
+            Err(Error::MissingTensor { file, name })
+        }
+    }
+}
+
+/// The window, the K and V, RoPE and the MLP of every layer.
+fn layers(gguf: &Gguf, traits: &Traits, n_layers: usize) -> Result<Vec<LayerConfig>, Error> {
+    let m = &gguf.metadata;
+    let key = |name: &str| format!("{}.{name}", traits.gguf);
+    let bad_owner =
+        |problem: String| Error::Config { file: gguf.file().into(), field: key("kv_owner_layer"), problem };
+    let window = match m.size(&key("attention.sliding_window"))? {
+        Some(window) => Some(window).filter(|w| *w > 0).map(|w| u32::try_from(w).unwrap_or(u32::MAX)),
+        // Gemma 2 files may omit it.
+        None if traits.family == Family::Gemma2 => traits.window,
+        None => None,
+    };
+    let slides = sliding_layers(gguf, traits, n_layers)?;
+    let owners = m.ints(&key("kv_owner_layer"))?;
+    if let Some(owners) = owners.filter(|owners| owners.len() != n_layers) {
+        return Err(bad_owner(format!("lists {} of {n_layers} layers", owners.len())));
+    }
+    let mut layers = Vec::with_capacity(n_layers);
+    for (l, slides) in slides.into_iter().enumerate() {
+        let owner = match owners.and_then(|owners| owners.get(l)) {
+            Some(owner) => usize::try_from(*owner).map_err(|_| bad_owner(format!("holds {owner}")))?,
+            None => l,
+        };
+        // llama.cpp runs SmolLM3 without RoPE in every fourth layer.
+        let rope = traits.family != Family::SmolLm3 || !(l + 1).is_multiple_of(4);
+        let window = window.filter(|_| slides);
+        let rope = rope.then_some(usize::from(window.is_some() && traits.sliding_theta.is_some()));
+        let routed = gguf.has(&format!("blk.{l}.ffn_gate_inp.weight"));
+        layers.push(LayerConfig { window, owner, rope, routed });
+    }
+    Ok(layers)
 }
 
 fn experts(gguf: &Gguf, architecture: &str) -> Result<Option<Experts>, Error> {

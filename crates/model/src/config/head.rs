@@ -156,7 +156,7 @@ fn check(fields: &Fields<'_>, field: &str, found: usize, expected: usize) -> Res
 }
 
 /// The tapped layers of an EAGLE-3 head. A config names the layers that the features enter, counted from 0; the number of
-/// layers stands for what leaves the last one.
+/// layers stands for the output of the last one.
 fn taps(whole: &Fields<'_>, target: &ModelConfig) -> Result<Vec<LayerId>, Error> {
     let n = target.n_layers;
     let inner = match whole.get("eagle_config") {

@@ -293,10 +293,10 @@ fn what_is_held_is_bounded() {
         parser.push(piece, &mut out);
         told +=
             out.drain(..).map(|d| if let Delta::Content(text) = d { text.len() } else { 0 }).sum::<usize>();
-        let held = parser.pending.len()
+        let pending = parser.pending.len()
             + parser.header.len()
             + parser.call.as_ref().map_or(0, |call| call.body.len());
-        assert!(held <= MAX_CALL + MAX_HEADER + CONSTRAIN.len(), "{held}");
+        assert!(pending <= MAX_CALL + MAX_HEADER + CONSTRAIN.len(), "{pending}");
     };
     let piece = "a".repeat(4096);
     push(&mut parser, "<|start|>");

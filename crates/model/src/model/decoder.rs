@@ -47,7 +47,7 @@ pub(super) enum Mlp<D: Device> {
 pub(super) struct Decoder<D: Device> {
     pub config: ModelConfig,
     pub embedding: Arc<D::Linear>,
-    /// What stands before the layer of a draft head.
+    /// The projection in front of the layer of a draft head.
     pub draft: Option<DraftInput<D>>,
     pub layers: Vec<Layer<D>>,
     /// `None` in draft heads of EAGLE-1.
@@ -76,7 +76,7 @@ pub(super) struct Activations<D: Device> {
 }
 
 impl<D: Device> Activations<D> {
-    fn new(device: &D, shape: &ModelShape, limits: &StepLimits) -> Result<Self, BackendError> {
+    fn new(device: &D, shape: &ModelShape, limits: &StepLimits) -> Result<Self, DeviceError> {
         let [x, h, q, k, v, attended, projected, gate, up, wanted, features, state, joined] = shape.buffers();
         let buffer = |(rows, width)| device.buffer(rows, width, limits);
         Ok(Activations {
@@ -122,7 +122,7 @@ impl<D: Device> LoadedModel for Loaded<D> {
         backend: &dyn Backend,
         spec: &PoolSpec,
         limits: &StepLimits,
-    ) -> Result<Box<dyn Network>, BackendError> {
+    ) -> Result<Box<dyn Network>, DeviceError> {
         let Loaded { device, decoder } = self;
         let shape = decoder.config.shape();
         Ok(Box::new(Running {
@@ -137,7 +137,7 @@ impl<D: Device> LoadedModel for Loaded<D> {
 }
 
 impl<D: Device> Network for Running<D> {
-    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, BackendError> {
+    fn submit(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<Ticket, DeviceError> {
         self.device.begin(&mut self.stream, &mut self.pools, plan, inputs)?;
         self.run_layers(plan, inputs)?;
         self.run_head();
@@ -147,7 +147,7 @@ impl<D: Device> Network for Running<D> {
     fn is_done(&self, ticket: Ticket) -> bool {
         self.device.is_done(&self.stream, ticket)
     }
-    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, BackendError> {
+    fn wait(&mut self, ticket: Ticket) -> Result<LayersRan, DeviceError> {
         self.device.wait(&mut self.stream, ticket)
     }
     fn output(&self) -> &StepOutput {
@@ -156,7 +156,7 @@ impl<D: Device> Network for Running<D> {
     fn output_mut(&mut self) -> &mut StepOutput {
         D::output_mut(&mut self.stream)
     }
-    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), BackendError> {
+    fn recompute_rows(&mut self, rows: &[WantedRow]) -> Result<(), DeviceError> {
         self.device.want_rows(&mut self.stream, rows);
         self.run_head();
         self.last_submission = self.device.submit(&mut self.stream)?;
@@ -181,7 +181,7 @@ impl<D: Device> Decoder<D> {
 
 impl<D: Device> Running<D> {
     /// The layers of one step: from its tokens to the residual stream.
-    fn run_layers(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<(), BackendError> {
+    fn run_layers(&mut self, plan: &StepPlan, inputs: &StepInputs<'_>) -> Result<(), DeviceError> {
         let decoder = self.decoder.clone();
         let (hidden, features) = (decoder.config.hidden, decoder.config.features);
         self.upload_given(decoder.draft.as_ref(), hidden, features, inputs)?;
@@ -228,7 +228,7 @@ impl<D: Device> Running<D> {
         plan: &StepPlan,
         id: LayerId,
         layer: &Layer<D>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let Running { device, stream, pools, activations: a, .. } = self;
         let config = &decoder.config;
         let stores_kv = layer.kv.is_some();
@@ -284,8 +284,8 @@ impl<D: Device> Running<D> {
         }
     }
 
-    /// What the wanted rows ask for. With a vocabulary of 128k tokens, those of all rows would cost more than the
-    /// layers.
+    /// Computes what the wanted rows ask for. With a vocabulary of 128k tokens, the logits of all rows would cost more than
+    /// the layers.
     fn run_head(&mut self) {
         let Running { device, decoder, stream, activations: a, .. } = self;
         let head = decoder.head.as_ref().unwrap_or(&decoder.embedding);

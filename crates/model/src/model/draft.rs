@@ -1,4 +1,4 @@
-//! The layer of a draft head. It differs from a model's only in what enters it:
+//! The layer of a draft head. It differs from a model's layer only in its input:
 //!
 //! ```text
 //! EAGLE-1    x = embedding·Wfc₁ + state·Wfc₂ + b                    state: the target's normed output, or the head's
@@ -25,7 +25,7 @@ pub(super) trait Weights: LoadedModel {
     ) -> Result<Box<dyn Weights>, Error>;
 }
 
-/// What stands before the layer of a draft head.
+/// The projection in front of the layer of a draft head.
 pub(super) struct DraftInput<D: Device> {
     fc: D::Linear,
     kind: InputKind<D>,
@@ -33,7 +33,7 @@ pub(super) struct DraftInput<D: Device> {
 
 enum InputKind<D: Device> {
     Eagle1 {
-        /// The target's last norm, which its features have yet to pass, and its epsilon.
+        /// The target's last norm, which is still to be applied to its features, and its epsilon.
         feature_norm: Option<Arc<D::Vector>>,
         eps: f32,
     },
@@ -89,22 +89,22 @@ impl<D: Device> Weights for Loaded<D> {
 }
 
 impl<D: Device> Running<D> {
-    /// Uploads the rows that a draft head is given. Refuses rows of another width, and rows for another model.
+    /// Uploads the given rows of a draft head. Refuses rows of another width, and rows for other models.
     pub(super) fn upload_given(
         &mut self,
         draft: Option<&DraftInput<D>>,
         hidden: usize,
         features: usize,
         inputs: &StepInputs<'_>,
-    ) -> Result<(), BackendError> {
+    ) -> Result<(), DeviceError> {
         let Running { device, stream, activations: a, .. } = self;
         let (rows, width, out) = match (draft, inputs.given) {
             (None, Given::Nothing) => return Ok(()),
-            (None, _) => return Err(BackendError::Unsupported("only draft heads are given rows".into())),
+            (None, _) => return Err(DeviceError::Unsupported("only draft heads are given rows".into())),
             (Some(_), Given::Nothing) => {
-                return Err(BackendError::Unsupported("a draft head needs features or hidden states".into()));
+                return Err(DeviceError::Unsupported("a draft head needs features or hidden states".into()));
             }
-            // Features of EAGLE-1 are hidden states, once they are normed.
+            // The features of EAGLE-1 become hidden states when they are normed.
             (Some(DraftInput { kind: InputKind::Eagle1 { .. }, .. }), Given::Features(rows)) => {
                 (rows, hidden, &mut a.state)
             }
@@ -113,7 +113,7 @@ impl<D: Device> Running<D> {
         };
         let expected = vec![inputs.tokens.len(), width];
         if rows.len() != inputs.tokens.len() * width {
-            return Err(BackendError::Shape { what: "rows of a draft head", expected, elements: rows.len() });
+            return Err(DeviceError::Shape { what: "rows of a draft head", expected, elements: rows.len() });
         }
         device.upload(stream, rows, out);
         Ok(())

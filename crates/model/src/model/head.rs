@@ -7,17 +7,17 @@ use crate::error::Error;
 use crate::files::read_text;
 use crate::weights::{Source, WeightFormat};
 use kvist_cache::LayerId;
-use kvist_device::{BackendError, Footprint, Purpose};
+use kvist_device::{DeviceError, Footprint, Purpose};
 use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
-/// A draft head with its headers read, found to fit its target, and its weights not loaded.
+/// A draft head whose headers have been read and fit its target. Its weights are not loaded yet.
 pub struct OpenedHead {
     name: String,
     pub(super) config: HeadConfig,
     pub(super) source: Source,
-    /// By the names of [`HeadConfig::tensors`]; the tensors have their names in the file.
+    /// The tensors under the names of [`HeadConfig::tensors`]; each also has its name in the file.
     pub(super) specs: HashMap<String, TensorSpec>,
     target_ids: Option<Vec<u32>>,
 }
@@ -36,7 +36,7 @@ impl OpenedHead {
         Self::new(folder.display().to_string(), config, source)
     }
 
-    /// The head of the embedded model, which `target` must be.
+    /// The head of the embedded model. `target` must be the embedded model.
     pub fn embedded(target: &ModelConfig) -> Result<Self, Error> {
         let (config, weights) = embedded::HEAD;
         let name = format!("the head of {}", embedded::NAME);
@@ -90,7 +90,7 @@ impl OpenedHead {
         Ok(bytes)
     }
 
-    /// Loads the head beside `target`, on its device and in its budget. `context` is as in
+    /// Loads the head next to `target`, on its device and in its budget. `context` is as in
     /// [`LoadOptions`](super::LoadOptions).
     pub fn load(
         self,
@@ -101,7 +101,7 @@ impl OpenedHead {
         let device = target.device();
         device.supports(&self.config.layer.shape())?;
         let weights = target.budget().reserve(Purpose::Weights, self.weight_bytes(device, format)?)?;
-        self.config.layer.layout().check().map_err(BackendError::from)?;
+        self.config.layer.layout().check().map_err(DeviceError::from)?;
         let loaded = target.weights().load_head(&self, format, context.unwrap_or(0))?;
         let OpenedHead { name, config, target_ids, .. } = self;
         let HeadConfig { layer, draft_vocab, taps, .. } = config;
@@ -120,11 +120,11 @@ pub struct DraftHead {
     pub taps: Vec<LayerId>,
     /// Tokens that the head can propose.
     pub draft_vocab: usize,
-    /// The target's number of each of them; `None` if the numbers are the same.
+    /// The id of each of them in the target; `None` if the ids are the same.
     pub target_ids: Option<Vec<u32>>,
 }
 
-/// What `d2t` says: the difference between a token's number in the target and in the head.
+/// Reads `d2t`: the difference between a token's id in the target and in the head.
 fn target_ids(source: &Source, config: &HeadConfig) -> Result<Option<Vec<u32>>, Error> {
     let (file, vocab) = (source.file(), config.layer.vocab);
     let Some(differences) = source.integers("d2t")? else {

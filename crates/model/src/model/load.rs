@@ -223,7 +223,7 @@ impl Opened {
             progress,
         };
         let layout = config.layout();
-        layout.check().map_err(BackendError::from)?;
+        layout.check().map_err(DeviceError::from)?;
         let decoder = loader.decoder(&config)?;
         let mut end_tokens = config.eos.clone();
         if let Some(tokenizer) = &tokenizer {
@@ -338,7 +338,7 @@ impl Model {
         backend: &dyn Backend,
         spec: &PoolSpec,
         limits: &StepLimits,
-    ) -> Result<Box<dyn Network>, BackendError> {
+    ) -> Result<Box<dyn Network>, DeviceError> {
         self.loaded.open(backend, spec, limits)
     }
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
@@ -434,7 +434,7 @@ impl<D: Device> Loader<'_, D> {
         let view: View<'_> = self.source.find(spec)?;
         let loaded = self.device.linear(view.tensor()?, format_of(spec, self.format), bias);
         loaded.map_err(|error| match error {
-            BackendError::Weights { name, what } => Error::Malformed { file: name, what },
+            DeviceError::Weights { name, what } => Error::Malformed { file: name, what },
             error => error.into(),
         })
     }

@@ -181,16 +181,6 @@ pub(super) fn register(environment: &mut Environment<'static>) {
         let values = values.into_iter().map(listed).collect::<Result<Vec<Value>, Error>>()?;
         seen(lists, zip.call(state, &values)?)
     });
-    for (name, function) in [
-        ("dict", Value::from_function(functions::dict)),
-        ("namespace", Value::from_function(functions::namespace)),
-    ] {
-        environment.add_function(name, move |state: &mut State, values: Rest<ValueOrKwargs>| {
-            let values = values.into_values();
-            pay(list, &values)?;
-            function.call(state, &values)
-        });
-    }
     // `select` and similar filters call it for each of their items.
     environment.add_test("in", |state: &State, value: &Value, list: &Value| {
         looked_for(value, list)?;
@@ -198,6 +188,20 @@ pub(super) fn register(environment: &mut Environment<'static>) {
     });
     environment.add_filter("tojson", tojson);
     environment.set_unknown_method_callback(method);
+    register_functions(environment);
+}
+
+fn register_functions(environment: &mut Environment<'static>) {
+    for (name, function) in [
+        ("dict", Value::from_function(functions::dict)),
+        ("namespace", Value::from_function(functions::namespace)),
+    ] {
+        environment.add_function(name, move |state: &mut State, values: Rest<ValueOrKwargs>| {
+            let values = values.into_values();
+            pay(Makes::List { nested: false }, &values)?;
+            function.call(state, &values)
+        });
+    }
     environment.add_function("raise_exception", |text: String| -> Result<Value, Error> { Err(refuse(text)) });
     environment.add_function("strftime_now", |format: String| -> Result<String, Error> {
         // The longest month name stands for two bytes of format.

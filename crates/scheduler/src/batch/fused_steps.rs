@@ -2,7 +2,7 @@
 //! or the cache's behavior: a request reaches `max_new`, a block must be added to the prefix index, free memory runs
 //! out, or a sliding window frees blocks. The executor limits the run further for events that only it knows (arrivals,
 //! ends of requests).
-use crate::drafts::{Drafts, Lookahead};
+use crate::drafts::{BatchDrafts, Lookahead};
 use crate::executor::{Batch, Work};
 use crate::scheduler::Scheduler;
 
@@ -26,7 +26,7 @@ impl Scheduler {
         if limit < 2 {
             return 1;
         }
-        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: Drafts::NONE };
+        let batch = Batch { work: &self.batch, steps: 1, entries: &self.entries, drafts: BatchDrafts::NONE };
         let steps = lookahead.max_fused_steps(batch, limit).clamp(1, limit);
         self.batch.iter_mut().for_each(|w| w.n_tokens = steps);
         steps

@@ -153,7 +153,7 @@ impl AnswerDocument {
         }
     }
 
-    /// Begin the scores of a choice.
+    /// Begins the scores of a choice.
     fn scores(&self, choice: usize, out: &mut Vec<u8>) -> Position {
         let frame = self.scorer.as_ref().map_or("", |scorer| scorer.frame()[0]);
         out.extend(b",\"logprobs\":");
@@ -161,6 +161,35 @@ impl AnswerDocument {
         Position::Score { choice, column: 0, token: 0, offset: 0 }
     }
 
+    /// Writes a choice up to the echoed prompt, or to the scores. Without either it writes the whole choice.
+    fn begin(&mut self, choice: usize, out: &mut Vec<u8>) -> Position {
+        if choice > 0 {
+            out.push(b',');
+        }
+        let Choice { document, before, .. } = &mut self.choices[choice];
+        if before.text.is_none() && before.tokens.is_empty() {
+            if self.scorer.is_none() {
+                out.extend(document.to_string().as_bytes());
+                return Position::Choice(choice + 1);
+            }
+            if let Some(fields) = document.as_object_mut() {
+                fields.shift_remove("logprobs");
+            }
+            out.extend(open(document));
+            return self.scores(choice, out);
+        }
+        let fields = document.as_object_mut();
+        let text = fields.and_then(|fields| {
+            fields.shift_remove("logprobs");
+            fields.shift_remove("text")
+        });
+        out.extend(open(document));
+        out.extend(b",\"text\":\"");
+        *document = text.unwrap_or_default();
+        Position::Text { choice, at: 0 }
+    }
+
+    /// Writes the next part and returns what follows it.
     fn step(&mut self, out: &mut Vec<u8>) -> Position {
         match self.position {
             Position::Choice(choice) if choice == self.choices.len() => {
@@ -169,32 +198,7 @@ impl AnswerDocument {
                 out.extend(&self.behind.to_string().as_bytes()[1..]);
                 Position::Over
             }
-            Position::Choice(choice) => {
-                if choice > 0 {
-                    out.push(b',');
-                }
-                let Choice { document, before, .. } = &mut self.choices[choice];
-                if before.text.is_none() && before.tokens.is_empty() {
-                    if self.scorer.is_none() {
-                        out.extend(document.to_string().as_bytes());
-                        return Position::Choice(choice + 1);
-                    }
-                    if let Some(fields) = document.as_object_mut() {
-                        fields.shift_remove("logprobs");
-                    }
-                    out.extend(open(document));
-                    return self.scores(choice, out);
-                }
-                let fields = document.as_object_mut();
-                let text = fields.and_then(|fields| {
-                    fields.shift_remove("logprobs");
-                    fields.shift_remove("text")
-                });
-                out.extend(open(document));
-                out.extend(b",\"text\":\"");
-                *document = text.unwrap_or_default();
-                Position::Text { choice, at: 0 }
-            }
+            Position::Choice(choice) => self.begin(choice, out),
             Position::Text { choice, at } => {
                 let Choice { document, before, .. } = &mut self.choices[choice];
                 let (part, next) = match &before.text {

@@ -111,7 +111,7 @@ impl Answers {
     pub fn take_memory_permit(&mut self) -> Option<Permit> {
         self.request.memory_permit.take()
     }
-    pub fn holds_memory_permit(&self) -> bool {
+    pub fn has_memory_permit(&self) -> bool {
         self.request.memory_permit.is_some()
     }
     /// When the memory of an answer is freed even if the client has not read it.

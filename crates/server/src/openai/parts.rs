@@ -83,7 +83,7 @@ pub(crate) fn escape(text: &str) -> String {
     text
 }
 
-/// Returns `body` with an expiry time. At `moment` the body is dropped with everything that it holds, read or not, and
+/// Returns `body` with an expiry time. At `moment` the body is dropped with everything in it, read or not, and
 /// the connection breaks off.
 pub(crate) fn until(moment: Instant, body: Body) -> Body {
     let shared = Arc::new(Mutex::new((Some(body.into_data_stream()), None::<Waker>)));

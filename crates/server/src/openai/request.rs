@@ -319,21 +319,6 @@ pub(crate) fn message(template: bool) -> Value {
     };
     let mut nullable = text_or_parts();
     nullable.push(json!({"title": "null", "type": "null"}));
-    let call = json!({
-        "type": "object", "additionalProperties": false, "required": ["function"],
-        "properties": {
-            "id": {"type": "string"},
-            "type": {"type": "string", "enum": ["function"]},
-            "index": {"type": "integer"},
-            "function": {
-                "type": "object", "additionalProperties": false, "required": ["name", "arguments"],
-                "properties": {
-                    "name": {"type": "string"},
-                    "arguments": {"type": "string", "description": "A JSON object, as a string."},
-                },
-            },
-        },
-    });
     let mut assistant = role(
         "an assistant message",
         json!(["assistant"]),
@@ -342,7 +327,7 @@ pub(crate) fn message(template: bool) -> Value {
             "refusal": or_null(json!({"type": "string", "description": "Passed on to the model's chat template."})),
             "reasoning_content": text("Passed on to the model's chat template."),
             "reasoning": text("vLLM's newer name. Passed on to the model's chat template."),
-            "tool_calls": or_null(json!({"type": "array", "items": call})),
+            "tool_calls": or_null(json!({"type": "array", "items": tool_call()})),
             "annotations": ignored(json!({"type": "array"})),
         }),
         &["role"],
@@ -370,6 +355,25 @@ pub(crate) fn message(template: bool) -> Value {
         role("a tool message", json!(["tool"]), json!({"tool_call_id": {"type": "string"}}),
             &["role", "content", "tool_call_id"]),
     ]})
+}
+
+/// The schema of a call of a tool, in an assistant message.
+fn tool_call() -> Value {
+    json!({
+        "type": "object", "additionalProperties": false, "required": ["function"],
+        "properties": {
+            "id": {"type": "string"},
+            "type": {"type": "string", "enum": ["function"]},
+            "index": {"type": "integer"},
+            "function": {
+                "type": "object", "additionalProperties": false, "required": ["name", "arguments"],
+                "properties": {
+                    "name": {"type": "string"},
+                    "arguments": {"type": "string", "description": "A JSON object, as a string."},
+                },
+            },
+        },
+    })
 }
 
 /// The schema of a tool. `parameters` is checked when its grammar is compiled.

@@ -98,11 +98,11 @@ mod tests {
         let names: [Arc<str>; 2] = ["a".into(), "b".into()];
         let memory = ScoreMemory::new(1000, &names);
         let take = |name: &str, bytes| memory.try_take(name, bytes, "prompt").map_err(|error| error.code);
-        let held = [take("a", MIN_BYTES).unwrap(), take("a", MIN_BYTES).unwrap()];
+        let permit = [take("a", MIN_BYTES).unwrap(), take("a", MIN_BYTES).unwrap()];
         assert_eq!(take("a", 1).err(), Some("server_busy"));
         let other = [take("b", MIN_BYTES).unwrap(), take("b", MIN_BYTES).unwrap()];
         assert_eq!(take("b", MIN_BYTES + 1).err(), Some("invalid_value"));
-        drop((held, other));
+        drop((permit, other));
         assert!(take("a", MIN_BYTES).is_ok());
     }
 

@@ -74,7 +74,7 @@ fn stream(answers: Answers, writer: impl AnswerWriter, include_usage: bool) -> R
             state.step().await;
         }
     };
-    let is_bounded = state.answers.holds_memory_permit();
+    let is_bounded = state.answers.has_memory_permit();
     // Generation ends before this. The client then has `READING` more for the rest.
     let ends = state.answers.reading_ends() + READING;
     let response =

@@ -35,7 +35,7 @@ pub(crate) trait AnswerWriter: Send + 'static {
     fn scorer(&self) -> Option<Scorer>;
 }
 
-/// An echoed prompt. All answers to it share it: it is written for each of them, and held in memory once.
+/// An echoed prompt. All answers to it share it: it is written for each of them, and kept in memory once.
 #[derive(Default)]
 pub(crate) struct EchoedPrompt {
     /// As text.

@@ -35,7 +35,7 @@ fn document_of(info: &SessionInfo) -> Value {
     })
 }
 
-/// The history with `content` appended. Fails if it exceeds what the model or the cache can hold.
+/// The history with `content` appended. Fails if it does not fit into the model's context or the cache.
 fn grown(state: &ServerState, history: &History, content: Content) -> Result<History, ApiError> {
     let first = history.tokens.is_empty() && !history.has_messages();
     let (grown, param) = match content {

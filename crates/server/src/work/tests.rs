@@ -22,7 +22,7 @@ fn runtime() -> tokio::runtime::Runtime {
     runtime.worker_threads(2).max_blocking_threads(1).enable_all().build().unwrap()
 }
 
-/// Returns whether everything can be reserved and no name counts as holding memory.
+/// Returns whether everything can be reserved and no name counts as using memory.
 fn is_free(work: &WorkMemory, name: &str) -> bool {
     let permit = work.common.try_take(name, work.units);
     let reserve = work.reserve.try_take(name, units(RESERVE_BYTES));
@@ -45,14 +45,14 @@ fn the_largest_conversation_has_room() {
     }
 }
 
-/// Regression: requests that waited for memory held the threads, so requests that needed none waited behind them.
+/// Regression: requests that waited for memory occupied the threads, so requests that needed none waited behind them.
 #[test]
 fn a_request_that_waits_for_room_holds_no_thread() {
     let names = names(2);
     let (a, b) = (names[0].clone(), names[1].clone());
     let work = Arc::new(WorkMemory::new(MAX_BODY, &names));
     runtime().block_on(async {
-        let held = work.try_permit(&a, work.bytes()).unwrap();
+        let permit = work.try_permit(&a, work.bytes()).unwrap();
         let (tell, mut began) = unbounded_channel();
         let run = |name: &Arc<str>, bytes: usize| {
             let (work, name, tell) = (work.clone(), name.clone(), tell.clone());
@@ -74,7 +74,7 @@ fn a_request_that_waits_for_room_holds_no_thread() {
         assert_eq!(run(&b, RENDERING_BYTES).await.unwrap(), Ok(RENDERING_BYTES));
         assert_eq!(run(&a, 0).await.unwrap(), Ok(0));
         assert!(waiting.iter().all(|run| !run.is_finished()));
-        drop(held);
+        drop(permit);
         for waiting in waiting {
             assert_eq!(waiting.await.unwrap(), Ok(work.bytes()));
         }
@@ -109,13 +109,13 @@ async fn names_have_the_room_in_turn() {
     let names = names(2);
     let work = WorkMemory::new(MAX_BODY, &names);
     let max = work.bytes();
-    let held = work.try_permit(&names[0], max).unwrap();
+    let permit = work.try_permit(&names[0], max).unwrap();
     let mut first = pin!(work.permit(&names[0], max));
     let mut second = pin!(work.permit(&names[0], max));
     let mut other = pin!(work.permit(&names[1], max));
     assert!(poll(&mut first).is_pending() && poll(&mut second).is_pending());
     assert!(poll(&mut other).is_pending());
-    drop(held);
+    drop(permit);
     // The name that had the memory waits in its own line, and is behind the other name again.
     let now = poll(&mut other);
     assert!(now.is_ready() && poll(&mut first).is_pending() && poll(&mut second).is_pending());
@@ -129,17 +129,17 @@ async fn a_small_request_has_the_reserve_when_its_name_has_nothing_else() {
     let names = names(2);
     let work = WorkMemory::new(MAX_BODY, &names);
     let max = work.bytes();
-    let held = work.try_permit(&names[0], max).unwrap();
+    let permit = work.try_permit(&names[0], max).unwrap();
     let mut other = pin!(work.permit(&names[1], max));
     let mut small = pin!(work.permit(&names[0], UNIT));
     assert!(poll(&mut other).is_pending() && poll(&mut small).is_pending());
-    drop(held);
+    drop(permit);
     let Poll::Ready(Some(all)) = poll(&mut other) else { panic!("it is its turn") };
     let Poll::Ready(Some(permit)) = poll(&mut small) else { panic!("the reserve is free") };
     assert!(permit.of.is_none());
     drop((all, permit));
-    // While a name holds common memory, it may not use the reserve.
-    let _held = [0, 1].map(|i| work.try_permit(&names[i], max / 2).unwrap());
+    // While a name uses common memory, it may not use the reserve.
+    let _permit = [0, 1].map(|i| work.try_permit(&names[i], max / 2).unwrap());
     let mut small = pin!(work.permit(&names[0], UNIT));
     assert!(poll(&mut small).is_pending());
     assert!(work.try_permit(&names[0], UNIT).is_none());
@@ -165,7 +165,7 @@ fn work_that_is_not_begun_again_has_its_room_in_hand() {
     assert!(is_free(&work, &names[0]));
     // Without a reservation the work takes what is free, and fails if nothing is.
     assert!(with(names[0].clone(), None, 0, || work.take(all, "session").is_ok()));
-    let _held = work.try_permit(&names[0], all);
+    let _permit = work.try_permit(&names[0], all);
     assert!(with(names[0].clone(), None, 0, || work.take(all, "session").is_err()));
 }
 
@@ -174,16 +174,16 @@ async fn a_client_that_leaves_gives_its_place_back() {
     let names = names(1);
     let work = WorkMemory::new(MAX_BODY, &names);
     let max = work.bytes();
-    let held = work.try_permit(&names[0], max / 2).unwrap();
+    let permit = work.try_permit(&names[0], max / 2).unwrap();
     {
-        // It already holds the half that was free.
+        // It already uses the half that was free.
         let mut waiting = pin!(work.permit(&names[0], max));
         assert!(poll(&mut waiting).is_pending());
         let mut small = pin!(work.permit(&names[0], UNIT));
         assert!(poll(&mut small).is_ready(), "the reserve is no part of that");
     }
     assert!(work.try_permit(&names[0], max / 2).is_some());
-    drop(held);
+    drop(permit);
     assert!(is_free(&work, &names[0]));
 }
 
@@ -192,13 +192,13 @@ fn waiting_has_its_time() {
     let names = names(1);
     let work = Arc::new(WorkMemory::new(MAX_BODY, &names));
     runtime().block_on(async {
-        let held = work.try_permit(&names[0], work.bytes()).unwrap();
+        let permit = work.try_permit(&names[0], work.bytes()).unwrap();
         let own = work.clone();
         let max = work.bytes();
         let late = work
             .run_within(Duration::from_millis(20), &names[0], move || own.take(max, "messages").map(|_| ()));
         assert_eq!(late.await.unwrap_err().code, ApiError::deadline().code);
-        drop(held);
+        drop(permit);
         assert!(is_free(&work, &names[0]));
     });
 }

@@ -34,7 +34,7 @@ fn stalled(server: &Server, key: &str) -> TcpStream {
 #[test]
 fn bodies_that_stay_unfinished_keep_out_large_ones_of_their_own_name_alone() {
     let server = Server::start(two_keys());
-    let held: Vec<TcpStream> = (0..16).map(|_| stalled(&server, ANN)).collect();
+    let open: Vec<TcpStream> = (0..16).map(|_| stalled(&server, ANN)).collect();
     let small = json!({"prompt": "a", "max_tokens": 1}).to_string();
     let large = json!({"prompt": "word ".repeat(60_000)}).to_string();
     // The server may not yet have read the last bodies to their end.
@@ -46,7 +46,7 @@ fn bodies_that_stay_unfinished_keep_out_large_ones_of_their_own_name_alone() {
     }
     let answer = send(&server, BOB, "/v1/completions", large.as_bytes());
     assert_eq!(answer.error().2, "context_length_exceeded");
-    drop(held);
+    drop(open);
 }
 
 #[test]

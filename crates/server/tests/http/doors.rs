@@ -43,14 +43,14 @@ fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     config.limits.max_queue = 12; // 2 reserved for each of 3 names, 6 shared
     let server = Server::start(config);
     // The request's other answers take all places that this key can have.
-    let mut held = vec![ask(&server, ANN, &endless(64)).1];
-    held[0].read_line(&mut String::new()).unwrap();
+    let mut open = vec![ask(&server, ANN, &endless(64)).1];
+    open[0].read_line(&mut String::new()).unwrap();
     let began = Instant::now();
     let refused = loop {
         let (status, reader) = ask(&server, ANN, &endless(1));
         match status {
             429 => break reader,
-            _ => held.push(reader),
+            _ => open.push(reader),
         }
         assert!(began.elapsed() < PATIENCE, "the queue does not fill");
     };
@@ -61,7 +61,7 @@ fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     for _ in 0..2 {
         let (status, reader) = ask(&server, BOB, &endless(1));
         assert_eq!(status, 200, "its share is its own");
-        held.push(reader);
+        open.push(reader);
     }
     let (status, reader) = ask(&server, BOB, &endless(1));
     let document: Value = serde_json::from_reader(reader).unwrap();
@@ -69,7 +69,7 @@ fn a_name_that_fills_the_queue_leaves_the_others_their_shares() {
     let metrics = server.send("GET", "/metrics", &[("authorization", "Bearer ops-secret")], b"").text;
     let line = metrics.lines().find(|line| line.starts_with("kvist_queue_full_total{")).unwrap();
     assert!(line.ends_with(" 2"), "{line}");
-    drop(held);
+    drop(open);
     server.becomes_idle();
     assert_eq!(ask(&server, ANN, &json!({"prompt": "a", "max_tokens": 1})).0, 200);
 }
@@ -238,18 +238,18 @@ fn a_name_with_many_requests_under_way_leaves_the_others_theirs() {
     config.limits.max_queue = 1000;
     config.limits.read_timeout_s = 600.0;
     let server = Server::start(config);
-    let mut held = Vec::new();
+    let mut open = Vec::new();
     for _ in 0..8 {
         let (status, reader) = ask(&server, ANN, &endless(1));
         assert_eq!(status, 200);
-        held.push(reader);
+        open.push(reader);
     }
     let (status, reader) = ask(&server, ANN, &endless(1));
     let document: Value = serde_json::from_reader(reader).unwrap();
     assert_eq!((status, document["error"]["code"].as_str()), (503, Some("too_many_connections")));
     let (status, reader) = ask(&server, BOB, &endless(1));
     assert_eq!(status, 200);
-    held.push(reader);
-    drop(held);
+    open.push(reader);
+    drop(open);
     server.becomes_idle();
 }

@@ -91,10 +91,10 @@ fn a_client_that_goes_away_frees_its_memory() {
     let aborted = || server.metric("vllm:request_success_total", "finished_reason=\"abort\",");
     for lines in [0, 1, 20] {
         let reader = streaming(&server, &endless(json!({"stream": true})), lines);
-        let (held, before) = (server.hold(), aborted());
+        let (paused, before) = (server.pause(), aborted());
         drop(reader);
         server.until("it is noticed", || aborted() > before);
-        drop(held);
+        drop(paused);
         server.becomes_idle();
     }
     // The same for a client that waits for a whole document.
@@ -103,10 +103,10 @@ fn a_client_that_goes_away_frees_its_memory() {
     let headers = [("content-type", "application/json")];
     stream.write_all(&request("POST", "/v1/completions", &headers, body.as_bytes())).unwrap();
     server.until("it runs", || server.live().0 > 0);
-    let (held, before) = (server.hold(), aborted());
+    let (paused, before) = (server.pause(), aborted());
     drop(stream);
     server.until("it is noticed", || aborted() > before);
-    drop(held);
+    drop(paused);
     server.becomes_idle();
     assert!(aborted() >= 4.0);
     assert_eq!(server.metric("vllm:request_success_total", "finished_reason=\"length\","), 0.0);
@@ -119,10 +119,10 @@ fn a_full_queue_says_so() {
     config.limits.max_queue = 2;
     let server = Server::start(config);
     let one = endless(json!({"stream": true, "n": 1}));
-    let mut held = vec![streaming(&server, &one, 1)];
-    let still = server.hold();
-    held.push(streaming(&server, &one, 0));
-    held.push(streaming(&server, &one, 0));
+    let mut streams = vec![streaming(&server, &one, 1)];
+    let paused = server.pause();
+    streams.push(streaming(&server, &one, 0));
+    streams.push(streaming(&server, &one, 0));
     let answer = server.post("/v1/completions", &one);
     assert_eq!((answer.status, answer.error().2.as_str()), (429, "queue_full"));
     assert!(answer.header("retry-after").is_some());
@@ -130,8 +130,8 @@ fn a_full_queue_says_so() {
     let several = server.post("/v1/completions", &endless(json!({"prompt": ["a", "b", "c"], "n": 1})));
     assert_eq!(several.status, 429);
     assert_eq!(server.get("/health").status, 200);
-    drop(held);
-    drop(still);
+    drop(streams);
+    drop(paused);
     server.becomes_idle();
     assert_eq!(server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).status, 200);
 }
@@ -146,7 +146,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     let mut config = config();
     config.limits.max_queue = 5 * SCORED + ECHOED;
     let server = Server::start(config);
-    let still = server.hold();
+    let paused = server.pause();
     // The scores of each request need nearly a quarter of the memory.
     let prompts = vec![vec![5; 1020]; SCORED];
     let scored = json!({"prompt": prompts, "echo": true, "logprobs": 20, "max_tokens": 0}).to_string();
@@ -175,7 +175,7 @@ fn what_waits_for_room_has_a_place_in_the_queue() {
     assert_eq!((refused.status, refused.error().2.as_str()), (429, "queue_full"));
     drop((waiting, last));
     server.until("they have left", || server.metric("kvist_connections", "") <= 1.0);
-    drop(still);
+    drop(paused);
     server.becomes_idle();
     assert_eq!(server.engine.queued(), 0);
 }
@@ -209,11 +209,11 @@ fn deadlines_end_requests() {
     assert_eq!(error["error"]["code"], "deadline_exceeded");
     assert_eq!(chunks.last().unwrap()["choices"][0]["finish_reason"], "length");
     // A request that was never admitted is an error.
-    let held = streaming(&server, &endless(json!({"stream": true, "kvist": {"pace": 1}, "n": 1})), 1);
+    let streams = streaming(&server, &endless(json!({"stream": true, "kvist": {"pace": 1}, "n": 1})), 1);
     let answer = server.post("/v1/completions", &late(150, false));
     assert_eq!((answer.status, answer.error().2.as_str()), (408, "deadline_exceeded"));
     assert_eq!(answer.header("x-should-retry"), Some("false"));
-    drop(held);
+    drop(streams);
     server.becomes_idle();
 }
 
@@ -223,7 +223,7 @@ fn a_server_that_ends_lets_requests_finish() {
     let body = endless(json!({"stream": true, "n": 1, "max_tokens": 120}));
     let mut reader = streaming(&server, &body, 1);
     let mut other = server.connect();
-    let still = server.hold();
+    let paused = server.pause();
     server.stop();
     // New requests are still accepted and get an error.
     server.until("the signal is heard", || server.get("/ready").status != 200);
@@ -233,7 +233,7 @@ fn a_server_that_ends_lets_requests_finish() {
     assert_eq!(server.get("/health").status, 200);
     other.write_all(&request("GET", "/ready", &[], b"")).unwrap();
     assert_eq!(Answer::read(other).status, 503);
-    drop(still);
+    drop(paused);
     let mut rest = String::new();
     reader.read_to_string(&mut rest).unwrap();
     let events = Answer::events_of(&rest);
@@ -279,10 +279,10 @@ fn a_client_that_goes_away_is_noticed_behind_what_it_sent() {
         bytes.extend_from_slice(behind.as_bytes());
         stream.write_all(&bytes).unwrap();
         server.until("it runs", || server.live().0 > 0);
-        let (held, before) = (server.hold(), aborted());
+        let (paused, before) = (server.pause(), aborted());
         drop(stream);
         server.until("it is noticed", || aborted() > before);
-        drop(held);
+        drop(paused);
         server.becomes_idle();
     }
     assert_eq!(server.metric("vllm:request_success_total", "finished_reason=\"length\","), 0.0);
@@ -336,8 +336,8 @@ fn beyond_the_last_connection_health_checks_are_answered() {
     config.limits.max_connections = 2;
     let server = Server::start(config);
     let body = endless(json!({"stream": true, "n": 1, "max_tokens": 1990}));
-    let held = [streaming(&server, &body, 1), streaming(&server, &body, 1)];
-    let still = server.hold();
+    let streams = [streaming(&server, &body, 1), streaming(&server, &body, 1)];
+    let paused = server.pause();
     for _ in 0..3 {
         assert_eq!(server.get("/health").status, 200);
         assert_eq!(server.get("/ready").status, 200);
@@ -345,8 +345,8 @@ fn beyond_the_last_connection_health_checks_are_answered() {
         assert_eq!((answer.status, answer.error().2.as_str()), (503, "too_many_connections"));
         assert!(answer.header("retry-after").is_some());
     }
-    drop(held);
-    drop(still);
+    drop(streams);
+    drop(paused);
     server.becomes_idle();
     server.until("places are free", || server.get("/v1/models").status == 200);
 }
@@ -357,7 +357,7 @@ fn a_client_that_does_not_read_is_hung_up_on() {
     config.limits.read_timeout_s = 2.0;
     config.limits.max_connections = 1;
     let server = Server::start(config);
-    // More responses than the system's buffers hold, and the client does not read.
+    // More responses than fit into the system's buffers, and the client does not read.
     let mut stream = server.connect();
     let ask = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n";
     stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
@@ -373,7 +373,7 @@ fn a_request_that_was_taken_gets_all_its_answers() {
     let mut config = config();
     config.scheduler.max_batch = 1;
     let mut server = Server::start(config);
-    let held = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
+    let streams = streaming(&server, &endless(json!({"stream": true, "n": 1})), 1);
     let mut stream = server.connect();
     let body = json!({"prompt": "a", "max_tokens": 3, "ignore_eos": true, "n": 3}).to_string();
     let headers = [("content-type", "application/json")];
@@ -381,7 +381,7 @@ fn a_request_that_was_taken_gets_all_its_answers() {
     server.until("it waits", || server.live().1 > 0);
     server.stop();
     server.until("the signal is heard", || server.engine.is_draining());
-    drop(held);
+    drop(streams);
     let document = Answer::read(stream).good();
     assert_eq!(document["choices"].as_array().unwrap().len(), 3);
     assert_eq!(document["usage"]["completion_tokens"], 9);

@@ -47,26 +47,28 @@ impl Listener {
 
 /// Naive model of which sequences use which blocks.
 #[derive(Debug, Default, PartialEq)]
-struct Held {
-    holders: BTreeMap<(u64, u64), Vec<u64>>,
-    idle: BTreeSet<(u64, u64)>,
+struct BlockStates {
+    users: BTreeMap<(u64, u64), Vec<u64>>,
+    evictable: BTreeSet<(u64, u64)>,
 }
 
-impl Held {
-    fn of(snapshot: &Value) -> Held {
-        let mut held = Held::default();
+impl BlockStates {
+    fn of(snapshot: &Value) -> BlockStates {
+        let mut states = BlockStates::default();
         for sequence in snapshot["sequences"].as_array().unwrap() {
             for (group, table) in sequence["tables"].as_array().unwrap().iter().enumerate() {
                 for block in table.as_array().unwrap().iter().filter_map(|block| block.as_u64()) {
                     let seq = sequence["seq"].as_u64().unwrap();
-                    held.holders.entry((group as u64, block)).or_default().push(seq);
+                    states.users.entry((group as u64, block)).or_default().push(seq);
                 }
             }
         }
         for (group, blocks) in snapshot["idle"].as_array().unwrap().iter().enumerate() {
-            held.idle.extend(blocks.as_array().unwrap().iter().map(|b| (group as u64, b.as_u64().unwrap())));
+            states
+                .evictable
+                .extend(blocks.as_array().unwrap().iter().map(|b| (group as u64, b.as_u64().unwrap())));
         }
-        held
+        states
     }
 
     fn apply(&mut self, line: &Value) {
@@ -75,29 +77,26 @@ impl Held {
             let (change, seq) = (event[1].as_str().unwrap(), event[3].as_u64());
             match change {
                 "alloc" | "copy_on_write" | "share" | "hit" => {
-                    self.idle.remove(&at);
-                    let holders = self.holders.entry(at).or_default();
-                    assert!(
-                        change == "share" || change == "hit" || holders.is_empty(),
-                        "{event} of {holders:?}"
-                    );
-                    holders.push(seq.unwrap());
-                    holders.sort_unstable();
+                    self.evictable.remove(&at);
+                    let users = self.users.entry(at).or_default();
+                    assert!(change == "share" || change == "hit" || users.is_empty(), "{event} of {users:?}");
+                    users.push(seq.unwrap());
+                    users.sort_unstable();
                 }
                 "idle" | "free" | "release" => {
-                    let holders =
-                        self.holders.get_mut(&at).unwrap_or_else(|| panic!("{event}: no sequence uses it"));
-                    holders.remove(holders.iter().position(|&h| Some(h) == seq).unwrap());
-                    assert_eq!(holders.is_empty(), change != "release", "{event} leaves {holders:?}");
-                    if holders.is_empty() {
-                        self.holders.remove(&at);
+                    let users =
+                        self.users.get_mut(&at).unwrap_or_else(|| panic!("{event}: no sequence uses it"));
+                    users.remove(users.iter().position(|&h| Some(h) == seq).unwrap());
+                    assert_eq!(users.is_empty(), change != "release", "{event} leaves {users:?}");
+                    if users.is_empty() {
+                        self.users.remove(&at);
                     }
                     if change == "idle" {
-                        self.idle.insert(at);
+                        self.evictable.insert(at);
                     }
                 }
-                "evict" => assert!(self.idle.remove(&at), "{event}: it was not idle"),
-                "store" => assert!(self.holders.contains_key(&at), "{event}: no sequence uses it"),
+                "evict" => assert!(self.evictable.remove(&at), "{event}: it was not evictable"),
+                "store" => assert!(self.users.contains_key(&at), "{event}: no sequence uses it"),
                 other => panic!("{other}"),
             }
         }
@@ -156,7 +155,7 @@ fn lines_and_snapshots_agree() {
     assert_eq!(first.snapshot["requests"], json!([]));
     let bytes = |name: &str| first.snapshot[name].as_u64().unwrap();
     assert!(bytes("bytes_per_token") > 0 && bytes("bound_bytes") >= 448 * bytes("bytes_per_token"));
-    let mut held = Held::of(&first.snapshot);
+    let mut states = BlockStates::of(&first.snapshot);
     let lines = first.lines();
     let (mut changes, mut compared) = (BTreeMap::new(), 0);
     std::thread::scope(|scope| {
@@ -182,19 +181,19 @@ fn lines_and_snapshots_agree() {
                     for event in line["blocks"].as_array().into_iter().flatten() {
                         *changes.entry(event[1].as_str().unwrap().to_owned()).or_insert(0) += 1;
                     }
-                    held.apply(line);
+                    states.apply(line);
                 }
                 !before
             });
-            let mut there = Held::of(&late.snapshot);
-            there.holders.values_mut().for_each(|holders| holders.sort_unstable());
-            assert_eq!(held, there, "at {at}");
+            let mut there = BlockStates::of(&late.snapshot);
+            there.users.values_mut().for_each(|users| users.sort_unstable());
+            assert_eq!(states, there, "at {at}");
             for request in late.snapshot["requests"].as_array().unwrap() {
                 assert!(request["prompt_tokens"].as_u64().unwrap() > 10, "{request}");
             }
             compared += 1;
             if over {
-                assert!(held.holders.is_empty() && !held.idle.is_empty(), "{held:?}");
+                assert!(states.users.is_empty() && !states.evictable.is_empty(), "{states:?}");
                 break;
             }
         }
@@ -380,10 +379,10 @@ fn requests_have_the_names_of_the_log() {
 fn sessions_at_rest_are_told_with_what_they_would_find() {
     let server = Server::start(config());
     let heard = Listener::join(&server).lines();
-    let until = |holds: &dyn Fn(&[Value]) -> bool| loop {
+    let until = |is_true: &dyn Fn(&[Value]) -> bool| loop {
         let line = heard.recv_timeout(PATIENCE).expect("news of sessions");
         if let Some(sessions) = line["sessions"].as_array()
-            && holds(sessions)
+            && is_true(sessions)
         {
             return sessions.clone();
         }
@@ -401,8 +400,11 @@ fn sessions_at_rest_are_told_with_what_they_would_find() {
     let tokens = seen[0]["tokens"].as_u64().unwrap();
     assert_eq!(tokens, made["n_tokens"].as_u64().unwrap() + 8);
     assert_eq!(blocks(&seen[0]) as u64, (tokens - 1) / 16);
-    let idle = Listener::join(&server).snapshot["idle"][0].as_array().unwrap().clone();
-    assert!(seen[0]["tables"][0].as_array().unwrap().iter().all(|block| idle.contains(block)), "{seen:?}");
+    let evictable = Listener::join(&server).snapshot["idle"][0].as_array().unwrap().clone();
+    assert!(
+        seen[0]["tables"][0].as_array().unwrap().iter().all(|block| evictable.contains(block)),
+        "{seen:?}"
+    );
     let forks = server.post(&format!("{path}/fork"), &json!({"n": 2, "at": 33})).good();
     let seen = until(&|sessions| sessions.len() == 3);
     let trunk = &seen.iter().find(|session| session["id"] == made["id"]).unwrap()["tables"][0];

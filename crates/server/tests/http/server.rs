@@ -130,11 +130,11 @@ impl Server {
 
     /// Pauses the engine between two turns until the returned value is dropped. Meanwhile no request gets a
     /// token or ends, however busy the machine is; HTTP keeps working.
-    pub fn hold(&self) -> Held {
+    pub fn pause(&self) -> Paused {
         let (standing, stands) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
         let engine = self.engine.clone();
-        let holder = std::thread::spawn(move || {
+        let engine = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(engine.inspect(move |_| {
                 standing.send(()).unwrap();
@@ -142,13 +142,13 @@ impl Server {
             }));
         });
         stands.recv().unwrap();
-        Held { release: Some(release), holder: Some(holder) }
+        Paused { release: Some(release), engine: Some(engine) }
     }
 
     /// Waits until the condition is true.
-    pub fn until(&self, what: &str, holds: impl Fn() -> bool) {
+    pub fn until(&self, what: &str, is_true: impl Fn() -> bool) {
         let began = Instant::now();
-        while !holds() {
+        while !is_true() {
             assert!(began.elapsed() < PATIENCE, "never: {what}");
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -156,7 +156,7 @@ impl Server {
 
     /// Running requests, waiting requests, and the KV cells in use, read between two turns. (The engine's
     /// statistics and `/metrics` are those of the last turn and may be older than the test's last action.) Must
-    /// not be called while the engine is [held](Self::hold).
+    /// not be called while the engine is [paused](Self::pause).
     pub fn live(&self) -> (usize, usize, u64) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let asked = self.engine.inspect(|state| {
@@ -187,16 +187,16 @@ pub fn with(mut body: Value, more: &Value) -> Value {
 }
 
 /// Keeps the engine paused until dropped.
-pub struct Held {
+pub struct Paused {
     release: Option<std::sync::mpsc::Sender<()>>,
-    holder: Option<JoinHandle<()>>,
+    engine: Option<JoinHandle<()>>,
 }
 
-impl Drop for Held {
+impl Drop for Paused {
     fn drop(&mut self) {
         self.release.take();
-        if let Some(holder) = self.holder.take() {
-            holder.join().unwrap();
+        if let Some(engine) = self.engine.take() {
+            engine.join().unwrap();
         }
     }
 }

@@ -108,15 +108,15 @@ impl Frame {
         self.named_path("line", series.color, &path, series.name);
     }
 
-    /// Draws a step function: each value holds until the next point.
+    /// Draws a step function: each value stays until the next point.
     pub fn steps(&mut self, series: &Series<'_>) {
-        let path = self.path(held(&series.points).into_iter());
+        let path = self.path(step_function(&series.points).into_iter());
         self.named_path("line", series.color, &path, series.name);
     }
 
     /// Fills the area between two step functions with the same x values.
     pub fn area(&mut self, name: &str, color: usize, low: &[(f64, f64)], high: &[(f64, f64)]) {
-        let outline = held(high).into_iter().chain(held(low).into_iter().rev());
+        let outline = step_function(high).into_iter().chain(step_function(low).into_iter().rev());
         let path = self.path(outline) + "Z";
         self.named_path("area", color, &path, name);
     }
@@ -152,7 +152,7 @@ impl Frame {
 }
 
 /// The corner points of a step function.
-fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+fn step_function(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let mut corners = Vec::with_capacity(points.len() * 2);
     for (i, (x, y)) in points.iter().enumerate() {
         if i > 0 {

@@ -22,7 +22,7 @@ pub struct Sample {
 }
 
 /// The load over time. Means and maxima are exact: every change in the number of requests is recorded, and the blocks
-/// in use are added up for every step ([`Timeline::hold`]). Samples are exact at their times, which are those at which
+/// in use are added up for every step ([`Timeline::extend`]). Samples are exact at their times, which are those at which
 /// requests arrive, are admitted, leave, or prefill; between two samples, blocks grow by decoded tokens. Only an
 /// evenly thinned part of the samples is kept, so that memory does not grow with the run.
 #[derive(Clone, Debug)]
@@ -99,7 +99,7 @@ impl Timeline {
 
     /// Adds `ns` nanoseconds with the blocks of `load` in use. `late_ns` corrects for blocks that were begun later: it
     /// is the sum of their delays. All time between the first and the last sample must be added exactly once.
-    pub fn hold(&mut self, ns: u64, load: Load, late_ns: u128) {
+    pub fn extend(&mut self, ns: u64, load: Load, late_ns: u128) {
         self.used += (u128::from(load.used_blocks) * u128::from(ns)).saturating_sub(late_ns);
         self.cached += u128::from(load.cached_blocks) * u128::from(ns);
         self.peak.used_blocks = self.peak.used_blocks.max(load.used_blocks);
@@ -188,7 +188,7 @@ mod tests {
             let load = Load { queued_requests: i % 7, used_blocks: i, ..Load::default() };
             timeline.note(at, load);
             let ns = i % 5;
-            timeline.hold(ns, load, 0);
+            timeline.extend(ns, load, 0);
             integral += u128::from(ns) * u128::from(i % 7);
             at += ns;
         }

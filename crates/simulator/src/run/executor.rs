@@ -5,7 +5,7 @@ use crate::report::StepCounts;
 use crate::speculation::{Speculation, SpeculationCounts};
 use crate::statistics::Histogram;
 use kvist_cache::{Kept, Step};
-use kvist_scheduler::{Advance, Batch, Drafts, Emitted, Executor, Outcome, Sampled};
+use kvist_scheduler::{Advance, Batch, BatchDrafts, Emitted, Executor, Outcome, Sampled};
 
 /// Computes nothing; only accounts for time. Requests are named by their index in the list of lengths.
 pub(super) struct SimExecutor<'c> {
@@ -156,7 +156,7 @@ impl Executor for SimExecutor<'_> {
     }
 
     /// A chain for every request that decodes. If the budget is short, each gets an equal share of what is left.
-    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, _: u64, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         let Some((speculation, _)) = &self.speculation else { return };
         let mut left = limit;
         let mut parents: Vec<Option<u32>> = Vec::new();

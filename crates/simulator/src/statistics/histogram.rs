@@ -91,7 +91,7 @@ impl Histogram {
     }
 }
 
-/// Index of the bucket of `value`. Buckets 0 to 255 hold one value each; above, there are 128 per power of two.
+/// Index of the bucket of `value`. Buckets 0 to 255 are for one value each; above, there are 128 per power of two.
 fn bucket(value: u64) -> usize {
     let shift = (u64::BITS - value.leading_zeros()).saturating_sub(BITS + 1);
     ((u64::from(shift) << BITS) + (value >> shift)) as usize

@@ -99,7 +99,7 @@ fn step(session: &mut Session, n_tokens: u32) -> Result<(), StepError> {
         step.attend(call.of(layer, layer < 2))?;
         let is_one = |x: &f32| (x - 1.0).abs() <= 1e-2; // fails on NaN
         if let Some(wrong) = call.out.iter().find(|x| !is_one(x)) {
-            return Err(BackendError::Unsupported(format!("ones attended to ones give {wrong}")).into());
+            return Err(DeviceError::Unsupported(format!("ones attended to ones give {wrong}")).into());
         }
         call.out.fill(f32::NAN);
     }
@@ -128,13 +128,13 @@ fn stale_plan(backend: &dyn Backend) -> Result<(), String> {
     {
         let mut step = must(Step::begin(&mut cache, &request, &mut plan), "step")?;
         let plan = step.with_reads();
-        refused!(pools.attend(plan, call.of(0, true)), BackendError::StalePlan, "never begun");
+        refused!(pools.attend(plan, call.of(0, true)), DeviceError::StalePlan, "never begun");
         must(pools.begin(plan), "begin")?;
         must(pools.attend(plan, call.of(0, true)), "attend")?;
     }
     let mut step = must(Step::begin(&mut cache, &request, &mut plan), "step")?;
     let plan = step.with_reads();
-    refused!(pools.attend(plan, call.of(0, true)), BackendError::StalePlan, "another was begun");
+    refused!(pools.attend(plan, call.of(0, true)), DeviceError::StalePlan, "another was begun");
     must(pools.begin(plan), "begin")?;
     must(pools.attend(plan, call.of(0, true)), "attend")
 }
@@ -144,7 +144,7 @@ fn without_reads(backend: &dyn Backend) -> Result<(), String> {
     let (mut cache, mut plan) = (cache(), StepPlan::default());
     let spans = [Span::chain(SeqId::ONLY, 0, 1)];
     let step = must(Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan), "step")?;
-    refused!(pools.begin(step.plan()), BackendError::Unsupported(_), "begin");
+    refused!(pools.begin(step.plan()), DeviceError::Unsupported(_), "begin");
     if pools.bytes() == 0 { Ok(()) } else { Err(format!("it holds {} bytes", pools.bytes())) }
 }
 
@@ -163,17 +163,17 @@ fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
                 _ => call.out.truncate(call.out.len() - 1),
             }
             match step.attend(call.of(0, true)) {
-                Err(BackendError::Shape { what, .. }) if what == spoilt => {}
+                Err(DeviceError::Shape { what, .. }) if what == spoilt => {}
                 other => return Err(format!("{spoilt} too short: {other:?}")),
             }
         }
         let mut call = Call::new(3);
         let attend = Attend { sinks: Some(&[0.0; HEADS - 1]), ..call.of(0, true) };
-        refused!(step.attend(attend), BackendError::Shape { what: "sinks", .. }, "sinks of fewer heads");
+        refused!(step.attend(attend), DeviceError::Shape { what: "sinks", .. }, "sinks of fewer heads");
         let (mut call, full) = (Call::new(3), Call::new(3));
         let huge = Tensor::strided(&full.q, usize::MAX / 2, HEAD_DIM);
         let attend = Attend { q: huge, ..call.of(0, true) };
-        refused!(step.attend(attend), BackendError::Shape { .. }, "a stride that overflows");
+        refused!(step.attend(attend), DeviceError::Shape { .. }, "a stride that overflows");
         // A refused call has had no effect, and can be repeated correctly.
         must(step.attend(call.of(0, true)), "a right call after wrong ones")?;
     }
@@ -181,7 +181,7 @@ fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
 }
 
 fn layer_order(backend: &dyn Backend) -> Result<(), String> {
-    use BackendError::{LayerOrder, UnknownLayer};
+    use DeviceError::{LayerOrder, UnknownLayer};
     let mut session = session(backend, &MemoryBudget::unlimited())?;
     must(step(&mut session, 1), "a first step")?;
     let before = session.cache.report();
@@ -222,7 +222,7 @@ fn inspect_out_of_range(backend: &dyn Backend) -> Result<(), String> {
     let pools = session.pools();
     refused!(
         pools.inspect(LayerId(0), Side::K, 0, 0, &mut row),
-        BackendError::OutOfRange { what: "cell", .. },
+        DeviceError::OutOfRange { what: "cell", .. },
         "a cell of empty pools"
     );
     must(step(&mut session, 1), "a step")?;
@@ -236,24 +236,24 @@ fn inspect_out_of_range(backend: &dyn Backend) -> Result<(), String> {
         }
         refused!(
             pools.inspect(LayerId(3), side, 0, 0, &mut row),
-            BackendError::UnknownLayer { n_layers: 3, .. },
+            DeviceError::UnknownLayer { n_layers: 3, .. },
             "layer 3 of 3"
         );
         refused!(
             pools.inspect(LayerId(0), side, 2, 0, &mut row),
-            BackendError::OutOfRange { what: "KV head", index: 2, len: 2 },
+            DeviceError::OutOfRange { what: "KV head", index: 2, len: 2 },
             "head 2 of 2"
         );
         for cell in [2_000, u32::MAX] {
             refused!(
                 pools.inspect(LayerId(0), side, 0, cell, &mut row),
-                BackendError::OutOfRange { what: "cell", .. },
+                DeviceError::OutOfRange { what: "cell", .. },
                 "a cell past the capacity"
             );
         }
         refused!(
             pools.inspect(LayerId(0), side, 0, 0, &mut row[1..]),
-            BackendError::Shape { .. },
+            DeviceError::Shape { .. },
             "a row too short"
         );
     }
@@ -277,7 +277,7 @@ fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
     for (what, spoil) in spoils {
         let mut spec = good.clone();
         spoil(&mut spec.layout);
-        refused!(backend.pools(&spec), BackendError::Layout(_), what);
+        refused!(backend.pools(&spec), DeviceError::Layout(_), what);
     }
     if budget.usage() == Usage::default() { Ok(()) } else { Err("refused pools hold bytes".into()) }
 }
@@ -287,7 +287,7 @@ fn recurrent_layers(backend: &dyn Backend) -> Result<(), String> {
     let mut spec = spec(&MemoryBudget::unlimited());
     spec.layout.layers.push(LayerSpec::recurrent(GroupId(0), LayerId(3), 4096));
     let error = match backend.pools(&spec) {
-        Err(BackendError::Unsupported(error)) => error,
+        Err(DeviceError::Unsupported(error)) => error,
         Err(other) => return Err(format!("refused as {other:?}")),
         Ok(_) => return Err("accepted".into()),
     };
@@ -317,7 +317,7 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
         let refused = step(&mut session, n_tokens);
         refused!(
             refused,
-            StepError::Backend(BackendError::OutOfBudget(OutOfBudget { purpose: Purpose::KvCache, .. })),
+            StepError::Device(DeviceError::OutOfBudget(OutOfBudget { purpose: Purpose::KvCache, .. })),
             format!("{n_tokens} cells too many")
         );
     }
@@ -326,7 +326,7 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
         for side in [Side::K, Side::V] {
             refused!(
                 session.pools().inspect(LayerId(layer), side, 0, 256, &mut row),
-                BackendError::OutOfRange { what: "cell", .. },
+                DeviceError::OutOfRange { what: "cell", .. },
                 format!("layer {layer} grew although all could not")
             );
         }
@@ -353,7 +353,7 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
     let mut session = self::session(backend, &budget)?;
     must(step(&mut session, 256), "256 cells")?;
     let other = must(budget.reserve(Purpose::Weights, 1), "one byte for another")?;
-    refused!(step(&mut session, 1), StepError::Backend(BackendError::OutOfBudget(_)), "one byte too few");
+    refused!(step(&mut session, 1), StepError::Device(DeviceError::OutOfBudget(_)), "one byte too few");
     drop(other);
     must(step(&mut session, 1), "the same step with that byte")?;
     if budget.usage() == usage(257)? { Ok(()) } else { Err(format!("257 cells hold {:?}", budget.usage())) }
@@ -402,10 +402,10 @@ fn transfers(backend: &dyn Backend) -> Result<(), String> {
                 return Err(format!("{what}: accepted"));
             };
             match error {
-                BackendError::OutOfRange { what: "layer group", .. } if group != G => {}
-                BackendError::OutOfBudget(_) if import && cells.start == 250 => {}
-                BackendError::OutOfRange { what: "cell", .. } if cells.start >= 250 => {}
-                BackendError::BlockSize { expected, got } if (expected, got) == (ten, len) && len != ten => {}
+                DeviceError::OutOfRange { what: "layer group", .. } if group != G => {}
+                DeviceError::OutOfBudget(_) if import && cells.start == 250 => {}
+                DeviceError::OutOfRange { what: "cell", .. } if cells.start >= 250 => {}
+                DeviceError::BlockSize { expected, got } if (expected, got) == (ten, len) && len != ten => {}
                 other => return Err(format!("{what}: refused as {other:?}")),
             }
             if block != given {
@@ -426,11 +426,11 @@ fn transfers(backend: &dyn Backend) -> Result<(), String> {
         return Err("a refusal changed the cells".into());
     }
     let done = pools.finished(&transfer).ok_or("a transfer that has ended runs")?;
-    refused!(done, BackendError::UnknownTransfer, "a block that was returned already");
+    refused!(done, DeviceError::UnknownTransfer, "a block that was returned already");
     let mut others = must(backend.pools(&all), "pools")?;
     let transfer = must(pools.export(Ticket::START, G, run(246, 10), exported), "export")?;
     let done = others.finished(&transfer).ok_or("a transfer of other pools runs")?;
-    refused!(done, BackendError::UnknownTransfer, "a transfer of other pools");
+    refused!(done, DeviceError::UnknownTransfer, "a transfer of other pools");
     must(finish(&mut *pools, Ok(transfer)), "the same transfer, asked of its own pools")?;
     Ok(())
 }

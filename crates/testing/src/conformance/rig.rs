@@ -367,7 +367,6 @@ impl<'c> Rig<'c> {
         let n_tokens = (values.end - values.start) as usize;
         let n_layers = self.spec.layout.layers.len();
         let inputs: Vec<_> = (0..n_layers).map(|layer| self.inputs(layer, n_tokens)).collect();
-        let mut outputs = Vec::new();
 
         let settles = self.session.cache.trees().is_none();
         let read_before = self.session.pools().counters().bytes_read;
@@ -383,31 +382,13 @@ impl<'c> Rig<'c> {
             })
             .collect();
         let tokens = tokens_of(step.plan(), self.case.recent);
-        let mut failure = None;
-        let sinks = self.case.sinks();
-        for (l, (data, places)) in inputs.iter().enumerate() {
-            let head_dim = self.spec.layout.layers[l].k_dim as usize;
-            let (mut out, place) = lay(self.case.strides, n_tokens, &[self.case.heads.0 as usize], head_dim);
-            let kv = |kv: &[Place]| (kv[0].tensor(data), kv[1].tensor(data));
-            let call = Attend {
-                layer: LayerId(l as u16),
-                q: places[0].tensor(data),
-                kv: self.spec.layout.owns(l).then(|| kv(&places[1..])),
-                out: TensorMut::strided(&mut out, place[0].token_stride, place[0].head_stride),
-                scale: 1.0 / (head_dim as f32).sqrt(),
-                softcap: self.case.softcap,
-                sinks: sinks.as_deref(),
-            };
-            if let Err(error) = step.attend(call) {
-                failure = Some(format!("layer {l} failed: {error}"));
-                break;
+        let outputs = match attend_all(&mut step, self.case, &self.spec.layout, &inputs, n_tokens) {
+            Ok(outputs) => outputs,
+            Err(failure) => {
+                drop(step);
+                return self.bad(failure);
             }
-            outputs.push((out, place[0]));
-        }
-        if let Some(failure) = failure {
-            drop(step);
-            return self.bad(failure);
-        }
+        };
         let stored = rows::stored(step.pools(), &self.spec.layout, |group| &cells[group.0 as usize]);
         let kept = paths::choose(&mut self.choices, spans, settles);
         let committed = match &kept {
@@ -450,6 +431,35 @@ impl<'c> Rig<'c> {
         }
         self.check_usage();
     }
+}
+
+/// Runs every layer on its inputs. Returns the outputs.
+fn attend_all(
+    step: &mut SessionStep<'_>,
+    case: &Case,
+    layout: &Layout,
+    inputs: &[(Vec<f32>, Vec<Place>)],
+    n_tokens: usize,
+) -> Result<Vec<(Vec<f32>, Place)>, String> {
+    let mut outputs = Vec::new();
+    let sinks = case.sinks();
+    for (l, (data, places)) in inputs.iter().enumerate() {
+        let head_dim = layout.layers[l].k_dim as usize;
+        let (mut out, place) = lay(case.strides, n_tokens, &[case.heads.0 as usize], head_dim);
+        let kv = |kv: &[Place]| (kv[0].tensor(data), kv[1].tensor(data));
+        let call = Attend {
+            layer: LayerId(l as u16),
+            q: places[0].tensor(data),
+            kv: layout.owns(l).then(|| kv(&places[1..])),
+            out: TensorMut::strided(&mut out, place[0].token_stride, place[0].head_stride),
+            scale: 1.0 / (head_dim as f32).sqrt(),
+            softcap: case.softcap,
+            sinks: sinks.as_deref(),
+        };
+        step.attend(call).map_err(|error| format!("layer {l} failed: {error}"))?;
+        outputs.push((out, place[0]));
+    }
+    Ok(outputs)
 }
 
 /// The tokens of a step. Kept rows: those from the start of the last full group on, and those of nodes.

@@ -14,7 +14,7 @@
 //! length of the bounds in the rotated basis, plus 10⁻⁶ of the row's own length for rotating it there and back in
 //! f32.
 use kvist_cache::{GroupId, LayerId};
-use kvist_device::{BackendError, DType, LayerSpec, Layout, Pools, Side, Storage};
+use kvist_device::{DType, DeviceError, LayerSpec, Layout, Pools, Side, Storage};
 
 /// The fraction of the bound that `stored` uses: above 1 it is too far off. NaN stays NaN. `order` lists the channels
 /// in stored order: with outliers, the strongest first.
@@ -104,7 +104,7 @@ fn t4_error(storage: Storage, order: &[usize], written: &[f32], stored: &[f32]) 
 }
 
 /// The definition of `t4`: flip some signs, rotate, take the nearest levels for the row's root mean square, scale the
-/// levels to the row's length, and rotate back. In f64, except for a scale that f16 cannot hold.
+/// levels to the row's length, and rotate back. In f64, except for a scale that f16 cannot represent.
 fn t4(row: &[f64]) -> Vec<f64> {
     let n = row.len();
     if n == 0 {
@@ -173,7 +173,7 @@ pub fn stored<'c>(
     pools: &dyn Pools,
     layout: &Layout,
     cells: impl Fn(GroupId) -> &'c [u32],
-) -> Result<Vec<StoredRows>, BackendError> {
+) -> Result<Vec<StoredRows>, DeviceError> {
     let rows = |l: usize, spec: &LayerSpec, side| {
         let row = |cell: &u32| {
             let head_dim = spec.k_dim as usize;
@@ -183,7 +183,7 @@ pub fn stored<'c>(
             }
             Ok(row)
         };
-        cells(spec.group).iter().map(row).collect::<Result<Vec<_>, BackendError>>()
+        cells(spec.group).iter().map(row).collect::<Result<Vec<_>, DeviceError>>()
     };
     let layers = layout.layers.iter().enumerate().map(|(l, spec)| match layout.owns(l) {
         true => Ok(Some([rows(l, spec, Side::K)?, rows(l, spec, Side::V)?])),

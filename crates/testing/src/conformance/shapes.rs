@@ -38,8 +38,8 @@ pub const SHAPES: [Shape; 26] = [
     windowed("cells", "forks under windows", forks),
     shape("cells", "holes", holes),
     shape("cells", "compacted", compacted),
-    shape("tree", "frontiers", frontiers),
-    windowed("tree", "frontiers under windows", frontiers),
+    shape("tree", "draft trees", draft_trees),
+    windowed("tree", "draft trees under windows", draft_trees),
     shape("tree", "trees beside chains", mixed),
     shape("tree", "trees on a shared trunk", trunk_trees),
     shape("paged", "batch of sequences", batch),
@@ -140,7 +140,7 @@ fn compacted(rig: &mut Rig<'_>, length: u32) {
     rig.chains(&[(A, 3), (B, 1), (C, 1)]);
 }
 
-fn frontiers(rig: &mut Rig<'_>, length: u32) {
+fn draft_trees(rig: &mut Rig<'_>, length: u32) {
     rig.perform(&Operation::New { seq: A });
     rig.chains(&[(A, length)]);
     rig.spans(&[(A, 0, 7)]);

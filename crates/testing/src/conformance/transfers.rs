@@ -136,7 +136,7 @@ impl World {
         sequences.seq_rm(A, from, until).expect("cells remove any range");
     }
 
-    /// The longest run of cells that holds tokens of A from `token` on.
+    /// The longest run of cells that stores tokens of A from `token` on.
     fn run(&self, group: usize, token: usize, max: u32) -> CellRun {
         let cells = &self.cells[group][token..];
         let follow = cells.iter().zip(cells[0]..).take_while(|(cell, next)| *cell == next).count();
@@ -158,7 +158,7 @@ fn block(pools: &dyn Pools, group: GroupId, cells: CellRun) -> HostBlock {
 pub fn finish(
     pools: &mut dyn Pools,
     transfer: Result<Transfer, TransferRefused>,
-) -> Result<HostBlock, BackendError> {
+) -> Result<HostBlock, DeviceError> {
     let transfer = transfer?;
     loop {
         if let Some(done) = pools.finished(&transfer) {
@@ -166,6 +166,49 @@ pub fn finish(
         }
         std::thread::yield_now();
     }
+}
+
+/// Copies A's cells from `exported` into both other pools, in random pieces, and exports them again. One line per failure.
+fn transfer_all(
+    choices: &mut Choices,
+    case: &Case,
+    length: u32,
+    (source, target): (&World, &World),
+    exported: &mut dyn Pools,
+    [full, empty]: [&mut dyn Pools; 2],
+) -> Vec<String> {
+    let mut bad = Vec::new();
+    for g in 0..case.n_groups() {
+        let (id, mut token, mut spare) = (GroupId(g as u16), 0, None);
+        while token < length {
+            let max = (1 + choices.below(40)).min(length - token);
+            let from = source.run(g, token as usize, max);
+            let to = target.run(g, token as usize, from.len);
+            let from = CellRun { len: to.len, ..from };
+            // A block may be used again.
+            let size = exported.block_bytes(id, from.len).unwrap_or(0);
+            let into = spare.take().filter(|block: &HostBlock| block.bytes().len() == size);
+            let into = into.unwrap_or_else(|| block(exported, id, from));
+            let moved = exported.export(Ticket::START, id, from, into);
+            let mut moved = finish(exported, moved);
+            for pools in [&mut *full, &mut *empty] {
+                moved = moved.and_then(|block| {
+                    let transfer = pools.import(Ticket::START, id, to, block);
+                    finish(pools, transfer)
+                });
+            }
+            let again = full.export(Ticket::START, id, to, block(full, id, to));
+            match (moved, finish(full, again)) {
+                (Ok(moved), Ok(again)) if moved == again => spare = Some(moved),
+                (Ok(_), Ok(_)) => bad.push(format!("group {g}: exported anew, {to:?} has other bytes")),
+                (Err(error), _) | (_, Err(error)) => {
+                    bad.push(format!("group {g} {from:?} to {to:?}: {error}"))
+                }
+            }
+            token += to.len;
+        }
+    }
+    bad
 }
 
 /// Runs one case; one line per failure.
@@ -192,37 +235,14 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
     let whole = Case { length: 1, ..case.clone() }; // without NaN
     target.fill(&whole, length, &mut Choices::from_seed(script, u64::MAX), (&mut full, 2));
 
-    let mut bad = Vec::new();
-    for g in 0..case.n_groups() {
-        let (id, mut token, mut spare) = (GroupId(g as u16), 0, None);
-        while token < length {
-            let max = (1 + choices.below(40)).min(length - token);
-            let from = source.run(g, token as usize, max);
-            let to = target.run(g, token as usize, from.len);
-            let from = CellRun { len: to.len, ..from };
-            // A block may be used again.
-            let size = exported.block_bytes(id, from.len).unwrap_or(0);
-            let into = spare.take().filter(|block: &HostBlock| block.bytes().len() == size);
-            let into = into.unwrap_or_else(|| block(&*exported, id, from));
-            let moved = exported.export(Ticket::START, id, from, into);
-            let mut moved = finish(&mut *exported, moved);
-            for pools in [&mut full, &mut empty] {
-                moved = moved.and_then(|block| {
-                    let transfer = pools.import(Ticket::START, id, to, block);
-                    finish(&mut **pools, transfer)
-                });
-            }
-            let again = full.export(Ticket::START, id, to, block(&*full, id, to));
-            match (moved, finish(&mut *full, again)) {
-                (Ok(moved), Ok(again)) if moved == again => spare = Some(moved),
-                (Ok(_), Ok(_)) => bad.push(format!("group {g}: exported anew, {to:?} has other bytes")),
-                (Err(error), _) | (_, Err(error)) => {
-                    bad.push(format!("group {g} {from:?} to {to:?}: {error}"))
-                }
-            }
-            token += to.len;
-        }
-    }
+    let mut bad = transfer_all(
+        &mut choices,
+        &case,
+        length,
+        (&source, &target),
+        &mut *exported,
+        [&mut *full, &mut *empty],
+    );
     if !bad.is_empty() {
         return bad;
     }

@@ -100,8 +100,8 @@ pub(super) fn check_tables(
                 *first = queries.end;
                 Some(queries.into_iter().any(|query| {
                     let sees = |c: &u32| visibility.sees(positions[query], *c);
-                    let held = seen[query].iter().filter(|seen| seen.index < span.start).count();
-                    (0..span.start).filter(sees).count() != held
+                    let stored = seen[query].iter().filter(|seen| seen.index < span.start).count();
+                    (0..span.start).filter(sees).count() != stored
                 }))
             });
             let hides_a_token = hides_a_token.into_iter().any(|hides| hides);

@@ -15,7 +15,7 @@ pub(super) struct Memory {
     pub cells: Vec<u64>,
     /// The cell of each live value, according to the plans.
     places: BTreeMap<u64, u32>,
-    /// For each cell, whether it holds a live value.
+    /// For each cell, whether it stores a live value.
     occupied: Vec<bool>,
 }
 
@@ -34,7 +34,7 @@ impl Memory {
 /// A cache, its reference model, and the memory that a backend would have. Every check is an assertion; on a panic,
 /// the last operations are printed.
 ///
-/// After each operation, these hold: the report's figures equal the model's; a refusal is the one that the rules
+/// After each operation, these are checked: the report's figures equal the model's; a refusal is the one that the rules
 /// require, and changed nothing; a step wrote to free cells only; every query saw exactly what the model says, each
 /// value once, in sequence order; the fast path, where available, agrees with the explicit mask; no more cells were
 /// read than are visible; a dropped step or round of moves changed nothing; a compaction terminates, and leaves the
@@ -177,7 +177,7 @@ impl Drive {
     fn verb(&mut self, verb: Operation) -> bool {
         let Drive { cache, reference, model, .. } = self;
         assert_eq!(cache.rewinds().is_some(), *model == Model::Contiguous, "whether it rewinds");
-        assert_eq!(cache.sequences().is_some(), model.holds_many(), "whether it has sequences");
+        assert_eq!(cache.sequences().is_some(), model.has_many_sequences(), "whether it has sequences");
         assert_eq!(cache.trees().is_some(), *model == Model::Tree, "whether it has trees");
         assert_eq!(
             cache.verifies_trees(),
@@ -294,13 +294,7 @@ impl Drive {
             reference.apply(request);
             return true;
         }
-        let mut after = reference.clone();
-        let expected = after.apply_kept(request, kept);
-        assert_eq!(step.commit_kept(kept).map_err(mark), expected.clone().map_err(mark), "{kept:?}");
-        if expected.is_ok() {
-            *reference = after;
-        }
-        expected.is_ok()
+        commit_kept(step, reference, request, kept)
     }
 
     /// Returns whether anything was moved and committed.
@@ -351,9 +345,9 @@ impl Drive {
             }
             let mut placed = BTreeSet::new();
             for seq in self.reference.sequences() {
-                let held = self.reference.held(seq, self.groups[g].visibility).unwrap_or_default();
+                let stored = self.reference.stored(seq, self.groups[g].visibility).unwrap_or_default();
                 let nodes = self.reference.node_values(seq);
-                for value in held.into_iter().map(|(_, value)| value).chain(nodes) {
+                for value in stored.into_iter().map(|(_, value)| value).chain(nodes) {
                     if placed.insert(value) {
                         assert_eq!(memory.places[&value], next, "home of value {value} of sequence {seq}");
                         next += 1;
@@ -380,10 +374,10 @@ impl Drive {
             memory.places.values().for_each(|&cell| memory.occupied[cell as usize] = true);
             let high_water = memory.occupied.iter().rposition(|&o| o).map_or(0, |cell| cell as u32 + 1);
             let sequences = self.reference.sequences().map(|seq| {
-                let held = self.reference.held(seq, visibility).expect("it is live");
+                let stored = self.reference.stored(seq, visibility).expect("it is live");
                 let mut n_extents = 0;
                 let mut after = None;
-                for (position, value) in &held {
+                for (position, value) in &stored {
                     let cell = memory.places[value];
                     assert_eq!(memory.cells[cell as usize], *value, "bytes of position {position} of {seq}");
                     n_extents += u32::from(after != Some((*position, cell)));
@@ -391,7 +385,7 @@ impl Drive {
                 }
                 SequenceReport {
                     seq,
-                    len: held.len() as u32,
+                    len: stored.len() as u32,
                     next_position: self.reference.next_position(seq).expect("it is live"),
                     n_nodes: self.reference.n_nodes(seq).expect("it is live"),
                     n_extents,
@@ -410,6 +404,22 @@ impl Drive {
 }
 
 /// Clears the wording of a refusal, so that only its figures are compared.
+/// Commits the tokens of `kept` in both, and compares. Returns whether the cache accepted them.
+fn commit_kept(
+    step: Step<'_>,
+    reference: &mut ReferenceCache,
+    request: &StepRequest<'_>,
+    kept: &[Kept<'_>],
+) -> bool {
+    let mut after = reference.clone();
+    let expected = after.apply_kept(request, kept);
+    assert_eq!(step.commit_kept(kept).map_err(mark), expected.clone().map_err(mark), "{kept:?}");
+    if expected.is_ok() {
+        *reference = after;
+    }
+    expected.is_ok()
+}
+
 fn mark(refused: Refused) -> Refused {
     match refused {
         Refused::Unsupported(_) => Refused::Unsupported(""),

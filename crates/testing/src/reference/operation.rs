@@ -136,7 +136,7 @@ impl Operation {
                 _ => choices.below(next + 3),
             }
         };
-        if !model.holds_many() {
+        if !model.has_many_sequences() {
             return match choices.below(16) {
                 0 | 1 if model == Model::Contiguous => {
                     Operation::Rewind { len: position(choices, SeqId::ONLY) }
@@ -228,7 +228,7 @@ fn step(
         6 => 1 + choices.below(n_live),
         _ => n_live,
     };
-    let n_spans = if model.holds_many() { n_spans.max(1) } else { 1 + u32::from(choices.one_in(64)) };
+    let n_spans = if model.has_many_sequences() { n_spans.max(1) } else { 1 + u32::from(choices.one_in(64)) };
     let first = choices.below(n_live);
     let live: Vec<SeqId> = reference.sequences().collect();
     let mut left = n_free;
@@ -249,11 +249,11 @@ fn step(
         };
         left = left.saturating_sub(n);
         let n_nodes = reference.n_nodes(seq).unwrap_or(0);
-        let frontier = match model {
+        let is_tree = match model {
             Model::Tree => n_nodes > 0 && !choices.one_in(8) || choices.one_in(3),
             _ => choices.one_in(64),
         };
-        let new = if frontier {
+        let new = if is_tree {
             let shape = choices.below(4);
             let parents = (0..n).map(|i| {
                 let number = n_nodes + i;

@@ -54,7 +54,8 @@ impl Index {
             blocks(&**kind).block_table(seq).unwrap_or_default()[first as usize..n_blocks as usize].to_vec()
         });
         let tables: Vec<Vec<u32>> = tables.collect();
-        // A block that is indexed already must lie on this path. Otherwise `content` differs from what the block holds.
+        // A block that is indexed already must lie on this path. Otherwise `content` differs from what the block
+        // stores.
         let keying = self.tree.keying();
         let (mut known, mut buffer) = (Some(leaf.node), std::mem::take(&mut self.buffer));
         for i in first..n_blocks {
@@ -102,7 +103,7 @@ impl Index {
         Ok(Stored { n_new: n_stored, n_known: n_blocks - from.min(first) - n_stored })
     }
 
-    /// Records that `block` of `group` holds the tokens of `node`.
+    /// Records that `block` of `group` stores the tokens of `node`.
     fn insert(
         &mut self,
         kind_blocks: &mut dyn BlockKind,

@@ -124,9 +124,9 @@ impl Case {
         }
         let cached = if chain { tokens.saturating_sub(queries) } else { tokens };
         // Scattered blocks alternate with blocks of a second sequence.
-        let held = if self.scattered { cached.checked_mul(2) } else { Some(cached) };
-        let capacity = held
-            .and_then(|held| held.checked_add(queries)?.checked_next_multiple_of(BLOCK_TOKENS))
+        let cells = if self.scattered { cached.checked_mul(2) } else { Some(cached) };
+        let capacity = cells
+            .and_then(|cells| cells.checked_add(queries)?.checked_next_multiple_of(BLOCK_TOKENS))
             .ok_or_else(|| wrong_usage("--tokens: too many"))?;
         let setup = Setup {
             shape,

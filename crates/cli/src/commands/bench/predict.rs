@@ -1,5 +1,5 @@
-//! `kvist bench predict`: serves a load that the table was not made from, simulates it with the table, and compares:
-//! how accurate is the simulator?
+//! `kvist bench predict` measures how accurate the simulator is: it serves a load that the table was not made from,
+//! simulates it with the table, and compares.
 //!
 //! Requests with popular prefixes arrive as from independent users. The engine of `kvist serve` answers them in this
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
@@ -53,7 +53,7 @@ pub struct Args {
     /// Seed of the load
     #[arg(long, default_value_t = 1, value_name = "N")]
     seed: u64,
-    /// Tokens that the cache holds
+    /// Capacity of the cache, in tokens
     #[arg(long, default_value_t = 8192, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1024..))]
     context: u32,
     /// Write the requests as a trace

@@ -1,4 +1,4 @@
-//! `kvist bench speculate`: what drafts are worth, each drafter in turns with plain decoding.
+//! `kvist bench speculate`: measures how much each drafter gains, in turns with plain decoding.
 use super::machine::{Machine, Spread, Watch};
 use super::measure::{KvArgs, RunsArgs};
 use crate::options::*;
@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
 use kvist_engine::Error;
-use kvist_engine::executor::Choice;
+use kvist_engine::executor::SampledToken;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
@@ -118,7 +118,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?;
     let text = read_text(&args.text)?;
     let cases = cases(&tokenizer.encode(&text, false)?, &args)?;
-    // Which of the modes says what --draft-model is.
+    // The modes decide what --draft-model is: a model or a head.
     let asked = |mode| args.modes.contains(&How::Drafter(mode)).then_some(mode);
     let wants_draft = match (asked(Mode::Draft), asked(Mode::Eagle)) {
         (Some(_), Some(_)) => {
@@ -156,7 +156,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     };
     let watch = Watch::start();
 
-    // A warm-up run, which also says what follows each prompt.
+    // A warm-up run. It also determines what follows each prompt.
     let plain = bench.run(None)?;
     if !args.follow {
         bench.cases.iter_mut().zip(&plain.texts).for_each(|(case, text)| case.text.clone_from(text));
@@ -267,7 +267,8 @@ impl Bench<'_> {
             while known.len() < case.prompt.len() + n {
                 let done = known.len() - case.prompt.len();
                 if let Some(speculator) = &mut speculator {
-                    let text = Text { id: id as u64, salt: "", tokens: &known, max_new: (n - done) as u32 };
+                    let text =
+                        DraftContext { id: id as u64, salt: "", tokens: &known, max_new: (n - done) as u32 };
                     let limit = self.args.speculation.draft_tokens;
                     speculator.propose(&[text], 0, limit, false, &mut drafts)?;
                 }
@@ -276,7 +277,7 @@ impl Bench<'_> {
                     let sampled = sampler.take(row)?;
                     let token = if follow { case.text[drawn] } else { sampled };
                     drawn += 1;
-                    Ok::<_, Error>(Choice { token, finished: drawn == n })
+                    Ok::<_, Error>(SampledToken { token, finished: drawn == n })
                 };
                 let last = known[known.len() - 1];
                 let pass = Instant::now();
@@ -381,8 +382,8 @@ impl Oracle {
 }
 
 impl Drafter for Oracle {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for Proposal { id, tokens, bounds, tree, .. } in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { id, tokens, bounds, tree, .. } in requests {
             let mut right = true;
             for i in 0..bounds.tokens.min(bounds.depth) as usize {
                 let truth = self.cases[*id as usize].get(tokens.len() + i).copied().unwrap_or_default();

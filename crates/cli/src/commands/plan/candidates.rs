@@ -122,7 +122,7 @@ fn serve_at(asked: &Asked, rung: Rung, context: u32) -> Option<Sized> {
     Some((engine.paged.cache, plan, total))
 }
 
-/// True if a ring of this context would hold less than all of it.
+/// True if a ring would store less than all of this context.
 fn forgets(model: &ModelConfig, cache: &CacheConfig) -> bool {
     let windows = cache.groups(model).into_iter().filter_map(|group| group.visibility.window);
     windows.into_iter().any(|window| window < cache.context_tokens)

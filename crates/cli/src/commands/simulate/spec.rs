@@ -14,7 +14,7 @@ pub enum Capacity {
     Blocks(u32),
     /// No bound.
     Endless,
-    /// What the hardware holds; no bound if that is unknown.
+    /// What fits into the hardware; no bound if that is unknown.
     Hardware,
 }
 

@@ -54,8 +54,8 @@ impl Inner {
     }
 
     pub fn claimed(&mut self, id: SessionId, number: u64) -> Option<&mut Session> {
-        let held = |session: &&mut Session| session.busy.as_ref().is_some_and(|busy| busy.claim == number);
-        self.sessions.get_mut(&id).filter(held)
+        let owned = |session: &&mut Session| session.busy.as_ref().is_some_and(|busy| busy.claim == number);
+        self.sessions.get_mut(&id).filter(owned)
     }
 
     /// Ends the claim on a session.

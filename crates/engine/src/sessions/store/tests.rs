@@ -167,7 +167,7 @@ fn a_claimed_session_expires_when_it_is_let_go() {
     expected.sort_unstable();
     assert_eq!(there, expected);
     assert_eq!(store.list(at(250), &me).len(), 2);
-    assert_eq!(store.list(at(251), &me).len(), 1, "the one that is held");
+    assert_eq!(store.list(at(251), &me).len(), 1, "the one that is in use");
     drop(claims);
     assert_eq!(store.list(at(251), &me).len(), 0);
     store.audit();

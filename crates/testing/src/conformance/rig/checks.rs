@@ -4,7 +4,8 @@ use super::*;
 use crate::conformance::rows;
 
 impl Rig<'_> {
-    /// Checks that the budget holds exactly the bytes that the backend announced, and never more than the bound.
+    /// Checks that exactly the bytes are reserved in the budget that the backend announced, and never more than the
+    /// bound.
     pub(super) fn check_usage(&mut self) {
         let used = self.spec.budget.usage();
         let said = self.grown.as_ref().and_then(|cells| self.backend.usage(&self.spec, cells));

@@ -3,13 +3,14 @@ use crate::commands::bench::rig::mix;
 use anyhow::{Context, ensure};
 use kvist_cache::{PrefixSpec, Step};
 use kvist_device::{Recent, Registry, RowOutput, RowResult};
-use kvist_engine::executor::{Choice, ModelExecutor, PagedConfig, TokenSampler};
+use kvist_engine::executor::{ModelExecutor, PagedConfig, SampledToken, TokenSampler};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
-use kvist_engine::speculate::{Bounds, Drafter, Proposal, SpeculationConfig, Speculator};
+use kvist_engine::speculate::{Bounds, DraftRequest, Drafter, SpeculationConfig, Speculator};
 use kvist_model::{Error, Model};
 use kvist_scheduler::{
-    Admission, Batch, Config, Drafts, Executor, Iteration, Outcome, Prompt, Request, RequestId, Scheduler,
+    Admission, Batch, BatchDrafts, Config, Executor, Iteration, Outcome, Prompt, Request, RequestId,
+    Scheduler,
 };
 use kvist_simulator::cost::BatchShape;
 use std::sync::Arc;
@@ -63,11 +64,11 @@ impl TokenSampler for Greedy {
     fn row_output(&self) -> RowOutput {
         self.sampler.row_output()
     }
-    fn choose(&mut self, row: RowResult<'_>) -> Choice {
+    fn choose(&mut self, row: RowResult<'_>) -> SampledToken {
         // If the logits cannot be sampled, use token 0: the time is the same.
         let token = self.sampler.take(row).unwrap_or(0);
         let _ = self.listener.send(token);
-        Choice { token, finished: false }
+        SampledToken { token, finished: false }
     }
 }
 
@@ -108,7 +109,7 @@ struct Noted<'a> {
 }
 
 impl Executor for Noted<'_> {
-    fn draft(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut Drafts) {
+    fn draft(&mut self, now_ns: u64, batch: Batch<'_>, limit: u32, drafts: &mut BatchDrafts) {
         self.executor.draft(now_ns, batch, limit, drafts);
     }
     fn execute(&mut self, now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
@@ -124,12 +125,12 @@ struct Chains {
 }
 
 impl Drafter for Chains {
-    fn propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
-        for proposal in proposals {
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for request in requests {
             let mut last = None;
-            for i in 0..proposal.bounds.tokens.min(proposal.bounds.depth) {
-                let token = token(proposal.tokens.len() as u64, i, self.vocab);
-                last = Some(proposal.tree.push(last, token, 1.0));
+            for i in 0..request.bounds.tokens.min(request.bounds.depth) {
+                let token = token(request.tokens.len() as u64, i, self.vocab);
+                last = Some(request.tree.push(last, token, 1.0));
             }
         }
         Ok(())
