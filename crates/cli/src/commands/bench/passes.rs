@@ -118,14 +118,16 @@ impl<'a> Bench<'a> {
     /// A session with `depth` tokens of a fixed random text, and room for `more`.
     fn session(&self, kind: &str, depth: u32, more: u32, chunk: u32) -> anyhow::Result<Option<ModelSession>> {
         let tokens = depth.checked_add(more).ok_or_else(|| wrong_usage("--depth: too large"))?;
-        let config = CacheConfig {
+        let mut config = CacheConfig {
             kind: kind.into(),
             k: self.common.kv.k,
             v: self.common.kv.v,
             max_step_tokens: chunk.min(tokens),
-            max_rows: if kind == "tree" { more } else { 1 },
             ..CacheConfig::new(tokens)
         };
+        if config.kind_traits().many_sequences {
+            config.max_rows = more;
+        }
         let registry = registry(&self.compute);
         let mut session = ModelSession::new(&self.model, &registry, &config)?;
         let bar = progress::bar("filling", u64::from(depth), self.quiet);
