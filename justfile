@@ -40,6 +40,9 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
+# Speculation beside llama.cpp's own, in turns, after `just rivals`: `just rivals-speculate --model FILE.gguf --text FILE`.
+rivals-speculate *args:
+    bench/rivals/speculate.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
 # How far off the simulator is: step costs of this machine, then a load served for real and simulated. Leave the machine alone meanwhile.
 predict *args:
     bench/predict.sh {{args}}
