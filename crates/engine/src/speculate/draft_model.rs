@@ -1,13 +1,13 @@
 //! A smaller model with the same vocabulary as drafter.
 use super::expand::{self, Candidate, Growing, Levels};
+use super::texts::{CachedText, CachedTexts, make_room};
 use super::{Bounds, Drafter, Proposal};
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_cache::{NodeId, Refused, SeqId};
-use kvist_device::{Registry, StepError};
+use kvist_cache::{NodeId, SeqId};
+use kvist_device::Registry;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{Error, Model};
-use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Drafts with a model of its own, over a tree cache that follows the texts of the target.
@@ -15,10 +15,7 @@ use std::sync::Arc;
 /// A proposal first computes the tokens that became known since the last one, of all texts in one pass, then the levels
 /// of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
 pub struct DraftModel {
-    session: ModelSession,
-    texts: HashMap<u64, Text>,
-    next_seq: u32,
-    clock: u64,
+    texts: CachedTexts<Computed>,
     /// Proposals that stay empty, because the cache was too small.
     rests: u32,
     /// Tokens of the target. The draft model may have more, as padding.
@@ -28,12 +25,11 @@ pub struct DraftModel {
 }
 
 /// What the draft cache holds of a text.
-struct Text {
-    seq: SeqId,
+#[derive(Default)]
+struct Computed {
     tokens: Vec<u32>,
-    /// Computed nodes after them, by number: token and parent.
+    /// Nodes after them, by number: token and parent.
     nodes: Vec<(u32, Option<NodeId>)>,
-    used: u64,
 }
 
 impl DraftModel {
@@ -51,10 +47,7 @@ impl DraftModel {
         )?;
         let config = CacheConfig { kind: "tree".into(), ..config.clone() };
         Ok(DraftModel {
-            session: ModelSession::new(model, registry, &config)?,
-            texts: HashMap::new(),
-            next_seq: 1,
-            clock: 0,
+            texts: CachedTexts::new(ModelSession::new(model, registry, &config)?),
             rests: 0,
             target_vocab: target.config().vocab,
             min_probability: 0.01,
@@ -63,63 +56,42 @@ impl DraftModel {
 
     /// Follows the known tokens of a text, up to the one before the last: commits the nodes that agree, discards others.
     fn settle(&mut self, id: u64, known: &[u32]) -> Result<(), Error> {
-        self.clock += 1;
-        let cache = self.session.cache();
-        let text = match self.texts.entry(id) {
-            std::collections::hash_map::Entry::Occupied(text) => text.into_mut(),
-            std::collections::hash_map::Entry::Vacant(empty) => {
-                let seq = SeqId(self.next_seq);
-                self.next_seq += 1;
-                cache.sequences().ok_or(Refused::Unsupported(NO_SEQUENCES))?.seq_new(seq)?;
-                empty.insert(Text { seq, tokens: Vec::new(), nodes: Vec::new(), used: 0 })
-            }
-        };
-        text.used = self.clock;
         let until = known.len().saturating_sub(1);
-        let same = text.tokens.iter().zip(&known[..until]).take_while(|(a, b)| a == b).count();
+        let CachedText { seq, state: Computed { tokens, nodes }, .. } =
+            self.texts.open(id, Computed::default)?;
+        let (seq, n) = (*seq, tokens.len());
+        let same = tokens.iter().zip(&known[..until]).take_while(|(a, b)| a == b).count();
         let mut path: Vec<NodeId> = Vec::new();
-        if same == text.tokens.len() {
+        if same == n {
             let mut at = None;
             for &token in &known[same..until] {
-                let child = text.nodes.iter().position(|node| *node == (token, at));
+                let child = nodes.iter().position(|node| *node == (token, at));
                 let Some(child) = child.map(|child| NodeId(child as u32)) else { break };
                 path.push(child);
                 at = Some(child);
             }
         }
-        cache.trees().ok_or(Refused::Unsupported(NO_SEQUENCES))?.commit_path(text.seq, &path)?;
-        text.tokens.extend(path.iter().map(|node| text.nodes[node.0 as usize].0));
-        text.nodes.clear();
-        if same + path.len() < text.tokens.len() {
-            let mut sequences = cache.sequences().ok_or(Refused::Unsupported(NO_SEQUENCES))?;
-            sequences.seq_rm(text.seq, same as u32, u32::MAX)?;
-            if same == 0 {
-                sequences.seq_new(text.seq)?; // removing all tokens removes the sequence
-            }
-            text.tokens.truncate(same);
-        }
-        Ok(())
-    }
-
-    fn remove(&mut self, id: u64) {
-        if let (Some(text), Some(mut sequences)) = (self.texts.remove(&id), self.session.cache().sequences())
-        {
-            // The sequence exists: it was made with the text.
-            let _ = sequences.seq_rm(text.seq, 0, u32::MAX);
+        tokens.truncate(same);
+        tokens.extend(path.iter().map(|node| nodes[node.0 as usize].0));
+        nodes.clear();
+        self.texts.trees()?.commit_path(seq, &path)?;
+        match same < n {
+            true => self.texts.shorten(seq, same as u32),
+            false => Ok(()),
         }
     }
 
     /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
     /// not hold up the target's step. It goes on in the next proposal.
     fn catch_up(&mut self, proposals: &[Proposal<'_>]) -> Result<(), Error> {
-        let mut left = self.session.config().max_step_tokens.max(1) as usize;
+        let mut left = self.texts.session.config().max_step_tokens.max(1) as usize;
         for Proposal { id, tokens, .. } in proposals {
-            let Some(text) = self.texts.get_mut(id) else { continue };
-            let (seq, done) = (text.seq, text.tokens.len());
+            let (session, Some(text)) = self.texts.split(*id) else { continue };
+            let done = text.state.tokens.len();
             let chunk = &tokens[done..(tokens.len() - 1).min(done + left)];
             if !chunk.is_empty() {
-                self.session.forward(&[SequenceInput::chain(seq, chunk)], LogitRows::None)?;
-                text.tokens.extend(chunk);
+                session.forward(&[SequenceInput::chain(text.seq, chunk)], LogitRows::None)?;
+                text.state.tokens.extend(chunk);
                 left -= chunk.len();
             }
         }
@@ -128,9 +100,9 @@ impl DraftModel {
 
     /// After a pass that failed: a text's tokens and nodes are those that the cache holds.
     fn agree_with_cache(&mut self, id: u64) {
-        let (Some(text), cache) = (self.texts.get_mut(&id), self.session.cache()) else { return };
-        text.tokens.truncate(cache.next_position(text.seq).unwrap_or(0) as usize);
-        text.nodes.truncate(cache.n_nodes(text.seq).unwrap_or(0) as usize);
+        let (session, Some(CachedText { seq, state, .. })) = self.texts.split(id) else { return };
+        state.tokens.truncate(session.cache().next_position(*seq).unwrap_or(0) as usize);
+        state.nodes.truncate(session.cache().n_nodes(*seq).unwrap_or(0) as usize);
     }
 
     fn try_propose(&mut self, proposals: &mut [Proposal<'_>]) -> Result<(), Error> {
@@ -138,8 +110,8 @@ impl DraftModel {
             self.settle(proposal.id, proposal.tokens)?;
         }
         self.catch_up(proposals)?;
-        let caught_up =
-            |p: &Proposal<'_>| self.texts.get(&p.id).is_some_and(|t| t.tokens.len() + 1 == p.tokens.len());
+        let n_computed = |id| self.texts.get(id).map(|text| text.state.tokens.len());
+        let caught_up = |p: &Proposal<'_>| n_computed(p.id) == p.tokens.len().checked_sub(1);
         let proposals = &mut subset(proposals, caught_up);
         if proposals.is_empty() {
             return Ok(());
@@ -175,8 +147,6 @@ fn subset<'s>(
     wanted.map(reborrow).collect()
 }
 
-const NO_SEQUENCES: &str = "the draft cache needs sequences and draft trees";
-
 /// The levels of the trees of some texts.
 struct ModelLevels<'d, 'p> {
     drafter: &'d mut DraftModel,
@@ -187,14 +157,14 @@ struct ModelLevels<'d, 'p> {
 
 impl Levels for ModelLevels<'_, '_> {
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error> {
-        let DraftModel { session, texts, target_vocab, .. } = &mut *self.drafter;
+        let DraftModel { texts, target_vocab, .. } = &mut *self.drafter;
         let mut batch: Vec<(SeqId, Vec<u32>, Vec<Option<NodeId>>)> = Vec::new();
         for (i, (proposal, growing)) in self.proposals.iter().zip(growing).enumerate() {
-            let text = texts.get_mut(&proposal.id).expect("it was settled");
+            let CachedText { seq, state, .. } = texts.split(proposal.id).1.expect("it was settled");
             if first {
                 let last = proposal.tokens[proposal.tokens.len() - 1];
-                batch.push((text.seq, vec![last], Vec::new()));
-                text.tokens.push(last);
+                batch.push((*seq, vec![last], Vec::new()));
+                state.tokens.push(last);
                 continue;
             }
             let forwarded = &mut self.forwarded[i];
@@ -206,9 +176,9 @@ impl Levels for ModelLevels<'_, '_> {
                 parents.push(parent.map(|parent| NodeId(parent as u32)));
             }
             // A root's parent is the last known token, and stands for no node.
-            text.nodes.extend(tokens.iter().copied().zip(parents.iter().copied()));
+            state.nodes.extend(tokens.iter().copied().zip(parents.iter().copied()));
             forwarded.extend(&growing.frontier);
-            batch.push((text.seq, tokens, parents));
+            batch.push((*seq, tokens, parents));
         }
         let inputs: Vec<SequenceInput<'_>> = batch
             .iter()
@@ -218,6 +188,7 @@ impl Levels for ModelLevels<'_, '_> {
                 false => SequenceInput::draft_tree(*seq, tokens, parents),
             })
             .collect();
+        let session = &mut texts.session;
         session.forward(&inputs, LogitRows::All)?;
         let mut row = 0;
         let mut out = Vec::with_capacity(batch.len());
@@ -244,36 +215,30 @@ impl Drafter for DraftModel {
             return Ok(());
         }
         // The target's vocabulary may be padded further than the draft model's.
-        let vocab = self.session.model().config().vocab;
+        let vocab = self.texts.session.model().config().vocab;
         let known = |p: &Proposal<'_>| p.tokens.iter().all(|token| (*token as usize) < vocab);
         let proposals = &mut subset(proposals, known);
         let busy: Vec<u64> = proposals.iter().map(|proposal| proposal.id).collect();
-        loop {
-            match self.try_propose(proposals) {
-                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {}
-                other => return other,
-            }
-            // The draft cache is full: forget the text that was used longest ago. If all of them are busy there is no
-            // draft for a while, and these texts begin anew.
-            proposals.iter_mut().for_each(|proposal| proposal.tree.clear());
-            busy.iter().for_each(|id| self.agree_with_cache(*id));
-            let others = self.texts.iter().filter(|(id, _)| !busy.contains(id));
-            let oldest = others.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
-            let Some(oldest) = oldest else {
-                busy.iter().for_each(|id| self.remove(*id));
-                self.rests = REST;
-                return Ok(());
-            };
-            self.remove(oldest);
+        let fits = make_room(
+            self,
+            |this| &mut this.texts,
+            &busy,
+            |this| {
+                let proposed = this.try_propose(proposals);
+                if proposed.is_err() {
+                    busy.iter().for_each(|id| this.agree_with_cache(*id));
+                }
+                proposed
+            },
+        )?;
+        if !fits {
+            self.rests = REST; // no drafts for a while
         }
+        Ok(())
     }
 
     fn end(&mut self, id: u64, _salt: &str, _tokens: &[u32], _prompt: usize) {
-        self.remove(id);
-    }
-
-    fn bytes(&self) -> u64 {
-        self.session.kv_bytes()
+        self.texts.remove(id);
     }
 }
 
