@@ -164,7 +164,7 @@ fn a_path_that_cannot_be_moved_is_computed_again() {
         Registry::of(Cpu::new(compute())).with(Box::new(Immovable(Cpu::new(compute()), moves.clone())));
     let (cache, mut executor) = ModelExecutor::new(model(), &registry, &config()).unwrap();
     executor.speculate(speculator(&text));
-    let scheduling = Config { max_batch_tokens: 64, ..Config::default() };
+    let scheduling = Config { max_batch: 4, max_batch_tokens: 64, ..Config::default() };
     let mut scheduler = Scheduler::new(scheduling, cache, None).unwrap();
     // The second one reads the first one's blocks from the prefix index.
     for id in 0..2 {
@@ -211,7 +211,7 @@ fn a_request_without_a_sampler_emits_no_token() {
         let registry = devices::on(&compute());
         let (cache, mut executor) = ModelExecutor::new(model(), &registry, &config()).unwrap();
         executor.speculate(drafts.then(|| speculator(&text)));
-        let scheduling = Config { max_batch_tokens: 64, ..Config::default() };
+        let scheduling = Config { max_batch: 4, max_batch_tokens: 64, ..Config::default() };
         let mut scheduler = Scheduler::new(scheduling, cache, None).unwrap();
         executor.register(RequestId(0), Box::new(Greedy(Arc::default())));
         scheduler.arrive(0, request(0)).unwrap();

@@ -195,11 +195,9 @@ impl Levels for ModelLevels<'_, '_> {
         for ((_, tokens, _), proposal) in batch.iter().zip(self.proposals) {
             let mut of_text = Vec::with_capacity(tokens.len());
             for _ in tokens {
-                let mut candidates = Vec::new();
                 let logits = session.logits_row(row);
                 let logits = &logits[..logits.len().min(*target_vocab)];
-                expand::top(logits, proposal.bounds.width as usize, &mut candidates);
-                of_text.push(candidates);
+                of_text.push(expand::top(logits, proposal.bounds.width as usize));
                 row += 1;
             }
             out.push(of_text);

@@ -169,9 +169,8 @@ impl Eagle {
 
     /// Candidates of a row of logits, as the target numbers them.
     fn candidates(&self, row: usize, n: usize) -> Vec<Candidate> {
-        let mut candidates = Vec::new();
         let logits = &self.texts.session.logits()[row * self.draft_vocab..][..self.draft_vocab];
-        expand::top(logits, n, &mut candidates);
+        let mut candidates = expand::top(logits, n);
         if let Some(ids) = &self.target_ids {
             candidates.iter_mut().for_each(|(token, _)| *token = ids[*token as usize]);
         }
@@ -233,7 +232,8 @@ impl HeadLevels<'_, '_> {
         let seqs = self.drafter.sequences(self.ready, self.proposals);
         let session = &mut self.drafter.texts.session;
         let hidden = session.model().config().hidden;
-        let (mut batch, mut states) = (Vec::new(), Vec::new());
+        let rows: usize = growing.iter().map(|growing| growing.frontier.len()).sum();
+        let (mut batch, mut states) = (Vec::new(), Vec::with_capacity(rows * hidden));
         for (growing, nodes) in growing.iter().zip(&mut self.nodes) {
             let (mut tokens, mut parents) = (Vec::new(), Vec::new());
             for &node in &growing.frontier {
