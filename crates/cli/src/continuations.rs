@@ -56,14 +56,14 @@ impl PartsArgs {
 }
 
 /// How far a part is continued.
-pub struct Limits<'l> {
+pub struct Continuation<'e> {
     /// Most tokens.
     pub tokens: usize,
     pub draft_tokens: u32,
     /// Decode the text itself instead of what the model would write.
     pub follow: bool,
     /// Tokens that end a continuation.
-    pub ends: &'l [u32],
+    pub ends: &'e [u32],
 }
 
 /// A pass of the model.
@@ -75,7 +75,7 @@ pub struct Pass<'p> {
     pub elapsed: Duration,
 }
 
-impl Limits<'_> {
+impl Continuation<'_> {
     /// Decodes what follows a prompt, greedily. `watch` sees every pass, and returns false to stop. Gives the continuation and
     /// the time that it took; the prompt is part of neither.
     pub fn decode(

@@ -151,7 +151,8 @@ impl Eagle {
         }
         let bounds: Vec<Bounds> = ready.iter().map(|i| proposals[*i].bounds).collect();
         let (min, seqs) = (self.min_probability, self.sequences(&ready, proposals));
-        let nodes = seqs.iter().map(|_| Nodes::default()).collect();
+        let hidden = self.texts.session.model().config().hidden;
+        let nodes = bounds.iter().map(|bounds| Nodes::new(*bounds, hidden)).collect();
         let mut levels = HeadLevels { drafter: self, proposals, ready: &ready, nodes };
         let grown = expand::grow(&mut levels, &bounds, min);
         for seq in seqs {
@@ -182,7 +183,6 @@ impl Eagle {
 const WAITING: usize = 64;
 
 /// The computed nodes of a growing tree.
-#[derive(Default)]
 struct Nodes {
     /// In the order of the cache's nodes.
     computed: Vec<u32>,
@@ -191,6 +191,11 @@ struct Nodes {
 }
 
 impl Nodes {
+    fn new(bounds: Bounds, hidden: usize) -> Self {
+        let most = bounds.depth.saturating_mul(bounds.width).min(bounds.tokens) as usize;
+        Nodes { computed: Vec::with_capacity(most), states: Vec::with_capacity((1 + most) * hidden) }
+    }
+
     /// Where a node was computed; `None` for the text's last row.
     fn place(&self, node: Option<u32>) -> Option<usize> {
         self.computed.iter().position(|other| Some(*other) == node)
@@ -235,7 +240,8 @@ impl HeadLevels<'_, '_> {
         let rows: usize = growing.iter().map(|growing| growing.frontier.len()).sum();
         let (mut batch, mut states) = (Vec::new(), Vec::with_capacity(rows * hidden));
         for (growing, nodes) in growing.iter().zip(&mut self.nodes) {
-            let (mut tokens, mut parents) = (Vec::new(), Vec::new());
+            let n = growing.frontier.len();
+            let (mut tokens, mut parents) = (Vec::with_capacity(n), Vec::with_capacity(n));
             for &node in &growing.frontier {
                 let parent = nodes.place(growing.parent(node));
                 states.extend_from_slice(

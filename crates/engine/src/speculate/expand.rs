@@ -89,6 +89,9 @@ impl Growing {
         let parents =
             if self.depth == 0 { vec![None] } else { self.frontier.iter().copied().map(Some).collect() };
         let first = self.tree.len() as u32;
+        let met: usize = candidates.iter().map(Vec::len).sum();
+        self.tree.reserve(met);
+        self.paths.reserve(met);
         for (parent, candidates) in parents.into_iter().zip(candidates) {
             let before = parent.map_or(1.0, |parent: u32| self.paths[parent as usize]);
             for &(token, probability) in candidates.iter().take(bounds.width as usize) {

@@ -214,7 +214,7 @@ impl Bench<'_> {
     /// Decodes what follows every prompt. Prompts are not part of the time.
     fn run(&mut self, mut speculator: Option<&mut Speculator>) -> anyhow::Result<Run> {
         let mut run = Run { elapsed: Duration::ZERO, counts: Counts::default(), rows: 0, texts: Vec::new() };
-        let limits = Limits {
+        let continuation = Continuation {
             tokens: self.args.parts.tokens as usize,
             draft_tokens: self.args.speculation.draft_tokens,
             follow: self.args.follow,
@@ -229,7 +229,8 @@ impl Bench<'_> {
                 true
             };
             let speculator = speculator.as_deref_mut();
-            let (text, elapsed) = limits.decode(&mut self.session, speculator, (id, part), &mut watch)?;
+            let (text, elapsed) =
+                continuation.decode(&mut self.session, speculator, (id, part), &mut watch)?;
             run.elapsed += elapsed;
             run.texts.push(text);
         }

@@ -1,6 +1,6 @@
 //! `kvist eval --speculate`: how many draft tokens are accepted, by their depth.
 use super::{Args, tree};
-use crate::continuations::{Limits, Pass};
+use crate::continuations::{Continuation, Pass};
 use crate::options::*;
 use crate::{interrupt, json, output, progress, scoring};
 use anyhow::Context;
@@ -96,7 +96,7 @@ pub fn run(args: &Args, quiet: bool) -> anyhow::Result<()> {
     let mut speculator = speculator.context("a drafter was asked for")?;
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
     interrupt::listen();
-    let limits = Limits {
+    let continuation = Continuation {
         tokens: args.parts.tokens as usize,
         draft_tokens: speculation.draft_tokens,
         follow: false,
@@ -114,7 +114,7 @@ pub fn run(args: &Args, quiet: bool) -> anyhow::Result<()> {
             }
             !interrupt::interrupted()
         };
-        limits.decode(&mut session, Some(&mut speculator), (id, part), &mut watch)?;
+        continuation.decode(&mut session, Some(&mut speculator), (id, part), &mut watch)?;
         bar.inc(1);
         if interrupt::interrupted() {
             break;
