@@ -1,14 +1,12 @@
 """What the trainings of the two drafters share: the embedded model that they learn from, the texts, the steps."""
-import time
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from model import Shape, TinyLlama
-from muon import Muon
-from train import WARM_UP, WEIGHT_DECAY, save, weights_of
+from steps import Steps
+from train import weights_of
 
 EMBEDDED = Path(__file__).parent / "../../crates/model/embedded/tiny-rust-7m.gguf"
 # Share of the rows from each file: what `texts.py` wrote, and what `corpus.py` did.
@@ -70,49 +68,20 @@ def arguments(parser, steps):
 
 
 def train(student, loss_of, validate, args):
-    """Minimises `loss_of(step, tokens)`; saves `checkpoint.pt` and goes on from it. Muon for matrices of the layers,
-    AdamW for embeddings, output rows and norms."""
-    checkpoint, step = args.out / "checkpoint.pt", 0
-    args.out.mkdir(parents=True, exist_ok=True)
-    named = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
-    hidden = [p for name, p in named if p.dim() == 2 and not name.startswith(("embed_tokens", "lm_head"))]
-    ends = [p for name, p in named if p.dim() == 2 and name.startswith(("embed_tokens", "lm_head"))]
-    norms = [p for _, p in named if p.dim() < 2]
-    optimizers = [Muon(hidden, lr=args.lr, weight_decay=WEIGHT_DECAY),
-                  torch.optim.AdamW([dict(params=ends, weight_decay=WEIGHT_DECAY), dict(params=norms, weight_decay=0.0)],
-                                    lr=args.lr, betas=(0.9, 0.95), fused=True)]
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        student.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        step = state["step"]
-        print(f"goes on at step {step}", flush=True)
-    print(f"{sum(p.numel() for _, p in named):,} parameters", flush=True)
-    began = saved_at = time.time()
-    first, running = step, []
-    while step < args.steps:
-        long = step >= LONG_FROM * args.steps
-        tokens = rows(args.data, step, args.rows // (1 + long), 512 * (1 + long))
-        rate = args.lr * min(1, (step + 1) / WARM_UP, (args.steps - step) / (args.steps * (1 - DECAY_FROM)))
-        loss = loss_of(step, tokens)
+    """Minimises `loss_of(step, tokens)`; saves `checkpoint.pt` and goes on from it."""
+    steps, running = Steps(student, args, DECAY_FROM * args.steps), []
+    while steps.left():
+        long = steps.done >= LONG_FROM * args.steps
+        tokens = rows(args.data, steps.done, args.rows // (1 + long), 512 * (1 + long))
+        loss, rate = loss_of(steps.done, tokens), steps.rate()
         loss.backward()
         running.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step % 50 == 0:
-            speed = (step - first) * tokens.numel() / (time.time() - began)
-            print(f"{step}: loss {np.mean(running):.4f}, rate {rate:.1e}, {speed:.0f} tokens/s", flush=True)
+        steps.take()
+        if steps.done % 50 == 0:
+            speed = steps.speed(tokens.numel())
+            print(f"{steps.done}: loss {np.mean(running):.4f}, rate {rate:.1e}, {speed:.0f} tokens/s", flush=True)
             running = []
-        if step % 250 == 0:
-            print(f"{step}: held out, {validate()}", flush=True)
-        if step == args.steps or time.time() - saved_at > args.save_every:
-            save(checkpoint, model=student.state_dict(), optimizers=[o.state_dict() for o in optimizers], step=step,
-                 shape=asdict(student.shape))
-            saved_at = time.time()
+        if steps.done % 250 == 0:
+            print(f"{steps.done}: held out, {validate()}", flush=True)
+        steps.keep()
     print(f"held out, {validate()}", flush=True)

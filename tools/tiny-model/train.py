@@ -6,8 +6,6 @@ Saves RUN/checkpoint.pt every few minutes and goes on from it when started again
 rows were of the whole context. bf16 arithmetic, f32 weights.
 """
 import argparse
-import os
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,13 +16,11 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from model import Shape, TinyLlama
-from muon import Muon
 from repetition import Repetition
+from steps import Steps, save
 from to_gguf import gguf_name, unpermute
 
 BEGIN_ID = 0
-WARM_UP = 100       # steps
-WEIGHT_DECAY = 0.1
 # Share of the rows from each file of `corpus.py`: while rows are half as long as the context, and from then on.
 FIRST = {"prose": 0.45, "api": 0.27, "tails": 0.08, "crates": 0.20}
 LAST = {"prose": 0.42, "api": 0.38, "tails": 0.08, "crates": 0.02, "passages": 0.10}
@@ -83,22 +79,6 @@ def validate(model, tokens):
     return total / count
 
 
-def optimizers_of(model, peak):
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
-    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=[model.embed_tokens.weight], weight_decay=WEIGHT_DECAY),
-              dict(params=vectors, weight_decay=0.0)]
-    return [Muon(hidden, lr=peak, weight_decay=WEIGHT_DECAY),
-            torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=True)]
-
-
-def save(path, **state):
-    """Whole or not at all: an interrupted save leaves the old checkpoint."""
-    torch.save(state, path.with_suffix(".tmp"))
-    os.replace(path.with_suffix(".tmp"), path)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of what corpus.py wrote")
@@ -123,71 +103,47 @@ def main():
     model = TinyLlama(Shape(share=args.share))
     if args.init:
         model.load_state_dict(weights_of(args.init, model))
-    optimizers, rng, step, places = optimizers_of(model, args.lr), np.random.default_rng(0), 0, {}
-    args.out.mkdir(parents=True, exist_ok=True)
-    checkpoint = args.out / "checkpoint.pt"
-    if checkpoint.exists():
-        state = torch.load(checkpoint, weights_only=True)
-        if state["shape"] != asdict(model.shape):
-            raise SystemExit(f"{checkpoint} is of another model: {state['shape']}")
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        rng.bit_generator.state, step, places = state["rng"], state["step"], state["places"]
-        print(f"goes on at step {step}", flush=True)
+    steps, rng = Steps(model, args, args.decay_from), np.random.default_rng(0)
+    places = steps.found.get("places", {})
+    if steps.found:
+        rng.bit_generator.state = steps.found["rng"]
     loss = torch.compile(loss_of, dynamic=False)
 
     def sources():
-        mix, context = (LAST, model.shape.context) if step >= args.long_from else (FIRST, model.shape.context // 2)
+        mix, context = (LAST, model.shape.context) if steps.done >= args.long_from else (FIRST, model.shape.context // 2)
         found = {name: Source(args.data / f"{name}.bin", context, i) for i, name in enumerate(mix)}
         for name, source in found.items():
             epoch, taken, of = places.get(name, (0, 0, context))
             source.begin(epoch, taken) if of == context else source.begin(epoch + 1, 0)
         return mix, context, found
 
-    def keep():
-        save(checkpoint, model=model.state_dict(), optimizers=[o.state_dict() for o in optimizers],
-             rng=rng.bit_generator.state, step=step, shape=asdict(model.shape), places=places)
-
     mix, context, data = sources()
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters; "
-          + ", ".join(f"{name} {len(source.tokens):,} tokens" for name, source in data.items()), flush=True)
-    first, started, saved, running, repeated = step, time.time(), time.time(), [], []
-    repetition = Repetition(step)
-    while step < args.steps:
-        if step == args.long_from:
+    print(", ".join(f"{name} {len(source.tokens):,} tokens" for name, source in data.items()), flush=True)
+    running, repeated, repetition = [], [], Repetition(steps.done)
+    while steps.left():
+        if steps.done == args.long_from:
             mix, context, data = sources()
             save(args.out / "before.pt", model=model.state_dict(), shape=asdict(model.shape))
         names = rng.choice(list(mix), args.tokens // context, p=list(mix.values()))
         rows = torch.from_numpy(np.stack([data[name].row() for name in names]))
         places = {name: (source.epoch, source.taken, context) for name, source in data.items()}
-        left = (args.steps - step) / (args.steps - args.decay_from)
-        rate = args.lr * min(1, (step + 1) / WARM_UP, left)
         value = loss(model, rows[:, :-1], rows[:, 1:])
         value.backward()
         running.append(value.item())
-        if args.unlikelihood and step >= args.long_from and step % 4 == 0:
+        if args.unlikelihood and steps.done >= args.long_from and steps.done % 4 == 0:
             value, share = repetition.loss(model, data)
             (args.unlikelihood * value).backward()
             repeated.append(share)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step % 50 == 0 or step == args.steps:
-            speed = (step - first) * args.tokens / (time.time() - started)
-            print(f"{step}: loss {np.mean(running):.3f}, rate {rate:.1e}, {speed:.0f} tokens/s"
+        rate = steps.rate()
+        steps.take()
+        if steps.done % 50 == 0 or not steps.left():
+            speed = steps.speed(args.tokens)
+            print(f"{steps.done}: loss {np.mean(running):.3f}, rate {rate:.1e}, {speed:.0f} tokens/s"
                   + (f", {np.mean(repeated):.3f} repeated" if repeated else ""), flush=True)
             running, repeated = [], []
-        if step % args.validate_every == 0:
-            print(f"{step}: validation {validate(model, val):.4f}", flush=True)
-        if time.time() - saved > args.save_every:
-            keep()
-            saved = time.time()
-    keep()
+        if steps.done % args.validate_every == 0:
+            print(f"{steps.done}: validation {validate(model, val):.4f}", flush=True)
+        steps.keep(rng=rng.bit_generator.state, places=places)
     print(f"done: validation {validate(model, val):.4f} nats per token", flush=True)
 
 

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod commands;
+mod continuations;
 mod interrupt;
 mod json;
 mod memory;

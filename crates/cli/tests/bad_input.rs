@@ -41,7 +41,6 @@ fn arguments() {
         row("run --backend tpu x", 2, &["tpu:contiguous", "cpu:contiguous", "reference:ring"]),
         row("run hi --kv q4 --kv-recent 12", 2, &["--kv-recent", "power of two up to 64, or 0"]),
         row("run --speculate guess x", 2, &["guess", "eagle"]),
-        row("run --speculate draft x", 2, &["--draft-model"]),
         row("run --speculate eagle --draft-model hf:a/b x", 2, &["hf:a/b", "folder"]),
         row("run --speculate suffix --draft-model x x", 2, &["--draft-model", "eagle"]),
         row("run --speculate eagle --draft-depth 0 --draft-model x x", 2, &["--draft-depth"]),
@@ -135,6 +134,17 @@ fn texts_and_tokens() {
         rows(&["eval", "--text", &missing], 1, &["cannot read"]),
         rows(&["eval", "-q", "--text", &empty], 2, &["two tokens"]),
         rows(&["eval", "-q", "--text", &one, "--context", "1"], 2, &["two tokens"]),
+        rows(&["eval", "-q", "--text", &one, "--plot", "x.svg"], 2, &["--plot", "--speculate"]),
+        rows(
+            &["eval", "-q", "--text", &one, "--speculate", "ngram"],
+            2,
+            &["--prompt-tokens", "longer --text"],
+        ),
+        rows(
+            &["eval", "-q", "--text", &one, "--speculate", "ngram", "--reference", "f16"],
+            2,
+            &["--reference"],
+        ),
         rows(&["run", "--context", "64", &long], 1, &["the cache holds 64", "--context"]),
         rows(&["run", &long.repeat(5)], 1, &["the cache holds 1024", "--context"]),
         rows(
@@ -255,6 +265,8 @@ fn models() {
         "--draft-model",
     ];
     all.push(rows(&whole[..whole.len() - 1], 2, &["--speculate eagle", "head", "--draft-model"]));
+    let draft = ["logits", "--model", &target, "--tokens", "1", "--generate", "1", "--speculate", "draft"];
+    all.push(rows(&draft, 2, &["--speculate draft", "--draft-model"]));
     let words = &["target", "fc.weight"][..];
     all.push(rows(&[&whole[..], &[&target]].concat(), 1, words));
     // If one of our dependencies panics, that becomes an ordinary error, without a panic message before it.

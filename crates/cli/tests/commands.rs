@@ -190,6 +190,69 @@ fn eval_measures_a_cache_against_another() {
     assert!(lines.starts_with("10 tokens") && lines.contains("perplexity"), "{lines}");
 }
 
+/// The text that the drafters of the embedded model were not trained on.
+fn held_out() -> String {
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../../tools/tiny-model/val.txt").into()
+}
+
+#[test]
+fn eval_counts_accepted_draft_tokens_by_depth() {
+    let text = held_out();
+    let eval = |mode: &str, more: &[&str]| {
+        let args = ["eval", "-q", "--json", "--text", &text, "--speculate", mode, "--prompts", "3"];
+        json(&[&args[..], &["--prompt-tokens", "60", "--tokens", "40"], more].concat())
+    };
+    for (mode, least) in [("suffix", 0.0), ("draft", 0.3), ("eagle", 0.5)] {
+        let report = eval(mode, &["--draft-depth", "4"]);
+        fields(
+            &report,
+            "version model text cache.k speculate prompts prompt_tokens tokens tokens_per_pass \
+             speculation.drafted depths interrupted",
+        );
+        assert_eq!((&report["speculate"], number(&report, "tokens")), (&Value::from(mode), 3.0 * 39.0));
+        let passes = number(&report, "speculation.target_passes");
+        assert!((number(&report, "tokens_per_pass") - 117.0 / passes).abs() < 1e-9, "{report}");
+        let depths = report["depths"].as_array().unwrap();
+        let sum = |name: &str| depths.iter().map(|depth| number(depth, name)).sum::<f64>();
+        assert_eq!(sum("drafted"), number(&report, "speculation.drafted"));
+        assert_eq!(sum("accepted"), number(&report, "speculation.accepted"));
+        assert!(depths.len() <= 4 && number(&depths[0], "acceptance") >= least, "{report}");
+        for (i, depth) in depths.iter().enumerate() {
+            assert_eq!(number(depth, "depth"), (i + 1) as f64);
+            assert!(number(depth, "accepted") <= number(depth, "reached"), "{report}");
+            assert!(i == 0 || number(depth, "reached") <= number(&depths[i - 1], "accepted"), "{report}");
+        }
+    }
+    let chains = eval("suffix", &["--draft-width", "1", "--kind", "contiguous"]);
+    assert_eq!(chains["cache"]["kind"], "contiguous");
+    let lines = succeed(&["eval", "-q", "--text", &text, "--speculate", "ngram", "--prompts", "2"]).0;
+    assert!(lines.starts_with("ngram: 254 tokens after 2 prompts") && lines.contains("depth"), "{lines}");
+}
+
+/// The picture in docs/speculation.md is what its command draws. `KVIST_RENEW=1` draws it again.
+#[test]
+fn the_picture_of_a_verified_tree_is_current() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../../");
+    let guide = std::fs::read_to_string(format!("{root}docs/speculation.md")).unwrap();
+    let line = guide.lines().find(|line| line.contains("--plot docs/speculation-tree.svg"));
+    let line = line.expect("the guide names the command").trim_start_matches("KVIST_ISA=portable kvist ");
+    let pinned = format!("{root}docs/speculation-tree.svg");
+    let folder = tempfile::tempdir().unwrap();
+    let drawn = match std::env::var_os("KVIST_RENEW") {
+        Some(_) => pinned.clone().into(),
+        None => folder.path().join("tree.svg"),
+    };
+    let line = line.replace("docs/speculation-tree.svg", &drawn.display().to_string());
+    let mut command = kvist();
+    let out = command.env("KVIST_ISA", "portable").current_dir(root).args(words(&line)).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    let [drawn, pinned] = [drawn, pinned.into()].map(|path| std::fs::read_to_string(path).unwrap());
+    assert_eq!(drawn, pinned, "KVIST_RENEW=1 cargo test -p kvist --test commands draws it again");
+    for part in ["accepted", "rejected", "one more"] {
+        assert!(drawn.contains(part), "{part}");
+    }
+}
+
 #[test]
 fn a_rotation_that_buys_nothing_is_pointed_out() {
     let said = |kv: &str| succeed(&["plan", "--kv", kv]).1;

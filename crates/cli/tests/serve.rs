@@ -210,7 +210,8 @@ fn speculation_is_planned_refused_early_and_changes_no_answer() {
         1,
         &["same family"],
     );
-    refused(&serve(&["--speculate", "draft"]), 2, &["speculation.draft_model"]);
+    let alone = [&serve(&["--speculate", "draft", "--model"])[..], &[model]].concat();
+    refused(&alone, 2, &["speculation.draft_model"]);
     refused(&serve(&["--speculate", "suffix", "--draft-model", "x"]), 2, &["speculation.draft_model"]);
     refused(&serve(&["--speculate", "draft", "--draft-model", "no/such"]), 1, &["no/such"]);
     refused(&serve(&["--speculate", "best"]), 2, &["suffix"]);
@@ -242,10 +243,15 @@ fn speculation_is_planned_refused_early_and_changes_no_answer() {
     };
     let expected = answer(PROMPT, &[])["choices"].clone();
     assert!(expected.is_array(), "{expected}");
-    for mode in ["auto", "ngram", "suffix"] {
+    for mode in ["auto", "ngram", "suffix", "draft", "eagle"] {
         let found = answer(PROMPT, &["--speculate", mode]);
         assert_eq!(found["choices"], expected, "{mode}");
-        assert!(found["usage"]["completion_tokens_details"].is_object(), "{mode}: {found}");
+        let details = &found["usage"]["completion_tokens_details"];
+        assert!(details.is_object(), "{mode}: {found}");
+        // The embedded model has a draft model and a head, which are often right.
+        if ["draft", "eagle"].contains(&mode) {
+            assert!(details["accepted_prediction_tokens"].as_u64() > Some(0), "{mode}: {found}");
+        }
     }
     // Its vocabulary has one letter.
     let (plain, found) = (answer("xxxx", &["--model", model]), answer("xxxx", &itself));

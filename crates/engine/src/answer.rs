@@ -1,35 +1,21 @@
 //! Generates answers of models whose output is split into channels.
-use crate::generate::{Generation, Limits, Observer, Speculation, generate_with};
-use crate::sampler::Sampler;
-use crate::session::ModelSession;
-use kvist_cache::SeqId;
+use crate::generate::{GenerateArgs, Generation, Observer, generate};
 use kvist_model::Error;
 use kvist_model::harmony::{ChannelParser, Delta};
-use kvist_model::tokenizer::Tokenizer;
 
-/// Like [`generate_with`], for a prompt that ends with the beginning of an answer. If the model answers in channels, the
+/// Like [`generate`], for a prompt that ends with the beginning of an answer. If the model answers in channels, the
 /// generation's text is the final answer. Its reasoning goes to [`Observer::reasoning`] and is the second return value.
 /// For other models that string is empty.
-#[allow(clippy::too_many_arguments)] // those of `generate_with`
 pub fn generate_answer(
-    session: &mut ModelSession,
-    seq: SeqId,
-    prompt: &[u32],
-    tokenizer: Option<&Tokenizer>,
-    sampler: &mut Sampler,
-    limits: &Limits,
-    speculation: Option<Speculation<'_>>,
+    args: GenerateArgs<'_>,
     observer: &mut dyn Observer,
 ) -> Result<(Generation, String), Error> {
-    let model = session.model().clone();
+    let model = args.session.model().clone();
     let Some(marks) = model.harmony() else {
-        let generation =
-            generate_with(session, seq, prompt, tokenizer, sampler, limits, speculation, observer)?;
-        return Ok((generation, String::new()));
+        return Ok((generate(args, observer)?, String::new()));
     };
     let mut channels = Channels::new(marks, observer);
-    let generation =
-        generate_with(session, seq, prompt, tokenizer, sampler, limits, speculation, &mut channels)?;
+    let generation = generate(args, &mut channels)?;
     let (text, reasoning) = channels.finish();
     Ok((Generation { text, ..generation }, reasoning))
 }

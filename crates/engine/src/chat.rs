@@ -4,7 +4,7 @@
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
 //! cache back.
 use crate::answer::generate_answer;
-use crate::generate::{Generation, GenerationEnd, Limits, Observer, Speculation};
+use crate::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Observer, Speculation};
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
 use crate::speculate::Speculator;
@@ -176,14 +176,10 @@ impl Chat {
         self.fed = Some(seq);
         let (before, new) = tokens.split_at(reused_tokens);
         let speculation = speculator.map(|speculator| Speculation { speculator, before });
+        let session = &mut self.session;
+        let tokenizer = Some(tokenizer);
         let generation = generate_answer(
-            &mut self.session,
-            seq,
-            new,
-            Some(tokenizer),
-            sampler,
-            limits,
-            speculation,
+            GenerateArgs { session, seq, prompt: new, tokenizer, sampler, limits, speculation },
             observer,
         );
         // On success and on failure, the cache knows how many tokens it stores.

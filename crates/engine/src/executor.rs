@@ -122,6 +122,9 @@ fn recompute_cost(model: &ModelConfig) -> RecomputeCost {
     }
 }
 
+/// What a request without a sampler samples: it ends, because nothing can choose its next token.
+const ENDED: Sampled = Sampled { token: None, finished: true };
+
 /// Executes steps on the KV bytes of a paged cache.
 pub struct ModelExecutor {
     runner: Runner,
@@ -272,17 +275,12 @@ impl ModelExecutor {
             let known_rows = first_row..first_row + batch.tokens(i).map_or(0, <[u32]>::len);
             first_row = known_rows.end;
             let mut request = self.requests.get_mut(&work.request);
-            let has_sampler = request.is_some();
-            let mut choose = |row: Option<RowResult<'_>>| match request.as_mut().zip(row) {
-                Some((request, row)) => request.choose(row),
-                // A request without a sampler is finished: nothing can choose its next token.
-                None => SampledToken { token: 0, finished: true },
-            };
+            let mut choose = |row: Option<RowResult<'_>>| Some(request.as_mut()?.choose(row?));
             let tree = self.speculation.as_ref().and_then(|drafting| drafting.tree(i, batch));
             let Some(tree) = tree else {
-                let sampled = work.samples.then(|| {
-                    let SampledToken { token, finished } = choose(rows.next());
-                    Sampled { token: has_sampler.then_some(token), finished }
+                let sampled = work.samples.then(|| match choose(rows.next()) {
+                    Some(SampledToken { token, finished }) => Sampled { token: Some(token), finished },
+                    None => ENDED,
                 });
                 out.push_sampled(batch, sampled);
                 paths.push(None);
@@ -298,9 +296,9 @@ impl ModelExecutor {
             let mut draw = |row: usize| {
                 let result = rows.nth(row - next);
                 next = row + 1;
-                Ok::<_, Error>(choose(result))
+                choose(result).ok_or(())
             };
-            verify(tree, &mut draw, &mut verified)?;
+            let drawn = verify(tree, &mut draw, &mut verified);
             first_row += tree.len();
             if reads_taps {
                 let last_known = known_rows.end - 1;
@@ -309,8 +307,10 @@ impl ModelExecutor {
             if next < n_rows {
                 let _ = rows.nth(n_rows - next - 1); // skip the rows off the path
             }
-            let emitted = Emitted::Tokens(&verified.tokens);
-            let finished = verified.finished;
+            let (emitted, finished) = match drawn {
+                Ok(()) => (Emitted::Tokens(&verified.tokens), verified.finished),
+                Err(()) => (Emitted::Unknown(1), ENDED.finished),
+            };
             match batch.drafts_chain(i) {
                 true => {
                     let kept = Kept::First(verified.path.len() as u32 + 1);
@@ -331,7 +331,11 @@ impl ModelExecutor {
         if paths.iter().any(Option::is_some) {
             let kept: Vec<Kept<'_>> =
                 paths.iter().map(|path| path.as_ref().map_or(Kept::All, |path| Kept::Path(path))).collect();
-            computed.move_kept(&kept, self.runner.network.pools_mut())?;
+            if let Err(error) = computed.move_kept(&kept, self.runner.network.pools_mut()) {
+                // The clients have their tokens already, so the step counts. What was not moved is computed again.
+                out.keep_in_place();
+                self.end_speculation(&error.into());
+            }
         }
         if let Some(drafting) = &mut self.speculation {
             let (taps, hidden) = (&self.runner.network.output().taps, self.runner.model.config().hidden);

@@ -100,18 +100,18 @@ pub trait Observer {
 
 impl Observer for () {}
 
-/// Feeds `prompt` to `seq`, then samples until an end condition is met. Without a tokenizer the text stays empty and
-/// stop strings are not matched. The last sampled token is not in the cache; the next input has to begin with it.
-pub fn generate(
-    session: &mut ModelSession,
-    seq: SeqId,
-    prompt: &[u32],
-    tokenizer: Option<&Tokenizer>,
-    sampler: &mut Sampler,
-    limits: &Limits,
-    observer: &mut dyn Observer,
-) -> Result<Generation, Error> {
-    generate_with(session, seq, prompt, tokenizer, sampler, limits, None, observer)
+/// What to generate, and how.
+pub struct GenerateArgs<'g> {
+    pub session: &'g mut ModelSession,
+    pub seq: SeqId,
+    /// What follows the tokens that the sequence has already.
+    pub prompt: &'g [u32],
+    /// Without a tokenizer the text stays empty and stop strings are not matched.
+    pub tokenizer: Option<&'g Tokenizer>,
+    pub sampler: &'g mut Sampler,
+    pub limits: &'g Limits,
+    /// Drafts: the same tokens in fewer passes.
+    pub speculation: Option<Speculation<'g>>,
 }
 
 /// Drafts for a generation.
@@ -121,19 +121,11 @@ pub struct Speculation<'s> {
     pub before: &'s [u32],
 }
 
-/// Like [`generate`], with drafts: the same tokens in fewer passes. The text's id is that of the sequence; it is not
-/// reported as ended, so that a chat can go on with it.
-#[allow(clippy::too_many_arguments)] // `generate` plus one
-pub fn generate_with(
-    session: &mut ModelSession,
-    seq: SeqId,
-    prompt: &[u32],
-    tokenizer: Option<&Tokenizer>,
-    sampler: &mut Sampler,
-    limits: &Limits,
-    mut speculation: Option<Speculation<'_>>,
-    observer: &mut dyn Observer,
-) -> Result<Generation, Error> {
+/// Feeds the prompt to the sequence, then samples until an end condition is met. The last sampled token is not in the
+/// cache; the next input has to begin with it. For drafters the text's id is that of the sequence; it is not reported as
+/// ended, so that a chat can go on with it.
+pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<Generation, Error> {
+    let GenerateArgs { session, seq, prompt, tokenizer, sampler, limits, mut speculation } = args;
     let started = Instant::now();
     let eos = session.model().end_tokens().to_vec();
     let out = Output::new(tokenizer, prompt, limits, observer.written());

@@ -21,6 +21,7 @@ mod expand;
 mod ngram;
 mod speculator;
 mod suffix;
+mod texts;
 mod tree;
 
 pub use control::Costs;

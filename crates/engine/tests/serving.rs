@@ -4,7 +4,7 @@ mod engines;
 use engines::*;
 use kvist_device::{Registry, Storage};
 use kvist_engine::devices;
-use kvist_engine::generate::{Limits, generate};
+use kvist_engine::generate::{GenerateArgs, Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::serving::*;
@@ -37,9 +37,16 @@ fn alone_with(
     let mut session = ModelSession::new(model, registry, &config).unwrap();
     let limits = Limits { max_tokens, stop: Vec::new(), ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
-    let seq = kvist_cache::SeqId::ONLY;
-    let made =
-        generate(&mut session, seq, prompt, model.tokenizer(), &mut sampler, &limits, &mut ()).unwrap();
+    let what = GenerateArgs {
+        session: &mut session,
+        seq: kvist_cache::SeqId::ONLY,
+        prompt,
+        tokenizer: model.tokenizer(),
+        sampler: &mut sampler,
+        limits: &limits,
+        speculation: None,
+    };
+    let made = generate(what, &mut ()).unwrap();
     (made.tokens, made.text)
 }
 

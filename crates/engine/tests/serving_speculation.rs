@@ -5,7 +5,7 @@ mod oracle;
 use engines::*;
 use kvist_device::{Registry, Storage};
 use kvist_engine::devices;
-use kvist_engine::generate::{Limits, generate};
+use kvist_engine::generate::{GenerateArgs, Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::serving::*;
@@ -80,8 +80,16 @@ fn alone(
     let limits =
         Limits { max_tokens: NEW_TOKENS as usize, stop: Vec::new(), ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(sampling).unwrap();
-    let (seq, tokenizer) = (kvist_cache::SeqId::ONLY, model.tokenizer());
-    let made = generate(&mut session, seq, prompt, tokenizer, &mut sampler, &limits, &mut ()).unwrap();
+    let what = GenerateArgs {
+        session: &mut session,
+        seq: kvist_cache::SeqId::ONLY,
+        prompt,
+        tokenizer: model.tokenizer(),
+        sampler: &mut sampler,
+        limits: &limits,
+        speculation: None,
+    };
+    let made = generate(what, &mut ()).unwrap();
     (made.tokens, made.text)
 }
 

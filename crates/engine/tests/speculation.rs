@@ -6,7 +6,7 @@ use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::executor::SampledToken;
-use kvist_engine::generate::{Generation, GenerationEnd, Limits, Speculation, generate_with};
+use kvist_engine::generate::{GenerateArgs, Generation, Limits, Speculation, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::speculate::*;
@@ -42,8 +42,16 @@ fn run(
     let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(sampler).unwrap();
     let speculation = speculator.map(|speculator| Speculation { speculator, before: &[] });
-    generate_with(&mut session, SeqId::ONLY, prompt, None, &mut sampler, &limits, speculation, &mut ())
-        .unwrap()
+    let what = GenerateArgs {
+        session: &mut session,
+        seq: SeqId::ONLY,
+        prompt,
+        tokenizer: None,
+        sampler: &mut sampler,
+        limits: &limits,
+        speculation,
+    };
+    generate(what, &mut ()).unwrap()
 }
 
 fn speculator(drafter: Box<dyn Drafter>) -> Speculator {

@@ -133,6 +133,17 @@ impl Outcome {
         }
     }
 
+    /// Keeps of each path only the beginning whose K and V lie where they belong, for executors that cannot move them. The
+    /// emitted tokens stay: the next step computes those that are not kept.
+    pub fn keep_in_place(&mut self) {
+        for stored in &mut self.advances {
+            if let StoredKept::Path(path) = &mut stored.kept {
+                let in_place = (0..).zip(&self.nodes[path.clone()]).take_while(|(i, node)| node.0 == *i);
+                path.end = path.start + in_place.count();
+            }
+        }
+    }
+
     /// What every request of the batch keeps and emits, in batch order.
     pub fn advances(&self) -> impl ExactSizeIterator<Item = Advance<'_>> {
         self.advances.iter().map(|stored| self.advance(stored))

@@ -277,7 +277,7 @@ mod tests {
             ("[cache]\neviction = \"opt\"", "cache.eviction"),
             ("[cache]\neviction = \"best\"", "cache.eviction"),
             ("[speculation]\nspeculate = \"oracle\"", "speculation.speculate"),
-            ("[speculation]\nspeculate = \"draft\"", "speculation.draft_model"),
+            ("[model]\npath = \"x\"\n[speculation]\nspeculate = \"draft\"", "speculation.draft_model"),
             ("[speculation]\nspeculate = \"ngram\"\ndraft_model = \"x\"", "speculation.draft_model"),
             ("[speculation]\ndraft_tokens = 0", "speculation.draft_tokens"),
             ("[speculation]\ndraft_depth = 1025", "speculation.draft_depth"),

@@ -1,5 +1,9 @@
 //! `kvist eval`: measures the quality loss of a cache: the same text through the cache under test and through a
-//! reference cache, token by token.
+//! reference cache, token by token. With `--speculate`, how often drafts are accepted.
+mod acceptance;
+mod tree;
+
+use crate::continuations::PartsArgs;
 use crate::options::*;
 use crate::{interrupt, json, output, progress, scoring};
 use clap::ValueHint;
@@ -10,6 +14,8 @@ use serde::Serialize;
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
+#[command(mut_arg("speculate", |arg| arg.help("Measure drafters instead: how many draft tokens are accepted, by depth")))]
+#[command(mut_arg("prompts", |arg| arg.default_value("16").help("With --speculate: how many prompts")))]
 pub struct Args {
     /// The text, UTF-8; a NUL byte ends a document
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -18,10 +24,17 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     cache: CacheArgs,
-    /// Storage of K and V in the reference cache
-    #[arg(long, default_value = "f32", value_name = "DTYPE")]
-    reference: Storage,
-    /// Score at most this many tokens; 0 scores all
+    /// Storage of K and V in the reference cache [default: f32]
+    #[arg(long, value_name = "DTYPE")]
+    reference: Option<Storage>,
+    #[command(flatten)]
+    speculation: SpeculationArgs,
+    #[command(flatten)]
+    parts: PartsArgs,
+    /// With --speculate: draw the verified draft whose accepted path is longest
+    #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
+    plot: Option<PathBuf>,
+    /// Score, or take prompts from, at most this many tokens; 0 takes all
     #[arg(long, default_value_t = 0, value_name = "TOKENS")]
     limit: usize,
     /// Print one JSON document
@@ -50,6 +63,15 @@ struct Report {
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    if args.speculation.is_on() {
+        return match args.reference {
+            None => acceptance::run(&args, quiet),
+            Some(_) => Err(wrong_usage("--speculate compares with no cache: leave --reference out")),
+        };
+    }
+    if args.plot.is_some() {
+        return Err(wrong_usage("--plot draws a draft: give --speculate"));
+    }
     let text = read_text(&args.text)?;
     let opened = args.model.open(quiet)?;
     let mut tokens = scoring::tokens(&opened, &text)?;
@@ -59,7 +81,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     cache.context = Some(context);
     let mut config = cache.config(architecture, u64::from(context))?;
     config.max_rows = config.max_step_tokens;
-    let reference = scoring::reference(&config, args.reference);
+    let reference = scoring::reference(&config, args.reference.unwrap_or(Storage::F32));
     if args.limit > 0 {
         tokens.truncate(args.limit + 1);
     }

@@ -4,7 +4,7 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
-use kvist_engine::generate::{GenerationEnd, Limits, Speculation, generate_with};
+use kvist_engine::generate::{GenerateArgs, GenerationEnd, Limits, Speculation, generate};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::speculate::Counts;
@@ -100,17 +100,16 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             ignore_eos: true,
             no_cache: args.no_cache,
         };
-        let speculation = speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] });
-        let out = generate_with(
-            &mut session,
-            SeqId::ONLY,
-            &report.tokens,
-            None,
-            &mut greedy,
-            &limits,
-            speculation,
-            &mut UntilInterrupted,
-        )?;
+        let what = GenerateArgs {
+            session: &mut session,
+            seq: SeqId::ONLY,
+            prompt: &report.tokens,
+            tokenizer: None,
+            sampler: &mut greedy,
+            limits: &limits,
+            speculation: speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] }),
+        };
+        let out = generate(what, &mut UntilInterrupted)?;
         if out.tokens.len() < limits.max_tokens {
             let why =
                 if out.finish == GenerationEnd::CacheFull { "the cache is full" } else { "interrupted" };

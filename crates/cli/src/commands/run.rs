@@ -6,7 +6,7 @@ use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
 use kvist_engine::answer::generate_answer;
-use kvist_engine::generate::{Limits, Observer, Speculation, generate_with};
+use kvist_engine::generate::{GenerateArgs, Limits, Observer, Speculation, generate};
 use kvist_engine::session::ModelSession;
 use kvist_model::Opened;
 use kvist_model::template::Message;
@@ -87,32 +87,18 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let echo = echo.filter(|_| !args.json).map(str::to_string);
     let thinks = std::io::stdout().is_terminal().then_some(false);
     let mut watch = Watch { bar, echo, stream: !args.json, thinks, failed: None };
-    let (seq, tokenizer) = (SeqId::ONLY, Some(tokenizer));
-    let speculation = speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] });
+    let what = GenerateArgs {
+        session: &mut session,
+        seq: SeqId::ONLY,
+        prompt: &tokens,
+        tokenizer: Some(tokenizer),
+        sampler: &mut sampler,
+        limits: &limits,
+        speculation: speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] }),
+    };
     let (generation, reasoning) = match answers {
-        true => generate_answer(
-            &mut session,
-            seq,
-            &tokens,
-            tokenizer,
-            &mut sampler,
-            &limits,
-            speculation,
-            &mut watch,
-        )?,
-        false => {
-            let text = generate_with(
-                &mut session,
-                seq,
-                &tokens,
-                tokenizer,
-                &mut sampler,
-                &limits,
-                speculation,
-                &mut watch,
-            )?;
-            (text, String::new())
-        }
+        true => generate_answer(what, &mut watch)?,
+        false => (generate(what, &mut watch)?, String::new()),
     };
     watch.text(""); // print the echoed prompt even if the answer has no text
     if let Some(failed) = watch.failed {

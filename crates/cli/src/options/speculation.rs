@@ -33,7 +33,7 @@ pub struct SpeculationArgs {
     #[arg(long, value_name = "HOW", default_value = "off", hide_possible_values = false)]
     pub speculate: Mode,
     /// The draft model, as --model takes it; for eagle the folder of the head, with config.json and safetensors;
-    /// the embedded model has a head of its own
+    /// the embedded model has both of its own
     #[arg(long, value_name = "MODEL", value_hint = ValueHint::AnyPath)]
     pub draft_model: Option<PathBuf>,
     /// Most tokens of a draft
@@ -106,9 +106,13 @@ impl SpeculationArgs {
     ) -> anyhow::Result<Option<OpenedDraft>> {
         let wanted = matches!(self.speculate, Mode::Draft | Mode::Eagle | Mode::Auto);
         let Some(path) = self.draft_model.as_ref().filter(|_| wanted) else {
+            let is_embedded = model.source.model.is_none();
             return match self.speculate {
+                Mode::Draft if is_embedded => {
+                    Ok(Some(OpenedDraft::model(Opened::embedded_draft()?, model.clone())))
+                }
                 Mode::Draft => Err(wrong_usage("--speculate draft needs a draft model: give --draft-model")),
-                Mode::Eagle if model.source.model.is_none() => {
+                Mode::Eagle if is_embedded => {
                     Ok(Some(OpenedDraft::head(OpenedHead::embedded(target.config())?, model)))
                 }
                 Mode::Eagle => Err(wrong_usage(
@@ -132,7 +136,7 @@ impl SpeculationArgs {
             (opened.config().vocab, opened.tokenizer()),
             (target.config().vocab, target.tokenizer()),
         )?;
-        Ok(Some(OpenedDraft { drafts: DraftFiles::Model(Box::new(opened)), args }))
+        Ok(Some(OpenedDraft::model(opened, args)))
     }
 
     fn open_head(path: &Path, target: &Opened, model: &ModelArgs) -> anyhow::Result<OpenedHead> {
@@ -209,6 +213,9 @@ enum Weights {
 }
 
 impl OpenedDraft {
+    fn model(opened: Opened, args: ModelArgs) -> Self {
+        OpenedDraft { drafts: DraftFiles::Model(Box::new(opened)), args }
+    }
     fn head(head: OpenedHead, args: &ModelArgs) -> Self {
         OpenedDraft { drafts: DraftFiles::Head(Box::new(head)), args: args.clone() }
     }

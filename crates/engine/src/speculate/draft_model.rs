@@ -1,13 +1,13 @@
 //! A drafter that runs a smaller model with the same vocabulary.
 use super::expand::{self, Candidate, Growing, Levels};
+use super::texts::{CachedText, CachedTexts, make_room};
 use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_cache::{NodeId, Refused, SeqId};
-use kvist_device::{Registry, StepError};
+use kvist_cache::{NodeId, SeqId};
+use kvist_device::Registry;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{Error, Model};
-use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Drafts with a model of its own, over a tree cache that follows the texts of the target.
@@ -15,11 +15,8 @@ use std::sync::Arc;
 /// For a proposal it first computes the tokens that became known since the last one, of all texts in one pass, then the
 /// levels of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
 pub struct DraftModel {
-    session: ModelSession,
-    texts: HashMap<u64, DraftSequence>,
-    next_seq: u32,
-    clock: u64,
-    /// So many more proposals stay empty, because the cache was too small.
+    texts: CachedTexts<Computed>,
+    /// Proposals that stay empty, because the cache was too small.
     skipped: u32,
     /// Tokens of the target. The draft model may have more, as padding.
     target_vocab: usize,
@@ -27,13 +24,12 @@ pub struct DraftModel {
     pub min_probability: f32,
 }
 
-/// What the draft cache stores of a text.
-struct DraftSequence {
-    seq: SeqId,
+/// What the draft cache contains of a text.
+#[derive(Default)]
+struct Computed {
     tokens: Vec<u32>,
-    /// Computed nodes after them, by number: token and parent.
+    /// Nodes after them, by number: token and parent.
     nodes: Vec<(u32, Option<NodeId>)>,
-    used: u64,
 }
 
 impl DraftModel {
@@ -51,10 +47,7 @@ impl DraftModel {
         )?;
         let config = CacheConfig { kind: "tree".into(), ..config.clone() };
         Ok(DraftModel {
-            session: ModelSession::new(model, registry, &config)?,
-            texts: HashMap::new(),
-            next_seq: 1,
-            clock: 0,
+            texts: CachedTexts::new(ModelSession::new(model, registry, &config)?),
             skipped: 0,
             target_vocab: target.config().vocab,
             min_probability: 0.01,
@@ -63,63 +56,42 @@ impl DraftModel {
 
     /// Follows the known tokens of a text, up to the one before the last: commits the nodes that agree, discards others.
     fn settle(&mut self, id: u64, known: &[u32]) -> Result<(), Error> {
-        self.clock += 1;
-        let cache = self.session.cache();
-        let text = match self.texts.entry(id) {
-            std::collections::hash_map::Entry::Occupied(text) => text.into_mut(),
-            std::collections::hash_map::Entry::Vacant(empty) => {
-                let seq = SeqId(self.next_seq);
-                self.next_seq += 1;
-                cache.sequences().ok_or(Refused::Unsupported(NO_SEQUENCES))?.seq_new(seq)?;
-                empty.insert(DraftSequence { seq, tokens: Vec::new(), nodes: Vec::new(), used: 0 })
-            }
-        };
-        text.used = self.clock;
         let until = known.len().saturating_sub(1);
-        let same = text.tokens.iter().zip(&known[..until]).take_while(|(a, b)| a == b).count();
+        let CachedText { seq, state: Computed { tokens, nodes }, .. } =
+            self.texts.open(id, Computed::default)?;
+        let (seq, n) = (*seq, tokens.len());
+        let same = tokens.iter().zip(&known[..until]).take_while(|(a, b)| a == b).count();
         let mut path: Vec<NodeId> = Vec::new();
-        if same == text.tokens.len() {
+        if same == n {
             let mut at = None;
             for &token in &known[same..until] {
-                let child = text.nodes.iter().position(|node| *node == (token, at));
+                let child = nodes.iter().position(|node| *node == (token, at));
                 let Some(child) = child.map(|child| NodeId(child as u32)) else { break };
                 path.push(child);
                 at = Some(child);
             }
         }
-        cache.trees().ok_or(Refused::Unsupported(NO_SEQUENCES))?.commit_path(text.seq, &path)?;
-        text.tokens.extend(path.iter().map(|node| text.nodes[node.0 as usize].0));
-        text.nodes.clear();
-        if same + path.len() < text.tokens.len() {
-            let mut sequences = cache.sequences().ok_or(Refused::Unsupported(NO_SEQUENCES))?;
-            sequences.seq_rm(text.seq, same as u32, u32::MAX)?;
-            if same == 0 {
-                sequences.seq_new(text.seq)?; // removing all tokens removes the sequence
-            }
-            text.tokens.truncate(same);
-        }
-        Ok(())
-    }
-
-    fn remove(&mut self, id: u64) {
-        if let (Some(text), Some(mut sequences)) = (self.texts.remove(&id), self.session.cache().sequences())
-        {
-            // The sequence exists: it was made with the text.
-            let _ = sequences.seq_rm(text.seq, 0, u32::MAX);
+        tokens.truncate(same);
+        tokens.extend(path.iter().map(|node| nodes[node.0 as usize].0));
+        nodes.clear();
+        self.texts.trees()?.commit_path(seq, &path)?;
+        match same < n {
+            true => self.texts.shorten(seq, same as u32),
+            false => Ok(()),
         }
     }
 
-    /// Computes the known tokens of the texts except the last ones: at most a chunk in all, so that a long prompt does not
-    /// delay the target's step. The next proposal continues.
+    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
+    /// not hold up the target's step. It goes on in the next request.
     fn catch_up(&mut self, requests: &[DraftRequest<'_>]) -> Result<(), Error> {
-        let mut left = self.session.config().max_step_tokens.max(1) as usize;
+        let mut left = self.texts.session.config().max_step_tokens.max(1) as usize;
         for DraftRequest { id, tokens, .. } in requests {
-            let Some(text) = self.texts.get_mut(id) else { continue };
-            let (seq, done) = (text.seq, text.tokens.len());
+            let (session, Some(text)) = self.texts.split(*id) else { continue };
+            let done = text.state.tokens.len();
             let chunk = &tokens[done..(tokens.len() - 1).min(done + left)];
             if !chunk.is_empty() {
-                self.session.forward(&[SequenceInput::chain(seq, chunk)], LogitRows::None)?;
-                text.tokens.extend(chunk);
+                session.forward(&[SequenceInput::chain(text.seq, chunk)], LogitRows::None)?;
+                text.state.tokens.extend(chunk);
                 left -= chunk.len();
             }
         }
@@ -128,9 +100,9 @@ impl DraftModel {
 
     /// After a pass that failed: a text's tokens and nodes are those in the cache.
     fn agree_with_cache(&mut self, id: u64) {
-        let (Some(text), cache) = (self.texts.get_mut(&id), self.session.cache()) else { return };
-        text.tokens.truncate(cache.next_position(text.seq).unwrap_or(0) as usize);
-        text.nodes.truncate(cache.n_nodes(text.seq).unwrap_or(0) as usize);
+        let (session, Some(CachedText { seq, state, .. })) = self.texts.split(id) else { return };
+        state.tokens.truncate(session.cache().next_position(*seq).unwrap_or(0) as usize);
+        state.nodes.truncate(session.cache().n_nodes(*seq).unwrap_or(0) as usize);
     }
 
     fn try_propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
@@ -138,9 +110,8 @@ impl DraftModel {
             self.settle(request.id, request.tokens)?;
         }
         self.catch_up(requests)?;
-        let caught_up = |p: &DraftRequest<'_>| {
-            self.texts.get(&p.id).is_some_and(|t| t.tokens.len() + 1 == p.tokens.len())
-        };
+        let n_computed = |id| self.texts.get(id).map(|text| text.state.tokens.len());
+        let caught_up = |p: &DraftRequest<'_>| n_computed(p.id) == p.tokens.len().checked_sub(1);
         let requests = &mut subset(requests, caught_up);
         if requests.is_empty() {
             return Ok(());
@@ -175,8 +146,6 @@ fn subset<'s>(
     wanted.map(reborrow).collect()
 }
 
-const NO_SEQUENCES: &str = "the draft cache needs sequences and draft trees";
-
 /// The levels of the trees of some texts.
 struct ModelLevels<'d, 'p> {
     drafter: &'d mut DraftModel,
@@ -187,14 +156,14 @@ struct ModelLevels<'d, 'p> {
 
 impl Levels for ModelLevels<'_, '_> {
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error> {
-        let DraftModel { session, texts, target_vocab, .. } = &mut *self.drafter;
+        let DraftModel { texts, target_vocab, .. } = &mut *self.drafter;
         let mut batch: Vec<(SeqId, Vec<u32>, Vec<Option<NodeId>>)> = Vec::new();
         for (i, (request, growing)) in self.requests.iter().zip(growing).enumerate() {
-            let text = texts.get_mut(&request.id).expect("it was settled");
+            let CachedText { seq, state, .. } = texts.split(request.id).1.expect("it was settled");
             if first {
                 let last = request.tokens[request.tokens.len() - 1];
-                batch.push((text.seq, vec![last], Vec::new()));
-                text.tokens.push(last);
+                batch.push((*seq, vec![last], Vec::new()));
+                state.tokens.push(last);
                 continue;
             }
             let forwarded = &mut self.forwarded[i];
@@ -206,9 +175,9 @@ impl Levels for ModelLevels<'_, '_> {
                 parents.push(parent.map(|parent| NodeId(parent as u32)));
             }
             // A root's parent is the last known token, and stands for no node.
-            text.nodes.extend(tokens.iter().copied().zip(parents.iter().copied()));
+            state.nodes.extend(tokens.iter().copied().zip(parents.iter().copied()));
             forwarded.extend(&growing.leaves);
-            batch.push((text.seq, tokens, parents));
+            batch.push((*seq, tokens, parents));
         }
         let inputs: Vec<SequenceInput<'_>> = batch
             .iter()
@@ -218,17 +187,16 @@ impl Levels for ModelLevels<'_, '_> {
                 false => SequenceInput::draft_tree(*seq, tokens, parents),
             })
             .collect();
+        let session = &mut texts.session;
         session.forward(&inputs, LogitRows::All)?;
         let mut row = 0;
         let mut out = Vec::with_capacity(batch.len());
         for ((_, tokens, _), request) in batch.iter().zip(self.requests) {
             let mut of_text = Vec::with_capacity(tokens.len());
             for _ in tokens {
-                let mut candidates = Vec::new();
                 let logits = session.logits_row(row);
                 let logits = &logits[..logits.len().min(*target_vocab)];
-                expand::top(logits, request.bounds.width as usize, &mut candidates);
-                of_text.push(candidates);
+                of_text.push(expand::top(logits, request.bounds.width as usize));
                 row += 1;
             }
             out.push(of_text);
@@ -244,36 +212,30 @@ impl Drafter for DraftModel {
             return Ok(());
         }
         // The target's vocabulary may be padded further than the draft model's.
-        let vocab = self.session.model().config().vocab;
+        let vocab = self.texts.session.model().config().vocab;
         let known = |p: &DraftRequest<'_>| p.tokens.iter().all(|token| (*token as usize) < vocab);
         let requests = &mut subset(requests, known);
         let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
-        loop {
-            match self.try_propose(requests) {
-                Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {}
-                other => return other,
-            }
-            // The draft cache is full: remove the least recently used text. If all of them are in use, there are no
-            // drafts for a while, and these texts start again.
-            requests.iter_mut().for_each(|request| request.tree.clear());
-            busy.iter().for_each(|id| self.agree_with_cache(*id));
-            let others = self.texts.iter().filter(|(id, _)| !busy.contains(id));
-            let oldest = others.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
-            let Some(oldest) = oldest else {
-                busy.iter().for_each(|id| self.remove(*id));
-                self.skipped = SKIP;
-                return Ok(());
-            };
-            self.remove(oldest);
+        let fits = make_room(
+            self,
+            |this| &mut this.texts,
+            &busy,
+            |this| {
+                let proposed = this.try_propose(requests);
+                if proposed.is_err() {
+                    busy.iter().for_each(|id| this.agree_with_cache(*id));
+                }
+                proposed
+            },
+        )?;
+        if !fits {
+            self.skipped = SKIP; // no drafts for a while
         }
+        Ok(())
     }
 
     fn end(&mut self, id: u64, _salt: &str, _tokens: &[u32], _prompt: usize) {
-        self.remove(id);
-    }
-
-    fn bytes(&self) -> u64 {
-        self.session.kv_bytes()
+        self.texts.remove(id);
     }
 }
 

@@ -52,9 +52,4 @@ pub trait Drafter: Send {
     fn end(&mut self, id: u64, salt: &str, tokens: &[u32], prompt: usize) {
         let _ = (id, salt, tokens, prompt);
     }
-
-    /// Bytes that the drafter occupies now.
-    fn bytes(&self) -> u64 {
-        0
-    }
 }

@@ -10,41 +10,36 @@
 //! The rows of nodes are discarded with the tree: once the target has accepted some, they are computed again from its own
 //! features.
 use super::expand::{self, Candidate, Growing, Levels};
+use super::texts::{CachedTexts, make_room};
 use super::{Bounds, DraftRequest, Drafter};
 use crate::memory::CacheConfig;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_cache::{LayerId, NodeId, Refused, SeqId};
-use kvist_device::{Given, Registry, StepError};
+use kvist_cache::{LayerId, NodeId, SeqId};
+use kvist_device::{Given, Registry};
 use kvist_model::{DraftHead, Error};
-use std::collections::HashMap;
 
 /// Drafts with an EAGLE head, over a tree cache of its own that follows the texts of the target.
 pub struct Eagle {
-    session: ModelSession,
+    texts: CachedTexts<Rows>,
     taps: Vec<LayerId>,
     draft_vocab: usize,
     target_ids: Option<Vec<u32>>,
-    texts: HashMap<u64, HeadSequence>,
-    next_seq: u32,
-    clock: u64,
     /// A path with a lower probability is not followed.
     pub min_probability: f32,
 }
 
-/// The rows of a text in the head's cache. They begin where the target's features do: a prefix that the target found in its
-/// cache has none.
-struct HeadSequence {
-    seq: SeqId,
+/// What the head knows of a text. Its rows begin where the target's features do: a prefix that the target found in its cache
+/// is absent.
+struct Rows {
     /// Position in the text of the first row.
     base: u32,
     /// Rows in the cache.
     computed: u32,
     /// Features of the rows that follow: `[pending, width]`.
     features: Vec<f32>,
-    used: u64,
 }
 
-impl HeadSequence {
+impl Rows {
     /// Position of the next row.
     fn next(&self) -> usize {
         (self.base + self.computed) as usize
@@ -59,108 +54,76 @@ impl Eagle {
         let mut session = ModelSession::new(&head.model, registry, &config)?;
         session.set_taps(&[LayerId(0)])?;
         Ok(Eagle {
-            session,
+            texts: CachedTexts::new(session),
             taps: head.taps.clone(),
             draft_vocab: head.draft_vocab,
             target_ids: head.target_ids.clone(),
-            texts: HashMap::new(),
-            next_seq: 1,
-            clock: 0,
             min_probability: 0.01,
         })
     }
 
     /// Elements of a token's features.
     fn width(&self) -> usize {
-        self.session.model().config().features
+        self.texts.session.model().config().features
     }
     fn chunk(&self) -> usize {
-        self.session.config().max_step_tokens.max(1) as usize
+        self.texts.session.config().max_step_tokens.max(1) as usize
     }
 
-    fn remove(&mut self, id: u64) {
-        if let (Some(text), Some(mut sequences)) = (self.texts.remove(&id), self.session.cache().sequences())
-        {
-            // The sequence exists: it was made with the text.
-            let _ = sequences.seq_rm(text.seq, 0, u32::MAX);
-        }
-    }
-
-    /// Removes the rows of a text from row `from` on, and their features.
-    fn shorten(&mut self, id: u64, from: u32) -> Result<(), Error> {
-        let width = self.width();
-        let Some(text) = self.texts.get_mut(&id) else { return Ok(()) };
-        if from < text.computed {
-            let mut sequences = self.session.cache().sequences().ok_or(Refused::Unsupported(NO_TREES))?;
-            sequences.seq_rm(text.seq, from, u32::MAX)?;
-            if from == 0 {
-                sequences.seq_new(text.seq)?; // removing all tokens removes the sequence
-            }
-            text.computed = from;
-        }
-        text.features.truncate((from - text.computed) as usize * width);
-        Ok(())
-    }
-
-    /// The text whose rows continue at position `first`. Without the rows before, it begins there. After a rollback the row
+    /// Lets the text's rows continue at position `first`. Without the rows before, it begins there. After a rollback the row
     /// before has read the token that was there then; that makes a draft less likely to be right, and no text wrong.
-    fn text_at(&mut self, id: u64, first: u32) -> Result<&mut HeadSequence, Error> {
+    fn continue_at(&mut self, id: u64, first: u32) -> Result<(), Error> {
         let width = self.width();
-        let joins = |text: &HeadSequence| {
-            let end = text.next() + text.features.len() / width;
-            (text.base..=end as u32).contains(&first)
+        let joins = |rows: &Rows| {
+            let end = rows.next() + rows.features.len() / width;
+            (rows.base..=end as u32).contains(&first)
         };
-        match self.texts.get(&id) {
-            Some(text) if joins(text) => {
-                let from = first - text.base;
-                self.shorten(id, from)?;
-            }
-            other => {
-                if other.is_some() {
-                    self.remove(id);
-                }
-                let seq = SeqId(self.next_seq);
-                self.session.cache().sequences().ok_or(Refused::Unsupported(NO_TREES))?.seq_new(seq)?;
-                self.next_seq += 1;
-                let text = HeadSequence { seq, base: first, computed: 0, features: Vec::new(), used: 0 };
-                self.texts.insert(id, text);
-            }
+        if self.texts.get(id).is_some_and(|text| !joins(&text.state)) {
+            self.texts.remove(id);
         }
-        self.clock += 1;
-        let text = self.texts.get_mut(&id).expect("it is there or was just made");
-        text.used = self.clock;
-        Ok(text)
+        let text = self.texts.open(id, || Rows { base: first, computed: 0, features: Vec::new() })?;
+        let (seq, rows) = (text.seq, &mut text.state);
+        let (from, computed) = (first - rows.base, rows.computed);
+        rows.computed = from.min(computed);
+        rows.features.truncate((from - rows.computed) as usize * width);
+        match from < computed {
+            true => self.texts.shorten(seq, from),
+            false => Ok(()),
+        }
     }
 
     /// Computes pending rows of a text, without logits, until at most `keep` are left.
     fn compute(&mut self, id: u64, known: &[u32], keep: usize) -> Result<(), Error> {
         let (width, chunk) = (self.width(), self.chunk());
         loop {
-            let Some(text) = self.texts.get_mut(&id) else { return Ok(()) };
+            let (session, Some(text)) = self.texts.split(id) else { return Ok(()) };
+            let rows = &mut text.state;
             // A row reads the token after its position.
-            let next = text.next() + 1;
-            let pending = (text.features.len() / width).min(known.len().saturating_sub(next));
+            let next = rows.next() + 1;
+            let pending = (rows.features.len() / width).min(known.len().saturating_sub(next));
             let n = pending.saturating_sub(keep).min(chunk);
             if n == 0 {
                 return Ok(());
             }
             let input = SequenceInput::chain(text.seq, &known[next..next + n]);
-            let given = Given::Features(&text.features[..n * width]);
-            self.session.forward_given(&[input], LogitRows::None, given)?;
-            text.features.drain(..n * width);
-            text.computed += n as u32;
+            let given = Given::Features(&rows.features[..n * width]);
+            session.forward_given(&[input], LogitRows::None, given)?;
+            rows.features.drain(..n * width);
+            rows.computed += n as u32;
         }
     }
 
     fn try_features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
-        let hidden = self.session.model().config().hidden;
-        let text = self.text_at(id, first)?;
+        let hidden = self.texts.session.model().config().hidden;
+        self.continue_at(id, first)?;
+        let (_, Some(text)) = self.texts.split(id) else { return Ok(()) };
+        let features = &mut text.state.features;
         let n = taps.first().map_or(0, |rows| rows.len() / hidden);
-        text.features.reserve(n * hidden * taps.len());
+        features.reserve(n * hidden * taps.len());
         for row in 0..n {
-            taps.iter().for_each(|rows| text.features.extend_from_slice(&rows[row * hidden..][..hidden]));
+            taps.iter().for_each(|rows| features.extend_from_slice(&rows[row * hidden..][..hidden]));
         }
-        match text.features.len() / self.width() > WAITING.min(self.chunk()) {
+        match features.len() / self.width() > WAITING.min(self.chunk()) {
             true => self.compute(id, known, 1),
             false => Ok(()),
         }
@@ -172,9 +135,9 @@ impl Eagle {
         let mut ready: Vec<usize> = Vec::new();
         let mut pending = 0;
         for (i, request) in requests.iter().enumerate() {
-            let Some(text) = self.texts.get(&request.id) else { continue };
-            let n = text.features.len() / width;
-            if n > 0 && text.next() + n + 1 == request.tokens.len() {
+            let Some(text) = self.texts.get(request.id) else { continue };
+            let n = text.state.features.len() / width;
+            if n > 0 && text.state.next() + n + 1 == request.tokens.len() {
                 ready.push(i);
                 pending += n;
             }
@@ -189,11 +152,12 @@ impl Eagle {
         }
         let bounds: Vec<Bounds> = ready.iter().map(|i| requests[*i].bounds).collect();
         let (min, seqs) = (self.min_probability, self.sequences(&ready, requests));
-        let nodes = seqs.iter().map(|_| Nodes::default()).collect();
+        let hidden = self.texts.session.model().config().hidden;
+        let nodes = bounds.iter().map(|bounds| Nodes::new(*bounds, hidden)).collect();
         let mut levels = HeadLevels { drafter: self, requests, ready: &ready, nodes };
         let grown = expand::grow(&mut levels, &bounds, min);
         for seq in seqs {
-            self.session.cache().trees().ok_or(Refused::Unsupported(NO_TREES))?.discard(seq)?;
+            self.texts.trees()?.discard(seq)?;
         }
         for ((i, grown), bounds) in ready.into_iter().zip(grown?).zip(bounds) {
             grown.finish(bounds, requests[i].tree);
@@ -202,21 +166,13 @@ impl Eagle {
     }
 
     fn sequences(&self, ready: &[usize], requests: &[DraftRequest<'_>]) -> Vec<SeqId> {
-        ready.iter().map(|i| self.texts[&requests[*i].id].seq).collect()
-    }
-
-    /// Removes the least recently used text that is not in `busy`. False if there is none.
-    fn remove_oldest(&mut self, busy: &[u64]) -> bool {
-        let unused = self.texts.iter().filter(|(id, _)| !busy.contains(id));
-        let oldest = unused.min_by_key(|(_, text)| text.used).map(|(id, _)| *id);
-        oldest.map(|oldest| self.remove(oldest)).is_some()
+        ready.iter().filter_map(|i| Some(self.texts.get(requests[*i].id)?.seq)).collect()
     }
 
     /// Candidates of a row of logits, as the target numbers them.
     fn candidates(&self, row: usize, n: usize) -> Vec<Candidate> {
-        let mut candidates = Vec::new();
-        let logits = &self.session.logits()[row * self.draft_vocab..][..self.draft_vocab];
-        expand::top(logits, n, &mut candidates);
+        let logits = &self.texts.session.logits()[row * self.draft_vocab..][..self.draft_vocab];
+        let mut candidates = expand::top(logits, n);
         if let Some(ids) = &self.target_ids {
             candidates.iter_mut().for_each(|(token, _)| *token = ids[*token as usize]);
         }
@@ -227,15 +183,7 @@ impl Eagle {
 /// Tokens of a text whose features may wait for the next tree, which computes their rows together with others.
 const WAITING: usize = 64;
 
-const NO_TREES: &str = "the head's cache needs sequences and draft trees";
-
-/// True if the head's cache is full.
-fn is_full(result: &Result<(), Error>) -> bool {
-    matches!(result, Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))))
-}
-
 /// The computed nodes of a growing tree.
-#[derive(Default)]
 struct Nodes {
     /// In the order of the cache's nodes.
     computed: Vec<u32>,
@@ -244,7 +192,12 @@ struct Nodes {
 }
 
 impl Nodes {
-    /// The place of a node among the computed ones; `None` for the text's last row.
+    fn new(bounds: Bounds, hidden: usize) -> Self {
+        let most = bounds.depth.saturating_mul(bounds.width).min(bounds.tokens) as usize;
+        Nodes { computed: Vec::with_capacity(most), states: Vec::with_capacity((1 + most) * hidden) }
+    }
+
+    /// Where a node was computed; `None` for the text's last row.
     fn place(&self, node: Option<u32>) -> Option<usize> {
         self.computed.iter().position(|other| Some(*other) == node)
     }
@@ -262,32 +215,34 @@ struct HeadLevels<'d, 'p> {
 impl HeadLevels<'_, '_> {
     /// Computes the pending rows of all texts. Returns the number of rows of each.
     fn roots(&mut self) -> Result<Vec<usize>, Error> {
-        let Eagle { session, texts, .. } = &mut *self.drafter;
-        let width = session.model().config().features;
+        let (width, texts) = (self.drafter.width(), &mut self.drafter.texts);
         let (mut inputs, mut features, mut rows) = (Vec::new(), Vec::new(), Vec::new());
         for request in self.ready.iter().map(|i| &self.requests[*i]) {
-            let text = &texts[&request.id];
-            inputs.push(SequenceInput::chain(text.seq, &request.tokens[text.next() + 1..]));
-            features.extend_from_slice(&text.features);
-            rows.push(text.features.len() / width);
+            let Some(text) = texts.get(request.id) else { continue };
+            inputs.push(SequenceInput::chain(text.seq, &request.tokens[text.state.next() + 1..]));
+            features.extend_from_slice(&text.state.features);
+            rows.push(text.state.features.len() / width);
         }
-        session.forward_given(&inputs, LogitRows::LastOfEach, Given::Features(&features))?;
-        for (request, n) in self.ready.iter().map(|i| &self.requests[*i]).zip(&rows) {
-            let text = texts.get_mut(&request.id).expect("it is ready");
-            text.computed += *n as u32;
-            text.features.clear();
+        texts.session.forward_given(&inputs, LogitRows::LastOfEach, Given::Features(&features))?;
+        for (i, n) in self.ready.iter().zip(&rows) {
+            if let (_, Some(text)) = texts.split(self.requests[*i].id) {
+                text.state.computed += *n as u32;
+                text.state.features.clear();
+            }
         }
         Ok(rows)
     }
 
-    /// Computes the leaves of all trees. Returns the number of rows of each text.
+    /// Computes the leaves. Gives the number of rows of each text.
     fn leaves(&mut self, growing: &[Growing]) -> Result<Vec<usize>, Error> {
         let seqs = self.drafter.sequences(self.ready, self.requests);
-        let session = &mut self.drafter.session;
+        let session = &mut self.drafter.texts.session;
         let hidden = session.model().config().hidden;
-        let (mut batch, mut states) = (Vec::new(), Vec::new());
+        let rows: usize = growing.iter().map(|growing| growing.leaves.len()).sum();
+        let (mut batch, mut states) = (Vec::new(), Vec::with_capacity(rows * hidden));
         for (growing, nodes) in growing.iter().zip(&mut self.nodes) {
-            let (mut tokens, mut parents) = (Vec::new(), Vec::new());
+            let n = growing.leaves.len();
+            let (mut tokens, mut parents) = (Vec::with_capacity(n), Vec::with_capacity(n));
             for &node in &growing.leaves {
                 let parent = nodes.place(growing.parent(node));
                 states.extend_from_slice(
@@ -313,7 +268,7 @@ impl HeadLevels<'_, '_> {
 impl Levels for HeadLevels<'_, '_> {
     fn level(&mut self, growing: &[Growing], first: bool) -> Result<Vec<Vec<Vec<Candidate>>>, Error> {
         let rows = if first { self.roots()? } else { self.leaves(growing)? };
-        let session = &self.drafter.session;
+        let session = &self.drafter.texts.session;
         let hidden = session.model().config().hidden;
         let (mut row, mut logits, mut out) = (0, 0, Vec::new());
         for ((n, nodes), request) in
@@ -340,40 +295,16 @@ impl Drafter for Eagle {
 
     fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
         let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
-        loop {
-            let result = self.try_propose(requests);
-            if !is_full(&result) {
-                return result;
-            }
-            // These texts are too long together for the head's cache. They get no drafts, and start again with the features
-            // that come next.
-            if !self.remove_oldest(&busy) {
-                busy.iter().for_each(|id| self.remove(*id));
-                return Ok(());
-            }
-        }
+        // Texts that are too long together have no drafts, and begin anew with the features that come next.
+        make_room(self, |this| &mut this.texts, &busy, |this| this.try_propose(requests)).map(drop)
     }
 
     fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
-        loop {
-            let result = self.try_features(id, first, known, taps);
-            if !is_full(&result) {
-                return result;
-            }
-            if !self.remove_oldest(&[id]) {
-                self.remove(id);
-                return Ok(());
-            }
-        }
+        let attempt = |this: &mut Self| this.try_features(id, first, known, taps);
+        make_room(self, |this| &mut this.texts, &[id], attempt).map(drop)
     }
 
     fn end(&mut self, id: u64, _salt: &str, _tokens: &[u32], _prompt: usize) {
-        self.remove(id);
-    }
-
-    fn bytes(&self) -> u64 {
-        let waiting: usize =
-            self.texts.values().map(|text| text.features.capacity() * size_of::<f32>()).sum();
-        self.session.kv_bytes() + waiting as u64
+        self.texts.remove(id);
     }
 }

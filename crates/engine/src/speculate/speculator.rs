@@ -103,10 +103,6 @@ impl Speculator {
         self.drafters.clear();
         self.taps.clear();
     }
-    /// Bytes that the drafters occupy.
-    pub fn bytes(&self) -> u64 {
-        self.drafters.iter().map(|(drafter, _)| drafter.bytes()).sum()
-    }
 
     /// Proposes drafts for a pass that computes one token of each text and `other_rows` more. At most `limit` draft tokens
     /// in all. `drafts` gets one entry per text.

@@ -92,11 +92,6 @@ impl Store {
             at = self.previous[at as usize];
         }
     }
-
-    fn bytes(&self) -> usize {
-        4 * (self.tokens.capacity() + self.previous.capacity())
-            + self.heads.capacity() * (size_of::<([u32; KEY], u32)>() + 1)
-    }
 }
 
 /// Finished answers of one salt.
@@ -190,11 +185,6 @@ impl Drafter for Suffix {
                 self.answers.remove(&oldest);
             }
         }
-    }
-
-    fn bytes(&self) -> u64 {
-        let texts = self.texts.values().map(Store::bytes).sum::<usize>();
-        (texts + self.answers.values().map(|answers| answers.store.bytes()).sum::<usize>()) as u64
     }
 }
 

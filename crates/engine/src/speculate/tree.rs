@@ -37,6 +37,13 @@ impl DraftTree {
         &self.probabilities
     }
 
+    /// Makes room for `n` more nodes.
+    pub(super) fn reserve(&mut self, n: usize) {
+        self.tokens.reserve(n);
+        self.parents.reserve(n);
+        self.probabilities.reserve(n);
+    }
+
     /// Adds a node and returns its number.
     ///
     /// # Panics

@@ -2,7 +2,7 @@
 #![allow(dead_code, unused_imports)] // each test binary uses its part
 use kvist_device::Storage;
 use kvist_engine::devices;
-use kvist_engine::generate::{Limits, generate};
+use kvist_engine::generate::{GenerateArgs, Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
@@ -80,8 +80,16 @@ pub fn logits(session: &mut ModelSession, tokens: &[u32]) -> Vec<f32> {
 pub fn greedy(session: &mut ModelSession, tokens: &[u32], n: usize, no_cache: bool) -> Vec<u32> {
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
     let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache };
-    let only = kvist_cache::SeqId::ONLY;
-    generate(session, only, tokens, None, &mut sampler, &limits, &mut ()).unwrap().tokens
+    let what = GenerateArgs {
+        session,
+        seq: kvist_cache::SeqId::ONLY,
+        prompt: tokens,
+        tokenizer: None,
+        sampler: &mut sampler,
+        limits: &limits,
+        speculation: None,
+    };
+    generate(what, &mut ()).unwrap().tokens
 }
 
 pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {

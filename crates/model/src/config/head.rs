@@ -1,4 +1,4 @@
-//! Configs of draft heads: EAGLE-3 (Li et al., 2025) as `speculators` and as SafeAILab write it, and EAGLE-1 and 2.
+//! Configs of draft heads: EAGLE-3 (Li et al., 2025), and EAGLE-1 and 2, as `speculators` and as SafeAILab write them.
 use super::json::Fields;
 use super::{ModelConfig, Role, TensorSpec};
 use crate::error::Error;
@@ -9,8 +9,13 @@ use serde_json::Value;
 /// What a draft head does with a token's embedding and the hidden state before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum HeadKind {
-    /// EAGLE-1 and 2: `fc` fuses the two.
-    Eagle1,
+    /// EAGLE-1 and 2: `fc` fuses the two. `None` leaves it to the file.
+    Eagle1 {
+        /// Whether the embedding, what enters attention, and what enters the output layer are normed.
+        norms: Option<bool>,
+        /// Whether `fc` has a bias.
+        bias: Option<bool>,
+    },
     /// `fc` fuses three features of the target into a hidden state. Attention reads the normed embedding and the normed
     /// hidden state side by side.
     Eagle3 {
@@ -48,13 +53,14 @@ impl HeadConfig {
             file: file.into(),
             found: found.into(),
             known: format!(
-                "as draft heads `eagle3` of speculators, {}, and for EAGLE-1 and 2 {}",
+                "as draft heads `eagle3` and `eagle` of speculators, {}, and for EAGLE-1 and 2 {}",
                 EAGLE_3.join(", "),
                 EAGLE_1.join(", ")
             ),
         };
         let (is_eagle_3, nested) = match (name(SPECULATORS), class) {
             (Some("eagle3"), _) => (true, true),
+            (Some("eagle"), _) => (false, true),
             (Some(other), _) => return Err(unknown(other)),
             (None, Some(class)) if EAGLE_3.contains(&class) => (true, false),
             (None, Some(class)) if EAGLE_1.contains(&class) => (has_draft_vocab, false),
@@ -86,7 +92,10 @@ impl HeadConfig {
                 let norm_before_residual = whole.flag("norm_before_residual")?.unwrap_or(false);
                 HeadKind::Eagle3 { norm_before_residual }
             }
-            false => HeadKind::Eagle1,
+            false => HeadKind::Eagle1 {
+                norms: whole.flag("layernorms")?.or(nested.then_some(false)),
+                bias: whole.flag("fusion_bias")?.or(nested.then_some(false)),
+            },
         };
         let features = taps.len() * target.hidden;
         Ok(HeadConfig { kind, layer: ModelConfig { features, ..layer }, draft_vocab, taps })
@@ -107,7 +116,12 @@ impl HeadConfig {
 
     /// The head's tensors by the names that a Llama of one layer would give them, and whether a head may lack them.
     pub(crate) fn tensors(&self) -> Vec<(TensorSpec, bool)> {
-        let (hidden, eagle_1) = (self.layer.hidden, self.kind == HeadKind::Eagle1);
+        let hidden = self.layer.hidden;
+        // What EAGLE-1 may have or not, as its config says: `None` where it does not say.
+        let (eagle_1, norms, bias) = match self.kind {
+            HeadKind::Eagle1 { norms, bias } => (true, norms, bias),
+            HeadKind::Eagle3 { .. } => (false, None, None),
+        };
         let spec = |name: &str, shape: &[usize], role| TensorSpec {
             name: name.into(),
             shape: shape.to_vec(),
@@ -115,12 +129,14 @@ impl HeadConfig {
             within: None,
         };
         let taken = if eagle_1 { 2 * hidden } else { self.layer.features };
-        let mut all = vec![
-            (spec("fc.weight", &[hidden, taken], Role::Linear), false),
-            (spec("fc.bias", &[hidden], Role::Bias), true),
-        ];
+        let mut all = vec![(spec("fc.weight", &[hidden, taken], Role::Linear), false)];
+        if bias != Some(false) {
+            all.push((spec("fc.bias", &[hidden], Role::Bias), bias.is_none()));
+        }
         if !eagle_1 {
             all.push((spec("hidden_norm.weight", &[hidden], Role::Norm), false));
+        } else if norms == Some(true) {
+            all.push((spec("embedding_norm.weight", &[hidden], Role::Norm), false));
         }
         for mut spec in self.layer.tensors() {
             spec.within = None;
@@ -131,13 +147,14 @@ impl HeadConfig {
             if part(&["lm_head.weight"]) {
                 spec.shape[0] = self.draft_vocab;
             }
+            let is_norm = part(&["model.norm.weight", "input_layernorm.weight"]);
             // The embedding that comes with a head of EAGLE-1 is the target's.
-            if eagle_1 && part(&["embed_tokens.weight"]) {
+            if eagle_1 && (part(&["embed_tokens.weight"]) || is_norm && norms == Some(false)) {
                 continue;
             }
             let optional = part(&["embed_tokens.weight"])
                 || part(&["lm_head.weight"]) && self.draft_vocab == self.layer.vocab
-                || part(&["model.norm.weight", "input_layernorm.weight"]) && eagle_1;
+                || is_norm && eagle_1 && norms.is_none();
             all.push((spec, optional));
         }
         all

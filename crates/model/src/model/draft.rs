@@ -1,7 +1,8 @@
 //! The layer of a draft head. It differs from a model's layer only in its input:
 //!
 //! ```text
-//! EAGLE-1    x = embedding·Wfc₁ + state·Wfc₂ + b                    state: the target's normed output, or the head's
+//! EAGLE-1    x = embedding·Wfc₁ + state·Wfc₂ + b                    state: the target's normed output, or the head's;
+//!                                                                   the embedding is perhaps normed
 //! EAGLE-3    state = features·Wfc, or the head's                    x = state, perhaps normed
 //!            q, k, v = [norm(embedding), norm(state)]·Wqkv
 //! ```
@@ -36,6 +37,7 @@ enum InputKind<D: Device> {
         /// The target's last norm, which is still to be applied to its features, and its epsilon.
         feature_norm: Option<Arc<D::Vector>>,
         eps: f32,
+        embedding_norm: Option<D::Vector>,
     },
     Eagle3 {
         hidden_norm: D::Vector,
@@ -67,9 +69,11 @@ impl<D: Device> Weights for Loaded<D> {
             false => target.embedding.clone(),
         };
         let kind = match head.config.kind {
-            HeadKind::Eagle1 => {
-                InputKind::Eagle1 { feature_norm: target.norm.clone(), eps: target.config.norm_eps }
-            }
+            HeadKind::Eagle1 { .. } => InputKind::Eagle1 {
+                feature_norm: target.norm.clone(),
+                eps: target.config.norm_eps,
+                embedding_norm: loader.norm("embedding_norm")?,
+            },
             HeadKind::Eagle3 { norm_before_residual } => {
                 InputKind::Eagle3 { hidden_norm: loader.must_norm("hidden_norm")?, norm_before_residual }
             }
@@ -130,9 +134,12 @@ impl<D: Device> Running<D> {
         let Running { device, stream, activations: a, .. } = self;
         let from_target = matches!(given, Given::Features(_));
         match &draft.kind {
-            InputKind::Eagle1 { feature_norm, eps } => {
+            InputKind::Eagle1 { feature_norm, eps, embedding_norm } => {
                 if let Some(weight) = feature_norm.as_ref().filter(|_| from_target) {
                     device.norm_in_place(stream, &mut a.state, Norm { weight, eps: *eps });
+                }
+                if let Some(norm) = embedding_norm {
+                    device.norm_in_place(stream, &mut a.x, decoder.norm(norm));
                 }
                 device.concat(stream, &a.x, &a.state, &mut a.joined);
                 device.matmul(stream, &a.joined, &mut [(&draft.fc, &mut a.x)]);

@@ -53,17 +53,19 @@ impl OpenedHead {
     }
 
     fn new(name: String, config: HeadConfig, source: Source) -> Result<Self, Error> {
-        // SafeAILab and SGLang call the layer `midlayer`, speculators `layers.0`.
-        let layer = match source.has("midlayer.self_attn.q_proj.weight") {
-            true => "midlayer",
-            false => "layers.0",
-        };
+        // SafeAILab and SGLang call the layer of EAGLE-3 `midlayer`, and speculators that of EAGLE-1 `transformer`.
+        let has_layer = |name: &&str| source.has(&format!("{name}.self_attn.q_proj.weight"));
+        let layer = ["midlayer", "transformer"].into_iter().find(has_layer).unwrap_or("layers.0");
+        let is_fused = layer == "transformer";
         let mut specs = HashMap::new();
         for (mut spec, optional) in config.tensors() {
             let key = spec.name;
             spec.name = match key.strip_prefix("model.layers.0.") {
                 Some(part) => format!("{layer}.{part}"),
                 None if key.starts_with("hidden_norm") => format!("{layer}.{key}"),
+                None if is_fused && key.starts_with("fc.") => format!("fusion_{key}"),
+                None if is_fused && key == "model.norm.weight" => "pre_lm_head_layernorm.weight".into(),
+                None if key == "embedding_norm.weight" => "embedding_layernorm.weight".into(),
                 None => key.strip_prefix("model.").unwrap_or(&key).into(),
             };
             if optional && !source.has(&spec.name) {

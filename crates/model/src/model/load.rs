@@ -83,6 +83,13 @@ impl Opened {
         Self::open_with(file, mmap, false)
     }
 
+    /// The draft model of the embedded model.
+    pub fn embedded_draft() -> Result<Self, Error> {
+        let name = format!("the draft model of {}", embedded::NAME);
+        let source = Source::gguf_bytes(&name, embedded::DRAFT)?;
+        Self::gguf(name, source, true)
+    }
+
     fn open_with(file: &ModelFile, mmap: bool, texts: bool) -> Result<Self, Error> {
         match file {
             ModelFile::Embedded => {

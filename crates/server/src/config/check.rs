@@ -62,7 +62,7 @@ pub(super) fn speculation(config: &ServerConfig) -> Result<(), ConfigError> {
         return Err(bad("speculation.speculate", format!("{:?}", s.speculate), expected));
     }
     match (&s.draft_model, s.speculate.as_str()) {
-        (None, "draft") => {
+        (None, "draft") if config.model.path.is_some() => {
             return Err(bad("speculation.draft_model", "not set", "a model, which `draft` needs"));
         }
         (Some(model), "ngram" | "suffix") => {

@@ -2,7 +2,7 @@
 use crate::server::*;
 use kvist_device::Storage;
 use kvist_engine::devices;
-use kvist_engine::generate::{Limits, generate};
+use kvist_engine::generate::{GenerateArgs, Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
@@ -19,8 +19,16 @@ fn alone(prompt: &str, max_tokens: usize) -> String {
     let prompt = tokenizer.encode(prompt, true).unwrap();
     let limits = Limits { max_tokens, stop: Vec::new(), ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
-    let seq = kvist_cache::SeqId::ONLY;
-    generate(&mut session, seq, &prompt, Some(tokenizer), &mut sampler, &limits, &mut ()).unwrap().text
+    let what = GenerateArgs {
+        session: &mut session,
+        seq: kvist_cache::SeqId::ONLY,
+        prompt: &prompt,
+        tokenizer: Some(tokenizer),
+        sampler: &mut sampler,
+        limits: &limits,
+        speculation: None,
+    };
+    generate(what, &mut ()).unwrap().text
 }
 
 fn greedy(prompt: impl Into<Value>, max_tokens: u32) -> Value {

@@ -9,7 +9,7 @@ use clap::ValueHint;
 use kvist_cache::SeqId;
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
-use kvist_engine::generate::{Limits, generate};
+use kvist_engine::generate::{GenerateArgs, Limits, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
@@ -237,7 +237,16 @@ fn measure(
     let mut greedy = Sampler::new(SamplerConfig::greedy())?;
     let started = Instant::now();
     let mut session = ModelSession::new(model, registry, &config)?;
-    generate(&mut session, SeqId::ONLY, &prompt, None, &mut greedy, &limits, &mut ())?;
+    let what = GenerateArgs {
+        session: &mut session,
+        seq: SeqId::ONLY,
+        prompt: &prompt,
+        tokenizer: None,
+        sampler: &mut greedy,
+        limits: &limits,
+        speculation: None,
+    };
+    generate(what, &mut ())?;
     let seconds = started.elapsed().as_secs_f64();
     let plan = kvist_engine::memory::MemoryPlan::of_session(model.config(), registry, &config)?;
     Ok(Measured { seconds, kv_bytes: session.kv_bytes(), kv_bytes_per_token: plan.kv_bytes_per_token })

@@ -1,15 +1,13 @@
 //! `kvist bench speculate`: measures how much each drafter gains, in turns with plain decoding.
 use super::machine::{Machine, Spread, Watch};
 use super::measure::{KvArgs, RunsArgs};
+use crate::continuations::*;
 use crate::options::*;
 use crate::{interrupt, json, output};
 use anyhow::Context;
 use clap::ValueHint;
-use kvist_cache::SeqId;
 use kvist_engine::Error;
-use kvist_engine::executor::SampledToken;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::ModelSession;
 use kvist_engine::speculate::*;
 use kvist_model::Model;
@@ -17,7 +15,7 @@ use kvist_simulator::statistics::percentile;
 use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 #[derive(clap::Args)]
 #[command(mut_arg("runs", |runs| runs.default_value("10")), mut_arg("speculate", |arg| arg.hide(true)))]
@@ -40,15 +38,8 @@ pub struct Args {
     /// Decode the text itself instead of what the model would write: for texts that the model cannot write
     #[arg(long)]
     follow: bool,
-    /// Tokens of each prompt, from evenly spaced places of the text
-    #[arg(long, default_value_t = 128, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=65536))]
-    prompt_tokens: u32,
-    /// Tokens that follow each prompt
-    #[arg(long, default_value_t = 128, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..=65536))]
-    tokens: u32,
-    /// Prompts of a run
-    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
-    prompts: u32,
+    #[command(flatten)]
+    parts: PartsArgs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -98,12 +89,6 @@ struct Row {
     machine: Machine,
 }
 
-/// A prompt and what follows it.
-struct Case {
-    prompt: Vec<u32>,
-    text: Vec<u32>,
-}
-
 /// What one mode did in one run.
 struct Run {
     elapsed: Duration,
@@ -117,8 +102,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let tokenizer =
         opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?;
     let text = read_text(&args.text)?;
-    let cases = cases(&tokenizer.encode(&text, false)?, &args)?;
-    // The modes decide what --draft-model is: a model or a head.
+    let parts = args.parts.cut(&tokenizer.encode(&text, false)?)?;
+    // Which of the modes says what --draft-model is.
     let asked = |mode| args.modes.contains(&How::Drafter(mode)).then_some(mode);
     let wants_draft = match (asked(Mode::Draft), asked(Mode::Eagle)) {
         (Some(_), Some(_)) => {
@@ -130,7 +115,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             draft.or(eagle).or(asked(Mode::Auto).filter(|_| args.speculation.draft_model.is_some()))
         }
     };
-    let context = args.prompt_tokens + args.tokens + args.speculation.draft_tokens + 1;
+    let context = args.parts.context(args.speculation.draft_tokens);
     let mut config = CacheConfig {
         kind: "tree".into(),
         k: args.kv.k,
@@ -151,7 +136,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         args: &args,
         session: session(&args, &model, &config)?,
         model,
-        cases,
+        parts,
         costs: Costs::default(),
     };
     let watch = Watch::start();
@@ -159,7 +144,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     // A warm-up run. It also determines what follows each prompt.
     let plain = bench.run(None)?;
     if !args.follow {
-        bench.cases.iter_mut().zip(&plain.texts).for_each(|(case, text)| case.text.clone_from(text));
+        bench.parts.iter_mut().zip(&plain.texts).for_each(|(part, text)| part.text.clone_from(text));
     }
     let mut off: Vec<Run> = Vec::new();
     let mut others: Vec<Vec<Run>> = args.modes.iter().map(|_| Vec::new()).collect();
@@ -193,29 +178,11 @@ fn session(args: &Args, model: &Arc<Model>, config: &CacheConfig) -> anyhow::Res
     Ok(ModelSession::new(model, &registry(&args.model.compute.get()?), config)?)
 }
 
-/// Prompts from evenly spaced places of the text, and what follows them there.
-fn cases(tokens: &[u32], args: &Args) -> anyhow::Result<Vec<Case>> {
-    let (prompt, whole) = (args.prompt_tokens as usize, (args.prompt_tokens + args.tokens) as usize);
-    if tokens.len() < whole {
-        return Err(wrong_usage(format!(
-            "the text has {} tokens; --prompt-tokens and --tokens need {whole}: give a longer --text",
-            tokens.len()
-        )));
-    }
-    let last = tokens.len() - whole;
-    let case = |i: u32| {
-        let at = last * i as usize / args.prompts.max(2).saturating_sub(1) as usize;
-        let (prompt, text) = tokens[at.min(last)..at.min(last) + whole].split_at(prompt);
-        Case { prompt: prompt.into(), text: text.into() }
-    };
-    Ok((0..args.prompts).map(case).collect())
-}
-
 struct Bench<'a> {
     args: &'a Args,
     model: Arc<Model>,
     session: ModelSession,
-    cases: Vec<Case>,
+    parts: Vec<Part>,
     /// Times of passes by rows, over all runs.
     costs: Costs,
 }
@@ -235,10 +202,10 @@ impl Bench<'_> {
             }
             How::Oracle(right) => {
                 let vocab = self.model.config().vocab as u32;
-                let oracle = Oracle { cases: Vec::new(), right, vocab, state: 1 };
-                let cases = self.cases.iter().map(|case| [&case.prompt[..], &case.text].concat()).collect();
+                let oracle = Oracle { texts: Vec::new(), right, vocab, state: 1 };
+                let texts = self.parts.iter().map(|part| [&part.prompt[..], &part.text].concat()).collect();
                 let bounds = self.args.speculation.bounds();
-                let drafters: Vec<Box<dyn Drafter>> = vec![Box::new(Oracle { cases, ..oracle })];
+                let drafters: Vec<Box<dyn Drafter>> = vec![Box::new(Oracle { texts, ..oracle })];
                 Ok(Speculator::new(drafters, SpeculationConfig { bounds, adaptive: false }))
             }
         }
@@ -247,62 +214,25 @@ impl Bench<'_> {
     /// Decodes what follows every prompt. Prompts are not part of the time.
     fn run(&mut self, mut speculator: Option<&mut Speculator>) -> anyhow::Result<Run> {
         let mut run = Run { elapsed: Duration::ZERO, counts: Counts::default(), rows: 0, texts: Vec::new() };
-        for (id, case) in self.cases.iter().enumerate() {
-            self.session.clear()?;
-            self.session.set_taps(speculator.as_ref().map_or(&[], |speculator| speculator.taps()))?;
-            self.session.prefill_watched(SeqId::ONLY, &case.prompt, &mut |session, computed| {
-                if let Some(speculator) = &mut speculator {
-                    let text = (id as u64, computed.start as u32, &case.prompt[..]);
-                    session.report_features(text, 0..computed.len(), speculator)?;
-                }
-                Ok(true)
-            })?;
-            let mut sampler = Sampler::new(SamplerConfig::greedy())?;
-            let (follow, n) = (self.args.follow, self.args.tokens as usize);
-            let mut known = case.prompt.clone();
-            let first = if follow { case.text[0] } else { sampler.sample(self.session.logits_row(0))? };
-            known.push(first);
-            let started = Instant::now();
-            let mut drafts = vec![Draft::default()];
-            while known.len() < case.prompt.len() + n {
-                let done = known.len() - case.prompt.len();
-                if let Some(speculator) = &mut speculator {
-                    let text =
-                        DraftContext { id: id as u64, salt: "", tokens: &known, max_new: (n - done) as u32 };
-                    let limit = self.args.speculation.draft_tokens;
-                    speculator.propose(&[text], 0, limit, false, &mut drafts)?;
-                }
-                let (mut verified, mut drawn) = (Verified::default(), done);
-                let mut choose = |row: kvist_device::RowResult<'_>| {
-                    let sampled = sampler.take(row)?;
-                    let token = if follow { case.text[drawn] } else { sampled };
-                    drawn += 1;
-                    Ok::<_, Error>(SampledToken { token, finished: drawn == n })
-                };
-                let last = known[known.len() - 1];
-                let pass = Instant::now();
-                let tree = &drafts[0].tree;
-                self.session.forward_draft(SeqId::ONLY, last, tree, &mut choose, &mut verified)?;
-                let elapsed = pass.elapsed();
-                self.costs.record(tree.len() + 1, elapsed);
+        let continuation = Continuation {
+            tokens: self.args.parts.tokens as usize,
+            draft_tokens: self.args.speculation.draft_tokens,
+            follow: self.args.follow,
+            ends: &[],
+        };
+        for (id, part) in (0..).zip(&self.parts) {
+            let costs = &mut self.costs;
+            let mut watch = |Pass { tree, verified, elapsed, .. }: Pass<'_>| {
+                costs.record(tree.len() + 1, elapsed);
                 run.rows += tree.len() as u64 + 1;
-                run.counts.record(tree, &verified);
-                if let Some(speculator) = &mut speculator {
-                    speculator.passed(tree.len() + 1, elapsed);
-                    speculator.record(&drafts[0], &verified);
-                }
-                let first = known.len() as u32 - 1;
-                known.extend(&verified.tokens);
-                if let Some(speculator) = &mut speculator {
-                    let text = (id as u64, first, &known[..]);
-                    self.session.report_features(text, verified.rows(), speculator)?;
-                }
-            }
-            run.elapsed += started.elapsed();
-            if let Some(speculator) = &mut speculator {
-                speculator.forget(id as u64);
-            }
-            run.texts.push(known.split_off(case.prompt.len()));
+                run.counts.record(tree, verified);
+                true
+            };
+            let speculator = speculator.as_deref_mut();
+            let (text, elapsed) =
+                continuation.decode(&mut self.session, speculator, (id, part), &mut watch)?;
+            run.elapsed += elapsed;
+            run.texts.push(text);
         }
         Ok(run)
     }
@@ -317,7 +247,7 @@ fn show(bench: &Bench<'_>, how: How, off: &[Run], runs: &[Run], machine: &Machin
     let Some(last) = runs.last() else { return Ok(()) };
     let times: Vec<Duration> = runs.iter().map(|run| run.elapsed).collect();
     let spread = Spread::of(&times);
-    let n = f64::from(args.prompts) * f64::from(args.tokens - 1);
+    let n = f64::from(args.parts.prompts) * f64::from(args.parts.tokens - 1);
     let passes = last.counts.target_passes.max(1) as f64;
     let rows = (last.rows as f64 / passes).round() as usize;
     let cost = |rows| bench.costs.seconds(rows).unwrap_or(1.0);
@@ -330,9 +260,9 @@ fn show(bench: &Bench<'_>, how: How, off: &[Run], runs: &[Run], machine: &Machin
             How::Oracle(right) => format!("oracle={right}"),
         },
         follow: args.follow,
-        prompts: args.prompts,
-        prompt_tokens: args.prompt_tokens,
-        tokens: args.tokens,
+        prompts: args.parts.prompts,
+        prompt_tokens: args.parts.prompt_tokens,
+        tokens: args.parts.tokens,
         tokens_per_s: n / (spread.median_ms / 1e3),
         tokens_per_pass: n / passes,
         speculation: last.counts.clone(),
@@ -364,7 +294,7 @@ fn show(bench: &Bench<'_>, how: How, off: &[Run], runs: &[Run], machine: &Machin
 
 /// Knows the texts, and proposes chains whose tokens are right with a given probability each.
 struct Oracle {
-    cases: Vec<Vec<u32>>,
+    texts: Vec<Vec<u32>>,
     right: f32,
     vocab: u32,
     state: u64,
@@ -386,7 +316,7 @@ impl Drafter for Oracle {
         for DraftRequest { id, tokens, bounds, tree, .. } in requests {
             let mut right = true;
             for i in 0..bounds.tokens.min(bounds.depth) as usize {
-                let truth = self.cases[*id as usize].get(tokens.len() + i).copied().unwrap_or_default();
+                let truth = self.texts[*id as usize].get(tokens.len() + i).copied().unwrap_or_default();
                 right &= self.uniform() < self.right;
                 let token = if right { truth } else { (truth + 1) % self.vocab };
                 tree.push(i.checked_sub(1).map(|parent| parent as u32), token, self.right);
