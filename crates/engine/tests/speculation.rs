@@ -6,7 +6,7 @@ use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::executor::SampledToken;
-use kvist_engine::generate::{GenerateArgs, Generation, Limits, Speculation, generate};
+use kvist_engine::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Speculation, generate};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::speculate::*;
