@@ -7,8 +7,11 @@ use crate::text::StopMatcher;
 use kvist_cache::{Refused, SeqId};
 use kvist_device::{RowResult, StepError};
 use kvist_model::Error;
-use kvist_model::tokenizer::{TextStream, Tokenizer};
+use kvist_model::tokenizer::{TextState, Tokenizer};
 use std::time::{Duration, Instant};
+pub use stepwise::Stepwise;
+
+mod stepwise;
 
 /// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,8 +138,6 @@ pub fn generate_with(
     observer: &mut dyn Observer,
 ) -> Result<Generation, Error> {
     let started = Instant::now();
-    let eos = session.model().end_tokens().to_vec();
-    let out = Output::new(tokenizer, prompt, limits, observer.written());
     let before = speculation.as_ref().map_or(&[][..], |speculation| speculation.before);
     let known = [before, prompt].concat();
     if let Some(Speculation { speculator, .. }) = &speculation {
@@ -153,13 +154,14 @@ pub fn generate_with(
     let started = Instant::now();
     sampler.observe(prompt);
     let n_prompt = known.len();
-    let mut text = Text { known, prompt: n_prompt, sampler, eos, limits, out, finish: None };
+    let mut text = Text::new(session, known, prompt, tokenizer, limits, observer.written());
     let finish = if done < prompt.len() {
         Finish::Cancelled
     } else if limits.max_tokens == 0 {
         Finish::MaxTokens
     } else {
-        text.choose(RowResult::Logits(session.logits_mut()), observer)?;
+        let mut draw = Draw { sampler, tokenizer, observer };
+        text.choose(RowResult::Logits(session.logits_mut()), &mut draw)?;
         loop {
             if let Some(finish) = text.finish.take() {
                 break finish;
@@ -169,18 +171,18 @@ pub fn generate_with(
                     session.clear()?;
                     session
                         .prefill(seq, &text.known, &mut |_| true)
-                        .and_then(|_| text.choose(RowResult::Logits(session.logits_mut()), observer))
+                        .and_then(|_| text.choose(RowResult::Logits(session.logits_mut()), &mut draw))
                         .map(drop)
                 }
                 Some(Speculation { speculator, .. }) => {
-                    drafted_pass(session, seq, &mut text, speculator, observer)
+                    drafted_pass(session, seq, &mut text, speculator, &mut draw)
                 }
                 None => {
                     let last = text.known.len() - 1;
                     let input = SequenceInput::chain(seq, &text.known[last..]);
                     session
                         .forward(&[input], LogitRows::LastOfEach)
-                        .and_then(|()| text.choose(RowResult::Logits(session.logits_mut()), observer))
+                        .and_then(|()| text.choose(RowResult::Logits(session.logits_mut()), &mut draw))
                         .map(drop)
                 }
             };
@@ -192,7 +194,7 @@ pub fn generate_with(
     };
     let Text { known, mut out, .. } = text;
     let tokens = known[n_prompt..].to_vec();
-    out.finish(&finish)?;
+    out.finish(&finish, tokenizer)?;
     out.flush_to(observer);
     Ok(Generation {
         tokens,
@@ -208,9 +210,9 @@ pub fn generate_with(
 fn drafted_pass(
     session: &mut ModelSession,
     seq: SeqId,
-    text: &mut Text<'_>,
+    text: &mut Text,
     speculator: &mut Speculator,
-    observer: &mut dyn Observer,
+    draw: &mut Draw<'_>,
 ) -> Result<(), Error> {
     let max_new = text.limits.max_tokens - (text.known.len() - text.prompt);
     let limit = session.config().max_rows.min(session.config().max_step_tokens).saturating_sub(1);
@@ -232,7 +234,7 @@ fn drafted_pass(
     let mut verified = Verified::default();
     let started = Instant::now();
     loop {
-        let mut choose = |row: RowResult<'_>| text.choose(row, observer);
+        let mut choose = |row: RowResult<'_>| text.choose(row, draw);
         match session.forward_draft(seq, last, &draft.tree, &mut choose, &mut verified) {
             Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if !draft.tree.is_empty() => {
                 draft.tree.clear();
@@ -256,28 +258,53 @@ fn end_speculation(speculator: &mut Speculator, error: &Error) {
 }
 
 /// A text that is being generated.
-struct Text<'t> {
+struct Text {
     /// Prompt and answer.
     known: Vec<u32>,
     prompt: usize,
-    sampler: &'t mut Sampler,
     eos: Vec<u32>,
-    limits: &'t Limits,
-    out: Output<'t>,
+    limits: Limits,
+    out: Output,
     finish: Option<Finish>,
 }
 
-impl Text<'_> {
+/// What draws the tokens of a text, decodes them, and hears of them.
+struct Draw<'d> {
+    sampler: &'d mut Sampler,
+    tokenizer: Option<&'d Tokenizer>,
+    observer: &'d mut dyn Observer,
+}
+
+impl Text {
+    /// A text that continues `known`, whose end is `prompt`.
+    fn new(
+        session: &ModelSession,
+        known: Vec<u32>,
+        prompt: &[u32],
+        tokenizer: Option<&Tokenizer>,
+        limits: &Limits,
+        written: &[u32],
+    ) -> Self {
+        Text {
+            prompt: known.len(),
+            known,
+            eos: session.model().end_tokens().to_vec(),
+            limits: limits.clone(),
+            out: Output::new(tokenizer, prompt, limits, written),
+            finish: None,
+        }
+    }
+
     /// Draws the next token from `row`, and notes whether the text ends with it.
-    fn choose(&mut self, row: RowResult<'_>, observer: &mut dyn Observer) -> Result<Choice, Error> {
-        let token = self.sampler.take(row)?;
-        self.sampler.observe(&[token]);
+    fn choose(&mut self, row: RowResult<'_>, draw: &mut Draw<'_>) -> Result<Choice, Error> {
+        let token = draw.sampler.take(row)?;
+        draw.sampler.observe(&[token]);
         self.known.push(token);
         self.finish = if self.eos.contains(&token) && !self.limits.ignore_eos {
             Some(Finish::EndOfText)
-        } else if let Some(stop) = self.out.push(token)? {
+        } else if let Some(stop) = self.out.push(token, draw.tokenizer)? {
             Some(Finish::Stop(stop))
-        } else if !self.out.flush_to(observer) || !observer.sampled() {
+        } else if !self.out.flush_to(draw.observer) || !draw.observer.sampled() {
             Some(Finish::Cancelled)
         } else if self.known.len() - self.prompt >= self.limits.max_tokens {
             Some(Finish::MaxTokens)
@@ -288,30 +315,31 @@ impl Text<'_> {
     }
 }
 
-/// Turns tokens into final text.
-struct Output<'t> {
-    stream: Option<TextStream<'t>>,
+/// Turns tokens into final text. Every call gets the same tokenizer, or none.
+struct Output {
+    state: TextState,
     stops: StopMatcher,
     text: String,
     shown: usize,
 }
 
-impl<'t> Output<'t> {
-    fn new(tokenizer: Option<&'t Tokenizer>, prompt: &[u32], limits: &Limits, written: &[u32]) -> Self {
-        let stream = tokenizer.map(|t| t.stream_after(prompt, written));
-        Output { stream, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
+impl Output {
+    fn new(tokenizer: Option<&Tokenizer>, prompt: &[u32], limits: &Limits, written: &[u32]) -> Self {
+        let state = tokenizer.map(|tokenizer| TextState::after(tokenizer, prompt, written));
+        let state = state.unwrap_or_default();
+        Output { state, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
     }
     /// Adds a token. Returns the stop string that it completed, if any.
-    fn push(&mut self, token: u32) -> Result<Option<String>, Error> {
-        let Some(stream) = &mut self.stream else { return Ok(None) };
-        let piece = stream.push(token)?;
+    fn push(&mut self, token: u32, tokenizer: Option<&Tokenizer>) -> Result<Option<String>, Error> {
+        let Some(tokenizer) = tokenizer else { return Ok(None) };
+        let piece = self.state.push(tokenizer, token)?;
         Ok(self.stops.push(&piece, &mut self.text))
     }
     /// Appends the text held back, unless a stop string ended the generation.
-    fn finish(&mut self, finish: &Finish) -> Result<(), Error> {
+    fn finish(&mut self, finish: &Finish, tokenizer: Option<&Tokenizer>) -> Result<(), Error> {
         if !matches!(finish, Finish::Stop(_)) {
-            if let Some(stream) = &mut self.stream {
-                let rest = stream.finish()?;
+            if let Some(tokenizer) = tokenizer {
+                let rest = self.state.finish(tokenizer)?;
                 self.stops.push(&rest, &mut self.text);
             }
             self.stops.finish(&mut self.text);
