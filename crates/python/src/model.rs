@@ -2,7 +2,7 @@
 use crate::arguments::{Options, Prompt, Wanted, cache_config, to_json, tokenizer};
 use crate::errors::{Class, argument, engine};
 use crate::generation::Generation;
-use crate::session::Session;
+use crate::session::{Session, Text};
 use crate::wait::without_gil;
 use kvist_device::{MemoryBudget, Registry};
 use kvist_engine::devices::{self, Compute};
@@ -226,7 +226,7 @@ impl Model {
         let mut options = Options::of("generate", options)?;
         let wanted = Wanted::take(&mut options, &self.model)?;
         let session = self.session_for(py, options, tokens.len(), &wanted)?;
-        session.begin(py, Some(tokens), &wanted, false)
+        session.begin(py, Text::Whole(tokens), &wanted, false)
     }
 
     /// Answers a conversation in a session of its own.
@@ -251,7 +251,7 @@ impl Model {
         let mut options = Options::of("chat", options)?;
         let wanted = Wanted::take(&mut options, &self.model)?;
         let session = self.session_for(py, options, tokens.len(), &wanted)?;
-        session.begin(py, Some(tokens), &wanted, true)
+        session.begin(py, Text::Whole(tokens), &wanted, true)
     }
 
     /// The tokens of a conversation, up to where the answer begins.

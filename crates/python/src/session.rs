@@ -1,6 +1,6 @@
 //! Sessions: a text and its cache. The branches of a session share its memory.
 use crate::arguments::{Options, Prompt, Wanted, from_json};
-use crate::errors::{argument, engine, refused};
+use crate::errors::{Class, argument, engine, refused};
 use crate::generation::Generation;
 use crate::model::Model;
 use crate::wait::{exclusive, lock, without_gil};
@@ -118,22 +118,15 @@ impl Session {
         Session { model, branch: Arc::new(Mutex::new(branch)) }
     }
 
-    /// Begins a generation: of an answer in channels if `answers`, else of plain text. `text` is the whole text from now
-    /// on; `None` is the text as it is.
-    pub fn begin(
-        &self,
-        py: Python<'_>,
-        text: Option<Vec<u32>>,
-        wanted: &Wanted,
-        answers: bool,
-    ) -> PyResult<Generation> {
+    /// Begins a generation: of an answer in channels if `answers`, else of plain text.
+    pub fn begin(&self, py: Python<'_>, text: Text, wanted: &Wanted, answers: bool) -> PyResult<Generation> {
         let marks = self.model.harmony().filter(|_| answers);
         let mut sampler = wanted.sampler()?;
         let (stepwise, version) = without_gil(py, || {
             let mut branch = exclusive(SESSION, &self.branch)?;
             let pool = branch.pool.clone();
             let mut core = pool.lock();
-            let text = text.unwrap_or_else(|| branch.tokens.clone());
+            let text = text.after(&branch)?;
             kvist_engine::check_prompt(core.session.config(), text.len()).map_err(engine)?;
             branch.set(&mut core, text).map_err(engine)?;
             let held = branch.held(&mut core);
@@ -153,15 +146,40 @@ impl Session {
         Ok(Generation::new(self.branch.clone(), stepwise, version, marks.is_some()))
     }
 
-    /// The text with more tokens at its end.
-    fn extended(&self, prompt: Prompt) -> PyResult<Vec<u32>> {
-        let branch = exclusive(SESSION, &self.branch)?;
-        let more = prompt.encode(&self.model, branch.tokens.is_empty())?;
+    /// Tokens to add to the text.
+    fn more(&self, prompt: Prompt) -> PyResult<Text> {
+        let begins = exclusive(SESSION, &self.branch)?.tokens.is_empty();
+        let tokens = prompt.encode(&self.model, begins)?;
         let vocab = self.model.config().vocab;
-        if let Some(&token) = more.iter().find(|token| **token as usize >= vocab) {
+        if let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) {
             return Err(engine(Error::TokenOutsideVocabulary { token, vocab }));
         }
-        Ok([&branch.tokens[..], &more].concat())
+        Ok(Text::More { tokens, begins })
+    }
+}
+
+/// The text of a branch from now on.
+pub enum Text {
+    /// As it is.
+    Same,
+    /// With these tokens at its end, which were encoded for a text that begins with them, or for one that does not.
+    More { tokens: Vec<u32>, begins: bool },
+    /// These tokens alone.
+    Whole(Vec<u32>),
+}
+
+impl Text {
+    fn after(self, branch: &Branch) -> PyResult<Vec<u32>> {
+        match self {
+            Text::Same => Ok(branch.tokens.clone()),
+            Text::Whole(tokens) => Ok(tokens),
+            Text::More { tokens, begins } if branch.tokens.is_empty() == begins => {
+                Ok([&branch.tokens[..], &tokens].concat())
+            }
+            Text::More { .. } => {
+                Err(Class::Busy.with("another thread has changed this session's text meanwhile"))
+            }
+        }
     }
 }
 
@@ -197,7 +215,7 @@ impl Session {
         let mut options = Options::of("generate", options)?;
         let wanted = Wanted::take(&mut options, &self.model)?;
         options.end()?;
-        let text = prompt.map(|prompt| self.extended(prompt)).transpose()?;
+        let text = prompt.map_or(Ok(Text::Same), |prompt| self.more(prompt))?;
         self.begin(py, text, &wanted, false)
     }
 
@@ -218,7 +236,7 @@ impl Session {
         let wanted = Wanted::take(&mut options, &self.model)?;
         options.end()?;
         let tokens = Model::render_for(&self.model, messages, tools, template)?;
-        self.begin(py, Some(tokens), &wanted, true)
+        self.begin(py, Text::Whole(tokens), &wanted, true)
     }
 
     /// Adds tokens to the text and returns logits, float32 `[rows, vocab]`: after the last token, or with rows="all" after
@@ -236,10 +254,11 @@ impl Session {
             "all" => true,
             other => return Err(argument(format!("`rows`: `{other}` is neither `last` nor `all`"))),
         };
-        let text = self.extended(tokens)?;
+        let text = self.more(tokens)?;
         let logits = without_gil(py, || {
             let mut branch = exclusive(SESSION, &self.branch)?;
             let known = branch.tokens.len();
+            let text = text.after(&branch)?;
             let pool = branch.pool.clone();
             let mut core = pool.lock();
             if text.len() == known {

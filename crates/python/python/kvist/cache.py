@@ -5,12 +5,16 @@ query may read. It never touches K or V. Begin a step, let your kernels do what 
 dropped leaves the cache as it was.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 from ._native import KINDS, Cache, Step
 
 __all__ = ["KINDS", "Cache", "Paged", "Step"]
 
 
-def Paged(capacity, *, block_tokens=16, **options):
+def Paged(capacity: int, *, block_tokens: int = 16, **options: Any) -> Cache:
     """A cache of blocks with reference counts, block tables and, with ``prefix=True``, a prefix index.
 
     ``capacity`` is the number of cells; it is rounded down to whole blocks. The other options are those of
