@@ -5,6 +5,7 @@ fmt:
     cargo fmt --all --check
     cargo fmt --manifest-path bench/simulator/Cargo.toml --check
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
+    cargo fmt --manifest-path crates/python/Cargo.toml --check
 
 lint:
     cargo clippy --workspace --all-targets -- -D warnings
@@ -67,6 +68,16 @@ soak-server *args:
 # kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
 bench-serve *args:
     bench/serve/run.sh {{args}}
+# The Python package: builds the wheel, installs it into a fresh virtual environment, and runs its tests there (NumPy alone);
+# then the notebook. WHEEL names a wheel that is built already. `just python -k batch`.
+python *args:
+    crates/python/test.sh --notebook {{args}}
+# The same package with torch and transformers, whose cache and attention it replaces. Fetches them from PyPI (some hundred MB).
+python-transformers *args:
+    crates/python/test.sh --transformers {{args}}
+# The wheels of a release: Linux x86-64 and aarch64, into target/wheels. Needs rustup and Python; zig comes from PyPI.
+python-release *args:
+    crates/python/release.sh {{args}}
 # The page that `kvist serve` shows: its bundle from its sources. Needs Node.
 dashboard:
     cd dashboard && npm ci --no-audit --no-fund && npm run build

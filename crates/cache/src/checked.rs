@@ -2,6 +2,7 @@
 use crate::cache::Cache;
 use crate::ids::{LayerId, StepId};
 use crate::layer_order::{LayerError, LayerOrder};
+use crate::moves::MovePlan;
 use crate::plan::StepPlan;
 use crate::request::{Refused, StepRequest};
 use crate::step::{Kept, Step, TREE_BY_PATH};
@@ -58,6 +59,12 @@ impl CheckedCache {
     pub fn plan(&self) -> Result<&StepPlan, Misuse> {
         if self.in_flight { Ok(&self.plan) } else { Err(Misuse::NoStep) }
     }
+    /// The plan of the step in flight, with its block tables: see [`Step::with_tables`].
+    pub fn with_tables(&mut self) -> Result<&StepPlan, Misuse> {
+        self.plan()?;
+        self.cache.fill_tables(&mut self.plan);
+        Ok(&self.plan)
+    }
     /// Runs one layer of the step in flight: calls `run` with the plan if the layer may run now. `has_kv` says whether the
     /// layer writes K and V. The layer counts as run if `run` succeeds; otherwise it can be run again.
     pub fn layer<E: From<Misuse>>(
@@ -90,6 +97,11 @@ impl CheckedCache {
         self.complete_step()?.commit_kept(kept).map_err(Misuse::Refused)?;
         self.in_flight = false;
         Ok(())
+    }
+    /// Writes the copies that a [`commit_kept`](Self::commit_kept) of `kept` needs to `moves`: see [`Step::kept_moves`].
+    /// The step is still in flight afterwards.
+    pub fn kept_moves(&mut self, kept: &[Kept<'_>], moves: &mut MovePlan) -> Result<(), Misuse> {
+        self.complete_step()?.kept_moves(kept, moves).map_err(Misuse::Refused)
     }
     /// The step in flight, if every layer has run.
     fn complete_step(&mut self) -> Result<Step<'_>, Misuse> {

@@ -76,3 +76,28 @@ fn drafts_keep_a_beginning_or_a_path() {
     assert_eq!(tree.cache().unwrap().next_position(A), Some(2));
     assert_eq!(tree.cache().unwrap().report()[0].used_cells, 2);
 }
+
+/// Callers without lifetimes get block tables, and the copies that a kept path needs.
+#[test]
+fn tables_and_moves_of_a_step_in_flight() {
+    let mut cache = checked("paged");
+    assert_eq!(cache.with_tables().err(), Some(Misuse::NoStep));
+    let parents = [None, None, Some(NodeId(1))];
+    cache.begin(&StepRequest { spans: &[Span { seq: A, start: 0, new: New::Tree(&parents) }] }).unwrap();
+    let mut tables = BlockTables::default();
+    let group = cache.with_tables().unwrap().group(GroupId(0));
+    group.tables(16, &mut tables).unwrap();
+    assert_eq!((&tables.kv_len[..], tables.slots.len(), tables.blocks.len()), (&[3][..], 3, 1));
+    let mut moves = MovePlan::default();
+    let kept = [Kept::Path(&[NodeId(1), NodeId(2)])];
+    assert_eq!(cache.kept_moves(&kept, &mut moves), Err(out_of_order(0)), "no layer has run");
+    run_all(&mut cache);
+    cache.kept_moves(&kept, &mut moves).unwrap();
+    let (from, to) = (tables.slots[1], tables.slots[0]);
+    assert_eq!(
+        moves.groups(),
+        [(GroupId(0), vec![CellCopy { from, to, len: 1 }, CellCopy { from: from + 1, to: to + 1, len: 1 }])]
+    );
+    cache.commit_kept(&kept).unwrap();
+    assert_eq!(cache.cache().unwrap().next_position(A), Some(2));
+}

@@ -85,6 +85,15 @@ impl StepOutput {
         &mut self.all[..self.n_logits * self.vocab]
     }
 
+    /// Moves the [`logits`](Self::logits) out. Then every answer is gone; the next step allocates memory for its own.
+    pub fn take_logits(&mut self) -> Vec<f32> {
+        let mut all = std::mem::take(&mut self.all);
+        all.truncate(self.n_logits * self.vocab);
+        self.n_logits = 0;
+        self.answers.clear();
+        all
+    }
+
     /// What each wanted row asked for, in order of rows.
     pub fn rows(&mut self) -> impl Iterator<Item = RowResult<'_>> {
         let mut logits = self.all.chunks_exact_mut(self.vocab.max(1));

@@ -8,7 +8,7 @@ use crate::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Observer,
 use crate::sampler::Sampler;
 use crate::session::ModelSession;
 use crate::speculate::Speculator;
-use kvist_cache::{Refused, SeqId};
+use kvist_cache::SeqId;
 use kvist_model::Error;
 use kvist_model::template::Message;
 
@@ -212,21 +212,7 @@ impl Chat {
         }
         if keep < branch.cached.len() {
             let at = u32::try_from(keep).unwrap_or(u32::MAX);
-            if let Some(mut sequences) = self.session.cache().sequences() {
-                sequences.seq_rm(branch.seq, at, u32::MAX)?;
-                if at == 0 {
-                    match sequences.seq_new(branch.seq) {
-                        Err(Refused::SequenceExists(_)) => {}
-                        other => other?,
-                    }
-                }
-            } else if let Some(mut rewind) = self.session.cache().rewinds() {
-                rewind.rewind(at)?;
-            } else {
-                // A ring has overwritten the cells that a rollback needs: start from empty.
-                self.session.clear()?;
-                keep = 0;
-            }
+            keep = self.session.truncate(branch.seq, at)? as usize;
             branch.cached.truncate(keep);
         }
         Ok(keep)

@@ -7,8 +7,11 @@ use crate::text::StopMatcher;
 use kvist_cache::{Refused, SeqId};
 use kvist_device::{RowResult, StepError};
 use kvist_model::Error;
-use kvist_model::tokenizer::{TextStream, Tokenizer};
+use kvist_model::tokenizer::{TextState, Tokenizer};
 use std::time::{Duration, Instant};
+pub use stepwise::Stepwise;
+
+mod stepwise;
 
 /// Why a generation ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -127,8 +130,6 @@ pub struct Speculation<'s> {
 pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<Generation, Error> {
     let GenerateArgs { session, seq, prompt, tokenizer, sampler, limits, mut speculation } = args;
     let started = Instant::now();
-    let eos = session.model().end_tokens().to_vec();
-    let out = Output::new(tokenizer, prompt, limits, observer.written());
     let before = speculation.as_ref().map_or(&[][..], |speculation| speculation.before);
     let known = [before, prompt].concat();
     if let Some(Speculation { speculator, .. }) = &speculation {
@@ -145,22 +146,23 @@ pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<G
     let started = Instant::now();
     sampler.observe(prompt);
     let n_prompt = known.len();
-    let mut text = Generating { known, prompt: n_prompt, sampler, eos, limits, out, finish: None };
+    let mut text = Generating::new(session, known, prompt, tokenizer, limits, observer.written());
     let finish = if done < prompt.len() {
         GenerationEnd::Cancelled
     } else if limits.max_tokens == 0 {
         GenerationEnd::MaxTokens
     } else {
-        text.choose(RowResult::Logits(session.logits_mut()), observer)?;
+        let mut draw = Draw { sampler, tokenizer, observer };
+        text.choose(RowResult::Logits(session.logits_mut()), &mut draw)?;
         loop {
             if let Some(finish) = text.finish.take() {
                 break finish;
             }
             let next = match &mut speculation {
                 Some(Speculation { speculator, .. }) if !limits.no_cache => {
-                    drafted_pass(session, seq, &mut text, speculator, observer)
+                    drafted_pass(session, seq, &mut text, speculator, &mut draw)
                 }
-                _ => plain_pass(session, seq, &mut text, observer),
+                _ => plain_pass(session, seq, &mut text, &mut draw),
             };
             match next {
                 Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {
@@ -172,7 +174,7 @@ pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<G
     };
     let Generating { known, mut out, .. } = text;
     let tokens = known[n_prompt..].to_vec();
-    out.finish(&finish)?;
+    out.finish(&finish, tokenizer)?;
     out.flush_to(observer);
     Ok(Generation {
         tokens,
@@ -188,8 +190,8 @@ pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<G
 fn plain_pass(
     session: &mut ModelSession,
     seq: SeqId,
-    text: &mut Generating<'_>,
-    observer: &mut dyn Observer,
+    text: &mut Generating,
+    draw: &mut Draw<'_>,
 ) -> Result<(), Error> {
     if text.limits.no_cache {
         session.clear()?;
@@ -199,16 +201,16 @@ fn plain_pass(
         let input = SequenceInput::chain(seq, &text.known[last..]);
         session.forward(&[input], LogitRows::LastOfEach)?;
     }
-    text.choose(RowResult::Logits(session.logits_mut()), observer).map(drop)
+    text.choose(RowResult::Logits(session.logits_mut()), draw).map(drop)
 }
 
 /// One pass with a draft. Falls back to a pass without one where the draft does not fit into the cache.
 fn drafted_pass(
     session: &mut ModelSession,
     seq: SeqId,
-    text: &mut Generating<'_>,
+    text: &mut Generating,
     speculator: &mut Speculator,
-    observer: &mut dyn Observer,
+    draw: &mut Draw<'_>,
 ) -> Result<(), Error> {
     let max_new = text.limits.max_tokens - (text.known.len() - text.prompt);
     let limit = session.config().max_rows.min(session.config().max_step_tokens).saturating_sub(1);
@@ -230,7 +232,7 @@ fn drafted_pass(
     let mut verified = Verified::default();
     let started = Instant::now();
     loop {
-        let mut choose = |row: RowResult<'_>| text.choose(row, observer);
+        let mut choose = |row: RowResult<'_>| text.choose(row, draw);
         match session.forward_draft(seq, last, &draft.tree, &mut choose, &mut verified) {
             Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if !draft.tree.is_empty() => {
                 draft.tree.clear();
@@ -254,28 +256,53 @@ fn end_speculation(speculator: &mut Speculator, error: &Error) {
 }
 
 /// A text that is being generated.
-struct Generating<'t> {
+struct Generating {
     /// Prompt and answer.
     known: Vec<u32>,
     prompt: usize,
-    sampler: &'t mut Sampler,
     eos: Vec<u32>,
-    limits: &'t Limits,
-    out: Output<'t>,
+    limits: Limits,
+    out: Output,
     finish: Option<GenerationEnd>,
 }
 
-impl Generating<'_> {
+/// What draws the tokens of a text, decodes them, and hears of them.
+struct Draw<'d> {
+    sampler: &'d mut Sampler,
+    tokenizer: Option<&'d Tokenizer>,
+    observer: &'d mut dyn Observer,
+}
+
+impl Generating {
+    /// A text that continues `known`, whose end is `prompt`.
+    fn new(
+        session: &ModelSession,
+        known: Vec<u32>,
+        prompt: &[u32],
+        tokenizer: Option<&Tokenizer>,
+        limits: &Limits,
+        written: &[u32],
+    ) -> Self {
+        Generating {
+            prompt: known.len(),
+            known,
+            eos: session.model().end_tokens().to_vec(),
+            limits: limits.clone(),
+            out: Output::new(tokenizer, prompt, limits, written),
+            finish: None,
+        }
+    }
+
     /// Draws the next token from `row`, and notes whether the text ends with it.
-    fn choose(&mut self, row: RowResult<'_>, observer: &mut dyn Observer) -> Result<SampledToken, Error> {
-        let token = self.sampler.take(row)?;
-        self.sampler.observe(&[token]);
+    fn choose(&mut self, row: RowResult<'_>, draw: &mut Draw<'_>) -> Result<SampledToken, Error> {
+        let token = draw.sampler.take(row)?;
+        draw.sampler.observe(&[token]);
         self.known.push(token);
         self.finish = if self.eos.contains(&token) && !self.limits.ignore_eos {
             Some(GenerationEnd::EndOfText)
-        } else if let Some(stop) = self.out.push(token)? {
+        } else if let Some(stop) = self.out.push(token, draw.tokenizer)? {
             Some(GenerationEnd::Stop(stop))
-        } else if !self.out.flush_to(observer) || !observer.sampled() {
+        } else if !self.out.flush_to(draw.observer) || !draw.observer.sampled() {
             Some(GenerationEnd::Cancelled)
         } else if self.known.len() - self.prompt >= self.limits.max_tokens {
             Some(GenerationEnd::MaxTokens)
@@ -286,30 +313,31 @@ impl Generating<'_> {
     }
 }
 
-/// Turns tokens into final text.
-struct Output<'t> {
-    stream: Option<TextStream<'t>>,
+/// Turns tokens into final text. Every call gets the same tokenizer, or none.
+struct Output {
+    state: TextState,
     stops: StopMatcher,
     text: String,
     shown: usize,
 }
 
-impl<'t> Output<'t> {
-    fn new(tokenizer: Option<&'t Tokenizer>, prompt: &[u32], limits: &Limits, written: &[u32]) -> Self {
-        let stream = tokenizer.map(|t| t.stream_after(prompt, written));
-        Output { stream, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
+impl Output {
+    fn new(tokenizer: Option<&Tokenizer>, prompt: &[u32], limits: &Limits, written: &[u32]) -> Self {
+        let state = tokenizer.map(|tokenizer| TextState::after(tokenizer, prompt, written));
+        let state = state.unwrap_or_default();
+        Output { state, stops: StopMatcher::new(&limits.stop), text: String::new(), shown: 0 }
     }
     /// Adds a token. Returns the stop string that it completed, if any.
-    fn push(&mut self, token: u32) -> Result<Option<String>, Error> {
-        let Some(stream) = &mut self.stream else { return Ok(None) };
-        let piece = stream.push(token)?;
+    fn push(&mut self, token: u32, tokenizer: Option<&Tokenizer>) -> Result<Option<String>, Error> {
+        let Some(tokenizer) = tokenizer else { return Ok(None) };
+        let piece = self.state.push(tokenizer, token)?;
         Ok(self.stops.push(&piece, &mut self.text))
     }
     /// Appends the text held back, unless a stop string ended the generation.
-    fn finish(&mut self, finish: &GenerationEnd) -> Result<(), Error> {
+    fn finish(&mut self, finish: &GenerationEnd, tokenizer: Option<&Tokenizer>) -> Result<(), Error> {
         if !matches!(finish, GenerationEnd::Stop(_)) {
-            if let Some(stream) = &mut self.stream {
-                let rest = stream.finish()?;
+            if let Some(tokenizer) = tokenizer {
+                let rest = self.state.finish(tokenizer)?;
                 self.stops.push(&rest, &mut self.text);
             }
             self.stops.finish(&mut self.text);

@@ -4,6 +4,7 @@
 //! top-p, min-p, temperature, draw. Top-p and min-p use the probabilities before the temperature.
 use kvist_device::{HostSampler, NoToken, RowOutput, RowResult, SampleParams};
 use kvist_model::Error;
+use kvist_model::generation_config::SamplingDefaults;
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
@@ -44,6 +45,21 @@ impl SamplerConfig {
             frequency_penalty: 0.0,
             presence_penalty: 0.0,
             seed: 0,
+        }
+    }
+
+    /// The settings that a model ships, and our own where it ships none: temperature 0.8, top-k 40, top-p 0.95, min-p
+    /// 0.05, no penalties.
+    pub fn of_model(shipped: &SamplingDefaults, seed: u64) -> Self {
+        SamplerConfig {
+            temperature: shipped.temperature.unwrap_or(0.8),
+            top_k: shipped.top_k.unwrap_or(40),
+            top_p: shipped.top_p.unwrap_or(0.95),
+            min_p: shipped.min_p.unwrap_or(0.05),
+            repetition_penalty: shipped.repetition_penalty.unwrap_or(1.0),
+            repetition_window: shipped.repetition_window.unwrap_or(64),
+            seed,
+            ..SamplerConfig::greedy()
         }
     }
 }

@@ -122,6 +122,28 @@ impl ModelSession {
         self.open_only()
     }
 
+    /// Removes the tokens of `seq` from position `len` on. Returns the number of tokens that are left: `len`, or 0 in a
+    /// ring, which has overwritten the cells that a rollback needs and starts again from empty. The sequence exists
+    /// afterwards, also if nothing is left. With packed storages, only [`CacheConfig::cut_before`] says where a sequence
+    /// continues as if it had never been longer.
+    pub fn truncate(&mut self, seq: SeqId, len: u32) -> Result<u32, Error> {
+        if let Some(mut sequences) = self.cache.sequences() {
+            sequences.seq_rm(seq, len, u32::MAX)?;
+            if len == 0 {
+                match sequences.seq_new(seq) {
+                    Err(Refused::SequenceExists(_)) => {}
+                    other => other?,
+                }
+            }
+        } else if let Some(mut rewind) = self.cache.rewinds() {
+            rewind.rewind(len)?;
+        } else {
+            self.clear()?;
+            return Ok(0);
+        }
+        Ok(len)
+    }
+
     /// Keeps the output of these layers from the next pass on; see [`tap`](Self::tap). [`EMBEDDING`] stands for the input of
     /// the first layer.
     pub fn set_taps(&mut self, layers: &[LayerId]) -> Result<(), Error> {
@@ -141,6 +163,11 @@ impl ModelSession {
     /// Logits of the last pass: `[rows, vocab]`.
     pub fn logits(&self) -> &[f32] {
         self.runner.network.output().logits()
+    }
+    /// Moves the logits of the last pass out, `[rows, vocab]`, for callers that keep them longer than the session's next
+    /// pass. [`logits`](Self::logits) is empty until then.
+    pub fn take_logits(&mut self) -> Vec<f32> {
+        self.runner.network.output_mut().take_logits()
     }
     /// The logits of the last pass, which a sampler may modify.
     pub(crate) fn logits_mut(&mut self) -> &mut [f32] {

@@ -28,6 +28,7 @@ use kvist_scheduler::{
 };
 use memory::Memory;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use watch::Watched;
 
 /// Options of a run.
@@ -50,6 +51,8 @@ pub struct Options {
     pub watch: bool,
     /// Verify draft tokens while decoding. Steps then run one by one.
     pub speculation: Option<Speculation>,
+    /// Once it is true the run ends, with [`RunError::Stopped`]. Looked at between steps.
+    pub stop: Option<Arc<AtomicBool>>,
 }
 
 impl Default for Options {
@@ -63,6 +66,7 @@ impl Default for Options {
             itl: true,
             watch: false,
             speculation: None,
+            stop: None,
         }
     }
 }
@@ -86,6 +90,9 @@ pub enum RunError {
         /// Name of the cost model.
         cost: String,
     },
+    /// See [`Options::stop`].
+    #[error("the run was stopped")]
+    Stopped,
 }
 
 /// The result of a run.
@@ -133,6 +140,9 @@ pub fn run<'s>(
         let n_ended = simulation.n_ended;
         if now > i64::MAX as u64 {
             return Err(RunError::OutOfTime { ended: n_ended, requests: requests.len(), cost: cost.name() });
+        }
+        if options.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)) {
+            return Err(RunError::Stopped);
         }
         simulation.submit_arrivals(now);
         let elapsed_ns = simulation.iterate(now, recording.as_mut());

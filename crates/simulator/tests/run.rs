@@ -9,10 +9,11 @@ use kvist_scheduler::{
 use kvist_simulator::cost::{BatchShape, ConstantRates, StepCost};
 use kvist_simulator::report::{Objectives, Report, RequestOutcome};
 use kvist_simulator::request::Request;
-use kvist_simulator::run::{Options, Part, Run, run};
+use kvist_simulator::run::{Options, Part, Run, RunError, run};
 use kvist_testing::reference::SplitMix64 as Random;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 fn paged(capacity_tokens: u32, block_tokens: u32, vocabulary: Option<Vocabulary>) -> Cache {
     let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: capacity_tokens };
@@ -140,6 +141,7 @@ fn options(config: &Config, one_by_one: bool) -> Options {
         itl: true,
         watch: true,
         speculation: None,
+        stop: None,
     }
 }
 
@@ -382,4 +384,20 @@ fn an_engine_and_the_simulator_decide_alike() {
         assert!(scheduler::replay(events.as_bytes(), cache(), None).unwrap() == decisions, "seed {seed}");
     }
     assert!(preemptions > 20 && hits > 1000, "{preemptions} preemptions, {hits} tokens hit");
+}
+
+#[test]
+fn a_run_can_be_stopped() {
+    let stop = Arc::new(AtomicBool::new(false));
+    let options = Options { stop: Some(stop.clone()), ..Options::default() };
+    let mut ended = 0;
+    let mut progress = |n: usize| {
+        assert!(!stop.load(Ordering::Relaxed), "it goes on after the stop");
+        ended = n;
+        stop.store(n >= 5, Ordering::Relaxed);
+    };
+    let cache = paged(4096, 4, Some(Vocabulary::Ids { tokens_per_id: 8 }));
+    let stopped = run(&requests(3, 60), cache, &Uneven, &options, None, &mut progress);
+    assert_eq!(stopped.err(), Some(RunError::Stopped));
+    assert!((5..60).contains(&ended));
 }

@@ -2,6 +2,7 @@
 mod arena;
 mod blocks;
 pub mod costs;
+mod function;
 pub mod replay;
 mod requests;
 mod schedule;
@@ -18,6 +19,8 @@ use anyhow::Context;
 use blocks::BlockArgs;
 use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
+pub use function::{NoResult, Simulated};
+pub use function::{simulate as simulate_with, sweep as sweep_with};
 use kvist_cache::{Cache, evict};
 use kvist_scheduler::Config;
 use kvist_simulator::html;
@@ -28,6 +31,8 @@ use requests::{RequestArgs, Requests};
 use schedule::ScheduleArgs;
 use speculate::SpeculateArgs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 use zero::ZeroArgs;
 
@@ -92,6 +97,9 @@ pub struct What {
     /// Objective for the time per token after the first
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
     slo_tpot: Option<Duration>,
+    /// Ends a run when it becomes true.
+    #[arg(skip)]
+    pub stop: Option<Arc<AtomicBool>>,
 }
 
 impl What {
@@ -238,7 +246,8 @@ impl What {
     pub fn options(&self, seed: u64) -> Options {
         let (max_new, deadline_ns) = (self.schedule.max_new(), self.schedule.deadline_ns());
         let speculation = self.speculation.get(seed);
-        Options { scheduler: self.scheduler(), max_new, deadline_ns, speculation, ..Options::default() }
+        let stop = self.stop.clone();
+        Options { scheduler: self.scheduler(), max_new, deadline_ns, speculation, stop, ..Options::default() }
     }
 
     fn scheduler(&self) -> Config {

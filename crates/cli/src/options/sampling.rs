@@ -86,15 +86,15 @@ impl SamplingArgs {
         let none = SamplingDefaults::default();
         let shipped = if self.greedy { &none } else { shipped };
         let temperature = if self.greedy { Some(0.0) } else { self.temperature };
+        let base = SamplerConfig::of_model(shipped, seed);
         SamplerConfig {
-            temperature: temperature.or(shipped.temperature).unwrap_or(0.8),
-            top_k: self.top_k.map(|k| k as usize).or(shipped.top_k).unwrap_or(40),
-            top_p: self.top_p.or(shipped.top_p).unwrap_or(0.95),
-            min_p: self.min_p.or(shipped.min_p).unwrap_or(0.05),
-            repetition_penalty: self.repeat_penalty.or(shipped.repetition_penalty).unwrap_or(1.0),
-            repetition_window: self.repeat_last.or(shipped.repetition_window).unwrap_or(64),
-            seed,
-            ..SamplerConfig::greedy()
+            temperature: temperature.unwrap_or(base.temperature),
+            top_k: self.top_k.map_or(base.top_k, |k| k as usize),
+            top_p: self.top_p.unwrap_or(base.top_p),
+            min_p: self.min_p.unwrap_or(base.min_p),
+            repetition_penalty: self.repeat_penalty.unwrap_or(base.repetition_penalty),
+            repetition_window: self.repeat_last.unwrap_or(base.repetition_window),
+            ..base
         }
     }
 }

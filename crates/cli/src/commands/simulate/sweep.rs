@@ -21,8 +21,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -94,7 +94,14 @@ struct Table {
     rows: Vec<Row>,
 }
 
-pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
+pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let (as_json, out) = (args.json, args.out.clone());
+    let (table, json) = write(args, quiet)?;
+    if as_json { output::show(&json) } else { output::show(&present::text(&table, &out)) }
+}
+
+/// Runs what is missing and writes all files. Returns the table, also as JSON.
+fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     if args.what.zero.zero_service && !args.schedules.is_empty() {
         return Err(wrong_usage("--schedules cannot be used with --zero-service, where no request waits"));
     }
@@ -153,7 +160,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let page = Page { title: &title, comparison, plots, ..Page::default() };
     output::write_file(&args.out.join("sweep.html"), page.render().as_bytes())?;
     write_pictures(&args.out, &page)?;
-    if args.json { output::show(&json) } else { output::show(&present::text(&table, &args.out)) }
+    Ok((table, json))
+}
+
+/// [`run`] for programs: writes nothing to stdout and stderr. Returns the table as JSON.
+pub fn quietly(mut args: Args, stop: Arc<AtomicBool>) -> anyhow::Result<String> {
+    args.what.stop = Some(stop);
+    Ok(write(args, true)?.1)
 }
 
 /// The requests of a seed.
@@ -191,7 +204,7 @@ impl std::io::Write for Fnv {
 /// Hash of this program's binary: another build may compute other figures.
 fn program() -> anyhow::Result<u64> {
     let cannot = || "cannot read this program, whose build is part of what a cell depends on";
-    let file = std::env::current_exe().with_context(cannot)?;
+    let file = crate::PROGRAM.get().cloned().map_or_else(std::env::current_exe, Ok).with_context(cannot)?;
     let mut hash = FNV;
     std::io::copy(&mut std::fs::File::open(file).with_context(cannot)?, &mut hash).with_context(cannot)?;
     Ok(hash.0)
@@ -304,7 +317,8 @@ fn key(what: &What, options: &Options, load: &Load) -> anyhow::Result<String> {
     let mut hash = Fnv(load.hash);
     write!(
         hash,
-        "{options:?} {:?} {:?} {:?} {:?}",
+        "{:?} {:?} {:?} {:?} {:?}",
+        Options { stop: None, ..options.clone() },
         (what.zero.zero_service, what.zero.touch_order),
         what.objectives(),
         what.blocks,

@@ -1,0 +1,29 @@
+"""The errors of kvist. Their texts are the engine's own."""
+
+
+class Error(Exception):
+    """Base of all errors that kvist raises on purpose."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument is wrong; nothing was done."""
+
+
+class ModelError(Error):
+    """A model's files cannot be read, or are not those of a model that kvist runs."""
+
+
+class OutOfMemory(Error, MemoryError):
+    """Weights or cache do not fit into the memory budget; nothing was allocated."""
+
+
+class Refused(Error):
+    """A cache cannot do what was asked, and has not changed."""
+
+
+class NoSpace(Refused):
+    """Too few cells of the cache are free."""
+
+
+class Busy(Error):
+    """Another thread uses the object, or a step is in flight; nothing has changed."""

@@ -1,0 +1,123 @@
+//! Errors of the crates below as Python exceptions. The classes are defined in `kvist/_errors.py`, because two of them have
+//! two bases.
+use kvist_cache::{Misuse, NotBlocks, PagedError, Refused};
+use kvist_device::{DeviceError, BuildError, StepError};
+use kvist_engine::Error;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyType;
+
+/// The classes of `kvist/_errors.py`.
+#[derive(Clone, Copy, Debug)]
+pub enum Class {
+    Error,
+    Argument,
+    OutOfMemory,
+    Refused,
+    NoSpace,
+    Busy,
+    Model,
+}
+
+impl Class {
+    fn name(self) -> &'static str {
+        match self {
+            Class::Error => "Error",
+            Class::Argument => "ArgumentError",
+            Class::OutOfMemory => "OutOfMemory",
+            Class::Refused => "Refused",
+            Class::NoSpace => "NoSpace",
+            Class::Busy => "Busy",
+            Class::Model => "ModelError",
+        }
+    }
+
+    /// An exception of this class.
+    pub fn with(self, text: impl Into<String>) -> PyErr {
+        static CLASSES: PyOnceLock<Vec<Py<PyType>>> = PyOnceLock::new();
+        const ALL: [Class; 7] = [
+            Class::Error,
+            Class::Argument,
+            Class::OutOfMemory,
+            Class::Refused,
+            Class::NoSpace,
+            Class::Busy,
+            Class::Model,
+        ];
+        let text = text.into();
+        Python::attach(|py| {
+            let classes = CLASSES.get_or_try_init(py, || {
+                let module = py.import("kvist._errors")?;
+                let class = |class: &Class| Ok(module.getattr(class.name())?.cast_into::<PyType>()?.unbind());
+                ALL.iter().map(class).collect::<PyResult<Vec<_>>>()
+            });
+            match classes {
+                Ok(classes) => PyErr::from_type(classes[self as usize].bind(py).clone(), text),
+                // The package is incomplete.
+                Err(_) => PyRuntimeError::new_err(text),
+            }
+        })
+    }
+}
+
+/// A bad argument, which is a `ValueError` too.
+pub fn argument(text: impl Into<String>) -> PyErr {
+    Class::Argument.with(text)
+}
+
+pub fn refused(error: &Refused) -> PyErr {
+    let class = match error {
+        Refused::NoSpace { .. } => Class::NoSpace,
+        _ => Class::Refused,
+    };
+    class.with(error.to_string())
+}
+
+pub fn engine(error: Error) -> PyErr {
+    let text = error.to_string();
+    let class = match error {
+        Error::Step(StepError::Refused(why)) => return refused(&why),
+        Error::OutOfBudget(_) | Error::CacheTooLarge { .. } => Class::OutOfMemory,
+        Error::Step(StepError::Device(DeviceError::OutOfBudget(_))) => Class::OutOfMemory,
+        Error::Usage(_)
+        | Error::Sampling(_)
+        | Error::EmptyPrompt
+        | Error::PromptTooLong { .. }
+        | Error::TokenOutsideVocabulary { .. }
+        | Error::Paged(_)
+        | Error::Build(BuildError::Unknown { .. } | BuildError::Kind { .. }) => Class::Argument,
+        Error::Read { .. }
+        | Error::Empty { .. }
+        | Error::NotAModel { .. }
+        | Error::Malformed { .. }
+        | Error::Config { .. }
+        | Error::UnknownArchitecture { .. }
+        | Error::MissingTensor { .. }
+        | Error::TensorShape { .. }
+        | Error::TensorEncoding { .. }
+        | Error::Tokenizer { .. }
+        | Error::Template { .. } => Class::Model,
+        _ => Class::Error,
+    };
+    class.with(text)
+}
+
+pub fn misuse(error: Misuse) -> PyErr {
+    match error {
+        Misuse::Refused(why) => refused(&why),
+        Misuse::NoStep | Misuse::StepInFlight => Class::Busy.with(error.to_string()),
+        other => Class::Error.with(other.to_string()),
+    }
+}
+
+pub fn paged(error: PagedError) -> PyErr {
+    argument(error.to_string())
+}
+
+pub fn not_blocks(error: NotBlocks) -> PyErr {
+    match error {
+        NotBlocks::BlockSize { .. } => argument(error.to_string()),
+        other => Class::Refused.with(other.to_string()),
+    }
+}

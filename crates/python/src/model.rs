@@ -1,0 +1,336 @@
+//! A loaded model.
+use crate::arguments::{Options, Prompt, Wanted, cache_config, to_json, tokenizer};
+use crate::errors::{Class, argument, engine};
+use crate::generation::Generation;
+use crate::session::{Session, Text};
+use crate::wait::without_gil;
+use kvist_device::{MemoryBudget, Registry};
+use kvist_engine::devices::{self, Compute};
+use kvist_engine::memory::CacheConfig;
+use kvist_hub::{Hub, Progress, Settings};
+use kvist_model::template::Conversation;
+use kvist_model::{LoadOptions, ModelFile, Opened};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, LazyLock, Mutex};
+
+/// A model's weights, tokenizer and chat template. Sessions of one model share its weights.
+///
+/// Args:
+///     path: a Hugging Face folder, a .gguf file, or a name such as "hf:ORG/NAME"; without it the embedded model.
+///     weights: how linear layers are stored in memory: "as-stored", "f32" or "q8_0".
+///     context: tokens of the longest text, for models whose RoPE depends on it.
+///     threads: compute threads; by default one per core.
+///     deterministic: make a text independent of batches and shared prefixes, to the last bit; a little slower.
+///     memory: bytes, or a size such as "8GB", that weights and caches may take together; by default what is free.
+///     mmap: map the files, which must not change meanwhile, instead of reading them.
+///     offline: download nothing.
+///
+/// Raises:
+///     ModelError: the files cannot be read, or are not those of a model that kvist runs.
+///     OutOfMemory: the weights do not fit.
+#[pyclass(frozen, module = "kvist")]
+pub struct Model {
+    pub model: Arc<kvist_model::Model>,
+    pub compute: Compute,
+}
+
+/// Default context of a session, in tokens, if the model was trained on more.
+const CONTEXT: u32 = 4096;
+
+/// The most threads that make sense, as for `kvist --threads`.
+const MAX_THREADS: usize = 1024;
+
+/// Threads by their number and determinism: they are created once.
+fn compute(threads: Option<usize>, deterministic: bool) -> PyResult<Compute> {
+    static POOLS: LazyLock<Mutex<HashMap<usize, Compute>>> = LazyLock::new(Default::default);
+    let Some(threads) = threads else { return Ok(Compute::default().deterministic(deterministic)) };
+    if !(1..=MAX_THREADS).contains(&threads) {
+        return Err(argument(format!("`threads`: {threads} is not a number from 1 to {MAX_THREADS}")));
+    }
+    let mut pools = crate::wait::lock(&POOLS);
+    let pool = pools.entry(threads).or_insert_with(|| Compute::new(Compute::default().isa, threads));
+    Ok(pool.clone().deterministic(deterministic))
+}
+
+#[derive(FromPyObject)]
+pub enum Bytes {
+    Number(u64),
+    Text(String),
+}
+
+impl Bytes {
+    fn get(self) -> PyResult<u64> {
+        match self {
+            Bytes::Number(bytes) => Ok(bytes),
+            Bytes::Text(text) => {
+                let size: kvist_cli::Size =
+                    text.parse().map_err(|why| argument(format!("`memory`: {why}")))?;
+                Ok(size.0)
+            }
+        }
+    }
+}
+
+/// Downloads without a progress bar.
+struct Silent;
+
+impl Progress for Silent {
+    fn begin(&mut self, _: &str, _: u64, _: u64) {}
+    fn at(&mut self, _: u64) {}
+    fn end(&mut self) {}
+    fn note(&mut self, _: &str) {}
+    fn accept(&mut self, _: &std::path::Path) -> Result<(), String> {
+        Ok(())
+    }
+}
+
+/// Finds the model on this machine, downloads what is missing, and loads it.
+fn load(
+    path: Option<PathBuf>,
+    options: &LoadOptions,
+    compute: &Compute,
+    budget: &Arc<MemoryBudget>,
+    offline: bool,
+) -> PyResult<kvist_model::Model> {
+    let (file, name) = match path {
+        None => (ModelFile::Embedded, None),
+        Some(path) => {
+            let mut settings = Settings::from_env(&|name| std::env::var_os(name));
+            settings.offline |= offline;
+            let found = Hub::new(settings).resolve(&path, &mut Silent);
+            let found = found.map_err(|why| Class::Model.with(why.to_string()))?;
+            let name = (found.path != path).then(|| path.display().to_string());
+            (ModelFile::Path(found.path), name)
+        }
+    };
+    let mut opened = Opened::open(&file, options.mmap).map_err(engine)?;
+    if let Some(name) = name {
+        opened.rename(&name);
+    }
+    devices::load(opened, compute, options, budget, &mut |_, _| {}).map_err(engine)
+}
+
+#[pymethods]
+impl Model {
+    #[new]
+    #[pyo3(signature = (path=None, *, weights="as-stored", context=None, threads=None, deterministic=false, memory=None, mmap=true, offline=false))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    fn new(
+        py: Python<'_>,
+        path: Option<PathBuf>,
+        weights: &str,
+        context: Option<u32>,
+        threads: Option<usize>,
+        deterministic: bool,
+        memory: Option<Bytes>,
+        mmap: bool,
+        offline: bool,
+    ) -> PyResult<Self> {
+        let format = weights.parse().map_err(|why| argument(format!("`weights`: {why}")))?;
+        let budget = match memory {
+            Some(bytes) => MemoryBudget::new(bytes.get()?),
+            None => kvist_cli::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
+        };
+        let compute = compute(threads, deterministic)?;
+        let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
+        let model = without_gil(py, || load(path, &options, &compute, &budget, offline))?;
+        Ok(Model { model: Arc::new(model), compute })
+    }
+
+    /// The model's name: its path, or the name that it was loaded by.
+    #[getter]
+    fn name(&self) -> &str {
+        self.model.name()
+    }
+    /// Number of tokens of the vocabulary.
+    #[getter]
+    fn vocab_size(&self) -> usize {
+        self.model.config().vocab
+    }
+    /// Tokens of context that the model was trained on.
+    #[getter]
+    fn context(&self) -> u32 {
+        self.model.config().context
+    }
+    /// Number of decoder layers.
+    #[getter]
+    fn n_layers(&self) -> usize {
+        self.model.layout().layers.len()
+    }
+    /// Tokens that end a text.
+    #[getter]
+    fn end_tokens(&self) -> Vec<u32> {
+        self.model.end_tokens().to_vec()
+    }
+    /// Whether `chat` works. Without a template a model only continues texts.
+    #[getter]
+    fn has_chat_template(&self) -> bool {
+        self.model.chat_template().is_some()
+    }
+
+    /// The tokens of a text. `special` adds the marks of a text's beginning, if the model has any.
+    #[pyo3(signature = (text, *, special=true))]
+    fn encode(&self, text: &str, special: bool) -> PyResult<Vec<u32>> {
+        tokenizer(&self.model)?.encode(text, special).map_err(engine)
+    }
+
+    /// The text of tokens, without control tokens.
+    fn decode(&self, tokens: Vec<u32>) -> PyResult<String> {
+        let vocab = self.model.config().vocab;
+        if let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) {
+            return Err(engine(kvist_model::Error::TokenOutsideVocabulary { token, vocab }));
+        }
+        tokenizer(&self.model)?.decode(&tokens).map_err(engine)
+    }
+
+    /// A session with a cache of its own.
+    ///
+    /// Args:
+    ///     kind: contiguous, ring (needs a window), cells, tree or paged.
+    ///     kv, kv_v: storage of K and V, and of V if it differs: f32, f16, bf16, q8, q4, t4, and their variants.
+    ///     context: tokens that the cache holds, over all branches; by default the model's context, at most 4096.
+    ///     window, sinks: tokens that a query sees, and first tokens that stay visible beside them.
+    ///     chunk: tokens of the largest pass.
+    ///     recent: tokens of a group that packed storages also keep in f16; 0 for none.
+    ///     max_rows: rows of logits that a pass can return.
+    ///
+    /// Raises:
+    ///     OutOfMemory: the bound on the session's memory does not fit; nothing was allocated.
+    #[pyo3(signature = (*, kind="cells", **options))]
+    #[pyo3(
+        text_signature = "($self, *, kind='cells', kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend='cpu')"
+    )]
+    fn session(&self, py: Python<'_>, kind: &str, options: Option<&Bound<'_, PyDict>>) -> PyResult<Session> {
+        let mut options = Options::of("session", options)?;
+        let config = cache_config(&mut options, kind, self.model.config().context.min(CONTEXT))?;
+        options.end()?;
+        self.open(py, &config)
+    }
+
+    /// Continues a prompt in a session of its own. See `Session.generate` for the options of a text, and `session` for
+    /// those of its cache.
+    #[pyo3(signature = (prompt, **options))]
+    #[pyo3(
+        text_signature = "($self, prompt, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None)"
+    )]
+    fn generate(
+        &self,
+        py: Python<'_>,
+        prompt: Prompt,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Generation> {
+        let tokens = prompt.encode(&self.model, true)?;
+        let mut options = Options::of("generate", options)?;
+        let wanted = Wanted::take(&mut options, &self.model)?;
+        let session = self.session_for(py, options, tokens.len(), &wanted)?;
+        session.begin(py, Text::Whole(tokens), &wanted, false)
+    }
+
+    /// Answers a conversation in a session of its own.
+    ///
+    /// Args:
+    ///     messages: dicts with `role` and `content`, as in the OpenAI API; text only.
+    ///     tools: descriptions of functions, for the template.
+    ///     template: further variables of the template, such as {"enable_thinking": False}.
+    #[pyo3(signature = (messages, *, tools=None, template=None, **options))]
+    #[pyo3(
+        text_signature = "($self, messages, *, tools=None, template=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None)"
+    )]
+    fn chat(
+        &self,
+        py: Python<'_>,
+        messages: &Bound<'_, PyAny>,
+        tools: Option<&Bound<'_, PyAny>>,
+        template: Option<&Bound<'_, PyAny>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Generation> {
+        let tokens = Self::render_for(&self.model, messages, tools, template)?;
+        let mut options = Options::of("chat", options)?;
+        let wanted = Wanted::take(&mut options, &self.model)?;
+        let session = self.session_for(py, options, tokens.len(), &wanted)?;
+        session.begin(py, Text::Whole(tokens), &wanted, true)
+    }
+
+    /// The tokens of a conversation, up to where the answer begins.
+    #[pyo3(signature = (messages, *, tools=None, template=None))]
+    fn render(
+        &self,
+        messages: &Bound<'_, PyAny>,
+        tools: Option<&Bound<'_, PyAny>>,
+        template: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<u32>> {
+        Self::render_for(&self.model, messages, tools, template)
+    }
+
+    fn __repr__(&self) -> String {
+        let config = self.model.config();
+        format!(
+            "<kvist.Model {:?}, {} layers, vocabulary {}>",
+            self.model.name(),
+            self.n_layers(),
+            config.vocab
+        )
+    }
+}
+
+impl Model {
+    /// The tokens of a conversation, up to where the answer begins.
+    pub fn render_for(
+        model: &kvist_model::Model,
+        messages: &Bound<'_, PyAny>,
+        tools: Option<&Bound<'_, PyAny>>,
+        template: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Vec<u32>> {
+        let chat = model.chat_template().ok_or_else(|| {
+            argument("this model has no chat template, so it continues texts: use `generate`")
+        })?;
+        let list =
+            |name: &str, value: Option<&Bound<'_, PyAny>>| match value.map(|value| to_json(name, value)) {
+                None => Ok(Vec::new()),
+                Some(Ok(serde_json::Value::Array(items))) => Ok(items),
+                Some(Ok(_)) => Err(argument(format!("`{name}` is not a list"))),
+                Some(Err(error)) => Err(error),
+            };
+        let kwargs = match template.map(|template| to_json("template", template)).transpose()? {
+            None => serde_json::Map::new(),
+            Some(serde_json::Value::Object(fields)) => fields,
+            Some(_) => return Err(argument("`template` is not a dict")),
+        };
+        let (messages, tools) = (list("messages", Some(messages))?, list("tools", tools)?);
+        if messages.is_empty() {
+            return Err(argument("`messages` is empty: give at least one"));
+        }
+        let conversation =
+            Conversation { messages: &messages, tools: &tools, add_generation_prompt: true, kwargs: &kwargs };
+        let tokenizer = tokenizer(model)?;
+        let text = chat.render_conversation(&conversation, tokenizer).map_err(engine)?;
+        tokenizer.encode(&text, false).map_err(engine)
+    }
+
+    pub fn registry(&self) -> Registry {
+        devices::on(&self.compute)
+    }
+
+    pub fn open(&self, py: Python<'_>, config: &CacheConfig) -> PyResult<Session> {
+        let registry = self.registry();
+        Session::open(py, &self.model, &registry, config)
+    }
+
+    /// A session for one text: as long as the prompt and what is to be generated, within the model's context.
+    fn session_for(
+        &self,
+        py: Python<'_>,
+        mut options: Options<'_>,
+        prompt: usize,
+        wanted: &Wanted,
+    ) -> PyResult<Session> {
+        let needed = prompt.saturating_add(wanted.limits.max_tokens).max(1);
+        let context = u32::try_from(needed).unwrap_or(u32::MAX).min(self.model.config().context);
+        let config = cache_config(&mut options, "contiguous", context)?;
+        options.end()?;
+        self.open(py, &config)
+    }
+}

@@ -1,0 +1,389 @@
+//! Sessions: a text and its cache. The branches of a session share its memory.
+use crate::arguments::{Options, Prompt, Wanted, from_json};
+use crate::errors::{Class, argument, engine, refused};
+use crate::generation::Generation;
+use crate::model::Model;
+use crate::wait::{exclusive, lock, without_gil};
+use kvist_cache::SeqId;
+use kvist_device::Registry;
+use kvist_engine::Error;
+use kvist_engine::generate::Stepwise;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The engine's session, which the branches use in turn. Its lock is waited for without the GIL only.
+pub struct Pool {
+    core: Mutex<Core>,
+    /// Sequences of branches that are gone. They are removed when the lock is next taken, so that dropping a branch
+    /// never waits.
+    dropped: Mutex<Vec<SeqId>>,
+}
+
+pub struct Core {
+    pub session: ModelSession,
+    next_seq: u32,
+    /// The branch that was extended last.
+    fed: SeqId,
+}
+
+impl Core {
+    /// Notes which branch is extended now.
+    pub fn extends(&mut self, seq: SeqId) {
+        self.fed = seq;
+    }
+}
+
+impl Pool {
+    pub fn lock(&self) -> MutexGuard<'_, Core> {
+        let mut core = lock(&self.core);
+        for seq in std::mem::take(&mut *lock(&self.dropped)) {
+            if let Some(mut sequences) = core.session.cache().sequences() {
+                // A sequence that is not there needs no removal.
+                let _ = sequences.seq_rm(seq, 0, u32::MAX);
+            }
+        }
+        core
+    }
+}
+
+/// One text of a pool.
+pub struct Branch {
+    pub pool: Arc<Pool>,
+    pub seq: SeqId,
+    /// The whole text. The cache holds the first of these tokens, the others are computed in the next pass.
+    pub tokens: Vec<u32>,
+    /// Counts what changes the text, so that an older generation cannot go on with it.
+    pub version: u64,
+}
+
+impl Drop for Branch {
+    fn drop(&mut self) {
+        lock(&self.pool.dropped).push(self.seq);
+    }
+}
+
+impl Branch {
+    /// Replaces the text. What both texts begin with stays in the cache, except for at least one token, whose logits are
+    /// needed to go on. On `Err` text and cache belong together as before.
+    fn set(&mut self, core: &mut Core, tokens: Vec<u32>) -> Result<(), Error> {
+        let session = &mut core.session;
+        let held = session.cache().next_position(self.seq).unwrap_or(0) as usize;
+        let same = self.tokens.iter().zip(&tokens).take_while(|(a, b)| a == b).count();
+        let mut keep = same.min(tokens.len().saturating_sub(1)).min(held);
+        // While another branch was extended, the newest tokens of this one may have lost their recent rows in f16.
+        if keep < held || (core.fed != self.seq && held > 0) {
+            keep = session.config().cut_before(u32::try_from(keep).unwrap_or(u32::MAX)) as usize;
+        }
+        if keep < held {
+            session.truncate(self.seq, keep as u32)?;
+        }
+        self.tokens = tokens;
+        self.version += 1;
+        Ok(())
+    }
+
+    /// Where the cache ends.
+    fn held(&self, core: &mut Core) -> usize {
+        core.session.cache().next_position(self.seq).unwrap_or(0) as usize
+    }
+}
+
+/// A text and its cache. `Model.session` makes one.
+#[pyclass(frozen, module = "kvist")]
+pub struct Session {
+    model: Arc<kvist_model::Model>,
+    branch: Arc<Mutex<Branch>>,
+}
+
+const SESSION: &str = "session";
+
+impl Session {
+    pub fn open(
+        py: Python<'_>,
+        model: &Arc<kvist_model::Model>,
+        registry: &Registry,
+        config: &CacheConfig,
+    ) -> PyResult<Self> {
+        let session = py.detach(|| ModelSession::new(model, registry, config)).map_err(engine)?;
+        let core = Core { session, next_seq: 1, fed: SeqId::ONLY };
+        let pool = Arc::new(Pool { core: Mutex::new(core), dropped: Mutex::default() });
+        Ok(Session::of(model.clone(), Branch { pool, seq: SeqId::ONLY, tokens: Vec::new(), version: 0 }))
+    }
+
+    fn of(model: Arc<kvist_model::Model>, branch: Branch) -> Self {
+        Session { model, branch: Arc::new(Mutex::new(branch)) }
+    }
+
+    /// Begins a generation: of an answer in channels if `answers`, else of plain text.
+    pub fn begin(&self, py: Python<'_>, text: Text, wanted: &Wanted, answers: bool) -> PyResult<Generation> {
+        let marks = self.model.harmony().filter(|_| answers);
+        let mut sampler = wanted.sampler()?;
+        let (stepwise, version) = without_gil(py, || {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let pool = branch.pool.clone();
+            let mut core = pool.lock();
+            let text = text.after(&branch)?;
+            kvist_engine::check_prompt(core.session.config(), text.len()).map_err(engine)?;
+            branch.set(&mut core, text).map_err(engine)?;
+            let held = branch.held(&mut core);
+            sampler.observe(&branch.tokens[..held]);
+            let prompt = branch.tokens[held..].to_vec();
+            let session = &mut core.session;
+            let made = Stepwise::new(
+                session,
+                branch.seq,
+                prompt,
+                sampler,
+                &wanted.limits,
+                marks.unwrap_or_default(),
+            );
+            Ok((made.map_err(engine)?, branch.version))
+        })?;
+        Ok(Generation::new(self.branch.clone(), stepwise, version, marks.is_some()))
+    }
+
+    /// Tokens to add to the text.
+    fn more(&self, prompt: Prompt) -> PyResult<Text> {
+        let begins = exclusive(SESSION, &self.branch)?.tokens.is_empty();
+        let tokens = prompt.encode(&self.model, begins)?;
+        let vocab = self.model.config().vocab;
+        if let Some(&token) = tokens.iter().find(|token| **token as usize >= vocab) {
+            return Err(engine(Error::TokenOutsideVocabulary { token, vocab }));
+        }
+        Ok(Text::More { tokens, begins })
+    }
+}
+
+/// The text of a branch from now on.
+pub enum Text {
+    /// As it is.
+    Same,
+    /// With these tokens at its end, which were encoded for a text that begins with them, or for one that does not.
+    More { tokens: Vec<u32>, begins: bool },
+    /// These tokens alone.
+    Whole(Vec<u32>),
+}
+
+impl Text {
+    fn after(self, branch: &Branch) -> PyResult<Vec<u32>> {
+        match self {
+            Text::Same => Ok(branch.tokens.clone()),
+            Text::Whole(tokens) => Ok(tokens),
+            Text::More { tokens, begins } if branch.tokens.is_empty() == begins => {
+                Ok([&branch.tokens[..], &tokens].concat())
+            }
+            Text::More { .. } => {
+                Err(Class::Busy.with("another thread has changed this session's text meanwhile"))
+            }
+        }
+    }
+}
+
+#[pymethods]
+impl Session {
+    /// Continues the text, after `prompt` if there is one. Nothing is computed until the first piece is asked for.
+    ///
+    /// Args:
+    ///     prompt: a string or token ids, which are added to the text.
+    ///     max_tokens: tokens to generate at most.
+    ///     temperature, top_k, top_p, min_p: how tokens are drawn; temperature 0 takes the likeliest. By default as the
+    ///         model ships them, then 0.8, 40, 0.95 and 0.05.
+    ///     repeat_penalty, repeat_last: makes tokens of the last so many less likely; 1 is off.
+    ///     seed: the same seed gives the same text.
+    ///     stop: a string or several; the text ends before the first that appears.
+    ///     ignore_eos: go on after a token that ends a text.
+    ///
+    /// Returns:
+    ///     Generation: an iterator, also an asynchronous one, over pieces of text.
+    ///
+    /// Raises:
+    ///     ArgumentError: an argument is wrong, or the text does not fit into the cache.
+    #[pyo3(signature = (prompt=None, **options))]
+    #[pyo3(
+        text_signature = "($self, prompt=None, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False)"
+    )]
+    fn generate(
+        &self,
+        py: Python<'_>,
+        prompt: Option<Prompt>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Generation> {
+        let mut options = Options::of("generate", options)?;
+        let wanted = Wanted::take(&mut options, &self.model)?;
+        options.end()?;
+        let text = prompt.map_or(Ok(Text::Same), |prompt| self.more(prompt))?;
+        self.begin(py, text, &wanted, false)
+    }
+
+    /// Answers a conversation. What the session has computed of it already is not computed again.
+    #[pyo3(signature = (messages, *, tools=None, template=None, **options))]
+    #[pyo3(
+        text_signature = "($self, messages, *, tools=None, template=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False)"
+    )]
+    fn chat(
+        &self,
+        py: Python<'_>,
+        messages: &Bound<'_, PyAny>,
+        tools: Option<&Bound<'_, PyAny>>,
+        template: Option<&Bound<'_, PyAny>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Generation> {
+        let mut options = Options::of("chat", options)?;
+        let wanted = Wanted::take(&mut options, &self.model)?;
+        options.end()?;
+        let tokens = Model::render_for(&self.model, messages, tools, template)?;
+        self.begin(py, Text::Whole(tokens), &wanted, true)
+    }
+
+    /// Adds tokens to the text and returns logits, float32 `[rows, vocab]`: after the last token, or with rows="all" after
+    /// each one, of which there may be `max_rows`. The array owns the memory that the model wrote to: nothing is copied.
+    /// After an error the text is as before.
+    #[pyo3(signature = (tokens, *, rows="last"))]
+    fn forward<'py>(
+        &self,
+        py: Python<'py>,
+        tokens: Prompt,
+        rows: &str,
+    ) -> PyResult<Bound<'py, PyArray2<f32>>> {
+        let all = match rows {
+            "last" => false,
+            "all" => true,
+            other => return Err(argument(format!("`rows`: `{other}` is neither `last` nor `all`"))),
+        };
+        let text = self.more(tokens)?;
+        let logits = without_gil(py, || {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let known = branch.tokens.len();
+            let text = text.after(&branch)?;
+            let pool = branch.pool.clone();
+            let mut core = pool.lock();
+            if text.len() == known {
+                return Err(engine(Error::EmptyPrompt));
+            }
+            kvist_engine::check_prompt(core.session.config(), text.len()).map_err(engine)?;
+            branch.set(&mut core, text).map_err(engine)?;
+            core.extends(branch.seq);
+            let held = branch.held(&mut core);
+            let done =
+                compute(&mut core, branch.seq, &branch.tokens[held..], all.then_some(known.max(held) - held));
+            if let Err(error) = done {
+                let before = branch.tokens[..known].to_vec();
+                branch.set(&mut core, before).map_err(engine)?;
+                return Err(engine(error));
+            }
+            Ok(core.session.take_logits())
+        })?;
+        let vocab = self.model.config().vocab;
+        let n_rows = logits.len() / vocab;
+        logits.into_pyarray(py).reshape([n_rows, vocab])
+    }
+
+    /// A session with the same text that shares the cached K and V and copies none. Both go on independently.
+    fn fork(&self, py: Python<'_>) -> PyResult<Session> {
+        let branch = py.detach(|| {
+            let branch = exclusive(SESSION, &self.branch)?;
+            let mut core = branch.pool.lock();
+            let seq = SeqId(core.next_seq);
+            let sequences = core.session.cache().sequences();
+            let mut sequences = sequences.ok_or_else(|| {
+                argument("this kind of cache holds one sequence: use kind=\"cells\", \"tree\" or \"paged\" to fork")
+            })?;
+            sequences.fork(branch.seq, seq).map_err(|why| refused(&why))?;
+            core.next_seq += 1;
+            drop(core);
+            let (pool, tokens) = (branch.pool.clone(), branch.tokens.clone());
+            Ok::<_, PyErr>(Branch { pool, seq, tokens, version: 0 })
+        })?;
+        Ok(Session::of(self.model.clone(), branch))
+    }
+
+    /// Keeps the first `n` tokens of the text; a negative `n` removes that many from its end. What a packed cache may have
+    /// lost of the newest tokens is computed again with the next pass.
+    fn rollback(&self, py: Python<'_>, n: i64) -> PyResult<()> {
+        py.detach(|| {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let len = branch.tokens.len();
+            let asked =
+                if n < 0 { len.checked_sub(n.unsigned_abs() as usize) } else { usize::try_from(n).ok() };
+            let keep = asked.filter(|keep| *keep <= len).ok_or_else(|| {
+                argument(format!("the text has {len} tokens: it cannot be rolled back to {n}"))
+            })?;
+            let pool = branch.pool.clone();
+            let text = branch.tokens[..keep].to_vec();
+            branch.set(&mut pool.lock(), text).map_err(engine)
+        })
+    }
+
+    /// The token ids of the whole text.
+    #[getter]
+    fn tokens(&self) -> PyResult<Vec<u32>> {
+        Ok(exclusive(SESSION, &self.branch)?.tokens.clone())
+    }
+    /// What the tokens say, without control tokens.
+    #[getter]
+    fn text(&self) -> PyResult<String> {
+        let tokens = self.tokens()?;
+        crate::arguments::tokenizer(&self.model)?.decode(&tokens).map_err(engine)
+    }
+    /// Number of tokens that the cache holds. The others of the text are computed in the next pass.
+    #[getter]
+    fn cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
+        py.detach(|| {
+            let branch = exclusive(SESSION, &self.branch)?;
+            Ok(branch.held(&mut branch.pool.lock()))
+        })
+    }
+    /// Bytes of K and V that the session and its branches reserve now.
+    #[getter]
+    fn kv_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| Ok(exclusive(SESSION, &self.branch)?.pool.lock().session.kv_bytes()))
+    }
+    /// The kind of the cache.
+    #[getter]
+    fn kind(&self, py: Python<'_>) -> PyResult<String> {
+        py.detach(|| Ok(exclusive(SESSION, &self.branch)?.pool.lock().session.config().kind.clone()))
+    }
+
+    /// The contents of the cache, a dict for each layer group.
+    fn report<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let reports =
+            py.detach(|| Ok::<_, PyErr>(exclusive(SESSION, &self.branch)?.pool.lock().session.report()))?;
+        from_json(py, &crate::bookkeeping::report_json(&reports))
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(exclusive(SESSION, &self.branch)?.tokens.len())
+    }
+    fn __repr__(&self) -> String {
+        match self.branch.try_lock() {
+            Ok(branch) => format!("<kvist.Session of {} tokens>", branch.tokens.len()),
+            Err(_) => "<kvist.Session in use>".to_owned(),
+        }
+    }
+}
+
+/// Computes `tokens`. Logits are of the last one, or of those from `first` on. On `Err` the cache may hold the first of
+/// them.
+fn compute(core: &mut Core, seq: SeqId, tokens: &[u32], first: Option<usize>) -> Result<(), Error> {
+    let session = &mut core.session;
+    let Some(first) = first else {
+        return session.prefill(seq, tokens, &mut |_| true).map(drop);
+    };
+    let (before, wanted) = tokens.split_at(first);
+    // Refused before anything is computed.
+    let (rows, longest) = (session.config().max_rows as usize, session.config().max_step_tokens as usize);
+    if wanted.len() > rows.min(longest) {
+        return Err(Error::Usage(format!(
+            "{} rows of logits wanted: the session has memory for {rows}, and steps of {longest} tokens (max_rows, chunk)",
+            wanted.len()
+        )));
+    }
+    for chunk in before.chunks(longest) {
+        session.forward(&[SequenceInput::chain(seq, chunk)], LogitRows::None)?;
+    }
+    session.forward(&[SequenceInput::chain(seq, wanted)], LogitRows::All)
+}

@@ -1,0 +1,61 @@
+//! Waiting without the GIL, so that other threads go on and Ctrl-C is heard.
+use crate::errors::Class;
+use pyo3::prelude::*;
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+/// How long a wait may take until it looks for Ctrl-C again.
+pub const PATIENCE: Duration = Duration::from_millis(50);
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// The future's output, if it is ready within `limit`. Blocks this thread.
+pub fn ready_within<T>(limit: Duration, future: impl Future<Output = T>) -> Option<T> {
+    let until = Instant::now() + limit;
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Some(output);
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return None;
+        }
+        std::thread::park_timeout(left);
+    }
+}
+
+/// The lock of something that one thread uses at a time; a second thread gets `Busy`. A panic elsewhere leaves nothing
+/// half done behind such a lock, because the engine's steps commit as a whole.
+pub fn exclusive<'m, T>(what: &str, mutex: &'m Mutex<T>) -> PyResult<MutexGuard<'m, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Ok(guard),
+        Err(TryLockError::Poisoned(broken)) => Ok(broken.into_inner()),
+        Err(TryLockError::WouldBlock) => Err(Class::Busy
+            .with(format!("another thread is using this {what}: wait for it, or use one for each thread"))),
+    }
+}
+
+/// The lock, after waiting for it. With the GIL held, only for locks whose holders never wait for the GIL.
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs `work` without the GIL, and then handles signals. The error of a signal comes after the work is done.
+pub fn without_gil<T: Send>(py: Python<'_>, work: impl FnOnce() -> PyResult<T> + Send) -> PyResult<T> {
+    let done = py.detach(work)?;
+    py.check_signals()?;
+    Ok(done)
+}

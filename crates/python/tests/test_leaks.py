@@ -1,0 +1,65 @@
+"""What is dropped is freed: resident memory stays flat."""
+
+import gc
+import sys
+
+import kvist
+import pytest
+from kvist import cache
+
+N = 10_000
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def grown(work):
+    """Bytes by which memory grows over the last nine tenths of `N` rounds."""
+    for i in range(N // 10):
+        work(i)
+    gc.collect()
+    before = resident_bytes()
+    for i in range(N // 10, N):
+        work(i)
+    gc.collect()
+    return resident_bytes() - before
+
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+# A leak of one object for each round would be larger: a session's cache alone takes kilobytes.
+SLACK = 8 << 20
+
+
+def test_sessions():
+    model = kvist.Model(threads=1)
+
+    def work(i):
+        session = model.session(context=64)
+        logits = session.forward([i % 1000])
+        fork = session.fork()
+        if i % 50 == 0:
+            generation = fork.generate([5], max_tokens=3)
+            next(generation, None)  # and left
+        del logits, session
+
+    assert grown(work) < SLACK
+
+
+def test_steps():
+    blocks = cache.Paged(capacity=1024, block_tokens=16)
+    blocks.open(1, [1])
+    with blocks.begin([(1, 100)]) as step:
+        step.commit()
+
+    def work(i):
+        made = cache.Cache("cells", 128)
+        made.new_sequence(1)
+        left = made.begin([(1, 4)])
+        with blocks.begin([(1, 3)]) as step:
+            step.slots, step.block_tables(), step.mask()
+        del left, made
+
+    assert grown(work) < SLACK
