@@ -17,10 +17,10 @@ LONG_FROM = 0.75        # of the steps: rows are twice as long and half as many 
 DECAY_FROM = 0.5        # of the steps: the learning rate falls in a line from then on
 
 
-def target():
-    """The embedded model with the weights of its GGUF file, in f32."""
-    model = TinyLlama(Shape()).eval().requires_grad_(False)
-    model.load_state_dict(weights_of(EMBEDDED, model))
+def target(path=EMBEDDED, shape=Shape()):
+    """A model with the weights of its GGUF file, in f32: the embedded one, or any Llama of this shape."""
+    model = TinyLlama(shape).eval().requires_grad_(False)
+    model.load_state_dict(weights_of(path, model))
     return model
 
 
@@ -43,8 +43,10 @@ def taps(model, tokens, layers=()):
     return x, torch.cat(tapped, -1) if tapped else None
 
 
-def rows(folder, step, count, length):
+def rows(args, step):
     """Windows of the training texts, `[count, length]`, drawn by `step` alone."""
+    long, folder = step >= LONG_FROM * args.steps, args.data
+    count, length = args.rows // (1 + long), 512 * (1 + long)
     rng, found = np.random.default_rng([7, step]), []
     for name in rng.choice(list(MIX), count, p=list(MIX.values())):
         tokens = np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r")
@@ -70,8 +72,8 @@ def arguments(parser, steps):
 
 
 def train(student, loss_of, validate, args):
-    """Minimises `loss_of(step, tokens)`; saves `checkpoint.pt` and goes on from it. Muon for matrices of the layers,
-    AdamW for embeddings, output rows and norms."""
+    """Minimises `loss_of(step)`, which also gives the number of tokens it took; saves `checkpoint.pt` and goes on from it.
+    Muon for matrices of the layers, AdamW for embeddings, output rows and norms."""
     checkpoint, step = args.out / "checkpoint.pt", 0
     args.out.mkdir(parents=True, exist_ok=True)
     named = [(name, p) for name, p in student.named_parameters() if p.requires_grad]
@@ -90,13 +92,12 @@ def train(student, loss_of, validate, args):
         print(f"goes on at step {step}", flush=True)
     print(f"{sum(p.numel() for _, p in named):,} parameters", flush=True)
     began = saved_at = time.time()
-    first, running = step, []
+    tokens, running = 0, []
     while step < args.steps:
-        long = step >= LONG_FROM * args.steps
-        tokens = rows(args.data, step, args.rows // (1 + long), 512 * (1 + long))
-        rate = args.lr * min(1, (step + 1) / WARM_UP, (args.steps - step) / (args.steps * (1 - DECAY_FROM)))
-        loss = loss_of(step, tokens)
+        rate = args.lr * min(1, (step + 1) / min(WARM_UP, args.steps / 10), (args.steps - step) / (args.steps * (1 - DECAY_FROM)))
+        loss, count = loss_of(step)
         loss.backward()
+        tokens += count
         running.append(loss.item())
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
         for optimizer in optimizers:
@@ -106,7 +107,7 @@ def train(student, loss_of, validate, args):
             optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 50 == 0:
-            speed = (step - first) * tokens.numel() / (time.time() - began)
+            speed = tokens / (time.time() - began)
             print(f"{step}: loss {np.mean(running):.4f}, rate {rate:.1e}, {speed:.0f} tokens/s", flush=True)
             running = []
         if step % 250 == 0:
