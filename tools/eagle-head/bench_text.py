@@ -40,12 +40,12 @@ def main():
     args = parser.parse_args()
     writer, whole, ids, count = Writer(args.url, []), "", [], 0
     for prompt in chats(args):
-        size = args.prompt_tokens + args.tokens
-        if count == args.most or len(encode(args.url, prompt)) > args.prompt_tokens:
+        asked, size = encode(args.url, prompt), args.prompt_tokens + args.tokens
+        if count == args.most or len(asked) > args.prompt_tokens:
             continue
         choice, _ = writer.complete(prompt, 0, temperature=0, max_tokens=size)
         part = encode(args.url, prompt + choice["text"])[:size]
-        text = post(f"{args.url}/detokenize", tokens=part)["prompt"]
+        text = prompt + post(f"{args.url}/detokenize", tokens=part[len(asked):])["prompt"]
         # A cut within a word may split in another way.
         if len(part) == size and encode(args.url, whole + text) == ids + part:
             whole, ids, count = whole + text, ids + part, count + 1
