@@ -3,7 +3,7 @@
 
     python head.py --data DATA --model MODEL.gguf --out RUN
 
-Goes on from RUN/checkpoint.pt; at the end, and with `--steps` at what was reached, writes RUN/model.safetensors (f16) and
+Goes on from RUN/checkpoint.pt; at the end, or when `--steps` was reached before, writes RUN/model.safetensors (f16) and
 RUN/config.json.
 """
 import argparse
