@@ -15,10 +15,10 @@ LONG_FROM = 0.75        # of the steps: rows are twice as long and half as many 
 DECAY_FROM = 0.5        # of the steps: the learning rate falls in a line from then on
 
 
-def target():
-    """The embedded model with the weights of its GGUF file, in f32."""
-    model = TinyLlama(Shape()).eval().requires_grad_(False)
-    model.load_state_dict(weights_of(EMBEDDED, model))
+def target(path=EMBEDDED, shape=Shape()):
+    """A model with the weights of its GGUF file, in f32: the embedded one, or any Llama of this shape."""
+    model = TinyLlama(shape).eval().requires_grad_(False)
+    model.load_state_dict(weights_of(path, model))
     return model
 
 
@@ -41,8 +41,10 @@ def taps(model, tokens, layers=()):
     return x, torch.cat(tapped, -1) if tapped else None
 
 
-def rows(folder, step, count, length):
+def rows(args, step):
     """Windows of the training texts, `[count, length]`, drawn by `step` alone."""
+    long, folder = step >= LONG_FROM * args.steps, args.data
+    count, length = args.rows // (1 + long), 512 * (1 + long)
     rng, found = np.random.default_rng([7, step]), []
     for name in rng.choice(list(MIX), count, p=list(MIX.values())):
         tokens = np.memmap(folder / f"{name}.bin", dtype=np.uint16, mode="r")
@@ -68,17 +70,16 @@ def arguments(parser, steps):
 
 
 def train(student, loss_of, validate, args):
-    """Minimises `loss_of(step, tokens)`; saves `checkpoint.pt` and goes on from it."""
-    steps, running = Steps(student, args, DECAY_FROM * args.steps), []
+    """Minimises `loss_of(step)`, which also gives the number of tokens it took; saves `checkpoint.pt` and goes on from it."""
+    steps, running, counts = Steps(student, args, DECAY_FROM * args.steps), [], []
     while steps.left():
-        long = steps.done >= LONG_FROM * args.steps
-        tokens = rows(args.data, steps.done, args.rows // (1 + long), 512 * (1 + long))
-        loss, rate = loss_of(steps.done, tokens), steps.rate()
+        (loss, count), rate = loss_of(steps.done), steps.rate()
         loss.backward()
         running.append(loss.item())
+        counts.append(count)
         steps.take()
         if steps.done % 50 == 0:
-            speed = steps.speed(tokens.numel())
+            speed = steps.speed(np.mean(counts))
             print(f"{steps.done}: loss {np.mean(running):.4f}, rate {rate:.1e}, {speed:.0f} tokens/s", flush=True)
             running = []
         if steps.done % 250 == 0:

@@ -13,7 +13,7 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from distill import DECAY_FROM, arguments, held_out, taps, target, train
+from distill import DECAY_FROM, arguments, held_out, rows, taps, target, train
 from model import Shape, TinyLlama
 
 SHAPE = Shape(hidden=96, layers=2, heads=3, kv_heads=1, head_dim=32, intermediate=192)
@@ -64,8 +64,9 @@ def main():
 
     teach, distance = torch.compile(teach, dynamic=False), torch.compile(distance, dynamic=False)
 
-    def loss_of(step, tokens):
-        return distance(tokens, teach(tokens), step >= DECAY_FROM * args.steps)
+    def loss_of(step):
+        tokens = rows(args, step)
+        return distance(tokens, teach(tokens), step >= DECAY_FROM * args.steps), tokens.numel()
 
     @torch.no_grad()
     def validate():

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional as F
 
-from distill import MIX, arguments, held_out, taps, target, train, turns
+from distill import MIX, arguments, held_out, rows, taps, target, train, turns
 from model import Mlp, RmsNorm, Shape, rotate
 
 SHAPE = Shape(layers=1, heads=2, kv_heads=1, intermediate=192)
@@ -92,16 +92,19 @@ class Head(nn.Module):
 
 class Unrolled:
     """Attention of training-time test. Step s at row i stands for position i + s: it sees the keys that step 0 made of
-    real features up to row i, and those that steps 1 to s made at row i. One KV head, which broadcasts over the queries."""
+    real features up to row i, and those that steps 1 to s made at row i. One KV head, which broadcasts over the queries.
+    `apart`, `[batch, 1, rows, rows]`, is true where a row must not see a row because it is of another text."""
 
-    def __init__(self, length):
-        self.length, self.keys, self.values = length, [], []
+    def __init__(self, length, apart=None):
+        self.length, self.apart, self.keys, self.values = length, apart, [], []
 
     def __call__(self, q, k, v):
         self.keys.append(k)
         self.values.append(v)
         scale = 1 / math.sqrt(q.shape[-1])
         later = torch.full((self.length, self.length), -torch.inf, dtype=q.dtype).triu(1)
+        if self.apart is not None:
+            later = later.masked_fill(self.apart, -torch.inf)
         scores = [q @ self.keys[0].mT * scale + later]
         scores += [(q * k).sum(-1, keepdim=True) * scale for k in self.keys[1:]]
         weights = torch.softmax(torch.cat(scores, -1), -1)
@@ -111,15 +114,15 @@ class Unrolled:
         return y
 
 
-def unroll(head, embeds, features, steps):
-    """Draft logits of each step, `[batch, rows, draft vocabulary]`: those of step s at row i predict token i + s + 2 of
-    the text whose embeddings (the target's) and features these are."""
+def unroll(head, embeds, features, steps, apart=None):
+    """Hidden states of each step, `[batch, rows, hidden]`: the logits of that of step s at row i predict token i + s + 2
+    of the text whose embeddings (the target's) and features these are. `apart` is that of `Unrolled`."""
     length, hidden, out = embeds.shape[1] - steps, head.fc(features), []
-    hidden, attend = hidden[:, :length], Unrolled(length)
+    hidden, attend = hidden[:, :length], Unrolled(length, apart)
     for s in range(steps):
         cos, sin = (t.to(embeds.dtype) for t in turns(head.shape, torch.arange(length) + s))
         hidden = head.step(embeds[:, s + 1:s + 1 + length], hidden, cos, sin, attend)
-        out.append(head.logits(hidden))
+        out.append(hidden)
     return out
 
 
@@ -132,27 +135,27 @@ def most_frequent(data, count):
     return torch.from_numpy(np.sort(np.argsort(-total)[:count]))
 
 
-def write(head, out):
-    ids = head.draft_ids
-    known = torch.zeros(SHAPE.vocabulary, dtype=torch.bool)
+def write(head, out, layers=LAYERS, verifier="tiny-rust-7m", marks=(0, 1), licence="MIT OR Apache-2.0"):
+    """`layers` are the tapped ones of the model named `verifier`, `marks` the tokens that begin and end its texts."""
+    ids, shape = head.draft_ids, head.shape
+    known = torch.zeros(shape.vocabulary, dtype=torch.bool)
     known[ids] = True
     weights = {name: p.detach().half().contiguous() for name, p in head.named_parameters()}
     save_file({**weights, "d2t": ids - torch.arange(len(ids)), "t2d": known}, out / "model.safetensors",
-              metadata={"format": "pt", "license": "MIT OR Apache-2.0"})
-    shape = head.shape
+              metadata={"format": "pt", "license": licence})
     layer = dict(
         architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=shape.hidden,
         intermediate_size=shape.intermediate, num_hidden_layers=1, num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, hidden_act="silu", vocab_size=shape.vocabulary,
         max_position_embeddings=shape.context, rms_norm_eps=shape.eps, rope_theta=shape.theta, attention_bias=False,
-        mlp_bias=False, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
+        mlp_bias=False, bos_token_id=marks[0], eos_token_id=marks[1], tie_word_embeddings=False)
     proposal = dict(proposal_type="greedy", speculative_tokens=3, verifier_accept_k=1, accept_tolerance=0.0)
     config = dict(
         architectures=["Eagle3Speculator"], speculators_model_type="eagle3", draft_vocab_size=len(ids),
-        target_hidden_size=shape.hidden, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=list(LAYERS),
+        target_hidden_size=shape.hidden, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=list(layers),
         transformer_layer_config=layer, tie_word_embeddings=False, dtype="float16",
         speculators_config=dict(algorithm="eagle3", default_proposal_method="greedy", proposal_methods=[proposal],
-                                verifier=dict(name_or_path="tiny-rust-7m", architectures=["LlamaForCausalLM"])))
+                                verifier=dict(name_or_path=verifier, architectures=["LlamaForCausalLM"])))
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     print(f"{out / 'model.safetensors'}: {(out / 'model.safetensors').stat().st_size:,} bytes")
 
@@ -176,7 +179,7 @@ def main():
     def shares(embeds, features, wanted):
         """Cross-entropy of each step with the target's distribution, as far as the draft vocabulary goes."""
         with torch.autocast("cpu", torch.bfloat16):
-            steps = unroll(head, embeds, features, UNROLLED)
+            steps = [head.logits(hidden) for hidden in unroll(head, embeds, features, UNROLLED)]
         length, total = embeds.shape[1] - UNROLLED, 0.0
         for s, logits in enumerate(steps):
             loss = -(wanted[:, s + 1:s + 1 + length] * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
@@ -185,9 +188,10 @@ def main():
 
     teach, shares = torch.compile(teach, dynamic=False), torch.compile(shares, dynamic=False)
 
-    def loss_of(step, tokens):
+    def loss_of(step):
+        tokens = rows(args, step)
         features, wanted, _ = teach(tokens)
-        return shares(narrow.embed_tokens(tokens), features, wanted[..., head.draft_ids])
+        return shares(narrow.embed_tokens(tokens), features, wanted[..., head.draft_ids]), tokens.numel()
 
     @torch.no_grad()
     def validate():
@@ -196,7 +200,8 @@ def main():
         for tokens in batches:
             features, _, best = teach(tokens)
             with torch.autocast("cpu", torch.bfloat16):
-                steps = unroll(head, narrow.embed_tokens(tokens), features, UNROLLED)
+                states = unroll(head, narrow.embed_tokens(tokens), features, UNROLLED)
+                steps = [head.logits(hidden) for hidden in states]
             for s, logits in enumerate(steps):
                 predicted = head.draft_ids[logits.argmax(-1)]
                 agree[s] += (predicted == best[:, s + 1:s + 1 + predicted.shape[1]]).float().mean()

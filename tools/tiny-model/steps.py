@@ -54,7 +54,7 @@ class Steps:
 
     def rate(self):
         left = (self.args.steps - self.done) / (self.args.steps - self.decay_from)
-        return self.args.lr * min(1, (self.done + 1) / WARM_UP, left)
+        return self.args.lr * min(1, (self.done + 1) / min(WARM_UP, self.args.steps / 10), left)
 
     def take(self):
         """Changes the weights by their gradients."""
