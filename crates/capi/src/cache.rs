@@ -10,11 +10,12 @@ use kvist_engine::kvist_cache::*;
 use kvist_engine::kvist_device::{AttendRows, Session};
 
 /// Where a step's K and V go.
+#[expect(clippy::large_enum_variant)] // a handle holds one, on the heap already
 enum Bytes {
     /// To the caller's own memory. The cache checks the order of layers.
     Caller { cache: kvist_engine::kvist_cache::Cache, plan: StepPlan, order: LayerOrder },
     /// Into pools, and attention reads them.
-    Pools(Box<Session>),
+    Pools(Session),
 }
 
 /// A cache and at most one step in flight.
@@ -69,10 +70,11 @@ impl Cache {
 
     fn can_run(&mut self, request: &StepRequest<'_>) -> Outcome<()> {
         self.idle()?;
-        Ok(match &mut self.bytes {
-            Bytes::Caller { cache, plan, .. } => cache.can_run(request, plan)?,
-            Bytes::Pools(session) => session.can_run(request)?,
-        })
+        let can_run = match &mut self.bytes {
+            Bytes::Caller { cache, plan, .. } => cache.can_run(request, plan),
+            Bytes::Pools(session) => session.can_run(request),
+        };
+        Ok(can_run?)
     }
 
     /// Calls `run` with the plan of the step in flight, and with the memory for what it gives to C.

@@ -208,7 +208,7 @@ pub unsafe extern "C" fn kvist_cache_new(
                     },
                 };
                 let registry = devices::on(&compute(options.threads)?);
-                Bytes::Pools(Box::new(registry.session(backend, kind, &groups, &spec)?))
+                Bytes::Pools(registry.session(backend, kind, &groups, &spec)?)
             }
         };
         let made = Cache::new(bytes, owners, options.n_heads as usize);
