@@ -3,6 +3,7 @@ check: fmt lint doc test deny
 
 fmt:
     cargo fmt --all --check
+    cargo fmt --manifest-path crates/capi/Cargo.toml --check
     cargo fmt --manifest-path bench/simulator/Cargo.toml --check
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path crates/python/Cargo.toml --check
@@ -19,6 +20,28 @@ test:
 
 deny:
     cargo deny --all-features check bans licenses sources
+
+# The library for C: lints, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
+c:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    # Its own workspace, the same profiles: what the main workspace has built serves it too.
+    export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+    cd crates/capi
+    cargo clippy --all-targets -- -D warnings
+    RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
+    cargo test
+# The same under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
+c-asan:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+    cd crates/capi
+    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --test c
+# kvist's caches in ExecuTorch: builds the library against the wheel in a virtual environment ($EXECUTORCH_PYTHON, or one that is
+# made, 1 GB with torch), then exports small models and runs them.
+executorch *args:
+    crates/executorch/test.sh {{args}}
 
 # More random operations than CI runs, per kind of cache; a failure prints its seed.
 soak ops="10000000":

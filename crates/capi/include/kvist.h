@@ -1,0 +1,807 @@
+/* kvist for C: models, sessions, and the cache alone.
+ *
+ * Made by cbindgen from crates/capi; do not edit. docs/c.md explains how to use it.
+ *
+ * Errors. Functions return a kvist_status. Where it is not KVIST_OK, kvist_last_error has a text for the calling thread, and
+ * nothing has changed unless the function says otherwise. No function unwinds into C.
+ *
+ * Handles. kvist_model, kvist_session and kvist_cache are opaque. Whatever a *_new or *_open function gave is freed by the *_free
+ * function of its type, once.
+ *
+ * Threads. A handle may be used from any thread. A model may be used by any number of threads at once. A session or a cache is
+ * used by one call at a time: a second thread that calls with it meanwhile, or a callback that does, gets KVIST_BUSY. Freeing a
+ * handle while another thread begins a call with it is a defect of the caller.
+ *
+ * Pointers that functions give are valid until the next call with the same handle, unless they say otherwise. Strings are UTF-8.
+ */
+
+#ifndef KVIST_H
+#define KVIST_H
+
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+
+// What became of a call. Every function returns one, unless it says otherwise. Where it is not `KVIST_OK`,
+// `kvist_last_error` has a text, and nothing has changed unless the function says otherwise.
+enum kvist_status
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // The call did what it says.
+  KVIST_OK = 0,
+  // An argument is null, not UTF-8, out of range, or does not fit the others.
+  KVIST_INVALID_ARGUMENT = 1,
+  // Another thread, or a callback further up on this one, is using the handle.
+  KVIST_BUSY = 2,
+  // A model's files cannot be read, or kvist does not support the model.
+  KVIST_BAD_MODEL = 3,
+  // The memory budget or the system refuses the memory.
+  KVIST_OUT_OF_MEMORY = 4,
+  // The cache has no room for the tokens. Remove or shorten sequences, or add fewer tokens at once.
+  KVIST_CACHE_FULL = 5,
+  // The cache refuses the request: a sequence that does not exist, a gap, a path that is no chain.
+  KVIST_REFUSED = 6,
+  // The call came at the wrong time: without a step, during one, or a layer out of order.
+  KVIST_WRONG_ORDER = 7,
+  // This kind of cache, backend or model does not support the call.
+  KVIST_UNSUPPORTED = 8,
+  // A callback stopped the call. What had been computed until then stays in the cache.
+  KVIST_STOPPED = 9,
+  // A defect of kvist. The handle of the call can only be freed.
+  KVIST_INTERNAL_ERROR = 10,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvist_status kvist_status;
+#else
+typedef int32_t kvist_status;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Why a text has ended, or that it has not.
+enum kvist_finish
+#if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+  : int32_t
+#endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
+ {
+  // The text goes on.
+  KVIST_GOES_ON = 0,
+  // The model ended it.
+  KVIST_END_OF_TEXT = 1,
+  // A stop string was generated. It is not part of the text.
+  KVIST_STOP_STRING = 2,
+  // `max_tokens` were generated.
+  KVIST_MAX_TOKENS = 3,
+  // The cache has no room for another token.
+  KVIST_NO_ROOM = 4,
+};
+#ifndef __cplusplus
+#if __STDC_VERSION__ >= 202311L
+typedef enum kvist_finish kvist_finish;
+#else
+typedef int32_t kvist_finish;
+#endif // __STDC_VERSION__ >= 202311L
+#endif // __cplusplus
+
+// Which rows of a pass get logits.
+typedef enum kvist_rows {
+  // None.
+  KVIST_NO_ROWS = 0,
+  // The last token of every input.
+  KVIST_LAST_ROWS = 1,
+  // Every token.
+  KVIST_ALL_ROWS = 2,
+} kvist_rows;
+
+// Elements of rows in the caller's memory.
+typedef enum kvist_dtype {
+  // 32-bit floats.
+  KVIST_F32 = 0,
+  // 16-bit floats of IEEE 754.
+  KVIST_F16 = 1,
+  // The upper halves of 32-bit floats.
+  KVIST_BF16 = 2,
+} kvist_dtype;
+
+// Which tokens of a span a commit keeps.
+typedef enum kvist_keep {
+  // All; the nodes of a draft tree stay speculative, where nodes outlive their step.
+  KVIST_KEEP_ALL = 0,
+  // The first `n` of a chain.
+  KVIST_KEEP_FIRST = 1,
+  // A path of `n` nodes of the draft tree.
+  KVIST_KEEP_PATH = 2,
+} kvist_keep;
+
+// A cache without a model: which cell holds which token, and with a backend also the K and V, with attention over them. At
+// most one step is in flight; everything else waits until it is committed or dropped. A second thread that uses the cache at
+// the same time gets `KVIST_BUSY`. Kinds with one sequence call it 0; the others start without sequences.
+typedef struct kvist_cache kvist_cache;
+
+// A loaded model. It never changes, so any number of threads may use it at once, and sessions keep what they need of it:
+// it may be freed before them.
+typedef struct kvist_model kvist_model;
+
+// A model with a cache of its own, for one sequence or a batch of them. Different sessions may be used by different threads
+// at once; a second thread that uses this one meanwhile gets `KVIST_BUSY`. Kinds with one sequence call it 0; in the others,
+// sequence 0 exists from the start.
+typedef struct kvist_session kvist_session;
+
+// Rows in the caller's memory: a tensor with the sizes and strides that PyTorch and DLPack give it, its axes in the order
+// batch, tokens, heads, elements. Strides count elements and are not negative. The elements of a row are contiguous.
+typedef struct kvist_rows_view {
+  // The first element, aligned to its dtype.
+  void *data;
+  // A `kvist_dtype`.
+  uint32_t dtype;
+  // Batch, tokens, heads, elements of a row. Batch × tokens is the number of tokens of the step: entry 0 first.
+  int64_t sizes[4];
+  // As sizes. Those of `out` must keep its rows apart; others may be 0.
+  int64_t strides[4];
+} kvist_rows_view;
+
+// One layer of a step.
+typedef struct kvist_attend {
+  // The layer, from 0.
+  uint32_t layer;
+  // Multiplies every score; usually 1/sqrt(head_dim).
+  float scale;
+  // Scores become cap × tanh(score / cap); 0 is off.
+  float softcap;
+  // `n_heads` scores of attention sinks that take part in the softmax and add nothing; null for none.
+  const float *sinks;
+  // Queries: `n_heads` rows per token.
+  struct kvist_rows_view q;
+  // Keys after RoPE: `n_kv_heads` rows per token. Ignored for a layer that borrows.
+  struct kvist_rows_view k;
+  // Values, as keys.
+  struct kvist_rows_view v;
+  // The result, as `q`, rounded to its dtype. It must not overlap the others.
+  struct kvist_rows_view out;
+} kvist_attend;
+
+// One decoder layer.
+typedef struct kvist_layer {
+  // The layer group whose cells it reads: layers with the same window share one.
+  uint16_t group;
+  // The layer whose K and V it reads: itself, or a lower one of the same group.
+  uint16_t owner;
+  // Heads of K and V.
+  uint32_t n_kv_heads;
+  // Elements of a row of Q, K and V.
+  uint32_t head_dim;
+} kvist_layer;
+
+// One group of layers, with a cell space of its own.
+typedef struct kvist_group {
+  // Tokens that it holds over all sequences. A ring computes its own number.
+  uint32_t capacity_tokens;
+  // Positions that a query sees, its own included; 0 is all.
+  uint32_t window;
+  // First positions that stay visible outside of the window.
+  uint32_t sinks;
+} kvist_group;
+
+// What a cache is made of.
+typedef struct kvist_cache_options {
+  // "contiguous", "ring", "cells", "tree" or "paged".
+  const char *kind;
+  // "cpu" or "reference" for attention over K and V that the cache stores; null for bookkeeping alone.
+  const char *backend;
+  // How K is stored: as in `kvist_session_options`. With a backend only.
+  const char *k;
+  // How V is stored; null is as K. With a backend only.
+  const char *v;
+  // `n_layers` layers.
+  const struct kvist_layer *layers;
+  // At least 1.
+  size_t n_layers;
+  // `n_groups` layer groups.
+  const struct kvist_group *groups;
+  // At least 1.
+  size_t n_groups;
+  // Heads of Q, a multiple of every layer's KV heads. With a backend only.
+  uint32_t n_heads;
+  // Tokens of the largest step; 0 is 256.
+  uint32_t max_step_tokens;
+  // Threads that compute; 0 is one per core, shared with everything else that says 0.
+  uint32_t threads;
+  // Bytes that K, V and scratch may take; 0 is no limit.
+  uint64_t memory_bytes;
+} kvist_cache_options;
+
+// How full a layer group is.
+typedef struct kvist_occupancy {
+  // Cells in total.
+  uint32_t capacity_cells;
+  // Cells that hold tokens or nodes; in "paged" all cells of blocks in use.
+  uint32_t used_cells;
+  // One past the highest cell in use.
+  uint32_t high_water;
+  // Cells per block; 0 in kinds without blocks.
+  uint32_t block_tokens;
+} kvist_occupancy;
+
+// Copies `len` cells, from `from` on to `to` on, in every layer of a group. They never overlap.
+typedef struct kvist_copy {
+  // First cell that is read.
+  uint32_t from;
+  // First cell that is written.
+  uint32_t to;
+  // Number of cells.
+  uint32_t len;
+} kvist_copy;
+
+// Makes `n_copies` copies of cells in all layers of a group; 0 stops.
+typedef int (*kvist_copy_cells)(void *user,
+                                uint32_t group,
+                                const struct kvist_copy *copies,
+                                size_t n_copies);
+
+// New tokens of one sequence in a step.
+typedef struct kvist_span {
+  // The sequence that they extend. A sequence has one span per step.
+  uint32_t seq;
+  // Its next position.
+  uint32_t start;
+  // At least 1.
+  uint32_t n_tokens;
+  // For the nodes of a draft tree: `n_tokens` parents, each an earlier node or -1. Null for plain tokens.
+  const int32_t *parents;
+} kvist_span;
+
+// `len` cells from `start` on.
+typedef struct kvist_run {
+  // First cell.
+  uint32_t start;
+  // Number of cells.
+  uint32_t len;
+} kvist_run;
+
+// The one window that a step reads, if there is one.
+typedef struct kvist_window {
+  // Whether every query sees one stretch of cells in position order with the new ones at its end.
+  bool exists;
+  // Whether it is causal, aligned lower right; otherwise its only query sees all of it.
+  bool causal;
+  // The cells.
+  struct kvist_run cells;
+} kvist_window;
+
+// The block tables of one layer group, as paged attention kernels take them. The arrays are valid until the next call with
+// this cache.
+typedef struct kvist_tables {
+  // `[n_tokens]`: the cell of each new token.
+  const uint32_t *slots;
+  // Tokens of the step.
+  size_t n_tokens;
+  // `[n_spans + 1]`: the first token of each span, then `n_tokens`.
+  const uint32_t *query_start;
+  // `[n_spans]`: tokens of each sequence, the new ones included.
+  const uint32_t *kv_len;
+  // Spans of the step.
+  size_t n_spans;
+  // `[n_spans + 1]`: where the blocks of each span start, then their number.
+  const uint32_t *table_start;
+  // Blocks in position order; `UINT32_MAX` where no query reads any.
+  const uint32_t *blocks;
+  // `[n_spans + 1]`: where the mask of each span starts in `mask_bits`, in bits. Only draft trees have one.
+  const uint32_t *mask_start;
+  // Row-major bits `[queries][nodes]`, in words of 32 from the lowest bit on.
+  const uint32_t *mask_bits;
+} kvist_tables;
+
+// What a commit keeps of one span.
+typedef struct kvist_kept {
+  // A `kvist_keep`.
+  uint32_t keep;
+  // Number of tokens, or of nodes in `path`.
+  uint32_t n;
+  // `n` nodes from the root on; for `KVIST_KEEP_PATH` only.
+  const uint32_t *path;
+} kvist_kept;
+
+// How a model is opened. All zeros are the defaults.
+typedef struct kvist_model_options {
+  // Threads that compute; 0 is one per core, shared by all models and caches of the process that say 0.
+  uint32_t threads;
+  // Tokens of the longest text, for models whose rope depends on it (LongRoPE); 0 is their original context.
+  uint32_t context_tokens;
+  // Bytes that the weights and all sessions of the model may take together; 0 is no limit.
+  uint64_t memory_bytes;
+  // Read the files instead of mapping them. Mapped files must not change while the model is open.
+  bool no_mmap;
+} kvist_model_options;
+
+// What a model's files say about it.
+typedef struct kvist_model_info {
+  // Tokens of its vocabulary: the length of a row of logits.
+  uint32_t vocab;
+  // Decoder layers.
+  uint32_t n_layers;
+  // Positions it was trained on.
+  uint32_t context_tokens;
+  // Whether it has a tokenizer, so that texts can be used.
+  bool has_tokenizer;
+} kvist_model_info;
+
+// How a session stores K and V. All zeros and nulls are the defaults.
+typedef struct kvist_session_options {
+  // "contiguous" (default), "ring", "cells", "tree" or "paged".
+  const char *kind;
+  // How K is stored: "f32", "f16" (default), "bf16", "q8", "q4", "t4", with suffixes as in `kvist run --kv`.
+  const char *k;
+  // How V is stored; null is as K.
+  const char *v;
+  // Tokens that the cache holds over all sequences; 0 is 4096. A ring computes its own number.
+  uint32_t context_tokens;
+  // Tokens of the largest pass; longer prompts are read in chunks. 0 is 256.
+  uint32_t max_step_tokens;
+  // Rows of logits that one pass computes at most; 0 is 1.
+  uint32_t max_rows;
+  // Positions that a query sees, in addition to the model's own windows; 0 is all. A ring needs it.
+  uint32_t window;
+  // First positions that stay visible outside of the window.
+  uint32_t sinks;
+} kvist_session_options;
+
+// How a text is generated. `kvist_greedy` gives a valid one to start from.
+typedef struct kvist_text_options {
+  // 0 takes the most likely token.
+  float temperature;
+  // Keep the K most likely tokens; 0 keeps all.
+  uint32_t top_k;
+  // Keep the most likely tokens that together reach this probability; 1 keeps all.
+  float top_p;
+  // Drop tokens less likely than this share of the most likely one; 0 drops none.
+  float min_p;
+  // Divides the logits of tokens that the text has already; 1 is off.
+  float repetition_penalty;
+  // The same seed and options give the same text.
+  uint64_t seed;
+  // Tokens to generate at most; 0 is no limit.
+  uint32_t max_tokens;
+  // Go on after tokens that end a text.
+  bool ignore_end;
+  // `n_stop` strings that end the text; null if `n_stop` is 0.
+  const char *const *stop;
+  // Number of stop strings.
+  size_t n_stop;
+  // Called after every chunk of the prompt, with the tokens read so far and those of the prompt. 0 stops the prompt. Null
+  // is never called. It must not use the session.
+  int (*progress)(void *user, size_t done, size_t total);
+  // Passed to `progress`.
+  void *user;
+} kvist_text_options;
+
+// The next token of a text.
+typedef struct kvist_piece {
+  // The token; only if `has_token`.
+  uint32_t token;
+  // Whether there is a token. At the end of a text there may be none.
+  bool has_token;
+  // Whether the text has ended, and why.
+  kvist_finish finish;
+  // Text that is now final, in UTF-8, `text_bytes` long and followed by a zero byte: whole characters, no part of a stop
+  // string. Often empty. Never null; valid until the next call with this session.
+  const char *text;
+  // Length of `text`.
+  size_t text_bytes;
+} kvist_piece;
+
+// New tokens of one sequence in a pass.
+typedef struct kvist_input {
+  // The sequence that they extend.
+  uint32_t seq;
+  // `n_tokens` tokens.
+  const uint32_t *tokens;
+  // At least 1.
+  size_t n_tokens;
+  // For the nodes of a draft tree: the parent of each, an earlier node or -1. Null for plain tokens.
+  const int32_t *parents;
+} kvist_input;
+
+#ifdef __cplusplus
+extern "C" {
+#endif // __cplusplus
+
+// Runs one layer of the step in flight: writes its K and V, then attends over exactly what each token may see. Every layer
+// runs once; a layer that borrows K and V runs after the one that it borrows from. On an error the layer has not run, and the
+// step is still in flight.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `call` is valid with all rows that its views describe, and nothing else uses those of
+// `out` meanwhile.
+kvist_status kvist_step_attend(struct kvist_cache *cache,
+                               const struct kvist_attend *call);
+
+// Makes an empty cache.
+//
+// # Safety
+// `options` is valid with all that it points to; `cache` is a place for a pointer.
+kvist_status kvist_cache_new(const struct kvist_cache_options *options, struct kvist_cache **cache);
+
+// Frees a cache; null is nothing. `KVIST_BUSY` if a call is using it: it is not freed then.
+//
+// # Safety
+// `cache` is null, or came from `kvist_cache_new`, was not freed before, and no call with it begins meanwhile.
+kvist_status kvist_cache_free(struct kvist_cache *cache);
+
+// Makes an empty sequence.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_cache_open(struct kvist_cache *cache, uint32_t seq);
+
+// Shares positions `from..until` of `src` with `dst`, without copying a byte; 0 and `UINT32_MAX` fork it. `dst` is made if it
+// does not exist, and continues where the range ends.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_cache_copy(struct kvist_cache *cache,
+                              uint32_t src,
+                              uint32_t dst,
+                              uint32_t from,
+                              uint32_t until);
+
+// Removes positions `from..until` of a sequence; with 0 and `UINT32_MAX` the sequence itself.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_cache_remove(struct kvist_cache *cache,
+                                uint32_t seq,
+                                uint32_t from,
+                                uint32_t until);
+
+// Removes every other sequence, and the positions of `seq` outside of `from..until`.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_cache_keep(struct kvist_cache *cache,
+                              uint32_t seq,
+                              uint32_t from,
+                              uint32_t until);
+
+// Shortens a sequence to its first `n_tokens`, in every kind that can; a ring only to 0.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_cache_truncate(struct kvist_cache *cache, uint32_t seq, uint32_t n_tokens);
+
+// Makes a path of the draft nodes of `seq` part of the sequence and frees the other nodes; an empty path discards them all.
+// Only in kind "tree", where nodes outlive their step.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `path` has `n_nodes` elements.
+kvist_status kvist_cache_accept(struct kvist_cache *cache,
+                                uint32_t seq,
+                                const uint32_t *path,
+                                size_t n_nodes);
+
+// Removes every sequence. Kinds with one sequence have it again, empty.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_cache_clear(struct kvist_cache *cache);
+
+// Writes the tokens that a sequence holds, and the position of its next token. They differ where tokens were removed from
+// the middle or have left a window.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; the others are places for the results.
+kvist_status kvist_cache_length(struct kvist_cache *cache,
+                                uint32_t seq,
+                                uint32_t *n_tokens,
+                                uint32_t *next_position);
+
+// Writes how full a layer group is.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `occupancy` is a place for the result.
+kvist_status kvist_cache_occupancy(struct kvist_cache *cache,
+                                   uint32_t group,
+                                   struct kvist_occupancy *occupancy);
+
+// Writes the bytes of K and V that a cache with a backend has reserved now; 0 without one.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `bytes` is a place for the result.
+kvist_status kvist_cache_kv_bytes(struct kvist_cache *cache, uint64_t *bytes);
+
+// Moves every sequence into one run of cells, as far as shared cells permit. A cache with a backend moves K and V itself;
+// for one without, `copy` does, round by round, and must not use the cache. If it stops with 0, finished rounds stay, and
+// everything is still readable: `KVIST_STOPPED`.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `copy` is null or takes these arguments.
+kvist_status kvist_cache_compact(struct kvist_cache *cache,
+                                 kvist_copy_cells copy,
+                                 void *user);
+
+// Begins a step: chooses cells for new tokens of any number of sequences. A refusal changes nothing, and leaves no step in
+// flight.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `spans` has `n_spans` elements with valid parents.
+kvist_status kvist_step_begin(struct kvist_cache *cache,
+                              const struct kvist_span *spans,
+                              size_t n_spans);
+
+// Whether `kvist_step_begin` would accept these spans: `KVIST_OK`, or what it would return.
+//
+// # Safety
+// As `kvist_step_begin`.
+kvist_status kvist_step_can_begin(struct kvist_cache *cache,
+                                  const struct kvist_span *spans,
+                                  size_t n_spans);
+
+// Gives the position of every token of the step, for rope. Valid until the next call with this cache.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; the others are places for the results.
+kvist_status kvist_step_positions(struct kvist_cache *cache,
+                                  const uint32_t **positions,
+                                  size_t *n_tokens);
+
+// Gives the cell of every token of the step in one layer group, and the number of cells that the memory of the group must have
+// for it. Valid until the next call with this cache.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; the others are places for the results.
+kvist_status kvist_step_writes(struct kvist_cache *cache,
+                               uint32_t group,
+                               const uint32_t **cells,
+                               size_t *n_tokens,
+                               uint32_t *cells_end);
+
+// Gives the copies that must be made in one layer group before the step's writes. Valid until the next call with this cache.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; the others are places for the results.
+kvist_status kvist_step_copies(struct kvist_cache *cache,
+                               uint32_t group,
+                               const struct kvist_copy **copies,
+                               size_t *n_copies);
+
+// Gives a dense mask of one layer group: `mask[token * n_cells + cell]` says whether a token of the step sees a cell.
+// `n_cells` reaches to the highest cell in use, not to the capacity. Valid until the next call with this cache.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; the others are places for the results.
+kvist_status kvist_step_mask(struct kvist_cache *cache,
+                             uint32_t group,
+                             const bool **mask,
+                             size_t *n_tokens,
+                             size_t *n_cells);
+
+// Writes the window that the step reads in one layer group, where a kernel without a mask can be used.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `window` is a place for the result.
+kvist_status kvist_step_window(struct kvist_cache *cache,
+                               uint32_t group,
+                               struct kvist_window *window);
+
+// Writes the block tables of one layer group, for blocks of `block_tokens`. For caches without a backend: "paged", whose blocks
+// have 16 tokens or any divisor, and other kinds where the cells of each sequence happen to be whole blocks. Otherwise
+// `KVIST_UNSUPPORTED`.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `tables` is a place for the result.
+kvist_status kvist_step_tables(struct kvist_cache *cache,
+                               uint32_t group,
+                               uint32_t block_tokens,
+                               struct kvist_tables *tables);
+
+// Says that a layer has run in the caller's kernels. For caches without a backend; every layer must, before the commit.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_step_layer_ran(struct kvist_cache *cache,
+                                  uint32_t layer);
+
+// Gives the copies that a commit of `kept` needs in one layer group, after every layer has run: the nodes of a kept path move
+// to the cells of a chain. They run in their order. For caches without a backend, kind "paged"; empty elsewhere. Valid until
+// the next call with this cache.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `kept` has `n_kept` elements with valid paths; the others are places for the results.
+kvist_status kvist_step_kept_copies(struct kvist_cache *cache,
+                                    const struct kvist_kept *kept,
+                                    size_t n_kept,
+                                    uint32_t group,
+                                    const struct kvist_copy **copies,
+                                    size_t *n_copies);
+
+// Commits the step in flight: its tokens become part of their sequences. `kept` says per span what stays, the rest leaves
+// nothing behind; null with 0 keeps all. Refused with `KVIST_WRONG_ORDER` unless every layer has run. After an error the step
+// is still in flight.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`; `kept` is null or has `n_kept` elements with valid paths.
+kvist_status kvist_step_commit(struct kvist_cache *cache,
+                               const struct kvist_kept *kept,
+                               size_t n_kept);
+
+// Drops the step in flight, if any: the cache is as it was before the step.
+//
+// # Safety
+// `cache` came from `kvist_cache_new`.
+kvist_status kvist_step_drop(struct kvist_cache *cache);
+
+// The version of the library, such as "0.1.0". A static string.
+const char *kvist_version(void);
+
+// The text of the last error on the calling thread, in UTF-8; empty if there was none. Valid until the next failing call on
+// this thread. Never null.
+const char *kvist_last_error(void);
+
+// Opens a model: a Hugging Face folder or a `.gguf` file. A null `path` is the small model embedded in the library. Null
+// `options` are the defaults.
+//
+// # Safety
+// `path` is null or a null-terminated string, `options` is null or valid, and `model` is a place for a pointer.
+kvist_status kvist_model_open(const char *path,
+                              const struct kvist_model_options *options,
+                              struct kvist_model **model);
+
+// Frees a model. Its sessions go on; null is nothing.
+//
+// # Safety
+// `model` is null, or came from `kvist_model_open`, was not freed before, and no other thread is using it.
+kvist_status kvist_model_free(struct kvist_model *model);
+
+// Writes what the files of the model say.
+//
+// # Safety
+// `model` came from `kvist_model_open`; `info` is a place for the result.
+kvist_status kvist_model_describe(const struct kvist_model *model, struct kvist_model_info *info);
+
+// Tokenizes `text` and writes the number of its tokens to `n_tokens`. Writes the tokens to `tokens` if `capacity` holds them
+// all; otherwise it fails with `KVIST_INVALID_ARGUMENT` and `n_tokens` says how many there are. With `special`, adds the
+// tokens that the model expects at the start of a text.
+//
+// # Safety
+// `model` came from `kvist_model_open`, `text` is null-terminated, `tokens` holds `capacity` elements (null if that is 0),
+// and `n_tokens` is a place for the number.
+kvist_status kvist_model_tokenize(const struct kvist_model *model,
+                                  const char *text,
+                                  bool special,
+                                  uint32_t *tokens,
+                                  size_t capacity,
+                                  size_t *n_tokens);
+
+// Writes the token of this name, such as `"</s>"`, to `token`. Fails with `KVIST_INVALID_ARGUMENT` if there is none.
+//
+// # Safety
+// `model` came from `kvist_model_open`, `name` is null-terminated, and `token` is a place for the token.
+kvist_status kvist_model_token(const struct kvist_model *model,
+                               const char *name,
+                               uint32_t *token);
+
+// Makes an empty session. Null `options` are the defaults. Its whole memory bound is set aside in the model's budget, so that
+// a session that has started is never refused memory later.
+//
+// # Safety
+// `model` came from `kvist_model_open`, `options` is null or valid, `session` is a place for a pointer.
+kvist_status kvist_session_new(const struct kvist_model *model,
+                               const struct kvist_session_options *options,
+                               struct kvist_session **session);
+
+// Frees a session; null is nothing. `KVIST_BUSY` if a call is using it: it is not freed then.
+//
+// # Safety
+// `session` is null, or came from `kvist_session_new`, was not freed before, and no call with it begins meanwhile.
+kvist_status kvist_session_free(struct kvist_session *session);
+
+// Options that always take the most likely token, without a limit or stop strings.
+struct kvist_text_options kvist_greedy(void);
+
+// Adds tokens to a sequence, and begins a text that `kvist_session_next` continues. If the sequence has a text already, the
+// new one continues it. Null `options` are those of `kvist_greedy`. On an error the sequence is as it was, except for
+// `KVIST_STOPPED`: what was read stays.
+//
+// # Safety
+// `session` came from `kvist_session_new`, `tokens` has `n_tokens` elements, `options` is null or valid.
+kvist_status kvist_session_prompt_tokens(struct kvist_session *session,
+                                         uint32_t seq,
+                                         const uint32_t *tokens,
+                                         size_t n_tokens,
+                                         const struct kvist_text_options *options);
+
+// `kvist_session_prompt_tokens` with a text, which is tokenized first. At the start of a sequence it gets the tokens that the
+// model expects there.
+//
+// # Safety
+// As `kvist_session_prompt_tokens`; `text` is null-terminated.
+kvist_status kvist_session_prompt(struct kvist_session *session,
+                                  uint32_t seq,
+                                  const char *text,
+                                  const struct kvist_text_options *options);
+
+// Generates the next token of a sequence's text. After the text's end it keeps saying why it ended.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `piece` is a place for the result.
+kvist_status kvist_session_next(struct kvist_session *session,
+                                uint32_t seq,
+                                struct kvist_piece *piece);
+
+// One pass over new tokens of any number of sequences, for callers that choose tokens themselves. `rows` says which rows get
+// logits. Texts of these sequences end. On an error the cache is as it was.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `inputs` has `n_inputs` elements with valid arrays.
+kvist_status kvist_session_forward(struct kvist_session *session,
+                                   const struct kvist_input *inputs,
+                                   size_t n_inputs,
+                                   uint32_t rows);
+
+// The logits of the last pass: `n_rows` rows of `vocab` values, in the order of the inputs. They are not copied: valid until
+// the next call with this session.
+//
+// # Safety
+// `session` came from `kvist_session_new`; the others are places for the results.
+kvist_status kvist_session_logits(struct kvist_session *session,
+                                  const float **logits,
+                                  size_t *n_rows,
+                                  size_t *vocab);
+
+// Makes an empty sequence.
+//
+// # Safety
+// `session` came from `kvist_session_new`.
+kvist_status kvist_session_open(struct kvist_session *session, uint32_t seq);
+
+// Makes `to` a copy of the sequence `from` and of its text. No K and V are copied. `to` must not exist.
+//
+// # Safety
+// `session` came from `kvist_session_new`.
+kvist_status kvist_session_fork(struct kvist_session *session,
+                                uint32_t from,
+                                uint32_t to);
+
+// Shortens a sequence to its first `n_tokens` and ends its text. Refused by rings, except to 0.
+//
+// # Safety
+// `session` came from `kvist_session_new`.
+kvist_status kvist_session_rollback(struct kvist_session *session, uint32_t seq, uint32_t n_tokens);
+
+// Removes a sequence. Cells that no other sequence uses are free then.
+//
+// # Safety
+// `session` came from `kvist_session_new`.
+kvist_status kvist_session_remove(struct kvist_session *session, uint32_t seq);
+
+// Makes a path of the draft nodes of `seq` part of the sequence and frees the other nodes; an empty path discards them all.
+// Only in kind "tree", where nodes outlive their pass.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `path` has `n_nodes` elements.
+kvist_status kvist_session_accept(struct kvist_session *session,
+                                  uint32_t seq,
+                                  const uint32_t *path,
+                                  size_t n_nodes);
+
+// Writes the number of tokens that a sequence has in the cache.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
+kvist_status kvist_session_length(struct kvist_session *session, uint32_t seq, uint32_t *n_tokens);
+
+// Writes the bytes of K and V that the session has reserved now: they follow the tokens in the cache, not its capacity.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `bytes` is a place for the result.
+kvist_status kvist_session_kv_bytes(struct kvist_session *session,
+                                    uint64_t *bytes);
+
+#ifdef __cplusplus
+}  // extern "C"
+#endif  // __cplusplus
+
+#endif  /* KVIST_H */

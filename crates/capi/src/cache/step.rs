@@ -1,0 +1,2 @@
+//! Steps of a cache, as C reads them.
+mod ffi;

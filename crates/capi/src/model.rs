@@ -1,0 +1,56 @@
+//! Models: opened once, shared by any number of sessions and threads.
+mod ffi;
+
+pub(crate) use ffi::{kvist_model, model_of};
+
+use crate::status::{Failure, Outcome};
+use kvist_cpu::arch::Threads;
+use kvist_engine::Error;
+use kvist_engine::devices::{self, Compute};
+use kvist_engine::kvist_device::{MemoryBudget, Registry};
+use kvist_engine::kvist_model::tokenizer::Tokenizer;
+use kvist_engine::kvist_model::{LoadOptions, Model as Weights, ModelFile, Opened};
+use std::sync::Arc;
+
+/// Most threads that a caller may ask for.
+const MAX_THREADS: u32 = 1024;
+
+/// A model and the threads it computes on.
+pub(crate) struct Model {
+    pub weights: Arc<Weights>,
+    pub registry: Registry,
+}
+
+/// The threads of a caller: `n`, or those that the process shares if `n` is 0.
+pub(crate) fn compute(n: u32) -> Outcome<Compute> {
+    match n {
+        0 => Ok(Compute::default()),
+        1..=MAX_THREADS => Ok(Compute { threads: Arc::new(Threads::new(n as usize)), ..Compute::default() }),
+        _ => Err(Failure::argument(format!("threads is {n}: use 1 to {MAX_THREADS}, or 0 for one per core"))),
+    }
+}
+
+/// A budget of `bytes`, or none if that is 0.
+pub(crate) fn budget(bytes: u64) -> Arc<MemoryBudget> {
+    match bytes {
+        0 => MemoryBudget::unlimited(),
+        bytes => MemoryBudget::new(bytes),
+    }
+}
+
+impl Model {
+    fn open(file: &ModelFile, options: &LoadOptions, threads: u32, memory_bytes: u64) -> Outcome<Self> {
+        let compute = compute(threads)?;
+        let opened = Opened::open(file, options.mmap)?;
+        let weights = devices::load(opened, &compute, options, &budget(memory_bytes), &mut |_, _| {})?;
+        Ok(Model { weights: weights.into(), registry: devices::on(&compute) })
+    }
+
+    pub fn tokenizer(&self) -> Outcome<&Tokenizer> {
+        tokenizer(&self.weights)
+    }
+}
+
+pub(crate) fn tokenizer(weights: &Weights) -> Outcome<&Tokenizer> {
+    weights.tokenizer().ok_or_else(|| Error::Usage("this model has no tokenizer: pass tokens".into()).into())
+}

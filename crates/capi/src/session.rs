@@ -1,0 +1,302 @@
+//! Sessions: a model with its own cache, batches of sequences, and texts that are generated step by step.
+mod ffi;
+
+pub(crate) use ffi::parents_of;
+
+use crate::model::{Model, tokenizer};
+use crate::status::{Failure, Outcome, kvist_status};
+use kvist_engine::kvist_cache::{NodeId, Refused, SeqId};
+use kvist_engine::kvist_device::{StepError, Storage};
+use kvist_engine::kvist_model::Error;
+use kvist_engine::kvist_model::tokenizer::TextState;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_engine::text::StopMatcher;
+use std::collections::HashMap;
+
+/// Why a text has ended, or that it has not.
+#[allow(non_camel_case_types)]
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum kvist_finish {
+    /// The text goes on.
+    KVIST_GOES_ON = 0,
+    /// The model ended it.
+    KVIST_END_OF_TEXT = 1,
+    /// A stop string was generated. It is not part of the text.
+    KVIST_STOP_STRING = 2,
+    /// `max_tokens` were generated.
+    KVIST_MAX_TOKENS = 3,
+    /// The cache has no room for another token.
+    KVIST_NO_ROOM = 4,
+}
+use kvist_finish::*;
+
+/// How a text is generated.
+struct TextConfig {
+    sampler: SamplerConfig,
+    /// 0 is no limit.
+    max_tokens: u32,
+    stop: Vec<String>,
+    ignore_end: bool,
+}
+
+/// Whether the last token of a text is in the cache.
+#[derive(Clone, Copy)]
+enum Last {
+    /// Drawn from the logits of the last pass; the caller has not seen it.
+    Drawn(u32),
+    /// The caller has seen it. The next pass begins with it.
+    Shown(u32),
+}
+
+/// A text that is being generated. A fork clones it.
+#[derive(Clone)]
+struct Text {
+    sampler: Sampler,
+    /// `None` for models without a tokenizer: tokens without text.
+    stream: Option<TextState>,
+    stops: StopMatcher,
+    last: Last,
+    n_tokens: u32,
+    max_tokens: u32,
+    ignore_end: bool,
+    finish: kvist_finish,
+}
+
+pub(crate) struct Session {
+    session: ModelSession,
+    texts: HashMap<u32, Text>,
+    /// The text of the last piece, null-terminated.
+    piece: String,
+}
+
+/// A token of a text, and its end.
+struct Piece {
+    token: Option<u32>,
+    finish: kvist_finish,
+}
+
+fn storage(name: Option<&str>, otherwise: Storage) -> Outcome<Storage> {
+    name.map_or(Ok(otherwise), |name| name.parse().map_err(|why: String| Failure::argument(why)))
+}
+
+/// The storages of K and V: `v` is as `k` unless it is named.
+pub(crate) fn storages(k: Option<&str>, v: Option<&str>) -> Outcome<(Storage, Storage)> {
+    let k = storage(k, Storage::F16)?;
+    Ok((k, storage(v, k.for_values())?))
+}
+
+impl Session {
+    fn new(model: &Model, config: &CacheConfig) -> Outcome<Self> {
+        let session = ModelSession::new(&model.weights, &model.registry, config)?;
+        Ok(Session { session, texts: HashMap::new(), piece: String::new() })
+    }
+
+    /// Adds `tokens` to `seq` and draws the next token, which `next` will return. A token that the caller has seen last is
+    /// part of the text and comes first. On `Err` the sequence is as it was, unless `progress` stopped the pass.
+    fn prompt(
+        &mut self,
+        seq: SeqId,
+        tokens: &[u32],
+        config: TextConfig,
+        progress: &mut dyn FnMut(usize, usize) -> bool,
+    ) -> Outcome<()> {
+        let mut sampler = Sampler::new(config.sampler)?;
+        let seen = match self.texts.get(&seq.0) {
+            Some(Text { last: Last::Shown(token), .. }) => Some(*token),
+            _ => None,
+        };
+        let all: Vec<u32> = seen.into_iter().chain(tokens.iter().copied()).collect();
+        let held = self.length(seq)?;
+        kvist_engine::check_prompt(self.session.config(), held as usize + all.len())?;
+        let done = match self.session.prefill(seq, &all, &mut |done| progress(done, all.len())) {
+            Ok(done) => done,
+            Err(why) => {
+                // Some chunks may have been added. A ring cannot be shortened, but is never full either.
+                let _ = truncate(self.session.cache(), seq, held);
+                return Err(why.into());
+            }
+        };
+        self.texts.remove(&seq.0);
+        if done < all.len() {
+            return Err(Failure::new(
+                kvist_status::KVIST_STOPPED,
+                "the progress callback stopped the prompt",
+            ));
+        }
+        sampler.observe(&all);
+        let drawn = sampler.sample(self.session.logits_row(0))?;
+        let stream = self.session.model().tokenizer().map(|tokenizer| TextState::after(tokenizer, &all, &[]));
+        let text = Text {
+            sampler,
+            stream,
+            stops: StopMatcher::new(&config.stop),
+            last: Last::Drawn(drawn),
+            n_tokens: 0,
+            max_tokens: config.max_tokens,
+            ignore_end: config.ignore_end,
+            finish: KVIST_GOES_ON,
+        };
+        self.texts.insert(seq.0, text);
+        Ok(())
+    }
+
+    /// The next token of the text of `seq`. Its text is in `self.piece`.
+    fn next(&mut self, seq: SeqId) -> Outcome<Piece> {
+        let Session { session, texts, piece } = self;
+        piece.clear();
+        let text = texts.get_mut(&seq.0).ok_or_else(|| {
+            Failure::order(format!(
+                "sequence {seq} has no text to go on with: call kvist_session_prompt first"
+            ))
+        })?;
+        if text.finish != KVIST_GOES_ON {
+            return Ok(Piece { token: None, finish: text.finish });
+        }
+        let token = match text.last {
+            Last::Drawn(token) => token,
+            Last::Shown(last) => {
+                match session.forward(&[SequenceInput::chain(seq, &[last])], LogitRows::LastOfEach) {
+                    Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) => {
+                        text.end(session, KVIST_NO_ROOM, piece)?;
+                        return Ok(Piece { token: None, finish: KVIST_NO_ROOM });
+                    }
+                    other => other?,
+                }
+                text.sampler.sample(session.logits_row(0))?
+            }
+        };
+        text.take(session, token, piece)?;
+        Ok(Piece { token: Some(token), finish: text.finish })
+    }
+
+    /// One pass over new tokens of several sequences. Their texts end here: the caller chooses tokens now.
+    fn forward(&mut self, inputs: &[SequenceInput<'_>], rows: LogitRows) -> Outcome<()> {
+        self.session.forward(inputs, rows)?;
+        inputs.iter().for_each(|input| drop(self.texts.remove(&input.seq.0)));
+        Ok(())
+    }
+
+    fn length(&mut self, seq: SeqId) -> Outcome<u32> {
+        self.session.cache().next_position(seq).ok_or_else(|| Refused::UnknownSequence(seq).into())
+    }
+
+    fn open(&mut self, seq: SeqId) -> Outcome<()> {
+        Ok(self.sequences()?.seq_new(seq)?)
+    }
+
+    fn fork(&mut self, from: SeqId, to: SeqId) -> Outcome<()> {
+        if self.session.cache().next_position(to).is_some() {
+            return Err(Refused::SequenceExists(to).into());
+        }
+        self.sequences()?.fork(from, to)?;
+        if let Some(text) = self.texts.get(&from.0).cloned() {
+            self.texts.insert(to.0, text);
+        }
+        Ok(())
+    }
+
+    /// Shortens `seq` to its first `n_tokens`.
+    fn rollback(&mut self, seq: SeqId, n_tokens: u32) -> Outcome<()> {
+        truncate(self.session.cache(), seq, n_tokens)?;
+        self.texts.remove(&seq.0);
+        Ok(())
+    }
+
+    fn remove(&mut self, seq: SeqId) -> Outcome<()> {
+        self.length(seq)?;
+        self.sequences()?.seq_rm(seq, 0, u32::MAX)?;
+        self.texts.remove(&seq.0);
+        Ok(())
+    }
+
+    fn accept(&mut self, seq: SeqId, path: &[NodeId]) -> Outcome<()> {
+        let trees = self.session.cache().trees();
+        Ok(trees.ok_or_else(no_trees)?.commit_path(seq, path)?)
+    }
+
+    fn sequences(&mut self) -> Outcome<kvist_engine::kvist_cache::Sequences<'_>> {
+        self.session.cache().sequences().ok_or_else(one_sequence)
+    }
+
+    fn encode(&self, text: &str, special: bool) -> Outcome<Vec<u32>> {
+        Ok(tokenizer(self.session.model())?.encode(text, special)?)
+    }
+}
+
+pub(crate) fn one_sequence() -> Failure {
+    Failure::unsupported("this kind of cache holds one sequence, 0: use cells, tree or paged for several")
+}
+
+pub(crate) fn no_trees() -> Failure {
+    Failure::unsupported("draft trees do not outlive their step in this kind of cache: use tree")
+}
+
+/// Shortens `seq` to its first `n_tokens`, in any kind that can. A sequence of 0 tokens stays, empty.
+pub(crate) fn truncate(
+    cache: &mut kvist_engine::kvist_cache::Cache,
+    seq: SeqId,
+    n_tokens: u32,
+) -> Outcome<()> {
+    let held = cache.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+    if n_tokens > held {
+        return Err(Refused::CannotGrow { len: held, asked: n_tokens }.into());
+    }
+    if let Some(mut sequences) = cache.sequences() {
+        sequences.seq_rm(seq, n_tokens, u32::MAX)?;
+        // A sequence that loses all its tokens is removed, but one that had none is not.
+        return match sequences.seq_new(seq) {
+            Err(Refused::SequenceExists(_)) => Ok(()),
+            other => Ok(other?),
+        };
+    }
+    match cache.rewinds() {
+        Some(mut rewind) => Ok(rewind.rewind(n_tokens)?),
+        None if n_tokens == 0 => {
+            cache.clear();
+            Ok(())
+        }
+        None => Err(Failure::unsupported(
+            "a ring overwrites what a rollback needs: only a rollback to 0 is possible",
+        )),
+    }
+}
+
+impl Text {
+    /// Adds a token that was drawn, and decides whether the text ends with it.
+    fn take(&mut self, session: &ModelSession, token: u32, piece: &mut String) -> Outcome<()> {
+        self.sampler.observe(&[token]);
+        self.last = Last::Shown(token);
+        self.n_tokens += 1;
+        if !self.ignore_end && session.model().end_tokens().contains(&token) {
+            return self.end(session, KVIST_END_OF_TEXT, piece);
+        }
+        if let (Some(stream), Some(tokenizer)) = (&mut self.stream, session.model().tokenizer()) {
+            let new = stream.push(tokenizer, token)?;
+            if self.stops.push(&new, piece).is_some() {
+                self.finish = KVIST_STOP_STRING;
+                return Ok(());
+            }
+        }
+        if self.max_tokens > 0 && self.n_tokens >= self.max_tokens {
+            return self.end(session, KVIST_MAX_TOKENS, piece);
+        }
+        Ok(())
+    }
+
+    /// Ends the text, with the characters that were held back.
+    fn end(&mut self, session: &ModelSession, finish: kvist_finish, piece: &mut String) -> Outcome<()> {
+        self.finish = finish;
+        if let (Some(stream), Some(tokenizer)) = (&mut self.stream, session.model().tokenizer()) {
+            let rest = stream.finish(tokenizer)?;
+            if self.stops.push(&rest, piece).is_some() {
+                self.finish = KVIST_STOP_STRING;
+                return Ok(());
+            }
+            self.stops.finish(piece);
+        }
+        Ok(())
+    }
+}

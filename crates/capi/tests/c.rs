@@ -1,0 +1,80 @@
+//! The C examples and the tests in C, compiled by `cc` against the static library and run.
+#![cfg(target_os = "linux")]
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// Where cargo puts the libraries: beside the folder of the test programs.
+fn library() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let folders = test.ancestors().skip(1).take(2);
+    let found = folders.map(|folder| folder.join("libkvist.a")).find(|path| path.exists());
+    found.expect("cargo builds libkvist.a before the tests")
+}
+
+/// Compiles a C file and runs it. Returns what it wrote.
+fn run(source: &str, arguments: &[&str]) -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let name = Path::new(source).file_stem().unwrap();
+    let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
+    let compiled = Command::new(&compiler)
+        .args(["-std=c11", "-D_POSIX_C_SOURCE=200809L", "-Wall", "-Wextra", "-Werror", "-g", "-O1", "-I"])
+        .arg(folder.join("include"))
+        .arg(folder.join(source))
+        .arg(library())
+        .args(["-lm", "-lpthread", "-ldl", "-o"])
+        .arg(&program)
+        .args(std::env::var("KVIST_CFLAGS").unwrap_or_default().split_whitespace())
+        .status()
+        .unwrap_or_else(|why| panic!("{compiler}: {why}: a C compiler is needed"));
+    assert!(compiled.success(), "{source} does not compile");
+    let ran = Command::new(&program).args(arguments).output().unwrap();
+    let (text, errors) = (String::from_utf8_lossy(&ran.stdout), String::from_utf8_lossy(&ran.stderr));
+    assert!(ran.status.success(), "{source}: {}\n{text}\n{errors}", ran.status);
+    text.into_owned()
+}
+
+#[test]
+fn text_from_the_embedded_model() {
+    let text = run("examples/generate.c", &[]);
+    let lines: Vec<&str> = text.lines().collect();
+    assert!(lines[0].starts_with("0: The borrow checker") && lines[0].len() > 40, "{text}");
+    assert!(text.contains("\n1: The borrow checker of the compiler"), "{text}");
+    assert!(text.contains("sequence 0 has 2 tokens now"), "{text}");
+}
+
+#[test]
+fn bookkeeping_without_bytes() {
+    let text = run("examples/bookkeeping.c", &[]);
+    let expected = "a prompt of three tokens\n  sequence 0 reads 100 101 102\none token of each branch\n  sequence 0 reads 100 101 102 200\n  sequence 1 reads 100 101 102 300\n";
+    assert!(text.starts_with(expected), "{text}");
+}
+
+#[test]
+fn attention_over_rows_of_c() {
+    run("examples/attention.c", &[]);
+}
+
+#[test]
+fn wrong_uses_are_refused() {
+    run("tests/c/refusals.c", &[]);
+}
+
+#[test]
+fn sessions_leave_nothing_behind() {
+    let n = std::env::var("KVIST_SESSIONS").unwrap_or_else(|_| "10000".into());
+    run("tests/c/leaks.c", &[&n]);
+}
+
+/// The header is also one for C++.
+#[test]
+fn the_header_compiles_as_cpp() {
+    let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".into());
+    let header = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/kvist.h");
+    let checked = Command::new(&compiler)
+        .args(["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-x", "c++"])
+        .arg(header)
+        .status()
+        .unwrap_or_else(|why| panic!("{compiler}: {why}: a C++ compiler is needed"));
+    assert!(checked.success());
+}
