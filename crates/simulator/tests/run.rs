@@ -141,6 +141,7 @@ fn options(config: &Config, one_by_one: bool) -> Options {
         itl: true,
         watch: true,
         speculation: None,
+        stop: None,
     }
 }
 
