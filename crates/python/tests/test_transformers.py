@@ -2,7 +2,6 @@
 
 import gc
 
-import kvist
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -54,6 +53,12 @@ def inputs(batch, length=20, seed=1):
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def go_on(model, cache, tokens, n):
+    """Continues tokens of which none is padding, whatever their ids are."""
+    mask = torch.ones_like(tokens)
+    return model.generate(tokens, attention_mask=mask, past_key_values=cache, max_new_tokens=n, do_sample=False)
+
+
 def generate(model, cache, batch, **options):
     asked = {"max_new_tokens": 24, "do_sample": False, **options}
     return model.generate(**inputs(batch), past_key_values=cache, **asked)
@@ -93,8 +98,7 @@ def test_crop_fork_and_reset(models):
     fork, before = cache.fork(), cache.kv_bytes
     assert fork.get_seq_length() == cache.get_seq_length() and cache.kv_bytes == before
     fork.crop(-10)
-    again = ours.generate(whole[:, :-10], past_key_values=fork, max_new_tokens=10, do_sample=False)
-    assert torch.equal(again, whole)
+    assert torch.equal(go_on(ours, fork, whole[:, :-10], 10), whole)
     assert cache.get_seq_length() == whole.shape[1] - 1, "the fork's tokens are its own"
     cache.crop(0)
     for wrong in (1, -1000):
@@ -143,7 +147,6 @@ def test_what_is_not_supported_is_refused(models):
         with pytest.raises(ValueError, match="batch of 1"):
             ours(ids.repeat(2, 1), past_key_values=cache)
         with pytest.raises(ValueError, match="at most 64"):
-            KvistCache(ours.config, max_step_tokens=64)
             ours(ids.repeat(1, 4), past_key_values=KvistCache(ours.config, max_step_tokens=64))
     with pytest.raises(ValueError, match="gradients"):
         ours(ids, past_key_values=KvistCache(ours.config))
@@ -166,15 +169,12 @@ def test_a_failed_pass_leaves_the_cache_as_it_was(models):
     cache = KvistCache(ours.config, kv="f32")
     whole = generate(ours, cache, 1)
     n = cache.get_seq_length()
-    broken = ours.model.layers[-1].mlp.forward
     ours.model.layers[1].mlp.forward, kept = None, ours.model.layers[1].mlp.forward
     try:
         with torch.no_grad(), pytest.raises(TypeError):
             ours(whole[:, -1:], past_key_values=cache)
     finally:
         ours.model.layers[1].mlp.forward = kept
-    assert broken and cache.get_seq_length() == n
-    more = ours.generate(whole, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    fresh = ours.generate(whole, past_key_values=KvistCache(ours.config, kv="f32"), max_new_tokens=4, do_sample=False)
-    assert torch.equal(more, fresh)
-    assert isinstance(kvist.ArgumentError("x"), ValueError)
+    assert cache.get_seq_length() == n
+    fresh = KvistCache(ours.config, kv="f32")
+    assert torch.equal(go_on(ours, cache, whole, 4), go_on(ours, fresh, whole, 4))

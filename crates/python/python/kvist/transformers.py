@@ -94,6 +94,7 @@ class KvistCache(Cache):
             recent=recent,
         )
         self._ids = _Ids()
+        self._max_step_tokens = max_step_tokens
         self._begin(windows)
 
     def _begin(self, windows):
@@ -123,6 +124,7 @@ class KvistCache(Cache):
         other = KvistCache.__new__(KvistCache)
         other._config, other._n_layers = self._config, self._n_layers
         other._core, other._ids = self._core, self._ids
+        other._max_step_tokens = self._max_step_tokens
         other._begin(self._windows)
         other._rows, other._seen = self._copies(self._rows), self._seen
         return other
@@ -210,6 +212,11 @@ class KvistCache(Cache):
         return out
 
     def _begin_step(self, batch, n, mask):
+        if batch * n > self._max_step_tokens:
+            raise ArgumentError(
+                f"a pass of {batch} x {n} tokens, and the cache takes at most {self._max_step_tokens} at once: give "
+                f"max_step_tokens={batch * n}, or prefill in chunks (generate's prefill_chunk_size)"
+            )
         if not self._rows:
             self._rows = [self._ids.new() for _ in range(batch)]
             for seq in self._rows:
