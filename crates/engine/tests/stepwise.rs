@@ -131,7 +131,8 @@ fn a_session_is_cut_in_every_kind() {
         let kept = session.truncate(A, 3).unwrap();
         assert_eq!(kept, if kind == "ring" { 0 } else { 3 }, "{kind}");
         let again = logits(&mut session, &prompt[kept as usize..6]);
-        assert!(max_difference(&first, &again) < 1e-3, "{kind}");
+        let vocab = model().config().vocab;
+        assert!(max_difference(&first[kept as usize * vocab..], &again) < 1e-3, "{kind}");
         assert_eq!(session.truncate(A, 0).unwrap(), 0);
         assert_eq!(session.cache().next_position(A), Some(0), "{kind}");
     }
