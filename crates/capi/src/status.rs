@@ -1,7 +1,7 @@
 //! Errors as codes, with a text per thread.
 use kvist_engine::Error;
 use kvist_engine::kvist_cache::{LayerError, Refused};
-use kvist_engine::kvist_device::{DeviceError, BuildError, StepError};
+use kvist_engine::kvist_device::{BuildError, DeviceError, StepError};
 use std::cell::RefCell;
 use std::ffi::CString;
 use std::ffi::c_char;

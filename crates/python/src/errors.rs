@@ -1,7 +1,7 @@
 //! Errors of the crates below as Python exceptions. The classes are defined in `kvist/_errors.py`, because two of them have
 //! two bases.
 use kvist_cache::{Misuse, NotBlocks, PagedError, Refused};
-use kvist_device::{DeviceError, BuildError, StepError};
+use kvist_device::{BuildError, DeviceError, StepError};
 use kvist_engine::Error;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
