@@ -40,6 +40,7 @@ fn arguments() {
         row("run --kind heap x", 2, &["cpu:heap", "cpu:contiguous", "cpu:tree"]),
         row("run --backend tpu x", 2, &["tpu:contiguous", "cpu:contiguous", "reference:ring"]),
         row("run hi --kv q4 --kv-recent 12", 2, &["--kv-recent", "power of two up to 64, or 0"]),
+        row("run -q --speculate suffix --no-cache x", 2, &["--speculate", "--no-cache"]),
         row("run --speculate guess x", 2, &["guess", "eagle"]),
         row("run --speculate eagle --draft-model hf:a/b x", 2, &["hf:a/b", "folder"]),
         row("run --speculate suffix --draft-model x x", 2, &["--draft-model", "eagle"]),

@@ -229,6 +229,37 @@ fn eval_counts_accepted_draft_tokens_by_depth() {
     assert!(lines.starts_with("ngram: 254 tokens after 2 prompts") && lines.contains("depth"), "{lines}");
 }
 
+/// With packed caches the newest rows are read in f16; the rows of rejected nodes once displaced them.
+#[test]
+fn drafts_change_no_text_of_packed_caches() {
+    let prompt = "The borrow checker is a part of the compiler. The compiler is a part of Rust, and the borrow checker ";
+    let run = |kv: &str, more: &[&str]| {
+        let base = ["run", "-q", "--json", "--raw", "--no-echo", "--greedy", "--ignore-eos", "-n", "150"];
+        json(&[&base[..], &["--deterministic", "--kind", "tree", "--kv", kv], more, &[prompt]].concat())
+    };
+    for kv in ["q8", "q4", "t4"] {
+        let plain = run(kv, &[]);
+        for mode in ["suffix", "eagle", "draft"] {
+            for tokens in ["16", "40"] {
+                let drafted = run(kv, &["--speculate", mode, "--draft-tokens", tokens]);
+                assert_eq!(plain["tokens"], drafted["tokens"], "{kv} {mode} {tokens}");
+                assert!(number(&drafted, "speculation.drafted") > 0.0, "{kv} {mode} {tokens}");
+            }
+        }
+    }
+}
+
+/// Without `--context` the cache has room for drafts beside the tokens that were asked for.
+#[test]
+fn short_answers_are_drafted_too() {
+    let base = ["run", "-q", "--json", "--raw", "--no-echo", "--greedy", "--ignore-eos", "-n", "16"];
+    let run =
+        |more: &[&str]| json(&[&base[..], more, &["--speculate", "eagle", "The borrow checker"]].concat());
+    let (own, large) = (run(&[]), run(&["--context", "300"]));
+    assert_eq!(own["tokens"], large["tokens"]);
+    assert_eq!(own["speculation"], large["speculation"]);
+}
+
 /// The picture in docs/speculation.md is what its command draws. `KVIST_RENEW=1` draws it again.
 #[test]
 fn the_picture_of_a_verified_tree_is_current() {

@@ -138,7 +138,9 @@ pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<G
     let done = session.prefill_watched(seq, prompt, &mut |session, computed| {
         if let Some(Speculation { speculator, before }) = &mut speculation {
             let text = (u64::from(seq.0), (before.len() + computed.start) as u32, &known[..]);
-            session.report_features(text, 0..computed.len(), speculator)?;
+            if let Err(error) = session.report_features(text, 0..computed.len(), speculator) {
+                end_speculation(speculator, &error);
+            }
         }
         Ok(observer.prefilled(computed.end))
     })?;

@@ -63,7 +63,8 @@ struct Report {
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let tokens = args.tokens()?;
     let opened = args.model.open_without_texts(quiet)?;
-    let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0));
+    args.speculation.check_no_cache(args.no_cache)?;
+    let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0)) + args.speculation.room();
     let mut config = args.cache.config(opened.config(), needed)?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     config.max_rows = config.max_step_tokens;

@@ -65,7 +65,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let of_the_model = args.sampling.of_the_model(&opened);
     let (tokens, echo) = args.encode(&opened, &prompt)?;
     let answers = !args.raw && opened.chat_template().is_some();
-    let needed = tokens.len() as u64 + u64::from(args.max_tokens);
+    args.speculation.check_no_cache(args.no_cache)?;
+    let needed = tokens.len() as u64 + u64::from(args.max_tokens) + args.speculation.room();
     let mut config = args.cache.config(opened.config(), needed)?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     kvist_engine::check_prompt(&config, tokens.len())?;

@@ -81,8 +81,26 @@ impl SpeculationArgs {
         if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
             config.kind = "tree".into();
         }
+        // The rows of a draft need f16 slots of their own beside those of the recent group, or they would displace them.
+        let groups = (self.draft_tokens + 1).div_ceil(config.recent.tokens.max(1));
+        config.recent.sequences = config.recent.sequences.saturating_add(groups);
         config.max_rows = config.max_rows.max(self.draft_tokens + 1);
         config.max_step_tokens = config.max_step_tokens.max(self.draft_tokens + 1);
+        Ok(())
+    }
+
+    /// Tokens that a cache for one text needs in addition: those of a draft, which may be rejected.
+    pub fn room(&self) -> u64 {
+        if self.is_on() { u64::from(self.draft_tokens) } else { 0 }
+    }
+
+    /// Refuses drafts with `--no-cache`: a pass without a cache has nothing to verify them against.
+    pub fn check_no_cache(&self, no_cache: bool) -> anyhow::Result<()> {
+        if no_cache && self.is_on() {
+            return Err(wrong_usage(
+                "--speculate needs the cache: leave out --no-cache, or give --speculate off",
+            ));
+        }
         Ok(())
     }
 

@@ -32,7 +32,7 @@ impl Costs {
     pub fn record(&mut self, rows: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64();
         let Some(mean) = self.seconds.get_mut(rows.saturating_sub(1)) else { return };
-        // Early values are averaged evenly, and one slow pass on a busy machine moves the mean little.
+        // One slow pass on a busy machine moves the mean little.
         *mean = Some(mean.map_or(seconds, |mean| mean + NEW * (seconds.min(3.0 * mean) - mean)));
     }
 
