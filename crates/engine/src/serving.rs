@@ -111,9 +111,10 @@ impl EngineConfig {
         cache.max_step_tokens = max_batch_tokens;
         // Each row belongs to a token of the step.
         cache.max_rows = rows.min(max_batch_tokens.max(max_batch));
-        // A node of a draft tree takes a row too, until it is known which nodes are kept.
+        // A node of a draft tree takes a row too. Twice, because a rejected node keeps it until its cell is written again.
         let group = cache.recent.within_blocks(self.paged.block_tokens).tokens.max(1);
-        cache.recent.sequences = max_batch.saturating_add(self.max_draft_tokens.div_ceil(group));
+        cache.recent.sequences =
+            max_batch.saturating_add(self.max_draft_tokens.div_ceil(group).saturating_mul(2));
     }
 }
 

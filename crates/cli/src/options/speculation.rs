@@ -81,8 +81,9 @@ impl SpeculationArgs {
         if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
             config.kind = "tree".into();
         }
-        // The rows of a draft need f16 slots of their own beside those of the recent group, or they would displace them.
-        let groups = (self.draft_tokens + 1).div_ceil(config.recent.tokens.max(1));
+        // The rows of a draft need f16 slots of their own beside those of the recent group, or they would displace them. Twice,
+        // because a rejected node keeps its slot until its cell is written again.
+        let groups = 2 * (self.draft_tokens + 1).div_ceil(config.recent.tokens.max(1));
         config.recent.sequences = config.recent.sequences.saturating_add(groups);
         config.max_rows = config.max_rows.max(self.draft_tokens + 1);
         config.max_step_tokens = config.max_step_tokens.max(self.draft_tokens + 1);
