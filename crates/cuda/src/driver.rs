@@ -1,0 +1,514 @@
+//! A GPU that was opened: buffers, compiled kernels, one stream, and what went wrong.
+//!
+//! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
+//! them. Everything is on one stream, in order. The first error is kept, and `check` returns it from then on.
+use crate::compiler::Compiler;
+use crate::devices::{driver, summary};
+use crate::ffi::{Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
+use crate::{Installation, failed, kernels};
+use kvist_device::DeviceError;
+use kvist_gpu::{Args, BufferCopy, Driver, HostMemory, Kernel, Limits, Recorder};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How long a submission may run before it counts as hung.
+const PATIENCE: Duration = Duration::from_secs(600);
+/// Kernels count words in 32 bits, and 4 GiB are enough for one part.
+const MAX_PART_BYTES: u64 = (1 << 32) - 16;
+/// Pinned memory that writes pass through.
+const STAGING_BYTES: usize = 4 << 20;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Memory of the device, or pinned memory of the host. Recorded operations keep it alive.
+#[derive(Clone, Debug)]
+pub struct Buf(Arc<Memory>);
+
+#[derive(Debug)]
+enum Memory {
+    Device(DeviceMemory),
+    /// Results, for the host to read.
+    Results(PinnedMemory),
+    /// The host fills it, and the device copies from it.
+    Source(Mutex<PinnedMemory>),
+}
+
+impl Buf {
+    fn device(&self) -> Option<&DeviceMemory> {
+        match &*self.0 {
+            Memory::Device(memory) => Some(memory),
+            Memory::Results(_) | Memory::Source(_) => None,
+        }
+    }
+
+    /// Where kernels find it.
+    fn address(&self) -> u64 {
+        match &*self.0 {
+            Memory::Device(memory) => memory.address,
+            Memory::Results(memory) => memory.address(),
+            Memory::Source(memory) => lock(memory).address(),
+        }
+    }
+}
+
+/// A point behind what was submitted; `None` if that failed.
+#[derive(Clone, Debug)]
+pub struct Submission {
+    end: Option<Arc<Event>>,
+    marks: Arc<Vec<Event>>,
+}
+
+/// One operation of a submission. It keeps its buffers alive.
+#[derive(Debug)]
+enum Operation {
+    Launch { kernel: Arc<Loaded>, buffers: Vec<Option<Buf>>, args: Args, groups: [u32; 3] },
+    Copy { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64 },
+    Mark,
+}
+
+/// Operations that were recorded and not submitted yet.
+#[derive(Debug, Default)]
+pub struct Recording {
+    operations: Vec<Operation>,
+}
+
+impl Recorder for Recording {
+    fn restart(&mut self) {
+        self.operations.clear();
+    }
+    /// Nothing outlives a submission.
+    fn forget(&mut self) {}
+}
+
+#[derive(Debug)]
+struct Loaded {
+    function: Function,
+    name: &'static str,
+    threads: u32,
+    shared_bytes: u32,
+}
+
+/// Pinned memory in which writes wait for their copies.
+#[derive(Debug)]
+struct Staging {
+    memory: PinnedMemory,
+    used: usize,
+}
+
+/// A GPU that was opened.
+#[derive(Debug)]
+pub struct CudaDriver {
+    // Fields are dropped in this order; each keeps the context alive.
+    kernels: Mutex<HashMap<Kernel, Option<Arc<Loaded>>>>,
+    staging: Mutex<Staging>,
+    stream: Stream,
+    context: Arc<Context>,
+    compiler: Compiler,
+    limits: Limits,
+    failure: Mutex<Option<String>>,
+    meter: Mutex<Option<Meter>>,
+}
+
+/// The time that a kernel took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KernelTime {
+    pub kernel: &'static str,
+    /// Of one launch.
+    pub nanoseconds: f64,
+}
+
+/// Measures every launch, see [`CudaDriver::measure`].
+#[derive(Debug)]
+struct Meter {
+    repeats: u32,
+    launches: Vec<(&'static str, Event, Event)>,
+}
+
+impl CudaDriver {
+    /// Opens GPU `index`, or the first one that can run models. Weights and pools are split into parts of at most
+    /// `max_part_bytes`.
+    ///
+    /// # Errors
+    /// There is no driver, no NVRTC, no such GPU, or it lacks something.
+    pub fn open(
+        installation: &Installation,
+        index: Option<usize>,
+        max_part_bytes: u64,
+    ) -> Result<Self, DeviceError> {
+        let cuda = driver(installation)?;
+        let error = |code: Code| failed(cuda.text(code));
+        let n = cuda.n_devices().map_err(error)?;
+        let found = match index {
+            Some(index) if index >= n => {
+                return Err(failed(format!(
+                    "there is no GPU {index}, the machine has {n} (`kvist devices` lists them)"
+                )));
+            }
+            Some(index) => summary(&cuda, index).map_err(error)?,
+            None => {
+                let all: Vec<_> =
+                    (0..n).map(|index| summary(&cuda, index)).collect::<Result<_, _>>().map_err(error)?;
+                let usable = all.iter().position(|found| found.missing.is_none()).unwrap_or(0);
+                let none = || failed("the driver finds no GPU: look at `nvidia-smi`, or use `--backend cpu`");
+                all.into_iter().nth(usable).ok_or_else(none)?
+            }
+        };
+        if let Some(what) = &found.missing {
+            return Err(failed(format!("GPU {}, {}, cannot run models: {what}", found.index, found.name)));
+        }
+        let version = cuda.version().map_err(error)?;
+        let compiler = Compiler::new(installation, found.compute_capability, version)
+            .map_err(|what| failed(what.to_string()))?;
+        let device = cuda.device(found.index).map_err(error)?;
+        let context = Context::new(&cuda, device).map_err(error)?;
+        let memory = context.pin(STAGING_BYTES as u64).map_err(error)?;
+        Ok(CudaDriver {
+            kernels: Mutex::default(),
+            staging: Mutex::new(Staging { memory, used: 0 }),
+            stream: context.stream().map_err(error)?,
+            compiler,
+            limits: Limits {
+                max_binding_bytes: MAX_PART_BYTES,
+                max_part_bytes: MAX_PART_BYTES.min(max_part_bytes),
+                max_workgroup_bytes: found.max_shared_bytes,
+                unified_memory: found.integrated,
+                adapter: found.name,
+            },
+            context,
+            failure: Mutex::default(),
+            meter: Mutex::default(),
+        })
+    }
+
+    /// Free and total bytes of the GPU's memory, as the driver says now.
+    ///
+    /// # Errors
+    /// The device has failed.
+    pub fn memory(&self) -> Result<(u64, u64), DeviceError> {
+        self.context.memory().map_err(|code| failed(self.context.text(code)))
+    }
+
+    /// From now on launches every kernel `repeats` times, one after the other, and notes the times before and after; 0 stops
+    /// that. For measurements of kernels that may run twice: attention and stores may, sums in place may not.
+    pub fn measure(&self, repeats: u32) {
+        *lock(&self.meter) = (repeats > 0).then(|| Meter { repeats, launches: Vec::new() });
+    }
+
+    /// The times since the last call, once everything has ended.
+    ///
+    /// # Errors
+    /// The device has failed.
+    pub fn measured(&self) -> Result<Vec<KernelTime>, DeviceError> {
+        self.wait_all()?;
+        let mut meter = lock(&self.meter);
+        let Some(meter) = meter.as_mut() else { return Ok(Vec::new()) };
+        let repeats = f64::from(meter.repeats);
+        let time = |(kernel, start, end): (&'static str, Event, Event)| {
+            let elapsed = self.kept("time of a kernel", end.since(&start))?;
+            Ok(KernelTime { kernel, nanoseconds: f64::from(elapsed) * 1e6 / repeats })
+        };
+        meter.launches.drain(..).map(time).collect()
+    }
+
+    /// Keeps the first error.
+    fn fail(&self, what: String) -> DeviceError {
+        failed(lock(&self.failure).get_or_insert(what).clone())
+    }
+
+    /// Keeps the error of a call, with what the call was for.
+    fn kept<T>(&self, doing: &str, result: Result<T, Code>) -> Result<T, DeviceError> {
+        result.map_err(|code| self.fail(format!("{doing}: {}", self.context.text(code))))
+    }
+
+    fn out_of_memory(&self, what: &'static str, bytes: u64, code: Code) -> DeviceError {
+        match code {
+            Code::OUT_OF_MEMORY => DeviceError::OutOfMemory { what, bytes },
+            other => self.fail(format!("memory for the {what}: {}", self.context.text(other))),
+        }
+    }
+
+    /// The compiled kernel; compiles it at its first use. `None` after a failure.
+    fn kernel(&self, kernel: &Kernel) -> Option<Arc<Loaded>> {
+        let mut all = lock(&self.kernels);
+        if let Some(found) = all.get(kernel) {
+            return found.clone();
+        }
+        let loaded = self.load(kernel).map_err(|what| self.fail(what)).ok();
+        all.insert(kernel.clone(), loaded.clone());
+        loaded
+    }
+
+    fn load(&self, kernel: &Kernel) -> Result<Arc<Loaded>, String> {
+        let (name, max_bytes) = (kernels::function(kernel), self.limits.max_workgroup_bytes);
+        let shared_bytes = kernels::shared_bytes(kernel, max_bytes).ok_or_else(|| {
+            format!("the kernel {name} needs more shared memory than a block has ({max_bytes} bytes)")
+        })?;
+        let source = kernels::source(kernel, max_bytes);
+        let load = |anew: bool| {
+            let image = self.compiler.image(name, &source, anew).map_err(|what| what.to_string())?;
+            let function = self.context.load(&image.bytes, name, shared_bytes);
+            Ok::<_, String>((function, image.cached.is_some()))
+        };
+        let (mut function, cached) = load(false)?;
+        if function.is_err() && cached {
+            // The file may be damaged: once more without it.
+            function = load(true)?.0;
+        }
+        let function = function
+            .map_err(|code| format!("the kernel {name} cannot be loaded: {}", self.context.text(code)))?;
+        Ok(Arc::new(Loaded { function, name, threads: kernels::threads(kernel), shared_bytes }))
+    }
+
+    /// Gives an operation to the stream.
+    fn run(&self, operation: &Operation, marks: &mut Vec<Event>) -> Result<(), DeviceError> {
+        match operation {
+            Operation::Launch { kernel, buffers, args, groups } => {
+                // What a kernel does not use is null.
+                let address = |buffer: &Option<Buf>| buffer.as_ref().map_or(0, Buf::address);
+                let addresses: Vec<u64> = buffers.iter().map(address).collect();
+                let parameters = Parameters { addresses: &addresses, words: args.words() };
+                let Loaded { function, threads, shared_bytes, name } = &**kernel;
+                let launch = || {
+                    let launched =
+                        self.stream.launch(function, *groups, *threads, *shared_bytes, &parameters);
+                    self.kept(&format!("launch of {name}"), launched)
+                };
+                let mut meter = lock(&self.meter);
+                let Some(meter) = meter.as_mut() else { return launch() };
+                let event = || self.kept("mark", self.stream.event(true));
+                let start = event()?;
+                (0..meter.repeats).try_for_each(|_| launch())?;
+                meter.launches.push((name, start, event()?));
+                Ok(())
+            }
+            Operation::Copy { from, from_byte, to, to_byte, bytes } => {
+                self.copy_now(from, *from_byte, to, *to_byte, *bytes)
+            }
+            Operation::Mark => {
+                marks.push(self.kept("mark", self.stream.event(true))?);
+                Ok(())
+            }
+        }
+    }
+
+    fn copy_now(
+        &self,
+        from: &Buf,
+        from_byte: u64,
+        to: &Buf,
+        to_byte: u64,
+        bytes: u64,
+    ) -> Result<(), DeviceError> {
+        let copied = match (&*from.0, &*to.0) {
+            (Memory::Device(from), Memory::Device(to)) => {
+                self.stream.copy(from, from_byte, to, to_byte, bytes)
+            }
+            (Memory::Device(from), Memory::Results(to)) => {
+                self.stream.download(from, from_byte, to, to_byte, bytes)
+            }
+            (Memory::Source(from), Memory::Device(to)) => {
+                let (first, len) = (from_byte as usize, bytes as usize);
+                self.stream.upload(&lock(from), first, to, to_byte, len)
+            }
+            _ => return Err(self.fail("a copy between buffers of the host".into())),
+        };
+        self.kept("copy", copied)
+    }
+
+    /// Copies bytes through pinned memory, which is used again once the copies before have ended.
+    fn upload(&self, to: &DeviceMemory, mut at: u64, bytes: &[u8]) -> Result<(), DeviceError> {
+        let mut staging = lock(&self.staging);
+        for chunk in bytes.chunks(STAGING_BYTES) {
+            if staging.used + chunk.len() > STAGING_BYTES {
+                let event = self.kept("upload", self.stream.event(false))?;
+                self.until_done(&event)?;
+                staging.used = 0;
+            }
+            let first = staging.used;
+            staging.memory.bytes_mut()[first..first + chunk.len()].copy_from_slice(chunk);
+            staging.used += chunk.len();
+            self.kept("upload", self.stream.upload(&staging.memory, first, to, at, chunk.len()))?;
+            at += chunk.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Waits for an event. Decode steps are short, so the first wait spins.
+    fn until_done(&self, event: &Event) -> Result<(), DeviceError> {
+        let start = Instant::now();
+        loop {
+            if self.kept("a submission failed", event.is_done())? {
+                return self.check();
+            }
+            match start.elapsed() {
+                short if short < Duration::from_millis(20) => std::thread::yield_now(),
+                long if long < PATIENCE => std::thread::sleep(Duration::from_micros(50)),
+                _ => {
+                    return Err(
+                        self.fail(format!("a submission did not end within {} s", PATIENCE.as_secs()))
+                    );
+                }
+            }
+        }
+    }
+
+    /// Now: behind everything that was given to the stream.
+    fn submission(&self, marks: Vec<Event>) -> Submission {
+        let end = self.kept("submission", self.stream.event(false)).ok().map(Arc::new);
+        Submission { end, marks: Arc::new(marks) }
+    }
+}
+
+impl Driver for CudaDriver {
+    const NAME: &'static str = "cuda";
+    type Buffer = Buf;
+    type Recorder = Recording;
+    type Submission = Submission;
+
+    fn limits(&self) -> &Limits {
+        &self.limits
+    }
+
+    /// What the GPU's memory has in use, by other processes too.
+    fn allocated_bytes(&self) -> Option<u64> {
+        self.context.memory().ok().map(|(free, total)| total - free)
+    }
+
+    fn check(&self) -> Result<(), DeviceError> {
+        lock(&self.failure).as_ref().map_or(Ok(()), |what| Err(failed(what.clone())))
+    }
+
+    fn buffer(&self, what: &'static str, bytes: u64) -> Result<Buf, DeviceError> {
+        if bytes > self.limits.max_binding_bytes {
+            let most = self.limits.max_binding_bytes;
+            return Err(DeviceError::Unsupported(format!(
+                "the {what} takes {bytes} bytes in one piece, and kernels address at most {most}: use shorter steps or \
+                 less context"
+            )));
+        }
+        let size = bytes.next_multiple_of(4).max(16);
+        let memory = self.context.allocate(size).map_err(|code| self.out_of_memory(what, bytes, code))?;
+        self.kept("zeroing of a buffer", self.stream.zero(&memory))?;
+        Ok(Buf(Arc::new(Memory::Device(memory))))
+    }
+
+    fn staging(&self, what: &'static str, bytes: u64) -> Result<Buf, DeviceError> {
+        let memory = self.context.pin(bytes.max(16)).map_err(|code| self.out_of_memory(what, bytes, code))?;
+        Ok(Buf(Arc::new(Memory::Results(memory))))
+    }
+
+    fn write(&self, buffer: &Buf, at: u64, bytes: &[u8]) {
+        match buffer.device() {
+            // An error is kept, and `check` returns it.
+            Some(memory) => drop(self.upload(memory, at, bytes)),
+            None => drop(self.fail("a write to a buffer of the host".into())),
+        }
+    }
+
+    fn record(
+        &self,
+        recorder: &mut Recording,
+        kernel: &Kernel,
+        buffers: &[Option<&Buf>],
+        args: Args,
+        groups: [u32; 3],
+    ) {
+        if groups.contains(&0) {
+            return;
+        }
+        if let Some(kernel) = self.kernel(kernel) {
+            let buffers = buffers.iter().map(|buffer| buffer.cloned()).collect();
+            recorder.operations.push(Operation::Launch { kernel, buffers, args, groups });
+        }
+    }
+
+    fn copy(&self, recorder: &mut Recording, copy: &BufferCopy<'_, Self>) {
+        let BufferCopy { from, from_byte, to, to_byte, bytes } = *copy;
+        recorder.operations.push(Operation::Copy {
+            from: from.clone(),
+            from_byte,
+            to: to.clone(),
+            to_byte,
+            bytes,
+        });
+    }
+
+    fn mark(&self, recorder: &mut Recording) {
+        recorder.operations.push(Operation::Mark);
+    }
+
+    fn marks(&self, submission: &Submission) -> Result<Vec<f64>, DeviceError> {
+        let Some(first) = submission.marks.first() else { return Ok(Vec::new()) };
+        let since = |mark: &Event| self.kept("time of a mark", mark.since(first));
+        submission.marks.iter().map(|mark| Ok(f64::from(since(mark)?) * 1e6)).collect()
+    }
+
+    fn submit(&self, recorder: &mut Recording, copies: &[BufferCopy<'_, Self>]) -> Submission {
+        let mut marks = Vec::new();
+        let mut run = || -> Result<(), DeviceError> {
+            self.check()?;
+            recorder.operations.iter().try_for_each(|operation| self.run(operation, &mut marks))?;
+            copies.iter().try_for_each(|copy| {
+                self.copy_now(copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
+            })
+        };
+        // After a failure nothing more is launched: the caller's next `check` returns it.
+        let submission = match run() {
+            Ok(()) => self.submission(marks),
+            Err(_) => Submission { end: None, marks: Arc::default() },
+        };
+        // A buffer that nothing else refers to is freed here, once the device is idle.
+        recorder.operations.clear();
+        submission
+    }
+
+    fn wait(&self, submission: &Submission) -> Result<(), DeviceError> {
+        match &submission.end {
+            Some(event) => self.until_done(event),
+            None => self.check(),
+        }
+    }
+
+    fn wait_all(&self) -> Result<(), DeviceError> {
+        self.check()?;
+        self.wait(&self.submission(Vec::new()))
+    }
+
+    fn is_done(&self, submission: &Submission) -> bool {
+        // An error shows in `wait`.
+        submission.end.as_ref().is_none_or(|event| event.is_done() != Ok(false))
+    }
+
+    fn read(&self, staging: &Buf, range: Range<u64>, read: impl FnOnce(&[u8])) -> Result<(), DeviceError> {
+        self.check()?;
+        let bytes = match &*staging.0 {
+            Memory::Results(memory) => memory.bytes().get(range.start as usize..range.end as usize),
+            _ => None,
+        };
+        let bytes = bytes.ok_or_else(|| self.fail(format!("bytes {range:?} of a buffer cannot be read")))?;
+        read(bytes);
+        Ok(())
+    }
+
+    /// Pinned memory, which kernels can bind as well.
+    fn host_buffer(&self, what: &'static str, bytes: u64, _: HostMemory) -> Result<Buf, DeviceError> {
+        let memory = self.context.pin(bytes.max(16)).map_err(|code| self.out_of_memory(what, bytes, code))?;
+        Ok(Buf(Arc::new(Memory::Source(Mutex::new(memory)))))
+    }
+
+    fn fill(&self, buffer: &Buf, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.check()?;
+        let filled = match &*buffer.0 {
+            Memory::Source(memory) => {
+                let mut memory = lock(memory);
+                memory.bytes_mut().get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes))
+            }
+            _ => None,
+        };
+        filled.ok_or_else(|| self.fail(format!("{} bytes do not fit into a buffer of the host", bytes.len())))
+    }
+}

@@ -1,0 +1,286 @@
+//! The kernels' sources in CUDA C++, and how each is launched.
+//!
+//! A kernel's constants are `#define`s in front of its source, so that the compiler unrolls loops over them. Its
+//! arguments are the buffers, in the order of [`Kernel::writes`], and a struct with the words of `Args`.
+use kvist_device::Storage;
+use kvist_gpu::{ATTEND_ROWS, Form, GEMM_TILE, Kernel, MATMUL_OUTPUTS, RecentForm, Routed, RowsOp};
+
+/// Threads of a block of `attend`.
+const ATTEND_THREADS: u32 = 128;
+
+/// How attention goes through cells: so many at a time, in one or two buffers of shared memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    pub cells: u32,
+    pub stages: u32,
+    /// Of dynamic shared memory.
+    pub bytes: u32,
+}
+
+impl Tile {
+    /// The largest that fits into so many bytes of shared memory. Two buffers are worth more than many cells: the next cells
+    /// are copied while these are computed. `None` if not even the smallest fits.
+    pub fn new(k: Form, v: Form, dim: u32, recent: bool, max_bytes: u32) -> Option<Tile> {
+        // As in attend.cu.
+        let lane_words = if k.dtype < 3 { 16 } else { 4 };
+        let k_stride = (k.words(dim) + 31 - lane_words) / 32 * 32 + lane_words;
+        let v_stride = v.words(dim).next_multiple_of(4);
+        let copies = if k.needs_plain_queries(recent) { 2 } else { 1 };
+        let queries = copies * ATTEND_ROWS * dim.next_multiple_of(8);
+        let sizes = [(32, 2), (16, 2), (8, 2), (8, 1)].map(|(cells, stages)| {
+            let bytes = 4 * (stages * cells * (k_stride + v_stride) + queries);
+            Tile { cells, stages, bytes }
+        });
+        // What the kernel declares besides: scores, cells, and the state of each row.
+        let fixed = |tile: &Tile| 4 * (tile.cells * (ATTEND_ROWS + 7) + 5 * ATTEND_ROWS + 1);
+        sizes.into_iter().find(|tile| tile.bytes + fixed(tile) <= max_bytes)
+    }
+}
+
+/// The name of a kernel's function. NVRTC has functions of its own, `norm` among them.
+pub fn function(kernel: &Kernel) -> &'static str {
+    match kernel {
+        Kernel::Norm { .. } => "rms_norm",
+        other => other.name(),
+    }
+}
+
+/// Threads of a block.
+pub fn threads(kernel: &Kernel) -> u32 {
+    match kernel {
+        Kernel::Matmul { .. } | Kernel::Norm { .. } => 128,
+        Kernel::Attend { .. } => ATTEND_THREADS,
+        Kernel::Gemm { .. } => 256,
+        Kernel::Top => 512,
+        _ => 64,
+    }
+}
+
+/// Bytes of dynamic shared memory. `None` if the device has not so many.
+pub fn shared_bytes(kernel: &Kernel, max_bytes: u32) -> Option<u32> {
+    match *kernel {
+        Kernel::Attend { k, v, dim, recent } => {
+            Tile::new(k, v, dim, recent, max_bytes).map(|tile| tile.bytes)
+        }
+        _ => Some(0),
+    }
+}
+
+const MATH: &str = include_str!("kernels/math.cu");
+const BYTES: &str = include_str!("kernels/bytes.cu");
+const WEIGHTS: &str = include_str!("kernels/weights.cu");
+const LANES: &str = include_str!("kernels/lanes.cu");
+const PRODUCT: &str = include_str!("kernels/product.cu");
+const LEVELS: &str = include_str!("kernels/levels.cu");
+const TURN: &str = include_str!("kernels/turn.cu");
+const SINKS: &str = include_str!("kernels/sinks.cu");
+
+/// `#define`s in front of a source.
+#[derive(Default)]
+struct Constants(String);
+
+impl Constants {
+    fn with(mut self, name: &str, value: impl Into<u32>) -> Self {
+        self.0 += &format!("#define {name} {}\n", value.into());
+        self
+    }
+    /// Those of a form, with a prefix.
+    fn form(self, prefix: &str, form: Form, dim: u32) -> Self {
+        let constants = form.constants(dim).into_iter();
+        constants.fold(self, |all, (name, n)| all.with(&format!("{prefix}{name}"), n))
+    }
+    fn routed(self, routed: Routed) -> Self {
+        self.with("ROUTED", routed != Routed::No).with("ADDED", routed == Routed::Added)
+    }
+}
+
+/// The whole source: constants, shared functions, the kernel.
+pub fn source(kernel: &Kernel, max_bytes: u32) -> String {
+    let none = Constants::default();
+    let (constants, parts): (Constants, &[&str]) = match kernel {
+        Kernel::Embed { encoding } => {
+            (none.with("ENCODING", *encoding), &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")])
+        }
+        Kernel::Matmul { encoding, tokens, routed } => (
+            none.with("ENCODING", *encoding)
+                .with("TOKENS", *tokens)
+                .with("OUTPUTS", MATMUL_OUTPUTS)
+                .routed(*routed),
+            &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")],
+        ),
+        Kernel::Gemm { encoding, routed } => (
+            none.with("ENCODING", *encoding).with("TILE", GEMM_TILE).routed(*routed),
+            &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/gemm.cu")],
+        ),
+        Kernel::Norm { in_place } => (none.with("IN_PLACE", *in_place), &[include_str!("kernels/norm.cu")]),
+        Kernel::Rope => (none, &[include_str!("kernels/rope.cu")]),
+        Kernel::Gated => (none, &[MATH, include_str!("kernels/gated.cu")]),
+        Kernel::Add => (none, &[include_str!("kernels/add.cu")]),
+        Kernel::Rows(op) => (
+            none.with("GATHER", *op == RowsOp::Gather).with("ZERO", *op == RowsOp::Zero),
+            &[include_str!("kernels/rows.cu")],
+        ),
+        Kernel::Route => (none, &[MATH, include_str!("kernels/route.cu")]),
+        Kernel::Top => (none, &[MATH, include_str!("kernels/top.cu")]),
+        Kernel::Store { form, dim, recent } => (
+            none.with("DIM", *dim)
+                .form("", *form, *dim)
+                .with("RECENT", *recent != RecentForm::No)
+                .with("PLAIN_RECENT", *recent == RecentForm::Plain),
+            &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
+        ),
+        Kernel::Copy { within } => (none.with("WITHIN", *within), &[include_str!("kernels/copy.cu")]),
+        Kernel::Attend { k, v, dim, recent } => {
+            // Without a tile the kernel is refused before it is compiled.
+            let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
+            let tile = Tile::new(*k, *v, *dim, *recent, max_bytes).unwrap_or(smallest);
+            let constants = none
+                .with("DIM", *dim)
+                .form("K_", *k, *dim)
+                .form("V_", *v, *dim)
+                .with("K_RECENT", *recent && k.is_packed())
+                .with("V_RECENT", *recent && v.is_packed())
+                .with("PLAIN", k.needs_plain_queries(*recent))
+                .with("ROWS", ATTEND_ROWS)
+                .with("CELLS", tile.cells)
+                .with("STAGES", tile.stages);
+            let cells = include_str!("kernels/cells.cu");
+            (constants, &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, cells, include_str!("kernels/attend.cu")])
+        }
+        Kernel::Merge { v, dim } => (
+            none.with("DIM", *dim).form("V_", *v, *dim),
+            &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
+        ),
+        Kernel::Scatter => (none, &[include_str!("kernels/scatter.cu")]),
+        Kernel::Gather => (none, &[include_str!("kernels/gather.cu")]),
+    };
+    let source = constants.0 + include_str!("kernels/prelude.cu");
+    parts.iter().fold(source, |source, part| source + part + "\n")
+}
+
+/// Every storage of K, in an order in which neighbours differ.
+const STORAGES: [&str; 16] = [
+    "f32",
+    "q8",
+    "f16",
+    "q4-rot",
+    "bf16",
+    "t4-o",
+    "q8-64",
+    "f32-rot",
+    "q4",
+    "f16-rot",
+    "t4",
+    "bf16-rot",
+    "q4-64",
+    "q8-rot",
+    "q8-64-rot",
+    "q4-64-rot",
+];
+
+/// Attention and its stores for heads of `dim`: every storage on either side with itself and with another one, with recent rows
+/// and without. Not every pair: there are hundreds.
+fn attention(dim: u32) -> Vec<Kernel> {
+    let storages: Vec<Storage> = STORAGES.iter().filter_map(|text| text.parse().ok()).collect();
+    debug_assert_eq!(storages.len(), STORAGES.len());
+    let mut all = Vec::new();
+    for (i, k) in storages.iter().enumerate() {
+        let Ok(k_form) = Form::new(*k, dim) else { continue };
+        for v in [*k, storages[(i + 1) % storages.len()]] {
+            let Ok(v_form) = Form::new(v.for_values(), dim) else { continue };
+            let packed = k_form.is_packed() || v_form.is_packed();
+            for recent in [false, true] {
+                if packed || !recent {
+                    all.push(Kernel::Attend { k: k_form, v: v_form, dim, recent });
+                }
+            }
+            all.push(Kernel::Merge { v: v_form, dim });
+            all.push(Kernel::Store { form: v_form, dim, recent: RecentForm::No });
+            if v_form.is_packed() {
+                all.push(Kernel::Store { form: v_form, dim, recent: RecentForm::Turned });
+            }
+        }
+        all.push(Kernel::Store { form: k_form, dim, recent: RecentForm::No });
+        if k_form.is_packed() {
+            all.push(Kernel::Store { form: k_form, dim, recent: RecentForm::Plain });
+        }
+    }
+    all
+}
+
+/// Every kernel that the engine can ask for, except that of attention not every pair of storages is there: for heads of the
+/// sizes `dims` every storage, for those of `others` f16 alone.
+pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
+    let mut all = vec![
+        Kernel::Rope,
+        Kernel::Gated,
+        Kernel::Add,
+        Kernel::Route,
+        Kernel::Top,
+        Kernel::Scatter,
+        Kernel::Gather,
+    ];
+    all.extend([false, true].map(|in_place| Kernel::Norm { in_place }));
+    all.extend([false, true].map(|within| Kernel::Copy { within }));
+    all.extend([RowsOp::Copy, RowsOp::Gather, RowsOp::Zero].map(Kernel::Rows));
+    for encoding in 0..17 {
+        all.push(Kernel::Embed { encoding });
+        for routed in [Routed::No, Routed::Only, Routed::Added] {
+            all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));
+            all.push(Kernel::Gemm { encoding, routed });
+        }
+    }
+    all.extend(dims.iter().flat_map(|dim| attention(*dim)));
+    for dim in others {
+        if let Ok(form) = Form::new(Storage::F16, *dim) {
+            all.push(Kernel::Attend { k: form, v: form, dim: *dim, recent: false });
+            all.push(Kernel::Merge { v: form, dim: *dim });
+            all.push(Kernel::Store { form, dim: *dim, recent: RecentForm::No });
+        }
+    }
+    let mut seen = std::collections::HashSet::new();
+    all.retain(|kernel| seen.insert(kernel.clone()));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The parameters of a kernel's function, from its source: the pointers, and whether a struct follows.
+    fn parameters(source: &str, name: &str) -> (usize, bool) {
+        let function = source.split("extern \"C\" __global__ void").nth(1).unwrap();
+        let list = function.split_once(&format!("{name}(")).unwrap().1;
+        let list = list.split_once(") {").unwrap().0;
+        let code: String = list.lines().map(|line| line.split("//").next().unwrap()).collect();
+        (code.matches('*').count(), code.trim_end().ends_with("Args args"))
+    }
+
+    /// A launch passes as many addresses as a kernel binds, then the words of its arguments.
+    #[test]
+    fn kernels_take_what_a_launch_passes() {
+        for kernel in all(&[33, 128], &[64]) {
+            let source = source(&kernel, 99 << 10);
+            assert_eq!(parameters(&source, function(&kernel)), (kernel.writes().len(), true), "{kernel:?}");
+            let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
+            let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
+            assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");
+            assert_eq!(threads(&kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
+        }
+    }
+
+    /// Every size of heads gets a tile, in two buffers up to 256 elements, on the GPUs with the least shared memory.
+    #[test]
+    fn every_head_has_a_tile() {
+        for text in STORAGES {
+            let storage: Storage = text.parse().unwrap();
+            for dim in [1, 20, 64, 128, 256, 512] {
+                let Ok(form) = Form::new(storage, dim) else { continue };
+                let tile =
+                    Tile::new(form, form, dim, true, 99 << 10).unwrap_or_else(|| panic!("{text} {dim}"));
+                assert!(tile.bytes <= 99 << 10 && 128 % tile.cells == 0, "{text} {dim}: {tile:?}");
+                assert!(tile.stages == 2 || dim > 256, "{text} {dim}: {tile:?}");
+            }
+        }
+    }
+}

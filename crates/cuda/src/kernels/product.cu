@@ -1,0 +1,74 @@
+// A linear layer, or a part of its outputs, as `matmul` and `gemm` compute it.
+//
+//   for each output row o of this part, for each token t:
+//     y = factor * (x[t] . W[o]) + bias[o];  with a softcap: y = cap * tanh(y / cap)
+//     out[t, first + o] = y
+//   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
+//
+// x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
+// added as a binary tree. So a token's result is the same in both kernels, and in every batch.
+
+#define LANES 16u
+
+struct Args {
+    Form form;
+    u32 inputs;
+    u32 outputs; // of this part
+    u32 first;   // output of the layer that is this part's first
+    u32 width;   // outputs of the layer
+    u32 tokens;
+    float factor;
+    float cap; // 0: none
+    u32 has_bias;
+    u32 expert;
+    u32 experts;
+};
+
+// Elements 4c .. 4c + 3 of a row that begins at x. Behind the end of a row lie those of another token: 0 instead.
+__device__ __forceinline__ float4 inputs4(const float* x, u32 inputs, u32 c) {
+    const float* at = x + 4u * c;
+    // Rows of whole quads are aligned: buffers are.
+    if (inputs % 4u == 0u) { return *reinterpret_cast<const float4*>(at); }
+    u32 left = inputs - 4u * c;
+    if (left >= 4u) { return make_float4(at[0], at[1], at[2], at[3]); }
+    return make_float4(at[0], left > 1u ? at[1] : 0.0f, left > 2u ? at[2] : 0.0f, 0.0f);
+}
+
+// sum + a . b, one after the other
+__device__ __forceinline__ float add_product(float sum, float4 a, float4 b) {
+    sum = fmaf(a.x, b.x, sum);
+    sum = fmaf(a.y, b.y, sum);
+    sum = fmaf(a.z, b.z, sum);
+    return fmaf(a.w, b.w, sum);
+}
+
+// Adds up N sums over 16 lanes. For N <= 16 sum i ends in `acc[0]` of lane i * 16 / N; for more, lane l has sums l * N / 16 and
+// those behind it.
+template <u32 N>
+__device__ __forceinline__ void add_lanes(float* acc, u32 lane) {
+    add_up<N, LANES / 2u>(acc, lane);
+}
+
+// Whether any of `n` tokens from `first` on uses the expert.
+__device__ __forceinline__ bool any_routed(const float* routes, const Args& args, u32 first, u32 n) {
+    bool any = false;
+    for (u32 t = first; t < min(first + n, args.tokens); t++) {
+        any = any || routes[t * args.experts + args.expert] != 0.0f;
+    }
+    return any;
+}
+
+// Finishes output o of this part for a token.
+__device__ __forceinline__ void put(
+    const Args& args, const float* bias, const float* routes, float* out, u32 o, u32 token, float sum) {
+    if (o >= args.outputs || token >= args.tokens) { return; }
+    float y = args.has_bias != 0u ? fmaf(sum, args.factor, bias[args.first + o]) : sum * args.factor;
+    if (args.cap > 0.0f) { y = args.cap * tanh_(y / args.cap); }
+    u32 at = token * args.width + args.first + o;
+    if (ROUTED) {
+        float weight = routes[token * args.experts + args.expert];
+        if (weight != 0.0f) { out[at] = ADDED ? fmaf(weight, y, out[at]) : y; }
+    } else {
+        out[at] = y;
+    }
+}

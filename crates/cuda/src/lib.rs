@@ -1,0 +1,66 @@
+//! Experimental: a device over CUDA. Its kernels are compiled and emulated by tests, and have never run on a GPU.
+//!
+//! `kvist-gpu` drives models, pools and attention. This crate has what it asks of an API: buffers, launches and one
+//! stream (`driver.rs`), devices (`devices.rs`), the kernels in CUDA C++ (`kernels/`), which NVRTC compiles at their first
+//! use, and a cache of what it compiled (`compiler.rs`).
+//!
+//! NVIDIA's libraries are loaded when a device is opened (`ffi.rs`): building needs neither CUDA nor a GPU. Without
+//! them, opening a device is an error that says what to install.
+#![deny(unsafe_code)]
+
+mod compiler;
+mod devices;
+mod driver;
+#[allow(unsafe_code)]
+mod ffi;
+pub mod kernels;
+
+pub use compiler::{CompileError, Compiler};
+pub use devices::{DeviceSummary, devices};
+pub use driver::{CudaDriver, KernelTime};
+use kvist_device::DeviceError;
+use kvist_gpu::{Driver, GpuDevice};
+use std::path::PathBuf;
+
+/// A GPU over CUDA: a device for models, and the backend `cuda` for attention. Clones share it.
+pub type CudaDevice = GpuDevice<CudaDriver>;
+
+/// Where NVIDIA's libraries are, and where compiled kernels are kept.
+#[derive(Clone, Debug)]
+pub struct Installation {
+    /// The driver's file; `None`: where the system keeps it.
+    pub cuda: Option<PathBuf>,
+    /// NVRTC's file; `None`: where the system keeps it.
+    pub nvrtc: Option<PathBuf>,
+    /// The folder of compiled kernels; `None`: they are compiled anew by every process.
+    pub cache: Option<PathBuf>,
+}
+
+impl Installation {
+    /// The system's: the variables `KVIST_LIBCUDA` and `KVIST_NVRTC` name other files, and `KVIST_CUDA_CACHE` another folder.
+    pub fn of_system() -> Self {
+        let variable = |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+        Installation {
+            cuda: variable("KVIST_LIBCUDA"),
+            nvrtc: variable("KVIST_NVRTC"),
+            cache: variable("KVIST_CUDA_CACHE").or_else(compiler::cache_folder),
+        }
+    }
+}
+
+/// Opens GPU `index` of [`devices`], or the first one that can run models. Weights and pools are split into parts of at most
+/// `max_part_bytes`; tests ask for less than a GPU can address.
+///
+/// # Errors
+/// There is no driver, no NVRTC or no such GPU, or one of them is too old. The text says what to install or to try.
+pub fn open(
+    installation: &Installation,
+    index: Option<usize>,
+    max_part_bytes: u64,
+) -> Result<CudaDevice, DeviceError> {
+    Ok(GpuDevice::new(CudaDriver::open(installation, index, max_part_bytes)?))
+}
+
+fn failed(what: impl Into<String>) -> DeviceError {
+    DeviceError::Failed { device: CudaDriver::NAME, what: what.into() }
+}

@@ -1,0 +1,125 @@
+//! The GPU that tests run on: the emulation in `tests/emulation`, or GPU N of this machine if `KVIST_CUDA=N`.
+#![allow(dead_code)] // each test uses a part of this
+use kvist_cuda::{CudaDevice, CudaDriver, Installation};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, LazyLock};
+
+/// The number that `KVIST_CUDA` names.
+pub fn index() -> Option<usize> {
+    let text = std::env::var("KVIST_CUDA").ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("KVIST_CUDA={text} is not the number of a GPU")))
+}
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_TARGET_TMPDIR")).join("kvist-cuda-emulation")
+}
+
+fn sources() -> PathBuf {
+    // The same folder for the tests of other crates.
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda/tests/emulation").canonicalize().unwrap()
+}
+
+/// Builds the emulated driver. The error says why it cannot be built.
+fn build() -> Result<PathBuf, String> {
+    if !cfg!(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))) {
+        return Err("the emulation of CUDA is for Linux on x86-64 and AArch64".into());
+    }
+    let kernels = folder().join("kernels");
+    fs::create_dir_all(&kernels).map_err(|error| error.to_string())?;
+    let (header, source) = (sources().join("cuda.h"), sources().join("libcuda.cpp"));
+    let library = folder().join(format!("libcuda-{}.so", std::process::id()));
+    let compiler = std::env::var("KVIST_CXX").unwrap_or_else(|_| "c++".into());
+    let mut command = Command::new(&compiler);
+    command.args(["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]);
+    command
+        .arg(format!("-DCUDA_H=\"{}\"", header.display()))
+        .arg("-o")
+        .arg(&library)
+        .arg(&source)
+        .arg("-ldl");
+    let output =
+        command.output().map_err(|error| format!("there is no C++ compiler `{compiler}`: {error}"))?;
+    if !output.status.success() {
+        return Err(format!("the emulation does not compile:\n{}", String::from_utf8_lossy(&output.stderr)));
+    }
+    Ok(library)
+}
+
+/// An emulated driver of its own, with these settings (see `libcuda.cpp`). Without a C++ compiler prints why and returns
+/// `None`; `KVIST_REQUIRE_CUDA=1` makes that a failure.
+pub fn emulation(settings: &[(&str, &str)]) -> Option<Installation> {
+    static LIBRARY: LazyLock<Option<PathBuf>> = LazyLock::new(|| match build() {
+        Ok(library) => Some(library),
+        Err(what) if std::env::var_os("KVIST_REQUIRE_CUDA").is_some() => panic!("{what}"),
+        Err(what) => {
+            // Past the capture of the test harness, so that a run without a compiler shows that nothing was tested.
+            use std::io::Write;
+            let _ = writeln!(std::io::stderr(), "SKIPPED, the CUDA kernels were not tested: {what}");
+            None
+        }
+    });
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let library = LIBRARY.as_ref()?;
+    // A copy, so that its state and its settings are its own. The kernels are shared.
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let own = folder().join(format!("run-{}-{number}", std::process::id()));
+    fs::create_dir_all(&own).unwrap();
+    let copy = own.join("libcuda.so");
+    fs::copy(library, &copy).unwrap();
+    let kernels = folder().join("kernels").display().to_string();
+    let mut flags = std::env::var("KVIST_CXXFLAGS").unwrap_or_default();
+    if fused() {
+        flags += " -mfma";
+    }
+    let mut text = format!("KVIST_EMULATION={kernels}\nKVIST_CXXFLAGS={flags}\n");
+    text.extend(settings.iter().map(|(name, value)| format!("{name}={value}\n")));
+    fs::write(own.join("settings"), text).unwrap();
+    Some(Installation { cuda: Some(copy.clone()), nvrtc: Some(copy), cache: None })
+}
+
+/// Whether one instruction computes `fmaf`. Without it the host's library does, as exactly and slower.
+fn fused() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return std::arch::is_x86_feature_detected!("fma");
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// The driver that tests use, and its number.
+pub fn installation() -> Option<(Installation, Option<usize>)> {
+    static SHARED: LazyLock<Option<Installation>> = LazyLock::new(|| emulation(&[]));
+    match index() {
+        Some(index) => Some((Installation::of_system(), Some(index))),
+        None => SHARED.clone().map(|installation| (installation, None)),
+    }
+}
+
+/// The API that tests run on.
+pub type Api = CudaDriver;
+
+fn open(max_part_bytes: u64) -> Option<CudaDriver> {
+    let (installation, index) = installation()?;
+    Some(CudaDriver::open(&installation, index, max_part_bytes).unwrap_or_else(|error| panic!("{error}")))
+}
+
+/// The API under [`device`], opened for itself.
+pub fn driver() -> Option<Arc<CudaDriver>> {
+    open(u64::MAX).map(Arc::new)
+}
+
+/// A device with weights and pools in parts of at most so many bytes.
+pub fn device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
+    open(max_part_bytes).map(CudaDevice::new)
+}
+
+pub fn device() -> Option<CudaDevice> {
+    static DEVICE: LazyLock<Option<CudaDevice>> = LazyLock::new(|| {
+        let device = device_in_parts(u64::MAX)?;
+        println!("on {}", device.adapter());
+        Some(device)
+    });
+    DEVICE.clone()
+}

@@ -1,0 +1,385 @@
+// CUDA's driver and NVRTC for tests without a GPU: the functions that src/ffi.rs loads, over the host's memory.
+//
+// NVRTC compiles with the host's C++ compiler (KVIST_CXX, KVIST_CXXFLAGS) to a shared library in KVIST_EMULATION, and its
+// "cubin" is that library's path. Everything runs at once, so every event is done. Memory of the device is poisoned when
+// it is allocated, and limited to KVIST_EMULATION_BYTES. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
+// and the context with it, as an illegal address would.
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <dlfcn.h>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+typedef const char* (*Launch)(void**, const unsigned*, const unsigned*, size_t);
+
+struct Module {
+    void* library;
+    Launch launch;
+    std::string name;
+    size_t dynamic_bytes;
+};
+
+struct Program {
+    std::string source, name, log, library;
+};
+
+std::recursive_mutex mutex;
+std::map<uint64_t, size_t> allocations;
+size_t used_bytes;
+int sticky; // the error that broke the context
+std::string message = "emulated";
+thread_local bool has_context;
+int contexts;
+
+uint64_t hash(const std::string& text) {
+    uint64_t h = 0xcbf29ce484222325;
+    for (unsigned char c : text) { h = (h ^ c) * 0x100000001b3; }
+    return h;
+}
+
+// A setting: a line NAME=value of the file `settings` beside this library, or a variable of the environment.
+std::string environment(const char* name, const char* otherwise) {
+    static const std::map<std::string, std::string> settings = [] {
+        std::map<std::string, std::string> found;
+        Dl_info info;
+        if (!dladdr(reinterpret_cast<void*>(&hash), &info)) { return found; }
+        std::string path = info.dli_fname;
+        std::ifstream file(path.substr(0, path.rfind('/') + 1) + "settings");
+        for (std::string line; std::getline(file, line);) {
+            size_t equals = line.find('=');
+            if (equals != std::string::npos) { found[line.substr(0, equals)] = line.substr(equals + 1); }
+        }
+        return found;
+    }();
+    auto found = settings.find(name);
+    if (found != settings.end()) { return found->second; }
+    const char* text = getenv(name);
+    return text && *text ? text : otherwise;
+}
+
+size_t total_bytes() {
+    return strtoull(environment("KVIST_EMULATION_BYTES", "8589934592").c_str(), nullptr, 10);
+}
+
+// The error that the environment wants from a function, after some calls of it.
+int wanted_failure(const char* function) {
+    static std::map<std::string, int> calls;
+    std::string wanted = environment("KVIST_EMULATION_FAIL", "");
+    size_t colon = wanted.find(':');
+    if (colon == std::string::npos || wanted.substr(0, colon) != function) { return 0; }
+    size_t second = wanted.find(':', colon + 1);
+    int after = second == std::string::npos ? 0 : atoi(wanted.c_str() + second + 1);
+    return calls[wanted]++ >= after ? atoi(wanted.c_str() + colon + 1) : 0;
+}
+
+// What every call on a context begins with.
+int enter(const char* function) {
+    if (!has_context) { return 201; }
+    if (sticky) { return sticky; }
+    return wanted_failure(function);
+}
+
+// Whether a range lies in one allocation.
+bool inside(uint64_t address, size_t bytes) {
+    auto found = allocations.upper_bound(address);
+    if (found == allocations.begin()) { return false; }
+    --found;
+    return address + bytes <= found->first + found->second;
+}
+
+std::string read_file(const std::string& path) {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+} // namespace
+
+#define BEGIN                                                                                                        \
+    std::lock_guard<std::recursive_mutex> guard(mutex);                                                              \
+    if (int code = enter(__func__)) { return code; }
+
+API int cuInit(unsigned) {
+    return wanted_failure(__func__);
+}
+API int cuDriverGetVersion(int* version) {
+    *version = atoi(environment("KVIST_EMULATION_VERSION", "13000").c_str());
+    return 0;
+}
+API int cuGetErrorName(int code, const char** text) {
+    static const std::map<int, const char*> names = {
+        {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {100, "CUDA_ERROR_NO_DEVICE"},
+        {200, "CUDA_ERROR_INVALID_IMAGE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {600, "CUDA_ERROR_NOT_READY"},
+        {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
+    auto found = names.find(code);
+    *text = found == names.end() ? nullptr : found->second;
+    return found == names.end() ? 1 : 0;
+}
+API int cuGetErrorString(int code, const char** text) {
+    *text = code == 719 ? message.c_str() : "emulated";
+    return 0;
+}
+API int cuDeviceGetCount(int* n) {
+    *n = atoi(environment("KVIST_EMULATION_DEVICES", "1").c_str());
+    return 0;
+}
+API int cuDeviceGet(int* device, int index) {
+    int n;
+    cuDeviceGetCount(&n);
+    if (index < 0 || index >= n) { return 101; }
+    *device = index;
+    return 0;
+}
+API int cuDeviceGetName(char* name, int len, int) {
+    snprintf(name, len, "emulated on the CPU");
+    return 0;
+}
+API int cuDeviceGetAttribute(int* value, int attribute, int) {
+    int capability = atoi(environment("KVIST_EMULATION_CAPABILITY", "90").c_str());
+    switch (attribute) {
+    case 16: *value = 2; return 0; // multiprocessors
+    case 18: *value = 0; return 0; // integrated
+    case 75: *value = capability / 10; return 0;
+    case 76: *value = capability % 10; return 0;
+    case 97: *value = 99 << 10; return 0; // shared memory of a block: that of Ampere's small GPUs
+    default: return 1;
+    }
+}
+API int cuDeviceTotalMem_v2(size_t* bytes, int) {
+    *bytes = total_bytes();
+    return 0;
+}
+API int cuDevicePrimaryCtxRetain(void** context, int device) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    if (contexts++ == 0) { sticky = 0; }
+    *context = reinterpret_cast<void*>(uintptr_t(device) + 1);
+    return 0;
+}
+API int cuDevicePrimaryCtxRelease_v2(int) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    contexts--;
+    return 0;
+}
+API int cuCtxSetCurrent(void* context) {
+    has_context = context != nullptr;
+    return 0;
+}
+API int cuCtxSynchronize() {
+    BEGIN return 0;
+}
+
+API int cuMemGetInfo_v2(size_t* free, size_t* total) {
+    BEGIN* total = total_bytes();
+    *free = *total - used_bytes;
+    return 0;
+}
+API int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+    BEGIN if (bytes == 0) { return 1; }
+    if (bytes > total_bytes() - used_bytes) { return 2; }
+    void* found = nullptr;
+    if (posix_memalign(&found, 256, bytes)) { return 2; }
+    memset(found, 0xff, bytes);
+    *address = reinterpret_cast<uint64_t>(found);
+    allocations[*address] = bytes;
+    used_bytes += bytes;
+    return 0;
+}
+API int cuMemFree_v2(uint64_t address) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    auto found = allocations.find(address);
+    if (found == allocations.end()) { return 1; }
+    used_bytes -= found->second;
+    allocations.erase(found);
+    free(reinterpret_cast<void*>(address));
+    return 0;
+}
+API int cuMemHostAlloc(void** address, size_t bytes, unsigned) {
+    BEGIN* address = malloc(bytes);
+    return *address ? 0 : 2;
+}
+API int cuMemFreeHost(void* address) {
+    free(address);
+    return 0;
+}
+API int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void*) {
+    BEGIN if (!inside(address, bytes)) { return 1; }
+    memset(reinterpret_cast<void*>(address), value, bytes);
+    return 0;
+}
+API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*) {
+    BEGIN if (!inside(to, bytes)) { return 1; }
+    memcpy(reinterpret_cast<void*>(to), from, bytes);
+    return 0;
+}
+API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
+    BEGIN if (!inside(from, bytes)) { return 1; }
+    memcpy(to, reinterpret_cast<void*>(from), bytes);
+    return 0;
+}
+API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
+    BEGIN if (!inside(from, bytes) || !inside(to, bytes)) { return 1; }
+    memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+    return 0;
+}
+
+API int cuStreamCreate(void** stream, unsigned) {
+    BEGIN* stream = malloc(1);
+    return 0;
+}
+API int cuStreamSynchronize(void*) {
+    BEGIN return 0;
+}
+API int cuStreamDestroy_v2(void* stream) {
+    free(stream);
+    return 0;
+}
+API int cuEventCreate(void** event, unsigned) {
+    BEGIN* event = new std::chrono::steady_clock::time_point;
+    return 0;
+}
+API int cuEventRecord(void* event, void*) {
+    BEGIN* static_cast<std::chrono::steady_clock::time_point*>(event) = std::chrono::steady_clock::now();
+    return 0;
+}
+API int cuEventQuery(void*) {
+    BEGIN return 0;
+}
+API int cuEventElapsedTime(float* elapsed, void* first, void* last) {
+    BEGIN auto at = [](void* event) { return *static_cast<std::chrono::steady_clock::time_point*>(event); };
+    *elapsed = std::chrono::duration<float, std::milli>(at(last) - at(first)).count();
+    return 0;
+}
+API int cuEventDestroy_v2(void* event) {
+    delete static_cast<std::chrono::steady_clock::time_point*>(event);
+    return 0;
+}
+
+API int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, void**) {
+    BEGIN const char* path = static_cast<const char*>(image);
+    if (strncmp(path, "emulated:", 9) != 0) { return 200; }
+    void* library = dlopen(path + 9, RTLD_NOW | RTLD_LOCAL);
+    if (!library) { return 200; }
+    auto launch = reinterpret_cast<Launch>(dlsym(library, "kvist_launch"));
+    *module = new Module{library, launch, "", 0};
+    return 0;
+}
+API int cuModuleUnload(void* module) {
+    Module* loaded = static_cast<Module*>(module);
+    dlclose(loaded->library);
+    delete loaded;
+    return 0;
+}
+API int cuModuleGetFunction(void** function, void* module, const char* name) {
+    BEGIN static_cast<Module*>(module)->name = name;
+    *function = module;
+    return 0;
+}
+API int cuFuncSetAttribute(void* function, int attribute, int value) {
+    BEGIN if (attribute != 8 || value > 99 << 10) { return 1; }
+    static_cast<Module*>(function)->dynamic_bytes = value;
+    return 0;
+}
+API int cuLaunchKernel(
+    void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y, unsigned block_z,
+    unsigned shared_bytes, void*, void** params, void**) {
+    BEGIN Module* kernel = static_cast<Module*>(function);
+    // A GPU's limits.
+    if (x == 0 || y == 0 || z == 0 || x > 0x7fffffff || y > 65535 || z > 65535) { return 1; }
+    if (shared_bytes > kernel->dynamic_bytes && shared_bytes > 48 << 10) { return 1; }
+    unsigned grid[3] = {x, y, z};
+    unsigned block[3] = {block_x, block_y, block_z};
+    if (const char* what = kernel->launch(params, grid, block, shared_bytes)) {
+        message = kernel->name + ": " + what;
+        sticky = 719;
+        return sticky;
+    }
+    return 0;
+}
+
+// ---- NVRTC
+
+API int nvrtcVersion(int* major, int* minor) {
+    *major = 13;
+    *minor = 0;
+    return 0;
+}
+API int nvrtcGetNumSupportedArchs(int* n) {
+    *n = 3;
+    return 0;
+}
+API int nvrtcGetSupportedArchs(int* found) {
+    found[0] = 80;
+    found[1] = 90;
+    found[2] = 100;
+    return 0;
+}
+API int nvrtcCreateProgram(
+    void** program, const char* source, const char* name, int, const char* const*, const char* const*) {
+    std::string stem = name;
+    *program = new Program{source, stem.substr(0, stem.find('.')), "", ""};
+    return 0;
+}
+API int nvrtcDestroyProgram(void** program) {
+    delete static_cast<Program*>(*program);
+    *program = nullptr;
+    return 0;
+}
+API int nvrtcCompileProgram(void* raw, int, const char* const*) {
+    std::lock_guard<std::recursive_mutex> guard(mutex);
+    if (int code = wanted_failure(__func__)) { return code; }
+    Program& program = *static_cast<Program*>(raw);
+    std::string folder = environment("KVIST_EMULATION", ".");
+    std::string command = environment("KVIST_CXX", "c++") + " " + environment("KVIST_CXXFLAGS", "") +
+                          " -std=c++17 -O2 -ffp-contract=off -fno-strict-aliasing -w -shared -fPIC -fvisibility=hidden -include " +
+                          CUDA_H;
+    char key[17];
+    snprintf(key, sizeof key, "%016llx",
+             static_cast<unsigned long long>(hash(program.source + "\n" + command + "\n" + read_file(CUDA_H))));
+    program.library = folder + "/" + program.name + "-" + key + ".so";
+    if (access(program.library.c_str(), R_OK) == 0) { return 0; }
+    std::string part = folder + "/" + program.name + "-" + key + "." + std::to_string(getpid());
+    std::ofstream(part + ".cpp") << program.source << "\nKVIST_ENTRY(" << program.name << ")\n";
+    // The compiler needs no sanitizer's library that is preloaded for the kernels.
+    command = "env -u LD_PRELOAD " + command + " -o " + part + ".so " + part + ".cpp > " + part + ".log 2>&1";
+    bool compiled = system(command.c_str()) == 0;
+    program.log = read_file(part + ".log");
+    unlink((part + ".log").c_str());
+    unlink((part + ".cpp").c_str());
+    return compiled && rename((part + ".so").c_str(), program.library.c_str()) == 0 ? 0 : 6;
+}
+API int nvrtcGetProgramLogSize(void* program, size_t* bytes) {
+    *bytes = static_cast<Program*>(program)->log.size() + 1;
+    return 0;
+}
+API int nvrtcGetProgramLog(void* program, char* log) {
+    strcpy(log, static_cast<Program*>(program)->log.c_str());
+    return 0;
+}
+API int nvrtcGetCUBINSize(void* program, size_t* bytes) {
+    *bytes = static_cast<Program*>(program)->library.size() + 10;
+    return 0;
+}
+API int nvrtcGetCUBIN(void* program, char* image) {
+    strcpy(image, ("emulated:" + static_cast<Program*>(program)->library).c_str());
+    return 0;
+}
+API int nvrtcGetPTXSize(void* program, size_t* bytes) {
+    return nvrtcGetCUBINSize(program, bytes);
+}
+API int nvrtcGetPTX(void* program, char* image) {
+    return nvrtcGetCUBIN(program, image);
+}

@@ -1,0 +1,95 @@
+//! The emulation finds what it promises to find: a barrier that not every thread reaches, an exchange that a lane leaves out,
+//! shared memory that is read before it is written.
+mod common;
+use common::emulation;
+use std::process::Command;
+
+/// What a kernel of 64 threads prints, with so many bytes of dynamic shared memory: its 64 results, or what went wrong. It is
+/// compiled with the header of the emulation and runs in a process of its own.
+fn run(kernel: &str) -> Option<String> {
+    emulation(&[])?; // says if there is no compiler
+    Some(run_with(kernel, &[], 0).expect("it compiles"))
+}
+
+/// The same, compiled with more flags. `None` if the compiler has no such flags.
+fn run_with(kernel: &str, flags: &[&str], shared_bytes: u32) -> Option<String> {
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("kernel.cpp");
+    let header = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/emulation/cuda.h");
+    let main = format!(
+        "int main() {{\n\
+         float out[64] = {{0}};\n\
+         float* at = out;\n\
+         void* params[] = {{&at}};\n\
+         unsigned grid[] = {{1, 1, 1}}, block[] = {{64, 1, 1}};\n\
+         const char* what = kvist_launch(params, grid, block, {shared_bytes});\n\
+         if (what) {{ puts(what); return 0; }}\n\
+         for (float x : out) {{ printf(\"%g \", x); }}\n}}"
+    );
+    let text = format!(
+        "extern \"C\" __global__ void kernel(float* out) {{\n{kernel}\n}}\nKVIST_ENTRY(kernel)\n{main}\n"
+    );
+    std::fs::write(&source, text).unwrap();
+    let program = folder.path().join("kernel");
+    let compiler = std::env::var("KVIST_CXX").unwrap_or_else(|_| "c++".into());
+    let mut built = Command::new(compiler);
+    built.args(["-std=c++17", "-O2", "-w", "-include", header, "-o"]);
+    if !built.arg(&program).arg(&source).args(flags).output().unwrap().status.success() {
+        return None;
+    }
+    let output = Command::new(program).output().unwrap();
+    Some(format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)))
+}
+
+#[test]
+fn barriers_and_exchanges_are_checked() {
+    let sum = "float x = threadIdx.x;\n\
+               for (unsigned half = 16; half > 0; half /= 2) { x += __shfl_xor_sync(0xffffffffu, x, half); }\n\
+               __shared__ float sums[2];\n\
+               if (threadIdx.x % 32 == 0) { sums[threadIdx.x / 32] = x; }\n\
+               __syncthreads();\n\
+               out[threadIdx.x] = sums[0] + sums[1];";
+    let Some(right) = run(sum) else { return };
+    assert_eq!(right, "2016 ".repeat(64));
+    let any = "out[threadIdx.x] = __any_sync(0xffffffffu, threadIdx.x == 40);";
+    assert_eq!(run(any).unwrap(), format!("{}{}", "0 ".repeat(32), "1 ".repeat(32)));
+    for (kernel, expected) in [
+        ("if (threadIdx.x == 5) { return; }\n__syncthreads();", "63 threads wait at a barrier, 1 have ended"),
+        (
+            "if (threadIdx.x < 32) { __syncthreads(); } else {\n__syncthreads(); }",
+            "wait at the barriers of lines 2 and 3",
+        ),
+        (
+            "if (threadIdx.x != 7) { out[0] = __shfl_xor_sync(0xffffffffu, 1.0f, 1u); }",
+            "not every lane of the mask ffffffff",
+        ),
+        ("__shared__ float x[64];\nout[threadIdx.x] = x[threadIdx.x];", "nan"),
+    ] {
+        let found = run(kernel).unwrap();
+        assert!(found.contains(expected), "{kernel}: {found}");
+    }
+}
+
+/// With AddressSanitizer, accesses behind shared memory are found, on the stacks of fibers too.
+#[test]
+fn a_sanitizer_sees_shared_memory() {
+    if emulation(&[]).is_none() {
+        return;
+    }
+    let asan = ["-fsanitize=address"];
+    let right = "DYNAMIC_SHARED(x);\nx[threadIdx.x].x = 1;\n__syncthreads();\nout[threadIdx.x] = x[63 - threadIdx.x].x;";
+    let Some(found) = run_with(right, &asan, 64 * 16) else {
+        println!("SKIPPED: the C++ compiler has no AddressSanitizer");
+        return;
+    };
+    assert_eq!(found, "1 ".repeat(64));
+    let behind = "DYNAMIC_SHARED(x);\nx[threadIdx.x].x = 1;\n__syncthreads();\nout[threadIdx.x] = x[64 - threadIdx.x].x;";
+    let found = run_with(behind, &asan, 64 * 16).unwrap();
+    assert!(found.contains("heap-buffer-overflow"), "{found}");
+    let behind = "__shared__ float x[64];\nx[threadIdx.x] = 1;\n__syncthreads();\nout[threadIdx.x] = x[threadIdx.x + 1];";
+    let found = run_with(behind, &asan, 0).unwrap();
+    assert!(found.contains("global-buffer-overflow"), "{found}");
+    let behind = "float x[4] = {1, 2, 3, 4};\nfloat* at = x + threadIdx.x / 8;\n__syncthreads();\nout[threadIdx.x] = *at;";
+    let found = run_with(behind, &asan, 0).unwrap();
+    assert!(found.contains("stack-buffer-overflow"), "{found}");
+}

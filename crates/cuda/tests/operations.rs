@@ -1,0 +1,18 @@
+//! Every operation of the device against the scalar reference.
+mod common;
+use kvist_testing::operations;
+
+#[test]
+fn operations_agree_with_the_reference() {
+    if let Some(device) = common::device() {
+        operations::all(&device);
+    }
+}
+
+/// Matrices in several buffers, with a few rows in each.
+#[test]
+fn linear_layers_in_parts() {
+    if let Some(device) = common::device_in_parts(10_400) {
+        operations::linear_layers(&device, 251);
+    }
+}

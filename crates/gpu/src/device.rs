@@ -1,0 +1,426 @@
+//! The device: a decoder's operations, recorded into one submission per step.
+//!
+//! `begin` uploads what depends on the step: tokens, angles, wanted rows, the plan. Operations record dispatches in one
+//! compute pass. `submit` ends it, appends copies of the results to a buffer that the host can read, and submits.
+//! `wait` reads that buffer: logits of rows that ask for them or for a sample, otherwise only tokens.
+use crate::GpuDevice;
+use crate::driver::{Args, Driver, Recorder};
+use crate::form::Form;
+use crate::kernels::{Kernel, RowsOp, attend_workgroup_bytes};
+use crate::linear::{Product, copy_rows, groups};
+use crate::pools::{DeviceRows, GpuPools};
+use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
+use crate::weights::{self, Linear};
+use kvist_cache::StepPlan;
+use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
+use kvist_device::*;
+
+/// A norm's weights, or attention sinks.
+#[derive(Debug)]
+pub struct Vector<D: Driver> {
+    values: D::Buffer,
+    len: u32,
+}
+
+impl<D: Driver> GpuDevice<D> {
+    fn norm(&self, s: &mut Stream<D>, x: Option<&Buffer<D>>, norm: Norm<'_, Self>, out: &Buffer<D>) {
+        let Some(data) = out.get() else { return };
+        let from = x.and_then(Buffer::get);
+        let width = norm.weight.len.max(1);
+        let rows = (u64::from(s.n(out.rows)) * u64::from(out.width) / u64::from(width)) as u32;
+        let args = Args::new(&[width, rows]).f32(norm.eps);
+        let groups = [rows.min(32_768), rows.div_ceil(32_768), 1];
+        let kernel = Kernel::Norm { in_place: x.is_none() };
+        self.gpu.record(
+            &mut s.recorder,
+            &kernel,
+            &[Some(&norm.weight.values), Some(data), from],
+            args,
+            groups,
+        );
+    }
+
+    /// `gate = activation(gate, up)` over so many elements.
+    fn gate(
+        &self,
+        recorder: &mut D::Recorder,
+        activation: Activation,
+        gate: &D::Buffer,
+        up: &D::Buffer,
+        elements: u64,
+    ) {
+        let (number, limit) = match activation {
+            Activation::Silu => (0, 0.0),
+            Activation::Gelu => (1, 0.0),
+            Activation::Clamped { limit } => (2, limit),
+        };
+        if let Some(groups) = groups(elements) {
+            let args = Args::new(&[elements as u32, number]).f32(limit);
+            self.gpu.record(recorder, &Kernel::Gated, &[Some(up), Some(gate)], args, groups);
+        }
+    }
+}
+
+impl<D: Driver> Footprint for GpuDevice<D> {
+    /// A row's sums have the same order in every batch. So results do not depend on the batch.
+    fn info(&self) -> DeviceInfo {
+        DeviceInfo { name: D::NAME, batch_invariant: true, unified_memory: self.gpu.limits().unified_memory }
+    }
+
+    fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError> {
+        let dim = shape.head_dim as u32;
+        let needed = attend_workgroup_bytes(Form::new(Storage::F32, dim)?, dim, false);
+        let has = self.gpu.limits().max_workgroup_bytes;
+        if needed > u64::from(has) {
+            let (dim, adapter) = (shape.head_dim, &self.gpu.limits().adapter);
+            let what = format!("heads of {dim} need {needed} bytes of workgroup memory, {adapter} has {has}");
+            return Err(DeviceError::Unsupported(what));
+        }
+        Ok(())
+    }
+
+    fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {
+        let (inputs, rows) = shape.split_last()?;
+        let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
+        weights::bytes(&*self.gpu, stored.resident(format, *inputs), outputs, *inputs)
+    }
+
+    fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
+        let buffers = shape.buffers();
+        let buffers = buffers.iter().filter(|(_, width)| *width > 0);
+        let sum = buffers
+            .into_iter()
+            .try_fold(0u64, |sum, (rows, width)| sum.checked_add(f32s(rows.max(limits), *width)?))?;
+        sum.checked_add(StreamBytes::new(shape, limits)?.total()?)
+    }
+
+    fn host_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
+        StreamBytes::new(shape, limits)?.host()
+    }
+
+    fn adapter(&self) -> Option<&str> {
+        Some(&self.gpu.limits().adapter)
+    }
+}
+
+impl<D: Driver> Device for GpuDevice<D> {
+    type Linear = Linear<D>;
+    type Vector = Vector<D>;
+    type Buffer = Buffer<D>;
+    type Stream = Stream<D>;
+    type Pools = GpuPools<D>;
+
+    fn linear(
+        &self,
+        tensor: FileTensor<'_>,
+        format: WeightFormat,
+        bias: Option<Vec<f32>>,
+    ) -> Result<Linear<D>, DeviceError> {
+        let (shape, factor, name) = ((tensor.n_rows(), tensor.row_len()), tensor.factor, tensor.name);
+        let encoding = tensor.encoding.resident(format, shape.1);
+        Linear::new(&*self.gpu, name, encoding, shape, &tensor.encoded(encoding), factor, bias)
+    }
+    fn vector(&self, values: Vec<f32>) -> Result<Vector<D>, DeviceError> {
+        Ok(Vector { values: weights::vector(&*self.gpu, &values)?, len: values.len() as u32 })
+    }
+
+    fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer<D>, DeviceError> {
+        let overflow = || DeviceError::OutOfMemory { what: "activations", bytes: u64::MAX };
+        let bytes = f32s(rows.max(limits), width).ok_or_else(overflow)?;
+        let data = (width > 0).then(|| self.gpu.buffer("activations", bytes)).transpose()?;
+        Ok(Buffer { rows, width: u32::try_from(width).map_err(|_| overflow())?, data })
+    }
+
+    fn stream(
+        &self,
+        shape: &ModelShape,
+        ropes: &[RopeTable],
+        limits: &StepLimits,
+    ) -> Result<Stream<D>, DeviceError> {
+        Stream::new(&*self.gpu, shape, ropes, limits)
+    }
+
+    fn kv_pools(&self, backend: &dyn Backend, spec: &PoolSpec) -> Result<GpuPools<D>, DeviceError> {
+        match backend.id() == Backend::id(self) {
+            true => GpuPools::new(&self.gpu, spec),
+            false => Err(DeviceError::Unsupported(format!(
+                "the device `{}` cannot attend over K and V in `{}`: use --backend {}",
+                D::NAME,
+                backend.id(),
+                D::NAME
+            ))),
+        }
+    }
+
+    fn begin(
+        &self,
+        s: &mut Stream<D>,
+        pools: &mut GpuPools<D>,
+        plan: &StepPlan,
+        inputs: &StepInputs<'_>,
+    ) -> Result<(), DeviceError> {
+        inputs.check(plan, &s.limits)?;
+        s.step = None;
+        s.failed = None;
+        s.recorder.restart();
+        if pools.grows(plan) {
+            s.recorder.forget(); // or the bind groups would keep every smaller buffer
+        }
+        pools.begin(plan)?;
+        if s.generation != pools.generation {
+            s.recorder.forget();
+            s.generation = pools.generation;
+        }
+        s.n_tokens = plan.n_tokens();
+        let tokens: Vec<u8> = inputs.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
+        if !tokens.is_empty() {
+            self.gpu.write(&s.tokens, 0, &tokens);
+        }
+        plan.positions(&mut s.positions);
+        s.upload_angles(&*self.gpu);
+        s.taps.iter_mut().flatten().for_each(|tap| tap.used = false);
+        s.tap_bytes.get_or_insert_with(|| Reservation::empty(pools.budget(), Purpose::Activations));
+        s.output.taps.resize_with(inputs.taps.len(), Vec::new);
+        s.want_rows(&*self.gpu, inputs.rows);
+        s.step = Some(plan.id());
+        Ok(())
+    }
+
+    fn want_rows(&self, s: &mut Stream<D>, rows: &[WantedRow]) {
+        s.want_rows(&*self.gpu, rows);
+    }
+
+    fn upload(&self, _: &mut Stream<D>, rows: &[f32], out: &mut Buffer<D>) {
+        let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_le_bytes()).collect();
+        if let Some(out) = out.get().filter(|_| !bytes.is_empty()) {
+            self.gpu.write(out, 0, &bytes);
+        }
+    }
+
+    fn embed(&self, s: &mut Stream<D>, table: &Linear<D>, scale: f32, out: &mut Buffer<D>) {
+        let Some(out) = out.get() else { return };
+        for part in &table.parts {
+            let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
+                .u32(part.first)
+                .u32(part.rows)
+                .u32(table.inputs)
+                .f32(scale);
+            let kernel = Kernel::Embed { encoding: table.encoding };
+            let groups = [part.layout.quads.div_ceil(64), s.n_tokens, 1];
+            self.gpu.record(
+                &mut s.recorder,
+                &kernel,
+                &[Some(&part.buffer), Some(&s.tokens), Some(out)],
+                args,
+                groups,
+            );
+        }
+    }
+
+    fn rms_norm(&self, s: &mut Stream<D>, x: &Buffer<D>, norm: Norm<'_, Self>, out: &mut Buffer<D>) {
+        self.norm(s, Some(x), norm, out);
+    }
+    fn norm_in_place(&self, s: &mut Stream<D>, x: &mut Buffer<D>, norm: Norm<'_, Self>) {
+        self.norm(s, None, norm, x);
+    }
+
+    fn matmul(&self, s: &mut Stream<D>, x: &Buffer<D>, outs: &mut [(&Linear<D>, &mut Buffer<D>)]) {
+        let n = s.n(x.rows);
+        for (layer, out) in outs {
+            let (Some(x), Some(out)) = (x.get(), out.get()) else { continue };
+            let product = Product { x, layer, out, n, cap: None, expert: None, added: false };
+            product.record(&*self.gpu, &mut s.recorder);
+        }
+    }
+
+    fn rope(&self, s: &mut Stream<D>, x: &mut Buffer<D>, head_dim: usize, rope: usize) {
+        let Some(data) = x.get() else { return };
+        let pairs = |table: &RopeTable| table.inverse_frequencies.len() as u32;
+        let first: u32 = s.ropes[..rope].iter().map(|table| 2 * pairs(table) * s.n_tokens).sum();
+        let pairs = pairs(&s.ropes[rope]);
+        let heads = x.width / head_dim as u32;
+        let args = Args::new(&[heads, head_dim as u32, pairs, first, s.n_tokens]);
+        let groups = [(heads * pairs).div_ceil(64), s.n_tokens, 1];
+        self.gpu.record(&mut s.recorder, &Kernel::Rope, &[Some(&s.angles), Some(data)], args, groups);
+    }
+
+    fn gated(&self, s: &mut Stream<D>, activation: Activation, gate: &mut Buffer<D>, up: &Buffer<D>) {
+        let elements = u64::from(s.n(gate.rows)) * u64::from(gate.width);
+        if let (Some(gate), Some(up)) = (gate.get(), up.get()) {
+            self.gate(&mut s.recorder, activation, gate, up, elements);
+        }
+    }
+
+    /// Every expert is dispatched for every step, because which ones are used is known only on the device. Workgroups
+    /// whose tokens do not use the expert end at once.
+    fn experts(
+        &self,
+        s: &mut Stream<D>,
+        x: &Buffer<D>,
+        layer: &Experts<Self>,
+        activation: Activation,
+        out: &mut Buffer<D>,
+    ) {
+        let n = s.n(x.rows);
+        let width = out.width;
+        let (Some(x), Some(out)) = (x.get(), out.get()) else { return };
+        let Some(rows) = s.experts.as_ref() else {
+            return s.fail(DeviceError::Unsupported("experts in a model that was said to have none".into()));
+        };
+        let (gpu, recorder) = (&*self.gpu, &mut s.recorder);
+        let Routing { n_experts, used, renormalise, .. } = layer.routing;
+        let n_experts = n_experts as u32;
+        let whole =
+            Product { x, layer: &layer.router, out: &rows.odds, n, cap: None, expert: None, added: false };
+        whole.record(gpu, recorder);
+        let args = Args::new(&[n, n_experts, used as u32, u32::from(renormalise)]);
+        gpu.record(
+            recorder,
+            &Kernel::Route,
+            &[Some(&rows.odds), Some(&rows.routes)],
+            args,
+            [n.div_ceil(64), 1, 1],
+        );
+        copy_rows(gpu, recorder, (RowsOp::Zero, None), (None, width), (out, width, 0), n);
+        for (number, expert) in (0u32..).zip(&layer.experts) {
+            let expert_of = Some((&rows.routes, number, n_experts));
+            for (layer, out) in [(&expert.gate, &rows.gate), (&expert.up, &rows.up)] {
+                let product = Product { x, layer, out, n, cap: None, expert: expert_of, added: false };
+                product.record(gpu, recorder);
+            }
+            let elements = u64::from(n) * u64::from(expert.gate.outputs);
+            self.gate(recorder, activation, &rows.gate, &rows.up, elements);
+            let (x, layer) = (&rows.gate, &expert.down);
+            Product { x, layer, out, n, cap: None, expert: expert_of, added: true }.record(gpu, recorder);
+        }
+    }
+
+    fn concat(&self, s: &mut Stream<D>, a: &Buffer<D>, b: &Buffer<D>, out: &mut Buffer<D>) {
+        let n = s.n(out.rows);
+        let Some(data) = out.get() else { return };
+        for (x, column) in [(a, 0), (b, a.width)] {
+            let to = (data, out.width, column);
+            copy_rows(&*self.gpu, &mut s.recorder, (RowsOp::Copy, None), (x.get(), x.width), to, n);
+        }
+    }
+
+    fn add(&self, s: &mut Stream<D>, x: &mut Buffer<D>, y: &Buffer<D>) {
+        let elements = u64::from(s.n(x.rows)) * u64::from(x.width);
+        if let (Some(x), Some(y), Some(groups)) = (x.get(), y.get(), groups(elements)) {
+            let args = Args::new(&[elements as u32]);
+            self.gpu.record(&mut s.recorder, &Kernel::Add, &[Some(y), Some(x)], args, groups);
+        }
+    }
+
+    fn attend(
+        &self,
+        s: &mut Stream<D>,
+        pools: &mut GpuPools<D>,
+        plan: &StepPlan,
+        call: LayerAttention<'_, Self>,
+    ) -> Result<(), DeviceError> {
+        let missing = || DeviceError::LayerOrder(call.layer);
+        let kv = match call.kv {
+            Some((k, v)) => Some((k.get().ok_or_else(missing)?, v.get().ok_or_else(missing)?)),
+            None => None,
+        };
+        let rows = DeviceRows {
+            layer: call.layer,
+            q: call.q.get().ok_or_else(missing)?,
+            kv,
+            out: call.out.get().ok_or_else(missing)?,
+            scale: call.scale,
+            softcap: call.softcap,
+            sinks: call.sinks.map(|sinks| &sinks.values),
+        };
+        pools.record(&mut s.recorder, plan, &rows)
+    }
+
+    fn tap(&self, s: &mut Stream<D>, i: usize, x: &Buffer<D>) {
+        let n = s.n(x.rows);
+        let Some(from) = x.get() else { return };
+        if s.taps.len() <= i {
+            s.taps.resize_with(i + 1, || None);
+        }
+        if s.taps[i].as_ref().is_none_or(|tap| tap.width != x.width) {
+            let bytes = f32s(s.limits.max_tokens, x.width as usize).unwrap_or(u64::MAX);
+            if let Err(error) = reserve_taps(&mut s.tap_bytes, bytes) {
+                return s.fail(error);
+            }
+            match self.gpu.buffer("taps", bytes) {
+                Ok(data) => s.taps[i] = Some(Tap { data, width: x.width, used: false }),
+                Err(error) => return s.fail(error),
+            }
+        }
+        if let Some(tap) = &mut s.taps[i] {
+            tap.used = true;
+            let to = (&tap.data, x.width, 0);
+            copy_rows(&*self.gpu, &mut s.recorder, (RowsOp::Copy, None), (Some(from), x.width), to, n);
+        }
+    }
+
+    fn wanted_rows(&self, s: &mut Stream<D>, x: &Buffer<D>, out: &mut Buffer<D>) {
+        let n = s.n(RowsOf::Wanted);
+        let Some(data) = out.get() else { return };
+        let op = (RowsOp::Gather, Some(&s.wanted));
+        copy_rows(&*self.gpu, &mut s.recorder, op, (x.get(), x.width), (data, x.width, 0), n);
+    }
+
+    fn logits(&self, s: &mut Stream<D>, x: &Buffer<D>, head: &Linear<D>, softcap: Option<f32>) {
+        let n = s.n(x.rows);
+        if head.outputs != s.vocab {
+            let (rows, vocab) = (head.outputs, s.vocab);
+            return s.fail(DeviceError::Unsupported(format!(
+                "an output layer of {rows} rows for {vocab} tokens"
+            )));
+        }
+        let Some(x) = x.get() else { return };
+        let product = Product { x, layer: head, out: &s.logits, n, cap: softcap, expert: None, added: false };
+        product.record(&*self.gpu, &mut s.recorder);
+    }
+
+    fn answer_rows(&self, s: &mut Stream<D>) {
+        let n = s.n(RowsOf::Wanted);
+        if s.top.iter().any(|k| *k > 0) {
+            let args = Args::new(&[s.vocab, n, ANSWER]);
+            let buffers = [Some(&s.logits), Some(&s.wanted), Some(&s.answers)];
+            self.gpu.record(&mut s.recorder, &Kernel::Top, &buffers, args, [n, 1, 1]);
+        }
+    }
+
+    fn submit(&self, s: &mut Stream<D>) -> Result<Ticket, DeviceError> {
+        if let Some(error) = s.failed.take() {
+            s.recorder.restart();
+            return Err(error);
+        }
+        let submission = s.submit(&*self.gpu)?;
+        s.submitted = Ticket(s.submitted.0 + 1);
+        s.running.push((s.submitted, submission));
+        self.gpu.check()?;
+        Ok(s.submitted)
+    }
+
+    fn is_done(&self, s: &Stream<D>, ticket: Ticket) -> bool {
+        // An error shows in `wait`.
+        let mut earlier = s.running.iter().filter(|(submitted, _)| *submitted <= ticket);
+        earlier.all(|(_, submission)| self.gpu.is_done(submission)) || self.gpu.check().is_err()
+    }
+
+    fn wait(&self, s: &mut Stream<D>, ticket: Ticket) -> Result<LayersRan, DeviceError> {
+        let step = s.step.filter(|_| ticket == s.submitted).ok_or(DeviceError::StalePlan)?;
+        if let Some((_, submission)) = s.running.last() {
+            self.gpu.wait(submission)?;
+        }
+        s.running.clear();
+        read_rows(&*self.gpu, s)?;
+        read_taps(&*self.gpu, s)?;
+        Ok(LayersRan(step))
+    }
+
+    fn output(s: &Stream<D>) -> &StepOutput {
+        &s.output
+    }
+    fn output_mut(s: &mut Stream<D>) -> &mut StepOutput {
+        &mut s.output
+    }
+}

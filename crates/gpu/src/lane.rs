@@ -1,0 +1,338 @@
+//! Bytes on their way between the host and cells of pools, beside the steps that compute.
+//!
+//! An upload packs rows into memory of the host that the device reads, copies them to the device in one piece, and a
+//! kernel scatters them to their cells. A download is the reverse. A lane has a few slots, so that the host packs one
+//! while the device copies another; nothing waits until a slot or a result is needed.
+use crate::driver::{Args, BufferCopy, Driver, HostMemory, Recorder};
+use crate::kernels::Kernel;
+use kvist_device::DeviceError;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+/// Most cells of a transfer: kernels have a dimension of workgroups for them.
+const MAX_CELLS: usize = 65_535;
+
+/// Rows of a block, and the part of a pool that they belong to.
+#[derive(Debug)]
+pub struct Section<'a, D: Driver> {
+    /// Byte of the block where the rows begin: a multiple of four.
+    pub first_byte: u32,
+    /// Bytes of a row, as it is stored.
+    pub row_bytes: u32,
+    /// Heads of the block.
+    pub block_heads: u32,
+    /// The first head of the block that belongs to this part of the pool.
+    pub first_head: u32,
+    /// Heads of this part.
+    pub heads: u32,
+    /// Words of a row of the pool.
+    pub words: u32,
+    /// Cells of the pool.
+    pub cells: u32,
+    pub pool: &'a D::Buffer,
+}
+
+impl<D: Driver> Section<'_, D> {
+    fn args(&self) -> Args {
+        let Section { row_bytes, block_heads, first_head, heads, words, cells, .. } = *self;
+        Args::new(&[self.first_byte / 4, row_bytes, block_heads, first_head, heads, words, cells])
+    }
+}
+
+/// Names a transfer of a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Job(u64);
+
+/// The memory of a transfer.
+#[derive(Debug)]
+struct Slot<D: Driver> {
+    /// Memory of the host that uploads are packed into; `None` if the API has its own.
+    host: Option<D::Buffer>,
+    /// Where the block lies on the device. Downloads need it in any case, so that a kernel never writes the host's memory.
+    block: D::Buffer,
+    /// The cell of each row of the block.
+    table: D::Buffer,
+    /// Where the host reads downloads; allocated by the first one.
+    download: Option<D::Buffer>,
+}
+
+#[derive(Debug)]
+struct Running<D: Driver> {
+    job: Job,
+    slot: Slot<D>,
+    submission: D::Submission,
+    /// Bytes to read; 0 for an upload.
+    download: u64,
+}
+
+/// Transfers of blocks of up to so many bytes and cells.
+#[derive(Debug)]
+pub struct Lane<D: Driver> {
+    gpu: Arc<D>,
+    memory: HostMemory,
+    block_bytes: u64,
+    max_cells: u32,
+    free: Vec<Slot<D>>,
+    running: VecDeque<Running<D>>,
+    recorder: D::Recorder,
+    next: u64,
+}
+
+/// Bytes of the host and of the device that a lane of so many slots allocates, downloads included. `None` on overflow.
+pub fn lane_bytes(slots: u32, block_bytes: u64, max_cells: u32) -> Option<u64> {
+    let slot = block_bytes.checked_mul(3)?.checked_add(4 * u64::from(max_cells))?;
+    slot.checked_mul(slots.into())
+}
+
+impl<D: Driver> Lane<D> {
+    /// A lane of `slots` transfers at once. The caller has reserved [`lane_bytes`].
+    ///
+    /// # Errors
+    /// There is no memory, or the device has no host memory of this kind.
+    pub fn new(
+        gpu: &Arc<D>,
+        memory: HostMemory,
+        slots: u32,
+        block_bytes: u64,
+        max_cells: u32,
+    ) -> Result<Self, DeviceError> {
+        let block_bytes = block_bytes.next_multiple_of(4).max(16);
+        let slot = |_| {
+            let host = match memory {
+                HostMemory::Pageable => None,
+                _ => Some(gpu.host_buffer("blocks on their way to the device", block_bytes, memory)?),
+            };
+            let block = gpu.buffer("blocks in transfer", block_bytes)?;
+            let table = gpu.buffer("cells of a transfer", 4 * u64::from(max_cells))?;
+            Ok(Slot { host, block, table, download: None })
+        };
+        Ok(Lane {
+            free: (0..slots.max(1)).map(slot).collect::<Result<_, DeviceError>>()?,
+            running: VecDeque::new(),
+            recorder: D::Recorder::default(),
+            next: 0,
+            gpu: gpu.clone(),
+            memory,
+            block_bytes,
+            max_cells,
+        })
+    }
+
+    fn check(&self, bytes: u64, cells: &[u32]) -> Result<(), DeviceError> {
+        if bytes > self.block_bytes {
+            return Err(DeviceError::BlockSize { expected: self.block_bytes as usize, got: bytes as usize });
+        }
+        if cells.len() > (self.max_cells as usize).min(MAX_CELLS) {
+            let (index, len) = (cells.len(), (self.max_cells as usize).min(MAX_CELLS));
+            return Err(DeviceError::OutOfRange { what: "cells of a transfer", index, len });
+        }
+        self.gpu.check()
+    }
+
+    /// Whether every slot has a download that was not read: the next transfer is refused.
+    pub fn is_full(&mut self) -> bool {
+        self.collect();
+        self.free.is_empty() && self.running.iter().all(|running| running.download > 0)
+    }
+
+    /// A slot that no transfer uses: waits for the oldest upload if there is none.
+    fn slot(&mut self) -> Result<Slot<D>, DeviceError> {
+        self.collect();
+        if self.free.is_empty() {
+            let oldest = self.running.iter().position(|running| running.download == 0);
+            let running = oldest.and_then(|at| self.running.remove(at)).ok_or_else(|| {
+                DeviceError::Unsupported(
+                    "every slot has a download that was not read: read one before the next transfer".into(),
+                )
+            })?;
+            self.gpu.wait(&running.submission)?;
+            self.free.push(running.slot);
+        }
+        self.free.pop().ok_or(DeviceError::UnknownTransfer)
+    }
+
+    /// Takes back the slots of uploads that have ended.
+    fn collect(&mut self) {
+        let mut at = 0;
+        while let Some(running) = self.running.get(at) {
+            if running.download > 0 || !self.gpu.is_done(&running.submission) {
+                at += 1;
+            } else if let Some(running) = self.running.remove(at) {
+                self.free.push(running.slot);
+            }
+        }
+    }
+
+    /// Starts to copy rows to cells: `block` has them as the sections say, `cells` names the cell of each row of a head.
+    /// With `marks` the device notes the time before the copy, after it, and after the kernels.
+    ///
+    /// # Errors
+    /// The block is larger than the lane's, or the device has failed. Nothing has changed then.
+    pub fn upload(
+        &mut self,
+        block: &[u8],
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+        marks: bool,
+    ) -> Result<Job, DeviceError> {
+        self.check(block.len() as u64, cells)?;
+        let slot = self.slot()?;
+        match self.start_upload(&slot, block, cells, sections, marks) {
+            Ok(submission) => Ok(self.run(slot, submission, 0)),
+            Err(error) => {
+                self.recorder.restart();
+                self.free.push(slot);
+                Err(error)
+            }
+        }
+    }
+
+    fn start_upload(
+        &mut self,
+        slot: &Slot<D>,
+        block: &[u8],
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+        marks: bool,
+    ) -> Result<D::Submission, DeviceError> {
+        let (gpu, recorder) = (&*self.gpu, &mut self.recorder);
+        let table: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
+        gpu.write(&slot.table, 0, &table);
+        let mark = |recorder: &mut D::Recorder| {
+            if marks {
+                gpu.mark(recorder);
+            }
+        };
+        mark(recorder);
+        let from = match (self.memory, &slot.host) {
+            (HostMemory::Mapped, Some(host)) => {
+                gpu.fill(host, block)?;
+                host
+            }
+            (HostMemory::Pinned, Some(host)) => {
+                gpu.fill(host, block)?;
+                let bytes = (block.len() as u64).next_multiple_of(4);
+                let copy = BufferCopy { from: host, from_byte: 0, to: &slot.block, to_byte: 0, bytes };
+                gpu.copy(recorder, &copy);
+                &slot.block
+            }
+            _ => {
+                gpu.write(&slot.block, 0, block);
+                &slot.block
+            }
+        };
+        mark(recorder);
+        for section in sections {
+            let groups = [(section.heads * section.words).div_ceil(64), cells.len() as u32, 1];
+            let buffers = [Some(from), Some(&slot.table), Some(section.pool)];
+            gpu.record(recorder, &Kernel::Scatter, &buffers, section.args(), groups);
+        }
+        mark(recorder);
+        let submission = gpu.submit(recorder, &[]);
+        gpu.check()?;
+        Ok(submission)
+    }
+
+    /// Starts to copy rows of cells to the host.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload), or every slot has a download that was not [read](Self::read).
+    pub fn download(
+        &mut self,
+        bytes: u64,
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+    ) -> Result<Job, DeviceError> {
+        self.check(bytes, cells)?;
+        let mut slot = self.slot()?;
+        let started = (|| {
+            let gpu = &*self.gpu;
+            let table: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
+            if slot.download.is_none() {
+                slot.download = Some(gpu.staging("blocks on their way to the host", self.block_bytes)?);
+            }
+            let (block, Some(staging)) = (&slot.block, &slot.download) else {
+                return Err(DeviceError::UnknownTransfer);
+            };
+            gpu.write(&slot.table, 0, &table);
+            for section in sections {
+                let rows = cells.len() as u64 * u64::from(section.block_heads);
+                let words = (rows * u64::from(section.row_bytes)).div_ceil(4);
+                let groups = words.div_ceil(64);
+                let groups = [groups.min(65_535) as u32, groups.div_ceil(65_535) as u32, 1];
+                let buffers = [Some(section.pool), Some(&slot.table), Some(block)];
+                let args = section.args().u32(cells.len() as u32);
+                gpu.record(&mut self.recorder, &Kernel::Gather, &buffers, args, groups);
+            }
+            let bytes = bytes.next_multiple_of(4);
+            let copy = BufferCopy { from: block, from_byte: 0, to: staging, to_byte: 0, bytes };
+            let submission = gpu.submit(&mut self.recorder, &[copy]);
+            gpu.check()?;
+            Ok(submission)
+        })();
+        match started {
+            Ok(submission) => Ok(self.run(slot, submission, bytes.max(1))),
+            Err(error) => {
+                self.recorder.restart();
+                self.free.push(slot);
+                Err(error)
+            }
+        }
+    }
+
+    fn run(&mut self, slot: Slot<D>, submission: D::Submission, download: u64) -> Job {
+        let job = Job(self.next);
+        self.next += 1;
+        self.running.push_back(Running { job, slot, submission, download });
+        job
+    }
+
+    /// Whether a transfer has ended. Does not wait.
+    pub fn is_done(&self, job: Job) -> bool {
+        let running = self.running.iter().find(|running| running.job == job);
+        running.is_none_or(|running| self.gpu.is_done(&running.submission))
+    }
+
+    /// Waits for an upload, and returns the times of its marks in nanoseconds; none if it was collected before.
+    ///
+    /// # Errors
+    /// The device has failed.
+    pub fn wait(&mut self, job: Job) -> Result<Vec<f64>, DeviceError> {
+        let Some(at) = self.running.iter().position(|running| running.job == job) else {
+            return self.gpu.check().map(|()| Vec::new());
+        };
+        self.gpu.wait(&self.running[at].submission)?;
+        let marks = self.gpu.marks(&self.running[at].submission)?;
+        if let Some(running) = self.running.remove(at) {
+            self.free.push(running.slot);
+        }
+        Ok(marks)
+    }
+
+    /// Waits for a download and reads its bytes.
+    ///
+    /// # Errors
+    /// The device has failed, or there is no such download.
+    pub fn read(&mut self, job: Job, read: impl FnOnce(&[u8])) -> Result<(), DeviceError> {
+        let at = self.running.iter().position(|running| running.job == job && running.download > 0);
+        let running = at.and_then(|at| self.running.remove(at)).ok_or(DeviceError::UnknownTransfer)?;
+        let Some(staging) = &running.slot.download else { return Err(DeviceError::UnknownTransfer) };
+        let bytes = running.download.next_multiple_of(4);
+        let done = self.gpu.wait(&running.submission).and_then(|()| self.gpu.read(staging, 0..bytes, read));
+        self.free.push(running.slot);
+        done
+    }
+
+    /// Waits for every transfer; downloads can still be read.
+    ///
+    /// # Errors
+    /// The device has failed.
+    pub fn wait_all(&mut self) -> Result<(), DeviceError> {
+        for running in &self.running {
+            self.gpu.wait(&running.submission)?;
+        }
+        self.collect();
+        self.recorder.forget();
+        Ok(())
+    }
+}

@@ -1,0 +1,88 @@
+//! Linear layers, and copies of rows.
+use crate::driver::{Args, Driver};
+use crate::kernels::{GEMM_TILE, Kernel, MATMUL_OUTPUTS, Routed, RowsOp};
+use crate::weights::Linear;
+
+/// Workgroups of 64 invocations for so many elements, in two dimensions.
+pub fn groups(elements: u64) -> Option<[u32; 3]> {
+    let groups = elements.div_ceil(64);
+    let (x, y) = (groups.min(65_535), groups.div_ceil(65_535));
+    Some([x as u32, u32::try_from(y).ok()?, 1])
+}
+
+/// With as many tokens as this, a linear layer is computed in tiles of tokens.
+const MANY_TOKENS: u32 = 12;
+
+/// Tokens that share a decoded weight, for so many rows.
+pub fn tokens_at_once(n: u32) -> u32 {
+    match n {
+        0 | 1 => 1,
+        2..=4 => 4,
+        _ => 8,
+    }
+}
+
+/// A linear layer over `n` rows of `x`.
+pub struct Product<'a, D: Driver> {
+    pub x: &'a D::Buffer,
+    pub layer: &'a Linear<D>,
+    pub out: &'a D::Buffer,
+    pub n: u32,
+    pub cap: Option<f32>,
+    /// For the layer of an expert: routes, number of the expert, number of experts.
+    pub expert: Option<(&'a D::Buffer, u32, u32)>,
+    pub added: bool,
+}
+
+impl<D: Driver> Product<'_, D> {
+    pub fn record(&self, gpu: &D, recorder: &mut D::Recorder) {
+        let Product { layer, n, .. } = *self;
+        let tokens = tokens_at_once(n);
+        let routed = match (self.expert, self.added) {
+            (None, _) => Routed::No,
+            (Some(_), false) => Routed::Only,
+            (Some(_), true) => Routed::Added,
+        };
+        let encoding = layer.encoding;
+        let (kernel, outputs, tokens) = match n >= MANY_TOKENS {
+            true => (Kernel::Gemm { encoding, routed }, GEMM_TILE, GEMM_TILE),
+            false => (Kernel::Matmul { encoding, tokens, routed }, MATMUL_OUTPUTS, tokens),
+        };
+        for part in &layer.parts {
+            let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
+                .u32(layer.inputs)
+                .u32(part.rows)
+                .u32(part.first)
+                .u32(layer.outputs)
+                .u32(n)
+                .f32(layer.factor)
+                .f32(self.cap.unwrap_or(0.0))
+                .u32(u32::from(layer.bias.is_some()))
+                .u32(self.expert.map_or(0, |expert| expert.1))
+                .u32(self.expert.map_or(0, |expert| expert.2));
+            let buffers = [
+                Some(&part.buffer),
+                Some(self.x),
+                layer.bias.as_ref(),
+                Some(self.out),
+                self.expert.map(|expert| expert.0),
+            ];
+            let groups = [part.rows.div_ceil(outputs), n.div_ceil(tokens), 1];
+            gpu.record(recorder, &kernel, &buffers, args, groups);
+        }
+    }
+}
+
+/// Copies `n` rows of `x` to columns of `out` from `column` on.
+pub fn copy_rows<D: Driver>(
+    gpu: &D,
+    recorder: &mut D::Recorder,
+    (op, index): (RowsOp, Option<&D::Buffer>),
+    (x, width): (Option<&D::Buffer>, u32),
+    (out, out_width, column): (&D::Buffer, u32, u32),
+    n: u32,
+) {
+    let args = Args::new(&[width, out_width, column, 0]);
+    let buffers = [x, Some(out), index];
+    gpu.record(recorder, &Kernel::Rows(op), &buffers, args, [width.div_ceil(64), n, 1]);
+}

@@ -1,0 +1,84 @@
+//! The newest rows of packed sides in f16, on the device. `RecentPlan` says where they are and which queries read them.
+//!
+//! A layer's buffer is `[slots + tokens of a step, keys of all heads, values of all heads]`; only packed sides are there,
+//! and rows are whole words. Every token of a step has its row behind the slots, and in a slot if it is kept.
+use crate::driver::Driver;
+use kvist_device::{DeviceError, LayerSpec, PoolSpec, RecentPlan};
+
+#[derive(Debug)]
+pub struct Recents<D: Driver> {
+    pub plan: RecentPlan,
+    layers: Vec<Option<(D::Buffer, Shape)>>,
+}
+
+/// The recent rows of a layer.
+#[derive(Debug)]
+pub struct LayerRecents<'r, D: Driver> {
+    pub rows: &'r D::Buffer,
+    pub n_slots: u32,
+    /// Words of a row.
+    pub row_words: u32,
+    /// The first word of values in it.
+    pub first_value: u32,
+}
+
+impl<D: Driver> Clone for LayerRecents<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Driver> Copy for LayerRecents<'_, D> {}
+
+#[derive(Clone, Copy, Debug)]
+struct Shape {
+    row_words: u32,
+    first_value: u32,
+}
+
+impl Shape {
+    fn new(spec: &PoolSpec, layer: &LayerSpec) -> Option<Self> {
+        let side = layer.n_kv_heads.checked_mul(layer.k_dim.div_ceil(2))?;
+        let first_value = if spec.k.dtype.is_quantised() { side } else { 0 };
+        let values = if spec.v.dtype.is_quantised() { side } else { 0 };
+        Some(Shape { row_words: first_value.checked_add(values)?, first_value })
+    }
+    fn bytes(&self, spec: &PoolSpec, slots: u32) -> Option<u64> {
+        let rows = u64::from(slots).checked_add(spec.max_step_tokens.into())?;
+        Some(rows.checked_mul(4 * u64::from(self.row_words))?.max(16))
+    }
+}
+
+/// Bytes of [`Recents::new`]. `None` on overflow.
+pub fn bytes(spec: &PoolSpec) -> Option<u64> {
+    let Some(slots) = RecentPlan::slots_of(spec) else { return Some(0) };
+    let mut owners = spec.layout.owners();
+    owners.try_fold(0u64, |sum, (_, layer)| sum.checked_add(Shape::new(spec, layer)?.bytes(spec, slots)?))
+}
+
+impl<D: Driver> Recents<D> {
+    /// `None` if no recent rows are kept. Their bytes have been reserved.
+    ///
+    /// # Errors
+    /// The device has no memory for them.
+    pub fn new(gpu: &D, spec: &PoolSpec) -> Result<Option<Self>, DeviceError> {
+        let Some(plan) = RecentPlan::new(spec) else { return Ok(None) };
+        let layer = |(l, layer): (usize, &LayerSpec)| {
+            let overflow = || DeviceError::OutOfMemory { what: "recent rows", bytes: u64::MAX };
+            let make = || {
+                let shape = Shape::new(spec, layer).ok_or_else(overflow)?;
+                let bytes = shape.bytes(spec, plan.n_slots()).ok_or_else(overflow)?;
+                Ok((gpu.buffer("recent rows", bytes)?, shape))
+            };
+            spec.layout.owns(l).then(make).transpose()
+        };
+        let layers = spec.layout.layers.iter().enumerate().map(layer).collect::<Result<_, DeviceError>>()?;
+        Ok(Some(Recents { plan, layers }))
+    }
+
+    /// The recent rows of an owner.
+    pub fn of(&self, owner: usize) -> Option<LayerRecents<'_, D>> {
+        let (rows, shape) = self.layers.get(owner)?.as_ref()?;
+        let Shape { row_words, first_value } = *shape;
+        Some(LayerRecents { rows, n_slots: self.plan.n_slots(), row_words, first_value })
+    }
+}

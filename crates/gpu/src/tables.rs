@@ -1,0 +1,153 @@
+//! The plan of a layer group as its kernels read it: one buffer of words that is uploaded once per step.
+//!
+//! ```text
+//! written   [tokens]   the cell that each token of the batch is written to
+//! kept      [tokens]   the slot that keeps the token's recent row, or NONE; absent without recent rows
+//! order     [slots]    the token of each query slot
+//! work      [.., 4]    first unit, end unit, first partial slot or DIRECT, 0
+//! merges    [.., 4]    slot, first entry of `lists`, number of partials, 0
+//! lists                partial slots, per merge in the order of the splits
+//! units     [.., 4]    first slot, slots, first entry, end entry
+//! entries   [.., 9]    cells before it in its unit, first cell, offset in the item's run, the run's length,
+//!                      first slot of the item, its slots | mask << 24, a, b, its list of recent rows or NONE;
+//!                      see `sees` in attend.wgsl
+//! recents   [slots]    the recent group of each query slot, then the lists of entries: per cell row or NONE, recent group
+//! bits                 masks of draft trees
+//! ```
+//!
+//! A tile is up to eight neighbouring query slots. A unit is a tile and a split of 1,024 positions of the sequence, with the
+//! parts of the reads' items that its slots see, in order of the sequence. Splits end at fixed positions, and are added
+//! up in order, whether one work item goes through all units of a tile or every unit has a work item of its own. The
+//! latter happens in steps of few queries, whose tiles alone would not fill a GPU.
+//!
+//! Tiles end where spans end, except in splits where several spans read the same cells: there one tile of all of them
+//! reads the cells once, if that is less work (`schedule.rs`).
+mod entries;
+mod schedule;
+#[cfg(test)]
+mod tests;
+
+use entries::{Entry, Tile, distribute, push_bits};
+use kvist_cache::{GroupId, GroupPlan, PlannedSpan};
+use kvist_device::RecentPlan;
+use schedule::{Schedule, Wide};
+
+/// Positions per split.
+const SPLIT: u32 = 1024;
+/// Query slots per tile.
+pub const TILE: u32 = 8;
+/// Slots of partial states.
+pub const PARTIAL_SLOTS: u32 = 512;
+const DIRECT: u32 = u32::MAX;
+const NONE: u32 = u32::MAX;
+/// Words of an entry.
+const ENTRY: usize = 9;
+
+/// What the reads of a group mean for tiles.
+#[derive(Clone, Copy)]
+pub struct Lowering<'p> {
+    pub group: &'p GroupPlan,
+    pub spans: &'p [PlannedSpan],
+    /// Query heads per KV head: the least of the group's layers.
+    pub per_kv: u32,
+    pub recent: Option<(&'p RecentPlan, GroupId)>,
+}
+
+/// First words of the sections, and the numbers of work items and merges.
+#[derive(Clone, Debug, Default)]
+pub struct Tables {
+    pub words: Vec<u32>,
+    pub written: u32,
+    pub kept: u32,
+    pub order: u32,
+    pub work: u32,
+    pub n_work: u32,
+    pub merges: u32,
+    pub n_merges: u32,
+    pub lists: u32,
+    pub units: u32,
+    pub entries: u32,
+    pub recents: u32,
+    pub bits: u32,
+    /// Slots of the largest tile.
+    pub max_slots: u32,
+    scratch: Scratch,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Scratch {
+    /// Tiles that end where spans end.
+    tiles: Vec<Tile>,
+    /// Tiles of several spans.
+    wide: Vec<Wide>,
+    bits: Vec<u32>,
+    first_bits: Vec<u32>,
+    linked: Vec<bool>,
+    recents: Vec<u32>,
+    schedule: Schedule,
+}
+
+/// Words for which pools reserve memory at the start. Caches whose sequences are scattered cell by cell may need more.
+pub fn usual_words(capacity: u32, max_step_tokens: u32, recent_tokens: u32) -> u64 {
+    let tokens = u64::from(max_step_tokens);
+    let entries = u64::from(capacity / 4) + 8 * tokens + 64;
+    let recents = if recent_tokens > 0 { tokens * (2 + 2 * u64::from(recent_tokens)) } else { 0 };
+    ENTRY as u64 * entries + recents
+}
+
+impl Tables {
+    /// Lowers the plan of a group.
+    pub fn lower(&mut self, plan: Lowering<'_>) {
+        let Scratch { tiles, wide, bits, first_bits, linked, recents, schedule } = &mut self.scratch;
+        let (reads, order) = (&plan.group.reads, &plan.group.reads.order);
+        push_bits(reads, bits, first_bits);
+        schedule::cut(reads, plan.spans, linked, tiles, wide);
+        distribute(reads, first_bits, tiles);
+        distribute(reads, first_bits, wide);
+        recents.clear();
+        if let Some((recent, _)) = plan.recent {
+            recents.extend(order.iter().map(|token| recent.group_of(*token)));
+            for tile in tiles.iter_mut().chain(wide.iter_mut().map(AsMut::as_mut)) {
+                let slots = tile.first_slot as usize..(tile.first_slot + tile.n_slots) as usize;
+                tile.low = order[slots].iter().map(|token| recent.low_of(*token)).min().unwrap_or(0);
+            }
+        }
+        schedule.make(tiles, wide, plan.per_kv, |entry: &Entry, low: u32, out: &mut Vec<Entry>| {
+            match plan.recent {
+                None => out.push(entry.without_recents()),
+                Some((recent, group)) => entry.push_with_recents(low, recents, out, |cell| {
+                    recent.row_of(group, cell).map_or([NONE; 2], |(row, near)| [row, near])
+                }),
+            }
+        });
+
+        let words = &mut self.words;
+        words.clear();
+        self.written = 0;
+        words.extend(plan.group.writes.iter().flat_map(|run| run.cells()));
+        self.kept = words.len() as u32;
+        if let Some((recent, group)) = plan.recent {
+            let n = words.len();
+            words.resize(2 * n, NONE);
+            for (token, slot) in recent.kept(group) {
+                if let Some(word) = words.get_mut(n + *token as usize) {
+                    *word = *slot;
+                }
+            }
+        }
+        let mut section = |first: &mut u32, items: &mut dyn Iterator<Item = u32>| {
+            *first = words.len() as u32;
+            words.extend(items);
+        };
+        section(&mut self.order, &mut order.iter().copied());
+        section(&mut self.work, &mut schedule.work.iter().flatten().copied());
+        section(&mut self.merges, &mut schedule.merges.iter().flatten().copied());
+        section(&mut self.lists, &mut schedule.lists.iter().copied());
+        section(&mut self.units, &mut schedule.units.iter().flatten().copied());
+        section(&mut self.entries, &mut schedule.entries.iter().flat_map(|entry| entry.0));
+        section(&mut self.recents, &mut recents.iter().copied());
+        section(&mut self.bits, &mut bits.iter().copied());
+        (self.n_work, self.n_merges) = (schedule.work.len() as u32, schedule.merges.len() as u32);
+        self.max_slots = schedule.units.iter().map(|unit| unit[1]).max().unwrap_or(0);
+    }
+}

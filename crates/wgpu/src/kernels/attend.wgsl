@@ -1,0 +1,349 @@
+// Attention over exactly the cells that the plan's reads name. One workgroup per work item, KV head and 8 query rows
+// (the query heads of a KV head, for up to 8 queries).
+//
+//   for each unit of the work item (a split: 1,024 positions of the sequence), in order:
+//     for each 32 of its cells, in order:
+//       s = q . k                                  q includes scale and log2 e; softcap: s = cap log2 e tanh(q . k)
+//                                                  k and v as they are stored, see cells.wgsl; q is rotated like k
+//       M' = max(M, round(max s));  w = 2^(s - M');  l = l 2^(M - M') + w;  o = o 2^(M - M') + w v
+//     total = total 2^(Mt - M*) + unit 2^(M - M*)
+//   out = o / l, rotated back if values are stored rotated; with a sink: o 2^(M - P) / (l 2^(M - P) + 2^(sink - P)); or the state, for `merge` to add up
+//
+// (online softmax: Milakov and Gimelshein, 2018; splits: Dao et al., 2023, flash-decoding.) The running maximum is an
+// integer, so every rescaling is exact, and each sum runs over the cells in their order. A row's result therefore does
+// not depend on where tiles end, on the other rows, or on whether a work item has one unit or all of them.
+// RECENT: a packed row of a token that is near to the query's (in its recent group) is read in f16 instead.
+// A weight of 0 is skipped instead of multiplied: the cell may hold NaN of another query's token.
+
+const THREADS: u32 = 64u;
+const CELLS: u32 = 32u;
+const ROWS: u32 = 8u;
+const PER_THREAD: u32 = (DIM + THREADS - 1u) / THREADS;
+const NO_SCORE: f32 = -1e30;
+const HIDDEN: f32 = -3e38;
+const DIRECT: u32 = 0xffffffffu;
+const NONE: u32 = 0xffffffffu;
+// Words of an entry.
+const ENTRY: u32 = 9u;
+const RECENT: bool = K_RECENT || V_RECENT;
+
+struct Args {
+    heads: u32,      // query heads
+    kv_heads: u32,
+    first_head: u32, // KV head of the first workgroup in y
+    k_head: u32,     // and its numbers in these parts of the pools
+    v_head: u32,
+    cells: u32,      // of the pool
+    order: u32,      // first words of the plan's sections
+    work: u32,
+    units: u32,
+    entries: u32,
+    bits: u32,
+    scale: f32,      // with log2 e, or divided by the cap
+    cap: f32,        // 0: none
+    has_sinks: u32,
+    recents: u32,    // first word of [query slots] recent groups, then of the lists that entries refer to
+    recent_row: u32, // words of a row of `recent`
+}
+
+@group(0) @binding(0) var<storage, read> q: array<f32>; // [tokens, heads, DIM]
+@group(0) @binding(1) var<storage, read> k_pool: array<u32>; // [heads of this part, cells, words]
+@group(0) @binding(2) var<storage, read> v_pool: array<u32>;
+@group(0) @binding(3) var<storage, read> plan: array<u32>;
+@group(0) @binding(4) var<storage, read> sinks: array<f32>;
+@group(0) @binding(5) var<storage, read_write> out: array<f32>;    // [tokens, heads, DIM]
+@group(0) @binding(6) var<storage, read_write> states: array<f32>; // [partial slots, heads, DIM + 2]
+@group(0) @binding(7) var<storage, read> order: array<u32>;  // [KV heads, DIM] channels of keys, if K_WIDE > 0
+@group(0) @binding(8) var<storage, read> recent: array<u32>; // [rows, recent_row]: keys of all heads, then values
+var<immediate> args: Args;
+
+// Queries as keys are stored; at the end the outputs.
+var<workgroup> turned: array<f32, ROWS * DIM>;
+// Queries as they came, where recent keys need them.
+var<workgroup> plain: array<f32, PLAIN_ROWS * DIM>;
+var<workgroup> weights: array<f32, ROWS * CELLS>; // scores, then weights
+var<workgroup> cell_of: array<u32, CELLS>;
+var<workgroup> entry_of: array<u32, CELLS>;
+var<workgroup> recent_of: array<u32, CELLS>;        // the cell's row of `recent`, or NONE
+var<workgroup> recent_rows: array<u32, 2u * CELLS>; // which query rows read it, a bit each: the first half, the second half
+var<workgroup> maxima: array<f32, ROWS>;
+var<workgroup> norms: array<f32, ROWS>;
+var<workgroup> factors: array<f32, ROWS>;
+var<workgroup> total_maxima: array<f32, ROWS>;
+var<workgroup> total_norms: array<f32, ROWS>;
+
+// Element i of a row of `recent` whose first word is `at`.
+fn recent_element(at: u32, i: u32) -> f32 {
+    return half_((recent[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu);
+}
+
+// Element i of query row r, for keys that are not stored as `turned` is.
+fn plain_query(r: u32, i: u32) -> f32 {
+    if (PLAIN_ROWS == ROWS) { return plain[r * DIM + i]; }
+    return turned[r * DIM + i];
+}
+
+// Entry: (cells before it in its unit, first cell, its offset in the item's run, the run's length,
+//         first slot, slots | mask << 24, a, b, list of recent rows or NONE); masks: 0 all, 1 band a + slot .. b + slot, 2 bits from a
+fn sees(entry: u32, offset: u32, slot: u32) -> bool {
+    let i = slot - plan[entry + 4u];
+    let kind = plan[entry + 5u];
+    if (i >= (kind & 0xffffffu)) { return false; }
+    let a = plan[entry + 6u];
+    switch (kind >> 24u) {
+        case 0u: { return true; }
+        case 1u: {
+            let o = i32(offset) - i32(i);
+            return o >= bitcast<i32>(a) && o < bitcast<i32>(plan[entry + 7u]);
+        }
+        default: {
+            let bit = a + i * plan[entry + 3u] + offset;
+            return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
+        }
+    }
+}
+
+@compute @workgroup_size(64)
+fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
+    let per_kv = args.heads / args.kv_heads;
+    let work = args.work + 4u * group.x;
+    let kv_head = group.y;
+    let first_unit = plan[work];
+
+    let partial = plan[work + 2u];
+    let first_slot = plan[args.units + 4u * first_unit];
+    let all_rows = plan[args.units + 4u * first_unit + 1u] * per_kv;
+    let row0 = group.z * ROWS;
+    // No return before the barriers: a group without rows repeats the last ones and writes nothing.
+    let rows = min(ROWS, all_rows - min(row0, all_rows));
+    let end_unit = select(plan[work + 1u], first_unit, rows == 0u);
+    let first_query_head = (args.first_head + kv_head) * per_kv;
+    // In a row of `recent`, values are behind the keys of all heads.
+    let recent_value = (select(0u, args.kv_heads, K_RECENT) + args.first_head + kv_head) * ((DIM + 1u) / 2u);
+
+    for (var i = thread; i < ROWS * DIM; i += THREADS) {
+        let r = min(row0 + i / DIM, all_rows - 1u);
+        let token = plan[args.order + first_slot + r / per_kv];
+        let at = (token * args.heads + first_query_head + r % per_kv) * DIM;
+        var channel = i % DIM;
+        if (PLAIN_ROWS == ROWS) { plain[i] = q[at + channel] * args.scale; }
+        if (K_WIDE > 0u) { channel = order[(args.first_head + kv_head) * DIM + channel]; }
+        turned[i] = q[at + channel] * args.scale;
+    }
+    workgroupBarrier();
+    turn_rows(thread, ROWS, K_TURN, K_WIDE);
+    var totals: array<f32, ROWS * PER_THREAD>;
+    var sums: array<f32, ROWS * PER_THREAD>;
+    for (var i = 0u; i < ROWS * PER_THREAD; i++) { totals[i] = 0.0; }
+    if (thread < ROWS) {
+        total_maxima[thread] = NO_SCORE;
+        total_norms[thread] = 0.0;
+    }
+    workgroupBarrier();
+
+    for (var unit = first_unit; unit < end_unit; unit++) {
+        let first_entry = plan[args.units + 4u * unit + 2u];
+        let end_entry = plan[args.units + 4u * unit + 3u];
+        // Behind a unit's entries is one that only says how many cells it has.
+        let n_cells = plan[args.entries + ENTRY * end_entry];
+        for (var i = 0u; i < ROWS * PER_THREAD; i++) { sums[i] = 0.0; }
+        if (thread < ROWS) {
+            maxima[thread] = NO_SCORE;
+            norms[thread] = 0.0;
+        }
+        workgroupBarrier();
+        for (var start = 0u; start < n_cells; start += CELLS) {
+            // Find the cells.
+            if (thread < CELLS) {
+                let flat = start + thread;
+                var low = first_entry;
+                var high = end_entry;
+                while (high - low > 1u) {
+                    let middle = (low + high) / 2u;
+                    if (plan[args.entries + ENTRY * middle] <= flat) { low = middle; } else { high = middle; }
+                }
+                let entry = args.entries + ENTRY * low;
+                let cell = flat - plan[entry];
+                entry_of[thread] = select(DIRECT, entry, flat < n_cells);
+                cell_of[thread] = cell;
+                if (RECENT) {
+                    var row = NONE;
+                    if (flat < n_cells && plan[entry + 8u] != NONE) { row = plan[args.recents + plan[entry + 8u] + 2u * cell]; }
+                    recent_of[thread] = row;
+                }
+            }
+            workgroupBarrier();
+
+            // Scores: a thread has one cell and half of the rows.
+            let c = thread % CELLS;
+            let first_row = thread / CELLS * (ROWS / 2u);
+            let entry = entry_of[c];
+            var scores: array<f32, ROWS / 2u>;
+            for (var r = 0u; r < ROWS / 2u; r++) { scores[r] = 0.0; }
+            // Bits of the rows that read the cell's recent row.
+            var recents = 0u;
+            if (RECENT && entry != DIRECT && recent_of[c] != NONE) {
+                let near = plan[args.recents + plan[entry + 8u] + 2u * cell_of[c] + 1u];
+                for (var r = 0u; r < ROWS / 2u; r++) {
+                    let slot = first_slot + min(row0 + first_row + r, all_rows - 1u) / per_kv;
+                    recents |= select(0u, 1u << r, plan[args.recents + slot] == near);
+                }
+            }
+            if (RECENT) { recent_rows[thread] = recents; }
+            if (entry != DIRECT && (!K_RECENT || recents != 15u)) {
+                let at = ((args.k_head + kv_head) * args.cells + plan[entry + 1u] + cell_of[c]) * K_WORDS;
+                for (var i = 0u; i < DIM / 4u; i++) {
+                    let x = k_quad(at, i);
+                    for (var r = 0u; r < ROWS / 2u; r++) {
+                        let first = (first_row + r) * DIM + 4u * i;
+                        var sum = scores[r];
+                        sum = fma(turned[first], x.x, sum);
+                        sum = fma(turned[first + 1u], x.y, sum);
+                        sum = fma(turned[first + 2u], x.z, sum);
+                        sum = fma(turned[first + 3u], x.w, sum);
+                        scores[r] = sum;
+                    }
+                }
+                for (var i = DIM / 4u * 4u; i < DIM; i++) {
+                    let x = k_element(at, i);
+                    for (var r = 0u; r < ROWS / 2u; r++) {
+                        scores[r] = fma(turned[(first_row + r) * DIM + i], x, scores[r]);
+                    }
+                }
+            }
+            if (K_RECENT && recents != 0u) {
+                let at = recent_of[c] * args.recent_row + (args.first_head + kv_head) * ((DIM + 1u) / 2u);
+                var near: array<f32, ROWS / 2u>;
+                for (var r = 0u; r < ROWS / 2u; r++) { near[r] = 0.0; }
+                for (var i = 0u; i < DIM; i++) {
+                    let x = recent_element(at, i);
+                    for (var r = 0u; r < ROWS / 2u; r++) { near[r] = fma(plain_query(first_row + r, i), x, near[r]); }
+                }
+                for (var r = 0u; r < ROWS / 2u; r++) {
+                    scores[r] = select(scores[r], near[r], ((recents >> r) & 1u) == 1u);
+                }
+            }
+            for (var r = 0u; r < ROWS / 2u; r++) {
+                var s = scores[r];
+                if (args.cap > 0.0) { s = args.cap * LOG2_E * tanh_(s); }
+                if (s < NO_SCORE) { s = NO_SCORE; }
+                let row = row0 + first_row + r;
+                var seen = entry != DIRECT && row < all_rows;
+                if (seen) {
+                    seen = sees(entry, plan[entry + 2u] + cell_of[c], first_slot + row / per_kv);
+                }
+                weights[(first_row + r) * CELLS + c] = select(HIDDEN, s, seen);
+            }
+            workgroupBarrier();
+
+            // New maxima.
+            if (thread < ROWS) {
+                var peak = HIDDEN;
+                var seen = false;
+                for (var i = 0u; i < CELLS; i++) {
+                    let s = weights[thread * CELLS + i];
+                    seen = seen || s != HIDDEN;
+                    if (s > peak) { peak = s; }
+                }
+                var top = maxima[thread];
+                // All scores are NaN or as small as can be, but there are some.
+                if (seen && peak <= NO_SCORE && top == NO_SCORE) { top = 0.0; }
+                if (peak > NO_SCORE) { top = max(top, round(peak)); }
+                factors[thread] = power(maxima[thread] - top);
+                maxima[thread] = top;
+            }
+            workgroupBarrier();
+
+            // Weights.
+            for (var i = thread; i < ROWS * CELLS; i += THREADS) {
+                let s = weights[i];
+                weights[i] = select(exp_2_less(s, maxima[i / CELLS]), 0.0, s == HIDDEN);
+            }
+            workgroupBarrier();
+
+            // Norms, and the sums of weighted values.
+            if (thread < ROWS) {
+                var norm = norms[thread] * factors[thread];
+                for (var i = 0u; i < CELLS; i++) { norm += weights[thread * CELLS + i]; }
+                norms[thread] = norm;
+            }
+            for (var j = 0u; j < PER_THREAD; j++) {
+                let e = thread + THREADS * j;
+                if (e < DIM) {
+                    for (var r = 0u; r < ROWS; r++) { sums[r * PER_THREAD + j] *= factors[r]; }
+                    for (var i = 0u; i < CELLS; i++) {
+                        let entry = entry_of[i];
+                        if (entry == DIRECT) { break; }
+                        var recents = 0u;
+                        var near = 0.0;
+                        if (V_RECENT) {
+                            recents = recent_rows[i] | (recent_rows[CELLS + i] << (ROWS / 2u));
+                            if (recents != 0u) { near = recent_element(recent_of[i] * args.recent_row + recent_value, e); }
+                        }
+                        let at = ((args.v_head + kv_head) * args.cells + plan[entry + 1u] + cell_of[i]) * V_WORDS;
+                        let far = v_element(at, e);
+                        for (var r = 0u; r < ROWS; r++) {
+                            let weight = weights[r * CELLS + i];
+                            let sum = sums[r * PER_THREAD + j];
+                            let x = select(far, near, V_RECENT && ((recents >> r) & 1u) == 1u);
+                            sums[r * PER_THREAD + j] = select(fma(weight, x, sum), sum, bitcast<u32>(weight) == 0u);
+                        }
+                    }
+                }
+            }
+            workgroupBarrier();
+        }
+        // total += unit
+        for (var r = 0u; r < ROWS; r++) {
+            let top = max(total_maxima[r], maxima[r]);
+            let a = power(total_maxima[r] - top);
+            let b = power(maxima[r] - top);
+            let first = total_maxima[r] == NO_SCORE;
+            let none = maxima[r] == NO_SCORE;
+            for (var j = 0u; j < PER_THREAD; j++) {
+                let i = r * PER_THREAD + j;
+                let both = totals[i] * a + sums[i] * b;
+                totals[i] = select(select(both, sums[i], first), totals[i], none);
+            }
+        }
+        workgroupBarrier();
+        if (thread < ROWS && maxima[thread] != NO_SCORE) {
+            let top = max(total_maxima[thread], maxima[thread]);
+            let both = total_norms[thread] * power(total_maxima[thread] - top) + norms[thread] * power(maxima[thread] - top);
+            total_norms[thread] = select(both, norms[thread], total_maxima[thread] == NO_SCORE);
+            total_maxima[thread] = top;
+        }
+        workgroupBarrier();
+    }
+
+    if (partial == DIRECT) {
+        for (var r = 0u; r < ROWS; r++) {
+            let head = first_query_head + (row0 + r) % per_kv;
+            let factor = final_factor(total_maxima[r], total_norms[r], head);
+            for (var j = 0u; j < PER_THREAD; j++) {
+                let e = thread + THREADS * j;
+                if (e < DIM) { turned[r * DIM + e] = totals[r * PER_THREAD + j] * factor; }
+            }
+        }
+        workgroupBarrier();
+        turn_rows_back(thread, ROWS, V_TURN, V_WIDE);
+        for (var i = thread; i < rows * DIM; i += THREADS) {
+            let row = row0 + i / DIM;
+            let token = plan[args.order + first_slot + row / per_kv];
+            out[(token * args.heads + first_query_head + row % per_kv) * DIM + i % DIM] = turned[i];
+        }
+        return;
+    }
+    for (var r = 0u; r < rows; r++) {
+        let row = row0 + r;
+        let at = ((partial + row / per_kv) * args.heads + first_query_head + row % per_kv) * (DIM + 2u);
+        for (var j = 0u; j < PER_THREAD; j++) {
+            let e = thread + THREADS * j;
+            if (e < DIM) { states[at + e] = totals[r * PER_THREAD + j]; }
+        }
+        if (thread == 0u) {
+            states[at + DIM] = total_maxima[r];
+            states[at + DIM + 1u] = total_norms[r];
+        }
+    }
+}

@@ -1,0 +1,71 @@
+// A linear layer, or a part of its outputs, as `matmul` and `gemm` compute it.
+//
+//   for each output row o of this part, for each token t:
+//     y = factor * (x[t] . W[o]) + bias[o];  with a softcap: y = cap * tanh(y / cap)
+//     out[t, first + o] = y
+//   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
+//
+// x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
+// added in order. So a token's result is the same in both kernels, and in every batch.
+
+const LANES: u32 = 16u;
+
+struct Args {
+    form: Form,
+    inputs: u32,
+    outputs: u32, // of this part
+    first: u32,   // output of the layer that is this part's first
+    width: u32,   // outputs of the layer
+    tokens: u32,
+    factor: f32,
+    cap: f32,     // 0: none
+    has_bias: u32,
+    expert: u32,
+    experts: u32,
+}
+
+@group(0) @binding(0) var<storage, read> w: array<u32>;
+@group(0) @binding(1) var<storage, read> x: array<f32>;          // [tokens, inputs]
+@group(0) @binding(2) var<storage, read> bias: array<f32>;       // [width]
+@group(0) @binding(3) var<storage, read_write> out: array<f32>;  // [tokens, width]
+@group(0) @binding(4) var<storage, read> routes: array<f32>;     // [tokens, experts], 0: not routed
+var<immediate> args: Args;
+
+fn inputs4(token: u32, c: u32) -> vec4<f32> {
+    let at = token * args.inputs + 4u * c;
+    let left = args.inputs - 4u * c;
+    if (left >= 4u) {
+        return vec4(x[at], x[at + 1u], x[at + 2u], x[at + 3u]);
+    }
+    // The end of a row that is not whole quads: what follows belongs to another token.
+    var tail = vec4(x[at], 0.0, 0.0, 0.0);
+    if (left > 1u) { tail.y = x[at + 1u]; }
+    if (left > 2u) { tail.z = x[at + 2u]; }
+    return tail;
+}
+
+// Whether any of `n` tokens from `first` on uses the expert.
+fn any_routed(first: u32, n: u32) -> bool {
+    var any = false;
+    for (var t = first; t < min(first + n, args.tokens); t++) {
+        any = any || routes[t * args.experts + args.expert] != 0.0;
+    }
+    return any;
+}
+
+// Finishes output o of this part for a token.
+fn put(o: u32, token: u32, sum: f32) {
+    if (o >= args.outputs || token >= args.tokens) { return; }
+    var y = sum * args.factor;
+    if (args.has_bias != 0u) { y = fma(sum, args.factor, bias[args.first + o]); }
+    if (args.cap > 0.0) { y = args.cap * tanh_(y / args.cap); }
+    let at = token * args.width + args.first + o;
+    if (ROUTED) {
+        let weight = routes[token * args.experts + args.expert];
+        if (weight != 0.0) {
+            if (ADDED) { out[at] = fma(weight, y, out[at]); } else { out[at] = y; }
+        }
+    } else {
+        out[at] = y;
+    }
+}

@@ -1,0 +1,39 @@
+//! The adapter that the tests run on.
+#![allow(dead_code)] // each test uses a part of this
+use kvist_wgpu::{Wgpu, WgpuDevice};
+use std::sync::{Arc, LazyLock};
+
+/// The API that tests run on.
+pub type Api = Wgpu;
+
+/// The number that `KVIST_WGPU` names.
+pub fn index() -> Option<usize> {
+    std::env::var("KVIST_WGPU").ok().and_then(|text| text.parse().ok())
+}
+
+/// The best adapter, or the one that `KVIST_WGPU` numbers. Without any adapter prints why and returns `None`;
+/// `KVIST_REQUIRE_WGPU=1` makes that a failure.
+pub fn device() -> Option<WgpuDevice> {
+    static DEVICE: LazyLock<Option<WgpuDevice>> = LazyLock::new(|| {
+        match kvist_wgpu::open(index()) {
+            Ok(device) => {
+                println!("on {}", device.adapter());
+                Some(device)
+            }
+            Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
+            Err(error) => {
+                // Past the capture of the test harness, so that a run without a GPU shows that nothing was tested.
+                use std::io::Write;
+                let _ = writeln!(std::io::stderr(), "SKIPPED, nothing on the GPU was tested: {error}");
+                None
+            }
+        }
+    });
+    DEVICE.clone()
+}
+
+/// The API under [`device`], opened for itself.
+pub fn driver() -> Option<Arc<Wgpu>> {
+    device()?;
+    Some(Arc::new(Wgpu::open(index(), u64::MAX).unwrap()))
+}

@@ -1,0 +1,19 @@
+//! Every operation of the device against the scalar reference.
+mod common;
+use common::device;
+use kvist_testing::operations;
+
+#[test]
+fn operations_agree_with_the_reference() {
+    if let Some(device) = device() {
+        operations::all(&device);
+    }
+}
+
+/// Matrices in several buffers, with a few rows in each.
+#[test]
+fn linear_layers_in_parts() {
+    if device().is_some() {
+        operations::linear_layers(&kvist_wgpu::open_in_parts(common::index(), 10_400).unwrap(), 251);
+    }
+}
