@@ -1,6 +1,7 @@
 //! One file per command.
 pub mod bench;
 pub mod chat;
+pub mod devices;
 pub mod eval;
 pub mod logits;
 pub mod models;

@@ -59,31 +59,21 @@ impl PartsArgs {
 pub struct Continuation<'e> {
     /// Most tokens.
     pub tokens: usize,
-    pub draft_tokens: u32,
     /// Decode the text itself instead of what the model would write.
     pub follow: bool,
     /// Tokens that end a continuation.
     pub ends: &'e [u32],
 }
 
-/// A pass of the model.
-pub struct Pass<'p> {
-    /// Prompt and continuation before the pass.
-    pub known: &'p [u32],
-    pub tree: &'p DraftTree,
-    pub verified: &'p Verified,
-    pub elapsed: Duration,
-}
-
 impl Continuation<'_> {
-    /// Decodes what follows a prompt, greedily. `watch` sees every pass, and returns false to stop. Gives the continuation and
-    /// the time that it took; the prompt is part of neither.
+    /// Decodes what follows a prompt, greedily. `watch` sees prompt and continuation before every pass, and the pass; it returns
+    /// false to stop. Gives the continuation and the time that it took; the prompt is part of neither.
     pub fn decode(
         &self,
         session: &mut ModelSession,
         mut speculator: Option<&mut Speculator>,
         (id, part): (u64, &Part),
-        watch: &mut dyn FnMut(Pass<'_>) -> bool,
+        watch: &mut dyn FnMut(&[u32], &DraftedPass) -> bool,
     ) -> anyhow::Result<(Vec<u32>, Duration)> {
         session.clear()?;
         session.set_taps(speculator.as_ref().map_or(&[], |speculator| speculator.taps()))?;
@@ -95,38 +85,36 @@ impl Continuation<'_> {
             Ok(true)
         })?;
         let mut sampler = Sampler::new(SamplerConfig::greedy())?;
-        let (n, chains) = (self.tokens, !session.verifies_trees());
+        let n = self.tokens;
         let mut known = part.prompt.clone();
         let first = if self.follow { part.text[0] } else { sampler.sample(session.logits_row(0))? };
         known.push(first);
         let mut ended = self.ends.contains(&first);
         let started = Instant::now();
-        let mut drafts = vec![Draft::default()];
         while !ended {
             let done = known.len() - part.prompt.len();
-            if let Some(speculator) = &mut speculator {
-                let text = DraftContext { id, salt: "", tokens: &known, max_new: (n - done) as u32 };
-                speculator.propose(&[text], 0, self.draft_tokens, chains, &mut drafts)?;
-            }
-            let (mut verified, mut drawn) = (Verified::default(), done);
+            let mut drawn = done;
             let mut choose = |row: RowResult<'_>| {
                 let sampled = sampler.take(row)?;
                 let token = if self.follow { part.text[drawn] } else { sampled };
                 drawn += 1;
                 Ok::<_, Error>(SampledToken { token, finished: drawn == n || self.ends.contains(&token) })
             };
-            let last = known[known.len() - 1];
-            let pass = Instant::now();
-            let tree = &drafts[0].tree;
-            session.forward_draft(SeqId::ONLY, last, tree, &mut choose, &mut verified)?;
-            let elapsed = pass.elapsed();
-            ended = !watch(Pass { known: &known, tree, verified: &verified, elapsed }) || verified.finished;
-            let first = known.len() as u32 - 1;
-            known.extend(&verified.tokens);
+            let mut pass = match &mut speculator {
+                Some(speculator) => {
+                    let text = DraftContext { id, salt: "", tokens: &known, max_new: (n - done) as u32 };
+                    DraftedPass::propose(session, speculator, text)?
+                }
+                None => DraftedPass::without_draft(&known)?,
+            };
+            pass.run(session, SeqId::ONLY, &mut choose)?;
+            ended = !watch(&known, &pass) || pass.verified.finished;
+            known.extend(&pass.verified.tokens);
             if let Some(speculator) = &mut speculator {
-                speculator.passed(tree.len() + 1, elapsed);
-                speculator.record(&drafts[0], &verified);
-                session.report_features((id, first, &known[..]), verified.rows(), speculator)?;
+                pass.settle(session, speculator, &known);
+                if let Some(failure) = &speculator.counts().failure {
+                    anyhow::bail!("a drafter failed: {failure}");
+                }
             }
         }
         let elapsed = started.elapsed();

@@ -99,6 +99,9 @@ pub struct Run {
     /// What `--speculate` achieved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speculation: Option<Counts>,
+    /// With `--resume`: tokens before the prompt that were not computed again.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resumed_tokens: Option<usize>,
     pub cache: CacheShape,
     /// Reserved at the end of the run.
     pub used: MemoryBytes,
@@ -137,6 +140,7 @@ impl Run {
             decode_seconds: generation.decode.as_secs_f64(),
             decode_tokens_per_second: generation.decode_rate(),
             speculation,
+            resumed_tokens: None,
             cache: CacheShape::new(session.config(), model.config()),
             used: used.into(),
             bound: bound.into(),
@@ -180,7 +184,11 @@ impl Run {
 pub fn speculation_summary(counts: &Counts) -> String {
     let Counts { target_passes, drafted, accepted, .. } = *counts;
     let per_pass = (target_passes + accepted) as f64 / target_passes.max(1) as f64;
-    format!("speculation: {accepted} of {drafted} draft tokens accepted, {per_pass:.2} tokens per pass")
+    let ended =
+        counts.failure.as_ref().map_or(String::new(), |why| format!(", until a drafter failed: {why}"));
+    format!(
+        "speculation: {accepted} of {drafted} draft tokens accepted, {per_pass:.2} tokens per pass{ended}"
+    )
 }
 
 /// Peak resident memory of this process, less its mapped file pages now.

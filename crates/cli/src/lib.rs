@@ -45,6 +45,8 @@ enum Command {
     Plan(commands::plan::Args),
     /// The models on this machine: their names for --model, and whether they fit into its memory
     Models(commands::models::Args),
+    /// The devices that models can run on, for --backend
+    Devices(commands::devices::Args),
     /// What a quantised or windowed cache costs in quality, measured against a reference cache
     Eval(commands::eval::Args),
     /// Logits of given tokens, or greedy continuations, for comparison with other runtimes
@@ -56,6 +58,21 @@ enum Command {
     /// Measurements
     #[command(subcommand)]
     Bench(commands::bench::Command),
+}
+
+impl Command {
+    /// `--backend` of commands that have it.
+    fn backend(&self) -> Option<&str> {
+        match self {
+            Command::Run(args) => Some(&args.cache.backend),
+            Command::Chat(args) => Some(&args.cache.backend),
+            Command::Plan(args) => Some(&args.cache.backend),
+            Command::Eval(args) => Some(&args.cache.backend),
+            Command::Logits(args) => Some(&args.cache.backend),
+            Command::Serve(args) => Some(&args.backend),
+            Command::Models(_) | Command::Devices(_) | Command::Simulate(_) | Command::Bench(_) => None,
+        }
+    }
 }
 
 /// The file that holds this program, if it is not the running executable.
@@ -78,11 +95,14 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     };
     let quiet = cli.quiet;
     let serves = matches!(cli.command, Command::Serve(_));
-    let done = log_to_stderr(cli.verbose, quiet, serves).and_then(|()| match cli.command {
+    let done = log_to_stderr(cli.verbose, quiet, serves);
+    let done = done.and_then(|()| cli.command.backend().map_or(Ok(()), options::use_backend));
+    let done = done.and_then(|()| match cli.command {
         Command::Run(args) => commands::run::run(args, quiet),
         Command::Chat(args) => commands::chat::run(args, quiet),
         Command::Plan(args) => commands::plan::run(args, quiet),
         Command::Models(args) => commands::models::run(args),
+        Command::Devices(args) => commands::devices::run(args),
         Command::Eval(args) => commands::eval::run(args, quiet),
         Command::Logits(args) => commands::logits::run(args, quiet),
         Command::Serve(args) => commands::serve::run(*args, quiet),

@@ -1,5 +1,6 @@
 //! Options that several commands share.
 mod sampling;
+mod saved;
 mod speculation;
 
 use crate::memory;
@@ -11,12 +12,13 @@ use kvist_cache::kinds;
 use kvist_cpu::arch::Isa;
 pub use kvist_device::Bytes;
 use kvist_device::{MemoryBudget, Recent, Registry, Storage};
-use kvist_engine::devices::{self, Compute};
+use kvist_engine::devices::{Compute, Place};
 use kvist_engine::memory::{CacheConfig, MemoryPlan, RECENT_TOKENS};
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, Opened};
 pub use sampling::{SamplingArgs, shipped_defaults};
+pub use saved::SavedArgs;
 pub use speculation::{LoadedDraft, Mode, SpeculationArgs};
 use std::fmt;
 use std::str::FromStr;
@@ -120,7 +122,8 @@ pub struct ModelArgs {
     /// Read weights into memory instead of mapping the file; a mapped file must not change
     #[arg(long)]
     pub no_mmap: bool,
-    /// Memory that weights, cache and working buffers may take together; by default the free memory of the machine
+    /// Memory that weights, cache and working buffers may take together; by default what is free in the machine, or
+    /// on the GPU if its driver says so (CUDA)
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
     /// Split text as GPT-2 does if a GGUF file names a pretokenizer that kvist does not know; tokens may then be wrong
@@ -134,7 +137,7 @@ impl ModelArgs {
     pub fn budget(&self) -> Arc<MemoryBudget> {
         match self.memory {
             Some(size) => MemoryBudget::new(size.0),
-            None => memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
+            None => free_bytes().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
         }
     }
 
@@ -186,7 +189,7 @@ impl ModelArgs {
         let bar = crate::progress::bar("loading", 0, quiet);
         let options =
             LoadOptions { format: self.weights, mmap: !self.no_mmap, context, ..LoadOptions::default() };
-        let model = devices::load(opened, &compute, &options, budget, &mut |done, total| {
+        let model = place(&compute).load(opened, &options, budget, &mut |done, total| {
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
@@ -264,7 +267,8 @@ pub fn parse_recent(text: &str) -> Result<u32, String> {
 
 #[derive(Args, Clone, Debug)]
 pub struct CacheArgs {
-    /// Where K and V are stored: cpu, reference (slow, for comparison)
+    /// Where models run and K and V are stored: cpu, reference (slow, for comparison), wgpu or wgpu:N (GPUs), cuda or
+    /// cuda:N (GPUs of NVIDIA, experimental), if this program has them; `kvist devices` lists them
     #[arg(long, default_value = "cpu")]
     pub backend: String,
     /// How cells are allocated: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a
@@ -330,7 +334,7 @@ impl CacheArgs {
         }
         let k = self.kv.unwrap_or(Storage::F16);
         Ok(CacheConfig {
-            backend: self.backend.clone(),
+            backend: backend_id(&self.backend).into(),
             kind: kind.into(),
             k,
             v: self.kv_v.unwrap_or(k.for_values()),
@@ -356,9 +360,46 @@ impl CacheArgs {
     }
 }
 
-/// Every backend and kind of this program.
+/// The GPU that `--backend` names. A process opens it once: its models and sessions share it.
+static GPU: OnceLock<Place> = OnceLock::new();
+
+/// Opens the device of `--backend`, before anything is loaded.
+pub fn use_backend(backend: &str) -> anyhow::Result<()> {
+    if ["wgpu", "cuda"].contains(&backend_id(backend)) {
+        let _ = GPU.set(open_backend(backend)?); // a second call has the same backend
+    }
+    Ok(())
+}
+
+/// The device that `--backend` names.
+pub fn open_backend(backend: &str) -> anyhow::Result<Place> {
+    Ok(Place::of_backend(backend, &Compute::default())?.0)
+}
+
+/// The id of the backend that `--backend` names, without the number of an adapter.
+pub fn backend_id(backend: &str) -> &str {
+    match backend.split_once(':') {
+        Some(("wgpu", _)) => "wgpu",
+        Some(("cuda", _)) => "cuda",
+        _ => backend,
+    }
+}
+
+/// The device that models run on.
+fn place(compute: &Compute) -> Place {
+    GPU.get().cloned().unwrap_or_else(|| Place::Cpu(compute.clone()))
+}
+
+/// Bytes that are free on the device that models run on, as far as its driver says so; otherwise those of the host.
+fn free_bytes() -> Option<u64> {
+    // A device that fails now fails again where the error can be told.
+    let of_device = GPU.get().and_then(|place| place.free_bytes().ok().flatten());
+    of_device.or_else(memory::available)
+}
+
+/// Every backend and kind of this device.
 pub fn registry(compute: &Compute) -> Registry {
-    devices::on(compute)
+    place(compute).registry()
 }
 
 /// Reads a text file, which must be UTF-8.

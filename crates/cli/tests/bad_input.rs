@@ -136,6 +136,8 @@ fn texts_and_tokens() {
         rows(&["eval", "-q", "--text", &empty], 2, &["two tokens"]),
         rows(&["eval", "-q", "--text", &one, "--context", "1"], 2, &["two tokens"]),
         rows(&["eval", "-q", "--text", &one, "--plot", "x.svg"], 2, &["--plot", "--speculate"]),
+        rows(&["eval", "-q", "--text", &one, "--prompts", "3"], 2, &["--speculate"]),
+        rows(&["eval", "-q", "--text", &one, "--tokens", "3"], 2, &["--speculate"]),
         rows(
             &["eval", "-q", "--text", &one, "--speculate", "ngram"],
             2,
@@ -270,6 +272,14 @@ fn models() {
     all.push(rows(&draft, 2, &["--speculate draft", "--draft-model"]));
     let words = &["target", "fc.weight"][..];
     all.push(rows(&[&whole[..], &[&target]].concat(), 1, words));
+    let head = fixtures().join("eagle3/safeailab").display().to_string();
+    let words = &["safeailab", "head", "--speculate eagle"][..];
+    all.push(rows(&[&draft[..], &["--draft-model", &head]].concat(), 2, words));
+    let out = ["logits", "--model", &target, "--tokens", "1", "--out", "x", "--speculate", "ngram"];
+    all.push(rows(&out, 2, &["--speculate", "--generate"]));
+    // Room for the model and its cache, and not for the draft model beside them.
+    let tight = ["run", "-q", "x", "--speculate", "draft", "--context", "512", "--memory", "14700KiB"];
+    all.push(rows(&tight, 1, &["draft model and its cache need", "--context", "--memory"]));
     // If one of our dependencies panics, that becomes an ordinary error, without a panic message before it.
     let tokenizer = r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
     write("charsmap/config.json", config.as_bytes());

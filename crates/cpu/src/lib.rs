@@ -24,12 +24,13 @@ pub mod peak;
 mod pool;
 mod pools;
 mod recent;
-mod rotation;
 pub mod steps;
 pub mod stream;
 
 use arch::{Isa, Threads};
-use kvist_device::{Backend, DeviceError, PoolSpec, Pools, Purpose, Usage, reserved_cells};
+use kvist_device::{
+    Backend, DeviceError, FIRST_SEGMENT_CELLS, PoolSpec, Pools, Purpose, Usage, reserved_cells_from,
+};
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 
@@ -65,19 +66,24 @@ impl Default for Compute {
 }
 
 /// How pools grow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Growth {
-    /// Appends segments of doubling size and copies nothing.
-    #[default]
-    Segments,
+    /// Appends segments of doubling size and copies nothing. The first one has `first` cells.
+    Segments { first: u32 },
     /// Makes one new allocation per step and copies the existing cells to it.
     Concatenate,
+}
+
+impl Default for Growth {
+    fn default() -> Self {
+        Growth::Segments { first: FIRST_SEGMENT_CELLS }
+    }
 }
 
 impl Growth {
     fn reserved_cells(self, cells: u32, capacity: u32) -> u32 {
         match self {
-            Growth::Segments => reserved_cells(cells, capacity),
+            Growth::Segments { first } => reserved_cells_from(first, cells, capacity),
             Growth::Concatenate => cells,
         }
     }
@@ -92,7 +98,13 @@ pub struct Cpu {
 
 impl Cpu {
     pub fn new(compute: Compute) -> Self {
-        Cpu { compute, growth: Growth::Segments }
+        Cpu { compute, growth: Growth::default() }
+    }
+
+    /// Pools grow by at least this many cells, rounded up to a power of two and never less than
+    /// [`FIRST_SEGMENT_CELLS`]: fewer and larger allocations.
+    pub fn growing_by(self, cells: u32) -> Self {
+        Cpu { growth: Growth::Segments { first: cells.max(FIRST_SEGMENT_CELLS) }, ..self }
     }
 
     /// `cpu-concat`: the same kernels over a cache that is concatenated again at every step, as naive decoders do. For
@@ -105,7 +117,7 @@ impl Cpu {
 impl Backend for Cpu {
     fn id(&self) -> &'static str {
         match self.growth {
-            Growth::Segments => "cpu",
+            Growth::Segments { .. } => "cpu",
             Growth::Concatenate => "cpu-concat",
         }
     }

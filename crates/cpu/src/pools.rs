@@ -323,6 +323,18 @@ impl Pools for CpuPools {
         Ok(())
     }
 
+    fn store(
+        &mut self,
+        plan: &StepPlan,
+        layer: LayerId,
+        k: Tensor<'_>,
+        v: Tensor<'_>,
+    ) -> Result<(), DeviceError> {
+        let layer = self.spec.check_store(self.begun, plan, layer, &k, &v)?;
+        CpuPools::store(self, layer.owner.0 as usize, plan.group(layer.group), k, v);
+        Ok(())
+    }
+
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError> {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {

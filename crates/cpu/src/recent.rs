@@ -1,44 +1,25 @@
-//! Keeps the newest tokens in f16 in addition to their packed rows. Tracks where the rows are and which ones a step's
-//! queries read.
-//!
-//! A row is written once, when its token is new. It is kept in a slot if later steps may read it. Cells refer to slots,
-//! so forks and copies share them. A slot is free once all its cells have been overwritten. If none is free, slots of
-//! full groups are reused first, then the least recently read slots. A cell that lost its slot is read from the pool.
-mod slots;
-
+//! Keeps the newest tokens in f16 in addition to their packed rows. [`RecentPlan`] says where the rows are and which ones
+//! a step's queries read.
 use crate::arch::LANES;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
-use kvist_cache::{CellCopy, CellRun, GroupId, SpanKind, StepPlan};
-use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
-use slots::{Bounds, Group, Place, Slot, StepTokens};
+use kvist_cache::{CellCopy, CellRun, GroupId, StepPlan};
+use kvist_device::{
+    DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, RecentPlan, RecentRead, Reservation,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// Sixteen elements in f16.
 type Vector = [u8; 2 * LANES];
 
-/// One read of a query from a recent row instead of the pool.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct RecentRead {
-    /// Its position, as in [`kvist_cache::ReadItem::first_index`].
-    pub index: u32,
-    /// Its row: a slot number, or the number of slots plus the index of a token of this step.
-    pub row: u32,
-}
-
 /// The recent rows of all layers.
 pub struct RecentRows {
-    /// Tokens per recent group (a range of positions).
-    tokens: u32,
-    slots: usize,
-    groups: Vec<Group>,
+    plan: RecentPlan,
     layers: Vec<Option<Layer>>,
     /// Rows of the step's tokens. One buffer shared by all layers, or one per layer if some layers read another layer's
     /// KV.
     new_rows: Vec<Vec<Vector>>,
-    positions: Vec<u32>,
-    bounds: Vec<Bounds>,
     _reservation: Reservation,
 }
 
@@ -79,18 +60,15 @@ struct Sizes {
     shapes: Vec<Option<Shape>>,
     /// Vectors of each buffer of new rows.
     new_rows: Vec<usize>,
-    /// Per layer group: maximum number of reads recorded for the tokens of a step.
-    max_reads: usize,
-    groups: usize,
+    /// Bytes of the plan's tables.
+    tables: usize,
 }
 
 impl Sizes {
     /// `None` if no recent rows are kept.
     fn of(spec: &PoolSpec) -> Option<Self> {
         let (keys, values) = (spec.k.dtype.is_quantised(), spec.v.dtype.is_quantised());
-        if spec.recent.of_storages(spec.k, spec.v).tokens == 0 {
-            return None;
-        }
+        let slots = RecentPlan::slots_of(spec)? as usize;
         let Layout { layers, .. } = &spec.layout;
         let shape = |(l, layer): (usize, &kvist_device::LayerSpec)| {
             let (heads, vectors) = (layer.n_kv_heads as usize, (layer.k_dim as usize).div_ceil(LANES));
@@ -103,11 +81,7 @@ impl Sizes {
             true => vec![rows.max().unwrap_or(0)],
             false => rows.collect(),
         };
-        // No more rows than cells.
-        let cells = spec.capacity_cells.iter().copied().max().unwrap_or(0);
-        let slots = spec.recent.rows().min(cells) as usize;
-        let max_reads = (spec.recent.tokens as usize).saturating_mul(tokens);
-        Some(Sizes { slots, shapes, new_rows, max_reads, groups: spec.layout.n_groups() })
+        Some(Sizes { slots, shapes, new_rows, tables: RecentPlan::table_bytes(spec)? })
     }
 
     fn bytes(&self) -> Option<u64> {
@@ -115,24 +89,28 @@ impl Sizes {
         let vectors = kept
             .chain(self.new_rows.iter().copied().map(Some))
             .try_fold(0usize, |sum, n| sum.checked_add(n?))?;
-        let tables = self.max_reads.checked_mul(size_of::<RecentRead>())?;
-        let tables =
-            tables.checked_add(self.slots.checked_mul(size_of::<Slot>())?)?.checked_mul(self.groups)?;
-        u64::try_from(vectors.checked_mul(size_of::<Vector>())?.checked_add(tables)?).ok()
+        let bytes = vectors.checked_mul(size_of::<Vector>())?;
+        u64::try_from(bytes.checked_add(self.tables)?).ok()
     }
 }
 
 impl RecentRows {
     /// Bytes of all allocations; `None` on overflow.
     pub fn bytes(spec: &PoolSpec) -> Option<u64> {
-        Sizes::of(spec).map_or(Some(0), |sizes| sizes.bytes())
+        match RecentPlan::slots_of(spec) {
+            None => Some(0),
+            Some(_) => Sizes::of(spec)?.bytes(),
+        }
     }
 
     /// `None` if no recent rows are kept: neither side is packed, or the feature is off.
     pub fn new(spec: &PoolSpec, budget: &Arc<MemoryBudget>) -> Result<Option<Self>, DeviceError> {
         spec.recent.check()?;
-        let Some(sizes) = Sizes::of(spec) else { return Ok(None) };
+        if RecentPlan::slots_of(spec).is_none() {
+            return Ok(None);
+        }
         let overflow = || DeviceError::Unsupported("recent rows for that many sequences overflow".into());
+        let sizes = Sizes::of(spec).ok_or_else(overflow)?;
         let bytes = sizes.bytes().ok_or_else(overflow)?;
         let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         let buffer = |n: usize| {
@@ -150,62 +128,26 @@ impl RecentRows {
             Ok(Some(Layer { shape, slots: buffer(shape.row() * sizes.slots)?, buffer: index }))
         });
         Ok(Some(RecentRows {
-            tokens: spec.recent.tokens,
-            slots: sizes.slots,
-            groups: (0..sizes.groups).map(|_| Group::new(sizes.slots, sizes.max_reads)).collect(),
+            plan: RecentPlan::new(spec).ok_or_else(overflow)?,
             layers: layers.collect::<Result<_, DeviceError>>()?,
             new_rows: sizes.new_rows.iter().map(|n| buffer(*n)).collect::<Result<_, _>>()?,
-            positions: Vec::new(),
-            bounds: Vec::new(),
             _reservation: reservation,
         }))
     }
 
     /// Finds the recent rows that the queries of a step read. `cells` is the current capacity of each group's pools.
     pub fn begin(&mut self, plan: &StepPlan, cells: impl Fn(GroupId) -> u32) {
-        plan.positions(&mut self.positions);
-        self.bounds.clear();
-        for span in plan.spans() {
-            let end = span.start + span.n_tokens;
-            let started = end - end % self.tokens;
-            let kept = started.saturating_sub(self.tokens);
-            let positions = &self.positions[span.tokens().start as usize..span.tokens().end as usize];
-            self.bounds.extend(positions.iter().map(|&position| {
-                let group = position - position % self.tokens;
-                match span.kind {
-                    SpanKind::Chain => Bounds {
-                        low: group,
-                        high: position + 1,
-                        incomplete: position >= started,
-                        kept: position >= kept,
-                    },
-                    // It is not known yet which nodes later steps read.
-                    SpanKind::Tree { .. } => {
-                        Bounds { low: group, high: position + 1, incomplete: true, kept: true }
-                    }
-                }
-            }));
-        }
-        let step = StepTokens { tokens: self.tokens, positions: &self.positions, bounds: &self.bounds };
-        for (g, group) in self.groups.iter_mut().enumerate() {
-            let id = GroupId(g as u16);
-            group.begin(plan.group(id), &step, cells(id));
-        }
+        self.plan.begin(plan, cells);
     }
 
     /// Updates the slots after cells have moved.
     pub fn relocate(&mut self, group: GroupId, copies: &[CellCopy], cells: u32) {
-        let group = &mut self.groups[group.0 as usize];
-        group.reach(cells);
-        group.copy(copies);
+        self.plan.relocate(group, copies, cells);
     }
 
     /// Drops the rows of `cells`: other tokens are in these cells from now on.
     pub fn forget(&mut self, group: GroupId, cells: CellRun) {
-        let group = &mut self.groups[group.0 as usize];
-        for cell in cells.start..cells.end().min(group.places.len() as u32) {
-            group.set(cell, Place::default());
-        }
+        self.plan.forget(group, cells);
     }
 
     /// Writes the row of `head` for the step's `token`-th token in f16: keys in their original form, values transformed
@@ -226,7 +168,7 @@ impl RecentRows {
     pub fn keep(&mut self, owner: usize, group: GroupId) {
         let Some(layer) = &mut self.layers[owner] else { return };
         let (row, new_rows) = (layer.shape.row(), &self.new_rows[layer.buffer]);
-        for (token, slot) in &self.groups[group.0 as usize].kept {
+        for (token, slot) in self.plan.kept(group) {
             let (from, to) = (*token as usize * row, *slot as usize * row);
             layer.slots[to..to + row].copy_from_slice(&new_rows[from..from + row]);
         }
@@ -235,14 +177,10 @@ impl RecentRows {
     /// The recent rows of a layer that the step's queries read.
     pub fn reads(&self, owner: usize, group: GroupId) -> Option<RecentReads<'_>> {
         let layer = self.layers[owner].as_ref()?;
-        let Group { recent_reads, counts, lowest, .. } = &self.groups[group.0 as usize];
         Some(RecentReads {
-            reads: recent_reads,
-            counts,
-            lowest: *lowest,
-            tokens: self.tokens as usize,
+            reads: self.plan.reads(group),
             shape: layer.shape,
-            n_slots: self.slots,
+            n_slots: self.plan.n_slots() as usize,
             slots: &layer.slots,
             new_rows: &self.new_rows[layer.buffer],
         })
@@ -268,10 +206,7 @@ fn round(row: &[f32], out: &mut [Vector]) {
 /// The rows of one layer, and which of them each token of the step reads.
 #[derive(Clone, Copy)]
 pub struct RecentReads<'r> {
-    reads: &'r [RecentRead],
-    counts: &'r [u8],
-    lowest: u32,
-    tokens: usize,
+    reads: kvist_device::RecentReads<'r>,
     shape: Shape,
     n_slots: usize,
     slots: &'r [Vector],
@@ -281,11 +216,11 @@ pub struct RecentReads<'r> {
 impl<'r> RecentReads<'r> {
     /// The lowest sequence index that any token reads from here.
     pub fn lowest(&self) -> u32 {
-        self.lowest
+        self.reads.lowest
     }
     /// The rows that `token` reads from here, in sequence order.
     pub fn of(&self, token: usize) -> &'r [RecentRead] {
-        &self.reads[token * self.tokens..][..usize::from(self.counts[token])]
+        self.reads.of(token)
     }
     pub fn has_keys(&self) -> bool {
         self.shape.keys

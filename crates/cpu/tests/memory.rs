@@ -87,6 +87,31 @@ fn the_budget_records_what_was_foreseen() {
     }
 }
 
+/// One growth is at least as large as was asked for, and the budget knows.
+#[test]
+fn pools_grow_by_the_chunk_that_was_asked_for() {
+    for (chunk, reserved) in [
+        (0, [256u32, 512, 1_024, 1_296]),
+        (512, [512, 512, 1_024, 1_296]),
+        (700, [1_024, 1_024, 1_024, 1_296]),
+    ] {
+        let backend = Cpu::default().growing_by(chunk);
+        let model = Model { max_step_tokens: 700, budget: MemoryBudget::unlimited(), ..Model::default() };
+        let mut session = model.session(&backend, "contiguous", 1_296);
+        new(&mut session, &[A]);
+        let spec = model.spec(vec![1_296]);
+        let mut start = 0;
+        for (n, reserved) in [1, 299, 300, 696].into_iter().zip(reserved) {
+            model.step(&mut session, &[Span::chain(A, start, n)], 1);
+            start += n;
+            let used = model.budget.usage();
+            assert_eq!(Some(used), backend.usage(&spec, &[start]), "{start} tokens by {chunk}");
+            let bytes = u64::from(reserved) * spec.bytes_per_token();
+            assert_eq!(used.of(Purpose::KvCache), bytes, "{start} tokens by {chunk}");
+        }
+    }
+}
+
 /// Allocate, use, free: usage returns to its start, along with everything else in the budget.
 #[test]
 fn a_cache_gives_back_all_it_took() {

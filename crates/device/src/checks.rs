@@ -2,6 +2,7 @@
 use crate::error::DeviceError;
 use crate::layout::{LayerSpec, LayerState};
 use crate::pools::{Attend, PoolSpec, Side};
+use crate::tensor::Tensor;
 use kvist_cache::{LayerId, StepId, StepPlan};
 
 impl PoolSpec {
@@ -45,6 +46,28 @@ impl PoolSpec {
         }
         call.check(plan.n_tokens() as usize, self.layout.n_heads as usize, &layer)?;
         Ok(layer)
+    }
+
+    /// Checks a call of [`Pools::store`](crate::Pools::store) in the step that has `begun`, and returns its layer.
+    pub fn check_store(
+        &self,
+        begun: Option<StepId>,
+        plan: &StepPlan,
+        layer: LayerId,
+        k: &Tensor<'_>,
+        v: &Tensor<'_>,
+    ) -> Result<LayerSpec, DeviceError> {
+        if begun != Some(plan.id()) {
+            return Err(DeviceError::StalePlan);
+        }
+        let spec = self.layer(layer)?;
+        if !self.layout.owns(usize::from(layer.0)) {
+            return Err(DeviceError::LayerOrder(layer));
+        }
+        let (n, heads) = (plan.n_tokens() as usize, spec.n_kv_heads as usize);
+        k.check("k", n, heads, spec.k_dim as usize)?;
+        v.check("v", n, heads, spec.v_dim as usize)?;
+        Ok(spec)
     }
 
     /// Checks a call of [`Pools::inspect`](crate::Pools::inspect), whose `row` has so many elements, and returns the layer.

@@ -135,6 +135,17 @@ pub trait Footprint: Send + Sync {
     /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and
     /// [`Device::stream`] allocate for a decoder of this shape. `None` on overflow.
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64>;
+
+    /// How many of the [`activation_bytes`](Self::activation_bytes) lie in the host's memory, on a device that has its own:
+    /// what is uploaded and read back. `None` on overflow.
+    fn host_bytes(&self, _shape: &ModelShape, _limits: &StepLimits) -> Option<u64> {
+        Some(0)
+    }
+
+    /// The name of the GPU; `None` for the CPU.
+    fn adapter(&self) -> Option<&str> {
+        None
+    }
 }
 
 /// A gated MLP's weights.

@@ -44,6 +44,9 @@ pub enum DeviceError {
     OtherDevice { model: &'static str, planned: &'static str },
     #[error("attend without begin of this very step")]
     StalePlan,
+    /// Everything that the device has computed since is void. Its sessions must be closed.
+    #[error("device {device}: {what}")]
+    Failed { device: &'static str, what: String },
     #[error("tensor `{name}`: {what}")]
     Weights { name: String, what: String },
     #[error("{0}")]

@@ -99,6 +99,22 @@ pub trait Pools: Send {
     /// Makes the copies, writes the new K and V, then attends over exactly the cells that the plan's reads name.
     fn attend(&mut self, plan: &StepPlan, call: Attend<'_>) -> Result<(), DeviceError>;
 
+    /// Makes the copies and writes the new K and V of a layer, as [`attend`](Self::attend) does, and attends to nothing: for
+    /// callers with kernels of their own, which read the rows by [`inspect`](Self::inspect).
+    ///
+    /// # Errors
+    /// Those of `attend`; and this backend has no such operation. Nothing visible has changed then.
+    fn store(
+        &mut self,
+        plan: &StepPlan,
+        layer: LayerId,
+        k: Tensor<'_>,
+        v: Tensor<'_>,
+    ) -> Result<(), DeviceError> {
+        let _ = (plan, layer, k, v);
+        Err(DeviceError::Unsupported("this backend writes K and V only while it attends".into()))
+    }
+
     /// Executes one round of compaction, or the moves of kept paths after a step's last layer, copy by copy. A round
     /// that permutes densely packed cells goes through free cells above them, so it may grow the pools as
     /// [`begin`](Self::begin) does. On `Err` nothing has moved.
@@ -186,10 +202,16 @@ pub trait Backend: Send + Sync {
 /// the last one clamped to the capacity. Growth therefore copies nothing, and memory never exceeds the bound, not
 /// even temporarily.
 pub fn reserved_cells(cells: u32, capacity: u32) -> u32 {
+    reserved_cells_from(FIRST_SEGMENT_CELLS, cells, capacity)
+}
+
+/// [`reserved_cells`] with another first segment of `first` cells, rounded up to a power of two. Later segments are as
+/// large or larger, so pools grow by at least that many cells, up to the capacity.
+pub fn reserved_cells_from(first: u32, cells: u32, capacity: u32) -> u32 {
     if cells == 0 {
         return 0;
     }
-    cells.max(FIRST_SEGMENT_CELLS).checked_next_power_of_two().unwrap_or(u32::MAX).min(capacity)
+    cells.max(first).checked_next_power_of_two().unwrap_or(u32::MAX).min(capacity)
 }
 
 /// Cells of a pool's first segment.

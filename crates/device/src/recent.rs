@@ -1,6 +1,10 @@
 //! The newest tokens, kept in f16 in addition to their quantised rows.
+mod plan;
+mod slots;
+
 use crate::error::DeviceError;
 use crate::storage::Storage;
+pub use plan::{RecentPlan, RecentRead, RecentReads};
 
 /// Makes queries read the newest tokens of every sequence as f16, although they are also stored quantised. A query
 /// gives its nearest tokens the largest weights, so errors there cost most. Positions are divided into groups of

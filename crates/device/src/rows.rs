@@ -44,6 +44,17 @@ pub enum RowResult<'a> {
     Failed(NoToken),
 }
 
+/// The result of a wanted row from a device that computes results itself. See [`StepOutput::answer_from`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum DeviceRow<'a> {
+    /// The row's logits, `[vocab]`, from which the host computes what the row asks for.
+    OfLogits(&'a [f32]),
+    /// As in [`RowResult::TopK`].
+    TopK(&'a [(u32, f32)]),
+    Token(u32),
+    Failed(NoToken),
+}
+
 /// The results of a step.
 #[derive(Clone, Debug, Default)]
 pub struct StepOutput {
@@ -134,8 +145,6 @@ impl StepOutput {
         *n_logits = 0;
         for (i, WantedRow { output, .. }) in wanted.iter().enumerate() {
             let here = i * *vocab..(i + 1) * *vocab;
-            let logits = &all[here.clone()];
-            let token = |chosen: Result<u32, NoToken>| chosen.map_or_else(Answer::Failed, Answer::Token);
             answers.push(match output {
                 RowOutput::Logits => {
                     if *n_logits < i {
@@ -144,14 +153,53 @@ impl StepOutput {
                     *n_logits += 1;
                     Answer::Logits
                 }
-                RowOutput::TopK(k) => {
-                    let first = top.len();
-                    let found = sampler.top_k(logits, *k, top);
-                    found.map_or_else(Answer::Failed, |()| Answer::TopK(first..top.len()))
-                }
-                RowOutput::Argmax => token(argmax(logits)),
-                RowOutput::Sample(params) => token(sampler.sample(logits, params)),
+                other => other.answer(&all[here], sampler, top),
             });
+        }
+    }
+
+    /// Takes the result of every wanted row from a device, in order of rows. Of rows that are
+    /// [`OfLogits`](DeviceRow::OfLogits) the host computes the rest. For devices.
+    pub fn answer_from<'a>(&mut self, vocab: usize, rows: impl Iterator<Item = DeviceRow<'a>>) {
+        let StepOutput { wanted, all, n_logits, answers, top, sampler, .. } = self;
+        self.vocab = vocab;
+        answers.clear();
+        top.clear();
+        all.clear();
+        *n_logits = 0;
+        for (WantedRow { output, .. }, row) in wanted.iter().zip(rows) {
+            answers.push(match (row, output) {
+                (DeviceRow::OfLogits(logits), RowOutput::Logits) => {
+                    all.extend_from_slice(logits);
+                    *n_logits += 1;
+                    Answer::Logits
+                }
+                (DeviceRow::OfLogits(logits), other) => other.answer(logits, sampler, top),
+                (DeviceRow::TopK(found), _) => {
+                    let first = top.len();
+                    top.extend_from_slice(found);
+                    Answer::TopK(first..top.len())
+                }
+                (DeviceRow::Token(token), _) => Answer::Token(token),
+                (DeviceRow::Failed(why), _) => Answer::Failed(why),
+            });
+        }
+    }
+}
+
+impl RowOutput {
+    /// The answer of a row that asks for something other than its logits.
+    fn answer(&self, logits: &[f32], sampler: &mut HostSampler, top: &mut Vec<(u32, f32)>) -> Answer {
+        let token = |chosen: Result<u32, NoToken>| chosen.map_or_else(Answer::Failed, Answer::Token);
+        match self {
+            RowOutput::Logits => Answer::Logits,
+            RowOutput::TopK(k) => {
+                let first = top.len();
+                let found = sampler.top_k(logits, *k, top);
+                found.map_or_else(Answer::Failed, |()| Answer::TopK(first..top.len()))
+            }
+            RowOutput::Argmax => token(argmax(logits)),
+            RowOutput::Sample(params) => token(sampler.sample(logits, params)),
         }
     }
 }

@@ -219,6 +219,27 @@ impl SessionStep<'_> {
         Ok(())
     }
 
+    /// Writes K and V of one layer and attends to nothing, for callers with kernels of their own. Rows are those of
+    /// [`attend_rows`](Self::attend_rows).
+    ///
+    /// # Errors
+    /// As there, and the backend cannot store without attending. The layer has not run then, and the step is still in
+    /// flight.
+    pub fn store_rows(&mut self, layer: LayerId, k: Rows<'_>, v: Rows<'_>) -> Result<(), DeviceError> {
+        self.order.check(layer, true)?;
+        let spec = &self.layout.layers[usize::from(layer.0)];
+        if spec.values != Values::Stored {
+            return Err(DeviceError::UnexpectedValues(layer));
+        }
+        let (n, heads) = (self.step.plan().n_tokens() as usize, spec.n_kv_heads as usize);
+        k.check("k", [n, heads, spec.k_dim as usize])?;
+        v.check("v", [n, heads, spec.v_dim as usize])?;
+        let (k, v) = (k.tensor(&mut self.buffers.k)?, v.tensor(&mut self.buffers.v)?);
+        self.pools.store(self.step.plan(), layer, k, v)?;
+        self.order.ran(layer);
+        Ok(())
+    }
+
     /// Commits the step. Refused unless every layer has run.
     pub fn commit(self) -> Result<(), DeviceError> {
         self.order.complete()?;

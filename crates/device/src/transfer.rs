@@ -69,6 +69,13 @@ impl Transfer {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Transfer(NEXT.fetch_add(1, Ordering::Relaxed))
     }
+
+    /// A new transfer twice: for the caller, and for the pools to know it by.
+    pub fn pair() -> (Self, Self) {
+        let transfer = Transfer::new();
+        let number = transfer.0;
+        (transfer, Transfer(number))
+    }
 }
 
 /// A transfer that did not begin: nothing has changed.
@@ -111,8 +118,8 @@ impl FinishedTransfers {
         if let Err(error) = copied {
             return Err(TransferRefused { error, block });
         }
-        let transfer = Transfer::new();
-        self.0.push((Transfer(transfer.0), block));
+        let (transfer, own) = Transfer::pair();
+        self.0.push((own, block));
         Ok(transfer)
     }
 

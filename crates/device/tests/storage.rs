@@ -107,4 +107,9 @@ fn pools_are_reserved_in_doubling_segments() {
     for (used, capacity, reserved) in cases {
         assert_eq!(reserved_cells(used, capacity), reserved, "{used} of {capacity}");
     }
+    for (first, used, reserved) in
+        [(512, 0, 0), (512, 1, 512), (512, 513, 1_024), (600, 1, 1_024), (4_096, 1, 3_000)]
+    {
+        assert_eq!(reserved_cells_from(first, used, 3_000), reserved, "{used} from {first}");
+    }
 }

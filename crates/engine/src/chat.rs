@@ -6,11 +6,13 @@
 use crate::answer::generate_answer;
 use crate::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Observer, Speculation};
 use crate::sampler::Sampler;
+use crate::saved::{self, Origin, SavedMessage, SavedSession, SavedText};
 use crate::session::ModelSession;
 use crate::speculate::Speculator;
 use kvist_cache::SeqId;
 use kvist_model::Error;
 use kvist_model::template::Message;
+use std::path::Path;
 
 /// One branch of a conversation.
 #[derive(Clone, Debug)]
@@ -20,6 +22,8 @@ pub struct Branch {
     seq: SeqId,
     /// The tokens in the sequence's cache, as far as the chat computed them.
     cached: Vec<u32>,
+    /// How many of them come before the last answer.
+    before_answer: usize,
 }
 
 /// The branches of a conversation over one session.
@@ -31,6 +35,7 @@ pub struct Chat {
     fed: Option<SeqId>,
     next_seq: u32,
     system: Option<String>,
+    speculator: Option<Speculator>,
 }
 
 /// The result of one turn.
@@ -46,8 +51,35 @@ pub struct Turn {
 
 impl Chat {
     pub fn new(session: ModelSession, system: Option<String>) -> Self {
-        let main = Branch { name: "main".into(), messages: Vec::new(), seq: SeqId::ONLY, cached: Vec::new() };
-        Chat { session, branches: vec![main], current: 0, fed: None, next_seq: 1, system }
+        let main = Branch {
+            name: "main".into(),
+            messages: Vec::new(),
+            seq: SeqId::ONLY,
+            cached: Vec::new(),
+            before_answer: 0,
+        };
+        let (branches, speculator) = (vec![main], None);
+        Chat { session, branches, current: 0, fed: None, next_seq: 1, system, speculator }
+    }
+
+    /// From now on, verifies drafts of `speculator`; `None` turns drafts off. Its drafters learn from answers that are undone or
+    /// dropped, and free what they store for a dropped branch.
+    pub fn speculate(&mut self, speculator: impl Into<Option<Speculator>>) {
+        self.speculator = speculator.into();
+    }
+    pub fn speculator(&mut self) -> Option<&mut Speculator> {
+        self.speculator.as_mut()
+    }
+
+    /// Reports the last answer of a branch to the drafters: it is removed, alone or with the branch.
+    fn forget_answer(&mut self, branch: usize, with_branch: bool) {
+        let Branch { seq, cached, before_answer, .. } = &mut self.branches[branch];
+        let (id, kept) = (u64::from(seq.0), std::mem::replace(before_answer, cached.len())); // reported once
+        match &mut self.speculator {
+            Some(speculator) if with_branch => speculator.end(id, "", cached, kept),
+            Some(speculator) => speculator.removed(id, "", cached, kept),
+            None => {}
+        }
     }
 
     pub fn session(&self) -> &ModelSession {
@@ -91,7 +123,9 @@ impl Chat {
         })?;
         sequences.fork(parent, seq)?;
         self.next_seq += 1;
-        let branch = Branch { name, seq, ..self.current().clone() };
+        // The last answer is that of the other branch.
+        let before_answer = self.current().cached.len();
+        let branch = Branch { name, seq, before_answer, ..self.current().clone() };
         self.branches.push(branch);
         self.current = self.branches.len() - 1;
         Ok(self.current())
@@ -118,6 +152,7 @@ impl Chat {
         if let Some(mut sequences) = self.session.cache().sequences() {
             sequences.seq_rm(seq, 0, u32::MAX)?;
         }
+        self.forget_answer(at, true);
         self.branches.remove(at);
         self.current -= usize::from(at < self.current);
         Ok(())
@@ -125,9 +160,52 @@ impl Chat {
 
     /// Removes the last question and its answer from this branch. Returns false if there is no question.
     pub fn undo(&mut self) -> bool {
-        let messages = &mut self.branches[self.current].messages;
-        let question = messages.iter().rposition(|m| m.role == "user");
-        question.map(|at| messages.truncate(at)).is_some()
+        let messages = &self.current().messages;
+        let Some(question) = messages.iter().rposition(|m| m.role == "user") else { return false };
+        self.forget_answer(self.current, false);
+        self.branches[self.current].messages.truncate(question);
+        true
+    }
+
+    /// Saves the current branch. See [`saved::save`].
+    ///
+    /// # Errors
+    /// There is nothing to save, or it cannot be saved.
+    pub fn save(&mut self, origin: &Origin, path: &Path) -> Result<(), Error> {
+        let Branch { seq, cached, messages, .. } = self.current().clone();
+        if cached.is_empty() {
+            return Err(Error::Usage("there is nothing to save yet".into()));
+        }
+        let system = self.system.iter().map(|system| Message::new("system", system));
+        let messages: Vec<_> = system.chain(messages).map(|message| SavedMessage::from(&message)).collect();
+        saved::save(&mut self.session, seq, SavedText { tokens: &cached, messages: &messages }, origin, path)
+    }
+
+    /// Goes on with a saved conversation, in a chat that has none yet. Its system message replaces this chat's.
+    /// Returns how many tokens need not be computed again.
+    ///
+    /// # Errors
+    /// The session cannot be resumed here: see [`saved::resume`]. The chat is unchanged then.
+    pub fn resume(&mut self, saved: &SavedSession, origin: &Origin) -> Result<usize, Error> {
+        let Branch { seq, .. } = *self.current();
+        if self.branches.len() > 1 || !self.current().messages.is_empty() {
+            return Err(Error::Usage("this conversation has begun already: resume in a new one".into()));
+        }
+        if saved.messages().is_empty() {
+            return Err(Error::Usage(
+                "the session is a text and no conversation: use `kvist run --resume`".into(),
+            ));
+        }
+        let n = saved::resume(&mut self.session, seq, saved, origin, usize::MAX)?;
+        let mut others: Vec<Message> = saved.messages().iter().map(Message::from).collect();
+        self.system =
+            others.first().filter(|message| message.role == "system").map(|first| first.content.clone());
+        if self.system.is_some() {
+            others.remove(0);
+        }
+        let branch = &mut self.branches[self.current];
+        (branch.messages, branch.cached, branch.before_answer) = (others, saved.tokens()[..n].to_vec(), n);
+        Ok(n)
     }
 
     /// The conversation as readable text.
@@ -147,7 +225,6 @@ impl Chat {
         text: &str,
         sampler: &mut Sampler,
         limits: &Limits,
-        speculator: Option<&mut Speculator>,
         observer: &mut dyn Observer,
     ) -> Result<Turn, Error> {
         let mut messages = self.current().messages.clone();
@@ -175,11 +252,11 @@ impl Chat {
         sampler.observe(&tokens[..reused_tokens]);
         self.fed = Some(seq);
         let (before, new) = tokens.split_at(reused_tokens);
-        let speculation = speculator.map(|speculator| Speculation { speculator, before });
+        let speculation = self.speculator.as_mut().map(|speculator| Speculation { speculator });
         let session = &mut self.session;
         let tokenizer = Some(tokenizer);
         let generation = generate_answer(
-            GenerateArgs { session, seq, prompt: new, tokenizer, sampler, limits, speculation },
+            GenerateArgs { session, seq, before, prompt: new, tokenizer, sampler, limits, speculation },
             observer,
         );
         // On success and on failure, the cache knows how many tokens it stores.
@@ -190,6 +267,7 @@ impl Chat {
             fed.extend(&generation.tokens);
         }
         fed.truncate(cached);
+        branch.before_answer = tokens.len().min(cached);
         branch.cached = fed;
         let (generation, reasoning) = generation?;
         let unfinished_prompt = generation.finish == GenerationEnd::Cancelled && generation.tokens.is_empty();
@@ -214,6 +292,7 @@ impl Chat {
             let at = u32::try_from(keep).unwrap_or(u32::MAX);
             keep = self.session.truncate(branch.seq, at)? as usize;
             branch.cached.truncate(keep);
+            branch.before_answer = branch.before_answer.min(keep);
         }
         Ok(keep)
     }

@@ -352,7 +352,7 @@ impl ModelExecutor {
     fn end_speculation(&mut self, error: &Error) {
         tracing::error!(target: "kvist::engine", "speculation ends: {error}");
         if let Some(drafting) = &mut self.speculation {
-            drafting.speculator.stop();
+            drafting.speculator.stop(error);
         }
     }
 }

@@ -2,7 +2,7 @@
 use crate::executor::SampledToken;
 use crate::sampler::Sampler;
 use crate::session::{LogitRows, ModelSession, SequenceInput};
-use crate::speculate::{self, Speculator, Verified};
+use crate::speculate::{DraftContext, DraftedPass, Speculator, end_speculation};
 use crate::text::StopMatcher;
 use kvist_cache::{Refused, SeqId};
 use kvist_device::{RowResult, StepError};
@@ -107,7 +107,9 @@ impl Observer for () {}
 pub struct GenerateArgs<'g> {
     pub session: &'g mut ModelSession,
     pub seq: SeqId,
-    /// What follows the tokens that the sequence has already.
+    /// The tokens that the sequence has already.
+    pub before: &'g [u32],
+    /// What follows them.
     pub prompt: &'g [u32],
     /// Without a tokenizer the text stays empty and stop strings are not matched.
     pub tokenizer: Option<&'g Tokenizer>,
@@ -120,23 +122,20 @@ pub struct GenerateArgs<'g> {
 /// Drafts for a generation.
 pub struct Speculation<'s> {
     pub speculator: &'s mut Speculator,
-    /// The tokens that the sequence has already, before the prompt.
-    pub before: &'s [u32],
 }
 
 /// Feeds the prompt to the sequence, then samples until an end condition is met. The last sampled token is not in the
 /// cache; the next input has to begin with it. For drafters the text's id is that of the sequence; it is not reported as
 /// ended, so that a chat can go on with it.
 pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<Generation, Error> {
-    let GenerateArgs { session, seq, prompt, tokenizer, sampler, limits, mut speculation } = args;
+    let GenerateArgs { session, seq, before, prompt, tokenizer, sampler, limits, mut speculation } = args;
     let started = Instant::now();
-    let before = speculation.as_ref().map_or(&[][..], |speculation| speculation.before);
     let known = [before, prompt].concat();
-    if let Some(Speculation { speculator, .. }) = &speculation {
+    if let Some(Speculation { speculator }) = &speculation {
         session.set_taps(speculator.taps())?;
     }
     let done = session.prefill_watched(seq, prompt, &mut |session, computed| {
-        if let Some(Speculation { speculator, before }) = &mut speculation {
+        if let Some(Speculation { speculator }) = &mut speculation {
             let text = (u64::from(seq.0), (before.len() + computed.start) as u32, &known[..]);
             if let Err(error) = session.report_features(text, 0..computed.len(), speculator) {
                 end_speculation(speculator, &error);
@@ -148,7 +147,7 @@ pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<G
     let started = Instant::now();
     sampler.observe(prompt);
     let n_prompt = known.len();
-    let mut text = Generating::new(session, known, prompt, tokenizer, limits, observer.written());
+    let mut text = Generating::new(session, known, tokenizer, limits, observer.written());
     let finish = if done < prompt.len() {
         GenerationEnd::Cancelled
     } else if limits.max_tokens == 0 {
@@ -161,7 +160,7 @@ pub fn generate(args: GenerateArgs<'_>, observer: &mut dyn Observer) -> Result<G
                 break finish;
             }
             let next = match &mut speculation {
-                Some(Speculation { speculator, .. }) if !limits.no_cache => {
+                Some(Speculation { speculator }) if !limits.no_cache => {
                     drafted_pass(session, seq, &mut text, speculator, &mut draw)
                 }
                 _ => plain_pass(session, seq, &mut text, &mut draw),
@@ -206,7 +205,7 @@ fn plain_pass(
     text.choose(RowResult::Logits(session.logits_mut()), draw).map(drop)
 }
 
-/// One pass with a draft. Falls back to a pass without one where the draft does not fit into the cache.
+/// One pass with a draft.
 fn drafted_pass(
     session: &mut ModelSession,
     seq: SeqId,
@@ -215,46 +214,12 @@ fn drafted_pass(
     draw: &mut Draw<'_>,
 ) -> Result<(), Error> {
     let max_new = text.limits.max_tokens - (text.known.len() - text.prompt);
-    let limit = session.config().max_rows.min(session.config().max_step_tokens).saturating_sub(1);
-    let (chains, id) = (!session.verifies_trees(), u64::from(seq.0));
-    let known = speculate::DraftContext {
-        id,
-        salt: "",
-        tokens: &text.known,
-        max_new: u32::try_from(max_new).unwrap_or(u32::MAX),
-    };
-    let mut drafts = Vec::new();
-    let proposed = speculator.propose(&[known], 0, limit, chains, &mut drafts);
-    let mut draft = drafts.pop().unwrap_or_default();
-    if let Err(error) = proposed {
-        end_speculation(speculator, &error);
-        draft.tree.clear();
-    }
-    let (last, first) = (text.known[text.known.len() - 1], text.known.len() as u32 - 1);
-    let mut verified = Verified::default();
-    let started = Instant::now();
-    loop {
-        let mut choose = |row: RowResult<'_>| text.choose(row, draw);
-        match session.forward_draft(seq, last, &draft.tree, &mut choose, &mut verified) {
-            Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if !draft.tree.is_empty() => {
-                draft.tree.clear();
-            }
-            other => break other?,
-        }
-    }
-    speculator.passed(draft.tree.len() + 1, started.elapsed());
-    speculator.record(&draft, &verified);
-    let reported = session.report_features((id, first, &text.known), verified.rows(), speculator);
-    if let Err(error) = reported {
-        end_speculation(speculator, &error);
-    }
+    let max_new = u32::try_from(max_new).unwrap_or(u32::MAX);
+    let known = DraftContext { id: u64::from(seq.0), salt: "", tokens: &text.known, max_new };
+    let mut pass = DraftedPass::propose(session, speculator, known)?;
+    pass.run(session, seq, &mut |row| text.choose(row, draw))?;
+    pass.settle(session, speculator, &text.known);
     Ok(())
-}
-
-/// A drafter has failed: the text goes on without drafts.
-fn end_speculation(speculator: &mut Speculator, error: &Error) {
-    tracing::warn!(target: "kvist::engine", "speculation ends: {error}");
-    speculator.stop();
 }
 
 /// A text that is being generated.
@@ -280,17 +245,16 @@ impl Generating {
     fn new(
         session: &ModelSession,
         known: Vec<u32>,
-        prompt: &[u32],
         tokenizer: Option<&Tokenizer>,
         limits: &Limits,
         written: &[u32],
     ) -> Self {
         Generating {
             prompt: known.len(),
-            known,
             eos: session.model().end_tokens().to_vec(),
             limits: limits.clone(),
-            out: Output::new(tokenizer, prompt, limits, written),
+            out: Output::new(tokenizer, &known, limits, written),
+            known,
             finish: None,
         }
     }

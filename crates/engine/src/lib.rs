@@ -18,6 +18,7 @@ pub mod memory;
 pub mod random;
 mod runner;
 pub mod sampler;
+pub mod saved;
 pub mod serving;
 pub mod session;
 pub mod sessions;

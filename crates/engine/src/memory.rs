@@ -266,6 +266,7 @@ impl MemoryPlan {
             asked: self.session_bound(),
             free,
             total,
+            device: registry.device().adapter().map_or(String::new(), |adapter| format!(" on {adapter}")),
             advice: advice.join(" or "),
         }
     }

@@ -100,6 +100,12 @@ impl ModelSession {
     pub fn cache(&mut self) -> &mut Cache {
         &mut self.cache
     }
+    pub(crate) fn parts(&mut self) -> (&mut Cache, &mut StepPlan, &mut Runner) {
+        (&mut self.cache, &mut self.plan, &mut self.runner)
+    }
+    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<(), Error> {
+        self.runner.check_tokens(tokens)
+    }
     /// Cache contents: one report per layer group.
     pub fn report(&self) -> Vec<kvist_cache::Report> {
         self.cache.report()
@@ -152,7 +158,8 @@ impl ModelSession {
             let layer = *layer;
             return Err(kvist_device::DeviceError::UnknownLayer { layer, n_layers }.into());
         }
-        self.taps = layers.to_vec();
+        self.taps.clear();
+        self.taps.extend_from_slice(layers);
         Ok(())
     }
     /// Residual stream after the `i`-th tapped layer in the last pass: `[n_tokens, hidden]`.

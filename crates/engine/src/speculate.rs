@@ -14,21 +14,26 @@
 //! candidates without random choice are accepted as often as with multi-round rejection sampling (Leviathan et al.,
 //! 2023; Miao et al., SpecInfer, 2024): there, too, a node is accepted with the probability that the target gives it.
 mod control;
+mod costs;
 mod draft_model;
 mod drafter;
 mod eagle;
 mod expand;
 mod ngram;
+mod pass;
+mod shapes;
 mod speculator;
 mod suffix;
 mod texts;
 mod tree;
 
-pub use control::Costs;
+pub use costs::Costs;
 pub use draft_model::{DraftModel, check_vocabulary};
 pub use drafter::{Bounds, DraftRequest, Drafter};
 pub use eagle::Eagle;
 pub use ngram::Ngram;
+pub use pass::DraftedPass;
+pub(crate) use pass::end_speculation;
 pub use speculator::{Counts, Draft, DraftContext, SpeculationConfig, Speculator};
 pub use suffix::{Suffix, SuffixConfig};
 pub use tree::{DraftTree, Verified, verify};

@@ -174,7 +174,7 @@ fn a_discarded_tree_and_a_rollback_leave_nothing_behind() {
 fn say(chat: &mut Chat, text: &str) -> (usize, String) {
     let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
     let limits = Limits { max_tokens: 12, stop: vec![], ignore_eos: true, no_cache: false };
-    let turn = chat.send(text, &mut sampler, &limits, None, &mut ()).unwrap();
+    let turn = chat.send(text, &mut sampler, &limits, &mut ()).unwrap();
     assert_eq!(turn.generation.tokens.len(), 12);
     (turn.reused_tokens, turn.generation.text)
 }
@@ -276,4 +276,52 @@ fn a_layer_that_borrows_stores_nothing() {
     let config = CacheConfig::new(64);
     let of = |model: &Model| MemoryPlan::of_session(model.config(), &registry, &config).unwrap();
     assert_eq!(2 * of(&made).kv_bytes_per_token, of(model()).kv_bytes_per_token);
+}
+
+/// Drafters learn from answers that are undone or dropped, and free what they store for them.
+#[test]
+fn drafters_hear_of_removed_answers() {
+    use kvist_engine::speculate::{DraftRequest, Drafter, SpeculationConfig, Speculator};
+    use std::sync::{Arc, Mutex};
+    type Ended = Arc<Mutex<Vec<(u64, Vec<u32>)>>>;
+    struct Listener(Ended);
+    impl Drafter for Listener {
+        fn propose(&mut self, _: &mut [DraftRequest<'_>]) -> Result<(), kvist_engine::Error> {
+            Ok(())
+        }
+        fn removed(&mut self, id: u64, _: &str, tokens: &[u32], kept: usize) {
+            self.0.lock().unwrap().push((id, tokens[kept..].to_vec()));
+        }
+        fn end(&mut self, id: u64, _: &str, tokens: &[u32], prompt: usize) {
+            self.0.lock().unwrap().push((100 + id, tokens[prompt..].to_vec()));
+        }
+    }
+    let ended = Ended::default();
+    let mut chat = Chat::new(session(model(), &exact("cells", 512, 64)), None);
+    chat.speculate(Speculator::new(vec![Box::new(Listener(ended.clone()))], SpeculationConfig::default()));
+    let answers = |ended: &Ended| {
+        let tokenizer = model().tokenizer().unwrap();
+        let of = |(id, tokens): (u64, Vec<u32>)| (id, tokenizer.decode(&tokens).unwrap());
+        ended.lock().unwrap().drain(..).map(of).collect::<Vec<_>>()
+    };
+    say(&mut chat, "Ownership is a set of rules that");
+    chat.fork(None).unwrap();
+    assert!(chat.undo());
+    assert_eq!(answers(&ended), [(1, String::new())], "the answer is the other branch's too");
+    chat.switch("main").unwrap();
+    chat.drop_branch("branch-1").unwrap();
+    assert_eq!(answers(&ended), [(101, String::new())]);
+    chat.fork(None).unwrap();
+    let left = say(&mut chat, " Rust also has").1;
+    assert_eq!(answers(&ended), []);
+    assert!(chat.undo());
+    let [(id, text)] = &answers(&ended)[..] else { panic!("one answer was undone") };
+    // The last token is not in the cache.
+    assert!(*id == 2 && !text.is_empty() && left.starts_with(&text[..]), "{text:?} of {left:?}");
+    assert!(chat.undo());
+    assert_eq!(answers(&ended), [(2, String::new())], "what was undone before is not reported again");
+    say(&mut chat, " The compiler checks");
+    chat.switch("main").unwrap();
+    chat.drop_branch("branch-2").unwrap();
+    assert!(matches!(&answers(&ended)[..], [(102, text)] if !text.is_empty()));
 }

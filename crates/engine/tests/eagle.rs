@@ -235,14 +235,33 @@ fn drafts_are_the_references() {
             // What comes after it was computed again, after a rollback or a preemption.
             report(&mut eagle, 1, 9..n, n + 1);
             assert_eq!(propose(&mut eagle, 1, &expected.tokens, bounds), tree);
-            // A prefix that the target found in its cache has no features, and neither has a gap.
+            // A prefix that the target found in its cache has no features: the head shares the rows of a text that has them.
+            report(&mut eagle, 2, 5..n, n + 1);
+            assert_eq!(propose(&mut eagle, 2, &expected.tokens, bounds), tree);
+            report(&mut eagle, 3, n - 1..n, n + 1);
+            assert_eq!(
+                propose(&mut eagle, 3, &expected.tokens, bounds),
+                tree,
+                "also of one that shares rows itself"
+            );
+            // Without such a text, it drafts from the rest; and so it does after a gap.
+            (1..4).for_each(|id| eagle.end(id, "", &[], 0));
             report(&mut eagle, 2, 5..n, n + 1);
             let late = propose(&mut eagle, 2, &expected.tokens, bounds);
             assert_eq!(late.len(), 4);
+            eagle.end(2, "", &[], 0);
             report(&mut eagle, 3, 0..4, n + 1);
             report(&mut eagle, 3, 5..n, n + 1);
             assert_eq!(propose(&mut eagle, 3, &expected.tokens, bounds), late);
-            (1..4).for_each(|id| eagle.end(id, "", &[], 0));
+            // Another text has nothing to share.
+            let other: Vec<u32> = expected.tokens.iter().map(|token| token ^ 1).collect();
+            let rows: Vec<&[f32]> = taps.iter().map(|tap| &tap[5 * hidden..n * hidden]).collect();
+            eagle.features(4, 5, &other, &rows).unwrap();
+            let alone = propose(&mut eagle, 4, &other, bounds);
+            (3..5).for_each(|id| eagle.end(id, "", &[], 0));
+            eagle.features(4, 5, &other, &rows).unwrap();
+            assert_eq!(propose(&mut eagle, 4, &other, bounds), alone);
+            (1..5).for_each(|id| eagle.end(id, "", &[], 0));
             assert!(propose(&mut eagle, 3, &expected.tokens, bounds).is_empty());
         }
     }
@@ -266,19 +285,20 @@ fn a_full_cache_of_the_head_costs_drafts_only() {
 }
 
 #[test]
-fn greedy_texts_are_the_same() {
+fn texts_are_the_same() {
     let target = target();
     let prompt: Vec<u32> = (2..40).collect();
     let n = 60;
     let mut accepted = 0;
-    let run = |config: &CacheConfig, speculator: Option<&mut Speculator>| {
+    let run = |config: &CacheConfig, sampler: SamplerConfig, speculator: Option<&mut Speculator>| {
         let mut session = ModelSession::new(&target, &devices::on(&compute()), config).unwrap();
         let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache: false };
-        let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
-        let speculation = speculator.map(|speculator| Speculation { speculator, before: &[] });
+        let mut sampler = Sampler::new(sampler).unwrap();
+        let speculation = speculator.map(|speculator| Speculation { speculator });
         let what = GenerateArgs {
             session: &mut session,
             seq: SeqId::ONLY,
+            before: &[],
             prompt: &prompt,
             tokenizer: None,
             sampler: &mut sampler,
@@ -287,8 +307,13 @@ fn greedy_texts_are_the_same() {
         };
         generate(what, &mut ()).unwrap()
     };
-    for storage in [Storage::F32, Storage::F16] {
-        let plain = run(&cache("contiguous", storage, 16), None).tokens;
+    let sampled = SamplerConfig { temperature: 1.1, top_p: 0.9, seed: 7, ..SamplerConfig::greedy() };
+    for (storage, sampler) in [
+        (Storage::F32, SamplerConfig::greedy()),
+        (Storage::F16, SamplerConfig::greedy()),
+        (Storage::F16, sampled),
+    ] {
+        let plain = run(&cache("contiguous", storage, 16), sampler, None).tokens;
         for (name, kind) in
             HEADS.iter().flat_map(|name| ["contiguous", "tree", "paged"].map(|kind| (name, kind)))
         {
@@ -297,8 +322,8 @@ fn greedy_texts_are_the_same() {
             let mut eagle = eagle(name, &target, 16);
             eagle.min_probability = 0.0;
             let mut speculator = Speculator::new(vec![Box::new(eagle)], config);
-            let tokens = run(&cache(kind, storage, 16), Some(&mut speculator)).tokens;
-            assert_eq!(tokens, plain, "{name}, {kind} of {storage}");
+            let tokens = run(&cache(kind, storage, 16), sampler, Some(&mut speculator)).tokens;
+            assert_eq!(tokens, plain, "{name}, {kind} of {storage}, {sampler:?}");
             let counts = speculator.counts();
             assert_eq!(counts.target_passes + counts.accepted, n as u64 - 1, "{counts:?}");
             assert!(counts.drafted > n as u64, "every pass has a draft: {counts:?}");
@@ -389,10 +414,11 @@ fn the_embedded_head_is_often_right() {
         let mut session = ModelSession::new(&model, &registry, &cache("tree", Storage::F16, 64)).unwrap();
         let limits = Limits { max_tokens: 100, stop: vec![], ignore_eos: true, no_cache: false };
         let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
-        let speculation = drafts.then_some(Speculation { speculator: &mut speculator, before: &[] });
+        let speculation = drafts.then_some(Speculation { speculator: &mut speculator });
         let what = GenerateArgs {
             session: &mut session,
             seq: SeqId::ONLY,
+            before: &[],
             prompt: &prompt,
             tokenizer: None,
             sampler: &mut sampler,
@@ -449,7 +475,7 @@ fn heads_that_do_not_fit_are_refused() {
     const IDS: &str = "eagle_aux_hidden_state_layer_ids";
     let target = target();
     type Change<'c> = &'c dyn Fn(&mut serde_json::Value);
-    let cases: [(&str, Change<'_>, &[&str]); 15] = [
+    let cases: [(&str, Change<'_>, &[&str]); 16] = [
         ("speculators", &|c| c[LAYER]["hidden_size"] = json!(48), &[LAYER, "`hidden_size` is 48", "24"]),
         ("safeailab", &|c| c["hidden_size"] = json!(48), &["`hidden_size` is 48", "24", "another model"]),
         ("speculators", &|c| c["target_hidden_size"] = json!(32), &["`target_hidden_size` is 32", "24"]),
@@ -459,6 +485,7 @@ fn heads_that_do_not_fit_are_refused() {
         ("safeailab", &|c| c["draft_vocab_size"] = json!(39), &["lm_head.weight", "[40, 24]", "[39, 24]"]),
         ("speculators", &|c| c[IDS] = json!([1, 2, 8]), &[IDS, "[1,2,8]", "0 to 7"]),
         ("speculators", &|c| c[IDS] = json!([]), &[IDS, "names no layer"]),
+        ("speculators", &|c| c[IDS] = json!([0, 4, 4]), &[IDS, "names layer 4 twice"]),
         ("speculators", &|c| c[IDS] = json!([2, 3]), &["fc.weight", "[24, 72]", "[24, 48]"]),
         ("speculators", &|c| c["speculators_model_type"] = json!("hydra"), &["`hydra`", "eagle3"]),
         ("speculators", &|c| c[LAYER] = json!(null), &[LAYER, "missing"]),

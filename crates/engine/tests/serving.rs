@@ -40,6 +40,7 @@ fn alone_with(
     let what = GenerateArgs {
         session: &mut session,
         seq: kvist_cache::SeqId::ONLY,
+        before: &[],
         prompt,
         tokenizer: model.tokenizer(),
         sampler: &mut sampler,

@@ -83,6 +83,7 @@ fn alone(
     let what = GenerateArgs {
         session: &mut session,
         seq: kvist_cache::SeqId::ONLY,
+        before: &[],
         prompt,
         tokenizer: model.tokenizer(),
         sampler: &mut sampler,

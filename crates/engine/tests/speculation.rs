@@ -14,6 +14,8 @@ use kvist_model::{Error, Model, ModelFile};
 use kvist_testing::SplitMix64;
 use oracle::Oracle;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const BOUNDS: Bounds = Bounds { tokens: 7, depth: 4, width: 3 };
@@ -41,10 +43,11 @@ fn run(
     let mut session = session(model, config);
     let limits = Limits { max_tokens: n, stop: vec![], ignore_eos: true, no_cache: false };
     let mut sampler = Sampler::new(sampler).unwrap();
-    let speculation = speculator.map(|speculator| Speculation { speculator, before: &[] });
+    let speculation = speculator.map(|speculator| Speculation { speculator });
     let what = GenerateArgs {
         session: &mut session,
         seq: SeqId::ONLY,
+        before: &[],
         prompt,
         tokenizer: None,
         sampler: &mut sampler,
@@ -212,6 +215,97 @@ fn verified_samples_have_the_models_distribution() {
     }
     // 24 degrees of freedom: 51.2 is exceeded once in a thousand. The seed is fixed, so this always comes out the same.
     assert!(chi_squared < 51.2, "chi-squared {chi_squared}");
+}
+
+/// Texts with a common beginning share its cells in the draft model's cache, so a fan-out over a long prompt fits where copies
+/// would not; and a text for which there is no room costs the others nothing.
+#[test]
+fn branches_share_the_draft_models_cache() {
+    let model = load(ModelFile::Embedded).unwrap();
+    let trunk: Vec<u32> = (0..100).map(|i| 40 + i * 7 % 90).collect();
+    let texts: Vec<Vec<u32>> = (0..8).map(|i| [&trunk[..], &[50 + i, 60, 70 + i]].concat()).collect();
+    let open = |context| {
+        let config = CacheConfig { max_rows: 64, ..exact("tree", context, 64) };
+        DraftModel::new(&model, &model, &devices::on(&compute()), &config).unwrap()
+    };
+    let propose = |drafter: &mut DraftModel, texts: &[(u64, &[u32])]| {
+        let mut trees = vec![DraftTree::default(); texts.len()];
+        let requests = texts.iter().zip(&mut trees);
+        let mut requests: Vec<DraftRequest<'_>> = requests
+            .map(|((id, tokens), tree)| DraftRequest { id: *id, salt: "", tokens, bounds: BOUNDS, tree })
+            .collect();
+        drafter.prepare(&mut requests).unwrap();
+        drafter.propose(&mut requests).unwrap();
+        trees
+    };
+    // A draft model computes a long prompt over several proposals.
+    let settled = |drafter: &mut DraftModel, texts: &[(u64, &[u32])]| {
+        (0..16).for_each(|_| drop(propose(drafter, texts)));
+        propose(drafter, texts)
+    };
+    let all: Vec<(u64, &[u32])> = (0..).zip(&texts).map(|(id, text)| (id, &text[..])).collect();
+    let expected: Vec<DraftTree> =
+        all.iter().map(|text| settled(&mut open(1000), &[*text]).remove(0)).collect();
+    assert!(expected.iter().all(|tree| tree.len() == BOUNDS.tokens as usize), "{expected:?}");
+
+    let mut drafter = open(300);
+    assert!(settled(&mut drafter, &all[..1]) == expected[..1]);
+    assert!(propose(&mut drafter, &all[1..2]) == expected[1..2], "the trunk is there already");
+    assert!(settled(&mut drafter, &all) == expected);
+    // Branches end, and what they shared stays for the others.
+    (0..4).for_each(|id| drafter.end(id, "", &[], 0));
+    assert!(settled(&mut drafter, &all[4..]) == expected[4..]);
+
+    let long: Vec<u32> = (0..400).map(|i| 40 + i * 11 % 90).collect();
+    let mut with_long = all.clone();
+    with_long.push((9, &long));
+    for n in 0..100 {
+        let trees = propose(&mut drafter, &with_long);
+        assert!(n < 16 || trees[..8] == expected, "proposal {n}");
+        assert!(trees[8].is_empty(), "400 tokens do not fit into 300 cells");
+    }
+}
+
+/// A drafter that costs more time than it saves reads no hidden states, except shortly before it is tried again.
+#[test]
+fn a_drafter_that_loses_reads_nothing() {
+    struct Loser(Vec<kvist_cache::LayerId>, Arc<AtomicU32>);
+    impl Drafter for Loser {
+        fn taps(&self) -> &[kvist_cache::LayerId] {
+            &self.0
+        }
+        fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+            self.1.fetch_add(1, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(20)); // at least
+            for request in requests {
+                request.tree.push(None, 7, 0.001);
+            }
+            Ok(())
+        }
+    }
+    let taps = vec![kvist_cache::LayerId(1)];
+    let config = SpeculationConfig { bounds: BOUNDS, adaptive: true };
+    let trials = Arc::new(AtomicU32::new(0));
+    let mut speculator = Speculator::new(vec![Box::new(Loser(taps.clone(), trials.clone()))], config);
+    let text = DraftContext { id: 1, salt: "", tokens: &[1, 2, 3], max_new: 100 };
+    let mut drafts = Vec::new();
+    // Passes in a row with hidden states.
+    let (mut read, mut in_a_row) = (0, 0);
+    for pass in 0..1000 {
+        let before = trials.load(Ordering::Relaxed);
+        speculator.propose(&[text], 0, 16, false, &mut drafts).unwrap();
+        in_a_row = if speculator.taps() == taps { in_a_row + 1 } else { 0 };
+        read += u32::from(in_a_row > 0);
+        if trials.load(Ordering::Relaxed) > before {
+            let has_all = in_a_row == pass + 1; // they never stopped
+            assert!(has_all || in_a_row > 10, "pass {pass}: a trial needs the hidden states of some tokens");
+        }
+        speculator.passed(Some((1, Duration::from_millis(10))));
+    }
+    // A trial takes two passes or more; they may take two at first, and 1 % of the others.
+    let trials = trials.load(Ordering::Relaxed);
+    assert!((1..=8).contains(&trials), "{trials} trials");
+    assert!(read < 200, "{read} of 1000 passes had hidden states");
 }
 
 #[test]

@@ -28,6 +28,7 @@ fn whole(config: &CacheConfig, prompt: &[u32], seed: u64, limits: &Limits) -> Ge
     let args = GenerateArgs {
         session: &mut session,
         seq: A,
+        before: &[],
         prompt,
         tokenizer: model().tokenizer(),
         sampler: &mut sampler(seed),

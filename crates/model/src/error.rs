@@ -7,6 +7,8 @@ use std::path::PathBuf;
 pub enum Error {
     #[error("cannot read {path}: {source}", path = path.display())]
     Read { path: PathBuf, source: std::io::Error },
+    #[error("cannot write {path}: {source}", path = path.display())]
+    Write { path: PathBuf, source: std::io::Error },
     #[error("{path} is empty (0 bytes): copy or download it again", path = path.display())]
     Empty { path: PathBuf },
     #[error("{path} is {what}", path = path.display())]
@@ -42,10 +44,18 @@ pub enum Error {
     )]
     PromptTooLong { tokens: usize, context: u32 },
     #[error(
-        "KV cache for a context of {context} tokens needs {asked} (working memory included); {free} of {total} are free; try {advice}",
+        "KV cache for a context of {context} tokens needs {asked}{device} (working memory included); {free} of {total} are free; try {advice}",
         asked = Bytes(*asked), free = Bytes(*free), total = Bytes(*total)
     )]
-    CacheTooLarge { context: u32, asked: u64, free: u64, total: u64, advice: String },
+    CacheTooLarge {
+        context: u32,
+        asked: u64,
+        free: u64,
+        total: u64,
+        /// ` on` and the name of the GPU; empty on the CPU.
+        device: String,
+        advice: String,
+    },
     #[error(transparent)]
     OutOfBudget(#[from] OutOfBudget),
     #[error(transparent)]

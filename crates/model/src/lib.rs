@@ -9,6 +9,7 @@ pub mod embedded;
 pub mod error;
 mod ffi;
 mod files;
+mod fingerprint;
 pub mod generation_config;
 mod guard;
 pub mod halt;
@@ -19,4 +20,5 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use error::Error;
+pub use fingerprint::{Fingerprint, hash};
 pub use model::*;

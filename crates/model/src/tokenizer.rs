@@ -60,6 +60,12 @@ impl Tokenizer {
         Ok(Some(Tokenizer { inner, cuts, file, unknown_pre: None, prepend: None, eos, bos_text, eos_text }))
     }
 
+    /// The whole tokenizer as JSON: vocabulary, merges, rules, and what kvist adds to them.
+    pub(crate) fn definition(&self) -> Result<String, Error> {
+        let json = self.inner.to_string(false).map_err(|error| self.failed(error))?;
+        Ok(format!("{json}{:?}{:?}{:?}", self.unknown_pre, self.prepend, self.eos))
+    }
+
     /// Tokenizes `text`. With `special`, adds the tokens that the model expects at the start of a text.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>, Error> {
         self.encode_pieces(text, special, PIECE_BYTES)

@@ -11,7 +11,7 @@
 //! over the rows *as they were read back* must be exact except for f32 rounding. Outputs and the gaps between strided
 //! rows are filled with NaN before a step, abandoned steps leave NaN in the cells they wrote, and every comparison
 //! fails on NaN.
-use kvist_device::Backend;
+use kvist_device::{Backend, Storage};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -23,7 +23,7 @@ mod rows;
 mod shapes;
 mod transfers;
 
-pub use refusals::refusals;
+pub use refusals::{refusals, refusals_in};
 pub use transfers::Ends;
 
 /// What to run, and with which tolerances.
@@ -45,11 +45,21 @@ pub struct Options {
     pub only: Option<usize>,
     /// CellRun only every n-th case, for kernels that have passed all of them before.
     pub one_in: usize,
+    /// The storages that the backend has, among those of the suite. Any two values of the axes still occur together.
+    pub storages: fn(Storage) -> bool,
 }
 
 impl Default for Options {
     fn default() -> Self {
-        Options { seed: 1, attention: 2e-7, packed: 2e-7, exact_rows: false, only: None, one_in: 1 }
+        Options {
+            seed: 1,
+            attention: 2e-7,
+            packed: 2e-7,
+            exact_rows: false,
+            only: None,
+            one_in: 1,
+            storages: |_| true,
+        }
     }
 }
 
@@ -123,7 +133,7 @@ fn for_each_case(
     mut check: impl FnMut(&cases::Case, u64) -> Vec<String>,
 ) -> Result<usize, String> {
     let (mut n_cases, mut n_bad, mut table) = (0, 0, String::new());
-    for (number, case) in cases::sample(options.seed).iter().enumerate() {
+    for (number, case) in cases::sample(options.seed, options.storages).iter().enumerate() {
         if options.only.is_some_and(|only| only != number) || !number.is_multiple_of(options.one_in) {
             continue;
         }

@@ -16,6 +16,7 @@ mod roofline;
 mod shape;
 mod speculate;
 mod synthetic;
+mod transfer;
 
 use clap::Subcommand;
 
@@ -47,6 +48,8 @@ pub enum Command {
     Predict(predict::Args),
     /// The cache of a model without the model: generated K and V through the real pools, growth by growth
     Synthetic(synthetic::Args),
+    /// K and V from the host's memory to blocks on a GPU: packed, staged, copied and scattered
+    Transfer(transfer::Args),
 }
 
 pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
@@ -64,5 +67,6 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Calibrate(args) => calibrate::run(args, quiet),
         Command::Predict(args) => predict::run(args, quiet),
         Command::Synthetic(args) => synthetic::run(args, quiet),
+        Command::Transfer(args) => transfer::run(args, quiet),
     }
 }

@@ -25,11 +25,13 @@ pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    cache: CacheArgs,
+    pub cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
     speculation: SpeculationArgs,
+    #[command(flatten)]
+    saved: SavedArgs,
     /// Maximum tokens of an answer
     #[arg(short = 'n', long, default_value_t = 512, value_name = "TOKENS")]
     max_tokens: u32,
@@ -90,6 +92,7 @@ struct TurnReport<'a> {
 
 pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Branches need a kind that can share cells. `--kind` may name another one.
+    let saved = args.saved.open()?;
     let asked = args.cache.kind.clone();
     args.cache.kind.get_or_insert_with(|| "cells".into());
     let opened = args.model.open(quiet)?;
@@ -106,18 +109,30 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut config = args.cache.config(opened.config(), u64::from(context))?;
     config.recent.sequences = RECENT_SEQUENCES;
     args.speculation.prepare(&mut config, asked.as_deref(), args.cache.context)?;
+    let fingerprint = args.saved.fingerprint(saved.as_ref(), &opened)?;
+    let what = (opened.config(), args.model.weights);
+    let origin = args.saved.origin(fingerprint, saved.as_ref(), what, &config)?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
-    let (model, _) = args.model.load_for(opened, &config, 0, quiet)?;
-    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
-    let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
+    let (model, _, draft) = args.speculation.load(&args.model, opened, draft, &config, 0, quiet)?;
+    let speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let mut chat =
         Chat::new(ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?, None);
+    chat.speculate(speculator);
     if args.system.is_some() {
         chat.set_system(args.system.clone()).map_err(|e| wrong_usage(e.to_string()))?;
     }
+    if let Some((saved, origin)) = saved.as_ref().zip(origin.as_ref()) {
+        if args.system.is_some() {
+            return Err(wrong_usage(
+                "--system: the resumed conversation has begun already; /system changes it",
+            ));
+        }
+        let resumed = chat.resume(saved, origin)?;
+        args.saved.note(quiet, resumed, saved);
+    }
+    drop(saved);
     let mut input = Input::new(!args.no_history)?;
-    let interactive = input.is_terminal();
     if !quiet {
         output::note(&format!("{}; /help lists the commands", model.name()));
         if !chat.has_template() {
@@ -125,6 +140,28 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         model_defaults.iter().for_each(|line| output::note(line));
     }
+    let talked = talk(&mut chat, &mut input, &mut sampler, &args, quiet);
+    // What was said until then is saved even if a turn failed.
+    if let (Some(origin), Some(path)) = (origin, &args.saved.save_session) {
+        if chat.current().messages.is_empty() {
+            output::note(&format!("nothing was said, so {} was not written", path.display()));
+        } else {
+            let saved = args.saved.save(|path| chat.save(&origin, path));
+            return talked.and(saved); // the first error is why the program ends
+        }
+    }
+    talked
+}
+
+/// Turns and commands until the end of the input.
+fn talk(
+    chat: &mut Chat,
+    input: &mut Input,
+    sampler: &mut Sampler,
+    args: &Args,
+    quiet: bool,
+) -> anyhow::Result<()> {
+    let interactive = input.is_terminal();
     loop {
         let message = match input.next(&format!("{}> ", chat.current().name))? {
             Entry::Text(message) if message.trim().is_empty() => continue,
@@ -136,7 +173,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         match message.split_once(' ').map_or((message, ""), |(command, rest)| (command, rest.trim())) {
             ("/quit" | "/exit", _) => return Ok(()),
             (command, rest) if command.starts_with('/') && !command.starts_with("//") => {
-                match execute(&mut chat, command, rest, input.edits()) {
+                match execute(chat, command, rest, input.edits()) {
                     Ok(answer) => output::note(&answer),
                     // In a pipe a failed command would go unnoticed, and the following input would go to the wrong
                     // branch.
@@ -147,7 +184,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             _ => {
                 let message =
                     message.strip_prefix('/').filter(|rest| rest.starts_with('/')).unwrap_or(message);
-                match run_turn(&mut chat, message, &mut sampler, speculator.as_mut(), &args, quiet) {
+                match run_turn(chat, message, sampler, args, quiet) {
                     Ok(()) => {}
                     // At a terminal, a turn that does not fit does not end the conversation.
                     Err(Failure::Turn(error)) if interactive => {
@@ -178,7 +215,6 @@ fn run_turn(
     chat: &mut Chat,
     message: &str,
     sampler: &mut Sampler,
-    mut speculator: Option<&mut Speculator>,
     args: &Args,
     quiet: bool,
 ) -> Result<(), Failure> {
@@ -190,8 +226,8 @@ fn run_turn(
     };
     let wrap = terminal_width().map(Wrap::new);
     let mut watch = Watch { stream: !args.json, wrap, thinks: false, began: false, failed: None };
-    let turn = chat.send(message, sampler, &limits, speculator.as_deref_mut(), &mut watch);
-    let counts = speculator.map(Speculator::take_counts);
+    let turn = chat.send(message, sampler, &limits, &mut watch);
+    let counts = chat.speculator().map(Speculator::take_counts);
     watch.end();
     if let Some(failed) = watch.failed {
         return Err(Failure::Output(failed));

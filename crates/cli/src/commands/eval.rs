@@ -15,7 +15,8 @@ use std::path::PathBuf;
 
 #[derive(clap::Args)]
 #[command(mut_arg("speculate", |arg| arg.help("Measure drafters instead: how many draft tokens are accepted, by depth")))]
-#[command(mut_arg("prompts", |arg| arg.default_value("16").help("With --speculate: how many prompts")))]
+#[command(mut_arg("prompts", |arg| arg.default_value("16").help("With --speculate: how many prompts").requires("speculate")))]
+#[command(mut_arg("prompt_tokens", |arg| arg.requires("speculate")), mut_arg("tokens", |arg| arg.requires("speculate")))]
 pub struct Args {
     /// The text, UTF-8; a NUL byte ends a document
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -23,7 +24,7 @@ pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    cache: CacheArgs,
+    pub cache: CacheArgs,
     /// Storage of K and V in the reference cache [default: f32]
     #[arg(long, value_name = "DTYPE")]
     reference: Option<Storage>,

@@ -17,7 +17,7 @@ pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    cache: CacheArgs,
+    pub cache: CacheArgs,
     /// Token ids: 1,2,3
     #[arg(long, required_unless_present = "tokens_file", value_parser = parse_tokens)]
     tokens: Option<std::vec::Vec<u32>>,
@@ -64,6 +64,9 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let tokens = args.tokens()?;
     let opened = args.model.open_without_texts(quiet)?;
     args.speculation.check_no_cache(args.no_cache)?;
+    if args.speculation.is_on() && args.generate.is_none() {
+        return Err(wrong_usage("--speculate drafts tokens that are generated: give --generate"));
+    }
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0)) + args.speculation.room();
     let mut config = args.cache.config(opened.config(), needed)?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
@@ -72,8 +75,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     // Open the file first, so that an error comes before hours of work.
     let file = args.out.as_deref().map(output::FileInParts::create).transpose()?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
-    let (model, _) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
-    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let (model, _, draft) =
+        args.speculation.load(&args.model, opened, draft, &config, tokens.len(), quiet)?;
     let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
@@ -104,11 +107,12 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let what = GenerateArgs {
             session: &mut session,
             seq: SeqId::ONLY,
+            before: &[],
             prompt: &report.tokens,
             tokenizer: None,
             sampler: &mut greedy,
             limits: &limits,
-            speculation: speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] }),
+            speculation: speculator.as_mut().map(|speculator| Speculation { speculator }),
         };
         let out = generate(what, &mut UntilInterrupted)?;
         if out.tokens.len() < limits.max_tokens {

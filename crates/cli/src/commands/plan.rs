@@ -29,7 +29,7 @@ pub struct Args {
     #[command(flatten)]
     source: SourceArgs,
     #[command(flatten)]
-    cache: CacheArgs,
+    pub cache: CacheArgs,
     /// How linear layers are stored in memory: as-stored, f32, q8_0
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     weights: WeightFormat,
@@ -79,6 +79,9 @@ struct Report {
     bound: json::MemoryBytes,
     /// The bound without the weights: what each further session adds.
     session_bytes: u64,
+    /// Where the bound lies, if not all of it is the host's memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    device: Option<DeviceMemory>,
     /// Weights and KV bytes that one token of decode must read at a full cache, and at an empty one.
     bytes_read_per_token: u64,
     bytes_read_per_token_empty: u64,
@@ -87,6 +90,18 @@ struct Report {
     /// With `--memory`, and neither `--kind` nor `--kv`; the fields above are then those of the cache for `kvist run`.
     #[serde(skip_serializing_if = "Option::is_none")]
     recommendation: Option<Recommendation>,
+}
+
+/// The bound by memory: a GPU's, and the host's.
+#[derive(Serialize)]
+struct DeviceMemory {
+    /// The GPU's name.
+    adapter: String,
+    /// The GPU computes in the host's memory, so both take from it.
+    unified_memory: bool,
+    device_bytes: u64,
+    /// Staging of what a step uploads and reads back. Loading takes at most 32 MiB more for a moment.
+    host_bytes: u64,
 }
 
 #[derive(Serialize)]
@@ -152,6 +167,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         ring: ring(&size.config, &registry, &config, plan.usage.of(Purpose::KvCache)),
         bound: bound.into(),
         session_bytes: plan.session_bound(),
+        device: device_memory(&registry, &size.config, &config, bound.total()),
         bytes_read_per_token: read,
         bytes_read_per_token_empty: size.read_per_token,
         ceiling: args.bandwidth.map(|rate| Ceiling {
@@ -181,6 +197,23 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         }
         _ => Ok(()),
     }
+}
+
+/// The memories of a session on a GPU, together `bound` bytes.
+fn device_memory(
+    registry: &Registry,
+    model: &ModelConfig,
+    config: &CacheConfig,
+    bound: u64,
+) -> Option<DeviceMemory> {
+    let device = registry.device();
+    let host_bytes = device.host_bytes(&model.shape(), &config.step_limits())?;
+    Some(DeviceMemory {
+        adapter: device.adapter()?.into(),
+        unified_memory: device.info().unified_memory,
+        device_bytes: bound.saturating_sub(host_bytes),
+        host_bytes,
+    })
 }
 
 /// Every cache that this model could have in the memory, and the recommended one.
@@ -245,6 +278,12 @@ impl Report {
                 Bytes(self.bytes_read_per_token_empty)
             ),
         ];
+        if let Some(DeviceMemory { adapter, unified_memory, device_bytes, host_bytes }) = &self.device {
+            let unified = if *unified_memory { ", which computes in the host's memory" } else { "" };
+            lines.insert(1, format!("device           {adapter}{unified}"));
+            lines.push(format!("device memory    {}", Bytes(*device_bytes)));
+            lines.push(format!("host memory      {}", Bytes(*host_bytes)));
+        }
         // The lines of a recommendation already have the memory of each kind.
         if let (Some(ring), None) = (&self.ring, &self.recommendation) {
             let (takes, window) = (Bytes(ring.kv_cache_bytes), ring.window_tokens);

@@ -6,12 +6,13 @@ use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
 use kvist_engine::answer::generate_answer;
-use kvist_engine::generate::{GenerateArgs, Limits, Observer, Speculation, generate};
+use kvist_engine::generate::{GenerateArgs, Generation, Limits, Observer, Speculation, generate};
+use kvist_engine::saved::{self, Origin, SavedMessage, SavedSession, SavedText};
 use kvist_engine::session::ModelSession;
 use kvist_model::Opened;
 use kvist_model::template::Message;
 use std::io::{IsTerminal, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -23,11 +24,13 @@ pub struct Args {
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
-    cache: CacheArgs,
+    pub cache: CacheArgs,
     #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
     speculation: SpeculationArgs,
+    #[command(flatten)]
+    saved: SavedArgs,
     /// Maximum tokens to generate
     #[arg(short = 'n', long, default_value_t = 256, value_name = "TOKENS")]
     max_tokens: u32,
@@ -47,7 +50,7 @@ pub struct Args {
     #[arg(long)]
     no_echo: bool,
     /// Recompute the whole text for every token instead of reading the cache
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["save_session", "resume"])]
     no_cache: bool,
     /// Print one JSON document instead of text
     #[arg(long)]
@@ -58,25 +61,43 @@ const NO_TOKENIZER: &str =
     "this model has no tokenizer (no tokenizer.json next to it); `kvist logits` works without one";
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    let saved = args.saved.open()?;
     let prompt = args.prompt()?;
     let seed = args.sampling.seed();
     let opened = args.model.open(quiet)?;
     let mut sampler = args.sampling.sampler(&opened, seed)?;
     let of_the_model = args.sampling.of_the_model(&opened);
-    let (tokens, echo) = args.encode(&opened, &prompt)?;
-    let answers = !args.raw && opened.chat_template().is_some();
+    let fingerprint = args.saved.fingerprint(saved.as_ref(), &opened)?;
+    let Text { tokens, messages, echo } = match &saved {
+        None => args.encode(&opened, &prompt)?,
+        Some(saved) => args.encode_after(&opened, saved, &prompt)?,
+    };
+    let answers = !messages.is_empty();
     args.speculation.check_no_cache(args.no_cache)?;
-    let needed = tokens.len() as u64 + u64::from(args.max_tokens) + args.speculation.room();
+    // What is saved is what another token would see.
+    let saves = u64::from(args.saved.save_session.is_some());
+    let needed = tokens.len() as u64 + u64::from(args.max_tokens) + args.speculation.room() + saves;
     let mut config = args.cache.config(opened.config(), needed)?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
+    let what = (opened.config(), args.model.weights);
+    let origin = args.saved.origin(fingerprint, saved.as_ref(), what, &config)?;
     let draft = args.speculation.open_draft(&opened, &args.model, quiet)?;
-    let (model, plan) = args.model.load_for(opened, &config, tokens.len(), quiet)?;
-    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let (model, plan, draft) =
+        args.speculation.load(&args.model, opened, draft, &config, tokens.len(), quiet)?;
     let mut speculator = args.speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     interrupt::listen();
     let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
+
+    let mut resumed = 0;
+    if let Some((saved, origin)) = saved.as_ref().zip(origin.as_ref()) {
+        let same = saved.tokens().iter().zip(&tokens).take_while(|(a, b)| a == b).count();
+        let most = same.min(tokens.len() - 1);
+        resumed = saved::resume(&mut session, SeqId::ONLY, saved, origin, most)?;
+        args.saved.note(quiet, resumed, saved);
+        sampler.observe(&tokens[..resumed]);
+    }
 
     let limits = Limits {
         max_tokens: args.max_tokens as usize,
@@ -84,18 +105,20 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         ignore_eos: args.ignore_eos,
         no_cache: args.no_cache,
     };
-    let bar = progress::bar("reading", tokens.len() as u64, quiet || tokens.len() < 512);
+    drop(saved);
+    let bar = progress::bar("reading", (tokens.len() - resumed) as u64, quiet || tokens.len() < 512);
     let echo = echo.filter(|_| !args.json).map(str::to_string);
     let thinks = std::io::stdout().is_terminal().then_some(false);
     let mut watch = Watch { bar, echo, stream: !args.json, thinks, failed: None };
     let what = GenerateArgs {
         session: &mut session,
         seq: SeqId::ONLY,
-        prompt: &tokens,
+        before: &tokens[..resumed],
+        prompt: &tokens[resumed..],
         tokenizer: Some(tokenizer),
         sampler: &mut sampler,
         limits: &limits,
-        speculation: speculator.as_mut().map(|speculator| Speculation { speculator, before: &[] }),
+        speculation: speculator.as_mut().map(|speculator| Speculation { speculator }),
     };
     let (generation, reasoning) = match answers {
         true => generate_answer(what, &mut watch)?,
@@ -105,8 +128,12 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(failed) = watch.failed {
         return Err(failed);
     }
+    if let Some(origin) = &origin {
+        args.saved.save(|path| save_session(&mut session, &tokens, &messages, &generation, origin, path))?;
+    }
     let counts = speculator.map(|speculator| speculator.counts().clone());
-    let report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed, counts);
+    let mut report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed, counts);
+    report.resumed_tokens = args.saved.resume.is_some().then_some(resumed);
     if args.json {
         return output::show_json(&report);
     }
@@ -118,10 +145,38 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Saves the text that the session has now.
+fn save_session(
+    session: &mut ModelSession,
+    prompt: &[u32],
+    messages: &[Message],
+    generation: &Generation,
+    origin: &Origin,
+    path: &Path,
+) -> Result<(), kvist_model::Error> {
+    let tokens = [prompt, &generation.tokens].concat();
+    // A question whose answer has not begun stays a question.
+    let answers = !messages.is_empty() && !generation.tokens.is_empty();
+    let answer = answers.then(|| Message::new("assistant", &generation.text));
+    let messages: Vec<SavedMessage> = messages.iter().chain(&answer).map(SavedMessage::from).collect();
+    let text = SavedText { tokens: &tokens, messages: &messages };
+    saved::save(session, SeqId::ONLY, text, origin, path)
+}
+
+/// What is to be answered or continued.
+struct Text<'p> {
+    tokens: Vec<u32>,
+    /// The conversation that the tokens are; empty for plain text.
+    messages: Vec<Message>,
+    /// Text to print in front of the answer.
+    echo: Option<&'p str>,
+}
+
 impl Args {
     fn prompt(&self) -> anyhow::Result<String> {
         let prompt = match (self.prompt.as_slice(), &self.file) {
             (_, Some(path)) => read_text(path)?,
+            ([], None) if self.saved.resume.is_some() && std::io::stdin().is_terminal() => String::new(),
             ([], None) if std::io::stdin().is_terminal() => {
                 return Err(wrong_usage("no prompt: give one, or --file, or pipe it in"));
             }
@@ -132,14 +187,14 @@ impl Args {
                 utf8(bytes, "stdin")?
             }
         };
-        if prompt.is_empty() {
+        if prompt.is_empty() && self.saved.resume.is_none() {
             return Err(wrong_usage("the prompt is empty"));
         }
         Ok(prompt)
     }
 
     /// The prompt's tokens, and the text that the answer continues (`None` if it answers a chat).
-    fn encode<'p>(&self, model: &Opened, prompt: &'p str) -> anyhow::Result<(Vec<u32>, Option<&'p str>)> {
+    fn encode<'p>(&self, model: &Opened, prompt: &'p str) -> anyhow::Result<Text<'p>> {
         let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
         match model.chat_template() {
             Some(template) if !self.raw => {
@@ -149,13 +204,53 @@ impl Args {
                 }
                 messages.push(Message::new("user", prompt));
                 let text = template.render(&messages, tokenizer, true)?;
-                Ok((tokenizer.encode(&text, false)?, None))
+                Ok(Text { tokens: tokenizer.encode(&text, false)?, messages, echo: None })
             }
             None if self.system.is_some() => {
                 Err(wrong_usage("--system needs a model with a chat template; this one continues plain text"))
             }
-            _ => Ok((tokenizer.encode(prompt, true)?, (!self.no_echo).then_some(prompt))),
+            _ => Ok(Text {
+                tokens: tokenizer.encode(prompt, true)?,
+                messages: Vec::new(),
+                echo: (!self.no_echo).then_some(prompt),
+            }),
         }
+    }
+
+    /// As [`encode`](Self::encode), after a saved session; without a prompt its text goes on.
+    fn encode_after<'p>(
+        &self,
+        model: &Opened,
+        saved: &SavedSession,
+        prompt: &'p str,
+    ) -> anyhow::Result<Text<'p>> {
+        let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
+        if self.system.is_some() {
+            return Err(wrong_usage("--system: the resumed text has begun already"));
+        }
+        let echo = (!self.no_echo && !prompt.is_empty()).then_some(prompt);
+        if saved.messages().is_empty() {
+            let mut tokens = saved.tokens().to_vec();
+            tokens.extend(tokenizer.encode(prompt, false)?);
+            return Ok(Text { tokens, messages: Vec::new(), echo });
+        }
+        let template = model.chat_template().filter(|_| !self.raw);
+        let template = template.ok_or_else(|| {
+            wrong_usage("the session is a conversation: resume it without --raw, with a model that has a chat template")
+        })?;
+        let mut messages: Vec<Message> = saved.messages().iter().map(Message::from).collect();
+        let answered = messages.last().is_some_and(|message| message.role != "user");
+        match (prompt.is_empty(), answered) {
+            (true, true) => {
+                return Err(wrong_usage(
+                    "the session is a conversation, and its last question is answered: give a prompt",
+                ));
+            }
+            (true, false) => {}
+            (false, _) => messages.push(Message::new("user", prompt)),
+        }
+        let text = template.render(&messages, tokenizer, true)?;
+        Ok(Text { tokens: tokenizer.encode(&text, false)?, messages, echo: None })
     }
 }
 

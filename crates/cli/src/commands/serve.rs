@@ -25,6 +25,10 @@ pub struct Args {
     config: Option<PathBuf>,
     #[command(flatten)]
     model: ModelArgs,
+    /// Where the model runs and K and V are stored: cpu, wgpu or wgpu:N (GPUs), cuda or cuda:N (GPUs of NVIDIA, experimental),
+    /// if this program has them; `kvist devices` lists them
+    #[arg(long, default_value = "cpu")]
+    pub backend: String,
     /// The model's name for clients
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
@@ -188,6 +192,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let registry = registry(&args.model.compute.get()?);
     let mut engine = config.engine(opened.config());
+    engine.paged.cache.backend = backend_id(&args.backend).into();
     let speculation = speculation::of_section(&config.speculation)?;
     speculation.check_cache(engine.paged.cache.context_tokens)?;
     let draft = speculation.open_draft(&opened, &args.model, quiet)?;
@@ -288,10 +293,16 @@ fn record_file(path: &Path, overwrite: bool) -> anyhow::Result<File> {
     Ok(file)
 }
 
-/// Completes at SIGTERM or SIGINT, which it listens for from this call on. A second signal ends the program.
+/// Completes at SIGTERM or SIGINT (on Windows Ctrl-Break or Ctrl-C), which it listens for from this call on. A second
+/// signal ends the program.
 fn terminated() -> impl Future<Output = ()> {
-    use tokio::signal::unix::{SignalKind, signal};
-    let signals = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()));
+    #[cfg(unix)]
+    let signals = {
+        use tokio::signal::unix::{SignalKind, signal};
+        (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    };
+    #[cfg(windows)]
+    let signals = (tokio::signal::windows::ctrl_break(), tokio::signal::windows::ctrl_c());
     async move {
         let (Ok(mut terminate), Ok(mut interrupt)) = signals else {
             // Without handlers the signals end the program by default.

@@ -2,6 +2,7 @@
 use super::{ModelArgs, registry, wrong_usage};
 use crate::source::SourceArgs;
 use clap::{Args, ValueEnum, ValueHint};
+use kvist_device::Bytes;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::speculate::*;
 use kvist_hub::Name;
@@ -39,12 +40,12 @@ pub struct SpeculationArgs {
     /// Most tokens of a draft
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub draft_tokens: u32,
-    /// Most tokens on one path of a draft
-    #[arg(long, value_name = "TOKENS", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=1024))]
-    pub draft_depth: u32,
-    /// Most continuations that a draft proposes after the same token; 1 drafts chains
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub draft_width: u32,
+    /// Most tokens on one path of a draft [default: 8; 5 with draft]
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub draft_depth: Option<u32>,
+    /// Most continuations that a draft proposes after the same token; 1 drafts chains [default: 4; 1 with draft]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub draft_width: Option<u32>,
 }
 
 /// A draft model or head. Its headers have been read and fit the target.
@@ -78,7 +79,7 @@ impl SpeculationArgs {
         if let Some(context) = context {
             self.check_cache(context)?;
         }
-        if asked.is_none() && self.draft_width > 1 && self.speculate != Mode::Ngram {
+        if asked.is_none() && self.bounds().width > 1 && self.speculate != Mode::Ngram {
             config.kind = "tree".into();
         }
         // The rows of a draft need f16 slots of their own beside those of the recent group, or they would displace them. Twice,
@@ -148,6 +149,12 @@ impl SpeculationArgs {
             let head = Self::open_head(path, target, model)?;
             return Ok(Some(OpenedDraft::head(head, model)));
         }
+        if OpenedHead::is_head(path) {
+            let path = path.display();
+            return Err(wrong_usage(format!(
+                "--draft-model {path}: this is a head that reads another model's hidden states; use it with --speculate eagle"
+            )));
+        }
         let source = SourceArgs { model: Some(path.clone()), ..model.source.clone() };
         let args = ModelArgs { source, ..model.clone() };
         let opened = args.open(quiet)?;
@@ -168,9 +175,40 @@ impl SpeculationArgs {
         Ok(OpenedHead::open(path, target.config(), !model.no_mmap)?)
     }
 
+    /// Loads the model for a session of `config`, and its draft model. Refused, before any weights are read, if they do not fit
+    /// into memory together. `min` is the shortest useful context.
+    pub fn load(
+        &self,
+        model: &ModelArgs,
+        opened: Opened,
+        draft: Option<OpenedDraft>,
+        config: &CacheConfig,
+        min: usize,
+        quiet: bool,
+    ) -> anyhow::Result<(Arc<Model>, MemoryPlan, Option<LoadedDraft>)> {
+        if let Some(draft) = &draft {
+            let (registry, budget) = (registry(&model.compute.get()?), model.budget());
+            let plan = MemoryPlan::admit(&opened, model.weights, &registry, config, min, &budget)?;
+            let free = MemoryPlan::free_after(&opened, &registry, model.weights, &budget)?;
+            let (free, needed) = (free.saturating_sub(plan.session_bound()), draft.bytes(self, config, 1)?);
+            if needed > free {
+                anyhow::bail!(
+                    "the draft model and its cache need {}; {} of {} are left beside the model and its cache: try a smaller \
+                     --context or draft model, or more memory with --memory",
+                    Bytes(needed),
+                    Bytes(free),
+                    Bytes(budget.total())
+                );
+            }
+        }
+        let (model, plan) = model.load_for(opened, config, min, quiet)?;
+        let draft = draft.map(|draft| draft.load(&model, config, quiet)).transpose()?;
+        Ok((model, plan, draft))
+    }
+
     /// The bounds of a draft that the flags set.
     pub fn bounds(&self) -> Bounds {
-        Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
+        Bounds::new(self.draft_tokens, self.draft_depth, self.draft_width, self.speculate == Mode::Draft)
     }
 
     /// The drafters, for `texts` texts of `config`'s context at once. `None` if speculation is off.
@@ -189,7 +227,7 @@ impl SpeculationArgs {
         };
         if let Some(LoadedDraft { weights, args }) = draft {
             let registry = registry(&args.compute.get()?);
-            let config = draft_cache(config, texts, self.draft_tokens, self.draft_width);
+            let config = draft_cache(config, texts, self.bounds());
             match (weights, self.speculate) {
                 (Weights::Model(model), Mode::Draft | Mode::Auto) => {
                     drafters.push(Box::new(DraftModel::new(model, target, &registry, &config)?));
@@ -206,8 +244,11 @@ impl SpeculationArgs {
 }
 
 /// The cache of a draft model, for `texts` texts that share the target's context.
-fn draft_cache(target: &CacheConfig, texts: u32, tokens: u32, width: u32) -> CacheConfig {
-    let context = target.context_tokens.saturating_add(texts.saturating_mul(tokens));
+fn draft_cache(target: &CacheConfig, texts: u32, bounds: Bounds) -> CacheConfig {
+    let Bounds { tokens, depth, width } = bounds;
+    // Cells of a growing tree: all levels but the last are computed, each with at most `width` nodes.
+    let nodes = tokens.max((depth - 1).saturating_mul(width.min(tokens)));
+    let context = target.context_tokens.saturating_add(texts.saturating_mul(nodes));
     let rows = texts.saturating_mul(width);
     CacheConfig {
         backend: target.backend.clone(),
@@ -242,7 +283,7 @@ impl OpenedDraft {
     /// Bytes of the weights, and of the cache that [`SpeculationArgs::speculator`] makes for `texts` texts.
     pub fn bytes(&self, of: &SpeculationArgs, target: &CacheConfig, texts: u32) -> anyhow::Result<u64> {
         let registry = registry(&self.args.compute.get()?);
-        let config = draft_cache(target, texts, of.draft_tokens, of.draft_width);
+        let config = draft_cache(target, texts, of.bounds());
         let (device, format) = (registry.device(), self.args.weights);
         let (model, weights) = match &self.drafts {
             DraftFiles::Model(opened) => (opened.config(), opened.weight_bytes(device, format)?),
@@ -255,7 +296,7 @@ impl OpenedDraft {
     /// Reads the weights, if they and a cache like `config` fit into the target's budget.
     pub fn load(self, target: &Arc<Model>, config: &CacheConfig, quiet: bool) -> anyhow::Result<LoadedDraft> {
         let OpenedDraft { drafts, args } = self;
-        let config = draft_cache(config, 1, 0, 1);
+        let config = draft_cache(config, 1, Bounds { tokens: 0, depth: 1, width: 1 });
         let context = Some(config.context_tokens);
         let weights = match drafts {
             DraftFiles::Model(opened) => {

@@ -1,6 +1,7 @@
 //! Recent tokens of a tile: computes their scores and weighted values from f16 rows instead of the pool.
 use crate::arch::{Kernel, LANES, Simd};
-use crate::recent::{RecentRead, RecentReads};
+use crate::recent::RecentReads;
+use kvist_device::RecentRead;
 use std::ops::Range;
 
 /// The recent rows that one token reads in a tile, for all query heads of a KV head.

@@ -203,6 +203,22 @@ impl Pools for ReferencePools {
         Ok(())
     }
 
+    fn store(
+        &mut self,
+        plan: &StepPlan,
+        layer: LayerId,
+        k: Tensor<'_>,
+        v: Tensor<'_>,
+    ) -> Result<(), DeviceError> {
+        let layer = self.spec.check_store(self.begun, plan, layer, &k, &v)?;
+        let (owner, group) = (layer.owner.0 as usize, plan.group(layer.group));
+        for copy in &group.copies {
+            self.copy(layer.group, Some(owner), copy);
+        }
+        self.write(owner, group, k, v);
+        Ok(())
+    }
+
     fn attend(&mut self, plan: &StepPlan, mut call: Attend<'_>) -> Result<(), DeviceError> {
         let layer = self.spec.check_attend(self.begun, plan, &call)?;
         let owner = layer.owner.0 as usize;

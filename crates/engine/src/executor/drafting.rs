@@ -118,9 +118,8 @@ impl Drafting {
     pub fn passed(&mut self, batch: Batch<'_>, elapsed: Duration) {
         let rows: u32 = batch.work.iter().map(|work| work.n_tokens).sum();
         // Prompt tokens have other costs: most of them need no logits.
-        if batch.work.iter().all(|work| work.decodes) {
-            self.speculator.passed(rows as usize, elapsed);
-        }
+        let decodes = batch.work.iter().all(|work| work.decodes);
+        self.speculator.passed(decodes.then_some((rows as usize, elapsed)));
         self.drafts.clear();
     }
 

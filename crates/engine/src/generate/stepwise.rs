@@ -47,7 +47,7 @@ impl Stepwise {
         if let Some(&token) = prompt.iter().find(|token| **token as usize >= vocab) {
             return Err(Error::TokenOutsideVocabulary { token, vocab });
         }
-        let text = Generating::new(session, prompt.clone(), &prompt, model.tokenizer(), limits, written);
+        let text = Generating::new(session, prompt.clone(), model.tokenizer(), limits, written);
         Ok(Stepwise { seq, sampler, text, start, fed: 0, prefill: Duration::ZERO, decode: Duration::ZERO })
     }
 

@@ -8,6 +8,7 @@ use kvist_cache::{NodeId, SeqId};
 use kvist_device::Registry;
 use kvist_model::tokenizer::Tokenizer;
 use kvist_model::{Error, Model};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Drafts with a model of its own, over a tree cache that follows the texts of the target.
@@ -16,8 +17,8 @@ use std::sync::Arc;
 /// levels of the trees, a pass per level. Nodes that the target accepted are already computed and stay.
 pub struct DraftModel {
     texts: CachedTexts<Computed>,
-    /// Proposals that stay empty, because the cache was too small.
-    skipped: u32,
+    /// Texts for which the cache was too small, and how many of their proposals stay empty.
+    paused: HashMap<u64, u32>,
     /// Tokens of the target. The draft model may have more, as padding.
     target_vocab: usize,
     /// A path with a lower probability is not followed.
@@ -30,6 +31,8 @@ struct Computed {
     tokens: Vec<u32>,
     /// Nodes after them, by number: token and parent.
     nodes: Vec<(u32, Option<NodeId>)>,
+    /// Tokens of the text that were known when it came.
+    prompt: usize,
 }
 
 impl DraftModel {
@@ -48,7 +51,7 @@ impl DraftModel {
         let config = CacheConfig { kind: "tree".into(), ..config.clone() };
         Ok(DraftModel {
             texts: CachedTexts::new(ModelSession::new(model, registry, &config)?),
-            skipped: 0,
+            paused: HashMap::new(),
             target_vocab: target.config().vocab,
             min_probability: 0.01,
         })
@@ -57,8 +60,14 @@ impl DraftModel {
     /// Follows the known tokens of a text, up to the one before the last: commits the nodes that agree, discards others.
     fn settle(&mut self, id: u64, known: &[u32]) -> Result<(), Error> {
         let until = known.len().saturating_sub(1);
-        let CachedText { seq, state: Computed { tokens, nodes }, .. } =
-            self.texts.open(id, Computed::default)?;
+        let shared = |text: &Computed| {
+            let n = text.tokens.iter().zip(&known[..until]).take_while(|(a, b)| a == b).count();
+            let begun = || Computed { tokens: known[..n].to_vec(), nodes: Vec::new(), prompt: until };
+            (n > 0).then(|| (n as u32, begun()))
+        };
+        let new = || Computed { prompt: until, ..Computed::default() };
+        let CachedText { seq, state: Computed { tokens, nodes, .. }, .. } =
+            self.texts.open(id, shared, new)?;
         let (seq, n) = (*seq, tokens.len());
         let same = tokens.iter().zip(&known[..until]).take_while(|(a, b)| a == b).count();
         let mut path: Vec<NodeId> = Vec::new();
@@ -81,14 +90,19 @@ impl DraftModel {
         }
     }
 
-    /// Computes what is known of the texts but the last tokens: at most a chunk in all, so that a long prompt does
-    /// not hold up the target's step. It goes on in the next request.
-    fn catch_up(&mut self, requests: &[DraftRequest<'_>]) -> Result<(), Error> {
+    /// Computes the prompts of texts, or what came after them, up to the one before the last token: at most a chunk in all, so
+    /// that a long prompt does not hold up the target's step. It goes on in the next request.
+    fn catch_up(&mut self, requests: &[DraftRequest<'_>], prompts: bool) -> Result<(), Error> {
         let mut left = self.texts.session.config().max_step_tokens.max(1) as usize;
         for DraftRequest { id, tokens, .. } in requests {
             let (session, Some(text)) = self.texts.split(*id) else { continue };
-            let done = text.state.tokens.len();
-            let chunk = &tokens[done..(tokens.len() - 1).min(done + left)];
+            let (done, prompt) = (text.state.tokens.len(), text.state.prompt);
+            let until = match (prompts, done < prompt) {
+                (true, _) => prompt.max(done),
+                (false, true) => continue,
+                (false, false) => usize::MAX,
+            };
+            let chunk = &tokens[done..until.min(tokens.len() - 1).min(done + left)];
             if !chunk.is_empty() {
                 session.forward(&[SequenceInput::chain(text.seq, chunk)], LogitRows::None)?;
                 text.state.tokens.extend(chunk);
@@ -105,11 +119,18 @@ impl DraftModel {
         state.nodes.truncate(session.cache().n_nodes(*seq).unwrap_or(0) as usize);
     }
 
+    fn try_prepare(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for request in requests.iter() {
+            self.settle(request.id, request.tokens)?;
+        }
+        self.catch_up(requests, true)
+    }
+
     fn try_propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
         for request in requests.iter() {
             self.settle(request.id, request.tokens)?;
         }
-        self.catch_up(requests)?;
+        self.catch_up(requests, false)?;
         let n_computed = |id| self.texts.get(id).map(|text| text.state.tokens.len());
         let caught_up = |p: &DraftRequest<'_>| n_computed(p.id) == p.tokens.len().checked_sub(1);
         let requests = &mut subset(requests, caught_up);
@@ -125,10 +146,37 @@ impl DraftModel {
         }
         Ok(())
     }
+
+    /// Runs `attempt` for the requests whose texts the cache has room for, and that have known tokens only.
+    fn with_room(
+        &mut self,
+        requests: &mut [DraftRequest<'_>],
+        attempt: impl Fn(&mut Self, &mut [DraftRequest<'_>]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        // The target's vocabulary may be padded further than the draft model's.
+        let vocab = self.texts.session.model().config().vocab;
+        let is_known = |tokens: &[u32]| tokens.iter().all(|token| (*token as usize) < vocab);
+        let wanted = requests.iter().filter(|p| !self.paused.contains_key(&p.id) && is_known(p.tokens));
+        let wanted: Vec<u64> = wanted.map(|request| request.id).collect();
+        let too_long = make_room(
+            self,
+            |this| &mut this.texts,
+            &wanted,
+            |this, ids| {
+                let done = attempt(this, &mut subset(requests, |p| ids.contains(&p.id)));
+                if done.is_err() {
+                    ids.iter().for_each(|id| this.agree_with_cache(*id));
+                }
+                done
+            },
+        )?;
+        self.paused.extend(too_long.into_iter().map(|id| (id, PAUSE)));
+        Ok(())
+    }
 }
 
-/// Proposals without drafts after the cache was too small for all texts.
-const SKIP: u32 = 64;
+/// Proposals without drafts after the cache was too small for a text.
+const PAUSE: u32 = 64;
 
 /// The requests for which `wanted` is true.
 fn subset<'s>(
@@ -206,36 +254,25 @@ impl Levels for ModelLevels<'_, '_> {
 }
 
 impl Drafter for DraftModel {
-    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
-        if self.skipped > 0 {
-            self.skipped -= 1;
-            return Ok(());
-        }
-        // The target's vocabulary may be padded further than the draft model's.
-        let vocab = self.texts.session.model().config().vocab;
-        let known = |p: &DraftRequest<'_>| p.tokens.iter().all(|token| (*token as usize) < vocab);
-        let requests = &mut subset(requests, known);
-        let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
-        let fits = make_room(
-            self,
-            |this| &mut this.texts,
-            &busy,
-            |this| {
-                let proposed = this.try_propose(requests);
-                if proposed.is_err() {
-                    busy.iter().for_each(|id| this.agree_with_cache(*id));
+    fn prepare(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { id, .. } in requests.iter() {
+            if let Some(left) = self.paused.get_mut(id) {
+                *left -= 1;
+                if *left == 0 {
+                    self.paused.remove(id);
                 }
-                proposed
-            },
-        )?;
-        if !fits {
-            self.skipped = SKIP; // no drafts for a while
+            }
         }
-        Ok(())
+        self.with_room(requests, Self::try_prepare)
+    }
+
+    fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        self.with_room(requests, Self::try_propose)
     }
 
     fn end(&mut self, id: u64, _salt: &str, _tokens: &[u32], _prompt: usize) {
         self.texts.remove(id);
+        self.paused.remove(&id);
     }
 }
 

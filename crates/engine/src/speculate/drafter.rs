@@ -14,6 +14,15 @@ pub struct Bounds {
     pub width: u32,
 }
 
+impl Bounds {
+    /// The bounds of drafts whose depth and width are not given. A draft model computes a pass for each level of its trees, and for
+    /// each node of a level: unless its trees are shaped by measurements, short chains are best.
+    pub fn new(tokens: u32, depth: Option<u32>, width: Option<u32>, of_draft_model: bool) -> Bounds {
+        let (usual_depth, usual_width) = if of_draft_model { (5, 1) } else { (8, 4) };
+        Bounds { tokens, depth: depth.unwrap_or(usual_depth), width: width.unwrap_or(usual_width) }
+    }
+}
+
 /// A request for a draft.
 #[derive(Debug)]
 pub struct DraftRequest<'a> {
@@ -36,6 +45,13 @@ pub trait Drafter: Send {
         &[]
     }
 
+    /// Comes before [`propose`](Self::propose) with the same requests: here a drafter computes or indexes their prompts, a bounded
+    /// number of tokens per call. That is needed once for each text, and `auto` does not count it against the drafts.
+    fn prepare(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        let _ = requests;
+        Ok(())
+    }
+
     /// Fills the trees of `requests`, within their bounds. A tree may stay empty.
     fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error>;
 
@@ -46,6 +62,11 @@ pub trait Drafter: Send {
     fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
         let _ = (id, first, known, taps);
         Ok(())
+    }
+
+    /// The tokens from number `kept` on are removed from text `id`, which goes on. A drafter may learn from them.
+    fn removed(&mut self, id: u64, salt: &str, tokens: &[u32], kept: usize) {
+        let _ = (id, salt, tokens, kept);
     }
 
     /// Text `id` has ended. `tokens` are all its tokens, of which the first `prompt` are its prompt.

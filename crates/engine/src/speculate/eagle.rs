@@ -37,12 +37,29 @@ struct Rows {
     computed: u32,
     /// Features of the rows that follow: `[pending, width]`.
     features: Vec<f32>,
+    /// The text's tokens, as far as they were known when the last features came: other texts may begin with them.
+    known: Vec<u32>,
 }
 
 impl Rows {
     /// Position of the next row.
     fn next(&self) -> usize {
         (self.base + self.computed) as usize
+    }
+
+    /// What a text of the tokens `known`, whose features come from position `first` on, has in common with this one: the number
+    /// of rows in the cache, and all rows before `first`. `None` if some are missing.
+    fn shared(&self, known: &[u32], first: u32, width: usize) -> Option<(u32, Rows)> {
+        let n = first.checked_sub(self.base).filter(|n| *n > 0)?;
+        let end = first as usize;
+        // The last of the rows reads the token at `first`, which may differ: see `continue_at`.
+        let same = self.known.get(..end).is_some_and(|known_here| known.get(..end) == Some(known_here));
+        if !same {
+            return None;
+        }
+        let computed = n.min(self.computed);
+        let features = self.features.get(..(n - computed) as usize * width)?.to_vec();
+        Some((computed, Rows { base: self.base, computed, features, known: known[..end].to_vec() }))
     }
 }
 
@@ -72,7 +89,8 @@ impl Eagle {
 
     /// Lets the text's rows continue at position `first`. Without the rows before, it begins there. After a rollback the row
     /// before has read the token that was there then; that makes a draft less likely to be right, and no text wrong.
-    fn continue_at(&mut self, id: u64, first: u32) -> Result<(), Error> {
+    /// A new text takes the rows of another one that begins with the same tokens: the target, too, found those in its cache.
+    fn continue_at(&mut self, id: u64, first: u32, known: &[u32]) -> Result<(), Error> {
         let width = self.width();
         let joins = |rows: &Rows| {
             let end = rows.next() + rows.features.len() / width;
@@ -81,8 +99,11 @@ impl Eagle {
         if self.texts.get(id).is_some_and(|text| !joins(&text.state)) {
             self.texts.remove(id);
         }
-        let text = self.texts.open(id, || Rows { base: first, computed: 0, features: Vec::new() })?;
+        let new = || Rows { base: first, computed: 0, features: Vec::new(), known: Vec::new() };
+        let text = self.texts.open(id, |other| other.shared(known, first, width), new)?;
         let (seq, rows) = (text.seq, &mut text.state);
+        rows.known.clear();
+        rows.known.extend_from_slice(known);
         let (from, computed) = (first - rows.base, rows.computed);
         rows.computed = from.min(computed);
         rows.features.truncate((from - rows.computed) as usize * width);
@@ -115,7 +136,7 @@ impl Eagle {
 
     fn try_features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
         let hidden = self.texts.session.model().config().hidden;
-        self.continue_at(id, first)?;
+        self.continue_at(id, first, known)?;
         let (_, Some(text)) = self.texts.split(id) else { return Ok(()) };
         let features = &mut text.state.features;
         let n = taps.first().map_or(0, |rows| rows.len() / hidden);
@@ -129,12 +150,13 @@ impl Eagle {
         }
     }
 
-    fn try_propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+    /// Fills the trees of the requests for the texts `ids`.
+    fn try_propose(&mut self, requests: &mut [DraftRequest<'_>], ids: &[u64]) -> Result<(), Error> {
         let width = self.width();
         // Texts whose last computed token has features: the others' trees stay empty.
         let mut ready: Vec<usize> = Vec::new();
         let mut pending = 0;
-        for (i, request) in requests.iter().enumerate() {
+        for (i, request) in requests.iter().enumerate().filter(|(_, request)| ids.contains(&request.id)) {
             let Some(text) = self.texts.get(request.id) else { continue };
             let n = text.state.features.len() / width;
             if n > 0 && text.state.next() + n + 1 == request.tokens.len() {
@@ -295,12 +317,12 @@ impl Drafter for Eagle {
 
     fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
         let busy: Vec<u64> = requests.iter().map(|request| request.id).collect();
-        // Texts that are too long together have no drafts, and begin anew with the features that come next.
-        make_room(self, |this| &mut this.texts, &busy, |this| this.try_propose(requests)).map(drop)
+        // Texts for which there is no room have no drafts, and begin anew with the features that come next.
+        make_room(self, |this| &mut this.texts, &busy, |this, ids| this.try_propose(requests, ids)).map(drop)
     }
 
     fn features(&mut self, id: u64, first: u32, known: &[u32], taps: &[&[f32]]) -> Result<(), Error> {
-        let attempt = |this: &mut Self| this.try_features(id, first, known, taps);
+        let attempt = |this: &mut Self, _: &[u64]| this.try_features(id, first, known, taps);
         make_room(self, |this| &mut this.texts, &[id], attempt).map(drop)
     }
 

@@ -143,6 +143,13 @@ impl Suffix {
 }
 
 impl Drafter for Suffix {
+    fn prepare(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
+        for DraftRequest { id, tokens, .. } in requests {
+            self.texts.entry(*id).or_default().follow(tokens);
+        }
+        Ok(())
+    }
+
     fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
         for DraftRequest { id, salt, tokens, bounds, tree } in requests {
             let text = self.texts.entry(*id).or_default();
@@ -165,9 +172,19 @@ impl Drafter for Suffix {
         Ok(())
     }
 
+    fn removed(&mut self, _id: u64, salt: &str, tokens: &[u32], kept: usize) {
+        self.learn(salt, tokens.get(kept..).unwrap_or_default());
+    }
+
     fn end(&mut self, id: u64, salt: &str, tokens: &[u32], prompt: usize) {
         self.texts.remove(&id);
-        let answer = tokens.get(prompt..).unwrap_or_default();
+        self.learn(salt, tokens.get(prompt..).unwrap_or_default());
+    }
+}
+
+impl Suffix {
+    /// Keeps an answer for later texts with the same salt.
+    fn learn(&mut self, salt: &str, answer: &[u32]) {
         if answer.len() <= KEY || answer.len() >= self.config.max_tokens {
             return;
         }

@@ -74,9 +74,28 @@ impl DraftTree {
             as u32
     }
 
+    /// [`depth`](Self::depth) of every node.
+    pub fn depths(&self) -> Vec<u32> {
+        let mut depths: Vec<u32> = Vec::with_capacity(self.len());
+        for parent in &self.parents {
+            depths.push(parent.map_or(0, |parent| depths[parent as usize] + 1));
+        }
+        depths
+    }
+
+    /// The probability of each node's path: the product of its nodes' probabilities.
+    pub fn paths(&self) -> Vec<f64> {
+        let mut paths: Vec<f64> = Vec::with_capacity(self.len());
+        for (parent, probability) in self.parents.iter().zip(&self.probabilities) {
+            let before = parent.map_or(1.0, |parent| paths[parent as usize]);
+            paths.push(before * f64::from(*probability));
+        }
+        paths
+    }
+
     /// Depth of the deepest node, counted from 1; 0 for an empty tree.
     pub fn max_depth(&self) -> u32 {
-        (0..self.len() as u32).map(|node| self.depth(node) + 1).max().unwrap_or(0)
+        self.depths().into_iter().max().map_or(0, |depth| depth + 1)
     }
 
     /// Keeps only the first continuation: from every node on, the first child. A cache without trees can verify

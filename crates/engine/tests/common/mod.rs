@@ -83,6 +83,7 @@ pub fn greedy(session: &mut ModelSession, tokens: &[u32], n: usize, no_cache: bo
     let what = GenerateArgs {
         session,
         seq: kvist_cache::SeqId::ONLY,
+        before: &[],
         prompt: tokens,
         tokenizer: None,
         sampler: &mut sampler,

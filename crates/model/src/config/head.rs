@@ -204,6 +204,9 @@ fn taps(whole: &Fields<'_>, target: &ModelConfig) -> Result<Vec<LayerId>, Error>
         }
         None => [2, n / 2, n - 3].map(|id| id as u64).to_vec(),
     };
+    if let Some(twice) = ids.iter().enumerate().find(|(i, id)| ids[..*i].contains(id)) {
+        return Err(whole.bad(FEATURES, format!("names layer {} twice", twice.1)));
+    }
     let tap = |id: u64| if id == 0 { EMBEDDING } else { LayerId(id as u16 - 1) };
     Ok(ids.into_iter().map(tap).collect())
 }

@@ -42,6 +42,14 @@ pub(super) enum Order<'s> {
 }
 
 impl<'s> View<'s> {
+    /// The bytes in the file: those of the elements, and their scales if these are a tensor of their own.
+    pub(crate) fn stored(&self) -> [&[u8]; 2] {
+        match self.order {
+            Order::Scaled { scales, .. } => [self.bytes, scales],
+            _ => [self.bytes, &[]],
+        }
+    }
+
     /// `None` if the number of bytes does not match the shape.
     pub fn new(name: &str, shape: Vec<usize>, encoding: Encoding, bytes: &'s [u8]) -> Option<Self> {
         let fits = encoding.tensor_bytes(&shape) == Some(bytes.len()) && !bytes.is_empty();

@@ -5,9 +5,29 @@ use kvist_cache::*;
 use kvist_device::*;
 use std::sync::Arc;
 
-/// Tests every refusal. `Err` is a table of those that were missing or that changed something.
+/// A backend, and the storages in which it is tested.
+#[derive(Clone, Copy)]
+struct Subject<'b> {
+    backend: &'b dyn Backend,
+    k: Storage,
+    v: Storage,
+}
+
+impl<'b> std::ops::Deref for Subject<'b> {
+    type Target = dyn Backend + 'b;
+    fn deref(&self) -> &Self::Target {
+        self.backend
+    }
+}
+
+/// Tests every refusal, with K in q8 and V in f16. `Err` is a table of those that were missing or that changed something.
 pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
-    type Check = fn(&dyn Backend) -> Result<(), String>;
+    refusals_in(backend, Storage::Q8, Storage::F16)
+}
+
+/// [`refusals`] with K and V in other storages, for backends without q8.
+pub fn refusals_in(backend: &dyn Backend, k: Storage, v: Storage) -> Result<(), String> {
+    type Check = fn(Subject<'_>) -> Result<(), String>;
     const TABLE: [(&str, Check); 9] = [
         ("a plan that was not begun, or not this one", stale_plan),
         ("a plan without reads", without_reads),
@@ -20,7 +40,7 @@ pub fn refusals(backend: &dyn Backend) -> Result<(), String> {
         ("transfers that do not fit", transfers),
     ];
     let rows = TABLE.iter().filter_map(|(what, check)| {
-        let why = check(backend).err()?;
+        let why = check(Subject { backend, k, v }).err()?;
         Some(format!("{}: {what}: {why}\n", backend.id()))
     });
     let bad: String = rows.collect();
@@ -31,17 +51,19 @@ const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
 const HEAD_DIM: usize = 32;
 
-fn spec(budget: &Arc<MemoryBudget>) -> PoolSpec {
-    let layer = |owner| LayerSpec::new(GroupId(0), LayerId(owner), KV_HEADS as u32, HEAD_DIM as u32);
-    PoolSpec {
-        layout: Layout { n_heads: HEADS as u32, layers: vec![layer(0), layer(1), layer(0)] },
-        k: Storage::Q8,
-        v: Storage::F16,
-        capacity_cells: vec![2_000],
-        max_step_tokens: 300,
-        budget: budget.clone(),
-        channels: None,
-        recent: Recent::default(),
+impl Subject<'_> {
+    fn spec(&self, budget: &Arc<MemoryBudget>) -> PoolSpec {
+        let layer = |owner| LayerSpec::new(GroupId(0), LayerId(owner), KV_HEADS as u32, HEAD_DIM as u32);
+        PoolSpec {
+            layout: Layout { n_heads: HEADS as u32, layers: vec![layer(0), layer(1), layer(0)] },
+            k: self.k,
+            v: self.v,
+            capacity_cells: vec![2_000],
+            max_step_tokens: 300,
+            budget: budget.clone(),
+            channels: None,
+            recent: Recent::default(),
+        }
     }
 }
 
@@ -51,8 +73,8 @@ fn cache() -> Cache {
     Cache::new(vec![contiguous(&group).expect("contiguous serves any group")])
 }
 
-fn session(backend: &dyn Backend, budget: &Arc<MemoryBudget>) -> Result<Session, String> {
-    let spec = spec(budget);
+fn session(backend: Subject<'_>, budget: &Arc<MemoryBudget>) -> Result<Session, String> {
+    let spec = backend.spec(budget);
     let pools = backend.pools(&spec).map_err(|e| e.to_string())?;
     Ok(Session::new(cache(), pools, &spec))
 }
@@ -120,8 +142,8 @@ macro_rules! refused {
     };
 }
 
-fn stale_plan(backend: &dyn Backend) -> Result<(), String> {
-    let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
+fn stale_plan(backend: Subject<'_>) -> Result<(), String> {
+    let mut pools = must(backend.pools(&backend.spec(&MemoryBudget::unlimited())), "pools")?;
     let (mut cache, mut plan, mut call) = (cache(), StepPlan::default(), Call::new(1));
     let spans = [Span::chain(SeqId::ONLY, 0, 1)];
     let request = StepRequest { spans: &spans };
@@ -139,8 +161,8 @@ fn stale_plan(backend: &dyn Backend) -> Result<(), String> {
     must(pools.attend(plan, call.of(0, true)), "attend")
 }
 
-fn without_reads(backend: &dyn Backend) -> Result<(), String> {
-    let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
+fn without_reads(backend: Subject<'_>) -> Result<(), String> {
+    let mut pools = must(backend.pools(&backend.spec(&MemoryBudget::unlimited())), "pools")?;
     let (mut cache, mut plan) = (cache(), StepPlan::default());
     let spans = [Span::chain(SeqId::ONLY, 0, 1)];
     let step = must(Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan), "step")?;
@@ -148,7 +170,7 @@ fn without_reads(backend: &dyn Backend) -> Result<(), String> {
     if pools.bytes() == 0 { Ok(()) } else { Err(format!("it holds {} bytes", pools.bytes())) }
 }
 
-fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
+fn wrong_shapes(backend: Subject<'_>) -> Result<(), String> {
     let mut session = session(backend, &MemoryBudget::unlimited())?;
     must(step(&mut session, 2), "a first step")?;
     let spans = chain(&session, 3);
@@ -180,7 +202,7 @@ fn wrong_shapes(backend: &dyn Backend) -> Result<(), String> {
     must(step(&mut session, 3), "a step after wrong ones")
 }
 
-fn layer_order(backend: &dyn Backend) -> Result<(), String> {
+fn layer_order(backend: Subject<'_>) -> Result<(), String> {
     use DeviceError::{LayerOrder, UnknownLayer};
     let mut session = session(backend, &MemoryBudget::unlimited())?;
     must(step(&mut session, 1), "a first step")?;
@@ -204,7 +226,7 @@ fn layer_order(backend: &dyn Backend) -> Result<(), String> {
     must(step(&mut session, 1), "a step afterwards")?;
 
     // The pools enforce this themselves, without a session.
-    let mut pools = must(backend.pools(&spec(&MemoryBudget::unlimited())), "pools")?;
+    let mut pools = must(backend.pools(&backend.spec(&MemoryBudget::unlimited())), "pools")?;
     let (mut cache, mut plan) = (cache(), StepPlan::default());
     let spans = [Span::chain(SeqId::ONLY, 0, 1)];
     let mut step = must(Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan), "step")?;
@@ -216,7 +238,7 @@ fn layer_order(backend: &dyn Backend) -> Result<(), String> {
     Ok(())
 }
 
-fn inspect_out_of_range(backend: &dyn Backend) -> Result<(), String> {
+fn inspect_out_of_range(backend: Subject<'_>) -> Result<(), String> {
     let mut session = session(backend, &MemoryBudget::unlimited())?;
     let mut row = [f32::NAN; HEAD_DIM];
     let pools = session.pools();
@@ -260,9 +282,9 @@ fn inspect_out_of_range(backend: &dyn Backend) -> Result<(), String> {
     Ok(())
 }
 
-fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
+fn bad_layout(backend: Subject<'_>) -> Result<(), String> {
     let budget = MemoryBudget::unlimited();
-    let good = spec(&budget);
+    let good = backend.spec(&budget);
     type Spoil = fn(&mut Layout);
     let spoils: [(&str, Spoil); 6] = [
         ("heads that do not divide", |layout| layout.n_heads = 3),
@@ -283,8 +305,8 @@ fn bad_layout(backend: &dyn Backend) -> Result<(), String> {
 }
 
 /// The refusal names what is missing, and the backend.
-fn recurrent_layers(backend: &dyn Backend) -> Result<(), String> {
-    let mut spec = spec(&MemoryBudget::unlimited());
+fn recurrent_layers(backend: Subject<'_>) -> Result<(), String> {
+    let mut spec = backend.spec(&MemoryBudget::unlimited());
     spec.layout.layers.push(LayerSpec::recurrent(GroupId(0), LayerId(3), 4096));
     let error = match backend.pools(&spec) {
         Err(DeviceError::Unsupported(error)) => error,
@@ -297,8 +319,8 @@ fn recurrent_layers(backend: &dyn Backend) -> Result<(), String> {
     }
 }
 
-fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
-    let all = spec(&MemoryBudget::unlimited());
+fn out_of_budget(backend: Subject<'_>) -> Result<(), String> {
+    let all = backend.spec(&MemoryBudget::unlimited());
     let usage = |cells| backend.usage(&all, &[cells]).ok_or("the usage overflows");
     // A budget for 256 cells and for all but one byte of one more cell.
     let budget = MemoryBudget::new(usage(257)?.total() - 1);
@@ -359,12 +381,12 @@ fn out_of_budget(backend: &dyn Backend) -> Result<(), String> {
     if budget.usage() == usage(257)? { Ok(()) } else { Err(format!("257 cells hold {:?}", budget.usage())) }
 }
 
-fn transfers(backend: &dyn Backend) -> Result<(), String> {
+fn transfers(backend: Subject<'_>) -> Result<(), String> {
     const G: GroupId = GroupId(0);
-    let all = spec(&MemoryBudget::unlimited());
+    let all = backend.spec(&MemoryBudget::unlimited());
     let bytes = |cells| backend.usage(&all, &[cells]).map(|usage| usage.total()).ok_or("the usage overflows");
     let budget = MemoryBudget::new(bytes(257)? - 1);
-    let mut pools = must(backend.pools(&spec(&budget)), "pools")?;
+    let mut pools = must(backend.pools(&backend.spec(&budget)), "pools")?;
     let size = |pools: &dyn Pools, cells| pools.block_bytes(G, cells).ok_or("no size of a block");
     let block = |len: usize| -> Result<HostBlock, String> {
         let mut block = must(HostBlock::new(len), "a block")?;

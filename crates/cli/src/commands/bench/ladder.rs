@@ -240,6 +240,7 @@ fn measure(
     let what = GenerateArgs {
         session: &mut session,
         seq: SeqId::ONLY,
+        before: &[],
         prompt: &prompt,
         tokenizer: None,
         sampler: &mut greedy,

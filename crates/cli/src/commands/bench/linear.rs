@@ -118,7 +118,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             let watch = Watch::start();
             // Large batches take long and are not limited by memory: use fewer matrices.
             let some = if *tokens >= 64 { &matrices[..1] } else { &matrices[..] };
-            let runs = args.measure.measure(&compute, &mut limit, quiet, || {
+            let runs = args.measure.measure(&compute, Some(&mut limit), quiet, || {
                 let started = Instant::now();
                 for matrix in some {
                     matrix.multiply(&compute, &mut forms.of(&x, inputs), &mut out);

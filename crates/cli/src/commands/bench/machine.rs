@@ -14,6 +14,9 @@ pub struct Machine {
     pub threads: usize,
     /// The instruction set the kernels ran on.
     pub isa: String,
+    /// The GPU that computed, if one did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub adapter: Option<String>,
     /// Transparent huge pages: the system's setting.
     pub huge_pages: Option<String>,
     pub governor: Option<String>,
@@ -26,7 +29,10 @@ pub struct Machine {
 /// For the head of a table.
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} threads, {}", self.cpu, self.threads, self.isa)
+        match &self.adapter {
+            Some(adapter) => write!(f, "{adapter}, on {}", self.cpu),
+            None => write!(f, "{}, {} threads, {}", self.cpu, self.threads, self.isa),
+        }
     }
 }
 
@@ -81,6 +87,7 @@ impl Watch {
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             threads: compute.threads.n(),
             isa: compute.isa.to_string(),
+            adapter: None,
             huge_pages: read("/sys/kernel/mm/transparent_hugepage/enabled"),
             governor: read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
             steal: part(|t| t.steal),

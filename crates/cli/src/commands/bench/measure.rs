@@ -27,12 +27,12 @@ pub struct RunsArgs {
 }
 
 impl RunsArgs {
-    /// Collects the times that `run` returns: one warm-up run, then `runs` runs that count. The read limit is sampled
-    /// after each. If `run` returns `None`, or on an interrupt, it ends early with fewer times, maybe none.
+    /// Collects the times that `run` returns: one warm-up run, then `runs` runs that count. The read limit, if there is
+    /// one, is sampled after each. If `run` returns `None`, or on an interrupt, it ends early with fewer times, maybe none.
     pub fn measure(
         &self,
         compute: &Compute,
-        limit: &mut ReadLimit,
+        mut limit: Option<&mut ReadLimit>,
         quiet: bool,
         mut run: impl FnMut() -> anyhow::Result<Option<Duration>>,
     ) -> anyhow::Result<Vec<Duration>> {
@@ -43,7 +43,9 @@ impl RunsArgs {
             if i > 0 {
                 runs.push(taken);
             }
-            limit.measure(compute);
+            if let Some(limit) = &mut limit {
+                limit.measure(compute);
+            }
             bar.inc(1);
             if interrupt::interrupted() && i > 0 {
                 break;

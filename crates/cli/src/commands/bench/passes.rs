@@ -9,7 +9,8 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::{NodeId, SeqId};
-use kvist_cpu::{Compute, Cpu};
+use kvist_cpu::Compute;
+use kvist_device::Registry;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::Model;
@@ -26,6 +27,9 @@ pub struct Common {
     model: ModelArgs,
     #[command(flatten)]
     kv: KvArgs,
+    /// Where the model runs: cpu, or wgpu or wgpu:N (GPUs, if this program has them; `kvist devices` lists them)
+    #[arg(long, default_value = "cpu")]
+    backend: String,
     /// Plot tokens per second over depth or length
     #[arg(long, value_name = "FILE.svg", value_hint = ValueHint::FilePath)]
     plot: Option<PathBuf>,
@@ -89,8 +93,10 @@ struct Row {
     /// Bytes that decoding one token reads at this depth: weights, and the visible cache.
     weight_bytes: u64,
     kv_bytes: u64,
-    read_limit_gb_per_s: f64,
-    /// Time of reading these bytes alone, over the time of a token. Decode only.
+    /// Of the host's memory, so only on the CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    read_limit_gb_per_s: Option<f64>,
+    /// Time of reading these bytes alone, over the time of a token. Decode on the CPU only.
     #[serde(skip_serializing_if = "Option::is_none")]
     share_of_limit: Option<f64>,
     machine: Machine,
@@ -99,6 +105,7 @@ struct Row {
 struct Bench<'a> {
     common: &'a Common,
     compute: Compute,
+    registry: Registry,
     model: Arc<Model>,
     size: ModelSize,
     quiet: bool,
@@ -106,30 +113,42 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
+        use_backend(&common.backend)?;
         let opened = common.model.open(quiet)?;
         let compute = common.model.compute.get()?;
-        let device = Cpu::new(compute.clone());
-        let size = ModelSize::of_opened(&opened, &device, common.model.weights)?;
+        let registry = registry(&compute);
+        let size = ModelSize::of_opened(&opened, registry.device(), common.model.weights)?;
         let model = common.model.load(opened, None, &common.model.budget(), quiet)?;
         interrupt::listen();
-        Ok(Bench { compute, model, common, size, quiet })
+        Ok(Bench { compute, registry, model, common, size, quiet })
+    }
+
+    /// The rate of reading the host's memory; `None` on a GPU, whose memory is another.
+    fn read_limit(&self) -> anyhow::Result<Option<ReadLimit>> {
+        match self.registry.device().adapter() {
+            None => ReadLimit::new(&self.compute, self.size.read_per_token).map(Some),
+            Some(_) => Ok(None),
+        }
+    }
+
+    fn config(&self, tokens: u32) -> CacheConfig {
+        CacheConfig {
+            backend: backend_id(&self.common.backend).into(),
+            k: self.common.kv.k,
+            v: self.common.kv.v,
+            ..CacheConfig::new(tokens)
+        }
     }
 
     /// A session with `depth` tokens of a fixed random text, and room for `more`.
     fn session(&self, kind: &str, depth: u32, more: u32, chunk: u32) -> anyhow::Result<Option<ModelSession>> {
         let tokens = depth.checked_add(more).ok_or_else(|| wrong_usage("--depth: too large"))?;
-        let mut config = CacheConfig {
-            kind: kind.into(),
-            k: self.common.kv.k,
-            v: self.common.kv.v,
-            max_step_tokens: chunk.min(tokens),
-            ..CacheConfig::new(tokens)
-        };
+        let mut config =
+            CacheConfig { kind: kind.into(), max_step_tokens: chunk.min(tokens), ..self.config(tokens) };
         if config.kind_traits().many_sequences {
             config.max_rows = more;
         }
-        let registry = registry(&self.compute);
-        let mut session = ModelSession::new(&self.model, &registry, &config)?;
+        let mut session = ModelSession::new(&self.model, &self.registry, &config)?;
         let bar = progress::bar("filling", u64::from(depth), self.quiet);
         let mut whole = true;
         if depth > 0 {
@@ -163,13 +182,12 @@ impl<'a> Bench<'a> {
         depth: u32,
         tokens: u32,
         runs: &[Duration],
-        limit: &ReadLimit,
+        limit: Option<&ReadLimit>,
         watch: &Watch,
     ) -> anyhow::Result<Row> {
         let compute = &self.compute;
-        let config =
-            CacheConfig { k: self.common.kv.k, v: self.common.kv.v, ..CacheConfig::new(depth.max(1)) };
-        let plan = MemoryPlan::of_session(&self.size.config, &registry(compute), &config)?;
+        let config = self.config(depth.max(1));
+        let plan = MemoryPlan::of_session(&self.size.config, &self.registry, &config)?;
         let kv_bytes = plan.kv_bytes_visible(&self.size.config, &config) * u64::from(depth > 0);
         let spread = Spread::of(runs);
         let ms_per_token = spread.median_ms / f64::from(tokens);
@@ -187,10 +205,13 @@ impl<'a> Bench<'a> {
             ms_per_token,
             weight_bytes: self.size.read_per_token,
             kv_bytes,
-            read_limit_gb_per_s: limit.rate() / 1e9,
-            share_of_limit: (what == "decode").then(|| limit.ms(bytes) / ms_per_token),
+            read_limit_gb_per_s: limit.map(|limit| limit.rate() / 1e9),
+            share_of_limit: limit.filter(|_| what == "decode").map(|limit| limit.ms(bytes) / ms_per_token),
             spread,
-            machine: watch.machine(compute),
+            machine: Machine {
+                adapter: self.registry.device().adapter().map(str::to_string),
+                ..watch.machine(compute)
+            },
         })
     }
 
@@ -239,10 +260,10 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
         else {
             break;
         };
-        let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
+        let mut limit = bench.read_limit()?;
         let text = bench.text(*depth, args.tokens.max(args.tree.unwrap_or(0)));
         let watch = Watch::start();
-        let runs = args.common.measure.measure(compute, &mut limit, quiet, || {
+        let runs = args.common.measure.measure(compute, limit.as_mut(), quiet, || {
             let started = Instant::now();
             for token in &text[..args.tokens as usize] {
                 match &parents {
@@ -266,7 +287,7 @@ pub fn decode(args: DecodeArgs, quiet: bool) -> anyhow::Result<()> {
             }
             Ok(Some(taken))
         })?;
-        let row = bench.row(what, *depth, args.tokens, &runs, &limit, &watch)?;
+        let row = bench.row(what, *depth, args.tokens, &runs, limit.as_ref(), &watch)?;
         bench.show(&row, rows.is_empty())?;
         rows.push(row);
     }
@@ -282,10 +303,10 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
             break;
         }
         let Some(mut session) = bench.session("contiguous", args.depth, *tokens, args.chunk)? else { break };
-        let mut limit = ReadLimit::new(compute, bench.size.read_per_token)?;
+        let mut limit = bench.read_limit()?;
         let text = bench.text(args.depth, *tokens);
         let watch = Watch::start();
-        let runs = args.common.measure.measure(compute, &mut limit, quiet, || {
+        let runs = args.common.measure.measure(compute, limit.as_mut(), quiet, || {
             let started = Instant::now();
             let fed = session.prefill(SeqId::ONLY, &text, &mut |_| !interrupt::interrupted())?;
             let taken = started.elapsed();
@@ -295,7 +316,7 @@ pub fn prefill(args: PrefillArgs, quiet: bool) -> anyhow::Result<()> {
         if runs.is_empty() {
             break;
         }
-        let row = bench.row("prefill", args.depth, *tokens, &runs, &limit, &watch)?;
+        let row = bench.row("prefill", args.depth, *tokens, &runs, limit.as_ref(), &watch)?;
         bench.show(&row, rows.is_empty())?;
         rows.push(row);
     }

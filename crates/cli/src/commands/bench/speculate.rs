@@ -29,7 +29,7 @@ pub struct Args {
     #[command(flatten)]
     speculation: SpeculationArgs,
     /// What to compare with plain decoding: auto, ngram, suffix, draft, eagle, and oracle=P, which knows the text and
-    /// is right with probability P at each token
+    /// is right with probability P at each node, in chains with --draft-width 1
     #[arg(long, value_name = "HOW,HOW,…", default_value = "ngram,suffix,auto", value_delimiter = ',', value_parser = parse_how)]
     modes: Vec<How>,
     /// The text whose parts are continued, as UTF-8
@@ -98,6 +98,13 @@ struct Run {
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
+    if args.speculation.is_on() {
+        return Err(wrong_usage("--modes says what is measured: leave --speculate out"));
+    }
+    let uses_draft = |how: &How| matches!(how, How::Drafter(Mode::Draft | Mode::Eagle | Mode::Auto));
+    if args.speculation.draft_model.is_some() && !args.modes.iter().any(uses_draft) {
+        return Err(wrong_usage("--draft-model is used with draft, eagle or auto in --modes"));
+    }
     let opened = args.model.open(quiet)?;
     let tokenizer =
         opened.tokenizer().context("this model has no tokenizer (no tokenizer.json next to it)")?;
@@ -129,8 +136,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         Some(mode) => with(mode).open_draft(&opened, &args.model, quiet)?,
         None => None,
     };
-    let (model, _) = args.model.load_for(opened, &config, 1, quiet)?;
-    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let (model, _, draft) = args.speculation.load(&args.model, opened, draft, &config, 1, quiet)?;
     interrupt::listen();
     let mut bench = Bench {
         args: &args,
@@ -214,18 +220,15 @@ impl Bench<'_> {
     /// Decodes what follows every prompt. Prompts are not part of the time.
     fn run(&mut self, mut speculator: Option<&mut Speculator>) -> anyhow::Result<Run> {
         let mut run = Run { elapsed: Duration::ZERO, counts: Counts::default(), rows: 0, texts: Vec::new() };
-        let continuation = Continuation {
-            tokens: self.args.parts.tokens as usize,
-            draft_tokens: self.args.speculation.draft_tokens,
-            follow: self.args.follow,
-            ends: &[],
-        };
+        let continuation =
+            Continuation { tokens: self.args.parts.tokens as usize, follow: self.args.follow, ends: &[] };
         for (id, part) in (0..).zip(&self.parts) {
             let costs = &mut self.costs;
-            let mut watch = |Pass { tree, verified, elapsed, .. }: Pass<'_>| {
-                costs.record(tree.len() + 1, elapsed);
+            let mut watch = |_: &[u32], pass: &DraftedPass| {
+                let tree = &pass.draft.tree;
+                costs.record(tree.len() + 1, pass.elapsed);
                 run.rows += tree.len() as u64 + 1;
-                run.counts.record(tree, verified);
+                run.counts.record(tree, &pass.verified);
                 true
             };
             let speculator = speculator.as_deref_mut();
@@ -292,7 +295,8 @@ fn show(bench: &Bench<'_>, how: How, off: &[Run], runs: &[Run], machine: &Machin
     ))
 }
 
-/// Knows the texts, and proposes chains whose tokens are right with a given probability each.
+/// Knows the texts, and proposes trees along them. Of the children of a node, the first is right with a given probability; if it
+/// is not, the second is with the same probability, and so on. After a level without a right child, wrong ones follow.
 struct Oracle {
     texts: Vec<Vec<u32>>,
     right: f32,
@@ -313,13 +317,24 @@ impl Oracle {
 
 impl Drafter for Oracle {
     fn propose(&mut self, requests: &mut [DraftRequest<'_>]) -> Result<(), Error> {
-        for DraftRequest { id, tokens, bounds, tree, .. } in requests {
-            let mut right = true;
-            for i in 0..bounds.tokens.min(bounds.depth) as usize {
+        'requests: for DraftRequest { id, tokens, bounds, tree, .. } in requests {
+            let (mut right, mut parent) = (true, None);
+            for i in 0..bounds.depth as usize {
                 let truth = self.texts[*id as usize].get(tokens.len() + i).copied().unwrap_or_default();
-                right &= self.uniform() < self.right;
-                let token = if right { truth } else { (truth + 1) % self.vocab };
-                tree.push(i.checked_sub(1).map(|parent| parent as u32), token, self.right);
+                let (mut found, mut first, mut probability) = (None, None, self.right);
+                for child in 0..bounds.width {
+                    if tree.len() == bounds.tokens as usize {
+                        continue 'requests;
+                    }
+                    let is_right = right && found.is_none() && self.uniform() < self.right;
+                    let token = if is_right { truth } else { (truth + 1 + child) % self.vocab };
+                    let node = tree.push(parent, token, probability);
+                    first = first.or(Some(node));
+                    found = found.or(is_right.then_some(node));
+                    probability *= 1.0 - self.right;
+                }
+                right = found.is_some();
+                parent = found.or(first);
             }
         }
         Ok(())

@@ -1,11 +1,11 @@
 //! `kvist eval --speculate`: how many draft tokens are accepted, by their depth.
 use super::{Args, tree};
-use crate::continuations::{Continuation, Pass};
+use crate::continuations::Continuation;
 use crate::options::*;
 use crate::{interrupt, json, output, progress, scoring};
 use anyhow::Context;
 use kvist_engine::session::ModelSession;
-use kvist_engine::speculate::{Counts, DraftTree, Verified};
+use kvist_engine::speculate::{Counts, DraftTree, DraftedPass, Verified};
 use serde::Serialize;
 use std::path::PathBuf;
 
@@ -81,6 +81,8 @@ pub fn run(args: &Args, quiet: bool) -> anyhow::Result<()> {
         tokens.truncate(args.limit);
     }
     let parts = args.parts.cut(&tokens)?;
+    // Create the file first, so that an error comes before the work.
+    let plot = args.plot.as_deref().map(output::FileInParts::create).transpose()?;
     let (speculation, needed) = (&args.speculation, args.parts.context(args.speculation.draft_tokens));
     if let Some(context) = args.cache.context.filter(|context| *context < needed) {
         return Err(wrong_usage(format!(
@@ -90,27 +92,23 @@ pub fn run(args: &Args, quiet: bool) -> anyhow::Result<()> {
     let mut config = args.cache.config(opened.config(), u64::from(needed))?;
     speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     let draft = speculation.open_draft(&opened, &args.model, quiet)?;
-    let (model, _) = args.model.load_for(opened, &config, args.parts.prompt_tokens as usize, quiet)?;
-    let draft = draft.map(|draft| draft.load(&model, &config, quiet)).transpose()?;
+    let min = args.parts.prompt_tokens as usize;
+    let (model, _, draft) = speculation.load(&args.model, opened, draft, &config, min, quiet)?;
     let speculator = speculation.speculator(draft.as_ref(), &model, &config, 1)?;
     let mut speculator = speculator.context("a drafter was asked for")?;
     let mut session = ModelSession::new(&model, &registry(&args.model.compute.get()?), &config)?;
     interrupt::listen();
-    let continuation = Continuation {
-        tokens: args.parts.tokens as usize,
-        draft_tokens: speculation.draft_tokens,
-        follow: false,
-        ends: model.end_tokens(),
-    };
+    let continuation =
+        Continuation { tokens: args.parts.tokens as usize, follow: false, ends: model.end_tokens() };
     let bar = progress::bar("generating", u64::from(args.parts.prompts), quiet);
     let (mut depths, mut tokens) = (Depths::default(), 0);
     let mut shown = None;
     for (id, part) in (0..).zip(&parts) {
-        let mut watch = |pass: Pass<'_>| {
-            depths.record(pass.tree, pass.verified);
+        let mut watch = |known: &[u32], pass: &DraftedPass| {
+            depths.record(&pass.draft.tree, &pass.verified);
             tokens += pass.verified.tokens.len() as u64;
             if args.plot.is_some() {
-                tree::Verification::keep_better(&mut shown, &pass);
+                tree::Verification::keep_better(&mut shown, known, pass);
             }
             !interrupt::interrupted()
         };
@@ -121,11 +119,6 @@ pub fn run(args: &Args, quiet: bool) -> anyhow::Result<()> {
         }
     }
     bar.finish_and_clear();
-    if let Some(path) = &args.plot {
-        let shown = shown.context("nothing was drafted: there is no tree for --plot")?;
-        let tokenizer = model.tokenizer().context("a text was encoded")?;
-        output::write_file(path, shown.svg(tokenizer)?.as_bytes())?;
-    }
     let speculation = speculator.counts().clone();
     let report = Report {
         version: json::VERSION,
@@ -141,7 +134,18 @@ pub fn run(args: &Args, quiet: bool) -> anyhow::Result<()> {
         depths: depths.finish(),
         interrupted: interrupt::interrupted(),
     };
-    if args.json { output::show_json(&report) } else { output::show(&report.text()) }
+    if args.json {
+        output::show_json(&report)?
+    } else {
+        output::show(&report.text())?
+    }
+    if let Some(mut plot) = plot {
+        let shown = shown.context("--plot: nothing was drafted, so there is no tree to draw")?;
+        let tokenizer = model.tokenizer().context("a text was encoded")?;
+        plot.write(shown.svg(tokenizer)?.as_bytes())?;
+        plot.finish()?;
+    }
+    Ok(())
 }
 
 impl Report {

@@ -1,6 +1,5 @@
 //! The picture of a verified draft tree.
-use crate::continuations::Pass;
-use kvist_engine::speculate::{DraftTree, Verified};
+use kvist_engine::speculate::{DraftTree, DraftedPass, Verified};
 use kvist_model::Error;
 use kvist_model::tokenizer::Tokenizer;
 use std::fmt::Write;
@@ -57,14 +56,15 @@ const LETTERS: (usize, usize) = (26, 11);
 
 impl Verification {
     /// Keeps the pass that shows more: the longest accepted path, beside at least one rejected node; the first of equals.
-    pub fn keep_better(kept: &mut Option<Verification>, pass: &Pass<'_>) {
+    pub fn keep_better(kept: &mut Option<Verification>, known: &[u32], pass: &DraftedPass) {
+        let (tree, verified) = (&pass.draft.tree, &pass.verified);
         let worth = |tree: &DraftTree, verified: &Verified| {
             (!verified.finished && tree.len() > verified.path.len(), verified.path.len(), tree.len().min(1))
         };
         let least = kept.as_ref().map_or((false, 0, 0), |kept| worth(&kept.tree, &kept.verified));
-        if worth(pass.tree, pass.verified) > least {
-            let (tree, verified) = (pass.tree.clone(), pass.verified.clone());
-            *kept = Some(Verification { known: pass.known.to_vec(), tree, verified });
+        if worth(tree, verified) > least {
+            let (tree, verified) = (tree.clone(), verified.clone());
+            *kept = Some(Verification { known: known.to_vec(), tree, verified });
         }
     }
 

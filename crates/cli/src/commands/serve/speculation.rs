@@ -17,10 +17,10 @@ pub struct SpeculationFlags {
     /// Most tokens of a request's draft
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     draft_tokens: Option<u32>,
-    /// Most tokens on one path of a draft
+    /// Most tokens on one path of a draft [default: 8; 5 with draft]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     draft_depth: Option<u32>,
-    /// Most continuations that a draft proposes after the same token; 1 drafts chains
+    /// Most continuations that a draft proposes after the same token; 1 drafts chains [default: 4; 1 with draft]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     draft_width: Option<u32>,
 }
@@ -38,8 +38,8 @@ impl SpeculationFlags {
         }
         section.draft_model = self.draft_model.clone().or(section.draft_model.take());
         section.draft_tokens = self.draft_tokens.unwrap_or(section.draft_tokens);
-        section.draft_depth = self.draft_depth.unwrap_or(section.draft_depth);
-        section.draft_width = self.draft_width.unwrap_or(section.draft_width);
+        section.draft_depth = self.draft_depth.or(section.draft_depth);
+        section.draft_width = self.draft_width.or(section.draft_width);
     }
 }
 

@@ -1,9 +1,10 @@
 //! Which slot keeps the row of which cell, and which rows each token of a step reads. Integers only.
 use super::RecentRead;
-use kvist_cache::{CellCopy, GroupPlan};
+use kvist_cache::{CellCopy, CellRun, GroupPlan};
 use std::collections::VecDeque;
 
 /// Bounds in the sequence for the recent group of a token's position.
+#[derive(Debug)]
 pub struct Bounds {
     pub low: u32,
     pub high: u32,
@@ -27,6 +28,7 @@ impl StepTokens<'_> {
 }
 
 /// Cells, slots and reads of one layer group.
+#[derive(Debug)]
 pub struct Group {
     pub slots: Vec<Slot>,
     /// Slots that no cell refers to.
@@ -50,7 +52,7 @@ pub struct Group {
     pub lowest: u32,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Slot {
     position: u32,
     /// Incremented every time the slot is taken.
@@ -68,7 +70,7 @@ pub struct Slot {
 }
 
 /// A slot and its generation when it was taken. Generation 0 means no slot.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy, Debug, Default)]
 pub struct Place {
     slot: u32,
     generation: u32,
@@ -89,6 +91,13 @@ impl Group {
             recent_reads: vec![RecentRead::default(); max_reads],
             counts: Vec::new(),
             lowest: u32::MAX,
+        }
+    }
+
+    /// Drops the rows of a run of cells.
+    pub fn forget(&mut self, cells: CellRun) {
+        for cell in cells.start..cells.end().min(self.places.len() as u32) {
+            self.set(cell, Place::default());
         }
     }
 
@@ -181,15 +190,18 @@ impl Group {
 
     /// The row of a cell that `token` sees, if it has one and its position is in the token's group.
     pub fn row(&self, cell: u32, token: usize, step: &StepTokens<'_>) -> Option<u32> {
-        if let Some(writer) = self.token_of_cell[cell as usize].checked_sub(1) {
-            return step
-                .in_same_group(token, step.positions[writer as usize])
-                .then_some(self.slots.len() as u32 + writer);
+        let (row, position) = self.row_of(cell, step.positions)?;
+        step.in_same_group(token, position).then_some(row)
+    }
+
+    /// The row of a cell, if it has one, and the position of its token.
+    pub fn row_of(&self, cell: u32, positions: &[u32]) -> Option<(u32, u32)> {
+        if let Some(writer) = self.token_of_cell.get(cell as usize)?.checked_sub(1) {
+            return Some((self.slots.len() as u32 + writer, *positions.get(writer as usize)?));
         }
-        let Place { slot, generation } = self.places[cell as usize];
+        let Place { slot, generation } = *self.places.get(cell as usize)?;
         let found = self.slots.get(slot as usize)?;
-        (generation > 0 && found.generation == generation && step.in_same_group(token, found.position))
-            .then_some(slot)
+        (generation > 0 && found.generation == generation).then_some((slot, found.position))
     }
 
     /// Records that this step reads `row`.

@@ -1,0 +1,147 @@
+//! Sessions in files: the tokens of a text with their K and V, and what they depend on.
+//!
+//! A file is resumed only if everything that K and V depend on is the same ([`Origin`]) and every byte is as it was
+//! written. Anything else is refused and says what differs; nothing is ever reused in part.
+//!
+//! The file has K and V by position and not by cell, so that it can be resumed in another kind of cache. docs/formats/session.md
+//! describes it.
+mod copy;
+mod file;
+mod origin;
+
+pub use file::SavedSession;
+pub use origin::{CacheOrigin, Origin};
+
+use crate::session::ModelSession;
+use copy::Rows;
+use kvist_cache::kinds::Visibility;
+use kvist_cache::{Refused, SeqId};
+use kvist_device::StepError;
+use kvist_model::Error;
+use kvist_model::template::Message;
+use serde::{Deserialize, Serialize};
+use std::path::Path;
+
+/// Who wrote a message, and what: for models with a chat template.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedMessage {
+    pub role: String,
+    pub content: String,
+}
+
+impl From<&Message> for SavedMessage {
+    fn from(message: &Message) -> Self {
+        SavedMessage { role: message.role.clone(), content: message.content.clone() }
+    }
+}
+impl From<&SavedMessage> for Message {
+    fn from(message: &SavedMessage) -> Self {
+        Message::new(&message.role, &message.content)
+    }
+}
+
+/// A text as it is saved.
+#[derive(Clone, Copy, Debug)]
+pub struct SavedText<'a> {
+    /// The tokens of the text. The sequence stores K and V of the first of them, of all or of all but the last.
+    pub tokens: &'a [u32],
+    /// The conversation that the tokens are, if it is one.
+    pub messages: &'a [SavedMessage],
+}
+
+/// Saves sequence `seq` with its text. Writes to a temporary file beside `path`, which is synced and renamed, so that
+/// `path` has either what it had or the whole session. The cache is not changed, except that a full one loses its last token.
+///
+/// # Errors
+/// The sequence does not store the beginning of the text, tokens in its middle were removed
+/// or the file cannot be written.
+pub fn save(
+    session: &mut ModelSession,
+    seq: SeqId,
+    text: SavedText<'_>,
+    origin: &Origin,
+    path: &Path,
+) -> Result<(), Error> {
+    let stored = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+    if stored as usize > text.tokens.len() || stored == 0 {
+        return Err(Error::Usage(format!(
+            "the cache stores {stored} positions, and the text has {} tokens: such a session cannot be saved",
+            text.tokens.len()
+        )));
+    }
+    check_storages(session)?;
+    let (stored, groups) = match session.copy_rows(seq, stored) {
+        // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
+        Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
+            let stored = session.truncate(seq, stored - 1)?;
+            (stored, session.copy_rows(seq, stored)?)
+        }
+        copied => (stored, copied?),
+    };
+    let architecture = session.model().config();
+    let visible = session.config().groups(architecture).into_iter().map(|group| group.visibility);
+    for (visibility, rows) in visible.zip(&groups) {
+        if !rows.positions.iter().copied().eq(seen_by(visibility, stored)) {
+            return Err(Error::Usage(
+                "tokens in the middle of the text were removed from the cache: such a session cannot be saved".into(),
+            ));
+        }
+    }
+    let layout = session.model().layout().clone();
+    let storages = (session.config().k, session.config().v);
+    file::write(path, text, stored, origin, &layout, storages, &groups)
+}
+
+/// The order of the channels of outliers is measured by each process, so rows in it mean nothing to another one.
+fn check_storages(session: &ModelSession) -> Result<(), Error> {
+    match [session.config().k, session.config().v].into_iter().find(|storage| storage.outliers) {
+        Some(storage) => Err(Error::Usage(format!(
+            "sessions with K or V in {storage} cannot be saved: use {}",
+            storage.dtype.name()
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The positions that the query at position `at` sees before itself, ascending.
+fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
+    let first = visibility.window.map_or(0, |window| (at + 1).saturating_sub(window));
+    (0..visibility.sinks.min(first)).chain(first..at)
+}
+
+/// Puts K and V of a saved session's first positions into the empty sequence `seq`. Returns how many: at most `most`, and as
+/// many as can be continued as if they had been computed here (all but the last for the next token's logits, and with packed
+/// storages up to a recent group). It is 0 if a window has left positions behind that a query would see now. The caller
+/// computes the tokens after them. On `Err` the session is empty.
+///
+/// # Errors
+/// The session depends on something else ([`SavedSession::check`]), its bytes have changed, or the cache has no room.
+pub fn resume(
+    session: &mut ModelSession,
+    seq: SeqId,
+    saved: &SavedSession,
+    origin: &Origin,
+    most: usize,
+) -> Result<usize, Error> {
+    saved.check(origin)?;
+    check_storages(session)?;
+    match session.cache().next_position(seq) {
+        Some(0) => {}
+        Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: resume into an empty one"))),
+        None => return Err(Refused::UnknownSequence(seq).into()),
+    }
+    crate::check_prompt(session.config(), saved.tokens().len())?;
+    let layout = session.model().layout().clone();
+    let groups: Vec<Rows> = saved.rows(&layout, (session.config().k, session.config().v))?;
+    let most = most.min(saved.stored() as usize).min(saved.tokens().len().saturating_sub(1));
+    let n = session.config().cut_before(most as u32);
+    session.check_tokens(&saved.tokens()[..n as usize])?;
+    match session.place_rows(seq, n, &groups) {
+        Ok(true) => Ok(n as usize),
+        Ok(false) => session.clear().map(|()| 0),
+        Err(error) => {
+            session.clear()?;
+            Err(error)
+        }
+    }
+}

@@ -1,0 +1,206 @@
+//! K and V by position: out of a cache, and into one.
+use crate::session::ModelSession;
+use kvist_cache::{CellRun, GroupId, SeqId, Span, Step, StepPlan, StepRequest};
+use kvist_device::{DeviceError, HostBlock, Layout, Storage, Transfer, Transfers, Values};
+use kvist_model::Error;
+
+/// The stored positions of a layer group, ascending, and their rows.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Rows {
+    pub positions: Vec<u32>,
+    /// K and V of each layer that owns them, in the order of [`sides`]: `[positions, width]`.
+    pub sides: Vec<Vec<u8>>,
+}
+
+/// K or V of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SideSpec {
+    pub layer: usize,
+    pub keys: bool,
+    pub heads: u32,
+    /// Elements of a row, and its bytes.
+    pub dim: u32,
+    pub row_bytes: usize,
+}
+
+impl SideSpec {
+    /// Bytes of a position.
+    pub fn width(&self) -> usize {
+        self.heads as usize * self.row_bytes
+    }
+}
+
+/// What a block of a layer group consists of, in order.
+pub fn sides(layout: &Layout, (k, v): (Storage, Storage), group: GroupId) -> Vec<SideSpec> {
+    let owners = layout.owners().filter(|(_, layer)| layer.group == group);
+    owners
+        .flat_map(|(l, layer)| {
+            let side = |keys, storage: Storage, dim| SideSpec {
+                layer: l,
+                keys,
+                heads: layer.n_kv_heads,
+                dim,
+                row_bytes: storage.row_bytes(dim) as usize,
+            };
+            let values = (layer.values == Values::Stored).then(|| side(false, v, layer.v_dim));
+            [Some(side(true, k, layer.k_dim)), values]
+        })
+        .flatten()
+        .collect()
+}
+
+/// Neighbouring cells whose rows are neighbours too.
+struct Run {
+    first_row: usize,
+    cells: CellRun,
+}
+
+/// Cuts cells, one per row, into runs of at most `most` rows.
+fn runs(cells: impl Iterator<Item = (usize, u32)>, most: usize) -> Vec<Run> {
+    let mut runs: Vec<Run> = Vec::new();
+    for (row, cell) in cells {
+        match runs.last_mut() {
+            Some(Run { first_row, cells })
+                if cells.end() == cell
+                    && *first_row + cells.len as usize == row
+                    && (cells.len as usize) < most =>
+            {
+                cells.len += 1;
+            }
+            _ => runs.push(Run { first_row: row, cells: CellRun { start: cell, len: 1 } }),
+        }
+    }
+    runs
+}
+
+/// Bytes per transfer: bounds the memory that a copy takes.
+const TRANSFER: usize = 4 << 20;
+
+/// Rows of so many bytes per transfer.
+fn rows_at_once(width: usize) -> usize {
+    (TRANSFER / width.max(1)).clamp(1, 4096)
+}
+
+/// The parts of a block that belong to each side: (side, first byte, bytes).
+fn parts(sides: &[SideSpec], rows: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+    let mut first = 0;
+    sides.iter().enumerate().map(move |(i, side)| {
+        let part = (i, first, rows * side.width());
+        first += part.2;
+        part
+    })
+}
+
+fn wait(transfers: &mut Transfers<'_>, begun: &Transfer) -> Result<HostBlock, DeviceError> {
+    loop {
+        if let Some(done) = transfers.finished(begun) {
+            return done;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// The positions below `before` that a query at the end of `seq` sees, with their cells; by layer group. `None` if there is
+/// no room for such a query.
+fn seen(plan: &StepPlan, before: u32) -> Vec<Vec<(u32, u32)>> {
+    let group = |g: usize| {
+        let reads = &plan.group(GroupId(g as u16)).reads;
+        let mut seen: Vec<(u32, u32)> = Vec::new();
+        for item in &reads.items {
+            let cells = (0..item.run.len).filter(|cell| reads.sees(item, 0, *cell));
+            let one = |cell| (item.first_index + cell, item.run.start + cell);
+            seen.extend(cells.map(one).filter(|(position, _)| *position < before));
+        }
+        seen.sort_unstable();
+        seen
+    };
+    (0..plan.n_groups()).map(group).collect()
+}
+
+impl ModelSession {
+    fn sides_of(&self, group: usize) -> Vec<SideSpec> {
+        let storages = (self.config().k, self.config().v);
+        sides(self.model().layout(), storages, GroupId(group as u16))
+    }
+
+    /// What a query at the end of `seq`, at position `end`, sees. Its step is abandoned.
+    fn seen_at_end(&mut self, seq: SeqId, end: u32) -> Result<Vec<Vec<(u32, u32)>>, Error> {
+        let (cache, plan, _) = self.parts();
+        let spans = [Span::chain(seq, end, 1)];
+        let mut step = Step::begin(cache, &StepRequest { spans: &spans }, plan)?;
+        Ok(seen(step.with_reads(), end))
+    }
+
+    /// Copies the rows that a query at the end of `seq`, at position `end`, sees.
+    pub(super) fn copy_rows(&mut self, seq: SeqId, end: u32) -> Result<Vec<Rows>, Error> {
+        let groups = self.seen_at_end(seq, end)?;
+        let mut all = Vec::new();
+        for (g, seen) in groups.iter().enumerate() {
+            let sides = self.sides_of(g);
+            let width: usize = sides.iter().map(SideSpec::width).sum();
+            let mut rows = Rows {
+                positions: seen.iter().map(|(position, _)| *position).collect(),
+                sides: sides.iter().map(|side| vec![0; seen.len() * side.width()]).collect(),
+            };
+            let (_, _, runner) = self.parts();
+            let mut transfers = runner.transfers();
+            for run in runs(seen.iter().map(|(_, cell)| *cell).enumerate(), rows_at_once(width)) {
+                let n = run.cells.len as usize;
+                let block = HostBlock::new(n * width)?;
+                let begun =
+                    transfers.export(GroupId(g as u16), run.cells, block).map_err(DeviceError::from)?;
+                let block = wait(&mut transfers, &begun)?;
+                for (i, first, len) in parts(&sides, n) {
+                    let at = run.first_row * sides[i].width();
+                    rows.sides[i][at..at + len].copy_from_slice(&block.bytes()[first..first + len]);
+                }
+            }
+            all.push(rows);
+        }
+        Ok(all)
+    }
+
+    /// Extends the empty sequence `seq` by `n` positions whose rows are given. `false` if later queries would see positions
+    /// that are not among the rows; the sequence is then to be cleared. So it is after an `Err`.
+    pub(super) fn place_rows(&mut self, seq: SeqId, n: u32, groups: &[Rows]) -> Result<bool, Error> {
+        let chunk = self.config().max_step_tokens.max(1);
+        for start in (0..n).step_by(chunk as usize) {
+            let len = chunk.min(n - start);
+            self.place_chunk(seq, start, len, groups)?;
+        }
+        let needed = self.seen_at_end(seq, n)?;
+        Ok(needed.iter().zip(groups).all(|(needed, rows)| {
+            needed.iter().all(|(position, _)| rows.positions.binary_search(position).is_ok())
+        }))
+    }
+
+    fn place_chunk(&mut self, seq: SeqId, start: u32, len: u32, groups: &[Rows]) -> Result<(), Error> {
+        let all_sides: Vec<_> = (0..groups.len()).map(|g| self.sides_of(g)).collect();
+        let (cache, plan, runner) = self.parts();
+        let spans = [Span::chain(seq, start, len)];
+        let step = Step::begin(cache, &StepRequest { spans: &spans }, plan)?;
+        let mut transfers = runner.transfers();
+        for (g, (rows, sides)) in groups.iter().zip(&all_sides).enumerate() {
+            let group = GroupId(g as u16);
+            let cells: Vec<u32> =
+                step.plan().group(group).writes.iter().flat_map(|run| run.cells()).collect();
+            let first = rows.positions.partition_point(|position| *position < start);
+            let here = rows.positions[first..].iter().take_while(|position| **position < start + len);
+            let places =
+                here.enumerate().map(|(i, position)| (first + i, cells[(*position - start) as usize]));
+            let width: usize = sides.iter().map(SideSpec::width).sum();
+            for run in runs(places, rows_at_once(width)) {
+                let n = run.cells.len as usize;
+                let mut block = HostBlock::new(n * width)?;
+                for (i, first, len) in parts(sides, n) {
+                    let at = run.first_row * sides[i].width();
+                    block.bytes_mut()[first..first + len].copy_from_slice(&rows.sides[i][at..at + len]);
+                }
+                let begun = transfers.import(group, run.cells, block).map_err(DeviceError::from)?;
+                wait(&mut transfers, &begun)?;
+            }
+        }
+        step.commit();
+        Ok(())
+    }
+}

@@ -1,0 +1,253 @@
+//! The file of a session: safetensors, with a header of its own in the metadata.
+use super::copy::{Rows, SideSpec, sides};
+use super::{Origin, SavedMessage, SavedText};
+use kvist_cache::GroupId;
+use kvist_device::{DType, Layout, Storage};
+use kvist_model::{Error, Fingerprint, hash};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{File, OpenOptions};
+use std::path::{Path, PathBuf};
+
+const FORMAT: &str = "kvist-session";
+const VERSION: u32 = 1;
+/// Keys of the metadata: the header as JSON, and its hash.
+const HEADER: &str = "kvist";
+const HEADER_HASH: &str = "blake3";
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Header {
+    format: String,
+    version: u32,
+    origin: Origin,
+    /// Positions whose K and V were in the cache.
+    stored: u32,
+    messages: Vec<SavedMessage>,
+    /// The BLAKE3 hash of every tensor's bytes.
+    blake3: BTreeMap<String, String>,
+}
+
+fn side_name(side: &SideSpec) -> String {
+    format!("layer.{}.{}", side.layer, if side.keys { "k" } else { "v" })
+}
+
+fn positions_name(group: usize) -> String {
+    format!("group.{group}.positions")
+}
+
+/// Floats are readable as such; packed rows are bytes.
+fn tensor_type(storage: Storage, side: &SideSpec) -> (Dtype, usize) {
+    match storage.dtype {
+        DType::F32 => (Dtype::F32, side.dim as usize),
+        DType::F16 => (Dtype::F16, side.dim as usize),
+        DType::BF16 => (Dtype::BF16, side.dim as usize),
+        DType::Q8 | DType::Q4 | DType::T4 => (Dtype::U8, side.row_bytes),
+    }
+}
+
+fn le_bytes(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_le_bytes()).collect()
+}
+
+/// A tensor to write: name, type, shape, bytes.
+type Named<'a> = (String, Dtype, Vec<usize>, Cow<'a, [u8]>);
+
+/// Writes a session. See [`save`](super::save).
+pub fn write(
+    path: &Path,
+    text: SavedText<'_>,
+    stored: u32,
+    origin: &Origin,
+    layout: &Layout,
+    (k, v): (Storage, Storage),
+    groups: &[Rows],
+) -> Result<(), Error> {
+    let mut tensors: Vec<Named<'_>> = Vec::new();
+    tensors.push(("tokens".into(), Dtype::U32, vec![text.tokens.len()], le_bytes(text.tokens).into()));
+    for (g, rows) in groups.iter().enumerate() {
+        let n = rows.positions.len();
+        tensors.push((positions_name(g), Dtype::U32, vec![n], le_bytes(&rows.positions).into()));
+        for (side, bytes) in sides(layout, (k, v), GroupId(g as u16)).iter().zip(&rows.sides) {
+            let (dtype, row) = tensor_type(if side.keys { k } else { v }, side);
+            tensors.push((side_name(side), dtype, vec![n, side.heads as usize, row], bytes.into()));
+        }
+    }
+    let header = Header {
+        format: FORMAT.into(),
+        version: VERSION,
+        origin: origin.clone(),
+        stored,
+        messages: text.messages.to_vec(),
+        blake3: tensors.iter().map(|(name, _, _, bytes)| (name.clone(), hash(&[bytes]))).collect(),
+    };
+    let bad = |what: String| Error::Malformed { file: path.display().to_string(), what };
+    let header = serde_json::to_string(&header).map_err(|error| bad(error.to_string()))?;
+    let metadata =
+        HashMap::from([(HEADER_HASH.into(), hash(&[header.as_bytes()])), (HEADER.to_string(), header)]);
+    let views: Result<Vec<_>, _> = tensors
+        .iter()
+        .map(|(name, dtype, shape, bytes)| {
+            Ok((name.as_str(), TensorView::new(*dtype, shape.clone(), bytes)?))
+        })
+        .collect();
+    let views = views.map_err(|error: safetensors::SafeTensorError| bad(error.to_string()))?;
+    let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| bad(error.to_string()))?;
+    replace(path, &bytes).map_err(|source| Error::Write { path: path.to_path_buf(), source })
+}
+
+/// Writes a file as a whole or not at all. A new one is readable by its owner alone; one that is there keeps its mode. A link
+/// stays, and what it points to is replaced.
+fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
+    use std::io::Write;
+    let found = std::fs::metadata(path).ok();
+    if found.as_ref().is_some_and(|found| !found.is_file()) {
+        return Err(std::io::Error::other("it is there, and is no regular file"));
+    }
+    let path = if found.is_some() { std::fs::canonicalize(path)? } else { path.to_path_buf() };
+    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let partial = folder.join(format!(".{name}.{}.partial", std::process::id()));
+    let write = || {
+        let mut options = OpenOptions::new();
+        options.write(true).create(true).truncate(true);
+        #[cfg(unix)]
+        std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        let mut file = options.open(&partial)?;
+        if let Some(found) = &found {
+            file.set_permissions(found.permissions())?;
+        }
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        std::fs::rename(&partial, &path)?;
+        // The name is on disk only when the folder is; not every system can sync one.
+        if let Ok(folder) = File::open(folder) {
+            let _ = folder.sync_all();
+        }
+        Ok(())
+    };
+    write().inspect_err(|_| {
+        let _ = std::fs::remove_file(&partial);
+    })
+}
+
+/// A session that was read from a file, and whose bytes are those that were written.
+#[derive(Debug)]
+pub struct SavedSession {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    header: Header,
+    tokens: Vec<u32>,
+}
+
+impl SavedSession {
+    /// Reads a file and compares every hash.
+    ///
+    /// # Errors
+    /// The file cannot be read, is no session, was written by a newer version, is torn or has changed.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let bytes = std::fs::read(path).map_err(|source| Error::Read { path: path.to_path_buf(), source })?;
+        if bytes.is_empty() {
+            return Err(Error::Empty { path: path.to_path_buf() });
+        }
+        let file = path.display().to_string();
+        let bad = |what: String| Error::Malformed { file: file.clone(), what };
+        let broken = |what: &str| bad(format!("{what}: the file is torn or has changed since it was saved"));
+        let none = || bad("no session of kvist: `--save-session` writes one".into());
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|_| none())?;
+        let entries = metadata.metadata().as_ref().ok_or_else(none)?;
+        let (text, expected) = entries.get(HEADER).zip(entries.get(HEADER_HASH)).ok_or_else(none)?;
+        if hash(&[text.as_bytes()]) != *expected {
+            return Err(broken("the header's hash is another one"));
+        }
+        let version = serde_json::from_str::<serde_json::Value>(text).ok();
+        match version.and_then(|header| header.get("version")?.as_u64()) {
+            Some(version) if version > u64::from(VERSION) => {
+                return Err(bad(format!(
+                    "a session of format {version}, and this kvist reads {VERSION}: use a newer kvist"
+                )));
+            }
+            _ => {}
+        }
+        let header: Header =
+            serde_json::from_str(text).map_err(|error| bad(format!("its header: {error}")))?;
+        if header.format != FORMAT {
+            return Err(none());
+        }
+        let tensors = SafeTensors::deserialize(&bytes).map_err(|error| broken(&error.to_string()))?;
+        if tensors.len() != header.blake3.len() {
+            return Err(broken("it has other tensors than its header says"));
+        }
+        for (name, expected) in &header.blake3 {
+            let tensor = tensors.tensor(name).map_err(|_| broken(&format!("it lacks `{name}`")))?;
+            if hash(&[tensor.data()]) != *expected {
+                return Err(broken(&format!("the hash of `{name}` is another one")));
+            }
+        }
+        let tokens = words(&tensors, "tokens").ok_or_else(|| broken("it has no tokens"))?;
+        if (tokens.len() as u64) < u64::from(header.stored) || tokens.is_empty() {
+            return Err(broken("it has fewer tokens than positions"));
+        }
+        Ok(SavedSession { path: path.to_path_buf(), header, tokens, bytes })
+    }
+
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+    /// Positions whose K and V were in the cache: the first so many tokens.
+    pub fn stored(&self) -> u32 {
+        self.header.stored
+    }
+    pub fn messages(&self) -> &[SavedMessage] {
+        &self.header.messages
+    }
+    pub fn origin(&self) -> &Origin {
+        &self.header.origin
+    }
+
+    /// Compares the models alone.
+    ///
+    /// # Errors
+    /// Names the first difference.
+    pub fn check_model(&self, now: &Fingerprint) -> Result<(), Error> {
+        self.header.origin.check_model(&self.path.display().to_string(), now)
+    }
+
+    /// Compares what the session depends on with what is used now.
+    ///
+    /// # Errors
+    /// Names the first difference.
+    pub fn check(&self, now: &Origin) -> Result<(), Error> {
+        self.header.origin.check(&self.path.display().to_string(), now)
+    }
+
+    /// The rows of every layer group. The origin has been checked.
+    pub(super) fn rows(&self, layout: &Layout, storages: (Storage, Storage)) -> Result<Vec<Rows>, Error> {
+        let what = "its tensors do not fit the model";
+        let bad = || Error::Malformed { file: self.path.display().to_string(), what: what.into() };
+        let tensors = SafeTensors::deserialize(&self.bytes).map_err(|_| bad())?;
+        let group = |g: usize| {
+            let positions = words(&tensors, &positions_name(g)).ok_or_else(bad)?;
+            let ascending = positions.is_sorted_by(|a, b| a < b);
+            if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
+                return Err(bad());
+            }
+            let side = |side: &SideSpec| {
+                let bytes = tensors.tensor(&side_name(side)).map_err(|_| bad())?.data();
+                let fits = bytes.len() == positions.len() * side.width();
+                fits.then(|| bytes.to_vec()).ok_or_else(bad)
+            };
+            let sides =
+                sides(layout, storages, GroupId(g as u16)).iter().map(side).collect::<Result<_, Error>>()?;
+            Ok(Rows { positions, sides })
+        };
+        (0..layout.n_groups()).map(group).collect()
+    }
+}
+
+/// A tensor of u32.
+fn words(tensors: &SafeTensors<'_>, name: &str) -> Option<Vec<u32>> {
+    let tensor = tensors.tensor(name).ok().filter(|tensor| tensor.dtype() == Dtype::U32)?;
+    Some(tensor.data().as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+}

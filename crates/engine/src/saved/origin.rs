@@ -1,0 +1,121 @@
+//! What K and V depend on.
+use crate::memory::CacheConfig;
+use kvist_model::config::ModelConfig;
+use kvist_model::weights::WeightFormat;
+use kvist_model::{Error, Fingerprint, hash};
+use serde::{Deserialize, Serialize};
+
+/// What K and V of a text depend on, except for the machine: another instruction set, device or version of kvist may compute
+/// other last bits, and so may other chunks without `--deterministic`. What is stored fits either way.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Origin {
+    pub model: Fingerprint,
+    /// How the weights are computed with: as stored, or converted.
+    pub weights: String,
+    /// The hash of the frequencies of RoPE. Those of some models depend on the context.
+    pub rope: String,
+    pub cache: CacheOrigin,
+}
+
+/// The part of a cache's policy that K and V depend on, or what of them is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CacheOrigin {
+    pub k: String,
+    pub v: String,
+    /// Newest tokens that packed storages also keep in f16; 0 for others.
+    pub recent: u32,
+    /// Of each layer group: the positions that a query sees, if it does not see all, and the first positions, which stay
+    /// visible.
+    pub groups: Vec<(Option<u32>, u32)>,
+}
+
+impl Origin {
+    pub fn new(
+        model: Fingerprint,
+        format: WeightFormat,
+        config: &CacheConfig,
+        architecture: &ModelConfig,
+    ) -> Self {
+        let groups = config.groups(architecture);
+        let cache = CacheOrigin {
+            k: config.k.to_string(),
+            v: config.v.to_string(),
+            recent: config.recent.of_storages(config.k, config.v).tokens,
+            groups: groups.iter().map(|group| (group.visibility.window, group.visibility.sinks)).collect(),
+        };
+        let frequencies = architecture.ropes.iter().flat_map(|rope| rope.inv_freq(config.context_tokens));
+        let frequencies: Vec<u8> = frequencies.flat_map(f32::to_le_bytes).collect();
+        Origin { model, weights: format.to_string(), rope: hash(&[&frequencies]), cache }
+    }
+
+    /// Compares the models alone, before anything is known of the cache.
+    ///
+    /// # Errors
+    /// As [`check`](Self::check).
+    pub fn check_model(&self, file: &str, now: &Fingerprint) -> Result<(), Error> {
+        let same_cache = Origin { model: now.clone(), ..self.clone() };
+        self.check(file, &same_cache)
+    }
+
+    /// Compares with what is used now.
+    ///
+    /// # Errors
+    /// Names the first difference, with both values.
+    pub fn check(&self, file: &str, now: &Origin) -> Result<(), Error> {
+        let differs = |what: &str, saved: &str, now: &str, try_: &str| {
+            Err(Error::Malformed {
+                file: file.into(),
+                what: format!("the session was saved with {what} {saved}, and now it is {now}: {try_}"),
+            })
+        };
+        let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_string() + "…";
+        let hashes = [
+            (
+                "weights of hash",
+                &self.model.weights,
+                &now.model.weights,
+                "give the model that it was saved with",
+            ),
+            (
+                "a tokenizer of hash",
+                &self.model.tokenizer,
+                &now.model.tokenizer,
+                "give the model that it was saved with",
+            ),
+            (
+                "an architecture of hash",
+                &self.model.config,
+                &now.model.config,
+                "give the config.json that it was saved with (RoPE and the like), and the same version of kvist",
+            ),
+        ];
+        let rope =
+            ("frequencies of RoPE of hash", &self.rope, &now.rope, "they depend on --context: give the same");
+        for (what, saved, now, advice) in hashes.into_iter().chain([rope]) {
+            if saved != now {
+                return differs(what, &short(saved), &short(now), advice);
+            }
+        }
+        let settings = [
+            ("--weights", &self.weights, &now.weights),
+            ("--kv", &self.cache.k, &now.cache.k),
+            ("--kv-v", &self.cache.v, &now.cache.v),
+            ("--kv-recent", &self.cache.recent.to_string(), &now.cache.recent.to_string()),
+        ];
+        for (what, saved, now) in settings {
+            if saved != now {
+                return differs(what, saved, now, &format!("use {what} {saved}"));
+            }
+        }
+        if self.cache.groups != now.cache.groups {
+            let (saved, now) = (format!("{:?}", self.cache.groups), format!("{:?}", now.cache.groups));
+            return differs(
+                "--window and --sinks by layer group",
+                &saved,
+                &now,
+                "give the same --window and --sinks",
+            );
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,66 @@
+//! Memory of the device comes back, and what does not fit is refused.
+use super::super::common::*;
+use super::super::{device_of_its_own, place};
+use super::{KINDS, load_on, on};
+use kvist_cache::SeqId;
+use kvist_device::*;
+use kvist_engine::memory::{CacheConfig, MemoryPlan};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_model::{ModelFile, Opened};
+
+/// A thousand sessions, opened, used and closed: memory is where it was, by the budget and by the driver's own report.
+#[test]
+fn a_thousand_sessions_leave_nothing_behind() {
+    let Some(device) = device_of_its_own() else { return };
+    let file = ModelFile::Path(fixtures("parity/llama-shared-kv"));
+    let registry = place(&device).registry();
+    let budget = MemoryBudget::new(1 << 30);
+    let model = load_on(&device, &file, &budget);
+    let open = |i: u32| {
+        let storage = [Storage::F16, Storage::Q8, Storage::T4][i as usize % 3];
+        let config = CacheConfig { k: storage, v: storage, ..on(exact(KINDS[i as usize % 5], 24, 4)) };
+        let mut session = ModelSession::new(&model, &registry, &config).unwrap();
+        session.forward(&[SequenceInput::chain(SeqId::ONLY, &[i % 40 + 3])], LogitRows::None).unwrap();
+    };
+    // The first sessions compile kernels, and the driver keeps some memory for later.
+    (0..15).for_each(open);
+    let before = (budget.usage(), device.allocated_bytes());
+    let mut most = 0;
+    for i in 0..1000 {
+        open(i);
+        most = most.max(device.allocated_bytes().unwrap_or(0));
+    }
+    assert_eq!((budget.usage(), device.allocated_bytes()), before);
+    // Closed sessions do not pile up in between either.
+    if let Some(bytes) = before.1 {
+        assert!(most < bytes + (16 << 20), "{most} bytes at most, {bytes} before");
+    } else {
+        println!("the driver reports no bytes");
+    }
+}
+
+/// What does not fit is refused before anything is allocated, with tokens, bytes and the device.
+#[test]
+fn a_session_that_does_not_fit_is_refused_by_name() {
+    let Some(device) = device_of_its_own() else { return };
+    let file = ModelFile::Path(fixtures("parity/llama-shared-kv"));
+    let registry = place(&device).registry();
+    let opened = Opened::open_without_texts(&file, true).unwrap();
+    let budget = MemoryBudget::new(6 << 20);
+    let config = on(exact("contiguous", 1 << 20, 8));
+    // A first model: the driver keeps some memory of its upload for later.
+    drop(load_on(&device, &file, &budget));
+    let before = device.allocated_bytes();
+    let error = MemoryPlan::admit(&opened, texts().format, &registry, &config, 1, &budget).unwrap_err();
+    let text = error.to_string();
+    for part in ["1048576 tokens", "needs", "MiB", "on ", device.adapter(), "--context"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    // Without an admission the session itself refuses, and leaves nothing.
+    let model = load_on(&device, &file, &budget);
+    let loaded = (budget.usage(), device.allocated_bytes());
+    assert!(ModelSession::new(&model, &registry, &config).is_err());
+    assert_eq!((budget.usage(), device.allocated_bytes()), loaded);
+    drop(model);
+    assert_eq!(device.allocated_bytes(), before);
+}

@@ -1,0 +1,219 @@
+//! Sessions in files: a resumed session goes on to the bit as if nothing had happened, or is refused.
+mod common;
+use common::*;
+use kvist_cache::SeqId;
+use kvist_device::Storage;
+use kvist_engine::Error;
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::saved::{Origin, SavedMessage, SavedSession, SavedText, resume, save};
+use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+use kvist_model::weights::WeightFormat;
+use kvist_model::{Model, ModelFile, Opened};
+use kvist_testing::SplitMix64;
+use std::path::Path;
+use std::sync::Arc;
+
+const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
+const STORAGES: [&str; 6] = ["f32", "f16", "bf16", "q8", "q4", "t4"];
+const CONTEXT: u32 = 256;
+
+struct Rig {
+    model: Arc<Model>,
+    opened: Opened,
+}
+
+impl Rig {
+    fn new() -> Rig {
+        let model = load(ModelFile::Embedded).unwrap();
+        Rig { model, opened: Opened::open(&ModelFile::Embedded, true).unwrap() }
+    }
+    fn config(&self, kind: &str, storage: &str, chunk: u32) -> CacheConfig {
+        let storage: Storage = storage.parse().unwrap();
+        // A ring needs a window. This one forgets.
+        let window = (kind == "ring").then_some(64);
+        CacheConfig { k: storage, v: storage, window, max_rows: 1, ..exact(kind, CONTEXT, chunk) }
+    }
+    fn origin(&self, config: &CacheConfig) -> Origin {
+        let fingerprint = self.opened.fingerprint().unwrap();
+        Origin::new(fingerprint, WeightFormat::AsStored, config, self.model.config())
+    }
+}
+
+/// Tokens of a text that is longer than the ring's window.
+fn text(n: usize) -> Vec<u32> {
+    let mut random = SplitMix64(3);
+    (0..n).map(|_| random.below(4000)).collect()
+}
+
+fn feed(session: &mut ModelSession, tokens: &[u32]) -> Vec<u32> {
+    session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
+    session.logits().iter().map(|x| x.to_bits()).collect()
+}
+
+/// The bits of the logits of all `more` tokens, one after the other.
+fn go_on(session: &mut ModelSession, more: &[u32]) -> Vec<Vec<u32>> {
+    let one = |token: &u32| {
+        session.forward(&[SequenceInput::chain(SeqId::ONLY, &[*token])], LogitRows::LastOfEach).unwrap();
+        session.logits().iter().map(|x| x.to_bits()).collect()
+    };
+    more.iter().map(one).collect()
+}
+
+fn saved_at(rig: &Rig, config: &CacheConfig, tokens: &[u32], stored: usize, path: &Path) -> ModelSession {
+    let mut session = session(&rig.model, config);
+    feed(&mut session, &tokens[..stored]);
+    let messages = [SavedMessage { role: "user".into(), content: "hello".into() }];
+    let text = SavedText { tokens, messages: &messages };
+    save(&mut session, SeqId::ONLY, text, &rig.origin(config), path).unwrap();
+    session
+}
+
+#[test]
+fn a_resumed_session_goes_on_to_the_bit() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    let tokens = text(117);
+    let (all, more) = tokens.split_at(101);
+    for (i, kind) in KINDS.iter().enumerate() {
+        for storage in STORAGES {
+            let config = rig.config(kind, storage, 32);
+            let mut before = saved_at(&rig, &config, all, 100, &path);
+            let expected = go_on(&mut before, &[&all[100..], more].concat());
+            let saved = SavedSession::open(&path).unwrap();
+            assert_eq!((saved.tokens(), saved.stored(), saved.messages().len()), (all, 100, 1));
+            // Another chunk, and where the window is the same another kind.
+            let chunk = [1, 7, 32][i % 3];
+            let other = if *kind == "ring" { kind } else { ["cells", "tree", "paged", "contiguous"][i % 4] };
+            for kind in [*kind, other] {
+                let config = rig.config(kind, storage, chunk);
+                let mut after = session(&rig.model, &config);
+                let n = resume(&mut after, SeqId::ONLY, &saved, &rig.origin(&config), usize::MAX).unwrap();
+                let packed = ["q8", "q4", "t4"].contains(&storage);
+                // A packed ring no longer has what the queries of the last recent group see.
+                let expected_n = match (packed, kind) {
+                    (true, "ring") => 0,
+                    (true, _) => 96,
+                    _ => 100,
+                };
+                assert_eq!(n, expected_n, "{kind} {storage}");
+                if n == 0 {
+                    assert_eq!(after.cache().next_position(SeqId::ONLY), Some(0));
+                    continue;
+                }
+                if n < 100 {
+                    // In the chunks of the session that was never saved, because packed caches depend on them.
+                    feed(&mut after, &all[n..100]);
+                }
+                assert_eq!(go_on(&mut after, &[&all[100..], more].concat()), expected, "{kind} {storage}");
+            }
+        }
+    }
+}
+
+#[test]
+fn less_is_resumed_if_less_is_wanted() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    let tokens = text(60);
+    let config = rig.config("cells", "f16", 16);
+    saved_at(&rig, &config, &tokens, 60, &path);
+    let saved = SavedSession::open(&path).unwrap();
+    for (most, expected) in [(60, 59), (59, 59), (31, 31), (0, 0)] {
+        let mut resumed = session(&rig.model, &config);
+        let n = resume(&mut resumed, SeqId::ONLY, &saved, &rig.origin(&config), most).unwrap();
+        assert_eq!(n, expected);
+        let mut fresh = session(&rig.model, &config);
+        assert_eq!(feed(&mut resumed, &tokens[n..]), feed(&mut fresh, &tokens));
+    }
+}
+
+type Change = fn(&mut Origin);
+
+#[test]
+fn another_origin_is_refused_by_name() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    let config = rig.config("cells", "f16", 16);
+    saved_at(&rig, &config, &text(40), 40, &path);
+    let saved = SavedSession::open(&path).unwrap();
+    let origin = rig.origin(&config);
+    let refused = |origin: &Origin| match saved.check(origin) {
+        Err(Error::Malformed { what, .. }) => what,
+        other => panic!("{other:?}"),
+    };
+    let changed = |change: Change| {
+        let mut origin = origin.clone();
+        change(&mut origin);
+        origin
+    };
+    let cases: [(Change, &str); 9] = [
+        (|origin| origin.model.weights = "0".repeat(64), "weights"),
+        (|origin| origin.model.tokenizer = "0".repeat(64), "tokenizer"),
+        (|origin| origin.model.config = "0".repeat(64), "RoPE"),
+        (|origin| origin.rope = "0".repeat(64), "--context"),
+        (|origin| origin.weights = "f32".into(), "--weights"),
+        (|origin| origin.cache.k = "q8".into(), "--kv f16"),
+        (|origin| origin.cache.v = "q8".into(), "--kv-v f16"),
+        (|origin| origin.cache.recent = 64, "--kv-recent"),
+        (|origin| origin.cache.groups = vec![(Some(9), 4)], "--window"),
+    ];
+    for (change, name) in cases {
+        let what = refused(&changed(change));
+        assert!(what.contains(name), "{what}");
+        let mut session = session(&rig.model, &config);
+        assert!(resume(&mut session, SeqId::ONLY, &saved, &changed(change), 9).is_err());
+        assert_eq!(session.cache().next_position(SeqId::ONLY), Some(0));
+    }
+    saved.check(&origin).unwrap();
+}
+
+/// Every changed bit and every cut is refused: nothing of the file is reused, and nothing panics.
+#[test]
+fn changed_and_torn_files_are_refused() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    let config = rig.config("paged", "q8", 16);
+    saved_at(&rig, &config, &text(20), 20, &path);
+    let whole = std::fs::read(&path).unwrap();
+    let mut random =
+        SplitMix64(std::env::var("KVIST_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(1));
+    let flips: u32 = std::env::var("KVIST_FLIPS").ok().and_then(|n| n.parse().ok()).unwrap_or(400);
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    for i in 0..flips {
+        let mut bytes = whole.clone();
+        // Every other flip is in the header, which is small.
+        let end = if i % 2 == 0 { header } else { bytes.len() };
+        let at = random.below(end as u32) as usize;
+        bytes[at] ^= 1 << random.below(8);
+        std::fs::write(&path, &bytes).unwrap();
+        if let Ok(saved) = SavedSession::open(&path) {
+            panic!("byte {at} was changed, and {} tokens were read", saved.tokens().len());
+        }
+        std::fs::write(&path, &whole[..random.below(whole.len() as u32) as usize]).unwrap();
+        assert!(SavedSession::open(&path).is_err(), "a torn file");
+    }
+    std::fs::write(&path, &whole).unwrap();
+    SavedSession::open(&path).unwrap();
+}
+
+#[test]
+fn a_failed_save_leaves_the_file_as_it_was() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    let config = rig.config("cells", "f16", 16);
+    let tokens = text(20);
+    let mut session = saved_at(&rig, &config, &tokens, 20, &path);
+    let before = std::fs::read(&path).unwrap();
+    // More positions than tokens.
+    let text = SavedText { tokens: &tokens[..9], messages: &[] };
+    assert!(matches!(
+        save(&mut session, SeqId::ONLY, text, &rig.origin(&config), &path),
+        Err(Error::Usage(_))
+    ));
+    let text = SavedText { tokens: &tokens, messages: &[] };
+    let nowhere = folder.path().join("no/such/folder/s.kvs");
+    let failed = save(&mut session, SeqId::ONLY, text, &rig.origin(&config), &nowhere);
+    assert!(matches!(failed, Err(Error::Write { .. })));
+    assert_eq!(std::fs::read(&path).unwrap(), before);
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1, "no partial file is left");
+}
