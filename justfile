@@ -20,6 +20,37 @@ test:
 
 deny:
     cargo deny --all-features check bans licenses sources
+    cargo deny --manifest-path crates/capi/Cargo.toml --all-features check bans licenses sources
+    cargo deny --manifest-path crates/python/Cargo.toml --all-features check bans licenses sources
+
+# The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Builds wgpu first, for minutes.
+wgpu:
+    cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine --features wgpu --test wgpu
+
+# The device over CUDA, without a GPU: compiles every kernel with NVRTC from PyPI (60 MB, kept in target/), then emulates them.
+cuda:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    source bench/gpu/nvrtc.sh
+    features=kvist-engine/cuda-experimental,kvist/cuda-experimental
+    cargo clippy -p kvist-cuda -p kvist-engine -p kvist --features $features --all-targets -- -D warnings
+    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-cuda
+    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda-experimental --test cuda
+
+# The emulated kernels under AddressSanitizer and UndefinedBehaviorSanitizer: every access, shared memory included.
+cuda-asan:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    export KVIST_REQUIRE_CUDA=1 KVIST_CXXFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -g1"
+    # Rust's own allocations are not leaks of the kernels.
+    export ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libubsan.so)"
+    cargo_without() { env -u LD_PRELOAD cargo "$@"; }
+    for test in operations conformance; do
+        program=$(cargo_without test -p kvist-cuda --test $test --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
+        (cd crates/cuda && "$program")
+    done
 
 # The library for C: lints, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
 c:
@@ -39,9 +70,13 @@ c-asan:
     cd crates/capi
     KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --test c
 # kvist's caches in ExecuTorch: builds the library against the wheel in a virtual environment ($EXECUTORCH_PYTHON, or one that is
-# made, 1 GB with torch), then exports small models and runs them.
+# made, 6 GB with PyPI's torch), then exports small models and runs them.
 executorch *args:
     crates/executorch/test.sh {{args}}
+
+# Decode steps in ExecuTorch, with kvist's caches and with its own, in turns. `just bench-executorch --contexts 4096`.
+bench-executorch *args:
+    bench/executorch/run.sh {{args}}
 
 # More random operations than CI runs, per kind of cache; a failure prints its seed.
 soak ops="10000000":
@@ -67,6 +102,9 @@ rivals *args:
 # Speculation beside llama.cpp's own, in turns, after `just rivals`: `just rivals-speculate --model FILE.gguf --text FILE`.
 rivals-speculate *args:
     bench/rivals/speculate.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
+# What drafters gain beside plain decoding: `just bench-speculate MODEL.gguf`.
+bench-speculate *args:
+    bench/speculate.sh {{args}}
 # How far off the simulator is: step costs of this machine, then a load served for real and simulated. Leave the machine alone meanwhile.
 predict *args:
     bench/predict.sh {{args}}
@@ -98,6 +136,9 @@ python *args:
 # The same package with torch and transformers, whose cache and attention it replaces. Fetches them from PyPI (some hundred MB).
 python-transformers *args:
     crates/python/test.sh --transformers {{args}}
+# Decoding in transformers with kvist's cache and attention beside without, in turns; makes an environment with torch in bench/target.
+bench-python *args:
+    bench/python/run.sh {{args}}
 # The wheels of a release: Linux x86-64 and aarch64, into target/wheels. Needs rustup and Python; zig comes from PyPI.
 python-release *args:
     crates/python/release.sh {{args}}

@@ -6,9 +6,11 @@ python=$1 out=$2
 wheel=$("$python" -c 'import importlib.util; print(importlib.util.find_spec("executorch").submodule_search_locations[0])')
 target=${CARGO_TARGET_DIR:-$here/../capi/target}
 profile=${KVIST_PROFILE:-release}
-cargo build --manifest-path "$here/../capi/Cargo.toml" $([[ $profile == release ]] && echo --release)
+cargo build --manifest-path "$here/../capi/Cargo.toml" --profile "$profile"
 mkdir -p "$out"
-cp "$target/$profile/libkvist.so" "$out/"
+folder=$profile
+[[ $profile == dev ]] && folder=debug # where cargo puts the profile dev
+cp "$target/$folder/libkvist.so" "$out/"
 flags=(-std=c++17 -O2 -fPIC -Wall -Wextra -Wno-unused-parameter -DC10_USING_CUSTOM_GENERATED_MACROS -DET_EVENT_TRACER_ENABLED
     -I "$here/cpp" -I "$here/../capi/include" -isystem "$wheel/include"
     -isystem "$wheel/include/executorch/runtime/core/portable_type/c10")

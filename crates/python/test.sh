@@ -12,7 +12,7 @@ packages=()
 case $mode in
     --notebook) packages=(pandas nbclient ipykernel) && shift ;;
     --transformers)
-        packages=('transformers>=5.20,<6' torch) && shift && set -- -k transformers "$@"
+        packages=('transformers>=5.20,<6' torch) && shift && set -- -k "transformers or torch" "$@"
         ;;
 esac
 "$python" -m venv "$work/venv"

@@ -212,6 +212,9 @@ typedef struct kvist_cache_options {
   uint32_t threads;
   // Bytes that K, V and scratch may take; 0 is no limit.
   uint64_t memory_bytes;
+  // Tokens by which the memory of K and V grows at least, up to the capacity: a power of two (others are rounded up), 256 or
+  // more; 0 is 256. With the backend "cpu" only.
+  uint32_t min_chunk_tokens;
 } kvist_cache_options;
 
 // How full a layer group is.

@@ -111,7 +111,8 @@ fn status_of(error: &Error) -> kvist_status {
         Error::Step(error) => status_of_step(error),
         Error::Build(error) => status_of_build(error),
         Error::Halted => KVIST_STOPPED,
-        Error::Sampling(_)
+        Error::Write { .. }
+        | Error::Sampling(_)
         | Error::TokenOutsideVocabulary { .. }
         | Error::EmptyPrompt
         | Error::Paged(_)

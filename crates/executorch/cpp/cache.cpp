@@ -29,7 +29,7 @@ std::string storage(const CacheConfig& c) {
 void check_config(const CacheConfig& c) {
   if (c.capacity <= 0 || c.n_layers <= 0 || c.n_kv_heads <= 0 || c.head_dim <= 0)
     fail("capacity, n_layers, n_kv_heads and head_dim must be positive");
-  if (c.min_chunk > 256) fail("min_chunk is " + std::to_string(c.min_chunk) + ": kvist's pools grow from 256 cells on");
+  if (c.min_chunk < 0) fail("min_chunk is " + std::to_string(c.min_chunk) + ": it is a number of tokens");
   if (c.windows.size() > 1 && c.windows.size() != size_t(c.n_layers)) fail("windows has one entry, one per layer, or none");
   for (int window : c.windows)
     if (window < 0) fail("a window is negative");
@@ -110,6 +110,7 @@ void Steps::open(int n_heads) {
   options.n_heads = uint32_t(n_heads);
   options.max_step_tokens = uint32_t(config_.max_step_tokens);
   options.threads = uint32_t(config_.threads);
+  options.min_chunk_tokens = uint32_t(config_.min_chunk);
   check(kvist_cache_new(&options, &cache_));
   n_heads_ = n_heads;
 }

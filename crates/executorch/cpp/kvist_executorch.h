@@ -19,10 +19,6 @@
 #include <executorch/runtime/core/portable_type/scalar_type.h>
 
 namespace executorch {
-namespace runtime {
-class MethodMeta;
-} // namespace runtime
-
 namespace cache {
 
 using ScalarType = ::executorch::runtime::etensor::ScalarType;
@@ -36,9 +32,9 @@ struct ModelCacheParams {
 struct CacheConfig {
   int capacity = 0; // tokens over all sequences; memory follows the tokens held, this is its bound
   int n_layers = 0, n_kv_heads = 0, head_dim = 0;
-  // Tokens that the pools grow by at least. kvist's grow from 256 cells by doubling, so a smaller number changes nothing, and a
-  // larger one is refused.
-  int min_chunk = 256;
+  // Tokens by which the pools grow at least, up to the capacity. kvist doubles them, so this is the size of the first allocation:
+  // a power of two (others are rounded up), 256 or more.
+  int min_chunk = 512;
   // Float, Half or BFloat16 store K and V as they are; Byte stores codes of `bits` bits that share a scale per `group_size`.
   ScalarType kv_dtype = ScalarType::Half;
   int group_size = 64, bits = 4; // groups of 32 or 64, of 8 or 4 bits
@@ -52,7 +48,7 @@ CacheConfig make_config(
     const ModelCacheParams& model,
     int capacity,
     ScalarType kv_dtype = ScalarType::Half,
-    int min_chunk = 256);
+    int min_chunk = 512);
 
 // What every cache shows to the loop that generates.
 class Cache {
@@ -164,9 +160,18 @@ CacheSession<Face> make_session(const std::string& backend_id, const std::string
 }
 
 // Reads `kv_cache.{schema_version,n_layers,n_kv_heads,head_dim}` of a program: `constant(name)` gives the value of a constant
-// method. Throws for another schema version. With an extension::Module:
-//     read_kv_cache_metadata([&](const char* name) { return module.get(name)->toInt(); })
+// method. Throws for another schema version.
 ModelCacheParams read_kv_cache_metadata(const std::function<int64_t(const char*)>& constant);
+
+// The same of an extension::Module, whose constants are methods without inputs. Throws if the program lacks one.
+template <class Module>
+auto read_kv_cache_metadata(Module& module) -> decltype(module.get(std::string())->toInt(), ModelCacheParams()) {
+  return read_kv_cache_metadata([&module](const char* name) {
+    auto value = module.get(name);
+    if (!value.ok()) throw std::runtime_error(std::string("the program has no ") + name + ": it was not exported for kvcache::update_and_attend");
+    return value->toInt();
+  });
+}
 
 } // namespace cache
 } // namespace executorch

@@ -51,11 +51,7 @@ void kvist_et_program_free(Program* program) { delete program; }
 // Writes n_layers, n_kv_heads and head_dim.
 long kvist_et_program_params(Program* program, int32_t* params) {
   return guarded([&] {
-    auto read = read_kv_cache_metadata([&](const char* name) {
-      auto value = program->module.get(name);
-      if (!value.ok()) throw std::runtime_error(std::string("the program has no ") + name);
-      return value->toInt();
-    });
+    auto read = read_kv_cache_metadata(program->module);
     params[0] = read.n_layers, params[1] = read.n_kv_heads, params[2] = read.head_dim;
     return 0L;
   });

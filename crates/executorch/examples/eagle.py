@@ -8,17 +8,14 @@ path is given to it again, in one execution with the target's features."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import List, Tuple
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-import kvist.executorch as ke  # noqa: E402
-from kvist.executorch.op import update_and_attend  # noqa: E402
+import kvist.executorch as ke
+from kvist.executorch.op import update_and_attend
 
 HIDDEN, VOCAB, HEADS, DIM = 64, 97, 4, 16
 DEPTH, WIDTH = 3, 2

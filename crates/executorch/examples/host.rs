@@ -72,7 +72,7 @@ impl Program {
             n_layers,
             n_kv_heads,
             head_dim,
-            min_chunk: 256,
+            min_chunk: 512,
             kv_dtype: if q8 { 0 } else { 6 }, // Byte: codes; Float
             group_size: 32,
             bits: 8,

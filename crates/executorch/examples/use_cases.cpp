@@ -52,12 +52,7 @@ static std::vector<int64_t> step(Module& module, const Session& session, Batch b
 int main(int argc, char** argv) try {
   expect(argc == 2, "usage: use_cases model.pte");
   Module module(argv[1]);
-  auto params = read_kv_cache_metadata([&](const char* name) {
-    auto value = module.get(name);
-    if (!value.ok()) throw std::runtime_error(std::string("the program has no ") + name);
-    return value->toInt();
-  });
-  auto config = make_config(params, /*capacity=*/128, ScalarType::Float);
+  auto config = make_config(read_kv_cache_metadata(module), /*capacity=*/128, ScalarType::Float);
   std::vector<int64_t> prompt = {5, 17, 3, 88, 41, 9};
   int end = int(prompt.size());
 

@@ -1,11 +1,8 @@
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 
 def model(**more):

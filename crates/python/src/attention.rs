@@ -4,9 +4,13 @@ use crate::errors::{Class, argument, engine, refused};
 use crate::ffi::{Read, Write};
 use crate::wait::exclusive;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::{GroupId, LayerId, Refused, SeqId, Span, StepRequest};
-use kvist_device::{AttendRows, BuildError, LayerSpec, Layout, MemoryBudget, PoolSpec, Session, StepError};
+use kvist_cache::{GroupId, LayerId, PlannedSpan, Refused, SeqId, Span, StepRequest};
+use kvist_device::{
+    AttendRows, BuildError, LayerSpec, Layout, MemoryBudget, PoolSpec, Session, SessionStep, Side, StepError,
+};
 use kvist_engine::{Error, devices};
+use numpy::PyReadwriteArray4;
+use numpy::ndarray::{ArrayViewMut4, Axis, s};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::{Mutex, MutexGuard};
@@ -22,6 +26,8 @@ use std::sync::{Mutex, MutexGuard};
 #[pyclass(frozen, module = "kvist._native")]
 pub struct Attention {
     session: Mutex<Session>,
+    /// Of each layer.
+    groups: Vec<GroupId>,
 }
 
 fn step_error(error: StepError) -> PyErr {
@@ -34,6 +40,10 @@ impl Attention {
     fn session(&self) -> PyResult<MutexGuard<'_, Session>> {
         exclusive("cache", &self.session)
     }
+    fn group(&self, layer: LayerId) -> PyResult<GroupId> {
+        let group = self.groups.get(usize::from(layer.0)).copied();
+        group.ok_or_else(|| argument(format!("layer {} of {}", layer.0, self.groups.len())))
+    }
     /// Changes the sequences. A step in flight is abandoned.
     fn sequences<T>(
         &self,
@@ -44,6 +54,51 @@ impl Attention {
         let mut sequences =
             sequences.ok_or_else(|| argument("this kind of cache holds one sequence: use cells"))?;
         change(&mut sequences).map_err(|why| refused(&why))
+    }
+}
+
+/// Decodes the tokens that precede a step into `past`: `[spans, tokens, heads, dim]`, of each span's sequence the last ones.
+fn read_past(
+    step: &SessionStep<'_>,
+    group: GroupId,
+    layer: LayerId,
+    side: Side,
+    past: &mut ArrayViewMut4<'_, f32>,
+) -> PyResult<()> {
+    let plan = step.plan();
+    let (spans, wanted) = (past.len_of(Axis(0)), past.len_of(Axis(1)));
+    if spans != plan.spans().len() {
+        let steps = plan.spans().len();
+        return Err(argument(format!("arrays for {spans} sequences, and the step has {steps}")));
+    }
+    let mut filled = vec![0; spans];
+    let reads = &plan.group(group).reads;
+    // The reads of a span's first token are the tokens before it that are visible, and itself.
+    for item in &reads.items {
+        for query in 0..item.n_queries {
+            let token = reads.order[(item.first_query + query) as usize];
+            let first = |span: &PlannedSpan| span.first_token == token;
+            let Some(row) = plan.spans().iter().position(first) else { continue };
+            let start = plan.spans()[row].start as usize;
+            for cell in reads.span_of(item, query).filter(|cell| reads.sees(item, query, *cell)) {
+                let position = (item.first_index + cell) as usize;
+                let Some(at) = (position + wanted).checked_sub(start) else { continue };
+                if position >= start {
+                    continue;
+                }
+                filled[row] += 1;
+                let mut token = past.slice_mut(s![row, at, .., ..]);
+                for (head, mut out) in (0..).zip(token.outer_iter_mut()) {
+                    let out = out.as_slice_mut().ok_or_else(|| argument("rows that are not contiguous"))?;
+                    let read = step.pools().inspect(layer, side, head, item.run.start + cell, out);
+                    read.map_err(|error| engine(Error::from(error)))?;
+                }
+            }
+        }
+    }
+    match filled.iter().all(|filled| *filled == wanted) {
+        true => Ok(()),
+        false => Err(argument(format!("{wanted} tokens before the step, and the layer sees {filled:?}"))),
     }
 }
 
@@ -82,6 +137,7 @@ impl Attention {
         if groups.is_empty() {
             return Err(argument("`layers` is empty"));
         }
+        let groups_of: Vec<GroupId> = specs.iter().map(|spec| spec.group).collect();
         let layout = Layout { n_heads, layers: specs };
         let spec = PoolSpec { max_step_tokens, ..config.pool_spec(&layout, &MemoryBudget::unlimited()) };
         let session = py.detach(|| devices::all().session(&config.backend, kind, &groups, &spec));
@@ -89,7 +145,7 @@ impl Attention {
         if let Some(mut rewinds) = session.cache.rewinds() {
             rewinds.rewind(0).map_err(|why| refused(&why))?; // the only sequence is there, and empty
         }
-        Ok(Attention { session: Mutex::new(session) })
+        Ok(Attention { session: Mutex::new(session), groups: groups_of })
     }
 
     /// Makes an empty sequence.
@@ -168,6 +224,31 @@ impl Attention {
             let mut session = self.session()?;
             let mut step = session.resume().ok_or_else(|| Class::Busy.with(NO_STEP))?;
             step.attend_rows(call).map_err(|error| engine(Error::from(error)))
+        })
+    }
+
+    /// Runs a layer of the step without attention, for models that attend themselves: writes `k` and `v`, and fills `past_k`
+    /// and `past_v` with what the layer held before the step, decoded. `past` arrays are float32 `[spans, tokens, heads,
+    /// dim]`: of each sequence its last tokens before the step. On an error the layer has not run.
+    fn store(
+        &self,
+        py: Python<'_>,
+        layer: u16,
+        k: Read<'_>,
+        v: Read<'_>,
+        mut past_k: PyReadwriteArray4<'_, f32>,
+        mut past_v: PyReadwriteArray4<'_, f32>,
+    ) -> PyResult<()> {
+        let (k, v) = (k.rows()?, v.rows()?);
+        let (mut past_k, mut past_v) = (past_k.as_array_mut(), past_v.as_array_mut());
+        py.detach(|| {
+            let mut session = self.session()?;
+            let mut step = session.resume().ok_or_else(|| Class::Busy.with(NO_STEP))?;
+            let layer = LayerId(layer);
+            for (side, past) in [(Side::K, &mut past_k), (Side::V, &mut past_v)] {
+                read_past(&step, self.group(layer)?, layer, side, past)?;
+            }
+            step.store_rows(layer, k, v).map_err(|error| engine(Error::from(error)))
         })
     }
 

@@ -45,7 +45,7 @@ impl Class {
             Class::Busy,
             Class::Model,
         ];
-        let text = text.into();
+        let text = keyword_arguments(&text.into());
         Python::attach(|py| {
             let classes = CLASSES.get_or_try_init(py, || {
                 let module = py.import("kvist._errors")?;
@@ -59,6 +59,37 @@ impl Class {
             }
         })
     }
+}
+
+/// The text with keyword arguments for the flags of the program: "give --max-batch 4" is "give `max_batch` 4" here.
+/// Only a flag at the beginning of a word counts, so paths stay as they are. What is quoted gets no quotes of its own, and
+/// commands in backticks are left alone.
+pub fn keyword_arguments(text: &str) -> String {
+    let mut done = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(at) = rest.find("--") {
+        let (before, flag) = (&rest[..at], &rest[at + 2..]);
+        done.push_str(before);
+        let length = flag
+            .find(|c: char| !c.is_ascii_lowercase() && !c.is_ascii_digit() && c != '-')
+            .unwrap_or(flag.len());
+        let name = flag[..length].replace('-', "_");
+        let in_command = done.matches('`').count() % 2 == 1;
+        let previous = done.chars().next_back();
+        let begins = previous.is_none_or(|c| c.is_whitespace() || matches!(c, '(' | '\'' | '"'));
+        if in_command || !begins || !name.starts_with(|c: char| c.is_ascii_lowercase()) {
+            done.push_str("--");
+            rest = flag;
+            continue;
+        }
+        match previous {
+            Some('\'' | '"') => done.push_str(&name),
+            _ => done.extend(["`", &name, "`"]),
+        }
+        rest = &flag[length..];
+    }
+    done.push_str(rest);
+    done
 }
 
 /// A bad argument, which is a `ValueError` too.

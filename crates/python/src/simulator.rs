@@ -1,5 +1,5 @@
 //! The simulator: the functions behind `kvist.simulate` and `kvist.sweep`.
-use crate::errors::{Class, argument};
+use crate::errors::{Class, argument, keyword_arguments};
 use crate::wait::PATIENCE;
 use kvist_cli::{NoResult, Simulated, simulate_with, sweep_with};
 use pyo3::exceptions::PyRuntimeError;
@@ -65,6 +65,7 @@ fn stoppable<T: Send + 'static>(
 pub fn simulate(py: Python<'_>, arguments: Vec<String>) -> PyResult<Simulation> {
     let done = stoppable(py, move |stop| simulate_with(&arguments, stop))?;
     let Simulated { report, text, requests_csv, page, pictures, remarks } = done;
+    let remarks = remarks.iter().map(|remark| keyword_arguments(remark)).collect();
     Ok(Simulation { report, text, requests_csv, page, pictures, remarks })
 }
 

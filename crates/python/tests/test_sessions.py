@@ -257,6 +257,8 @@ def test_errors_are_a_family(model):
         kvist.Model(memory="1MB")
     with pytest.raises(MemoryError):
         kvist.Model(memory="30MB").session(context=4096 * 64, kv="f32")
+    with pytest.raises(kvist.ArgumentError, match="give `context` 16 or more"):  # not the program's flag
+        model.session(context=8).generate(list(range(1, 17)), max_tokens=1)
     with pytest.raises(ValueError, match="temperature"):
         model.generate(PROMPT, temperature=-1)
     with pytest.raises(ValueError, match="there is no cache"):

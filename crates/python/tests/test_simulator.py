@@ -49,7 +49,8 @@ def test_zero_service():
 
 def test_errors_and_remarks():
     for wrong, text in [
-        ({"nonsense": 1}, "--nonsense"),
+        ({"nonsense": 1}, "unexpected argument 'nonsense'"),
+        ({"efficiency": 3, "hardware": "h100-sxm", "shape": "llama-3.1-8b"}, "^`efficiency` 3: "),
         ({"arrivals": "often"}, "often"),
         ({"hardware": "abacus", "shape": "llama-3.1-8b"}, "abacus"),
         ({"requests": "many"}, "many"),
@@ -61,7 +62,7 @@ def test_errors_and_remarks():
         kvist.simulate(trace="no-such-trace.jsonl")
     with pytest.raises(TypeError, match="`seed`"):
         small(seed=object())
-    with pytest.warns(UserWarning, match="no request has a deadline"):
+    with pytest.warns(UserWarning, match="no request has a deadline.*give `deadline`"):
         small(schedule="edf")
 
 

@@ -75,6 +75,63 @@ def test_the_same_tokens(models, batch, beams, kind):
     assert cache.get_seq_length() == expected.shape[1] - 1 and cache.batch_size == batch * beams
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_the_same_tokens_with_the_models_own_attention(models, attention, batch, beams):
+    """The cache alone: the model attends to K and V that the cache decodes."""
+    theirs, _ = models
+    theirs.set_attn_implementation(attention)
+    try:
+        expected = generate(theirs, DynamicCache(config=theirs.config), batch, num_beams=beams)
+        cache = KvistCache(theirs.config, kv="f32")
+        assert torch.equal(generate(theirs, cache, batch, num_beams=beams), expected)
+        assert cache.get_seq_length() == expected.shape[1] - 1 and cache.batch_size == batch * beams
+        if batch == beams == 1:
+            fork = cache.fork()
+            fork.crop(-10)
+            assert torch.equal(go_on(theirs, fork, expected[:, :-10], 10), expected)
+            assistant = AutoModelForCausalLM.from_config(theirs.config, attn_implementation="sdpa").eval()
+            asked = KvistCache(theirs.config, kv="f32")
+            assert torch.equal(generate(theirs, asked, 1, assistant_model=assistant), expected)
+            chunks = KvistCache(theirs.config, kv="f32")
+            assert torch.equal(generate(theirs, chunks, 1, prefill_chunk_size=7), expected)
+    finally:
+        theirs.set_attn_implementation("sdpa")
+
+
+def test_packed_k_and_v_with_the_models_own_attention(models):
+    """What comes back is what was stored: bf16 rounds K and V as a bf16 tensor does, q8 a little more."""
+    theirs, _ = models
+    ids = inputs(1)["input_ids"]
+    logits = {}
+    for kv in ("f32", "bf16", "q8"):
+        cache = KvistCache(theirs.config, kv=kv)
+        with torch.no_grad():
+            theirs(ids[:, :-1], past_key_values=cache)
+            logits[kv] = theirs(ids[:, -1:], past_key_values=cache).logits
+    scale = logits["f32"].abs().max()
+    for kv in ("bf16", "q8"):
+        off = (logits[kv] - logits["f32"]).abs().max() / scale
+        assert 0 < off < 0.15, (kv, off)
+
+
+def test_the_two_ways_are_not_mixed(models):
+    theirs, _ = models
+    cache = KvistCache(theirs.config, kv="f32")
+    ids = inputs(1)["input_ids"]
+    with torch.no_grad():
+        theirs(ids, past_key_values=cache)
+        theirs.set_attn_implementation("kvist")
+        try:
+            with pytest.raises(ValueError, match="attention of the model changed"):
+                theirs(ids, past_key_values=cache)
+            cache.reset()
+            theirs(ids, past_key_values=cache)
+        finally:
+            theirs.set_attn_implementation("sdpa")
+
+
 def test_the_same_logits_in_every_dtype(models):
     theirs, ours = models
     asked = inputs(3)
@@ -119,6 +176,49 @@ def test_assisted_generation(models):
     assert torch.equal(generate(ours, cache, 1, assistant_model=assistant), expected)
 
 
+def contrastive(model, cache, tokens, n, k=4, alpha=0.6):
+    """Contrastive search, as transformers' repository of it does it: every candidate is a row of the batch, and one is kept."""
+    with torch.no_grad():
+        out = model(tokens, past_key_values=cache, output_hidden_states=True)
+        context, logits = out.hidden_states[-1][0], out.logits[0, -1]
+        for _ in range(n):
+            likely, candidates = logits.softmax(-1).topk(k)
+            cache.batch_repeat_interleave(k)
+            out = model(candidates.view(k, 1), past_key_values=cache, output_hidden_states=True)
+            new = out.hidden_states[-1][:, 0]
+            like = torch.nn.functional.cosine_similarity(new[:, None], context[None], dim=-1).max(dim=1).values
+            best = int(((1 - alpha) * likely - alpha * like).argmax())
+            cache.batch_select_indices(torch.tensor([best]))
+            context, logits = torch.cat([context, new[best : best + 1]]), out.logits[best, -1]
+            tokens = torch.cat([tokens, candidates[best].view(1, 1)], dim=1)
+    return tokens
+
+
+def test_contrastive_search(models):
+    theirs, ours = models
+    prompt = inputs(1)["input_ids"]
+    expected = contrastive(theirs, DynamicCache(config=theirs.config), prompt, 12)
+    cache = KvistCache(ours.config, kv="f32")
+    assert torch.equal(contrastive(ours, cache, prompt, 12), expected)
+    assert cache.batch_size == 1 and cache.get_seq_length() == expected.shape[1]
+    assert torch.equal(contrastive(theirs, KvistCache(theirs.config, kv="f32"), prompt, 12), expected)
+    # transformers' own `generate` takes it from a repository, and only if that is trusted.
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        generate(ours, KvistCache(ours.config), 1, penalty_alpha=0.6, top_k=4)
+
+
+def test_drafts_from_the_prompt_and_samples_of_one_prompt(models):
+    theirs, ours = models
+    expected = generate(theirs, DynamicCache(config=theirs.config), 1)
+    cache = KvistCache(ours.config, kv="f32")
+    assert torch.equal(generate(ours, cache, 1, prompt_lookup_num_tokens=3), expected)
+    outputs = []
+    for model, cache in [(theirs, DynamicCache(config=theirs.config)), (ours, KvistCache(ours.config, kv="f32"))]:
+        torch.manual_seed(3)
+        outputs.append(generate(model, cache, 1, do_sample=True, num_return_sequences=3, max_new_tokens=8))
+    assert torch.equal(*outputs)
+
+
 def test_packed_storages_take_less_memory(models):
     _, ours = models
     sizes = {}
@@ -134,13 +234,16 @@ def test_what_is_not_supported_is_refused(models):
     theirs, ours = models
     ids = inputs(1)["input_ids"]
     with torch.no_grad():
-        with pytest.raises(ValueError, match="attn_implementation"):
-            theirs(ids, past_key_values=KvistCache(theirs.config))
         with pytest.raises(ValueError, match="past_key_values"):
             ours(ids, use_cache=False)
         with pytest.raises(ValueError, match="past_key_values"):
             ours(ids)
         cache = KvistCache(ours.config)
+        with pytest.raises(ValueError, match="output_attentions"):
+            ours(ids, past_key_values=cache, output_attentions=True)
+        with pytest.raises(ValueError, match="KvistCache"):
+            ours(ids, past_key_values=DynamicCache(config=ours.config))
+        assert cache.get_seq_length() == 0
         with pytest.raises(ValueError, match="masks"):
             ours(ids, past_key_values=cache, attention_mask=torch.ones(1, 1, 20, 20))
         ours(ids, past_key_values=cache)

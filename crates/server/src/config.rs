@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(sizes(&ServerConfig::default()), (32, 256));
         let speculation = &config.speculation;
         assert_eq!((speculation.speculate.as_str(), speculation.is_on()), ("draft", true));
-        assert_eq!(speculation.bounds(), Bounds { tokens: 16, depth: 3, width: 4 });
+        assert_eq!(speculation.bounds(), Bounds { tokens: 16, depth: 3, width: 1 });
         assert_eq!(speculation.step_tokens(&config.scheduler), 128, "eight requests");
         assert_eq!(ServerConfig::default().speculation.step_tokens(&config.scheduler), 0);
         assert_eq!((config.http.port, config.limits.max_queue, config.keys.len()), (9000, 3, 2));

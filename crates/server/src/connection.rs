@@ -10,7 +10,6 @@ use crate::connections::{Connection, Phase};
 use futures_util::FutureExt;
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::AsFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -40,6 +39,15 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// How long the rest of a refused request may still arrive.
 const LINGER: Duration = Duration::from_secs(5);
 
+/// Shuts down the sending side. tokio does this only for a stream that it may change, and this one is shared.
+fn end_sending(stream: &TcpStream) -> io::Result<()> {
+    #[cfg(unix)]
+    let same = std::os::fd::AsFd::as_fd(stream).try_clone_to_owned()?;
+    #[cfg(windows)]
+    let same = std::os::windows::io::AsSocket::as_socket(stream).try_clone_to_owned()?;
+    std::net::TcpStream::from(same).shutdown(Shutdown::Write)
+}
+
 impl Watched {
     pub fn connection(&self) -> &Connection {
         &self.0.connection
@@ -66,8 +74,7 @@ impl Watched {
     pub async fn linger(&self, max: usize) {
         let Shared { stream, connection } = &*self.0;
         connection.advance(None, Phase::Closing);
-        let sending_side = stream.as_fd().try_clone_to_owned();
-        if sending_side.and_then(|fd| std::net::TcpStream::from(fd).shutdown(Shutdown::Write)).is_err() {
+        if end_sending(stream).is_err() {
             return;
         }
         let rest = async {

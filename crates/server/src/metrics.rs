@@ -119,6 +119,13 @@ fn of_speculation(counts: &Counts) -> Vec<Reading> {
             "Draft tokens that were accepted.",
             counts.accepted,
         ),
+        Reading(
+            "kvist_speculation_failed",
+            "gauge",
+            "1 if a drafter has failed, which ended speculation.",
+            f64::from(u8::from(counts.failure.is_some())),
+            None,
+        ),
     ];
     readings.extend(counts.accepted_per_position.iter().enumerate().map(|(position, accepted)| {
         Reading(
@@ -358,6 +365,7 @@ mod tests {
             format!("vllm:kv_cache_usage_perc{{{label}}} 0.25"),
             format!("kvist_prefix_cache_recent_hit_ratio{{{label}}} 0.4"),
             format!("vllm:prompt_tokens_total{{{label}}} 7"),
+            format!("kvist_speculation_failed{{{label}}} 0"),
             format!("vllm:spec_decode_num_drafts_total{{{label}}} 6"),
             format!("vllm:spec_decode_num_draft_tokens_total{{{label}}} 30"),
             format!("vllm:spec_decode_num_accepted_tokens_total{{{label}}} 7"),

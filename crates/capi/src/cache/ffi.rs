@@ -72,6 +72,9 @@ pub struct kvist_cache_options {
     pub threads: u32,
     /// Bytes that K, V and scratch may take; 0 is no limit.
     pub memory_bytes: u64,
+    /// Tokens by which the memory of K and V grows at least, up to the capacity: a power of two (others are rounded up), 256 or
+    /// more; 0 is 256. With the backend "cpu" only.
+    pub min_chunk_tokens: u32,
 }
 
 /// Copies `len` cells, from `from` on to `to` on, in every layer of a group. They never overlap.
@@ -207,7 +210,7 @@ pub unsafe extern "C" fn kvist_cache_new(
                         sequences: if many { RECENT_SEQUENCES } else { 1 },
                     },
                 };
-                let registry = devices::on(&compute(options.threads)?);
+                let registry = devices::growing_by(&compute(options.threads)?, options.min_chunk_tokens);
                 Bytes::Pools(registry.session(backend, kind, &groups, &spec)?)
             }
         };

@@ -256,6 +256,54 @@ class Step:
         traceback: Optional[TracebackType],
     ) -> None: ...
 
+# Rows of any strides; float32, float16, or bfloat16 as uint16.
+_Rows = Union[npt.NDArray[np.float32], npt.NDArray[np.float16], npt.NDArray[np.uint16]]
+
+@final
+class Attention:
+    def __new__(
+        cls,
+        layers: Sequence[tuple[int, int, Optional[int]]],
+        n_heads: int,
+        *,
+        kind: str = "cells",
+        capacity: int = 1 << 24,
+        max_step_tokens: int = 4096,
+        kv: str = ...,
+        kv_v: Optional[str] = ...,
+        recent: int = ...,
+        sinks: int = ...,
+    ) -> Self: ...
+    def new_sequence(self, seq: int) -> None: ...
+    def fork(self, src: int, dst: int) -> None: ...
+    def remove(self, seq: int) -> None: ...
+    def truncate(self, seq: int, n: int) -> None: ...
+    def length(self, seq: int) -> Optional[int]: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    def report(self) -> list[dict[str, Any]]: ...
+    def begin(self, spans: Sequence[tuple[int, int]]) -> None: ...
+    def attend(
+        self,
+        layer: int,
+        q: _Rows,
+        k: _Rows,
+        v: _Rows,
+        out: _Rows,
+        *,
+        scale: float,
+        softcap: Optional[float] = None,
+    ) -> None: ...
+    def store(
+        self,
+        layer: int,
+        k: _Rows,
+        v: _Rows,
+        past_k: npt.NDArray[np.float32],
+        past_v: npt.NDArray[np.float32],
+    ) -> None: ...
+    def commit(self) -> None: ...
+
 @final
 class Simulation:
     report: str

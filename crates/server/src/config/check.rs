@@ -72,11 +72,12 @@ pub(super) fn speculation(config: &ServerConfig) -> Result<(), ConfigError> {
         _ => {}
     }
     let counts = [
-        ("draft_tokens", s.draft_tokens, 1024),
+        ("draft_tokens", Some(s.draft_tokens), 1024),
         ("draft_depth", s.draft_depth, 1024),
         ("draft_width", s.draft_width, 64),
     ];
     for (name, value, max) in counts {
+        let Some(value) = value else { continue };
         if !(1..=max).contains(&value) {
             return Err(bad(format!("speculation.{name}"), value, format!("1 to {max}")));
         }

@@ -96,10 +96,11 @@ pub struct SpeculationSection {
     pub draft_model: Option<PathBuf>,
     /// Largest number of tokens in the draft of one request.
     pub draft_tokens: u32,
-    /// Largest number of tokens on a path of a draft.
-    pub draft_depth: u32,
-    /// Largest number of continuations that a draft proposes after the same token; 1 drafts chains.
-    pub draft_width: u32,
+    /// Largest number of tokens on a path of a draft; 8 if it is not set, or 5 with `draft`.
+    pub draft_depth: Option<u32>,
+    /// Largest number of continuations that a draft proposes after the same token; 1 drafts chains. 4 if it is not set, or 1 with
+    /// `draft`.
+    pub draft_width: Option<u32>,
 }
 
 impl SpeculationSection {
@@ -111,7 +112,7 @@ impl SpeculationSection {
 
     /// Limits of one draft.
     pub fn bounds(&self) -> Bounds {
-        Bounds { tokens: self.draft_tokens, depth: self.draft_depth, width: self.draft_width }
+        Bounds::new(self.draft_tokens, self.draft_depth, self.draft_width, self.speculate == "draft")
     }
 
     /// Largest number of draft tokens in a step: whole drafts for up to eight requests, and less for each of more.
@@ -127,8 +128,8 @@ impl Default for SpeculationSection {
             speculate: "off".into(),
             draft_model: None,
             draft_tokens: 16,
-            draft_depth: 8,
-            draft_width: 4,
+            draft_depth: None,
+            draft_width: None,
         }
     }
 }

@@ -22,6 +22,7 @@ fn alone(prompt: &str, max_tokens: usize) -> String {
     let what = GenerateArgs {
         session: &mut session,
         seq: kvist_cache::SeqId::ONLY,
+        before: &[],
         prompt: &prompt,
         tokenizer: Some(tokenizer),
         sampler: &mut sampler,

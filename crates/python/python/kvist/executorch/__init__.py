@@ -9,7 +9,8 @@
 docs/executorch.md explains the rest.
 """
 
-from .export import SCHEMA_VERSION, Exportable, export, export_module, write_kv_cache_metadata
+from ..torch import Exportable
+from .export import SCHEMA_VERSION, export, export_module, write_kv_cache_metadata
 from .runtime import (
     CacheConfig,
     CacheError,
