@@ -98,6 +98,11 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_i8(self, x: &[u8; 16]) -> Self::I;
     /// The even and the odd bf16 of every lane's pair, widened.
     fn widen_pairs(self, x: Self::I) -> (Self::F, Self::F);
+    /// Pairs of bf16, cut off instead of rounded: `even` in the lower half of every lane, `odd` in the upper.
+    fn cut_pairs(self, even: Self::F, odd: Self::F) -> Self::I;
+    /// Every lane cut off to bf16. The difference to the lane is exact.
+    fn cut(self, x: Self::F) -> Self::F;
+    fn store_i(self, x: Self::I, out: &mut [u32; 16]);
 
     /// The low half of every byte.
     #[inline(always)]

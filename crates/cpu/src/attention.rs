@@ -25,12 +25,14 @@
 mod recent;
 mod scratch;
 mod softmax;
+mod sums;
 mod tile;
 mod tile_items;
 
 use crate::Compute;
-use crate::arch::LANES;
+use crate::arch::{LANES, TileIsa};
 use crate::pages::Pages;
+use crate::pool::tiles::{self, SplitRow};
 use crate::pool::{QUERY_ROWS, RowStore};
 use crate::recent::RecentReads;
 use kvist_cache::{ReadItem, Reads};
@@ -51,6 +53,9 @@ const BLOCK_ROWS: usize = 32;
 const TILE: usize = 64;
 const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
+/// The same with products of tiles, which want many rows and cells. All rows of a unit are then one block.
+const WIDE_TILE: usize = 128;
+const WIDE_LONG_TILE_ROWS: usize = 64;
 
 /// Attention of one layer.
 pub struct Layer<'l> {
@@ -92,6 +97,11 @@ impl<'l> Layer<'l> {
     /// Floats in one row's state: weighted sums, norm by lane, maximum.
     fn state(&self) -> usize {
         self.head_dim + EXTRA
+    }
+    /// Whether products with `side` are products of tiles. Then they are for all queries, because the bits of the
+    /// result differ from those of vectors.
+    fn tiles(&self, compute: &Compute, side: &RowStore) -> Option<TileIsa> {
+        compute.isa.tiles().filter(|_| tiles::parts(side.shape.storage.dtype).is_some())
     }
     fn unit_slots(&self) -> usize {
         (UNIT_ROWS / self.per_kv()).max(1)
@@ -165,7 +175,7 @@ impl<'l> Layer<'l> {
     ) {
         let n_rows = rows.n_slots * self.per_kv();
         scratch.tile_items.begin();
-        self.prepare(rows, scratch, query);
+        self.prepare(compute, rows, scratch, query);
         self.reset(total, n_rows);
         let mut partial = std::mem::take(&mut scratch.partial);
         for (i, split) in splits.enumerate() {
@@ -183,6 +193,7 @@ impl<'l> Layer<'l> {
     /// Converts the queries for the kernels: transformed if K is stored transformed, scaled, split into bytes.
     fn prepare<'q>(
         &self,
+        compute: &Compute,
         rows: Rows,
         scratch: &mut ThreadScratch,
         query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
@@ -194,6 +205,7 @@ impl<'l> Layer<'l> {
         };
         let n = rows.n_slots * per_kv;
         let head_dim = self.head_dim;
+        let tiles = self.tiles(compute, self.keys).is_some();
         for i in 0..n {
             let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
@@ -210,6 +222,9 @@ impl<'l> Layer<'l> {
                 DType::Q8 => scratch.packed[i].pack_bytes(row, keys.group),
                 DType::Q4 => scratch.packed[i].pack_nibbles(row, keys.group),
                 DType::T4 => scratch.packed[i].pack_outliers(row, keys.group),
+                _ if tiles => {
+                    compute.isa.run(SplitRow { row, at: i, rows: n, split: &mut scratch.split_queries });
+                }
                 DType::F32 | DType::F16 | DType::BF16 => {
                     let side_by_side = &mut scratch.queries[i / QUERY_ROWS * QUERY_ROWS * head_dim..];
                     let column = side_by_side.iter_mut().skip(i % QUERY_ROWS).step_by(QUERY_ROWS);
@@ -252,9 +267,15 @@ impl<'l> Layer<'l> {
     ) {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
         let slots = rows.slots();
-        let few_rows = rows.n_slots * self.per_kv() <= LONG_TILE_ROWS;
-        let len = if few_rows { LONG_TILE } else { TILE };
-        let at_once = (BLOCK_ROWS / self.per_kv()).max(1) as u32;
+        let n_rows = rows.n_slots * self.per_kv();
+        let tiles = [self.keys, self.values].iter().any(|side| self.tiles(compute, side).is_some());
+        let (len, block_rows) = match tiles {
+            true if n_rows <= WIDE_LONG_TILE_ROWS => (LONG_TILE, n_rows),
+            true => (WIDE_TILE, n_rows),
+            false if n_rows <= LONG_TILE_ROWS => (LONG_TILE, BLOCK_ROWS),
+            false => (TILE, BLOCK_ROWS),
+        };
+        let at_once = (block_rows / self.per_kv()).max(1) as u32;
         for start in (from..until).step_by(len) {
             let tile = Tile { indices: start..start.saturating_add(len as u32).min(until), len };
             if !scratch.tile_items.reach(&self.reads.items, &slots, &tile.indices) {

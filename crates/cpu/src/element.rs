@@ -9,6 +9,8 @@ pub struct BF16;
 /// One of these element types.
 pub trait Element: 'static {
     const BYTES: usize;
+    /// The least number of bf16 whose sum is any element.
+    const BF16_PARTS: usize;
     /// Vectors per cache line.
     const PER_LINE: usize = 64 / (LANES * Self::BYTES);
     /// Sixteen elements.
@@ -22,6 +24,7 @@ pub trait Element: 'static {
 
 impl Element for F32 {
     const BYTES: usize = 4;
+    const BF16_PARTS: usize = 3;
     type Raw = [u8; 64];
     #[inline(always)]
     fn vectors(bytes: &[u8]) -> &[[u8; 64]] {
@@ -42,9 +45,10 @@ impl Element for F32 {
 
 /// An element of two bytes, which `half` encodes. Values of f16 past ±65,504 become infinite.
 macro_rules! two_bytes {
-    ($E:ident, $half:ident, $load:ident, $decode:expr) => {
+    ($E:ident, $half:ident, $parts:literal, $load:ident, $decode:expr) => {
         impl Element for $E {
             const BYTES: usize = 2;
+            const BF16_PARTS: usize = $parts;
             type Raw = [u8; 32];
             #[inline(always)]
             fn vectors(bytes: &[u8]) -> &[[u8; 32]] {
@@ -65,5 +69,5 @@ macro_rules! two_bytes {
         }
     };
 }
-two_bytes!(F16, f16, load_f16, widen);
-two_bytes!(BF16, bf16, load_bf16, |code| bf16::from_bits(code).to_f32());
+two_bytes!(F16, f16, 2, load_f16, widen);
+two_bytes!(BF16, bf16, 1, load_bf16, |code| bf16::from_bits(code).to_f32());

@@ -139,7 +139,7 @@ impl Backend for Cpu {
                 .try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
             kv = kv.checked_add(layer)?;
         }
-        let scratch = attention::Scratch::bytes(spec, self.compute.threads.n())?;
+        let scratch = attention::Scratch::bytes(spec, &self.compute)?;
         let scratch = scratch.checked_add(recent::RecentRows::bytes(spec)?)?;
         Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
     }

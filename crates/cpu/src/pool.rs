@@ -21,6 +21,7 @@ mod q8;
 pub(crate) mod quantised;
 mod rows;
 mod t4;
+pub(crate) mod tiles;
 
 use crate::Growth;
 use crate::arch::{Isa, Kernel, LANES, Simd};
@@ -369,6 +370,16 @@ impl RowStore {
     pub fn codes<'b>(&self, slabs: &'b [Pages], head: usize, cell: u32) -> &'b [u8] {
         let block = self.place(self.segment_of(cell), head, cell);
         &slabs[block.slab].bytes()[block.codes]
+    }
+
+    /// Code bytes of a row, padding included.
+    pub fn row_codes(&self) -> usize {
+        self.shape.row
+    }
+
+    /// True if a cell may contain a value that is not finite.
+    pub fn may_have_nan(&self) -> bool {
+        self.broken
     }
 
     fn lane_of(segment: &Segment, cell: u32) -> usize {

@@ -85,7 +85,7 @@ impl CpuPools {
             layers: layers.collect(),
             slabs: Vec::new(),
             ledger: KvLedger::new(&spec.budget, device, max_tokens, spec.layout.owners().count()),
-            scratch: Scratch::new(spec, compute.threads.n(), &spec.budget)?,
+            scratch: Scratch::new(spec, compute, &spec.budget)?,
             recent: RecentRows::new(spec, &spec.budget)?,
             transformed: vec![0.0; spec.layout.max_head_dim() as usize],
             begun: None,

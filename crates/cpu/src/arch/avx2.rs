@@ -258,4 +258,32 @@ impl Simd for Avx2 {
             ([even(x[0]), even(x[1])], [odd(x[0]), odd(x[1])])
         }
     }
+    #[inline(always)]
+    fn cut_pairs(self, even: F, odd: F) -> I {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
+            let pair = |even, odd| {
+                let odd = _mm256_and_si256(_mm256_castps_si256(odd), upper);
+                _mm256_or_si256(_mm256_srli_epi32::<16>(_mm256_castps_si256(even)), odd)
+            };
+            [pair(even[0], odd[0]), pair(even[1], odd[1])]
+        }
+    }
+    #[inline(always)]
+    fn cut(self, x: F) -> F {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let upper = _mm256_castsi256_ps(_mm256_set1_epi32(0xffff_0000u32 as i32));
+            [_mm256_and_ps(x[0], upper), _mm256_and_ps(x[1], upper)]
+        }
+    }
+    #[inline(always)]
+    fn store_i(self, x: I, out: &mut [u32; 16]) {
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
+        unsafe {
+            _mm256_storeu_si256(out.as_mut_ptr().cast(), x[0]);
+            _mm256_storeu_si256(out.as_mut_ptr().add(8).cast(), x[1]);
+        }
+    }
 }

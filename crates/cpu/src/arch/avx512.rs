@@ -207,4 +207,25 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
             (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(x)), _mm512_castsi512_ps(high))
         }
     }
+    #[inline(always)]
+    fn cut_pairs(self, even: F, odd: F) -> I {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let odd = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(0xffff_0000u32 as i32));
+            _mm512_or_si512(_mm512_srli_epi32::<16>(_mm512_castps_si512(even)), odd)
+        }
+    }
+    #[inline(always)]
+    fn cut(self, x: F) -> F {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let upper = _mm512_set1_epi32(0xffff_0000u32 as i32);
+            _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), upper))
+        }
+    }
+    #[inline(always)]
+    fn store_i(self, x: I, out: &mut [u32; 16]) {
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
+    }
 }

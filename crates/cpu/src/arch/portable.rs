@@ -155,6 +155,18 @@ impl Simd for Portable {
         let bits = each(|i| x[i] as u32);
         (each(|i| f32::from_bits(bits[i] << 16)), each(|i| f32::from_bits(bits[i] & 0xffff_0000)))
     }
+    #[inline(always)]
+    fn cut_pairs(self, even: F, odd: F) -> I {
+        each(|i| (even[i].to_bits() >> 16 | odd[i].to_bits() & 0xffff_0000).cast_signed())
+    }
+    #[inline(always)]
+    fn cut(self, x: F) -> F {
+        each(|i| f32::from_bits(x[i].to_bits() & 0xffff_0000))
+    }
+    #[inline(always)]
+    fn store_i(self, x: I, out: &mut [u32; 16]) {
+        *out = each(|i| x[i].cast_unsigned());
+    }
 }
 
 /// Converts f16 to f32 without branches, so that a loop of it vectorises on any machine: shifts the fields into place,

@@ -80,6 +80,12 @@ impl Kernel for Everything<'_> {
         let (even, odd) = s.widen_pairs(a);
         put("even", even);
         put("odd", odd);
+        put("cut", s.cut(x));
+        let mut pairs = [0; 16];
+        s.store_i(s.cut_pairs(x, y), &mut pairs);
+        for (name, at) in [("even of cut pairs", 0), ("odd of cut pairs", 16)] {
+            put(name, s.load(&pairs.map(|pair| (pair >> at & 0xffff) as f32)));
+        }
         all
     }
 }

@@ -1,7 +1,11 @@
 //! Scratch memory of attention, reserved once for the largest step of the largest layer.
 use super::tile_items::TileItems;
-use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
+use super::{
+    BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS, WIDE_LONG_TILE_ROWS, WIDE_TILE,
+};
+use crate::Compute;
 use crate::arch::LANES;
+use crate::pool::tiles::{self, WEIGHTS_LEN};
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
@@ -25,6 +29,10 @@ pub struct ThreadScratch {
     pub quads: Box<Quads>,
     pub tile_items: TileItems,
     pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
+    // For products of tiles, in pairs of bf16.
+    pub split_queries: Vec<u32>,
+    pub packed_tiles: Vec<u32>,
+    pub weight_tiles: Vec<u32>,
 }
 
 /// Scratch of all threads.
@@ -47,6 +55,9 @@ struct Sizes {
     weights: usize,
     partial: usize,
     lines: usize,
+    split_queries: usize,
+    packed_tiles: usize,
+    weight_tiles: usize,
     /// Query slots per unit.
     slots: usize,
     head_dim: usize,
@@ -54,7 +65,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(spec: &PoolSpec, threads: usize) -> Option<Self> {
+    fn of(spec: &PoolSpec, compute: &Compute) -> Option<Self> {
+        let threads = compute.threads.n();
         let Layout { n_heads, layers } = &spec.layout;
         let (heads, tokens) = (*n_heads as usize, spec.max_step_tokens as usize);
         let head_dim = spec.layout.max_head_dim() as usize;
@@ -68,7 +80,16 @@ impl Sizes {
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
         let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MAX_SPLITS))?;
         let line = |tile: usize| tile + 2 * PAD + SPARE;
-        let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
+        let few = |dtype| if compute.isa.tiles().is_some() { tiles::parts(dtype) } else { None };
+        let (k_tiles, v_tiles) = (few(spec.k.dtype), few(spec.v.dtype));
+        let block_rows = if k_tiles.or(v_tiles).is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
+        let lines = match k_tiles.or(v_tiles) {
+            None => (block_rows * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE)),
+            Some(_) => {
+                (unit_rows * line(WIDE_TILE)).max(WIDE_LONG_TILE_ROWS.min(unit_rows) * line(LONG_TILE))
+            }
+        };
+        let packed = |dtype| if few(dtype).is_some() { tiles::packed_len(head_dim, dtype) } else { 0 };
         Some(Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
             queries: unit_rows.next_multiple_of(QUERY_ROWS).checked_mul(head_dim)?,
@@ -78,11 +99,14 @@ impl Sizes {
                 false => 0,
             },
             weights: match spec.v.dtype.is_quantised() {
-                true => BLOCK_ROWS.max(per_kv).checked_mul(spec.recent.tokens as usize)?,
+                true => block_rows.checked_mul(spec.recent.tokens as usize)?,
                 false => 0,
             },
             partial: unit_rows.checked_mul(state)?,
             lines,
+            split_queries: k_tiles.map_or(0, |_| tiles::split_len(head_dim, unit_rows)),
+            packed_tiles: packed(spec.k.dtype).max(packed(spec.v.dtype)),
+            weight_tiles: v_tiles.map_or(0, |_| WEIGHTS_LEN),
             slots: unit_rows.min(tokens),
             head_dim,
             threads,
@@ -95,6 +119,7 @@ impl Sizes {
             .checked_add(self.partial)?
             .checked_add(self.lines + self.head_dim + self.weights)?
             .checked_add(self.plain)?
+            .checked_add(self.split_queries + self.packed_tiles + self.weight_tiles)?
             .checked_mul(4)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
@@ -105,36 +130,41 @@ impl Sizes {
 }
 
 impl Scratch {
-    pub fn bytes(spec: &PoolSpec, threads: usize) -> Option<u64> {
-        Sizes::of(spec, threads)?.bytes()
+    pub fn bytes(spec: &PoolSpec, compute: &Compute) -> Option<u64> {
+        Sizes::of(spec, compute)?.bytes()
     }
 
-    pub fn new(spec: &PoolSpec, threads: usize, budget: &Arc<MemoryBudget>) -> Result<Self, DeviceError> {
+    pub fn new(spec: &PoolSpec, compute: &Compute, budget: &Arc<MemoryBudget>) -> Result<Self, DeviceError> {
         let overflow = || DeviceError::Unsupported("a step of that many tokens overflows the scratch".into());
-        let sizes = Sizes::of(spec, threads).ok_or_else(overflow)?;
+        let sizes = Sizes::of(spec, compute).ok_or_else(overflow)?;
         let bytes = sizes.bytes().ok_or_else(overflow)?;
         let reservation = budget.reserve(Purpose::Scratch, bytes)?;
-        let buffer = |n: usize| {
+        fn buffer<T: Copy + Default>(n: usize, bytes: u64) -> Result<Vec<T>, DeviceError> {
             let mut all = Vec::new();
             let refused = |_| DeviceError::OutOfMemory { what: "scratch", bytes };
             all.try_reserve_exact(n).map_err(refused)?;
-            all.resize(n, 0f32);
-            Ok::<_, DeviceError>(all)
-        };
+            all.resize(n, T::default());
+            Ok(all)
+        }
+        let floats = |n: usize| buffer::<f32>(n, bytes);
+        let pairs = |n: usize| buffer::<u32>(n, bytes);
         let thread = |_| {
             Ok(ThreadScratch {
-                row: buffer(sizes.head_dim)?,
-                queries: buffer(sizes.queries)?,
+                row: floats(sizes.head_dim)?,
+                queries: floats(sizes.queries)?,
                 packed: (0..sizes.packed).map(|_| PackedQuery::new(sizes.head_dim)).collect(),
-                partial: buffer(sizes.partial)?,
-                lines: buffer(sizes.lines)?,
-                plain: buffer(sizes.plain)?,
+                partial: floats(sizes.partial)?,
+                lines: floats(sizes.lines)?,
+                plain: floats(sizes.plain)?,
                 quads: Box::default(),
                 tile_items: TileItems::new(sizes.slots),
                 weights: Vec::with_capacity(sizes.weights),
+                split_queries: pairs(sizes.split_queries)?,
+                packed_tiles: pairs(sizes.packed_tiles)?,
+                weight_tiles: pairs(sizes.weight_tiles)?,
             })
         };
-        let threads = (0..threads).map(thread).collect::<Result<Vec<_>, DeviceError>>()?;
-        Ok(Scratch { states: buffer(sizes.states)?, threads, _reservation: reservation })
+        let threads = (0..sizes.threads).map(thread).collect::<Result<Vec<_>, DeviceError>>()?;
+        Ok(Scratch { states: floats(sizes.states)?, threads, _reservation: reservation })
     }
 }

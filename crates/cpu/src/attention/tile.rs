@@ -8,10 +8,12 @@ use super::scratch::{PAD, SPARE, ThreadScratch};
 use super::softmax::Softmax;
 use super::{Layer, Rows};
 use crate::Compute;
-use crate::arch::{Isa, LANES};
-use crate::pool::{self, Gather, Lines, Quads, Queries, RowStore, Sums};
+use crate::arch::{Isa, LANES, TileIsa};
+use crate::pool::tiles::{self, SplitQueries};
+use crate::pool::{self, Blocks, Gather, Lines, Quads, Queries, RowStore, Sums};
 use crate::recent::RecentReads;
 use kvist_cache::{CellRun, Mask, ReadItem};
+use kvist_device::DType;
 use std::ops::Range;
 
 impl<'l> Layer<'l> {
@@ -42,7 +44,7 @@ impl<'l> Layer<'l> {
         }
 
         let mut gather = Gather::new();
-        self.scores(isa, part, &mut gather, scratch);
+        self.scores(compute, part, &mut gather, scratch);
         let lines = &mut scratch.lines[..n_rows * stride];
         let recent_reads = self.recent_reads(rows, &slots, tile);
         if self.recent.is_some_and(|recent| recent.has_keys()) {
@@ -59,7 +61,7 @@ impl<'l> Layer<'l> {
         isa.run(Softmax {
             lines: &mut *lines,
             stride,
-            vectors,
+            vectors: vectors.clone(),
             softcap: self.softcap,
             states: &mut *states,
             head_dim: self.head_dim,
@@ -72,7 +74,10 @@ impl<'l> Layer<'l> {
                 reads.take_weights(lines, stride, &mut scratch.weights);
             }
         }
-        self.sums(isa, part, &mut gather, scratch, states);
+        match self.tiles(compute, self.values) {
+            Some(tiles) => self.sums_by_tiles(tiles, part, vectors, scratch, states),
+            None => self.sums(isa, part, &mut gather, scratch, states),
+        }
         let mut weights = &scratch.weights[..];
         for (i, reads) in recent_reads.filter(|_| !weights.is_empty()) {
             let states = &mut states[i * per_kv * state..(i + 1) * per_kv * state];
@@ -83,9 +88,16 @@ impl<'l> Layer<'l> {
     }
 
     /// Writes the scores of all cells that the rows see to the lines of `scratch`, −∞ for cells that a row does not see.
-    fn scores(&self, isa: Isa, part: TileRows<'_>, gather: &mut Gather<'l>, scratch: &mut ThreadScratch) {
+    fn scores(
+        &self,
+        compute: &Compute,
+        part: TileRows<'_>,
+        gather: &mut Gather<'l>,
+        scratch: &mut ThreadScratch,
+    ) {
         let TileRows { rows, slots, tile, stride, first_row } = part;
-        let ThreadScratch { tile_items, lines, queries, packed, .. } = scratch;
+        let ThreadScratch { tile_items, lines, queries, packed, split_queries, packed_tiles, .. } = scratch;
+        let (tiles, unit_rows) = (self.tiles(compute, self.keys), rows.n_slots * self.per_kv());
         let items = |i: usize| &self.reads.items[i];
         let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
@@ -101,10 +113,18 @@ impl<'l> Layer<'l> {
             let next = next.into_iter().flatten().map(items);
             let next = self.codes(side, rows.head, next, slots, tile);
             self.stretches(gather, self.keys, read, next, |gather| {
-                let packed =
-                    if packed.is_empty() { &[][..] } else { &packed[first..first + item_rows.len()] };
-                let queries = Queries { n: item_rows.len(), rows: queries, first, packed };
-                self.score(isa, gather, queries, lines.reborrow(gather.at()));
+                let n = item_rows.len();
+                let queries = match tiles {
+                    Some(isa) => {
+                        let queries = SplitQueries { split: split_queries, rows: unit_rows, first, n };
+                        Prepared::Tiles { isa, queries, packed: packed_tiles }
+                    }
+                    None => {
+                        let packed = if packed.is_empty() { &[][..] } else { &packed[first..first + n] };
+                        Prepared::Vectors(compute.isa, Queries { n, rows: queries, first, packed })
+                    }
+                };
+                self.score(gather, queries, lines.reborrow(gather.at()));
             });
             for item in chain.map(items) {
                 self.mask_out(item, slots, tile, lines.reborrow(0));
@@ -173,7 +193,7 @@ impl<'l> Layer<'l> {
     }
 
     /// The part of `item` in `tile` that any of `slots` sees.
-    fn piece(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile) -> Option<Piece> {
+    pub(super) fn piece(&self, item: &ReadItem, slots: &Range<u32>, tile: &Tile) -> Option<Piece> {
         let first = item.first_query.max(slots.start);
         let end = (item.first_query + item.n_queries).min(slots.end);
         if first >= end {
@@ -230,16 +250,16 @@ impl<'l> Layer<'l> {
     }
 
     /// Computes scores of the gathered cells. Keeps the scores in front of them in the lines, and writes −∞ after them.
-    fn score(&self, isa: Isa, gather: &Gather<'_>, queries: Queries<'_>, mut lines: Lines<'_>) {
+    fn score(&self, gather: &Gather<'_>, queries: Prepared<'_>, mut lines: Lines<'_>) {
         let (blocks, [before, behind]) = (gather.blocks(self.keys, false), gather.margins());
         let (stride, dtype) = (lines.stride, self.keys.shape.storage.dtype);
         if before.is_empty() && behind.is_empty() {
-            return pool::scores(isa, dtype, queries, blocks, lines);
+            return queries.scores(dtype, blocks, lines);
         }
         for line in lines.data.chunks_exact_mut(stride) {
             line.copy_within(before.clone(), stride - SPARE);
         }
-        pool::scores(isa, dtype, queries, blocks, lines.reborrow(gather.at()));
+        queries.scores(dtype, blocks, lines.reborrow(gather.at()));
         for line in lines.data.chunks_exact_mut(stride) {
             line.copy_within(stride - SPARE..stride - SPARE + before.len(), before.start);
             line[behind.clone()].fill(f32::NEG_INFINITY);
@@ -290,14 +310,31 @@ impl<'l> Layer<'l> {
     }
 }
 
+/// Queries, prepared for the kernel that computes their scores.
+enum Prepared<'q> {
+    Vectors(Isa, Queries<'q>),
+    Tiles { isa: TileIsa, queries: SplitQueries<'q>, packed: &'q mut [u32] },
+}
+
+impl Prepared<'_> {
+    fn scores(self, dtype: DType, blocks: Blocks<'_>, lines: Lines<'_>) {
+        match self {
+            Prepared::Vectors(isa, queries) => pool::scores(isa, dtype, queries, blocks, lines),
+            Prepared::Tiles { isa, queries, packed } => {
+                tiles::scores(isa, dtype, queries, &blocks, lines, packed)
+            }
+        }
+    }
+}
+
 /// The rows of some slots in one tile.
 #[derive(Clone, Copy)]
-struct TileRows<'t> {
-    rows: Rows,
-    slots: &'t Range<u32>,
-    tile: &'t Tile,
+pub(super) struct TileRows<'t> {
+    pub rows: Rows,
+    pub slots: &'t Range<u32>,
+    pub tile: &'t Tile,
     /// Floats of a line.
-    stride: usize,
+    pub stride: usize,
     /// The row of the first slot.
     first_row: usize,
 }
@@ -311,12 +348,12 @@ struct Read<'r, C> {
 }
 
 /// The part of an item in a tile that some slots see.
-struct Piece {
+pub(super) struct Piece {
     slots: Range<u32>,
     /// Offsets into the item.
-    seen: Range<u32>,
+    pub seen: Range<u32>,
     /// Place of the first of them in a line.
-    at: usize,
+    pub at: usize,
 }
 
 impl Piece {
@@ -324,7 +361,7 @@ impl Piece {
     fn cells(&self) -> Range<usize> {
         self.at..self.at + self.seen.len()
     }
-    fn run(&self, item: &ReadItem) -> CellRun {
+    pub fn run(&self, item: &ReadItem) -> CellRun {
         CellRun { start: item.run.start + self.seen.start, len: self.seen.end - self.seen.start }
     }
 }
@@ -340,7 +377,7 @@ impl Tile {
     fn stride(&self) -> usize {
         self.len + 2 * PAD + SPARE
     }
-    fn place(&self, index: u32) -> usize {
+    pub fn place(&self, index: u32) -> usize {
         PAD + (index - self.indices.start) as usize
     }
 }

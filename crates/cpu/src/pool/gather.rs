@@ -7,7 +7,7 @@ use std::ops::Range;
 
 /// Prefetch distance in bytes. Hardware prefetching stops at every 4 KiB page, and a block of keys is a short stream.
 /// Without prefetching two threads reached 60 % of the read limit.
-const AHEAD: usize = 8192;
+pub(super) const AHEAD: usize = 8192;
 
 /// The bytes of [`LANES`] cells of one head.
 #[derive(Clone, Copy, Default)]

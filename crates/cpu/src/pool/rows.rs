@@ -110,7 +110,7 @@ impl Geometry {
     }
 
     /// Whether all values of `rows` are finite.
-    fn are_finite(&self, rows: &[u8]) -> bool {
+    pub fn are_finite(&self, rows: &[u8]) -> bool {
         let halves = |bytes: &[u8], mask: u16| {
             let halves = bytes.as_chunks::<2>().0.iter();
             halves.fold(true, |finite, half| finite & (u16::from_le_bytes(*half) & mask != mask))
@@ -185,6 +185,20 @@ impl RowStore {
             let part = CellRun { start, len: left.min(lanes).min(segment.cells.end() - start) };
             start = part.end();
             Some((segment, part))
+        })
+    }
+
+    /// The codes of the blocks of `head` that contain `cells`: which lanes, and where the first of them comes in the run.
+    pub fn blocks_of<'b>(
+        &self,
+        slabs: &'b [Pages],
+        head: usize,
+        cells: CellRun,
+    ) -> impl Iterator<Item = (&'b [u8], Range<usize>, usize)> {
+        self.parts(cells).map(move |(segment, part)| {
+            let (place, lane) = (self.place(segment, head, part.start), Self::lane_of(segment, part.start));
+            let lanes = lane..lane + part.len as usize;
+            (&slabs[place.slab].bytes()[place.codes], lanes, (part.start - cells.start) as usize)
         })
     }
 
