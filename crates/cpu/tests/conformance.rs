@@ -13,12 +13,17 @@ fn options() -> Options {
     Options { packed: 1e-4, ..Options::from_env() }
 }
 
-/// Every instruction set of this CPU. All but the best one run a subset of the cases.
+/// Every instruction set of this CPU, and tiles in plain loops. All but the best one run a subset of the cases.
 #[test]
 fn cpu_conforms_on_every_instruction_set() {
     let best = Isa::best();
-    for isa in Isa::available() {
-        let options = if isa == best { options() } else { Options { one_in: 3, ..options() } };
+    for isa in Isa::tested() {
+        let one_in = match isa {
+            Isa::EmulatedTiles(_) => 12, // slow
+            isa if isa == best => 1,
+            _ => 3,
+        };
+        let options = Options { one_in, ..options() };
         match conformance::run(&Cpu::new(Compute::new(isa, 2)), &options) {
             Ok(report) => println!("{isa}: {report}"),
             Err(table) => panic!("{isa}: {table}"),

@@ -1,8 +1,6 @@
 //! Scratch memory of attention, reserved once for the largest step of the largest layer.
 use super::tile_items::TileItems;
-use super::{
-    BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS, WIDE_LONG_TILE_ROWS, WIDE_TILE,
-};
+use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS, WIDE_LONG_TILE_ROWS, WIDE_TILE};
 use crate::Compute;
 use crate::arch::LANES;
 use crate::pool::tiles::{self, WEIGHTS_LEN};

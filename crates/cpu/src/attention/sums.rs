@@ -9,9 +9,9 @@ use super::tile::{Tile, TileRows};
 use super::tile_items::TileItems;
 use super::{Layer, UNIT_ROWS};
 use crate::arch::{LANES, TileIsa};
-use crate::pool::tiles::{self, MAX_PLACES, Places, Room, STEP, ValueShape, Weights};
 use crate::pool::Sums;
-use kvist_cache::{CellRun, Mask, ReadItem};
+use crate::pool::tiles::{self, MAX_PLACES, Places, Room, STEP, ValueShape, Weights};
+use kvist_cache::{CellRun, Mask};
 use std::ops::Range;
 
 /// Groups of places of a tile.
@@ -137,9 +137,9 @@ impl<'l> Layer<'l> {
 
     /// Adds the values of a run of cells. Returns `false` if a place is taken.
     fn add(&self, head: usize, run: CellRun, first: usize, places: &mut Places<'l>) -> bool {
-        self.values.blocks_of(self.slabs, head, run).all(|(codes, lanes, offset)| {
-            places.add(codes, lanes, first + offset)
-        })
+        self.values
+            .blocks_of(self.slabs, head, run)
+            .all(|(codes, lanes, offset)| places.add(codes, lanes, first + offset))
     }
 
     fn are_finite(&self, head: usize, run: CellRun) -> bool {
@@ -151,7 +151,6 @@ impl<'l> Layer<'l> {
     }
 }
 
-/// What an item contributes is found by [`Layer::piece`].
 #[cfg(test)]
 mod tests {
     use super::*;

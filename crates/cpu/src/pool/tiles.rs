@@ -586,3 +586,6 @@ pub fn accumulate(
         DType::Q8 | DType::Q4 | DType::T4 => unreachable!("tiles do not multiply packed values"),
     }
 }
+
+#[cfg(test)]
+mod tests;
