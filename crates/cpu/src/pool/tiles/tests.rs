@@ -1,7 +1,7 @@
 //! Products of tiles against sums in f64, and their errors against those of sums in f32.
 use super::*;
 use crate::arch::Isa;
-use crate::pool::{Codec, F16, F32};
+use crate::element::{BF16, F16, F32};
 use kvist_testing::SplitMix64;
 
 const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
@@ -17,22 +17,19 @@ fn float(random: &mut SplitMix64) -> f32 {
 
 /// Random elements as `dtype` stores them: their bytes, and what they are.
 fn stored(dtype: DType, n: usize, random: &mut SplitMix64) -> (Vec<u8>, Vec<f32>) {
-    let (mut bytes, mut values) = (Vec::new(), Vec::new());
-    for _ in 0..n {
-        let (mut code, mut value) = ([0; 4], [0.0]);
-        let x = float(random) * 2f32.powi(random.below(8) as i32 - 4);
-        let code = &mut code[..if dtype == DType::F32 { 4 } else { 2 }];
-        match dtype {
-            DType::F32 => (F32::encode(x, code), F32::decode(code, &[], 0, &mut value)).1,
-            DType::F16 => (F16::encode(x, code), F16::decode(code, &[], 0, &mut value)).1,
-            _ => {
-                (super::super::BF16::encode(x, code), super::super::BF16::decode(code, &[], 0, &mut value)).1
-            }
+    fn of<E: Element>(n: usize, random: &mut SplitMix64) -> (Vec<u8>, Vec<f32>) {
+        let mut bytes = vec![0; n * E::BYTES];
+        for code in bytes.chunks_exact_mut(E::BYTES) {
+            assert!(E::encode(float(random) * 2f32.powi(random.below(8) as i32 - 4), code));
         }
-        bytes.extend_from_slice(code);
-        values.push(value[0]);
+        let values = bytes.chunks_exact(E::BYTES).map(E::decode).collect();
+        (bytes, values)
     }
-    (bytes, values)
+    match dtype {
+        DType::F32 => of::<F32>(n, random),
+        DType::F16 => of::<F16>(n, random),
+        _ => of::<BF16>(n, random),
+    }
 }
 
 /// The errors of sums of products, of tiles and in f32 one after the other, over the sum of the magnitudes.
