@@ -16,10 +16,15 @@
 //!
 //! Keys and values are cut into parts once per call and all rows of the call use them. Tiles count subnormal numbers
 //! as 0: parts below 2⁻¹²⁶, of weights that are no larger than 2⁻¹⁰⁸.
+mod places;
+mod square;
+
 use super::{Block, Blocks, Lines, Sums};
-use crate::arch::{Kernel, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
+use crate::arch::{Kernel, LANES, Simd, TileIsa, TileKernel, Tiles};
 use crate::element::Element;
 use kvist_device::DType;
+pub use places::Places;
+use square::{Rows, Square, load_square, multiply, store_square};
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -29,7 +34,7 @@ pub const STEP: usize = 2 * LANES;
 const TILE: usize = 16 * LANES;
 /// Parts of a query or of a weight.
 pub const LEFT_PARTS: usize = 3;
-/// Products computed side by side.
+/// Blocks of keys that are cut into parts at once.
 const ABREAST: usize = 4;
 /// Most places per call.
 pub const MAX_PLACES: usize = 256;
@@ -89,7 +94,9 @@ pub fn packed_len(head_dim: usize, dtype: DType) -> usize {
 }
 
 /// Pairs of bf16 of the weights of a call.
-pub const WEIGHTS_LEN: usize = MAX_STEPS * LEFT_PARTS * TILE;
+pub const WEIGHTS_LEN: usize = MAX_STEPS * LEFT_PARTS * WEIGHT_ROWS * LANES;
+/// Rows of weights that are cut into parts at once.
+const WEIGHT_ROWS: usize = 32;
 
 /// Parts of a stored element; `None` if tiles do not multiply the dtype.
 pub fn parts(dtype: DType) -> Option<usize> {
@@ -151,82 +158,6 @@ fn cut<S: Simd, const PARTS: usize>(
     }
 }
 
-/// Tiles 0 to 3 are sums of `M` rows, 4 to 6 the parts of `M` queries or weights, 7 a part of keys or values.
-pub struct Rows<const M: usize>;
-
-impl<const M: usize> Shapes for Rows<M> {
-    const ROWS: [usize; 8] = [M, M, M, M, M, M, M, 16];
-    const BYTES: [usize; 8] = [64; 8];
-}
-
-/// `C[n] += A × B[n]` for the first `count` of four tiles, over `steps` steps. `a` begins at the first row of the first
-/// part and has `plane` pairs per part; `b` is `[count, steps, PARTS]` tiles.
-#[inline(always)]
-fn multiply<const M: usize, const PARTS: usize, T: Tiles<Rows<M>>>(
-    tiles: &mut T,
-    a: &[u32],
-    plane: usize,
-    b: &[u32],
-    count: usize,
-    steps: usize,
-) {
-    let b = &b[..count * steps * PARTS * TILE];
-    for step in 0..steps {
-        let a = &a[step * LEFT_PARTS * plane..];
-        tiles.load::<4, u32>(a, LANES);
-        tiles.load::<5, u32>(&a[plane..], LANES);
-        tiles.load::<6, u32>(&a[2 * plane..], LANES);
-        macro_rules! product {
-            ($n:literal) => {
-                if $n < count {
-                    let b = &b[($n * steps + step) * PARTS * TILE..];
-                    tiles.load::<7, u32>(b, LANES);
-                    tiles.dot_bf16::<$n, 6, 7>();
-                    tiles.dot_bf16::<$n, 5, 7>();
-                    tiles.dot_bf16::<$n, 4, 7>();
-                    if PARTS > 1 {
-                        tiles.load::<7, u32>(&b[TILE..], LANES);
-                        tiles.dot_bf16::<$n, 5, 7>();
-                        tiles.dot_bf16::<$n, 4, 7>();
-                    }
-                    if PARTS > 2 {
-                        tiles.load::<7, u32>(&b[2 * TILE..], LANES);
-                        tiles.dot_bf16::<$n, 4, 7>();
-                    }
-                }
-            };
-        }
-        product!(0);
-        product!(1);
-        product!(2);
-        product!(3);
-    }
-}
-
-/// Runs `$body` with the tile whose number is `$n`, which is below 4.
-macro_rules! with_tile {
-    ($n:expr, $T:ident => $body:expr) => {
-        match $n {
-            0 => {
-                const $T: usize = 0;
-                $body
-            }
-            1 => {
-                const $T: usize = 1;
-                $body
-            }
-            2 => {
-                const $T: usize = 2;
-                $body
-            }
-            _ => {
-                const $T: usize = 3;
-                $body
-            }
-        }
-    };
-}
-
 /// Query rows in parts, as [`SplitRow`] cuts them.
 pub struct SplitQueries<'q> {
     pub split: &'q [u32],
@@ -258,40 +189,47 @@ impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
                 pack_keys::<S, C>(s, block, blocks.head_dim, out);
             }
             let at = lines.at + i * ABREAST * LANES;
-            for row in (0..queries.n).step_by(M) {
-                (tiles.zero::<0>(), tiles.zero::<1>(), tiles.zero::<2>(), tiles.zero::<3>());
-                let a = &queries.split[(queries.first + row) * LANES..];
-                match C::PARTS {
-                    1 => multiply::<M, 1, T>(tiles, a, plane, packed, list.len(), steps),
-                    2 => multiply::<M, 2, T>(tiles, a, plane, packed, list.len(), steps),
-                    _ => multiply::<M, 3, T>(tiles, a, plane, packed, list.len(), steps),
-                }
-                let n_rows = M.min(queries.n - row);
-                for n in 0..list.len() {
+            for row in (0..queries.n).step_by(2 * M) {
+                for n in (0..list.len()).step_by(2) {
+                    let rows = queries.n - row;
+                    let square = Square { two_rows: rows > M, two_columns: list.len() - n > 1, steps, plane };
+                    let a = &queries.split[(queries.first + row) * LANES..];
+                    let b = &packed[n * steps * C::PARTS * TILE..];
+                    (tiles.zero::<0>(), tiles.zero::<1>(), tiles.zero::<2>(), tiles.zero::<3>());
+                    match C::PARTS {
+                        1 => multiply::<M, 1, T>(tiles, square, a, b),
+                        2 => multiply::<M, 2, T>(tiles, square, a, b),
+                        _ => multiply::<M, 3, T>(tiles, square, a, b),
+                    }
                     let out = &mut lines.data[row * lines.stride + at + n * LANES..];
-                    with_tile!(n, N => store::<M, N, T>(tiles, out, lines.stride, n_rows, LANES));
+                    let columns = LANES * (list.len() - n).min(2);
+                    store_square(tiles, out, lines.stride, rows, columns);
                 }
             }
         }
     }
 }
 
+/// Element `i` of the keys of a block; 0 past the end.
+#[inline(always)]
+fn key<S: Simd, C: Parts>(s: S, block: &Block<'_>, head_dim: usize, i: usize) -> S::F {
+    if i >= head_dim {
+        return s.splat(0.0);
+    }
+    if let Some(line) = C::line_of_keys(i) {
+        s.prefetch(&block.codes[line], block.ahead);
+    }
+    C::key(s, block, i)
+}
+
 /// Cuts the keys of a block into parts: `[steps, PARTS]` tiles.
 #[inline(always)]
 fn pack_keys<S: Simd, C: Parts>(s: S, block: &Block<'_>, head_dim: usize, out: &mut [u32]) {
-    let key = |i: usize| {
-        if i >= head_dim {
-            return s.splat(0.0);
-        }
-        if let Some(line) = C::line_of_keys(i) {
-            s.prefetch(&block.codes[line], block.ahead);
-        }
-        C::key(s, block, i)
-    };
     for (step, out) in out.chunks_exact_mut(C::PARTS * TILE).enumerate() {
         for row in 0..LANES {
             let i = step * STEP + row;
-            let (even, odd) = (key(i), key(i + LANES));
+            let even = key::<S, C>(s, block, head_dim, i);
+            let odd = key::<S, C>(s, block, head_dim, i + LANES);
             match C::PARTS {
                 1 => cut::<S, 1>(s, even, odd, out, TILE, row),
                 2 => cut::<S, 2>(s, even, odd, out, TILE, row),
@@ -299,44 +237,6 @@ fn pack_keys<S: Simd, C: Parts>(s: S, block: &Block<'_>, head_dim: usize, out: &
             }
         }
     }
-}
-
-/// Writes `columns` elements of the first `n_rows` rows of tile `N`.
-#[inline(always)]
-fn store<const M: usize, const N: usize, T: Tiles<Rows<M>>>(
-    tiles: &mut T,
-    out: &mut [f32],
-    stride: usize,
-    n_rows: usize,
-    columns: usize,
-) {
-    if n_rows == M && columns == LANES {
-        return tiles.store::<N, f32>(out, stride);
-    }
-    let mut whole = [0.0; TILE];
-    tiles.store::<N, f32>(&mut whole, LANES);
-    for (out, row) in out.chunks_mut(stride).zip(whole.chunks_exact(LANES)).take(n_rows) {
-        out[..columns].copy_from_slice(&row[..columns]);
-    }
-}
-
-/// The inverse of [`store`]; the rest of the tile becomes 0.
-#[inline(always)]
-fn load<const M: usize, const N: usize, T: Tiles<Rows<M>>>(
-    tiles: &mut T,
-    from: &[f32],
-    stride: usize,
-    n_rows: usize,
-    columns: usize,
-) {
-    if n_rows == M && columns == LANES {
-        return tiles.load::<N, f32>(from, stride);
-    }
-    let mut whole = [0.0; TILE];
-    for (from, row) in from.chunks(stride).zip(whole.chunks_exact_mut(LANES)).take(n_rows) {
-        row[..columns].copy_from_slice(&from[..columns]);
-    }
-    tiles.load::<N, f32>(&whole, LANES);
 }
 
 /// `lines[query][at + i] = query · key`, as [`Codec::scores`](super::Codec::scores) computes it without tiles.
@@ -366,59 +266,6 @@ pub fn scores(
         DType::F16 => run::<super::F16>(tiles, queries, blocks, lines, packed),
         DType::BF16 => run::<super::BF16>(tiles, queries, blocks, lines, packed),
         DType::Q8 | DType::Q4 | DType::T4 => unreachable!("tiles do not multiply packed keys"),
-    }
-}
-
-/// Values by their place in the sequence, from blocks anywhere in memory.
-pub struct Places<'b> {
-    blocks: [&'b [u8]; MAX_PLACES],
-    n_blocks: usize,
-    /// Where the value of each place lies: block × 16 + lane.
-    at: [u16; MAX_PLACES],
-    /// Places in use: a multiple of [`STEP`].
-    n: usize,
-}
-
-/// No value at a place.
-const EMPTY: u16 = u16::MAX;
-
-impl<'b> Places<'b> {
-    pub fn new() -> Self {
-        Places { blocks: [&[]; MAX_PLACES], n_blocks: 0, at: [EMPTY; MAX_PLACES], n: 0 }
-    }
-
-    /// Starts over with `n` empty places.
-    pub fn clear(&mut self, n: usize) {
-        (self.n_blocks, self.n) = (0, n.next_multiple_of(STEP));
-        self.at[..self.n].fill(EMPTY);
-    }
-
-    /// Whether there are no values.
-    pub fn is_empty(&self) -> bool {
-        self.n_blocks == 0
-    }
-
-    /// Puts the values of `lanes` of a block with these codes to the places from `first` on. Returns `false` if one of
-    /// them was taken.
-    pub fn add(&mut self, codes: &'b [u8], lanes: Range<usize>, first: usize) -> bool {
-        // There are as many blocks as places, and every block takes a place.
-        let places = &mut self.at[first..first + lanes.len()];
-        let free = places.iter().all(|at| *at == EMPTY);
-        if free && !lanes.is_empty() {
-            let lane = (self.n_blocks * LANES + lanes.start) as u16;
-            places.iter_mut().zip(lane..).for_each(|(at, lane)| *at = lane);
-            self.blocks[self.n_blocks] = codes;
-            self.n_blocks += 1;
-        }
-        free
-    }
-
-    /// The code bytes of the value at a place, `row` bytes.
-    #[inline(always)]
-    fn get(&self, place: usize, row: usize) -> Option<&'b [u8]> {
-        let at = usize::from(self.at[place]);
-        let codes = (at != usize::from(EMPTY)).then(|| self.blocks[at / LANES])?;
-        codes.get(at % LANES * row..(at % LANES + 1) * row)
     }
 }
 
@@ -458,31 +305,24 @@ impl<C: Parts, const M: usize> TileKernel for Accumulate<'_, '_, C, M> {
         let (steps, head_dim) = (places.n / STEP, shape.head_dim);
         pack_values::<S, C>(s, places, shape, packed);
         let per_tile = steps * C::PARTS * TILE;
-        let n_tiles = head_dim.div_ceil(LANES);
-        for row in (0..sums.n).step_by(M) {
-            let n_rows = M.min(sums.n - row);
-            for r in 0..n_rows {
+        for row in (0..sums.n).step_by(2 * M) {
+            let rows = sums.n - row;
+            for r in 0..rows.min(2 * M) {
                 split_weights(s, &weights, row + r, steps, r, split);
             }
-            for first in (0..n_tiles).step_by(ABREAST) {
-                let count = ABREAST.min(n_tiles - first);
-                let from = sums.first + row * sums.stride + first * LANES;
-                for n in 0..count {
-                    let columns = LANES.min(head_dim - (first + n) * LANES);
-                    let from = &sums.data[from + n * LANES..];
-                    with_tile!(n, N => load::<M, N, T>(tiles, from, sums.stride, n_rows, columns));
-                }
-                let b = &packed[first * per_tile..];
+            for first in (0..head_dim).step_by(2 * LANES) {
+                let columns = (head_dim - first).min(2 * LANES);
+                let (two_rows, two_columns) = (rows > M, columns > LANES);
+                let square = Square { two_rows, two_columns, steps, plane: WEIGHT_ROWS * LANES };
+                let at = sums.first + row * sums.stride + first;
+                load_square(tiles, &sums.data[at..], sums.stride, rows, columns);
+                let b = &packed[first / LANES * per_tile..];
                 match C::PARTS {
-                    1 => multiply::<M, 1, T>(tiles, split, TILE, b, count, steps),
-                    2 => multiply::<M, 2, T>(tiles, split, TILE, b, count, steps),
-                    _ => multiply::<M, 3, T>(tiles, split, TILE, b, count, steps),
+                    1 => multiply::<M, 1, T>(tiles, square, split, b),
+                    2 => multiply::<M, 2, T>(tiles, square, split, b),
+                    _ => multiply::<M, 3, T>(tiles, square, split, b),
                 }
-                for n in 0..count {
-                    let columns = LANES.min(head_dim - (first + n) * LANES);
-                    let to = &mut sums.data[from + n * LANES..];
-                    with_tile!(n, N => store::<M, N, T>(tiles, to, sums.stride, n_rows, columns));
-                }
+                store_square(tiles, &mut sums.data[at..], sums.stride, rows, columns);
             }
         }
     }
@@ -492,31 +332,12 @@ impl<C: Parts, const M: usize> TileKernel for Accumulate<'_, '_, C, M> {
 #[inline(always)]
 fn pack_values<S: Simd, C: Parts>(s: S, places: &Places<'_>, shape: ValueShape, out: &mut [u32]) {
     let steps = places.n / STEP;
-    // Rows ahead whose bytes are prefetched.
-    let distance = (super::gather::AHEAD / shape.row.max(1)).max(1);
-    let value = |place: usize| {
-        let codes = places.get(place, shape.row).unwrap_or_default();
-        let next = match place + distance {
-            ahead if ahead < places.n => places.get(ahead, shape.row),
-            _ => None,
-        };
-        let ahead = next.map_or(super::gather::AHEAD, |next| {
-            (next.as_ptr() as usize).wrapping_sub(codes.as_ptr() as usize)
-        });
-        for line in codes.iter().step_by(64) {
-            s.prefetch(line, ahead);
-        }
-        codes
-    };
     for step in 0..steps {
         for row in 0..LANES {
-            let (even, odd) = (value(step * STEP + row), value(step * STEP + LANES + row));
+            let place = step * STEP + row;
+            let (even, odd) = (places.fetch(s, place, shape.row), places.fetch(s, place + LANES, shape.row));
             for n in 0..shape.head_dim.div_ceil(LANES) {
-                let vector = |codes: &[u8]| match codes.is_empty() {
-                    true => s.splat(0.0),
-                    false => C::value(s, codes, n),
-                };
-                let (even, odd) = (vector(even), vector(odd));
+                let (even, odd) = (value::<S, C>(s, even, n), value::<S, C>(s, odd, n));
                 let out = &mut out[(n * steps + step) * C::PARTS * TILE..];
                 match C::PARTS {
                     1 => cut::<S, 1>(s, even, odd, out, TILE, row),
@@ -525,6 +346,15 @@ fn pack_values<S: Simd, C: Parts>(s: S, places: &Places<'_>, shape: ValueShape, 
                 }
             }
         }
+    }
+}
+
+/// Elements `16 * vector..` of a value; 0 if there is none.
+#[inline(always)]
+fn value<S: Simd, C: Parts>(s: S, codes: &[u8], vector: usize) -> S::F {
+    match codes.is_empty() {
+        true => s.splat(0.0),
+        false => C::value(s, codes, vector),
     }
 }
 
@@ -539,12 +369,18 @@ fn split_weights<S: Simd>(
     split: &mut [u32],
 ) {
     let vectors = weights.data[line * weights.stride + weights.at..].as_chunks::<LANES>().0;
-    let vector = |v: usize| match weights.valid.contains(&v) {
+    let valid = &weights.valid;
+    for (step, split) in split.chunks_exact_mut(LEFT_PARTS * WEIGHT_ROWS * LANES).enumerate().take(steps) {
+        let (even, odd) = (weight(s, vectors, valid, 2 * step), weight(s, vectors, valid, 2 * step + 1));
+        cut::<S, LEFT_PARTS>(s, even, odd, split, WEIGHT_ROWS * LANES, row);
+    }
+}
+
+#[inline(always)]
+fn weight<S: Simd>(s: S, vectors: &[[f32; LANES]], valid: &Range<usize>, v: usize) -> S::F {
+    match valid.contains(&v) {
         true => s.load(&vectors[v]),
         false => s.splat(0.0),
-    };
-    for (step, split) in split.chunks_exact_mut(LEFT_PARTS * TILE).enumerate().take(steps) {
-        cut::<S, LEFT_PARTS>(s, vector(2 * step), vector(2 * step + 1), split, TILE, row);
     }
 }
 
