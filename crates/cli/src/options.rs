@@ -244,7 +244,9 @@ impl ComputeArgs {
             Some(threads) => threads,
             None => std::thread::available_parallelism().map_or(1, usize::from).min(MAX_THREADS),
         };
-        let compute = Compute::new(isa, threads).deterministic(self.deterministic);
+        let tile_attention = Compute::tile_attention_from_env().map_err(wrong_usage)?;
+        let compute =
+            Compute::new(isa, threads).deterministic(self.deterministic).tile_attention(tile_attention);
         Ok(COMPUTE.get_or_init(|| compute).clone())
     }
 }

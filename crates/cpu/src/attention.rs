@@ -101,7 +101,7 @@ impl<'l> Layer<'l> {
     /// Whether products with `side` are products of tiles. Then they are for all queries, because the bits of the
     /// result differ from those of vectors.
     fn tiles(&self, compute: &Compute, side: &RowStore) -> Option<TileIsa> {
-        compute.isa.tiles().filter(|_| tiles::parts(side.shape.storage.dtype).is_some())
+        compute.attention_tiles().filter(|_| tiles::parts(side.shape.storage.dtype).is_some())
     }
     fn unit_slots(&self) -> usize {
         (UNIT_ROWS / self.per_kv()).max(1)

@@ -27,7 +27,7 @@ mod recent;
 pub mod steps;
 pub mod stream;
 
-use arch::{Isa, Threads};
+use arch::{Isa, Threads, TileIsa};
 use kvist_device::{
     Backend, DeviceError, FIRST_SEGMENT_CELLS, PoolSpec, Pools, Purpose, Usage, reserved_cells_from,
 };
@@ -41,14 +41,35 @@ pub struct Compute {
     pub threads: Arc<Threads>,
     /// Make each row's arithmetic independent of the rest of its batch. Costs some speed for quantised dtypes.
     pub deterministic: bool,
+    /// Compute attention over float caches as products of tiles, if the instruction set has tiles (AMX). Prompts take
+    /// less time, and single queries more; all queries take the same path, so that results do not depend on the batch.
+    pub tile_attention: bool,
 }
 
 impl Compute {
     pub fn new(isa: Isa, threads: usize) -> Self {
-        Compute { isa, threads: Arc::new(Threads::new(threads)), deterministic: false }
+        Compute { isa, threads: Arc::new(Threads::new(threads)), deterministic: false, tile_attention: false }
     }
     pub fn deterministic(self, deterministic: bool) -> Self {
         Compute { deterministic, ..self }
+    }
+    pub fn tile_attention(self, tile_attention: bool) -> Self {
+        Compute { tile_attention, ..self }
+    }
+
+    /// The tiles that attention uses, if any.
+    pub(crate) fn attention_tiles(&self) -> Option<TileIsa> {
+        self.isa.tiles().filter(|_| self.tile_attention)
+    }
+
+    /// What `KVIST_TILE_ATTENTION` asks for: `1` or `0`, which is the default.
+    pub fn tile_attention_from_env() -> Result<bool, String> {
+        match std::env::var("KVIST_TILE_ATTENTION").as_deref() {
+            Ok("1") => Ok(true),
+            Ok("" | "0") | Err(std::env::VarError::NotPresent) => Ok(false),
+            Ok(other) => Err(format!("KVIST_TILE_ATTENTION: `{other}` is neither 0 nor 1")),
+            Err(std::env::VarError::NotUnicode(_)) => Err("KVIST_TILE_ATTENTION: not a text".into()),
+        }
     }
 }
 
@@ -60,6 +81,7 @@ impl Default for Compute {
             isa: Isa::from_env().unwrap_or_else(|_| Isa::best()),
             threads: Arc::new(Threads::per_core()),
             deterministic: false,
+            tile_attention: Compute::tile_attention_from_env().unwrap_or(false),
         });
         SHARED.clone()
     }

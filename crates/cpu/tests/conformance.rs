@@ -13,17 +13,35 @@ fn options() -> Options {
     Options { packed: 1e-4, ..Options::from_env() }
 }
 
+fn conforms(cpu: &Cpu, options: &Options) {
+    match conformance::run(cpu, options) {
+        Ok(report) => println!("{cpu:?}: {report}"),
+        Err(table) => panic!("{cpu:?}: {table}"),
+    }
+}
+
+/// Tiles in plain loops.
+fn is_slow(isa: Isa) -> bool {
+    matches!(isa, Isa::EmulatedTiles(_))
+}
+
 /// Every instruction set of this CPU, and tiles in plain loops. All but the best one run a subset of the cases.
 #[test]
 fn cpu_conforms_on_every_instruction_set() {
     let best = Isa::best();
     for isa in Isa::tested() {
         let one_in = match isa {
-            Isa::EmulatedTiles(_) => 12, // slow
+            isa if is_slow(isa) => 40,
             isa if isa == best => 1,
             _ => 3,
         };
         let options = Options { one_in, ..options() };
+        if isa.tiles().is_some() {
+            conforms(&Cpu::new(Compute::new(isa, 2).tile_attention(true)), &options);
+        }
+        if is_slow(isa) {
+            continue; // without tiles it is the portable one
+        }
         match conformance::run(&Cpu::new(Compute::new(isa, 2)), &options) {
             Ok(report) => println!("{isa}: {report}"),
             Err(table) => panic!("{isa}: {table}"),

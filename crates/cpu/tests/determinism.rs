@@ -21,7 +21,7 @@ fn each(mut check: impl FnMut(Cpu, Model, String)) {
                     continue;
                 }
                 let exact = storage.starts_with('q');
-                let cpu = Cpu::new(Compute::new(isa, threads).deterministic(exact));
+                let cpu = Cpu::new(Compute::new(isa, threads).deterministic(exact).tile_attention(true));
                 let storage: Storage = storage.parse().unwrap();
                 let visibility = Visibility { window, sinks: 0 };
                 let model = Model { k: storage, v: storage, head_dim: 64, visibility, ..Model::default() };
@@ -181,7 +181,8 @@ fn a_node_is_as_if_its_path_were_a_chain() {
         for name in ["f32", "f16", "bf16", "f16-rot", "q8", "q8-64", "q4-64"] {
             for round in 0..if is_slow(isa) { 1 } else { 4 } {
                 let exact = name.starts_with('q');
-                let cpu = Cpu::new(Compute::new(isa, 1 + round % 3).deterministic(exact));
+                let cpu =
+                    Cpu::new(Compute::new(isa, 1 + round % 3).deterministic(exact).tile_attention(true));
                 let storage: Storage = name.parse().unwrap();
                 let mut draft = TreeCase::random(&mut random);
                 if is_slow(isa) {
@@ -253,7 +254,7 @@ fn accepted_paths_of_paged_trees_are_as_if_they_were_chains() {
     for isa in Isa::available() {
         for (round, name) in (0..).zip(["f32", "f16", "bf16", "q8", "q8-64-rot", "q4-64", "t4"]) {
             let exact = name.starts_with(['q', 't']);
-            let cpu = Cpu::new(Compute::new(isa, 1 + round % 2).deterministic(exact));
+            let cpu = Cpu::new(Compute::new(isa, 1 + round % 2).deterministic(exact).tile_attention(true));
             let storage: Storage = name.parse().unwrap();
             let window = [None, Some(20)][round % 2];
             let visibility = Visibility { window, sinks: 0 };

@@ -78,7 +78,7 @@ impl Sizes {
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
         let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MAX_SPLITS))?;
         let line = |tile: usize| tile + 2 * PAD + SPARE;
-        let few = |dtype| if compute.isa.tiles().is_some() { tiles::parts(dtype) } else { None };
+        let few = |dtype| if compute.attention_tiles().is_some() { tiles::parts(dtype) } else { None };
         let (k_tiles, v_tiles) = (few(spec.k.dtype), few(spec.v.dtype));
         let block_rows = if k_tiles.or(v_tiles).is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
         let lines = match k_tiles.or(v_tiles) {

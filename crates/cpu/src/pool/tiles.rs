@@ -76,9 +76,20 @@ impl<E: Element> Parts for E {
     }
 }
 
-/// Pairs of bf16 that [`split_row`] writes for rows of `head_dim` elements, if `rows` rows are stored.
+/// The buffer from the first cache line on: a row of a tile that lies in two lines takes two reads. Buffers have room
+/// for what is left out.
+fn whole_lines_mut(buffer: &mut [u32]) -> &mut [u32] {
+    let skipped = buffer.as_ptr().align_offset(64).min(LANES - 1);
+    &mut buffer[skipped..]
+}
+
+fn whole_lines(buffer: &[u32]) -> &[u32] {
+    &buffer[buffer.as_ptr().align_offset(64).min(LANES - 1)..]
+}
+
+/// Pairs of bf16 that [`SplitRow`] writes for rows of `head_dim` elements, if `rows` rows are stored.
 pub fn split_len(head_dim: usize, rows: usize) -> usize {
-    head_dim.div_ceil(STEP) * LEFT_PARTS * plane(rows)
+    head_dim.div_ceil(STEP) * LEFT_PARTS * plane(rows) + LANES
 }
 
 /// Pairs from one part of the queries to the next. A tile may extend past the last row.
@@ -90,11 +101,11 @@ fn plane(rows: usize) -> usize {
 pub fn packed_len(head_dim: usize, dtype: DType) -> usize {
     let keys = ABREAST * head_dim.div_ceil(STEP);
     let values = head_dim.div_ceil(LANES) * MAX_STEPS;
-    keys.max(values) * parts(dtype).unwrap_or(0) * TILE
+    keys.max(values) * parts(dtype).unwrap_or(0) * TILE + LANES
 }
 
 /// Pairs of bf16 of the weights of a call.
-pub const WEIGHTS_LEN: usize = MAX_STEPS * LEFT_PARTS * WEIGHT_ROWS * LANES;
+pub const WEIGHTS_LEN: usize = MAX_STEPS * LEFT_PARTS * WEIGHT_ROWS * LANES + LANES;
 /// Rows of weights that are cut into parts at once.
 const WEIGHT_ROWS: usize = 32;
 
@@ -122,12 +133,12 @@ impl Kernel for SplitRow<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let plane = plane(self.rows);
+        let (plane, split) = (plane(self.rows), whole_lines_mut(self.split));
         for (step, row) in self.row.chunks(STEP).enumerate() {
             let mut pair = [0.0; STEP];
             pair[..row.len()].copy_from_slice(row);
             let [even, odd] = halves(s, &pair);
-            cut::<S, LEFT_PARTS>(s, even, odd, &mut self.split[step * LEFT_PARTS * plane..], plane, self.at);
+            cut::<S, LEFT_PARTS>(s, even, odd, &mut split[step * LEFT_PARTS * plane..], plane, self.at);
         }
     }
 }
@@ -183,6 +194,7 @@ impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Rows<M>>>(self, s: S, tiles: &mut T) {
         let Scores { queries, blocks, lines, packed, .. } = self;
+        let (split, packed) = (whole_lines(queries.split), whole_lines_mut(packed));
         let (steps, plane) = (blocks.head_dim.div_ceil(STEP), plane(queries.rows));
         for (i, list) in blocks.list.chunks(ABREAST).enumerate() {
             for (block, out) in list.iter().zip(packed.chunks_mut(steps * C::PARTS * TILE)) {
@@ -193,7 +205,7 @@ impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
                 for n in (0..list.len()).step_by(2) {
                     let rows = queries.n - row;
                     let square = Square { two_rows: rows > M, two_columns: list.len() - n > 1, steps, plane };
-                    let a = &queries.split[(queries.first + row) * LANES..];
+                    let a = &split[(queries.first + row) * LANES..];
                     let b = &packed[n * steps * C::PARTS * TILE..];
                     (tiles.zero::<0>(), tiles.zero::<1>(), tiles.zero::<2>(), tiles.zero::<3>());
                     match C::PARTS {
@@ -302,6 +314,7 @@ impl<C: Parts, const M: usize> TileKernel for Accumulate<'_, '_, C, M> {
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Rows<M>>>(self, s: S, tiles: &mut T) {
         let Accumulate { places, shape, weights, sums, packed, split, .. } = self;
+        let (packed, split) = (whole_lines_mut(packed), whole_lines_mut(split));
         let (steps, head_dim) = (places.n / STEP, shape.head_dim);
         pack_values::<S, C>(s, places, shape, packed);
         let per_tile = steps * C::PARTS * TILE;

@@ -216,7 +216,8 @@ fn parts_add_up() {
         isa.run(SplitRow { row: &row, at, rows, split: &mut split });
         for (i, x) in row.iter().enumerate() {
             let part = |part: usize| {
-                let pair = split[(i / STEP * LEFT_PARTS + part) * plane(rows) + at * LANES + i % LANES];
+                let pair = whole_lines(&split)
+                    [(i / STEP * LEFT_PARTS + part) * plane(rows) + at * LANES + i % LANES];
                 f32::from_bits(if i % STEP < LANES { pair << 16 } else { pair & 0xffff_0000 })
             };
             let sum = part(0) + part(1) + part(2);
