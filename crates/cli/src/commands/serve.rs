@@ -210,7 +210,21 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
-    check_memory(&plan, requests_bytes, draft_bytes, free, budget.total())?;
+    let longest = |free: u64| {
+        let fits = |tokens: u32| {
+            let mut shorter = engine.paged.clone();
+            shorter.cache.context_tokens = tokens;
+            shorter.plan(opened.config(), &registry).is_ok_and(|plan| plan.session_bound() <= free)
+        };
+        MemoryPlan::longest(engine.paged.cache.context_tokens, fits)
+    };
+    let needed = Needed {
+        tokens: engine.paged.cache.context_tokens,
+        cache: plan.session_bound(),
+        requests: requests_bytes,
+        draft: draft_bytes,
+    };
+    needed.check(free, budget.total(), registry.device().adapter(), longest)?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
@@ -255,27 +269,46 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     served
 }
 
-/// Refuses a server whose cache and requests do not fit into what weights (`free`) and a draft model leave.
-fn check_memory(
-    plan: &MemoryPlan,
-    requests_bytes: u64,
-    draft_bytes: Option<u64>,
-    free: u64,
-    total: u64,
-) -> anyhow::Result<()> {
-    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
-    let weights = if draft_bytes.is_some() { "the weights and the draft model" } else { "the weights" };
-    if plan.session_bound().saturating_add(requests_bytes) > free {
+/// What a server needs besides the weights, in bytes.
+struct Needed {
+    /// Of the cache.
+    tokens: u32,
+    /// Working memory included.
+    cache: u64,
+    requests: u64,
+    draft: Option<u64>,
+}
+
+impl Needed {
+    /// Refuses a server that does not fit into the `free` bytes that the weights leave. `longest` is the longest cache that
+    /// fits into so many bytes.
+    fn check(
+        &self,
+        free: u64,
+        total: u64,
+        adapter: Option<&str>,
+        longest: impl Fn(u64) -> u32,
+    ) -> anyhow::Result<()> {
+        let free = free.saturating_sub(self.draft.unwrap_or(0));
+        if self.cache.saturating_add(self.requests) <= free {
+            return Ok(());
+        }
+        let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
+        let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
+        let context = match longest(free.saturating_sub(self.requests)) {
+            0 => "a smaller --context".to_string(),
+            tokens => format!("--context {tokens}"),
+        };
         anyhow::bail!(
-            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides {weights}; \
-             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
-            Bytes(plan.session_bound()),
-            Bytes(requests_bytes),
+            "the cache of {} tokens needs {}{on} (working memory included), requests need {}, and {} of {} are free besides \
+             {weights}; try {context}, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            self.tokens,
+            Bytes(self.cache),
+            Bytes(self.requests),
             Bytes(free),
             Bytes(total)
         );
     }
-    Ok(())
 }
 
 /// Opens the file of `--record`. A recording cannot be made again, so it is not overwritten by default.
