@@ -2,10 +2,14 @@
 //!
 //! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
 //! them. Everything is on one stream, in order. The first error is kept, and `check` returns it from then on.
+mod buffer;
+
 use crate::compiler::Compiler;
 use crate::devices::{driver, summary};
 use crate::ffi::{Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
 use crate::{Installation, failed, kernels};
+pub use buffer::Buf;
+use buffer::Memory;
 use kvist_device::DeviceError;
 use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits, Recorder, lock};
 use std::ops::Range;
@@ -18,37 +22,6 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const MAX_PART_BYTES: u64 = (1 << 32) - 16;
 /// Pinned memory that writes pass through.
 const STAGING_BYTES: usize = 4 << 20;
-
-/// Memory of the device, or pinned memory of the host. Recorded operations keep it alive.
-#[derive(Clone, Debug)]
-pub struct Buf(Arc<Memory>);
-
-#[derive(Debug)]
-enum Memory {
-    Device(DeviceMemory),
-    /// Results, for the host to read.
-    Results(PinnedMemory),
-    /// The host fills it, and the device copies from it.
-    Source(Mutex<PinnedMemory>),
-}
-
-impl Buf {
-    fn device(&self) -> Option<&DeviceMemory> {
-        match &*self.0 {
-            Memory::Device(memory) => Some(memory),
-            Memory::Results(_) | Memory::Source(_) => None,
-        }
-    }
-
-    /// Where kernels find it.
-    fn address(&self) -> u64 {
-        match &*self.0 {
-            Memory::Device(memory) => memory.address,
-            Memory::Results(memory) => memory.address(),
-            Memory::Source(memory) => lock(memory).address(),
-        }
-    }
-}
 
 /// A point behind what was submitted; `None` if that failed.
 #[derive(Clone, Debug)]

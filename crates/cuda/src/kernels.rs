@@ -75,6 +75,7 @@ const LANES: &str = include_str!("kernels/lanes.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
+const CELLS: &str = include_str!("kernels/cells.cu");
 const SINKS: &str = include_str!("kernels/sinks.cu");
 
 /// The files of a kernel, in order.
@@ -93,8 +94,7 @@ fn parts(kernel: &Kernel) -> &'static [&'static str] {
         Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
         Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
         Kernel::Attend { .. } => {
-            let cells = include_str!("kernels/cells.cu");
-            &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, cells, include_str!("kernels/attend.cu")]
+            &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
         }
         Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
         Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
