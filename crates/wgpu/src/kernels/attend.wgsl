@@ -8,7 +8,8 @@
 //                                                  k and v as they are stored, see cells.wgsl; q is rotated like k
 //       M' = max(M, round(max s));  w = 2^(s - M');  l = l 2^(M - M') + w;  o = o 2^(M - M') + w v
 //     total = total 2^(Mt - M*) + unit 2^(M - M*)
-//   out = o / l, rotated back if values are stored rotated; with a sink: o 2^(M - P) / (l 2^(M - P) + 2^(sink - P)); or the state, for `merge` to add up
+//   out = o / l, with a sink: o 2^(M - P) / (l 2^(M - P) + 2^(sink - P)), rotated back if values are stored rotated; or the
+//   state, for `merge` to add up
 //
 // (online softmax: Milakov and Gimelshein, 2018; splits: Dao et al., 2023, flash-decoding.) The running maximum is an
 // integer, so every rescaling is exact, and each sum runs over the cells in their order. A row's result therefore does
@@ -75,7 +76,7 @@ var<workgroup> peaks: array<f32, ROWS * PEAKS>;
 var<workgroup> cell_of: array<u32, CELLS>;
 var<workgroup> entry_of: array<u32, CELLS>;
 var<workgroup> recent_of: array<u32, CELLS>;        // the cell's row of `recent`, or NONE
-var<workgroup> recent_rows: array<u32, SCORE_GROUPS * CELLS>; // which query rows read it, a bit each: of four rows after the other
+var<workgroup> recent_rows: array<u32, SCORE_GROUPS * CELLS>; // which query rows read it, a bit each, four rows at a time
 var<workgroup> maxima: array<f32, ROWS>;
 var<workgroup> norms: array<f32, ROWS>;
 var<workgroup> factors: array<f32, ROWS>;
@@ -198,11 +199,13 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             let c = thread % CELLS;
             let first_row = thread / CELLS * SCORES;
             let entry = entry_of[c];
+            // Teams without rows only wait for the others.
+            let used = first_row < rows && entry != DIRECT;
             var scores: array<f32, SCORES>;
             for (var r = 0u; r < SCORES; r++) { scores[r] = 0.0; }
             // Bits of the rows that read the cell's recent row.
             var recents = 0u;
-            if (RECENT && entry != DIRECT && recent_of[c] != NONE) {
+            if (RECENT && used && recent_of[c] != NONE) {
                 let recent_group = plan[args.recents + plan[entry + 8u] + 2u * cell_of[c] + 1u];
                 for (var r = 0u; r < SCORES; r++) {
                     let slot = first_slot + min(row0 + first_row + r, all_rows - 1u) / per_kv;
@@ -210,7 +213,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 }
             }
             if (RECENT) { recent_rows[thread] = recents; }
-            if (entry != DIRECT && (!K_RECENT || recents != 15u)) {
+            if (used && (!K_RECENT || recents != 15u)) {
                 let at = ((args.k_head + kv_head) * args.cells + plan[entry + 1u] + cell_of[c]) * K_WORDS;
                 for (var i = 0u; i < DIM / 4u; i++) {
                     let x = k_quad(at, i);
@@ -237,7 +240,9 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 for (var r = 0u; r < SCORES; r++) { recent_scores[r] = 0.0; }
                 for (var i = 0u; i < DIM; i++) {
                     let x = recent_element(at, i);
-                    for (var r = 0u; r < SCORES; r++) { recent_scores[r] = fma(plain_query(first_row + r, i), x, recent_scores[r]); }
+                    for (var r = 0u; r < SCORES; r++) {
+                        recent_scores[r] = fma(plain_query(first_row + r, i), x, recent_scores[r]);
+                    }
                 }
                 for (var r = 0u; r < SCORES; r++) {
                     scores[r] = select(scores[r], recent_scores[r], ((recents >> r) & 1u) == 1u);
@@ -295,7 +300,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             }
             for (var j = 0u; j < PER_THREAD; j++) {
                 let e = team_thread + TEAM * j;
-                if (e < DIM) {
+                if (e < DIM && team_row < rows) {
                     for (var r = 0u; r < TEAM_ROWS; r++) { sums[r * PER_THREAD + j] *= factors[team_row + r]; }
                     for (var i = 0u; i < CELLS; i++) {
                         let entry = entry_of[i];
