@@ -9,10 +9,11 @@ pub use file::FrozenPrefix;
 
 use crate::saved::{CacheRows, GroupRows, Origin, check_storage};
 use crate::session::ModelSession;
-use kvist_cache::{Refused, SeqId};
+use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
 use kvist_device::{DeviceError, Layout, MappedRows, MappedSide, Side};
 use kvist_model::Error;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The beginning of prompts, as it is frozen.
 #[derive(Clone, Copy, Debug)]
@@ -124,6 +125,47 @@ pub fn begin_with(
         session.clear()?;
     }
     begun
+}
+
+/// A prefix that every request of a serving engine may begin with.
+pub struct EnginePrefix {
+    pub prefix: Arc<FrozenPrefix>,
+    /// What the engine's cache depends on.
+    pub origin: Origin,
+}
+
+/// Puts the whole blocks of a prefix into the prefix index of an empty cache, for requests without a salt. They are not
+/// evicted as long as the returned pin lives. On `Err` the cache is not to be used.
+///
+/// # Errors
+/// As [`begin_with`]; and the cache has no prefix index, or the prefix has less than a block.
+pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u32) -> Result<Pin, Error> {
+    let (prefix, seq, at) = (&of.prefix, SeqId(0), Moment { now_ns: 0 });
+    prefix.check(&of.origin)?;
+    crate::check_prompt(rows.config, prefix.tokens().len())?;
+    rows.runner.check_tokens(prefix.tokens())?;
+    let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.path().display()));
+    let n = rows.config.cut_before(prefix.tokens().len() as u32) / block_tokens * block_tokens;
+    if n == 0 {
+        let len = prefix.tokens().len();
+        return Err(refused(&format!("the prefix has {len} tokens, less than a block of {block_tokens}")));
+    }
+    let prompt = Prompt::Tokens(prefix.tokens()[..n as usize].to_vec());
+    let no_index = || refused("the cache has no prefix index");
+    rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, "", &prompt.content(n), at)?;
+    if place(rows, seq, prefix, n)? == 0 {
+        return Err(refused("a window has left positions behind that a request would see: use a float --kv"));
+    }
+    rows.cache.prefixes().ok_or_else(no_index)?.store(seq, &prompt.content(n), at)?;
+    let groups = (0..rows.runner.model.layout().n_groups()).map(|g| GroupId(g as u16));
+    let blocks = groups.flat_map(|group| {
+        let table = rows.cache.block_table(group, seq).unwrap_or_default();
+        table.into_iter().flatten().map(move |block| BlockId { group, block })
+    });
+    let blocks: Vec<BlockId> = blocks.collect();
+    let pin = rows.cache.pin(&blocks)?;
+    rows.cache.sequences().ok_or_else(no_index)?.seq_rm(seq, 0, u32::MAX)?;
+    Ok(pin)
 }
 
 /// Places the first `n` tokens. Returns how many are there: all or 0. The sequence is to be cleared if there are none.

@@ -141,6 +141,7 @@ impl ServerConfig {
             watchers: Vec::new(),
             max_draft_tokens: self.speculation.step_tokens(&self.scheduler),
             speculator: None,
+            prefix: None,
         };
         engine.fit();
         engine
