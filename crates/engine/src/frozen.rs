@@ -127,14 +127,16 @@ pub fn begin_with(
     begun
 }
 
-/// A prefix that every request of a serving engine may begin with.
+/// A prefix that requests of a serving engine may begin with.
 pub struct EnginePrefix {
     pub prefix: Arc<FrozenPrefix>,
+    /// The salt of these requests: salts share nothing.
+    pub salt: Arc<str>,
     /// What the engine's cache depends on.
     pub origin: Origin,
 }
 
-/// Puts the whole blocks of a prefix into the prefix index of an empty cache, for requests without a salt. They are not
+/// Puts the whole blocks of a prefix into the prefix index of an empty cache, for requests with its salt. They are not
 /// evicted as long as the returned pin lives. On `Err` the cache is not to be used.
 ///
 /// # Errors
@@ -152,7 +154,7 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
     }
     let prompt = Prompt::Tokens(prefix.tokens()[..n as usize].to_vec());
     let no_index = || refused("the cache has no prefix index");
-    rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, "", &prompt.content(n), at)?;
+    rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, &of.salt, &prompt.content(n), at)?;
     if place(rows, seq, prefix, n)? == 0 {
         return Err(refused("a window has left positions behind that a request would see: use a float --kv"));
     }

@@ -34,6 +34,10 @@ impl Rig {
         let window = (kind == "ring").then_some(64);
         CacheConfig { k: storage, v: storage, window, max_rows: 1, ..exact(kind, 256, chunk) }
     }
+    /// With room for these tokens and one more.
+    fn tight(&self, tokens: u32) -> CacheConfig {
+        CacheConfig { context_tokens: tokens + 1, ..self.config("contiguous", "f16", 32) }
+    }
     fn origin(&self, config: &CacheConfig) -> Origin {
         Origin::new(self.opened.fingerprint().unwrap(), WeightFormat::AsStored, config, self.model.config())
     }
@@ -167,6 +171,20 @@ fn less_is_used_if_less_is_wanted() {
     }
 }
 
+/// The last block of the prefix is the pool's last, and reaches past its capacity.
+#[test]
+fn a_cache_may_end_with_the_prefix() {
+    let rig = Rig::new(&ModelFile::Embedded);
+    for n in [63, 64, 65, 100] {
+        let tokens = rig.tokens(n + 1);
+        let config = rig.tight(n as u32);
+        let (mut before, prefix) = rig.frozen(&config, &tokens[..n]);
+        let (mut after, begun) = rig.begun(&config, &prefix);
+        assert_eq!(begun, n);
+        assert_eq!(go_on(&mut after, &tokens[n..]), go_on(&mut before, &tokens[n..]));
+    }
+}
+
 #[test]
 fn what_does_not_fit_is_refused() {
     let rig = Rig::new(&ModelFile::Embedded);
@@ -244,7 +262,7 @@ async fn an_engine_begins_with_a_prefix() {
             (FrozenText { tokens: &tokens[..len], system: None }, rig.origin(session.config()));
         freeze(&mut session, SeqId::ONLY, text, &frozen, &rig.path()).unwrap();
         let prefix = Arc::new(FrozenPrefix::open(&rig.path()).unwrap());
-        config.prefix = Some(EnginePrefix { prefix, origin });
+        config.prefix = Some(EnginePrefix { prefix, salt: "".into(), origin });
         let with = engines::engine(config);
         let mut plain = engines::config(512);
         (plain.paged.cache.k, plain.paged.cache.v) = (storage, storage);
@@ -287,7 +305,7 @@ fn an_engine_refuses_what_does_not_fit() {
     let prefix = Arc::new(prefix);
     let start = |origin: Origin| {
         let mut config = engines::config(512);
-        config.prefix = Some(EnginePrefix { prefix: prefix.clone(), origin });
+        config.prefix = Some(EnginePrefix { prefix: prefix.clone(), salt: "".into(), origin });
         match Engine::start(rig.model.clone(), &kvist_engine::devices::all(), config) {
             Err(error) => error.to_string(),
             Ok(_) => panic!("it started"),

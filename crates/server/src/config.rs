@@ -147,6 +147,11 @@ impl ServerConfig {
         engine
     }
 
+    /// The salt of all requests that send none, for a prefix that they share; `None` with keys: names share nothing.
+    pub fn common_salt(&self) -> Option<Arc<str>> {
+        self.keys.is_empty().then(crate::auth::salt_of_anybody)
+    }
+
     /// Warnings about settings that are valid but may not be intended.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();

@@ -211,7 +211,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         let cache = engine.paged.block_aligned();
         let origin = Origin::new(opened.fingerprint()?, args.model.weights, &cache, opened.config());
         prefix.check(&origin)?;
-        engine.prefix = Some(EnginePrefix { prefix, origin });
+        let salt = config.common_salt();
+        let salt = salt.context("--prefix: with [[keys]] no two names share blocks, so none can share a prefix: remove one of both")?;
+        engine.prefix = Some(EnginePrefix { prefix, salt, origin });
     }
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {

@@ -24,7 +24,8 @@ impl CpuPools {
             Side::K => &owned.keys,
             Side::V => &owned.values,
         };
-        if cells > rows.cells() {
+        // The last block is there as a whole.
+        if cells > rows.cells().next_multiple_of(LANES as u32) {
             let (index, len) = (cells as usize, rows.cells() as usize);
             return Err(DeviceError::OutOfRange { what: "cell", index, len });
         }
