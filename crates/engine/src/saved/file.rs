@@ -165,8 +165,11 @@ impl SavedSession {
         if hash(&[text.as_bytes()]) != *expected {
             return Err(broken("the header's hash is another one"));
         }
-        let version = serde_json::from_str::<serde_json::Value>(text).ok();
-        match version.and_then(|header| header.get("version")?.as_u64()) {
+        let value = serde_json::from_str::<serde_json::Value>(text).map_err(|_| none())?;
+        if value.get("format").and_then(|format| format.as_str()) != Some(FORMAT) {
+            return Err(none());
+        }
+        match value.get("version").and_then(|version| version.as_u64()) {
             Some(version) if version > u64::from(VERSION) => {
                 return Err(bad(format!(
                     "a session of format {version}, and this kvist reads {VERSION}: use a newer kvist"
@@ -175,10 +178,7 @@ impl SavedSession {
             _ => {}
         }
         let header: Header =
-            serde_json::from_str(text).map_err(|error| bad(format!("its header: {error}")))?;
-        if header.format != FORMAT {
-            return Err(none());
-        }
+            serde_json::from_value(value).map_err(|error| bad(format!("its header: {error}")))?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| broken(&error.to_string()))?;
         if tensors.len() != header.blake3.len() {
             return Err(broken("it has other tensors than its header says"));
