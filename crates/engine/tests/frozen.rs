@@ -1,14 +1,12 @@
 //! Frozen prefixes: what follows is the same to the bit as if the prefix had been computed, or the file is refused.
 mod common;
-mod engines;
 use common::*;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::Error;
-use kvist_engine::frozen::{EnginePrefix, FrozenPrefix, FrozenText, begin_with, freeze};
+use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::Origin;
-use kvist_engine::serving::{Engine, Job};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightFormat;
 use kvist_model::{Model, ModelFile, Opened};
@@ -242,77 +240,4 @@ fn changed_and_torn_files_are_refused() {
     assert!(FrozenPrefix::open(Path::new("/no/such.kvp")).unwrap_err().to_string().contains("/no/such.kvp"));
     std::fs::write(rig.path(), &whole).unwrap();
     FrozenPrefix::open(&rig.path()).unwrap();
-}
-
-/// The engine finds the prefix at once, in whole blocks, and never evicts it; requests with a salt do not see it.
-#[tokio::test(flavor = "multi_thread")]
-async fn an_engine_begins_with_a_prefix() {
-    let rig = Rig { model: engines::model().clone(), ..Rig::new(&ModelFile::Embedded) };
-    for (storage, len, cached) in [("f32", 120, 112), ("f16", 96, 96), ("q8", 100, 96)] {
-        let storage: Storage = storage.parse().unwrap();
-        let mut config = engines::config(512);
-        (config.paged.cache.k, config.paged.cache.v) = (storage, storage);
-        let aligned = config.paged.block_aligned();
-        let tokens = rig.tokens(len + 9);
-        let fresh = CacheConfig { k: storage, v: storage, max_rows: 1, ..exact("cells", 256, 32) };
-        let mut session = session(&rig.model, &CacheConfig { recent: aligned.recent, ..fresh });
-        session.prefill(SeqId::ONLY, &tokens[..len], &mut |_| true).unwrap();
-        let origin = rig.origin(&aligned);
-        let (text, frozen) =
-            (FrozenText { tokens: &tokens[..len], system: None }, rig.origin(session.config()));
-        freeze(&mut session, SeqId::ONLY, text, &frozen, &rig.path()).unwrap();
-        let prefix = Arc::new(FrozenPrefix::open(&rig.path()).unwrap());
-        config.prefix = Some(EnginePrefix { prefix, salt: "".into(), origin });
-        let with = engines::engine(config);
-        let mut plain = engines::config(512);
-        (plain.paged.cache.k, plain.paged.cache.v) = (storage, storage);
-        let without = engines::engine(plain);
-        for round in 0..3 {
-            let mut texts = Vec::new();
-            for (engine, expected) in [(&with, cached), (&without, if round == 0 { 0 } else { u32::MAX })] {
-                let mut job = engine.submit(engines::greedy(&tokens, 12)).unwrap();
-                let received = engines::receive(&mut job).await;
-                let (found, _) = received.admitted.unwrap();
-                assert!(
-                    expected == u32::MAX || found >= expected,
-                    "{found} of {expected} tokens were cached"
-                );
-                texts.push(received.tokens);
-            }
-            // Packed caches depend on the chunks that a prompt is computed in.
-            if storage.dtype != kvist_device::DType::Q8 {
-                assert_eq!(texts[0], texts[1], "{storage} {round}");
-            }
-            // Other prompts fill the cache: everything that may be evicted is.
-            for other in 0..3 {
-                let other: Vec<u32> =
-                    (0..400).map(|i| 20 + (i * 7 + other * 13 + round * 29) % 3000).collect();
-                if let Ok(mut job) = with.submit(engines::greedy(&other[..370], 4)) {
-                    engines::receive(&mut job).await;
-                }
-            }
-        }
-        let mut job = with.submit(Job { salt: "mine".into(), ..engines::greedy(&tokens, 4) }).unwrap();
-        assert_eq!(engines::receive(&mut job).await.admitted.unwrap().0, 0, "a salt shares nothing");
-    }
-}
-
-#[test]
-fn an_engine_refuses_what_does_not_fit() {
-    let rig = Rig::new(&ModelFile::Embedded);
-    let config = rig.config("cells", "f32", 16);
-    let (_, prefix) = rig.frozen(&config, &rig.tokens(15));
-    let prefix = Arc::new(prefix);
-    let start = |origin: Origin| {
-        let mut config = engines::config(512);
-        config.prefix = Some(EnginePrefix { prefix: prefix.clone(), salt: "".into(), origin });
-        match Engine::start(rig.model.clone(), &kvist_engine::devices::all(), config) {
-            Err(error) => error.to_string(),
-            Ok(_) => panic!("it started"),
-        }
-    };
-    assert!(start(rig.origin(&config)).contains("less than a block of 16"));
-    let mut other = rig.origin(&config);
-    other.model.weights = "0".repeat(64);
-    assert!(start(other).contains("weights"));
 }
