@@ -7,7 +7,9 @@ use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_device::{Bytes, Purpose, Registry, Storage};
+use kvist_engine::frozen::{EnginePrefix, FrozenPrefix};
 use kvist_engine::memory::MemoryPlan;
+use kvist_engine::saved::Origin;
 use kvist_engine::serving::Engine;
 use kvist_model::Opened;
 use kvist_server::{ServerConfig, ServerState, serve};
@@ -16,6 +18,7 @@ use speculation::{SpeculationFlags, SpeculationPlan};
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 #[derive(clap::Args)]
@@ -72,6 +75,10 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    /// Begin with a prefix of `kvist prefix freeze` in the prefix index, where it stays: prompts that begin with it do not
+    /// compute it, and all programs that use the file share its memory
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "record")]
+    prefix: Option<PathBuf>,
     #[command(flatten)]
     speculation: SpeculationFlags,
     /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
@@ -199,6 +206,15 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let texts = config.scheduler.max_batch;
     let draft_bytes =
         draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
+    if let Some(path) = &args.prefix {
+        let prefix = Arc::new(FrozenPrefix::open(path)?);
+        let cache = engine.paged.block_aligned();
+        let origin = Origin::new(opened.fingerprint()?, args.model.weights, &cache, opened.config());
+        prefix.check(&origin)?;
+        let salt = config.common_salt();
+        let salt = salt.context("--prefix: with [[keys]] no two names share blocks, so none can share a prefix: remove one of both")?;
+        engine.prefix = Some(EnginePrefix { prefix, salt, origin });
+    }
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
