@@ -207,7 +207,10 @@ impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
                     let square = Square { two_rows: rows > M, two_columns: list.len() - n > 1, steps, plane };
                     let a = &split[(queries.first + row) * LANES..];
                     let b = &packed[n * steps * C::PARTS * TILE..];
-                    (tiles.zero::<0>(), tiles.zero::<1>(), tiles.zero::<2>(), tiles.zero::<3>());
+                    tiles.zero::<0>();
+                    tiles.zero::<1>();
+                    tiles.zero::<2>();
+                    tiles.zero::<3>();
                     match C::PARTS {
                         1 => multiply::<M, 1, T>(tiles, square, a, b),
                         2 => multiply::<M, 2, T>(tiles, square, a, b),
