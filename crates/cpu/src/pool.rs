@@ -304,7 +304,7 @@ impl RowStore {
         }
     }
 
-    /// The inverse of [`turn`](Self::turn).
+    /// The inverse of [`transform`](Self::transform).
     pub fn restore(&self, head: usize, row: &mut [f32]) {
         match self.shape.storage {
             Storage { dtype: DType::T4, .. } => rotate_whole_back(&mut row[self.shape.group..]),
