@@ -3,7 +3,9 @@
 //!
 //! Kernels are written once, over [`Simd`]: vectors of [`LANES`] lanes whatever the register width, so that the bytes
 //! of a pool and the order of additions are the same on every machine. A CPU feature is a value: an `Avx512` can only
-//! be created after checking the CPU, and [`Isa::run`] enters a function compiled for it.
+//! be created after checking the CPU, and [`Isa::run`] enters a function compiled for it. Some have [`Tiles`] in addition.
+#[cfg(target_arch = "x86_64")]
+mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -11,7 +13,10 @@ mod avx512;
 mod portable;
 mod share;
 mod threads;
+mod tiles;
 
+#[cfg(target_arch = "x86_64")]
+use amx::Amx;
 #[cfg(target_arch = "x86_64")]
 use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
@@ -22,6 +27,7 @@ pub use share::Columns;
 use std::fmt;
 use std::str::FromStr;
 pub use threads::Threads;
+pub use tiles::{Shapes, TileElement, TileIsa, TileKernel, Tiles};
 
 /// Lanes per vector: f32, i32, or four bytes each.
 pub const LANES: usize = 16;
@@ -185,12 +191,16 @@ pub trait Kernel {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Isa {
     Portable(Portable),
+    /// `Portable` with tiles in plain loops, for tests of the kernels over tiles.
+    EmulatedTiles(Portable),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512<false>),
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(Avx512<true>),
+    #[cfg(target_arch = "x86_64")]
+    Amx(Amx),
 }
 
 impl Isa {
@@ -202,7 +212,15 @@ impl Isa {
             all.extend(Avx2::detect().map(Isa::Avx2));
             all.extend(Avx512::<false>::detect().map(Isa::Avx512));
             all.extend(Avx512::<true>::detect().map(Isa::Avx512Bf16));
+            all.extend(Amx::detect().map(Isa::Amx));
         }
+        all
+    }
+
+    /// What tests run: everything that is [`available`](Self::available), and emulated tiles.
+    pub fn tested() -> Vec<Isa> {
+        let mut all = Isa::available();
+        all.insert(1, Isa::EmulatedTiles(Portable));
         all
     }
 
@@ -223,12 +241,15 @@ impl Isa {
     pub fn name(self) -> &'static str {
         match self {
             Isa::Portable(_) => "portable",
+            Isa::EmulatedTiles(_) => "emulated-tiles",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16(_) => "avx512-bf16",
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx(_) => "amx",
         }
     }
 
@@ -236,13 +257,25 @@ impl Isa {
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Out {
         match self {
-            Isa::Portable(s) => s.run(kernel),
+            Isa::Portable(s) | Isa::EmulatedTiles(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx(amx) => amx.vectors().run(kernel),
+        }
+    }
+
+    /// The tiles, where there are any.
+    pub fn tiles(self) -> Option<TileIsa> {
+        match self {
+            Isa::EmulatedTiles(s) => Some(TileIsa::Emulated(s)),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx(amx) => Some(TileIsa::Amx(amx)),
+            _ => None,
         }
     }
 }

@@ -351,7 +351,9 @@ API int nvrtcCompileProgram(void* raw, int, const char* const*) {
              static_cast<unsigned long long>(hash(program.source + "\n" + command + "\n" + read_file(CUDA_H))));
     program.library = folder + "/" + program.name + "-" + key + ".so";
     if (access(program.library.c_str(), R_OK) == 0) { return 0; }
-    std::string part = folder + "/" + program.name + "-" + key + "." + std::to_string(getpid());
+    // Every copy of this library has a mutex of its own, so two threads of a process may be here.
+    std::string part = folder + "/" + program.name + "-" + key + "." + std::to_string(getpid()) + "-" +
+                       std::to_string(reinterpret_cast<std::uintptr_t>(&program));
     std::ofstream(part + ".cpp") << program.source << "\nKVIST_ENTRY(" << program.name << ")\n";
     // The compiler needs no sanitizer's library that is preloaded for the kernels.
     command = "env -u LD_PRELOAD " + command + " -o " + part + ".so " + part + ".cpp > " + part + ".log 2>&1";

@@ -1,0 +1,128 @@
+//! Names of blocks by their content.
+use std::fmt;
+
+// Different contexts make BLAKE3 different functions, so a root is never the key of a block. They contain the
+// version of the frame: versions that write other frames do not share keys, and so do not remove each other's.
+const ROOT: &str = "kvist block store, version 1, root of a chain";
+const BLOCK: &str = "kvist block store, version 1, key of a block";
+
+/// The content key of a block: a BLAKE3 hash of what its K and V depend on. These are the model, the storage, the
+/// layout, the salt and all tokens up to the block's end. It is the same in every process and after every restart.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockKey([u8; 32]);
+
+impl BlockKey {
+    pub fn as_bytes(&self) -> &[u8; 32] {
+        &self.0
+    }
+
+    pub fn from_bytes(bytes: [u8; 32]) -> Self {
+        BlockKey(bytes)
+    }
+}
+
+impl fmt::Display for BlockKey {
+    /// 64 hexadecimal digits: a name for a file, or for an entry of a server.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "BlockKey({self})")
+    }
+}
+
+/// The keys of a text's blocks, one after the other: each covers its block's tokens and, through its parent, all
+/// tokens before.
+///
+/// ```
+/// use kvist_store::KeyChain;
+/// let mut chain = KeyChain::root(b"model, storage and layout", "");
+/// let first = chain.next(&[1, 2, 3, 4]);
+/// let mut other = KeyChain::root(b"model, storage and layout", "");
+/// assert_eq!(other.next(&[1, 2, 3, 4]), first);
+/// assert_ne!(other.next(&[1, 2, 3, 4]), first); // the same tokens, further on in a text
+/// ```
+#[derive(Clone, Debug)]
+pub struct KeyChain {
+    parent: BlockKey,
+}
+
+impl KeyChain {
+    /// The start of every text. `fingerprint` identifies whatever else K and V depend on: weights, architecture,
+    /// storage of K and V, layout of a block's bytes, instruction set. Texts with different salts share no block.
+    pub fn root(fingerprint: &[u8], salt: &str) -> Self {
+        let mut hasher = blake3::Hasher::new_derive_key(ROOT);
+        // Lengths in front, so that no two pairs have the same bytes.
+        hasher.update(&(fingerprint.len() as u64).to_le_bytes()).update(fingerprint);
+        hasher.update(&(salt.len() as u64).to_le_bytes()).update(salt.as_bytes());
+        KeyChain { parent: BlockKey(*hasher.finalize().as_bytes()) }
+    }
+
+    /// Goes on after the block `parent`.
+    pub fn after(parent: BlockKey) -> Self {
+        KeyChain { parent }
+    }
+
+    /// The key of the next block, which holds `tokens`.
+    pub fn next(&mut self, tokens: &[u32]) -> BlockKey {
+        let mut hasher = blake3::Hasher::new_derive_key(BLOCK);
+        hasher.update(&self.parent.0);
+        for token in tokens {
+            hasher.update(&token.to_le_bytes());
+        }
+        self.parent = BlockKey(*hasher.finalize().as_bytes());
+        self.parent
+    }
+
+    /// The keys of all full blocks of `tokens`. A rest that does not fill a block has none.
+    pub fn keys(&mut self, tokens: &[u32], block_tokens: usize) -> Vec<BlockKey> {
+        tokens.chunks_exact(block_tokens.max(1)).map(|block| self.next(block)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    #[test]
+    fn keys_are_those_of_every_other_build() {
+        // A change here loses every stored block: change the contexts above too.
+        let mut chain = KeyChain::root(b"fingerprint", "salt");
+        let keys = chain.keys(&[1, 2, 3, 4, 5], 2);
+        assert_eq!(keys.len(), 2);
+        // By the Python package blake3, from the description of the keys.
+        assert_eq!(keys[1].to_string(), "217d9bfce54da32336d5f5ff91ed18cb5e1b5b615d309fe8d2ea7bdd4a846a2f");
+    }
+
+    #[test]
+    fn every_part_counts() {
+        let key = |fingerprint: &str, salt: &str, blocks: &[&[u32]]| {
+            let mut chain = KeyChain::root(fingerprint.as_bytes(), salt);
+            blocks.iter().fold(chain.parent, |_, tokens| chain.next(tokens))
+        };
+        let keys = [
+            key("m", "", &[]),
+            key("m", "", &[&[]]),
+            key("m", "", &[&[1, 2]]),
+            key("m", "", &[&[1], &[2]]),
+            key("m", "", &[&[2, 1]]),
+            key("m", "", &[&[0], &[1, 2]]),
+            key("n", "", &[&[1, 2]]),
+            key("m", "s", &[&[1, 2]]),
+            key("ms", "", &[&[1, 2]]),
+            key("", "ms", &[&[1, 2]]),
+        ];
+        assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len(), "{keys:?}");
+    }
+
+    #[test]
+    fn a_chain_goes_on_after_any_of_its_keys() {
+        let mut chain = KeyChain::root(b"m", "");
+        let keys = chain.keys(&[1, 2, 3, 4, 5, 6], 2);
+        assert_eq!(KeyChain::after(keys[0]).keys(&[3, 4, 5, 6], 2), keys[1..]);
+    }
+}

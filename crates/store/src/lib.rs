@@ -1,0 +1,86 @@
+//! Stores KV blocks below the cache, by the tokens that they hold.
+//!
+//! A [`BlockStore`] maps a [`BlockKey`] to the bytes of one exported block. The key is a hash of the model, the
+//! storage and every token up to the block's end ([`KeyChain`]), so it is the same in every process and after
+//! every restart, and a block never has to be invalidated: other tokens have another key.
+//!
+//! Guarantees: [`get`](BlockStore::get) returns the bytes that were put under that key, or nothing. A frame with
+//! the key, the length and a BLAKE3 hash surrounds every stored block ([`Framed`]); a block that was flipped, cut
+//! short, exchanged or written by a newer version is a miss that is counted and removed. No file and no server can
+//! make this crate panic.
+//!
+//! It refuses: to keep every block. All stores are bounded or shared, so a block may be gone at any time. A failing
+//! store returns an error soon, and the caller computes the block again.
+#![forbid(unsafe_code)]
+
+mod error;
+mod frame;
+mod framed;
+mod key;
+mod ram;
+
+pub use bytes::Bytes;
+pub use error::StoreError;
+pub use frame::{Damage, Frame, Opened};
+pub use framed::{Counts, FrameStore, Framed};
+pub use key::{BlockKey, KeyChain};
+pub use ram::{Ram, RamFrames};
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+/// The same type as `futures::future::BoxFuture`.
+pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// A store of blocks, to be shared by several tasks. Its futures run on a tokio runtime; dropping one cancels the
+/// wait, but not always the work.
+pub trait BlockStore: Send + Sync {
+    /// For logs and metrics: "ram", "disk", "redis".
+    fn name(&self) -> &str;
+
+    /// How many blocks, from the first key on, are here. A later [`get`](Self::get) may still miss.
+    ///
+    /// # Errors
+    /// The store cannot be reached, or failed.
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>>;
+
+    /// The bytes that were put under `key`, checked.
+    ///
+    /// # Errors
+    /// The store cannot be reached, or failed. A damaged block is `Ok(None)`.
+    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>>;
+
+    /// Stores a block, in place of what was there. After `ttl` it is a miss. Other blocks may be evicted for it.
+    /// `bytes` should own its memory: a store in RAM keeps all of a larger buffer that they are a slice of.
+    ///
+    /// # Errors
+    /// The block is larger than the store, or the store cannot be reached, or failed. Then `get` returns what it
+    /// returned before, or nothing.
+    fn put<'a>(
+        &'a self,
+        key: BlockKey,
+        bytes: Bytes,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// Removes a block, if it is there.
+    ///
+    /// # Errors
+    /// The store cannot be reached, or failed.
+    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// What is stored now, as far as the store knows.
+    fn usage(&self) -> Usage;
+
+    /// What happened so far.
+    fn counts(&self) -> Counts;
+}
+
+/// What a store holds. Unknown figures are `None`: a server tells neither.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    pub bytes: Option<u64>,
+    pub capacity_bytes: Option<u64>,
+    pub entries: Option<u64>,
+}

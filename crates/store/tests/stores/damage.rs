@@ -1,0 +1,98 @@
+//! Damaged bytes are misses: nothing of them is reused.
+use crate::reference::{self, block};
+use kvist_store::{BlockStore, Bytes, Damage, Frame, FrameStore, Ram};
+use kvist_testing::SplitMix64;
+use pollster::block_on;
+use std::time::SystemTime;
+
+/// One way to damage stored bytes. `other` is a whole frame of another key.
+fn damage(random: &mut SplitMix64, stored: &[u8], other: &[u8]) -> Vec<u8> {
+    let mut bytes = stored.to_vec();
+    match random.below(8) {
+        0..3 => bytes[random.index(stored.len())] ^= 1 << random.below(8),
+        3 => bytes.truncate(random.index(stored.len())),
+        4 => bytes.extend((0..1 + random.below(40)).map(|_| random.below(256) as u8)),
+        5 => {
+            // A run of zeros, as a file has it whose blocks were never written.
+            let from = random.index(stored.len());
+            let to = from + 1 + random.index(stored.len() - from);
+            bytes[from..to].fill(0);
+        }
+        6 => bytes = other.to_vec(),
+        _ => {
+            // Torn: the front of this frame, the back of the other.
+            let at = random.index(stored.len().min(other.len()));
+            bytes.truncate(at);
+            bytes.extend_from_slice(&other[at..]);
+        }
+    }
+    bytes
+}
+
+#[test]
+fn no_damaged_block_is_returned() {
+    let mut random = SplitMix64(7);
+    let keys = reference::keys(2);
+    let store = Ram::new(1 << 20);
+    let mut unchanged = 0;
+    for case in 0..100_000 {
+        let body = block(&mut random, 200);
+        let stored = Frame::new(&keys[0], body.clone(), None).to_bytes();
+        let other = Frame::new(&keys[1], block(&mut random, 200), None).to_bytes();
+        let bytes = damage(&mut random, &stored, &other);
+        let same = bytes == stored[..];
+        unchanged += u64::from(same);
+        block_on(store.frames().write(keys[0], Frame::split(bytes.into()), None)).unwrap();
+        let found = block_on(store.get(&keys[0])).unwrap();
+        assert_eq!(found, same.then_some(body), "case {case}");
+        assert_eq!(store.usage().entries, Some(same.into()), "case {case}: a damaged block is removed");
+    }
+    assert!(unchanged < 5_000, "{unchanged}");
+    assert_eq!(store.counts().damaged, 100_000 - unchanged);
+    assert_eq!(store.counts().misses, 100_000 - unchanged);
+}
+
+/// Every bit of a frame is checked, and every length.
+#[test]
+fn every_bit_counts() {
+    let keys = reference::keys(2);
+    let stored = Frame::new(&keys[0], Bytes::from_static(b"K and V"), Some(SystemTime::now())).to_bytes();
+    for bit in 0..stored.len() * 8 {
+        let mut bytes = stored.to_vec();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        Frame::split(bytes.into()).open(&keys[0], SystemTime::UNIX_EPOCH).unwrap_err();
+    }
+    for length in 0..stored.len() {
+        Frame::split(stored.slice(..length)).open(&keys[0], SystemTime::UNIX_EPOCH).unwrap_err();
+    }
+    Frame::split(stored).open(&keys[0], SystemTime::UNIX_EPOCH).unwrap();
+}
+
+#[test]
+fn the_reason_is_named() {
+    let keys = reference::keys(2);
+    let stored = Frame::new(&keys[0], Bytes::from_static(b"K and V"), None).to_bytes();
+    let with = |at: usize, byte: u8| {
+        let mut bytes = stored.to_vec();
+        bytes[at] = byte;
+        bytes
+    };
+    let cases = [
+        (stored[..40].to_vec(), Damage::Length),
+        (stored[..stored.len() - 1].to_vec(), Damage::Length),
+        ([&stored[..], b"."].concat(), Damage::Length),
+        (with(0, b'k'), Damage::Magic),
+        (vec![0; stored.len()], Damage::Magic),
+        (with(4, 2), Damage::Version),
+        (with(4, 0), Damage::Hash),
+        (with(30, stored[30] ^ 1), Damage::Key),
+        (with(stored.len() - 1, b'v'), Damage::Hash),
+        (with(60, stored[60] ^ 1), Damage::Hash),
+        (with(16, 1), Damage::Hash),
+    ];
+    for (bytes, damage) in cases {
+        let frame = Frame::split(bytes.clone().into());
+        assert_eq!(frame.open(&keys[0], SystemTime::now()), Err(damage), "{bytes:?}");
+    }
+    assert_eq!(Frame::split(stored).open(&keys[1], SystemTime::now()), Err(Damage::Key));
+}

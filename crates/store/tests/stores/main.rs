@@ -1,0 +1,4 @@
+//! All stores: against their reference models, with damaged bytes, after crashes, and with servers that fail.
+mod damage;
+mod ram;
+mod reference;
