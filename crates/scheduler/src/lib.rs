@@ -45,8 +45,8 @@ pub use request::{End, Ended, RefusalReason, Request, RequestId};
 pub use scheduler::{Duplicate, RequestStatus, Scheduler, SchedulerCounters};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 pub use tiers::{
-    BadTiers, CachedTokens, LoadOrder, MAX_TIERS, Order, Recompute, Run, StoreOrder, Tier, TierCounters,
-    Tiers, TransferId, Write,
+    BadTiers, CachedTokens, FindOrder, LoadOrder, MAX_TIERS, Order, Recompute, Run, StoreOrder, Tier,
+    TierCounters, Tiers, TransferId, Write,
 };
 
 /// The example of docs/scheduler.md.

@@ -19,7 +19,7 @@ mod cost;
 mod orders;
 
 pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, Write};
-pub use orders::{CachedTokens, LoadOrder, Order, Run, StoreOrder, TransferId};
+pub use orders::{CachedTokens, FindOrder, LoadOrder, Order, Run, StoreOrder, TransferId};
 
 use crate::config::BadConfig;
 use crate::entry::Lower;
@@ -203,15 +203,25 @@ impl Scheduler {
 
     /// Asks for what the tiers have of a prompt, when its request arrives.
     pub(crate) fn ask_tiers(&mut self, now_ns: u64, index: u32) {
+        if self.tiers.is_none() {
+            return;
+        }
+        let hit_tokens = self.lookup(&self.entries[index as usize]).hit_tokens;
         let Some(tiers) = &mut self.tiers else { return };
         let entry = &mut self.entries[index as usize];
         // The last token is computed in any case.
         let n_tokens = entry.wanted_content().min(entry.known - 1);
         let n_tokens = n_tokens - n_tokens % tiers.block_tokens;
-        if n_tokens > 0 && entry.prompt.vocabulary().is_some() {
+        if n_tokens > hit_tokens && entry.prompt.vocabulary().is_some() {
             tiers.n_asked += 1;
             entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
-            tiers.orders.push(Order::Find { request: entry.id, n_tokens });
+            tiers.orders.push(Order::Find(FindOrder {
+                request: entry.id,
+                salt: entry.salt.clone(),
+                prompt: entry.prompt.clone(),
+                n_tokens,
+                hit_tokens,
+            }));
         }
     }
 
@@ -384,6 +394,7 @@ impl Scheduler {
         tiers.changed = true;
         tiers.stores.insert(id, Store { pin, n_blocks });
         tiers.orders.push(Order::Store(StoreOrder { id, request: None, blocks: demoted }));
+        self.batch_changed = true; // several steps at once could last longer than the copy
         self.decide(now, Decision::Demote { blocks: n_blocks });
     }
 

@@ -121,7 +121,7 @@ impl Drive {
     fn take_orders(&mut self) {
         for order in self.scheduler.drain_orders() {
             match order {
-                Order::Find { request, .. } => self.asked.push(request),
+                Order::Find(find) => self.asked.push(find.request),
                 Order::Load(load) => self.moving.push(Moving::Load(load)),
                 Order::Store(store) => self.moving.push(Moving::Store(store)),
                 Order::Abandon { .. } => {}
@@ -416,8 +416,10 @@ fn story(config: Config) -> Scheduler {
     let mut scheduler = Scheduler::new(config, paged(80, 1), None).unwrap();
     let mut request = Request::new(0, 0, 13, 1);
     request.prompt = Prompt::Tokens((0..13).collect());
+    let (prompt, salt) = (request.prompt.clone(), request.salt.clone());
     scheduler.arrive(0, request).unwrap();
-    assert_eq!(scheduler.drain_orders(), [Order::Find { request: RequestId(0), n_tokens: 12 }]);
+    let find = FindOrder { request: RequestId(0), salt, prompt, n_tokens: 12, hit_tokens: 0 };
+    assert_eq!(scheduler.drain_orders(), [Order::Find(find)]);
     scheduler
 }
 

@@ -283,11 +283,7 @@ impl<'a> Simulation<'a> {
     /// Begins the transfers that the scheduler asked for in steps from `now` to `end_ns`.
     fn carry_out(&mut self, now: u64, end_ns: u64) {
         let Some(tiers) = &mut self.tiers else { return };
-        let requests = self.requests;
-        tiers.carry_out(now, end_ns, &mut self.scheduler, |id| {
-            let request = &requests[id.0 as usize];
-            (request.salt.as_deref().unwrap_or_default(), &request.content)
-        });
+        tiers.carry_out(now, end_ns, &mut self.scheduler);
     }
 
     /// One iteration of the scheduler at `now`. Returns how long its steps took; `None` if none ran.

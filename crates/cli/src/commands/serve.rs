@@ -72,6 +72,12 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    /// Memory of the host for blocks that the cache evicts: 8GiB. Of use where the cache is in the memory of a GPU
+    #[arg(long, value_name = "SIZE")]
+    tier_ram: Option<Size>,
+    /// When blocks are copied to the tiers: through (as soon as they are cached) or back (shortly before they are evicted)
+    #[arg(long, value_name = "WHEN", value_parser = ["through", "back"])]
+    tier_write: Option<String>,
     #[command(flatten)]
     speculation: SpeculationFlags,
     /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
@@ -137,6 +143,8 @@ impl Args {
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
+        set(&mut c.tiers.ram_bytes, &self.tier_ram.map(|size| size.0));
+        set(&mut c.tiers.write, &self.tier_write);
         self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
@@ -165,6 +173,9 @@ struct Plan {
     /// Absent if the server does not speculate.
     #[serde(skip_serializing_if = "Option::is_none")]
     speculation: Option<SpeculationPlan>,
+    /// Memory of the host for tiers below the cache, and for what is on its way; absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_bytes: Option<u64>,
     /// Memory of the model and its cache; never exceeded.
     bound: json::MemoryBytes,
     /// Memory of all requests together: while they are prepared, and their prompts from then on.
@@ -200,6 +211,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let draft_bytes =
         draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
     let plan = engine.paged.plan(opened.config(), &registry)?;
+    let groups = engine.paged.cache.groups(opened.config());
+    if engine.tiers.is_some() && groups.iter().any(|group| group.visibility.window.is_some()) {
+        let what = "this model has layers with a sliding window, which tiers do not support yet: serve it without --tier-ram";
+        return Err(wrong_usage(what));
+    }
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
         return show_plan(&args, &config, &opened, &registry, &plan, speculation);
@@ -210,7 +226,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
-    check_memory(&plan, requests_bytes, draft_bytes, free, budget.total())?;
+    let tier_bytes = config.tiers.memory_bytes();
+    check_memory(&plan, requests_bytes, tier_bytes, draft_bytes, free, budget.total())?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
@@ -259,13 +276,22 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
 fn check_memory(
     plan: &MemoryPlan,
     requests_bytes: u64,
+    tier_bytes: u64,
     draft_bytes: Option<u64>,
     free: u64,
     total: u64,
 ) -> anyhow::Result<()> {
+    let taken = plan.session_bound().saturating_add(requests_bytes);
+    if taken <= free && taken.saturating_add(tier_bytes) > free {
+        anyhow::bail!(
+            "the tiers need {} (with what is on its way), and {} are free besides the rest; try a smaller --tier-ram",
+            Bytes(tier_bytes),
+            Bytes(free - taken)
+        );
+    }
     let free = free.saturating_sub(draft_bytes.unwrap_or(0));
     let weights = if draft_bytes.is_some() { "the weights and the draft model" } else { "the weights" };
-    if plan.session_bound().saturating_add(requests_bytes) > free {
+    if taken.saturating_add(tier_bytes) > free {
         anyhow::bail!(
             "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides {weights}; \
              try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
@@ -335,7 +361,9 @@ fn show_plan(
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
-    let total = total.saturating_add(requests_bytes).saturating_add(draft_bytes.unwrap_or(0));
+    let tier_bytes = config.tiers.memory_bytes();
+    let total = total.saturating_add(requests_bytes).saturating_add(tier_bytes);
+    let total = total.saturating_add(draft_bytes.unwrap_or(0));
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
         version: json::VERSION,
@@ -348,6 +376,7 @@ fn show_plan(
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         speculation,
+        tier_bytes: config.tiers.is_on().then_some(tier_bytes),
         bound: bound.into(),
         requests_bytes,
         total_bytes: total,
@@ -380,6 +409,10 @@ fn show_plan(
                 3,
                 format!("speculation      {speculate}, at most {max_draft_tokens} draft tokens a step"),
             );
+        }
+        if let Some(bytes) = report.tier_bytes {
+            let (held, write) = (Bytes(config.tiers.ram_bytes), &config.tiers.write);
+            lines.push(format!("tiers            {}: {held} of RAM, written {write}", Bytes(bytes)));
         }
         if let Some(bytes) = draft_bytes {
             lines.push(format!("draft model      {}", Bytes(bytes)));

@@ -1,6 +1,6 @@
 //! What the scheduler asks of the driver of the tiers.
 use crate::request::RequestId;
-use kvist_cache::{CachedBlock, SeqId};
+use kvist_cache::{CachedBlock, Prompt, SeqId};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -29,13 +29,8 @@ pub struct Run {
 /// Something to do for the tiers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Order {
-    /// Look the prompt of this request up in all tiers, and report [`found`](crate::Scheduler::found).
-    Find {
-        /// The request.
-        request: RequestId,
-        /// Only the blocks before this position matter.
-        n_tokens: u32,
-    },
+    /// Look a prompt up in all tiers, and report [`found`](crate::Scheduler::found).
+    Find(FindOrder),
     /// Load blocks, and report [`loaded`](crate::Scheduler::loaded).
     Load(LoadOrder),
     /// These blocks were added to the prefix index, or found there. The driver may need to know what they store to name
@@ -49,6 +44,21 @@ pub enum Order {
         /// The load.
         load: TransferId,
     },
+}
+
+/// A prompt to look up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FindOrder {
+    /// The request.
+    pub request: RequestId,
+    /// Its salt.
+    pub salt: Arc<str>,
+    /// Its prompt.
+    pub prompt: Prompt,
+    /// Only the blocks before this position matter.
+    pub n_tokens: u32,
+    /// The KV cache has the blocks before this position now. They matter if it evicts them before the request is admitted.
+    pub hit_tokens: u32,
 }
 
 /// Blocks to load. They are not readable before [`loaded`](crate::Scheduler::loaded).

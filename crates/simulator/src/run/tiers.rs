@@ -5,7 +5,9 @@
 //! written at its bandwidth, both at the same time, one transfer after the other; a load that needs several tiers reads
 //! them at the same time.
 use kvist_cache::Cache;
-use kvist_scheduler::{LoadOrder, MAX_TIERS, Order, RequestId, Run, Scheduler, StoreOrder, TransferId};
+use kvist_scheduler::{
+    FindOrder, LoadOrder, MAX_TIERS, Order, RequestId, Run, Scheduler, StoreOrder, TransferId,
+};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 
@@ -141,20 +143,13 @@ impl SimTiers {
     }
 
     /// Carries out orders. Those that were given when the step began begin at `now`; copies of what a step has computed
-    /// begin at its end, `end_ns`. `content` has the salt and the content of a request's prompt.
-    pub fn carry_out<'r>(
-        &mut self,
-        now: u64,
-        end_ns: u64,
-        scheduler: &mut Scheduler,
-        content: impl Fn(RequestId) -> (&'r str, &'r kvist_cache::Prompt),
-    ) {
+    /// begin at its end, `end_ns`.
+    pub fn carry_out(&mut self, now: u64, end_ns: u64, scheduler: &mut Scheduler) {
         for order in scheduler.drain_orders() {
             match order {
-                Order::Find { request, n_tokens } => {
-                    let (salt, prompt) = content(request);
-                    let runs = self.find(request, scheduler.cache(), salt, prompt, n_tokens);
-                    scheduler.found(now, request, runs);
+                Order::Find(find) => {
+                    let runs = self.find(&find, scheduler.cache());
+                    scheduler.found(now, find.request, runs);
                 }
                 Order::Load(load) => self.load(now, &load),
                 Order::Store(store) => {
@@ -166,16 +161,9 @@ impl SimTiers {
         }
     }
 
-    fn find(
-        &mut self,
-        request: RequestId,
-        cache: &Cache,
-        salt: &str,
-        prompt: &kvist_cache::Prompt,
-        n_tokens: u32,
-    ) -> Vec<Run> {
-        let hashes = cache.prefix_hashes(salt, &prompt.content(n_tokens));
-        let block_tokens = n_tokens / (hashes.len().max(1) as u32);
+    fn find(&mut self, find: &FindOrder, cache: &Cache) -> Vec<Run> {
+        let hashes = cache.prefix_hashes(&find.salt, &find.prompt.content(find.n_tokens));
+        let block_tokens = find.n_tokens / (hashes.len().max(1) as u32);
         let mut runs: Vec<Run> = Vec::new();
         for (i, &hash) in (1..).zip(&hashes) {
             let tier = self.tiers.iter().position(|tier| tier.has(hash)).map(|tier| tier as u8);
@@ -192,7 +180,7 @@ impl SimTiers {
                 tier.touch(hash, self.tick);
             }
         }
-        self.prompts.insert(request, hashes);
+        self.prompts.insert(find.request, hashes);
         runs
     }
 
