@@ -23,6 +23,12 @@ deny:
     cargo deny --manifest-path crates/capi/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path crates/python/Cargo.toml --all-features check bans licenses sources
 
+# Stores of blocks on a disk and on servers, which `cargo test` does not build: minutes the first time. Redis or Valkey is tested if
+# it is installed (Debian: redis-server). `just store 1000` kills a process that writes 1000 times.
+store kills="20":
+    cargo clippy -p kvist-store --features disk,remote --all-targets -- -D warnings
+    KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
+
 # The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Builds wgpu first, for minutes.
 wgpu:
     cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings

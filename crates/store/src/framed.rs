@@ -92,6 +92,10 @@ impl<S: FrameStore> Framed<S> {
         &self.frames
     }
 
+    pub fn into_frames(self) -> S {
+        self.frames
+    }
+
     fn noted<T>(&self, result: Result<T, StoreError>) -> Result<T, StoreError> {
         if result.is_err() {
             add(&self.counters.errors, 1);

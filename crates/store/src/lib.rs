@@ -13,18 +13,30 @@
 //! store returns an error soon, and the caller computes the block again.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "disk")]
+mod disk;
 mod error;
 mod frame;
 mod framed;
+#[cfg(any(feature = "disk", feature = "remote"))]
+mod guard;
 mod key;
 mod ram;
+#[cfg(feature = "remote")]
+mod remote;
 
 pub use bytes::Bytes;
+#[cfg(feature = "disk")]
+pub use disk::{Disk, DiskFrames, DiskOptions};
 pub use error::StoreError;
 pub use frame::{Damage, Frame, Opened};
 pub use framed::{Counts, FrameStore, Framed};
+#[cfg(any(feature = "disk", feature = "remote"))]
+pub use guard::{Guarded, Limits};
 pub use key::{BlockKey, KeyChain};
 pub use ram::{Ram, RamFrames};
+#[cfg(feature = "remote")]
+pub use remote::{Remote, RemoteFrames};
 
 use std::future::Future;
 use std::pin::Pin;

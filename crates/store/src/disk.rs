@@ -1,0 +1,421 @@
+//! Blocks on a disk, over [foyer](https://docs.rs/foyer): a log of regions; the oldest region is overwritten first.
+//!
+//! What foyer leaves to its user is here. One process at a time has a directory (a lock). The files take all of
+//! their room when the store is opened, so a disk that fills up later harms nothing. `put` returns when the block
+//! is written, and says so if it was not: foyer drops blocks while its buffer is full, so puts wait for room. Other
+//! options than those of the files begin an empty store.
+//!
+//! After a crash of the process, whole blocks are found again. After a crash of the machine too, as far as they
+//! reached the disk: nothing is synced, because a lost block costs only its computation.
+use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
+use foyer::{
+    Age, BlockEngineConfig, Code, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
+    HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
+};
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::{Semaphore, SemaphorePermit};
+
+const NAME: &str = "disk";
+const LOCK: &str = "kvist-store.lock";
+const LAYOUT: &str = "kvist-store.layout";
+const REGIONS: &str = "foyer-storage-direct-fs-";
+const PAGE: u64 = 4096;
+/// Above that, regions get larger: each is an open file.
+const MOST_REGIONS: u64 = 512;
+const LEAST_REGIONS: u64 = 8;
+const REGION_BYTES: u64 = 16 << 20;
+/// What foyer stores beside a block: its own header, the key, the index of a region.
+const OVERHEAD_BYTES: u64 = 2 * PAGE;
+
+/// What a disk store needs to know.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskOptions {
+    /// Created if missing. Has to be empty, or of a disk store.
+    pub dir: PathBuf,
+    /// What the files take, all of it from the start.
+    pub capacity_bytes: u64,
+    /// No larger block is accepted. Twice this much memory, or 32 MiB if that is more, buffers writes.
+    pub largest_block_bytes: u64,
+    pub limits: Limits,
+}
+
+/// A store on a disk.
+pub type Disk = Framed<Guarded<DiskFrames>>;
+
+impl Disk {
+    /// Opens or creates a store. Reads the indexes of all regions. Call it on a tokio runtime, where the store then
+    /// runs its tasks.
+    ///
+    /// # Errors
+    /// The directory cannot be written to, belongs to another process or contains other files; there is not enough
+    /// room; the capacity is less than eight regions.
+    pub async fn open(options: DiskOptions) -> Result<Disk, StoreError> {
+        let limits = options.limits;
+        Ok(Framed::over(Guarded::new(DiskFrames::open(options).await?, limits)))
+    }
+
+    /// Waits until everything is written. Later puts fail. Then the directory can be opened again.
+    ///
+    /// # Errors
+    /// foyer failed to close it.
+    pub async fn close(self) -> Result<(), StoreError> {
+        let frames = self.into_frames().into_inner();
+        let closed = frames.cache.close().await;
+        closed.map_err(|error| failed("close", &error))
+    }
+}
+
+/// The frames of [`Disk`].
+pub struct DiskFrames {
+    cache: HybridCache<Key, Stored>,
+    options: DiskOptions,
+    /// Pages of foyer's write buffer.
+    buffer: Semaphore,
+    buffer_pages: u32,
+    // Last, so that the files are closed before the lock is free.
+    _lock: Lock,
+}
+
+/// Released by the system when the process ends, however it ends.
+struct Lock(#[allow(dead_code)] File);
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Key([u8; 32]);
+
+impl Code for Key {
+    fn encode(&self, writer: &mut impl Write) -> foyer::Result<()> {
+        writer.write_all(&self.0).map_err(foyer::Error::io_error)
+    }
+
+    fn decode(reader: &mut impl Read) -> foyer::Result<Self> {
+        let mut key = [0; 32];
+        reader.read_exact(&mut key).map_err(foyer::Error::io_error)?;
+        Ok(Key(key))
+    }
+
+    fn estimated_size(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[derive(Clone, Debug)]
+struct Stored(Frame);
+
+impl Code for Stored {
+    fn encode(&self, writer: &mut impl Write) -> foyer::Result<()> {
+        writer
+            .write_all(&self.0.head)
+            .and_then(|()| writer.write_all(&self.0.body))
+            .map_err(foyer::Error::io_error)
+    }
+
+    fn decode(reader: &mut impl Read) -> foyer::Result<Self> {
+        // The reader ends where the value ends, so no length has to be believed.
+        let mut bytes = Vec::new();
+        reader.read_to_end(&mut bytes).map_err(foyer::Error::io_error)?;
+        Ok(Stored(Frame::split(Bytes::from(bytes))))
+    }
+
+    fn estimated_size(&self) -> usize {
+        self.0.len()
+    }
+}
+
+fn failed(action: &'static str, error: &dyn std::fmt::Display) -> StoreError {
+    StoreError::Failed { store: NAME.into(), action, problem: error.to_string() }
+}
+
+/// How the files are divided: other figures cannot read them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Layout {
+    region_bytes: u64,
+    regions: u64,
+    buffer_bytes: u64,
+}
+
+impl Layout {
+    fn of(options: &DiskOptions) -> Result<Layout, StoreError> {
+        let open = |problem: String, advice: String| StoreError::Open { store: NAME.into(), problem, advice };
+        // foyer addresses a region with 32 bits.
+        let largest = u64::from(u32::MAX) / 2;
+        if options.largest_block_bytes > largest {
+            let problem = format!("blocks of {} bytes are more than {largest}", options.largest_block_bytes);
+            return Err(open(problem, "Take smaller blocks".into()));
+        }
+        let block =
+            (options.largest_block_bytes + Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
+        let region_bytes =
+            block.max(REGION_BYTES).max((options.capacity_bytes / MOST_REGIONS).next_multiple_of(PAGE));
+        if region_bytes > u64::from(u32::MAX) {
+            let most = u64::from(u32::MAX) * MOST_REGIONS;
+            return Err(open(
+                format!("a capacity of {} bytes is more than {most}", options.capacity_bytes),
+                "Take less".into(),
+            ));
+        }
+        let regions = options.capacity_bytes / region_bytes;
+        if regions < LEAST_REGIONS {
+            let problem = format!("a capacity of {} bytes is too small", options.capacity_bytes);
+            return Err(open(problem, format!("Give it {} bytes or more", region_bytes * LEAST_REGIONS)));
+        }
+        Ok(Layout { region_bytes, regions, buffer_bytes: block.max(REGION_BYTES) })
+    }
+
+    fn text(&self) -> String {
+        format!("kvist disk store 1: {} regions of {} bytes\n", self.regions, self.region_bytes)
+    }
+}
+
+impl DiskFrames {
+    async fn open(options: DiskOptions) -> Result<DiskFrames, StoreError> {
+        let layout = Layout::of(&options)?;
+        let lock = prepare(&options.dir, &layout)?;
+        check_room(&options, &layout)?;
+        let cache = match build(&options.dir, &layout).await {
+            Ok(cache) => cache,
+            Err(problem) => {
+                let advice = format!(
+                    "{} needs {} bytes: free some, or give the store less",
+                    options.dir.display(),
+                    layout.regions * layout.region_bytes
+                );
+                return Err(StoreError::Open { store: NAME.into(), problem, advice });
+            }
+        };
+        if let Err(error) = reserve(&options.dir, layout.region_bytes) {
+            let _ = cache.close().await;
+            // The room that the disk has is of more use elsewhere.
+            let _ = remove_regions(&options.dir);
+            return Err(no_room(&options, &error.to_string()));
+        }
+        let buffer_pages = u32::try_from(layout.buffer_bytes / PAGE).unwrap_or(u32::MAX);
+        Ok(DiskFrames {
+            cache,
+            options,
+            buffer: Semaphore::new(buffer_pages as usize),
+            buffer_pages,
+            _lock: lock,
+        })
+    }
+
+    /// Waits until foyer's buffer has room for a block: what does not fit there is dropped without a word.
+    async fn room(&self, bytes: u64) -> Result<SemaphorePermit<'_>, StoreError> {
+        let pages =
+            u32::try_from((bytes + OVERHEAD_BYTES).div_ceil(PAGE)).unwrap_or(u32::MAX).min(self.buffer_pages);
+        self.buffer.acquire_many(pages).await.map_err(|error| failed("write a block", &error))
+    }
+
+    fn enqueue(&self, key: &BlockKey, frame: Frame) {
+        self.cache.storage_writer(Key(*key.as_bytes())).force().insert(Stored(frame));
+    }
+
+    async fn write(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
+        let (bytes, capacity_bytes) = (frame.body.len() as u64, self.options.largest_block_bytes);
+        if bytes > capacity_bytes {
+            return Err(StoreError::TooLarge { store: NAME.into(), bytes, capacity_bytes });
+        }
+        let _room = self.room(bytes).await?;
+        self.enqueue(&key, frame);
+        self.cache.storage().wait().await;
+        // foyer logs what it cannot write, and reports nothing.
+        match self.cache.storage().may_contains(&Key(*key.as_bytes())) {
+            true => Ok(()),
+            false => Err(failed("write a block", &"the write failed; the log has the reason")),
+        }
+    }
+
+    async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {
+        let load = self.cache.storage().load(&Key(*key.as_bytes())).await;
+        Ok(match load.map_err(|error| failed("read a block", &error))? {
+            Load::Entry { value, populated, .. } => {
+                // Its region is among the next to be overwritten: a block that is used stays.
+                if populated.age == Age::Old
+                    && let Ok(_room) = self.buffer.try_acquire()
+                {
+                    self.enqueue(key, value.0.clone());
+                }
+                Some(value.0)
+            }
+            Load::Piece { piece, .. } => Some(piece.value().0.clone()),
+            Load::Miss | Load::Throttled => None,
+        })
+    }
+}
+
+impl FrameStore for DiskFrames {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+        let has = |key: &&BlockKey| self.cache.storage().may_contains(&Key(*key.as_bytes()));
+        Box::pin(std::future::ready(Ok(keys.iter().take_while(has).count())))
+    }
+
+    fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
+        Box::pin(self.read(key))
+    }
+
+    fn write<'a>(
+        &'a self,
+        key: BlockKey,
+        frame: Frame,
+        _ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(self.write(key, frame))
+    }
+
+    /// Until the store is opened again: foyer's index on disk still has the block.
+    fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.cache.storage().delete(&Key(*key.as_bytes()));
+        Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn usage(&self) -> Usage {
+        // foyer counts neither.
+        Usage { bytes: None, capacity_bytes: Some(self.options.capacity_bytes), entries: None }
+    }
+}
+
+/// Takes the directory, and empties it if its files are of another layout.
+fn prepare(dir: &Path, layout: &Layout) -> Result<Lock, StoreError> {
+    let open = |problem: String, advice: &str| StoreError::Open {
+        store: NAME.into(),
+        problem,
+        advice: advice.into(),
+    };
+    let writable = "Give a directory that this user may write to";
+    fs::create_dir_all(dir)
+        .map_err(|error| open(format!("cannot create {}: {error}", dir.display()), writable))?;
+    let path = dir.join(LOCK);
+    let is_ours = path.exists();
+    let read = |error: io::Error| open(format!("cannot read {}: {error}", dir.display()), writable);
+    if !is_ours && fs::read_dir(dir).map_err(read)?.next().is_some() {
+        let problem = format!("{} contains files that are not a store's", dir.display());
+        return Err(open(problem, "Give an empty directory: old blocks are overwritten"));
+    }
+    let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
+    let lock = lock.map_err(|error| open(format!("cannot write {}: {error}", path.display()), writable))?;
+    match lock.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            let problem = format!("another process uses {}", dir.display());
+            return Err(open(problem, "Stop it, or give each process a directory of its own"));
+        }
+        Err(TryLockError::Error(error)) => {
+            let problem = format!("cannot lock {}: {error}", path.display());
+            return Err(open(problem, "Give a directory on a local disk"));
+        }
+    }
+    let path = dir.join(LAYOUT);
+    let write = |error: io::Error| open(format!("cannot write {}: {error}", path.display()), writable);
+    if !matches!(fs::read_to_string(&path), Ok(text) if text == layout.text()) {
+        remove_regions(dir).map_err(write)?;
+        fs::write(&path, layout.text()).map_err(write)?;
+    }
+    Ok(Lock(lock))
+}
+
+fn regions(dir: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        if entry.file_name().to_string_lossy().starts_with(REGIONS) {
+            paths.push(entry.path());
+        }
+    }
+    Ok(paths)
+}
+
+fn remove_regions(dir: &Path) -> io::Result<()> {
+    regions(dir)?.into_iter().try_for_each(fs::remove_file)
+}
+
+async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
+    let size =
+        |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
+    let device = FsDeviceBuilder::new(dir).with_capacity(size(layout.regions * layout.region_bytes)?).build();
+    let device: Arc<dyn Device> = device.map_err(|error| error.to_string())?;
+    let engine = BlockEngineConfig::new(device)
+        .with_block_size(size(layout.region_bytes)?)
+        .with_buffer_pool_size(size(layout.buffer_bytes)?)
+        // `room` is the bound.
+        .with_submit_queue_size_threshold(usize::MAX);
+    HybridCacheBuilder::new()
+        .with_name("kvist")
+        .with_policy(HybridCachePolicy::WriteOnInsertion)
+        .with_flush_on_close(false)
+        // Nothing is kept in memory: that is another tier.
+        .memory(1)
+        .storage()
+        .with_io_engine_config(PsyncIoEngineConfig::new())
+        .with_engine_config(engine)
+        .with_recover_mode(RecoverMode::Quiet)
+        .build()
+        .await
+        .map_err(|error| error.to_string())
+}
+
+/// Asks first: taking room that is not there would fill the disk before it fails.
+#[cfg(unix)]
+fn check_room(options: &DiskOptions, layout: &Layout) -> Result<(), StoreError> {
+    use std::os::unix::fs::MetadataExt;
+    let read = |error: io::Error| no_room(options, &error.to_string());
+    let taken: io::Result<u64> =
+        regions(&options.dir).map_err(read)?.iter().map(|path| Ok(fs::metadata(path)?.blocks() * 512)).sum();
+    let needed = (layout.regions * layout.region_bytes).saturating_sub(taken.map_err(read)?);
+    let disk = nix::sys::statvfs::statvfs(&options.dir).map_err(|error| read(error.into()))?;
+    // The types of these counts differ between systems.
+    #[allow(clippy::useless_conversion)]
+    let free = u64::from(disk.blocks_available()).saturating_mul(u64::from(disk.fragment_size()));
+    match needed <= free {
+        true => Ok(()),
+        false => {
+            Err(no_room(options, &format!("the disk has {free} bytes free, and {needed} more are needed")))
+        }
+    }
+}
+
+#[cfg(not(unix))]
+fn check_room(_: &DiskOptions, _: &Layout) -> Result<(), StoreError> {
+    Ok(())
+}
+
+/// Takes the room of all regions now: foyer cannot go on after a write that failed for lack of it.
+#[cfg(target_os = "linux")]
+fn reserve(dir: &Path, region_bytes: u64) -> io::Result<()> {
+    use nix::errno::Errno;
+    use nix::fcntl::{FallocateFlags, fallocate};
+    for path in regions(dir)? {
+        let file = OpenOptions::new().write(true).open(path)?;
+        let length = i64::try_from(region_bytes).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
+        match fallocate(&file, FallocateFlags::empty(), 0, length) {
+            Ok(()) => {}
+            // This file system cannot. Then a full disk shows as failed writes.
+            Err(Errno::EOPNOTSUPP) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn reserve(_: &Path, _: u64) -> io::Result<()> {
+    Ok(())
+}
+
+fn no_room(options: &DiskOptions, error: &str) -> StoreError {
+    StoreError::Open {
+        store: NAME.into(),
+        problem: format!(
+            "cannot take {} bytes in {}: {error}",
+            options.capacity_bytes,
+            options.dir.display()
+        ),
+        advice: "Free some room on that disk, or give the store less".into(),
+    }
+}

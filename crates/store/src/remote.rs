@@ -1,0 +1,184 @@
+//! Blocks on a server or in a shared folder, over [opendal](https://docs.rs/opendal).
+//!
+//! Several processes may share it: equal blocks have equal keys, and a frame is written whole or not at all. The
+//! server bounds its size itself (`maxmemory` of Redis, a life cycle rule of S3), so a block may go at any time.
+use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
+use futures_util::future::join_all;
+use opendal::services::{FsConfig, RedisConfig, S3Config};
+use opendal::{Buffer, Configurator, ErrorKind, HttpTransporter, Operator, OperatorUri};
+use opendal_http_transport_reqwest::ReqwestTransport;
+use std::time::Duration;
+
+/// So many keys are looked up at once.
+const LOOKUPS: usize = 32;
+/// Unfinished files of a folder.
+const UNFINISHED: &str = ".unfinished";
+
+/// A store on a server, or in a folder.
+pub type Remote = Framed<Guarded<RemoteFrames>>;
+
+impl Remote {
+    /// Opens the store that a URL names. Does not connect: a server that is down now may be up later.
+    ///
+    /// - `redis://[USER[:PASSWORD]@]HOST[:PORT][/DB][/PREFIX][?default_ttl=1h]`: Redis or Valkey.
+    /// - `s3://BUCKET[/PREFIX][?region=R&endpoint=URL]`: S3 and what speaks its protocol. Credentials are read as by
+    ///   other clients: `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `~/.aws`, the machine's role.
+    /// - `fs:///PATH`: a folder that several machines mount.
+    ///
+    /// # Errors
+    /// The URL is none of these, or lacks a part.
+    pub fn open(url: &str, limits: Limits) -> Result<Remote, StoreError> {
+        Ok(Framed::over(Guarded::new(RemoteFrames::open(url)?, limits)))
+    }
+}
+
+/// The frames of [`Remote`].
+pub struct RemoteFrames {
+    name: &'static str,
+    operator: Operator,
+}
+
+/// Never shows the URL: it may contain a password.
+fn refused(problem: impl std::fmt::Display, advice: &str) -> StoreError {
+    StoreError::Open { store: "remote store".into(), problem: problem.to_string(), advice: advice.into() }
+}
+
+const FORMS: &str = "Write redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH";
+
+impl RemoteFrames {
+    fn open(url: &str) -> Result<Self, StoreError> {
+        let invalid = |error: opendal::Error| refused(describe(&error), FORMS);
+        let uri = OperatorUri::new(url, std::iter::empty::<(String, String)>())
+            .map_err(|_| refused("the URL cannot be parsed", FORMS))?;
+        let (name, operator) = match uri.scheme() {
+            "redis" | "rediss" if uri.scheme() == "rediss" => {
+                return Err(refused(
+                    "TLS to Redis is not supported",
+                    "Use redis:// over a trusted network or a tunnel",
+                ));
+            }
+            "redis" => {
+                let mut config = RedisConfig::from_uri(&uri).map_err(invalid)?;
+                config.username =
+                    uri.username().filter(|user| !user.is_empty()).map(str::to_owned).or(config.username);
+                config.password = uri.password().map(str::to_owned).or(config.password);
+                ("redis", Operator::new(config.into_builder()).map_err(invalid)?)
+            }
+            "s3" => {
+                let operator = Operator::new(S3Config::from_uri(&uri).map_err(invalid)?.into_builder());
+                ("s3", with_http(operator.map_err(invalid)?)?)
+            }
+            "fs" | "file" => {
+                let mut config = FsConfig::from_uri(&uri).map_err(invalid)?;
+                let Some(root) = config.root.clone() else {
+                    return Err(refused("the URL names no folder", FORMS));
+                };
+                // A file gets its name when it is whole.
+                config.atomic_write_dir = Some(format!("{}/{UNFINISHED}", root.trim_end_matches('/')));
+                ("fs", Operator::new(config.into_builder()).map_err(invalid)?)
+            }
+            other => return Err(refused(format!("no store has the scheme {other:?}"), FORMS)),
+        };
+        Ok(RemoteFrames { name, operator })
+    }
+
+    fn failed(&self, action: &'static str, error: &opendal::Error) -> StoreError {
+        StoreError::Failed { store: self.name.into(), action, problem: describe(error) }
+    }
+
+    async fn lookup(&self, keys: &[BlockKey]) -> Result<usize, StoreError> {
+        let mut here = 0;
+        for keys in keys.chunks(LOOKUPS) {
+            let paths: Vec<String> = keys.iter().map(path).collect();
+            let found = join_all(paths.iter().map(|path| self.operator.exists(path))).await;
+            for found in found {
+                if !found.map_err(|error| self.failed("look up blocks", &error))? {
+                    return Ok(here);
+                }
+                here += 1;
+            }
+        }
+        Ok(here)
+    }
+
+    async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {
+        match self.operator.read(&path(key)).await {
+            Ok(buffer) => Ok(Some(Frame::split(buffer.to_bytes()))),
+            Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(self.failed("read a block", &error)),
+        }
+    }
+
+    async fn write(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
+        let buffer: Buffer = [frame.head, frame.body].into_iter().collect::<Vec<Bytes>>().into();
+        let written = self.operator.write(&path(&key), buffer).await;
+        written.map(|_| ()).map_err(|error| self.failed("write a block", &error))
+    }
+
+    async fn delete(&self, key: &BlockKey) -> Result<(), StoreError> {
+        self.operator.delete(&path(key)).await.map_err(|error| self.failed("remove a block", &error))
+    }
+}
+
+/// In 256 folders: some file systems are slow with many files in one.
+fn path(key: &BlockKey) -> String {
+    let name = key.to_string();
+    format!("{}/{name}", &name[..2])
+}
+
+/// The message and its causes, without the context, which contains URLs.
+fn describe(error: &opendal::Error) -> String {
+    let mut text = format!("{}: {}", error.kind(), error.message());
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        text.push_str(&format!(": {cause}"));
+        source = cause.source();
+    }
+    text
+}
+
+fn with_http(operator: Operator) -> Result<Operator, StoreError> {
+    // Another part of the program may have chosen a provider already; any serves.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let client = reqwest::Client::builder().build().map_err(|error| {
+        refused(
+            format!("cannot prepare TLS: {error}"),
+            "Install this system's certificates (Debian: ca-certificates)",
+        )
+    })?;
+    let transport = HttpTransporter::new(ReqwestTransport::new(client));
+    let context = operator.context().with_http_transport(transport);
+    Ok(operator.with_context(context))
+}
+
+impl FrameStore for RemoteFrames {
+    fn name(&self) -> &str {
+        self.name
+    }
+
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+        Box::pin(self.lookup(keys))
+    }
+
+    fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
+        Box::pin(self.read(key))
+    }
+
+    /// The server keeps the frame for as long as its own rules say; the frame knows when it expires.
+    fn write<'a>(
+        &'a self,
+        key: BlockKey,
+        frame: Frame,
+        _ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(self.write(key, frame))
+    }
+
+    fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(self.delete(key))
+    }
+
+    fn usage(&self) -> Usage {
+        Usage::default()
+    }
+}

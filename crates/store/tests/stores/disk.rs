@@ -1,0 +1,234 @@
+//! The store on a disk.
+use crate::reference::{self, Keeps, clock, compare};
+use kvist_store::{BlockKey, BlockStore, Bytes, Disk, DiskOptions, KeyChain, Limits, StoreError};
+use kvist_testing::SplitMix64;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+const CAPACITY: u64 = 8 * (16 << 20);
+
+fn options(dir: &Path) -> DiskOptions {
+    // Generous, for a machine that is busy with other tests.
+    let limits = Limits { timeout: Duration::from_secs(120), ..Limits::default() };
+    DiskOptions { dir: dir.into(), capacity_bytes: CAPACITY, largest_block_bytes: 1 << 20, limits }
+}
+
+async fn open(dir: &Path) -> Disk {
+    Disk::open(options(dir)).await.unwrap()
+}
+
+fn regions(dir: &Path) -> Vec<PathBuf> {
+    let paths = fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<_> = paths.filter(|path| path.to_string_lossy().contains("foyer")).collect();
+    paths.sort();
+    paths
+}
+
+/// The block that every process stores under the `at`-th key.
+fn block(at: usize) -> Bytes {
+    let mut random = SplitMix64(at as u64);
+    let length = 1 + random.index(60_000);
+    (0..length).map(|_| random.next() as u8).collect::<Vec<u8>>().into()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_returns_what_the_reference_returns() {
+    let dir = tempfile::tempdir().unwrap();
+    for seed in 0..3 {
+        let dir = dir.path().join(seed.to_string());
+        let store = open(&dir).await.with_clock(clock);
+        assert!(compare(&store, Keeps::Some, seed, 500).await > 100);
+        store.close().await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn blocks_survive_a_restart() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(50);
+    let store = open(dir.path()).await;
+    for (at, key) in keys.iter().enumerate() {
+        store.put(*key, block(at), None).await.unwrap();
+    }
+    assert_eq!(store.lookup(&keys).await.unwrap(), 50);
+    store.close().await.unwrap();
+
+    let store = open(dir.path()).await;
+    assert_eq!(store.lookup(&keys).await.unwrap(), 50);
+    for (at, key) in keys.iter().enumerate() {
+        assert_eq!(store.get(key).await.unwrap(), Some(block(at)), "{at}");
+    }
+    assert_eq!(store.usage().capacity_bytes, Some(CAPACITY));
+}
+
+/// Another layout would read the files wrongly: the store begins anew, and says nothing false.
+#[tokio::test(flavor = "multi_thread")]
+async fn other_options_begin_an_empty_store() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(1);
+    let store = open(dir.path()).await;
+    store.put(keys[0], block(0), None).await.unwrap();
+    store.close().await.unwrap();
+    let store =
+        Disk::open(DiskOptions { capacity_bytes: CAPACITY * 2, ..options(dir.path()) }).await.unwrap();
+    assert_eq!(store.get(&keys[0]).await.unwrap(), None);
+    assert_eq!(regions(dir.path()).len(), 16);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn it_is_bounded() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(200);
+    let store = open(dir.path()).await;
+    for key in &keys {
+        store.put(*key, vec![7; 1 << 20].into(), None).await.unwrap();
+    }
+    let mut here = 0;
+    for key in &keys {
+        here += usize::from(store.get(key).await.unwrap().is_some());
+    }
+    assert!((10..=128).contains(&here), "{here} of 200 MiB are in 128 MiB");
+    let bytes: u64 = regions(dir.path()).iter().map(|path| fs::metadata(path).unwrap().len()).sum();
+    assert_eq!(bytes, CAPACITY);
+    let error = store.put(keys[0], vec![7; (1 << 20) + 1].into(), None).await.unwrap_err();
+    assert!(matches!(error, StoreError::TooLarge { capacity_bytes: 1_048_576, .. }), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_opened_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = async |options: DiskOptions, parts: &[&str]| {
+        let error = Disk::open(options).await.err().expect("refused").to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error} lacks one of {parts:?}");
+    };
+    let at = |name: &str| options(&dir.path().join(name));
+
+    let store = open(&dir.path().join("used")).await;
+    refused(at("used"), &["another process uses", "used", "Stop it"]).await;
+    store.close().await.unwrap();
+    open(&dir.path().join("used")).await;
+
+    fs::create_dir(dir.path().join("photos")).unwrap();
+    fs::write(dir.path().join("photos/cat.jpg"), "meow").unwrap();
+    refused(at("photos"), &["photos", "not a store's", "empty directory"]).await;
+    assert_eq!(fs::read_to_string(dir.path().join("photos/cat.jpg")).unwrap(), "meow");
+
+    fs::write(dir.path().join("file"), "").unwrap();
+    refused(at("file/store"), &["cannot create", "file/store"]).await;
+    refused(DiskOptions { capacity_bytes: 1 << 20, ..at("small") }, &["1048576 bytes", "134217728"]).await;
+    refused(
+        DiskOptions { capacity_bytes: 1 << 40, largest_block_bytes: 1 << 40, ..at("large") },
+        &["blocks of"],
+    )
+    .await;
+    refused(DiskOptions { capacity_bytes: 1 << 60, ..at("huge") }, &["1152921504606846976"]).await;
+    // More than any disk of today has, and what foyer could address.
+    refused(DiskOptions { capacity_bytes: 1 << 40, ..at("full") }, &["full", "free"]).await;
+    assert_eq!(regions(&dir.path().join("full")), [] as [PathBuf; 0]);
+}
+
+/// Bytes of the files change between two runs: those blocks are gone, the others are as they were.
+#[tokio::test(flavor = "multi_thread")]
+async fn damaged_files_lose_blocks_and_return_none_of_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(100);
+    let mut random = SplitMix64(3);
+    let (mut found, mut lost) = (0, 0);
+    for round in 0..10 {
+        let store = open(dir.path()).await;
+        for (at, key) in keys.iter().enumerate() {
+            store.put(*key, block(at), None).await.unwrap();
+        }
+        store.close().await.unwrap();
+        for path in regions(dir.path()) {
+            let mut bytes = fs::read(&path).unwrap();
+            let used = bytes.iter().rposition(|byte| *byte != 0).unwrap_or(0) + 1;
+            for _ in 0..random.index(40) {
+                bytes[random.index(used)] ^= 1 << random.below(8);
+            }
+            if random.below(4) == 0 {
+                let from = random.index(used);
+                let to = (from + random.index(1 << 20)).min(bytes.len());
+                bytes[from..to].fill(0);
+            }
+            fs::write(&path, bytes).unwrap();
+        }
+        let store = open(dir.path()).await;
+        for (at, key) in keys.iter().enumerate() {
+            match store.get(key).await.unwrap() {
+                Some(bytes) => {
+                    assert_eq!(bytes, block(at), "round {round}, block {at}");
+                    found += 1;
+                }
+                None => lost += 1,
+            }
+        }
+        store.close().await.unwrap();
+    }
+    assert!(found > 50 && lost > 50, "{found} found, {lost} lost");
+}
+
+const DIR: &str = "KVIST_STORE_TEST_DIR";
+
+fn crash_keys() -> Vec<BlockKey> {
+    let mut chain = KeyChain::root(b"crash", "");
+    (0..1_000).map(|token| chain.next(&[token])).collect()
+}
+
+/// Not a test: the process that `a_kill_loses_no_written_block` kills. Stores blocks and prints each one's number.
+#[tokio::test(flavor = "multi_thread")]
+async fn child() {
+    let Some(dir) = std::env::var_os(DIR) else { return };
+    let store = open(Path::new(&dir)).await;
+    for (at, key) in crash_keys().into_iter().enumerate() {
+        store.put(key, block(at), None).await.unwrap();
+        println!("\nput {at}");
+    }
+}
+
+/// A process that writes is killed after it has stored a random number of blocks. What it had stored is there, whole.
+/// `KVIST_KILLS=1000` kills more often.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kill_loses_no_written_block() {
+    let kills =
+        std::env::var("KVIST_KILLS").map_or(3, |kills| kills.parse().expect("KVIST_KILLS is a number"));
+    let mut random = SplitMix64(5);
+    let keys = crash_keys();
+    let dir = tempfile::tempdir().unwrap();
+    for kill in 0..kills {
+        let dir = dir.path().join((kill % 2).to_string());
+        if kill % 20 < 2 {
+            let _ = fs::remove_dir_all(&dir);
+        }
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["disk::child", "--exact", "--nocapture"])
+            .env(DIR, &dir)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let after = random.index(120);
+        let mut stored = 0;
+        for line in BufReader::new(child.stdout.take().unwrap()).lines() {
+            if line.unwrap() == format!("put {stored}") {
+                stored += 1;
+            }
+            if stored > after {
+                break;
+            }
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(stored > after, "the child ended by itself after {stored} blocks");
+        let store = open(&dir).await;
+        for (at, key) in keys.iter().enumerate() {
+            match store.get(key).await.unwrap() {
+                Some(bytes) => assert_eq!(bytes, block(at), "kill {kill}, block {at}"),
+                None => assert!(at >= stored, "kill {kill}: block {at} of {stored} is lost"),
+            }
+        }
+        store.close().await.unwrap();
+    }
+}
