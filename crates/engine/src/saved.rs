@@ -10,13 +10,14 @@ mod file;
 mod origin;
 
 pub use file::SavedSession;
+pub(crate) use file::{positions_name, replace, side_name, tensor_type};
 pub use origin::{CacheOrigin, Origin};
 
 use crate::session::ModelSession;
-use copy::Rows;
+pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::StepError;
+use kvist_device::{StepError, Storage};
 use kvist_model::Error;
 use kvist_model::template::Message;
 use serde::{Deserialize, Serialize};
@@ -69,12 +70,12 @@ pub fn save(
             text.tokens.len()
         )));
     }
-    check_storages(session)?;
-    let (stored, groups) = match session.copy_rows(seq, stored) {
+    check_storage((session.config().k, session.config().v))?;
+    let (stored, groups) = match session.rows().copy_rows(seq, stored) {
         // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
         Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
             let stored = session.truncate(seq, stored - 1)?;
-            (stored, session.copy_rows(seq, stored)?)
+            (stored, session.rows().copy_rows(seq, stored)?)
         }
         copied => (stored, copied?),
     };
@@ -93,8 +94,8 @@ pub fn save(
 }
 
 /// The order of the channels of outliers is measured by each process, so rows in it mean nothing to another one.
-fn check_storages(session: &ModelSession) -> Result<(), Error> {
-    match [session.config().k, session.config().v].into_iter().find(|storage| storage.outliers) {
+pub(crate) fn check_storage((k, v): (Storage, Storage)) -> Result<(), Error> {
+    match [k, v].into_iter().find(|storage| storage.outliers) {
         Some(storage) => Err(Error::Usage(format!(
             "sessions with K or V in {storage} cannot be saved: use {}",
             storage.dtype.name()
@@ -124,7 +125,7 @@ pub fn resume(
     most: usize,
 ) -> Result<usize, Error> {
     saved.check(origin)?;
-    check_storages(session)?;
+    check_storage((session.config().k, session.config().v))?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: resume into an empty one"))),
@@ -132,11 +133,12 @@ pub fn resume(
     }
     crate::check_prompt(session.config(), saved.tokens().len())?;
     let layout = session.model().layout().clone();
-    let groups: Vec<Rows> = saved.rows(&layout, (session.config().k, session.config().v))?;
+    let rows: Vec<Rows> = saved.rows(&layout, (session.config().k, session.config().v))?;
+    let groups: Vec<GroupRows> = rows.into_iter().map(GroupRows::Copied).collect();
     let most = most.min(saved.stored() as usize).min(saved.tokens().len().saturating_sub(1));
     let n = session.config().cut_before(most as u32);
     session.check_tokens(&saved.tokens()[..n as usize])?;
-    match session.place_rows(seq, n, &groups) {
+    match session.rows().place_rows(seq, n, &groups) {
         Ok(true) => Ok(n as usize),
         Ok(false) => session.clear().map(|()| 0),
         Err(error) => {

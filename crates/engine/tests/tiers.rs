@@ -94,6 +94,9 @@ impl BlockStore for Faulty {
     fn usage(&self) -> Usage {
         self.store.usage()
     }
+    fn counts(&self) -> kvist_store::Counts {
+        self.store.counts()
+    }
 }
 
 /// A tier that is always worth reading.

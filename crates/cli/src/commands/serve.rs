@@ -7,7 +7,9 @@ use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_device::{Bytes, Purpose, Registry, Storage};
+use kvist_engine::frozen::{EnginePrefix, FrozenPrefix};
 use kvist_engine::memory::MemoryPlan;
+use kvist_engine::saved::Origin;
 use kvist_engine::serving::Engine;
 use kvist_model::Opened;
 use kvist_server::{ServerConfig, ServerState, serve};
@@ -16,6 +18,7 @@ use speculation::{SpeculationFlags, SpeculationPlan};
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 #[derive(clap::Args)]
@@ -78,6 +81,10 @@ pub struct Args {
     /// When blocks are copied to the tiers: through (as soon as they are cached) or back (shortly before they are evicted)
     #[arg(long, value_name = "WHEN", value_parser = ["through", "back"])]
     tier_write: Option<String>,
+    /// Begin with a prefix of `kvist prefix freeze` in the prefix index, where it stays: prompts that begin with it do not
+    /// compute it, and all programs that use the file share its memory
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "record")]
+    prefix: Option<PathBuf>,
     #[command(flatten)]
     speculation: SpeculationFlags,
     /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
@@ -210,6 +217,15 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let texts = config.scheduler.max_batch;
     let draft_bytes =
         draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
+    if let Some(path) = &args.prefix {
+        let prefix = Arc::new(FrozenPrefix::open(path)?);
+        let cache = engine.paged.block_aligned();
+        let origin = Origin::new(opened.fingerprint()?, args.model.weights, &cache, opened.config());
+        prefix.check(&origin)?;
+        let salt = config.common_salt();
+        let salt = salt.context("--prefix: with [[keys]] no two names share blocks, so none can share a prefix: remove one of both")?;
+        engine.prefix = Some(EnginePrefix { prefix, salt, origin });
+    }
     let plan = engine.paged.plan(opened.config(), &registry)?;
     let groups = engine.paged.cache.groups(opened.config());
     if engine.tiers.is_some() && groups.iter().any(|group| group.visibility.window.is_some()) {
@@ -226,8 +242,22 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
-    let tier_bytes = config.tiers.memory_bytes();
-    check_memory(&plan, requests_bytes, tier_bytes, draft_bytes, free, budget.total())?;
+    let longest = |free: u64| {
+        let fits = |tokens: u32| {
+            let mut shorter = engine.paged.clone();
+            shorter.cache.context_tokens = tokens;
+            shorter.plan(opened.config(), &registry).is_ok_and(|plan| plan.session_bound() <= free)
+        };
+        MemoryPlan::longest(engine.paged.cache.context_tokens, fits)
+    };
+    let needed = Needed {
+        tokens: engine.paged.cache.context_tokens,
+        cache: plan.session_bound(),
+        requests: requests_bytes,
+        tiers: config.tiers.memory_bytes(),
+        draft: draft_bytes,
+    };
+    needed.check(free, budget.total(), registry.device().adapter(), longest)?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
@@ -272,36 +302,55 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     served
 }
 
-/// Refuses a server whose cache and requests do not fit into what weights (`free`) and a draft model leave.
-fn check_memory(
-    plan: &MemoryPlan,
-    requests_bytes: u64,
-    tier_bytes: u64,
-    draft_bytes: Option<u64>,
-    free: u64,
-    total: u64,
-) -> anyhow::Result<()> {
-    let taken = plan.session_bound().saturating_add(requests_bytes);
-    if taken <= free && taken.saturating_add(tier_bytes) > free {
+/// What a server needs besides the weights, in bytes.
+struct Needed {
+    /// Of the cache.
+    tokens: u32,
+    /// Working memory included.
+    cache: u64,
+    requests: u64,
+    tiers: u64,
+    draft: Option<u64>,
+}
+
+impl Needed {
+    /// Refuses a server that does not fit into the `free` bytes that the weights leave. `longest` is the longest cache that
+    /// fits into so many bytes.
+    fn check(
+        &self,
+        free: u64,
+        total: u64,
+        adapter: Option<&str>,
+        longest: impl Fn(u64) -> u32,
+    ) -> anyhow::Result<()> {
+        let free = free.saturating_sub(self.draft.unwrap_or(0));
+        let taken = self.cache.saturating_add(self.requests);
+        if taken.saturating_add(self.tiers) <= free {
+            return Ok(());
+        }
+        if taken <= free {
+            anyhow::bail!(
+                "the tiers need {} (with what is on its way), and {} are free besides the rest; try a smaller --tier-ram",
+                Bytes(self.tiers),
+                Bytes(free - taken)
+            );
+        }
+        let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
+        let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
+        let context = match longest(free.saturating_sub(self.requests)) {
+            0 => "a smaller --context".to_string(),
+            tokens => format!("--context {tokens}"),
+        };
         anyhow::bail!(
-            "the tiers need {} (with what is on its way), and {} are free besides the rest; try a smaller --tier-ram",
-            Bytes(tier_bytes),
-            Bytes(free - taken)
-        );
-    }
-    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
-    let weights = if draft_bytes.is_some() { "the weights and the draft model" } else { "the weights" };
-    if taken.saturating_add(tier_bytes) > free {
-        anyhow::bail!(
-            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides {weights}; \
-             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
-            Bytes(plan.session_bound()),
-            Bytes(requests_bytes),
+            "the cache of {} tokens needs {}{on} (working memory included), requests need {}, and {} of {} are free besides \
+             {weights}; try {context}, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            self.tokens,
+            Bytes(self.cache),
+            Bytes(self.requests),
             Bytes(free),
             Bytes(total)
         );
     }
-    Ok(())
 }
 
 /// Opens the file of `--record`. A recording cannot be made again, so it is not overwritten by default.

@@ -53,6 +53,7 @@ pub fn config(context_tokens: u32) -> EngineConfig {
         max_draft_tokens: 0,
         speculator: None,
         tiers: None,
+        prefix: None,
     };
     config.fit();
     config

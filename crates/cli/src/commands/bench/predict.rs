@@ -349,6 +349,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         max_draft_tokens: 0,
         speculator: None,
         tiers: None,
+        prefix: None,
     };
     config.fit();
     Ok(config)
