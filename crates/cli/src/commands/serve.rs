@@ -75,6 +75,12 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    /// Memory of the host for blocks that the cache evicts: 8GiB. Of use where the cache is in the memory of a GPU
+    #[arg(long, value_name = "SIZE")]
+    tier_ram: Option<Size>,
+    /// When blocks are copied to the tiers: through (as soon as they are cached) or back (shortly before they are evicted)
+    #[arg(long, value_name = "WHEN", value_parser = ["through", "back"])]
+    tier_write: Option<String>,
     /// Begin with a prefix of `kvist prefix freeze` in the prefix index, where it stays: prompts that begin with it do not
     /// compute it, and all programs that use the file share its memory
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "record")]
@@ -144,6 +150,8 @@ impl Args {
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
+        set(&mut c.tiers.ram_bytes, &self.tier_ram.map(|size| size.0));
+        set(&mut c.tiers.write, &self.tier_write);
         self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
@@ -172,6 +180,9 @@ struct Plan {
     /// Absent if the server does not speculate.
     #[serde(skip_serializing_if = "Option::is_none")]
     speculation: Option<SpeculationPlan>,
+    /// Memory of the host for tiers below the cache, and for what is on its way; absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_bytes: Option<u64>,
     /// Memory of the model and its cache; never exceeded.
     bound: json::MemoryBytes,
     /// Memory of all requests together: while they are prepared, and their prompts from then on.
@@ -216,6 +227,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         engine.prefix = Some(EnginePrefix { prefix, salt, origin });
     }
     let plan = engine.paged.plan(opened.config(), &registry)?;
+    let groups = engine.paged.cache.groups(opened.config());
+    if engine.tiers.is_some() && groups.iter().any(|group| group.visibility.window.is_some()) {
+        let what = "this model has layers with a sliding window, which tiers do not support yet: serve it without --tier-ram";
+        return Err(wrong_usage(what));
+    }
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
         return show_plan(&args, &config, &opened, &registry, &plan, speculation);
@@ -238,6 +254,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tokens: engine.paged.cache.context_tokens,
         cache: plan.session_bound(),
         requests: requests_bytes,
+        tiers: config.tiers.memory_bytes(),
         draft: draft_bytes,
     };
     needed.check(free, budget.total(), registry.device().adapter(), longest)?;
@@ -292,6 +309,7 @@ struct Needed {
     /// Working memory included.
     cache: u64,
     requests: u64,
+    tiers: u64,
     draft: Option<u64>,
 }
 
@@ -306,8 +324,16 @@ impl Needed {
         longest: impl Fn(u64) -> u32,
     ) -> anyhow::Result<()> {
         let free = free.saturating_sub(self.draft.unwrap_or(0));
-        if self.cache.saturating_add(self.requests) <= free {
+        let taken = self.cache.saturating_add(self.requests);
+        if taken.saturating_add(self.tiers) <= free {
             return Ok(());
+        }
+        if taken <= free {
+            anyhow::bail!(
+                "the tiers need {} (with what is on its way), and {} are free besides the rest; try a smaller --tier-ram",
+                Bytes(self.tiers),
+                Bytes(free - taken)
+            );
         }
         let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
         let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
@@ -384,7 +410,9 @@ fn show_plan(
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
-    let total = total.saturating_add(requests_bytes).saturating_add(draft_bytes.unwrap_or(0));
+    let tier_bytes = config.tiers.memory_bytes();
+    let total = total.saturating_add(requests_bytes).saturating_add(tier_bytes);
+    let total = total.saturating_add(draft_bytes.unwrap_or(0));
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
         version: json::VERSION,
@@ -397,6 +425,7 @@ fn show_plan(
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         speculation,
+        tier_bytes: config.tiers.is_on().then_some(tier_bytes),
         bound: bound.into(),
         requests_bytes,
         total_bytes: total,
@@ -429,6 +458,10 @@ fn show_plan(
                 3,
                 format!("speculation      {speculate}, at most {max_draft_tokens} draft tokens a step"),
             );
+        }
+        if let Some(bytes) = report.tier_bytes {
+            let (held, write) = (Bytes(config.tiers.ram_bytes), &config.tiers.write);
+            lines.push(format!("tiers            {}: {held} of RAM, written {write}", Bytes(bytes)));
         }
         if let Some(bytes) = draft_bytes {
             lines.push(format!("draft model      {}", Bytes(bytes)));
