@@ -16,7 +16,7 @@ use crate::session::ModelSession;
 use copy::Rows;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::StepError;
+use kvist_device::{StepError, Storage};
 use kvist_model::Error;
 use kvist_model::template::Message;
 use serde::{Deserialize, Serialize};
@@ -69,7 +69,7 @@ pub fn save(
             text.tokens.len()
         )));
     }
-    check_storages(session)?;
+    check_storage((session.config().k, session.config().v))?;
     let (stored, groups) = match session.copy_rows(seq, stored) {
         // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
         Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
@@ -93,8 +93,8 @@ pub fn save(
 }
 
 /// The order of the channels of outliers is measured by each process, so rows in it mean nothing to another one.
-fn check_storages(session: &ModelSession) -> Result<(), Error> {
-    match [session.config().k, session.config().v].into_iter().find(|storage| storage.outliers) {
+pub(crate) fn check_storage((k, v): (Storage, Storage)) -> Result<(), Error> {
+    match [k, v].into_iter().find(|storage| storage.outliers) {
         Some(storage) => Err(Error::Usage(format!(
             "sessions with K or V in {storage} cannot be saved: use {}",
             storage.dtype.name()
@@ -124,7 +124,7 @@ pub fn resume(
     most: usize,
 ) -> Result<usize, Error> {
     saved.check(origin)?;
-    check_storages(session)?;
+    check_storage((session.config().k, session.config().v))?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: resume into an empty one"))),
