@@ -33,6 +33,9 @@ store kills="20":
 wgpu:
     cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu
+    # lavapipe's subgroups have 8 lanes; these runs give them 4 and 16. A GPU ignores it.
+    LP_NATIVE_VECTOR_WIDTH=128 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
+    LP_NATIVE_VECTOR_WIDTH=512 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine --features wgpu --test wgpu
 
 # The device over CUDA, without a GPU: compiles every kernel with NVRTC from PyPI (60 MB, kept in target/), then emulates them.

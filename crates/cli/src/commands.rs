@@ -6,6 +6,7 @@ pub mod eval;
 pub mod logits;
 pub mod models;
 pub mod plan;
+pub mod prefix;
 pub mod run;
 pub mod serve;
 pub mod simulate;

@@ -49,6 +49,9 @@ enum Command {
     Devices(commands::devices::Args),
     /// What a quantised or windowed cache costs in quality, measured against a reference cache
     Eval(commands::eval::Args),
+    /// Beginnings of prompts, computed once and shared by all programs on this machine
+    #[command(subcommand)]
+    Prefix(commands::prefix::Command),
     /// Logits of given tokens, or greedy continuations, for comparison with other runtimes
     Logits(commands::logits::Args),
     /// Serve the model over HTTP, as clients of the OpenAI API expect
@@ -69,6 +72,7 @@ impl Command {
             Command::Plan(args) => Some(&args.cache.backend),
             Command::Eval(args) => Some(&args.cache.backend),
             Command::Logits(args) => Some(&args.cache.backend),
+            Command::Prefix(commands::prefix::Command::Freeze(args)) => Some(&args.cache.backend),
             Command::Serve(args) => Some(&args.backend),
             Command::Models(_) | Command::Devices(_) | Command::Simulate(_) | Command::Bench(_) => None,
         }
@@ -103,6 +107,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
         Command::Plan(args) => commands::plan::run(args, quiet),
         Command::Models(args) => commands::models::run(args),
         Command::Devices(args) => commands::devices::run(args),
+        Command::Prefix(command) => commands::prefix::run(command, quiet),
         Command::Eval(args) => commands::eval::run(args, quiet),
         Command::Logits(args) => commands::logits::run(args, quiet),
         Command::Serve(args) => commands::serve::run(*args, quiet),

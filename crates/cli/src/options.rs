@@ -18,7 +18,7 @@ use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, Opened};
 pub use sampling::{SamplingArgs, shipped_defaults};
-pub use saved::SavedArgs;
+pub use saved::{Beginning, SavedArgs};
 pub use speculation::{LoadedDraft, Mode, SpeculationArgs};
 use std::fmt;
 use std::str::FromStr;

@@ -10,6 +10,7 @@ mod amx;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod mapped;
 mod portable;
 mod share;
 mod threads;
@@ -21,6 +22,7 @@ use amx::Amx;
 use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use avx512::Avx512;
+pub use mapped::copy_on_write;
 use portable::Portable;
 pub use portable::widen;
 pub use share::Columns;

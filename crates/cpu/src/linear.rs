@@ -31,29 +31,12 @@ use std::fmt;
 /// are streams that the hardware prefetcher follows.
 const AHEAD: usize = 8192;
 
-/// The encodings that have kernels. Others become one of these without loss ([`Encoding::exact`]).
-pub const ENCODINGS: [Encoding; 17] = [
-    Encoding::F32,
-    Encoding::F16,
-    Encoding::BF16,
-    Encoding::Q8_0,
-    Encoding::Q4_0,
-    Encoding::Q4_1,
-    Encoding::Q5_0,
-    Encoding::Q5_1,
-    Encoding::Iq4Nl,
-    Encoding::Mxfp4,
-    Encoding::Q2K,
-    Encoding::Q3K,
-    Encoding::Q4K,
-    Encoding::Q5K,
-    Encoding::Q6K,
-    Encoding::Iq4Xs,
-    Encoding::Table16,
-];
+/// The encodings that have kernels.
+pub const ENCODINGS: [Encoding; 17] = Encoding::RESIDENT;
 
 /// Evaluates `$body` with the format `$F` of an encoding of [`ENCODINGS`]. To add one, define its layout in
-/// `kvist_device::weights`, and add its codes in `formats.rs` and its lines here and in [`ENCODINGS`].
+/// `kvist_device::weights`, and add its codes in `formats.rs` and its lines here and in
+/// [`Encoding::RESIDENT`].
 macro_rules! with_format {
     ($encoding:expr, $F:ident => $body:expr) => {
         match $encoding {

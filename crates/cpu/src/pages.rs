@@ -1,6 +1,8 @@
-//! Zeroed memory from anonymous maps, on huge pages if the system provides them. With 4 KiB pages, streaming a large
+//! Memory in whole pages: of a file, or zeroed memory from anonymous maps, on huge pages if the system provides them. With 4 KiB pages, streaming a large
 //! cache spends a third of the time in address translation.
+use crate::arch::copy_on_write;
 use memmap2::MmapMut;
+use std::fs::File;
 
 /// Whole cache lines of zeroed memory.
 #[derive(Debug)]
@@ -34,6 +36,12 @@ impl Pages {
             let _ = map.advise(memmap2::Advice::HugePage);
         }
         Ok(Pages { map, len })
+    }
+
+    /// The first `len` bytes of a file, shared with all processes that map it. Pages that are written to become copies of
+    /// this process.
+    pub fn of_file(file: &File, len: usize) -> std::io::Result<Self> {
+        Ok(Pages { map: copy_on_write(file, len)?, len })
     }
 
     pub fn bytes(&self) -> &[u8] {

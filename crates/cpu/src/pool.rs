@@ -16,6 +16,7 @@
 //! cells with their four weights.
 mod float;
 mod gather;
+mod image;
 mod q4;
 mod q8;
 pub(crate) mod quantised;

@@ -1,4 +1,6 @@
 //! The KV pools of one cache: growth, writes, attention, moves.
+mod mapped;
+
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
 use crate::pool::{Geometry, RowStore};
@@ -385,6 +387,16 @@ impl Pools for CpuPools {
 
     fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.transfers.take(transfer)
+    }
+
+    fn image_layout(&self) -> Option<&'static str> {
+        Some(mapped::IMAGE_LAYOUT)
+    }
+    fn image(&self, layer: LayerId, side: Side, cells: u32) -> Result<Image, DeviceError> {
+        self.image_of(layer, side, cells)
+    }
+    fn map(&mut self, rows: &MappedRows<'_>) -> Result<(), DeviceError> {
+        self.map_rows(rows)
     }
 
     fn inspect(

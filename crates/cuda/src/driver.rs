@@ -2,15 +2,18 @@
 //!
 //! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
 //! them. Everything is on one stream, in order. The first error is kept, and `check` returns it from then on.
+mod buffer;
+
 use crate::compiler::Compiler;
 use crate::devices::{driver, summary};
 use crate::ffi::{Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
 use crate::{Installation, failed, kernels};
+pub use buffer::Buf;
+use buffer::Memory;
 use kvist_device::DeviceError;
-use kvist_gpu::{Args, BufferCopy, Driver, HostMemory, Kernel, Limits, Recorder};
-use std::collections::HashMap;
+use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits, Recorder, lock};
 use std::ops::Range;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How long a submission may run before it counts as hung.
@@ -19,41 +22,6 @@ const PATIENCE: Duration = Duration::from_secs(600);
 const MAX_PART_BYTES: u64 = (1 << 32) - 16;
 /// Pinned memory that writes pass through.
 const STAGING_BYTES: usize = 4 << 20;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Memory of the device, or pinned memory of the host. Recorded operations keep it alive.
-#[derive(Clone, Debug)]
-pub struct Buf(Arc<Memory>);
-
-#[derive(Debug)]
-enum Memory {
-    Device(DeviceMemory),
-    /// Results, for the host to read.
-    Results(PinnedMemory),
-    /// The host fills it, and the device copies from it.
-    Source(Mutex<PinnedMemory>),
-}
-
-impl Buf {
-    fn device(&self) -> Option<&DeviceMemory> {
-        match &*self.0 {
-            Memory::Device(memory) => Some(memory),
-            Memory::Results(_) | Memory::Source(_) => None,
-        }
-    }
-
-    /// Where kernels find it.
-    fn address(&self) -> u64 {
-        match &*self.0 {
-            Memory::Device(memory) => memory.address,
-            Memory::Results(memory) => memory.address(),
-            Memory::Source(memory) => lock(memory).address(),
-        }
-    }
-}
 
 /// A point behind what was submitted; `None` if that failed.
 #[derive(Clone, Debug)]
@@ -103,13 +71,13 @@ struct Staging {
 #[derive(Debug)]
 pub struct CudaDriver {
     // Fields are dropped in this order; each keeps the context alive.
-    kernels: Mutex<HashMap<Kernel, Option<Arc<Loaded>>>>,
+    kernels: Compiled<Option<Arc<Loaded>>>,
     staging: Mutex<Staging>,
     stream: Stream,
     context: Arc<Context>,
     compiler: Compiler,
     limits: Limits,
-    failure: Mutex<Option<String>>,
+    failure: Failure,
     meter: Mutex<Option<Meter>>,
 }
 
@@ -167,7 +135,7 @@ impl CudaDriver {
         let context = Context::new(&cuda, device).map_err(error)?;
         let memory = context.pin(STAGING_BYTES as u64).map_err(error)?;
         Ok(CudaDriver {
-            kernels: Mutex::default(),
+            kernels: Compiled::default(),
             staging: Mutex::new(Staging { memory, used: 0 }),
             stream: context.stream().map_err(error)?,
             compiler,
@@ -175,11 +143,12 @@ impl CudaDriver {
                 max_binding_bytes: MAX_PART_BYTES,
                 max_part_bytes: MAX_PART_BYTES.min(max_part_bytes),
                 max_workgroup_bytes: found.max_shared_bytes,
+                max_attend_rows: kernels::ROWS,
                 unified_memory: found.integrated,
                 adapter: found.name,
             },
             context,
-            failure: Mutex::default(),
+            failure: Failure::new(Self::NAME),
             meter: Mutex::default(),
         })
     }
@@ -216,7 +185,7 @@ impl CudaDriver {
 
     /// Keeps the first error.
     fn fail(&self, what: String) -> DeviceError {
-        failed(lock(&self.failure).get_or_insert(what).clone())
+        self.failure.keep(what)
     }
 
     /// Keeps the error of a call, with what the call was for.
@@ -233,13 +202,7 @@ impl CudaDriver {
 
     /// The compiled kernel; compiles it at its first use. `None` after a failure.
     fn kernel(&self, kernel: &Kernel) -> Option<Arc<Loaded>> {
-        let mut all = lock(&self.kernels);
-        if let Some(found) = all.get(kernel) {
-            return found.clone();
-        }
-        let loaded = self.load(kernel).map_err(|what| self.fail(what)).ok();
-        all.insert(kernel.clone(), loaded.clone());
-        loaded
+        self.kernels.get(kernel, || self.load(kernel).map_err(|what| self.fail(what)).ok())
     }
 
     fn load(&self, kernel: &Kernel) -> Result<Arc<Loaded>, String> {
@@ -379,7 +342,7 @@ impl Driver for CudaDriver {
     }
 
     fn check(&self) -> Result<(), DeviceError> {
-        lock(&self.failure).as_ref().map_or(Ok(()), |what| Err(failed(what.clone())))
+        self.failure.check()
     }
 
     fn buffer(&self, what: &'static str, bytes: u64) -> Result<Buf, DeviceError> {

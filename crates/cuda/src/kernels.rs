@@ -2,11 +2,13 @@
 //!
 //! A kernel's constants are `#define`s in front of its source, so that the compiler unrolls loops over them. Its
 //! arguments are the buffers, in the order of [`Kernel::writes`], and a struct with the words of `Args`.
-use kvist_device::Storage;
-use kvist_gpu::{ATTEND_ROWS, Form, GEMM_TILE, Kernel, MATMUL_OUTPUTS, RecentForm, Routed, RowsOp};
+use kvist_device::{Storage, weights::Encoding};
+use kvist_gpu::{ATTEND_ROWS, Constant, Form, Kernel, RecentForm, Routed, RowsOp};
 
 /// Threads of a block of `attend`.
 const ATTEND_THREADS: u32 = 128;
+/// Its query rows.
+pub const ROWS: u32 = ATTEND_ROWS[0];
 
 /// How attention goes through cells: so many at a time, in one or two buffers of shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,13 +28,13 @@ impl Tile {
         let k_stride = (k.words(dim) + 31 - lane_words) / 32 * 32 + lane_words;
         let v_stride = v.words(dim).next_multiple_of(4);
         let copies = if k.needs_plain_queries(recent) { 2 } else { 1 };
-        let queries = copies * ATTEND_ROWS * dim.next_multiple_of(8);
+        let queries = copies * ROWS * dim.next_multiple_of(8);
         let sizes = [(32, 2), (16, 2), (8, 2), (8, 1)].map(|(cells, stages)| {
             let bytes = 4 * (stages * cells * (k_stride + v_stride) + queries);
             Tile { cells, stages, bytes }
         });
         // What the kernel declares besides: scores, cells, and the state of each row.
-        let fixed = |tile: &Tile| 4 * (tile.cells * (ATTEND_ROWS + 7) + 5 * ATTEND_ROWS + 1);
+        let fixed = |tile: &Tile| 4 * (tile.cells * (ROWS + 7) + 5 * ROWS + 1);
         sizes.into_iter().find(|tile| tile.bytes + fixed(tile) <= max_bytes)
     }
 }
@@ -59,7 +61,7 @@ pub fn threads(kernel: &Kernel) -> u32 {
 /// Bytes of dynamic shared memory. `None` if the device has not so many.
 pub fn shared_bytes(kernel: &Kernel, max_bytes: u32) -> Option<u32> {
     match *kernel {
-        Kernel::Attend { k, v, dim, recent } => {
+        Kernel::Attend { k, v, dim, recent, .. } => {
             Tile::new(k, v, dim, recent, max_bytes).map(|tile| tile.bytes)
         }
         _ => Some(0),
@@ -73,89 +75,52 @@ const LANES: &str = include_str!("kernels/lanes.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
+const CELLS: &str = include_str!("kernels/cells.cu");
 const SINKS: &str = include_str!("kernels/sinks.cu");
 
-/// `#define`s in front of a source.
-#[derive(Default)]
-struct Constants(String);
-
-impl Constants {
-    fn with(mut self, name: &str, value: impl Into<u32>) -> Self {
-        self.0 += &format!("#define {name} {}\n", value.into());
-        self
-    }
-    /// Those of a form, with a prefix.
-    fn form(self, prefix: &str, form: Form, dim: u32) -> Self {
-        let constants = form.constants(dim).into_iter();
-        constants.fold(self, |all, (name, n)| all.with(&format!("{prefix}{name}"), n))
-    }
-    fn routed(self, routed: Routed) -> Self {
-        self.with("ROUTED", routed != Routed::No).with("ADDED", routed == Routed::Added)
+/// The files of a kernel, in order.
+fn parts(kernel: &Kernel) -> &'static [&'static str] {
+    match kernel {
+        Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
+        Kernel::Matmul { .. } => &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")],
+        Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/gemm.cu")],
+        Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
+        Kernel::Rope => &[include_str!("kernels/rope.cu")],
+        Kernel::Gated => &[MATH, include_str!("kernels/gated.cu")],
+        Kernel::Add => &[include_str!("kernels/add.cu")],
+        Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
+        Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
+        Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
+        Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
+        Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
+        Kernel::Attend { .. } => {
+            &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
+        }
+        Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
+        Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
+        Kernel::Gather => &[include_str!("kernels/gather.cu")],
     }
 }
 
 /// The whole source: constants, shared functions, the kernel.
 pub fn source(kernel: &Kernel, max_bytes: u32) -> String {
-    let none = Constants::default();
-    let (constants, parts): (Constants, &[&str]) = match kernel {
-        Kernel::Embed { encoding } => {
-            (none.with("ENCODING", *encoding), &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")])
+    let mut source = String::new();
+    let mut define = |name: &str, n: u32| source += &format!("#define {name} {n}\n");
+    for (name, value) in kernel.constants() {
+        match value {
+            Constant::Flag(is) => define(&name, u32::from(is)),
+            Constant::Number(n) => define(&name, n),
         }
-        Kernel::Matmul { encoding, tokens, routed } => (
-            none.with("ENCODING", *encoding)
-                .with("TOKENS", *tokens)
-                .with("OUTPUTS", MATMUL_OUTPUTS)
-                .routed(*routed),
-            &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")],
-        ),
-        Kernel::Gemm { encoding, routed } => (
-            none.with("ENCODING", *encoding).with("TILE", GEMM_TILE).routed(*routed),
-            &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/gemm.cu")],
-        ),
-        Kernel::Norm { in_place } => (none.with("IN_PLACE", *in_place), &[include_str!("kernels/norm.cu")]),
-        Kernel::Rope => (none, &[include_str!("kernels/rope.cu")]),
-        Kernel::Gated => (none, &[MATH, include_str!("kernels/gated.cu")]),
-        Kernel::Add => (none, &[include_str!("kernels/add.cu")]),
-        Kernel::Rows(op) => (
-            none.with("GATHER", *op == RowsOp::Gather).with("ZERO", *op == RowsOp::Zero),
-            &[include_str!("kernels/rows.cu")],
-        ),
-        Kernel::Route => (none, &[MATH, include_str!("kernels/route.cu")]),
-        Kernel::Top => (none, &[MATH, include_str!("kernels/top.cu")]),
-        Kernel::Store { form, dim, recent } => (
-            none.with("DIM", *dim)
-                .form("", *form, *dim)
-                .with("RECENT", *recent != RecentForm::No)
-                .with("PLAIN_RECENT", *recent == RecentForm::Plain),
-            &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
-        ),
-        Kernel::Copy { within } => (none.with("WITHIN", *within), &[include_str!("kernels/copy.cu")]),
-        Kernel::Attend { k, v, dim, recent } => {
-            // Without a tile the kernel is refused before it is compiled.
-            let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
-            let tile = Tile::new(*k, *v, *dim, *recent, max_bytes).unwrap_or(smallest);
-            let constants = none
-                .with("DIM", *dim)
-                .form("K_", *k, *dim)
-                .form("V_", *v, *dim)
-                .with("K_RECENT", *recent && k.is_packed())
-                .with("V_RECENT", *recent && v.is_packed())
-                .with("PLAIN", k.needs_plain_queries(*recent))
-                .with("ROWS", ATTEND_ROWS)
-                .with("CELLS", tile.cells)
-                .with("STAGES", tile.stages);
-            let cells = include_str!("kernels/cells.cu");
-            (constants, &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, cells, include_str!("kernels/attend.cu")])
-        }
-        Kernel::Merge { v, dim } => (
-            none.with("DIM", *dim).form("V_", *v, *dim),
-            &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
-        ),
-        Kernel::Scatter => (none, &[include_str!("kernels/scatter.cu")]),
-        Kernel::Gather => (none, &[include_str!("kernels/gather.cu")]),
-    };
-    let source = constants.0 + include_str!("kernels/prelude.cu");
-    parts.iter().fold(source, |source, part| source + part + "\n")
+    }
+    if let Kernel::Attend { k, v, dim, recent, .. } = *kernel {
+        // Without a tile the kernel is refused before it is compiled.
+        let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
+        let tile = Tile::new(k, v, dim, recent, max_bytes).unwrap_or(smallest);
+        define("CELLS", tile.cells);
+        define("STAGES", tile.stages);
+    }
+    source += include_str!("kernels/prelude.cu");
+    parts(kernel).iter().fold(source, |source, part| source + part + "\n")
 }
 
 /// Every storage of K, in an order in which neighbours differ.
@@ -191,7 +156,7 @@ fn attention(dim: u32) -> Vec<Kernel> {
             let packed = k_form.is_packed() || v_form.is_packed();
             for recent in [false, true] {
                 if packed || !recent {
-                    all.push(Kernel::Attend { k: k_form, v: v_form, dim, recent });
+                    all.push(Kernel::Attend { k: k_form, v: v_form, dim, rows: ROWS, recent });
                 }
             }
             all.push(Kernel::Merge { v: v_form, dim });
@@ -223,7 +188,7 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
     all.extend([false, true].map(|in_place| Kernel::Norm { in_place }));
     all.extend([false, true].map(|within| Kernel::Copy { within }));
     all.extend([RowsOp::Copy, RowsOp::Gather, RowsOp::Zero].map(Kernel::Rows));
-    for encoding in 0..17 {
+    for encoding in 0..Encoding::RESIDENT.len() as u32 {
         all.push(Kernel::Embed { encoding });
         for routed in [Routed::No, Routed::Only, Routed::Added] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));
@@ -233,7 +198,7 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
     all.extend(dims.iter().flat_map(|dim| attention(*dim)));
     for dim in others {
         if let Ok(form) = Form::new(Storage::F16, *dim) {
-            all.push(Kernel::Attend { k: form, v: form, dim: *dim, recent: false });
+            all.push(Kernel::Attend { k: form, v: form, dim: *dim, rows: ROWS, recent: false });
             all.push(Kernel::Merge { v: form, dim: *dim });
             all.push(Kernel::Store { form, dim: *dim, recent: RecentForm::No });
         }

@@ -3,6 +3,7 @@ use crate::budget::{MemoryBudget, Purpose, Usage};
 use crate::channels::ChannelOrder;
 use crate::error::DeviceError;
 use crate::layout::{LayerSpec, Layout};
+use crate::mapped::{Image, MappedRows, no_images};
 use crate::recent::Recent;
 use crate::step_io::Ticket;
 use crate::storage::Storage;
@@ -159,6 +160,32 @@ pub trait Pools: Send {
     /// # Errors
     /// The device could not copy all bytes: what was imported must not be read. Or these pools have no such transfer.
     fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>>;
+
+    /// The layout of [`image`](Self::image)'s bytes; `None` if these pools map no files. Files of one layout can be mapped on
+    /// every machine whose pools name the same.
+    fn image_layout(&self) -> Option<&'static str> {
+        None
+    }
+
+    /// Copies the stored bytes of the blocks of cells `0..cells` of a layer, for a file that other pools [`map`](Self::map).
+    ///
+    /// # Errors
+    /// These pools map no files, the layer borrows K and V, or the pools have not grown to these cells.
+    fn image(&self, layer: LayerId, side: Side, cells: u32) -> Result<Image, DeviceError> {
+        let _ = (layer, side, cells);
+        Err(no_images())
+    }
+
+    /// Uses K and V of a file as the first cells of some layers, without copying them. Call it before anything is stored in them. The
+    /// file must not change while these pools exist. What is written to these cells later stays in this process.
+    ///
+    /// # Errors
+    /// These pools map no files, the layers have cells already, the file is too short, has another alignment or more cells than the
+    /// capacity, or cannot be mapped. Nothing has changed then.
+    fn map(&mut self, rows: &MappedRows<'_>) -> Result<(), DeviceError> {
+        let _ = rows;
+        Err(no_images())
+    }
 
     /// Decodes one stored row (and undoes its rotation, if it is stored rotated), for tests and tools. Rows that were
     /// never written are zero.

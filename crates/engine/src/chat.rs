@@ -4,6 +4,7 @@
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
 //! cache back.
 use crate::answer::generate_answer;
+use crate::frozen::{self, FrozenPrefix};
 use crate::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Observer, Speculation};
 use crate::sampler::Sampler;
 use crate::saved::{self, Origin, SavedMessage, SavedSession, SavedText};
@@ -205,6 +206,29 @@ impl Chat {
         }
         let branch = &mut self.branches[self.current];
         (branch.messages, branch.cached, branch.before_answer) = (others, saved.tokens()[..n].to_vec(), n);
+        Ok(n)
+    }
+
+    /// Begins with a frozen prefix, in a chat that has no messages yet. Its system message replaces this chat's. Returns how many
+    /// tokens need not be computed.
+    ///
+    /// # Errors
+    /// The prefix cannot be used here: see [`frozen::begin_with`]. The chat is unchanged then.
+    pub fn begin_with(&mut self, prefix: &FrozenPrefix, origin: &Origin) -> Result<usize, Error> {
+        let Branch { seq, .. } = *self.current();
+        if self.branches.len() > 1 || !self.current().messages.is_empty() {
+            return Err(Error::Usage("this conversation has begun already: a prefix comes first".into()));
+        }
+        if prefix.system().is_some() != self.has_template() {
+            return Err(Error::Usage(match prefix.system() {
+                Some(_) => "the prefix is a system message, and this model has no chat template".into(),
+                None => "the prefix is a text and no system message: freeze it without --raw".into(),
+            }));
+        }
+        let n = frozen::begin_with(&mut self.session, seq, prefix, origin, usize::MAX)?;
+        self.system = prefix.system().map(str::to_string);
+        let branch = &mut self.branches[self.current];
+        (branch.cached, branch.before_answer) = (prefix.tokens()[..n].to_vec(), n);
         Ok(n)
     }
 

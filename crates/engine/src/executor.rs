@@ -10,9 +10,10 @@ mod drafting;
 use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
+use crate::saved::CacheRows;
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
-use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step};
+use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step, StepPlan};
 use kvist_device::{
     Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
 };
@@ -93,7 +94,7 @@ impl PagedConfig {
 
     /// The cache policy with kind `paged` and recent groups cut to the block size. Prefix hits end at block boundaries.
     /// If recent groups end there too, a request that starts with a hit reads the same values as it would without one.
-    fn block_aligned(&self) -> CacheConfig {
+    pub fn block_aligned(&self) -> CacheConfig {
         let recent = self.cache.recent.within_blocks(self.block_tokens);
         CacheConfig { kind: "paged".into(), recent, ..self.cache.clone() }
     }
@@ -163,6 +164,16 @@ impl ModelExecutor {
             drafting: Duration::ZERO,
         };
         Ok((cache, executor))
+    }
+
+    /// The rows of `cache`, which came with this executor.
+    pub(crate) fn rows<'c>(
+        &'c mut self,
+        cache: &'c mut Cache,
+        plan: &'c mut StepPlan,
+        config: &'c CacheConfig,
+    ) -> CacheRows<'c> {
+        CacheRows { cache, plan, runner: &mut self.runner, config }
     }
 
     /// Registers what the request `id` does with its logits. Call it before the request's first step; it lasts until

@@ -12,6 +12,7 @@ pub mod chat_format;
 pub mod devices;
 pub mod divergence;
 pub mod executor;
+pub mod frozen;
 pub mod generate;
 pub mod grammar;
 pub mod memory;

@@ -10,10 +10,11 @@ mod file;
 mod origin;
 
 pub use file::SavedSession;
+pub(crate) use file::{positions_name, replace, side_name, tensor_type};
 pub use origin::{CacheOrigin, Origin};
 
 use crate::session::ModelSession;
-use copy::Rows;
+pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Refused, SeqId};
 use kvist_device::{StepError, Storage};
@@ -70,11 +71,11 @@ pub fn save(
         )));
     }
     check_storage((session.config().k, session.config().v))?;
-    let (stored, groups) = match session.copy_rows(seq, stored) {
+    let (stored, groups) = match session.rows().copy_rows(seq, stored) {
         // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
         Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
             let stored = session.truncate(seq, stored - 1)?;
-            (stored, session.copy_rows(seq, stored)?)
+            (stored, session.rows().copy_rows(seq, stored)?)
         }
         copied => (stored, copied?),
     };
@@ -132,11 +133,12 @@ pub fn resume(
     }
     crate::check_prompt(session.config(), saved.tokens().len())?;
     let layout = session.model().layout().clone();
-    let groups: Vec<Rows> = saved.rows(&layout, (session.config().k, session.config().v))?;
+    let rows: Vec<Rows> = saved.rows(&layout, (session.config().k, session.config().v))?;
+    let groups: Vec<GroupRows> = rows.into_iter().map(GroupRows::Copied).collect();
     let most = most.min(saved.stored() as usize).min(saved.tokens().len().saturating_sub(1));
     let n = session.config().cut_before(most as u32);
     session.check_tokens(&saved.tokens()[..n as usize])?;
-    match session.place_rows(seq, n, &groups) {
+    match session.rows().place_rows(seq, n, &groups) {
         Ok(true) => Ok(n as usize),
         Ok(false) => session.clear().map(|()| 0),
         Err(error) => {

@@ -45,11 +45,12 @@ mod thread;
 
 use crate::Error;
 use crate::executor::{ModelExecutor, PagedConfig};
+use crate::frozen::{self, EnginePrefix};
 use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
 pub use blocks::TextBlocks;
 pub use job::*;
-use kvist_cache::PrefixSpec;
+use kvist_cache::{PrefixSpec, StepPlan};
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Config, Ended, RequestId, Scheduler, SchedulerCounters};
@@ -83,6 +84,8 @@ pub struct EngineConfig {
     pub max_draft_tokens: u32,
     /// Proposes drafts; `None` for plain decoding.
     pub speculator: Option<Speculator>,
+    /// A prefix that is in the index from the start and stays there.
+    pub prefix: Option<EnginePrefix>,
 }
 
 impl EngineConfig {
@@ -100,6 +103,7 @@ impl EngineConfig {
             watchers: Vec::new(),
             max_draft_tokens: 0,
             speculator: None,
+            prefix: None,
         };
         config.fit();
         config
@@ -278,7 +282,12 @@ impl Engine {
     /// Allocate the cache and its memory, and start the thread. Refused, before anything is allocated, if the cache
     /// does not fit into the model's budget.
     pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
-        let (cache, mut executor) = ModelExecutor::new(&model, registry, &config.paged)?;
+        let (mut cache, mut executor) = ModelExecutor::new(&model, registry, &config.paged)?;
+        let prefix = config.prefix.as_ref().map(|of| {
+            let (mut plan, aligned) = (StepPlan::default(), config.paged.block_aligned());
+            frozen::index(&mut executor.rows(&mut cache, &mut plan, &aligned), of, config.paged.block_tokens)
+        });
+        let prefix = prefix.transpose()?;
         if let Some(speculator) = config.speculator {
             executor.speculate(speculator);
         }
@@ -314,6 +323,7 @@ impl Engine {
             busy_ns: 0,
             step_started: Instant::now(),
             paced_tokens: 1,
+            _prefix: prefix,
             // Weak: a strong reference would keep the thread alive forever.
             shared: Arc::downgrade(&shared),
         };

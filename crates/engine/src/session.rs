@@ -3,6 +3,7 @@ use crate::channels::channel_order;
 use crate::executor::SampledToken;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
+use crate::saved::CacheRows;
 use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
 use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, WantedRow, compact};
@@ -100,8 +101,9 @@ impl ModelSession {
     pub fn cache(&mut self) -> &mut Cache {
         &mut self.cache
     }
-    pub(crate) fn parts(&mut self) -> (&mut Cache, &mut StepPlan, &mut Runner) {
-        (&mut self.cache, &mut self.plan, &mut self.runner)
+    pub(crate) fn rows(&mut self) -> CacheRows<'_> {
+        let ModelSession { cache, plan, runner, config, .. } = self;
+        CacheRows { cache, plan, runner, config }
     }
     pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<(), Error> {
         self.runner.check_tokens(tokens)

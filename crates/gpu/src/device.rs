@@ -6,7 +6,7 @@
 use crate::GpuDevice;
 use crate::driver::{Args, Driver, Recorder};
 use crate::form::Form;
-use crate::kernels::{Kernel, RowsOp, attend_workgroup_bytes};
+use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
 use crate::linear::{Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
 use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
@@ -29,7 +29,7 @@ impl<D: Driver> GpuDevice<D> {
         let width = norm.weight.len.max(1);
         let rows = (u64::from(s.n(out.rows)) * u64::from(out.width) / u64::from(width)) as u32;
         let args = Args::new(&[width, rows]).f32(norm.eps);
-        let groups = [rows.min(32_768), rows.div_ceil(32_768), 1];
+        let groups = [rows.min(NORM_ROWS), rows.div_ceil(NORM_ROWS), 1];
         let kernel = Kernel::Norm { in_place: x.is_none() };
         self.gpu.record(
             &mut s.recorder,
@@ -69,7 +69,7 @@ impl<D: Driver> Footprint for GpuDevice<D> {
 
     fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError> {
         let dim = shape.head_dim as u32;
-        let needed = attend_workgroup_bytes(Form::new(Storage::F32, dim)?, dim, false);
+        let needed = attend_workgroup_bytes(Form::new(Storage::F32, dim)?, dim, ATTEND_ROWS[0], false);
         let has = self.gpu.limits().max_workgroup_bytes;
         if needed > u64::from(has) {
             let (dim, adapter) = (shape.head_dim, &self.gpu.limits().adapter);

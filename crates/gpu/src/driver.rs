@@ -197,6 +197,8 @@ pub struct Limits {
     /// Bytes of the largest part of weights or of a pool; at most [`max_binding_bytes`](Self::max_binding_bytes).
     pub max_part_bytes: u64,
     pub max_workgroup_bytes: u32,
+    /// Query rows that a workgroup of attention can have at most: one of [`ATTEND_ROWS`](crate::ATTEND_ROWS).
+    pub max_attend_rows: u32,
     pub unified_memory: bool,
     /// The GPU's name.
     pub adapter: String,

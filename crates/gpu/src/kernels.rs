@@ -1,6 +1,7 @@
 //! The kernels: the constants each is compiled with, and the buffers it writes.
 //!
 //! Sizes that decide about registers and shared memory are constants; all others are immediates.
+use crate::driver::Limits;
 use crate::form::Form;
 use kvist_device::weights::Encoding;
 
@@ -38,11 +39,12 @@ pub enum Kernel {
     Copy {
         within: bool,
     },
-    /// `recent`: packed sides have recent rows.
+    /// `rows`: query rows of a workgroup, one of [`ATTEND_ROWS`]. `recent`: packed sides have recent rows.
     Attend {
         k: Form,
         v: Form,
         dim: u32,
+        rows: u32,
         recent: bool,
     },
     Merge {
@@ -84,43 +86,61 @@ pub enum RowsOp {
     Zero,
 }
 
-/// Query rows of a workgroup of [`Kernel::Attend`]; `ROWS` there.
-pub const ATTEND_ROWS: u32 = 8;
-/// Output rows of a workgroup of [`Kernel::Matmul`]; `OUTPUTS` there.
+/// Query rows that a workgroup of [`Kernel::Attend`] can have.
+pub const ATTEND_ROWS: [u32; 3] = [8, 16, 32];
+/// Words of an entry of a plan's tables.
+pub const ENTRY_WORDS: u32 = 9;
+/// Lanes that share a sum of [`Kernel::Matmul`] and [`Kernel::Gemm`].
+pub const SUM_LANES: u32 = 16;
+/// Output rows of a workgroup of [`Kernel::Matmul`].
 pub const MATMUL_OUTPUTS: u32 = 8;
-
 /// Output rows, and tokens, of a workgroup of [`Kernel::Gemm`].
 pub const GEMM_TILE: u32 = 32;
+/// Workgroups of [`Kernel::Norm`] in x; those of further rows follow in y.
+pub const NORM_ROWS: u32 = 32_768;
+
+/// The value of a constant that a kernel is compiled with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Constant {
+    Flag(bool),
+    Number(u32),
+}
+
+impl From<bool> for Constant {
+    fn from(is: bool) -> Self {
+        Constant::Flag(is)
+    }
+}
+impl From<u32> for Constant {
+    fn from(n: u32) -> Self {
+        Constant::Number(n)
+    }
+}
 
 /// The number of an encoding in the kernels. `None` if there is no kernel for it.
 pub fn encoding_number(encoding: Encoding) -> Option<u32> {
-    Some(match encoding {
-        Encoding::F32 => 0,
-        Encoding::F16 => 1,
-        Encoding::BF16 => 2,
-        Encoding::Q8_0 => 3,
-        Encoding::Q4_0 => 4,
-        Encoding::Q4_1 => 5,
-        Encoding::Q5_0 => 6,
-        Encoding::Q5_1 => 7,
-        Encoding::Iq4Nl => 8,
-        Encoding::Mxfp4 => 9,
-        Encoding::Q2K => 10,
-        Encoding::Q3K => 11,
-        Encoding::Q4K => 12,
-        Encoding::Q5K => 13,
-        Encoding::Q6K => 14,
-        Encoding::Iq4Xs => 15,
-        Encoding::Table16 => 16,
-        _ => return None,
-    })
+    Encoding::RESIDENT.iter().position(|known| *known == encoding).map(|number| number as u32)
 }
 
 /// Bytes of workgroup memory of [`Kernel::Attend`].
-pub fn attend_workgroup_bytes(k: Form, dim: u32, recent: bool) -> u64 {
-    let (rows, cells) = (u64::from(ATTEND_ROWS), 32);
-    let queries = if k.needs_plain_queries(recent) { 2 } else { 1 };
-    4 * (queries * rows * u64::from(dim) + rows * cells + 5 * cells + 5 * rows)
+pub fn attend_workgroup_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64 {
+    const CELLS: u64 = 32;
+    let (rows, dim) = (u64::from(rows), u64::from(dim));
+    let plain = if k.needs_plain_queries(recent) { rows } else { 1 };
+    // Queries; scores; largest scores; the cells' entries; which rows read recent rows; five words of state per row.
+    4 * ((rows + plain) * dim + rows * CELLS + rows * 8 + 3 * CELLS + rows / 4 * CELLS + 5 * rows)
+}
+
+/// Query rows of a workgroup for tiles of `wanted` rows: all of them, as far as the device's workgroup memory goes, so that
+/// the cells are read once for all.
+pub fn attend_rows(limits: &Limits, wanted: u32, k: Form, dim: u32, recent: bool) -> u32 {
+    let fits = |rows: u32| {
+        rows <= limits.max_attend_rows
+            && attend_workgroup_bytes(k, dim, rows, recent) <= u64::from(limits.max_workgroup_bytes)
+    };
+    let enough = ATTEND_ROWS.into_iter().find(|rows| *rows >= wanted).unwrap_or(u32::MAX);
+    let most = ATTEND_ROWS.into_iter().rfind(|rows| *rows <= enough && fits(*rows));
+    most.unwrap_or(ATTEND_ROWS[0])
 }
 
 impl Kernel {
@@ -143,6 +163,61 @@ impl Kernel {
             Kernel::Scatter => "scatter",
             Kernel::Gather => "gather",
         }
+    }
+
+    /// The constants that the kernel is compiled with, by name.
+    pub fn constants(&self) -> Vec<(String, Constant)> {
+        let mut all = Vec::new();
+        let mut add = |name: &str, value: Constant| all.push((name.to_string(), value));
+        match *self {
+            Kernel::Embed { encoding } => add("ENCODING", encoding.into()),
+            Kernel::Matmul { encoding, tokens, .. } => {
+                add("ENCODING", encoding.into());
+                add("TOKENS", tokens.into());
+                add("OUTPUTS", MATMUL_OUTPUTS.into());
+            }
+            Kernel::Gemm { encoding, .. } => {
+                add("ENCODING", encoding.into());
+                add("TILE", GEMM_TILE.into());
+            }
+            Kernel::Norm { in_place } => {
+                add("IN_PLACE", in_place.into());
+                add("ROWS", NORM_ROWS.into());
+            }
+            Kernel::Rows(op) => {
+                add("GATHER", (op == RowsOp::Gather).into());
+                add("ZERO", (op == RowsOp::Zero).into());
+            }
+            Kernel::Store { form, dim, recent } => {
+                add("DIM", dim.into());
+                form.constants(dim).into_iter().for_each(|(name, n)| add(name, n.into()));
+                add("RECENT", (recent != RecentForm::No).into());
+                add("PLAIN_RECENT", (recent == RecentForm::Plain).into());
+            }
+            Kernel::Copy { within } => add("WITHIN", within.into()),
+            Kernel::Attend { k, v, dim, rows, recent } => {
+                add("DIM", dim.into());
+                add("ROWS", rows.into());
+                add("ENTRY", ENTRY_WORDS.into());
+                k.constants(dim).into_iter().for_each(|(name, n)| add(&format!("K_{name}"), n.into()));
+                v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
+                add("K_RECENT", (recent && k.is_packed()).into());
+                add("V_RECENT", (recent && v.is_packed()).into());
+                add("PLAIN", k.needs_plain_queries(recent).into());
+            }
+            Kernel::Merge { v, dim } => {
+                add("DIM", dim.into());
+                v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
+            }
+            Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route | Kernel::Top => {}
+            Kernel::Scatter | Kernel::Gather => {}
+        }
+        if let Kernel::Matmul { routed, .. } | Kernel::Gemm { routed, .. } = *self {
+            add("LANES", SUM_LANES.into());
+            add("ROUTED", (routed != Routed::No).into());
+            add("ADDED", (routed == Routed::Added).into());
+        }
+        all
     }
 
     /// For every binding, whether the kernel writes it.

@@ -14,7 +14,7 @@ mod transfers;
 
 use crate::driver::{Driver, Recorder};
 use crate::form::Form;
-use crate::kernels::attend_workgroup_bytes;
+use crate::kernels::{ATTEND_ROWS, attend_rows, attend_workgroup_bytes};
 use crate::recents::Recents;
 use crate::side::{PoolSide, copy_cells};
 use crate::tables::{Lowering, Tables};
@@ -77,6 +77,8 @@ struct Group<D: Driver> {
     capacity_words: u64,
     /// Query heads per KV head: the least of the group's layers.
     per_kv: u32,
+    /// Query rows that a workgroup of attention can have: the least of the group's layers.
+    rows: u32,
 }
 
 impl<D: Driver> GpuPools<D> {
@@ -101,9 +103,16 @@ impl<D: Driver> GpuPools<D> {
         let layers = spec.layout.layers.iter().enumerate().map(owned).collect::<Result<_, DeviceError>>()?;
         let group = |(g, bytes): (usize, &u64)| {
             let plan = gpu.buffer("plan of a step", *bytes)?;
-            let layers = spec.layout.layers.iter().filter(|layer| usize::from(layer.group.0) == g);
-            let per_kv = layers.map(|layer| spec.layout.n_heads / layer.n_kv_heads).min().unwrap_or(1);
-            Ok(Group { tables: Tables::default(), plan, capacity_words: bytes / 4, per_kv })
+            let layers = || spec.layout.layers.iter().filter(|layer| usize::from(layer.group.0) == g);
+            let per_kv = layers().map(|layer| spec.layout.n_heads / layer.n_kv_heads).min().unwrap_or(1);
+            let recent = spec.recent.of_storages(spec.k, spec.v).tokens > 0;
+            let rows = layers().map(|layer| {
+                let k = Form::new(spec.k, layer.k_dim)?;
+                Ok(attend_rows(gpu.limits(), u32::MAX, k, layer.k_dim, recent))
+            });
+            let rows = rows.collect::<Result<Vec<_>, DeviceError>>()?.into_iter().min();
+            let rows = rows.unwrap_or(ATTEND_ROWS[0]);
+            Ok(Group { tables: Tables::default(), plan, capacity_words: bytes / 4, per_kv, rows })
         };
         let groups = bytes.plans.iter().enumerate().map(group).collect::<Result<_, DeviceError>>()?;
         let rows = |bytes| gpu.buffer("rows of attention", bytes);
@@ -204,6 +213,7 @@ impl<D: Driver> GpuPools<D> {
                 group: plan.group(id),
                 spans: plan.spans(),
                 per_kv: group.per_kv,
+                rows: group.rows,
                 recent: self.recents.as_ref().map(|recents| (&recents.plan, id)),
             });
             let words = group.tables.words.len() as u64;
@@ -253,7 +263,7 @@ fn check<D: Driver>(gpu: &D, spec: &PoolSpec) -> Result<(), DeviceError> {
             DeviceError::Unsupported(format!("layer {l}: the device {} has no kernels for {what}", D::NAME))
         })?;
         let recent = spec.recent.of_storages(spec.k, spec.v).tokens > 0;
-        let needed = attend_workgroup_bytes(Form::new(spec.k, dim)?, dim, recent);
+        let needed = attend_workgroup_bytes(Form::new(spec.k, dim)?, dim, ATTEND_ROWS[0], recent);
         if needed > u64::from(gpu.limits().max_workgroup_bytes) {
             return Err(DeviceError::Unsupported(format!(
                 "layer {l}: heads of {dim} in {} need {needed} bytes of workgroup memory, {} has {}",

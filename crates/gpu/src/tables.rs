@@ -41,7 +41,7 @@ pub const PARTIAL_SLOTS: u32 = 512;
 const DIRECT: u32 = u32::MAX;
 const NONE: u32 = u32::MAX;
 /// Words of an entry.
-const ENTRY: usize = 9;
+const ENTRY: usize = crate::kernels::ENTRY_WORDS as usize;
 
 /// What the reads of a group mean for tiles.
 #[derive(Clone, Copy)]
@@ -50,6 +50,8 @@ pub struct Lowering<'p> {
     pub spans: &'p [PlannedSpan],
     /// Query heads per KV head: the least of the group's layers.
     pub per_kv: u32,
+    /// Query rows of a workgroup.
+    pub rows: u32,
     pub recent: Option<(&'p RecentPlan, GroupId)>,
 }
 
@@ -112,14 +114,17 @@ impl Tables {
                 tile.low = order[slots].iter().map(|token| recent.low_of(*token)).min().unwrap_or(0);
             }
         }
-        schedule.make(tiles, wide, plan.per_kv, |entry: &Entry, low: u32, out: &mut Vec<Entry>| {
-            match plan.recent {
+        schedule.make(
+            tiles,
+            wide,
+            (plan.per_kv, plan.rows),
+            |entry: &Entry, low: u32, out: &mut Vec<Entry>| match plan.recent {
                 None => out.push(entry.without_recents()),
                 Some((recent, group)) => entry.push_with_recents(low, recents, out, |cell| {
                     recent.row_of(group, cell).map_or([NONE; 2], |(row, near)| [row, near])
                 }),
-            }
-        });
+            },
+        );
 
         let words = &mut self.words;
         words.clear();

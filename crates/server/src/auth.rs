@@ -24,8 +24,17 @@ impl Caller {
     /// Salt for prefix sharing. The name is preceded by its length, so no value of `cache_salt` can produce the salt of
     /// another name.
     pub fn salt(&self, cache_salt: &str) -> Arc<str> {
-        format!("{}:{}:{cache_salt}", self.name.len(), self.name).into()
+        salt_of(&self.name, cache_salt)
     }
+}
+
+fn salt_of(name: &str, cache_salt: &str) -> Arc<str> {
+    format!("{}:{}:{cache_salt}", name.len(), name).into()
+}
+
+/// The salt of callers without keys that send no `cache_salt`.
+pub fn salt_of_anybody() -> Arc<str> {
+    salt_of(ANYBODY, "")
 }
 
 /// The keys of a configuration, as hashes.

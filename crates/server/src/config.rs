@@ -141,9 +141,15 @@ impl ServerConfig {
             watchers: Vec::new(),
             max_draft_tokens: self.speculation.step_tokens(&self.scheduler),
             speculator: None,
+            prefix: None,
         };
         engine.fit();
         engine
+    }
+
+    /// The salt of all requests that send none, for a prefix that they share; `None` with keys: names share nothing.
+    pub fn common_salt(&self) -> Option<Arc<str>> {
+        self.keys.is_empty().then(crate::auth::salt_of_anybody)
     }
 
     /// Warnings about settings that are valid but may not be intended.

@@ -161,28 +161,13 @@ fn encoded(encoding: Encoding, rows: usize, inputs: usize, seed: u64) -> Vec<u8>
     all
 }
 
-const ENCODINGS: [Encoding; 19] = [
-    Encoding::F32,
-    Encoding::F16,
-    Encoding::BF16,
-    Encoding::Q8_0,
-    Encoding::Q4_0,
-    Encoding::Q4_1,
-    Encoding::Q5_0,
-    Encoding::Q5_1,
-    Encoding::Iq4Nl,
-    Encoding::Mxfp4,
-    Encoding::Q2K,
-    Encoding::Q3K,
-    Encoding::Q4K,
-    Encoding::Q5K,
-    Encoding::Q6K,
-    Encoding::Iq4Xs,
-    // Two that become tables of 16 values.
-    Encoding::Iq2Xxs,
-    Encoding::Tq2_0,
-    Encoding::Q1_0,
-];
+/// What kernels decode. No file is in `Table16`: instead of it, encodings that become it.
+fn encodings() -> Vec<Encoding> {
+    let mut all = Encoding::RESIDENT.to_vec();
+    all.retain(|encoding| *encoding != Encoding::Table16);
+    all.extend([Encoding::Iq2Xxs, Encoding::Tq2_0, Encoding::Q1_0]);
+    all
+}
 
 /// Every operation.
 pub fn all<D: Runs>(device: &D) {
@@ -198,7 +183,7 @@ pub fn all<D: Runs>(device: &D) {
 
 /// Linear layers in every encoding, with so many outputs.
 pub fn linear_layers(device: &impl Runs, outputs: usize) {
-    for (i, encoding) in ENCODINGS.into_iter().enumerate() {
+    for (i, encoding) in encodings().into_iter().enumerate() {
         let inputs = match encoding.block().0 {
             1 => [37, 40 + i][i % 2],
             32 => 96,
@@ -231,7 +216,7 @@ pub fn linear_layers(device: &impl Runs, outputs: usize) {
 
 /// One row at a time, a few at a time or tile by tile: a row's sums have the same order.
 pub fn linear_layers_give_a_row_the_same_bits_in_every_batch<D: Runs>(device: &D) {
-    for (i, encoding) in ENCODINGS.into_iter().enumerate() {
+    for (i, encoding) in encodings().into_iter().enumerate() {
         let (outputs, inputs) = (45, encoding.block().0.max(5) * 3);
         let weights = encoded(encoding, outputs, inputs, i as u64 + 9);
         let shape = [outputs, inputs];
@@ -257,8 +242,44 @@ pub fn linear_layers_give_a_row_the_same_bits_in_every_batch<D: Runs>(device: &D
     }
 }
 
+/// The bits of linear layers and norms, with sums of many lengths: to compare devices whose sums have the same order.
+pub fn bits_of_sums<D: Runs>(device: &D) -> Vec<(String, Vec<u32>)> {
+    let mut all = Vec::new();
+    let mut add =
+        |what: String, found: Vec<f32>| all.push((what, found.iter().map(|x| x.to_bits()).collect()));
+    let outputs = 19;
+    for (encoding, inputs) in
+        [(Encoding::F32, 1), (Encoding::F32, 37), (Encoding::Q8_0, 1024), (Encoding::Q4K, 512)]
+    {
+        let weights = encoded(encoding, outputs, inputs, 4);
+        for n in ROWS {
+            let x = random(n as u64, n * inputs, 1.0);
+            let product = |s: &mut Step_<'_, D>| {
+                let (name, shape, bytes) = ("w", &[outputs, inputs], (&weights[..]).into());
+                let tensor = FileTensor { name, shape, encoding, bytes, factor: 1.0 };
+                let layer = s.device.linear(tensor, WeightFormat::AsStored, None).unwrap();
+                let (x, mut out) = (s.buffer(&x), s.out(outputs));
+                s.device.matmul(&mut s.stream, &x, &mut [(&layer, &mut out)]);
+                s.tap(&out);
+            };
+            add(format!("{} {inputs} by {n}", encoding.name()), run(device, n, false, product));
+        }
+    }
+    for len in [1, 7, 128, 300, 2048] {
+        let (x, weight) = (random(1, 3 * len, 3.0), random(2, len, 1.0));
+        let norm = |s: &mut Step_<'_, D>| {
+            let weight = s.device.vector(weight.clone()).unwrap();
+            let (x, mut out) = (s.buffer(&x), s.out(len));
+            s.device.rms_norm(&mut s.stream, &x, Norm { weight: &weight, eps: 1e-5 }, &mut out);
+            s.tap(&out);
+        };
+        add(format!("norm of {len}"), run(device, 3, false, norm));
+    }
+    all
+}
+
 pub fn embeddings_in_every_encoding<D: Runs>(device: &D) {
-    for (i, encoding) in ENCODINGS.into_iter().enumerate() {
+    for (i, encoding) in encodings().into_iter().enumerate() {
         let width = encoding.block().0.max(45);
         let weights = encoded(encoding, VOCAB, width.next_multiple_of(encoding.block().0), i as u64);
         let shape = [VOCAB, width.next_multiple_of(encoding.block().0)];

@@ -1,21 +1,48 @@
 //! An adapter that was opened: buffers, pipelines, submissions, and what went wrong.
 //!
 //! wgpu reports most errors through a callback. The first one is kept, and `check` returns it from then on.
+mod clock;
+mod recording;
+#[cfg(test)]
+mod tests;
+
 use crate::adapters::{IMMEDIATES, all, best, binding_bytes, instance, missing};
 use crate::kernels;
+use clock::{CLOCK, Clock, MAX_MARKS};
 use kvist_device::DeviceError;
-use kvist_gpu::{Args, BufferCopy, Driver, HostMemory, Kernel, Limits, Recorder};
-use std::collections::HashMap;
+use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits};
+pub use recording::Recording;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// What is used where an adapter has it: a clock, and buffers in the host's memory that kernels bind.
-const OPTIONAL: wgpu::Features = CLOCK.union(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS);
+/// What is used where an adapter has it: a clock, buffers in the host's memory that kernels bind, and subgroups.
+const OPTIONAL: wgpu::Features =
+    CLOCK.union(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS).union(wgpu::Features::SUBGROUP);
 
-/// How long a submission may run before it counts as hung.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// How an adapter is opened.
+#[derive(Clone, Copy, Debug)]
+pub struct OpenOptions {
+    /// Most bytes of a part of weights or of a pool, even if the adapter could bind more. For tests: most adapters bind more
+    /// than any test needs.
+    pub max_part_bytes: u64,
+    /// Whether kernels use subgroups, where the adapter has them. Results have the same bits without them.
+    pub subgroups: bool,
+    /// How long a submission may run before it counts as hung.
+    pub patience: Duration,
+}
+
+impl Default for OpenOptions {
+    /// Without `KVIST_WGPU_SUBGROUPS=0` in the environment, kernels use subgroups.
+    fn default() -> Self {
+        OpenOptions {
+            max_part_bytes: u64::MAX,
+            subgroups: std::env::var_os("KVIST_WGPU_SUBGROUPS").is_none_or(|value| value != "0"),
+            patience: Duration::from_secs(600),
+        }
+    }
+}
 
 fn failed(what: impl Into<String>) -> DeviceError {
     DeviceError::Failed { device: Wgpu::NAME, what: what.into() }
@@ -45,65 +72,26 @@ pub struct Submission {
     marks: Option<(Clock, u32)>,
 }
 
-/// Most marks of a submission.
-const MAX_MARKS: u32 = 64;
-const CLOCK: wgpu::Features =
-    wgpu::Features::TIMESTAMP_QUERY.union(wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
-
-/// The times of marks on their way to the host.
-#[derive(Clone, Debug)]
-struct Clock {
-    queries: wgpu::QuerySet,
-    resolved: wgpu::Buffer,
-    staging: Arc<Buf>,
-}
-
-impl Clock {
-    fn new(device: &wgpu::Device) -> Self {
-        let buffer = |usage| {
-            device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("times"),
-                size: 8 * u64::from(MAX_MARKS),
-                usage,
-                mapped_at_creation: false,
-            })
-        };
-        let staging = buffer(wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST);
-        Clock {
-            queries: device.create_query_set(&wgpu::QuerySetDescriptor {
-                label: Some("times"),
-                ty: wgpu::QueryType::Timestamp,
-                count: MAX_MARKS,
-            }),
-            resolved: buffer(wgpu::BufferUsages::QUERY_RESOLVE | wgpu::BufferUsages::COPY_SRC),
-            staging: Arc::new(Buf { raw: staging, id: 0 }),
-        }
-    }
-}
-
 /// An adapter that was opened.
 #[derive(Debug)]
 pub struct Wgpu {
     device: wgpu::Device,
     queue: wgpu::Queue,
     limits: Limits,
-    pipelines: Mutex<HashMap<Kernel, Arc<Pipeline>>>,
-    failure: Arc<Mutex<Option<String>>>,
+    pipelines: Compiled<Arc<Pipeline>>,
+    failure: Failure,
+    patience: Duration,
     next_id: AtomicU64,
     /// Bound where a kernel has an argument that a call does not use.
     unused: [wgpu::Buffer; 2],
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Wgpu {
-    /// Opens adapter `index`, or the best one. Weights and pools are split into parts of at most `max_part_bytes`.
+    /// Opens adapter `index`, or the best one.
     ///
     /// # Errors
     /// There is no adapter, not so many, or it lacks something.
-    pub fn open(index: Option<usize>, max_part_bytes: u64) -> Result<Self, DeviceError> {
+    pub fn open(index: Option<usize>, options: &OpenOptions) -> Result<Self, DeviceError> {
         let instance = instance();
         let mut adapters = all(&instance);
         if adapters.is_empty() {
@@ -128,25 +116,26 @@ impl Wgpu {
             return Err(failed(format!("adapter {index}, {name}, cannot run models: {what}")));
         }
         let limits = adapter.limits();
+        let mut optional = adapter.features() & OPTIONAL;
+        optional
+            .set(wgpu::Features::SUBGROUP, optional.contains(wgpu::Features::SUBGROUP) && options.subgroups);
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("kvist"),
-            required_features: wgpu::Features::IMMEDIATES | (adapter.features() & OPTIONAL),
+            required_features: wgpu::Features::IMMEDIATES | optional,
             required_limits: limits.clone(),
             memory_hints: wgpu::MemoryHints::MemoryUsage,
             ..Default::default()
         };
         let opened = pollster::block_on(adapter.request_device(&descriptor));
         let (device, queue) = opened.map_err(|error| failed(format!("adapter {index}, {name}: {error}")))?;
-        let failure = Arc::new(Mutex::new(None));
-        let first = failure.clone();
+        let failure = Failure::new(Self::NAME);
+        let kept = failure.clone();
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
-            lock(&first).get_or_insert(error.to_string());
+            kept.keep(error.to_string());
         }));
-        let first = failure.clone();
-        device.set_device_lost_callback(move |reason, message| {
-            if reason != wgpu::DeviceLostReason::Destroyed {
-                lock(&first).get_or_insert(format!("the device was lost: {message}"));
-            }
+        let kept = failure.clone();
+        device.set_device_lost_callback(move |_, message| {
+            kept.keep(format!("the device was lost: {message}"));
         });
         let unused = [false, true].map(|_| {
             device.create_buffer(&wgpu::BufferDescriptor {
@@ -162,13 +151,15 @@ impl Wgpu {
             queue,
             limits: Limits {
                 max_binding_bytes: binding_bytes(&limits),
-                max_part_bytes: binding_bytes(&limits).min(max_part_bytes),
+                max_part_bytes: binding_bytes(&limits).min(options.max_part_bytes),
                 max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
+                max_attend_rows: 32,
                 unified_memory: unified.contains(&adapter.get_info().device_type),
                 adapter: name,
             },
-            pipelines: Mutex::default(),
+            pipelines: Compiled::default(),
             failure,
+            patience: options.patience,
             next_id: AtomicU64::new(1),
             unused,
         })
@@ -232,31 +223,33 @@ impl Wgpu {
         }
         self.poll(None)?;
         // The poll of another thread may have taken the mapping, and not have called back yet.
-        match result.recv_timeout(PATIENCE) {
+        match result.recv_timeout(self.patience) {
             Ok(Ok(())) => Ok(()),
-            other => Err(failed(format!("a buffer could not be mapped: {other:?}"))),
+            other => Err(self.failure.keep(format!("a buffer could not be mapped: {other:?}"))),
         }
     }
 
     /// Waits for a submission, or for all.
     fn poll(&self, submission: Option<wgpu::SubmissionIndex>) -> Result<(), DeviceError> {
-        let poll = wgpu::PollType::Wait { submission_index: submission, timeout: Some(PATIENCE) };
+        self.check()?;
+        let poll = wgpu::PollType::Wait { submission_index: submission, timeout: Some(self.patience) };
         match self.device.poll(poll) {
             Ok(_) => self.check(),
             Err(error) => {
-                let what = format!("a submission did not end within {} s: {error}", PATIENCE.as_secs());
-                lock(&self.failure).get_or_insert(what.clone());
-                Err(failed(what))
+                let seconds = self.patience.as_secs_f64();
+                Err(self.failure.keep(format!("a submission did not end within {seconds} s: {error}")))
             }
         }
     }
 
     /// The compiled kernel; compiles it at its first use.
     fn pipeline(&self, kernel: &Kernel) -> Arc<Pipeline> {
-        if let Some(found) = lock(&self.pipelines).get(kernel) {
-            return found.clone();
-        }
-        let source = kernels::source(kernel);
+        self.pipelines.get(kernel, || Arc::new(self.compile(kernel)))
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Pipeline {
+        let subgroups = self.device.features().contains(wgpu::Features::SUBGROUP);
+        let source = kernels::source(kernel, subgroups);
         let module = self.device.create_shader_module(wgpu::ShaderModuleDescriptor {
             label: Some(kernel.name()),
             source: wgpu::ShaderSource::Wgsl(source.into()),
@@ -293,9 +286,7 @@ impl Wgpu {
             },
             cache: None,
         });
-        let made = Arc::new(Pipeline { raw, bindings, id: self.id() });
-        lock(&self.pipelines).insert(kernel.clone(), made.clone());
-        made
+        Pipeline { raw, bindings, id: self.id() }
     }
 }
 
@@ -316,7 +307,7 @@ impl Driver for Wgpu {
     }
 
     fn check(&self) -> Result<(), DeviceError> {
-        lock(&self.failure).as_ref().map_or(Ok(()), |what| Err(failed(what.clone())))
+        self.failure.check()
     }
 
     fn buffer(&self, what: &'static str, bytes: u64) -> Result<Buf, DeviceError> {
@@ -437,7 +428,6 @@ impl Driver for Wgpu {
         submission.done.load(Ordering::Acquire)
     }
 
-    /// Reads bytes of a staging buffer that no submission writes any more. Both ends are multiples of four.
     fn read(&self, staging: &Buf, range: Range<u64>, read: impl FnOnce(&[u8])) -> Result<(), DeviceError> {
         if range.is_empty() {
             read(&[]);
@@ -447,12 +437,13 @@ impl Driver for Wgpu {
         let first = range.start / wgpu::MAP_ALIGNMENT * wgpu::MAP_ALIGNMENT;
         self.map(&staging.raw, wgpu::MapMode::Read, first..range.end)?;
         let slice = staging.raw.slice(first..range.end);
-        let view = slice.get_mapped_range().map_err(|error| failed(error.to_string()))?;
+        let view = slice.get_mapped_range().map_err(|error| self.failure.keep(error.to_string()))?;
         read(&view[(range.start - first) as usize..]);
         drop(view);
         staging.raw.unmap();
         Ok(())
     }
+
     fn host_buffer(&self, what: &'static str, bytes: u64, memory: HostMemory) -> Result<Buf, DeviceError> {
         let both = wgpu::BufferUsages::MAP_WRITE | wgpu::BufferUsages::COPY_SRC;
         match memory {
@@ -475,33 +466,11 @@ impl Driver for Wgpu {
         }
         let range = 0..bytes.len().next_multiple_of(wgpu::MAP_ALIGNMENT as usize) as u64;
         self.map(&buffer.raw, wgpu::MapMode::Write, range.clone())?;
-        let mut view =
-            buffer.raw.slice(range).get_mapped_range_mut().map_err(|error| failed(error.to_string()))?;
+        let view = buffer.raw.slice(range).get_mapped_range_mut();
+        let mut view = view.map_err(|error| self.failure.keep(error.to_string()))?;
         view.slice(..bytes.len()).copy_from_slice(bytes);
         drop(view);
         buffer.raw.unmap();
         Ok(())
-    }
-}
-
-/// Dispatches in one compute pass. wgpu puts a barrier between two that use the same buffer.
-#[derive(Debug, Default)]
-pub struct Recording {
-    pass: Option<wgpu::ComputePass<'static>>,
-    encoder: Option<wgpu::CommandEncoder>,
-    /// By pipeline and buffers. A bind group keeps its buffers alive: `forget` drops them.
-    groups: HashMap<(u64, Vec<u64>), wgpu::BindGroup>,
-    clock: Option<Clock>,
-    n_marks: u32,
-}
-
-impl Recorder for Recording {
-    fn restart(&mut self) {
-        self.pass = None;
-        self.encoder = None;
-        self.n_marks = 0;
-    }
-    fn forget(&mut self) {
-        self.groups.clear();
     }
 }

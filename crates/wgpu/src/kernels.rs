@@ -1,26 +1,23 @@
 //! The WGSL of the kernels. Every file begins with what it computes.
-use kvist_gpu::{ATTEND_ROWS, Form, Kernel, RecentForm, Routed, RowsOp};
+use kvist_gpu::{Constant, Kernel};
 use std::borrow::Cow;
 
 const MATH: &str = include_str!("kernels/math.wgsl");
 const BYTES: &str = include_str!("kernels/bytes.wgsl");
 const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
 const PRODUCT: &str = include_str!("kernels/product.wgsl");
+const LANES: &str = include_str!("kernels/lanes.wgsl");
+const LANES_OF_SUBGROUPS: &str = include_str!("kernels/lanes_of_subgroups.wgsl");
 const SINKS: &str = include_str!("kernels/sinks.wgsl");
 const LEVELS: &str = include_str!("kernels/levels.wgsl");
 const TURN: &str = include_str!("kernels/turn.wgsl");
 const CELLS: &str = include_str!("kernels/cells.wgsl");
 
-fn flag(name: &str, is: bool) -> String {
-    format!("const {name}: bool = {is};\n")
-}
-fn number(name: &str, n: u32) -> String {
-    format!("const {name}: u32 = {n}u;\n")
-}
-
-/// The constants of a form, with a prefix.
-fn form(prefix: &str, form: Form, dim: u32) -> String {
-    form.constants(dim).into_iter().map(|(name, n)| number(&format!("{prefix}{name}"), n)).collect()
+fn constant(name: &str, value: Constant) -> String {
+    match value {
+        Constant::Flag(is) => format!("const {name}: bool = {is};\n"),
+        Constant::Number(n) => format!("const {name}: u32 = {n}u;\n"),
+    }
 }
 
 /// `cells.wgsl` for one side.
@@ -28,70 +25,36 @@ fn cells(lower: &str, upper: &str) -> Cow<'static, str> {
     CELLS.replace("side_", lower).replace("SIDE_", upper).into()
 }
 
-/// The whole source: constants, shared functions, the kernel.
-pub fn source(kernel: &Kernel) -> String {
-    let (constants, parts): (String, Vec<Cow<'static, str>>) = match kernel {
-        Kernel::Embed { encoding } => (
-            number("ENCODING", *encoding),
-            [MATH, BYTES, WEIGHTS, include_str!("kernels/embed.wgsl")].map(Cow::from).to_vec(),
-        ),
-        Kernel::Matmul { encoding, tokens, routed } => (
-            number("ENCODING", *encoding)
-                + &number("TOKENS", *tokens)
-                + &flag("ROUTED", *routed != Routed::No)
-                + &flag("ADDED", *routed == Routed::Added),
-            [MATH, BYTES, WEIGHTS, PRODUCT, include_str!("kernels/matmul.wgsl")].map(Cow::from).to_vec(),
-        ),
-        Kernel::Gemm { encoding, routed } => (
-            number("ENCODING", *encoding)
-                + &flag("ROUTED", *routed != Routed::No)
-                + &flag("ADDED", *routed == Routed::Added),
-            [MATH, BYTES, WEIGHTS, PRODUCT, include_str!("kernels/gemm.wgsl")].map(Cow::from).to_vec(),
-        ),
-        Kernel::Norm { in_place } => {
-            (flag("IN_PLACE", *in_place), vec![include_str!("kernels/norm.wgsl").into()])
+/// The files of a kernel, in order. `lanes` has the exchange of values between lanes.
+fn parts(kernel: &Kernel, lanes: &'static str) -> Vec<Cow<'static, str>> {
+    let parts: &[&'static str] = match kernel {
+        Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.wgsl")],
+        Kernel::Matmul { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, lanes, include_str!("kernels/matmul.wgsl")],
+        Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, include_str!("kernels/gemm.wgsl")],
+        Kernel::Norm { .. } => &[lanes, include_str!("kernels/norm.wgsl")],
+        Kernel::Rope => &[include_str!("kernels/rope.wgsl")],
+        Kernel::Gated => &[MATH, include_str!("kernels/gated.wgsl")],
+        Kernel::Add => &[include_str!("kernels/add.wgsl")],
+        Kernel::Rows(_) => &[include_str!("kernels/rows.wgsl")],
+        Kernel::Route => &[MATH, include_str!("kernels/route.wgsl")],
+        Kernel::Top => &[MATH, lanes, include_str!("kernels/top.wgsl")],
+        Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.wgsl")],
+        Kernel::Copy { .. } => &[include_str!("kernels/copy.wgsl")],
+        Kernel::Attend { .. } => {
+            let shared = [MATH, BYTES, LEVELS, TURN, SINKS, lanes].map(Cow::from);
+            let own = [cells("k_", "K_"), cells("v_", "V_"), include_str!("kernels/attend.wgsl").into()];
+            return shared.into_iter().chain(own).collect();
         }
-        Kernel::Rope => (String::new(), vec![include_str!("kernels/rope.wgsl").into()]),
-        Kernel::Gated => (String::new(), vec![MATH.into(), include_str!("kernels/gated.wgsl").into()]),
-        Kernel::Add => (String::new(), vec![include_str!("kernels/add.wgsl").into()]),
-        Kernel::Rows(op) => (
-            flag("GATHER", *op == RowsOp::Gather) + &flag("ZERO", *op == RowsOp::Zero),
-            vec![include_str!("kernels/rows.wgsl").into()],
-        ),
-        Kernel::Route => (String::new(), vec![MATH.into(), include_str!("kernels/route.wgsl").into()]),
-        Kernel::Top => (String::new(), vec![MATH.into(), include_str!("kernels/top.wgsl").into()]),
-        Kernel::Store { form: stored, dim, recent } => (
-            number("DIM", *dim)
-                + &form("", *stored, *dim)
-                + &flag("RECENT", *recent != RecentForm::No)
-                + &flag("PLAIN_RECENT", *recent == RecentForm::Plain),
-            [MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.wgsl")].map(Cow::from).to_vec(),
-        ),
-        Kernel::Copy { within } => (flag("WITHIN", *within), vec![include_str!("kernels/copy.wgsl").into()]),
-        Kernel::Attend { k, v, dim, recent } => (
-            number("DIM", *dim)
-                + &form("K_", *k, *dim)
-                + &form("V_", *v, *dim)
-                + &flag("K_RECENT", *recent && k.is_packed())
-                + &flag("V_RECENT", *recent && v.is_packed())
-                + &number("PLAIN_ROWS", if k.needs_plain_queries(*recent) { ATTEND_ROWS } else { 1 }),
-            vec![
-                MATH.into(),
-                BYTES.into(),
-                LEVELS.into(),
-                TURN.into(),
-                SINKS.into(),
-                cells("k_", "K_"),
-                cells("v_", "V_"),
-                include_str!("kernels/attend.wgsl").into(),
-            ],
-        ),
-        Kernel::Merge { v, dim } => (
-            number("DIM", *dim) + &form("V_", *v, *dim),
-            [MATH, TURN, SINKS, include_str!("kernels/merge.wgsl")].map(Cow::from).to_vec(),
-        ),
-        Kernel::Scatter => (String::new(), vec![include_str!("kernels/scatter.wgsl").into()]),
-        Kernel::Gather => (String::new(), vec![include_str!("kernels/gather.wgsl").into()]),
+        Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.wgsl")],
+        Kernel::Scatter => &[include_str!("kernels/scatter.wgsl")],
+        Kernel::Gather => &[include_str!("kernels/gather.wgsl")],
     };
-    parts.iter().fold(constants, |source, part| source + part + "\n")
+    parts.iter().map(|part| (*part).into()).collect()
+}
+
+/// The whole source: constants, shared functions, the kernel. With `subgroups`, lanes exchange values within them.
+pub fn source(kernel: &Kernel, subgroups: bool) -> String {
+    let constants = kernel.constants().iter().map(|(name, value)| constant(name, *value)).collect();
+    let lanes = if subgroups { LANES_OF_SUBGROUPS } else { LANES };
+    parts(kernel, lanes).iter().fold(constants, |source: String, part| source + part + "\n")
 }

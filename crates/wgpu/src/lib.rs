@@ -12,7 +12,7 @@ mod driver;
 mod kernels;
 
 pub use adapters::{AdapterSummary, adapters};
-pub use driver::Wgpu;
+pub use driver::{OpenOptions, Wgpu};
 use kvist_device::DeviceError;
 use kvist_gpu::GpuDevice;
 
@@ -25,14 +25,13 @@ pub type WgpuDevice = GpuDevice<Wgpu>;
 /// # Errors
 /// There is no adapter, there are not so many, or it lacks what kvist needs. The text says what to install or to try.
 pub fn open(index: Option<usize>) -> Result<WgpuDevice, DeviceError> {
-    open_in_parts(index, u64::MAX)
+    open_with(index, &OpenOptions::default())
 }
 
-/// [`open`], with weights and pools in parts of at most so many bytes, even if the adapter could bind more. For tests:
-/// most adapters bind more than any test needs.
+/// [`open`], otherwise than by default.
 ///
 /// # Errors
 /// As [`open`].
-pub fn open_in_parts(index: Option<usize>, max_part_bytes: u64) -> Result<WgpuDevice, DeviceError> {
-    Ok(GpuDevice::new(Wgpu::open(index, max_part_bytes)?))
+pub fn open_with(index: Option<usize>, options: &OpenOptions) -> Result<WgpuDevice, DeviceError> {
+    Ok(GpuDevice::new(Wgpu::open(index, options)?))
 }

@@ -30,7 +30,7 @@ fn pools_in_parts_conform() {
     if device().is_none() {
         return;
     }
-    let device = kvist_wgpu::open_in_parts(common::index(), 1_300_000).unwrap();
+    let device = common::in_parts(1_300_000);
     match conformance::run(&device, &Options { one_in: 9 * one_in(), ..options() }) {
         Ok(report) => println!("{report}"),
         Err(table) => panic!("{table}"),

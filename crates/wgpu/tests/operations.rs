@@ -14,6 +14,6 @@ fn operations_agree_with_the_reference() {
 #[test]
 fn linear_layers_in_parts() {
     if device().is_some() {
-        operations::linear_layers(&kvist_wgpu::open_in_parts(common::index(), 10_400).unwrap(), 251);
+        operations::linear_layers(&common::in_parts(10_400), 251);
     }
 }

@@ -124,11 +124,12 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     if let Some((saved, origin)) = saved.as_ref().zip(origin.as_ref()) {
         if args.system.is_some() {
-            return Err(wrong_usage(
-                "--system: the resumed conversation has begun already; /system changes it",
-            ));
+            return Err(wrong_usage("--system: the conversation has begun already; /system changes it"));
         }
-        let resumed = chat.resume(saved, origin)?;
+        let resumed = match saved {
+            Beginning::Session(saved) => chat.resume(saved, origin)?,
+            Beginning::Prefix(prefix) => chat.begin_with(prefix, origin)?,
+        };
         args.saved.note(quiet, resumed, saved);
     }
     drop(saved);

@@ -6,6 +6,7 @@ use clap::ValueHint;
 use indicatif::ProgressBar;
 use kvist_cache::SeqId;
 use kvist_engine::answer::generate_answer;
+use kvist_engine::frozen::{FrozenPrefix, begin_with};
 use kvist_engine::generate::{GenerateArgs, Generation, Limits, Observer, Speculation, generate};
 use kvist_engine::saved::{self, Origin, SavedMessage, SavedSession, SavedText};
 use kvist_engine::session::ModelSession;
@@ -70,7 +71,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let fingerprint = args.saved.fingerprint(saved.as_ref(), &opened)?;
     let Text { tokens, messages, echo } = match &saved {
         None => args.encode(&opened, &prompt)?,
-        Some(saved) => args.encode_after(&opened, saved, &prompt)?,
+        Some(Beginning::Session(saved)) => args.encode_after(&opened, saved, &prompt)?,
+        Some(Beginning::Prefix(prefix)) => args.encode_after_prefix(&opened, prefix, &prompt)?,
     };
     let answers = !messages.is_empty();
     args.speculation.check_no_cache(args.no_cache)?;
@@ -94,7 +96,10 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some((saved, origin)) = saved.as_ref().zip(origin.as_ref()) {
         let same = saved.tokens().iter().zip(&tokens).take_while(|(a, b)| a == b).count();
         let most = same.min(tokens.len() - 1);
-        resumed = saved::resume(&mut session, SeqId::ONLY, saved, origin, most)?;
+        resumed = match saved {
+            Beginning::Session(saved) => saved::resume(&mut session, SeqId::ONLY, saved, origin, most)?,
+            Beginning::Prefix(prefix) => begin_with(&mut session, SeqId::ONLY, prefix, origin, most)?,
+        };
         args.saved.note(quiet, resumed, saved);
         sampler.observe(&tokens[..resumed]);
     }
@@ -133,7 +138,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let counts = speculator.map(|speculator| speculator.counts().clone());
     let mut report = json::Run::new(&model, &session, &plan, &prompt, (&generation, reasoning), seed, counts);
-    report.resumed_tokens = args.saved.resume.is_some().then_some(resumed);
+    report.resumed_tokens = args.saved.continues().then_some(resumed);
     if args.json {
         return output::show_json(&report);
     }
@@ -176,7 +181,7 @@ impl Args {
     fn prompt(&self) -> anyhow::Result<String> {
         let prompt = match (self.prompt.as_slice(), &self.file) {
             (_, Some(path)) => read_text(path)?,
-            ([], None) if self.saved.resume.is_some() && std::io::stdin().is_terminal() => String::new(),
+            ([], None) if self.saved.continues() && std::io::stdin().is_terminal() => String::new(),
             ([], None) if std::io::stdin().is_terminal() => {
                 return Err(wrong_usage("no prompt: give one, or --file, or pipe it in"));
             }
@@ -187,7 +192,7 @@ impl Args {
                 utf8(bytes, "stdin")?
             }
         };
-        if prompt.is_empty() && self.saved.resume.is_none() {
+        if prompt.is_empty() && !self.saved.continues() {
             return Err(wrong_usage("the prompt is empty"));
         }
         Ok(prompt)
@@ -251,6 +256,39 @@ impl Args {
         }
         let text = template.render(&messages, tokenizer, true)?;
         Ok(Text { tokens: tokenizer.encode(&text, false)?, messages, echo: None })
+    }
+
+    /// As [`encode`](Self::encode), after a frozen prefix: plain text goes on, a system message gets a question.
+    fn encode_after_prefix<'p>(
+        &self,
+        model: &Opened,
+        prefix: &FrozenPrefix,
+        prompt: &'p str,
+    ) -> anyhow::Result<Text<'p>> {
+        let tokenizer = model.tokenizer().context(NO_TOKENIZER)?;
+        if self.system.is_some() {
+            return Err(wrong_usage("--system: the prefix has the system message"));
+        }
+        let template = model.chat_template().filter(|_| !self.raw);
+        match (prefix.system(), template) {
+            (None, None) => {
+                let echo = (!self.no_echo && !prompt.is_empty()).then_some(prompt);
+                let tokens = [prefix.tokens(), &tokenizer.encode(prompt, false)?].concat();
+                Ok(Text { tokens, messages: Vec::new(), echo })
+            }
+            (Some(_), None) => Err(wrong_usage(
+                "the prefix is a system message: use it without --raw, with a model that has a chat template",
+            )),
+            (None, Some(_)) => Err(wrong_usage("the prefix is plain text: continue it with --raw")),
+            (Some(_), Some(_)) if prompt.is_empty() => {
+                Err(wrong_usage("the prefix is a system message: give a prompt"))
+            }
+            (Some(system), Some(template)) => {
+                let messages = vec![Message::new("system", system), Message::new("user", prompt)];
+                let text = template.render(&messages, tokenizer, true)?;
+                Ok(Text { tokens: tokenizer.encode(&text, false)?, messages, echo: None })
+            }
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use crate::{json, output};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_device::{Bytes, Purpose, Registry, Storage};
+use kvist_engine::frozen::{EnginePrefix, FrozenPrefix};
 use kvist_engine::memory::MemoryPlan;
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::Engine;
@@ -17,6 +18,7 @@ use speculation::{SpeculationFlags, SpeculationPlan};
 use std::fs::File;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 #[derive(clap::Args)]
@@ -73,6 +75,10 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    /// Begin with a prefix of `kvist prefix freeze` in the prefix index, where it stays: prompts that begin with it do not
+    /// compute it, and all programs that use the file share its memory
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "record")]
+    prefix: Option<PathBuf>,
     #[command(flatten)]
     speculation: SpeculationFlags,
     /// Maximum requests that wait; further ones are answered 429. Each key's name has a share of these places
@@ -209,6 +215,15 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let texts = config.scheduler.max_batch;
     let draft_bytes =
         draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
+    if let Some(path) = &args.prefix {
+        let prefix = Arc::new(FrozenPrefix::open(path)?);
+        let cache = engine.paged.block_aligned();
+        let origin = Origin::new(opened.fingerprint()?, args.model.weights, &cache, opened.config());
+        prefix.check(&origin)?;
+        let salt = config.common_salt();
+        let salt = salt.context("--prefix: with [[keys]] no two names share blocks, so none can share a prefix: remove one of both")?;
+        engine.prefix = Some(EnginePrefix { prefix, salt, origin });
+    }
     let plan = engine.paged.plan(opened.config(), &registry)?;
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
@@ -220,7 +235,21 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let budget = args.model.budget();
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
-    check_memory(&plan, requests_bytes, draft_bytes, free, budget.total())?;
+    let longest = |free: u64| {
+        let fits = |tokens: u32| {
+            let mut shorter = engine.paged.clone();
+            shorter.cache.context_tokens = tokens;
+            shorter.plan(opened.config(), &registry).is_ok_and(|plan| plan.session_bound() <= free)
+        };
+        MemoryPlan::longest(engine.paged.cache.context_tokens, fits)
+    };
+    let needed = Needed {
+        tokens: engine.paged.cache.context_tokens,
+        cache: plan.session_bound(),
+        requests: requests_bytes,
+        draft: draft_bytes,
+    };
+    needed.check(free, budget.total(), registry.device().adapter(), longest)?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
@@ -276,27 +305,46 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     served
 }
 
-/// Refuses a server whose cache and requests do not fit into what weights (`free`) and a draft model leave.
-fn check_memory(
-    plan: &MemoryPlan,
-    requests_bytes: u64,
-    draft_bytes: Option<u64>,
-    free: u64,
-    total: u64,
-) -> anyhow::Result<()> {
-    let free = free.saturating_sub(draft_bytes.unwrap_or(0));
-    let weights = if draft_bytes.is_some() { "the weights and the draft model" } else { "the weights" };
-    if plan.session_bound().saturating_add(requests_bytes) > free {
+/// What a server needs besides the weights, in bytes.
+struct Needed {
+    /// Of the cache.
+    tokens: u32,
+    /// Working memory included.
+    cache: u64,
+    requests: u64,
+    draft: Option<u64>,
+}
+
+impl Needed {
+    /// Refuses a server that does not fit into the `free` bytes that the weights leave. `longest` is the longest cache that
+    /// fits into so many bytes.
+    fn check(
+        &self,
+        free: u64,
+        total: u64,
+        adapter: Option<&str>,
+        longest: impl Fn(u64) -> u32,
+    ) -> anyhow::Result<()> {
+        let free = free.saturating_sub(self.draft.unwrap_or(0));
+        if self.cache.saturating_add(self.requests) <= free {
+            return Ok(());
+        }
+        let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
+        let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
+        let context = match longest(free.saturating_sub(self.requests)) {
+            0 => "a smaller --context".to_string(),
+            tokens => format!("--context {tokens}"),
+        };
         anyhow::bail!(
-            "the cache needs {} (working memory included), requests need {}, and {} of {} are free besides {weights}; \
-             try a smaller --context, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
-            Bytes(plan.session_bound()),
-            Bytes(requests_bytes),
+            "the cache of {} tokens needs {}{on} (working memory included), requests need {}, and {} of {} are free besides \
+             {weights}; try {context}, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            self.tokens,
+            Bytes(self.cache),
+            Bytes(self.requests),
             Bytes(free),
             Bytes(total)
         );
     }
-    Ok(())
 }
 
 /// Opens the file of `--record`. A recording cannot be made again, so it is not overwritten by default.

@@ -1,7 +1,8 @@
-//! `--save-session` and `--resume`.
+//! What a text begins with: `--resume` and `--prefix`; and `--save-session`.
 use crate::output;
 use anyhow::Context;
 use clap::ValueHint;
+use kvist_engine::frozen::FrozenPrefix;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{Origin, SavedSession};
 use kvist_model::config::ModelConfig;
@@ -17,18 +18,57 @@ pub struct SavedArgs {
     /// Go on where a saved session ended, without computing it again
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub resume: Option<PathBuf>,
+    /// Begin with a prefix of `kvist prefix freeze`, without computing it; all programs that use it share its memory
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "resume")]
+    pub prefix: Option<PathBuf>,
+}
+
+/// A file whose tokens need not be computed.
+pub enum Beginning {
+    Session(SavedSession),
+    Prefix(FrozenPrefix),
+}
+
+impl Beginning {
+    pub fn tokens(&self) -> &[u32] {
+        match self {
+            Beginning::Session(saved) => saved.tokens(),
+            Beginning::Prefix(prefix) => prefix.tokens(),
+        }
+    }
+    fn check_model(&self, now: &Fingerprint) -> Result<(), kvist_model::Error> {
+        match self {
+            Beginning::Session(saved) => saved.check_model(now),
+            Beginning::Prefix(prefix) => prefix.check_model(now),
+        }
+    }
+    fn check(&self, now: &Origin) -> Result<(), kvist_model::Error> {
+        match self {
+            Beginning::Session(saved) => saved.check(now),
+            Beginning::Prefix(prefix) => prefix.check(now),
+        }
+    }
 }
 
 impl SavedArgs {
-    /// Reads the session to resume, before any model is loaded.
-    pub fn open(&self) -> anyhow::Result<Option<SavedSession>> {
-        Ok(self.resume.as_deref().map(SavedSession::open).transpose()?)
+    /// True if the text begins with a file's.
+    pub fn continues(&self) -> bool {
+        self.resume.is_some() || self.prefix.is_some()
     }
 
-    /// Hashes all weights, if a session is saved or resumed, and compares the model with that of the session to resume.
+    /// Reads what the text begins with, before any model is loaded.
+    pub fn open(&self) -> anyhow::Result<Option<Beginning>> {
+        Ok(match (&self.resume, &self.prefix) {
+            (Some(path), _) => Some(Beginning::Session(SavedSession::open(path)?)),
+            (None, Some(path)) => Some(Beginning::Prefix(FrozenPrefix::open(path)?)),
+            (None, None) => None,
+        })
+    }
+
+    /// Hashes all weights, if a session is saved or a text begins with a file, and compares the model with that of the file.
     pub fn fingerprint(
         &self,
-        saved: Option<&SavedSession>,
+        saved: Option<&Beginning>,
         opened: &Opened,
     ) -> anyhow::Result<Option<Fingerprint>> {
         if self.save_session.is_none() && saved.is_none() {
@@ -53,11 +93,11 @@ impl SavedArgs {
         Ok(Some(fingerprint))
     }
 
-    /// What a session of this model and cache depends on. Compares it with that of the session to resume.
+    /// What a session of this model and cache depends on. Compares it with that of the file.
     pub fn origin(
         &self,
         fingerprint: Option<Fingerprint>,
-        saved: Option<&SavedSession>,
+        saved: Option<&Beginning>,
         (architecture, format): (&ModelConfig, WeightFormat),
         config: &CacheConfig,
     ) -> anyhow::Result<Option<Origin>> {
@@ -68,12 +108,13 @@ impl SavedArgs {
         Ok(origin)
     }
 
-    /// Says how much of a resumed session was not computed again.
-    pub fn note(&self, quiet: bool, resumed: usize, saved: &SavedSession) {
+    /// Says how much of a file's tokens were not computed again.
+    pub fn note(&self, quiet: bool, resumed: usize, saved: &Beginning) {
         if !quiet {
             let of = saved.tokens().len();
-            let path = self.resume.as_deref().unwrap_or(Path::new("")).display();
-            output::note(&format!("resumed {path}: {resumed} of {of} tokens were not computed again"));
+            let path = self.resume.as_deref().or(self.prefix.as_deref()).unwrap_or(Path::new("")).display();
+            let done = if self.resume.is_some() { "resumed" } else { "began with" };
+            output::note(&format!("{done} {path}: {resumed} of {of} tokens were not computed again"));
         }
     }
 

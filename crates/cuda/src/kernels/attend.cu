@@ -27,7 +27,6 @@
 #define DIRECT 0xffffffffu
 
 #define NONE 0xffffffffu
-#define ENTRY 9u // words of an entry
 #define RECENT (K_RECENT || V_RECENT)
 
 // Words of a row in a tile. Lanes of a cell read neighbouring words, 16 bytes each of floats and 4 of codes: rows of K lie so

@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(128) rms_norm(
     Args args) {
     __shared__ float sums[4];
     u32 lane = threadIdx.x;
-    u32 row = blockIdx.y * 32768u + blockIdx.x;
+    u32 row = blockIdx.y * ROWS + blockIdx.x;
     if (row >= args.rows) { return; } // of the whole block
     const float* from = (IN_PLACE ? out : x) + row * args.width;
     float sum = 0.0f;

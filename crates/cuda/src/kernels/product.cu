@@ -8,8 +8,6 @@
 // x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
 // added as a binary tree. So a token's result is the same in both kernels, and in every batch.
 
-#define LANES 16u
-
 struct Args {
     Form form;
     u32 inputs;

@@ -98,6 +98,28 @@ const FACTS: [Facts; 31] = [
 ];
 
 impl Encoding {
+    /// The encodings that devices have kernels for, in the order in which kernels number them. The others become one of
+    /// these without loss ([`exact`](Self::exact)).
+    pub const RESIDENT: [Encoding; 17] = [
+        Encoding::F32,
+        Encoding::F16,
+        Encoding::BF16,
+        Encoding::Q8_0,
+        Encoding::Q4_0,
+        Encoding::Q4_1,
+        Encoding::Q5_0,
+        Encoding::Q5_1,
+        Encoding::Iq4Nl,
+        Encoding::Mxfp4,
+        Encoding::Q2K,
+        Encoding::Q3K,
+        Encoding::Q4K,
+        Encoding::Q5K,
+        Encoding::Q6K,
+        Encoding::Iq4Xs,
+        Encoding::Table16,
+    ];
+
     fn facts(self) -> &'static Facts {
         &FACTS[self as usize]
     }
@@ -191,6 +213,8 @@ mod tests {
             assert_eq!(found, facts.ggml.map(|_| facts.encoding));
             assert_eq!(facts.exact.exact(), facts.exact, "{}", facts.name);
             assert!(facts.block.0.is_multiple_of(facts.exact.block().0), "{}", facts.name);
+            let is_exact = facts.exact == facts.encoding;
+            assert_eq!(Encoding::RESIDENT.contains(&facts.encoding), is_exact, "{}", facts.name);
         }
     }
 }

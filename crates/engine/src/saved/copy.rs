@@ -1,6 +1,7 @@
 //! K and V by position: out of a cache, and into one.
-use crate::session::ModelSession;
-use kvist_cache::{CellRun, GroupId, SeqId, Span, Step, StepPlan, StepRequest};
+use crate::memory::CacheConfig;
+use crate::runner::Runner;
+use kvist_cache::{Cache, CellRun, GroupId, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::{DeviceError, HostBlock, Layout, Storage, Transfer, Transfers, Values};
 use kvist_model::Error;
 
@@ -10,6 +11,14 @@ pub struct Rows {
     pub positions: Vec<u32>,
     /// K and V of each layer that owns them, in the order of [`sides`]: `[positions, width]`.
     pub sides: Vec<Vec<u8>>,
+}
+
+/// Where the rows of a layer group come from.
+#[derive(Clone, Debug, PartialEq)]
+pub enum GroupRows {
+    Copied(Rows),
+    /// Every position has the cell of its number, and its rows are there already.
+    InPlace,
 }
 
 /// K or V of a layer.
@@ -73,6 +82,8 @@ fn runs(cells: impl Iterator<Item = (usize, u32)>, most: usize) -> Vec<Run> {
     runs
 }
 
+const NOT_IN_ORDER: &str = "this kind of cache does not store a text's positions in order: use --kind paged";
+
 /// Bytes per transfer: bounds the memory that a copy takes.
 const TRANSFER: usize = 4 << 20;
 
@@ -117,22 +128,29 @@ fn seen(plan: &StepPlan, before: u32) -> Vec<Vec<(u32, u32)>> {
     (0..plan.n_groups()).map(group).collect()
 }
 
-impl ModelSession {
-    fn sides_of(&self, group: usize) -> Vec<SideSpec> {
-        let storages = (self.config().k, self.config().v);
-        sides(self.model().layout(), storages, GroupId(group as u16))
+/// The cache of a session or of the serving engine, with its memory.
+pub(crate) struct CacheRows<'c> {
+    pub cache: &'c mut Cache,
+    pub plan: &'c mut StepPlan,
+    pub runner: &'c mut Runner,
+    pub config: &'c CacheConfig,
+}
+
+impl CacheRows<'_> {
+    pub(crate) fn sides_of(&self, group: usize) -> Vec<SideSpec> {
+        let storages = (self.config.k, self.config.v);
+        sides(self.runner.model.layout(), storages, GroupId(group as u16))
     }
 
     /// What a query at the end of `seq`, at position `end`, sees. Its step is abandoned.
-    fn seen_at_end(&mut self, seq: SeqId, end: u32) -> Result<Vec<Vec<(u32, u32)>>, Error> {
-        let (cache, plan, _) = self.parts();
+    pub(crate) fn seen_at_end(&mut self, seq: SeqId, end: u32) -> Result<Vec<Vec<(u32, u32)>>, Error> {
         let spans = [Span::chain(seq, end, 1)];
-        let mut step = Step::begin(cache, &StepRequest { spans: &spans }, plan)?;
+        let mut step = Step::begin(self.cache, &StepRequest { spans: &spans }, self.plan)?;
         Ok(seen(step.with_reads(), end))
     }
 
     /// Copies the rows that a query at the end of `seq`, at position `end`, sees.
-    pub(super) fn copy_rows(&mut self, seq: SeqId, end: u32) -> Result<Vec<Rows>, Error> {
+    pub(crate) fn copy_rows(&mut self, seq: SeqId, end: u32) -> Result<Vec<Rows>, Error> {
         let groups = self.seen_at_end(seq, end)?;
         let mut all = Vec::new();
         for (g, seen) in groups.iter().enumerate() {
@@ -142,8 +160,7 @@ impl ModelSession {
                 positions: seen.iter().map(|(position, _)| *position).collect(),
                 sides: sides.iter().map(|side| vec![0; seen.len() * side.width()]).collect(),
             };
-            let (_, _, runner) = self.parts();
-            let mut transfers = runner.transfers();
+            let mut transfers = self.runner.transfers();
             for run in runs(seen.iter().map(|(_, cell)| *cell).enumerate(), rows_at_once(width)) {
                 let n = run.cells.len as usize;
                 let block = HostBlock::new(n * width)?;
@@ -162,28 +179,35 @@ impl ModelSession {
 
     /// Extends the empty sequence `seq` by `n` positions whose rows are given. `false` if later queries would see positions
     /// that are not among the rows; the sequence is then to be cleared. So it is after an `Err`.
-    pub(super) fn place_rows(&mut self, seq: SeqId, n: u32, groups: &[Rows]) -> Result<bool, Error> {
-        let chunk = self.config().max_step_tokens.max(1);
+    pub(crate) fn place_rows(&mut self, seq: SeqId, n: u32, groups: &[GroupRows]) -> Result<bool, Error> {
+        let chunk = self.config.max_step_tokens.max(1);
         for start in (0..n).step_by(chunk as usize) {
             let len = chunk.min(n - start);
             self.place_chunk(seq, start, len, groups)?;
         }
         let needed = self.seen_at_end(seq, n)?;
-        Ok(needed.iter().zip(groups).all(|(needed, rows)| {
-            needed.iter().all(|(position, _)| rows.positions.binary_search(position).is_ok())
+        Ok(needed.iter().zip(groups).all(|(needed, rows)| match rows {
+            GroupRows::Copied(rows) => {
+                needed.iter().all(|(position, _)| rows.positions.binary_search(position).is_ok())
+            }
+            GroupRows::InPlace => true,
         }))
     }
 
-    fn place_chunk(&mut self, seq: SeqId, start: u32, len: u32, groups: &[Rows]) -> Result<(), Error> {
+    fn place_chunk(&mut self, seq: SeqId, start: u32, len: u32, groups: &[GroupRows]) -> Result<(), Error> {
         let all_sides: Vec<_> = (0..groups.len()).map(|g| self.sides_of(g)).collect();
-        let (cache, plan, runner) = self.parts();
         let spans = [Span::chain(seq, start, len)];
-        let step = Step::begin(cache, &StepRequest { spans: &spans }, plan)?;
-        let mut transfers = runner.transfers();
+        let step = Step::begin(self.cache, &StepRequest { spans: &spans }, self.plan)?;
+        let mut transfers = self.runner.transfers();
         for (g, (rows, sides)) in groups.iter().zip(&all_sides).enumerate() {
             let group = GroupId(g as u16);
             let cells: Vec<u32> =
                 step.plan().group(group).writes.iter().flat_map(|run| run.cells()).collect();
+            let rows = match rows {
+                GroupRows::Copied(rows) => rows,
+                GroupRows::InPlace if cells.iter().copied().eq(start..start + len) => continue,
+                GroupRows::InPlace => return Err(Error::Usage(NOT_IN_ORDER.into())),
+            };
             let first = rows.positions.partition_point(|position| *position < start);
             let here = rows.positions[first..].iter().take_while(|position| **position < start + len);
             let places =

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, OpenOptions};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 const FORMAT: &str = "kvist-session";
@@ -29,16 +30,16 @@ struct Header {
     blake3: BTreeMap<String, String>,
 }
 
-fn side_name(side: &SideSpec) -> String {
+pub(crate) fn side_name(side: &SideSpec) -> String {
     format!("layer.{}.{}", side.layer, if side.keys { "k" } else { "v" })
 }
 
-fn positions_name(group: usize) -> String {
+pub(crate) fn positions_name(group: usize) -> String {
     format!("group.{group}.positions")
 }
 
 /// Floats are readable as such; packed rows are bytes.
-fn tensor_type(storage: Storage, side: &SideSpec) -> (Dtype, usize) {
+pub(crate) fn tensor_type(storage: Storage, side: &SideSpec) -> (Dtype, usize) {
     match storage.dtype {
         DType::F32 => (Dtype::F32, side.dim as usize),
         DType::F16 => (Dtype::F16, side.dim as usize),
@@ -94,13 +95,16 @@ pub fn write(
         .collect();
     let views = views.map_err(|error: safetensors::SafeTensorError| bad(error.to_string()))?;
     let bytes = safetensors::serialize(views, Some(metadata)).map_err(|error| bad(error.to_string()))?;
-    replace(path, &bytes).map_err(|source| Error::Write { path: path.to_path_buf(), source })
+    replace(path, |file| file.write_all(&bytes))
+        .map_err(|source| Error::Write { path: path.to_path_buf(), source })
 }
 
 /// Writes a file as a whole or not at all. A new one is readable by its owner alone; one that is there keeps its mode. A link
 /// stays, and what it points to is replaced.
-fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
-    use std::io::Write;
+pub(crate) fn replace(
+    path: &Path,
+    write: impl FnOnce(&mut File) -> std::io::Result<()>,
+) -> std::io::Result<()> {
     let found = std::fs::metadata(path).ok();
     if found.as_ref().is_some_and(|found| !found.is_file()) {
         return Err(std::io::Error::other("it is there, and is no regular file"));
@@ -109,7 +113,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let partial = folder.join(format!(".{name}.{}.partial", std::process::id()));
-    let write = || {
+    let all = || {
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true);
         #[cfg(unix)]
@@ -118,7 +122,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
         if let Some(found) = &found {
             file.set_permissions(found.permissions())?;
         }
-        file.write_all(bytes)?;
+        write(&mut file)?;
         file.sync_all()?;
         std::fs::rename(&partial, &path)?;
         // The name is on disk only when the folder is; not every system can sync one.
@@ -127,7 +131,7 @@ fn replace(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
         }
         Ok(())
     };
-    write().inspect_err(|_| {
+    all().inspect_err(|_| {
         let _ = std::fs::remove_file(&partial);
     })
 }
@@ -161,8 +165,11 @@ impl SavedSession {
         if hash(&[text.as_bytes()]) != *expected {
             return Err(broken("the header's hash is another one"));
         }
-        let version = serde_json::from_str::<serde_json::Value>(text).ok();
-        match version.and_then(|header| header.get("version")?.as_u64()) {
+        let value = serde_json::from_str::<serde_json::Value>(text).map_err(|_| none())?;
+        if value.get("format").and_then(|format| format.as_str()) != Some(FORMAT) {
+            return Err(none());
+        }
+        match value.get("version").and_then(|version| version.as_u64()) {
             Some(version) if version > u64::from(VERSION) => {
                 return Err(bad(format!(
                     "a session of format {version}, and this kvist reads {VERSION}: use a newer kvist"
@@ -171,10 +178,7 @@ impl SavedSession {
             _ => {}
         }
         let header: Header =
-            serde_json::from_str(text).map_err(|error| bad(format!("its header: {error}")))?;
-        if header.format != FORMAT {
-            return Err(none());
-        }
+            serde_json::from_value(value).map_err(|error| bad(format!("its header: {error}")))?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| broken(&error.to_string()))?;
         if tensors.len() != header.blake3.len() {
             return Err(broken("it has other tensors than its header says"));

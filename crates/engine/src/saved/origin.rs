@@ -65,28 +65,18 @@ impl Origin {
         let differs = |what: &str, saved: &str, now: &str, try_: &str| {
             Err(Error::Malformed {
                 file: file.into(),
-                what: format!("the session was saved with {what} {saved}, and now it is {now}: {try_}"),
+                what: format!("it was made with {what} {saved}, and now that is {now}: {try_}"),
             })
         };
         let short = |hash: &str| hash.get(..12).unwrap_or(hash).to_string() + "…";
         let hashes = [
-            (
-                "weights of hash",
-                &self.model.weights,
-                &now.model.weights,
-                "give the model that it was saved with",
-            ),
-            (
-                "a tokenizer of hash",
-                &self.model.tokenizer,
-                &now.model.tokenizer,
-                "give the model that it was saved with",
-            ),
+            ("weights of hash", &self.model.weights, &now.model.weights, "give that model"),
+            ("a tokenizer of hash", &self.model.tokenizer, &now.model.tokenizer, "give that model"),
             (
                 "an architecture of hash",
                 &self.model.config,
                 &now.model.config,
-                "give the config.json that it was saved with (RoPE and the like), and the same version of kvist",
+                "give that config.json (RoPE and the like), and the same version of kvist",
             ),
         ];
         let rope =

@@ -7,6 +7,7 @@ use super::quota::QuotaPermit;
 use super::request::{Ending, RequestSampler};
 use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
+use kvist_cache::Pin;
 use kvist_model::Model;
 use kvist_scheduler::{End, Ended, Iteration, Prompt, RefusalReason, Request, RequestId};
 use std::collections::BTreeMap;
@@ -49,6 +50,8 @@ pub(super) struct Thread {
     /// The most tokens that the last step emitted for a job with a pace, at least 1.
     pub paced_tokens: u32,
     pub shared: std::sync::Weak<Shared>,
+    /// Keeps the blocks of a frozen prefix from being evicted.
+    pub _prefix: Option<Pin>,
 }
 
 /// A job that has not ended.

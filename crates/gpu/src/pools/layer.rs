@@ -1,7 +1,7 @@
 //! One layer of a step: copies of cells, new rows, attention.
 use super::{GpuPools, Group, Owned};
 use crate::driver::{Args, Driver};
-use crate::kernels::{ATTEND_ROWS, Kernel, RecentForm};
+use crate::kernels::{Kernel, RecentForm, attend_rows};
 use crate::recents::LayerRecents;
 use crate::side::{PoolSide, copy_cells};
 use kvist_cache::{GroupPlan, LayerId, StepPlan};
@@ -110,7 +110,9 @@ impl<D: Driver> LayerOf<'_, D> {
             Some(cap) => call.scale / cap,
             None => call.scale * std::f32::consts::LOG2_E,
         };
-        let kernel = Kernel::Attend { k: owned.k.form, v: form, dim, recent: recents.is_some() };
+        let (k, recent, wanted) = (owned.k.form, recents.is_some(), tables.max_slots * (heads / kv_heads));
+        let rows = attend_rows(gpu.limits(), wanted, k, dim, recent);
+        let kernel = Kernel::Attend { k, v: form, dim, rows, recent };
         // K and V are split alike if their rows are equally long. If not, the finer split decides.
         let mut first = 0;
         while first < kv_heads {
@@ -142,8 +144,13 @@ impl<D: Driver> LayerOf<'_, D> {
                 owned.order.as_ref().map(|order| &order.1),
                 recents.map(|recent| recent.rows),
             ];
-            let chunks = (tables.max_slots * (heads / kv_heads)).div_ceil(ATTEND_ROWS);
-            gpu.record(recorder, &kernel, &buffers, args, [tables.n_work, end - first, chunks]);
+            gpu.record(
+                recorder,
+                &kernel,
+                &buffers,
+                args,
+                [tables.n_work, end - first, wanted.div_ceil(rows)],
+            );
             first = end;
         }
         if tables.n_merges > 0 {

@@ -1,4 +1,5 @@
 //! The bytes that pools reserve: exactly what they allocate.
+use super::transfers;
 use crate::form::Form;
 use crate::recents;
 use crate::tables::{PARTIAL_SLOTS, usual_words};
@@ -9,6 +10,7 @@ pub struct ScratchBytes {
     pub plans: Vec<u64>,  // by layer group
     pub orders: Vec<u64>, // by owner layer, if keys are reordered
     pub recents: u64,
+    pub transfers: u64,
     pub states: u64,
     pub q: u64,
     pub kv: u64,
@@ -40,6 +42,7 @@ impl ScratchBytes {
                 .map(|(_, layer)| order_bytes(layer))
                 .collect(),
             recents: recents::bytes(spec)?,
+            transfers: transfers::bytes(spec)?,
             states: states.checked_mul(4)?,
             q: tokens.checked_mul(heads)?.checked_mul(dim)?.checked_mul(4)?.max(16),
             kv: tokens.checked_mul(kv)?.checked_mul(4)?.max(16),
@@ -47,7 +50,7 @@ impl ScratchBytes {
         })
     }
     pub fn total(&self) -> Option<u64> {
-        let rest = [self.recents, self.states, self.q, self.q, self.kv, self.kv, self.sinks];
+        let rest = [self.recents, self.transfers, self.states, self.q, self.q, self.kv, self.kv, self.sinks];
         // Plans twice: once more where they are uploaded from.
         self.plans
             .iter()

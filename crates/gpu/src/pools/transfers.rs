@@ -1,4 +1,6 @@
 //! Blocks that leave pools or enter them while steps run, by a [`Lane`].
+//!
+//! A lane's slots have a fixed size, which plans and the budget count. A larger block is moved in parts of whole cells.
 use super::GpuPools;
 use crate::driver::{Driver, HostMemory};
 use crate::lane::{Job, Lane, Section, lane_bytes};
@@ -6,31 +8,68 @@ use crate::side::PoolSide;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::*;
 use std::borrow::Cow;
+use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// Transfers that are on their way at once. Further ones wait for the oldest.
+/// Parts that are on their way at once. Further ones wait for the oldest.
 const SLOTS: u32 = 4;
+/// Bytes of a part, unless one cell has more.
+const PART_BYTES: u64 = 2 << 20;
+/// Most cells of a part.
+const PART_CELLS: u32 = 64;
+
+/// Cells that are moved at once.
+fn part_cells(spec: &PoolSpec, group: GroupId) -> Option<u32> {
+    let cell = (spec.block_bytes(group, 1)? as u64).max(1);
+    let most = PART_CELLS.min(*spec.capacity_cells.get(usize::from(group.0))?).max(1);
+    Some(u32::try_from(PART_BYTES / cell).unwrap_or(u32::MAX).clamp(1, most))
+}
+
+/// Bytes and cells of a slot, for every layer group. `None` on overflow.
+fn slot_size(spec: &PoolSpec) -> Option<(u64, u32)> {
+    // Every side of a part begins at a whole word.
+    let padding = 8 * spec.layout.layers.len() as u64;
+    let groups = (0..spec.layout.n_groups()).map(|g| {
+        let group = GroupId(g as u16);
+        let cells = part_cells(spec, group)?;
+        Some(((spec.block_bytes(group, cells)? as u64).checked_add(padding)?, cells))
+    });
+    let groups = groups.collect::<Option<Vec<_>>>()?;
+    Some((groups.iter().map(|group| group.0).max()?, groups.iter().map(|group| group.1).max()?))
+}
+
+/// Bytes of the buffers that transfers use. `None` on overflow.
+pub fn bytes(spec: &PoolSpec) -> Option<u64> {
+    let (bytes, cells) = slot_size(spec)?;
+    lane_bytes(SLOTS, bytes, cells)
+}
 
 /// The transfers of a cache's pools.
 #[derive(Debug)]
 pub struct Transfers<D: Driver> {
     gpu: Arc<D>,
-    /// Made by the first transfer, and again by one that is larger than all before.
+    /// Made by the first transfer, of memory that was reserved with the pools.
     lane: Option<Lane<D>>,
-    block_bytes: u64,
-    max_cells: u32,
     /// In the order in which they began.
     begun: Vec<(Transfer, HostBlock, State)>,
 }
 
 #[derive(Debug)]
 enum State {
-    Upload(Job),
-    Download(Job, Vec<Place>),
+    /// The parts that have not ended, in order.
+    Running(VecDeque<Part>),
     Ended(Result<(), DeviceError>),
 }
 
-/// Where the rows of a side lie in a block, and in a block whose sides begin at whole words.
+/// A part of a block that is on its way.
+#[derive(Debug)]
+struct Part {
+    job: Job,
+    /// Where its rows lie; of downloads alone.
+    places: Option<Vec<Place>>,
+}
+
+/// Where the rows of a side lie in the block, and in a part whose sides begin at whole words.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     dense: usize,
@@ -40,45 +79,38 @@ struct Place {
 
 impl<D: Driver> Transfers<D> {
     pub fn new(gpu: &Arc<D>) -> Self {
-        Transfers { gpu: gpu.clone(), lane: None, block_bytes: 0, max_cells: 0, begun: Vec::new() }
+        Transfers { gpu: gpu.clone(), lane: None, begun: Vec::new() }
     }
 
-    /// A lane with room for one more transfer.
+    /// The lane, with a slot for one more part. `block` and `parts` are of the transfer that is about to begin.
     fn lane(
         &mut self,
-        bytes: u64,
-        cells: u32,
-        scratch: &mut Reservation,
+        spec: &PoolSpec,
+        block: &mut HostBlock,
+        parts: &mut VecDeque<Part>,
     ) -> Result<&mut Lane<D>, DeviceError> {
-        if self.lane.is_none() || bytes > self.block_bytes || cells > self.max_cells {
-            self.settle_all();
-            let (bytes, cells) = (bytes.max(self.block_bytes), cells.max(self.max_cells));
+        if self.lane.is_none() {
             let overflow = DeviceError::OutOfMemory { what: "blocks in transfer", bytes: u64::MAX };
-            let total = lane_bytes(SLOTS, bytes, cells).ok_or(overflow)?;
-            if self.lane.take().is_some() {
-                scratch.shrink(lane_bytes(SLOTS, self.block_bytes, self.max_cells).unwrap_or(0));
-            }
-            scratch.grow(total)?;
-            match Lane::new(&self.gpu, HostMemory::Pinned, SLOTS, bytes, cells) {
-                Ok(lane) => (self.lane, self.block_bytes, self.max_cells) = (Some(lane), bytes, cells),
-                Err(error) => {
-                    scratch.shrink(total);
-                    return Err(error);
-                }
-            }
+            let (bytes, cells) = slot_size(spec).ok_or(overflow)?;
+            self.lane = Some(Lane::new(&self.gpu, HostMemory::Pinned, SLOTS, bytes, cells)?);
         }
-        while self.lane.as_mut().is_some_and(|lane| lane.is_full()) {
-            self.settle_oldest_download();
+        while self.lane.as_mut().is_some_and(Lane::is_full) {
+            if !self.settle_oldest_download() {
+                settle_part(self.lane.as_mut(), block, parts)?;
+            }
         }
         self.lane.as_mut().ok_or(DeviceError::UnknownTransfer)
     }
 
-    /// Waits for a download and copies its bytes to its block.
-    fn settle_oldest_download(&mut self) {
-        let downloads = |(_, _, state): &&mut (_, _, State)| matches!(state, State::Download(..));
-        if let Some((_, block, state)) = self.begun.iter_mut().find(downloads) {
+    /// Waits for a download and copies its bytes to its block. `false` if there is none.
+    fn settle_oldest_download(&mut self) -> bool {
+        let downloads = |(_, _, state): &&mut (_, _, State)| matches!(state, State::Running(parts) if parts.iter().any(|part| part.places.is_some()));
+        let oldest = self.begun.iter_mut().find(downloads);
+        let found = oldest.is_some();
+        if let Some((_, block, state)) = oldest {
             settle(self.lane.as_mut(), block, state);
         }
+        found
     }
 
     /// Waits for all transfers: before buffers are replaced.
@@ -96,12 +128,8 @@ impl<D: Driver> Transfers<D> {
             return Some(Err(DeviceError::UnknownTransfer));
         };
         let (_, block, state) = &mut self.begun[at];
-        let job = match state {
-            State::Upload(job) | State::Download(job, _) => Some(*job),
-            State::Ended(_) => None,
-        };
-        if let (Some(job), Some(lane)) = (job, &self.lane)
-            && !lane.is_done(job)
+        if let (State::Running(parts), Some(lane)) = (&*state, &self.lane)
+            && !parts.iter().all(|part| lane.is_done(part.job))
             && self.gpu.check().is_ok()
         {
             return None;
@@ -114,45 +142,61 @@ impl<D: Driver> Transfers<D> {
         }
     }
 
-    fn begin(&mut self, block: HostBlock, state: State) -> Transfer {
+    fn begin(&mut self, block: HostBlock, parts: VecDeque<Part>) -> Transfer {
         let (transfer, own) = Transfer::pair();
-        self.begun.push((own, block, state));
+        self.begun.push((own, block, State::Running(parts)));
         transfer
     }
 }
 
 /// Waits for a transfer.
-fn settle<D: Driver>(lane: Option<&mut Lane<D>>, block: &mut HostBlock, state: &mut State) {
-    let Some(lane) = lane else { return };
-    let ended = match &*state {
-        State::Ended(_) => return,
-        State::Upload(job) => lane.wait(*job).map(|_| ()),
-        State::Download(job, places) => lane.read(*job, |bytes| {
-            for Place { dense, aligned, len } in places {
-                block.bytes_mut()[*dense..dense + len].copy_from_slice(&bytes[*aligned..aligned + len]);
-            }
-        }),
-    };
+fn settle<D: Driver>(mut lane: Option<&mut Lane<D>>, block: &mut HostBlock, state: &mut State) {
+    let State::Running(parts) = state else { return };
+    let mut ended = Ok(());
+    while !parts.is_empty() {
+        // The others are waited for after an error, too: their slots become free.
+        ended = ended.and(settle_part(lane.as_deref_mut(), block, parts));
+    }
     *state = State::Ended(ended);
 }
 
-/// The sections of a block, where they lie, and the bytes of the block with sides at whole words.
-struct Blocks<'a, D: Driver> {
-    sections: Vec<Section<'a, D>>,
+/// Waits for the first part of a transfer.
+fn settle_part<D: Driver>(
+    lane: Option<&mut Lane<D>>,
+    block: &mut HostBlock,
+    parts: &mut VecDeque<Part>,
+) -> Result<(), DeviceError> {
+    let (Some(part), Some(lane)) = (parts.pop_front(), lane) else {
+        return Err(DeviceError::UnknownTransfer);
+    };
+    match part.places {
+        None => lane.wait(part.job).map(|_| ()),
+        Some(places) => lane.read(part.job, |bytes| {
+            for Place { dense, aligned, len } in places {
+                block.bytes_mut()[dense..dense + len].copy_from_slice(&bytes[aligned..aligned + len]);
+            }
+        }),
+    }
+}
+
+/// The sections of a part, where they lie, and the bytes of the part with sides at whole words.
+struct Sections<'a, D: Driver> {
+    all: Vec<Section<'a, D>>,
     places: Vec<Place>,
     bytes: u64,
 }
 
-impl<'a, D: Driver> Blocks<'a, D> {
-    /// `None` if the block is too large for the kernels, which count bytes in 32 bits.
-    fn new(sides: impl Iterator<Item = &'a PoolSide<D>>, cells: CellRun) -> Option<Self> {
-        let mut blocks = Blocks { sections: Vec::new(), places: Vec::new(), bytes: 0 };
-        let mut dense = 0usize;
+impl<'a, D: Driver> Sections<'a, D> {
+    /// Those of `n` cells from cell `first` on of a block of `of` cells. `None` if a row is too large for the kernels, which
+    /// count bytes in 32 bits.
+    fn new(sides: impl Iterator<Item = &'a PoolSide<D>>, (first, n, of): (u32, u32, u32)) -> Option<Self> {
+        let mut sections = Sections { all: Vec::new(), places: Vec::new(), bytes: 0 };
+        let mut side_at = 0u64;
         for side in sides {
             let row_bytes = u32::try_from(side.storage.row_bytes(side.dim)).ok()?;
-            let len = u64::from(row_bytes) * u64::from(side.heads) * u64::from(cells.len);
-            let first_byte = u32::try_from(blocks.bytes).ok()?;
-            blocks.sections.extend(side.parts.iter().map(|(first_head, heads, pool)| Section {
+            let cell = u64::from(row_bytes) * u64::from(side.heads);
+            let first_byte = u32::try_from(sections.bytes).ok()?;
+            sections.all.extend(side.parts.iter().map(|(first_head, heads, pool)| Section {
                 first_byte,
                 row_bytes,
                 block_heads: side.heads,
@@ -162,20 +206,33 @@ impl<'a, D: Driver> Blocks<'a, D> {
                 cells: side.cells,
                 pool,
             }));
-            let len = usize::try_from(len).ok()?;
-            blocks.places.push(Place { dense, aligned: first_byte as usize, len });
-            dense += len;
-            blocks.bytes += (len as u64).next_multiple_of(4);
+            let len = cell * u64::from(n);
+            let dense = usize::try_from(side_at + cell * u64::from(first)).ok()?;
+            let len_bytes = usize::try_from(len).ok()?;
+            sections.places.push(Place { dense, aligned: first_byte as usize, len: len_bytes });
+            side_at += cell * u64::from(of);
+            sections.bytes += len.next_multiple_of(4);
         }
-        u32::try_from(blocks.bytes).ok()?;
-        Some(blocks)
+        u32::try_from(sections.bytes).ok()?;
+        Some(sections)
+    }
+
+    /// The bytes of the part, out of the block.
+    fn pack<'b>(&self, block: &'b [u8]) -> Cow<'b, [u8]> {
+        if self.bytes == block.len() as u64 {
+            return block.into(); // the whole block, and every side is whole words
+        }
+        let mut part = vec![0; self.bytes as usize];
+        for Place { dense, aligned, len } in &self.places {
+            part[*aligned..aligned + len].copy_from_slice(&block[*dense..dense + len]);
+        }
+        part.into()
     }
 }
 
-fn too_large(bytes: usize) -> DeviceError {
-    DeviceError::Unsupported(format!(
-        "a block of {bytes} bytes; the device transfers less than 4 GiB at once"
-    ))
+/// A run of cells in parts of `most`: the first cell of the run, and how many.
+fn split(cells: CellRun, most: u32) -> impl Iterator<Item = (u32, u32)> {
+    (0..cells.len).step_by(most as usize).map(move |first| (first, most.min(cells.len - first)))
 }
 
 impl<D: Driver> GpuPools<D> {
@@ -183,77 +240,86 @@ impl<D: Driver> GpuPools<D> {
         &mut self,
         group: GroupId,
         cells: CellRun,
-        into: HostBlock,
+        mut into: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
-        match self.try_export(group, cells, &into) {
-            Ok(state) => Ok(self.transfers.begin(into, state)),
+        let end = self.cells_of(group);
+        let begun = self.spec.check_transfer(group, cells, end, into.bytes().len());
+        let begun = begun.and_then(|()| self.gpu.check());
+        match begun.and_then(|()| self.move_parts(group, cells, &mut into, true)) {
+            Ok(parts) => Ok(self.transfers.begin(into, parts)),
             Err(error) => Err(TransferRefused { error, block: into }),
         }
-    }
-
-    fn try_export(&mut self, group: GroupId, cells: CellRun, into: &HostBlock) -> Result<State, DeviceError> {
-        let len = into.bytes().len();
-        self.spec.check_transfer(group, cells, self.cells_of(group), len)?;
-        self.gpu.check()?;
-        let GpuPools { spec, layers, transfers, scratch, .. } = self;
-        let blocks =
-            Blocks::new(super::sides_of(spec, layers, group), cells).ok_or_else(|| too_large(len))?;
-        self.counters.bytes_moved += len as u64;
-        if len == 0 {
-            return Ok(State::Ended(Ok(())));
-        }
-        let table: Vec<u32> = cells.cells().collect();
-        let lane = transfers.lane(blocks.bytes, cells.len, scratch)?;
-        let job = lane.download(blocks.bytes, &table, &blocks.sections)?;
-        Ok(State::Download(job, blocks.places))
     }
 
     pub(super) fn start_import(
         &mut self,
         group: GroupId,
         cells: CellRun,
-        from: HostBlock,
+        mut from: HostBlock,
     ) -> Result<Transfer, TransferRefused> {
-        match self.try_import(group, cells, from.bytes()) {
-            Ok(state) => Ok(self.transfers.begin(from, state)),
+        let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
+        let begun = self.spec.check_transfer(group, cells, capacity, from.bytes().len());
+        let begun = begun.and_then(|()| self.gpu.check());
+        let begun = begun.and_then(|()| self.grow(|grown| if grown == group { cells.end() } else { 0 }));
+        self.stale();
+        match begun.and_then(|()| self.move_parts(group, cells, &mut from, false)) {
+            Ok(parts) => {
+                if let Some(recents) = &mut self.recents {
+                    recents.plan.forget(group, cells);
+                }
+                Ok(self.transfers.begin(from, parts))
+            }
             Err(error) => Err(TransferRefused { error, block: from }),
         }
     }
 
-    fn try_import(&mut self, group: GroupId, cells: CellRun, from: &[u8]) -> Result<State, DeviceError> {
-        let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
-        self.spec.check_transfer(group, cells, capacity, from.len())?;
-        self.gpu.check()?;
-        self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
-        self.stale();
-        let GpuPools { spec, layers, transfers, scratch, .. } = self;
-        let blocks =
-            Blocks::new(super::sides_of(spec, layers, group), cells).ok_or_else(|| too_large(from.len()))?;
-        if !from.is_empty() {
-            let mut aligned = Cow::Borrowed(from);
-            if blocks.bytes != from.len() as u64 {
-                // Some side is not whole words.
-                let mut padded = vec![0; blocks.bytes as usize];
-                for place in &blocks.places {
-                    let row = &from[place.dense..place.dense + place.len];
-                    padded[place.aligned..place.aligned + place.len].copy_from_slice(row);
-                }
-                aligned = padded.into();
-            }
-            let table: Vec<u32> = cells.cells().collect();
-            let lane = transfers.lane(blocks.bytes, cells.len, scratch)?;
-            let job = lane.upload(&aligned, &table, &blocks.sections, false)?;
-            self.imported(group, cells, from.len());
-            return Ok(State::Upload(job));
+    /// Starts to copy cells to a block, or from it, part by part. After an error nothing of it is on its way.
+    fn move_parts(
+        &mut self,
+        group: GroupId,
+        cells: CellRun,
+        block: &mut HostBlock,
+        out: bool,
+    ) -> Result<VecDeque<Part>, DeviceError> {
+        let mut parts = VecDeque::new();
+        let moved = self.try_move_parts(group, cells, block, out, &mut parts);
+        if let Err(error) = moved {
+            settle(self.transfers.lane.as_mut(), block, &mut State::Running(parts));
+            return Err(error);
         }
-        self.imported(group, cells, 0);
-        Ok(State::Ended(Ok(())))
+        self.counters.bytes_moved += block.bytes().len() as u64;
+        Ok(parts)
     }
 
-    fn imported(&mut self, group: GroupId, cells: CellRun, bytes: usize) {
-        if let Some(recents) = &mut self.recents {
-            recents.plan.forget(group, cells);
+    fn try_move_parts(
+        &mut self,
+        group: GroupId,
+        cells: CellRun,
+        block: &mut HostBlock,
+        out: bool,
+        parts: &mut VecDeque<Part>,
+    ) -> Result<(), DeviceError> {
+        let len = block.bytes().len();
+        let too_large = || DeviceError::OutOfMemory { what: "blocks in transfer", bytes: len as u64 };
+        let most = part_cells(&self.spec, group).ok_or_else(too_large)?;
+        let GpuPools { spec, layers, transfers, .. } = self;
+        // Layers that own nothing have nothing to move.
+        for (first, n) in split(cells, most).filter(|_| len > 0) {
+            let sides = super::sides_of(spec, layers, group);
+            let sections = Sections::new(sides, (first, n, cells.len)).ok_or_else(too_large)?;
+            let table: Vec<u32> = (cells.start + first..cells.start + first + n).collect();
+            let lane = transfers.lane(spec, block, parts)?;
+            parts.push_back(match out {
+                true => {
+                    let job = lane.download(sections.bytes, &table, &sections.all)?;
+                    Part { job, places: Some(sections.places) }
+                }
+                false => {
+                    let bytes = sections.pack(block.bytes());
+                    Part { job: lane.upload(&bytes, &table, &sections.all, false)?, places: None }
+                }
+            });
         }
-        self.counters.bytes_moved += bytes as u64;
+        Ok(())
     }
 }

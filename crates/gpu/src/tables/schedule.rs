@@ -11,8 +11,6 @@ use std::ops::Range;
 
 /// With as many tiles as this, a work item goes through all units of a tile.
 const MANY_TILES: usize = 64;
-/// Query rows of a workgroup.
-const ROWS: u32 = crate::kernels::ATTEND_ROWS;
 
 /// A tile of several spans, or of one; its spans' own tiles are `own` of all tiles.
 #[derive(Clone, Debug, Default)]
@@ -97,22 +95,23 @@ fn begin(tile: &mut Tile, slot: u32) {
     tile.parts.clear();
 }
 
-/// Cells that the workgroups of a unit visit.
-fn visits(parts: &[Part], n_slots: u32, per_kv: u32) -> u64 {
+/// Cells that the workgroups of a unit visit, with so many query heads per KV head and query rows per workgroup.
+fn visits(parts: &[Part], n_slots: u32, (per_kv, rows): (u32, u32)) -> u64 {
     let cells: u64 = parts.iter().map(|part| u64::from(part.cells())).sum();
-    cells * u64::from((n_slots * per_kv).div_ceil(ROWS))
+    cells * u64::from((n_slots * per_kv).div_ceil(rows))
 }
 
 impl Wide {
     /// Chooses the units of every split.
-    fn choose(&mut self, tiles: &[Tile], per_kv: u32) {
+    fn choose(&mut self, tiles: &[Tile], per_workgroup: (u32, u32)) {
         let Wide { tile, own, splits } = self;
         let own = &tiles[own.clone()];
         splits.clear();
         splits.extend(tile.parts.chunk_by(|a, b| a.split == b.split).map(|parts| {
             let split = parts[0].split;
-            let apart: u64 = own.iter().map(|own| visits(own.of_split(split), own.n_slots, per_kv)).sum();
-            (split, own.len() > 1 && visits(parts, tile.n_slots, per_kv) <= apart)
+            let apart: u64 =
+                own.iter().map(|own| visits(own.of_split(split), own.n_slots, per_workgroup)).sum();
+            (split, own.len() > 1 && visits(parts, tile.n_slots, per_workgroup) <= apart)
         }));
     }
 
@@ -146,12 +145,12 @@ impl Wide {
 }
 
 impl Schedule {
-    /// Fills the sections. `push` adds an entry with the lists of its recent rows, for a tile's lowest recent position.
+    /// Fills the sections, for query heads per KV head and query rows per workgroup. `push` adds an entry with the lists of its recent rows, for a tile's lowest recent position.
     pub fn make(
         &mut self,
         tiles: &[Tile],
         wide: &mut [Wide],
-        per_kv: u32,
+        per_workgroup: (u32, u32),
         mut push: impl FnMut(&Entry, u32, &mut Vec<Entry>),
     ) {
         self.work.clear();
@@ -161,7 +160,7 @@ impl Schedule {
         self.entries.clear();
         self.partials.clear();
         self.n_partials = 0;
-        wide.iter_mut().for_each(|wide| wide.choose(tiles, per_kv));
+        wide.iter_mut().for_each(|wide| wide.choose(tiles, per_workgroup));
         let total = |folded: fn(&Wide) -> usize| {
             wide.iter().fold(0u32, |sum, wide| sum.saturating_add(wide.partials(tiles, folded(wide))))
         };

@@ -87,6 +87,11 @@ fn cache(kind: &str, capacity: u32, visibility: Visibility) -> Cache {
 
 /// Runs a step, checks its tables, and returns the walk.
 fn step(cache: &mut Cache, spans: &[Span<'_>], per_kv: u32) -> Walk {
+    step_with(cache, spans, per_kv, 8)
+}
+
+/// [`step`] with workgroups of so many rows.
+fn step_with(cache: &mut Cache, spans: &[Span<'_>], per_kv: u32, rows: u32) -> Walk {
     let mut plan = StepPlan::default();
     let mut step = Step::begin(cache, &StepRequest { spans }, &mut plan).unwrap();
     let plan = step.with_reads();
@@ -94,7 +99,7 @@ fn step(cache: &mut Cache, spans: &[Span<'_>], per_kv: u32) -> Walk {
     let mut tables = Tables::default();
     // Twice: what a step leaves behind must not matter.
     for _ in 0..2 {
-        tables.lower(Lowering { group, spans: plan.spans(), per_kv, recent: None });
+        tables.lower(Lowering { group, spans: plan.spans(), per_kv, rows, recent: None });
     }
     let walk = walk(&tables, group.reads.order.len());
     assert_eq!(walk.seen, expected(group), "{spans:?}");
@@ -137,6 +142,10 @@ fn groups_of_query_heads_share_what_saves_work() {
     let mut cache = forked("cells", 3000, 4);
     let walk = step(&mut cache, &ones(4, 3000), 8);
     assert!(walk.visited < 4 * 3000, "{}", walk.visited);
+    // A workgroup of 32 rows has all heads of all four branches.
+    let mut cache = forked("cells", 3000, 4);
+    let walk = step_with(&mut cache, &ones(4, 3000), 8, 32);
+    assert!(walk.visited <= 3000 + 4 * 17, "{}", walk.visited);
 }
 
 #[test]

@@ -71,6 +71,8 @@ fn branches_of_a_trunk_give_the_same_bits_together_and_alone() {
         ("t4-o", (4, 2), "cells", 70),
         ("q4-64-rot", (8, 1), "paged", 70),
         ("bf16-rot", (4, 2), "tree", 70),
+        // More query rows than a workgroup has.
+        ("q8", (14, 1), "cells", 70),
     ];
     for (storage, heads, kind, trunk) in cases {
         let storage: Storage = storage.parse().unwrap();
@@ -79,5 +81,28 @@ fn branches_of_a_trunk_give_the_same_bits_together_and_alone() {
         let together = branches(&device, &model, kind, trunk, true);
         let alone = branches(&device, &model, kind, trunk, false);
         assert!(together == alone, "{storage} {heads:?} {kind} {trunk}");
+    }
+}
+
+/// Query heads of a KV head, from one to more than a workgroup has, in steps of one token and of several: as the reference
+/// computes them.
+#[test]
+fn any_number_of_query_heads_shares_a_kv_head() {
+    let Some(device) = device() else { return };
+    for (heads, head_dim) in
+        [((3, 3), 40), ((8, 2), 64), ((7, 1), 33), ((16, 1), 64), ((24, 2), 20), ((40, 1), 16)]
+    {
+        let model = Model { heads, head_dim, n_layers: 1, max_step_tokens: 70, ..Model::default() };
+        let steps = |backend: &dyn Backend| -> Vec<f32> {
+            let mut session = model.session(backend, "contiguous", 128);
+            let steps = [(0, 70), (70, 1), (71, 3), (74, 9), (83, 1)];
+            let mut step = |(start, n)| model.step(&mut session, &[Span::chain(A, start, n)], 1);
+            steps.into_iter().flat_map(&mut step).flatten().collect()
+        };
+        let (found, expected) = (steps(&device), steps(&reference::Reference));
+        assert_eq!(found.len(), expected.len());
+        for (i, (x, y)) in found.iter().zip(&expected).enumerate() {
+            assert!((x - y).abs() <= 1e-5, "{heads:?} of {head_dim}: element {i} is {x}, not {y}");
+        }
     }
 }

@@ -1,9 +1,9 @@
-// A linear layer for many tokens (see product.wgsl). A workgroup has a tile of 32 outputs and 32 tokens. For 64 inputs at a
+// A linear layer for many tokens (see product.wgsl). A workgroup has a tile of TILE outputs and TILE tokens. For 64 inputs at a
 // time, a quad per lane, it decodes the tile's weights once to workgroup memory, beside the tokens' inputs. A thread has
 // one lane of eight outputs and eight tokens.
 
-const OUTPUTS: u32 = 32u;
-const TOKENS: u32 = 32u;
+const OUTPUTS: u32 = TILE;
+const TOKENS: u32 = TILE;
 const THREADS: u32 = 256u;
 const EACH: u32 = 8u; // outputs of a thread, and tokens
 
@@ -63,9 +63,14 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
             let threads = thread / EACH; // a group of 16, one per lane
             let t = thread % EACH;
             let first = 2u * threads * LANES + t / 4u;
-            var sum = tile[first][t % 4u];
-            for (var l = 1u; l < LANES; l++) { sum += tile[first + 2u * l][t % 4u]; }
-            put(tile_output + threads % 4u * EACH + o, tile_token + threads / 4u * EACH + t, sum);
+            var sums: array<f32, LANES / 2u>;
+            for (var l = 0u; l < LANES / 2u; l++) {
+                sums[l] = tile[first + 4u * l][t % 4u] + tile[first + 4u * l + 2u][t % 4u];
+            }
+            for (var n = LANES / 4u; n > 0u; n /= 2u) {
+                for (var l = 0u; l < n; l++) { sums[l] = sums[2u * l] + sums[2u * l + 1u]; }
+            }
+            put(tile_output + threads % 4u * EACH + o, tile_token + threads / 4u * EACH + t, sums[0]);
         }
         workgroupBarrier();
     }

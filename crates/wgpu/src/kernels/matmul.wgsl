@@ -1,12 +1,13 @@
 // A linear layer for a few tokens (see product.wgsl): a workgroup has eight output rows, 16 lanes share one. A decoded
 // weight is used for TOKENS tokens.
 
-const OUTPUTS: u32 = 8u;
+const THREADS: u32 = LANES * OUTPUTS;
 
-var<workgroup> sums: array<f32, LANES * OUTPUTS * TOKENS>;
+var<workgroup> sums: array<f32, THREADS * TOKENS>;
 
-@compute @workgroup_size(128)
-fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
+@compute @workgroup_size(THREADS)
+fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
+    let thread = thread_of(lanes);
     let lane = thread % LANES;
     let row = group.x * OUTPUTS + thread / LANES;
     let first_token = group.y * TOKENS;
@@ -28,13 +29,27 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
             }
         }
     }
-    for (var t = 0u; t < TOKENS; t++) {
-        sums[(t * OUTPUTS + thread / LANES) * LANES + lane] = acc[t];
+    // Lanes that add up by exchange; sums of so many lanes are left.
+    let near = min(width_of(lanes), LANES);
+    let left = LANES / near;
+    for (var step = 1u; step < near; step *= 2u) {
+        for (var t = 0u; t < TOKENS; t++) { acc[t] += bitcast<f32>(of_neighbour(bitcast<u32>(acc[t]), step)); }
     }
-    workgroupBarrier();
-    if (thread < OUTPUTS * TOKENS) {
-        var sum = sums[thread * LANES];
-        for (var l = 1u; l < LANES; l++) { sum += sums[thread * LANES + l]; }
-        put(group.x * OUTPUTS + thread % OUTPUTS, first_token + thread / OUTPUTS, sum);
+    if (left == 1u) {
+        for (var t = 0u; t < TOKENS; t++) {
+            if (lane == t) { put(row, first_token + t, acc[t]); }
+        }
+    } else {
+        if (lane % near == 0u) {
+            for (var t = 0u; t < TOKENS; t++) { sums[(t * OUTPUTS + thread / LANES) * LANES + lane / near] = acc[t]; }
+        }
+        workgroupBarrier();
+        if (thread < OUTPUTS * TOKENS) {
+            let first = thread * LANES;
+            for (var n = left / 2u; n > 0u; n /= 2u) {
+                for (var i = 0u; i < n; i++) { sums[first + i] = sums[first + 2u * i] + sums[first + 2u * i + 1u]; }
+            }
+            put(group.x * OUTPUTS + thread % OUTPUTS, first_token + thread / OUTPUTS, sums[first]);
+        }
     }
 }

@@ -3,6 +3,7 @@
 //   total = state 0;  total = total 2^(Mt - M*) + state 2^(M - M*) for the others;  out = as in `attend`,
 //   rotated back if values are stored rotated
 
+const THREADS: u32 = 64u;
 const NO_SCORE: f32 = -1e30;
 
 struct Args {
@@ -21,13 +22,13 @@ var<immediate> args: Args;
 
 var<workgroup> turned: array<f32, DIM>;
 
-@compute @workgroup_size(64)
+@compute @workgroup_size(THREADS)
 fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
     let merge = args.merges + 4u * group.x;
     let head = group.y;
     let token = plan[args.order + plan[merge]];
     let n = plan[merge + 2u];
-    for (var e = thread; e < DIM; e += 64u) {
+    for (var e = thread; e < DIM; e += THREADS) {
         var total_max = NO_SCORE;
         var total_norm = 0.0;
         var total = 0.0;
@@ -52,5 +53,5 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
     }
     workgroupBarrier();
     turn_rows_back(thread, 1u, V_TURN, V_WIDE);
-    for (var e = thread; e < DIM; e += 64u) { out[(token * args.heads + head) * DIM + e] = turned[e]; }
+    for (var e = thread; e < DIM; e += THREADS) { out[(token * args.heads + head) * DIM + e] = turned[e]; }
 }

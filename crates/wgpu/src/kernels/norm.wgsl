@@ -2,7 +2,7 @@
 //
 //   out = weight * x / sqrt(mean(x^2) + eps)      for every row, one workgroup each; IN_PLACE: out is x
 //
-// Lane l adds up the squares l, l + 128, ...; the lanes are added as a binary tree.
+// Lane l adds up the squares l, l + 128, ...; the lanes are added as a binary tree of neighbours (lanes.wgsl).
 
 struct Args {
     width: u32,
@@ -15,33 +15,39 @@ struct Args {
 @group(0) @binding(2) var<storage, read> x: array<f32>;         // [rows, width], not bound in place
 var<immediate> args: Args;
 
-var<workgroup> sums: array<f32, 128>;
+const THREADS: u32 = 128u;
+
+var<workgroup> sums: array<f32, THREADS>;
 
 fn at(i: u32) -> f32 {
     if (IN_PLACE) { return out[i]; }
     return x[i];
 }
 
-@compute @workgroup_size(128)
-fn main(@builtin(local_invocation_index) lane: u32, @builtin(workgroup_id) group: vec3<u32>) {
-    let row = min(group.y * 32768u + group.x, args.rows - 1u);
+@compute @workgroup_size(THREADS)
+fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
+    let lane = thread_of(lanes);
+    let width = width_of(lanes);
+    let row = min(group.y * ROWS + group.x, args.rows - 1u);
     let first = row * args.width;
     var sum = 0.0;
-    for (var i = lane; i < args.width; i += 128u) {
+    for (var i = lane; i < args.width; i += THREADS) {
         let value = at(first + i);
         sum = fma(value, value, sum);
     }
-    sums[lane] = sum;
-    for (var half = 64u; half > 0u; half /= 2u) {
+    for (var step = 1u; step < width; step *= 2u) { sum += bitcast<f32>(of_neighbour(bitcast<u32>(sum), step)); }
+    if (lane % width == 0u) { sums[lane / width] = sum; }
+    let n = THREADS / width;
+    for (var step = 1u; step < n; step *= 2u) {
         workgroupBarrier();
-        if (lane < half) { sums[lane] += sums[lane + half]; }
+        if (lane < n && lane % (2u * step) == 0u) { sums[lane] += sums[lane + step]; }
     }
     workgroupBarrier();
-    if (group.y * 32768u + group.x >= args.rows) {
+    if (group.y * ROWS + group.x >= args.rows) {
         return;
     }
     let scale = 1.0 / sqrt(sums[0] / f32(args.width) + args.eps);
-    for (var i = lane; i < args.width; i += 128u) {
+    for (var i = lane; i < args.width; i += THREADS) {
         out[first + i] = at(first + i) * scale * weight[i];
     }
 }

@@ -5,10 +5,8 @@
 //     out[t, first + o] = y
 //   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
 //
-// x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
-// added in order. So a token's result is the same in both kernels, and in every batch.
-
-const LANES: u32 = 16u;
+// x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the lanes are
+// added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch.
 
 struct Args {
     form: Form,

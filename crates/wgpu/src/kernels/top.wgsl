@@ -17,16 +17,20 @@ var<immediate> args: Args;
 
 const NONE: u32 = 0xffffffffu;
 
-var<workgroup> values: array<f32, 128>;
-var<workgroup> tokens: array<u32, 128>;
-var<workgroup> broken: array<u32, 128>;
+const THREADS: u32 = 128u;
+
+var<workgroup> values: array<f32, THREADS>;
+var<workgroup> tokens: array<u32, THREADS>;
+var<workgroup> broken: array<u32, THREADS>;
 
 fn better(a: f32, i: u32, b: f32, j: u32) -> bool {
     return i != NONE && (j == NONE || a > b || (a == b && i < j));
 }
 
-@compute @workgroup_size(128)
-fn main(@builtin(local_invocation_index) lane: u32, @builtin(workgroup_id) group: vec3<u32>) {
+@compute @workgroup_size(THREADS)
+fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
+    let lane = thread_of(lanes);
+    let width = width_of(lanes);
     let k = wanted[args.wanted + group.x];
     let row = group.x * args.vocab;
     let answer = group.x * args.stride;
@@ -36,7 +40,7 @@ fn main(@builtin(local_invocation_index) lane: u32, @builtin(workgroup_id) group
         var best = 0.0;
         var token = NONE;
         var nan = 0u;
-        for (var t = lane; t < args.vocab; t += 128u) {
+        for (var t = lane; t < args.vocab; t += THREADS) {
             let x = logits[row + t];
             nan |= select(0u, 1u, is_nan(x));
             let left = last_token == NONE || x < last || (x == last && t > last_token);
@@ -45,10 +49,21 @@ fn main(@builtin(local_invocation_index) lane: u32, @builtin(workgroup_id) group
                 token = t;
             }
         }
-        values[lane] = best;
-        tokens[lane] = token;
-        broken[lane] = nan;
-        for (var half = 64u; half > 0u; half /= 2u) {
+        for (var step = 1u; step < width; step *= 2u) {
+            let other = bitcast<f32>(of_neighbour(bitcast<u32>(best), step));
+            let other_token = of_neighbour(token, step);
+            nan |= of_neighbour(nan, step);
+            if (better(other, other_token, best, token)) {
+                best = other;
+                token = other_token;
+            }
+        }
+        if (lane % width == 0u) {
+            values[lane / width] = best;
+            tokens[lane / width] = token;
+            broken[lane / width] = nan;
+        }
+        for (var half = THREADS / width / 2u; half > 0u; half /= 2u) {
             workgroupBarrier();
             if (lane < half) {
                 broken[lane] |= broken[lane + half];

@@ -6,7 +6,7 @@
 //   turn 2: elements first .. DIM as one row of n: signs flipped, the first 2^k elements rotated, and if n is not 2^k, signs
 //           flipped again and the last 2^k elements rotated
 //
-// Every invocation must call it, after a barrier; what it leaves may be read after it returns.
+// Every one of the THREADS invocations must call it, after a barrier; what it leaves may be read after it returns.
 
 // The sign bit that is flipped of element i, or 0.
 fn sign_of(i: u32) -> u32 {
@@ -16,7 +16,7 @@ fn sign_of(i: u32) -> u32 {
 
 fn flip_signs(thread: u32, rows: u32, first: u32) {
     let n = DIM - first;
-    for (var i = thread; i < rows * n; i += 64u) {
+    for (var i = thread; i < rows * n; i += THREADS) {
         let at = i / n * DIM + first + i % n;
         turned[at] = bitcast<f32>(bitcast<u32>(turned[at]) ^ sign_of(i % n));
     }
@@ -26,7 +26,7 @@ fn flip_signs(thread: u32, rows: u32, first: u32) {
 // Rotates blocks of `block` elements, a power of two, of elements first .. first + n of every row.
 fn rotate(thread: u32, rows: u32, first: u32, n: u32, block: u32) {
     for (var half = 1u; half < block; half *= 2u) {
-        for (var i = thread; i < rows * (n / 2u); i += 64u) {
+        for (var i = thread; i < rows * (n / 2u); i += THREADS) {
             let pair = i % (n / 2u);
             let low = i / (n / 2u) * DIM + first + pair / half * 2u * half + pair % half;
             let a = turned[low];
@@ -38,7 +38,7 @@ fn rotate(thread: u32, rows: u32, first: u32, n: u32, block: u32) {
     }
     let twos = firstTrailingBit(block);
     let norm = power(-f32(twos / 2u)) * select(1.0, 0.70710678118654752, (twos & 1u) == 1u);
-    for (var i = thread; i < rows * n; i += 64u) {
+    for (var i = thread; i < rows * n; i += THREADS) {
         turned[i / n * DIM + first + i % n] *= norm;
     }
     workgroupBarrier();

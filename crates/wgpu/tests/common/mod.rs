@@ -1,6 +1,6 @@
 //! The adapter that the tests run on.
 #![allow(dead_code)] // each test uses a part of this
-use kvist_wgpu::{Wgpu, WgpuDevice};
+use kvist_wgpu::{OpenOptions, Wgpu, WgpuDevice};
 use std::sync::{Arc, LazyLock};
 
 /// The API that tests run on.
@@ -35,5 +35,15 @@ pub fn device() -> Option<WgpuDevice> {
 /// The API under [`device`], opened for itself.
 pub fn driver() -> Option<Arc<Wgpu>> {
     device()?;
-    Some(Arc::new(Wgpu::open(index(), u64::MAX).unwrap()))
+    Some(Arc::new(Wgpu::open(index(), &OpenOptions::default()).unwrap()))
+}
+
+/// [`device`], opened anew.
+pub fn with(options: OpenOptions) -> WgpuDevice {
+    kvist_wgpu::open_with(index(), &options).unwrap()
+}
+
+/// [`device`] with weights and pools in parts of so many bytes.
+pub fn in_parts(max_part_bytes: u64) -> WgpuDevice {
+    with(OpenOptions { max_part_bytes, ..OpenOptions::default() })
 }

@@ -1,0 +1,76 @@
+//! `kvist prefix freeze` and `--prefix`.
+mod program;
+use program::*;
+use serde_json::Value;
+use std::fs;
+
+const RULES: &str = "The cache stores the keys and values of every token. The borrow checker";
+
+fn text(args: &[&str]) -> String {
+    let (text, _) =
+        succeed(&[&["run", "-q", "--raw", "--greedy", "--no-echo", "--ignore-eos"], args].concat());
+    text.strip_suffix('\n').unwrap().to_string()
+}
+
+#[test]
+fn a_prompt_continues_a_frozen_prefix() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    fs::write(path("rules.txt"), RULES).unwrap();
+    let ways: [&[&str]; 3] = [&[], &["--kv", "q8", "--deterministic"], &["--kv", "f32"]];
+    for more in ways {
+        let (rules, file) = (path("rules.txt"), path("p.kvp"));
+        let freeze = ["prefix", "freeze", "--json", "--text", &rules, "--out", &file];
+        let (report, _) = succeed(&[&freeze[..], more].concat());
+        let report: Value = serde_json::from_str(&report).unwrap();
+        let tokens = report["tokens"].as_u64().unwrap();
+        assert_eq!(report["bytes"], fs::metadata(&file).unwrap().len());
+        let prompt = format!("{RULES} is a part");
+        let whole = text(&[&[prompt.as_str(), "-n", "20"], more].concat());
+        for kind in ["contiguous", "cells", "paged"] {
+            let run = [&["--prefix", &file, "-n", "20", "--kind", kind, " is a part"], more].concat();
+            assert_eq!(text(&run), whole, "{kind} {more:?}");
+        }
+        // Without a prompt the prefix itself goes on.
+        let run = ["run", "-q", "--raw", "--greedy", "--json", "-n", "3", "--prefix", &file];
+        let (report, _) = succeed(&[&run[..], more].concat());
+        let report: Value = serde_json::from_str(&report).unwrap();
+        let expected = if more.contains(&"q8") { (tokens - 1) / 16 * 16 } else { tokens - 1 };
+        assert_eq!(report["resumed_tokens"], expected);
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    let (rules, file) = (path("rules.txt"), path("p.kvp"));
+    fs::write(&rules, RULES).unwrap();
+    let freeze = ["prefix", "freeze", "--text", &rules, "--out", &file];
+    succeed(&freeze);
+    let run = ["run", "--raw", "-n", "3", "--prefix", &file, "x"];
+    refused(&[&run[..], &["--kv", "q8"]].concat(), 1, &["p.kvp", "--kv f16", "q8"]);
+    refused(&[&run[..], &["--window", "32"]].concat(), 1, &["p.kvp", "--window"]);
+    refused(&[&run[..], &["--context", "8"]].concat(), 1, &["--context"]);
+    refused(&[&run[..], &["--resume", &file]].concat(), 2, &["--resume", "--prefix"]);
+    refused(&["run", "--resume", &file, "x"], 1, &["p.kvp", "no session"]);
+    refused(&["run", "--prefix", &rules, "x"], 1, &["rules.txt", "kvist prefix freeze"]);
+    refused(&["run", "--prefix", &path("none"), "x"], 1, &["cannot read", "none"]);
+    refused(&["prefix", "freeze", "--text", &path("none"), "--out", &file], 1, &["cannot read", "none"]);
+    refused(&["prefix", "freeze", "--text", &rules, "--out", "/no/such/p.kvp"], 1, &["--out", "no folder"]);
+    refused(&[&freeze[..], &["--kv", "t4-o"]].concat(), 1, &["t4-o", "t4"]);
+    let record = path("r.jsonl");
+    refused(&["serve", "--prefix", &file, "--record", &record], 2, &["--prefix", "--record"]);
+    let keys = path("s.toml");
+    fs::write(&keys, "[[keys]]\nname = \"a\"\nkey = \"0123456789abcdef\"\n").unwrap();
+    refused(&["serve", "--config", &keys, "--prefix", &file], 1, &["--prefix", "[[keys]]"]);
+    refused(&["serve", "--kv", "q8", "--prefix", &file], 1, &["p.kvp", "--kv f16"]);
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 4;
+    fs::write(&file, &bytes).unwrap();
+    refused(&run, 1, &["p.kvp", "torn or has changed"]);
+    fs::write(&rules, "").unwrap();
+    refused(&freeze, 1, &["--text", "empty"]);
+    assert_eq!(fs::read(&file).unwrap(), bytes, "a refused freeze leaves the file");
+}

@@ -1,0 +1,4 @@
+//! Blocks of many cells, on a GPU.
+mod common;
+#[path = "../../gpu/tests/shared/blocks.rs"]
+mod shared;

@@ -1,0 +1,196 @@
+//! A prompt's beginning in a file, with its K and V as the pools of a device store them: programs map the file into memory and
+//! attend it in place. However many processes use it, there is one copy in memory, and none of them computes it.
+//!
+//! Layer groups that see everything are mapped. Of groups with a window the file has the rows that later queries see, as
+//! [saved sessions](crate::saved) have, and every process copies those. docs/formats/prefix.md describes the file.
+mod file;
+
+pub use file::FrozenPrefix;
+
+use crate::saved::{CacheRows, GroupRows, Origin, check_storage};
+use crate::session::ModelSession;
+use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
+use kvist_device::{DeviceError, Layout, MappedRows, MappedSide, Side};
+use kvist_model::Error;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The beginning of prompts, as it is frozen.
+#[derive(Clone, Copy, Debug)]
+pub struct FrozenText<'a> {
+    pub tokens: &'a [u32],
+    /// The system message that the tokens begin a conversation with; `None` for plain text.
+    pub system: Option<&'a str>,
+}
+
+/// Images have whole blocks of cells.
+const BLOCK: u32 = 16;
+
+/// The layers of group `g` that own K and V, twice: once for K, once for V.
+fn layer_sides(layout: &Layout, g: usize) -> impl Iterator<Item = MappedSide> + '_ {
+    let of_group = move |layer: &kvist_device::LayerSpec| usize::from(layer.group.0) == g;
+    let owners = layout.owners().filter(move |(_, layer)| of_group(layer));
+    owners.flat_map(|(l, _)| {
+        let layer = kvist_cache::LayerId(l as u16);
+        [Side::K, Side::V].map(|side| MappedSide { layer, side, first: 0, finite: true })
+    })
+}
+
+/// Whether each layer group sees all positions, so that its pools can begin with a file.
+fn maps(rows: &CacheRows<'_>) -> Vec<bool> {
+    let groups = rows.config.groups(rows.runner.model.config());
+    groups.iter().map(|group| group.visibility.window.is_none()).collect()
+}
+
+/// Freezes sequence `seq`, whose tokens are those of `text`: writes its K and V to `path`, as a whole or not at all. The session
+/// needs room for one more token.
+///
+/// # Errors
+/// The device does not map files, the sequence has other tokens, its cells are not in order, or the file cannot be written.
+pub fn freeze(
+    session: &mut ModelSession,
+    seq: SeqId,
+    text: FrozenText<'_>,
+    origin: &Origin,
+    path: &Path,
+) -> Result<(), Error> {
+    let stored = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+    if stored as usize != text.tokens.len() || stored == 0 {
+        let n = text.tokens.len();
+        return Err(Error::Usage(format!(
+            "the cache stores {stored} positions, and the prefix has {n} tokens"
+        )));
+    }
+    let (k, v) = (session.config().k, session.config().v);
+    check_storage((k, v))?;
+    let mut rows = session.rows();
+    let pools = |rows: &CacheRows<'_>| rows.runner.network.pools().image_layout();
+    let mut writer = file::Writer::new(text, stored, origin, pools(&rows).ok_or_else(no_images)?);
+    let mapped = maps(&rows);
+    let seen = rows.seen_at_end(seq, stored)?;
+    if seen.iter().zip(&mapped).any(|(seen, mapped)| *mapped && !seen.iter().copied().eq(in_order(stored))) {
+        return Err(Error::Usage(
+            "this cache does not store the prefix in order: freeze it in a new cache of --kind paged".into(),
+        ));
+    }
+    for g in (0..mapped.len()).filter(|g| mapped[*g]) {
+        for side in layer_sides(rows.runner.model.layout(), g) {
+            let image =
+                rows.runner.network.pools().image(side.layer, side.side, stored.next_multiple_of(BLOCK));
+            writer.image(side, image?);
+        }
+    }
+    for (g, copied) in rows.copy_rows(seq, stored)?.into_iter().enumerate().filter(|(g, _)| !mapped[*g]) {
+        writer.rows(g, &rows.sides_of(g), (k, v), copied);
+    }
+    writer.write(path)
+}
+
+fn in_order(n: u32) -> impl Iterator<Item = (u32, u32)> {
+    (0..n).map(|position| (position, position))
+}
+
+fn no_images() -> Error {
+    DeviceError::Unsupported(
+        "this device does not attend K and V of a file in place: use --backend cpu".into(),
+    )
+    .into()
+}
+
+/// Begins the empty sequence `seq` of a new session with a frozen prefix. Returns how many of its tokens need not be computed:
+/// at most `most`, and as many as can be continued as if they had been computed here (with packed storages up to a recent group).
+/// It is 0 if a window has left positions behind that a query would see now. On `Err` the session is empty.
+///
+/// # Errors
+/// The prefix depends on something else ([`FrozenPrefix::check`]), the kind of cache does not store positions in order, the
+/// cache has no room, or the file cannot be mapped.
+pub fn begin_with(
+    session: &mut ModelSession,
+    seq: SeqId,
+    prefix: &FrozenPrefix,
+    origin: &Origin,
+    most: usize,
+) -> Result<usize, Error> {
+    prefix.check(origin)?;
+    match session.cache().next_position(seq) {
+        Some(0) => {}
+        Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: a prefix comes first"))),
+        None => return Err(Refused::UnknownSequence(seq).into()),
+    }
+    crate::check_prompt(session.config(), prefix.tokens().len())?;
+    let n = session.config().cut_before(most.min(prefix.tokens().len()) as u32);
+    session.check_tokens(prefix.tokens())?;
+    let begun = place(&mut session.rows(), seq, prefix, n);
+    if !matches!(begun, Ok(n) if n > 0) {
+        session.clear()?;
+    }
+    begun
+}
+
+/// A prefix that requests of a serving engine may begin with.
+pub struct EnginePrefix {
+    pub prefix: Arc<FrozenPrefix>,
+    /// The salt of these requests: salts share nothing.
+    pub salt: Arc<str>,
+    /// What the engine's cache depends on.
+    pub origin: Origin,
+}
+
+/// Puts the whole blocks of a prefix into the prefix index of an empty cache, for requests with its salt. They are not
+/// evicted as long as the returned pin lives. On `Err` the cache is not to be used.
+///
+/// # Errors
+/// As [`begin_with`]; and the cache has no prefix index, or the prefix has less than a block.
+pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u32) -> Result<Pin, Error> {
+    let (prefix, seq, at) = (&of.prefix, SeqId(0), Moment { now_ns: 0 });
+    prefix.check(&of.origin)?;
+    crate::check_prompt(rows.config, prefix.tokens().len())?;
+    rows.runner.check_tokens(prefix.tokens())?;
+    let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.path().display()));
+    let n = rows.config.cut_before(prefix.tokens().len() as u32) / block_tokens * block_tokens;
+    if n == 0 {
+        let len = prefix.tokens().len();
+        return Err(refused(&format!("the prefix has {len} tokens, less than a block of {block_tokens}")));
+    }
+    let prompt = Prompt::Tokens(prefix.tokens()[..n as usize].to_vec());
+    let no_index = || refused("the cache has no prefix index");
+    rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, &of.salt, &prompt.content(n), at)?;
+    if place(rows, seq, prefix, n)? == 0 {
+        return Err(refused("a window has left positions behind that a request would see: use a float --kv"));
+    }
+    rows.cache.prefixes().ok_or_else(no_index)?.store(seq, &prompt.content(n), at)?;
+    let groups = (0..rows.runner.model.layout().n_groups()).map(|g| GroupId(g as u16));
+    let blocks = groups.flat_map(|group| {
+        let table = rows.cache.block_table(group, seq).unwrap_or_default();
+        table.into_iter().flatten().map(move |block| BlockId { group, block })
+    });
+    let blocks: Vec<BlockId> = blocks.collect();
+    let pin = rows.cache.pin(&blocks)?;
+    rows.cache.sequences().ok_or_else(no_index)?.seq_rm(seq, 0, u32::MAX)?;
+    Ok(pin)
+}
+
+/// Places the first `n` tokens. Returns how many are there: all or 0. The sequence is to be cleared if there are none.
+fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, n: u32) -> Result<usize, Error> {
+    check_storage((rows.config.k, rows.config.v))?;
+    prefix.check_layout(rows.runner.network.pools().image_layout().ok_or_else(no_images)?)?;
+    let (mut groups, mut sides) = (Vec::new(), Vec::new());
+    for (g, mapped) in maps(rows).into_iter().enumerate() {
+        groups.push(if mapped {
+            for side in layer_sides(rows.runner.model.layout(), g) {
+                sides.push(prefix.side(side)?);
+            }
+            GroupRows::InPlace
+        } else {
+            GroupRows::Copied(prefix.rows(g, &rows.sides_of(g))?)
+        });
+    }
+    if n == 0 || !rows.place_rows(seq, n, &groups)? {
+        return Ok(0);
+    }
+    if !sides.is_empty() {
+        let mapped = MappedRows { file: prefix.file(), len: prefix.len(), cells: prefix.cells(), sides };
+        rows.runner.network.pools_mut().map(&mapped)?;
+    }
+    Ok(n as usize)
+}

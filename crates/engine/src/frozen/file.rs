@@ -1,0 +1,330 @@
+//! The file of a frozen prefix: safetensors, whose first tensors are images of pools and begin at a page.
+use super::{BLOCK, FrozenText};
+use crate::saved::{Origin, Rows, SideSpec, positions_name, replace, side_name, tensor_type};
+use kvist_device::{Image, MappedRows, MappedSide, Side, Storage};
+use kvist_model::{Error, Fingerprint, hash};
+use safetensors::tensor::{Dtype, Metadata};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+const FORMAT: &str = "kvist-prefix";
+const VERSION: u32 = 1;
+/// Keys of the metadata: the header as JSON, and its hash.
+const HEADER: &str = "kvist";
+const HEADER_HASH: &str = "blake3";
+/// The tensors begin at a multiple of this, so that a map of the file has them at pages.
+const PAGE: u64 = 4096;
+/// The longest JSON that readers of safetensors take.
+const LONGEST_HEADER: u64 = 100_000_000;
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Header {
+    format: String,
+    version: u32,
+    origin: Origin,
+    /// The layout of images.
+    layout: String,
+    /// Positions whose K and V are here: all tokens.
+    stored: u32,
+    system: Option<String>,
+    /// Images with a value that is not finite.
+    not_finite: Vec<String>,
+    /// The BLAKE3 hash of every tensor's bytes.
+    blake3: BTreeMap<String, String>,
+}
+
+fn image_name(side: MappedSide) -> String {
+    let half = match side.side {
+        Side::K => "k",
+        Side::V => "v",
+    };
+    format!("layer.{}.{half}.image", side.layer.0)
+}
+
+/// A tensor to write.
+struct Named {
+    name: String,
+    dtype: &'static str,
+    shape: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+/// Collects the parts of a file.
+pub(super) struct Writer {
+    header: Header,
+    images: Vec<Named>,
+    words: Vec<Named>,
+    rows: Vec<Named>,
+}
+
+impl Writer {
+    pub fn new(text: FrozenText<'_>, stored: u32, origin: &Origin, layout: &str) -> Self {
+        let header = Header {
+            format: FORMAT.into(),
+            version: VERSION,
+            origin: origin.clone(),
+            layout: layout.into(),
+            stored,
+            system: text.system.map(str::to_string),
+            not_finite: Vec::new(),
+            blake3: BTreeMap::new(),
+        };
+        let mut this = Writer { header, images: Vec::new(), words: Vec::new(), rows: Vec::new() };
+        this.word("tokens".into(), text.tokens);
+        this
+    }
+
+    fn word(&mut self, name: String, words: &[u32]) {
+        let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.words.push(Named { name, dtype: "U32", shape: vec![words.len()], bytes });
+    }
+
+    /// Adds K or V of a layer that is to be mapped.
+    pub fn image(&mut self, side: MappedSide, image: Image) {
+        let (name, mut bytes) = (image_name(side), image.bytes);
+        if !image.finite {
+            self.header.not_finite.push(name.clone());
+        }
+        // The next one begins at a cache line.
+        bytes.resize(bytes.len().next_multiple_of(MappedRows::ALIGNMENT as usize), 0);
+        self.images.push(Named { name, dtype: "U8", shape: vec![bytes.len()], bytes });
+    }
+
+    /// Adds the rows of a group that is to be copied.
+    pub fn rows(&mut self, group: usize, sides: &[SideSpec], (k, v): (Storage, Storage), rows: Rows) {
+        self.word(positions_name(group), &rows.positions);
+        let n = rows.positions.len();
+        for (side, bytes) in sides.iter().zip(rows.sides) {
+            let (dtype, row) = tensor_type(if side.keys { k } else { v }, side);
+            let dtype = match dtype {
+                Dtype::F32 => "F32",
+                Dtype::F16 => "F16",
+                Dtype::BF16 => "BF16",
+                _ => "U8",
+            };
+            let shape = vec![n, side.heads as usize, row];
+            self.rows.push(Named { name: side_name(side), dtype, shape, bytes });
+        }
+    }
+
+    /// Writes a temporary file beside `path`, syncs and renames it.
+    pub fn write(self, path: &Path) -> Result<(), Error> {
+        let bad = |what: String| Error::Malformed { file: path.display().to_string(), what };
+        let Writer { mut header, images, words, rows } = self;
+        let tensors: Vec<Named> = images.into_iter().chain(words).chain(rows).collect();
+        header.blake3 = tensors.iter().map(|it| (it.name.clone(), hash(&[&it.bytes]))).collect();
+        let header = serde_json::to_string(&header).map_err(|error| bad(error.to_string()))?;
+        let mut json = serde_json::Map::new();
+        json.insert(
+            "__metadata__".into(),
+            json!({ HEADER: header, HEADER_HASH: hash(&[header.as_bytes()]) }),
+        );
+        let mut end = 0;
+        for Named { name, dtype, shape, bytes } in &tensors {
+            let offsets = [end, end + bytes.len()];
+            json.insert(name.clone(), json!({ "dtype": dtype, "shape": shape, "data_offsets": offsets }));
+            end = offsets[1];
+        }
+        let mut json = serde_json::to_vec(&json).map_err(|error| bad(error.to_string()))?;
+        let begin = (json.len() as u64 + 8).next_multiple_of(PAGE);
+        json.resize(begin as usize - 8, b' '); // readers skip spaces
+        let write = |file: &mut File| {
+            file.write_all(&(begin - 8).to_le_bytes())?;
+            file.write_all(&json)?;
+            tensors.iter().try_for_each(|tensor| file.write_all(&tensor.bytes))
+        };
+        replace(path, write).map_err(|source| Error::Write { path: path.to_path_buf(), source })
+    }
+}
+
+/// A tensor's place in the file.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    first: u64,
+    len: u64,
+}
+
+/// A frozen prefix whose bytes are those that were written.
+#[derive(Debug)]
+pub struct FrozenPrefix {
+    path: PathBuf,
+    file: File,
+    len: u64,
+    header: Header,
+    tokens: Vec<u32>,
+    images: HashMap<String, Place>,
+    /// Tensors that are not mapped.
+    others: HashMap<String, Vec<u8>>,
+}
+
+impl FrozenPrefix {
+    /// Opens a file, and reads it once to compare every hash: what is mapped later is in the page cache then.
+    ///
+    /// # Errors
+    /// The file cannot be read, is no prefix, was written by a newer version, is torn or has changed.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        let failed = |source| Error::Read { path: path.to_path_buf(), source };
+        let name = path.display().to_string();
+        let bad = |what: String| Error::Malformed { file: name.clone(), what };
+        let broken = |what: &str| bad(format!("{what}: the file is torn or has changed since it was frozen"));
+        let none = || bad("no prefix of kvist: `kvist prefix freeze` writes one".into());
+        let mut file = File::open(path).map_err(failed)?;
+        let len = file.metadata().map_err(failed)?.len();
+        let json = read_json(&mut file, len).map_err(failed)?.ok_or_else(none)?;
+        let metadata: Metadata = serde_json::from_slice(&json[8..]).map_err(|_| none())?;
+        let entries = metadata.metadata().as_ref().ok_or_else(none)?;
+        let (text, expected) = entries.get(HEADER).zip(entries.get(HEADER_HASH)).ok_or_else(none)?;
+        if hash(&[text.as_bytes()]) != *expected {
+            return Err(broken("the header's hash is another one"));
+        }
+        let header = parse(text).map_err(bad)?.ok_or_else(none)?;
+        let tensors = metadata.tensors();
+        if tensors.len() != header.blake3.len() {
+            return Err(broken("it has other tensors than its header says"));
+        }
+        let ends = tensors.values().map(|info| info.data_offsets.1 as u64);
+        if json.len() as u64 + ends.max().unwrap_or(0) != len {
+            return Err(broken(&format!("it has {len} bytes, other than its header says")));
+        }
+        let (begin, mut images, mut others) = (json.len() as u64, HashMap::new(), HashMap::new());
+        for (name, expected) in &header.blake3 {
+            let info = tensors.get(name).ok_or_else(|| broken(&format!("it lacks `{name}`")))?;
+            let (first, end) = (begin + info.data_offsets.0 as u64, begin + info.data_offsets.1 as u64);
+            let mut bytes = vec![0; (end - first) as usize];
+            file.seek(SeekFrom::Start(first)).and_then(|_| file.read_exact(&mut bytes)).map_err(failed)?;
+            if hash(&[&bytes]) != *expected {
+                return Err(broken(&format!("the hash of `{name}` is another one")));
+            }
+            if name.ends_with(".image") {
+                images.insert(name.clone(), Place { first, len: end - first });
+            } else {
+                others.insert(name.clone(), bytes);
+            }
+        }
+        let tokens = others.get("tokens").and_then(|bytes| words(bytes));
+        let tokens = tokens.filter(|tokens| tokens.len() == header.stored as usize && !tokens.is_empty());
+        let tokens = tokens.ok_or_else(|| broken("its tokens are not those that were frozen"))?;
+        Ok(FrozenPrefix { path: path.to_path_buf(), file, len, header, tokens, images, others })
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+    /// The system message that the tokens begin a conversation with; `None` for plain text.
+    pub fn system(&self) -> Option<&str> {
+        self.header.system.as_deref()
+    }
+    /// Bytes of the file, which all its users share.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+    /// Never: a prefix has at least one token.
+    pub fn is_empty(&self) -> bool {
+        self.tokens.is_empty()
+    }
+
+    /// Compares the models alone.
+    ///
+    /// # Errors
+    /// Names the first difference.
+    pub fn check_model(&self, now: &Fingerprint) -> Result<(), Error> {
+        self.header.origin.check_model(&self.path.display().to_string(), now)
+    }
+
+    /// Compares what the prefix depends on with what is used now.
+    ///
+    /// # Errors
+    /// Names the first difference.
+    pub fn check(&self, now: &Origin) -> Result<(), Error> {
+        self.header.origin.check(&self.path.display().to_string(), now)
+    }
+
+    pub(super) fn check_layout(&self, now: &str) -> Result<(), Error> {
+        let (file, frozen) = (self.path.display().to_string(), &self.header.layout);
+        if frozen == now {
+            return Ok(());
+        }
+        let what = format!(
+            "the prefix was frozen in the layout `{frozen}`, and this device has `{now}`: freeze it again"
+        );
+        Err(Error::Malformed { file, what })
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+    pub(super) fn cells(&self) -> u32 {
+        self.header.stored.next_multiple_of(BLOCK)
+    }
+
+    fn misfit(&self) -> Error {
+        let what = "its tensors do not fit the model".into();
+        Error::Malformed { file: self.path.display().to_string(), what }
+    }
+
+    /// Where K or V of a layer lies. The origin has been checked.
+    pub(super) fn side(&self, side: MappedSide) -> Result<MappedSide, Error> {
+        let name = image_name(side);
+        let place = self.images.get(&name).filter(|place| place.len > 0).ok_or_else(|| self.misfit())?;
+        let finite = !self.header.not_finite.contains(&name);
+        Ok(MappedSide { first: place.first, finite, ..side })
+    }
+
+    /// The rows of a layer group with a window. The origin has been checked.
+    pub(super) fn rows(&self, group: usize, sides: &[SideSpec]) -> Result<Rows, Error> {
+        let tensor = |name: String| self.others.get(&name).ok_or_else(|| self.misfit());
+        let positions = words(tensor(positions_name(group))?).ok_or_else(|| self.misfit())?;
+        let ascending = positions.is_sorted_by(|a, b| a < b);
+        if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
+            return Err(self.misfit());
+        }
+        let side = |side: &SideSpec| {
+            let bytes = tensor(side_name(side))?;
+            let fits = bytes.len() == positions.len() * side.width();
+            fits.then(|| bytes.clone()).ok_or_else(|| self.misfit())
+        };
+        Ok(Rows { sides: sides.iter().map(side).collect::<Result<_, Error>>()?, positions })
+    }
+}
+
+/// The length and the JSON that a file of safetensors begins with. `None` if it does not.
+fn read_json(file: &mut File, len: u64) -> std::io::Result<Option<Vec<u8>>> {
+    let mut json = vec![0; 8];
+    if len < 8 {
+        return Ok(None);
+    }
+    file.read_exact(&mut json)?;
+    let n = u64::from_le_bytes(std::array::from_fn(|i| json[i]));
+    if n > LONGEST_HEADER || n + 8 > len {
+        return Ok(None);
+    }
+    json.resize(8 + n as usize, 0);
+    file.read_exact(&mut json[8..])?;
+    Ok(Some(json))
+}
+
+/// The header; `Ok(None)` if it is of something else.
+fn parse(text: &str) -> Result<Option<Header>, String> {
+    let Ok(value) = serde_json::from_str::<serde_json::Value>(text) else { return Ok(None) };
+    if value.get("format").and_then(|it| it.as_str()) != Some(FORMAT) {
+        return Ok(None);
+    }
+    match value.get("version").and_then(|it| it.as_u64()) {
+        Some(version) if version > u64::from(VERSION) => {
+            Err(format!("a prefix of format {version}, and this kvist reads {VERSION}: use a newer kvist"))
+        }
+        _ => serde_json::from_value(value).map(Some).map_err(|error| format!("its header: {error}")),
+    }
+}
+
+fn words(bytes: &[u8]) -> Option<Vec<u32>> {
+    let (words, []) = bytes.as_chunks::<4>() else { return None };
+    Some(words.iter().map(|word| u32::from_le_bytes(*word)).collect())
+}

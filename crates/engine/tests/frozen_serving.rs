@@ -1,0 +1,92 @@
+//! A serving engine that begins with a frozen prefix.
+mod engines;
+use engines::*;
+use kvist_cache::SeqId;
+use kvist_device::{DType, Storage};
+use kvist_engine::devices;
+use kvist_engine::frozen::{EnginePrefix, FrozenPrefix, FrozenText, freeze};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::saved::Origin;
+use kvist_engine::serving::*;
+use kvist_engine::session::ModelSession;
+use kvist_model::weights::WeightFormat;
+use kvist_model::{ModelFile, Opened};
+use kvist_testing::SplitMix64;
+use std::sync::Arc;
+
+/// A prefix of `tokens`, frozen for the engine's cache.
+fn frozen(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("p.kvp");
+    let aligned = engine.paged.block_aligned();
+    let fingerprint = Opened::open(&ModelFile::Embedded, true).unwrap().fingerprint().unwrap();
+    let origin = Origin::new(fingerprint, WeightFormat::AsStored, &aligned, model().config());
+    let config = CacheConfig { kind: "cells".into(), max_step_tokens: 32, max_rows: 1, ..aligned };
+    let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
+    session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
+    freeze(&mut session, SeqId::ONLY, FrozenText { tokens, system: None }, &origin, &path).unwrap();
+    let prefix = Arc::new(FrozenPrefix::open(&path).unwrap());
+    EnginePrefix { prefix, salt: "".into(), origin }
+}
+
+fn random_tokens(n: usize, seed: u64) -> Vec<u32> {
+    let mut random = SplitMix64(seed);
+    (0..n).map(|_| random.below(4000)).collect()
+}
+
+fn config_of(storage: Storage) -> EngineConfig {
+    let mut config = config(512);
+    (config.paged.cache.k, config.paged.cache.v) = (storage, storage);
+    config
+}
+
+/// The engine finds the prefix at once, in whole blocks, and never evicts it; requests with a salt do not see it.
+#[tokio::test]
+async fn an_engine_begins_with_a_prefix() {
+    for (storage, len, cached) in [("f32", 120, 112), ("f16", 96, 96), ("q8", 100, 96)] {
+        let storage: Storage = storage.parse().unwrap();
+        let tokens = random_tokens(len + 9, 3);
+        let mut begun = config_of(storage);
+        begun.prefix = Some(frozen(&tokens[..len], &begun));
+        let (with, without) = (engine(begun), engine(config_of(storage)));
+        for round in 0..3 {
+            let mut texts = Vec::new();
+            for (engine, least) in [(&with, cached), (&without, 0)] {
+                let received = receive(&mut engine.submit(greedy(&tokens, 12)).unwrap()).await;
+                let (found, _) = received.admitted.unwrap();
+                assert!(found >= least, "{found} of {least} tokens were cached");
+                texts.push(received.tokens);
+            }
+            // Packed caches depend on the chunks that a prompt is computed in.
+            if storage.dtype != DType::Q8 {
+                assert_eq!(texts[0], texts[1], "{storage} {round}");
+            }
+            // Other prompts fill the cache: everything that may be evicted is.
+            for other in 0..3 {
+                let other = random_tokens(370, 100 + 3 * round + other);
+                receive(&mut with.submit(greedy(&other, 4)).unwrap()).await;
+            }
+        }
+        assert!(with.stats().evicted_blocks > 0, "nothing was evicted");
+        let mut job = with.submit(Job { salt: "mine".into(), ..greedy(&tokens, 4) }).unwrap();
+        assert_eq!(receive(&mut job).await.admitted.unwrap().0, 0, "a salt shares nothing");
+    }
+}
+
+#[test]
+fn an_engine_refuses_what_does_not_fit() {
+    let start = |change: fn(&mut EngineConfig, &mut EnginePrefix), n| {
+        let mut config = config_of("f32".parse().unwrap());
+        let mut prefix = frozen(&random_tokens(n, 3), &config);
+        change(&mut config, &mut prefix);
+        config.prefix = Some(prefix);
+        match Engine::start(model().clone(), &devices::all(), config) {
+            Err(error) => error.to_string(),
+            Ok(_) => panic!("it started"),
+        }
+    };
+    assert!(start(|_, _| {}, 15).contains("less than a block of 16"));
+    assert!(start(|_, prefix| prefix.origin.model.weights = "0".repeat(64), 40).contains("weights"));
+    assert!(start(|config, _| config.paged.prefix = None, 40).contains("no prefix index"));
+    assert!(start(|config, _| config.paged.cache.context_tokens = 32, 40).contains("--context"));
+}

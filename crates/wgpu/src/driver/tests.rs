@@ -1,0 +1,109 @@
+//! What happens after a failure: every later call returns the first one, nothing panics, and no result is read.
+use super::*;
+use kvist_gpu::{GpuDevice, Recorder};
+use std::time::Instant;
+
+/// The best adapter, opened anew. `None` without any, which `KVIST_REQUIRE_WGPU=1` makes a failure.
+fn open(options: &OpenOptions) -> Option<Wgpu> {
+    let index = std::env::var("KVIST_WGPU").ok().and_then(|text| text.parse().ok());
+    match Wgpu::open(index, options) {
+        Ok(gpu) => Some(gpu),
+        Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
+        Err(_) => None,
+    }
+}
+
+/// Every call of a driver that has failed.
+fn assert_failed(gpu: &Wgpu, staging: &Buf, part: &str) {
+    let first = gpu.check().unwrap_err();
+    assert!(first.to_string().contains(part), "{first}");
+    let mut recorder = Recording::default();
+    let a = gpu.buffer("a", 64);
+    if let Ok(a) = &a {
+        gpu.write(a, 0, &[1; 64]);
+        gpu.record(&mut recorder, &Kernel::Add, &[Some(a), Some(a)], Args::new(&[16]), [1, 1, 1]);
+    }
+    let submission = gpu.submit(&mut recorder, &[]);
+    let later = [
+        gpu.wait(&submission),
+        gpu.wait_all(),
+        gpu.read(staging, 0..16, |_| panic!("no result is read")),
+        gpu.filled("b", &[0; 16]).map(drop),
+        gpu.check(),
+    ];
+    for (i, later) in later.into_iter().enumerate() {
+        assert_eq!(later.unwrap_err().to_string(), first.to_string(), "call {i}");
+    }
+    recorder.restart();
+}
+
+#[test]
+fn after_a_lost_device_every_call_returns_that() {
+    let Some(gpu) = open(&OpenOptions::default()) else { return };
+    let staging = gpu.staging("results", 16).unwrap();
+    gpu.device.destroy();
+    let _ = gpu.device.poll(wgpu::PollType::Poll); // the callback
+    assert_failed(&gpu, &staging, "the device was lost");
+}
+
+#[test]
+fn after_a_kernel_that_does_not_compile_every_call_returns_that() {
+    let Some(gpu) = open(&OpenOptions::default()) else { return };
+    let staging = gpu.staging("results", 16).unwrap();
+    let (a, b) = (gpu.filled("a", &[0; 64]).unwrap(), gpu.filled("b", &[0; 64]).unwrap());
+    // An array of no sums.
+    let broken = Kernel::Matmul { encoding: 0, tokens: 0, routed: kvist_gpu::Routed::No };
+    let mut recorder = Recording::default();
+    let buffers = [Some(&a), Some(&a), None, Some(&b), None];
+    gpu.record(&mut recorder, &broken, &buffers, Args::default(), [1, 1, 1]);
+    gpu.submit(&mut recorder, &[]);
+    assert_failed(&gpu, &staging, "matmul");
+}
+
+/// A submission that runs for longer than the device's patience: the first of many that has not ended when it is asked for.
+#[test]
+fn after_a_submission_that_hangs_every_call_returns_that() {
+    let Some(gpu) = open(&OpenOptions { patience: Duration::ZERO, ..OpenOptions::default() }) else { return };
+    let staging = gpu.staging("results", 16).unwrap();
+    let n = 1u32 << 21;
+    let (a, b) = (gpu.buffer("a", u64::from(4 * n)).unwrap(), gpu.buffer("b", u64::from(4 * n)).unwrap());
+    let began = Instant::now();
+    let mut recorder = Recording::default();
+    loop {
+        for _ in 0..20 {
+            gpu.record(&mut recorder, &Kernel::Add, &[Some(&a), Some(&b)], Args::new(&[n]), [n / 64, 1, 1]);
+        }
+        let submission = gpu.submit(&mut recorder, &[]);
+        if gpu.wait(&submission).is_err() {
+            break;
+        }
+        // Only a safety net.
+        assert!(began.elapsed() < Duration::from_secs(600), "every submission ended at once");
+    }
+    assert_failed(&gpu, &staging, "did not end within 0 s");
+}
+
+/// A model's device says it too: what is refused is an error of the request, not an answer.
+#[test]
+fn a_failed_device_refuses_pools() {
+    use kvist_device::{Backend, LayerSpec, Layout, MemoryBudget, PoolSpec, Recent, Storage, Usage};
+    let Some(gpu) = open(&OpenOptions::default()) else { return };
+    gpu.failure.keep("a test");
+    let device = GpuDevice::new(gpu);
+    let spec = PoolSpec {
+        layout: Layout {
+            n_heads: 2,
+            layers: vec![LayerSpec::new(kvist_cache::GroupId(0), kvist_cache::LayerId(0), 2, 32)],
+        },
+        k: Storage::F16,
+        v: Storage::F16,
+        capacity_cells: vec![64],
+        max_step_tokens: 8,
+        budget: MemoryBudget::unlimited(),
+        channels: None,
+        recent: Recent::default(),
+    };
+    let error = device.pools(&spec).map(drop).unwrap_err();
+    assert!(error.to_string().contains("a test"), "{error}");
+    assert_eq!(spec.budget.usage(), Usage::default());
+}
