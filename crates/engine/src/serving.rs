@@ -37,6 +37,7 @@
 //! # Ok(())
 //! # }
 //! ```
+mod blocks;
 mod job;
 mod quota;
 mod request;
@@ -48,6 +49,7 @@ use crate::executor::{ModelExecutor, PagedConfig};
 use crate::frozen::{self, EnginePrefix};
 use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
+pub use blocks::TextBlocks;
 pub use job::*;
 use kvist_cache::{PrefixSpec, StepPlan};
 use kvist_device::{Purpose, Registry};
@@ -451,6 +453,20 @@ impl Engine {
         let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
         self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
         answer.await.ok()
+    }
+
+    /// [`inspect`](Self::inspect) for callers without an async runtime: blocks this thread until the step has ended.
+    ///
+    /// # Panics
+    /// If it is called on a thread that runs an async task.
+    pub fn blocking_inspect<T: Send + 'static>(
+        &self,
+        inspect: impl FnOnce(&mut EngineState) -> T + Send + 'static,
+    ) -> Option<T> {
+        let (sender, answer) = tokio::sync::oneshot::channel();
+        let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
+        self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
+        answer.blocking_recv().ok()
     }
 
     /// Returns whether the engine thread is alive. Never blocks, even while a step runs.

@@ -102,6 +102,9 @@ pub struct Args {
     /// Allow calls from pages of this origin; may be given several times
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
+    /// Keep sessions in this directory, with their K and V: they survive a restart of the server
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    sessions_dir: Option<PathBuf>,
     /// Write prompts and answers into the log
     #[arg(long)]
     log_prompts: bool,
@@ -140,6 +143,7 @@ impl Args {
         set(&mut c.http.port, &self.port);
         c.http.open |= self.open;
         c.http.log_prompts |= self.log_prompts;
+        c.sessions.dir = self.sessions_dir.clone().or(c.sessions.dir);
         c.http.cors_origins.extend(self.cors_origin.iter().cloned());
         c.cache.tokens = self.context.or(c.cache.tokens);
         set(&mut c.cache.kv, &self.kv);
@@ -157,6 +161,11 @@ impl Args {
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
         set(&mut c.limits.grace_s, &self.grace);
         set(&mut c.limits.max_body_bytes, &self.max_body.map(|size| size.0 as usize));
+        if c.sessions.dir.is_some() && self.record.is_some() {
+            let what = "--record and --sessions-dir exclude each other: what sessions bring back from files is not \
+                        recorded, so the recording could not be replayed";
+            return Err(wrong_usage(what));
+        }
         c.check().map_err(|e| match &self.config {
             Some(path) => anyhow::anyhow!("{}: {e}", path.display()),
             None => wrong_usage(e.to_string()),
@@ -270,12 +279,23 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     {
         tracing::info!(target: "kvist::server", "{line}");
     }
+    // Reads all weights once, before they are loaded.
+    let origin = match &config.sessions.dir {
+        Some(_) => {
+            Some(Origin::new(opened.fingerprint()?, args.model.weights, &engine.paged.cache, opened.config()))
+        }
+        None => None,
+    };
+    let paged = engine.paged.clone();
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
     let cache = &engine.paged.cache;
     let draft = draft.map(|draft| draft.load(&model, cache, quiet)).transpose()?;
     engine.speculator = speculation.speculator(draft.as_ref(), &model, cache, texts)?;
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
+    if let Some((dir, origin)) = config.sessions.dir.as_deref().zip(origin) {
+        state.keep_sessions(dir, &origin, &paged).context("--sessions-dir")?;
+    }
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {
         if let Some(file) = record {

@@ -293,11 +293,13 @@ pub struct SessionsSection {
     pub max_sessions: usize,
     /// Largest number of tokens in all sessions of one name.
     pub max_tokens: u64,
+    /// Where sessions are kept, so that they survive a restart. Without it they are kept in memory alone.
+    pub dir: Option<PathBuf>,
 }
 
 impl Default for SessionsSection {
     fn default() -> Self {
-        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20 }
+        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20, dir: None }
     }
 }
 
