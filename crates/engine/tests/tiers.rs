@@ -18,7 +18,6 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 /// What is wrong with a store.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
-    None,
     /// Every third operation fails.
     Errors,
     /// Every operation fails.
@@ -42,7 +41,7 @@ impl Faulty {
     fn fails(&self) -> Result<(), StoreError> {
         let n = self.n.fetch_add(1, SeqCst);
         match self.fault {
-            Fault::Errors if n % 3 > 0 => Ok(()),
+            Fault::Errors if !n.is_multiple_of(3) => Ok(()),
             Fault::Errors | Fault::Down => Err(StoreError::Failed {
                 store: "faulty".into(),
                 action: "work",
@@ -71,8 +70,8 @@ impl BlockStore for Faulty {
             self.fails()?;
             let found = self.store.get(key).await?;
             Ok(match self.fault {
-                Fault::Short if self.n.load(SeqCst) % 5 == 0 => found.map(|bytes| bytes.slice(1..)),
-                Fault::Forgets if self.n.load(SeqCst) % 7 == 0 => None,
+                Fault::Short if self.n.load(SeqCst).is_multiple_of(5) => found.map(|bytes| bytes.slice(1..)),
+                Fault::Forgets if self.n.load(SeqCst).is_multiple_of(7) => None,
                 _ => found,
             })
         })

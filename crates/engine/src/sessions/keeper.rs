@@ -256,7 +256,8 @@ impl Kept {
         let Some(mut cached) = inspect_cached() else { return Ok(()) };
         loop {
             let first = cached / block_tokens as usize;
-            if !is_here(first) && !(self.has_windows && (first..tokens.len()).any(is_here)) {
+            let needed = is_here(first) || self.has_windows && (first..tokens.len()).any(is_here);
+            if !needed {
                 return Ok(());
             }
             let blocks = self.read(&keys, first);
