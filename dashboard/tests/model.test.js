@@ -53,6 +53,19 @@ test('a preemption lies between two segments of an answer', () => {
   assert.deepEqual(kinds(reduced(lines).requests.get(0)), ['queued', 'prefill', 'decode', 'preempted', 'decode']);
 });
 
+test('a block is arriving until its content is stored, or given up', () => {
+  const model = reduced([
+    { step: 0, at: 1, blocks: [[0, 'alloc', 0, 7, 'load'], [0, 'alloc', 1, 7, 'load'], [0, 'alloc', 2, 7, 'append']] },
+  ]);
+  const arriving = () => [0, 1, 2].map((block) => model.groups[0].arriving[block]);
+  assert.deepEqual(arriving(), [1, 1, 0]);
+  const kept = model.groups[0].clone();
+  reduced([{ step: 1, at: 2, blocks: [[0, 'store', 0, 7, 'store'], [0, 'free', 1, 7, 'load']] }], model);
+  assert.deepEqual(arriving(), [0, 0, 0]);
+  assert.equal(model.groups[0].held, 2);
+  assert.equal(kept.arriving[0], 1, 'a keyframe has columns of its own');
+});
+
 test('keyframes share what has ended, and going back changes none of them', () => {
   const lines = Array.from({ length: 60 }, (_, id) => served({ id: id % 16 + 16 * Math.floor(id / 16), begin: id * 100 * MS, tokens: 6 })).flat();
   const recording = new Recording(text(lines), 'many');

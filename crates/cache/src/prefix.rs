@@ -255,7 +255,7 @@ pub struct PrefixReport {
 
 /// The prefix-index operations of a paged cache.
 pub struct Prefixes<'c> {
-    cache: &'c mut Cache,
+    pub(crate) cache: &'c mut Cache,
 }
 
 impl Cache {

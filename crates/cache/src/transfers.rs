@@ -15,6 +15,7 @@ use crate::cache::Cache;
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::NONE;
+use crate::prefix::{Content, Moment, Prefixes};
 use crate::request::Refused;
 
 /// Names one block of one layer group.
@@ -39,6 +40,16 @@ impl Pin {
     pub fn blocks(&self) -> &[BlockId] {
         &self.blocks
     }
+}
+
+/// One cached block of a prompt: its block of every layer group. What a lower tier stores as one object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CachedBlock {
+    /// The hash by which prefix events name the prefix up to this block's end. Not secret and not collision-resistant:
+    /// a tier must not take it for the content.
+    pub hash: u64,
+    /// By layer group. Groups that have no block for it (it left their window) are missing.
+    pub blocks: Vec<BlockId>,
 }
 
 /// Blocks that wait for their bytes, from [`Cache::load`] to [`Cache::arrived`].
@@ -79,7 +90,39 @@ fn blocks_of(groups: &mut [Box<dyn Kind>], group: usize) -> Option<&mut dyn Bloc
     groups.get_mut(group)?.blocks_mut()
 }
 
+impl Prefixes<'_> {
+    /// Like [`evict_until_free`](Self::evict_until_free), but the evicted blocks stay pinned so that they can be exported
+    /// first. They are in the prefix index no more, and free when the returned [`Pin`] is [unpinned](Cache::unpin). Stops
+    /// when `n_tokens` cells are free or will be, after `max_blocks` cached blocks, and where no evictable block is a
+    /// leaf of the index. Layer groups with a window are not searched for victims.
+    pub fn demote_until_free(
+        &mut self,
+        n_tokens: u32,
+        max_blocks: u32,
+        at: Moment,
+    ) -> (Pin, Vec<CachedBlock>) {
+        let Cache { groups, index, epoch, id, .. } = &mut *self.cache;
+        *epoch += 1;
+        let index = index.as_mut().expect("this view exists only where there is an index");
+        let demoted = index.demote_until_free(groups, n_tokens, max_blocks, at);
+        let blocks = demoted.iter().flat_map(|block| block.blocks.iter().copied()).collect();
+        (Pin { cache: *id, blocks }, demoted)
+    }
+}
+
 impl Cache {
+    /// The cached blocks of `seq`, from the block that begins at position `from` on: those that the prefix index has
+    /// for it. O(blocks returned). Empty without an index, or if there is no such sequence.
+    pub fn cached_blocks(&self, seq: SeqId, from: u32) -> Vec<CachedBlock> {
+        self.index.as_ref().map_or(Vec::new(), |index| index.cached_blocks(&self.groups, seq, from))
+    }
+
+    /// The hashes of the whole blocks of a prompt under `salt`, in order: those by which prefix events and
+    /// [`CachedBlock`] name them. Empty without an index, or if the index is for content of another kind.
+    pub fn prefix_hashes(&self, salt: &str, content: &Content<'_>) -> Vec<u64> {
+        self.index.as_ref().map_or(Vec::new(), |index| index.hashes(salt, content))
+    }
+
     /// Pins blocks for an export: their bytes stay as they are until [`unpin`](Self::unpin). A block may be pinned
     /// several times. Refused, with nothing changed, if one of the blocks is free, is loading or does not exist.
     pub fn pin(&mut self, blocks: &[BlockId]) -> Result<Pin, Refused> {

@@ -11,18 +11,24 @@ use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use crate::saved::CacheRows;
+use crate::serving::thread::Command;
+use crate::serving::tiers::{Report, TierDriver};
+use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
-use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step, StepPlan};
+use kvist_cache::{Cache, GroupId, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step, StepPlan};
 use kvist_device::{
     Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
-use kvist_scheduler::{Advance, Batch, BatchDrafts, Emitted, Executor, Outcome, RequestId, Sampled};
+use kvist_scheduler::{
+    Advance, Batch, BatchDrafts, Emitted, Executor, Order, Outcome, RequestId, Sampled, Scheduler, Tiers,
+};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 /// How a request uses its logits.
@@ -139,6 +145,7 @@ pub struct ModelExecutor {
     speculation: Option<Drafting>,
     /// Time that the drafts of the step being built took: part of the step.
     drafting: Duration,
+    tiers: Option<TierDriver>,
 }
 
 impl ModelExecutor {
@@ -162,6 +169,7 @@ impl ModelExecutor {
             failure: None,
             speculation: None,
             drafting: Duration::ZERO,
+            tiers: None,
         };
         Ok((cache, executor))
     }
@@ -189,6 +197,9 @@ impl ModelExecutor {
         if let Some(drafting) = &mut self.speculation {
             drafting.end(id);
         }
+        if let Some(tiers) = &mut self.tiers {
+            tiers.request_ended(id);
+        }
     }
     /// From now on, verifies the drafts of `speculator`; `None` turns drafts off. A step has at most as many draft tokens as
     /// rows are left of the cache configuration's `max_rows`.
@@ -206,6 +217,45 @@ impl ModelExecutor {
     /// The error of the last step, if it failed.
     pub fn failure(&self) -> Option<&Error> {
         self.failure.as_ref()
+    }
+    /// From now on, moves K and V to and from tiers. Returns what the scheduler has to know of them.
+    pub(crate) fn open_tiers(
+        &mut self,
+        config: TierConfig,
+        n_groups: usize,
+        block_tokens: u32,
+        multiply_adds: (f64, f64),
+        reports: Sender<Command>,
+    ) -> Result<Tiers, Error> {
+        let transfers = self.runner.transfers();
+        let bytes = |group| transfers.block_bytes(GroupId(group as u16), block_tokens).unwrap_or(0);
+        let group_bytes: Vec<usize> = (0..n_groups).map(bytes).collect();
+        let tiers = config.scheduled(group_bytes.iter().map(|&bytes| bytes as u64).sum(), multiply_adds);
+        let driver = TierDriver::new(config, block_tokens, group_bytes, reports);
+        let cannot = |error| Error::Usage(format!("tiers: cannot start their threads: {error}"));
+        self.tiers = Some(driver.map_err(cannot)?);
+        Ok(tiers)
+    }
+    /// Carries out what the scheduler asks for, and tells it what has ended.
+    pub(crate) fn move_tiers(&mut self, scheduler: &mut Scheduler, now_ns: u64) {
+        let Some(tiers) = &mut self.tiers else { return };
+        loop {
+            tiers.carry_out(scheduler.drain_orders(), &mut self.runner.transfers());
+            if !tiers.tell(scheduler, now_ns) {
+                return;
+            }
+        }
+    }
+    pub(crate) fn tier_report(&mut self, report: Report, scheduler: &mut Scheduler, now_ns: u64) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.report(report, &mut self.runner.transfers(), scheduler, now_ns);
+        }
+    }
+    pub(crate) fn is_copying(&self) -> bool {
+        self.tiers.as_ref().is_some_and(TierDriver::is_copying)
+    }
+    pub(crate) fn tier_stats(&self, scheduler: &Scheduler) -> Option<TierStats> {
+        self.tiers.as_ref().map(|tiers| tiers.stats(scheduler))
     }
     /// Bytes that attention has read, written and moved.
     pub fn counters(&self) -> KvCounters {
@@ -382,6 +432,11 @@ impl Executor for ModelExecutor {
             self.end_speculation(&error);
         }
         self.drafting = started.elapsed();
+    }
+    fn begin_transfers(&mut self, _now_ns: u64, orders: &mut Vec<Order>) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.carry_out(orders.drain(..), &mut self.runner.transfers());
+        }
     }
     fn execute(&mut self, _now_ns: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
         let started = Instant::now();

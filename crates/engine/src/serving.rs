@@ -37,16 +37,19 @@
 //! # Ok(())
 //! # }
 //! ```
+mod blocks;
 mod job;
 mod quota;
 mod request;
-mod thread;
+pub(crate) mod thread;
+pub(crate) mod tiers;
 
 use crate::Error;
 use crate::executor::{ModelExecutor, PagedConfig};
 use crate::frozen::{self, EnginePrefix};
 use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
+pub use blocks::TextBlocks;
 pub use job::*;
 use kvist_cache::{PrefixSpec, StepPlan};
 use kvist_device::{Purpose, Registry};
@@ -62,6 +65,7 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
+pub use tiers::{StoreStats, TierConfig, TierStats, TierStore};
 use tokio::sync::{mpsc, watch};
 
 /// Configuration of an engine, besides the model.
@@ -82,6 +86,8 @@ pub struct EngineConfig {
     pub max_draft_tokens: u32,
     /// Proposes drafts; `None` for plain decoding.
     pub speculator: Option<Speculator>,
+    /// Tiers below the cache; `None` for none. They need prefix caching, and a model without sliding windows.
+    pub tiers: Option<TierConfig>,
     /// A prefix that is in the index from the start and stays there.
     pub prefix: Option<EnginePrefix>,
 }
@@ -101,6 +107,7 @@ impl EngineConfig {
             watchers: Vec::new(),
             max_draft_tokens: 0,
             speculator: None,
+            tiers: None,
             prefix: None,
         };
         config.fit();
@@ -192,6 +199,8 @@ pub struct EngineStats {
     pub busy_ns: u64,
     /// What speculation has achieved; `None` without it. There is an entry for each position that a draft can have.
     pub speculation: Option<Counts>,
+    /// What the tiers below the cache did; `None` without them.
+    pub tiers: Option<TierStats>,
 }
 
 /// A handle on the engine thread. Cheap to clone. When the last handle is dropped, the thread ends.
@@ -291,13 +300,26 @@ impl Engine {
         }
         let plan = config.paged.plan(model.config(), registry)?;
         let kv_bytes = KvBytes { per_token: plan.kv_bytes_per_token, bound: plan.usage.of(Purpose::KvCache) };
-        let mut scheduler = Scheduler::new(config.scheduler, cache, None)
+        let (commands, inbox) = channel();
+        let mut scheduler_config = config.scheduler;
+        if let Some(tiers) = config.tiers {
+            let cost =
+                cache.paged_spec().and_then(|spec| Some(spec.prefix.as_ref()?.cost)).unwrap_or_default();
+            let multiply_adds = (cost.per_token, cost.per_pair);
+            scheduler_config.tiers = Some(executor.open_tiers(
+                tiers,
+                cache.n_groups(),
+                config.paged.block_tokens,
+                multiply_adds,
+                commands.clone(),
+            )?);
+        }
+        let mut scheduler = Scheduler::new(scheduler_config, cache, None)
             .map_err(|e| Error::Usage(format!("scheduler: {e}")))?;
         if config.record {
             scheduler.record();
         }
         scheduler.explain_misses(true);
-        let (commands, inbox) = channel();
         let (gone, is_gone) = watch::channel(());
         let capacity_tokens = scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells();
         let shared = Arc::new(Shared {
@@ -431,6 +453,20 @@ impl Engine {
         let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
         self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
         answer.await.ok()
+    }
+
+    /// [`inspect`](Self::inspect) for callers without an async runtime: blocks this thread until the step has ended.
+    ///
+    /// # Panics
+    /// If it is called on a thread that runs an async task.
+    pub fn blocking_inspect<T: Send + 'static>(
+        &self,
+        inspect: impl FnOnce(&mut EngineState) -> T + Send + 'static,
+    ) -> Option<T> {
+        let (sender, answer) = tokio::sync::oneshot::channel();
+        let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
+        self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
+        answer.blocking_recv().ok()
     }
 
     /// Returns whether the engine thread is alive. Never blocks, even while a step runs.

@@ -58,9 +58,11 @@
 //! # }
 //! ```
 mod error;
+mod files;
 mod generation;
 mod history;
 mod id;
+mod keeper;
 mod store;
 mod tokenizer;
 
@@ -70,6 +72,7 @@ pub use history::{
     Cut, History, HistoryTokenizer, TOOLS, check_length, heap_bytes, heap_bytes_of_fields, with_conversation,
 };
 pub use id::SessionId;
+pub use keeper::{KeptSession, SessionKeeper};
 pub use store::{NewSession, SessionGuard, SessionInfo, SessionStore, SessionTokens, Timestamp};
 pub use tokenizer::ModelTokenizer;
 

@@ -5,7 +5,7 @@
 mod dry_run;
 
 use crate::config::{Admission, PrefixOrder};
-use crate::entry::{Entry, Found, Key, State};
+use crate::entry::{Entry, Found, Key, Lower, State};
 use crate::log::Decision;
 use crate::memory::{Memory, StepTime};
 use crate::request::{End, RefusalReason};
@@ -112,6 +112,10 @@ impl Scheduler {
                 self.blocked = Some(self.space().surplus());
                 return None;
             }
+            // What is on its way to or from a tier takes memory until it has arrived.
+            if self.tiers.as_ref().is_some_and(|tiers| tiers.is_busy()) {
+                return None;
+            }
             // The batch is empty: paused requests of a better rank lose their cells, too.
             while self.drop_worst_except(now, key.index) {
                 if self.enter(now, key.index) {
@@ -130,15 +134,24 @@ impl Scheduler {
         key.index
     }
 
-    /// The first waiting request that does not wait for a prefix.
+    /// The first waiting request that waits neither for a prefix nor for a tier.
     pub(crate) fn next_waiting(&self) -> Option<Key> {
-        self.waiting.iter().find(|key| !self.waits_for_prefix(key.index)).copied()
+        self.waiting.iter().find(|key| self.is_ready(key.index)).copied()
     }
 
-    /// Returns whether a running request is about to store blocks that this one would otherwise compute itself. Then
-    /// the request waits, and those after it may be admitted. It cannot wait forever: a running request stores its
-    /// prompt, or leaves the batch.
-    fn waits_for_prefix(&self, index: u32) -> bool {
+    fn is_ready(&self, index: u32) -> bool {
+        let waits_for_tier = match &self.entries[index as usize].lower {
+            Lower::Done => false,
+            Lower::Asked { .. } => true,
+            Lower::Found { may_run, .. } => !may_run,
+        };
+        !waits_for_tier && !self.waits_for_prefix(index)
+    }
+
+    /// Returns whether a running request is about to store blocks that this one would otherwise compute itself, or a
+    /// loading one. Then the request waits, and those after it may be admitted. It cannot wait forever: a running
+    /// request stores its prompt, or leaves the batch.
+    pub(crate) fn waits_for_prefix(&self, index: u32) -> bool {
         let entry = &self.entries[index as usize];
         if !self.config.wait_for_prefix || !self.memory.shares() || entry.seq.is_some() {
             return false;
@@ -148,7 +161,8 @@ impl Scheduler {
         // The last known token is computed in any case.
         let wanted = whole_blocks(entry.wanted_content().min(entry.known - 1));
         let mut hit = None;
-        self.running.iter().map(|&other| &self.entries[other as usize]).any(|other| {
+        let loading = self.tiers.as_ref().map_or(&[][..], |tiers| &tiers.loading);
+        self.running.iter().chain(loading).map(|&other| &self.entries[other as usize]).any(|other| {
             let computes = wanted.min(whole_blocks(other.known_content()));
             if computes <= other.stored || entry.salt != other.salt {
                 return false;
@@ -177,7 +191,7 @@ impl Scheduler {
         let candidates: Vec<Key> = self
             .waiting
             .iter()
-            .filter(|key| !self.waits_for_prefix(key.index))
+            .filter(|key| self.is_ready(key.index))
             .take(n as usize)
             .take_while(|key| !ties || key.rank == head.rank)
             .copied()
@@ -252,49 +266,58 @@ impl Scheduler {
 
     /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit.
     fn enter(&mut self, now: StepTime, index: u32) -> bool {
-        let entry = &self.entries[index as usize];
-        let space = self.space();
-        let resumed = entry.seq.is_some();
-        if !self.fits(index, &space, 0) && (resumed || !self.fits(index, &space, self.supply(entry))) {
+        if !self.has_memory(index) {
             return false;
         }
-        let reserve = self.reserve(entry);
-        let mut hit = 0;
-        if !resumed {
-            let seq = SeqId(self.next_seq);
-            let is_first = entry.admitted_ns.is_none();
-            let miss = (self.explain && !entry.skip_prefix_cache && is_first)
-                .then(|| self.memory.explain(&entry.salt, &entry.prompt, entry.wanted_content()));
-            let n_tokens = entry.wanted_content();
-            hit = self.memory.open(seq, &entry.salt, &entry.prompt, n_tokens, now, is_first);
-            self.next_seq = self.next_seq.wrapping_add(1);
-            let entry = &mut self.entries[index as usize];
-            entry.seq = Some(seq);
-            entry.miss = entry.miss.or(miss);
-        }
+        let resumed = self.entries[index as usize].seq.is_some();
+        let hit = if resumed { 0 } else { self.open(now, index) };
         self.leave(index);
+        self.set_lower(index, Lower::Done);
         let entry = &mut self.entries[index as usize];
         entry.state = State::Running;
         entry.scheduled = 0;
-        entry.reserved += reserve;
-        self.reserved += reserve;
+        entry.admitted_ns.get_or_insert(now.now_ns);
         let id = entry.id;
-        if resumed {
-            self.decide(now, Decision::Resume { id });
-        } else {
-            entry.cached = hit;
-            entry.stored = hit;
-            match entry.admitted_ns {
-                None => entry.hit_tokens = hit,
-                Some(_) => entry.regained_tokens += hit,
-            }
-            entry.admitted_ns.get_or_insert(now.now_ns);
-            self.counters.hit_tokens += u64::from(hit);
-            let seq = entry.seq.expect("it was opened above");
-            self.decide(now, Decision::Admit { id, seq, hit });
+        match entry.seq {
+            Some(seq) if !resumed => self.decide(now, Decision::Admit { id, seq, hit }),
+            _ => self.decide(now, Decision::Resume { id }),
         }
         self.insert_running(index);
         true
+    }
+
+    /// Returns whether there is memory for a waiting request, with its kept cache or with its prefix hit.
+    pub(crate) fn has_memory(&self, index: u32) -> bool {
+        let entry = &self.entries[index as usize];
+        let space = self.space();
+        self.fits(index, &space, 0) || (entry.seq.is_none() && self.fits(index, &space, self.supply(entry)))
+    }
+
+    /// Gives a waiting request a sequence with its prefix hit, and what conservative admission reserves for it. Returns
+    /// the length of the hit.
+    pub(crate) fn open(&mut self, now: StepTime, index: u32) -> u32 {
+        let entry = &self.entries[index as usize];
+        let reserve = self.reserve(entry);
+        let seq = SeqId(self.next_seq);
+        let is_first = !entry.was_opened;
+        let n_tokens = entry.wanted_content();
+        let miss = (self.explain && !entry.skip_prefix_cache && is_first)
+            .then(|| self.memory.explain(&entry.salt, &entry.prompt, n_tokens));
+        let hit = self.memory.open(seq, &entry.salt, &entry.prompt, n_tokens, now, is_first);
+        self.next_seq = self.next_seq.wrapping_add(1);
+        let entry = &mut self.entries[index as usize];
+        entry.seq = Some(seq);
+        entry.miss = entry.miss.or(miss);
+        (entry.cached, entry.stored) = (hit, hit);
+        match is_first {
+            true => entry.hit_tokens = hit,
+            false => entry.regained_tokens += hit,
+        }
+        entry.was_opened = true;
+        entry.reserved += reserve;
+        self.reserved += reserve;
+        self.counters.hit_tokens += u64::from(hit);
+        hit
     }
 
     /// Cells of the prefix hit that other sequences already use. Hit blocks that no sequence uses count as new demand,

@@ -1,6 +1,7 @@
 //! The configuration: everything that decisions depend on besides the events. It is written in the first line of every
 //! log.
 use crate::policy::build_policy;
+use crate::tiers::{BadTiers, Tiers};
 use serde::{Deserialize, Serialize};
 
 /// The configuration of a scheduler.
@@ -31,6 +32,9 @@ pub struct Config {
     pub wait_for_prefix: bool,
     /// Number of failed steps in a row after which the requests of the step are refused, at least 1.
     pub max_failures: u32,
+    /// Tiers below the cache; `None` for none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tiers: Option<Tiers>,
 }
 
 impl Default for Config {
@@ -47,6 +51,7 @@ impl Default for Config {
             ageing_ns: 1_000_000_000,
             wait_for_prefix: false,
             max_failures: 3,
+            tiers: None,
         }
     }
 }
@@ -159,6 +164,9 @@ pub enum BadConfig {
         /// How many sequences.
         n_sequences: usize,
     },
+    /// The tiers cannot be used.
+    #[error(transparent)]
+    Tiers(#[from] BadTiers),
 }
 
 impl Config {
@@ -182,6 +190,9 @@ impl Config {
                 0,
                 "a window holds at least 1 request; use off to disable it",
             ));
+        }
+        if let Some(tiers) = &self.tiers {
+            tiers.check()?;
         }
         build_policy(self).map(|_| ())
     }

@@ -1,6 +1,7 @@
 //! What the scheduler stores per live request, and the request's state.
 use crate::policy::{Rank, View};
 use crate::request::*;
+use crate::tiers::{MAX_TIERS, Run};
 use kvist_cache::{MissReason, Prompt, SeqId};
 use std::sync::Arc;
 
@@ -20,6 +21,21 @@ pub(crate) enum State {
     /// In `waiting` under this key, and also in `paused` if it still has a sequence in the cache.
     Waiting(Key),
     Running,
+    /// Its blocks are being loaded from a tier.
+    Loading,
+}
+
+/// What is known of a request's blocks in the tiers below the KV cache.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Lower {
+    /// Nothing, and nothing will be: there are no tiers, or the request is loaded or computed.
+    #[default]
+    Done,
+    /// The driver looks its prompt up. The request waits until then.
+    Asked { until_ns: u64 },
+    /// The tiers have this of its prompt, and whether to load it is not decided. It is admitted without a load only if
+    /// it `may_run`.
+    Found { runs: Vec<Run>, may_run: bool },
 }
 
 /// A cached prefix lookup, so that it need not be repeated.
@@ -72,6 +88,11 @@ pub(crate) struct Entry {
     pub lost_tokens: u64,
     pub preemptions: u32,
     pub miss: Option<MissReason>,
+    /// True once it has had a sequence.
+    pub was_opened: bool,
+    pub lower: Lower,
+    /// Tokens loaded from tiers, by tier.
+    pub loaded: [u32; MAX_TIERS],
 }
 
 impl Entry {
@@ -111,6 +132,7 @@ impl Entry {
             accepted_tokens: self.accepted_tokens,
             preemptions: self.preemptions,
             miss: self.miss,
+            loaded: self.loaded,
         }
     }
 

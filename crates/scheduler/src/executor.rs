@@ -3,6 +3,7 @@ use crate::drafts::{BatchDrafts, is_chain};
 use crate::entry::Entry;
 use crate::outcome::Outcome;
 use crate::request::RequestId;
+use crate::tiers::Order;
 use kvist_cache::{NodeId, Step};
 
 /// One request's part of a step: tokens at positions `first..first + n_tokens` of its sequence.
@@ -98,6 +99,11 @@ pub trait Executor {
     /// A batch whose drafts do not fit into the cache is placed without them ([`Batch::draft`] is empty then). Drafts may
     /// evict cached blocks; they never preempt.
     fn draft(&mut self, _now_ns: u64, _batch: Batch<'_>, _limit: u32, _drafts: &mut BatchDrafts) {}
+
+    /// Begins transfers to and from the tiers below the cache, so that they run beside the step that is executed next.
+    /// Orders that are left are returned by [`Scheduler::drain_orders`](crate::Scheduler::drain_orders). Not called
+    /// without tiers.
+    fn begin_transfers(&mut self, _now_ns: u64, _orders: &mut Vec<Order>) {}
 
     /// Executes `step`, and records the outcome in `out`. The scheduler commits it; the executor only drops it.
     /// `step.with_reads()` costs O(context); an executor without KV data need not call it.

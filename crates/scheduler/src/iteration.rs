@@ -7,6 +7,7 @@ use crate::executor::{Batch, Executor, Work};
 use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::outcome::{BadOutcome, Emitted, Outcome};
+use crate::preempt::Freed;
 use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
 use kvist_cache::{Kept, Refused, Step};
@@ -135,6 +136,9 @@ impl Scheduler {
         let iteration = match self.plan_run(now_ns, &mut OfExecutor { now_ns, executor }) {
             None => Iteration::NothingToDo,
             Some(mut planned) => {
+                if let Some(tiers) = &mut planned.scheduler.tiers {
+                    executor.begin_transfers(now_ns, tiers.orders_mut());
+                }
                 let (batch, step) = planned.split();
                 executor.execute(now_ns, step, batch, &mut outcome);
                 planned.complete(&outcome).unwrap_or_else(|bad| panic!("{bad}"))
@@ -144,7 +148,8 @@ impl Scheduler {
         iteration
     }
 
-    /// Plans one step at `now_ns`. `None` if there is nothing to do until a request arrives.
+    /// Plans one step at `now_ns`. `None` if there is nothing to do until a request arrives, a transfer of a tier ends, or
+    /// a request has [waited long enough](Self::next_tier_deadline_ns) for one.
     pub fn plan(&mut self, now_ns: u64) -> Option<Planned<'_>> {
         self.plan_run(now_ns, &mut |_: Batch<'_>, _| 1)
     }
@@ -158,6 +163,9 @@ impl Scheduler {
         self.prompt_limit = self.memory.chunk_limit();
         self.drafts.clear();
         self.drafts_dropped = false;
+        if self.tiers.is_some() {
+            self.plan_tiers(now);
+        }
         let mut admit = true;
         // Drafts are asked for once: they are part of the log, and one answer per plan is enough to replay it.
         let mut may_draft = true;
@@ -177,8 +185,11 @@ impl Scheduler {
                     // Batch membership and token counts do not depend on cached blocks that no sequence uses. As long
                     // as the membership has not changed, evicting such blocks leaves the batch as it is.
                     let unchanged = !self.batch_changed;
-                    let evicted = self.free_memory(now, group, needed, free.saturating_add(reclaimable));
-                    if unchanged && evicted && self.place().is_ok() {
+                    let freed = self.free_memory(now, group, needed, free.saturating_add(reclaimable));
+                    if freed == Freed::Later {
+                        break;
+                    }
+                    if unchanged && freed == Freed::Evicted && self.place().is_ok() {
                         return Some(Planned { scheduler: self, now, steps, completed: false });
                     }
                     // A request preempted for space must not return in the same iteration, unless the batch is now
@@ -188,7 +199,9 @@ impl Scheduler {
                 Err(refused) => panic!("the cache refused a step of {} spans: {refused}", self.spans.len()),
             }
         }
-        if self.ended.len() > n_ended {
+        // Nothing may run, although something was decided: copies in flight take the memory, or all requests wait for them.
+        let tiers_changed = self.tiers.as_ref().is_some_and(|tiers| tiers.changed || self.batch_changed);
+        if self.ended.len() > n_ended || tiers_changed {
             let n = self.event();
             self.events.idle(n, now_ns, &self.drafts);
         }
@@ -267,6 +280,9 @@ impl Scheduler {
     fn note_success(&mut self, now: StepTime, steps: u32, end_ns: u64, outcome: &Outcome) {
         self.failures = 0;
         self.counters.steps += u64::from(steps);
+        if self.tiers.is_some() {
+            self.observe_step(outcome.elapsed_ns);
+        }
         let log_chunks = self.decisions.is_on();
         let block = self.memory.block_tokens();
         let end = StepTime { step: self.counters.steps - 1, now_ns: end_ns };
@@ -312,6 +328,9 @@ impl Scheduler {
                 let seq = entry.seq.expect("a running request has a sequence");
                 if self.memory.store(seq, &entry.prompt, stored, full, end) > 0 {
                     self.blocked = None;
+                }
+                if self.tiers.is_some() {
+                    self.note_cached(work.index, stored, true);
                 }
             }
             if finished {

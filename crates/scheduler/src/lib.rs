@@ -28,6 +28,7 @@ mod replay;
 mod request;
 mod scheduler;
 mod snapshot;
+mod tiers;
 
 pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
 pub use drafts::{BatchDrafts, Lookahead};
@@ -43,6 +44,10 @@ pub use replay::{Replay, ReplayError, Replayed, replay};
 pub use request::{End, Ended, RefusalReason, Request, RequestId};
 pub use scheduler::{Duplicate, RequestStatus, Scheduler, SchedulerCounters};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
+pub use tiers::{
+    BadTiers, CachedTokens, FindOrder, LoadOrder, MAX_TIERS, Order, Recompute, Run, StoreOrder, Tier,
+    TierCounters, Tiers, TransferId, Write,
+};
 
 /// The example of docs/scheduler.md.
 #[cfg(doctest)]

@@ -17,6 +17,7 @@ use crate::drafts::BatchDrafts;
 use crate::executor::Batch;
 use crate::outcome::{Advance, Emitted, Outcome};
 use crate::request::{Request, RequestId};
+use crate::tiers::{Run, TransferId};
 use kvist_cache::{Kept, NodeId, SeqId};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write;
@@ -68,6 +69,20 @@ impl Log {
     }
     pub(crate) fn cancel(&mut self, n: u64, at_ns: u64, id: RequestId) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"cancel\":{id}}}"));
+    }
+    pub(crate) fn found(&mut self, n: u64, at_ns: u64, id: RequestId, runs: &[Run]) {
+        if self.is_on() {
+            let runs = serde_json::to_string(runs).unwrap_or_default();
+            self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"found\":{id},\"runs\":{runs}}}"));
+        }
+    }
+    pub(crate) fn loaded(&mut self, n: u64, at_ns: u64, id: TransferId, ok: bool, took_ns: u64) {
+        self.line(|t| {
+            write!(t, "{{\"n\":{n},\"at\":{at_ns},\"loaded\":{id},\"ok\":{ok},\"took\":{took_ns}}}")
+        });
+    }
+    pub(crate) fn stored(&mut self, n: u64, at_ns: u64, id: TransferId, ok: bool) {
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"stored\":{id},\"ok\":{ok}}}"));
     }
     pub(crate) fn idle(&mut self, n: u64, at_ns: u64, drafts: &BatchDrafts) {
         self.line(|t| {
@@ -149,6 +164,12 @@ impl Log {
                     write!(t, "\"end\":{id},\"how\":\"{how}\",\"generated\":{generated}}}")
                 }
                 Decision::Failed => t.write_str("\"failed\":true}"),
+                Decision::Load { id, seq, hit, tokens } => {
+                    write!(t, "\"load\":{id},\"seq\":{seq},\"hit\":{hit},\"tokens\":{tokens}}}")
+                }
+                Decision::Loaded { id, tokens } => write!(t, "\"loaded\":{id},\"tokens\":{tokens}}}"),
+                Decision::NotLoaded { id, why } => write!(t, "\"not_loaded\":{id},\"why\":\"{why}\"}}"),
+                Decision::Demote { blocks } => write!(t, "\"demote\":{blocks}}}"),
             }
         });
     }
@@ -266,4 +287,24 @@ pub(crate) enum Decision<'a> {
         generated: u32,
     },
     Failed,
+    /// Blocks are loaded from a tier into the sequence that the request uses from then on.
+    Load {
+        id: RequestId,
+        seq: SeqId,
+        hit: u32,
+        tokens: u32,
+    },
+    Loaded {
+        id: RequestId,
+        tokens: u32,
+    },
+    /// The tiers have tokens of a request, and they are computed.
+    NotLoaded {
+        id: RequestId,
+        why: &'a str,
+    },
+    /// Victims of eviction are copied to a tier.
+    Demote {
+        blocks: u64,
+    },
 }

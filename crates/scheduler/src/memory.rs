@@ -2,7 +2,8 @@
 //! knows whether the cache has a prefix index.
 use crate::config::BadConfig;
 use kvist_cache::{
-    BlockUse, Cache, GroupId, Lookup, MissReason, Moment, Occupancy, Prompt, Refused, SeqId, Viewer,
+    BlockUse, Cache, CachedBlock, GroupId, Lookup, MissReason, Moment, Occupancy, Pin, Prompt, Refused,
+    SeqId, Viewer,
 };
 
 /// When a decision is made: the index of its step, and the time.
@@ -205,5 +206,18 @@ impl Memory {
     /// number of blocks evicted.
     pub fn evict_until_free(&mut self, n_tokens: u32, now: StepTime) -> u32 {
         self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_until_free(n_tokens, now.moment()))
+    }
+
+    /// Like [`evict_until_free`](Self::evict_until_free), for at most `max_blocks` blocks, which stay pinned until they
+    /// are copied to a tier. Only for caches with a prefix index.
+    pub fn demote_until_free(
+        &mut self,
+        n_tokens: u32,
+        max_blocks: u32,
+        now: StepTime,
+    ) -> (Pin, Vec<CachedBlock>) {
+        let prefixes = self.cache.prefixes();
+        let mut prefixes = prefixes.expect("tiers need a prefix index: this was checked when they were made");
+        prefixes.demote_until_free(n_tokens, max_blocks, now.moment())
     }
 }

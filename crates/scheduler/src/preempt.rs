@@ -9,36 +9,55 @@ use crate::request::{End, RefusalReason};
 use crate::scheduler::Scheduler;
 use kvist_cache::GroupId;
 
+/// How memory was freed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Freed {
+    /// By eviction alone: the batch is unchanged.
+    Evicted,
+    /// The batch has changed.
+    Changed,
+    /// Not now: copies to or from a tier take the memory, and nothing runs until one of them has ended.
+    Later,
+}
+
 impl Scheduler {
     /// Frees memory after a step did not fit `group`. `needed`: cells the step needs; `available`: cells that are free
     /// or evictable. Tries in this order: evict blocks that only the prefix index uses; compute fewer prompt tokens in
     /// this step, if the group frees blocks that left its window; drop the cache of the lowest-ranked paused request;
     /// preempt the lowest-ranked running request; end the only running request, which already has the cache to itself.
-    /// Returns `true` if eviction was enough; the batch is then unchanged.
-    pub(crate) fn free_memory(&mut self, now: StepTime, group: GroupId, needed: u32, available: u32) -> bool {
+    /// If copies to or from a tier have the rest of the cache, that request waits for them.
+    pub(crate) fn free_memory(
+        &mut self,
+        now: StepTime,
+        group: GroupId,
+        needed: u32,
+        available: u32,
+    ) -> Freed {
         self.batch_changed = true;
         if available >= needed {
             let freed = self.memory.evict_until_free(needed, now);
             self.counters.evictions += 1;
             self.decide(now, Decision::Evict { needed, freed });
             if freed > 0 {
-                return true;
+                return Freed::Evicted;
             }
         }
         if self.memory.frees_out_of_window(group) && self.shorten_prompts(needed.saturating_sub(available)) {
-            return false;
+            return Freed::Changed;
         }
         if let Some(&worst) = self.paused.last() {
             self.drop_cache(now, worst.index);
-            return false;
+            return Freed::Changed;
         }
         let worst = self.worst_running().expect("a step has at least one request");
         if self.running.len() > 1 {
             self.preempt(now, worst.index, "memory", false);
+        } else if self.tiers.as_ref().is_some_and(|tiers| tiers.is_busy()) {
+            return Freed::Later;
         } else {
             self.end(now, worst.index, End::Refused(RefusalReason::CacheFull));
         }
-        false
+        Freed::Changed
     }
 
     /// Lowers the limit on prompt tokens in this step by the `missing` cells, and by at least one token so that the

@@ -8,6 +8,7 @@ use crate::log::{LOG_VERSION, LoggedAdvance};
 use crate::outcome::{Outcome, Sampled};
 use crate::request::{Request, RequestId};
 use crate::scheduler::Scheduler;
+use crate::tiers::{Run, TransferId};
 use kvist_cache::Cache;
 use serde::Deserialize;
 use std::io::BufRead;
@@ -68,6 +69,18 @@ struct Event {
     drafts: Vec<LoggedDraft>,
     /// Given instead of `sampled` and `finished` where they do not say enough.
     advances: Option<Vec<LoggedAdvance>>,
+    /// What tiers have of this request's prompt.
+    found: Option<RequestId>,
+    #[serde(default)]
+    runs: Vec<Run>,
+    /// This load has ended.
+    loaded: Option<TransferId>,
+    /// This copy to a tier has ended.
+    stored: Option<TransferId>,
+    #[serde(default)]
+    ok: bool,
+    #[serde(default)]
+    took: u64,
 }
 
 impl Event {
@@ -194,9 +207,11 @@ impl Replay {
             ));
         }
         let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];
-        let n_kinds = kinds.into_iter().chain([event.idle, event.abandoned]).filter(|&is| is).count();
+        let of_tiers = [event.found.is_some(), event.loaded.is_some(), event.stored.is_some()];
+        let of_plans = [event.idle, event.abandoned];
+        let n_kinds = kinds.into_iter().chain(of_tiers).chain(of_plans).filter(|&is| is).count();
         if n_kinds != 1 {
-            let what = "expected one of arrive, cancel, steps, idle and abandoned";
+            let what = "expected one of arrive, cancel, steps, idle, abandoned, found, loaded and stored";
             return Err(wrong(line, what.into()));
         }
         if let Some(request) = event.arrive {
@@ -204,6 +219,16 @@ impl Replay {
         } else if let Some(id) = event.cancel {
             if !scheduler.cancel(event.at, id) {
                 return Err(wrong(line, format!("request {id} is cancelled, but is not live")));
+            }
+        } else if let Some(id) = event.found {
+            scheduler.found(event.at, id, event.runs);
+        } else if let Some(id) = event.loaded {
+            if !scheduler.loaded(event.at, id, event.ok, event.took) {
+                return Err(wrong(line, format!("load {id} has ended, but was not started")));
+            }
+        } else if let Some(id) = event.stored {
+            if !scheduler.stored(event.at, id, event.ok) {
+                return Err(wrong(line, format!("copy {id} has ended, but was not started")));
             }
         } else {
             let steps = event.steps.unwrap_or(1);
@@ -230,6 +255,7 @@ impl Replay {
             }
         }
         scheduler.drain_ended();
+        scheduler.drain_orders();
         scheduler.events().take();
         Ok(())
     }

@@ -1,4 +1,5 @@
 //! Requests, and how they end.
+use crate::tiers::MAX_TIERS;
 use kvist_cache::{MissReason, Prompt};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -144,4 +145,6 @@ pub struct Ended {
     /// Why the prefix index supplied no more at its first admission, in the detail an operator may see. `None` unless
     /// [`Scheduler::explain_misses`](crate::Scheduler::explain_misses) is on.
     pub miss: Option<MissReason>,
+    /// Tokens loaded from the tiers below the KV cache, by tier. They are not part of `hit_tokens`.
+    pub loaded: [u32; MAX_TIERS],
 }

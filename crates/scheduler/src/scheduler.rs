@@ -1,7 +1,7 @@
 //! The scheduler: its state, its inputs, and the queues of requests. `iteration.rs` plans and completes steps.
 use crate::config::{BadConfig, Config};
 use crate::drafts::BatchDrafts;
-use crate::entry::{Entry, Key, State};
+use crate::entry::{Entry, Key, Lower, State};
 use crate::executor::Work;
 use crate::lengths::{Order, Truth};
 use crate::log::CacheShape;
@@ -9,6 +9,7 @@ use crate::log::{Decision, Log};
 use crate::memory::{Memory, StepTime};
 use crate::outcome::Outcome;
 use crate::request::*;
+use crate::tiers::{MAX_TIERS, TierState};
 use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
 use std::collections::{BTreeSet, HashMap};
 
@@ -21,7 +22,7 @@ pub struct Scheduler {
     pub(crate) entries: Vec<Entry>,
     vacant: Vec<u32>,
     /// Index of each live request. Used for lookups only and never iterated, because its order is not deterministic.
-    by_id: HashMap<RequestId, u32>,
+    pub(crate) by_id: HashMap<RequestId, u32>,
     pub(crate) waiting: BTreeSet<Key>,
     /// The waiting requests (a subset of `waiting`) that still have a sequence in the cache.
     pub(crate) paused: BTreeSet<Key>,
@@ -56,6 +57,7 @@ pub struct Scheduler {
     pub(crate) counters: SchedulerCounters,
     pub(crate) decisions: Log,
     pub(crate) events: Log,
+    pub(crate) tiers: Option<Box<TierState>>,
 }
 
 /// Running totals.
@@ -108,6 +110,8 @@ pub struct RequestStatus {
     /// Why the prefix index supplied no more, in the detail an operator may see. `None` unless
     /// [`Scheduler::explain_misses`] is on.
     pub miss: Option<MissReason>,
+    /// Tokens loaded from tiers, by tier.
+    pub loaded: [u32; MAX_TIERS],
 }
 
 /// A request with this id is already live. Nothing has changed.
@@ -120,10 +124,13 @@ impl Scheduler {
     /// `truth` must be given exactly when `config.lengths` is `oracle`.
     pub fn new(config: Config, cache: Cache, truth: Option<Box<dyn Truth>>) -> Result<Scheduler, BadConfig> {
         config.check()?;
+        let memory = Memory::new(cache)?;
+        let tiers = config.tiers.as_ref().map(|tiers| TierState::new(tiers, &memory)).transpose()?;
         Ok(Scheduler {
             order: Order::build(&config, truth)?,
-            memory: Memory::new(cache)?,
+            memory,
             config,
+            tiers: tiers.map(Box::new),
             entries: Vec::new(),
             vacant: Vec::new(),
             by_id: HashMap::new(),
@@ -232,6 +239,7 @@ impl Scheduler {
             generated: entry.generated(),
             preemptions: entry.preemptions,
             miss: entry.miss,
+            loaded: entry.loaded,
         })
     }
     /// Requests that ended since the last call, in the order they ended.
@@ -296,6 +304,9 @@ impl Scheduler {
             lost_tokens: 0,
             preemptions: 0,
             miss: None,
+            was_opened: false,
+            lower: Lower::Done,
+            loaded: [0; MAX_TIERS],
         };
         self.arrivals += 1;
         if let Some(reason) = refused {
@@ -317,6 +328,7 @@ impl Scheduler {
             }
         };
         self.by_id.insert(id, index);
+        self.ask_tiers(now_ns, index);
         self.wait(index);
         self.blocked = None;
         Ok(())
@@ -379,6 +391,11 @@ impl Scheduler {
                 self.paused.remove(&key);
             }
             State::Running => self.running.retain(|&other| other != index),
+            State::Loading => {
+                if let Some(tiers) = &mut self.tiers {
+                    tiers.loading.retain(|&other| other != index);
+                }
+            }
             State::Vacant => panic!("entry {index} is vacant"),
         }
         self.entries[index as usize].state = State::Vacant;
@@ -398,6 +415,8 @@ impl Scheduler {
 
     /// Ends a request. Every request ends here.
     pub(crate) fn end(&mut self, now: StepTime, index: u32, end: End) {
+        self.cancel_load(index);
+        self.set_lower(index, Lower::Done);
         self.leave(index);
         self.release(index);
         self.blocked = None;

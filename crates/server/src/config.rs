@@ -26,6 +26,7 @@ pub struct ServerConfig {
     /// By default with batch sizes that suit a CPU, and requests that wait for a common prefix.
     pub scheduler: Config,
     pub speculation: SpeculationSection,
+    pub tiers: TiersSection,
     pub http: HttpSection,
     pub limits: LimitsSection,
     pub sessions: SessionsSection,
@@ -40,6 +41,7 @@ impl Default for ServerConfig {
             cache: CacheSection::default(),
             scheduler: Config::default(),
             speculation: SpeculationSection::default(),
+            tiers: TiersSection::default(),
             http: HttpSection::default(),
             limits: LimitsSection::default(),
             sessions: SessionsSection::default(),
@@ -98,6 +100,7 @@ impl ServerConfig {
         check::model(self)?;
         check::cache_and_scheduler(self)?;
         check::speculation(self)?;
+        check::tiers(self)?;
         check::limits(self)?;
         check::sessions(self)?;
         check::http(self)?;
@@ -141,6 +144,7 @@ impl ServerConfig {
             watchers: Vec::new(),
             max_draft_tokens: self.speculation.step_tokens(&self.scheduler),
             speculator: None,
+            tiers: self.tiers.engine(&self.scheduler),
             prefix: None,
         };
         engine.fit();

@@ -197,6 +197,9 @@ impl From<SessionError> for ApiError {
             SessionError::TooManySessions { .. } | SessionError::TooManyTokens { .. } => {
                 new(StatusCode::TOO_MANY_REQUESTS, "session_quota")
             }
+            SessionError::NoSuchFile { .. } => new(StatusCode::NOT_FOUND, "file_not_found").about("file"),
+            SessionError::TooManyFiles { .. } => new(StatusCode::TOO_MANY_REQUESTS, "session_quota"),
+            SessionError::NotSaved { .. } => ApiError::internal(message),
             SessionError::InsideMessage => new(StatusCode::CONFLICT, "inside_message").about("messages"),
             SessionError::Invalid { param, .. } => ApiError::invalid(param, message),
             SessionError::TooLong { param, .. } => ApiError::too_long(&param, message),

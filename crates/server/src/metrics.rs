@@ -4,7 +4,7 @@
 //! Times are measured on the HTTP side: from the moment a request was read to the moment its tokens were handed to the
 //! connection. Counters of the cache come from the engine ([`EngineStats`]).
 use crate::connections::Connections;
-use kvist_engine::serving::{EngineStats, Usage};
+use kvist_engine::serving::{EngineStats, TierStats, Usage};
 use kvist_engine::speculate::Counts;
 use prometheus::{
     Counter, Gauge, Histogram, HistogramOpts, IntCounter, IntCounterVec, Opts, Registry, TextEncoder,
@@ -105,7 +105,66 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         count("kvist_lost_tokens_total", "Computed tokens that preemptions discarded.", c.lost_tokens),
     ];
     readings.extend(stats.speculation.iter().flat_map(of_speculation));
+    readings.extend(stats.tiers.iter().flat_map(of_tiers));
     readings
+}
+
+/// What tiers below the cache did.
+fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
+    let c = &tiers.counters;
+    let gauge = |name, help, value: u64| Reading(name, "gauge", help, value as f64, None);
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
+    let stores = || tiers.stores.iter();
+    vec![
+        count(
+            "kvist_tier_loaded_tokens_total",
+            "Prompt tokens loaded from tiers below the cache.",
+            c.loaded_tokens.iter().sum(),
+        ),
+        count("kvist_tier_loads_total", "Loads from tiers that were started.", c.loads),
+        count(
+            "kvist_tier_failed_loads_total",
+            "Loads whose bytes did not arrive or were wrong.",
+            c.failed_loads,
+        ),
+        count("kvist_tier_late_loads_total", "Loads that took too long.", c.late_loads),
+        count(
+            "kvist_tier_wasted_tokens_total",
+            "Tokens of failed, late and cancelled loads: they were computed.",
+            c.wasted_tokens,
+        ),
+        count(
+            "kvist_tier_declined_tokens_total",
+            "Tokens that a tier had and that were computed because that was expected to be faster.",
+            c.declined_tokens,
+        ),
+        Reading(
+            "kvist_tier_load_seconds_total",
+            "counter",
+            "Seconds that loads took, over those that arrived in time.",
+            c.load_ns as f64 / 1e9,
+            None,
+        ),
+        count("kvist_tier_stored_blocks_total", "Blocks copied to tiers.", c.stored_blocks),
+        count("kvist_tier_failed_blocks_total", "Blocks that could not be copied.", c.failed_blocks),
+        count(
+            "kvist_tier_skipped_blocks_total",
+            "Blocks not copied because too many were on their way.",
+            c.skipped_blocks,
+        ),
+        count(
+            "kvist_tier_errors_total",
+            "Operations of stores that failed.",
+            stores().map(|it| it.errors).sum(),
+        ),
+        gauge(
+            "kvist_tier_bytes",
+            "Bytes in tiers that know it.",
+            stores().filter_map(|it| it.usage.bytes).sum(),
+        ),
+        gauge("kvist_tier_load_bytes", "Bytes on their way from tiers.", tiers.load_bytes),
+        gauge("kvist_tier_store_bytes", "Bytes on their way to tiers.", tiers.store_bytes),
+    ]
 }
 
 /// What speculation has achieved.

@@ -76,6 +76,8 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     let none = json!({});
     path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
     path("/v1/sessions", "post", posts("Create a session", "SessionCreate", "Session", &none));
+    let load = "Create a session from a file that this key saved";
+    path("/v1/sessions/load", "post", posts(load, "SessionFile", "Loaded", &none));
     let all = ["400", "401", "404"];
     // A long history takes time and memory to render.
     let looked = [&all[..], &["408", "503"]].concat();
@@ -97,6 +99,13 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
             "Keep this session: delete the other forks of the same call, and their forks",
             "SessionKeep",
             "Kept",
+            &none,
+        ),
+        (
+            "save",
+            "Save the session in a file, with its K and V; the server has to have a directory for sessions",
+            "SessionFile",
+            "Saved",
             &none,
         ),
     ];
@@ -247,6 +256,12 @@ fn session_components(schemas: &Schemas) -> Value {
         "SessionFork": of_sessions.fork,
         "SessionRollback": of_sessions.rollback,
         "SessionKeep": of_sessions.keep,
+        "SessionFile": of_sessions.save,
+        "Saved": object(
+            &["id", "object", "file", "n_tokens", "stored_tokens"],
+            json!({"id": text(), "object": text(), "file": text(), "n_tokens": count(), "stored_tokens": count()}),
+        ),
+        "Loaded": with_fields(json!({"stored_tokens": count()})),
         "Session": with_fields(json!({"kept_tokens": count()})),
         "SessionHistory": with_fields(json!({
             "tokens": {"type": "array", "items": count()},

@@ -2,7 +2,7 @@
 //! implements a small part of JSON Schema (2020-12). Errors name the field, what was found and what was expected.
 //!
 //! Supported: `type` (a name or several), `enum`, `const`, `minimum`, `maximum`, `minLength`, `maxLength`, `pattern`
-//! (only [`NATURAL`]), `items`, `minItems`, `maxItems`, `properties`, `required`, `additionalProperties`,
+//! (only [`NATURAL`] and [`FILE_NAME`]), `items`, `minItems`, `maxItems`, `properties`, `required`, `additionalProperties`,
 //! `propertyNames`, `anyOf`. All other keywords are ignored, and a test rejects schemas that rely on them.
 //!
 //! `x-kvist-refused` lists fields that OpenAI's API has and kvist does not support. They are refused by name, with the
@@ -10,8 +10,11 @@
 use crate::error::ApiError;
 use serde_json::{Map, Value};
 
-/// The only pattern that is checked: a natural number without leading zeros.
+/// A pattern that is checked: a natural number without leading zeros.
 pub const NATURAL: &str = "^(0|[1-9][0-9]*)$";
+
+/// A pattern that is checked: a name that stays in its folder, on every system.
+pub const FILE_NAME: &str = "^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$";
 
 /// Keyword for refused fields: maps their names to the reason.
 pub const REFUSED: &str = "x-kvist-refused";
@@ -168,10 +171,22 @@ fn check_text(schema: &Value, text: &str, wrong: &dyn Fn(String) -> Found) -> Re
     {
         return Err(wrong(format!("has {length} characters; {max} are allowed")));
     }
-    if schema.get("pattern").is_some() && !is_natural(text) {
-        return Err(wrong(format!("is {text:?}; expected a number")));
+    match schema.get("pattern").and_then(Value::as_str) {
+        None => Ok(()),
+        Some(FILE_NAME) if is_file_name(text) => Ok(()),
+        Some(FILE_NAME) => {
+            let shown: String = text.chars().take(80).collect();
+            let names = "1 to 64 letters, digits, `-`, `_` and `.`, of which the first one is no `.`";
+            Err(wrong(format!("is {shown:?}; expected a name, not a path: {names}")))
+        }
+        Some(_) if is_natural(text) => Ok(()),
+        Some(_) => Err(wrong(format!("is {text:?}; expected a number"))),
     }
-    Ok(())
+}
+
+fn is_file_name(text: &str) -> bool {
+    let is_allowed = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'_' | b'.');
+    (1..=64).contains(&text.len()) && text.bytes().all(is_allowed) && !text.starts_with('.')
 }
 
 fn is_natural(text: &str) -> bool {
@@ -284,7 +299,9 @@ pub fn known(schema: &Value) -> Result<(), String> {
             "properties" => value.as_object().into_iter().flatten().try_for_each(|(_, p)| known(p))?,
             "anyOf" => value.as_array().into_iter().flatten().try_for_each(known)?,
             "items" | "additionalProperties" | "propertyNames" => known(value)?,
-            "pattern" if value != NATURAL => return Err(format!("the pattern {value}")),
+            "pattern" if value != NATURAL && value != FILE_NAME => {
+                return Err(format!("the pattern {value}"));
+            }
             key if CHECKED.contains(&key) || SAID.contains(&key) => {}
             key => return Err(format!("the keyword `{key}`")),
         }

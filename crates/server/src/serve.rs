@@ -16,6 +16,9 @@ const CLOSING_TIME: Duration = Duration::from_secs(2);
 /// How long shutdown waits for the disk to take the rest of a recording.
 const RECORDING_TIME: Duration = Duration::from_secs(10);
 
+/// How long shutdown waits for the disk to take the last changes of sessions.
+const SAVING_TIME: Duration = Duration::from_secs(60);
+
 /// Waits until the recording, if there is one, is completely written.
 async fn recorded(state: &ServerState) {
     if tokio::time::timeout(RECORDING_TIME, state.live.recorded(&state.engine)).await.is_err() {
@@ -71,5 +74,14 @@ pub async fn serve(
         let _ = tokio::time::timeout(CLOSING_TIME, sent).await;
     }
     recorded(&state).await;
+    // Handlers have ended, so nothing changes any more.
+    let saved = tokio::task::spawn_blocking(move || {
+        if let Some(keeper) = state.keeper.get() {
+            keeper.close();
+        }
+    });
+    if tokio::time::timeout(SAVING_TIME, saved).await.is_err() {
+        tracing::error!(target: "kvist::server", "not all sessions are saved: the disk is too slow");
+    }
     Ok(())
 }

@@ -13,12 +13,15 @@ use crate::openapi;
 use crate::schemas::Schemas;
 use crate::work::WorkMemory;
 use kvist_engine::chat_format::ChatFormat;
+use kvist_engine::executor::PagedConfig;
 use kvist_engine::random::random_id;
+use kvist_engine::saved::Origin;
 use kvist_engine::serving::{Engine, TenantQuota};
-use kvist_engine::sessions::{SessionStore, Timestamp};
+use kvist_engine::sessions::{SessionKeeper, SessionStore, Timestamp};
 use kvist_engine::tools::Tooling;
 use kvist_model::generation_config::SamplingDefaults;
 use kvist_model::tokenizer::Piece;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use tokio::sync::watch;
@@ -51,6 +54,10 @@ pub struct ServerState {
     /// Start time, in seconds since 1970.
     pub(crate) started: u64,
     pub(crate) sessions: Arc<SessionStore>,
+    /// Keeps the sessions in a directory, if there is one.
+    pub(crate) keeper: OnceLock<SessionKeeper>,
+    /// Most sessions that a key's name saves in files.
+    pub(crate) max_session_files: usize,
     pub(crate) live: LiveView,
     pub(crate) session_list: Arc<SessionListCache>,
     /// Becomes true when the grace period after a signal is over: requests that still run are then notified and ended.
@@ -98,11 +105,37 @@ impl ServerState {
             started: Timestamp::now().unix_s,
             session_list: SessionListCache::new(engine.clone(), sessions.clone()),
             sessions,
+            keeper: OnceLock::new(),
+            max_session_files: config.sessions.max_sessions,
             live: LiveView::watch(&engine),
             stopping: watch::Sender::new(false),
             draining: AtomicBool::new(false),
             engine,
         }))
+    }
+
+    /// Keeps the sessions in `dir` from now on, and adds those that it has. `paged` is the engine's cache, and `origin`
+    /// what its K and V depend on. Call it before the server accepts connections.
+    ///
+    /// # Errors
+    /// The directory cannot be used ([`SessionKeeper::open`]).
+    pub fn keep_sessions(
+        &self,
+        dir: &Path,
+        origin: &Origin,
+        paged: &PagedConfig,
+    ) -> Result<(), kvist_engine::Error> {
+        let keeper = SessionKeeper::open(dir, &self.engine, &self.sessions, origin, paged)?;
+        // A second call would find the directory in use.
+        let _ = self.keeper.set(keeper);
+        Ok(())
+    }
+
+    /// Waits until all changes of sessions so far are in the directory, if there is one. Blocks this thread.
+    pub fn flush_sessions(&self) {
+        if let Some(keeper) = self.keeper.get() {
+            keeper.flush();
+        }
     }
 
     /// The live view of the engine: recordings and dashboards.

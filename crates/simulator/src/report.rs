@@ -5,9 +5,11 @@
 //! zero: for example, the latency of no requests.
 mod load;
 mod requests;
+mod tiers;
 
 pub use load::{Load, LoadReport, Sample, Timeline};
 pub use requests::{Activity, Phase, RequestOutcome, RequestRow, write_csv};
+pub use tiers::{TierRecord, TiersRecord, TiersReport};
 
 use crate::speculation::SpeculationCounts;
 use crate::statistics::{Estimate, Histogram, Spread};
@@ -31,6 +33,8 @@ pub struct Record {
     pub steps: StepCounts,
     /// `None` if the run did not speculate.
     pub speculation: Option<SpeculationCounts>,
+    /// `None` if the run had no tiers below the cache.
+    pub tiers: Option<TiersRecord>,
     /// When each request was worked on, if recorded; empty otherwise.
     pub activity: Vec<Activity>,
 }
@@ -92,6 +96,9 @@ pub struct Report {
     /// Absent if the run did not speculate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speculation: Option<SpeculationReport>,
+    /// Absent if the run had no tiers below the cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tiers: Option<TiersReport>,
     /// Memory and batch size over time, at about 500 moments.
     pub timeline: Vec<Sample>,
 }
@@ -233,6 +240,7 @@ impl Report {
             load: record.timeline.report(record.steps.busy_ns),
             steps: record.steps,
             speculation: record.speculation.as_ref().map(SpeculationReport::of),
+            tiers: record.tiers.as_ref().map(|tiers| TiersReport::of(tiers, cache)),
             timeline: record.timeline.thinned(500),
         }
     }
@@ -258,6 +266,11 @@ impl Report {
             figures.push(("draft_tokens", speculation.counts.draft_tokens as f64));
             figures.push(("accepted_tokens", speculation.counts.accepted_tokens as f64));
             figures.push(("tokens_per_step", speculation.tokens_per_step));
+        }
+        if let Some(tiers) = &self.tiers {
+            figures.push(("loaded_token_ratio", tiers.loaded_token_ratio));
+            figures.push(("reused_token_ratio", tiers.reused_token_ratio));
+            figures.push(("late_loads", tiers.record.late_loads as f64));
         }
         let l = &self.latency;
         for (spread, names) in [

@@ -10,13 +10,16 @@
 mod executor;
 mod memory;
 mod queue;
+mod tiers;
 mod watch;
 
 pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
 pub(crate) use queue::Arrivals;
 
 use crate::cost::StepCost;
-use crate::report::{CacheCounts, Load, Record, RequestOutcome, RequestRow, Timeline};
+use crate::report::{
+    CacheCounts, Load, Record, RequestOutcome, RequestRow, TierRecord, TiersRecord, Timeline,
+};
 use crate::request::Request;
 use crate::speculation::{Speculation, SpeculationCounts};
 use executor::SimExecutor;
@@ -29,6 +32,7 @@ use kvist_scheduler::{
 use memory::Memory;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tiers::SimTiers;
 use watch::Watched;
 
 /// Options of a run.
@@ -51,6 +55,8 @@ pub struct Options {
     pub watch: bool,
     /// Verify draft tokens while decoding. Steps then run one by one.
     pub speculation: Option<Speculation>,
+    /// The capacity of each tier of the scheduler's configuration in bytes; `None` has no bound.
+    pub tier_capacities: Vec<Option<u64>>,
     /// Once it is true the run ends, with [`RunError::Stopped`]. Looked at between steps.
     pub stop: Option<Arc<AtomicBool>>,
 }
@@ -66,6 +72,7 @@ impl Default for Options {
             itl: true,
             watch: false,
             speculation: None,
+            tier_capacities: Vec::new(),
             stop: None,
         }
     }
@@ -144,6 +151,7 @@ pub fn run<'s>(
         if options.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)) {
             return Err(RunError::Stopped);
         }
+        simulation.report_transfers(now);
         simulation.submit_arrivals(now);
         let elapsed_ns = simulation.iterate(now, recording.as_mut());
         if simulation.n_ended > n_ended {
@@ -153,7 +161,7 @@ pub fn run<'s>(
             let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
             recording.iteration(now, end_ns, &mut simulation.scheduler, &simulation.memory.events, sink);
         }
-        match (elapsed_ns, simulation.arrivals.next_ns()) {
+        match (elapsed_ns, simulation.next_ns()) {
             (Some(ns), _) => {
                 turns += 1;
                 clock.advance(ns);
@@ -173,6 +181,7 @@ struct Simulation<'a> {
     executor: SimExecutor<'a>,
     arrivals: Arrivals,
     memory: Memory,
+    tiers: Option<SimTiers>,
     /// Per request, in list order.
     rows: Vec<RequestRow>,
     cache_counts: CacheCounts,
@@ -211,6 +220,11 @@ impl<'a> Simulation<'a> {
             scheduler,
             executor,
             arrivals: Arrivals::new(requests),
+            tiers: options
+                .scheduler
+                .tiers
+                .as_ref()
+                .map(|config| SimTiers::new(config, &options.tier_capacities)),
             memory,
             rows: requests.iter().map(waiting_row).collect(),
             cache_counts: CacheCounts {
@@ -241,10 +255,35 @@ impl<'a> Simulation<'a> {
             // List indices are unique.
             self.scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
         }
+        self.carry_out(now, now);
         if self.changed {
             self.timeline.note(now, self.load); // end of a step, before the requests it ended free their memory
         }
-        self.executor.next_arrival_ns = self.arrivals.next_ns().unwrap_or(u64::MAX);
+        self.executor.next_arrival_ns = self.next_ns().unwrap_or(u64::MAX);
+    }
+
+    /// The time of the next arrival, end of a transfer, or deadline of one. `None` if nothing is to come that a request
+    /// waits for.
+    fn next_ns(&self) -> Option<u64> {
+        let arrival = self.arrivals.next_ns();
+        let Some(tiers) = &self.tiers else { return arrival };
+        let live = self.scheduler.n_waiting() + self.scheduler.n_running() + self.scheduler.n_loading() > 0;
+        let of_tiers = [tiers.next_ns(), self.scheduler.next_tier_deadline_ns()];
+        let of_tiers = of_tiers.into_iter().flatten().filter(|_| live || arrival.is_some());
+        arrival.into_iter().chain(of_tiers).min()
+    }
+
+    /// Tells the scheduler which transfers have ended.
+    fn report_transfers(&mut self, now: u64) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.report(now, &mut self.scheduler);
+        }
+    }
+
+    /// Begins the transfers that the scheduler asked for in steps from `now` to `end_ns`.
+    fn carry_out(&mut self, now: u64, end_ns: u64) {
+        let Some(tiers) = &mut self.tiers else { return };
+        tiers.carry_out(now, end_ns, &mut self.scheduler);
     }
 
     /// One iteration of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
@@ -254,6 +293,7 @@ impl<'a> Simulation<'a> {
             Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
             Iteration::NothingToDo => None,
         };
+        self.carry_out(now, now.saturating_add(elapsed_ns.unwrap_or(0)));
         let ended_before = self.n_ended;
         let mut ended_later = 0;
         for ended in self.scheduler.drain_ended() {
@@ -261,6 +301,9 @@ impl<'a> Simulation<'a> {
             ended_later += u64::from(ended.ended_ns > now);
             let i = ended.id.0 as usize;
             note_end(&mut self.rows[i], &ended, &mut self.cache_counts);
+            if let Some(tiers) = &mut self.tiers {
+                tiers.forget(ended.id);
+            }
             if let Some(recording) = &mut recording {
                 recording.ended(&ended);
             }
@@ -282,7 +325,7 @@ impl<'a> Simulation<'a> {
         let (at_end, after) = self.memory.update(self.scheduler.cache_mut(), elapsed_ns.is_some());
         let late = if elapsed_ns.is_some() { self.executor.late_blocks } else { 0 };
         let load = Load {
-            queued_requests: self.scheduler.n_waiting() as u64,
+            queued_requests: (self.scheduler.n_waiting() + self.scheduler.n_loading()) as u64,
             running_requests: self.scheduler.n_running() as u64 + ended_later,
             used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache without blocks
             cached_blocks: at_end.cached,
@@ -294,7 +337,7 @@ impl<'a> Simulation<'a> {
             self.timeline.note(now, load);
         }
         self.load = Load { used_blocks: at_end.used, ..load };
-        match (elapsed_ns, self.arrivals.next_ns()) {
+        match (elapsed_ns, self.next_ns()) {
             (Some(ns), _) => self.timeline.extend(ns, self.load, self.executor.late_ns),
             (None, Some(next)) => {
                 self.load.used_blocks = after.used;
@@ -319,6 +362,24 @@ impl<'a> Simulation<'a> {
         activity
             .iter_mut()
             .for_each(|activity| activity.request = self.requests[activity.request as usize].id);
+        let tiers = self.tiers.as_ref().zip(self.scheduler.tier_counters()).map(|(tiers, counters)| {
+            let config = self.options.scheduler.tiers.as_ref().map_or(&[][..], |config| &config.list);
+            let capacities = self.options.tier_capacities.iter().copied().chain(std::iter::repeat(None));
+            let tier = |(i, ((config, counts), capacity_bytes)): (usize, _)| {
+                let (config, counts): (&scheduler::Tier, tiers::TierCounts) = (config, counts);
+                TierRecord {
+                    name: config.name.clone(),
+                    capacity_bytes,
+                    loaded_tokens: counters.loaded_tokens[i],
+                    blocks: counts.blocks,
+                    peak_blocks: counts.peak_blocks,
+                    written_blocks: counts.written_blocks,
+                    dropped_blocks: counts.dropped_blocks,
+                }
+            };
+            let of_tiers = config.iter().zip(tiers.counts()).zip(capacities).enumerate().map(tier);
+            TiersRecord::of(of_tiers.collect(), &counters)
+        });
         let record = Record {
             setting: setting(self.options, cost),
             requests: self.rows,
@@ -327,6 +388,7 @@ impl<'a> Simulation<'a> {
             cache: self.cache_counts,
             steps,
             speculation: self.executor.speculation.map(|(_, counts)| counts),
+            tiers,
             activity,
         };
         Run { record, counters, turns }

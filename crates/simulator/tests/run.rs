@@ -96,6 +96,7 @@ fn settings() -> Vec<(Config, u32)> {
                     ageing_ns: 100_000,
                     max_failures: 1,
                     wait_for_prefix: false,
+                    tiers: None,
                 };
                 all.push((config, capacity));
             }
@@ -141,6 +142,7 @@ fn options(config: &Config, one_by_one: bool) -> Options {
         itl: true,
         watch: true,
         speculation: None,
+        tier_capacities: Vec::new(),
         stop: None,
     }
 }

@@ -10,6 +10,8 @@ export const HALF_LIFE_NS = 5e9;
 const COLUMNS = {
   state: Uint8Array,
   stored: Uint8Array,
+  /** Its content is being imported. */
+  arriving: Uint8Array,
   /** The first sequence that uses the block; for a cached one the last that used it; -1 if none did. */
   owner: Int32Array,
   /** Both are -Infinity if the time is before the first event. */
@@ -81,12 +83,13 @@ export class Blocks {
     this.touched[block] = at;
   }
 
-  /** `seq` takes a free block. */
-  take(block, seq, at) {
+  /** `seq` takes a free block. An `arriving` one gets its content from elsewhere; it is stored when that is there. */
+  take(block, seq, at, arriving = false) {
     this.#become(block, HELD);
     this.holders[block] = [seq];
     this.owner[block] = seq;
     this.stored[block] = 0;
+    this.arriving[block] = arriving ? 1 : 0;
     this.born[block] = at;
     this.uses[block] = 0;
     this.touch(block, at);
@@ -99,12 +102,14 @@ export class Blocks {
       this.owner[block] = seq;
     }
     this.holders[block].push(seq);
+    this.arriving[block] = 0;
     this.touch(block, at);
   }
 
   /** `seq` releases the block. If it was the last to use it, the block goes to `state`. */
   release(block, seq, state, at) {
     if (block >= this.size) return;
+    this.arriving[block] = 0;
     const holders = this.holders[block] ?? [];
     const i = holders.indexOf(seq);
     if (i >= 0) holders.splice(i, 1);
@@ -120,6 +125,7 @@ export class Blocks {
 
   store(block) {
     this.stored[block] = 1;
+    this.arriving[block] = 0;
   }
 
   /** Adds a block from a snapshot: used by `seq`, or cached without users if `seq` is null. Its past is unknown. */

@@ -278,7 +278,7 @@ export class Model {
       const table = sequence?.tables[g];
       switch (change) {
         case 'alloc':
-          group.take(block, seq, at);
+          group.take(block, seq, at, reason === 'load');
           table.push(block);
           break;
         case 'hit':

@@ -3,6 +3,7 @@
 mod counts;
 mod evict;
 mod explain;
+mod lower;
 mod store;
 
 use super::content::{Content, Keying};
@@ -272,6 +273,17 @@ impl Index {
         let (keying, mut buffer) = (self.tree.keying(), Vec::new());
         let blocks = 0..keying.n_blocks(content);
         blocks.fold(salt_hash(salt), |hash, i| chain(hash, keying.key(content, i, &mut buffer)))
+    }
+
+    /// The hash of every whole block of `content`, in order.
+    pub fn hashes(&self, salt: &str, content: &Content<'_>) -> Vec<u64> {
+        let (keying, mut buffer, mut hash) = (self.tree.keying(), Vec::new(), salt_hash(salt));
+        let blocks = 0..keying.n_blocks(content);
+        let next = |i| {
+            hash = chain(hash, keying.key(content, i, &mut buffer));
+            hash
+        };
+        blocks.map(next).collect()
     }
 
     fn root(&mut self, salt: &str) -> Node {

@@ -75,6 +75,12 @@ pub struct Args {
     /// Maximum tokens of a step
     #[arg(long, value_name = "TOKENS")]
     max_batch_tokens: Option<u32>,
+    /// Memory of the host for blocks that the cache evicts: 8GiB. Of use where the cache is in the memory of a GPU
+    #[arg(long, value_name = "SIZE")]
+    tier_ram: Option<Size>,
+    /// When blocks are copied to the tiers: through (as soon as they are cached) or back (shortly before they are evicted)
+    #[arg(long, value_name = "WHEN", value_parser = ["through", "back"])]
+    tier_write: Option<String>,
     /// Begin with a prefix of `kvist prefix freeze` in the prefix index, where it stays: prompts that begin with it do not
     /// compute it, and all programs that use the file share its memory
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "record")]
@@ -96,6 +102,9 @@ pub struct Args {
     /// Allow calls from pages of this origin; may be given several times
     #[arg(long, value_name = "ORIGIN")]
     cors_origin: Vec<String>,
+    /// Keep sessions in this directory, with their K and V: they survive a restart of the server
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    sessions_dir: Option<PathBuf>,
     /// Write prompts and answers into the log
     #[arg(long)]
     log_prompts: bool,
@@ -134,6 +143,7 @@ impl Args {
         set(&mut c.http.port, &self.port);
         c.http.open |= self.open;
         c.http.log_prompts |= self.log_prompts;
+        c.sessions.dir = self.sessions_dir.clone().or(c.sessions.dir);
         c.http.cors_origins.extend(self.cors_origin.iter().cloned());
         c.cache.tokens = self.context.or(c.cache.tokens);
         set(&mut c.cache.kv, &self.kv);
@@ -144,11 +154,18 @@ impl Args {
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
+        set(&mut c.tiers.ram_bytes, &self.tier_ram.map(|size| size.0));
+        set(&mut c.tiers.write, &self.tier_write);
         self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
         set(&mut c.limits.grace_s, &self.grace);
         set(&mut c.limits.max_body_bytes, &self.max_body.map(|size| size.0 as usize));
+        if c.sessions.dir.is_some() && self.record.is_some() {
+            let what = "--record and --sessions-dir exclude each other: what sessions bring back from files is not \
+                        recorded, so the recording could not be replayed";
+            return Err(wrong_usage(what));
+        }
         c.check().map_err(|e| match &self.config {
             Some(path) => anyhow::anyhow!("{}: {e}", path.display()),
             None => wrong_usage(e.to_string()),
@@ -172,6 +189,9 @@ struct Plan {
     /// Absent if the server does not speculate.
     #[serde(skip_serializing_if = "Option::is_none")]
     speculation: Option<SpeculationPlan>,
+    /// Memory of the host for tiers below the cache, and for what is on its way; absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_bytes: Option<u64>,
     /// Memory of the model and its cache; never exceeded.
     bound: json::MemoryBytes,
     /// Memory of all requests together: while they are prepared, and their prompts from then on.
@@ -216,6 +236,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         engine.prefix = Some(EnginePrefix { prefix, salt, origin });
     }
     let plan = engine.paged.plan(opened.config(), &registry)?;
+    let groups = engine.paged.cache.groups(opened.config());
+    if engine.tiers.is_some() && groups.iter().any(|group| group.visibility.window.is_some()) {
+        let what = "this model has layers with a sliding window, which tiers do not support yet: serve it without --tier-ram";
+        return Err(wrong_usage(what));
+    }
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
         return show_plan(&args, &config, &opened, &registry, &plan, speculation);
@@ -238,6 +263,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tokens: engine.paged.cache.context_tokens,
         cache: plan.session_bound(),
         requests: requests_bytes,
+        tiers: config.tiers.memory_bytes(),
         draft: draft_bytes,
     };
     needed.check(free, budget.total(), registry.device().adapter(), longest)?;
@@ -253,12 +279,23 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     {
         tracing::info!(target: "kvist::server", "{line}");
     }
+    // Reads all weights once, before they are loaded.
+    let origin = match &config.sessions.dir {
+        Some(_) => {
+            Some(Origin::new(opened.fingerprint()?, args.model.weights, &engine.paged.cache, opened.config()))
+        }
+        None => None,
+    };
+    let paged = engine.paged.clone();
     let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
     let cache = &engine.paged.cache;
     let draft = draft.map(|draft| draft.load(&model, cache, quiet)).transpose()?;
     engine.speculator = speculation.speculator(draft.as_ref(), &model, cache, texts)?;
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
+    if let Some((dir, origin)) = config.sessions.dir.as_deref().zip(origin) {
+        state.keep_sessions(dir, &origin, &paged).context("--sessions-dir")?;
+    }
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {
         if let Some(file) = record {
@@ -292,6 +329,7 @@ struct Needed {
     /// Working memory included.
     cache: u64,
     requests: u64,
+    tiers: u64,
     draft: Option<u64>,
 }
 
@@ -306,8 +344,16 @@ impl Needed {
         longest: impl Fn(u64) -> u32,
     ) -> anyhow::Result<()> {
         let free = free.saturating_sub(self.draft.unwrap_or(0));
-        if self.cache.saturating_add(self.requests) <= free {
+        let taken = self.cache.saturating_add(self.requests);
+        if taken.saturating_add(self.tiers) <= free {
             return Ok(());
+        }
+        if taken <= free {
+            anyhow::bail!(
+                "the tiers need {} (with what is on its way), and {} are free besides the rest; try a smaller --tier-ram",
+                Bytes(self.tiers),
+                Bytes(free - taken)
+            );
         }
         let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
         let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
@@ -384,7 +430,9 @@ fn show_plan(
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
-    let total = total.saturating_add(requests_bytes).saturating_add(draft_bytes.unwrap_or(0));
+    let tier_bytes = config.tiers.memory_bytes();
+    let total = total.saturating_add(requests_bytes).saturating_add(tier_bytes);
+    let total = total.saturating_add(draft_bytes.unwrap_or(0));
     let available = args.model.memory.map(|size| size.0).or_else(memory::available);
     let report = Plan {
         version: json::VERSION,
@@ -397,6 +445,7 @@ fn show_plan(
         max_batch: config.scheduler.max_batch,
         max_batch_tokens: config.scheduler.max_batch_tokens,
         speculation,
+        tier_bytes: config.tiers.is_on().then_some(tier_bytes),
         bound: bound.into(),
         requests_bytes,
         total_bytes: total,
@@ -429,6 +478,10 @@ fn show_plan(
                 3,
                 format!("speculation      {speculate}, at most {max_draft_tokens} draft tokens a step"),
             );
+        }
+        if let Some(bytes) = report.tier_bytes {
+            let (held, write) = (Bytes(config.tiers.ram_bytes), &config.tiers.write);
+            lines.push(format!("tiers            {}: {held} of RAM, written {write}", Bytes(bytes)));
         }
         if let Some(bytes) = draft_bytes {
             lines.push(format!("draft model      {}", Bytes(bytes)));

@@ -11,6 +11,7 @@ mod show;
 mod spec;
 mod speculate;
 mod sweep;
+mod tiers;
 mod zero;
 
 use crate::options::wrong_usage;
@@ -34,6 +35,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
+use tiers::TierArgs;
 use zero::ZeroArgs;
 
 #[derive(clap::Args)]
@@ -43,6 +45,7 @@ use zero::ZeroArgs;
         kvist simulate --hardware h100-sxm --shape llama-3.1-8b --arrivals poisson:per_s=8 --html report.html\n  \
         kvist simulate --trace conversation_trace.jsonl --capacity-blocks 200000 --slo-ttft 2s\n  \
         kvist simulate --speculate tokens=4,accept=0.8/0.6,draft_ms=0.3\n  \
+        kvist simulate --tier ram:64GiB,bw=20GB/s,lat=10us --tier disk:2TB,bw=3GB/s,lat=100us\n  \
         kvist simulate --trace conversation_trace.jsonl --zero-service --policy lru --capacity-blocks 10000 --json\n  \
         kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep\n  \
         kvist simulate sweep --trace conversation_trace.jsonl --zero-service --policies lru,opt --capacities 1000,10000 \
@@ -89,6 +92,8 @@ pub struct What {
     costs: CostArgs,
     #[command(flatten)]
     speculation: SpeculateArgs,
+    #[command(flatten)]
+    tiers: TierArgs,
     #[command(flatten)]
     zero: ZeroArgs,
     /// Objective for the time to the first token: 2s, 500ms
@@ -239,6 +244,14 @@ impl What {
                 "--speculate cannot be used with --zero-service, where nothing takes time",
             ));
         }
+        if self.zero.zero_service && !self.tiers.tiers.is_empty() {
+            return Err(wrong_usage("--tier cannot be used with --zero-service, where nothing takes time"));
+        }
+        if self.blocks.no_prefix_cache && !self.tiers.tiers.is_empty() {
+            return Err(wrong_usage(
+                "--tier cannot be used with --no-prefix-cache: tiers extend the prefix cache",
+            ));
+        }
         self.speculation.read()
     }
 
@@ -246,12 +259,26 @@ impl What {
     pub fn options(&self, seed: u64) -> Options {
         let (max_new, deadline_ns) = (self.schedule.max_new(), self.schedule.deadline_ns());
         let speculation = self.speculation.get(seed);
-        let stop = self.stop.clone();
-        Options { scheduler: self.scheduler(), max_new, deadline_ns, speculation, stop, ..Options::default() }
+        let (stop, tier_capacities) = (self.stop.clone(), self.tiers.capacities());
+        Options {
+            scheduler: self.scheduler(),
+            max_new,
+            deadline_ns,
+            speculation,
+            tier_capacities,
+            stop,
+            ..Options::default()
+        }
     }
 
     fn scheduler(&self) -> Config {
-        self.schedule.config(self.costs.work(self.schedule.batch_tokens()))
+        let config = self.schedule.config(self.costs.work(self.schedule.batch_tokens()));
+        // `check` reports what is wrong with them.
+        Config { tiers: self.tier_config().ok().flatten(), ..config }
+    }
+
+    fn tier_config(&self) -> anyhow::Result<Option<kvist_scheduler::Tiers>> {
+        self.tiers.config(&self.costs, self.blocks.block_tokens(), self.schedule.batch_tokens())
     }
 
     /// Checks the settings, and that one cache can serve all requests, before hours are spent.
@@ -260,6 +287,7 @@ impl What {
             let policy = evict::build(&self.blocks.policy, &self.blocks.parameters()?);
             return policy.map(|_| ()).map_err(|why| wrong_usage(why.to_string()));
         }
+        self.tier_config()?;
         let config = self.scheduler();
         let sound = config.check().and_then(|()| kvist_scheduler::build_policy(&config).map(|_| ()));
         sound.map_err(|why| wrong_usage(why.to_string()))?;

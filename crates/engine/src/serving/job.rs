@@ -96,7 +96,7 @@ pub enum Event {
     Admitted {
         /// Time of admission: before the step that first computed the job.
         at: Instant,
-        /// Prompt tokens that the prefix index supplied.
+        /// Prompt tokens that the prefix index or a tier supplied.
         cached_tokens: u32,
         /// Why it supplied no more, if requested. Reduced to what a tenant may know.
         miss: Option<MissReason>,
@@ -155,8 +155,10 @@ pub enum FinishReason {
 pub struct Usage {
     pub prompt_tokens: u32,
     pub completion_tokens: u32,
-    /// Prompt tokens that the prefix index supplied.
+    /// Prompt tokens that were not computed: the prefix index or a tier below the cache supplied them.
     pub cached_tokens: u32,
+    /// Those of them that were loaded from a tier.
+    pub loaded_tokens: u32,
     pub preemptions: u32,
     /// `None` if the engine does not speculate.
     pub drafts: Option<DraftUsage>,

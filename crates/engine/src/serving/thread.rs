@@ -5,6 +5,7 @@
 use super::job::*;
 use super::quota::QuotaPermit;
 use super::request::{Ending, RequestSampler};
+use super::tiers::Report;
 use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
 use kvist_cache::Pin;
@@ -17,17 +18,19 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
-pub(super) enum Command {
+pub(crate) enum Command {
     Arrive(Arrival),
     Cancel(RequestId),
     CancelAll,
     Inspect(Box<dyn FnOnce(&mut EngineState) + Send>),
     Watch(Box<dyn Watcher>),
+    /// A tier below the cache has answered.
+    Tier(Report),
     Stop,
 }
 
 /// A job on its way to the engine thread.
-pub(super) struct Arrival {
+pub(crate) struct Arrival {
     pub id: RequestId,
     pub job: Box<Job>,
     /// When the job was submitted. A step may have run since.
@@ -77,7 +80,12 @@ impl Thread {
         let mut idle = true;
         loop {
             // If `recv` fails, the last handle was dropped on another thread and no more commands can come.
+            let tier_wait = if idle { self.tier_wait() } else { None };
             let command = match self.pause() {
+                _ if idle && tier_wait.is_some() => {
+                    idle = false;
+                    inbox.recv_timeout(tier_wait.unwrap_or_default()).ok()
+                }
                 _ if idle => inbox.recv().ok(),
                 Some(pause) => inbox.recv_timeout(pause).ok(),
                 None => inbox.try_recv().ok(),
@@ -97,6 +105,7 @@ impl Thread {
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
             let iteration = scheduler.iterate(now, executor);
+            self.move_tiers();
             let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
                 Iteration::NothingToDo => 0,
@@ -110,6 +119,23 @@ impl Thread {
             self.publish_stats();
             idle = iteration == Iteration::NothingToDo;
         }
+    }
+
+    /// Begins the transfers that the scheduler asks for, and tells it which have ended.
+    fn move_tiers(&mut self) {
+        let now = self.state.now_ns();
+        let EngineState { scheduler, executor, .. } = &mut self.state;
+        executor.move_tiers(scheduler, now);
+    }
+
+    /// How long an idle engine sleeps before it looks after its tiers. `None` if they wait for nothing.
+    fn tier_wait(&self) -> Option<Duration> {
+        const COPIES: Duration = Duration::from_micros(200);
+        if self.state.executor.is_copying() {
+            return Some(COPIES);
+        }
+        let until_ns = self.state.scheduler.next_tier_deadline_ns()?;
+        Some(Duration::from_nanos(until_ns.saturating_sub(self.state.now_ns())))
     }
 
     /// How long to sleep before the next step, unless a command arrives. `Some` only while every live job has a pace
@@ -154,8 +180,14 @@ impl Thread {
             }
             Command::Inspect(inspect) => inspect(&mut self.state),
             Command::Watch(watcher) => self.watchers.push(watcher),
+            Command::Tier(report) => {
+                let now = self.state.now_ns();
+                let EngineState { scheduler, executor, .. } = &mut self.state;
+                executor.tier_report(report, scheduler, now);
+            }
             Command::Stop => {}
         }
+        self.move_tiers();
         self.send_results();
     }
 
@@ -229,7 +261,8 @@ impl Thread {
             let Some(status) = self.state.scheduler.status(*id) else { continue };
             if let Some(at) = status.admitted_ns {
                 let miss = status.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-                live.admit(self.state.instant_of(at), status.hit_tokens, miss);
+                let loaded: u32 = status.loaded.iter().sum();
+                live.admit(self.state.instant_of(at), status.hit_tokens + loaded, miss);
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
@@ -246,7 +279,8 @@ impl Thread {
             && live.permit.is_some()
         {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-            live.admit(self.state.instant_of(at), ended.hit_tokens, miss);
+            let loaded: u32 = ended.loaded.iter().sum();
+            live.admit(self.state.instant_of(at), ended.hit_tokens + loaded, miss);
         }
         let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
         let done = |finish| {
@@ -256,7 +290,8 @@ impl Thread {
                 usage: Usage {
                     prompt_tokens: ended.prompt_tokens,
                     completion_tokens: if live.generates { ended.generated } else { 0 },
-                    cached_tokens: ended.hit_tokens,
+                    cached_tokens: ended.hit_tokens + ended.loaded.iter().sum::<u32>(),
+                    loaded_tokens: ended.loaded.iter().sum(),
                     preemptions: ended.preemptions,
                     drafts: self.state.executor.speculation().map(|_| DraftUsage {
                         draft_tokens: ended.draft_tokens,
@@ -301,7 +336,7 @@ impl Thread {
             (scheduler.used_cells(), scheduler.evictable_cells(), scheduler.free_cells());
         let stats = EngineStats {
             running: scheduler.n_running(),
-            waiting: scheduler.n_waiting(),
+            waiting: scheduler.n_waiting() + scheduler.n_loading(),
             counters: *scheduler.counters(),
             capacity_cells: used + evictable + free,
             used_cells: used,
@@ -314,6 +349,7 @@ impl Thread {
             kv_bytes_read: self.state.executor.counters().bytes_read,
             busy_ns: self.busy_ns,
             speculation: self.state.executor.speculation(),
+            tiers: self.state.executor.tier_stats(&self.state.scheduler),
         };
         *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
     }

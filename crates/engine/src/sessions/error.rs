@@ -45,6 +45,17 @@ pub enum SessionError {
     /// The history would be longer than a prompt may be.
     #[error("the session would have {tokens} tokens, but prompt and answer together can have at most {max}")]
     TooLong { param: String, tokens: usize, max: usize },
+    /// The owner saved no session under this name.
+    #[error("no session was saved as {name:?}: `POST /v1/sessions/{{id}}/save` saves one")]
+    NoSuchFile { name: String },
+    /// The owner saved as many sessions as are allowed.
+    #[error(
+        "this key has saved {max} sessions, which is its limit: save under one of their names, which replaces it"
+    )]
+    TooManyFiles { max: usize },
+    /// The disk did not take a session.
+    #[error("{name:?} cannot be saved: {problem}")]
+    NotSaved { name: String, problem: String },
     /// The work was cancelled, or its time is over ([`kvist_model::halt`]).
     #[error("the work was cancelled, or took too long")]
     Halted,

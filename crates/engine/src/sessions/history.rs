@@ -12,6 +12,7 @@ mod cut;
 #[cfg(test)]
 mod reference;
 mod render;
+mod saved;
 #[cfg(test)]
 mod tests;
 
@@ -21,6 +22,8 @@ pub(crate) use charge::MIN_CHARGE;
 pub use charge::{heap_bytes, heap_bytes_of_fields};
 pub use cut::Cut;
 pub use render::{HistoryTokenizer, check_length, with_conversation};
+pub(crate) use saved::SavedHistory;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -48,7 +51,7 @@ struct RenderedMessages {
 }
 
 /// A message and its position.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Message {
     /// As passed to the template. For a generated message, the content is the text as generated.
     body: Value,
@@ -61,7 +64,7 @@ struct Message {
 }
 
 /// The same position in tokens and in the rendered text.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Position {
     token: usize,
     byte: usize,

@@ -3,7 +3,7 @@ use crate::random::random_id;
 use std::fmt;
 
 /// An id of a session. Drawn at random, so that a client cannot guess the ids of others.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(pub u128);
 
 impl SessionId {

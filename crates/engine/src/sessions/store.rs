@@ -8,6 +8,7 @@
 //! recomputes it in tests. An operation touches sessions of other owners only to remove expired ones.
 mod guard;
 mod inner;
+mod saved;
 #[cfg(test)]
 mod tests;
 
@@ -16,7 +17,9 @@ use super::id::SessionId;
 use super::{SessionError, SessionLimits};
 use guard::Busy;
 pub use guard::SessionGuard;
+pub(super) use inner::Change;
 use inner::{Inner, Session};
+pub(super) use saved::SessionRecord;
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -52,6 +52,7 @@ pub fn config(context_tokens: u32) -> EngineConfig {
         watchers: Vec::new(),
         max_draft_tokens: 0,
         speculator: None,
+        tiers: None,
         prefix: None,
     };
     config.fit();

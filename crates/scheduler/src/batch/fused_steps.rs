@@ -35,7 +35,7 @@ impl Scheduler {
     /// The largest number of decode steps, up to `limit`, that fit into free cells. Eviction must happen at exactly
     /// the step that needs it, as when steps run one by one.
     fn steps_that_fit(&self, limit: u32) -> u32 {
-        let free = self.memory.free();
+        let free = self.memory.free().saturating_sub(self.kept_free());
         let n = self.batch.len() as u64;
         let block = self.memory.block_tokens();
         let fits = |steps: u32| {
@@ -56,6 +56,14 @@ impl Scheduler {
             if fits(middle) { good = middle } else { bad = middle }
         }
         good
+    }
+
+    /// Cells that stay free because cached blocks are copied to a tier and evicted in time.
+    fn kept_free(&self) -> u64 {
+        match &self.tiers {
+            Some(tiers) if self.memory.evictable() > 0 => tiers.ahead_tokens(self.memory.capacity()),
+            _ => 0,
+        }
     }
 
     /// Cells by which the batch grows if every entry is repeated for `steps` steps.

@@ -1,5 +1,5 @@
 //! Checks of a configuration, section by section.
-use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection};
+use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection, TiersSection};
 use kvist_cache::evict::{Parameters, build_for_serving};
 use kvist_device::Recent;
 use kvist_engine::tools::Tooling;
@@ -50,8 +50,20 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
     }
     build_for_serving(&c.eviction, &Parameters::default())
         .map_err(|e| bad("cache.eviction", format!("{:?}", c.eviction), e.to_string()))?;
+    if config.scheduler.tiers.is_some() {
+        return Err(bad("scheduler.tiers", "set", "the section [tiers]: the server sets this field itself"));
+    }
     config.scheduler.check().map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
     Ok(())
+}
+
+/// Where evicted blocks go.
+pub(super) fn tiers(config: &ServerConfig) -> Result<(), ConfigError> {
+    let write = &config.tiers.write;
+    if TiersSection::WRITES.contains(&write.as_str()) {
+        return Ok(());
+    }
+    Err(bad("tiers.write", format!("{write:?}"), format!("one of {}", TiersSection::WRITES.join(", "))))
 }
 
 /// What proposes drafts, and their limits.

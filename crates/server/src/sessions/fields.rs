@@ -3,6 +3,7 @@ use crate::openai::request::{
     Bounds, boolean, common, integer, message, number_of_tokens, object, or_null, response_format,
     tool_choice, tools,
 };
+use crate::schema::FILE_NAME;
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -14,6 +15,8 @@ pub(crate) struct SessionSchemas {
     pub fork: Value,
     pub rollback: Value,
     pub keep: Value,
+    pub save: Value,
+    pub load: Value,
 }
 
 /// Maximum number of messages in one request.
@@ -36,12 +39,23 @@ impl SessionSchemas {
                 &[],
                 json!({}),
             ),
+            save: object(fields(json!({"file": file()})), &["file"], json!({})),
+            load: object(fields(json!({"file": file()})), &["file"], json!({})),
         }
     }
 
     #[cfg(test)]
-    pub fn all(&self) -> [&Value; 6] {
-        [&self.create, &self.append, &self.generate, &self.fork, &self.rollback, &self.keep]
+    pub fn all(&self) -> [&Value; 8] {
+        [
+            &self.create,
+            &self.append,
+            &self.generate,
+            &self.fork,
+            &self.rollback,
+            &self.keep,
+            &self.save,
+            &self.load,
+        ]
     }
 }
 
@@ -50,6 +64,12 @@ fn fields(fields: Value) -> Map<String, Value> {
         Value::Object(fields) => fields,
         _ => Map::new(),
     }
+}
+
+/// The name of a saved session. It never leaves the folder of its owner: it has no `/` and does not begin with a dot.
+fn file() -> Value {
+    json!({"type": "string", "pattern": FILE_NAME,
+        "description": "1 to 64 letters, digits, `-`, `_` and `.`, the first one no `.`."})
 }
 
 /// Content to append: one of `messages`, `text` and `tokens`.
@@ -222,6 +242,11 @@ pub(super) struct RollbackFields {
 #[derive(Deserialize)]
 pub(super) struct KeepFields {
     pub also: Option<Vec<String>>,
+}
+
+#[derive(Deserialize)]
+pub(super) struct FileFields {
+    pub file: String,
 }
 
 #[cfg(test)]

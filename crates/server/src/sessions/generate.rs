@@ -97,6 +97,9 @@ fn prepare(
         request.written = state.chat.marks().to_vec();
     }
     request.salt = guard.salt.clone();
+    if let Some(keeper) = state.keeper.get() {
+        keeper.warm(&guard.salt, &prompt.tokens);
+    }
     request.prompts = vec![prompt.tokens.as_slice().into()];
     if is_chat && state.engine.model().chat_template().is_none() {
         request.stop.push(PLAIN_STOP.into());

@@ -18,7 +18,7 @@ use serde_json::{Map, Value, json};
 use std::iter::once;
 
 /// The session as API clients see it.
-fn document_of(info: &SessionInfo) -> Value {
+pub(super) fn document_of(info: &SessionInfo) -> Value {
     json!({
         "id": info.id.to_string(),
         "object": "session",

@@ -4,6 +4,7 @@ mod bodies;
 mod costly;
 mod doors;
 mod harmony;
+mod kept;
 mod limits;
 mod live;
 mod refusals;

@@ -34,6 +34,19 @@ fn figures(report: &Report) -> Vec<Figure> {
             ),
         ),
         (
+            "Tokens loaded from tiers",
+            report.tiers.as_ref().map(|tiers| percent(tiers.loaded_token_ratio)),
+            report.tiers.as_ref().map_or(String::new(), |tiers| {
+                let share = |tier: &crate::report::TierRecord| {
+                    let of_all = tier.loaded_tokens as f64 / cache.counts.total_tokens.max(1) as f64;
+                    format!("{} {}", escape(&tier.name), percent(of_all))
+                };
+                let shares: Vec<String> = tiers.record.tiers.iter().map(share).collect();
+                let reused = percent(tiers.reused_token_ratio);
+                format!("{}; {reused} were not computed", shares.join(", "))
+            }),
+        ),
+        (
             "Time to first token",
             l.ttft_s.map(|s| seconds(s.p50)),
             l.ttft_s.map_or(String::new(), |s| format!("p90 {}, p99 {}", seconds(s.p90), seconds(s.p99))),

@@ -97,7 +97,7 @@ impl Index {
 
     /// Drops `node` and all nodes below it from every group: nothing below a node can be hit without it. Blocks that
     /// a sequence uses stay with the sequence, uncached.
-    fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
+    pub(super) fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
         if self.tree.is_leaf(node) {
             (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
             return self.prune(groups, node);

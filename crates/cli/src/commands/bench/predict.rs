@@ -348,6 +348,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         watchers: Vec::new(),
         max_draft_tokens: 0,
         speculator: None,
+        tiers: None,
         prefix: None,
     };
     config.fit();

@@ -1,5 +1,6 @@
 //! A report as text.
-use kvist_simulator::report::Report;
+use crate::options::Size;
+use kvist_simulator::report::{Report, TierRecord, TiersReport};
 use kvist_simulator::statistics::{Estimate, Spread};
 use kvist_simulator::zero_service::ZeroService;
 use std::collections::BTreeMap;
@@ -53,6 +54,9 @@ pub fn report(report: &Report) -> String {
 
     throughput(&mut text, report);
     cache(&mut text, report);
+    if let Some(tiers) = &report.tiers {
+        show_tiers(&mut text, report, tiers);
+    }
     if let Some(speculation) = &report.speculation {
         let counts = &speculation.counts;
         row(
@@ -150,6 +154,43 @@ fn cache(text: &mut String, report: &Report) {
     }
 }
 
+fn show_tiers(text: &mut String, report: &Report, tiers: &TiersReport) {
+    let (record, total) = (&tiers.record, report.cache.counts.total_tokens.max(1) as f64);
+    let share = |tokens: u64| percent(tokens as f64 / total);
+    let of_tier = |tier: &TierRecord| format!("{} from {}", share(tier.loaded_tokens), tier.name);
+    let loaded: Vec<String> = record.tiers.iter().map(of_tier).collect();
+    let reused = percent(tiers.reused_token_ratio);
+    row(
+        text,
+        "loaded",
+        format!("{} of tokens; with the cache's hits {reused} were not computed", loaded.join(", ")),
+    );
+    let mean_s = record.load_ns as f64 / 1e9 / record.loads.max(1) as f64;
+    row(
+        text,
+        "loads",
+        format!(
+            "{}, {} on average; {} late, {} failed; {} of tokens computed because that was faster",
+            record.loads,
+            seconds(mean_s),
+            record.late_loads,
+            record.failed_loads,
+            share(record.declined_tokens)
+        ),
+    );
+    for tier in &record.tiers {
+        let capacity = tier.capacity_bytes.map_or("without bound".to_owned(), |n| Size(n).to_string());
+        row(
+            text,
+            &format!("tier {}", tier.name),
+            format!(
+                "{capacity}; {} blocks at most, {} written, {} dropped",
+                tier.peak_blocks, tier.written_blocks, tier.dropped_blocks
+            ),
+        );
+    }
+}
+
 /// A mean with its interval, if it has one.
 fn with_interval(estimate: &Estimate, show: fn(f64) -> String) -> String {
     let half = estimate.half_width.map_or(String::new(), |half| format!(" ±{}", show(half)));
@@ -182,6 +223,8 @@ pub fn over_seeds(load: &str, n_seeds: u64, figures: &BTreeMap<&'static str, Est
         ("goodput_requests_per_s", number),
         ("attainment", percent),
         ("token_hit_ratio", percent),
+        ("loaded_token_ratio", percent),
+        ("reused_token_ratio", percent),
         ("block_hit_ratio", percent),
         ("request_hit_ratio", percent),
         ("evicted_blocks", number),

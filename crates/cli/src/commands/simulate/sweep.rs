@@ -6,6 +6,7 @@
 mod present;
 
 use super::spec::Capacity;
+use super::tiers::TierSize;
 use super::{What, simulate, write_pictures, zero};
 use crate::options::wrong_usage;
 use crate::{output, progress};
@@ -34,6 +35,9 @@ pub struct Args {
     /// Capacities in blocks to compare [default: that of --capacity-blocks]
     #[arg(long, value_name = "N,...", value_delimiter = ',', help_heading = "Sweep")]
     capacities: Vec<Capacity>,
+    /// Sizes of the last tier to compare: 0, 500GB, 2TB, inf [default: that of --tier]
+    #[arg(long, value_name = "SIZE,...", value_delimiter = ',', requires = "tiers", help_heading = "Sweep")]
+    tier_sizes: Vec<TierSize>,
     /// Schedulers to compare [default: that of --schedule]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Sweep")]
     schedules: Vec<String>,
@@ -58,12 +62,16 @@ struct Cell {
     policy: String,
     /// As given to the flag.
     capacity: String,
+    /// Size of the last tier, if sizes are compared.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    tier_size: Option<String>,
     seed: u64,
 }
 
 impl Cell {
     fn name(&self) -> String {
-        format!("{}-{}-{}-{}", self.schedule, self.policy, self.capacity, self.seed)
+        let tier = self.tier_size.as_ref().map_or(String::new(), |size| format!("-{size}"));
+        format!("{}-{}-{}{tier}-{}", self.schedule, self.policy, self.capacity, self.seed)
     }
 }
 
@@ -83,6 +91,8 @@ struct Row {
     schedule: String,
     policy: String,
     capacity: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_size: Option<String>,
     seeds: u64,
     figures: BTreeMap<String, Estimate>,
 }
@@ -110,6 +120,7 @@ fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     twice("--schedules", &args.schedules)?;
     twice("--policies", &args.policies)?;
     twice("--capacities", &args.capacities.iter().map(Capacity::to_string).collect::<Vec<_>>())?;
+    twice("--tier-sizes", &args.tier_sizes.iter().map(TierSize::to_string).collect::<Vec<_>>())?;
     let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
     // Loads are read or generated once, and shared by all cells of their seed.
     let mut loads = BTreeMap::new();
@@ -229,14 +240,20 @@ fn cells(args: &Args) -> Vec<Cell> {
         [] => vec![args.what.blocks.capacity_blocks.to_string()],
         list => list.iter().map(Capacity::to_string).collect(),
     };
+    let tier_sizes: Vec<Option<String>> = match &args.tier_sizes[..] {
+        [] => vec![None],
+        list => list.iter().map(|size| Some(size.to_string())).collect(),
+    };
     let n_seeds = if args.what.requests.is_drawn() { args.seeds } else { 1 };
     let mut cells = Vec::new();
     for schedule in &schedules {
         for policy in &policies {
             for capacity in &capacities {
-                for seed in 1..=n_seeds {
+                for (tier_size, seed) in
+                    tier_sizes.iter().flat_map(|size| (1..=n_seeds).map(move |seed| (size.clone(), seed)))
+                {
                     let (schedule, policy, capacity) = (schedule.clone(), policy.clone(), capacity.clone());
-                    cells.push(Cell { schedule, policy, capacity, seed });
+                    cells.push(Cell { schedule, policy, capacity, tier_size, seed });
                 }
             }
         }
@@ -249,6 +266,9 @@ fn what_of(what: &What, cell: &Cell) -> anyhow::Result<What> {
     what.schedule.schedule.clone_from(&cell.schedule);
     what.blocks.policy.clone_from(&cell.policy);
     what.blocks.capacity_blocks = cell.capacity.parse().map_err(wrong_usage)?;
+    if let Some(size) = &cell.tier_size {
+        what.tiers.resize_last(size.parse().map_err(wrong_usage)?);
+    }
     if !matches!(cell.policy.as_str(), "lfu_decay" | "cost") {
         what.blocks.half_life = None; // only those two policies have this parameter
     }
@@ -349,6 +369,7 @@ fn table(load: &str, files: Vec<CellFile>) -> Table {
         schedule: cell.schedule,
         policy: cell.policy,
         capacity: cell.capacity,
+        tier_size: cell.tier_size,
         seeds: runs.len() as u64,
         figures: over_seeds(runs.into_iter().flatten()),
     });

@@ -70,6 +70,7 @@ impl SessionGuard {
         session.history = history.clone();
         self.history = history;
         inner.charge(&self.owner, before, after);
+        inner.changed(self.id);
         Ok(inner.info(self.id, at, &self.store.limits))
     }
 

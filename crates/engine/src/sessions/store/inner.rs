@@ -6,6 +6,7 @@ use crate::sessions::history::History;
 use crate::sessions::id::SessionId;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 
 pub(super) struct Session {
@@ -38,6 +39,16 @@ pub(super) struct Inner {
     pub n_checked: usize,
     /// The last number given to a claim or a fork call.
     pub next: u64,
+    /// Where to report sessions that have changed or are gone.
+    pub changes: Option<Sender<Change>>,
+}
+
+/// What the thread that saves sessions is told.
+pub(in crate::sessions) enum Change {
+    Session(SessionId),
+    /// Reply when everything before is written.
+    Flush(Sender<()>),
+    Stop,
 }
 
 /// An owner's sessions and their total charge against the quota.
@@ -58,10 +69,19 @@ impl Inner {
         self.sessions.get_mut(&id).filter(owned)
     }
 
+    /// Reports that a session has changed.
+    pub fn changed(&self, id: SessionId) {
+        if let Some(changes) = &self.changes {
+            // Without a receiver, the server is shutting down.
+            let _ = changes.send(Change::Session(id));
+        }
+    }
+
     /// Ends the claim on a session.
     pub fn release(&mut self, id: SessionId, idle: Duration) {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         session.busy = None;
+        self.changed(id);
         self.wait(id, idle);
     }
 
@@ -81,6 +101,13 @@ impl Inner {
         while self.sessions.contains_key(&id) {
             id = SessionId::draw();
         }
+        self.add_as(id, session, idle);
+        self.changed(id);
+        id
+    }
+
+    /// Adds a session under an id that no other has.
+    pub fn add_as(&mut self, id: SessionId, session: Session, idle: Duration) {
         if let Some(parent) = session.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
             parent.children.insert(id);
         }
@@ -89,11 +116,13 @@ impl Inner {
         own.charge += session.history.charge();
         self.sessions.insert(id, session);
         self.wait(id, idle);
-        id
     }
 
     pub fn remove(&mut self, id: SessionId) {
         let Some(gone) = self.sessions.remove(&id) else { return };
+        self.changed(id);
+        // Their parent is another one now.
+        gone.children.iter().for_each(|child| self.changed(*child));
         for child in &gone.children {
             if let Some(child) = self.sessions.get_mut(child) {
                 child.parent = gone.parent;

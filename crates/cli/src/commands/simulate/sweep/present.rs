@@ -1,5 +1,6 @@
 //! The results of a sweep as text, as CSV, and as plots.
 use super::{Row, Table};
+use crate::options::Size;
 use kvist_simulator::html::{Comparison, Curve, Plot, Point, Quantity, Unit};
 use kvist_simulator::statistics::Estimate;
 use std::collections::BTreeSet;
@@ -13,8 +14,9 @@ fn figure(row: &Row, name: &str) -> String {
     }
 }
 
-const SHOWN: [(&str, &str); 5] = [
+const SHOWN: [(&str, &str); 6] = [
     ("token_hit_ratio", "token hits"),
+    ("reused_token_ratio", "hits and loads"),
     ("ttft_mean_s", "TTFT mean s"),
     ("ttft_p99_s", "TTFT p99 s"),
     ("tpot_mean_s", "TPOT mean s"),
@@ -24,12 +26,18 @@ const SHOWN: [(&str, &str); 5] = [
 /// The figures that matter most, and where the page is.
 pub fn text(table: &Table, out: &Path) -> String {
     let mut text = format!("{}\n\n{:<10}{:<11}{:>12}", table.load, "scheduler", "policy", "blocks");
+    if table.has_tier_sizes() {
+        text += &format!("{:>12}", "last tier");
+    }
     let has = |name: &str| table.rows.iter().any(|row| row.figures.contains_key(name));
     let shown: Vec<(&str, &str)> = SHOWN.into_iter().filter(|(name, _)| has(name)).collect();
     shown.iter().for_each(|(_, title)| text += &format!("{title:>20}"));
     text.push('\n');
     for row in &table.rows {
         text += &format!("{:<10}{:<11}{:>12}", row.schedule, row.policy, row.capacity);
+        if let Some(size) = &row.tier_size {
+            text += &format!("{size:>12}");
+        }
         shown.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
         text.push('\n');
     }
@@ -42,11 +50,15 @@ pub fn text(table: &Table, out: &Path) -> String {
 /// A line per row, after a line of column names.
 pub fn csv(table: &Table) -> String {
     let names: BTreeSet<&String> = table.rows.iter().flat_map(|row| row.figures.keys()).collect();
-    let mut text = "schedule,policy,capacity_blocks,seeds".to_owned();
+    let tier_sizes = table.has_tier_sizes();
+    let mut text = "schedule,policy,capacity_blocks".to_owned();
+    text += if tier_sizes { ",tier_size,seeds" } else { ",seeds" };
     names.iter().for_each(|name| text += &format!(",{name},{name}_half_width"));
     text.push('\n');
     for row in &table.rows {
-        text += &format!("{},{},{},{}", row.schedule, row.policy, row.capacity, row.seeds);
+        text += &format!("{},{},{}", row.schedule, row.policy, row.capacity);
+        row.tier_size.iter().for_each(|size| text += &format!(",{size}"));
+        text += &format!(",{}", row.seeds);
         for name in &names {
             let cell = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
             let estimate = row.figures.get(*name);
@@ -106,6 +118,9 @@ const COMPARED: [(&str, &str, Unit, &[&str]); 6] = [
 ];
 
 impl Table {
+    fn has_tier_sizes(&self) -> bool {
+        self.rows.iter().any(|row| row.tier_size.is_some())
+    }
     fn has_several(&self, of: fn(&Row) -> &str) -> bool {
         self.rows.iter().any(|row| of(row) != of(&self.rows[0]))
     }
@@ -113,7 +128,7 @@ impl Table {
 
 /// All rows side by side. `None` if capacities differ, or if there is only one row.
 pub fn comparison(table: &Table) -> Option<Comparison> {
-    if table.rows.len() < 2 || table.has_several(|row| &row.capacity) {
+    if table.rows.len() < 2 || table.has_several(|row| &row.capacity) || table.has_tier_sizes() {
         return None;
     }
     let (schedules, policies) =
@@ -143,8 +158,53 @@ pub fn comparison(table: &Table) -> Option<Comparison> {
     })
 }
 
-/// Curves over capacity.
+/// Curves over the size of the last tier: one for each capacity, policy and scheduler.
+fn plots_over_tiers(table: &Table) -> Vec<Plot> {
+    let several: [fn(&Row) -> &str; 3] = [|row| &row.policy, |row| &row.schedule, |row| &row.capacity];
+    let curves = |figure: &str| {
+        let mut curves: Vec<Curve> = Vec::new();
+        for row in &table.rows {
+            let parts = several.iter().filter(|of| table.has_several(**of)).map(|of| of(row));
+            let name = parts.collect::<Vec<_>>().join(", ");
+            let name = if name.is_empty() { row.policy.clone() } else { name };
+            let size = row.tier_size.as_ref().and_then(|size| size.parse::<Size>().ok());
+            let (Some(size), Some(estimate)) = (size, row.figures.get(figure)) else { continue };
+            let (x, half_width) = (size.0 as f64 / f64::from(1u32 << 30), estimate.half_width);
+            let point = Point { x, y: estimate.mean, half_width };
+            match curves.iter_mut().find(|curve| curve.name == name) {
+                Some(curve) => curve.points.push(point),
+                None => curves.push(Curve { name, points: vec![point] }),
+            }
+        }
+        curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
+        curves
+    };
+    let endless = table.rows.iter().find(|row| row.tier_size.as_deref() == Some("inf"));
+    let reused = (
+        "reused_token_ratio",
+        "Reuse against the size of the last tier",
+        "Prompt tokens that were found in the cache or loaded from a tier. Where a curve flattens, more room no longer pays off.",
+        "prompt tokens not computed",
+        Unit::Percent,
+    );
+    let plots = [reused].into_iter().chain(PLOTS.into_iter().skip(1));
+    let plots = plots.map(|(name, title, about, y_label, unit)| Plot {
+        title: title.replace("capacity", "the size of the last tier"),
+        about: about.to_owned(),
+        x_label: "size of the last tier in GiB".to_owned(),
+        y_label: y_label.to_owned(),
+        unit,
+        curves: curves(name),
+        level: endless.and_then(|row| Some(("without bound".to_owned(), row.figures.get(name)?.mean))),
+    });
+    plots.collect()
+}
+
+/// Curves over capacity, or over the size of a tier.
 pub fn plots(table: &Table) -> Vec<Plot> {
+    if table.has_tier_sizes() {
+        return plots_over_tiers(table);
+    }
     let several = table.has_several(|row| &row.schedule);
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();

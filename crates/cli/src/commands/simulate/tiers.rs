@@ -1,0 +1,201 @@
+//! Options of tiers below the simulated cache.
+use super::costs::CostArgs;
+use super::spec;
+use crate::options::{Size, wrong_usage};
+use clap::ValueEnum;
+use kvist_scheduler::{Recompute, Tier, Tiers, Write};
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+const TIERS: &str = "Tiers";
+
+#[derive(clap::Args, Clone, Debug)]
+pub struct TierArgs {
+    /// A tier below the cache: NAME:CAPACITY,bw=RATE[,lat=TIME], as ram:64GiB,bw=20GB/s,lat=10us or
+    /// disk:2TB,bw=3GB/s,lat=100us. Repeat it, fastest first
+    #[arg(long = "tier", value_name = "TIER", help_heading = TIERS)]
+    pub tiers: Vec<TierSpec>,
+    /// When blocks are copied to the tiers
+    #[arg(long, value_enum, default_value_t = When::Through, requires = "tiers", help_heading = TIERS)]
+    tier_write: When,
+    /// Bytes of K and V of a token [default: those of --shape]
+    #[arg(long, value_name = "SIZE", requires = "tiers", help_heading = TIERS)]
+    token_bytes: Option<Size>,
+    /// Bytes that may be on their way from the tiers at a time, and as many to them
+    #[arg(long, value_name = "SIZE", default_value = "16GiB", requires = "tiers", help_heading = TIERS)]
+    tier_in_flight: Size,
+    /// A load may take this much longer than four times its estimate; then its tokens are computed
+    #[arg(
+        long, value_name = "TIME", value_parser = spec::duration, default_value = "100ms", requires = "tiers",
+        help_heading = TIERS
+    )]
+    tier_grace: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum When {
+    /// As soon as they are computed
+    Through,
+    /// Shortly before they are evicted
+    Back,
+}
+
+/// A tier as given to the flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TierSpec {
+    name: String,
+    /// `None`: without bound.
+    pub capacity: Option<Size>,
+    bytes_per_s: u64,
+    latency: Duration,
+}
+
+impl FromStr for TierSpec {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (head, rest) = text.split_once(',').unwrap_or((text, ""));
+        let how = "write a tier as NAME:CAPACITY,bw=RATE,lat=TIME, for example disk:2TB,bw=3GB/s,lat=100us";
+        let (name, capacity) =
+            head.split_once(':').ok_or_else(|| format!("`{text}` has no capacity: {how}"))?;
+        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_') {
+            return Err(format!("`{name}` is not a name of letters, digits, - and _: {how}"));
+        }
+        let capacity = if capacity == "inf" { None } else { Some(capacity.parse::<Size>()?) };
+        let (mut rate, mut latency) = (None, None);
+        for field in rest.split(',').filter(|field| !field.is_empty()) {
+            match field.split_once('=') {
+                Some(("bw", value)) if rate.is_none() => {
+                    let bytes: Size = value.strip_suffix("/s").unwrap_or(value).parse()?;
+                    if bytes.0 == 0 {
+                        return Err(format!(
+                            "`bw={value}` of the tier {name}: a tier is read at 1 byte/s at least"
+                        ));
+                    }
+                    rate = Some(bytes.0);
+                }
+                Some(("lat", value)) if latency.is_none() => latency = Some(spec::duration(value)?),
+                Some(("bw" | "lat", _)) => {
+                    return Err(format!("`{field}` is given twice for the tier {name}"));
+                }
+                _ => return Err(format!("`{field}` is unknown for a tier: {how}")),
+            }
+        }
+        let bytes_per_s = rate.ok_or_else(|| format!("the tier {name} has no bw=RATE: {how}"))?;
+        Ok(TierSpec { name: name.into(), capacity, bytes_per_s, latency: latency.unwrap_or_default() })
+    }
+}
+
+/// A size, or no bound.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TierSize(pub Option<Size>);
+
+impl FromStr for TierSize {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "inf" { Ok(TierSize(None)) } else { text.parse().map(|size| TierSize(Some(size))) }
+    }
+}
+
+impl fmt::Display for TierSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            Some(size) => size.fmt(f),
+            None => f.write_str("inf"),
+        }
+    }
+}
+
+impl TierArgs {
+    /// The capacity of each tier in bytes; `None` has no bound.
+    pub fn capacities(&self) -> Vec<Option<u64>> {
+        self.tiers.iter().map(|tier| tier.capacity.map(|size| size.0)).collect()
+    }
+
+    /// Gives the last tier another capacity. With none, it is left out.
+    pub fn resize_last(&mut self, size: TierSize) {
+        match size.0 {
+            Some(Size(0)) => drop(self.tiers.pop()),
+            capacity => {
+                self.tiers.iter_mut().next_back().into_iter().for_each(|tier| tier.capacity = capacity)
+            }
+        }
+    }
+
+    /// The scheduler's configuration; `None` without tiers.
+    pub fn config(
+        &self,
+        costs: &CostArgs,
+        block_tokens: u32,
+        batch_tokens: u32,
+    ) -> anyhow::Result<Option<Tiers>> {
+        if self.tiers.is_empty() {
+            return Ok(None);
+        }
+        let names: Vec<&str> = self.tiers.iter().map(|tier| tier.name.as_str()).collect();
+        if let Some((_, name)) = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name)) {
+            return Err(wrong_usage(format!("--tier names {name} twice: give each tier a name of its own")));
+        }
+        let of_shape = costs.token_bytes()?;
+        let token_bytes = self.token_bytes.map(|size| size.0 as f64).or(of_shape);
+        let Some(token_bytes) = token_bytes.filter(|bytes| *bytes >= 1.0) else {
+            return Err(wrong_usage(
+                "--tier needs the bytes of K and V of a token, which these step times do not say: give --token-bytes",
+            ));
+        };
+        let recompute = costs.recompute(batch_tokens)?;
+        let tier = |tier: &TierSpec| Tier {
+            name: tier.name.clone(),
+            bytes_per_s: tier.bytes_per_s,
+            latency_ns: nanoseconds(tier.latency),
+        };
+        Ok(Some(Tiers {
+            list: self.tiers.iter().map(tier).collect(),
+            block_bytes: (token_bytes * f64::from(block_tokens)) as u64,
+            write: match self.tier_write {
+                When::Through => Write::Through,
+                When::Back => Write::Back { ahead_tokens: batch_tokens },
+            },
+            max_load_bytes: self.tier_in_flight.0,
+            max_store_bytes: self.tier_in_flight.0,
+            recompute: Recompute {
+                per_token_ns: recompute.per_token,
+                per_pair_ns: recompute.per_pair,
+                learn: false,
+            },
+            grace_ns: nanoseconds(self.tier_grace),
+        }))
+    }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiers_are_read_and_refused() {
+        let found: TierSpec = "disk:200GiB,bw=3GB/s,lat=100us".parse().unwrap();
+        assert_eq!(found.capacity, Some(Size(200 << 30)));
+        assert_eq!((found.bytes_per_s, found.latency), (3_000_000_000, Duration::from_micros(100)));
+        let found: TierSpec = "s3:inf,bw=1G".parse().unwrap();
+        assert_eq!((found.capacity, found.bytes_per_s, found.latency), (None, 1 << 30, Duration::ZERO));
+        for (text, expected) in [
+            ("disk", "has no capacity"),
+            (":1GB,bw=1", "is not a name"),
+            ("disk:1GB", "has no bw=RATE"),
+            ("disk:big,bw=1", "is not a size"),
+            ("disk:1GB,bw=fast", "is not a size"),
+            ("disk:1GB,bw=0", "1 byte/s at least"),
+            ("disk:1GB,bw=1,bw=2", "given twice"),
+            ("disk:1GB,bw=1,lat=soon", "is not a duration"),
+            ("disk:1GB,bw=1,colour=red", "is unknown for a tier"),
+        ] {
+            let error = text.parse::<TierSpec>().unwrap_err();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! `kvist serve --sessions-dir`, killed at any moment: every session is there as before or after its last change.
+mod program;
+use program::kvist;
+use program::server::Server;
+use serde_json::{Value, json};
+use std::path::Path;
+
+const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
+     vector is the amount of space allocated for any future elements.";
+
+fn start(dir: &Path) -> Server {
+    let dir = dir.to_str().unwrap();
+    let args = ["--port", "0", "--kv", "f32", "--weights", "f32", "--context", "2048", "--sessions-dir", dir];
+    Server::spawn(&mut kvist(), &[&args])
+}
+
+fn send(server: &Server, method: &str, path: &str, body: &Value) -> (u16, Value) {
+    let (status, answer) = server.send(method, path, &body.to_string());
+    (status, serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}")))
+}
+
+fn tokens(server: &Server, id: &str) -> Option<Vec<Value>> {
+    let (_, answer) = send(server, "GET", &format!("/v1/sessions/{id}"), &json!({}));
+    answer["tokens"].as_array().cloned()
+}
+
+/// `KVIST_KILLS=100` kills more often.
+#[test]
+fn a_kill_leaves_the_old_or_the_new_state() {
+    let kills =
+        std::env::var("KVIST_KILLS").map_or(3, |kills| kills.parse().expect("KVIST_KILLS is a number"));
+    let dir = tempfile::tempdir().unwrap();
+    let mut server = start(dir.path());
+    let (_, session) = send(&server, "POST", "/v1/sessions", &json!({"text": TEXT}));
+    let id = session["id"].as_str().unwrap().to_owned();
+    // Waits for the disk: from here on the session exists.
+    send(&server, "POST", &format!("/v1/sessions/{id}/save"), &json!({"file": "first"}));
+    let path = |verb: &str| format!("/v1/sessions/{id}/{verb}");
+    let mut states = vec![Vec::new(), tokens(&server, &id).unwrap()];
+    for kill in 0..kills {
+        let more = json!({"max_tokens": 18 + kill % 5, "temperature": 0, "ignore_eos": true});
+        send(&server, "POST", &path("generate"), &more);
+        states.push(tokens(&server, &id).unwrap());
+        send(&server, "POST", &path("fork"), &json!({"n": 1}));
+        send(&server, "POST", &path("append"), &json!({"text": " and"}));
+        states.push(tokens(&server, &id).unwrap());
+        server.signal("-KILL");
+        server.wait();
+        server = start(dir.path());
+        let found = tokens(&server, &id).expect("a session that was there before is there");
+        assert!(states.contains(&found), "kill {kill}: {} tokens", found.len());
+        // What one server says after a kill is what another says that never had the blocks.
+        let (_, answer) = send(&server, "POST", &path("generate"), &more);
+        let (_, fresh) =
+            send(&server, "POST", "/v1/sessions", &json!({"tokens": found, "cache_salt": kill.to_string()}));
+        let fresh = format!("/v1/sessions/{}/generate", fresh["id"].as_str().unwrap());
+        let (_, expected) = send(&server, "POST", &fresh, &more);
+        assert_eq!(answer["choices"][0]["text"], expected["choices"][0]["text"], "kill {kill}");
+        assert_eq!(expected["usage"]["prompt_tokens_details"]["cached_tokens"], 0);
+        send(&server, "POST", &path("rollback"), &json!({"to": found.len()}));
+        states.push(found);
+    }
+    let (_, loaded) = send(&server, "POST", "/v1/sessions/load", &json!({"file": "first"}));
+    assert_eq!(tokens(&server, loaded["id"].as_str().unwrap()).as_ref(), states.get(1));
+    let (_, all) = send(&server, "GET", "/v1/sessions", &json!({}));
+    assert!(all["data"].as_array().unwrap().iter().any(|one| one["id"] == id.as_str()));
+}

@@ -1,0 +1,238 @@
+//! The tasks that talk to the stores.
+use super::{Report, StoreStats, TierConfig};
+use crate::serving::thread::Command;
+use kvist_scheduler::{RequestId, Run, TransferId};
+use kvist_store::{BlockKey, BlockStore, Bytes, KeyChain, StoreError};
+use std::collections::{HashSet, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::task::JoinSet;
+
+/// Blocks that are fetched at a time, for one load.
+const AT_ONCE: usize = 8;
+
+/// Keys that are remembered as written, so that a block is not written again each time it is evicted.
+const REMEMBERED: usize = 1 << 16;
+
+/// The stores of an engine, and what happened to them.
+pub struct Stores {
+    list: Vec<OneStore>,
+    max_bytes: u64,
+    bytes: AtomicU64,
+    written: Mutex<Written>,
+    /// A lookup that takes longer than the scheduler waits for is of no use.
+    patience: Duration,
+}
+
+struct OneStore {
+    store: Arc<dyn BlockStore>,
+    errors: AtomicU64,
+    fails: AtomicBool,
+}
+
+#[derive(Default)]
+struct Written {
+    keys: HashSet<BlockKey>,
+    order: VecDeque<BlockKey>,
+}
+
+impl OneStore {
+    /// The result of an operation; failures are counted, and logged when they begin and when they end.
+    fn note<T>(&self, what: &str, result: Result<T, StoreError>) -> Option<T> {
+        match result {
+            Ok(value) => {
+                if self.fails.swap(false, Relaxed) {
+                    tracing::info!(target: "kvist::engine", "the tier {} works again", self.store.name());
+                }
+                Some(value)
+            }
+            Err(error) => {
+                self.errors.fetch_add(1, Relaxed);
+                if !self.fails.swap(true, Relaxed) {
+                    let name = self.store.name();
+                    tracing::warn!(
+                        target: "kvist::engine",
+                        "the tier {name} fails to {what}: {error}; prompts are computed meanwhile"
+                    );
+                }
+                None
+            }
+        }
+    }
+}
+
+impl Stores {
+    pub fn new(config: &TierConfig) -> Stores {
+        let one = |store: &Arc<dyn BlockStore>| OneStore {
+            store: store.clone(),
+            errors: AtomicU64::new(0),
+            fails: AtomicBool::new(false),
+        };
+        Stores {
+            list: config.stores.iter().map(|tier| one(&tier.store)).collect(),
+            max_bytes: config.max_bytes_in_flight,
+            bytes: AtomicU64::new(0),
+            written: Mutex::default(),
+            patience: config.grace,
+        }
+    }
+
+    pub fn stats(&self) -> Vec<StoreStats> {
+        let one = |one: &OneStore| StoreStats {
+            name: one.store.name().to_owned(),
+            usage: one.store.usage(),
+            errors: one.errors.load(Relaxed),
+        };
+        self.list.iter().map(one).collect()
+    }
+
+    pub fn bytes_being_written(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+
+    /// Whether so many more bytes may wait to be written. Then they count as such.
+    pub fn may_write(&self, bytes: u64) -> bool {
+        let may = self.bytes.load(Relaxed).saturating_add(bytes) <= self.max_bytes;
+        if may {
+            self.bytes.fetch_add(bytes, Relaxed);
+        }
+        may
+    }
+
+    fn written(&self) -> std::sync::MutexGuard<'_, Written> {
+        self.written.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+
+    /// Whether this block was written or read a while ago, as far as is remembered. The tier may have dropped it since.
+    pub fn has_written(&self, key: &BlockKey) -> bool {
+        self.written().keys.contains(key)
+    }
+
+    fn remember(&self, key: BlockKey) {
+        let mut written = self.written();
+        if written.keys.insert(key) {
+            written.order.push_back(key);
+        }
+        if written.order.len() > REMEMBERED
+            && let Some(oldest) = written.order.pop_front()
+        {
+            written.keys.remove(&oldest);
+        }
+    }
+
+    fn forget(&self, key: &BlockKey) {
+        self.written().keys.remove(key);
+    }
+
+    async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> usize {
+        let Some(one) = self.list.get(tier) else { return 0 };
+        match tokio::time::timeout(self.patience, one.store.lookup(keys)).await {
+            Ok(found) => one.note("look blocks up", found).unwrap_or(0).min(keys.len()),
+            Err(_) => 0,
+        }
+    }
+
+    async fn get(&self, tier: usize, key: BlockKey, block_bytes: usize) -> Option<Bytes> {
+        let one = self.list.get(tier)?;
+        let found = one.note("read a block", one.store.get(&key).await).flatten();
+        let found = found.filter(|bytes| bytes.len() == block_bytes);
+        if found.is_none() {
+            self.forget(&key); // write it again
+        }
+        found
+    }
+
+    async fn put(&self, tiers: std::ops::Range<usize>, key: BlockKey, bytes: &Bytes) {
+        for one in self.list.get(tiers).unwrap_or_default() {
+            if one.note("write a block", one.store.put(key, bytes.clone(), None).await).is_some() {
+                self.remember(key);
+            }
+        }
+    }
+}
+
+/// A prompt to look up.
+pub struct Lookup {
+    pub request: RequestId,
+    pub tokens: Vec<u32>,
+    pub chain: KeyChain,
+    pub block_tokens: u32,
+    pub n_tokens: u32,
+    pub hit_tokens: u32,
+}
+
+/// Reports which tier has which blocks of a prompt.
+pub async fn find(stores: Arc<Stores>, mut lookup: Lookup, reports: Sender<Command>) {
+    let block = lookup.block_tokens.max(1) as usize;
+    let tokens = lookup.tokens.get(..lookup.n_tokens as usize).unwrap_or_default();
+    let keys = lookup.chain.keys(tokens, block);
+    let hit = (lookup.hit_tokens as usize / block).min(keys.len());
+    let mut runs: Vec<Run> = Vec::new();
+    let mut at = 0;
+    while at < keys.len() {
+        let mut found = (None, 0);
+        for tier in 0..stores.list.len() {
+            let n = stores.lookup(tier, &keys[at..]).await;
+            if n > 0 {
+                found = (Some(tier as u8), n);
+                break;
+            }
+        }
+        let (tier, n) = match found {
+            // The cache has the blocks before its hit; later ones are of no use after a gap.
+            (None, _) if at < hit => (None, hit - at),
+            (None, _) => {
+                keys[at..].iter().for_each(|key| stores.forget(key)); // they are written again
+                break;
+            }
+            found => found,
+        };
+        at += n;
+        runs.push(Run { tier, until: (at * block) as u32 });
+    }
+    let _ = reports.send(Command::Tier(Report::Found { request: lookup.request, runs, keys }));
+}
+
+/// Blocks to fetch: the tier that has each, and its key.
+pub struct Fetch {
+    pub id: TransferId,
+    pub wanted: Vec<(usize, BlockKey)>,
+    pub block_bytes: usize,
+}
+
+/// Reports the bytes of all blocks, or that one of them could not be had.
+pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) {
+    let started = Instant::now();
+    let mut blocks: Vec<Option<Bytes>> = vec![None; fetch.wanted.len()];
+    let mut tasks = JoinSet::new();
+    let mut wanted = fetch.wanted.iter().copied().enumerate();
+    let mut ok = true;
+    loop {
+        while ok && tasks.len() < AT_ONCE {
+            let Some((i, (tier, key))) = wanted.next() else { break };
+            let (stores, block_bytes) = (stores.clone(), fetch.block_bytes);
+            tasks.spawn(async move { (i, stores.get(tier, key, block_bytes).await) });
+        }
+        match tasks.join_next().await {
+            None => break,
+            Some(Ok((i, Some(bytes)))) => blocks[i] = Some(bytes),
+            Some(_) => ok = false,
+        }
+    }
+    let took = started.elapsed();
+    let blocks: Option<Vec<Bytes>> = blocks.into_iter().collect();
+    let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, blocks: blocks.clone(), took }));
+    // Faster tiers get what was read from slower ones.
+    for ((tier, key), bytes) in fetch.wanted.iter().zip(blocks.iter().flatten()) {
+        stores.remember(*key);
+        stores.put(0..*tier, *key, bytes).await;
+    }
+}
+
+/// Writes a block to all tiers.
+pub async fn put(stores: Arc<Stores>, key: BlockKey, bytes: Bytes) {
+    stores.put(0..stores.list.len(), key, &bytes).await;
+    stores.bytes.fetch_sub(bytes.len() as u64, Relaxed);
+}

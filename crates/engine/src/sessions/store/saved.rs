@@ -1,0 +1,135 @@
+//! Sessions as they are stored in files.
+use super::inner::{Change, Session};
+use super::{SessionInfo, SessionStore, Timestamp};
+use crate::sessions::history::SavedHistory;
+use crate::sessions::{History, SessionError, SessionId};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+/// Everything of a session that outlives the process.
+#[derive(Debug, Serialize, Deserialize)]
+pub(in crate::sessions) struct SessionRecord {
+    pub id: String,
+    pub owner: String,
+    pub name: Option<String>,
+    pub cache_salt: Option<String>,
+    pub salt: String,
+    pub created_s: u64,
+    /// When it was last changed, forked or generated in.
+    pub touched_s: u64,
+    pub parent: Option<String>,
+    pub fork: Option<u64>,
+    pub history: SavedHistory,
+}
+
+impl SessionStore {
+    /// Reports every change from now on. Called once.
+    pub(in crate::sessions) fn changes(&self) -> Receiver<Change> {
+        let (sender, changes) = channel();
+        self.lock().changes = Some(sender);
+        changes
+    }
+
+    /// Sends a message after all changes so far.
+    pub(in crate::sessions) fn tell(&self, change: Change) {
+        if let Some(changes) = &self.lock().changes {
+            let _ = changes.send(change);
+        }
+    }
+
+    /// A session as it is now, whoever owns it; `None` if it is gone.
+    pub(in crate::sessions) fn record(&self, at: Timestamp, id: SessionId) -> Option<SessionRecord> {
+        let inner = self.at(at);
+        let session = inner.sessions.get(&id)?;
+        let (history, idle) =
+            (session.history.clone(), at.instant.saturating_duration_since(session.touched));
+        let mut record = SessionRecord {
+            id: id.to_string(),
+            owner: session.owner.to_string(),
+            name: session.name.clone(),
+            cache_salt: session.cache_salt.clone(),
+            salt: session.salt.to_string(),
+            created_s: session.created_s,
+            touched_s: at.unix_s.saturating_sub(idle.as_secs()),
+            parent: session.parent.map(|id| id.to_string()),
+            fork: session.fork,
+            history: SavedHistory::from(&History::default()),
+        };
+        // A long history is copied without the lock.
+        drop(inner);
+        record.history = SavedHistory::from(&history);
+        Some(record)
+    }
+
+    /// Adds sessions that an earlier process had, with their ids, parents and times. Those whose time is over are
+    /// removed at once. A parent that is missing is left out.
+    pub(in crate::sessions) fn restore(&self, at: Timestamp, records: Vec<(SessionRecord, History)>) {
+        let mut inner = self.lock();
+        let mut parents = Vec::new();
+        for (record, history) in records {
+            let Some(id) = SessionId::parse(&record.id) else { continue };
+            if inner.sessions.contains_key(&id) {
+                continue;
+            }
+            let idle = Duration::from_secs(at.unix_s.saturating_sub(record.touched_s));
+            inner.next = inner.next.max(record.fork.unwrap_or(0));
+            if let Some(parent) = record.parent.as_deref().and_then(SessionId::parse) {
+                parents.push((id, parent));
+            }
+            let session = Session {
+                owner: record.owner.into(),
+                name: record.name,
+                cache_salt: record.cache_salt,
+                salt: record.salt.into(),
+                created_s: record.created_s,
+                // The clock of a machine that has just started may not reach back so far.
+                touched: at.instant.checked_sub(idle).unwrap_or(at.instant),
+                history,
+                parent: None,
+                children: BTreeSet::new(),
+                fork: record.fork,
+                busy: None,
+                is_scheduled: false,
+            };
+            inner.add_as(id, session, self.limits.idle);
+        }
+        for (id, parent) in parents {
+            // Files of different moments could name each other.
+            let mut above = Some(parent);
+            while let Some(ancestor) = above.filter(|ancestor| *ancestor != id) {
+                above = inner.sessions.get(&ancestor).and_then(|session| session.parent);
+            }
+            let owner = |id: &SessionId| inner.sessions.get(id).map(|session| session.owner.clone());
+            if above.is_none() && owner(&id).is_some() && owner(&id) == owner(&parent) {
+                if let Some(session) = inner.sessions.get_mut(&id) {
+                    session.parent = Some(parent);
+                }
+                if let Some(session) = inner.sessions.get_mut(&parent) {
+                    session.children.insert(id);
+                }
+            }
+        }
+        drop(inner);
+        drop(self.at(at));
+    }
+
+    /// Adds a session of `owner` with the content of a record, under a new id.
+    pub(in crate::sessions) fn create_from(
+        &self,
+        at: Timestamp,
+        owner: &Arc<str>,
+        record: SessionRecord,
+        history: History,
+    ) -> Result<SessionInfo, SessionError> {
+        let SessionRecord { name, cache_salt, salt, .. } = record;
+        self.create(at, owner, super::NewSession { name, cache_salt, salt: salt.into(), history })
+    }
+
+    /// Whether nothing changes the session at this moment.
+    pub(in crate::sessions) fn is_idle(&self, id: SessionId) -> bool {
+        self.lock().sessions.get(&id).is_some_and(|session| session.busy.is_none())
+    }
+}

@@ -1,0 +1,273 @@
+//! Texts do not depend on the tiers below the cache: without them, with room, full, slow, failing, and returning wrong
+//! bytes. The cache is so small that most prompts are evicted before they come again.
+mod engines;
+use engines::*;
+use kvist_device::Storage;
+use kvist_engine::devices;
+use kvist_engine::serving::*;
+use kvist_scheduler::{Preempted, Write};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
+     vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
+     to be confused with the length of a vector, which specifies the number of actual elements within the vector.";
+
+/// What is wrong with a store.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    /// Every third operation fails.
+    Errors,
+    /// Every operation fails.
+    Down,
+    /// Every fifth block is a byte too short. (A store checks what it returns; the engine relies on the length alone.)
+    Short,
+    /// A block that was found is gone when it is read.
+    Forgets,
+    /// Lookups never end.
+    Silent,
+}
+
+/// A store in memory with faults.
+struct Faulty {
+    store: Ram,
+    fault: Fault,
+    n: AtomicU64,
+}
+
+impl Faulty {
+    fn fails(&self) -> Result<(), StoreError> {
+        let n = self.n.fetch_add(1, SeqCst);
+        match self.fault {
+            Fault::Errors if !n.is_multiple_of(3) => Ok(()),
+            Fault::Errors | Fault::Down => Err(StoreError::Failed {
+                store: "faulty".into(),
+                action: "work",
+                problem: "it is told to fail".into(),
+            }),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl BlockStore for Faulty {
+    fn name(&self) -> &str {
+        if self.fault == Fault::Silent { "silent" } else { "faulty" }
+    }
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+        Box::pin(async move {
+            self.fails()?;
+            if self.fault == Fault::Silent {
+                std::future::pending::<()>().await;
+            }
+            self.store.lookup(keys).await
+        })
+    }
+    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        Box::pin(async move {
+            self.fails()?;
+            let found = self.store.get(key).await?;
+            Ok(match self.fault {
+                Fault::Short if self.n.load(SeqCst).is_multiple_of(5) => found.map(|bytes| bytes.slice(1..)),
+                Fault::Forgets if self.n.load(SeqCst).is_multiple_of(7) => None,
+                _ => found,
+            })
+        })
+    }
+    fn put<'a>(
+        &'a self,
+        key: BlockKey,
+        bytes: Bytes,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            self.fails()?;
+            self.store.put(key, bytes, ttl).await
+        })
+    }
+    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.store.remove(key)
+    }
+    fn usage(&self) -> Usage {
+        self.store.usage()
+    }
+    fn counts(&self) -> kvist_store::Counts {
+        self.store.counts()
+    }
+}
+
+/// A tier that is always worth reading.
+fn tier(store: impl BlockStore + 'static) -> TierStore {
+    TierStore { store: Arc::new(store), bytes_per_s: u64::MAX, latency: Duration::ZERO }
+}
+
+fn faulty(bytes: u64, fault: Fault) -> TierStore {
+    tier(Faulty { store: Ram::new(bytes), fault, n: AtomicU64::new(0) })
+}
+
+/// Requests wait for every answer of a store, except for one that never answers: no result depends on time.
+fn tiered(write: Write, stores: Vec<TierStore>) -> TierConfig {
+    let silent = stores.iter().any(|tier| tier.store.name() == "silent");
+    let grace = Duration::from_millis(if silent { 20 } else { 3_600_000 });
+    TierConfig { write, grace, ..TierConfig::new(stores, b"a model".to_vec()) }
+}
+
+/// A batch of jobs, several times: the tokens of each, and what the engine counted.
+async fn serve(engine: Engine, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, EngineStats, u64) {
+    let (mut texts, mut loaded) = (Vec::new(), 0);
+    for _ in 0..4 {
+        // Two at a time, so that requests share, wait and are preempted.
+        for pair in prompts.chunks(2) {
+            let jobs: Vec<_> = pair.iter().map(|prompt| engine.submit(greedy(prompt, 24)).unwrap()).collect();
+            for mut job in jobs {
+                let heard = receive(&mut job).await;
+                let usage = heard.done.expect("it ended").usage;
+                assert!(
+                    usage.loaded_tokens <= usage.cached_tokens && usage.cached_tokens < usage.prompt_tokens
+                );
+                loaded += u64::from(usage.loaded_tokens);
+                texts.push(heard.tokens);
+            }
+        }
+    }
+    engine.until_idle().await;
+    // Copies and loads that were given up may still run; nothing else uses cells.
+    let mut used = u64::MAX;
+    for _ in 0..60_000 {
+        used = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
+        if used == 0 {
+            break;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert_eq!(used, 0, "cells in use");
+    (texts, engine.stats(), loaded)
+}
+
+fn prompts() -> Vec<Vec<u32>> {
+    let all = tokens(TEXT);
+    let with = |first: u32, from: usize, n: usize| {
+        let mut prompt = vec![first];
+        prompt.extend(&all[from..from + n]);
+        prompt
+    };
+    vec![
+        with(all[0], 0, 60),
+        with(all[0], 0, 44),
+        with(all[1], 5, 50),
+        with(all[2], 2, 64),
+        with(all[2], 2, 30),
+        with(all[3], 8, 40),
+    ]
+}
+
+fn small(write: Option<(Write, Vec<TierStore>)>, preempted: Preempted) -> EngineConfig {
+    let mut config = config(176);
+    config.scheduler.preempted = preempted;
+    config.scheduler.wait_for_prefix = true;
+    config.tiers = write.map(|(write, stores)| tiered(write, stores));
+    config
+}
+
+#[tokio::test]
+async fn the_same_texts_with_every_kind_of_tier() {
+    let prompts = prompts();
+    let (expected, without, _) = serve(engine(small(None, Preempted::Recompute)), &prompts).await;
+    assert!(without.tiers.is_none() && without.evicted_blocks > 0);
+    let back = Write::Back { ahead_tokens: 32 };
+    const PLENTY: u64 = 1 << 30;
+    let cases = [
+        ("room", Write::Through, vec![tier(Ram::new(PLENTY))], true),
+        ("written back", back, vec![tier(Ram::new(PLENTY))], true),
+        ("two tiers", Write::Through, vec![tier(Ram::new(200_000)), tier(Ram::new(PLENTY))], true),
+        ("full", Write::Through, vec![tier(Ram::new(100_000))], false),
+        ("no room", Write::Through, vec![tier(Ram::new(0))], false),
+        ("errors", Write::Through, vec![faulty(PLENTY, Fault::Errors)], false),
+        ("down", back, vec![faulty(PLENTY, Fault::Down)], false),
+        ("short reads", Write::Through, vec![faulty(PLENTY, Fault::Short)], false),
+        ("forgets", Write::Through, vec![faulty(PLENTY, Fault::Forgets)], false),
+        ("silent", Write::Through, vec![faulty(PLENTY, Fault::Silent)], false),
+        ("down, then room", Write::Through, vec![faulty(PLENTY, Fault::Down), tier(Ram::new(PLENTY))], true),
+    ];
+    for (i, (name, write, stores, loads)) in cases.into_iter().enumerate() {
+        let preempted = if i % 2 == 0 { Preempted::Recompute } else { Preempted::Kept };
+        let (texts, stats, loaded) = serve(engine(small(Some((write, stores)), preempted)), &prompts).await;
+        assert_eq!(texts, expected, "{name}");
+        let tiers = stats.tiers.unwrap();
+        assert_eq!(loaded, tiers.counters.loaded_tokens.iter().sum::<u64>(), "{name}: {tiers:?}");
+        if loads {
+            assert!(loaded > 0, "{name}: nothing was loaded: {tiers:?}");
+        }
+        match name {
+            "down" => assert!(loaded == 0 && tiers.stores[0].errors > 0, "{tiers:?}"),
+            "no room" | "silent" => assert_eq!(loaded, 0, "{name}: {tiers:?}"),
+            "down, then room" => assert!(tiers.counters.loaded_tokens[1] > 0, "{tiers:?}"),
+            _ => {}
+        }
+    }
+}
+
+/// Packed weights and a packed cache with `--deterministic`, with and without rows in f16.
+#[tokio::test]
+async fn the_same_texts_of_packed_numbers() {
+    let (model, registry) = deterministic();
+    let prompts = prompts();
+    for recent in [0, 16] {
+        let run = async |stores: Option<Vec<TierStore>>| {
+            let mut config = small(stores.map(|stores| (Write::Through, stores)), Preempted::Recompute);
+            config.paged.cache.k = Storage::Q8;
+            config.paged.cache.v = Storage::Q8.for_values();
+            config.paged.cache.recent.tokens = recent;
+            config.fit();
+            serve(Engine::start(model.clone(), registry, config).unwrap(), &prompts).await
+        };
+        let (expected, ..) = run(None).await;
+        let (texts, _, loaded) = run(Some(vec![tier(Ram::new(1 << 30))])).await;
+        assert_eq!(texts, expected, "{recent} recent rows");
+        assert!(loaded > 0);
+    }
+}
+
+/// Another engine with the same fingerprint finds what this one stored, one with another fingerprint does not, and nor does
+/// another salt.
+#[tokio::test]
+async fn engines_share_what_is_stored_under_the_same_fingerprint_and_salt() {
+    let store: Arc<dyn BlockStore> = Arc::new(Ram::new(1 << 30));
+    let prompt = &prompts()[0];
+    let run = async |fingerprint: &[u8], salt: &str| {
+        let stores = vec![TierStore { store: store.clone(), bytes_per_s: u64::MAX, latency: Duration::ZERO }];
+        let grace = Duration::from_secs(60);
+        let tiers = TierConfig { grace, ..TierConfig::new(stores, fingerprint.to_vec()) };
+        let engine = engine(EngineConfig { tiers: Some(tiers), ..config(1024) });
+        let job = Job { salt: salt.into(), ..greedy(prompt, 8) };
+        let mut job = engine.submit(job).unwrap();
+        let heard = receive(&mut job).await;
+        // Until everything is written.
+        while engine.stats().tiers.is_none_or(|tiers| tiers.store_bytes > 0) {
+            engine.inspect(|_| ()).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        (heard.tokens, heard.done.unwrap().usage.loaded_tokens)
+    };
+    let (text, loaded) = run(b"a model", "").await;
+    assert_eq!(loaded, 0);
+    for (fingerprint, salt, loaded) in
+        [(&b"a model"[..], "", 48), (b"another", "", 0), (b"a model", "tenant", 0), (b"a model", "", 48)]
+    {
+        assert_eq!(run(fingerprint, salt).await, (text.clone(), loaded), "{fingerprint:?} {salt}");
+    }
+}
+
+#[test]
+fn tiers_that_cannot_be_used_are_refused() {
+    let refused = |config| Engine::start(model().clone(), &devices::all(), config).err().unwrap().to_string();
+    let tiers = |stores| Some(tiered(Write::Through, stores));
+    let none = EngineConfig { tiers: tiers(Vec::new()), ..config(256) };
+    assert!(refused(none).contains("there are 0 tiers"));
+    let mut unshared = config(256);
+    unshared.paged.prefix = None;
+    unshared.tiers = tiers(vec![tier(Ram::new(1))]);
+    assert!(refused(unshared).contains("prefix index"));
+}

@@ -1,0 +1,457 @@
+//! Tiers below the KV cache: which prompts are loaded from there instead of computed, and which cached blocks are
+//! copied there.
+//!
+//! The scheduler decides, the driver moves bytes. [`Scheduler::drain_orders`] returns what there is to do; the driver
+//! reports what became of it with [`found`](Scheduler::found), [`loaded`](Scheduler::loaded) and
+//! [`stored`](Scheduler::stored). These reports are events: they are logged, and a replay repeats them. Every order but
+//! [`Order::Abandon`] must be answered, in the end, by one report.
+//!
+//! A request with a prompt of at least one block waits until its prompt has been looked up, at most [`Tiers::grace_ns`].
+//! Then, when it would fit into memory, the blocks after its prefix hit are loaded, if that is faster than to compute them
+//! (`cost.rs`). While they are loaded it is neither waiting nor running. Afterwards it waits with its cells, like a paused
+//! request. If a load fails or is late, the tokens are computed.
+//!
+//! Copies to the tiers either begin as soon as blocks are in the prefix index ([`Write::Through`]), or when free memory
+//! runs low, with the next victims of eviction ([`Write::Back`]). Both pin the blocks. What exceeds
+//! [`Tiers::max_store_bytes`] is not copied. A step that needs memory at once evicts blocks that were not copied.
+mod config;
+mod cost;
+mod orders;
+
+pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, Write};
+pub use orders::{CachedTokens, FindOrder, LoadOrder, Order, Run, StoreOrder, TransferId};
+
+use crate::config::BadConfig;
+use crate::entry::Lower;
+use crate::log::Decision;
+use crate::memory::{Memory, StepTime};
+use crate::request::RequestId;
+use crate::scheduler::Scheduler;
+use cost::Estimates;
+use kvist_cache::{Loading, Pin};
+use std::collections::BTreeMap;
+
+/// How many waiting requests are considered for a load, from the first on.
+const CONSIDERED: usize = 64;
+
+/// Prompt tokens that a step must have to say something about the time of a token.
+const LEARNED_TOKENS: u32 = 32;
+
+/// What tiers have done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct TierCounters {
+    /// Tokens loaded, by tier.
+    pub loaded_tokens: [u64; MAX_TIERS],
+    /// Loads that were started.
+    pub loads: u64,
+    /// Loads whose bytes did not arrive, or were wrong.
+    pub failed_loads: u64,
+    /// Loads that took so long that their tokens were computed instead.
+    pub late_loads: u64,
+    /// Tokens of failed, late and cancelled loads.
+    pub wasted_tokens: u64,
+    /// Tokens that a tier had, and that were computed because that was faster.
+    pub declined_tokens: u64,
+    /// Nanoseconds that loads took, over those that arrived in time.
+    pub load_ns: u64,
+    /// Blocks that the driver was told to copy to a tier.
+    pub stored_blocks: u64,
+    /// Those of them that did not get there.
+    pub failed_blocks: u64,
+    /// Blocks that were not copied, because too many bytes were on their way already.
+    pub skipped_blocks: u64,
+}
+
+/// The state of the tiers. Only there if tiers are configured.
+pub(crate) struct TierState {
+    pub config: Tiers,
+    block_tokens: u32,
+    loads: BTreeMap<TransferId, Load>,
+    stores: BTreeMap<TransferId, Store>,
+    next_id: u64,
+    orders: Vec<Order>,
+    estimates: Estimates,
+    /// Bytes that are being loaded, by tier, and stored.
+    load_bytes: [u64; MAX_TIERS],
+    store_bytes: u64,
+    /// Indices of requests that wait for a load, in the order in which the loads began.
+    pub loading: Vec<u32>,
+    /// Number of waiting requests that are being looked up.
+    n_asked: usize,
+    /// True if this call of `plan` decided something that the log must repeat.
+    pub changed: bool,
+    counters: TierCounters,
+}
+
+/// A load in flight.
+struct Load {
+    loading: Loading,
+    /// The request that waits for it; `None` once it was cancelled, or waits no more.
+    index: Option<u32>,
+    /// Tokens by tier.
+    tokens: [u32; MAX_TIERS],
+    /// The estimate without what was measured earlier.
+    expected_ns: u64,
+    deadline_ns: u64,
+}
+
+/// A copy to the tiers in flight.
+struct Store {
+    pin: Pin,
+    n_blocks: u64,
+}
+
+impl TierState {
+    pub fn new(config: &Tiers, memory: &Memory) -> Result<TierState, BadConfig> {
+        config.check()?;
+        if !memory.shares() {
+            return Err(BadTiers::NoIndex.into());
+        }
+        if memory.shrinks_while_decoding() {
+            return Err(BadTiers::Windows.into());
+        }
+        Ok(TierState {
+            block_tokens: memory.block_tokens(),
+            loads: BTreeMap::new(),
+            stores: BTreeMap::new(),
+            next_id: 0,
+            orders: Vec::new(),
+            estimates: Estimates::default(),
+            load_bytes: [0; MAX_TIERS],
+            store_bytes: 0,
+            loading: Vec::new(),
+            n_asked: 0,
+            changed: false,
+            counters: TierCounters::default(),
+            config: config.clone(),
+        })
+    }
+
+    pub fn orders_mut(&mut self) -> &mut Vec<Order> {
+        &mut self.orders
+    }
+
+    fn next_id(&mut self) -> TransferId {
+        self.next_id += 1;
+        TransferId(self.next_id - 1)
+    }
+
+    fn bytes(&self, n_tokens: u32) -> u64 {
+        u64::from(n_tokens / self.block_tokens) * self.config.block_bytes
+    }
+
+    /// Whether transfers hold memory that is free when they end.
+    pub fn is_busy(&self) -> bool {
+        !self.loads.is_empty() || !self.stores.is_empty()
+    }
+
+    /// Forgets the bytes of a load that has ended.
+    fn take_load(&mut self, id: TransferId) -> Option<Load> {
+        let load = self.loads.remove(&id)?;
+        for (tier, &tokens) in load.tokens.iter().enumerate() {
+            self.load_bytes[tier] -= self.bytes(tokens);
+        }
+        Some(load)
+    }
+
+    /// Cells that must stay free so that a fused run of steps demotes blocks when single steps would.
+    pub fn ahead_tokens(&self, capacity: u64) -> u64 {
+        match self.config.write {
+            Write::Through => 0,
+            Write::Back { ahead_tokens } => u64::from(ahead_tokens).min(capacity / 4),
+        }
+    }
+}
+
+impl Scheduler {
+    /// What the driver has to do for the tiers, since the last call. Empty without tiers.
+    pub fn drain_orders(&mut self) -> Vec<Order> {
+        self.tiers.as_mut().map_or(Vec::new(), |tiers| std::mem::take(&mut tiers.orders))
+    }
+
+    /// What the tiers have done so far; `None` without tiers.
+    pub fn tier_counters(&self) -> Option<TierCounters> {
+        self.tiers.as_ref().map(|tiers| tiers.counters)
+    }
+
+    /// Bytes on their way from the tiers, and to them.
+    pub fn bytes_in_flight(&self) -> (u64, u64) {
+        self.tiers.as_ref().map_or((0, 0), |tiers| (tiers.load_bytes.iter().sum(), tiers.store_bytes))
+    }
+
+    /// When a request stops waiting for a tier, if nothing else happens before. A driver that has nothing to do calls
+    /// [`plan`](Scheduler::plan) again then. `None` if no request waits for a tier.
+    pub fn next_tier_deadline_ns(&self) -> Option<u64> {
+        let tiers = self.tiers.as_ref()?;
+        let loads = tiers.loads.values().filter(|load| load.index.is_some()).map(|load| load.deadline_ns);
+        let asked = || self.waiting.iter().filter_map(|key| self.asked_until(key.index));
+        let asked = if tiers.n_asked > 0 { asked().min() } else { None };
+        loads.chain(asked).min()
+    }
+
+    fn asked_until(&self, index: u32) -> Option<u64> {
+        match self.entries[index as usize].lower {
+            Lower::Asked { until_ns } => Some(until_ns),
+            _ => None,
+        }
+    }
+
+    /// Number of requests whose blocks are being loaded.
+    pub fn n_loading(&self) -> usize {
+        self.tiers.as_ref().map_or(0, |tiers| tiers.loading.len())
+    }
+
+    /// Asks for what the tiers have of a prompt, when its request arrives.
+    pub(crate) fn ask_tiers(&mut self, now_ns: u64, index: u32) {
+        if self.tiers.is_none() {
+            return;
+        }
+        let hit_tokens = self.lookup(&self.entries[index as usize]).hit_tokens;
+        let Some(tiers) = &mut self.tiers else { return };
+        let entry = &mut self.entries[index as usize];
+        // The last token is computed in any case.
+        let n_tokens = entry.wanted_content().min(entry.known - 1);
+        let n_tokens = n_tokens - n_tokens % tiers.block_tokens;
+        if n_tokens > hit_tokens && entry.prompt.vocabulary().is_some() {
+            tiers.n_asked += 1;
+            entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
+            tiers.orders.push(Order::Find(FindOrder {
+                request: entry.id,
+                salt: entry.salt.clone(),
+                prompt: entry.prompt.clone(),
+                n_tokens,
+                hit_tokens,
+            }));
+        }
+    }
+
+    /// What the tiers have of the prompt of `request`: the answer to [`Order::Find`]. Call it between iterations. Ignored
+    /// if the request is not live or waits no more for it.
+    pub fn found(&mut self, now_ns: u64, request: RequestId, runs: Vec<Run>) {
+        if self.tiers.is_none() {
+            return;
+        }
+        let n = self.event();
+        self.events.found(n, now_ns, request, &runs);
+        let Some(&index) = self.by_id.get(&request) else { return };
+        if self.asked_until(index).is_none() {
+            return;
+        }
+        let n_tiers = self.tiers.as_ref().map_or(0, |tiers| tiers.config.list.len());
+        let is_sound = |run: &Run| run.tier.is_none_or(|tier| usize::from(tier) < n_tiers);
+        let sound = runs.iter().all(is_sound) && runs.is_sorted_by(|a, b| a.until < b.until);
+        let found = sound && runs.iter().any(|run| run.tier.is_some());
+        let lower = if found { Lower::Found { runs, may_run: false } } else { Lower::Done };
+        self.set_lower(index, lower);
+    }
+
+    /// Changes what a request knows of the tiers.
+    pub(crate) fn set_lower(&mut self, index: u32, lower: Lower) {
+        let before = std::mem::replace(&mut self.entries[index as usize].lower, lower);
+        if let (Lower::Asked { .. }, Some(tiers)) = (before, &mut self.tiers) {
+            tiers.n_asked -= 1;
+            self.blocked = None;
+        }
+    }
+
+    /// A load has ended: the bytes of all its blocks are in place (`ok`), or the load has failed and nothing will be
+    /// written to its blocks any more. `took_ns`: how long the driver worked on it, without the time until it could report.
+    /// Call it between iterations. Returns `false`, and does nothing, if there is no such load.
+    pub fn loaded(&mut self, now_ns: u64, id: TransferId, ok: bool, took_ns: u64) -> bool {
+        let Some(load) = self.tiers.as_mut().and_then(|tiers| tiers.take_load(id)) else { return false };
+        let n = self.event();
+        self.events.loaded(n, now_ns, id, ok, took_ns);
+        let now = self.timestamp(now_ns);
+        let n_tokens: u32 = load.tokens.iter().sum();
+        let awaited = load.index.filter(|_| ok);
+        let result = awaited.map(|_| ()).ok_or(());
+        let arrived = self.memory.cache.arrived(load.loading, result);
+        self.blocked = None;
+        if let Some(tiers) = &mut self.tiers {
+            tiers.estimates.observe(&load.tokens, load.expected_ns, took_ns);
+            let counters = &mut tiers.counters;
+            match awaited.is_some() && arrived.is_ok() {
+                true => {
+                    counters.load_ns = counters.load_ns.saturating_add(took_ns);
+                    (counters.loaded_tokens.iter_mut().zip(load.tokens))
+                        .for_each(|(sum, tokens)| *sum += u64::from(tokens));
+                }
+                false => {
+                    counters.failed_loads += u64::from(!ok);
+                    // Those of late loads are counted when they are given up.
+                    counters.wasted_tokens += if load.index.is_some() { u64::from(n_tokens) } else { 0 };
+                }
+            }
+        }
+        let Some(index) = load.index else { return true };
+        let seq = self.entries[index as usize].seq.expect("a loading request has a sequence");
+        if ok && arrived.is_ok() {
+            let entry = &mut self.entries[index as usize];
+            entry.cached += n_tokens;
+            entry.loaded.iter_mut().zip(load.tokens).for_each(|(sum, tokens)| *sum += tokens);
+            entry.stored = entry.cached;
+            let (from, until) = (entry.cached - n_tokens, entry.cached);
+            self.memory.store(seq, &entry.prompt, from, until, now);
+            self.note_cached(index, from, false);
+            self.decide(now, Decision::Loaded { id: self.entries[index as usize].id, tokens: n_tokens });
+        } else {
+            self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "failed" });
+        }
+        self.leave(index);
+        self.wait(index);
+        true
+    }
+
+    /// A copy to the tiers has ended. Call it between iterations. Returns `false`, and does nothing, if there is no such
+    /// copy.
+    pub fn stored(&mut self, now_ns: u64, id: TransferId, ok: bool) -> bool {
+        let Some(tiers) = &mut self.tiers else { return false };
+        let Some(store) = tiers.stores.remove(&id) else { return false };
+        tiers.store_bytes -= store.n_blocks * tiers.config.block_bytes;
+        tiers.counters.failed_blocks += if ok { 0 } else { store.n_blocks };
+        self.memory.cache.unpin(store.pin);
+        self.blocked = None;
+        let n = self.event();
+        self.events.stored(n, now_ns, id, ok);
+        true
+    }
+
+    /// What tiers do before a batch is built: give up what is late, copy victims, begin loads.
+    pub(crate) fn plan_tiers(&mut self, now: StepTime) {
+        self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = false);
+        self.give_up(now);
+        self.demote(now);
+        self.begin_loads(now);
+    }
+
+    /// Lets requests go on that have waited long enough.
+    fn give_up(&mut self, now: StepTime) {
+        let Some(tiers) = &mut self.tiers else { return };
+        let late = |load: &Load| load.index.is_some() && load.deadline_ns <= now.now_ns;
+        let late: Vec<TransferId> =
+            tiers.loads.iter().filter(|(_, load)| late(load)).map(|(id, _)| *id).collect();
+        for id in late {
+            self.tiers.as_mut().into_iter().for_each(|tiers| tiers.counters.late_loads += 1);
+            let Some(index) = self.abandon_load(id) else { continue };
+            self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "late" });
+            self.leave(index);
+            self.wait(index);
+        }
+        if self.tiers.as_ref().is_some_and(|tiers| tiers.n_asked > 0) {
+            let asked = self.waiting.iter().map(|key| key.index);
+            let is_late = |index: &u32| self.asked_until(*index).is_some_and(|until| until <= now.now_ns);
+            let late: Vec<u32> = asked.filter(is_late).collect();
+            for index in late {
+                self.set_lower(index, Lower::Done);
+                self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = true);
+            }
+        }
+    }
+
+    /// No request waits for this load any more. Its blocks are free when the driver reports its end.
+    fn abandon_load(&mut self, id: TransferId) -> Option<u32> {
+        let tiers = self.tiers.as_mut()?;
+        let load = tiers.loads.get_mut(&id)?;
+        tiers.counters.wasted_tokens += load.tokens.iter().map(|&tokens| u64::from(tokens)).sum::<u64>();
+        tiers.orders.push(Order::Abandon { load: id });
+        tiers.changed = true;
+        load.index.take()
+    }
+
+    /// The request at `index` ends while its blocks are being loaded.
+    pub(crate) fn cancel_load(&mut self, index: u32) {
+        let Some(tiers) = &self.tiers else { return };
+        let load = tiers.loads.iter().find(|(_, load)| load.index == Some(index)).map(|(id, _)| *id);
+        load.map(|id| self.abandon_load(id));
+    }
+
+    /// Copies the next victims of eviction to the tiers while free memory is low, and frees them.
+    fn demote(&mut self, now: StepTime) {
+        let (capacity, free) = (self.memory.capacity(), self.memory.free());
+        let Some(tiers) = &mut self.tiers else { return };
+        let wanted = tiers.ahead_tokens(capacity);
+        let (bytes, block) = (tiers.config.block_bytes, u64::from(tiers.block_tokens));
+        // What is on its way out will be free too.
+        let soon = tiers.store_bytes / bytes * block;
+        if free + soon >= wanted || self.memory.evictable() == 0 {
+            return;
+        }
+        let room = tiers.config.max_store_bytes.saturating_sub(tiers.store_bytes) / bytes;
+        if room == 0 {
+            return;
+        }
+        let n_tokens = u32::try_from(wanted - soon).unwrap_or(u32::MAX);
+        let room = u32::try_from(room).unwrap_or(u32::MAX);
+        let (pin, demoted) = self.memory.demote_until_free(n_tokens, room, now);
+        if demoted.is_empty() {
+            self.memory.cache.unpin(pin);
+            return;
+        }
+        let n_blocks = demoted.len() as u64;
+        let id = tiers.next_id();
+        tiers.store_bytes += n_blocks * bytes;
+        tiers.counters.stored_blocks += n_blocks;
+        tiers.changed = true;
+        tiers.stores.insert(id, Store { pin, n_blocks });
+        tiers.orders.push(Order::Store(StoreOrder { id, request: None, blocks: demoted }));
+        self.batch_changed = true; // several steps at once could last longer than the copy
+        self.decide(now, Decision::Demote { blocks: n_blocks });
+    }
+
+    /// A request has added its blocks from position `from` on to the prefix index: says what they store, and copies those
+    /// that it has computed.
+    pub(crate) fn note_cached(&mut self, index: u32, from: u32, is_computed: bool) {
+        let Some(tiers) = &mut self.tiers else { return };
+        let entry = &self.entries[index as usize];
+        let Some(seq) = entry.seq else { return };
+        let before = from.saturating_sub(tiers.block_tokens);
+        let mut blocks = self.memory.cache.cached_blocks(seq, before);
+        let parent = if from > 0 && !blocks.is_empty() { Some(blocks.remove(0)) } else { None };
+        if let Some(tokens) = entry.prompt.tokens() {
+            let end = from as usize + blocks.len() * tiers.block_tokens as usize;
+            tiers.orders.push(Order::Cached(CachedTokens {
+                salt: entry.salt.clone(),
+                parent: parent.and_then(|parent| Some(parent.blocks.first()?.block)),
+                blocks: blocks.clone(),
+                tokens: tokens.get(from as usize..end).unwrap_or_default().to_vec(),
+            }));
+        }
+        if !is_computed || tiers.config.write != Write::Through {
+            return;
+        }
+        let bytes = tiers.config.block_bytes;
+        let room = tiers.config.max_store_bytes.saturating_sub(tiers.store_bytes) / bytes;
+        let room = usize::try_from(room).unwrap_or(usize::MAX).min(blocks.len());
+        tiers.counters.skipped_blocks += (blocks.len() - room) as u64;
+        blocks.truncate(room);
+        let ids: Vec<_> = blocks.iter().flat_map(|block| block.blocks.iter().copied()).collect();
+        if ids.is_empty() {
+            return;
+        }
+        let Ok(pin) = self.memory.cache.pin(&ids) else { return };
+        let n_blocks = blocks.len() as u64;
+        let id = tiers.next_id();
+        tiers.store_bytes += n_blocks * bytes;
+        tiers.counters.stored_blocks += n_blocks;
+        tiers.stores.insert(id, Store { pin, n_blocks });
+        tiers.orders.push(Order::Store(StoreOrder { id, request: Some(entry.id), blocks }));
+    }
+
+    /// Learns from a step how long tokens take, if the configuration says so.
+    pub(crate) fn observe_step(&mut self, elapsed_ns: u64) {
+        let Some(tiers) = self.tiers.as_mut().filter(|tiers| tiers.config.recompute.learn) else { return };
+        let (mut n_prompt, mut n_all, mut expected_ns) = (0, 0, 0.0);
+        for work in &self.batch {
+            n_all += work.n_tokens;
+            if !work.decodes {
+                n_prompt += work.n_tokens;
+                expected_ns += TierState::compute_ns(&tiers.config, work.first, work.first + work.n_tokens);
+            }
+        }
+        // Short prompts take as long as the weights take to be read, whatever their length.
+        if n_prompt >= LEARNED_TOKENS && expected_ns > 0.0 {
+            let of_prompts_ns = elapsed_ns as f64 * f64::from(n_prompt) / f64::from(n_all);
+            tiers.estimates.observe_compute(of_prompts_ns / expected_ns);
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! What the scheduler asks of the driver of the tiers.
+use crate::request::RequestId;
+use kvist_cache::{CachedBlock, Prompt, SeqId};
+use serde::{Deserialize, Serialize};
+use std::sync::Arc;
+
+/// Names a load or a copy. Unique in a scheduler.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TransferId(pub u64);
+
+impl std::fmt::Display for TransferId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// Consecutive blocks of a prompt that are in the same place: those from the end of the run before it, or from the
+/// prompt's beginning.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Run {
+    /// The fastest tier that has all these blocks; `None` if no tier has any of them.
+    pub tier: Option<u8>,
+    /// The position after the last of them.
+    pub until: u32,
+}
+
+/// Something to do for the tiers.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Order {
+    /// Look a prompt up in all tiers, and report [`found`](crate::Scheduler::found).
+    Find(FindOrder),
+    /// Load blocks, and report [`loaded`](crate::Scheduler::loaded).
+    Load(LoadOrder),
+    /// These blocks were added to the prefix index, or found there. The driver may need to know what they store to name
+    /// them in a later [`Order::Store`]. There is nothing to report.
+    Cached(CachedTokens),
+    /// Copy blocks to the tiers, and report [`stored`](crate::Scheduler::stored).
+    Store(StoreOrder),
+    /// The result of this load is not needed any more. It must still be reported when nothing is written to its blocks
+    /// any more.
+    Abandon {
+        /// The load.
+        load: TransferId,
+    },
+}
+
+/// A prompt to look up.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FindOrder {
+    /// The request.
+    pub request: RequestId,
+    /// Its salt.
+    pub salt: Arc<str>,
+    /// Its prompt.
+    pub prompt: Prompt,
+    /// Only the blocks before this position matter.
+    pub n_tokens: u32,
+    /// The KV cache has the blocks before this position now. They matter if it evicts them before the request is admitted.
+    pub hit_tokens: u32,
+}
+
+/// Blocks to load. They are not readable before [`loaded`](crate::Scheduler::loaded).
+#[derive(Clone, Debug, PartialEq)]
+pub struct LoadOrder {
+    /// Names the load.
+    pub id: TransferId,
+    /// The request whose prompt it is.
+    pub request: RequestId,
+    /// The sequence that the tokens are appended to.
+    pub seq: SeqId,
+    /// The positions to load: whole blocks.
+    pub positions: std::ops::Range<u32>,
+    /// Where the blocks are, in order, the last one until `positions.end`. Every run has a tier.
+    pub runs: Vec<Run>,
+    /// By layer group: the blocks to write, in position order.
+    pub blocks: Vec<Vec<u32>>,
+}
+
+/// What consecutive cached blocks of a sequence store.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CachedTokens {
+    /// The salt of the request.
+    pub salt: Arc<str>,
+    /// The block before the first one, in the first layer group; `None` at the beginning of a prompt.
+    pub parent: Option<u32>,
+    /// The blocks, in order.
+    pub blocks: Vec<CachedBlock>,
+    /// Their tokens.
+    pub tokens: Vec<u32>,
+}
+
+/// Blocks to copy. They are pinned until [`stored`](crate::Scheduler::stored).
+#[derive(Clone, Debug, PartialEq)]
+pub struct StoreOrder {
+    /// Names the copy.
+    pub id: TransferId,
+    /// The request that has computed them: they are consecutive blocks of its prompt or answer. `None` for victims of
+    /// eviction, which can belong to different prompts.
+    pub request: Option<RequestId>,
+    /// The blocks.
+    pub blocks: Vec<CachedBlock>,
+}

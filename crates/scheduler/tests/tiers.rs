@@ -1,0 +1,678 @@
+//! Tiers below the cache. A random driver moves "bytes" late, not at all, or wrongly, and every cell of the cache is
+//! compared with what it must contain: a plain list of cells, each with the hash of the tokens up to its position. Every
+//! run is replayed from its event log and must match byte for byte.
+//!
+//! `KVIST_OPS` sets the number of operations; a failure prints its seed.
+mod common;
+
+use common::{cells, group, machine};
+use kvist_cache::kinds::{GroupSpec, Visibility};
+use kvist_cache::{BlockUse, Cache, GroupId, PagedSpec, PrefixSpec, SeqId, Step, Vocabulary};
+use kvist_scheduler::*;
+use kvist_testing::reference::SplitMix64 as Random;
+use std::collections::{BTreeMap, HashMap};
+
+const BLOCK: u32 = 4;
+
+fn tiers(write: Write) -> Tiers {
+    let tier = |name: &str, bytes_per_s, latency_ns| Tier { name: name.into(), bytes_per_s, latency_ns };
+    Tiers {
+        list: vec![tier("ram", 1_000_000_000, 100), tier("disk", 10_000_000, 2000)],
+        block_bytes: 4,
+        write,
+        max_load_bytes: 64,
+        max_store_bytes: 64,
+        recompute: Recompute { per_token_ns: 500.0, per_pair_ns: 1.0, learn: false },
+        grace_ns: 3000,
+    }
+}
+
+fn paged(capacity_tokens: u32, n_groups: usize) -> Cache {
+    let groups = vec![group(capacity_tokens); n_groups];
+    let prefix = Some(PrefixSpec::default());
+    Cache::paged(&PagedSpec { block_tokens: BLOCK, groups, rollback_tokens: 0, prefix }).unwrap()
+}
+
+fn mix(hash: u64, token: u32) -> u64 {
+    Random(hash ^ u64::from(token).wrapping_mul(0x9E37)).next()
+}
+
+/// A transfer that the driver has not reported yet.
+enum Moving {
+    Load(LoadOrder),
+    Store(StoreOrder),
+}
+
+struct Drive {
+    random: Random,
+    scheduler: Scheduler,
+    now: u64,
+    /// Per group and cell, the hash of all tokens up to the one it stores.
+    cells: Vec<HashMap<u32, u64>>,
+    /// Per tier: the contents of blocks, by the hash of all tokens up to their end.
+    tiers: Vec<HashMap<u64, Vec<u64>>>,
+    moving: Vec<Moving>,
+    asked: Vec<RequestId>,
+    live: BTreeMap<RequestId, Request>,
+    /// Tokens generated, by request.
+    generated: BTreeMap<RequestId, Vec<u32>>,
+    ended: Vec<Ended>,
+    events: String,
+    decisions: String,
+    n_loaded: u64,
+    n_failed: u64,
+}
+
+impl Drive {
+    fn new(seed: u64, config: Config, cache: Cache) -> Drive {
+        let n_groups = cache.n_groups();
+        let mut scheduler = Scheduler::new(config, cache, None).unwrap();
+        scheduler.record();
+        Drive {
+            random: Random(seed),
+            scheduler,
+            now: 0,
+            cells: vec![HashMap::new(); n_groups],
+            tiers: vec![HashMap::new(); 2],
+            moving: Vec::new(),
+            asked: Vec::new(),
+            live: BTreeMap::new(),
+            generated: BTreeMap::new(),
+            ended: Vec::new(),
+            events: String::new(),
+            decisions: String::new(),
+            n_loaded: 0,
+            n_failed: 0,
+        }
+    }
+
+    fn tokens(&self, id: RequestId) -> Vec<u32> {
+        let mut tokens = self.live[&id].prompt.tokens().unwrap().to_vec();
+        tokens.extend(&self.generated[&id]);
+        tokens
+    }
+
+    /// The hash of each prefix of a request's tokens.
+    fn hashes(&self, id: RequestId) -> Vec<u64> {
+        let salt = u64::from(self.live[&id].salt.len() as u32);
+        let next = |hash: &mut u64, token: u32| {
+            *hash = mix(*hash, token);
+            Some(*hash)
+        };
+        self.tokens(id).into_iter().scan(salt + 1, next).collect()
+    }
+
+    fn arrive(&mut self, id: u64) {
+        // Prompts with common beginnings.
+        let n = 1 + self.random.below(60);
+        let family = self.random.below(3);
+        let split = self.random.below(40);
+        let odd = self.random.below(1000);
+        let prompt: Vec<u32> = (0..n).map(|i| if i < split { family } else { odd }).collect();
+        let mut request = Request::new(id, self.now, n, 1 + self.random.below(20));
+        request.prompt = Prompt::Tokens(prompt);
+        request.salt = if self.random.below(8) == 0 { "other".into() } else { "".into() };
+        request.skip_prefix_cache = self.random.below(16) == 0;
+        self.live.insert(request.id, request.clone());
+        self.generated.insert(request.id, Vec::new());
+        self.scheduler.arrive(self.now, request).unwrap();
+    }
+
+    fn take_orders(&mut self) {
+        for order in self.scheduler.drain_orders() {
+            match order {
+                Order::Find(find) => self.asked.push(find.request),
+                Order::Load(load) => self.moving.push(Moving::Load(load)),
+                Order::Store(store) => self.moving.push(Moving::Store(store)),
+                Order::Abandon { .. } => {}
+                Order::Cached(cached) => self.note_cached(&cached),
+            }
+        }
+    }
+
+    /// The blocks store the tokens that the order says, after those of their parent.
+    fn note_cached(&mut self, cached: &CachedTokens) {
+        assert_eq!(cached.tokens.len(), cached.blocks.len() * BLOCK as usize);
+        let mut hash = match cached.parent {
+            Some(parent) => self.cells[0][&(parent * BLOCK + BLOCK - 1)],
+            None => cached.salt.len() as u64 + 1,
+        };
+        for (block, tokens) in cached.blocks.iter().zip(cached.tokens.chunks(BLOCK as usize)) {
+            for (i, token) in (0..).zip(tokens) {
+                hash = mix(hash, *token);
+                for id in &block.blocks {
+                    assert_eq!(self.cells[id.group.0 as usize][&(id.block * BLOCK + i)], hash);
+                }
+            }
+        }
+    }
+
+    /// Answers one lookup or ends one transfer.
+    fn report(&mut self) {
+        if !self.asked.is_empty() && (self.moving.is_empty() || self.random.below(2) == 0) {
+            let id = self.asked.swap_remove(self.random.index(self.asked.len()));
+            if !self.live.contains_key(&id) {
+                return self.scheduler.found(self.now, id, Vec::new());
+            }
+            let hashes = self.hashes(id);
+            let mut runs: Vec<Run> = Vec::new();
+            for (i, hash) in (1..).zip(hashes.chunks_exact(BLOCK as usize).map(|block| block[3])) {
+                let tier = self.tiers.iter().position(|tier| tier.contains_key(&hash)).map(|tier| tier as u8);
+                // A tier that no longer has it, or that the driver is wrong about.
+                let tier = if self.random.below(40) == 0 { Some(0) } else { tier };
+                match runs.last_mut() {
+                    Some(run) if run.tier == tier => run.until = i * BLOCK,
+                    _ => runs.push(Run { tier, until: i * BLOCK }),
+                }
+            }
+            return self.scheduler.found(self.now, id, runs);
+        }
+        if self.moving.is_empty() {
+            return;
+        }
+        match self.moving.swap_remove(self.random.index(self.moving.len())) {
+            Moving::Load(load) => self.end_load(&load),
+            Moving::Store(store) => self.end_store(&store),
+        }
+    }
+
+    fn end_load(&mut self, load: &LoadOrder) {
+        let mut ok = self.random.below(5) > 0;
+        let hashes = self.live.contains_key(&load.request).then(|| self.hashes(load.request));
+        let n_blocks = load.positions.len() as u32 / BLOCK;
+        assert!(load.runs.is_sorted_by(|a, b| a.until < b.until));
+        assert_eq!(load.runs.last().map(|run| run.until), Some(load.positions.end));
+        for i in 0..n_blocks {
+            let end = load.positions.start + (i + 1) * BLOCK;
+            let tier = load.runs.iter().find(|run| run.until >= end).and_then(|run| run.tier).unwrap();
+            let key = hashes.as_ref().map_or(0, |hashes| hashes[end as usize - 1]);
+            let content = self.tiers[usize::from(tier)].get(&key).cloned();
+            ok &= content.is_some();
+            let content = content.filter(|_| ok).unwrap_or_else(|| vec![0xBAD; BLOCK as usize]);
+            for (group, blocks) in self.cells.iter_mut().zip(&load.blocks) {
+                for (cell, hash) in (blocks[i as usize] * BLOCK..).zip(&content) {
+                    group.insert(cell, *hash);
+                }
+            }
+        }
+        self.n_loaded += u64::from(ok);
+        self.n_failed += u64::from(!ok);
+        let took_ns = u64::from(self.random.below(6000));
+        assert!(self.scheduler.loaded(self.now, load.id, ok, took_ns));
+        assert!(!self.scheduler.loaded(self.now, load.id, ok, took_ns), "a load ends once");
+    }
+
+    fn end_store(&mut self, store: &StoreOrder) {
+        let ok = self.random.below(8) > 0;
+        for block in store.blocks.iter().filter(|_| ok) {
+            for id in &block.blocks {
+                // Pinned: the cells are as they were when the order was given, however late this is.
+                let first = id.block * BLOCK;
+                let cells = &self.cells[id.group.0 as usize];
+                let content: Vec<u64> = (first..first + BLOCK).map(|cell| cells[&cell]).collect();
+                let tier = self.random.index(self.tiers.len());
+                self.tiers[tier].insert(content[BLOCK as usize - 1], content);
+            }
+        }
+        let full = self.random.index(self.tiers.len());
+        if self.tiers[full].len() > 30 {
+            let mut keys: Vec<u64> = self.tiers[full].keys().copied().collect();
+            keys.sort_unstable();
+            self.tiers[full].remove(&keys[self.random.index(keys.len())]);
+        }
+        assert!(self.scheduler.stored(self.now, store.id, ok));
+    }
+
+    fn step(&mut self) {
+        let Drive { random, scheduler, cells, generated, .. } = self;
+        let mut machine = Machine { random, cells, generated };
+        let iteration = scheduler.iterate(self.now, &mut machine);
+        if let Iteration::Ran { elapsed_ns, .. } = iteration {
+            self.now += elapsed_ns;
+        }
+    }
+
+    /// Every cell of every sequence contains what was computed for exactly these tokens.
+    fn check(&mut self) {
+        for ended in self.scheduler.drain_ended() {
+            self.live.remove(&ended.id);
+            self.ended.push(ended);
+        }
+        let sequences: Vec<(RequestId, SeqId)> = self.scheduler.sequences().collect();
+        for (id, seq) in sequences {
+            let cached = self.scheduler.status(id).unwrap().cached_tokens;
+            let hashes = self.hashes(id);
+            for (g, cells) in self.cells.iter().enumerate() {
+                let table = self.scheduler.cache().block_table(GroupId(g as u16), seq).unwrap();
+                for position in 0..cached {
+                    let block = table[(position / BLOCK) as usize].unwrap();
+                    let found = cells.get(&(block * BLOCK + position % BLOCK));
+                    assert_eq!(found, Some(&hashes[position as usize]), "{id} at {position} in group {g}");
+                }
+            }
+        }
+        self.events.push_str(&self.scheduler.events().take());
+        self.decisions.push_str(&self.scheduler.decisions().take());
+    }
+
+    fn operate(&mut self, next_id: &mut u64) {
+        match self.random.below(10) {
+            0 | 1 if self.live.len() < 12 => {
+                self.arrive(*next_id);
+                *next_id += 1;
+            }
+            2..=4 => self.report(),
+            5 if !self.live.is_empty() && self.random.below(6) == 0 => {
+                let ids: Vec<RequestId> = self.live.keys().copied().collect();
+                let id = ids[self.random.index(ids.len())];
+                self.scheduler.cancel(self.now, id);
+            }
+            6 => self.now += u64::from(self.random.below(2000)),
+            _ => self.step(),
+        }
+        self.take_orders();
+        self.check();
+    }
+
+    /// Nothing arrives any more: everything ends.
+    fn finish(&mut self) {
+        for _ in 0..10_000 {
+            if self.live.is_empty() && self.moving.is_empty() {
+                break;
+            }
+            self.step();
+            self.take_orders();
+            self.report();
+            self.now += 10;
+            self.check();
+        }
+        assert!(self.live.is_empty(), "{:?} do not end", self.live.keys());
+        assert_eq!((self.scheduler.bytes_in_flight(), self.scheduler.n_loading()), ((0, 0), 0));
+        for g in 0..self.cells.len() {
+            let in_use = self.scheduler.cache().block_uses(GroupId(g as u16)).filter(|block| match block {
+                BlockUse::Free | BlockUse::Evictable => false,
+                BlockUse::InUse(_) | BlockUse::InTransfer => true,
+            });
+            assert_eq!(in_use.count(), 0, "blocks in use, and no request is live");
+        }
+    }
+}
+
+struct Machine<'d> {
+    random: &'d mut Random,
+    cells: &'d mut Vec<HashMap<u32, u64>>,
+    generated: &'d mut BTreeMap<RequestId, Vec<u32>>,
+}
+
+impl Executor for Machine<'_> {
+    fn execute(&mut self, _: u64, step: Step<'_>, batch: Batch<'_>, out: &mut Outcome) {
+        out.elapsed_ns = 1000;
+        let mut rows = Vec::new();
+        for (i, work) in batch.work.iter().enumerate() {
+            let mut hash = batch.salt(i).len() as u64 + 1;
+            let known = batch.known_tokens(i).unwrap();
+            for (position, token) in (0..).zip(known) {
+                hash = mix(hash, *token);
+                if (work.first..work.first + work.n_tokens).contains(&position) {
+                    rows.push(hash);
+                }
+            }
+        }
+        for (g, cells) in self.cells.iter_mut().enumerate() {
+            let writes = step.plan().group(GroupId(g as u16)).writes.iter().flat_map(|run| run.cells());
+            cells.extend(writes.zip(rows.iter().copied()));
+        }
+        out.failed = self.random.below(30) == 0;
+        if out.failed {
+            return;
+        }
+        let mut sampling = batch.work.iter().filter(|work| work.samples).map(|work| work.request);
+        let (random, generated) = (&mut *self.random, &mut *self.generated);
+        out.sample_each(batch, |_| {
+            let token = random.below(3);
+            generated.get_mut(&sampling.next().unwrap()).unwrap().push(token);
+            Sampled { token: Some(token), finished: random.below(12) == 0 }
+        });
+    }
+}
+
+fn configs() -> Vec<Config> {
+    let write = [Write::Through, Write::Back { ahead_tokens: 24 }, Write::Back { ahead_tokens: 0 }];
+    let mut configs = Vec::new();
+    for (i, write) in write.into_iter().enumerate() {
+        for (j, (policy, _)) in POLICIES.iter().enumerate() {
+            configs.push(Config {
+                policy: (*policy).into(),
+                max_batch: 4,
+                max_batch_tokens: 24,
+                admission: match (i + j) % 3 {
+                    0 => Admission::Conservative,
+                    _ => Admission::Optimistic { headroom_tokens: 8 },
+                },
+                preempted: if j % 2 == 0 { Preempted::Recompute } else { Preempted::Kept },
+                prefix_order: [PrefixOrder::Off, PrefixOrder::Ties, PrefixOrder::Window(3)][(i + j) % 3],
+                wait_for_prefix: (i + j) % 2 == 0,
+                max_failures: 4,
+                tiers: Some(Tiers {
+                    recompute: Recompute { learn: j == 1, ..tiers(write).recompute },
+                    ..tiers(write)
+                }),
+                ..Config::default()
+            });
+        }
+    }
+    configs
+}
+
+fn ops() -> u64 {
+    std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(60_000)
+}
+
+#[test]
+fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
+    let (mut done, mut seed) = (0, 0);
+    let (mut n_loaded, mut n_failed, mut n_late, mut n_skipped, mut n_demoted) = (0, 0, 0, 0, 0);
+    while done < ops() {
+        for config in configs() {
+            seed += 1;
+            println!("seed {seed}, {}", config.policy);
+            let n_groups = 1 + (seed % 2) as usize;
+            let mut drive = Drive::new(seed, config.clone(), paged(120, n_groups));
+            let mut next_id = 0;
+            for _ in 0..400 {
+                drive.operate(&mut next_id);
+            }
+            drive.finish();
+            done += 400;
+            let counters = drive.scheduler.tier_counters().unwrap();
+            let loaded: u64 = counters.loaded_tokens.iter().sum();
+            let by_request: u64 = drive.ended.iter().flat_map(|ended| ended.loaded).map(u64::from).sum();
+            assert_eq!(loaded, by_request);
+            assert_eq!(drive.ended.len() as u64, next_id, "every request ends once");
+            n_loaded += drive.n_loaded;
+            n_failed += counters.failed_loads;
+            n_late += counters.late_loads;
+            n_skipped += counters.skipped_blocks;
+            n_demoted += counters.stored_blocks;
+            // What was computed, supplied and loaded is what was cached or lost.
+            for ended in drive.ended.iter().filter(|ended| ended.end == End::Finished) {
+                let supplied =
+                    u64::from(ended.hit_tokens + ended.regained_tokens + ended.loaded.iter().sum::<u32>());
+                let cached = u64::from(ended.prompt_tokens + ended.generated - 1);
+                assert_eq!(ended.computed_tokens + supplied, cached + ended.lost_tokens, "{ended:?}");
+            }
+            let replayed = replay(drive.events.as_bytes(), None, None).unwrap();
+            let differs = drive.decisions.lines().zip(replayed.lines()).find(|(a, b)| a != b);
+            assert_eq!(differs, None);
+            assert_eq!(drive.decisions.len(), replayed.len());
+        }
+    }
+    let counts = [n_loaded, n_failed, n_late, n_skipped, n_demoted];
+    assert!(counts.iter().all(|n| *n > 20), "loaded, failed, late, skipped, stored: {counts:?}");
+}
+
+/// Stories, one at a time: a scheduler with tiers, one request of 13 tokens whose first 12 are in the second tier.
+fn story(config: Config) -> Scheduler {
+    let mut scheduler = Scheduler::new(config, paged(80, 1), None).unwrap();
+    let mut request = Request::new(0, 0, 13, 1);
+    request.prompt = Prompt::Tokens((0..13).collect());
+    let (prompt, salt) = (request.prompt.clone(), request.salt.clone());
+    scheduler.arrive(0, request).unwrap();
+    let find = FindOrder { request: RequestId(0), salt, prompt, n_tokens: 12, hit_tokens: 0 };
+    assert_eq!(scheduler.drain_orders(), [Order::Find(find)]);
+    scheduler
+}
+
+fn config() -> Config {
+    Config { tiers: Some(tiers(Write::Through)), ..Config::default() }
+}
+
+fn whole(tier: u8) -> Vec<Run> {
+    vec![Run { tier: Some(tier), until: 12 }]
+}
+
+fn computed(scheduler: &Scheduler) -> u64 {
+    scheduler.counters().computed_tokens
+}
+
+#[test]
+fn a_request_waits_for_its_lookup_and_no_longer_than_the_grace() {
+    let mut s = story(config());
+    assert_eq!(s.iterate(0, &mut machine(1)), Iteration::NothingToDo);
+    assert_eq!(s.next_tier_deadline_ns(), Some(3000));
+    assert_eq!(s.iterate(2999, &mut machine(1)), Iteration::NothingToDo);
+    assert_eq!(s.iterate(3000, &mut machine(1)), Iteration::Ran { steps: 1, elapsed_ns: 1 });
+    assert_eq!((computed(&s), s.next_tier_deadline_ns()), (13, None));
+    s.found(3001, RequestId(0), whole(1)); // too late: nothing happens
+    assert!(!matches!(s.drain_orders()[..], [Order::Load(_)]));
+}
+
+fn load(s: &mut Scheduler) -> LoadOrder {
+    s.found(10, RequestId(0), whole(1));
+    assert_eq!(s.iterate(10, &mut machine(1)), Iteration::NothingToDo, "it is loading");
+    let mut orders = s.drain_orders();
+    assert_eq!((orders.len(), s.n_loading(), s.bytes_in_flight().0), (1, 1, 12));
+    let Some(Order::Load(order)) = orders.pop() else { panic!("no load") };
+    assert_eq!((order.positions.clone(), order.runs.clone()), (0..12, whole(1)));
+    order
+}
+
+#[test]
+fn loaded_tokens_are_not_computed() {
+    let mut s = story(config());
+    let order = load(&mut s);
+    assert!(s.loaded(3000, order.id, true, 2990));
+    s.iterate(3000, &mut machine(1));
+    let ended = s.drain_ended().next().unwrap();
+    assert_eq!(
+        (computed(&s), ended.hit_tokens, ended.loaded, ended.admitted_ns),
+        (1, 0, [0, 12, 0, 0], Some(3000))
+    );
+    // The next request with this prompt hits, and nothing is loaded again.
+    let mut request = Request::new(1, 4000, 13, 1);
+    request.prompt = Prompt::Tokens((0..13).collect());
+    s.arrive(4000, request).unwrap();
+    s.found(4000, RequestId(1), whole(1));
+    s.iterate(4000, &mut machine(1));
+    let ended = s.drain_ended().next().unwrap();
+    assert_eq!((ended.hit_tokens, ended.loaded), (12, [0; MAX_TIERS]));
+}
+
+#[test]
+fn a_failed_load_is_computed() {
+    let mut s = story(config());
+    let order = load(&mut s);
+    assert!(s.loaded(20, order.id, false, 10));
+    s.iterate(20, &mut machine(1));
+    assert_eq!((computed(&s), s.tier_counters().unwrap().failed_loads), (13, 1));
+    assert_eq!(s.drain_ended().next().unwrap().loaded, [0; MAX_TIERS]);
+}
+
+#[test]
+fn a_late_load_is_computed_and_its_blocks_are_free_when_it_ends() {
+    let mut s = story(config());
+    let order = load(&mut s);
+    // 2,000 ns of latency and 12 bytes at 10 MB/s: 3,200 ns. Four times that, and the grace.
+    let deadline = 10 + 4 * 3200 + 3000;
+    assert_eq!(s.next_tier_deadline_ns(), Some(deadline));
+    assert_eq!(s.iterate(deadline - 1, &mut machine(1)), Iteration::NothingToDo);
+    s.iterate(deadline, &mut machine(1));
+    assert_eq!((computed(&s), s.tier_counters().unwrap().late_loads), (13, 1));
+    assert!(s.drain_orders().contains(&Order::Abandon { load: order.id }));
+    let free = s.free_cells();
+    assert!(s.loaded(deadline + 5, order.id, true, deadline), "its bytes come after all");
+    assert_eq!(s.free_cells(), free + 12);
+}
+
+#[test]
+fn a_cancelled_request_frees_its_load_when_it_ends() {
+    let mut s = story(config());
+    let order = load(&mut s);
+    assert!(s.cancel(11, RequestId(0)));
+    assert_eq!(s.drain_ended().next().unwrap().end, End::Cancelled);
+    assert_eq!((s.free_cells(), s.n_loading()), (68, 0));
+    assert_eq!(s.drain_orders(), [Order::Abandon { load: order.id }]);
+    assert!(s.loaded(12, order.id, true, 1));
+    assert_eq!((s.free_cells(), s.bytes_in_flight()), (80, (0, 0)));
+}
+
+/// Computing 12 tokens takes 6 us and a little; loading them 3.2 us from the disk. With a compute time of 200 ns per token
+/// the disk is slower, and the memory tier still faster.
+#[test]
+fn the_faster_way_is_taken() {
+    for (per_token_ns, tier, loads) in
+        [(500.0, 1, true), (200.0, 1, false), (200.0, 0, true), (5.0, 0, false)]
+    {
+        let recompute = Recompute { per_token_ns, per_pair_ns: 0.0, learn: false };
+        let tiers = Some(Tiers { recompute, ..tiers(Write::Through) });
+        let mut s = story(Config { tiers, ..config() });
+        s.found(0, RequestId(0), whole(tier));
+        s.iterate(0, &mut machine(1));
+        let orders = s.drain_orders();
+        let loading = orders.iter().any(|order| matches!(order, Order::Load(_)));
+        assert_eq!((loading, computed(&s) > 0), (loads, !loads), "{per_token_ns} ns, tier {tier}");
+        assert_eq!(s.tier_counters().unwrap().declined_tokens, if loads { 0 } else { 12 });
+    }
+}
+
+/// A tier that is slower than configured is believed only for a while: loads that took 100 times their estimate make
+/// computing faster, and each prompt that is computed although the tier had it brings the estimate nearer to the
+/// configuration.
+#[test]
+fn a_slow_tier_is_avoided_and_tried_again() {
+    let recompute = Recompute { per_token_ns: 300.0, per_pair_ns: 0.0, learn: false };
+    let tiers = Some(Tiers { recompute, ..tiers(Write::Through) });
+    let mut s = story(Config { tiers, ..config() });
+    let order = load(&mut s);
+    assert!(s.loaded(10 + 12_000, order.id, true, 12_000));
+    s.iterate(12_010, &mut machine(1));
+    let mut declined = 0;
+    for id in 1.. {
+        let mut request = Request::new(id, 20_000, 13, 1);
+        request.prompt = Prompt::Tokens((0..13).map(|token| token + 100 * id as u32).collect());
+        s.arrive(20_000, request).unwrap();
+        s.found(20_000, RequestId(id), whole(1));
+        s.iterate(20_000, &mut machine(1));
+        let orders = s.drain_orders();
+        for order in &orders {
+            if let Order::Store(store) = order {
+                s.stored(20_000, store.id, true);
+            }
+        }
+        if s.n_loading() > 0 {
+            break;
+        }
+        declined += 1;
+        assert!(declined < 100, "it is never tried again");
+    }
+    assert!(declined > 0, "the estimate did not change");
+}
+
+/// At most 64 bytes are on their way; the request behind waits for the first load, and one without a load overtakes.
+#[test]
+fn bytes_in_flight_are_bounded() {
+    let mut s = Scheduler::new(config(), paged(400, 1), None).unwrap();
+    for id in 0..3 {
+        let mut request = Request::new(id, 0, 61, 1);
+        request.prompt = Prompt::Tokens((0..61).map(|token| token + 100 * id as u32).collect());
+        s.arrive(0, request).unwrap();
+    }
+    let run = |until| vec![Run { tier: Some(0), until }];
+    for (id, runs) in [(0, run(60)), (1, run(60)), (2, Vec::new())] {
+        s.found(0, RequestId(id), runs);
+    }
+    s.iterate(0, &mut machine(1));
+    let orders = s.drain_orders();
+    let loads: Vec<_> = orders
+        .iter()
+        .filter_map(|order| if let Order::Load(load) = order { Some(load) } else { None })
+        .collect();
+    let bytes: u64 = loads.iter().map(|load| load.positions.len() as u64).sum();
+    assert_eq!((bytes, s.bytes_in_flight().0), (64, 64), "{loads:?}");
+    assert!(s.drain_ended().any(|ended| ended.id == RequestId(2)), "the one without a load is not held up");
+}
+
+/// With write-back, the victims are copied before memory is short, and the hit is gone only then.
+#[test]
+fn write_back_copies_the_next_victims() {
+    let tiers = Some(tiers(Write::Back { ahead_tokens: 20 }));
+    let mut s = Scheduler::new(Config { tiers, ..Config::default() }, paged(80, 1), None).unwrap();
+    let mut stored = Vec::new();
+    for id in 0..8u64 {
+        let now = id * 100_000;
+        let mut request = Request::new(id, now, 20, 1);
+        request.prompt = Prompt::Tokens((0..20).map(|token| token + 100 * id as u32).collect());
+        s.arrive(now, request).unwrap();
+        s.found(now, RequestId(id), Vec::new());
+        for _ in 0..4 {
+            s.iterate(now, &mut machine(1));
+            for order in s.drain_orders() {
+                if let Order::Store(store) = order {
+                    assert_eq!(store.request, None);
+                    stored.extend(store.blocks.iter().map(|block| block.hash));
+                    assert!(s.stored(now, store.id, true));
+                }
+            }
+        }
+    }
+    assert_eq!(s.counters().evictions, 0, "no step had to evict");
+    let of_first = s.cache().prefix_hashes("", &kvist_cache::Content::Tokens(&(0..20).collect::<Vec<_>>()));
+    assert!(of_first.iter().all(|hash| stored.contains(hash)), "the oldest prompt is copied");
+}
+
+/// Copies in flight are memory that comes back: a request that needs it waits instead of being refused.
+#[test]
+fn nothing_is_refused_while_copies_hold_memory() {
+    let mut s = Scheduler::new(config(), paged(20, 1), None).unwrap();
+    let request = |id: u64, n: u32| {
+        let mut request = Request::new(id, 0, n, 1);
+        request.prompt = Prompt::Tokens((0..n).map(|token| token + 100 * id as u32).collect());
+        request
+    };
+    s.arrive(0, request(0, 16)).unwrap();
+    s.found(0, RequestId(0), Vec::new());
+    s.iterate(0, &mut machine(1));
+    let orders = s.drain_orders();
+    let Some(Order::Store(store)) = orders.last() else { panic!("{orders:?}") };
+    assert_eq!((store.request, store.blocks.len()), (Some(RequestId(0)), 4));
+    s.drain_ended();
+    s.arrive(1, request(1, 18)).unwrap();
+    s.found(1, RequestId(1), Vec::new());
+    assert_eq!(s.iterate(1, &mut machine(1)), Iteration::NothingToDo);
+    assert_eq!(s.drain_ended().count(), 0);
+    assert!(s.stored(2, store.id, true));
+    s.iterate(2, &mut machine(1));
+    assert_eq!(s.drain_ended().map(|ended| ended.end).collect::<Vec<_>>(), [End::Finished]);
+}
+
+#[test]
+fn tiers_that_cannot_be_used_are_refused() {
+    let refusal = |tiers: Tiers, cache: Cache| {
+        let config = Config { tiers: Some(tiers), ..Config::default() };
+        Scheduler::new(config, cache, None).map(|_| ()).unwrap_err().to_string()
+    };
+    let base = || tiers(Write::Through);
+    let windowed = GroupSpec { visibility: Visibility { window: Some(8), sinks: 0 }, ..group(80) };
+    let prefix = Some(PrefixSpec { vocabulary: Vocabulary::Tokens, ..PrefixSpec::default() });
+    let windowed = PagedSpec { block_tokens: 4, groups: vec![windowed], rollback_tokens: 0, prefix };
+    let plain = PagedSpec { groups: vec![group(80)], prefix: None, ..windowed.clone() };
+    for (found, expected) in [
+        (refusal(Tiers { list: Vec::new(), ..base() }, paged(80, 1)), "there are 0 tiers"),
+        (refusal(Tiers { block_bytes: 0, ..base() }, paged(80, 1)), "block_bytes of the tiers is 0"),
+        (
+            refusal(
+                Tiers {
+                    recompute: Recompute { per_token_ns: f64::NAN, per_pair_ns: 0.0, learn: false },
+                    ..base()
+                },
+                paged(80, 1),
+            ),
+            "per_token_ns of the tiers is NaN",
+        ),
+        (refusal(base(), cells(80)), "tiers need a cache with a prefix index"),
+        (refusal(base(), Cache::paged(&plain).unwrap()), "tiers need a cache with a prefix index"),
+        (refusal(base(), Cache::paged(&windowed).unwrap()), "sliding windows"),
+    ] {
+        assert!(found.contains(expected), "{found}");
+    }
+}

@@ -1,0 +1,266 @@
+//! Tiers below the KV cache, in virtual time: what is in each, and when transfers end.
+//!
+//! A block that is copied goes to the first tier. What a full tier drops, the least recently used first, goes to the
+//! next; what the last one drops is gone. A block that is loaded moves to the first tier, too. Every tier is read and
+//! written at its bandwidth, both at the same time, one transfer after the other; a load that needs several tiers reads
+//! them at the same time.
+use kvist_cache::Cache;
+use kvist_scheduler::{
+    FindOrder, LoadOrder, MAX_TIERS, Order, RequestId, Run, Scheduler, StoreOrder, TransferId,
+};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap, HashMap};
+
+/// The blocks of one tier, by the hash of the prefix that ends with them.
+struct Contents {
+    capacity_blocks: u64,
+    /// Looked up only, never iterated.
+    used_at: HashMap<u64, u64, ahash::RandomState>,
+    /// By last use.
+    order: BTreeMap<u64, u64>,
+    read_free_ns: u64,
+    write_free_ns: u64,
+    counts: TierCounts,
+}
+
+/// What happened to a tier.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct TierCounts {
+    pub blocks: u64,
+    pub peak_blocks: u64,
+    pub written_blocks: u64,
+    pub dropped_blocks: u64,
+}
+
+impl Contents {
+    fn has(&self, hash: u64) -> bool {
+        self.used_at.contains_key(&hash)
+    }
+    /// Makes `hash` the most recently used one, and adds it if it is not there.
+    fn touch(&mut self, hash: u64, tick: u64) {
+        if let Some(before) = self.used_at.insert(hash, tick) {
+            self.order.remove(&before);
+        }
+        self.order.insert(tick, hash);
+    }
+    fn remove(&mut self, hash: u64) {
+        if let Some(tick) = self.used_at.remove(&hash) {
+            self.order.remove(&tick);
+        }
+    }
+    /// Removes and returns the least recently used block, if there are more than fit.
+    fn overflow(&mut self) -> Option<u64> {
+        if self.order.len() as u64 <= self.capacity_blocks {
+            return None;
+        }
+        let (_, hash) = self.order.pop_first()?;
+        self.used_at.remove(&hash);
+        self.counts.dropped_blocks += 1;
+        Some(hash)
+    }
+    fn note(&mut self) {
+        self.counts.blocks = self.order.len() as u64;
+        self.counts.peak_blocks = self.counts.peak_blocks.max(self.counts.blocks);
+    }
+}
+
+enum Ended {
+    Load { id: TransferId, ok: bool, took_ns: u64, hashes: Vec<u64> },
+    Store { id: TransferId, hashes: Vec<u64> },
+}
+
+/// The tiers of a run.
+pub(super) struct SimTiers {
+    config: kvist_scheduler::Tiers,
+    tiers: Vec<Contents>,
+    /// Hashes of the blocks of prompts that have been looked up. Removed when their requests end.
+    prompts: HashMap<RequestId, Vec<u64>, ahash::RandomState>,
+    /// Transfers by their end; those that end at the same time, in the order in which they began.
+    ends: BinaryHeap<Reverse<(u64, u64)>>,
+    ended: HashMap<u64, Ended, ahash::RandomState>,
+    n_begun: u64,
+    tick: u64,
+}
+
+impl SimTiers {
+    pub fn new(config: &kvist_scheduler::Tiers, capacity_bytes: &[Option<u64>]) -> SimTiers {
+        let contents = |i: usize| Contents {
+            capacity_blocks: capacity_bytes
+                .get(i)
+                .copied()
+                .flatten()
+                .map_or(u64::MAX, |bytes| bytes / config.block_bytes.max(1)),
+            used_at: HashMap::default(),
+            order: BTreeMap::new(),
+            read_free_ns: 0,
+            write_free_ns: 0,
+            counts: TierCounts::default(),
+        };
+        SimTiers {
+            tiers: (0..config.list.len().min(MAX_TIERS)).map(contents).collect(),
+            config: config.clone(),
+            prompts: HashMap::default(),
+            ends: BinaryHeap::new(),
+            ended: HashMap::default(),
+            n_begun: 0,
+            tick: 0,
+        }
+    }
+
+    pub fn counts(&self) -> impl Iterator<Item = TierCounts> {
+        self.tiers.iter().map(|tier| tier.counts)
+    }
+
+    /// When the next transfer ends.
+    pub fn next_ns(&self) -> Option<u64> {
+        self.ends.peek().map(|Reverse((at_ns, _))| *at_ns)
+    }
+
+    pub fn forget(&mut self, request: RequestId) {
+        self.prompts.remove(&request);
+    }
+
+    /// Reports every transfer that has ended by `now`.
+    pub fn report(&mut self, now: u64, scheduler: &mut Scheduler) {
+        while let Some(&Reverse((at_ns, begun))) = self.ends.peek()
+            && at_ns <= now
+        {
+            self.ends.pop();
+            match self.ended.remove(&begun) {
+                Some(Ended::Load { id, ok, took_ns, hashes }) => {
+                    if ok {
+                        self.place(at_ns, &hashes);
+                    }
+                    scheduler.loaded(now, id, ok, took_ns);
+                }
+                Some(Ended::Store { id, hashes }) => {
+                    self.place(at_ns, &hashes);
+                    scheduler.stored(now, id, true);
+                }
+                None => {}
+            }
+        }
+    }
+
+    /// Carries out orders. Those that were given when the step began begin at `now`; copies of what a step has computed
+    /// begin at its end, `end_ns`.
+    pub fn carry_out(&mut self, now: u64, end_ns: u64, scheduler: &mut Scheduler) {
+        for order in scheduler.drain_orders() {
+            match order {
+                Order::Find(find) => {
+                    let runs = self.find(&find, scheduler.cache());
+                    scheduler.found(now, find.request, runs);
+                }
+                Order::Load(load) => self.load(now, &load),
+                Order::Store(store) => {
+                    let from_ns = if store.request.is_some() { end_ns } else { now };
+                    self.store(from_ns, store);
+                }
+                Order::Abandon { .. } | Order::Cached(_) => {}
+            }
+        }
+    }
+
+    fn find(&mut self, find: &FindOrder, cache: &Cache) -> Vec<Run> {
+        let hashes = cache.prefix_hashes(&find.salt, &find.prompt.content(find.n_tokens));
+        let block_tokens = find.n_tokens / (hashes.len().max(1) as u32);
+        let mut runs: Vec<Run> = Vec::new();
+        for (i, &hash) in (1..).zip(&hashes) {
+            let tier = self.tiers.iter().position(|tier| tier.has(hash)).map(|tier| tier as u8);
+            let until = i * block_tokens;
+            match runs.last_mut() {
+                Some(run) if run.tier == tier => run.until = until,
+                _ => runs.push(Run { tier, until }),
+            }
+        }
+        // A prompt uses its first block most: a block without those before it is of no use.
+        for &hash in hashes.iter().rev() {
+            self.tick += 1;
+            if let Some(tier) = self.tiers.iter_mut().find(|tier| tier.has(hash)) {
+                tier.touch(hash, self.tick);
+            }
+        }
+        self.prompts.insert(find.request, hashes);
+        runs
+    }
+
+    fn end(&mut self, at_ns: u64, ended: Ended) {
+        self.ends.push(Reverse((at_ns, self.n_begun)));
+        self.ended.insert(self.n_begun, ended);
+        self.n_begun += 1;
+    }
+
+    fn transfer_ns(&self, tier: usize, n_blocks: u64) -> u64 {
+        let bytes = u128::from(n_blocks) * u128::from(self.config.block_bytes) * 1_000_000_000;
+        (bytes / u128::from(self.config.list[tier].bytes_per_s.max(1))).min(u64::MAX.into()) as u64
+    }
+
+    fn load(&mut self, now: u64, load: &LoadOrder) {
+        let n_blocks = load.blocks.first().map_or(0, Vec::len);
+        let block_tokens = load.positions.len() / n_blocks.max(1);
+        let first = load.positions.start as usize / block_tokens.max(1);
+        let hashes = self.prompts.get(&load.request).and_then(|hashes| hashes.get(first..first + n_blocks));
+        let hashes: Vec<u64> = hashes.unwrap_or_default().to_vec();
+        // What was found may have been dropped since; then the load fails when that is noticed.
+        let mut ok = !hashes.is_empty();
+        let (mut end_ns, mut from) = (now, first);
+        for run in &load.runs {
+            let until = run.until as usize / block_tokens.max(1);
+            let tier = usize::from(run.tier.unwrap_or(0));
+            let of_run = hashes.get(from - first..until - first);
+            let whole = of_run.is_some_and(|hashes| hashes.iter().all(|hash| self.tiers[tier].has(*hash)));
+            let n = if whole { (until - from) as u64 } else { 0 };
+            ok &= whole;
+            let transfer_ns = self.transfer_ns(tier, n);
+            let contents = &mut self.tiers[tier];
+            let begin_ns = contents.read_free_ns.max(now);
+            contents.read_free_ns = begin_ns.saturating_add(transfer_ns);
+            let latency_ns = self.config.list[tier].latency_ns;
+            end_ns = end_ns.max(contents.read_free_ns.saturating_add(latency_ns));
+            from = until;
+        }
+        self.end(end_ns, Ended::Load { id: load.id, ok, took_ns: end_ns - now, hashes });
+    }
+
+    fn store(&mut self, from_ns: u64, store: StoreOrder) {
+        let hashes: Vec<u64> = store.blocks.iter().map(|block| block.hash).collect();
+        let is_new = |hash: &&u64| !self.tiers[0].has(**hash);
+        let n_new = hashes.iter().filter(is_new).count() as u64;
+        let end_ns = if n_new == 0 { from_ns } else { self.written(0, from_ns, n_new) };
+        self.end(end_ns, Ended::Store { id: store.id, hashes });
+    }
+
+    /// When `n_blocks` that begin to be written to a tier at `from_ns` have been written.
+    fn written(&mut self, tier: usize, from_ns: u64, n_blocks: u64) -> u64 {
+        let transfer_ns = self.transfer_ns(tier, n_blocks);
+        let contents = &mut self.tiers[tier];
+        contents.counts.written_blocks += n_blocks;
+        contents.write_free_ns = contents.write_free_ns.max(from_ns).saturating_add(transfer_ns);
+        contents.write_free_ns.saturating_add(self.config.list[tier].latency_ns)
+    }
+
+    /// Blocks of one prompt, in order, are in the first tier from now on.
+    fn place(&mut self, now: u64, hashes: &[u64]) {
+        for &hash in hashes.iter().rev() {
+            self.tick += 1;
+            for lower in &mut self.tiers[1..] {
+                lower.remove(hash);
+            }
+            self.tiers[0].touch(hash, self.tick);
+        }
+        for tier in 0..self.tiers.len() {
+            let mut n_moved = 0;
+            while let Some(hash) = self.tiers[tier].overflow() {
+                if let Some(next) = self.tiers.get_mut(tier + 1) {
+                    self.tick += 1;
+                    n_moved += 1;
+                    next.touch(hash, self.tick);
+                }
+            }
+            self.tiers[tier].note();
+            if n_moved > 0 {
+                self.written(tier + 1, now, n_moved);
+            }
+        }
+    }
+}
