@@ -225,6 +225,11 @@ impl SessionFiles {
         Ok(())
     }
 
+    /// Whether a session has a file.
+    pub fn has(&self, id: SessionId) -> bool {
+        self.session_path(id).exists()
+    }
+
     /// Writes a session under a name of its owner, in place of what was there. Refuses more than `most` names.
     pub fn save(&self, name: &str, record: &SessionRecord, most: usize) -> io::Result<bool> {
         let path = self.saved_path(&record.owner, name);

@@ -128,10 +128,11 @@ impl SessionKeeper {
     ) -> Result<KeptSession, SessionError> {
         let at = Timestamp::now();
         let (info, _) = self.kept.store.get(at, owner, id)?;
-        if !self.kept.store.is_idle(id) {
-            return Err(SessionError::Busy { id, generates: info.running });
-        }
-        let Some(record) = self.kept.store.record(at, id) else { return Err(SessionError::Deleted { id }) };
+        let record = match self.kept.store.record(at, id) {
+            Some((record, true)) => record,
+            Some((_, false)) => return Err(SessionError::Busy { id, generates: info.running }),
+            None => return Err(SessionError::Deleted { id }),
+        };
         let failed =
             |error: std::io::Error| SessionError::NotSaved { name: name.into(), problem: error.to_string() };
         if !self.kept.files.save(name, &record, most).map_err(failed)? {
@@ -189,7 +190,12 @@ impl Kept {
     }
 
     fn write(&self, id: SessionId) {
-        let record = self.store.record(Timestamp::now(), id);
+        let record = match self.store.record(Timestamp::now(), id) {
+            // The file keeps the state before: the end of what the session does is another change.
+            Some((_, false)) if self.files.has(id) => return,
+            Some((record, _)) => Some(record),
+            None => None,
+        };
         let written = match &record {
             Some(record) => self.files.write(id, record),
             None => self.files.remove(id),
@@ -197,7 +203,7 @@ impl Kept {
         if let Err(error) = written {
             tracing::error!(target: TARGET, "session {id} cannot be saved, and a restart would lose its last change: {error}");
         }
-        // The K and V of an answer are complete when it ends, which is another change.
+        // The K and V of an answer are complete when it ends.
         if let Some(record) = record.filter(|_| self.store.is_idle(id)) {
             self.save_blocks(&record);
         }

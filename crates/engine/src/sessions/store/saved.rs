@@ -40,8 +40,8 @@ impl SessionStore {
         }
     }
 
-    /// A session as it is now, whoever owns it; `None` if it is gone.
-    pub(in crate::sessions) fn record(&self, at: Timestamp, id: SessionId) -> Option<SessionRecord> {
+    /// A session as it is now, of any owner, and whether it is idle: if not, it may have a part of an answer. `None` if it is gone.
+    pub(in crate::sessions) fn record(&self, at: Timestamp, id: SessionId) -> Option<(SessionRecord, bool)> {
         let inner = self.at(at);
         let session = inner.sessions.get(&id)?;
         let (history, idle) =
@@ -58,10 +58,11 @@ impl SessionStore {
             fork: session.fork,
             history: SavedHistory::from(&History::default()),
         };
+        let is_idle = session.busy.is_none();
         // A long history is copied without the lock.
         drop(inner);
         record.history = SavedHistory::from(&history);
-        Some(record)
+        Some((record, is_idle))
     }
 
     /// Adds sessions that an earlier process had, with their ids, parents and times. Those whose time is over are
