@@ -10,7 +10,9 @@ mod file;
 mod origin;
 
 pub use file::SavedSession;
-pub(crate) use file::{positions_name, replace, side_name, tensor_type};
+pub(crate) use file::{
+    FileFormat, HEADER, HEADER_HASH, le_bytes, positions_name, replace, side_name, tensor_type, words_of,
+};
 pub use origin::{CacheOrigin, Origin};
 
 use crate::session::ModelSession;

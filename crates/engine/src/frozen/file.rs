@@ -1,6 +1,9 @@
 //! The file of a frozen prefix: safetensors, whose first tensors are images of pools and begin at a page.
 use super::{BLOCK, FrozenText};
-use crate::saved::{Origin, Rows, SideSpec, positions_name, replace, side_name, tensor_type};
+use crate::saved::{
+    FileFormat, HEADER, HEADER_HASH, Origin, Rows, SideSpec, le_bytes, positions_name, replace, side_name,
+    tensor_type, words_of,
+};
 use kvist_device::{Image, MappedRows, MappedSide, Side, Storage};
 use kvist_model::{Error, Fingerprint, hash};
 use safetensors::tensor::{Dtype, Metadata};
@@ -11,11 +14,13 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-const FORMAT: &str = "kvist-prefix";
-const VERSION: u32 = 1;
-/// Keys of the metadata: the header as JSON, and its hash.
-const HEADER: &str = "kvist";
-const HEADER_HASH: &str = "blake3";
+const FORMAT: FileFormat = FileFormat {
+    format: "kvist-prefix",
+    version: 1,
+    noun: "prefix",
+    advice: "`kvist prefix freeze` writes one",
+    changed: "the file is torn or has changed since it was frozen",
+};
 /// The tensors begin at a multiple of this, so that a map of the file has them at pages.
 const PAGE: u64 = 4096;
 /// The longest JSON that readers of safetensors take.
@@ -64,8 +69,8 @@ pub(super) struct Writer {
 impl Writer {
     pub fn new(text: FrozenText<'_>, stored: u32, origin: &Origin, layout: &str) -> Self {
         let header = Header {
-            format: FORMAT.into(),
-            version: VERSION,
+            format: FORMAT.format.into(),
+            version: FORMAT.version,
             origin: origin.clone(),
             layout: layout.into(),
             stored,
@@ -79,7 +84,7 @@ impl Writer {
     }
 
     fn word(&mut self, name: String, words: &[u32]) {
-        let bytes = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        let bytes = le_bytes(words);
         self.words.push(Named { name, dtype: "U32", shape: vec![words.len()], bytes });
     }
 
@@ -169,19 +174,13 @@ impl FrozenPrefix {
     pub fn open(path: &Path) -> Result<Self, Error> {
         let failed = |source| Error::Read { path: path.to_path_buf(), source };
         let name = path.display().to_string();
-        let bad = |what: String| Error::Malformed { file: name.clone(), what };
-        let broken = |what: &str| bad(format!("{what}: the file is torn or has changed since it was frozen"));
-        let none = || bad("no prefix of kvist: `kvist prefix freeze` writes one".into());
+        let broken = |what: &str| FORMAT.broken(&name, what);
+        let none = || FORMAT.none(&name);
         let mut file = File::open(path).map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len();
         let json = read_json(&mut file, len).map_err(failed)?.ok_or_else(none)?;
         let metadata: Metadata = serde_json::from_slice(&json[8..]).map_err(|_| none())?;
-        let entries = metadata.metadata().as_ref().ok_or_else(none)?;
-        let (text, expected) = entries.get(HEADER).zip(entries.get(HEADER_HASH)).ok_or_else(none)?;
-        if hash(&[text.as_bytes()]) != *expected {
-            return Err(broken("the header's hash is another one"));
-        }
-        let header = parse(text).map_err(bad)?.ok_or_else(none)?;
+        let header: Header = FORMAT.header(&name, metadata.metadata())?;
         let tensors = metadata.tensors();
         if tensors.len() != header.blake3.len() {
             return Err(broken("it has other tensors than its header says"));
@@ -205,7 +204,7 @@ impl FrozenPrefix {
                 others.insert(name.clone(), bytes);
             }
         }
-        let tokens = others.get("tokens").and_then(|bytes| words(bytes));
+        let tokens = others.get("tokens").and_then(|bytes| words_of(bytes));
         let tokens = tokens.filter(|tokens| tokens.len() == header.stored as usize && !tokens.is_empty());
         let tokens = tokens.ok_or_else(|| broken("its tokens are not those that were frozen"))?;
         Ok(FrozenPrefix { path: path.to_path_buf(), file, len, header, tokens, images, others })
@@ -280,7 +279,7 @@ impl FrozenPrefix {
     /// The rows of a layer group with a window. The origin has been checked.
     pub(super) fn rows(&self, group: usize, sides: &[SideSpec]) -> Result<Rows, Error> {
         let tensor = |name: String| self.others.get(&name).ok_or_else(|| self.misfit());
-        let positions = words(tensor(positions_name(group))?).ok_or_else(|| self.misfit())?;
+        let positions = words_of(tensor(positions_name(group))?).ok_or_else(|| self.misfit())?;
         let ascending = positions.is_sorted_by(|a, b| a < b);
         if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
             return Err(self.misfit());
@@ -308,23 +307,4 @@ fn read_json(file: &mut File, len: u64) -> std::io::Result<Option<Vec<u8>>> {
     json.resize(8 + n as usize, 0);
     file.read_exact(&mut json[8..])?;
     Ok(Some(json))
-}
-
-/// The header; `Ok(None)` if it is of something else.
-fn parse(text: &str) -> Result<Option<Header>, String> {
-    let Ok(value) = serde_json::from_str::<serde_json::Value>(text) else { return Ok(None) };
-    if value.get("format").and_then(|it| it.as_str()) != Some(FORMAT) {
-        return Ok(None);
-    }
-    match value.get("version").and_then(|it| it.as_u64()) {
-        Some(version) if version > u64::from(VERSION) => {
-            Err(format!("a prefix of format {version}, and this kvist reads {VERSION}: use a newer kvist"))
-        }
-        _ => serde_json::from_value(value).map(Some).map_err(|error| format!("its header: {error}")),
-    }
-}
-
-fn words(bytes: &[u8]) -> Option<Vec<u32>> {
-    let (words, []) = bytes.as_chunks::<4>() else { return None };
-    Some(words.iter().map(|word| u32::from_le_bytes(*word)).collect())
 }

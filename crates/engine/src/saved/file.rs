@@ -5,6 +5,7 @@ use kvist_cache::GroupId;
 use kvist_device::{DType, Layout, Storage};
 use kvist_model::{Error, Fingerprint, hash};
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
@@ -12,11 +13,68 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-const FORMAT: &str = "kvist-session";
-const VERSION: u32 = 1;
+const FORMAT: FileFormat = FileFormat {
+    format: "kvist-session",
+    version: 1,
+    noun: "session",
+    advice: "`--save-session` writes one",
+    changed: "the file is torn or has changed since it was saved",
+};
 /// Keys of the metadata: the header as JSON, and its hash.
-const HEADER: &str = "kvist";
-const HEADER_HASH: &str = "blake3";
+pub(crate) const HEADER: &str = "kvist";
+pub(crate) const HEADER_HASH: &str = "blake3";
+
+/// A format of ours inside safetensors, and the words for its errors.
+pub(crate) struct FileFormat {
+    pub format: &'static str,
+    pub version: u32,
+    pub noun: &'static str,
+    pub advice: &'static str,
+    pub changed: &'static str,
+}
+
+impl FileFormat {
+    /// The file is of something else.
+    pub fn none(&self, file: &str) -> Error {
+        self.bad(file, format!("no {} of kvist: {}", self.noun, self.advice))
+    }
+    /// The file is not as it was written.
+    pub fn broken(&self, file: &str, what: &str) -> Error {
+        self.bad(file, format!("{what}: {}", self.changed))
+    }
+    fn bad(&self, file: &str, what: String) -> Error {
+        Error::Malformed { file: file.into(), what }
+    }
+
+    /// The header of a file, after its hash, its format and its version were compared.
+    pub fn header<H: DeserializeOwned>(
+        &self,
+        file: &str,
+        metadata: &Option<HashMap<String, String>>,
+    ) -> Result<H, Error> {
+        let none = || self.none(file);
+        let entries = metadata.as_ref().ok_or_else(none)?;
+        let (text, expected) = entries.get(HEADER).zip(entries.get(HEADER_HASH)).ok_or_else(none)?;
+        if hash(&[text.as_bytes()]) != *expected {
+            return Err(self.broken(file, "the header's hash is another one"));
+        }
+        let value = serde_json::from_str::<serde_json::Value>(text).map_err(|_| none())?;
+        if value.get("format").and_then(|format| format.as_str()) != Some(self.format) {
+            return Err(none());
+        }
+        match value.get("version").and_then(|version| version.as_u64()) {
+            Some(version) if version > u64::from(self.version) => {
+                let (noun, reads) = (self.noun, self.version);
+                let what =
+                    format!("a {noun} of format {version}, and this kvist reads {reads}: use a newer kvist");
+                Err(self.bad(file, what))
+            }
+            _ => {
+                serde_json::from_value(value).map_err(|error| self.bad(file, format!("its header: {error}")))
+            }
+        }
+    }
+}
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Header {
@@ -48,7 +106,7 @@ pub(crate) fn tensor_type(storage: Storage, side: &SideSpec) -> (Dtype, usize) {
     }
 }
 
-fn le_bytes(words: &[u32]) -> Vec<u8> {
+pub(crate) fn le_bytes(words: &[u32]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_le_bytes()).collect()
 }
 
@@ -76,8 +134,8 @@ pub fn write(
         }
     }
     let header = Header {
-        format: FORMAT.into(),
-        version: VERSION,
+        format: FORMAT.format.into(),
+        version: FORMAT.version,
         origin: origin.clone(),
         stored,
         messages: text.messages.to_vec(),
@@ -156,29 +214,9 @@ impl SavedSession {
             return Err(Error::Empty { path: path.to_path_buf() });
         }
         let file = path.display().to_string();
-        let bad = |what: String| Error::Malformed { file: file.clone(), what };
-        let broken = |what: &str| bad(format!("{what}: the file is torn or has changed since it was saved"));
-        let none = || bad("no session of kvist: `--save-session` writes one".into());
-        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|_| none())?;
-        let entries = metadata.metadata().as_ref().ok_or_else(none)?;
-        let (text, expected) = entries.get(HEADER).zip(entries.get(HEADER_HASH)).ok_or_else(none)?;
-        if hash(&[text.as_bytes()]) != *expected {
-            return Err(broken("the header's hash is another one"));
-        }
-        let value = serde_json::from_str::<serde_json::Value>(text).map_err(|_| none())?;
-        if value.get("format").and_then(|format| format.as_str()) != Some(FORMAT) {
-            return Err(none());
-        }
-        match value.get("version").and_then(|version| version.as_u64()) {
-            Some(version) if version > u64::from(VERSION) => {
-                return Err(bad(format!(
-                    "a session of format {version}, and this kvist reads {VERSION}: use a newer kvist"
-                )));
-            }
-            _ => {}
-        }
-        let header: Header =
-            serde_json::from_value(value).map_err(|error| bad(format!("its header: {error}")))?;
+        let broken = |what: &str| FORMAT.broken(&file, what);
+        let (_, metadata) = SafeTensors::read_metadata(&bytes).map_err(|_| FORMAT.none(&file))?;
+        let header: Header = FORMAT.header(&file, metadata.metadata())?;
         let tensors = SafeTensors::deserialize(&bytes).map_err(|error| broken(&error.to_string()))?;
         if tensors.len() != header.blake3.len() {
             return Err(broken("it has other tensors than its header says"));
@@ -253,5 +291,11 @@ impl SavedSession {
 /// A tensor of u32.
 fn words(tensors: &SafeTensors<'_>, name: &str) -> Option<Vec<u32>> {
     let tensor = tensors.tensor(name).ok().filter(|tensor| tensor.dtype() == Dtype::U32)?;
-    Some(tensor.data().as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect())
+    words_of(tensor.data())
+}
+
+/// The words in these bytes; `None` if bytes are left over.
+pub(crate) fn words_of(bytes: &[u8]) -> Option<Vec<u32>> {
+    let (words, []) = bytes.as_chunks::<4>() else { return None };
+    Some(words.iter().map(|word| u32::from_le_bytes(*word)).collect())
 }
