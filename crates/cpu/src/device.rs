@@ -87,6 +87,12 @@ impl Footprint for Cpu {
         Ok(())
     }
 
+    fn numerics(&self) -> String {
+        let crate::Compute { isa, deterministic, .. } = &self.compute;
+        let tiles = self.compute.attention_tiles().is_some();
+        format!("cpu {isa}, deterministic {deterministic}, tile attention {tiles}")
+    }
+
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {
         let (inputs, rows) = shape.split_last()?;
         let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;

@@ -146,6 +146,12 @@ pub trait Footprint: Send + Sync {
     fn adapter(&self) -> Option<&str> {
         None
     }
+
+    /// What the last bits of results depend on, besides inputs: the device, its instruction set, settings. Results that are
+    /// compared or exchanged bit by bit come from devices with the same one.
+    fn numerics(&self) -> String {
+        format!("{} {}", self.info().name, self.adapter().unwrap_or_default())
+    }
 }
 
 /// A gated MLP's weights.

@@ -91,6 +91,11 @@ impl PagedConfig {
         Ok(Cache::paged(&PagedSpec { block_tokens: self.block_tokens, groups, rollback_tokens: 0, prefix })?)
     }
 
+    /// K and V bytes of a block, over all layers.
+    pub fn block_bytes(&self, model: &ModelConfig) -> u64 {
+        block_bytes(&model.layout(), &self.cache, self.block_tokens).iter().sum()
+    }
+
     /// Bytes by purpose, before anything is allocated.
     pub fn plan(&self, model: &ModelConfig, registry: &Registry) -> Result<MemoryPlan, Error> {
         let cache = self.cache(model)?;

@@ -65,7 +65,7 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
-pub use tiers::{StoreStats, TierConfig, TierStats, TierStore};
+pub use tiers::{StoreStats, TierConfig, TierStats, TierStore, fingerprint, tier_runtime};
 use tokio::sync::{mpsc, watch};
 
 /// Configuration of an engine, besides the model.

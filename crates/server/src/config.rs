@@ -3,6 +3,7 @@
 //! Everything has a default. An unknown field is an error, because a misspelt limit would not limit anything.
 mod check;
 pub(crate) mod sections;
+mod tiers;
 
 use crate::auth::{self, Keys};
 use kvist_cache::PrefixSpec;
@@ -16,6 +17,7 @@ pub use sections::*;
 use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
+pub use tiers::{OpenTiers, TiersSection, WriteTime};
 
 /// `kvist.toml`
 #[derive(Clone, Debug, Deserialize)]
@@ -100,7 +102,7 @@ impl ServerConfig {
         check::model(self)?;
         check::cache_and_scheduler(self)?;
         check::speculation(self)?;
-        check::tiers(self)?;
+        self.tiers.check()?;
         check::limits(self)?;
         check::sessions(self)?;
         check::http(self)?;
@@ -123,8 +125,8 @@ impl ServerConfig {
         self.limits.max_queue.max(self.names().len())
     }
 
-    /// The engine configuration for this model, with room for drafts if `speculation` is on. The speculator is added when
-    /// the model is loaded.
+    /// The engine configuration for this model, with room for drafts if `speculation` is on. The speculator and the tiers
+    /// are added when they are open.
     pub fn engine(&self, model: &ModelConfig) -> EngineConfig {
         let c = &self.cache;
         let cache = CacheConfig {
@@ -144,7 +146,7 @@ impl ServerConfig {
             watchers: Vec::new(),
             max_draft_tokens: self.speculation.step_tokens(&self.scheduler),
             speculator: None,
-            tiers: self.tiers.engine(&self.scheduler),
+            tiers: None,
             prefix: None,
         };
         engine.fit();

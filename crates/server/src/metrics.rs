@@ -53,8 +53,8 @@ impl Ended {
 /// Statuses with a counter of their own. All others share the counter `other`.
 const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503];
 
-/// One figure of the engine: name, type, help, value, and its position in a draft, which becomes the label `position`.
-pub struct Reading(&'static str, &'static str, &'static str, f64, Option<usize>);
+/// One figure of the engine: name, type, help, value, and a label with its value, of figures that there are several of.
+pub struct Reading(&'static str, &'static str, &'static str, f64, Option<(&'static str, String)>);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
@@ -114,13 +114,7 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
     let c = &tiers.counters;
     let gauge = |name, help, value: u64| Reading(name, "gauge", help, value as f64, None);
     let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
-    let stores = || tiers.stores.iter();
-    vec![
-        count(
-            "kvist_tier_loaded_tokens_total",
-            "Prompt tokens loaded from tiers below the cache.",
-            c.loaded_tokens.iter().sum(),
-        ),
+    let mut readings = vec![
         count("kvist_tier_loads_total", "Loads from tiers that were started.", c.loads),
         count(
             "kvist_tier_failed_loads_total",
@@ -152,19 +146,27 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
             "Blocks not copied because too many were on their way.",
             c.skipped_blocks,
         ),
-        count(
-            "kvist_tier_errors_total",
-            "Operations of stores that failed.",
-            stores().map(|it| it.errors).sum(),
-        ),
-        gauge(
-            "kvist_tier_bytes",
-            "Bytes in tiers that know it.",
-            stores().filter_map(|it| it.usage.bytes).sum(),
-        ),
         gauge("kvist_tier_load_bytes", "Bytes on their way from tiers.", tiers.load_bytes),
         gauge("kvist_tier_store_bytes", "Bytes on their way to tiers.", tiers.store_bytes),
-    ]
+    ];
+    for (store, loaded_tokens) in tiers.stores.iter().zip(c.loaded_tokens) {
+        let of = |name, kind, help, value: u64| {
+            Reading(name, kind, help, value as f64, Some(("tier", store.name.clone())))
+        };
+        readings.extend([
+            of(
+                "kvist_tier_loaded_tokens_total",
+                "counter",
+                "Prompt tokens loaded from a tier below the cache.",
+                loaded_tokens,
+            ),
+            of("kvist_tier_errors_total", "counter", "Operations of a store that failed.", store.errors),
+        ]);
+        if let Some(bytes) = store.usage.bytes {
+            readings.push(of("kvist_tier_bytes", "gauge", "Bytes in a tier, if it knows them.", bytes));
+        }
+    }
+    readings
 }
 
 /// What speculation has achieved.
@@ -192,7 +194,7 @@ fn of_speculation(counts: &Counts) -> Vec<Reading> {
             "counter",
             "Draft tokens that were accepted, by their position in the accepted path.",
             *accepted as f64,
-            Some(position),
+            Some(("position", position.to_string())),
         )
     }));
     readings
@@ -354,19 +356,19 @@ impl Metrics {
     /// The whole text, including the gauges and counters of the engine.
     pub fn render(&self, readings: &[Reading]) -> Result<String, prometheus::Error> {
         let engine = Registry::new_custom(None, Some(self.labels.clone()))?;
-        for Reading(name, kind, help, value, position) in readings {
+        for Reading(name, kind, help, value, label) in readings {
+            let mut opts = Opts::new(*name, *help);
+            if let Some((label, of)) = label {
+                opts = opts.const_label(*label, of);
+            }
             match *kind {
                 "counter" => {
-                    let mut opts = Opts::new(*name, *help);
-                    if let Some(position) = position {
-                        opts = opts.const_label("position", position.to_string());
-                    }
                     let counter = Counter::with_opts(opts)?;
                     counter.inc_by(value.max(0.0));
                     engine.register(Box::new(counter))?;
                 }
                 _ => {
-                    let gauge = Gauge::new(*name, *help)?;
+                    let gauge = Gauge::with_opts(opts)?;
                     gauge.set(*value);
                     engine.register(Box::new(gauge))?;
                 }

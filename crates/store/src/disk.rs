@@ -31,6 +31,9 @@ const REGION_BYTES: u64 = 16 << 20;
 /// What foyer stores beside a block: its own header, the key, the index of a region.
 const OVERHEAD_BYTES: u64 = 2 * PAGE;
 
+/// Of a block in foyer's index in memory: a hash, an address, and what the table leaves free.
+const INDEX_BYTES: u64 = 96;
+
 /// What a disk store needs to know.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskOptions {
@@ -41,6 +44,16 @@ pub struct DiskOptions {
     /// No larger block is accepted. Twice this much memory, or 32 MiB if that is more, buffers writes.
     pub largest_block_bytes: u64,
     pub limits: Limits,
+}
+
+impl DiskOptions {
+    /// Memory that such a store takes: buffers of writes, and an index of what is on disk.
+    pub fn memory_bytes(capacity_bytes: u64, block_bytes: u64) -> u64 {
+        let block =
+            block_bytes.saturating_add(Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
+        let blocks = capacity_bytes / block;
+        block.max(REGION_BYTES).saturating_mul(2).saturating_add(blocks.saturating_mul(INDEX_BYTES))
+    }
 }
 
 /// A store on a disk.

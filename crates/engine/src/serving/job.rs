@@ -2,6 +2,7 @@
 use crate::sampler::SamplerConfig;
 use crate::text::Stops;
 use kvist_cache::MissReason;
+use kvist_scheduler::MAX_TIERS;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -98,6 +99,8 @@ pub enum Event {
         at: Instant,
         /// Prompt tokens that the prefix index or a tier supplied.
         cached_tokens: u32,
+        /// Those of them that each tier supplied, the fastest first.
+        loaded_tokens: [u32; MAX_TIERS],
         /// Why it supplied no more, if requested. Reduced to what a tenant may know.
         miss: Option<MissReason>,
     },

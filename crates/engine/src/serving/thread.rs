@@ -10,7 +10,7 @@ use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
 use kvist_cache::Pin;
 use kvist_model::Model;
-use kvist_scheduler::{End, Ended, Iteration, Prompt, RefusalReason, Request, RequestId};
+use kvist_scheduler::{End, Ended, Iteration, MAX_TIERS, Prompt, RefusalReason, Request, RequestId};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::Receiver;
@@ -261,8 +261,7 @@ impl Thread {
             let Some(status) = self.state.scheduler.status(*id) else { continue };
             if let Some(at) = status.admitted_ns {
                 let miss = status.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-                let loaded: u32 = status.loaded.iter().sum();
-                live.admit(self.state.instant_of(at), status.hit_tokens + loaded, miss);
+                live.admit(self.state.instant_of(at), status.hit_tokens, status.loaded, miss);
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
@@ -279,8 +278,7 @@ impl Thread {
             && live.permit.is_some()
         {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-            let loaded: u32 = ended.loaded.iter().sum();
-            live.admit(self.state.instant_of(at), ended.hit_tokens + loaded, miss);
+            live.admit(self.state.instant_of(at), ended.hit_tokens, ended.loaded, miss);
         }
         let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
         let done = |finish| {
@@ -356,9 +354,16 @@ impl Thread {
 }
 
 impl LiveJob {
-    fn admit(&mut self, at: Instant, cached_tokens: u32, miss: Option<kvist_cache::MissReason>) {
+    fn admit(
+        &mut self,
+        at: Instant,
+        hit_tokens: u32,
+        loaded_tokens: [u32; MAX_TIERS],
+        miss: Option<kvist_cache::MissReason>,
+    ) {
         self.permit = None;
-        let _ = self.events.send(Event::Admitted { at, cached_tokens, miss });
+        let cached_tokens = hit_tokens + loaded_tokens.iter().sum::<u32>();
+        let _ = self.events.send(Event::Admitted { at, cached_tokens, loaded_tokens, miss });
         let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
         end.admitted = true;
         for event in end.early.drain(..) {

@@ -4,9 +4,11 @@
 //! inbox. A block that comes back was checked by its store, and has the length that the cache expects; otherwise its load
 //! fails and the tokens are computed. A store that fails, is full or slow costs hits, never an answer: failures are counted
 //! and logged when they begin and when they end.
+mod fingerprint;
 mod task;
 
 use super::thread::Command;
+pub use fingerprint::fingerprint;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
 use kvist_scheduler::{CachedTokens, LoadOrder, Order, Recompute, RequestId, Run, Scheduler, StoreOrder};
@@ -41,13 +43,16 @@ pub struct TierConfig {
     pub max_bytes_in_flight: u64,
     /// How long a request waits for a lookup, and for a load beyond four times its estimate.
     pub grace: Duration,
+    /// Where the stores' tasks run; `None` starts a runtime of two threads that ends with the engine. Stores that were opened on a
+    /// runtime need that one.
+    pub runtime: Option<tokio::runtime::Handle>,
 }
 
 impl TierConfig {
     /// Writes through, 256 MiB in flight, a quarter of a second of grace.
     pub fn new(stores: Vec<TierStore>, fingerprint: Vec<u8>) -> Self {
         let (write, grace) = (Write::Through, Duration::from_millis(250));
-        TierConfig { stores, fingerprint, write, max_bytes_in_flight: 256 << 20, grace }
+        TierConfig { stores, fingerprint, write, max_bytes_in_flight: 256 << 20, grace, runtime: None }
     }
 
     /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
@@ -134,7 +139,7 @@ enum Ended {
 /// The tiers of an engine. Lives on the engine thread.
 pub(crate) struct TierDriver {
     stores: Arc<Stores>,
-    /// Where the tasks run; `None` once it has been shut down.
+    /// Its own, if the configuration has none.
     runtime: Option<tokio::runtime::Runtime>,
     tasks: tokio::runtime::Handle,
     reports: Sender<Command>,
@@ -159,15 +164,18 @@ impl TierDriver {
         group_bytes: Vec<usize>,
         reports: Sender<Command>,
     ) -> std::io::Result<TierDriver> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(2)
-            .thread_name("kvist-tiers")
-            .enable_all()
-            .build()?;
+        let (runtime, tasks) = match &config.runtime {
+            Some(tasks) => (None, tasks.clone()),
+            None => {
+                let runtime = tier_runtime()?;
+                let tasks = runtime.handle().clone();
+                (Some(runtime), tasks)
+            }
+        };
         Ok(TierDriver {
             stores: Arc::new(Stores::new(&config)),
-            tasks: runtime.handle().clone(),
-            runtime: Some(runtime),
+            tasks,
+            runtime,
             reports,
             fingerprint: config.fingerprint,
             block_tokens,
@@ -427,6 +435,18 @@ impl Drop for TierDriver {
             runtime.shutdown_background();
         }
     }
+}
+
+/// A runtime for the tasks that talk to stores: they mostly wait, and check what they read.
+///
+/// # Errors
+/// The system starts no more threads.
+pub fn tier_runtime() -> std::io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .thread_name("kvist-tiers")
+        .enable_all()
+        .build()
 }
 
 fn cells(block: u32, block_tokens: u32) -> CellRun {

@@ -1,11 +1,15 @@
 //! Checks of a configuration, section by section.
-use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection, TiersSection};
+use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection};
 use kvist_cache::evict::{Parameters, build_for_serving};
 use kvist_device::Recent;
 use kvist_engine::tools::Tooling;
 use kvist_scheduler::LengthSource;
 
-fn bad(field: impl Into<String>, found: impl ToString, expected: impl Into<String>) -> ConfigError {
+pub(super) fn bad(
+    field: impl Into<String>,
+    found: impl ToString,
+    expected: impl Into<String>,
+) -> ConfigError {
     ConfigError::Field { field: field.into(), found: found.to_string(), expected: expected.into() }
 }
 
@@ -55,15 +59,6 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
     }
     config.scheduler.check().map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
     Ok(())
-}
-
-/// Where evicted blocks go.
-pub(super) fn tiers(config: &ServerConfig) -> Result<(), ConfigError> {
-    let write = &config.tiers.write;
-    if TiersSection::WRITES.contains(&write.as_str()) {
-        return Ok(());
-    }
-    Err(bad("tiers.write", format!("{write:?}"), format!("one of {}", TiersSection::WRITES.join(", "))))
 }
 
 /// What proposes drafts, and their limits.

@@ -1,15 +1,12 @@
 //! The sections of the configuration, with their defaults.
 use kvist_device::{Recent, Storage};
 use kvist_engine::memory::RECENT_TOKENS;
-use kvist_engine::serving::{TierConfig, TierStore};
 use kvist_engine::sessions::SessionLimits;
 use kvist_engine::speculate::Bounds;
-use kvist_scheduler::{Config, Write};
-use kvist_store::Ram;
+use kvist_scheduler::Config;
 use serde::{Deserialize, Deserializer};
 use std::net::IpAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -134,63 +131,6 @@ impl Default for SpeculationSection {
             draft_depth: None,
             draft_width: None,
         }
-    }
-}
-
-/// Where K and V go that the cache has no room for, and from where they come back. Answers are the same as without.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TiersSection {
-    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU.
-    pub ram_bytes: u64,
-    /// When blocks are copied to the tiers: one of [`TiersSection::WRITES`].
-    pub write: String,
-}
-
-impl TiersSection {
-    pub const WRITES: [&str; 2] = ["through", "back"];
-
-    pub fn is_on(&self) -> bool {
-        self.ram_bytes > 0
-    }
-
-    /// Bytes that may be on their way from the tiers at a time, and as many to them.
-    fn bytes_in_flight(&self) -> u64 {
-        (self.ram_bytes / 8).clamp(16 << 20, 256 << 20)
-    }
-
-    /// Memory of the host that the tiers take: what they hold, and what is on its way.
-    pub fn memory_bytes(&self) -> u64 {
-        if self.is_on() { self.ram_bytes.saturating_add(2 * self.bytes_in_flight()) } else { 0 }
-    }
-
-    /// The tiers of an engine; `None` for none.
-    pub(super) fn engine(&self, scheduler: &Config) -> Option<TierConfig> {
-        if !self.is_on() {
-            return None;
-        }
-        // A store in this process's memory is found by this process alone, which serves one model.
-        let ram = TierStore {
-            store: Arc::new(Ram::new(self.ram_bytes)),
-            bytes_per_s: RAM_BYTES_PER_S,
-            latency: RAM_LATENCY,
-        };
-        let write = match self.write.as_str() {
-            "back" => Write::Back { ahead_tokens: scheduler.max_batch_tokens },
-            _ => Write::Through,
-        };
-        let max_bytes_in_flight = self.bytes_in_flight();
-        Some(TierConfig { write, max_bytes_in_flight, ..TierConfig::new(vec![ram], Vec::new()) })
-    }
-}
-
-/// First guesses: what loads take is measured.
-const RAM_BYTES_PER_S: u64 = 2_000_000_000;
-const RAM_LATENCY: Duration = Duration::from_micros(200);
-
-impl Default for TiersSection {
-    fn default() -> Self {
-        TiersSection { ram_bytes: 0, write: "through".into() }
     }
 }
 

@@ -14,6 +14,7 @@ use kvist_cache::MissReason;
 use kvist_engine::serving::{
     Done, DraftUsage, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token,
 };
+use kvist_scheduler::MAX_TIERS;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -33,6 +34,8 @@ pub(crate) enum Output {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CachedPrompt {
     pub cached_tokens: u32,
+    /// Those of them that came from each tier below the cache.
+    pub loaded_tokens: [u32; MAX_TIERS],
     pub miss: Option<MissReason>,
 }
 
@@ -126,6 +129,11 @@ impl Answers {
     }
     pub fn explains(&self) -> bool {
         self.request.explain
+    }
+    /// The names of the tiers below the cache, the fastest first.
+    pub fn tier_names(&self) -> Vec<String> {
+        let tiers = self.state.engine.stats().tiers;
+        tiers.map_or(Vec::new(), |tiers| tiers.stores.into_iter().map(|store| store.name).collect())
     }
 
     /// Usage in OpenAI's format: a prompt counts once, however many answers it has.
@@ -243,13 +251,13 @@ impl Answers {
         let now = Instant::now();
         let since = now.duration_since(self.began);
         match event {
-            Event::Admitted { at, cached_tokens, miss } => {
+            Event::Admitted { at, cached_tokens, loaded_tokens, miss } => {
                 let prompt_tokens = self.request.prompts[index / n].len() as u64;
                 let queued = at.saturating_duration_since(self.began);
                 self.state.metrics.admitted(queued, prompt_tokens, u64::from(cached_tokens));
                 self.queued.get_or_insert(queued);
                 if index.is_multiple_of(n) {
-                    self.cached[index / n] = Some(CachedPrompt { cached_tokens, miss });
+                    self.cached[index / n] = Some(CachedPrompt { cached_tokens, loaded_tokens, miss });
                 }
                 None
             }

@@ -63,12 +63,18 @@ pub(crate) fn cut_off(finish: &FinishReason, answers: &Answers) -> Option<ApiErr
 
 /// What each prompt found in the cache.
 pub(crate) fn explained(answers: &Answers) -> Value {
-    let one = |cached: Option<CachedPrompt>| match cached {
-        None => Value::Null,
-        Some(CachedPrompt { cached_tokens, miss }) => json!({
+    let tiers = answers.tier_names();
+    let one = |cached: Option<CachedPrompt>| {
+        let Some(CachedPrompt { cached_tokens, loaded_tokens, miss }) = cached else { return Value::Null };
+        let mut explained = json!({
             "cached_tokens": cached_tokens,
             "miss": miss.map(|miss| json!({"reason": miss.name(), "position": miss.position()})),
-        }),
+        });
+        if !tiers.is_empty() {
+            let loaded = tiers.iter().zip(loaded_tokens).map(|(name, n)| (name.clone(), n.into()));
+            explained["loaded_tokens"] = Value::Object(loaded.collect());
+        }
+        explained
     };
     (0..answers.prompts()).map(|p| one(answers.cached(p))).collect()
 }

@@ -17,7 +17,7 @@ pub struct TierRecord {
     pub peak_blocks: u64,
     /// Blocks written to it.
     pub written_blocks: u64,
-    /// Blocks that it had no room for any more. They went to the next tier; those of the last one are gone.
+    /// Blocks that it had no room for any more. A slower tier may still have them.
     pub dropped_blocks: u64,
 }
 

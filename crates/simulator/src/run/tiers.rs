@@ -1,9 +1,9 @@
 //! Tiers below the KV cache, in virtual time: what is in each, and when transfers end.
 //!
-//! A block that is copied goes to the first tier. What a full tier drops, the least recently used first, goes to the
-//! next; what the last one drops is gone. A block that is loaded moves to the first tier, too. Every tier is read and
-//! written at its bandwidth, both at the same time, one transfer after the other; a load that needs several tiers reads
-//! them at the same time.
+//! A block that is copied goes to every tier, as in the server: what a slower tier is larger for is there when a faster one
+//! drops it, the least recently used first, and other processes find it. A block that is loaded is copied to the faster
+//! tiers. Every tier is read and written at its bandwidth, both at the same time, one transfer after the other; a load that
+//! needs several tiers reads them at the same time.
 use kvist_cache::Cache;
 use kvist_scheduler::{
     FindOrder, LoadOrder, MAX_TIERS, Order, RequestId, Run, Scheduler, StoreOrder, TransferId,
@@ -43,30 +43,26 @@ impl Contents {
         }
         self.order.insert(tick, hash);
     }
-    fn remove(&mut self, hash: u64) {
-        if let Some(tick) = self.used_at.remove(&hash) {
-            self.order.remove(&tick);
+    /// Drops the least recently used blocks while there are more than fit.
+    fn drop_excess(&mut self) {
+        while self.order.len() as u64 > self.capacity_blocks
+            && let Some((_, hash)) = self.order.pop_first()
+        {
+            self.used_at.remove(&hash);
+            self.counts.dropped_blocks += 1;
         }
-    }
-    /// Removes and returns the least recently used block, if there are more than fit.
-    fn overflow(&mut self) -> Option<u64> {
-        if self.order.len() as u64 <= self.capacity_blocks {
-            return None;
-        }
-        let (_, hash) = self.order.pop_first()?;
-        self.used_at.remove(&hash);
-        self.counts.dropped_blocks += 1;
-        Some(hash)
-    }
-    fn note(&mut self) {
         self.counts.blocks = self.order.len() as u64;
         self.counts.peak_blocks = self.counts.peak_blocks.max(self.counts.blocks);
     }
 }
 
 enum Ended {
-    Load { id: TransferId, ok: bool, took_ns: u64, hashes: Vec<u64> },
+    /// `tiers`: which tier each block came from.
+    Load { id: TransferId, ok: bool, took_ns: u64, hashes: Vec<u64>, tiers: Vec<usize> },
+    /// Blocks have left the cache's memory, and are in the first tier.
     Store { id: TransferId, hashes: Vec<u64> },
+    /// Blocks have been written to a slower tier.
+    Written { tier: usize, hashes: Vec<u64> },
 }
 
 /// The tiers of a run.
@@ -127,16 +123,19 @@ impl SimTiers {
         {
             self.ends.pop();
             match self.ended.remove(&begun) {
-                Some(Ended::Load { id, ok, took_ns, hashes }) => {
-                    if ok {
-                        self.place(at_ns, &hashes);
+                Some(Ended::Load { id, ok, took_ns, hashes, tiers }) => {
+                    for tier in 0..if ok { self.tiers.len() } else { 0 } {
+                        let slower = hashes.iter().zip(&tiers).filter(|(_, from)| **from > tier);
+                        let slower: Vec<u64> = slower.map(|(hash, _)| *hash).collect();
+                        self.write(tier, at_ns, slower);
                     }
                     scheduler.loaded(now, id, ok, took_ns);
                 }
                 Some(Ended::Store { id, hashes }) => {
-                    self.place(at_ns, &hashes);
+                    self.place(0, &hashes);
                     scheduler.stored(now, id, true);
                 }
+                Some(Ended::Written { tier, hashes }) => self.place(tier, &hashes),
                 None => {}
             }
         }
@@ -176,7 +175,7 @@ impl SimTiers {
         // A prompt uses its first block most: a block without those before it is of no use.
         for &hash in hashes.iter().rev() {
             self.tick += 1;
-            if let Some(tier) = self.tiers.iter_mut().find(|tier| tier.has(hash)) {
+            for tier in self.tiers.iter_mut().filter(|tier| tier.has(hash)) {
                 tier.touch(hash, self.tick);
             }
         }
@@ -204,12 +203,14 @@ impl SimTiers {
         // What was found may have been dropped since; then the load fails when that is noticed.
         let mut ok = !hashes.is_empty();
         let (mut end_ns, mut from) = (now, first);
+        let mut tiers = Vec::with_capacity(hashes.len());
         for run in &load.runs {
             let until = run.until as usize / block_tokens.max(1);
             let tier = usize::from(run.tier.unwrap_or(0));
             let of_run = hashes.get(from - first..until - first);
             let whole = of_run.is_some_and(|hashes| hashes.iter().all(|hash| self.tiers[tier].has(*hash)));
             let n = if whole { (until - from) as u64 } else { 0 };
+            tiers.resize(until - first, tier);
             ok &= whole;
             let transfer_ns = self.transfer_ns(tier, n);
             let contents = &mut self.tiers[tier];
@@ -219,15 +220,31 @@ impl SimTiers {
             end_ns = end_ns.max(contents.read_free_ns.saturating_add(latency_ns));
             from = until;
         }
-        self.end(end_ns, Ended::Load { id: load.id, ok, took_ns: end_ns - now, hashes });
+        self.end(end_ns, Ended::Load { id: load.id, ok, took_ns: end_ns - now, hashes, tiers });
     }
 
     fn store(&mut self, from_ns: u64, store: StoreOrder) {
         let hashes: Vec<u64> = store.blocks.iter().map(|block| block.hash).collect();
-        let is_new = |hash: &&u64| !self.tiers[0].has(**hash);
-        let n_new = hashes.iter().filter(is_new).count() as u64;
+        let n_new = hashes.iter().filter(|hash| !self.tiers[0].has(**hash)).count() as u64;
         let end_ns = if n_new == 0 { from_ns } else { self.written(0, from_ns, n_new) };
+        for tier in 1..self.tiers.len() {
+            self.write(tier, from_ns, hashes.clone());
+        }
         self.end(end_ns, Ended::Store { id: store.id, hashes });
+    }
+
+    /// Begins to write blocks to a tier, as far as it does not have them. Too many bytes that wait to be written are not
+    /// written, from the last on.
+    fn write(&mut self, tier: usize, from_ns: u64, mut hashes: Vec<u64>) {
+        hashes.retain(|hash| !self.tiers[tier].has(*hash));
+        let behind_ns = u128::from(self.tiers[tier].write_free_ns.saturating_sub(from_ns));
+        let behind = behind_ns * u128::from(self.config.list[tier].bytes_per_s) / 1_000_000_000;
+        let room = u128::from(self.config.max_store_bytes).saturating_sub(behind);
+        hashes.truncate((room / u128::from(self.config.block_bytes.max(1))).min(usize::MAX as u128) as usize);
+        if !hashes.is_empty() {
+            let end_ns = self.written(tier, from_ns, hashes.len() as u64);
+            self.end(end_ns, Ended::Written { tier, hashes });
+        }
     }
 
     /// When `n_blocks` that begin to be written to a tier at `from_ns` have been written.
@@ -239,28 +256,12 @@ impl SimTiers {
         contents.write_free_ns.saturating_add(self.config.list[tier].latency_ns)
     }
 
-    /// Blocks of one prompt, in order, are in the first tier from now on.
-    fn place(&mut self, now: u64, hashes: &[u64]) {
+    /// Blocks of one prompt, in order, are in a tier from now on.
+    fn place(&mut self, tier: usize, hashes: &[u64]) {
         for &hash in hashes.iter().rev() {
             self.tick += 1;
-            for lower in &mut self.tiers[1..] {
-                lower.remove(hash);
-            }
-            self.tiers[0].touch(hash, self.tick);
+            self.tiers[tier].touch(hash, self.tick);
         }
-        for tier in 0..self.tiers.len() {
-            let mut n_moved = 0;
-            while let Some(hash) = self.tiers[tier].overflow() {
-                if let Some(next) = self.tiers.get_mut(tier + 1) {
-                    self.tick += 1;
-                    n_moved += 1;
-                    next.touch(hash, self.tick);
-                }
-            }
-            self.tiers[tier].note();
-            if n_moved > 0 {
-                self.written(tier + 1, now, n_moved);
-            }
-        }
+        self.tiers[tier].drop_excess();
     }
 }

@@ -3,14 +3,11 @@
 use crate::reference::{self, Keeps, clock, compare};
 use kvist_store::{BlockStore, Bytes, Limits, Remote, StoreError};
 use kvist_testing::SplitMix64;
-use std::collections::HashMap;
+use kvist_testing::servers::{Redis, S3};
 use std::fs;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{TcpListener, TcpStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 /// Generous, for a machine that is busy with other tests; and no pause, so that no test has to wait for its end.
@@ -97,73 +94,15 @@ async fn what_cannot_be_opened_is_refused_without_its_password() {
     }
 }
 
-struct Redis {
-    port: u16,
-    dir: tempfile::TempDir,
-    process: Child,
-}
-
-impl Drop for Redis {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
-impl Redis {
-    fn program() -> Option<&'static str> {
-        let runs = |name: &&str| Command::new(name).arg("--version").stdout(Stdio::null()).status().is_ok();
-        let found = ["redis-server", "valkey-server"].into_iter().find(runs);
-        if found.is_none() {
-            assert!(
-                std::env::var_os("KVIST_REQUIRE_REDIS").is_none(),
-                "neither redis-server nor valkey-server is here"
-            );
-            eprintln!("skipped: neither redis-server nor valkey-server is here");
-        }
-        found
-    }
-
-    fn start(program: &str, port: u16) -> Redis {
-        let dir = tempfile::tempdir().unwrap();
-        let port_text = port.to_string();
-        let mut process = Command::new(program)
-            .args(["--port", &port_text, "--bind", "127.0.0.1", "--save", "", "--daemonize", "no"])
-            .args(["--requirepass", "secret", "--dir"])
-            .arg(dir.path())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
-        let ready =
-            lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("Ready to accept connections")));
-        assert!(ready.is_some(), "{program} ended");
-        // It must not wait for a reader of its log.
-        std::thread::spawn(move || lines.for_each(drop));
-        Redis { port, dir, process }
-    }
-
-    fn new() -> Option<Redis> {
-        let program = Redis::program()?;
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        Some(Redis::start(program, port))
-    }
-
-    fn url(&self, rest: &str) -> String {
-        format!("redis://:secret@127.0.0.1:{}/{rest}", self.port)
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn redis_keeps_what_the_reference_keeps() {
     let Some(redis) = Redis::new() else { return };
-    assert!(redis.dir.path().exists());
     for seed in 0..3 {
         // Two prefixes of one server are two stores.
         let store = Remote::open(&redis.url(&format!("store-{seed}")), PATIENT).unwrap().with_clock(clock);
         assert!(compare(&store, Keeps::All, seed, 500).await > 100);
     }
-    let wrong = Remote::open(&format!("redis://:wrong@127.0.0.1:{}", redis.port), PATIENT).unwrap();
+    let wrong = Remote::open(&format!("redis://:wrong@{}", redis.address()), PATIENT).unwrap();
     let error = wrong.get(&reference::keys(1)[0]).await.unwrap_err().to_string();
     assert!(error.contains("redis") && !error.contains("wrong@"), "{error}");
 }
@@ -180,15 +119,13 @@ async fn a_dead_redis_fails_and_comes_back() {
     let cautious = Remote::open(&url, pausing).unwrap();
     store.put(key, "K and V".into(), None).await.unwrap();
     assert_eq!(cautious.get(&key).await.unwrap().as_deref(), Some(&b"K and V"[..]));
-    let port = redis.port;
-    drop(redis);
+    let port = redis.kill();
     for call in 0..6 {
         store.get(&key).await.unwrap_err();
         let error = cautious.get(&key).await.unwrap_err();
         assert_eq!(matches!(error, StoreError::Unavailable { .. }), call >= 3, "call {call}: {error}");
     }
-    let Some(program) = Redis::program() else { return };
-    let _redis = Redis::start(program, port);
+    let Some(_redis) = Redis::again(port) else { return };
     // The client may find out with its first call that its old connection is gone.
     let mut back = store.put(key, "again".into(), None).await;
     for _ in 0..20 {
@@ -199,86 +136,6 @@ async fn a_dead_redis_fails_and_comes_back() {
     }
     back.unwrap();
     assert_eq!(store.get(&key).await.unwrap().as_deref(), Some(&b"again"[..]));
-}
-
-/// As much of S3 as the store uses, and what may go wrong with it: every n-th answer is an error, or ends early.
-#[derive(Default)]
-struct S3 {
-    objects: Mutex<HashMap<String, Vec<u8>>>,
-    requests: AtomicUsize,
-    /// 0 for never.
-    error_every: AtomicUsize,
-    short_every: AtomicUsize,
-}
-
-impl S3 {
-    /// Serves until the test process ends. Returns the URL of a bucket.
-    fn start(self: &Arc<Self>) -> String {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let s3 = self.clone();
-        std::thread::spawn(move || {
-            for stream in listener.incoming() {
-                let s3 = s3.clone();
-                std::thread::spawn(move || while s3.answer(stream.as_ref().unwrap()).is_some() {});
-            }
-        });
-        format!(
-            "s3://bucket/prefix?endpoint=http%3A%2F%2F127.0.0.1%3A{port}&region=here&access_key_id=me\
-             &secret_access_key=secret&disable_config_load=true&disable_ec2_metadata=true"
-        )
-    }
-
-    fn answer(&self, stream: &TcpStream) -> Option<()> {
-        let mut reader = BufReader::new(stream);
-        let mut line = String::new();
-        reader.read_line(&mut line).ok().filter(|bytes| *bytes > 0)?;
-        let mut words = line.split(' ');
-        let (method, path) = (words.next()?.to_owned(), words.next()?.to_owned());
-        let (mut length, mut signed) = (0, false);
-        loop {
-            let mut header = String::new();
-            reader.read_line(&mut header).ok()?;
-            let Some((name, value)) = header.split_once(':') else { break };
-            match name.to_ascii_lowercase().as_str() {
-                "content-length" => length = value.trim().parse().ok()?,
-                "authorization" => signed = value.contains("AWS4-HMAC-SHA256 Credential=me/"),
-                _ => {}
-            }
-        }
-        let mut body = vec![0; length];
-        reader.read_exact(&mut body).ok()?;
-        let request = self.requests.fetch_add(1, Ordering::SeqCst) + 1;
-        let every = |n: &AtomicUsize| {
-            request.is_multiple_of(n.load(Ordering::SeqCst).max(1)) && n.load(Ordering::SeqCst) > 0
-        };
-        let mut objects = self.objects.lock().unwrap();
-        let (status, body) = match method.as_str() {
-            _ if !signed || !path.starts_with("/bucket/prefix/") => ("403 Forbidden", vec![]),
-            _ if every(&self.error_every) => ("503 Slow Down", vec![]),
-            "PUT" => {
-                objects.insert(path, body);
-                ("200 OK", vec![])
-            }
-            "DELETE" => {
-                objects.remove(&path);
-                ("204 No Content", vec![])
-            }
-            "GET" | "HEAD" => match objects.get(&path) {
-                Some(object) => ("200 OK", object.clone()),
-                None => ("404 Not Found", vec![]),
-            },
-            _ => ("400 Bad Request", vec![]),
-        };
-        let mut stream = stream;
-        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\nETag: \"x\"\r\n\r\n", body.len());
-        let body = if method == "HEAD" { &[][..] } else { &body[..] };
-        let short = every(&self.short_every) && method == "GET";
-        let body = if short { &body[..body.len() / 2] } else { body };
-        stream.write_all(head.as_bytes()).ok()?;
-        stream.write_all(body).ok()?;
-        (!short).then_some(())
-    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

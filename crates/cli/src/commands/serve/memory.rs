@@ -1,0 +1,177 @@
+//! What a server takes: whether it fits, and `--dry-run`.
+use super::args::Args;
+use super::speculation::SpeculationPlan;
+use crate::{json, memory as host, output};
+use anyhow::Context;
+use kvist_device::{Bytes, Purpose, Registry};
+use kvist_engine::memory::MemoryPlan;
+use kvist_model::Opened;
+use kvist_server::ServerConfig;
+use serde::Serialize;
+
+/// `kvist serve --dry-run --json`
+#[derive(Serialize)]
+struct Plan {
+    version: u32,
+    model: String,
+    cache_tokens: u32,
+    block_tokens: u32,
+    k: String,
+    v: String,
+    kv_recent: u32,
+    max_batch: u32,
+    max_batch_tokens: u32,
+    /// Absent if the server does not speculate.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    speculation: Option<SpeculationPlan>,
+    /// Memory of the host for tiers below the cache, and for what is on its way; absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_bytes: Option<u64>,
+    /// What a tier takes on a disk; absent without one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_disk_bytes: Option<u64>,
+    /// Memory of the model and its cache; never exceeded.
+    bound: json::MemoryBytes,
+    /// Memory of all requests together: while they are prepared, and their prompts from then on.
+    requests_bytes: u64,
+    /// The sum, a draft model included, which must be available.
+    total_bytes: u64,
+    available_bytes: Option<u64>,
+}
+
+/// What a server needs besides the weights, in bytes.
+pub struct Needed {
+    /// Of the cache.
+    pub tokens: u32,
+    /// Working memory included.
+    pub cache: u64,
+    pub requests: u64,
+    pub tiers: u64,
+    pub draft: Option<u64>,
+}
+
+impl Needed {
+    /// Refuses a server that does not fit into the `free` bytes that the weights leave. `longest` is the longest cache that
+    /// fits into so many bytes.
+    pub fn check(
+        &self,
+        free: u64,
+        total: u64,
+        adapter: Option<&str>,
+        longest: impl Fn(u64) -> u32,
+    ) -> anyhow::Result<()> {
+        let free = free.saturating_sub(self.draft.unwrap_or(0));
+        let taken = self.cache.saturating_add(self.requests);
+        if taken.saturating_add(self.tiers) <= free {
+            return Ok(());
+        }
+        if taken <= free {
+            anyhow::bail!(
+                "the tiers need {} (with what is on its way), and {} are free besides the rest; try a smaller --tier-ram \
+                 or --tier-disk-size",
+                Bytes(self.tiers),
+                Bytes(free - taken)
+            );
+        }
+        let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
+        let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
+        let context = match longest(free.saturating_sub(self.requests)) {
+            0 => "a smaller --context".to_string(),
+            tokens => format!("--context {tokens}"),
+        };
+        anyhow::bail!(
+            "the cache of {} tokens needs {}{on} (working memory included), requests need {}, and {} of {} are free besides \
+             {weights}; try {context}, --kv q8, --max-batch-tokens, --max-batch, --max-queue or --max-body",
+            self.tokens,
+            Bytes(self.cache),
+            Bytes(self.requests),
+            Bytes(free),
+            Bytes(total)
+        );
+    }
+}
+
+pub fn show_plan(
+    args: &Args,
+    config: &ServerConfig,
+    opened: &Opened,
+    registry: &Registry,
+    plan: &MemoryPlan,
+    speculation: Option<SpeculationPlan>,
+) -> anyhow::Result<()> {
+    let weights = opened.weight_bytes(registry.device(), args.model.weights)?;
+    let bound = plan.usage.with(Purpose::Weights, weights);
+    let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
+    let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
+    let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
+    let block_bytes = config.engine(opened.config()).paged.block_bytes(opened.config());
+    let tier_bytes = config.tiers.memory_bytes(block_bytes);
+    let total = total.saturating_add(requests_bytes).saturating_add(tier_bytes);
+    let total = total.saturating_add(draft_bytes.unwrap_or(0));
+    let available = args.model.memory.map(|size| size.0).or_else(host::available);
+    let report = Plan {
+        version: json::VERSION,
+        model: config.model_name(opened.name()),
+        cache_tokens: config.cache_tokens(opened.config().context),
+        block_tokens: config.cache.block_tokens,
+        k: config.cache.kv.to_string(),
+        v: config.cache.values().to_string(),
+        kv_recent: config.cache.recent_tokens(),
+        max_batch: config.scheduler.max_batch,
+        max_batch_tokens: config.scheduler.max_batch_tokens,
+        speculation,
+        tier_bytes: config.tiers.is_on().then_some(tier_bytes),
+        tier_disk_bytes: config.tiers.disk_dir.is_some().then_some(config.tiers.disk_bytes),
+        bound: bound.into(),
+        requests_bytes,
+        total_bytes: total,
+        available_bytes: available,
+    };
+    if args.json {
+        output::show_json(&report)?;
+    } else {
+        let mut lines = vec![
+            format!("model            {}", report.model),
+            format!(
+                "cache            {} tokens in blocks of {}, K {}, V {}",
+                report.cache_tokens, report.block_tokens, report.k, report.v
+            ),
+            format!(
+                "batch            {} requests, {} tokens a step",
+                report.max_batch, report.max_batch_tokens
+            ),
+            String::new(),
+            format!("weights          {}", Bytes(report.bound.weights)),
+            format!("KV cache         {}", Bytes(report.bound.kv_cache)),
+            format!("  per token      {}", Bytes(plan.kv_bytes_per_token)),
+            format!("scratch          {}", Bytes(report.bound.scratch)),
+            format!("activations      {}", Bytes(report.bound.activations)),
+            format!("requests         {}", Bytes(requests_bytes)),
+        ];
+        if let Some(speculation) = &report.speculation {
+            let SpeculationPlan { speculate, max_draft_tokens, .. } = speculation;
+            lines.insert(
+                3,
+                format!("speculation      {speculate}, at most {max_draft_tokens} draft tokens a step"),
+            );
+        }
+        if let Some(bytes) = report.tier_bytes {
+            let (what, write) = (config.tiers.describe(), config.tiers.write.name());
+            lines.push(format!("tiers            {}: {what}, written {write}", Bytes(bytes)));
+        }
+        if let Some(bytes) = draft_bytes {
+            lines.push(format!("draft model      {}", Bytes(bytes)));
+        }
+        lines.push(format!("total bound      {}", Bytes(total)));
+        if let Some(available) = available {
+            lines.push(format!("available        {}", Bytes(available)));
+        }
+        output::show(&(lines.join("\n") + "\n"))?;
+    }
+    match available {
+        Some(available) if total > available => {
+            anyhow::bail!("{} are needed, {} are available", Bytes(total), Bytes(available))
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,83 @@
+//! Tiers below the cache of a server: flags override the section `[tiers]` of its configuration.
+use crate::options::{Size, wrong_usage};
+use clap::{ValueEnum, ValueHint};
+use kvist_device::Registry;
+use kvist_engine::saved::Origin;
+use kvist_engine::serving::{EngineConfig, fingerprint};
+use kvist_model::Opened;
+use kvist_model::weights::WeightFormat;
+use kvist_server::ServerConfig;
+use kvist_server::config::{OpenTiers, TiersSection, WriteTime};
+use std::path::PathBuf;
+
+#[derive(clap::Args)]
+pub struct TierFlags {
+    /// Memory of the host for blocks that the cache evicts: 8GiB. Of use where the cache is in the memory of a GPU
+    #[arg(long, value_name = "SIZE", help_heading = "Tiers below the cache")]
+    tier_ram: Option<Size>,
+    /// Keep blocks in this directory too: prompts that were computed once are loaded, also after a restart
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, help_heading = "Tiers below the cache")]
+    tier_disk: Option<PathBuf>,
+    /// What that directory takes, at once: 200GiB
+    #[arg(long, value_name = "SIZE", help_heading = "Tiers below the cache")]
+    tier_disk_size: Option<Size>,
+    /// Share blocks with other servers: redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH
+    #[arg(long, value_name = "URL", help_heading = "Tiers below the cache")]
+    tier_store: Option<String>,
+    /// When blocks are copied to the tiers: as soon as they are cached, or shortly before they are evicted
+    #[arg(long, value_name = "WHEN", help_heading = "Tiers below the cache")]
+    tier_write: Option<When>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum When {
+    Through,
+    Back,
+}
+
+impl TierFlags {
+    /// Overrides `section` with the flags that are given.
+    pub fn apply(&self, section: &mut TiersSection) {
+        section.ram_bytes = self.tier_ram.map_or(section.ram_bytes, |size| size.0);
+        section.disk_dir = self.tier_disk.clone().or(section.disk_dir.take());
+        section.disk_bytes = self.tier_disk_size.map_or(section.disk_bytes, |size| size.0);
+        section.store = self.tier_store.clone().or(section.store.take());
+        section.write = match self.tier_write {
+            None => section.write,
+            Some(When::Through) => WriteTime::Through,
+            Some(When::Back) => WriteTime::Back,
+        };
+    }
+}
+
+/// Refuses tiers for a model that cannot use them.
+pub fn check(config: &ServerConfig, engine: &EngineConfig, opened: &Opened) -> anyhow::Result<()> {
+    let groups = engine.paged.cache.groups(opened.config());
+    if config.tiers.is_on() && groups.iter().any(|group| group.visibility.window.is_some()) {
+        let what = "this model has layers with a sliding window, which tiers do not support yet: serve it without --tier-ram, \
+                    --tier-disk and --tier-store";
+        return Err(wrong_usage(what));
+    }
+    Ok(())
+}
+
+/// Opens the tiers, if there are some. For those that outlive the process all weights are read once, for their hash.
+pub fn open(
+    config: &ServerConfig,
+    engine: &EngineConfig,
+    opened: &Opened,
+    weights: WeightFormat,
+    registry: &Registry,
+) -> anyhow::Result<Option<OpenTiers>> {
+    let paged = &engine.paged;
+    let fingerprint = match config.tiers.outlives_process() {
+        true => {
+            let origin = Origin::new(opened.fingerprint()?, weights, &paged.block_aligned(), opened.config());
+            fingerprint(&origin, paged.block_tokens, &registry.device().numerics())?
+        }
+        // This process alone finds them, and it serves one model.
+        false => Vec::new(),
+    };
+    let block_bytes = paged.block_bytes(opened.config());
+    Ok(config.tiers.open(&config.scheduler, block_bytes, fingerprint)?)
+}

@@ -1,0 +1,201 @@
+//! `kvist serve` with tiers on a disk and on servers: the same texts as without, also by another process, after kills, and while
+//! the store is down. Builds with `--features tiers`.
+mod program;
+use kvist_testing::servers::{Redis, S3};
+use program::kvist;
+use program::server::Server;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::sync::Arc;
+
+const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
+     vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
+     to be confused with the length of a vector, which specifies the number of actual elements within the vector.";
+
+fn start(tier: &[&str]) -> Server {
+    let args =
+        ["--port", "0", "--kv", "f32", "--weights", "f32", "--context", "512", "--max-batch-tokens", "64"];
+    Server::spawn(&mut kvist(), &[&args, tier])
+}
+
+/// The text, and how many prompt tokens came from the tier of this name.
+fn complete(server: &Server, prompt: &str, tier: &str) -> (String, u64) {
+    let body = json!({"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": true, "kvist": {"explain": true}});
+    let (status, answer) = server.send("POST", "/v1/completions", &body.to_string());
+    let answer: Value = serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}"));
+    assert_eq!(status, 200, "{answer}");
+    let explained = &answer["kvist"]["prompts"][0];
+    let loaded = explained["loaded_tokens"][tier].as_u64().unwrap_or(0);
+    assert!(loaded <= explained["cached_tokens"].as_u64().unwrap(), "{answer}");
+    (answer["choices"][0]["text"].as_str().unwrap().to_owned(), loaded)
+}
+
+fn figure(server: &Server, name: &str) -> f64 {
+    let (_, text) = server.send("GET", "/metrics", "");
+    let of = |line: &&str| line.starts_with(name) && line[name.len()..].starts_with(['{', ' ']);
+    let value = |line: &str| line.rsplit_once(' ').and_then(|(_, value)| value.parse::<f64>().ok());
+    text.lines().filter(of).filter_map(value).sum()
+}
+
+/// Waits until all copies have been written.
+fn settle(server: &Server, blocks: f64) {
+    let began = std::time::Instant::now();
+    let is_on_its_way = || {
+        figure(server, "kvist_tier_store_bytes") > 0.0
+            || figure(server, "kvist_tier_stored_blocks_total") < blocks
+    };
+    while is_on_its_way() {
+        assert!(began.elapsed() < program::server::PATIENCE, "copies do not end");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+}
+
+fn prompts() -> Vec<String> {
+    (0..4).map(|i| format!("{i}. {TEXT}")).collect()
+}
+
+fn expected() -> Vec<String> {
+    let server = start(&[]);
+    prompts().iter().map(|prompt| complete(&server, prompt, "").0).collect()
+}
+
+fn disk(dir: &Path) -> [&str; 4] {
+    ["--tier-disk", dir.to_str().unwrap(), "--tier-disk-size", "128MiB"]
+}
+
+#[test]
+fn a_disk_has_what_a_killed_server_computed() {
+    let (dir, expected) = (tempfile::tempdir().unwrap(), expected());
+    let dir = dir.path().join("blocks");
+    for round in 0..4 {
+        let mut server = start(&disk(&dir));
+        for (prompt, expected) in prompts().iter().zip(&expected) {
+            let (text, loaded) = complete(&server, prompt, "disk");
+            assert_eq!(&text, expected, "round {round}");
+            // In the first round only what the short prompts share is there, if it was written already.
+            assert!(round == 0 || loaded >= 32, "round {round}: {loaded} tokens");
+        }
+        settle(&server, if round == 0 { 16.0 } else { 0.0 });
+        match round % 2 {
+            0 => server.signal("-KILL"),
+            _ => server.signal("-TERM"),
+        }
+        server.wait();
+    }
+    // Another cache, weights that are computed with otherwise: other K and V.
+    for other in [["--kv", "f16"], ["--weights", "bf16"], ["--block-tokens", "32"]] {
+        let mut args = disk(&dir).to_vec();
+        args.extend(other);
+        let args = ["--port", "0", "--context", "512"].iter().chain(&args).copied().collect::<Vec<_>>();
+        let server = Server::spawn(&mut kvist(), &[&args]);
+        assert_eq!(complete(&server, &prompts()[0], "disk").1, 0, "{other:?}");
+    }
+}
+
+/// What the first server computes is a hit of the second, right to the last token; with their store gone both go on.
+#[test]
+fn two_servers_share_a_redis() {
+    let Some(redis) = Redis::new() else { return };
+    let (expected, url) = (expected(), redis.url("kvist"));
+    let [first, second] = [0, 1].map(|_| start(&["--tier-store", &url]));
+    for (prompt, expected) in prompts().iter().zip(&expected) {
+        assert_eq!(&complete(&first, prompt, "redis").0, expected);
+    }
+    settle(&first, 16.0);
+    for (prompt, expected) in prompts()[..2].iter().zip(&expected) {
+        let (text, loaded) = complete(&second, prompt, "redis");
+        assert!(&text == expected && loaded >= 32, "{text:?}, {loaded} tokens");
+    }
+    let port = redis.kill();
+    for (i, (prompt, expected)) in prompts().iter().zip(&expected).enumerate() {
+        let (text, loaded) = complete(&second, prompt, "redis");
+        assert!(&text == expected && (i < 2 || loaded == 0), "{text:?}, {loaded} tokens");
+    }
+    assert!(figure(&second, "kvist_tier_errors_total") > 0.0);
+    let Some(_redis) = Redis::again(port) else { return };
+    for (prompt, expected) in prompts().iter().zip(&expected) {
+        assert_eq!(&complete(&first, prompt, "redis").0, expected);
+    }
+}
+
+/// Loads while the store is killed and comes back, again and again: every text stays right.
+#[test]
+fn a_redis_that_dies_in_mid_load_changes_no_text() {
+    let Some(mut redis) = Redis::new() else { return };
+    let (expected, url) = (expected(), redis.url("kvist"));
+    // So small that every prompt displaces the last one, and is loaded again.
+    let args = ["--context", "160", "--tier-store", &url];
+    let server = start(&args);
+    for round in 0..6 {
+        std::thread::scope(|scope| {
+            let answers = scope.spawn(|| {
+                prompts().iter().map(|prompt| complete(&server, prompt, "redis").0).collect::<Vec<_>>()
+            });
+            if round % 2 == 1 {
+                let port = redis.kill();
+                redis = Redis::again(port).expect("it was here before");
+            }
+            assert_eq!(answers.join().unwrap(), expected, "round {round}");
+        });
+    }
+}
+
+#[test]
+fn two_servers_share_an_s3_that_fails_now_and_then() {
+    let (expected, s3) = (expected(), Arc::new(S3::default()));
+    let url = s3.start();
+    let [first, second] = [0, 1].map(|_| start(&["--tier-store", &url]));
+    for (prompt, expected) in prompts().iter().zip(&expected) {
+        assert_eq!(&complete(&first, prompt, "s3").0, expected);
+    }
+    settle(&first, 16.0);
+    let (text, loaded) = complete(&second, &prompts()[0], "s3");
+    assert!(text == expected[0] && loaded >= 32, "{text:?}, {loaded} tokens");
+    s3.error_every.store(5, std::sync::atomic::Ordering::SeqCst);
+    s3.short_every.store(3, std::sync::atomic::Ordering::SeqCst);
+    for (prompt, expected) in prompts().iter().zip(&expected) {
+        assert_eq!(&complete(&second, prompt, "s3").0, expected);
+    }
+}
+
+#[test]
+fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("thesis.txt"), "mine").unwrap();
+    let (dir, new) = (dir.path().to_str().unwrap(), dir.path().join("new"));
+    let new = new.to_str().unwrap();
+    let cases: [(&[&str], &str); 7] = [
+        (&["--tier-disk", dir, "--tier-disk-size", "1GiB"], "contains files that are not a store's"),
+        (&["--tier-disk", new], "--tier-disk-size"),
+        (&["--tier-disk-size", "1GiB"], "--tier-disk"),
+        (&["--tier-disk", new, "--tier-disk-size", "1MiB"], "too small"),
+        (&["--tier-disk", new, "--tier-disk-size", "900TiB"], "free"),
+        (&["--tier-store", "ftp://me:secret@host/x"], "redis://"),
+        (&["--tier-store", "redis://me:secret@"], "redis://"),
+    ];
+    for (args, part) in cases {
+        let output = kvist().args(["serve", "--port", "0"]).args(args).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            !output.status.success() && text.contains(part) && !text.contains("secret"),
+            "{args:?}: {text}"
+        );
+    }
+    assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1 + usize::from(Path::new(new).exists()));
+    // A plan opens nothing.
+    let args = [
+        "serve",
+        "--dry-run",
+        "--json",
+        "--tier-disk",
+        new,
+        "--tier-disk-size",
+        "1GiB",
+        "--tier-ram",
+        "64MiB",
+    ];
+    let output = kvist().args(args).output().unwrap();
+    let plan: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(plan["tier_disk_bytes"], 1u64 << 30);
+    assert!(plan["tier_bytes"].as_u64().unwrap() > 64 << 20, "{plan}");
+}

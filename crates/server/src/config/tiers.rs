@@ -1,0 +1,273 @@
+//! `[tiers]`: where K and V go that the cache has no room for, and from where they come back.
+use super::ConfigError;
+use super::check::bad;
+use kvist_engine::serving::{Engine, TierConfig, TierStore, tier_runtime};
+use kvist_scheduler::{Config, Write};
+use kvist_store::{BlockStore, Ram, StoreError};
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::runtime::Runtime;
+
+/// Tiers below the cache, from the fastest on. Answers are the same as without.
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TiersSection {
+    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU.
+    pub ram_bytes: u64,
+    /// A directory for blocks, which are found again after a restart. One process at a time uses it.
+    pub disk_dir: Option<PathBuf>,
+    /// What `disk_dir` takes, all of it from the start.
+    pub disk_bytes: u64,
+    /// The URL of a store that several servers share; see [`kvist_store::Remote::open`] for its forms. May contain a password.
+    pub store: Option<String>,
+    /// When blocks are copied to the tiers.
+    pub write: WriteTime,
+}
+
+/// When blocks are copied to the tiers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WriteTime {
+    /// As soon as they are cached.
+    #[default]
+    Through,
+    /// Shortly before they are evicted.
+    Back,
+}
+
+impl WriteTime {
+    pub fn name(self) -> &'static str {
+        match self {
+            WriteTime::Through => "through",
+            WriteTime::Back => "back",
+        }
+    }
+}
+
+/// First guesses; what loads take is measured.
+mod guess {
+    use std::time::Duration;
+
+    pub struct Speed {
+        pub bytes_per_s: u64,
+        pub latency: Duration,
+    }
+
+    pub const RAM: Speed = Speed { bytes_per_s: 2_000_000_000, latency: Duration::from_micros(200) };
+    pub const DISK: Speed = Speed { bytes_per_s: 500_000_000, latency: Duration::from_micros(500) };
+    /// Over a network of 10 Gbit/s, or within the machine.
+    pub const REDIS: Speed = Speed { bytes_per_s: 300_000_000, latency: Duration::from_millis(1) };
+    pub const FOLDER: Speed = Speed { bytes_per_s: 200_000_000, latency: Duration::from_millis(2) };
+    pub const S3: Speed = Speed { bytes_per_s: 100_000_000, latency: Duration::from_millis(30) };
+}
+
+impl TiersSection {
+    pub fn is_on(&self) -> bool {
+        self.ram_bytes > 0 || self.outlives_process()
+    }
+
+    /// Whether blocks are found by other processes than this one, so that they need a fingerprint of what they depend on.
+    pub fn outlives_process(&self) -> bool {
+        self.disk_dir.is_some() || self.store.is_some()
+    }
+
+    pub(super) fn check(&self) -> Result<(), ConfigError> {
+        match &self.disk_dir {
+            None if self.disk_bytes > 0 => {
+                return Err(bad("tiers.disk_bytes", self.disk_bytes, "tiers.disk_dir (--tier-disk) too"));
+            }
+            Some(dir) if self.disk_bytes == 0 => {
+                let expected =
+                    format!("the size of {} (--tier-disk-size), which it takes at once", dir.display());
+                return Err(bad("tiers.disk_bytes", 0, expected));
+            }
+            Some(dir) if !cfg!(feature = "disk-tier") => {
+                let dir = dir.display();
+                return Err(bad(
+                    "tiers.disk_dir (--tier-disk)",
+                    dir,
+                    not_built("tiers on a disk", "disk-tier"),
+                ));
+            }
+            _ => {}
+        }
+        if self.store.is_some() && !cfg!(feature = "shared-tier") {
+            let expected = not_built("stores on a server", "shared-tier");
+            return Err(bad("tiers.store (--tier-store)", "a URL", expected));
+        }
+        Ok(())
+    }
+
+    /// Bytes that may be on their way from the tiers at a time, and as many to them.
+    fn bytes_in_flight(&self) -> u64 {
+        let most = 256 << 20;
+        if self.outlives_process() { most } else { (self.ram_bytes / 8).clamp(16 << 20, most) }
+    }
+
+    /// Memory of the host that the tiers take, for blocks of `block_bytes`: what they hold, what is on its way, and what a store
+    /// on a disk needs to find and to write blocks.
+    pub fn memory_bytes(&self, block_bytes: u64) -> u64 {
+        if !self.is_on() {
+            return 0;
+        }
+        let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, block_bytes) } else { 0 };
+        self.ram_bytes.saturating_add(2 * self.bytes_in_flight()).saturating_add(disk)
+    }
+
+    /// What the tiers are, in one line, without secrets.
+    pub fn describe(&self) -> String {
+        let mut parts = Vec::new();
+        if self.ram_bytes > 0 {
+            parts.push(format!("{} of RAM", kvist_device::Bytes(self.ram_bytes)));
+        }
+        if let Some(dir) = &self.disk_dir {
+            parts.push(format!("{} on disk in {}", kvist_device::Bytes(self.disk_bytes), dir.display()));
+        }
+        if let Some(url) = &self.store {
+            parts.push(format!("a shared store ({})", url.split(':').next().unwrap_or_default()));
+        }
+        parts.join(", ")
+    }
+
+    /// Opens the stores. `block_bytes`: of a block of the cache. `fingerprint`: see [`TierConfig::fingerprint`].
+    ///
+    /// # Errors
+    /// A store cannot be opened as configured. A shared store that cannot be reached now is no error.
+    pub fn open(
+        &self,
+        scheduler: &Config,
+        block_bytes: u64,
+        fingerprint: Vec<u8>,
+    ) -> Result<Option<OpenTiers>, StoreError> {
+        if !self.is_on() {
+            return Ok(None);
+        }
+        let runtime = tier_runtime().map_err(|error| StoreError::Open {
+            store: "tiers".into(),
+            problem: format!("cannot start threads: {error}"),
+            advice: "Allow this user more threads (ulimit -u)".into(),
+        })?;
+        let mut stores = Vec::new();
+        let mut add = |store: Arc<dyn BlockStore>, guess: guess::Speed| {
+            let guess::Speed { bytes_per_s, latency } = guess;
+            stores.push(TierStore { store, bytes_per_s, latency });
+        };
+        if self.ram_bytes > 0 {
+            add(Arc::new(Ram::new(self.ram_bytes)), guess::RAM);
+        }
+        if let Some(dir) = &self.disk_dir {
+            add(runtime.block_on(open_disk(dir, self.disk_bytes, block_bytes))?, guess::DISK);
+        }
+        if let Some(url) = &self.store {
+            let _within = runtime.enter();
+            let store = open_shared(url)?;
+            let guess = match store.name() {
+                "redis" => guess::REDIS,
+                "s3" => guess::S3,
+                _ => guess::FOLDER,
+            };
+            add(store, guess);
+        }
+        let write = match self.write {
+            WriteTime::Through => Write::Through,
+            WriteTime::Back => Write::Back { ahead_tokens: scheduler.max_batch_tokens },
+        };
+        let config = TierConfig {
+            write,
+            max_bytes_in_flight: self.bytes_in_flight(),
+            runtime: Some(runtime.handle().clone()),
+            ..TierConfig::new(stores, fingerprint)
+        };
+        Ok(Some(OpenTiers { config, runtime: Some(runtime) }))
+    }
+}
+
+fn not_built(what: &str, feature: &str) -> String {
+    format!("a kvist that was built with {what}: cargo build --release --features {feature}")
+}
+
+#[cfg(feature = "disk-tier")]
+async fn open_disk(
+    dir: &Path,
+    capacity_bytes: u64,
+    block_bytes: u64,
+) -> Result<Arc<dyn BlockStore>, StoreError> {
+    use kvist_store::{Disk, DiskOptions, Limits};
+    let dir = dir.to_path_buf();
+    let limits = Limits::default();
+    Ok(Arc::new(
+        Disk::open(DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }).await?,
+    ))
+}
+
+#[cfg(feature = "disk-tier")]
+fn disk_memory(capacity_bytes: u64, block_bytes: u64) -> u64 {
+    kvist_store::DiskOptions::memory_bytes(capacity_bytes, block_bytes)
+}
+
+// `check` refuses these sections before anything is opened.
+#[cfg(not(feature = "disk-tier"))]
+async fn open_disk(dir: &Path, _: u64, _: u64) -> Result<Arc<dyn BlockStore>, StoreError> {
+    Err(StoreError::Open {
+        store: "disk".into(),
+        problem: format!("cannot open {}", dir.display()),
+        advice: not_built("tiers on a disk", "disk-tier"),
+    })
+}
+
+#[cfg(not(feature = "disk-tier"))]
+fn disk_memory(_: u64, _: u64) -> u64 {
+    0
+}
+
+#[cfg(feature = "shared-tier")]
+fn open_shared(url: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
+    Ok(Arc::new(kvist_store::Remote::open(url, kvist_store::Limits::default())?))
+}
+
+#[cfg(not(feature = "shared-tier"))]
+fn open_shared(_: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
+    Err(StoreError::Open {
+        store: "remote store".into(),
+        problem: "cannot be opened".into(),
+        advice: not_built("stores on a server", "shared-tier"),
+    })
+}
+
+/// Tiers whose stores are open. Their tasks end when this is dropped; the engine then computes what it would have loaded.
+pub struct OpenTiers {
+    config: TierConfig,
+    /// `None` while it is being dropped.
+    runtime: Option<Runtime>,
+}
+
+impl OpenTiers {
+    /// For [`EngineConfig::tiers`](kvist_engine::serving::EngineConfig::tiers).
+    pub fn config(&self) -> TierConfig {
+        self.config.clone()
+    }
+
+    /// Waits until `engine`, which computes nothing any more, has written what is on its way to the tiers, or the time is up:
+    /// what is not written is computed again some day.
+    pub fn flush(&self, engine: &Engine, most: Duration) {
+        let started = Instant::now();
+        let is_writing = || {
+            // The engine thread updates the figure when something is reported to it.
+            engine.blocking_inspect(|_| ());
+            engine.stats().tiers.is_some_and(|tiers| tiers.store_bytes > 0)
+        };
+        while started.elapsed() < most && is_writing() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for OpenTiers {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

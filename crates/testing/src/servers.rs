@@ -1,0 +1,159 @@
+//! Servers that keep blocks, for tests of stores and of what uses them.
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// A Redis or Valkey of its own, with the password `secret`, that stores nothing on disk. Killed when it is dropped.
+pub struct Redis {
+    port: u16,
+    process: Child,
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+impl Redis {
+    /// The installed server. `KVIST_REQUIRE_REDIS=1` makes a missing one an error.
+    fn program() -> Option<&'static str> {
+        let runs = |name: &&str| Command::new(name).arg("--version").stdout(Stdio::null()).status().is_ok();
+        let found = ["redis-server", "valkey-server"].into_iter().find(runs);
+        if found.is_none() {
+            assert!(
+                std::env::var_os("KVIST_REQUIRE_REDIS").is_none(),
+                "neither redis-server nor valkey-server is here"
+            );
+            eprintln!("skipped: neither redis-server nor valkey-server is here");
+        }
+        found
+    }
+
+    fn start(program: &str, port: u16) -> Redis {
+        let port_text = port.to_string();
+        let mut process = Command::new(program)
+            .args(["--port", &port_text, "--bind", "127.0.0.1", "--save", "", "--daemonize", "no"])
+            .args(["--requirepass", "secret", "--dir"])
+            .arg(std::env::temp_dir())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let ready =
+            lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("Ready to accept connections")));
+        assert!(ready.is_some(), "{program} ended");
+        // It must not wait for a reader of its log.
+        std::thread::spawn(move || lines.for_each(drop));
+        Redis { port, process }
+    }
+
+    /// `None` if neither server is installed.
+    pub fn new() -> Option<Redis> {
+        let program = Redis::program()?;
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        Some(Redis::start(program, port))
+    }
+
+    /// Kills the server, with all that it has. It can be [started again](Self::again) on the same port.
+    pub fn kill(self) -> u16 {
+        self.port
+    }
+
+    pub fn again(port: u16) -> Option<Redis> {
+        Some(Redis::start(Redis::program()?, port))
+    }
+
+    /// Host and port.
+    pub fn address(&self) -> String {
+        format!("127.0.0.1:{}", self.port)
+    }
+
+    pub fn url(&self, rest: &str) -> String {
+        format!("redis://:secret@{}/{rest}", self.address())
+    }
+}
+
+/// As much of S3 as a store of blocks uses, and what may go wrong with it: every n-th answer is an error, or ends early.
+#[derive(Default)]
+pub struct S3 {
+    objects: Mutex<HashMap<String, Vec<u8>>>,
+    pub requests: AtomicUsize,
+    /// 0 for never.
+    pub error_every: AtomicUsize,
+    pub short_every: AtomicUsize,
+}
+
+impl S3 {
+    /// Serves until the test process ends. Returns the URL of a bucket.
+    pub fn start(self: &Arc<Self>) -> String {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let s3 = self.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                let s3 = s3.clone();
+                std::thread::spawn(move || while s3.answer(stream.as_ref().unwrap()).is_some() {});
+            }
+        });
+        format!(
+            "s3://bucket/prefix?endpoint=http%3A%2F%2F127.0.0.1%3A{port}&region=here&access_key_id=me\
+             &secret_access_key=secret&disable_config_load=true&disable_ec2_metadata=true"
+        )
+    }
+
+    fn answer(&self, stream: &TcpStream) -> Option<()> {
+        let mut reader = BufReader::new(stream);
+        let mut line = String::new();
+        reader.read_line(&mut line).ok().filter(|bytes| *bytes > 0)?;
+        let mut words = line.split(' ');
+        let (method, path) = (words.next()?.to_owned(), words.next()?.to_owned());
+        let (mut length, mut signed) = (0, false);
+        loop {
+            let mut header = String::new();
+            reader.read_line(&mut header).ok()?;
+            let Some((name, value)) = header.split_once(':') else { break };
+            match name.to_ascii_lowercase().as_str() {
+                "content-length" => length = value.trim().parse().ok()?,
+                "authorization" => signed = value.contains("AWS4-HMAC-SHA256 Credential=me/"),
+                _ => {}
+            }
+        }
+        let mut body = vec![0; length];
+        reader.read_exact(&mut body).ok()?;
+        let request = self.requests.fetch_add(1, Ordering::SeqCst) + 1;
+        let every = |n: &AtomicUsize| {
+            request.is_multiple_of(n.load(Ordering::SeqCst).max(1)) && n.load(Ordering::SeqCst) > 0
+        };
+        let mut objects = self.objects.lock().unwrap();
+        let (status, body) = match method.as_str() {
+            _ if !signed || !path.starts_with("/bucket/prefix/") => ("403 Forbidden", vec![]),
+            _ if every(&self.error_every) => ("503 Slow Down", vec![]),
+            "PUT" => {
+                objects.insert(path, body);
+                ("200 OK", vec![])
+            }
+            "DELETE" => {
+                objects.remove(&path);
+                ("204 No Content", vec![])
+            }
+            "GET" | "HEAD" => match objects.get(&path) {
+                Some(object) => ("200 OK", object.clone()),
+                None => ("404 Not Found", vec![]),
+            },
+            _ => ("400 Bad Request", vec![]),
+        };
+        let mut stream = stream;
+        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\nETag: \"x\"\r\n\r\n", body.len());
+        let body = if method == "HEAD" { &[][..] } else { &body[..] };
+        let short = every(&self.short_every) && method == "GET";
+        let body = if short { &body[..body.len() / 2] } else { body };
+        stream.write_all(head.as_bytes()).ok()?;
+        stream.write_all(body).ok()?;
+        (!short).then_some(())
+    }
+}
