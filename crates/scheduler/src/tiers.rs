@@ -8,8 +8,9 @@
 //!
 //! A request with a prompt of at least one block waits until its prompt has been looked up, at most [`Tiers::grace_ns`].
 //! Then, when it would fit into memory, the blocks after its prefix hit are loaded, if that is faster than to compute them
-//! (`cost.rs`). While they are loaded it is neither waiting nor running. Afterwards it waits with its cells, like a paused
-//! request. If a load fails or is late, the tokens are computed.
+//! (`cost.rs`), in parts of at most [`Tiers::max_load_bytes`]. While they are loaded it is neither waiting nor running.
+//! Afterwards it waits with its cells, like a paused request, for the next part or for the batch. If a load fails or is late,
+//! the tokens are computed.
 //!
 //! Copies to the tiers either begin as soon as blocks are in the prefix index ([`Write::Through`]), or when free memory
 //! runs low, with the next victims of eviction ([`Write::Back`]). Both pin the blocks. What exceeds
@@ -295,6 +296,7 @@ impl Scheduler {
             self.note_cached(index, from, false);
             self.decide(now, Decision::Loaded { id: self.entries[index as usize].id, tokens: n_tokens });
         } else {
+            self.set_lower(index, Lower::Done);
             self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "failed" });
         }
         self.leave(index);
@@ -333,6 +335,7 @@ impl Scheduler {
         for id in late {
             self.tiers.as_mut().into_iter().for_each(|tiers| tiers.counters.late_loads += 1);
             let Some(index) = self.abandon_load(id) else { continue };
+            self.set_lower(index, Lower::Done);
             self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "late" });
             self.leave(index);
             self.wait(index);

@@ -355,6 +355,8 @@ fn configs() -> Vec<Config> {
                 max_failures: 4,
                 tiers: Some(Tiers {
                     recompute: Recompute { learn: j == 1, ..tiers(write).recompute },
+                    // Sometimes most loads need several parts.
+                    max_load_bytes: if (i + j) % 2 == 0 { 64 } else { 12 },
                     ..tiers(write)
                 }),
                 ..Config::default()
@@ -476,6 +478,38 @@ fn loaded_tokens_are_not_computed() {
     s.iterate(4000, &mut machine(1));
     let ended = s.drain_ended().next().unwrap();
     assert_eq!((ended.hit_tokens, ended.loaded), (12, [0; MAX_TIERS]));
+}
+
+/// 12 tokens are 12 bytes; with 4 in flight they come in three parts, and a part that fails is computed with the rest.
+#[test]
+fn what_exceeds_the_bound_is_loaded_in_parts() {
+    for fails in [None, Some(0), Some(2)] {
+        let config = Config { tiers: Some(Tiers { max_load_bytes: 4, ..tiers(Write::Through) }), ..config() };
+        let mut s = story(config);
+        s.found(0, RequestId(0), whole(0));
+        let mut loaded = 0;
+        for part in 0..3u32 {
+            let now = 10 + u64::from(part);
+            s.iterate(now, &mut machine(1));
+            let load = s.drain_orders().into_iter().find_map(|order| match order {
+                Order::Load(load) => Some(load),
+                _ => None,
+            });
+            let Some(load) = load else { break };
+            assert_eq!(
+                (load.positions.clone(), s.bytes_in_flight().0),
+                (4 * part..4 * part + 4, 4),
+                "{fails:?}"
+            );
+            let ok = fails != Some(part);
+            s.loaded(now, load.id, ok, 1);
+            loaded += if ok { 4 } else { 0 };
+        }
+        assert_eq!(loaded, 4 * fails.unwrap_or(3));
+        while s.iterate(20, &mut machine(1)) != Iteration::NothingToDo {}
+        let ended = s.drain_ended().next().unwrap();
+        assert_eq!((ended.loaded[0], computed(&s)), (loaded, u64::from(13 - loaded)), "{fails:?}");
+    }
 }
 
 #[test]

@@ -156,13 +156,13 @@ impl Scheduler {
         let Some(tiers) = &self.tiers else { return Begun::Decided };
         let entry = &self.entries[index as usize];
         let Lower::Found { runs, .. } = &entry.lower else { return Begun::Decided };
-        let (hit, block) = (self.lookup(entry).hit_tokens, self.memory.block_tokens());
+        // It has cells if a part was loaded already.
+        let hit = if entry.seq.is_some() { entry.cached } else { self.lookup(entry).hit_tokens };
+        let block = self.memory.block_tokens();
         let last = entry.wanted_content().min(entry.known - 1);
-        let (mut end, room) = (last - last % block, tiers.room_tokens());
-        if let Some(room) = room {
-            end = end.min(hit.saturating_add(room));
-        }
-        let choice = if end > hit && entry.seq.is_none() { tiers.choose(runs, hit, end) } else { None };
+        let (last, room) = (last - last % block, tiers.room_tokens());
+        let end = last.min(hit.saturating_add(room.unwrap_or(u32::MAX)));
+        let choice = if end > hit { tiers.choose(runs, hit, end) } else { None };
         let Some(choice) = choice else {
             // Whatever the tiers have is in the cache by now, or is faster to compute.
             let missed = runs.iter().find(|run| run.until > hit).filter(|_| end > hit);
@@ -171,13 +171,16 @@ impl Scheduler {
             return Begun::Decided;
         };
         let with_cells = self.running.len() + tiers.loading.len() + self.paused.len();
+        let with_cells = with_cells - usize::from(entry.seq.is_some());
         if room.is_none() || with_cells >= self.config.max_batch as usize {
             return Begun::Held;
         }
         if !self.has_memory(index) {
             return Begun::NoMemory;
         }
-        self.start(now, index, choice);
+        // What did not fit in flight is decided when this part has arrived.
+        let is_last = end == last || choice.runs.last().is_none_or(|run| run.until < end);
+        self.start(now, index, choice, is_last);
         Begun::Decided
     }
 
@@ -193,12 +196,13 @@ impl Scheduler {
         }
     }
 
-    /// Opens the sequence of a waiting request and begins to load. If the blocks do not fit after all, the request is
-    /// computed.
-    fn start(&mut self, now: StepTime, index: u32, choice: Choice) {
+    /// Opens the sequence of a waiting request, if it has none, and begins to load. If the blocks do not fit after all, the
+    /// request is computed. `is_last`: nothing is loaded for it after this.
+    fn start(&mut self, now: StepTime, index: u32, choice: Choice, is_last: bool) {
         let Choice { runs, tokens, expected_ns, estimate_ns } = choice;
         let n_tokens: u32 = tokens.iter().sum();
-        let hit = self.open(now, index);
+        let entry = &self.entries[index as usize];
+        let hit = if entry.seq.is_some() { entry.cached } else { self.open(now, index) };
         let seq = self.entries[index as usize].seq.expect("it was opened above");
         let free = u32::try_from(self.memory.free()).unwrap_or(u32::MAX);
         if free < n_tokens {
@@ -206,9 +210,11 @@ impl Scheduler {
             self.counters.evictions += 1;
             self.decide(now, Decision::Evict { needed: n_tokens, freed });
         }
-        self.set_lower(index, Lower::Done);
         let loading = self.memory.cache.load(seq, n_tokens);
         self.leave(index);
+        if is_last || loading.is_err() {
+            self.set_lower(index, Lower::Done);
+        }
         let Some(tiers) = &mut self.tiers else { return };
         tiers.changed = true;
         let Ok(loading) = loading else {
