@@ -115,11 +115,15 @@ impl Resident {
     /// Sets the block that span `i` writes to in `column`: an entry of its row, or the one after the last.
     pub fn write(&mut self, i: usize, column: u32, block: u32) {
         let at = self.span_rows[i];
-        let blocks = &mut self.rows[at as usize].blocks;
-        match blocks.get_mut(column as usize) {
+        let row = &mut self.rows[at as usize];
+        match row.blocks.get_mut(column as usize) {
             Some(known) if *known == block => return,
-            Some(known) => *known = block,
-            None => blocks.push(block),
+            Some(known) => {
+                *known = block;
+                // If the step is dropped, the sequence keeps its version, and this row no longer has it.
+                row.version = None;
+            }
+            None => row.blocks.push(block),
         }
         self.edits.push(TableEdit { row: at, column, block });
     }
