@@ -26,6 +26,7 @@ use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::{GroupSpec, Paged, Unbuildable};
 use crate::request::Refused;
+use crate::transfers::CachedBlock;
 use content::Keying;
 
 /// The time of a call. The index reads no clock; the caller passes the time.
@@ -435,6 +436,14 @@ impl Prefixes<'_> {
         let Cache { groups, index, epoch, .. } = &mut *self.cache;
         *epoch += 1;
         index.as_mut().expect(CHECKED).evict_until_free(groups, n_tokens, at)
+    }
+
+    /// Drops what is cached under a salt, as far as no sequence, pin or import uses it, and returns the dropped blocks: those
+    /// after their children in the index. Blocks in use stay cached, with those that they follow.
+    pub fn forget(&mut self, salt: &str, at: Moment) -> Vec<CachedBlock> {
+        let Cache { groups, index, epoch, .. } = &mut *self.cache;
+        *epoch += 1;
+        index.as_mut().expect(CHECKED).forget(groups, salt, at)
     }
 
     /// Statistics of the index.

@@ -1,7 +1,8 @@
 //! The operations between steps, chosen at random.
-use crate::drive::{Drive, Prefix, SALTS, Sequence};
+use crate::drive::{Drive, Known, Prefix, SALTS, Sequence};
 use kvist_cache::*;
 use kvist_testing::reference::Choices;
+use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
 impl Drive {
@@ -32,6 +33,7 @@ impl Drive {
                 let done = self.cache.sequences().expect("many").seq_rm(seq, 0, u32::MAX);
                 assert_eq!(done.is_ok(), self.sequences.remove(&seq).is_some());
             }
+            _ if choices.one_in(6) => self.forget(choices, at),
             _ => self.make_room(choices, at),
         }
         let removed = self.follow();
@@ -201,6 +203,34 @@ impl Drive {
             let blocks = report.blocks.expect("a paged group");
             let enough = blocks.free * self.block() >= n_tokens;
             assert!(enough || blocks.evictable == 0, "group {g} kept evictable blocks: {blocks:?}");
+        }
+    }
+
+    /// Drops what is cached under a salt: nothing in use, and everything else that no block in use follows.
+    fn forget(&mut self, choices: &mut Choices<'_>, at: Moment) {
+        let salt = choices.of(&SALTS);
+        self.log.push(format!("forget {salt:?}"));
+        let is_of = |drive: &Drive, known: &Known| drive.prefixes.list[known.prefix as usize].0 == salt;
+        let in_use: Vec<_> = (0..self.known.len()).map(|g| self.in_use(g)).collect();
+        let dropped = self.cache.prefixes().expect("an index").forget(salt, at);
+        let removed = self.follow();
+        let n_dropped: usize = dropped.iter().map(|cached| cached.blocks.len()).sum();
+        assert_eq!(removed.len(), n_dropped, "{dropped:?}");
+        for &(g, block) in &removed {
+            let is_dropped =
+                |cached: &CachedBlock| cached.blocks.contains(&BlockId { group: GroupId(g as u16), block });
+            assert!(dropped.iter().any(is_dropped), "{block} of group {g}");
+            let known = self.known[g].remove(&block).expect("it was cached");
+            assert!(is_of(self, &known) && !in_use[g].contains_key(&block), "{known:?} in group {g}");
+        }
+        let is_used = |(g, block): (usize, &u32)| in_use[g].contains_key(block);
+        let used = self.known.iter().enumerate().flat_map(|(g, known)| {
+            known.iter().filter(move |(block, _)| is_used((g, *block))).map(|(_, known)| known.prefix)
+        });
+        let used: Vec<u64> = used.collect();
+        for known in self.known.iter().flat_map(BTreeMap::values).filter(|known| is_of(self, known)) {
+            let leads_to_used = used.iter().any(|whole| self.prefixes.begins(*whole, known.prefix));
+            assert!(leads_to_used, "{known:?} is still cached");
         }
     }
 

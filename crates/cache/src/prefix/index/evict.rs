@@ -1,5 +1,5 @@
 //! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
-use super::{Index, blocks, blocks_mut};
+use super::{GroupIndex, Index, blocks, blocks_mut};
 use crate::events::{Change, ChangeReason};
 use crate::evict::Rank;
 use crate::ids::GroupId;
@@ -7,6 +7,8 @@ use crate::kind::Kind;
 use crate::kinds::NONE;
 use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent};
+use crate::transfers::CachedBlock;
+use std::collections::BTreeSet;
 
 impl Index {
     /// Ranks the blocks that became evictable since the last call, and offers them to eviction: all of them in window
@@ -93,6 +95,38 @@ impl Index {
         let mut lowest: Vec<u32> = lowest.collect();
         lowest.sort_unstable_by_key(|&block| std::cmp::Reverse((evict.ranks[block as usize], block)));
         lowest
+    }
+
+    /// See [`Prefixes::forget`](crate::Prefixes::forget).
+    pub fn forget(&mut self, groups: &mut [Box<dyn Kind>], salt: &str, at: Moment) -> Vec<CachedBlock> {
+        self.moment = at;
+        let Some(&root) = self.salts.get(salt) else { return Vec::new() };
+        let mut below = vec![root];
+        let mut next = 0;
+        while let Some(&node) = below.get(next) {
+            below.extend(self.tree.children(node));
+            next += 1;
+        }
+        let (mut forgotten, mut kept) = (Vec::new(), BTreeSet::new());
+        // Children before their parents.
+        for &node in below[1..].iter().rev() {
+            let is_used = |(kind, group): (&Box<dyn Kind>, &GroupIndex)| {
+                let block = group.block(node);
+                block != NONE && blocks(&**kind).evictable_node(block).is_none()
+            };
+            if kept.contains(&node) || groups.iter().zip(&self.groups).any(is_used) {
+                kept.insert(self.tree.parent(node));
+                continue;
+            }
+            let cached = self.cached_block(node);
+            // A node without blocks is one that a sequence is at, and goes with it.
+            if !cached.blocks.is_empty() {
+                (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
+                self.prune(groups, node);
+                forgotten.push(cached);
+            }
+        }
+        forgotten
     }
 
     /// Drops `node` and all nodes below it from every group: nothing below a node can be hit without it. Blocks that

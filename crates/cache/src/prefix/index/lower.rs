@@ -8,7 +8,7 @@ use crate::prefix::tree::Node;
 use crate::transfers::{BlockId, CachedBlock};
 
 impl Index {
-    fn cached_block(&self, node: Node) -> CachedBlock {
+    pub(super) fn cached_block(&self, node: Node) -> CachedBlock {
         let block =
             |(g, block): (usize, u32)| (block != NONE).then_some(BlockId { group: GroupId(g as u16), block });
         let of_groups = self.groups.iter().map(|group| group.block(node)).enumerate();
