@@ -24,10 +24,16 @@ deny:
     cargo deny --manifest-path crates/python/Cargo.toml --all-features check bans licenses sources
 
 # Stores of blocks on a disk and on servers, which `cargo test` does not build: minutes the first time. Redis or Valkey is tested if
-# it is installed (Debian: redis-server). `just store 1000` kills a process that writes 1000 times.
+# it is installed (Debian: redis-server). Then `kvist serve` over them. `just store 1000` kills a process that writes 1000 times.
 store kills="20":
-    cargo clippy -p kvist-store --features disk,remote --all-targets -- -D warnings
+    cargo clippy -p kvist-store -p kvist-server -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --all-targets -- -D warnings
     KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
+    cargo test -p kvist --features tiers --test tiers
+
+# Time to first token of a long prompt that is in the cache, in a tier, in a frozen prefix or nowhere. Needs a build with
+# `cargo build --release --features tiers`: `just bench-tiers --kvist target/release/kvist --model MODEL.gguf`.
+bench-tiers *args:
+    bench/tiers/ttft.py {{args}}
 
 # The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Builds wgpu first, for minutes.
 wgpu:

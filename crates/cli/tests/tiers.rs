@@ -12,10 +12,12 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
      to be confused with the length of a vector, which specifies the number of actual elements within the vector.";
 
-fn start(tier: &[&str]) -> Server {
-    let args =
-        ["--port", "0", "--kv", "f32", "--weights", "f32", "--context", "512", "--max-batch-tokens", "64"];
-    Server::spawn(&mut kvist(), &[&args, tier])
+const FLOAT: [&str; 4] = ["--kv", "f32", "--weights", "f32"];
+
+/// Loads whatever a tier has: the model is so small that computing would often be faster.
+fn start(context: &str, args: &[&[&str]]) -> Server {
+    let fixed = ["--port", "0", "--context", context, "--max-batch-tokens", "64", "--tier-load", "always"];
+    Server::spawn(&mut kvist(), &[&fixed, &args.concat()])
 }
 
 /// The text, and how many prompt tokens came from the tier of this name.
@@ -55,7 +57,7 @@ fn prompts() -> Vec<String> {
 }
 
 fn expected() -> Vec<String> {
-    let server = start(&[]);
+    let server = start("512", &[&FLOAT]);
     prompts().iter().map(|prompt| complete(&server, prompt, "").0).collect()
 }
 
@@ -68,7 +70,7 @@ fn a_disk_has_what_a_killed_server_computed() {
     let (dir, expected) = (tempfile::tempdir().unwrap(), expected());
     let dir = dir.path().join("blocks");
     for round in 0..4 {
-        let mut server = start(&disk(&dir));
+        let mut server = start("512", &[&FLOAT, &disk(&dir)]);
         for (prompt, expected) in prompts().iter().zip(&expected) {
             let (text, loaded) = complete(&server, prompt, "disk");
             assert_eq!(&text, expected, "round {round}");
@@ -83,11 +85,14 @@ fn a_disk_has_what_a_killed_server_computed() {
         server.wait();
     }
     // Another cache, weights that are computed with otherwise: other K and V.
-    for other in [["--kv", "f16"], ["--weights", "bf16"], ["--block-tokens", "32"]] {
-        let mut args = disk(&dir).to_vec();
-        args.extend(other);
-        let args = ["--port", "0", "--context", "512"].iter().chain(&args).copied().collect::<Vec<_>>();
-        let server = Server::spawn(&mut kvist(), &[&args]);
+    let cases: [&[&str]; 4] = [
+        &["--kv", "f16", "--weights", "f32"],
+        &["--kv", "f32", "--weights", "q8_0"],
+        &["--kv", "f32", "--weights", "f32", "--block-tokens", "32"],
+        &["--kv", "f32", "--weights", "f32", "--deterministic"],
+    ];
+    for other in cases {
+        let server = start("512", &[other, &disk(&dir)]);
         assert_eq!(complete(&server, &prompts()[0], "disk").1, 0, "{other:?}");
     }
 }
@@ -97,7 +102,7 @@ fn a_disk_has_what_a_killed_server_computed() {
 fn two_servers_share_a_redis() {
     let Some(redis) = Redis::new() else { return };
     let (expected, url) = (expected(), redis.url("kvist"));
-    let [first, second] = [0, 1].map(|_| start(&["--tier-store", &url]));
+    let [first, second] = [0, 1].map(|_| start("512", &[&FLOAT, &["--tier-store", &url]]));
     for (prompt, expected) in prompts().iter().zip(&expected) {
         assert_eq!(&complete(&first, prompt, "redis").0, expected);
     }
@@ -121,19 +126,18 @@ fn two_servers_share_a_redis() {
 /// Loads while the store is killed and comes back, again and again: every text stays right.
 #[test]
 fn a_redis_that_dies_in_mid_load_changes_no_text() {
-    let Some(mut redis) = Redis::new() else { return };
+    let Some(redis) = Redis::new() else { return };
     let (expected, url) = (expected(), redis.url("kvist"));
+    let mut redis = Some(redis);
     // So small that every prompt displaces the last one, and is loaded again.
-    let args = ["--context", "160", "--tier-store", &url];
-    let server = start(&args);
+    let server = start("160", &[&FLOAT, &["--tier-store", &url]]);
     for round in 0..6 {
         std::thread::scope(|scope| {
             let answers = scope.spawn(|| {
                 prompts().iter().map(|prompt| complete(&server, prompt, "redis").0).collect::<Vec<_>>()
             });
             if round % 2 == 1 {
-                let port = redis.kill();
-                redis = Redis::again(port).expect("it was here before");
+                redis = redis.take().and_then(|redis| Redis::again(redis.kill()));
             }
             assert_eq!(answers.join().unwrap(), expected, "round {round}");
         });
@@ -144,7 +148,7 @@ fn a_redis_that_dies_in_mid_load_changes_no_text() {
 fn two_servers_share_an_s3_that_fails_now_and_then() {
     let (expected, s3) = (expected(), Arc::new(S3::default()));
     let url = s3.start();
-    let [first, second] = [0, 1].map(|_| start(&["--tier-store", &url]));
+    let [first, second] = [0, 1].map(|_| start("512", &[&FLOAT, &["--tier-store", &url]]));
     for (prompt, expected) in prompts().iter().zip(&expected) {
         assert_eq!(&complete(&first, prompt, "s3").0, expected);
     }

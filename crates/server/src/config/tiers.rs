@@ -24,6 +24,19 @@ pub struct TiersSection {
     pub store: Option<String>,
     /// When blocks are copied to the tiers.
     pub write: WriteTime,
+    /// Which blocks are loaded.
+    pub load: LoadRule,
+}
+
+/// Which blocks of the tiers are loaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LoadRule {
+    /// Those that are expected to be there sooner than they would be computed.
+    #[default]
+    Auto,
+    /// All that a tier has: less work for the device, even if a prompt takes longer.
+    Always,
 }
 
 /// When blocks are copied to the tiers.
@@ -55,6 +68,8 @@ mod guess {
         pub latency: Duration,
     }
 
+    /// Always faster than computing.
+    pub const BOUNDLESS: Speed = Speed { bytes_per_s: u64::MAX, latency: Duration::ZERO };
     pub const RAM: Speed = Speed { bytes_per_s: 2_000_000_000, latency: Duration::from_micros(200) };
     pub const DISK: Speed = Speed { bytes_per_s: 500_000_000, latency: Duration::from_micros(500) };
     /// Over a network of 10 Gbit/s, or within the machine.
@@ -151,7 +166,10 @@ impl TiersSection {
         })?;
         let mut stores = Vec::new();
         let mut add = |store: Arc<dyn BlockStore>, guess: guess::Speed| {
-            let guess::Speed { bytes_per_s, latency } = guess;
+            let guess::Speed { bytes_per_s, latency } = match self.load {
+                LoadRule::Auto => guess,
+                LoadRule::Always => guess::BOUNDLESS,
+            };
             stores.push(TierStore { store, bytes_per_s, latency });
         };
         if self.ram_bytes > 0 {

@@ -7,7 +7,7 @@ use kvist_engine::serving::{EngineConfig, fingerprint};
 use kvist_model::Opened;
 use kvist_model::weights::WeightFormat;
 use kvist_server::ServerConfig;
-use kvist_server::config::{OpenTiers, TiersSection, WriteTime};
+use kvist_server::config::{LoadRule, OpenTiers, TiersSection, WriteTime};
 use std::path::PathBuf;
 
 #[derive(clap::Args)]
@@ -27,12 +27,21 @@ pub struct TierFlags {
     /// When blocks are copied to the tiers: as soon as they are cached, or shortly before they are evicted
     #[arg(long, value_name = "WHEN", help_heading = "Tiers below the cache")]
     tier_write: Option<When>,
+    /// Which blocks are loaded: those that come sooner than they would be computed, or all that a tier has
+    #[arg(long, value_name = "WHICH", help_heading = "Tiers below the cache")]
+    tier_load: Option<Which>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum When {
     Through,
     Back,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Which {
+    Auto,
+    Always,
 }
 
 impl TierFlags {
@@ -46,6 +55,11 @@ impl TierFlags {
             None => section.write,
             Some(When::Through) => WriteTime::Through,
             Some(When::Back) => WriteTime::Back,
+        };
+        section.load = match self.tier_load {
+            None => section.load,
+            Some(Which::Auto) => LoadRule::Auto,
+            Some(Which::Always) => LoadRule::Always,
         };
     }
 }

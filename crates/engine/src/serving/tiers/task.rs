@@ -10,6 +10,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::task::JoinSet;
 
+const LOOK_UP: &str = "look blocks up";
+
+/// A lookup that a store never ends ends here.
+const LONGEST_LOOKUP: Duration = Duration::from_secs(60);
+
 /// Blocks that are fetched at a time, for one load.
 const AT_ONCE: usize = 8;
 
@@ -128,9 +133,20 @@ impl Stores {
 
     async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> usize {
         let Some(one) = self.list.get(tier) else { return 0 };
-        match tokio::time::timeout(self.patience, one.store.lookup(keys)).await {
-            Ok(found) => one.note("look blocks up", found).unwrap_or(0).min(keys.len()),
-            Err(_) => 0,
+        let (store, wanted) = (one.store.clone(), keys.to_vec());
+        // Goes on when this waits no longer: a store that is asked less often while it is down learns so that it is.
+        let lookup =
+            tokio::spawn(tokio::time::timeout(LONGEST_LOOKUP, async move { store.lookup(&wanted).await }));
+        match tokio::time::timeout(self.patience, lookup).await {
+            Ok(Ok(Ok(found))) => one.note(LOOK_UP, found).unwrap_or(0).min(keys.len()),
+            // It was given up, or has panicked.
+            Ok(_) => 0,
+            Err(_) => {
+                let limit_ms = u64::try_from(self.patience.as_millis()).unwrap_or(u64::MAX);
+                let late = StoreError::TimedOut { store: one.store.name().into(), action: LOOK_UP, limit_ms };
+                one.note::<()>(LOOK_UP, Err(late));
+                0
+            }
         }
     }
 

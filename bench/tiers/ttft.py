@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""Time to first token of a long prompt from every place that can have it: computed, from the cache, from tiers in RAM, on a
+disk and in Redis, and from a frozen prefix.
+
+    bench/tiers/ttft.py --kvist target/release/kvist --model b-q8_0.gguf
+
+`kvist` has to be built with `--features tiers`. Redis is left out if `redis-server` is not installed. The cache has room for one
+prompt alone, so that two prompts that take turns are never found there. The figure is the median over --rounds. Beside it stands
+the time of one decode step at that depth, and, for the disk, what direct reads of as many bytes of the same files take in the
+same run. Only the standard library is needed.
+"""
+import argparse
+import http.client
+import json
+import mmap
+import os
+import pathlib
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class Server:
+    def __init__(self, kvist, model, tokens, *args):
+        context = ["--context", str(tokens + 512)]
+        command = [kvist, "serve", "--quiet", "--model", model, "--port", "0", "--request-timeout", "3600"]
+        self.process = subprocess.Popen(command + context + list(args), stdout=subprocess.PIPE, text=True)
+        line = self.process.stdout.readline()
+        if "http://" not in line:
+            raise SystemExit(f"kvist serve {' '.join(args)} did not start")
+        self.address = line.rsplit("http://", 1)[1].strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        self.process.wait()
+
+    def complete(self, prompt, max_tokens=1):
+        """Seconds to the first token, seconds per further token, cached tokens, and the tokens that came from tiers."""
+        connection = http.client.HTTPConnection(self.address, timeout=3600)
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+                "stream_options": {"include_usage": True}, "kvist": {"explain": True}}
+        began = time.perf_counter()
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        first = last = usage = None
+        loaded = {}
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            usage = chunk.get("usage") or usage
+            for prompt_ in chunk.get("kvist", {}).get("prompts", []):
+                loaded = prompt_.get("loaded_tokens", loaded)
+            if chunk["choices"]:
+                last = time.perf_counter()
+                first = first or last
+        if first is None:
+            raise SystemExit("no token came")
+        step = (last - first) / (max_tokens - 1) if max_tokens > 1 else None
+        return first - began, step, usage["prompt_tokens_details"]["cached_tokens"], loaded
+
+    def metric(self, name):
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + " ", name + "{")))
+
+    def settle(self):
+        while self.metric("kvist_tier_store_bytes") > 0:
+            time.sleep(0.05)
+
+
+def direct_read(folder, n_bytes, n_chunk=8 << 20):
+    """Seconds for n_bytes of the store's files, read directly, several at a time as the store does."""
+    files = sorted(p for p in pathlib.Path(folder).iterdir() if p.name.startswith("foyer"))
+    buffer = mmap.mmap(-1, n_chunk)
+    began, left = time.perf_counter(), n_bytes
+    for path in files:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        try:
+            at = 0
+            while left > 0 and at + n_chunk <= path.stat().st_size:
+                at += os.preadv(handle, [buffer], at)
+                left -= n_chunk
+        finally:
+            os.close(handle)
+        if left <= 0:
+            break
+    return time.perf_counter() - began
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--kvist", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dir", help="where the disk's store is made; default: the system's temporary folder")
+    parser.add_argument("--json", help="write the figures here")
+    args = parser.parse_args()
+    rng = random.Random(1)
+    # The random model's tokenizer knows bytes: a letter is a token.
+    prompts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=args.tokens)) for _ in range(2)]
+    plan = subprocess.run([args.kvist, "serve", "--model", args.model, "--context", str(args.tokens), "--dry-run", "--json"],
+                          capture_output=True, text=True, check=True)
+    plan = json.loads(plan.stdout)
+    token_bytes = plan["bound"]["kv_cache"] / plan["cache_tokens"]
+    folder = tempfile.mkdtemp(dir=args.dir)
+    disk = ["--tier-disk", folder + "/blocks", "--tier-disk-size", "4GiB"]
+    redis = redis_url = None
+    if shutil.which("redis-server"):
+        port = free_port()
+        redis = subprocess.Popen(["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder],
+                                 stdout=subprocess.DEVNULL)
+        redis_url = f"redis://127.0.0.1:{port}/bench"
+    figures = {}
+
+    def note(name, seconds, cached, source):
+        figures.setdefault(name, []).append(seconds)
+        print(f"{name:14} {seconds:8.3f} s   {cached} of {args.tokens} tokens cached {source or ''}", flush=True)
+
+    try:
+        tiers = ["--tier-ram", "4GiB", *disk] + (["--tier-store", redis_url] if redis else [])
+        with Server(args.kvist, args.model, args.tokens, *tiers) as server:
+            for prompt in prompts:
+                seconds, step, cached, source = server.complete(prompt, 9)
+                note("computed", seconds, cached, source)
+                note("one step", step, cached, "")
+                server.settle()
+            for i in range(args.rounds):
+                seconds, step, cached, source = server.complete(prompts[i % 2], 9)
+                note("tier: RAM", seconds, cached, source)
+                note("one step", step, cached, "")
+                seconds, _, cached, source = server.complete(prompts[i % 2])
+                note("cache", seconds, cached, source)
+        with Server(args.kvist, args.model, args.tokens, *disk) as server:
+            for i in range(args.rounds):
+                seconds, _, cached, source = server.complete(prompts[i % 2])
+                note("tier: disk", seconds, cached, source)
+                note("direct reads", direct_read(folder + "/blocks", cached * token_bytes), cached, "")
+        if redis:
+            with Server(args.kvist, args.model, args.tokens, "--tier-store", redis_url) as server:
+                for i in range(args.rounds):
+                    seconds, _, cached, source = server.complete(prompts[i % 2])
+                    note("tier: Redis", seconds, cached, source)
+        text, frozen = folder + "/prefix.txt", folder + "/prefix.kvp"
+        pathlib.Path(text).write_text(prompts[0])
+        freeze = [args.kvist, "prefix", "freeze", "--raw", "--quiet", "--model", args.model, "--text", text, "--out", frozen]
+        subprocess.run(freeze, check=True, stdout=subprocess.DEVNULL)
+        for _ in range(args.rounds):
+            # A new process each time: its first prompt.
+            with Server(args.kvist, args.model, args.tokens, "--prefix", frozen) as server:
+                seconds, _, cached, source = server.complete(prompts[0] + "xyz")
+                note("frozen prefix", seconds, cached, source)
+        medians = {name: statistics.median(values) for name, values in figures.items()}
+        step, direct = medians["one step"], medians["direct reads"]
+        print(f"\n{args.tokens} tokens of {token_bytes:.0f} bytes; medians")
+        for name, seconds in medians.items():
+            print(f"{name:14} {seconds * 1e3:9.1f} ms  {medians['computed'] / seconds:8.1f} x computed   "
+                  f"{seconds / step:6.2f} steps")
+        bound = step + 1.4 * direct
+        print(f"disk: {medians['tier: disk'] / bound:.2f} of one step + 1.4 x direct reads")
+        if args.json:
+            pathlib.Path(args.json).write_text(json.dumps({"figures": figures, "token_bytes": token_bytes}, indent=1))
+    finally:
+        if redis:
+            redis.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
