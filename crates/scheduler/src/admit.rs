@@ -103,6 +103,10 @@ impl Scheduler {
             if self.has_batch_room() && self.enter(now, key.index) {
                 return Some(self.entered(key, head));
             }
+            // A request comes before prompts that are only retained.
+            if self.has_batch_room() && self.unretain(now, false) {
+                continue;
+            }
             let others_run = !self.running.is_empty();
             let helps = !others_run || self.preemption_would_help(key);
             if helps && make_fit(&mut Admitting { scheduler: self, now, token_budget }, key) {
@@ -122,7 +126,10 @@ impl Scheduler {
                     return Some(self.entered(key, head));
                 }
             }
-            // No other request has cells.
+            // No other request has cells, and pinned prompts have the rest.
+            if self.unretain(now, true) {
+                continue;
+            }
             self.end(now, key.index, End::Refused(RefusalReason::NeverFits));
         }
     }

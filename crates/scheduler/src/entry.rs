@@ -1,6 +1,7 @@
 //! What the scheduler stores per live request, and the request's state.
 use crate::policy::{Rank, View};
 use crate::request::*;
+use crate::retain::Retention;
 use crate::tiers::{MAX_TIERS, Run};
 use kvist_cache::{MissReason, Prompt, SeqId};
 use std::sync::Arc;
@@ -75,6 +76,7 @@ pub(crate) struct Entry {
     pub prompt: Prompt,
     /// True if the prefix index must not supply any of its tokens.
     pub skip_prefix_cache: bool,
+    pub retain: Option<Retention>,
     /// Cells reserved for it by conservative admission.
     pub reserved: u64,
     /// The last prefix lookup: hit length, length looked up, and index version.

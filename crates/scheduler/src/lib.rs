@@ -26,6 +26,7 @@ mod policy;
 mod preempt;
 mod replay;
 mod request;
+mod retain;
 mod scheduler;
 mod snapshot;
 mod tiers;
@@ -42,6 +43,7 @@ pub use outcome::{Advance, BadOutcome, Emitted, Outcome, Sampled};
 pub use policy::{BuildPolicy, POLICIES, Rank, SchedulingPolicy, View, build_policy};
 pub use replay::{Replay, ReplayError, Replayed, replay};
 pub use request::{End, Ended, RefusalReason, Request, RequestId};
+pub use retain::Retention;
 pub use scheduler::{Duplicate, RequestStatus, Scheduler, SchedulerCounters};
 pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
 pub use tiers::{

@@ -70,6 +70,10 @@ impl Log {
     pub(crate) fn cancel(&mut self, n: u64, at_ns: u64, id: RequestId) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"cancel\":{id}}}"));
     }
+    pub(crate) fn forget(&mut self, n: u64, at_ns: u64, salt: &str) {
+        let salt = serde_json::to_string(salt).unwrap_or_default();
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"forget\":{salt}}}"));
+    }
     pub(crate) fn found(&mut self, n: u64, at_ns: u64, id: RequestId, runs: &[Run]) {
         if self.is_on() {
             let runs = serde_json::to_string(runs).unwrap_or_default();
@@ -169,6 +173,7 @@ impl Log {
                 }
                 Decision::Loaded { id, tokens } => write!(t, "\"loaded\":{id},\"tokens\":{tokens}}}"),
                 Decision::NotLoaded { id, why } => write!(t, "\"not_loaded\":{id},\"why\":\"{why}\"}}"),
+                Decision::Unretain { tokens } => write!(t, "\"unretain\":{tokens}}}"),
                 Decision::Demote { blocks } => write!(t, "\"demote\":{blocks}}}"),
             }
         });
@@ -257,6 +262,10 @@ pub(crate) enum Decision<'a> {
         id: RequestId,
         seq: SeqId,
         hit: u32,
+    },
+    /// A retained prompt of so many tokens gives way.
+    Unretain {
+        tokens: u32,
     },
     /// A paused request continues with its kept cache.
     Resume {

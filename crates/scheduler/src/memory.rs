@@ -14,7 +14,7 @@ pub(crate) struct StepTime {
 }
 
 impl StepTime {
-    fn moment(self) -> Moment {
+    pub fn moment(self) -> Moment {
         Moment { now_ns: self.now_ns }
     }
 }

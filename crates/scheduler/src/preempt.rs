@@ -22,7 +22,7 @@ pub(crate) enum Freed {
 
 impl Scheduler {
     /// Frees memory after a step did not fit `group`. `needed`: cells the step needs; `available`: cells that are free
-    /// or evictable. Tries in this order: evict blocks that only the prefix index uses; compute fewer prompt tokens in
+    /// or evictable. Tries in this order: evict blocks that only the prefix index uses; give up retained prompts; compute fewer prompt tokens in
     /// this step, if the group frees blocks that left its window; drop the cache of the lowest-ranked paused request;
     /// preempt the lowest-ranked running request; end the only running request, which already has the cache to itself.
     /// If copies to or from a tier have the rest of the cache, that request waits for them.
@@ -42,6 +42,9 @@ impl Scheduler {
                 return Freed::Evicted;
             }
         }
+        if self.unretain(now, false) {
+            return Freed::Evicted;
+        }
         if self.memory.frees_out_of_window(group) && self.shorten_prompts(needed.saturating_sub(available)) {
             return Freed::Changed;
         }
@@ -54,6 +57,8 @@ impl Scheduler {
             self.preempt(now, worst.index, "memory", false);
         } else if self.tiers.as_ref().is_some_and(|tiers| tiers.is_busy()) {
             return Freed::Later;
+        } else if self.unretain(now, true) {
+            return Freed::Evicted;
         } else {
             self.end(now, worst.index, End::Refused(RefusalReason::CacheFull));
         }

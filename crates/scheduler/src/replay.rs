@@ -52,6 +52,7 @@ struct Event {
     at: u64,
     arrive: Option<Request>,
     cancel: Option<RequestId>,
+    forget: Option<String>,
     #[serde(default)]
     idle: bool,
     #[serde(default)]
@@ -206,12 +207,14 @@ impl Replay {
                 format!("found event {}, expected {expected}: lines are missing or duplicated", event.n),
             ));
         }
-        let kinds = [event.arrive.is_some(), event.cancel.is_some(), event.steps.is_some()];
+        let kinds =
+            [event.arrive.is_some(), event.cancel.is_some(), event.forget.is_some(), event.steps.is_some()];
         let of_tiers = [event.found.is_some(), event.loaded.is_some(), event.stored.is_some()];
         let of_plans = [event.idle, event.abandoned];
         let n_kinds = kinds.into_iter().chain(of_tiers).chain(of_plans).filter(|&is| is).count();
         if n_kinds != 1 {
-            let what = "expected one of arrive, cancel, steps, idle, abandoned, found, loaded and stored";
+            let what =
+                "expected one of arrive, cancel, forget, steps, idle, abandoned, found, loaded and stored";
             return Err(wrong(line, what.into()));
         }
         if let Some(request) = event.arrive {
@@ -220,6 +223,8 @@ impl Replay {
             if !scheduler.cancel(event.at, id) {
                 return Err(wrong(line, format!("request {id} is cancelled, but is not live")));
             }
+        } else if let Some(salt) = event.forget {
+            scheduler.forget(event.at, &salt);
         } else if let Some(id) = event.found {
             scheduler.found(event.at, id, event.runs);
         } else if let Some(id) = event.loaded {

@@ -1,4 +1,5 @@
 //! Requests, and how they end.
+use crate::retain::Retention;
 use crate::tiers::MAX_TIERS;
 use kvist_cache::{MissReason, Prompt};
 use serde::{Deserialize, Serialize};
@@ -43,6 +44,9 @@ pub struct Request {
     /// indexed as usual.
     #[serde(default, rename = "fresh", skip_serializing_if = "std::ops::Not::not")]
     pub skip_prefix_cache: bool,
+    /// Keeps the prompt in the prefix index after the request.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub retain: Option<Retention>,
 }
 
 impl Request {
@@ -58,6 +62,7 @@ impl Request {
             priority: 0,
             salt: Arc::from(""),
             skip_prefix_cache: false,
+            retain: None,
         }
     }
 }

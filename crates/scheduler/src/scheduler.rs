@@ -9,6 +9,7 @@ use crate::log::{Decision, Log};
 use crate::memory::{Memory, StepTime};
 use crate::outcome::Outcome;
 use crate::request::*;
+use crate::retain::Shelf;
 use crate::tiers::{MAX_TIERS, TierState};
 use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
 use std::collections::{BTreeSet, HashMap};
@@ -58,6 +59,7 @@ pub struct Scheduler {
     pub(crate) decisions: Log,
     pub(crate) events: Log,
     pub(crate) tiers: Option<Box<TierState>>,
+    pub(crate) shelf: Shelf,
 }
 
 /// Running totals.
@@ -131,6 +133,7 @@ impl Scheduler {
             memory,
             config,
             tiers: tiers.map(Box::new),
+            shelf: Shelf::default(),
             entries: Vec::new(),
             vacant: Vec::new(),
             by_id: HashMap::new(),
@@ -294,6 +297,7 @@ impl Scheduler {
             salt: request.salt,
             prompt: request.prompt,
             skip_prefix_cache: request.skip_prefix_cache,
+            retain: request.retain,
             reserved: 0,
             found: None,
             overtaken: 0,
@@ -417,6 +421,7 @@ impl Scheduler {
     pub(crate) fn end(&mut self, now: StepTime, index: u32, end: End) {
         self.cancel_load(index);
         self.set_lower(index, Lower::Done);
+        self.retain(now, index);
         self.leave(index);
         self.release(index);
         self.blocked = None;

@@ -409,12 +409,18 @@ impl Scheduler {
         let Some(seq) = entry.seq else { return };
         let before = from.saturating_sub(tiers.block_tokens);
         let mut blocks = self.memory.cache.cached_blocks(seq, before);
-        let parent = if from > 0 && !blocks.is_empty() { Some(blocks.remove(0)) } else { None };
+        let parent = match from {
+            0 => None,
+            // The sequence may have a block of its own there, because the index has dropped the one that it had, or has
+            // another one. Then what follows cannot be named.
+            _ if blocks.first().is_none_or(|parent| parent.blocks.is_empty()) => return,
+            _ => blocks.remove(0).blocks.first().map(|id| id.block),
+        };
         if let Some(tokens) = entry.prompt.tokens() {
             let end = from as usize + blocks.len() * tiers.block_tokens as usize;
             tiers.orders.push(Order::Cached(CachedTokens {
                 salt: entry.salt.clone(),
-                parent: parent.and_then(|parent| Some(parent.blocks.first()?.block)),
+                parent,
                 blocks: blocks.clone(),
                 tokens: tokens.get(from as usize..end).unwrap_or_default().to_vec(),
             }));

@@ -113,6 +113,10 @@ impl Drive {
         request.prompt = Prompt::Tokens(prompt);
         request.salt = if self.random.below(8) == 0 { "other".into() } else { "".into() };
         request.skip_prefix_cache = self.random.below(16) == 0;
+        if self.random.below(4) == 0 {
+            let (priority, pin) = (self.random.below(3) as u8, self.random.below(3) == 0);
+            request.retain = Some(Retention { ttl_ns: self.random.below(20_000).into(), priority, pin });
+        }
         self.live.insert(request.id, request.clone());
         self.generated.insert(request.id, Vec::new());
         self.scheduler.arrive(self.now, request).unwrap();
@@ -124,7 +128,7 @@ impl Drive {
                 Order::Find(find) => self.asked.push(find.request),
                 Order::Load(load) => self.moving.push(Moving::Load(load)),
                 Order::Store(store) => self.moving.push(Moving::Store(store)),
-                Order::Abandon { .. } => {}
+                Order::Abandon { .. } | Order::Remove(_) => {}
                 Order::Cached(cached) => self.note_cached(&cached),
             }
         }
@@ -141,7 +145,11 @@ impl Drive {
             for (i, token) in (0..).zip(tokens) {
                 hash = mix(hash, *token);
                 for id in &block.blocks {
-                    assert_eq!(self.cells[id.group.0 as usize][&(id.block * BLOCK + i)], hash);
+                    assert_eq!(
+                        self.cells[id.group.0 as usize][&(id.block * BLOCK + i)],
+                        hash,
+                        "{cached:?} {block:?}"
+                    );
                 }
             }
         }
@@ -267,6 +275,10 @@ impl Drive {
                 let id = ids[self.random.index(ids.len())];
                 self.scheduler.cancel(self.now, id);
             }
+            5 if self.random.below(8) == 0 => {
+                let salt = if self.random.below(3) == 0 { "other" } else { "" };
+                self.scheduler.forget(self.now, salt);
+            }
             6 => self.now += u64::from(self.random.below(2000)),
             _ => self.step(),
         }
@@ -283,11 +295,19 @@ impl Drive {
             self.step();
             self.take_orders();
             self.report();
+            self.take_orders();
             self.now += 10;
             self.check();
         }
         assert!(self.live.is_empty(), "{:?} do not end", self.live.keys());
         assert_eq!((self.scheduler.bytes_in_flight(), self.scheduler.n_loading()), ((0, 0), 0));
+        // Nothing else has blocks than the prompts that are retained.
+        assert!(self.scheduler.retained_tokens() <= 60, "half of the cache");
+        for salt in ["", "other"] {
+            self.scheduler.forget(self.now, salt);
+        }
+        self.check();
+        assert_eq!((self.scheduler.retained_tokens(), self.scheduler.evictable_cells()), (0, 0));
         for g in 0..self.cells.len() {
             let in_use = self.scheduler.cache().block_uses(GroupId(g as u16)).filter(|block| match block {
                 BlockUse::Free | BlockUse::Evictable => false,

@@ -234,8 +234,9 @@ impl TierDriver {
         };
         let tokens = cached.tokens.chunks_exact(self.block_tokens as usize);
         for (block, tokens) in cached.blocks.iter().zip(tokens) {
+            let key = chain.next(tokens);
             if let Some(first) = block.blocks.first() {
-                self.keys.insert(first.block, chain.next(tokens));
+                self.keys.insert(first.block, key);
             }
         }
     }

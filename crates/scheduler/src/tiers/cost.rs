@@ -175,8 +175,10 @@ impl Scheduler {
         if room.is_none() || with_cells >= self.config.max_batch as usize {
             return Begun::Held;
         }
-        if !self.has_memory(index) {
-            return Begun::NoMemory;
+        while !self.has_memory(index) {
+            if !self.unretain(now, false) {
+                return Begun::NoMemory;
+            }
         }
         // What did not fit in flight is decided when this part has arrived.
         let is_last = end == last || choice.runs.last().is_none_or(|run| run.until < end);

@@ -38,6 +38,9 @@ pub enum Order {
     Cached(CachedTokens),
     /// Copy blocks to the tiers, and report [`stored`](crate::Scheduler::stored).
     Store(StoreOrder),
+    /// Remove these blocks from the tiers: the prefix index has dropped them because it was told to. They can belong to
+    /// other sequences by now, so the driver removes what it knew of them. There is nothing to report.
+    Remove(Vec<CachedBlock>),
     /// The result of this load is not needed any more. It must still be reported when nothing is written to its blocks
     /// any more.
     Abandon {
