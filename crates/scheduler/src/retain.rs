@@ -100,8 +100,7 @@ impl Scheduler {
         while self.shelf.list.len() >= MOST || self.shelf.n_tokens + u64::from(n_tokens) > most {
             let gives_way = self.shelf.first(now.now_ns).filter(|&(i, is_pinned)| {
                 let there = self.shelf.list[i].retention;
-                !is_pinned && (retention.pin || there.priority <= retention.priority)
-                    || is_pinned && retention.pin
+                retention.pin || !is_pinned && there.priority <= retention.priority
             });
             let Some((i, _)) = gives_way else { return };
             self.give_way(now, i);

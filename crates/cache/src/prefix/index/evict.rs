@@ -1,5 +1,5 @@
 //! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
-use super::{GroupIndex, Index, blocks, blocks_mut};
+use super::{Index, blocks, blocks_mut};
 use crate::events::{Change, ChangeReason};
 use crate::evict::Rank;
 use crate::ids::GroupId;
@@ -110,18 +110,20 @@ impl Index {
         let (mut forgotten, mut kept) = (Vec::new(), BTreeSet::new());
         // Children before their parents.
         for &node in below[1..].iter().rev() {
-            let is_used = |(kind, group): (&Box<dyn Kind>, &GroupIndex)| {
+            let is_used = groups.iter().zip(&self.groups).any(|(kind, group)| {
                 let block = group.block(node);
                 block != NONE && blocks(&**kind).evictable_node(block).is_none()
-            };
-            if kept.contains(&node) || groups.iter().zip(&self.groups).any(is_used) {
+            });
+            if kept.contains(&node) || is_used {
                 kept.insert(self.tree.parent(node));
                 continue;
             }
             let cached = self.cached_block(node);
             // A node without blocks is one that a sequence is at, and goes with it.
             if !cached.blocks.is_empty() {
-                (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
+                for g in 0..groups.len() {
+                    self.drop_block(groups, g, node);
+                }
                 self.prune(groups, node);
                 forgotten.push(cached);
             }
@@ -133,7 +135,9 @@ impl Index {
     /// a sequence uses stay with the sequence, uncached.
     pub(super) fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
         if self.tree.is_leaf(node) {
-            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
+            for g in 0..groups.len() {
+                    self.drop_block(groups, g, node);
+                }
             return self.prune(groups, node);
         }
         let mut below = vec![node];
@@ -143,7 +147,9 @@ impl Index {
             next += 1;
         }
         for &node in below.iter().rev() {
-            (0..groups.len()).for_each(|g| self.drop_block(groups, g, node));
+            for g in 0..groups.len() {
+                    self.drop_block(groups, g, node);
+                }
             self.prune(groups, node);
         }
     }
