@@ -199,6 +199,8 @@ pub struct EngineStats {
     pub busy_ns: u64,
     /// What speculation has achieved; `None` without it. There is an entry for each position that a draft can have.
     pub speculation: Option<Counts>,
+    /// Tokens of prompts that jobs asked to keep ([`Job::retain`]).
+    pub retained_tokens: u64,
     /// What the tiers below the cache did; `None` without them.
     pub tiers: Option<TierStats>,
 }
@@ -467,6 +469,13 @@ impl Engine {
         let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
         self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
         answer.blocking_recv().ok()
+    }
+
+    /// Drops what the cache has under a salt, except blocks that running jobs use, and returns the number of blocks. Tiers drop
+    /// these blocks too; what only a tier has stays there, until it is overwritten. `None` if the engine thread has ended.
+    pub async fn forget(&self, salt: &str) -> Option<usize> {
+        let salt: Arc<str> = salt.into();
+        self.inspect(move |state| state.scheduler.forget(state.now_ns(), &salt)).await
     }
 
     /// Returns whether the engine thread is alive. Never blocks, even while a step runs.

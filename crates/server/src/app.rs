@@ -3,7 +3,7 @@
 use crate::checks::{around, authenticate, cors};
 use crate::error::ApiError;
 use crate::state::ServerState;
-use crate::{dashboard, health, openai, sessions};
+use crate::{cache, dashboard, health, openai, sessions};
 use axum::Router;
 use axum::extract::{Request, State};
 use axum::http::StatusCode;
@@ -27,6 +27,7 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .route("/v1/sessions/{id}/rollback", post(sessions::rollback))
         .route("/v1/sessions/{id}/save", post(sessions::save))
         .route("/v1/sessions/{id}/keep", post(sessions::keep))
+        .route("/v1/cache", axum::routing::delete(cache::forget))
         .route("/tokenize", post(openai::tokenize))
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(health::metrics))

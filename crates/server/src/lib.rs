@@ -16,6 +16,7 @@ mod auth;
 mod blocking;
 mod bodies;
 mod body;
+mod cache;
 mod checks;
 pub mod config;
 mod connection;

@@ -105,6 +105,14 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         count("kvist_lost_tokens_total", "Computed tokens that preemptions discarded.", c.lost_tokens),
     ];
     readings.extend(stats.speculation.iter().flat_map(of_speculation));
+    let retained = stats.retained_tokens as f64;
+    readings.push(Reading(
+        "kvist_retained_tokens",
+        "gauge",
+        "Tokens of prompts that requests asked to keep.",
+        retained,
+        None,
+    ));
     readings.extend(stats.tiers.iter().flat_map(of_tiers));
     readings
 }

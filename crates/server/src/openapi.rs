@@ -27,6 +27,13 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         "schema": {"type": "string"}, "example": bounds.model,
     }]);
     path("/v1/models/{model}", "get", model);
+    let drops = "Drop what the cache has of this key's prompts, except blocks that running requests use";
+    let mut forget = gets(drops, "CacheDeleted", &["400", "401"]);
+    forget["parameters"] = json!([{
+        "name": "cache_salt", "in": "query", "required": false, "description": "Of the requests; by default none",
+        "schema": {"type": "string"}, "example": "",
+    }]);
+    path("/v1/cache", "delete", forget);
     sessions(&mut path, &streamed);
     path("/health", "get", open(gets("The process is up", "Status", &[])));
     path("/ready", "get", open(gets("The server accepts new requests", "Status", &["503"])));
@@ -277,6 +284,10 @@ fn session_components(schemas: &Schemas) -> Value {
         "Deleted": object(
             &["id", "object", "deleted"],
             json!({"id": text(), "object": text(), "deleted": {"type": "boolean"}}),
+        ),
+        "CacheDeleted": object(
+            &["object", "cache_salt", "deleted_blocks"],
+            json!({"object": text(), "cache_salt": text(), "deleted_blocks": count()}),
         ),
     })
 }

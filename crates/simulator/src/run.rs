@@ -417,6 +417,7 @@ fn as_scheduled(request: &Request, i: usize, at_ns: u64, max_new: Option<u32>) -
         priority: request.priority,
         salt: request.salt.clone().unwrap_or_else(|| Arc::from("")),
         skip_prefix_cache: false,
+        retain: None,
     }
 }
 

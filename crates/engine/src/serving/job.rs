@@ -2,7 +2,7 @@
 use crate::sampler::SamplerConfig;
 use crate::text::Stops;
 use kvist_cache::MissReason;
-use kvist_scheduler::MAX_TIERS;
+use kvist_scheduler::{MAX_TIERS, Retention};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -34,6 +34,8 @@ pub struct Job {
     pub salt: Arc<str>,
     /// Larger is more urgent. Only some scheduling policies use it.
     pub priority: i32,
+    /// Keeps the prompt in the prefix index after the job.
+    pub retain: Option<Retention>,
     /// The job ends at this time, waiting or running, with [`FinishReason::Deadline`].
     pub deadline: Option<Instant>,
     /// Report why the prefix index supplied no more tokens.
@@ -63,6 +65,7 @@ impl Job {
             tenant: "".into(),
             salt: "".into(),
             priority: 0,
+            retain: None,
             deadline: None,
             explain: false,
             pace: None,

@@ -236,6 +236,7 @@ impl Thread {
             priority: job.priority,
             salt: job.salt,
             skip_prefix_cache: job.prompt_logprobs,
+            retain: job.retain,
         };
         match self.state.scheduler.arrive(now, request) {
             Ok(()) => self.watchers.iter_mut().for_each(|watcher| watcher.arrived(id, &job.name)),
@@ -347,6 +348,7 @@ impl Thread {
             kv_bytes_read: self.state.executor.counters().bytes_read,
             busy_ns: self.busy_ns,
             speculation: self.state.executor.speculation(),
+            retained_tokens: self.state.scheduler.retained_tokens(),
             tiers: self.state.executor.tier_stats(&self.state.scheduler),
         };
         *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;

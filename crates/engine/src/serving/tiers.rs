@@ -212,6 +212,12 @@ impl TierDriver {
                 Order::Load(order) => self.load(order),
                 Order::Store(store) => self.export(&store, transfers),
                 Order::Cached(cached) => self.name(&cached),
+                Order::Remove(blocks) => {
+                    let named = blocks.iter().filter_map(|block| block.blocks.first());
+                    let keys: Vec<BlockKey> =
+                        named.filter_map(|first| self.keys.remove(&first.block)).collect();
+                    self.tasks.spawn(task::remove(self.stores.clone(), keys));
+                }
                 Order::Abandon { load } => {
                     if let Some(load) = self.loads.get_mut(&load) {
                         load.abandoned = true;

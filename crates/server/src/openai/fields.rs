@@ -2,6 +2,7 @@
 //! express.
 use crate::error::ApiError;
 use crate::schema;
+use kvist_scheduler::Retention;
 use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -48,6 +49,26 @@ pub(crate) struct KvistFields {
     pub timeout_ms: Option<u64>,
     pub priority: Option<i32>,
     pub pace: Option<u32>,
+    pub cache: Option<CacheFields>,
+}
+
+/// How long the prompt stays in the cache.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct CacheFields {
+    pub pin: Option<bool>,
+    pub ttl_s: Option<u32>,
+    pub priority: Option<u8>,
+}
+
+impl CacheFields {
+    pub fn retention(self) -> Retention {
+        Retention {
+            ttl_ns: u64::from(self.ttl_s.unwrap_or(3600)) * 1_000_000_000,
+            priority: self.priority.unwrap_or(0),
+            pin: self.pin.unwrap_or(false),
+        }
+    }
 }
 
 #[derive(Clone, Debug, Deserialize)]

@@ -1,5 +1,5 @@
 //! What one request asks of the engine: prompts, and how to answer them.
-use super::fields::{Common, OneOrMore};
+use super::fields::{CacheFields, Common, OneOrMore};
 use super::sampling::sampling;
 use crate::auth::Caller;
 use crate::error::ApiError;
@@ -11,6 +11,7 @@ use kvist_engine::grammar::Compiled;
 use kvist_engine::sampler::SamplerConfig;
 use kvist_engine::serving::{Event, GenerationHandle, Job, JobName, QuotaPermit};
 use kvist_engine::text::Stops;
+use kvist_scheduler::Retention;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -45,6 +46,8 @@ pub(crate) struct GenerationRequest {
     pub written: Vec<u32>,
     pub salt: Arc<str>,
     pub priority: i32,
+    /// Keeps the prompt in the cache.
+    pub retain: Option<Retention>,
     pub deadline: Instant,
     pub explain: bool,
     pub pace: Option<u32>,
@@ -72,6 +75,10 @@ impl GenerationRequest {
         if kvist.priority.is_some() && !caller.admin {
             let message = "`kvist.priority` needs an admin key";
             return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message).about("kvist.priority"));
+        }
+        if kvist.cache.is_some() && !caller.admin {
+            let message = "`kvist.cache` needs an admin key: what it keeps takes room from all";
+            return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message).about("kvist.cache"));
         }
         let vocab = state.bounds.vocab;
         let mut logit_bias = Vec::new();
@@ -111,6 +118,7 @@ impl GenerationRequest {
             written: Vec::new(),
             salt: caller.salt(common.cache_salt.as_deref().unwrap_or_default()),
             priority: kvist.priority.unwrap_or(0),
+            retain: kvist.cache.map(CacheFields::retention),
             deadline: caller.arrived + timeout,
             explain: kvist.explain.unwrap_or(false),
             pace: kvist.pace,
@@ -210,6 +218,7 @@ impl GenerationRequest {
             tenant: self.caller.name.clone(),
             salt: self.salt.clone(),
             priority: self.priority,
+            retain: self.retain,
             deadline: Some(self.deadline),
             explain: self.explain,
             pace: self.pace,

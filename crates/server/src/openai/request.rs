@@ -156,6 +156,15 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
                                                    applies."),
                 "priority": integer(i64::from(i32::MIN), i64::from(i32::MAX),
                     "A larger number is more urgent. Used by the scheduling policy `priority`; for admin keys only."),
+                "cache": or_null(json!({
+                    "type": "object", "additionalProperties": false, "description":
+                        "Keep the prompt in the cache after this request, while room is left for others; for admin keys only.",
+                    "properties": {
+                        "pin": boolean(false, "Give it up last, and only for a request that could not be served otherwise."),
+                        "ttl_s": integer(1, 2_592_000, "For so many seconds; by default an hour."),
+                        "priority": integer(0, 255, "A larger number is given up later; by default 0."),
+                    },
+                })),
                 "pace": integer(1, 1000, "Tokens per second, so that a person can watch. While every request has a `pace`, the \
                     engine waits between its steps to match the fastest of them. As soon as one request has none, \
                     nothing is slowed down."),

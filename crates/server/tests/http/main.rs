@@ -8,6 +8,7 @@ mod kept;
 mod limits;
 mod live;
 mod refusals;
+mod retention;
 mod scores;
 mod server;
 mod speculation;

@@ -155,7 +155,8 @@ impl SimTiers {
                     let from_ns = if store.request.is_some() { end_ns } else { now };
                     self.store(from_ns, store);
                 }
-                Order::Abandon { .. } | Order::Cached(_) => {}
+                // No trace forgets a salt, so nothing is removed from a tier.
+                Order::Abandon { .. } | Order::Cached(_) | Order::Remove(_) => {}
             }
         }
     }

@@ -136,8 +136,8 @@ impl Index {
     pub(super) fn drop_below(&mut self, groups: &mut [Box<dyn Kind>], node: Node) {
         if self.tree.is_leaf(node) {
             for g in 0..groups.len() {
-                    self.drop_block(groups, g, node);
-                }
+                self.drop_block(groups, g, node);
+            }
             return self.prune(groups, node);
         }
         let mut below = vec![node];
@@ -148,8 +148,8 @@ impl Index {
         }
         for &node in below.iter().rev() {
             for g in 0..groups.len() {
-                    self.drop_block(groups, g, node);
-                }
+                self.drop_block(groups, g, node);
+            }
             self.prune(groups, node);
         }
     }

@@ -247,6 +247,16 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
     }
 }
 
+/// Removes blocks from all tiers.
+pub async fn remove(stores: Arc<Stores>, keys: Vec<BlockKey>) {
+    for key in keys {
+        stores.forget(&key);
+        for one in &stores.list {
+            one.note("remove a block", one.store.remove(&key).await);
+        }
+    }
+}
+
 /// Writes a block to all tiers.
 pub async fn put(stores: Arc<Stores>, key: BlockKey, bytes: Bytes) {
     stores.put(0..stores.list.len(), key, &bytes).await;
