@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 
 import kvist
 import numpy as np
@@ -337,3 +338,37 @@ def test_files_of_a_model_on_a_disk(tmp_path):
     session.forward([5] * 20)
     session.save(tmp_path / "s.kvs")
     np.testing.assert_array_equal(go_on(mapped.resume(tmp_path / "s.kvs"), [3]), go_on(session, [3]))
+
+
+WRITER = """
+import sys, kvist
+model = kvist.Model(deterministic=True)
+sessions = [model.session(kv="f32") for _ in range(2)]
+for i, session in enumerate(sessions):
+    session.forward([5 + i] * (60 + i))
+print("ready", flush=True)
+while True:
+    for session in sessions:
+        session.save(sys.argv[1])
+"""
+
+
+def test_a_kill_in_mid_write_leaves_the_old_or_the_new_session(tmp_path):
+    """KVIST_KILLS=1000 kills more often."""
+    path, random = tmp_path / "s.kvs", np.random.default_rng(3)
+    texts = [[5] * 60, [6] * 61]
+    partial = 0
+    for kill in range(int(os.environ.get("KVIST_KILLS", "3"))):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE)
+        assert writer.stdout.readline() == b"ready\n"
+        while not path.exists():
+            time.sleep(0.001)
+        time.sleep(random.random() * 0.02)  # any moment is right
+        writer.kill()
+        writer.communicate()
+        assert kvist.SavedSession(path).tokens in texts, f"kill {kill}"
+        left = [it for it in tmp_path.iterdir() if it != path]
+        assert all(it.name.endswith(".partial") for it in left)
+        partial += len(left)
+        [it.unlink() for it in left]
+    print(f"{partial} of the kills were in mid-write")
