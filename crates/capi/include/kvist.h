@@ -53,6 +53,9 @@ enum kvist_status
   KVIST_STOPPED = 9,
   // A defect of kvist. The handle of the call can only be freed.
   KVIST_INTERNAL_ERROR = 10,
+  // A saved session or a frozen prefix cannot be read or written, is torn, has changed, or was made with something else.
+  // Nothing of it is used.
+  KVIST_BAD_FILE = 11,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -125,6 +128,10 @@ typedef struct kvist_cache kvist_cache;
 // A loaded model. It never changes, so any number of threads may use it at once, and sessions keep what they need of it:
 // it may be freed before them.
 typedef struct kvist_model kvist_model;
+
+// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions keep what they need of
+// it: it may be freed before them. The file must not change as long as a session uses it.
+typedef struct kvist_prefix kvist_prefix;
 
 // A model with a cache of its own, for one sequence or a batch of them. Different sessions may be used by different threads
 // at once; a second thread that uses this one meanwhile gets `KVIST_BUSY`. Kinds with one sequence call it 0; in the others,
@@ -316,7 +323,7 @@ typedef struct kvist_model_options {
   uint32_t context_tokens;
   // Bytes that the weights and all sessions of the model may take together; 0 is no limit.
   uint64_t memory_bytes;
-  // Read the files instead of mapping them. Mapped files must not change while the model is open.
+  // Read the files instead of mapping them. Mapped files must not change while the model or a session of it is used.
   bool no_mmap;
 } kvist_model_options;
 
@@ -802,6 +809,79 @@ kvist_status kvist_session_length(struct kvist_session *session, uint32_t seq, u
 // `session` came from `kvist_session_new`; `bytes` is a place for the result.
 kvist_status kvist_session_kv_bytes(struct kvist_session *session,
                                     uint64_t *bytes);
+
+// Copies the tokens that a sequence has in the cache, and writes their number to `n_tokens`. The token that `kvist_session_next` gave
+// last is not among them: it is computed with the next pass. If `capacity` does not hold them all, it fails with
+// `KVIST_INVALID_ARGUMENT` and `n_tokens` says how many there are.
+//
+// # Safety
+// `session` came from `kvist_session_new`, `tokens` holds `capacity` elements (null if that is 0), and `n_tokens` is a place
+// for the number.
+kvist_status kvist_session_tokens(struct kvist_session *session,
+                                  uint32_t seq,
+                                  uint32_t *tokens,
+                                  size_t capacity,
+                                  size_t *n_tokens);
+
+// Writes a sequence to a file: its tokens with their K and V, and the token that `kvist_session_next` gave last. `path` has what it had
+// or the whole session afterwards, whatever happens, and a new file can be read by its owner alone. The session goes on; only
+// in a full cache the sequence loses its last token, and its text ends. `KVIST_BAD_FILE` if the file cannot be written.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `path` is null-terminated.
+kvist_status kvist_session_save(struct kvist_session *session,
+                                uint32_t seq,
+                                const char *path);
+
+// Goes on where a sequence was saved: puts its tokens into the empty sequence `seq`, and begins a text that `kvist_session_next` or
+// `kvist_session_prompt` continues. The next logits are the same to the bit, on the same machine with the same kvist. `n_resumed`
+// (may be null) gets the number of tokens that were not computed: all but the last, and with packed storages up to 16 fewer.
+// Null `options` are those of `kvist_greedy`; `progress` is not called. `KVIST_BAD_FILE` if the file is torn, has changed, or
+// was made with other weights or storages: the text names the first difference. On an error the sequence is empty.
+//
+// # Safety
+// `session` came from `kvist_session_new`, `path` is null-terminated, `options` is null or valid, `n_resumed` is null or a
+// place for the number.
+kvist_status kvist_session_resume(struct kvist_session *session,
+                                  uint32_t seq,
+                                  const char *path,
+                                  const struct kvist_text_options *options,
+                                  uint32_t *n_resumed);
+
+// Writes a sequence to a file that other sessions begin with, see `kvist_prefix_open`. The cache has to store it in order (any kind
+// but "ring"; the first sequence of its session), and needs room for one more token. The session goes on.
+//
+// # Safety
+// `session` came from `kvist_session_new`; `path` is null-terminated.
+kvist_status kvist_session_freeze(struct kvist_session *session,
+                                  uint32_t seq,
+                                  const char *path);
+
+// Opens a file of `kvist_session_freeze` or `kvist prefix freeze`. Reads it once and compares every hash; `KVIST_BAD_FILE` if it is
+// torn or has changed.
+//
+// # Safety
+// `path` is null-terminated, and `prefix` is a place for a pointer.
+kvist_status kvist_prefix_open(const char *path,
+                               struct kvist_prefix **prefix);
+
+// Frees a prefix. Its sessions go on; null is nothing.
+//
+// # Safety
+// `prefix` is null, or came from `kvist_prefix_open`, was not freed before, and no other thread is using it.
+kvist_status kvist_prefix_free(struct kvist_prefix *prefix);
+
+// Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended in the
+// file: all processes that use it share one copy in memory, and none computes it. `n_begun` (may be null) gets the number of tokens
+// that were not computed: all, and with packed storages up to 16 fewer. `KVIST_BAD_FILE` if the prefix was made with other
+// weights or storages. On an error the sequence is empty.
+//
+// # Safety
+// `session` came from `kvist_session_new`, `prefix` from `kvist_prefix_open`; `n_begun` is null or a place for the number.
+kvist_status kvist_session_begin_with(struct kvist_session *session,
+                                      uint32_t seq,
+                                      const struct kvist_prefix *prefix,
+                                      uint32_t *n_begun);
 
 #ifdef __cplusplus
 }  // extern "C"

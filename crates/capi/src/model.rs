@@ -10,6 +10,7 @@ use kvist_engine::devices::{self, Compute};
 use kvist_engine::kvist_device::{MemoryBudget, Registry};
 use kvist_engine::kvist_model::tokenizer::Tokenizer;
 use kvist_engine::kvist_model::{LoadOptions, Model as Weights, ModelFile, Opened};
+use kvist_engine::saved::LateOrigin;
 use std::sync::Arc;
 
 /// Most threads that a caller may ask for.
@@ -19,6 +20,8 @@ const MAX_THREADS: u32 = 1024;
 pub(crate) struct Model {
     pub weights: Arc<Weights>,
     pub registry: Registry,
+    /// What K and V of its texts depend on, for files.
+    pub origin: Arc<LateOrigin>,
 }
 
 /// The threads of a caller: `n`, or those that the process shares if `n` is 0.
@@ -42,8 +45,9 @@ impl Model {
     fn open(file: &ModelFile, options: &LoadOptions, threads: u32, memory_bytes: u64) -> Outcome<Self> {
         let compute = compute(threads)?;
         let opened = Opened::open(file, options.mmap)?;
+        let origin = LateOrigin::new(&opened, options.format, options.context)?.into();
         let weights = devices::load(opened, &compute, options, &budget(memory_bytes), &mut |_, _| {})?;
-        Ok(Model { weights: weights.into(), registry: devices::on(&compute) })
+        Ok(Model { weights: weights.into(), registry: devices::on(&compute), origin })
     }
 
     pub fn tokenizer(&self) -> Outcome<&Tokenizer> {

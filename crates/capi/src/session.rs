@@ -1,19 +1,25 @@
 //! Sessions: a model with its own cache, batches of sequences, and texts that are generated step by step.
 mod ffi;
+mod files;
+mod files_ffi;
+mod known;
 
 pub(crate) use ffi::parents_of;
 
 use crate::model::{Model, tokenizer};
 use crate::status::{Failure, Outcome, kvist_status};
+use known::KnownTokens;
 use kvist_engine::kvist_cache::{NodeId, Refused, SeqId};
 use kvist_engine::kvist_device::{StepError, Storage};
 use kvist_engine::kvist_model::Error;
 use kvist_engine::kvist_model::tokenizer::TextState;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::saved::LateOrigin;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_engine::text::StopMatcher;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 /// Why a text has ended, or that it has not.
 #[allow(non_camel_case_types)]
@@ -67,7 +73,9 @@ struct Text {
 
 pub(crate) struct Session {
     session: ModelSession,
+    origin: Arc<LateOrigin>,
     texts: HashMap<u32, Text>,
+    known: KnownTokens,
     /// The text of the last piece, null-terminated.
     piece: String,
 }
@@ -91,7 +99,9 @@ pub(crate) fn storages(k: Option<&str>, v: Option<&str>) -> Outcome<(Storage, St
 impl Session {
     fn new(model: &Model, config: &CacheConfig) -> Outcome<Self> {
         let session = ModelSession::new(&model.weights, &model.registry, config)?;
-        Ok(Session { session, texts: HashMap::new(), piece: String::new() })
+        let origin = model.origin.clone();
+        let known = KnownTokens::default();
+        Ok(Session { session, origin, texts: HashMap::new(), known, piece: String::new() })
     }
 
     /// Adds `tokens` to `seq` and draws the next token, which `next` will return. A token that the caller has seen last is
@@ -120,6 +130,7 @@ impl Session {
             }
         };
         self.texts.remove(&seq.0);
+        self.known.add(seq, &all[..done]);
         if done < all.len() {
             return Err(Failure::new(
                 kvist_status::KVIST_STOPPED,
@@ -127,8 +138,19 @@ impl Session {
             ));
         }
         sampler.observe(&all);
+        self.begin_text(seq, &all, sampler, config)
+    }
+
+    /// Draws the first token of a text after `all`, from the logits of the last pass.
+    fn begin_text(
+        &mut self,
+        seq: SeqId,
+        all: &[u32],
+        mut sampler: Sampler,
+        config: TextConfig,
+    ) -> Outcome<()> {
         let drawn = sampler.sample(self.session.logits_row(0))?;
-        let stream = self.session.model().tokenizer().map(|tokenizer| TextState::after(tokenizer, &all, &[]));
+        let stream = self.session.model().tokenizer().map(|tokenizer| TextState::after(tokenizer, all, &[]));
         let text = Text {
             sampler,
             stream,
@@ -145,7 +167,7 @@ impl Session {
 
     /// The next token of the text of `seq`. Its text is in `self.piece`.
     fn next(&mut self, seq: SeqId) -> Outcome<Piece> {
-        let Session { session, texts, piece } = self;
+        let Session { session, texts, piece, known, .. } = self;
         piece.clear();
         let text = texts.get_mut(&seq.0).ok_or_else(|| {
             Failure::order(format!(
@@ -165,6 +187,7 @@ impl Session {
                     }
                     other => other?,
                 }
+                known.add(seq, &[last]);
                 text.sampler.sample(session.logits_row(0))?
             }
         };
@@ -175,7 +198,13 @@ impl Session {
     /// One pass over new tokens of several sequences. Their texts end here: the caller chooses tokens now.
     fn forward(&mut self, inputs: &[SequenceInput<'_>], rows: LogitRows) -> Outcome<()> {
         self.session.forward(inputs, rows)?;
-        inputs.iter().for_each(|input| drop(self.texts.remove(&input.seq.0)));
+        for input in inputs {
+            self.texts.remove(&input.seq.0);
+            match input.parents {
+                None => self.known.add(input.seq, input.tokens),
+                Some(_) => self.known.draft(input.seq, input.tokens),
+            }
+        }
         Ok(())
     }
 
@@ -192,6 +221,7 @@ impl Session {
             return Err(Refused::SequenceExists(to).into());
         }
         self.sequences()?.fork(from, to)?;
+        self.known.fork(from, to);
         if let Some(text) = self.texts.get(&from.0).cloned() {
             self.texts.insert(to.0, text);
         }
@@ -201,6 +231,7 @@ impl Session {
     /// Shortens `seq` to its first `n_tokens`.
     fn rollback(&mut self, seq: SeqId, n_tokens: u32) -> Outcome<()> {
         truncate(self.session.cache(), seq, n_tokens)?;
+        self.known.truncate(seq, n_tokens);
         self.texts.remove(&seq.0);
         Ok(())
     }
@@ -208,13 +239,16 @@ impl Session {
     fn remove(&mut self, seq: SeqId) -> Outcome<()> {
         self.length(seq)?;
         self.sequences()?.seq_rm(seq, 0, u32::MAX)?;
+        self.known.truncate(seq, 0);
         self.texts.remove(&seq.0);
         Ok(())
     }
 
     fn accept(&mut self, seq: SeqId, path: &[NodeId]) -> Outcome<()> {
         let trees = self.session.cache().trees();
-        Ok(trees.ok_or_else(no_trees)?.commit_path(seq, path)?)
+        trees.ok_or_else(no_trees)?.commit_path(seq, path)?;
+        self.known.accept(seq, path);
+        Ok(())
     }
 
     fn sequences(&mut self) -> Outcome<kvist_engine::kvist_cache::Sequences<'_>> {

@@ -34,6 +34,9 @@ pub enum kvist_status {
     KVIST_STOPPED = 9,
     /// A defect of kvist. The handle of the call can only be freed.
     KVIST_INTERNAL_ERROR = 10,
+    /// A saved session or a frozen prefix cannot be read or written, is torn, has changed, or was made with something else.
+    /// Nothing of it is used.
+    KVIST_BAD_FILE = 11,
 }
 
 use kvist_status::*;
@@ -59,6 +62,16 @@ impl Failure {
     }
     pub fn unsupported(text: impl Into<String>) -> Self {
         Failure::new(KVIST_UNSUPPORTED, text)
+    }
+}
+
+/// An error about a file of a session or a prefix.
+pub(crate) fn bad_file(error: Error) -> Failure {
+    match error {
+        Error::Malformed { .. } | Error::Read { .. } | Error::Empty { .. } | Error::Write { .. } => {
+            Failure::new(KVIST_BAD_FILE, error.to_string())
+        }
+        other => other.into(),
     }
 }
 

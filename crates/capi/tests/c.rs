@@ -11,6 +11,14 @@ fn library() -> PathBuf {
     found.expect("cargo builds libkvist.a before the tests")
 }
 
+/// An empty folder.
+fn folder(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("{name}-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir(&folder).unwrap();
+    folder
+}
+
 /// Compiles a C file and runs it. Returns what it wrote.
 fn run(source: &str, arguments: &[&str]) -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
@@ -56,8 +64,28 @@ fn attention_over_rows_of_c() {
 }
 
 #[test]
+fn sessions_and_prefixes_in_files() {
+    let folder = folder("files-example");
+    let [saved, frozen] = ["s.kvs", "p.kvp"].map(|name| folder.join(name).display().to_string());
+    let text = run("examples/files.c", &[&saved, &frozen]);
+    let of = |what: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(what));
+        line.unwrap_or_else(|| panic!("no line `{what}`:\n{text}")).to_owned()
+    };
+    assert!(of("saved:").len() > 12 && of("computed:").len() > 12, "{text}");
+    assert_eq!((of("saved:"), of("computed:")), (of("resumed:"), of("begun:")), "the same text");
+    assert!(text.contains(" tokens of the prefix take 0 bytes of this session"), "{text}");
+    assert_eq!(std::fs::read_dir(folder).unwrap().count(), 2, "no partial file is left");
+}
+
+#[test]
 fn wrong_uses_are_refused() {
     run("tests/c/refusals.c", &[]);
+}
+
+#[test]
+fn wrong_files_are_refused() {
+    run("tests/c/files.c", &[&folder("files").display().to_string()]);
 }
 
 #[test]

@@ -12,6 +12,8 @@ use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
 use kvist_device::{DeviceError, Layout, MappedRows, MappedSide, Side};
 use kvist_model::Error;
+use kvist_model::template::{ChatTemplate, Message};
+use kvist_model::tokenizer::Tokenizer;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -21,6 +23,34 @@ pub struct FrozenText<'a> {
     pub tokens: &'a [u32],
     /// The system message that the tokens begin a conversation with; `None` for plain text.
     pub system: Option<&'a str>,
+}
+
+/// What questions may begin with: a token of the system message that depends on the question is not frozen.
+const QUESTIONS: [&str; 5] = ["0", "Z", " a", "\n", "é"];
+
+/// The tokens that every conversation with this system message begins with, to freeze them.
+///
+/// # Errors
+/// The template refuses a system message, or its prompts do not begin with it.
+pub fn system_tokens(
+    tokenizer: &Tokenizer,
+    template: &ChatTemplate,
+    system: &str,
+) -> Result<Vec<u32>, Error> {
+    let mut common: Option<Vec<u32>> = None;
+    for question in QUESTIONS {
+        let messages = [Message::new("system", system), Message::new("user", question)];
+        let tokens = tokenizer.encode(&template.render(&messages, tokenizer, true)?, false)?;
+        let same = common
+            .as_ref()
+            .map_or(tokens.len(), |common| common.iter().zip(&tokens).take_while(|(a, b)| a == b).count());
+        common = Some(tokens[..same].to_vec());
+    }
+    common.filter(|tokens| !tokens.is_empty()).ok_or_else(|| {
+        Error::Usage(
+            "this model's prompts do not begin with the system message: freeze plain text (--raw)".into(),
+        )
+    })
 }
 
 /// Images have whole blocks of cells.
@@ -116,6 +146,10 @@ pub fn begin_with(
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: a prefix comes first"))),
         None => return Err(Refused::UnknownSequence(seq).into()),
+    }
+    // The file takes the place of the first cells, also of those behind the prefix that end its last block.
+    if session.report().iter().any(|group| group.used_cells > 0) {
+        return Err(Error::Usage("another sequence of this session has tokens: a prefix comes first".into()));
     }
     crate::check_prompt(session.config(), prefix.tokens().len())?;
     let n = session.config().cut_before(most.min(prefix.tokens().len()) as u32);

@@ -13,7 +13,7 @@ pub use file::SavedSession;
 pub(crate) use file::{
     FileFormat, HEADER, HEADER_HASH, le_bytes, positions_name, replace, side_name, tensor_type, words_of,
 };
-pub use origin::{CacheOrigin, Origin};
+pub use origin::{CacheOrigin, LateOrigin, Origin};
 
 use crate::session::ModelSession;
 pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
@@ -115,7 +115,7 @@ fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
 /// Puts K and V of a saved session's first positions into the empty sequence `seq`. Returns how many: at most `most`, and as
 /// many as can be continued as if they had been computed here (all but the last for the next token's logits, and with packed
 /// storages up to a recent group). It is 0 if a window has left positions behind that a query would see now. The caller
-/// computes the tokens after them. On `Err` the session is empty.
+/// computes the tokens after them. On `Err` the sequence is empty; others are as they were.
 ///
 /// # Errors
 /// The session depends on something else ([`SavedSession::check`]), its bytes have changed, or the cache has no room.
@@ -142,9 +142,9 @@ pub fn resume(
     session.check_tokens(&saved.tokens()[..n as usize])?;
     match session.rows().place_rows(seq, n, &groups) {
         Ok(true) => Ok(n as usize),
-        Ok(false) => session.clear().map(|()| 0),
+        Ok(false) => session.truncate(seq, 0).map(|_| 0),
         Err(error) => {
-            session.clear()?;
+            session.truncate(seq, 0)?;
             Err(error)
         }
     }

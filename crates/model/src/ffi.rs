@@ -14,6 +14,10 @@ pub enum Contents {
 }
 
 impl Contents {
+    /// True if the bytes are in memory of their own.
+    pub fn was_read(&self) -> bool {
+        matches!(self, Contents::Read(_))
+    }
     /// Map the file, or read it whole.
     pub fn open(path: &Path, mmap: bool) -> Result<Self, Error> {
         let failed = |source| Error::Read { path: path.to_path_buf(), source };

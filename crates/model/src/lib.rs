@@ -20,5 +20,5 @@ pub mod tokenizer;
 pub mod weights;
 
 pub use error::Error;
-pub use fingerprint::{Fingerprint, hash};
+pub use fingerprint::{Fingerprint, LateFingerprint, hash};
 pub use model::*;

@@ -56,6 +56,14 @@ impl Source {
         }
     }
 
+    /// True if files were read into memory, and not mapped.
+    pub(crate) fn was_read(&self) -> bool {
+        match self {
+            Source::Folder(folder) => folder.was_read(),
+            Source::Gguf(gguf) => gguf.was_read(),
+        }
+    }
+
     /// True if there is a tensor of this name, in whatever encoding.
     pub(crate) fn has(&self, name: &str) -> bool {
         !matches!(self.view(name), Err(Error::MissingTensor { .. }))

@@ -4,12 +4,16 @@ use kvist_device::{Recent, Storage};
 use kvist_engine::generate::Limits;
 use kvist_engine::memory::{CacheConfig, RECENT_SEQUENCES, RECENT_TOKENS};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::saved::CacheOrigin;
 use kvist_model::Model;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde_json::Value;
 use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Tokens to generate, unless given.
+const MAX_TOKENS: usize = 256;
 
 /// A text, or the ids of its tokens.
 #[derive(FromPyObject)]
@@ -114,7 +118,7 @@ impl Wanted {
             return Err(argument("`stop`: an empty string matches everywhere: give at least one character"));
         }
         let limits = Limits {
-            max_tokens: options.take("max_tokens")?.unwrap_or(256),
+            max_tokens: options.take("max_tokens")?.unwrap_or(MAX_TOKENS),
             stop,
             ignore_eos: options.take("ignore_eos")?.unwrap_or(false),
             no_cache: false,
@@ -128,24 +132,54 @@ impl Wanted {
     }
 }
 
-/// How a cache stores K and V. `context` is the default number of tokens.
-pub fn cache_config(options: &mut Options<'_>, kind: &str, context: u32) -> PyResult<CacheConfig> {
+/// What a cache is like, unless arguments say otherwise.
+pub struct CacheDefaults {
+    context: u32,
+    k: Storage,
+    v: Option<Storage>,
+    recent: u32,
+}
+
+impl CacheDefaults {
+    pub fn new(context: u32) -> Self {
+        CacheDefaults { context, k: Storage::F16, v: None, recent: RECENT_TOKENS }
+    }
+
+    /// As a file's K and V are stored, with room for its tokens and as many more as a generation has by default. Names that this
+    /// kvist does not know are refused later, by the comparison with the file.
+    pub fn of_file(self, origin: &CacheOrigin, tokens: usize) -> Self {
+        let needed = u32::try_from(tokens).unwrap_or(u32::MAX).saturating_add(MAX_TOKENS as u32);
+        let (k, v) = (origin.k.parse().unwrap_or(self.k), origin.v.parse().ok());
+        // Storages without recent groups have 0 of them, and are compared as such.
+        let recent = if origin.recent > 0 { origin.recent } else { self.recent };
+        CacheDefaults { context: self.context.max(needed), k, v, recent }
+    }
+}
+
+/// How a cache stores K and V.
+pub fn cache_config(
+    options: &mut Options<'_>,
+    kind: &str,
+    defaults: &CacheDefaults,
+) -> PyResult<CacheConfig> {
     let storage = |text: Option<String>, name: &str| -> PyResult<Option<Storage>> {
         text.map(|text| text.parse().map_err(|why| argument(format!("`{name}`: {why}")))).transpose()
     };
     let kv = options.take("kv")?;
-    let k = storage(kv, "kv")?.unwrap_or(Storage::F16);
+    let kv = storage(kv, "kv")?;
+    let k = kv.unwrap_or(defaults.k);
     let kv_v = options.take("kv_v")?;
-    let v = storage(kv_v, "kv_v")?.unwrap_or(k.for_values());
+    let default_v = defaults.v.filter(|_| kv.is_none()).unwrap_or(k.for_values());
+    let v = storage(kv_v, "kv_v")?.unwrap_or(default_v);
     if v.outliers {
         return Err(argument(format!("`kv_v`: {v} is for keys alone; use {}", v.for_values())));
     }
-    let context_tokens = options.take("context")?.unwrap_or(context);
+    let context_tokens = options.take("context")?.unwrap_or(defaults.context);
     if context_tokens == 0 {
         return Err(argument("`context`: 0 tokens hold nothing: give 1 or more"));
     }
     let chunk: u32 = options.take("chunk")?.unwrap_or(256);
-    let recent = options.take("recent")?.unwrap_or(RECENT_TOKENS);
+    let recent = options.take("recent")?.unwrap_or(defaults.recent);
     let recent = Recent { tokens: recent, sequences: RECENT_SEQUENCES };
     recent.check().map_err(|why| argument(format!("`recent`: {why}")))?;
     let window: Option<u32> = options.take("window")?;

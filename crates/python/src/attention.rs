@@ -1,5 +1,5 @@
 //! Attention alone, for models of other frameworks: K and V in kvist's storages, kvist's kernels over the caller's arrays.
-use crate::arguments::{Options, cache_config, from_json};
+use crate::arguments::{CacheDefaults, Options, cache_config, from_json};
 use crate::errors::{Class, argument, engine, refused};
 use crate::ffi::{Read, Write};
 use crate::wait::exclusive;
@@ -116,7 +116,7 @@ impl Attention {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let mut options = Options::of("Attention", options)?;
-        let config = cache_config(&mut options, kind, capacity)?;
+        let config = cache_config(&mut options, kind, &CacheDefaults::new(capacity))?;
         options.end()?;
         let mut windows: Vec<Option<u32>> = Vec::new();
         let mut specs = Vec::new();

@@ -1,8 +1,11 @@
 //! Many texts at once: the serving engine without HTTP.
-use crate::arguments::{Options, Prompt, Wanted, cache_config};
-use crate::errors::{Class, argument, engine};
+use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config};
+use crate::errors::{Class, argument, engine, file};
 use crate::model::Model;
+use crate::saved::PrefixArgument;
+use crate::session::Beginning;
 use crate::wait::{PATIENCE, exclusive, lock, ready_within};
+use kvist_engine::frozen::EnginePrefix;
 use kvist_engine::serving::{
     Done, Engine, EngineConfig, Event, Failure, FinishReason, GenerationHandle, Job, Rejected,
 };
@@ -24,6 +27,8 @@ use std::sync::{Arc, Mutex};
 ///     policy: order of the queue: fcfs, sjf, srpt, edf, laxity or priority.
 ///     prefix_cache: share equal beginnings of prompts.
 ///     max_queue: texts that may wait; more raise `Busy`.
+///     prefix: a `Prefix`, or its path, that is in the prefix index from the start, in whole blocks, and stays there. `kv` is then
+///         that of the file unless given.
 #[pyclass(frozen, module = "kvist")]
 pub struct Batch {
     model: Arc<kvist_model::Model>,
@@ -70,9 +75,9 @@ impl Batch {
 #[pymethods]
 impl Batch {
     #[new]
-    #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, **options))]
+    #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, **options))]
     #[pyo3(
-        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, window=None, sinks=0, recent=16)"
+        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, window=None, sinks=0, recent=16)"
     )]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
@@ -84,10 +89,16 @@ impl Batch {
         policy: &str,
         prefix_cache: bool,
         max_queue: usize,
+        prefix: Option<PrefixArgument<'_>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let mut options = Options::of("Batch", options)?;
-        let cache = cache_config(&mut options, "paged", CONTEXT)?;
+        let prefix = prefix.map(|prefix| prefix.get(py)).transpose()?;
+        let mut defaults = CacheDefaults::new(CONTEXT);
+        if let Some(prefix) = &prefix {
+            defaults = defaults.of_file(&prefix.origin().cache, prefix.tokens().len());
+        }
+        let cache = cache_config(&mut options, "paged", &defaults)?;
         options.end()?;
         if block_tokens == 0 || max_batch == 0 {
             return Err(argument("`block_tokens` and `max_batch` must be at least 1"));
@@ -103,7 +114,15 @@ impl Batch {
         config.max_queue = max_queue;
         config.fit();
         let registry = model.registry();
-        let engine = py.detach(|| Engine::start(model.model.clone(), &registry, config)).map_err(engine)?;
+        let engine = py.detach(|| {
+            if let Some(prefix) = prefix {
+                let aligned = config.paged.block_aligned();
+                let origin = model.origin.of(&model.model, &aligned).map_err(engine)?;
+                Beginning::Prefix(prefix.clone()).check(&origin)?;
+                config.prefix = Some(EnginePrefix { prefix, salt: "".into(), origin });
+            }
+            Engine::start(model.model.clone(), &registry, config).map_err(file)
+        })?;
         Ok(Batch { model: model.model.clone(), engine: Mutex::new(Some(engine)) })
     }
 

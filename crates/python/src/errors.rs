@@ -18,6 +18,8 @@ pub enum Class {
     NoSpace,
     Busy,
     Model,
+    File,
+    Mismatch,
 }
 
 impl Class {
@@ -30,13 +32,15 @@ impl Class {
             Class::NoSpace => "NoSpace",
             Class::Busy => "Busy",
             Class::Model => "ModelError",
+            Class::File => "FileError",
+            Class::Mismatch => "MismatchError",
         }
     }
 
     /// An exception of this class.
     pub fn with(self, text: impl Into<String>) -> PyErr {
         static CLASSES: PyOnceLock<Vec<Py<PyType>>> = PyOnceLock::new();
-        const ALL: [Class; 7] = [
+        const ALL: [Class; 9] = [
             Class::Error,
             Class::Argument,
             Class::OutOfMemory,
@@ -44,6 +48,8 @@ impl Class {
             Class::NoSpace,
             Class::Busy,
             Class::Model,
+            Class::File,
+            Class::Mismatch,
         ];
         let text = keyword_arguments(&text.into());
         Python::attach(|py| {
@@ -132,6 +138,24 @@ pub fn engine(error: Error) -> PyErr {
         _ => Class::Error,
     };
     class.with(text)
+}
+
+/// A file of a session or a prefix that cannot be read or written.
+pub fn file(error: Error) -> PyErr {
+    match error {
+        Error::Malformed { .. } | Error::Read { .. } | Error::Empty { .. } | Error::Write { .. } => {
+            Class::File.with(error.to_string())
+        }
+        other => engine(other),
+    }
+}
+
+/// A file whose bytes are right, and that was made with something else.
+pub fn mismatch(error: Error) -> PyErr {
+    match error {
+        Error::Malformed { .. } => Class::Mismatch.with(error.to_string()),
+        other => engine(other),
+    }
 }
 
 pub fn misuse(error: Misuse) -> PyErr {

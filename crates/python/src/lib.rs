@@ -13,6 +13,7 @@ mod ffi;
 mod generation;
 mod model;
 mod program;
+mod saved;
 mod session;
 mod simulator;
 mod step;
@@ -26,6 +27,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<attention::Attention>()?;
     module.add_class::<model::Model>()?;
     module.add_class::<session::Session>()?;
+    module.add_class::<saved::SavedSession>()?;
+    module.add_class::<saved::Prefix>()?;
     module.add_class::<generation::Generation>()?;
     module.add_class::<batch::Batch>()?;
     module.add_class::<batch::BatchGeneration>()?;

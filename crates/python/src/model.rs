@@ -1,12 +1,17 @@
 //! A loaded model.
-use crate::arguments::{Options, Prompt, Wanted, cache_config, to_json, tokenizer};
-use crate::errors::{Class, argument, engine};
+use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, to_json, tokenizer};
+use crate::errors::{Class, argument, engine, file};
 use crate::generation::Generation;
-use crate::session::{Session, Text};
+use crate::saved::{Prefix, PrefixArgument, SavedArgument};
+use crate::session::{Beginning, Session, Text};
 use crate::wait::without_gil;
+use kvist_cache::SeqId;
 use kvist_device::{MemoryBudget, Registry};
 use kvist_engine::devices::{self, Compute};
+use kvist_engine::frozen::{FrozenText, freeze, system_tokens};
 use kvist_engine::memory::CacheConfig;
+use kvist_engine::saved::LateOrigin;
+use kvist_engine::session::ModelSession;
 use kvist_hub::{Hub, Progress, Settings};
 use kvist_model::template::Conversation;
 use kvist_model::{LoadOptions, ModelFile, Opened};
@@ -25,7 +30,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 ///     threads: compute threads; by default one per core.
 ///     deterministic: make a text independent of batches and shared prefixes, to the last bit; a little slower.
 ///     memory: bytes, or a size such as "8GB", that weights and caches may take together; by default what is free.
-///     mmap: map the files, which must not change meanwhile, instead of reading them.
+///     mmap: map the files, which must not change as long as the model is used, instead of reading them.
 ///     offline: download nothing.
 ///
 /// Raises:
@@ -35,6 +40,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 pub struct Model {
     pub model: Arc<kvist_model::Model>,
     pub compute: Compute,
+    /// What K and V of texts depend on, for files.
+    pub origin: Arc<LateOrigin>,
 }
 
 /// Default context of a session, in tokens, if the model was trained on more.
@@ -94,7 +101,7 @@ fn load(
     compute: &Compute,
     budget: &Arc<MemoryBudget>,
     offline: bool,
-) -> PyResult<kvist_model::Model> {
+) -> PyResult<(kvist_model::Model, LateOrigin)> {
     let (file, name) = match path {
         None => (ModelFile::Embedded, None),
         Some(path) => {
@@ -110,7 +117,9 @@ fn load(
     if let Some(name) = name {
         opened.rename(&name);
     }
-    devices::load(opened, compute, options, budget, &mut |_, _| {}).map_err(engine)
+    let origin = LateOrigin::new(&opened, options.format, options.context).map_err(engine)?;
+    let model = devices::load(opened, compute, options, budget, &mut |_, _| {}).map_err(engine)?;
+    Ok((model, origin))
 }
 
 #[pymethods]
@@ -136,8 +145,8 @@ impl Model {
         };
         let compute = compute(threads, deterministic)?;
         let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
-        let model = without_gil(py, || load(path, &options, &compute, &budget, offline))?;
-        Ok(Model { model: Arc::new(model), compute })
+        let (model, origin) = without_gil(py, || load(path, &options, &compute, &budget, offline))?;
+        Ok(Model { model: Arc::new(model), compute, origin: Arc::new(origin) })
     }
 
     /// The model's name: its path, or the name that it was loaded by.
@@ -196,18 +205,119 @@ impl Model {
     ///     chunk: tokens of the largest pass.
     ///     recent: tokens of a group that packed storages also keep in f16; 0 for none.
     ///     max_rows: rows of logits that a pass can return.
+    ///     prefix: a `Prefix`, or its path, that the text begins with: it is not computed, and its memory is shared. `kv` is then
+    ///         that of the file unless given.
     ///
     /// Raises:
     ///     OutOfMemory: the bound on the session's memory does not fit; nothing was allocated.
-    #[pyo3(signature = (*, kind="cells", **options))]
+    ///     FileError, MismatchError: the prefix cannot be used.
+    #[pyo3(signature = (*, kind="cells", prefix=None, **options))]
     #[pyo3(
-        text_signature = "($self, *, kind='cells', kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend='cpu')"
+        text_signature = "($self, *, kind='cells', prefix=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend='cpu')"
     )]
-    fn session(&self, py: Python<'_>, kind: &str, options: Option<&Bound<'_, PyDict>>) -> PyResult<Session> {
+    fn session(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        prefix: Option<PrefixArgument<'_>>,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Session> {
         let mut options = Options::of("session", options)?;
-        let config = cache_config(&mut options, kind, self.model.config().context.min(CONTEXT))?;
+        if let Some(prefix) = prefix {
+            return self.session_of(py, &Beginning::Prefix(prefix.get(py)?), kind, options);
+        }
+        let config = cache_config(&mut options, kind, &self.defaults())?;
         options.end()?;
         self.open(py, &config)
+    }
+
+    /// A session that goes on where one was saved, without computing its text again. The next logits are the same to the bit, on
+    /// the same machine with the same kvist.
+    ///
+    /// Args:
+    ///     saved: a file of `Session.save` or of `kvist run --save-session`, or a `SavedSession`.
+    ///     kind, kv, kv_v, context, window, sinks, chunk, recent, max_rows, backend: as for `session`. `kv`, `kv_v` and `recent` are
+    ///         those of the file, and others are refused; the kind may be another. `context` has room for 256 tokens more.
+    ///
+    /// Raises:
+    ///     FileError: the file cannot be read, is torn or has changed.
+    ///     MismatchError: it was made with other weights, another tokenizer, another storage or window: the text says which.
+    #[pyo3(signature = (saved, *, kind="cells", **options))]
+    #[pyo3(
+        text_signature = "($self, saved, *, kind='cells', kv=None, kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=None, max_rows=1, backend='cpu')"
+    )]
+    fn resume(
+        &self,
+        py: Python<'_>,
+        saved: SavedArgument<'_>,
+        kind: &str,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Session> {
+        let options = Options::of("resume", options)?;
+        self.session_of(py, &Beginning::Saved(saved.get(py)?), kind, options)
+    }
+
+    /// Computes the beginning of prompts and writes it with its K and V, for `session(prefix=...)`, `Batch(prefix=...)` and
+    /// `kvist serve --prefix`.
+    ///
+    /// Args:
+    ///     prompt: a string or token ids.
+    ///     path: the file to write. It is replaced as a whole or stays as it was.
+    ///     system: `prompt` is the system message of conversations; freeze what all of them begin with.
+    ///     kv, kv_v, window, sinks, chunk, recent: as for `session`. Sessions that begin with the prefix have the same.
+    ///
+    /// Returns:
+    ///     Prefix: the file, opened.
+    ///
+    /// Raises:
+    ///     FileError: the file cannot be written.
+    #[pyo3(signature = (prompt, path, *, system=false, **options))]
+    #[pyo3(
+        text_signature = "($self, prompt, path, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=256, recent=16)"
+    )]
+    fn freeze_prefix(
+        &self,
+        py: Python<'_>,
+        prompt: Prompt,
+        path: PathBuf,
+        system: bool,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Prefix> {
+        let (tokens, system) = match prompt {
+            Prompt::Text(text) if system => {
+                let template = self.model.chat_template().ok_or_else(|| {
+                    argument(
+                        "this model has no chat template, so it has no system message: leave `system` out",
+                    )
+                })?;
+                let tokens = system_tokens(tokenizer(&self.model)?, template, &text).map_err(engine)?;
+                (tokens, Some(text))
+            }
+            Prompt::Tokens(_) if system => return Err(argument("`prompt`: a system message is a string")),
+            prompt => (prompt.encode(&self.model, true)?, None),
+        };
+        let mut options = Options::of("freeze_prefix", options)?;
+        let context = u32::try_from(tokens.len()).unwrap_or(u32::MAX).saturating_add(1);
+        let config = cache_config(&mut options, "contiguous", &CacheDefaults::new(context))?;
+        options.end()?;
+        kvist_engine::check_prompt(&config, tokens.len()).map_err(engine)?;
+        let registry = self.registry();
+        without_gil(py, || {
+            let mut session = ModelSession::new(&self.model, &registry, &config).map_err(engine)?;
+            let mut interrupted = None;
+            let watched = session.prefill(SeqId::ONLY, &tokens, &mut |_| {
+                interrupted = Python::attach(|py| py.check_signals()).err();
+                interrupted.is_none()
+            });
+            watched.map_err(engine)?;
+            if let Some(interrupted) = interrupted {
+                return Err(interrupted);
+            }
+            let origin = self.origin.of(&self.model, &config).map_err(engine)?;
+            let text = FrozenText { tokens: &tokens, system: system.as_deref() };
+            freeze(&mut session, SeqId::ONLY, text, &origin, &path).map_err(file)
+        })?;
+        Prefix::open(py, path)
     }
 
     /// Continues a prompt in a session of its own. See `Session.generate` for the options of a text, and `session` for
@@ -316,7 +426,29 @@ impl Model {
 
     pub fn open(&self, py: Python<'_>, config: &CacheConfig) -> PyResult<Session> {
         let registry = self.registry();
-        Session::open(py, &self.model, &registry, config)
+        Session::open(py, (&self.model, &self.origin), &registry, config)
+    }
+
+    fn defaults(&self) -> CacheDefaults {
+        CacheDefaults::new(self.model.config().context.min(CONTEXT))
+    }
+
+    /// A session that begins with a file.
+    fn session_of(
+        &self,
+        py: Python<'_>,
+        beginning: &Beginning,
+        kind: &str,
+        mut options: Options<'_>,
+    ) -> PyResult<Session> {
+        let defaults = self.defaults().of_file(&beginning.origin().cache, beginning.tokens().len());
+        let config = cache_config(&mut options, kind, &defaults)?;
+        options.end()?;
+        // Before memory is reserved.
+        without_gil(py, || beginning.check(&self.origin.of(&self.model, &config).map_err(engine)?))?;
+        let session = self.open(py, &config)?;
+        session.begin_with(py, beginning)?;
+        Ok(session)
     }
 
     /// A session for one text: as long as the prompt and what is to be generated, within the model's context.
@@ -329,7 +461,7 @@ impl Model {
     ) -> PyResult<Session> {
         let needed = prompt.saturating_add(wanted.limits.max_tokens).max(1);
         let context = u32::try_from(needed).unwrap_or(u32::MAX).min(self.model.config().context);
-        let config = cache_config(&mut options, "contiguous", context)?;
+        let config = cache_config(&mut options, "contiguous", &CacheDefaults::new(context))?;
         options.end()?;
         self.open(py, &config)
     }

@@ -1,18 +1,21 @@
 //! Sessions: a text and its cache. The branches of a session share its memory.
 use crate::arguments::{Options, Prompt, Wanted, from_json};
-use crate::errors::{Class, argument, engine, refused};
+use crate::errors::{Class, argument, engine, file, mismatch, refused};
 use crate::generation::Generation;
 use crate::model::Model;
 use crate::wait::{exclusive, lock, without_gil};
 use kvist_cache::SeqId;
 use kvist_device::Registry;
 use kvist_engine::Error;
+use kvist_engine::frozen::{self, FrozenPrefix};
 use kvist_engine::generate::Stepwise;
 use kvist_engine::memory::CacheConfig;
+use kvist_engine::saved::{self, LateOrigin, SavedSession, SavedText};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use numpy::{IntoPyArray, PyArray2, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 /// The engine's session, which the branches use in turn. Its lock is waited for without the GIL only.
@@ -96,6 +99,7 @@ impl Branch {
 #[pyclass(frozen, module = "kvist")]
 pub struct Session {
     model: Arc<kvist_model::Model>,
+    origin: Arc<LateOrigin>,
     branch: Arc<Mutex<Branch>>,
 }
 
@@ -104,18 +108,36 @@ const SESSION: &str = "session";
 impl Session {
     pub fn open(
         py: Python<'_>,
-        model: &Arc<kvist_model::Model>,
+        (model, origin): (&Arc<kvist_model::Model>, &Arc<LateOrigin>),
         registry: &Registry,
         config: &CacheConfig,
     ) -> PyResult<Self> {
         let session = py.detach(|| ModelSession::new(model, registry, config)).map_err(engine)?;
         let core = Core { session, next_seq: 1, fed: SeqId::ONLY };
         let pool = Arc::new(Pool { core: Mutex::new(core), dropped: Mutex::default() });
-        Ok(Session::of(model.clone(), Branch { pool, seq: SeqId::ONLY, tokens: Vec::new(), version: 0 }))
+        let branch = Branch { pool, seq: SeqId::ONLY, tokens: Vec::new(), version: 0 };
+        Ok(Session { model: model.clone(), origin: origin.clone(), branch: Arc::new(Mutex::new(branch)) })
     }
 
-    fn of(model: Arc<kvist_model::Model>, branch: Branch) -> Self {
-        Session { model, branch: Arc::new(Mutex::new(branch)) }
+    /// Begins this new session with a file's text. The model was compared.
+    pub fn begin_with(&self, py: Python<'_>, beginning: &Beginning) -> PyResult<()> {
+        without_gil(py, || {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let pool = branch.pool.clone();
+            let (mut core, seq) = (pool.lock(), branch.seq);
+            let origin = self.origin.of(&self.model, core.session.config()).map_err(engine)?;
+            beginning.check(&origin)?;
+            match beginning {
+                Beginning::Saved(saved) => {
+                    saved::resume(&mut core.session, seq, saved, &origin, usize::MAX).map_err(file)?;
+                }
+                Beginning::Prefix(prefix) => {
+                    frozen::begin_with(&mut core.session, seq, prefix, &origin, usize::MAX).map_err(file)?;
+                }
+            }
+            branch.tokens = beginning.tokens().to_vec();
+            Ok(())
+        })
     }
 
     /// Begins a generation: of an answer in channels if `answers`, else of plain text.
@@ -155,6 +177,34 @@ impl Session {
             return Err(engine(Error::TokenOutsideVocabulary { token, vocab }));
         }
         Ok(Text::More { tokens, begins })
+    }
+}
+
+/// A file that a session begins with.
+pub enum Beginning {
+    Saved(Arc<SavedSession>),
+    Prefix(Arc<FrozenPrefix>),
+}
+
+impl Beginning {
+    pub fn tokens(&self) -> &[u32] {
+        match self {
+            Beginning::Saved(saved) => saved.tokens(),
+            Beginning::Prefix(prefix) => prefix.tokens(),
+        }
+    }
+    pub fn origin(&self) -> &saved::Origin {
+        match self {
+            Beginning::Saved(saved) => saved.origin(),
+            Beginning::Prefix(prefix) => prefix.origin(),
+        }
+    }
+    pub fn check(&self, now: &saved::Origin) -> PyResult<()> {
+        let checked = match self {
+            Beginning::Saved(saved) => saved.check(now),
+            Beginning::Prefix(prefix) => prefix.check(now),
+        };
+        checked.map_err(mismatch)
     }
 }
 
@@ -298,7 +348,44 @@ impl Session {
             let (pool, tokens) = (branch.pool.clone(), branch.tokens.clone());
             Ok::<_, PyErr>(Branch { pool, seq, tokens, version: 0 })
         })?;
-        Ok(Session::of(self.model.clone(), branch))
+        let (model, origin) = (self.model.clone(), self.origin.clone());
+        Ok(Session { model, origin, branch: Arc::new(Mutex::new(branch)) })
+    }
+
+    /// Writes the text with its K and V to a file: `Model.resume` goes on there, without computing it again. The file is
+    /// replaced as a whole or stays as it was, and a new one can be read by its owner alone. The session goes on.
+    ///
+    /// Args:
+    ///     path: the file to write.
+    ///     messages: the conversation that the text is, dicts of `role` and `content`, for `kvist chat --resume`.
+    ///
+    /// Raises:
+    ///     FileError: the file cannot be written.
+    ///     ArgumentError: nothing is computed yet, tokens in the middle were removed, or K are stored with outliers.
+    #[pyo3(signature = (path, *, messages=None))]
+    fn save(&self, py: Python<'_>, path: PathBuf, messages: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let messages = crate::saved::messages(messages)?;
+        without_gil(py, || {
+            let mut branch = exclusive(SESSION, &self.branch)?;
+            let pool = branch.pool.clone();
+            let mut core = pool.lock();
+            let held = branch.held(&mut core);
+            if held == 0 {
+                return Err(argument("nothing is computed yet: call `generate` or `forward` before `save`"));
+            }
+            let origin = self.origin.of(&self.model, core.session.config()).map_err(engine)?;
+            let text = SavedText { tokens: &branch.tokens, messages: &messages };
+            let saved = saved::save(&mut core.session, branch.seq, text, &origin, &path).map_err(file);
+            if branch.held(&mut core) < held {
+                // The cache was full, and its last token has left: what follows is computed as after a rollback.
+                let session = &mut core.session;
+                let left = session.cache().next_position(branch.seq).unwrap_or(0);
+                let keep = session.config().cut_before(left);
+                session.truncate(branch.seq, keep).map_err(engine)?;
+                branch.version += 1;
+            }
+            saved
+        })
     }
 
     /// Keeps the first `n` tokens of the text; a negative `n` removes that many from its end. What a packed cache may have

@@ -18,7 +18,8 @@ def blocks(file):
 
 
 @pytest.mark.parametrize("file", [ROOT / "docs" / "python.md", CRATE / "README.md"])
-def test_the_lines_of_a_guide_run(file, capsys):
+def test_the_lines_of_a_guide_run(file, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some of them write files
     scope = {}
     n = 0
     for block in blocks(file):

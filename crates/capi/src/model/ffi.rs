@@ -35,7 +35,7 @@ pub struct kvist_model_options {
     pub context_tokens: u32,
     /// Bytes that the weights and all sessions of the model may take together; 0 is no limit.
     pub memory_bytes: u64,
-    /// Read the files instead of mapping them. Mapped files must not change while the model is open.
+    /// Read the files instead of mapping them. Mapped files must not change while the model or a session of it is used.
     pub no_mmap: bool,
 }
 

@@ -115,7 +115,7 @@ pub enum kvist_rows {
 ///
 /// # Safety
 /// `session` is null, or came from `kvist_session_new` and is not freed during the call.
-unsafe fn with_session(
+pub(super) unsafe fn with_session(
     session: *const kvist_session,
     run: impl FnOnce(&mut Session) -> Outcome<()>,
 ) -> kvist_status {
@@ -201,7 +201,9 @@ pub extern "C" fn kvist_greedy() -> kvist_text_options {
 
 /// # Safety
 /// `options` is null, or valid with all that it points to.
-unsafe fn text_config(options: *const kvist_text_options) -> Outcome<(TextConfig, kvist_text_options)> {
+pub(super) unsafe fn text_config(
+    options: *const kvist_text_options,
+) -> Outcome<(TextConfig, kvist_text_options)> {
     // SAFETY: as the caller promises.
     let options = unsafe { options.as_ref() }.copied().unwrap_or_else(|| kvist_greedy());
     // SAFETY: as the caller promises.

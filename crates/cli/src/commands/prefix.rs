@@ -4,11 +4,10 @@ use crate::{interrupt, json, output, progress};
 use anyhow::Context;
 use clap::ValueHint;
 use kvist_cache::SeqId;
-use kvist_engine::frozen::{FrozenText, freeze};
+use kvist_engine::frozen::{FrozenText, freeze, system_tokens};
 use kvist_engine::saved::Origin;
 use kvist_engine::session::ModelSession;
 use kvist_model::Opened;
-use kvist_model::template::Message;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 
@@ -52,9 +51,6 @@ pub fn run(command: Command, quiet: bool) -> anyhow::Result<()> {
         Command::Freeze(args) => args.run(quiet),
     }
 }
-
-/// What questions may begin with: a token of the system message that depends on the question is not frozen.
-const QUESTIONS: [&str; 5] = ["0", "Z", " a", "\n", "é"];
 
 impl FreezeArgs {
     fn run(self, quiet: bool) -> anyhow::Result<()> {
@@ -112,18 +108,7 @@ impl FreezeArgs {
         let Some(template) = model.chat_template().filter(|_| !self.raw) else {
             return Ok((tokenizer.encode(text, true)?, None));
         };
-        let mut common: Option<Vec<u32>> = None;
-        for question in QUESTIONS {
-            let messages = [Message::new("system", text), Message::new("user", question)];
-            let tokens = tokenizer.encode(&template.render(&messages, tokenizer, true)?, false)?;
-            let same = common.as_ref().map_or(tokens.len(), |common| {
-                common.iter().zip(&tokens).take_while(|(a, b)| a == b).count()
-            });
-            common = Some(tokens[..same].to_vec());
-        }
-        let tokens = common.filter(|tokens| !tokens.is_empty());
-        let tokens =
-            tokens.context("this model's prompts do not begin with the system message: use --raw")?;
+        let tokens = system_tokens(tokenizer, template, text)?;
         Ok((tokens, Some(text.to_string())))
     }
 }

@@ -220,6 +220,9 @@ impl FrozenPrefix {
     pub fn system(&self) -> Option<&str> {
         self.header.system.as_deref()
     }
+    pub fn origin(&self) -> &Origin {
+        &self.header.origin
+    }
     /// Bytes of the file, which all its users share.
     pub fn len(&self) -> u64 {
         self.len

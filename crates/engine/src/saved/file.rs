@@ -12,12 +12,13 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const FORMAT: FileFormat = FileFormat {
     format: "kvist-session",
     version: 1,
     noun: "session",
-    advice: "`--save-session` writes one",
+    advice: "`kvist run --save-session` writes one",
     changed: "the file is torn or has changed since it was saved",
 };
 /// Keys of the metadata: the header as JSON, and its hash.
@@ -170,7 +171,10 @@ pub(crate) fn replace(
     let path = if found.is_some() { std::fs::canonicalize(path)? } else { path.to_path_buf() };
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    let partial = folder.join(format!(".{name}.{}.partial", std::process::id()));
+    // Another thread may write the same file at the same time: then one of both is there in the end, and whole.
+    static WRITES: AtomicU64 = AtomicU64::new(0);
+    let (process, write_id) = (std::process::id(), WRITES.fetch_add(1, Ordering::Relaxed));
+    let partial = folder.join(format!(".{name}.{process}.{write_id}.partial"));
     let all = || {
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true);

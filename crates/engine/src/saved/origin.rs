@@ -2,7 +2,7 @@
 use crate::memory::CacheConfig;
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
-use kvist_model::{Error, Fingerprint, hash};
+use kvist_model::{Error, Fingerprint, LateFingerprint, Model, Opened, hash};
 use serde::{Deserialize, Serialize};
 
 /// What K and V of a text depend on, except for the machine: another instruction set, device or version of kvist may compute
@@ -107,5 +107,36 @@ impl Origin {
             );
         }
         Ok(())
+    }
+}
+
+/// What K and V of a loaded model depend on, but for the cache: for programs that open caches of their own later. Hashes the
+/// weights when it is first asked.
+#[derive(Debug)]
+pub struct LateOrigin {
+    fingerprint: LateFingerprint,
+    format: WeightFormat,
+    /// What the frequencies of RoPE were made for.
+    context_tokens: u32,
+}
+
+impl LateOrigin {
+    /// `format` and `context` are those that the model is loaded with.
+    ///
+    /// # Errors
+    /// As [`Opened::late_fingerprint`].
+    pub fn new(opened: &Opened, format: WeightFormat, context: Option<u32>) -> Result<Self, Error> {
+        let fingerprint = opened.late_fingerprint()?;
+        Ok(LateOrigin { fingerprint, format, context_tokens: context.unwrap_or(0) })
+    }
+
+    /// What texts in a cache of `model` depend on.
+    ///
+    /// # Errors
+    /// As [`Opened::fingerprint`].
+    pub fn of(&self, model: &Model, config: &CacheConfig) -> Result<Origin, Error> {
+        let fingerprint = self.fingerprint.get(model.tokenizer())?.clone();
+        let as_loaded = CacheConfig { context_tokens: self.context_tokens, ..config.clone() };
+        Ok(Origin::new(fingerprint, self.format, &as_loaded, model.config()))
     }
 }

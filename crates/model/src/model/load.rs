@@ -64,7 +64,7 @@ pub struct Model {
 pub struct Opened {
     pub(crate) name: String,
     pub(crate) config: ModelConfig,
-    pub(crate) source: Source,
+    pub(crate) source: Arc<Source>,
     tokenizer: Option<Tokenizer>,
     template: Option<ChatTemplate>,
     /// An error is reported only if these defaults are used.
@@ -112,7 +112,7 @@ impl Opened {
 
     fn folder(path: &Path, mmap: bool, texts: bool) -> Result<Self, Error> {
         let config = ModelConfig::from_folder(path)?;
-        let source = Source::folder(path, mmap)?;
+        let source = Arc::new(Source::folder(path, mmap)?);
         let name = path.display().to_string();
         let mut opened = Opened {
             name,
@@ -141,7 +141,7 @@ impl Opened {
             ),
             false => (None, None, Ok(SamplingDefaults::default())),
         };
-        Ok(Opened { name, config, source, tokenizer, template, sampling })
+        Ok(Opened { name, config, source: Arc::new(source), tokenizer, template, sampling })
     }
 
     pub fn name(&self) -> &str {

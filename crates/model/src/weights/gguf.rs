@@ -107,6 +107,10 @@ impl Gguf {
         Ok(Gguf { file: file.into(), parts: vec![(file.into(), contents)], metadata, tensors })
     }
 
+    pub(super) fn was_read(&self) -> bool {
+        self.parts.iter().any(|(_, contents)| contents.was_read())
+    }
+
     /// Adds the tensors of another part of the same file.
     pub(super) fn join(&mut self, other: Gguf) -> Result<(), Error> {
         let first = self.parts.len();

@@ -76,6 +76,10 @@ impl Folder {
         self.add_contents(path.display().to_string(), Contents::open(path, mmap)?)
     }
 
+    pub(super) fn was_read(&self) -> bool {
+        self.shards.iter().any(|shard| shard.contents.was_read())
+    }
+
     fn add_contents(&mut self, file: String, contents: Contents) -> Result<(), Error> {
         let malformed = |what: String| Error::Malformed { file: file.clone(), what };
         let (header, metadata) = SafeTensors::read_metadata(&contents)

@@ -8,8 +8,18 @@ The guide is docs/python.md in kvist's repository.
 """
 
 from . import cache
-from ._errors import ArgumentError, Busy, Error, ModelError, NoSpace, OutOfMemory, Refused
-from ._native import Batch, BatchGeneration, Generation, Model, Session, __version__
+from ._errors import (
+    ArgumentError,
+    Busy,
+    Error,
+    FileError,
+    MismatchError,
+    ModelError,
+    NoSpace,
+    OutOfMemory,
+    Refused,
+)
+from ._native import Batch, BatchGeneration, Generation, Model, Prefix, SavedSession, Session, __version__
 from ._simulator import Simulation, Sweep, simulate, sweep
 
 __all__ = [
@@ -18,12 +28,16 @@ __all__ = [
     "BatchGeneration",
     "Busy",
     "Error",
+    "FileError",
     "Generation",
+    "MismatchError",
     "Model",
     "ModelError",
     "NoSpace",
     "OutOfMemory",
+    "Prefix",
     "Refused",
+    "SavedSession",
     "Session",
     "Simulation",
     "Sweep",

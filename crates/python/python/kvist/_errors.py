@@ -13,6 +13,14 @@ class ModelError(Error):
     """A model's files cannot be read, or are not those of a model that kvist runs."""
 
 
+class FileError(Error):
+    """A saved session or a frozen prefix cannot be written, cannot be read, is torn or has changed; nothing of it is used."""
+
+
+class MismatchError(FileError):
+    """A saved session or a frozen prefix was made with other weights or another cache; nothing of it is used."""
+
+
 class OutOfMemory(Error, MemoryError):
     """Weights or cache do not fit into the memory budget; nothing was allocated."""
 

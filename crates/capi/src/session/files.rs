@@ -1,0 +1,91 @@
+//! Sessions in files: a sequence with its text, and frozen prefixes.
+use super::{Last, Session, Text, TextConfig};
+use crate::status::{Failure, Outcome, bad_file};
+use kvist_engine::frozen::{self, FrozenPrefix, FrozenText};
+use kvist_engine::kvist_cache::SeqId;
+use kvist_engine::sampler::Sampler;
+use kvist_engine::saved::{self, Origin, SavedSession, SavedText};
+use std::path::Path;
+
+impl Session {
+    fn origin(&self) -> Outcome<Origin> {
+        Ok(self.origin.of(self.session.model(), self.session.config())?)
+    }
+
+    /// The tokens that the cache has of a sequence.
+    pub(super) fn tokens(&mut self, seq: SeqId) -> Outcome<&[u32]> {
+        let n = self.length(seq)?;
+        self.known.of(seq, n).ok_or_else(|| {
+            Failure::unsupported(format!(
+                "the tokens of sequence {seq} are not known: settle its draft nodes first"
+            ))
+        })
+    }
+
+    /// Saves a sequence, with the token that the caller has seen last. A full cache loses its last token, and the text ends.
+    pub(super) fn save(&mut self, seq: SeqId, path: &Path) -> Outcome<()> {
+        let mut tokens = self.tokens(seq)?.to_vec();
+        if tokens.is_empty() {
+            return Err(Failure::order(format!("sequence {seq} has no tokens to save")));
+        }
+        let held = tokens.len() as u32;
+        if let Some(Text { last: Last::Shown(token), .. }) = self.texts.get(&seq.0) {
+            tokens.push(*token);
+        }
+        let origin = self.origin()?;
+        let text = SavedText { tokens: &tokens, messages: &[] };
+        let saved = saved::save(&mut self.session, seq, text, &origin, path).map_err(bad_file);
+        let left = self.length(seq)?;
+        if left < held {
+            self.known.truncate(seq, left);
+            self.texts.remove(&seq.0);
+        }
+        saved
+    }
+
+    /// Puts a saved text into an empty sequence, computes what the file does not have, and draws the next token. Returns how many
+    /// tokens were not computed. On `Err` the sequence is empty.
+    pub(super) fn resume(&mut self, seq: SeqId, saved: &SavedSession, config: TextConfig) -> Outcome<u32> {
+        let mut sampler = Sampler::new(config.sampler)?;
+        let origin = self.origin()?;
+        let n = saved::resume(&mut self.session, seq, saved, &origin, usize::MAX).map_err(bad_file)?;
+        self.compute_rest(seq, saved.tokens(), n)?;
+        sampler.observe(saved.tokens());
+        self.begin_text(seq, saved.tokens(), sampler, config)?;
+        Ok(n as u32)
+    }
+
+    /// Begins a new session with a frozen prefix, and computes what cannot be taken from the file. Returns how many tokens were
+    /// not computed. On `Err` the sequence is empty.
+    pub(super) fn begin_with(&mut self, seq: SeqId, prefix: &FrozenPrefix) -> Outcome<u32> {
+        let origin = self.origin()?;
+        let n = frozen::begin_with(&mut self.session, seq, prefix, &origin, usize::MAX).map_err(bad_file)?;
+        self.compute_rest(seq, prefix.tokens(), n)?;
+        Ok(n as u32)
+    }
+
+    /// Computes the tokens from `n` on. On `Err` the sequence is empty.
+    fn compute_rest(&mut self, seq: SeqId, tokens: &[u32], n: usize) -> Outcome<()> {
+        self.texts.remove(&seq.0);
+        if n < tokens.len()
+            && let Err(error) = self.session.prefill(seq, &tokens[n..], &mut |_| true)
+        {
+            self.session.truncate(seq, 0)?;
+            return Err(error.into());
+        }
+        self.known.truncate(seq, 0);
+        self.known.add(seq, tokens);
+        Ok(())
+    }
+
+    /// Freezes a sequence.
+    pub(super) fn freeze(&mut self, seq: SeqId, path: &Path) -> Outcome<()> {
+        let tokens = self.tokens(seq)?.to_vec();
+        if tokens.is_empty() {
+            return Err(Failure::order(format!("sequence {seq} has no tokens to freeze")));
+        }
+        let origin = self.origin()?;
+        let text = FrozenText { tokens: &tokens, system: None };
+        frozen::freeze(&mut self.session, seq, text, &origin, path).map_err(bad_file)
+    }
+}
