@@ -9,7 +9,7 @@ use crate::request::Refused;
 pub const NONE: u32 = u32::MAX;
 
 /// A kind that hands out blocks.
-pub trait BlockKind: CachedBlocks + TransferBlocks {
+pub trait BlockKind: CachedBlocks + TransferBlocks + ResizeBlocks {
     /// The events of its blocks.
     fn events(&mut self) -> &mut Events;
     /// The state of every block, up to the highest block in use.
@@ -70,4 +70,12 @@ pub trait TransferBlocks {
     fn append_loaded(&mut self, seq: SeqId, until: u32, blocks: &[u32]);
     /// Frees the blocks of an import that failed or came too late.
     fn abandon_load(&mut self, seq: SeqId, blocks: &[u32]);
+}
+
+/// A capacity that changes. See [`Cache::plan_resize`](crate::Cache::plan_resize).
+pub trait ResizeBlocks {
+    /// The moves `(from, to)` of used blocks that a capacity of `capacity_tokens` needs.
+    fn plan_resize(&self, group: GroupId, capacity_tokens: u32) -> Result<Vec<(u32, u32)>, Refused>;
+    /// Makes the moves and changes the capacity.
+    fn resize(&mut self, capacity_tokens: u32, moves: &[(u32, u32)]);
 }

@@ -90,6 +90,11 @@ pub trait EvictionPolicy: Send {
     }
     /// The block in `entry` is gone. The policy drops everything it knows about it.
     fn removed(&mut self, entry: u32);
+    /// The block in `from` is in `to` now, which no live block uses. Its rank stays what it is. Needed only by policies
+    /// that remember something of their entries.
+    fn moved(&mut self, from: u32, to: u32) {
+        let _ = (from, to);
+    }
     /// True if a new block competes with the cached ones and is not cached if it ranks smallest. For callers that can
     /// choose not to cache, such as a replay.
     fn bypasses(&self) -> bool {
@@ -250,6 +255,11 @@ impl<T: Copy> PerEntry<T> {
     fn get(&self, entry: u32) -> T {
         let value = self.0.get(entry as usize).copied().flatten();
         value.unwrap_or_else(|| panic!("entry {entry} was used before a block was stored in it"))
+    }
+    fn relocate(&mut self, from: u32, to: u32) {
+        let value = self.get(from);
+        self.clear(from);
+        self.set(to, value);
     }
     fn clear(&mut self, entry: u32) {
         if let Some(value) = self.0.get_mut(entry as usize) {

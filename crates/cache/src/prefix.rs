@@ -25,6 +25,7 @@ use crate::evict::{self, Parameters, PolicyError};
 use crate::ids::*;
 use crate::kind::Kind;
 use crate::kinds::{GroupSpec, Paged, Unbuildable};
+use crate::report::Occupancy;
 use crate::request::Refused;
 use crate::transfers::CachedBlock;
 use content::Keying;
@@ -223,6 +224,8 @@ pub enum PrefixEvent {
     Stored { group: GroupId, block: u32, hash: u64, parent_hash: u64, key: Box<[u32]> },
     /// The block no longer contains that prefix.
     Removed { group: GroupId, block: u32, hash: u64 },
+    /// Block `to` stores that prefix now, and `from` no longer does.
+    Moved { group: GroupId, from: u32, to: u32, hash: u64 },
     /// The index is empty.
     Cleared,
 }
@@ -435,7 +438,20 @@ impl Prefixes<'_> {
     pub fn evict_until_free(&mut self, n_tokens: u32, at: Moment) -> u32 {
         let Cache { groups, index, epoch, .. } = &mut *self.cache;
         *epoch += 1;
-        index.as_mut().expect(CHECKED).evict_until_free(groups, n_tokens, at)
+        index.as_mut().expect(CHECKED).evict_until_free(groups, |_| n_tokens, at)
+    }
+
+    /// Evicts as [`evict_until_free`](Self::evict_until_free) does, until every layer group would have room in these capacities: see
+    /// [`Cache::plan_resize`].
+    pub fn evict_down_to(&mut self, capacity_tokens: &[u32], at: Moment) -> u32 {
+        let Cache { groups, index, epoch, .. } = &mut *self.cache;
+        *epoch += 1;
+        let occupied: Vec<Occupancy> = groups.iter().map(|kind| kind.occupancy()).collect();
+        let n_free = |g: usize| {
+            let to = capacity_tokens.get(g).copied().unwrap_or(u32::MAX);
+            occupied[g].capacity_cells.saturating_sub(to - to % occupied[g].block_tokens)
+        };
+        index.as_mut().expect(CHECKED).evict_until_free(groups, n_free, at)
     }
 
     /// Drops what is cached under a salt, as far as no sequence, pin or import uses it, and returns the dropped blocks: those

@@ -28,9 +28,7 @@ pub mod steps;
 pub mod stream;
 
 use arch::{Isa, Threads, TileIsa};
-use kvist_device::{
-    Backend, DeviceError, FIRST_SEGMENT_CELLS, PoolSpec, Pools, Purpose, Usage, reserved_cells_from,
-};
+use kvist_device::{Backend, DeviceError, FIRST_SEGMENT_CELLS, PoolSpec, Pools, Usage, reserved_cells_from};
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 
@@ -149,20 +147,6 @@ impl Backend for Cpu {
     }
 
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
-        if [spec.k, spec.v].iter().any(|storage| storage.group == 0) {
-            return None;
-        }
-        let mut kv = 0u64;
-        for (_, layer) in spec.layout.owners() {
-            let group = layer.group.0 as usize;
-            let reserved = self.growth.reserved_cells(*cells.get(group)?, *spec.capacity_cells.get(group)?);
-            let layer = pools::sides(spec, layer)
-                .iter()
-                .try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
-            kv = kv.checked_add(layer)?;
-        }
-        let scratch = attention::Scratch::bytes(spec, &self.compute)?;
-        let scratch = scratch.checked_add(recent::RecentRows::bytes(spec)?)?;
-        Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
+        pools::usage(spec, self.growth, &self.compute, cells)
     }
 }

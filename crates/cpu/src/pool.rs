@@ -20,6 +20,7 @@ mod image;
 mod q4;
 mod q8;
 pub(crate) mod quantised;
+mod resize;
 mod rows;
 mod t4;
 pub(crate) mod tiles;

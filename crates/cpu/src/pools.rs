@@ -1,5 +1,6 @@
 //! The KV pools of one cache: growth, writes, attention, moves.
 mod mapped;
+mod resize;
 
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
@@ -20,6 +21,23 @@ struct Owned {
 pub fn sides(spec: &PoolSpec, layer: &LayerSpec) -> [Geometry; 2] {
     let side = |half, storage| Geometry::new(half, storage, layer.n_kv_heads, layer.k_dim);
     [side(Side::K, spec.k), side(Side::V, spec.v)]
+}
+
+/// See [`Backend::usage`].
+pub fn usage(spec: &PoolSpec, growth: Growth, compute: &Compute, cells: &[u32]) -> Option<Usage> {
+    if [spec.k, spec.v].iter().any(|storage| storage.group == 0) {
+        return None;
+    }
+    let mut kv = 0u64;
+    for (_, layer) in spec.layout.owners() {
+        let group = layer.group.0 as usize;
+        let reserved = growth.reserved_cells(*cells.get(group)?, *spec.capacity_cells.get(group)?);
+        let layer =
+            sides(spec, layer).iter().try_fold(0u64, |sum, side| sum.checked_add(side.bytes(reserved)?))?;
+        kv = kv.checked_add(layer)?;
+    }
+    let scratch = Scratch::bytes(spec, compute)?.checked_add(RecentRows::bytes(spec)?)?;
+    Some(Usage::default().with(Purpose::KvCache, kv).with(Purpose::Scratch, scratch))
 }
 
 pub struct CpuPools {
@@ -357,6 +375,10 @@ impl Pools for CpuPools {
             }
         }
         Ok(())
+    }
+
+    fn resize(&mut self, capacity_cells: &[u32]) -> Result<(), DeviceError> {
+        self.change_capacity(capacity_cells)
     }
 
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {

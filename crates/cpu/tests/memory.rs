@@ -230,3 +230,54 @@ fn sizes_that_overflow_have_no_usage() {
         assert_eq!(backend.bound(&model.spec(vec![u32::MAX])), None, "{}", backend.id());
     }
 }
+
+/// A smaller capacity returns memory to the system and to the budget that set it aside; a larger one takes it from there, or
+/// is refused.
+#[test]
+fn another_capacity_takes_and_returns_what_it_needs() {
+    for (k, v) in storages().into_iter().zip(storages().into_iter().rev()).step_by(3) {
+        for backend in [&Cpu::default(), &Cpu::default().concatenating()] {
+            let budget = MemoryBudget::new(64 * MIB);
+            let mut model = Model { k, v, heads: (2, 1), max_step_tokens: 1024, ..Model::default() };
+            let bound =
+                |model: &Model, tokens: u32| backend.bound(&model.spec(vec![tokens])).unwrap().total();
+            model.budget = budget.promise(&backend.bound(&model.spec(vec![4096])).unwrap()).unwrap();
+            let free = |tokens: u32| 64 * MIB - bound(&model, tokens);
+            let what = format!("{} k {k} v {v}", backend.id());
+            let (mut session, mut twin) = (model.session(backend, "paged", 4096), {
+                let model = Model { budget: MemoryBudget::unlimited(), ..model.clone() };
+                model.session(backend, "paged", 4096)
+            });
+            for session in [&mut session, &mut twin] {
+                new(session, &[A]);
+                for start in [0, 1000, 2000] {
+                    model.step(session, &[Span::chain(A, start, 1000)], 1);
+                }
+                session.cache.sequences().unwrap().seq_rm(A, 900, u32::MAX).unwrap();
+            }
+            let row = model.spec(vec![16]).bytes_per_token();
+            for tokens in [2048, 2000, 912] {
+                session.resize(&[tokens]).unwrap();
+                assert_eq!(session.pools().bytes(), u64::from(tokens) * row, "{what}, {tokens} tokens");
+                assert_eq!(budget.free(), free(tokens), "{what}, {tokens} tokens");
+            }
+            let refused = session.resize(&[896]).unwrap_err();
+            assert!(refused.to_string().contains("uses 912 cells and cannot shrink to 896"), "{refused}");
+            let refused = session.resize(&[1 << 30]).unwrap_err();
+            assert!(matches!(refused, StepError::Device(DeviceError::OutOfBudget(_))), "{refused}");
+            assert_eq!((budget.free(), session.cache.capacity_cells()), (free(912), vec![912]), "{what}");
+            session.resize(&[8192]).unwrap();
+            assert_eq!(budget.free(), free(8192), "{what}");
+            let step = |session: &mut Session, start, n| model.step(session, &[Span::chain(A, start, n)], 1);
+            for (start, n) in [(900, 1), (901, 40), (941, 1000)] {
+                assert_eq!(
+                    step(&mut session, start, n),
+                    step(&mut twin, start, n),
+                    "{what}, {n} tokens at {start}"
+                );
+            }
+            drop(session);
+            assert_eq!(model.budget.usage(), Usage::default(), "{what}");
+        }
+    }
+}

@@ -69,7 +69,6 @@ pub struct OutOfBudget {
 /// The memory that a process may use, and its current use. Shared by the models and sessions of a process.
 #[derive(Debug)]
 pub struct MemoryBudget {
-    total: u64,
     balance: Mutex<Balance>,
     /// The parent budget, in which this one's total is set aside; `None` for a budget of its own.
     parent: Option<Arc<MemoryBudget>>,
@@ -77,6 +76,8 @@ pub struct MemoryBudget {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Balance {
+    /// All bytes of the budget.
+    total: u64,
     /// Bytes reserved here, including those reserved through promised sub-budgets.
     used: Usage,
     /// Bytes set aside for sub-budgets and not reserved yet.
@@ -84,21 +85,25 @@ struct Balance {
 }
 
 impl Balance {
-    fn total(&self) -> u64 {
-        self.used.total() + self.promised
+    fn of(total: u64) -> Mutex<Balance> {
+        Mutex::new(Balance { total, ..Balance::default() })
+    }
+    /// Bytes neither reserved nor promised.
+    fn free(&self) -> u64 {
+        self.total - self.used.total() - self.promised
     }
 }
 
 impl MemoryBudget {
     pub fn new(total_bytes: u64) -> Arc<Self> {
-        Arc::new(MemoryBudget { total: total_bytes, balance: Mutex::default(), parent: None })
+        Arc::new(MemoryBudget { balance: Balance::of(total_bytes), parent: None })
     }
     /// A budget that counts but never refuses.
     pub fn unlimited() -> Arc<Self> {
         Self::new(u64::MAX)
     }
     pub fn total(&self) -> u64 {
-        self.total
+        self.lock().total
     }
     /// Bytes reserved, including those reserved through sub-budgets.
     pub fn usage(&self) -> Usage {
@@ -106,7 +111,7 @@ impl MemoryBudget {
     }
     /// Bytes neither reserved nor promised to a sub-budget.
     pub fn free(&self) -> u64 {
-        self.total - self.lock().total()
+        self.lock().free()
     }
     /// The numbers stay correct even if a thread panicked, so a poisoned lock is safe to use.
     fn lock(&self) -> MutexGuard<'_, Balance> {
@@ -124,19 +129,43 @@ impl MemoryBudget {
     pub fn promise(self: &Arc<Self>, usage: &Usage) -> Result<Arc<Self>, OutOfBudget> {
         let (asked, purpose) = (usage.total(), usage.largest());
         let mut balance = self.lock();
-        let (free, total) = (self.total - balance.total(), self.total);
+        let (free, total) = (balance.free(), balance.total);
         if asked > free {
             return Err(OutOfBudget { purpose, asked, free, total });
         }
         balance.promised += asked;
         let parent = Some(self.clone());
-        Ok(Arc::new(MemoryBudget { total: asked, balance: Mutex::default(), parent }))
+        Ok(Arc::new(MemoryBudget { balance: Balance::of(asked), parent }))
+    }
+
+    /// Sets aside `more` bytes for this sub-budget, or changes nothing. A budget of its own stays as large as it is.
+    pub fn extend(&self, purpose: Purpose, more: u64) -> Result<(), OutOfBudget> {
+        let Some(parent) = &self.parent else { return Ok(()) };
+        let mut balance = parent.lock();
+        let (free, total) = (balance.free(), balance.total);
+        if more > free {
+            return Err(OutOfBudget { purpose, asked: more, free, total });
+        }
+        balance.promised += more;
+        drop(balance);
+        self.lock().total += more;
+        Ok(())
+    }
+
+    /// Returns up to `less` of this sub-budget's free bytes to its parent.
+    pub fn shorten(&self, less: u64) {
+        let Some(parent) = &self.parent else { return };
+        let mut balance = self.lock();
+        let less = less.min(balance.free());
+        balance.total -= less;
+        drop(balance);
+        parent.lock().promised -= less;
     }
 
     /// Reserves bytes; `Err` says how many are free.
     fn draw(&self, purpose: Purpose, bytes: u64) -> Result<(), u64> {
         let mut balance = self.lock();
-        let free = self.total - balance.total();
+        let free = balance.free();
         if bytes > free {
             return Err(free);
         }
@@ -169,7 +198,7 @@ impl MemoryBudget {
 impl Drop for MemoryBudget {
     fn drop(&mut self) {
         if let Some(parent) = &self.parent {
-            parent.lock().promised -= self.total;
+            parent.lock().promised -= self.total();
         }
     }
 }
@@ -196,7 +225,7 @@ impl Reservation {
     }
     /// Reserves `more` bytes, or changes nothing.
     pub fn grow(&mut self, more: u64) -> Result<(), OutOfBudget> {
-        let (purpose, total) = (self.purpose, self.budget.total);
+        let (purpose, total) = (self.purpose, self.budget.total());
         let refused = |free| OutOfBudget { purpose, asked: more, free, total };
         self.budget.draw(purpose, more).map_err(refused)?;
         self.bytes += more;

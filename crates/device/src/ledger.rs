@@ -1,7 +1,7 @@
 //! Reserves, logs and releases the KV bytes of one cache. Every backend allocates through it, so all backends log the
 //! same events.
 //!
-//! Events (`tracing`, target `kvist::memory`): `kv_cache.allocate`, `.grow`, `.free` at INFO, `.refuse` at WARN, with
+//! Events (`tracing`, target `kvist::memory`): `kv_cache.allocate`, `.grow`, `.shrink`, `.free` at INFO, `.refuse` at WARN, with
 //! `action`, `target`, `device`, `bytes`, `max_tokens`, `layers`, `error_kind` and a readable sentence.
 use crate::budget::*;
 use std::sync::Arc;
@@ -76,6 +76,18 @@ impl KvLedger {
             narrate!(info, "kv_cache.grow", self, "grow", more, "", "Grew the KV cache by {size} to {now}");
         }
         Ok(())
+    }
+
+    /// Another capacity of the largest layer group.
+    pub fn resize(&mut self, max_tokens: u32) {
+        self.max_tokens = max_tokens;
+    }
+
+    /// Returns bytes that were freed.
+    pub fn release(&mut self, less: u64) {
+        self.reservation.shrink(less);
+        let (size, now) = (Bytes(less), Bytes(self.bytes()));
+        narrate!(info, "kv_cache.shrink", self, "shrink", less, "", "Freed {size} of KV cache, {now} remain");
     }
 
     /// Returns bytes that were reserved for an allocation which the system then refused.

@@ -46,7 +46,7 @@ pub use recent::{Recent, RecentPlan, RecentRead, RecentReads};
 pub use registry::{BuildError, Registry};
 pub use rows::{DeviceRow, RowOutput, RowResult, StepOutput, WantedRow};
 pub use sampling::{HostSampler, NoToken, SampleParams};
-pub use session::{AttendRows, Session, SessionStep, compact};
+pub use session::{AttendRows, Session, SessionStep, compact, resize};
 pub use step_io::*;
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};

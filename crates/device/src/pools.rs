@@ -121,6 +121,18 @@ pub trait Pools: Send {
     /// [`begin`](Self::begin) does. On `Err` nothing has moved.
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError>;
 
+    /// Changes the capacities, one per layer group, between steps. Nothing from the new capacity on is in use: what was there has been
+    /// [relocated](Self::relocate). Memory above it goes back to the system; a part that cannot be split off, because the system or the
+    /// budget has no room for the copy, stays until these pools end.
+    ///
+    /// # Errors
+    /// This backend cannot change capacities, or a larger one needs scratch memory that is refused. Nothing has changed then. A smaller
+    /// capacity is never refused by a backend that accepts the present one.
+    fn resize(&mut self, capacity_cells: &[u32]) -> Result<(), DeviceError> {
+        let _ = capacity_cells;
+        Err(DeviceError::Unsupported("this device cannot change the capacity of a cache".into()))
+    }
+
     /// The length of a [`HostBlock`] for `cells` cells of a layer group. `None` if there is no such group, or on overflow.
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize>;
 

@@ -79,6 +79,29 @@ pub fn compact(cache: &mut Cache, pools: &mut dyn Pools, moves: &mut MovePlan) -
     Ok(())
 }
 
+/// Changes the capacity of a paged cache and of its pools: `capacity_tokens`, one per layer group. See [`Cache::plan_resize`].
+///
+/// # Errors
+/// The cache refuses, this device cannot change capacities, or has no memory. Nothing has changed then.
+pub fn resize(
+    cache: &mut Cache,
+    pools: &mut dyn Pools,
+    moves: &mut MovePlan,
+    capacity_tokens: &[u32],
+) -> Result<(), StepError> {
+    cache.plan_resize(capacity_tokens, moves)?;
+    let before = cache.capacity_cells();
+    // The larger ones first: the smaller ones are never refused then.
+    let larger = before.iter().zip(capacity_tokens).map(|(before, tokens)| *before.max(tokens));
+    pools.resize(&larger.collect::<Vec<u32>>())?;
+    if let Err(refused) = pools.relocate(moves) {
+        pools.resize(&before)?;
+        return Err(refused.into());
+    }
+    cache.resize(capacity_tokens, moves);
+    Ok(pools.resize(&cache.capacity_cells())?)
+}
+
 /// Moves K and V of the kept paths to their final cells. Call it after all layers of the step have run and before its
 /// commit.
 pub(crate) fn move_kept(
@@ -153,6 +176,11 @@ impl Session {
     /// See [`compact`].
     pub fn compact(&mut self) -> Result<(), DeviceError> {
         compact(&mut self.cache, &mut *self.pools, &mut self.moves)
+    }
+
+    /// See [`resize`].
+    pub fn resize(&mut self, capacity_tokens: &[u32]) -> Result<(), StepError> {
+        resize(&mut self.cache, &mut *self.pools, &mut self.moves, capacity_tokens)
     }
 
     pub fn pools(&self) -> &dyn Pools {

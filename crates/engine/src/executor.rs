@@ -11,8 +11,9 @@ use crate::channels::channel_order;
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use crate::saved::CacheRows;
+use crate::serving::ResizeError;
 use crate::serving::thread::Command;
-use crate::serving::tiers::{Report, TierDriver};
+use crate::serving::tiers::{Report, Stores, TierDriver};
 use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
@@ -258,6 +259,39 @@ impl ModelExecutor {
     }
     pub(crate) fn is_copying(&self) -> bool {
         self.tiers.as_ref().is_some_and(TierDriver::is_copying)
+    }
+    /// Changes the capacity of the scheduler's cache to `capacity_tokens`, one per layer group, with its bytes. On `Err` the capacity is
+    /// what it was.
+    pub(crate) fn resize(
+        &mut self,
+        scheduler: &mut Scheduler,
+        now_ns: u64,
+        capacity_tokens: &[u32],
+    ) -> Result<(), ResizeError> {
+        self.move_tiers(scheduler, now_ns);
+        let pools = self.runner.network.pools_mut();
+        let before = scheduler.cache().capacity_cells();
+        // The larger capacity first: what is refused is refused before anything is evicted.
+        let larger: Vec<u32> =
+            before.iter().zip(capacity_tokens).map(|(before, tokens)| *before.max(tokens)).collect();
+        pools.resize(&larger)?;
+        let moved = match scheduler.begin_resize(now_ns, capacity_tokens) {
+            Ok(moves) => {
+                let relocated = pools.relocate(moves);
+                let renamed = moves.renamed();
+                scheduler.end_resize(now_ns, relocated.is_ok());
+                if let (Ok(()), Some(tiers)) = (&relocated, &mut self.tiers) {
+                    tiers.moved(&renamed);
+                }
+                relocated.map_err(ResizeError::Device)
+            }
+            Err(refused) => Err(ResizeError::Refused(refused)),
+        };
+        pools.resize(&scheduler.cache().capacity_cells())?;
+        moved
+    }
+    pub(crate) fn tier_stores(&self) -> Option<Arc<Stores>> {
+        self.tiers.as_ref().map(TierDriver::stores)
     }
     pub(crate) fn tier_stats(&self, scheduler: &Scheduler) -> Option<TierStats> {
         self.tiers.as_ref().map(|tiers| tiers.stats(scheduler))

@@ -41,6 +41,7 @@ mod blocks;
 mod job;
 mod quota;
 mod request;
+mod resize;
 pub(crate) mod thread;
 pub(crate) mod tiers;
 
@@ -56,6 +57,7 @@ use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Config, Ended, RequestId, Scheduler, SchedulerCounters};
 pub use quota::{QuotaFull, QuotaPermit, TenantQuota};
+pub use resize::ResizeError;
 use std::collections::BTreeMap;
 use std::future::poll_fn;
 use std::pin::pin;
@@ -225,8 +227,10 @@ struct Shared {
     live: watch::Sender<usize>,
     /// Closed when the thread has ended.
     is_gone: watch::Receiver<()>,
-    capacity_tokens: u64,
+    capacity_tokens: AtomicU64,
     kv_bytes: KvBytes,
+    /// They write and fail while the engine sleeps, so its published statistics do not have them.
+    tier_stores: Option<Arc<tiers::Stores>>,
 }
 
 impl Drop for Shared {
@@ -334,8 +338,9 @@ impl Engine {
             stats: Mutex::new(EngineStats { capacity_cells: capacity_tokens, ..EngineStats::default() }),
             live: watch::Sender::new(0),
             is_gone,
-            capacity_tokens,
+            capacity_tokens: AtomicU64::new(capacity_tokens),
             kv_bytes,
+            tier_stores: executor.tier_stores(),
         });
         let thread = Thread {
             model,
@@ -363,11 +368,11 @@ impl Engine {
     pub fn model(&self) -> &Arc<Model> {
         &self.shared.model
     }
-    /// Tokens that the cache has room for.
+    /// Tokens that the cache has room for now. See [`resize`](Self::resize).
     pub fn capacity_tokens(&self) -> u64 {
-        self.shared.capacity_tokens
+        self.shared.capacity_tokens.load(SeqCst)
     }
-    /// KV memory by the memory plan.
+    /// KV memory by the memory plan, at the start.
     pub fn kv_bytes(&self) -> KvBytes {
         self.shared.kv_bytes
     }
@@ -443,7 +448,12 @@ impl Engine {
 
     /// Counters and occupancy at the end of the last step.
     pub fn stats(&self) -> EngineStats {
-        self.shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()).clone()
+        let mut stats = self.shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()).clone();
+        if let (Some(tiers), Some(stores)) = (&mut stats.tiers, &self.shared.tier_stores) {
+            tiers.store_bytes += stores.bytes_being_written();
+            tiers.stores = stores.stats();
+        }
+        stats
     }
 
     /// Run `inspect` on the engine's state, between two steps. `None` if the engine thread has ended.

@@ -332,6 +332,9 @@ impl Cache {
                 PrefixEvent::Removed { group, block, hash } => {
                     json!({"event": "removed", "group": group.0, "block": block, "hash": hash})
                 }
+                PrefixEvent::Moved { group, from, to, hash } => {
+                    json!({"event": "moved", "group": group.0, "from": from, "block": to, "hash": hash})
+                }
                 PrefixEvent::Cleared => json!({"event": "cleared"}),
             })
             .collect();

@@ -74,6 +74,12 @@ impl Log {
         let salt = serde_json::to_string(salt).unwrap_or_default();
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"forget\":{salt}}}"));
     }
+    pub(crate) fn resize(&mut self, n: u64, at_ns: u64, capacity_tokens: &[u32]) {
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"resize\":{capacity_tokens:?}}}"));
+    }
+    pub(crate) fn resized(&mut self, n: u64, at_ns: u64, moved: bool) {
+        self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"resized\":{moved}}}"));
+    }
     pub(crate) fn found(&mut self, n: u64, at_ns: u64, id: RequestId, runs: &[Run]) {
         if self.is_on() {
             let runs = serde_json::to_string(runs).unwrap_or_default();

@@ -2,8 +2,8 @@
 //! knows whether the cache has a prefix index.
 use crate::config::BadConfig;
 use kvist_cache::{
-    BlockUse, Cache, CachedBlock, GroupId, Lookup, MissReason, Moment, Occupancy, Pin, Prompt, Refused,
-    SeqId, Viewer,
+    BlockUse, Cache, CachedBlock, GroupId, Lookup, MissReason, Moment, MovePlan, Occupancy, Pin, Prompt,
+    Refused, SeqId, Viewer,
 };
 
 /// When a decision is made: the index of its step, and the time.
@@ -35,6 +35,17 @@ pub(crate) struct Memory {
     shares: bool,
 }
 
+/// The layer group in which available memory is counted if the groups have these capacities, and its capacity in whole blocks.
+fn counted(cache: &Cache, capacity_tokens: &[u32]) -> (usize, u64) {
+    let whole_blocks = |(occupancy, tokens): (Occupancy, &u32)| {
+        (occupancy.frees_out_of_window, tokens - tokens % occupancy.block_tokens)
+    };
+    let groups = cache.occupancy().zip(capacity_tokens).map(whole_blocks).enumerate();
+    let (counted, (_, cells)) =
+        groups.min_by_key(|(_, group)| *group).expect("a cache has at least one layer group");
+    (counted, cells.into())
+}
+
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
 
 impl Memory {
@@ -49,11 +60,9 @@ impl Memory {
             return Err(BadConfig::NotEmpty { n_sequences });
         }
         let windowed = cache.occupancy().any(|occupancy| occupancy.frees_out_of_window);
-        let counted = cache
-            .occupancy()
-            .enumerate()
-            .min_by_key(|(_, occupancy)| (occupancy.frees_out_of_window, occupancy.capacity_cells));
-        let (counted, occupancy) = counted.expect("a cache has at least one layer group");
+        let capacities = cache.capacity_cells();
+        let (counted, _) = counted(&cache, &capacities);
+        let occupancy = cache.occupancy().nth(counted).expect("it was found there");
         Ok(Memory {
             windowed,
             shares: cache.prefixes().is_some(),
@@ -206,6 +215,27 @@ impl Memory {
     /// number of blocks evicted.
     pub fn evict_until_free(&mut self, n_tokens: u32, now: StepTime) -> u32 {
         self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_until_free(n_tokens, now.moment()))
+    }
+
+    /// Evicts unused cached blocks until the rest has room in these capacities, as far as possible. Returns the number of
+    /// blocks evicted.
+    pub fn evict_down_to(&mut self, capacity_tokens: &[u32], now: StepTime) -> u32 {
+        let moment = now.moment();
+        self.cache.prefixes().map_or(0, |mut prefixes| prefixes.evict_down_to(capacity_tokens, moment))
+    }
+
+    /// What [`capacity`](Self::capacity) would be.
+    pub fn capacity_of(&self, capacity_tokens: &[u32]) -> u64 {
+        counted(&self.cache, capacity_tokens).1
+    }
+
+    /// Changes the capacity, after the moves.
+    pub fn resize(&mut self, capacity_tokens: &[u32], moves: &MovePlan) {
+        self.cache.resize(capacity_tokens, moves);
+        (self.counted, self.capacity) = counted(&self.cache, capacity_tokens);
+        let occupancy = self.counted();
+        (self.block_tokens, self.frees_out_of_window) =
+            (occupancy.block_tokens, occupancy.frees_out_of_window);
     }
 
     /// Like [`evict_until_free`](Self::evict_until_free), for at most `max_blocks` blocks, which stay pinned until they

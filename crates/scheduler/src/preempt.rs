@@ -134,6 +134,18 @@ impl Scheduler {
         worst.map(|key| self.drop_cache(now, key.index)).is_some()
     }
 
+    /// Drops the cache of the lowest-ranked paused request. Returns whether there was one.
+    pub(crate) fn drop_one(&mut self, now: StepTime) -> bool {
+        let worst = self.paused.last().map(|worst| worst.index);
+        worst.map(|index| self.drop_cache(now, index)).is_some()
+    }
+
+    /// Preempts the lowest-ranked running request, for a smaller cache. Returns whether there was one.
+    pub(crate) fn preempt_one(&mut self, now: StepTime) -> bool {
+        let worst = self.worst_running();
+        worst.map(|worst| self.preempt(now, worst.index, "resize", false)).is_some()
+    }
+
     /// Moves a request from the batch back to the waiting queue. Its generated tokens are kept; its cache only if
     /// `keep`.
     fn preempt(&mut self, now: StepTime, index: u32, why: &str, keep: bool) {

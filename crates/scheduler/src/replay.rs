@@ -53,6 +53,8 @@ struct Event {
     arrive: Option<Request>,
     cancel: Option<RequestId>,
     forget: Option<String>,
+    resize: Option<Vec<u32>>,
+    resized: Option<bool>,
     #[serde(default)]
     idle: bool,
     #[serde(default)]
@@ -211,10 +213,11 @@ impl Replay {
             [event.arrive.is_some(), event.cancel.is_some(), event.forget.is_some(), event.steps.is_some()];
         let of_tiers = [event.found.is_some(), event.loaded.is_some(), event.stored.is_some()];
         let of_plans = [event.idle, event.abandoned];
-        let n_kinds = kinds.into_iter().chain(of_tiers).chain(of_plans).filter(|&is| is).count();
+        let of_capacity = [event.resize.is_some(), event.resized.is_some()];
+        let n_kinds =
+            kinds.into_iter().chain(of_capacity).chain(of_tiers).chain(of_plans).filter(|&is| is).count();
         if n_kinds != 1 {
-            let what =
-                "expected one of arrive, cancel, forget, steps, idle, abandoned, found, loaded and stored";
+            let what = "expected one of arrive, cancel, forget, resize, resized, steps, idle, abandoned, found, loaded and stored";
             return Err(wrong(line, what.into()));
         }
         if let Some(request) = event.arrive {
@@ -225,6 +228,11 @@ impl Replay {
             }
         } else if let Some(salt) = event.forget {
             scheduler.forget(event.at, &salt);
+        } else if let Some(capacity_tokens) = event.resize {
+            // A refusal is repeated, too.
+            let _ = scheduler.begin_resize(event.at, &capacity_tokens);
+        } else if let Some(moved) = event.resized {
+            scheduler.end_resize(event.at, moved);
         } else if let Some(id) = event.found {
             scheduler.found(event.at, id, event.runs);
         } else if let Some(id) = event.loaded {

@@ -10,7 +10,7 @@ use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::scheduler::Scheduler;
 use crate::tiers::Order;
-use kvist_cache::{BlockId, Pin};
+use kvist_cache::{BlockId, Cache, MovePlan, Pin};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -36,7 +36,21 @@ struct Retained {
     /// The last block of the first layer group names the prompt.
     last: BlockId,
     n_tokens: u32,
-    pin: Pin,
+    pin: Pinned,
+}
+
+/// The blocks of a retained prompt. They are not pinned while the cache plans to move blocks.
+enum Pinned {
+    Tight(Pin),
+    Loose(Vec<BlockId>),
+}
+
+impl Pinned {
+    fn end(self, cache: &mut Cache) {
+        if let Pinned::Tight(pin) = self {
+            cache.unpin(pin);
+        }
+    }
 }
 
 /// All retained prompts. There are few, so every operation walks over them.
@@ -71,6 +85,33 @@ impl Shelf {
     }
 }
 
+impl Shelf {
+    /// Unpins all blocks, so that they may move. Nothing may be evicted until [`tighten`](Self::tighten).
+    pub fn loosen(&mut self, cache: &mut Cache) {
+        for one in &mut self.list {
+            let loose = match &one.pin {
+                Pinned::Tight(pin) => pin.blocks().to_vec(),
+                Pinned::Loose(_) => continue,
+            };
+            std::mem::replace(&mut one.pin, Pinned::Loose(loose)).end(cache);
+        }
+    }
+
+    /// Pins all blocks, after `moves`.
+    pub fn tighten(&mut self, cache: &mut Cache, moves: Option<&MovePlan>) {
+        let moved = moves.map(MovePlan::renamed).unwrap_or_default();
+        let renamed = |block: &BlockId| moved.get(block).copied().unwrap_or(*block);
+        for one in &mut self.list {
+            one.last = renamed(&one.last);
+            if let Pinned::Loose(blocks) = &one.pin {
+                let blocks: Vec<BlockId> = blocks.iter().map(renamed).collect();
+                let pin = cache.pin(&blocks).expect("the blocks were pinned, and nothing was evicted since");
+                one.pin = Pinned::Tight(pin);
+            }
+        }
+    }
+}
+
 impl Scheduler {
     /// Tokens of prompts that are retained, each prompt counted alone.
     pub fn retained_tokens(&self) -> u64 {
@@ -95,7 +136,7 @@ impl Scheduler {
         // The same prompt again: its time begins anew.
         if let Some(i) = self.shelf.list.iter().position(|one| one.last == last && one.salt == salt) {
             let before = self.shelf.take(i);
-            self.memory.cache.unpin(before.pin);
+            before.pin.end(&mut self.memory.cache);
         }
         while self.shelf.list.len() >= MOST || self.shelf.n_tokens + u64::from(n_tokens) > most {
             let gives_way = self.shelf.first(now.now_ns).filter(|&(i, is_pinned)| {
@@ -108,12 +149,13 @@ impl Scheduler {
         let ids: Vec<BlockId> = blocks.into_iter().flat_map(|block| block.blocks).collect();
         let Ok(pin) = self.memory.cache.pin(&ids) else { return };
         self.shelf.n_tokens += u64::from(n_tokens);
+        let pin = Pinned::Tight(pin);
         self.shelf.list.push(Retained { retention, until_ns, salt, last, n_tokens, pin });
     }
 
     fn give_way(&mut self, now: StepTime, i: usize) {
         let Retained { pin, n_tokens, .. } = self.shelf.take(i);
-        self.memory.cache.unpin(pin);
+        pin.end(&mut self.memory.cache);
         self.blocked = None;
         // A call of `plan` that does nothing else has to be repeated by a replay, too.
         self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = true);

@@ -9,6 +9,7 @@ use crate::log::{Decision, Log};
 use crate::memory::{Memory, StepTime};
 use crate::outcome::Outcome;
 use crate::request::*;
+use crate::resize::Resizing;
 use crate::retain::Shelf;
 use crate::tiers::{MAX_TIERS, TierState};
 use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
@@ -60,6 +61,7 @@ pub struct Scheduler {
     pub(crate) events: Log,
     pub(crate) tiers: Option<Box<TierState>>,
     pub(crate) shelf: Shelf,
+    pub(crate) resizing: Option<Resizing>,
 }
 
 /// Running totals.
@@ -134,6 +136,7 @@ impl Scheduler {
             config,
             tiers: tiers.map(Box::new),
             shelf: Shelf::default(),
+            resizing: None,
             entries: Vec::new(),
             vacant: Vec::new(),
             by_id: HashMap::new(),

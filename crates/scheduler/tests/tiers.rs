@@ -61,6 +61,8 @@ struct Drive {
     decisions: String,
     n_loaded: u64,
     n_failed: u64,
+    /// Blocks that moved because the capacity shrank.
+    n_moved: u64,
 }
 
 impl Drive {
@@ -83,6 +85,7 @@ impl Drive {
             decisions: String::new(),
             n_loaded: 0,
             n_failed: 0,
+            n_moved: 0,
         }
     }
 
@@ -279,11 +282,50 @@ impl Drive {
                 let salt = if self.random.below(3) == 0 { "other" } else { "" };
                 self.scheduler.forget(self.now, salt);
             }
+            6 if self.random.below(4) == 0 => self.resize(),
             6 => self.now += u64::from(self.random.below(2000)),
             _ => self.step(),
         }
         self.take_orders();
         self.check();
+    }
+
+    /// Another capacity, in which every request fits.
+    fn resize(&mut self) {
+        let least = if self.random.below(8) == 0 { 20 } else { 84 };
+        let capacity_tokens: Vec<u32> = self.cells.iter().map(|_| least + self.random.below(60)).collect();
+        let before = self.scheduler.cache().capacity_cells();
+        let expected: Vec<u32> = match self.scheduler.begin_resize(self.now, &capacity_tokens) {
+            Ok(moves) => {
+                let moved = self.random.below(4) > 0;
+                for (group, copies) in moves.groups().iter().filter(|_| moved) {
+                    let cells = &mut self.cells[group.0 as usize];
+                    for copy in copies {
+                        self.n_moved += 1;
+                        for i in 0..copy.len {
+                            if let Some(content) = cells.remove(&(copy.from + i)) {
+                                cells.insert(copy.to + i, content);
+                            }
+                        }
+                    }
+                }
+                self.scheduler.end_resize(self.now, moved);
+                if moved { capacity_tokens.iter().map(|n| n / BLOCK * BLOCK).collect() } else { before }
+            }
+            Err(ResizeRefused::NeverFits { id, needed, capacity }) => {
+                let request = &self.live[&id];
+                let whole =
+                    u64::from(request.prompt_tokens + request.max_new - 1).next_multiple_of(BLOCK.into());
+                assert!(needed == whole && needed > capacity, "{id} needs {needed} of {capacity}");
+                before
+            }
+            Err(ResizeRefused::InTransfer) => {
+                assert!(!self.moving.is_empty(), "nothing is in transfer");
+                before
+            }
+            Err(refused) => panic!("{refused}"),
+        };
+        assert_eq!(self.scheduler.cache().capacity_cells(), expected);
     }
 
     /// Nothing arrives any more: everything ends.
@@ -302,7 +344,8 @@ impl Drive {
         assert!(self.live.is_empty(), "{:?} do not end", self.live.keys());
         assert_eq!((self.scheduler.bytes_in_flight(), self.scheduler.n_loading()), ((0, 0), 0));
         // Nothing else has blocks than the prompts that are retained.
-        assert!(self.scheduler.retained_tokens() <= 60, "half of the cache");
+        let least = self.scheduler.cache().capacity_cells().into_iter().min();
+        assert!(self.scheduler.retained_tokens() * 2 <= least.unwrap().into(), "half of the cache");
         for salt in ["", "other"] {
             self.scheduler.forget(self.now, salt);
         }
@@ -393,7 +436,8 @@ fn ops() -> u64 {
 #[test]
 fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
     let (mut done, mut seed) = (0, 0);
-    let (mut n_loaded, mut n_failed, mut n_late, mut n_skipped, mut n_demoted) = (0, 0, 0, 0, 0);
+    let (mut n_loaded, mut n_failed, mut n_late, mut n_skipped, mut n_demoted, mut n_moved) =
+        (0, 0, 0, 0, 0, 0);
     while done < ops() {
         for config in configs() {
             seed += 1;
@@ -412,6 +456,7 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
             assert_eq!(loaded, by_request);
             assert_eq!(drive.ended.len() as u64, next_id, "every request ends once");
             n_loaded += drive.n_loaded;
+            n_moved += drive.n_moved;
             n_failed += counters.failed_loads;
             n_late += counters.late_loads;
             n_skipped += counters.skipped_blocks;
@@ -429,8 +474,8 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
             assert_eq!(drive.decisions.len(), replayed.len());
         }
     }
-    let counts = [n_loaded, n_failed, n_late, n_skipped, n_demoted];
-    assert!(counts.iter().all(|n| *n > 20), "loaded, failed, late, skipped, stored: {counts:?}");
+    let counts = [n_loaded, n_failed, n_late, n_skipped, n_demoted, n_moved];
+    assert!(counts.iter().all(|n| *n > 20), "loaded, failed, late, skipped, stored, moved: {counts:?}");
 }
 
 /// Stories, one at a time: a scheduler with tiers, one request of 13 tokens whose first 12 are in the second tier.

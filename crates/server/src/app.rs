@@ -27,7 +27,7 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .route("/v1/sessions/{id}/rollback", post(sessions::rollback))
         .route("/v1/sessions/{id}/save", post(sessions::save))
         .route("/v1/sessions/{id}/keep", post(sessions::keep))
-        .route("/v1/cache", axum::routing::delete(cache::forget))
+        .route("/v1/cache", get(cache::show).post(cache::resize).delete(cache::forget))
         .route("/tokenize", post(openai::tokenize))
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(health::metrics))

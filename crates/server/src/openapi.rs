@@ -34,6 +34,15 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         "schema": {"type": "string"}, "example": "",
     }]);
     path("/v1/cache", "delete", forget);
+    path(
+        "/v1/cache",
+        "get",
+        gets("The capacity of the cache and its use; for admin keys only", "Cache", &["401"]),
+    );
+    let resized = "Give the cache another capacity, while requests run; for admin keys only";
+    let mut resize = posts(resized, "CacheResize", "Cache", &json!({}));
+    resize["responses"]["409"] = reference("responses", "409");
+    path("/v1/cache", "post", resize);
     sessions(&mut path, &streamed);
     path("/health", "get", open(gets("The process is up", "Status", &[])));
     path("/ready", "get", open(gets("The server accepts new requests", "Status", &["503"])));
@@ -179,8 +188,8 @@ fn responses() -> Value {
         ("404", "No such model, session or path", false),
         (
             "409",
-            "The state of the session does not allow this: the session is generating, is empty, or was not \
-             forked",
+            "The state does not allow this: the session is generating, is empty, or was not forked; a request needs a \
+             larger cache",
             false,
         ),
         ("408", "The body arrived too slowly, or the request's deadline passed", false),
@@ -285,6 +294,13 @@ fn session_components(schemas: &Schemas) -> Value {
             &["id", "object", "deleted"],
             json!({"id": text(), "object": text(), "deleted": {"type": "boolean"}}),
         ),
+        "Cache": object(
+            &["object", "tokens", "used_tokens", "evictable_tokens", "retained_tokens", "bytes_per_token", "bytes"],
+            json!({
+                "object": text(), "tokens": count(), "used_tokens": count(), "evictable_tokens": count(),
+                "retained_tokens": count(), "bytes_per_token": count(), "bytes": count(),
+            }),
+        ),
         "CacheDeleted": object(
             &["object", "cache_salt", "deleted_blocks"],
             json!({"object": text(), "cache_salt": text(), "deleted_blocks": count()}),
@@ -316,6 +332,7 @@ fn other_components(schemas: &Schemas) -> Value {
         "Generation": generation,
         "Completions": schemas.completions,
         "Chat": schemas.chat,
+        "CacheResize": schemas.cache,
         "Tokenize": schemas.tokenize,
         "Detokenize": schemas.detokenize,
         "Completion": answer(object(

@@ -1,4 +1,5 @@
 //! The schemas of all request bodies of a server.
+use crate::cache;
 use crate::openai::request::{self, Bounds};
 use crate::sessions::SessionSchemas;
 use serde_json::Value;
@@ -10,6 +11,7 @@ pub(crate) struct Schemas {
     pub tokenize: Value,
     pub detokenize: Value,
     pub sessions: SessionSchemas,
+    pub cache: Value,
 }
 
 impl Schemas {
@@ -20,6 +22,7 @@ impl Schemas {
             tokenize: request::tokenize(bounds),
             detokenize: request::detokenize(bounds),
             sessions: SessionSchemas::new(bounds),
+            cache: cache::schema(),
         }
     }
 }

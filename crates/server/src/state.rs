@@ -153,6 +153,12 @@ impl ServerState {
         &self.bounds.model
     }
 
+    /// The longest prompt and answer together, with the cache's present capacity.
+    pub(crate) fn max_model_len(&self) -> u32 {
+        let capacity = u32::try_from(self.engine.capacity_tokens()).unwrap_or(u32::MAX);
+        self.bounds.max_tokens.min(capacity)
+    }
+
     /// Stop accepting requests. Running requests continue.
     pub fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);

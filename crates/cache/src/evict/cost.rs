@@ -38,4 +38,7 @@ impl EvictionPolicy for Cost {
     fn removed(&mut self, entry: u32) {
         self.uses.remove(entry);
     }
+    fn moved(&mut self, from: u32, to: u32) {
+        self.uses.relocate(from, to);
+    }
 }

@@ -57,4 +57,8 @@ impl DecayedUses {
     pub fn remove(&mut self, entry: u32) {
         self.log2_uses.clear(entry);
     }
+
+    pub fn relocate(&mut self, from: u32, to: u32) {
+        self.log2_uses.relocate(from, to);
+    }
 }

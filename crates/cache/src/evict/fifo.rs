@@ -24,4 +24,7 @@ impl EvictionPolicy for Fifo {
     fn removed(&mut self, entry: u32) {
         self.stored.clear(entry);
     }
+    fn moved(&mut self, from: u32, to: u32) {
+        self.stored.relocate(from, to);
+    }
 }

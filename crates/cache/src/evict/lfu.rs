@@ -27,4 +27,7 @@ impl EvictionPolicy for Lfu {
     fn removed(&mut self, entry: u32) {
         self.n_uses.clear(entry);
     }
+    fn moved(&mut self, from: u32, to: u32) {
+        self.n_uses.relocate(from, to);
+    }
 }

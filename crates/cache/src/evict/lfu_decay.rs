@@ -29,4 +29,7 @@ impl EvictionPolicy for LfuDecay {
     fn removed(&mut self, entry: u32) {
         self.uses.remove(entry);
     }
+    fn moved(&mut self, from: u32, to: u32) {
+        self.uses.relocate(from, to);
+    }
 }

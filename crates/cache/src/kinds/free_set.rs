@@ -28,6 +28,12 @@ impl FreeSet {
             self.summary[word / 64] &= !(1 << (word % 64));
         }
     }
+    /// Removes all members from `end` on.
+    pub fn truncate(&mut self, end: u32) {
+        while let Some(member) = self.at_or_after(end) {
+            self.remove(member);
+        }
+    }
     pub fn contains(&self, member: u32) -> bool {
         self.words.get(member as usize / 64).is_some_and(|word| word >> (member % 64) & 1 == 1)
     }

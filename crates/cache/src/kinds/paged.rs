@@ -2,6 +2,7 @@
 //! Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", SOSP 2023).
 mod blocks;
 mod cached;
+mod resize;
 mod sequences;
 mod transfers;
 

@@ -109,6 +109,8 @@ pub(super) struct Drive {
     pub n_copies_saved: u32,
     /// Number of commits that moved the bytes of a path.
     pub n_moves: u32,
+    /// Number of blocks that moved because the capacity shrank.
+    pub n_resized: u32,
     /// By group, according to the events.
     pub counters: Vec<BlockCounters>,
     pub log: Vec<String>,
@@ -177,6 +179,7 @@ impl Drive {
             devices: spec.groups.iter().map(|_| DeviceTable::default()).collect(),
             n_copies_saved: 0,
             n_moves: 0,
+            n_resized: 0,
             counters: vec![BlockCounters::default(); spec.groups.len()],
             spec,
             log: Vec::new(),
@@ -244,7 +247,7 @@ impl Drive {
                 Change::Hit => &mut n.hit,
                 Change::Evictable => &mut n.became_evictable,
                 Change::Release => &mut n.released,
-                Change::Move { .. } => panic!("blocks of a paged cache do not move"),
+                Change::Move { .. } => &mut n.moved,
             };
             *counter += 1;
             let Some(known) = self.known[event.group.0 as usize].get_mut(&event.block) else { continue };
@@ -269,6 +272,11 @@ impl Drive {
                     assert!(before.is_none(), "block {block} is stored twice");
                 }
                 PrefixEvent::Removed { group, block, .. } => removed.push((group.0 as usize, block)),
+                PrefixEvent::Moved { group, from, to, .. } => {
+                    let known = &mut self.known[group.0 as usize];
+                    let moved = known.remove(&from).expect("it was stored");
+                    assert!(known.insert(to, moved).is_none(), "block {to} stores something");
+                }
                 PrefixEvent::Cleared => self.known.iter_mut().for_each(BTreeMap::clear),
             }
         }

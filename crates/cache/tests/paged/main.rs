@@ -8,6 +8,7 @@ mod checks;
 mod drive;
 mod evict;
 mod operations;
+mod resize;
 mod steps;
 mod transfers;
 
@@ -20,6 +21,7 @@ fn paged_caches_agree_with_the_reference_model() {
     let first: u64 = std::env::var("KVIST_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
     let per_drive = 400;
     let (mut n_copies_saved, mut n_imported, mut n_edited, mut n_whole, mut n_moves) = (0, 0, 0, 0, 0);
+    let mut n_resized = 0;
     for seed in first..first + n_operations.div_ceil(per_drive) {
         let mut choices = Choices::from_seed(seed, per_drive);
         let mut drive = Drive::new(&mut choices);
@@ -36,10 +38,12 @@ fn paged_caches_agree_with_the_reference_model() {
         n_copies_saved += drive.n_copies_saved;
         n_imported += drive.n_imported;
         n_moves += drive.n_moves;
+        n_resized += drive.n_resized;
         n_edited += drive.devices.iter().map(|device| device.n_edited).sum::<u64>();
         n_whole += drive.devices.iter().map(|device| device.n_whole).sum::<u64>();
     }
-    assert!(n_operations < 100_000 || n_moves > 1000, "few paths move: {n_moves}");
+    assert!(n_operations < 100_000 || n_moves > 500, "few paths move: {n_moves}");
+    assert!(n_operations < 100_000 || n_resized > 1000, "few blocks move to another capacity: {n_resized}");
     assert!(n_operations < 100_000 || n_imported > 100, "few imports arrive: {n_imported}");
     assert!(n_operations < 100_000 || n_copies_saved > 100, "few sequences share: {n_copies_saved}");
     assert!(

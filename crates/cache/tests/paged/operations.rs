@@ -12,12 +12,13 @@ impl Drive {
         let at = Moment { now_ns: self.now_ns };
         let seq = SeqId(choices.below(6));
         let other = SeqId(choices.below(6));
-        match choices.below(20) {
+        match choices.below(21) {
+            20 if choices.one_in(3) => self.resize(choices),
             16 => self.pin(choices),
             17 => self.unpin(choices),
             18 => self.load(choices, seq),
             19 => self.arrive(choices),
-            0..=5 => self.write(choices),
+            0..=5 | 20 => self.write(choices),
             6 | 7 => self.open(choices, seq, at),
             8 | 9 => self.store(choices, seq, at),
             10 | 11 => self.fork(choices, seq, other),

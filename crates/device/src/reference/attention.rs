@@ -64,6 +64,10 @@ impl Rows {
     fn cells(&self) -> usize {
         self.data.len() / (self.n_kv_heads * self.dim)
     }
+    fn shrink(&mut self, cells: u32) {
+        self.data.truncate(cells as usize * self.n_kv_heads * self.dim);
+        self.data.shrink_to_fit();
+    }
     fn grow(&mut self, cells: u32) {
         let len = (cells as usize * self.n_kv_heads * self.dim).max(self.data.len());
         self.data.resize(len, 0.0);
@@ -266,6 +270,25 @@ impl Pools for ReferencePools {
         for (group, copies) in moves.groups() {
             for copy in copies {
                 self.copy(*group, None, copy);
+            }
+        }
+        Ok(())
+    }
+
+    fn resize(&mut self, capacity_cells: &[u32]) -> Result<(), DeviceError> {
+        let needed = self.spec.layout.n_groups();
+        if capacity_cells.len() < needed {
+            let len = capacity_cells.len();
+            return Err(DeviceError::OutOfRange { what: "capacity of layer group", index: needed - 1, len });
+        }
+        self.spec.capacity_cells = capacity_cells.to_vec();
+        self.ledger.resize(capacity_cells.iter().copied().max().unwrap_or(0));
+        for ((_, layer), owned) in self.spec.layout.owners().zip(self.layers.iter_mut().flatten()) {
+            let (have, capacity) = (owned.k.cells() as u32, capacity_cells[usize::from(layer.group.0)]);
+            if capacity < have {
+                owned.k.shrink(capacity);
+                owned.v.iter_mut().for_each(|v| v.shrink(capacity));
+                self.ledger.release(u64::from(have - capacity) * row_bytes(layer));
             }
         }
         Ok(())

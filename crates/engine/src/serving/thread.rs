@@ -307,7 +307,7 @@ impl Thread {
             // What the request generated so far is its answer.
             (End::Refused(RefusalReason::CacheFull), None) => done(FinishReason::Length),
             (End::Refused(RefusalReason::NeverFits), None) => {
-                let capacity = self.shared.upgrade().map_or(0, |shared| shared.capacity_tokens);
+                let capacity = self.shared.upgrade().map_or(0, |shared| shared.capacity_tokens.load(SeqCst));
                 Event::Failed(Failure::NeverFits { needed: live.needed_tokens, capacity })
             }
             (End::Refused(reason), None) => {

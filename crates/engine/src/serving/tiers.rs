@@ -9,7 +9,7 @@ mod task;
 
 use super::thread::Command;
 pub use fingerprint::fingerprint;
-use kvist_cache::{CellRun, GroupId};
+use kvist_cache::{BlockId, CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
 use kvist_scheduler::{CachedTokens, LoadOrder, Order, Recompute, RequestId, Run, Scheduler, StoreOrder};
 use kvist_scheduler::{Tier, TierCounters, Tiers, TransferId, Write};
@@ -18,7 +18,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
-use task::Stores;
+pub(crate) use task::Stores;
 
 /// One tier: a store, and how fast it is at first. What loads take is measured from then on.
 #[derive(Clone)]
@@ -424,14 +424,24 @@ impl TierDriver {
         !self.copies.is_empty()
     }
 
+    /// What the scheduler knows; the stores know the rest at any time.
     pub fn stats(&self, scheduler: &Scheduler) -> TierStats {
         let (load_bytes, store_bytes) = scheduler.bytes_in_flight();
-        TierStats {
-            counters: scheduler.tier_counters().unwrap_or_default(),
-            load_bytes,
-            store_bytes: store_bytes + self.stores.bytes_being_written(),
-            stores: self.stores.stats(),
-        }
+        let counters = scheduler.tier_counters().unwrap_or_default();
+        TierStats { counters, load_bytes, store_bytes, stores: Vec::new() }
+    }
+
+    /// Cached blocks have other numbers now.
+    pub fn moved(&mut self, renamed: &BTreeMap<BlockId, BlockId>) {
+        let of_first_group = renamed.iter().filter(|(from, _)| from.group.0 == 0);
+        let moved: Vec<(u32, BlockKey)> = of_first_group
+            .filter_map(|(from, to)| Some((to.block, self.keys.remove(&from.block)?)))
+            .collect();
+        self.keys.extend(moved);
+    }
+
+    pub fn stores(&self) -> Arc<Stores> {
+        self.stores.clone()
     }
 }
 

@@ -14,7 +14,7 @@ fn card(state: &ServerState) -> Value {
         "object": "model",
         "created": state.started,
         "owned_by": "kvist",
-        "max_model_len": state.bounds.max_tokens,
+        "max_model_len": state.max_model_len(),
         "chat_template": state.bounds.template,
     })
 }

@@ -196,7 +196,7 @@ pub(crate) async fn tokenize(posted: Posted) -> Result<Response, ApiError> {
         let fields: Tokenize = read(body)?;
         let special = fields.add_special_tokens.unwrap_or(true);
         let (mut tokens, _reserved) = encode(state, &fields.prompt, special, "prompt")?;
-        let max_model_len = state.bounds.max_tokens;
+        let max_model_len = state.max_model_len();
         if tokens.len() <= PART_TOKENS {
             return Ok(Json(Tokens { count: tokens.len(), max_model_len, tokens }).into_response());
         }

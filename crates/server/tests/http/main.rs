@@ -1,6 +1,7 @@
 //! The server over real connections: answers, streams, errors, limits, keys, and disconnecting clients.
 mod answers;
 mod bodies;
+mod capacity;
 mod costly;
 mod doors;
 mod harmony;

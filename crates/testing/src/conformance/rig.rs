@@ -200,6 +200,20 @@ impl<'c> Rig<'c> {
         self.perform(&Operation::Copy { src, dst, from: 0, until: u32::MAX });
     }
 
+    /// Gives every group room for `free` more cells than it uses. Devices that cannot change capacities go on as they are.
+    pub fn resize(&mut self, free: u32) {
+        let capacities: Vec<u32> =
+            self.session.cache.report().iter().map(|group| (group.used_cells + free).max(16)).collect();
+        match self.session.resize(&capacities) {
+            Ok(()) => {
+                self.grown = None;
+                self.spec.capacity_cells = self.session.cache.capacity_cells();
+            }
+            Err(StepError::Device(DeviceError::Unsupported(_))) => {}
+            Err(error) => self.bad(format!("another capacity was refused: {error}")),
+        }
+    }
+
     /// Commits the path to a random node.
     pub fn accept_any(&mut self, seq: SeqId) {
         let parents = self.reference.parents(seq);

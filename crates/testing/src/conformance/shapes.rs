@@ -25,7 +25,7 @@ const fn crowded(kind: &'static str, windowed: bool) -> Shape {
     Shape { windowed, crowded: true, ..shape(kind, "random operations", random) }
 }
 
-pub const SHAPES: [Shape; 26] = [
+pub const SHAPES: [Shape; 28] = [
     shape("contiguous", "prefill", prefill),
     shape("contiguous", "single decode", decode),
     shape("contiguous", "chunked prefill and rewind", chunked),
@@ -48,6 +48,8 @@ pub const SHAPES: [Shape; 26] = [
     windowed("paged", "forks under windows", forks),
     shape("paged", "trees beside chains", paths),
     windowed("paged", "trees under windows", paths),
+    shape("paged", "other capacities", resized),
+    windowed("paged", "other capacities under windows", resized),
     crowded("contiguous", false),
     crowded("ring", true),
     crowded("cells", false),
@@ -110,6 +112,26 @@ fn forks(rig: &mut Rig<'_>, length: u32) {
     rig.chains(&[(A, 1), (B, 1), (C, 1), (D, 1), (E, 1)]);
     rig.perform(&Operation::Remove { seq: A, from: 0, until: u32::MAX });
     rig.chains(&[(E, 3), (C, 1)]);
+}
+
+/// Blocks of two sequences lie in turn. When one of them ends, the cache shrinks to what the others need, then to that and
+/// a little more, and grows.
+fn resized(rig: &mut Rig<'_>, length: u32) {
+    [A, B].into_iter().for_each(|seq| rig.perform(&Operation::New { seq }));
+    rig.chains(&[(A, length / 2 + 1), (B, length / 3 + 1)]);
+    (0..4).for_each(|_| rig.chains(&[(B, 17), (A, 17)]));
+    rig.fork(A, C);
+    rig.chains(&[(A, 1), (C, 2)]);
+    rig.perform(&Operation::Remove { seq: B, from: 0, until: u32::MAX });
+    rig.resize(0);
+    rig.resize(40);
+    rig.chains(&[(A, 3), (C, 1)]);
+    rig.resize(4 * length + 333);
+    rig.perform(&Operation::New { seq: D });
+    rig.chains(&[(D, length), (A, 1)]);
+    rig.perform(&Operation::Remove { seq: A, from: 0, until: u32::MAX });
+    rig.resize(32);
+    rig.chains(&[(C, 1), (D, 1)]);
 }
 
 fn holes(rig: &mut Rig<'_>, length: u32) {

@@ -242,6 +242,46 @@ impl Blocks {
         !self.newly_evictable.is_empty()
     }
 
+    /// The first block from `block` on that is in transfer.
+    pub fn in_transfer_from(&self, block: u32) -> Option<u32> {
+        self.transfers.range(block..).next().map(|(block, _)| *block)
+    }
+
+    /// The moves that leave nothing from block `capacity` on: used blocks go to the lowest free ones. The caller has checked that
+    /// there is room, and that none of them is in transfer.
+    pub fn moves_below(&self, capacity: u32) -> Vec<(u32, u32)> {
+        let mut moves = Vec::new();
+        let mut next_free = 0;
+        for from in (capacity..self.high_water).filter(|&block| self.is_used(block)) {
+            let to = self.free.at_or_after(next_free).expect("there is room below the capacity");
+            moves.push((from, to));
+            next_free = to + 1;
+        }
+        moves
+    }
+
+    /// Makes the moves and sets the capacity, from which on every block is free then.
+    pub fn resize(&mut self, capacity: u32, moves: &[(u32, u32)]) {
+        for &(from, to) in moves {
+            self.list[to as usize] =
+                std::mem::replace(&mut self.list[from as usize], Block { ref_count: 0, node: NONE });
+            self.free.remove(to);
+            self.free.insert(from);
+        }
+        let moved: BTreeMap<u32, u32> = moves.iter().copied().collect();
+        for block in &mut self.newly_evictable {
+            *block = moved.get(block).copied().unwrap_or(*block);
+        }
+        self.capacity = capacity;
+        self.list.truncate(capacity as usize);
+        self.free.truncate(capacity);
+        // Every used block lies below its old place or the new capacity, and moves may have filled gaps alone.
+        self.high_water = self.high_water.min(capacity);
+        while self.high_water > 0 && self.free.contains(self.high_water - 1) {
+            self.high_water -= 1;
+        }
+    }
+
     fn vacate(&mut self, block: u32) {
         self.free.insert(block);
         self.n_used -= 1;

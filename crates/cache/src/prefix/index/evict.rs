@@ -1,5 +1,6 @@
 //! Eviction: ranks of evictable blocks, evicting them, and cleaning up the index.
 use super::{Index, blocks, blocks_mut};
+use crate::block_kind::BlockKind;
 use crate::events::{Change, ChangeReason};
 use crate::evict::Rank;
 use crate::ids::GroupId;
@@ -46,14 +47,19 @@ impl Index {
         }
     }
 
-    /// Evicts until `n_tokens` cells are free in every group or nothing is left to evict. Returns the number of
+    /// Evicts until `n_free(g)` cells are free in every group `g` or nothing is left to evict. Returns the number of
     /// evicted blocks.
-    pub fn evict_until_free(&mut self, groups: &mut [Box<dyn Kind>], n_tokens: u32, at: Moment) -> u32 {
+    pub fn evict_until_free(
+        &mut self,
+        groups: &mut [Box<dyn Kind>],
+        n_free: impl Fn(usize) -> u32,
+        at: Moment,
+    ) -> u32 {
         self.moment = at;
         let before = self.n_evicted;
         for g in 0..groups.len() {
-            let mut lowest_evictable = Vec::new();
-            while blocks(&*groups[g]).free_cells() < n_tokens {
+            let (n_free, mut lowest_evictable) = (n_free(g), Vec::new());
+            while blocks(&*groups[g]).free_cells() < n_free {
                 let Some(evict) = self.groups[g].evict.as_mut() else { break };
                 let leaf = evict.order.pop();
                 if leaf.is_none() && lowest_evictable.is_empty() {
@@ -151,6 +157,28 @@ impl Index {
                 self.drop_block(groups, g, node);
             }
             self.prune(groups, node);
+        }
+    }
+
+    /// What `from` of a group stored, `to` stores now.
+    pub fn moved(&mut self, kind_blocks: &dyn BlockKind, group: GroupId, from: u32, to: u32) {
+        let node = kind_blocks.node(to);
+        if node == NONE {
+            return;
+        }
+        let of = &mut self.groups[group.0 as usize];
+        of.set_block(node, to);
+        if let Some(evict) = &mut of.evict {
+            let rank = evict.ranks.get(from as usize).copied().unwrap_or_default();
+            evict.set(to, rank);
+            if evict.order.remove(from).is_some() {
+                evict.order.insert(to, rank);
+            }
+            evict.policy.moved(from, to);
+        }
+        self.version += 1;
+        if let Some(events) = &mut self.events {
+            events.push(PrefixEvent::Moved { group, from, to, hash: self.tree.hash(node) });
         }
     }
 

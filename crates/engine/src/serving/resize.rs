@@ -1,0 +1,57 @@
+//! A cache that grows and shrinks while it serves.
+use super::Engine;
+use kvist_device::DeviceError;
+use kvist_scheduler::ResizeRefused;
+use std::sync::atomic::Ordering::SeqCst;
+use std::time::{Duration, Instant};
+
+/// Why a cache keeps its capacity.
+#[derive(Debug, thiserror::Error)]
+pub enum ResizeError {
+    #[error(transparent)]
+    Refused(#[from] ResizeRefused),
+    /// The device cannot, or has no memory.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The engine thread has ended.
+    #[error("the engine has ended")]
+    Ended,
+}
+
+/// Between two looks whether copies to or from tiers have ended.
+const PAUSE: Duration = Duration::from_millis(20);
+
+impl Engine {
+    /// Gives the cache room for `tokens` tokens in every layer group, rounded up to whole blocks, between two steps. Running jobs go on and
+    /// their texts stay the same: what a smaller cache has no room for is evicted or computed again. Waits up to `patience` for copies
+    /// to and from tiers. Returns the new capacity in tokens.
+    ///
+    /// # Errors
+    /// See [`ResizeError`]. The capacity stays what it was.
+    pub async fn resize(&self, tokens: u32, patience: Duration) -> Result<u64, ResizeError> {
+        let until = Instant::now() + patience;
+        loop {
+            let resized = self.inspect(move |state| {
+                let cache = state.scheduler.cache();
+                let whole =
+                    |block_tokens: u32| tokens.checked_next_multiple_of(block_tokens).unwrap_or(tokens);
+                let capacities: Vec<u32> =
+                    cache.occupancy().map(|occupancy| whole(occupancy.block_tokens)).collect();
+                let now_ns = state.now_ns();
+                state.executor.resize(&mut state.scheduler, now_ns, &capacities)?;
+                let scheduler = &state.scheduler;
+                Ok(scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells())
+            });
+            match resized.await.ok_or(ResizeError::Ended)? {
+                Ok(capacity) => {
+                    self.shared.capacity_tokens.store(capacity, SeqCst);
+                    return Ok(capacity);
+                }
+                Err(ResizeError::Refused(ResizeRefused::InTransfer)) if Instant::now() < until => {
+                    tokio::time::sleep(PAUSE).await;
+                }
+                Err(refused) => return Err(refused),
+            }
+        }
+    }
+}
