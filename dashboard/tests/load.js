@@ -3,7 +3,7 @@ import { serve } from './page.js';
 
 const MS = 1e6;
 
-/** `tell` sends lines to all listeners, `rest` what sessions there are, `restart` ends the streams and begins anew, `refuse` answers with an error instead. */
+/** `tell` sends lines to all listeners, `rest` what sessions there are, `below` what tiers, `restart` ends the streams and begins anew, `refuse` answers with an error instead. */
 export async function pretend(snapshot) {
   let listeners = new Set();
   let refusal = null;
@@ -27,6 +27,7 @@ export async function pretend(snapshot) {
     },
     tell: (lines) => listeners.forEach((response) => response.write(event('lines', lines.map((line) => JSON.stringify(line)).join('\n')))),
     rest: (sessions) => listeners.forEach((response) => response.write(event('sessions', JSON.stringify({ sessions, more: 0 })))),
+    below: (tiers) => listeners.forEach((response) => response.write(event('tiers', JSON.stringify(tiers)))),
     restart(next) {
       snapshot = next;
       listeners.forEach((response) => response.end());

@@ -3,7 +3,7 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { drafted, layout as tree, verified } from '../src/lib/drafts.js';
 import { Flashes } from '../src/lib/flashes.js';
-import { History, Model, order } from '../src/lib/model.js';
+import { History, Model, order, partsOf, sourcesOf } from '../src/lib/model.js';
 import { contrast, palette } from '../src/lib/palette.js';
 import { Recording } from '../src/lib/recording.js';
 import { series } from '../src/lib/series.js';
@@ -290,4 +290,105 @@ test('the draft of the sequence under the pointer is shown, or of a live request
   assert.equal(shown([1, 2, 3], 3), 1, 'it has no draft');
   assert.equal(shown([]), 0, 'the last one');
   assert.equal(drafted(reduced(served({})), null), null);
+});
+
+const TIERS = { list: [{ name: 'ram' }, { name: 'disk' }] };
+/** Lines of a request whose blocks come from two tiers, between those of which `last` is the last one. */
+function tiered(last = Infinity) {
+  return [
+    { format: 'kvist-events', config: { policy: 'fcfs', tiers: TIERS } },
+    { n: 0, at: 0, arrive: { id: 3, arrival_ns: 0, prompt_tokens: 100, max_new: 4 } },
+    { step: 0, at: 2 * MS, load: 3, seq: 7, hit: 16, tokens: 64, runs: [{ tier: 0, until: 48 }, { tier: 1, until: 80 }] },
+    { step: 0, at: 2 * MS, blocks: [[0, 'hit', 9, 7, 'open'], ...[0, 1, 2, 3].map((block) => [0, 'alloc', block, 7, 'load'])] },
+    { n: 1, at: 9 * MS, loaded: 0, ok: true, took: 7 * MS },
+    { step: 0, at: 9 * MS, loaded: 3, tokens: 64 },
+    { step: 0, at: 9 * MS, blocks: [0, 1, 2, 3].map((block) => [0, 'store', block, 7, 'load']) },
+    { n: 2, at: 10 * MS, steps: 1, elapsed: 5 * MS, sampled: [null], finished: [] },
+    { step: 0, at: 10 * MS, resume: 3 },
+    { step: 0, at: 10 * MS, chunk: 3, first: 80, tokens: 20 },
+    { step: 0, at: 10 * MS, blocks: [[0, 'alloc', 4, 7, 'append'], [0, 'alloc', 5, 7, 'append']] },
+    { step: 1, at: 15 * MS, end: 3, how: 'stop', generated: 1 },
+    { step: 1, at: 15 * MS, blocks: [[0, 'idle', 9, 7, 'remove'], ...[0, 1, 2, 3, 4].map((block) => [0, 'idle', block, 7, 'remove']), [0, 'free', 5, 7, 'remove']] },
+  ].slice(0, last);
+}
+const sources = (model) => Array.from({ length: 10 }, (_, block) => model.groups[0].tier[block]);
+
+test('a request is loading until its blocks are there, and its blocks tell where they came from', () => {
+  const loading = reduced(tiered(4));
+  const request = loading.requests.get(3);
+  assert.equal(request.phase, 'loading');
+  assert.equal(sourcesOf(loading.tiers, partsOf(request.loading)), '32 from ram, 32 from disk');
+  assert.deepEqual(kinds(request), ['queued']);
+  assert.deepEqual(sources(loading), [1, 1, 2, 2, 0, 0, 0, 0, 0, 0]);
+  assert.deepEqual([...loading.groups[0].arriving.slice(0, 5)], [1, 1, 1, 1, 0]);
+  assert.deepEqual([loading.totals.prompt, loading.totals.hit], [0, 0], 'it is not admitted');
+
+  const waiting = reduced(tiered(7)).requests.get(3);
+  assert.equal(waiting.phase, 'queued');
+  assert.deepEqual(waiting.segments, [['queued', 0, 2 * MS], ['loading', 2 * MS, 9 * MS]]);
+
+  const model = reduced(tiered());
+  const ended = model.requests.get(3);
+  assert.deepEqual(kinds(ended), ['queued', 'loading', 'queued', 'prefill']);
+  assert.deepEqual([ended.hit, ended.loaded, ended.admitted, ended.first], [80, [32, 32], 10 * MS, 15 * MS]);
+  assert.deepEqual([model.totals.prompt, model.totals.hit], [100, 80]);
+  assert.deepEqual(model.tiers.map(({ name, counted }) => [name, counted]), [['ram', 32], ['disk', 32]]);
+  // They are marked as long as they are cached, also for others that find them.
+  assert.deepEqual([model.groups[0].from(1), model.groups[0].from(2)], [2, 2]);
+  model.apply({ at: 20 * MS, blocks: [[0, 'hit', 0, 8, 'open'], [0, 'evict', 2, null, 'make_room'], [0, 'evict', 3, null, 'make_room'], [0, 'alloc', 3, 8, 'append']] });
+  assert.deepEqual(sources(model), [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]);
+});
+
+test('a load that fails, is late or is not begun leaves nothing behind', () => {
+  for (const why of ['failed', 'late']) {
+    const model = reduced([...tiered(4), { step: 0, at: 9 * MS, not_loaded: 3, why }]);
+    const request = model.requests.get(3);
+    assert.deepEqual([request.phase, request.loading, request.loaded, request.computed], ['queued', null, [], 16]);
+    model.apply({ step: 0, at: 10 * MS, blocks: [0, 1, 2, 3].map((block) => [0, 'free', block, 7, 'load']) });
+    assert.deepEqual(sources(model), Array(10).fill(0));
+    model.apply({ step: 0, at: 10 * MS, resume: 3 });
+    assert.deepEqual([request.hit, model.totals.hit], [16, 16]);
+    assert.equal(model.tiers[0].counted, 0);
+  }
+  const model = reduced([...tiered(2), { step: 0, at: 9 * MS, not_loaded: 3, why: 'slower' }, { step: 0, at: 10 * MS, admit: 3, seq: 1, hit: 0 }]);
+  assert.deepEqual(kinds(model.requests.get(3)), ['queued']);
+  const gone = reduced([...tiered(4), { step: 0, at: 9 * MS, end: 3, how: 'cancelled', generated: 0 }]);
+  assert.deepEqual(kinds(gone.requests.get(3)), ['queued', 'loading']);
+});
+
+test('a prompt that is loaded in parts is one request', () => {
+  const first = { step: 0, at: 2 * MS, load: 3, seq: 7, hit: 16, tokens: 32, runs: [{ tier: 0, until: 48 }] };
+  const second = { step: 0, at: 5 * MS, load: 3, seq: 7, hit: 48, tokens: 32, runs: [{ tier: 0, until: 64 }, { tier: 1, until: 80 }] };
+  const done = (at) => ({ step: 0, at, loaded: 3, tokens: 32 });
+  const model = reduced([...tiered(2), first, done(4 * MS), second, done(9 * MS), { step: 0, at: 9 * MS, resume: 3 }]);
+  const request = model.requests.get(3);
+  assert.deepEqual([request.hit, request.loaded], [80, [48, 16]]);
+  assert.deepEqual(kinds(request), ['queued', 'loading', 'queued', 'loading']);
+});
+
+test('a snapshot in mid-load goes on as if it had been watched', () => {
+  const snapshot = {
+    at: 5 * MS, groups: GROUPS, tiers: ['ram', 'disk'], idle: [[]],
+    requests: [{
+      id: 3, running: false, seq: 7, arrival_ns: 0, admitted_ns: null, first_token_ns: null, prompt_tokens: 100, max_new: 4, generated: 0,
+      cached: 16, hit_tokens: 16, loading: { hit: 16, tokens: 64, runs: [{ tier: 0, until: 48 }, { tier: 1, until: 80 }], blocks: [[0, 1, 2, 3]] },
+    }],
+    sequences: [{ seq: 7, len: 16, tables: [[9]] }],
+  };
+  const late = Model.ofSnapshot(snapshot);
+  const early = reduced(tiered(4));
+  const state = (model) => [sources(model), [...model.groups[0].arriving.slice(0, 10)], model.sequences.get(7)?.tables, model.groups[0].held, model.requests.get(3).phase];
+  assert.deepEqual(state(late), state(early));
+  for (const model of [late, early]) for (const line of order(tiered().slice(4))) model.apply(line);
+  assert.deepEqual(state(late), state(early));
+  assert.deepEqual(late.requests.get(3).loaded, [32, 32]);
+  late.tellTiers({ tiers: [{ name: 'ram', bytes: 5, capacity_bytes: 9, blocks: 1, loaded_tokens: 640, errors: 2 }, { name: 'disk', bytes: null, capacity_bytes: 9, blocks: null, loaded_tokens: 32, errors: 0 }], load_bytes: 1, store_bytes: 2 });
+  assert.deepEqual(late.tiers.map(({ told, counted }) => [told.loaded_tokens, counted]), [[640, 32], [32, 32]]);
+  assert.deepEqual(late.clone().tiers, late.tiers);
+});
+
+test('without tiers there is none to show', () => {
+  const model = reduced([{ format: 'kvist-events', config: { policy: 'fcfs' } }, ...served({})]);
+  assert.equal(model.tiers, null);
+  assert.equal(Model.ofSnapshot({ groups: GROUPS }).tiers, null);
 });

@@ -421,3 +421,56 @@ test('the tree of the last draft is drawn, and nothing where no server speculate
   assert.deepEqual([await card.locator('circle.accepted').count(), await card.locator('circle').count(), await card.locator('line.accepted').count()], [2, 4, 2]);
   await calm(page);
 });
+
+test('what is below the cache is shown, and only if there is something', async () => {
+  const MS = 1e6;
+  const groups = [{ block_tokens: 16, blocks: 64, window: null }];
+  const snapshot = (more) => ({ model: 'pretended', at: 0, bytes_per_token: 1024, bound_bytes: 1 << 20, groups, requests: [], sequences: [], idle: [[]], ...more });
+  const server = await pretend(snapshot({ tiers: ['ram', 'disk'] }));
+  servers.push(server);
+  const page = await open(server.url);
+  await page.getByText('Live · pretended').waitFor();
+  const panel = page.getByRole('region', { name: 'Tiers' });
+  await panel.waitFor();
+  server.tell([
+    { n: 0, at: 0, arrive: { id: 3, arrival_ns: 0, prompt_tokens: 100, max_new: 4, name: 'cmpl-0123456789abcdef' } },
+    { step: 0, at: 200 * MS, load: 3, seq: 7, hit: 16, tokens: 64, runs: [{ tier: 0, until: 48 }, { tier: 1, until: 80 }] },
+    { step: 0, at: 200 * MS, blocks: [[0, 'alloc', 9, 7, 'open'], ...[0, 1, 2, 3].map((block) => [0, 'alloc', block, 7, 'load'])] },
+  ]);
+  server.below({
+    tiers: [{ name: 'ram', bytes: 3 << 20, capacity_bytes: 4 << 20, blocks: 48, loaded_tokens: 640, errors: 0 }, { name: 'disk', bytes: null, capacity_bytes: 2 ** 41, blocks: null, loaded_tokens: 32, errors: 2 }],
+    load_bytes: 4 * 16384, store_bytes: 0,
+  });
+  await page.waitForFunction(() => document.querySelector('[aria-label=Tiers]')?.innerText.includes('1 request is loading'));
+  const told = await panel.innerText();
+  for (const part of ['64.0 KiB on the way up', '3.00 MiB of 4.00 MiB', '48 blocks there', '640 tokens loaded', '2.00 TiB, use not counted', '2 errors', '2 on the map']) assert.ok(told.includes(part), `${part} is missing in ${told}`);
+  assert.equal((await figures(page)).loading, '1');
+  assert.equal((await figures(page)).waiting, '0');
+  // The row says what is on its way, also to those that see no colours.
+  const rows = page.getByRole('region', { name: 'Requests over time' });
+  assert.ok((await rows.innerText()).includes('loading'));
+  await rows.locator('canvas').focus();
+  await page.keyboard.press('ArrowDown');
+  await rows.locator('.tip').waitFor();
+  assert.match(await rows.locator('.tip').innerText(), /loading 64 tokens: 32 from ram, 32 from disk/);
+  // The map by source.
+  await page.getByRole('button', { name: 'Source' }).click();
+  const footer = page.locator('.map footer').last();
+  await page.waitForFunction(() => /from disk\s*2/.test(document.querySelector('section.map footer')?.textContent));
+  assert.match(await footer.textContent(), /from ram\s*2/);
+  await map(page).focus();
+  for (let i = 0; i < 3; i++) await page.keyboard.press('ArrowRight');
+  assert.match(await page.getByRole('region', { name: 'Block map' }).locator('.tip').innerText(), /being imported[^]*loaded from disk/);
+  server.tell([{ step: 0, at: 900 * MS, loaded: 3, tokens: 64 }, { step: 0, at: 900 * MS, blocks: [0, 1, 2, 3].map((block) => [0, 'store', block, 7, 'load']) }]);
+  await page.waitForFunction(() => !document.querySelector('[aria-label=Tiers]').innerText.includes('is loading'));
+  if (process.env.KVIST_SHOT) await page.screenshot({ path: process.env.KVIST_SHOT, fullPage: true });
+
+  // Another server has none: nothing is left of them.
+  server.restart({ ...snapshot({}), model: 'flat' });
+  await page.getByText('Live · flat').waitFor();
+  await panel.waitFor({ state: 'detached' });
+  assert.equal(await page.getByRole('button', { name: 'Source' }).count(), 0);
+  assert.equal((await figures(page)).loading, undefined);
+  assert.equal(await page.getByRole('button', { name: 'Sequence' }).getAttribute('aria-pressed'), 'true');
+  await calm(page);
+});

@@ -1,9 +1,11 @@
 //! `kvist serve --sessions-dir`, killed at any moment: every session is there as before or after its last change.
 mod program;
+use kvist_testing::SplitMix64;
 use program::kvist;
 use program::server::Server;
 use serde_json::{Value, json};
 use std::path::Path;
+use std::time::Duration;
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements.";
@@ -24,12 +26,22 @@ fn tokens(server: &Server, id: &str) -> Option<Vec<Value>> {
     answer["tokens"].as_array().cloned()
 }
 
+/// Whether a file was being written.
+fn has_partial(dir: &Path) -> bool {
+    let mut entries = std::fs::read_dir(dir).unwrap().map(|entry| entry.unwrap().path());
+    entries.any(
+        |path| {
+            if path.is_dir() { has_partial(&path) } else { path.to_string_lossy().ends_with(".partial") }
+        },
+    )
+}
+
 /// `KVIST_KILLS=100` kills more often.
 #[test]
 fn a_kill_leaves_the_old_or_the_new_state() {
     let kills =
         std::env::var("KVIST_KILLS").map_or(3, |kills| kills.parse().expect("KVIST_KILLS is a number"));
-    let dir = tempfile::tempdir().unwrap();
+    let (dir, mut random, mut torn) = (tempfile::tempdir().unwrap(), SplitMix64(11), 0);
     let mut server = start(dir.path());
     let (_, session) = send(&server, "POST", "/v1/sessions", &json!({"text": TEXT}));
     let id = session["id"].as_str().unwrap().to_owned();
@@ -44,8 +56,11 @@ fn a_kill_leaves_the_old_or_the_new_state() {
         send(&server, "POST", &path("fork"), &json!({"n": 1}));
         send(&server, "POST", &path("append"), &json!({"text": " and"}));
         states.push(tokens(&server, &id).unwrap());
+        // The append, and what is left of the fork, are being written or are written.
+        std::thread::sleep(Duration::from_micros(random.below(20_000).into()));
         server.signal("-KILL");
         server.wait();
+        torn += usize::from(has_partial(dir.path()));
         server = start(dir.path());
         let found = tokens(&server, &id).expect("a session that was there before is there");
         assert!(states.contains(&found), "kill {kill}: {} tokens", found.len());
@@ -69,6 +84,7 @@ fn a_kill_leaves_the_old_or_the_new_state() {
             send(&server, "DELETE", &format!("/v1/sessions/{other}"), &json!({}));
         }
     }
+    println!("{kills} kills, {torn} of them while a file was written");
     let (_, loaded) = send(&server, "POST", "/v1/sessions/load", &json!({"file": "first"}));
     assert_eq!(tokens(&server, loaded["id"].as_str().unwrap()).as_ref(), states.get(1));
     let (_, all) = send(&server, "GET", "/v1/sessions", &json!({}));

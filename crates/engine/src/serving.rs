@@ -328,6 +328,11 @@ impl Engine {
         scheduler.explain_misses(true);
         let (gone, is_gone) = watch::channel(());
         let capacity_tokens = scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells();
+        let stats = EngineStats {
+            capacity_cells: capacity_tokens,
+            tiers: executor.tier_stats(&scheduler),
+            ..EngineStats::default()
+        };
         let shared = Arc::new(Shared {
             model: model.clone(),
             commands,
@@ -335,7 +340,7 @@ impl Engine {
             queue: TenantQuota::new(config.max_queue, &config.tenants),
             rejected: AtomicU64::new(0),
             draining: AtomicBool::new(false),
-            stats: Mutex::new(EngineStats { capacity_cells: capacity_tokens, ..EngineStats::default() }),
+            stats: Mutex::new(stats),
             live: watch::Sender::new(0),
             is_gone,
             capacity_tokens: AtomicU64::new(capacity_tokens),
@@ -516,7 +521,11 @@ impl Engine {
         })
         .await;
     }
-    /// Waits until the thread has ended. While this handle exists, only a panic ends it.
+    /// End the thread after the current step, also while there are other handles. Live jobs end without another event.
+    pub fn stop(&self) {
+        let _ = self.shared.commands.send(Command::Stop);
+    }
+    /// Waits until the thread has ended. While this handle exists, only [`stop`](Self::stop) or a panic ends it.
     pub async fn until_ended(&self) {
         let mut is_gone = self.shared.is_gone.clone();
         while is_gone.changed().await.is_ok() {}

@@ -4,14 +4,17 @@ use crate::errors::{Class, argument, engine, file};
 use crate::model::Model;
 use crate::saved::PrefixArgument;
 use crate::session::Beginning;
+use crate::tiers::{self, BatchTiers, Tiers};
 use crate::wait::{PATIENCE, exclusive, lock, ready_within};
 use kvist_engine::frozen::EnginePrefix;
 use kvist_engine::serving::{
     Done, Engine, EngineConfig, Event, Failure, FinishReason, GenerationHandle, Job, Rejected,
 };
 use kvist_engine::text::Stops;
+use kvist_scheduler::MAX_TIERS;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
@@ -29,19 +32,32 @@ use std::sync::{Arc, Mutex};
 ///     max_queue: texts that may wait; more raise `Busy`.
 ///     prefix: a `Prefix`, or its path, that is in the prefix index from the start, in whole blocks, and stays there. `kv` is then
 ///         that of the file unless given.
+///     tiers: `Tiers` below the cache.
+///
+/// Raises:
+///     OutOfMemory: the cache, or what the tiers take of memory, does not fit.
+///     FileError: the prefix cannot be used, or the directory of a tier.
 #[pyclass(frozen, module = "kvist")]
 pub struct Batch {
     model: Arc<kvist_model::Model>,
     /// `None` once it is closed.
-    engine: Mutex<Option<Engine>>,
+    running: Mutex<Option<Running>>,
+}
+
+struct Running {
+    engine: Engine,
+    tiers: Option<BatchTiers>,
 }
 
 /// Tokens of the cache over all requests, unless given.
 const CONTEXT: u32 = 8192;
 
 impl Batch {
-    fn engine(&self) -> PyResult<Engine> {
-        lock(&self.engine).clone().ok_or_else(|| Class::Error.with("the batch is closed"))
+    /// The engine, and the names of the tiers.
+    fn engine(&self) -> PyResult<(Engine, Option<Arc<[String]>>)> {
+        let running = lock(&self.running);
+        let running = running.as_ref().ok_or_else(|| Class::Error.with("the batch is closed"))?;
+        Ok((running.engine.clone(), running.tiers.as_ref().map(|tiers| tiers.names.clone())))
     }
 
     fn send(&self, prompt: Prompt, wanted: &Wanted, priority: i32) -> PyResult<BatchGeneration> {
@@ -57,16 +73,24 @@ impl Batch {
             priority,
             ..Job::new(prompt, u32::try_from(wanted.limits.max_tokens).unwrap_or(u32::MAX))
         };
-        let handle = self.engine()?.submit(job).map_err(|why| match why {
+        let (engine, tiers) = self.engine()?;
+        let handle = engine.submit(job).map_err(|why| match why {
             Rejected::Full { .. } => Class::Busy.with(why.to_string()),
             Rejected::Draining => Class::Error.with("the batch is closed"),
         })?;
-        let inner =
-            Inner { handle: Some(handle), text: String::new(), tokens: Vec::new(), cached: 0, end: None };
+        let inner = Inner {
+            handle: Some(handle),
+            text: String::new(),
+            tokens: Vec::new(),
+            cached: 0,
+            loaded: [0; MAX_TIERS],
+            end: None,
+        };
         Ok(BatchGeneration {
             inner: Mutex::new(inner),
             closed: AtomicBool::new(false),
             n_prompt,
+            tiers,
             max_tokens: wanted.limits.max_tokens,
         })
     }
@@ -75,9 +99,9 @@ impl Batch {
 #[pymethods]
 impl Batch {
     #[new]
-    #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, **options))]
+    #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, tiers=None, **options))]
     #[pyo3(
-        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, window=None, sinks=0, recent=16)"
+        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, window=None, sinks=0, recent=16)"
     )]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
@@ -90,6 +114,7 @@ impl Batch {
         prefix_cache: bool,
         max_queue: usize,
         prefix: Option<PrefixArgument<'_>>,
+        tiers: Option<PyRef<'_, Tiers>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let mut options = Options::of("Batch", options)?;
@@ -113,17 +138,20 @@ impl Batch {
         config.scheduler.check().map_err(|why| argument(why.to_string()))?;
         config.max_queue = max_queue;
         config.fit();
-        let registry = model.registry();
-        let engine = py.detach(|| {
+        let (registry, tiers) = (model.registry(), tiers.map(|tiers| tiers.clone()));
+        let running = py.detach(|| {
             if let Some(prefix) = prefix {
                 let aligned = config.paged.block_aligned();
                 let origin = model.origin.of(&model.model, &aligned).map_err(engine)?;
                 Beginning::Prefix(prefix.clone()).check(&origin)?;
                 config.prefix = Some(EnginePrefix { prefix, salt: "".into(), origin });
             }
-            Engine::start(model.model.clone(), &registry, config).map_err(file)
+            let tiers =
+                tiers.map(|tiers| BatchTiers::open(&tiers, model, &registry, &mut config)).transpose()?;
+            let engine = Engine::start(model.model.clone(), &registry, config).map_err(file)?;
+            Ok::<_, PyErr>(Running { engine, tiers })
         })?;
-        Ok(Batch { model: model.model.clone(), engine: Mutex::new(Some(engine)) })
+        Ok(Batch { model: model.model.clone(), running: Mutex::new(Some(running)) })
     }
 
     /// Queues a prompt and returns a `BatchGeneration` at once. The options are those of `Session.generate`; a larger
@@ -163,9 +191,10 @@ impl Batch {
         sent.iter().map(|generation| generation.result(py)).collect()
     }
 
-    /// Counters, and occupancy in cells, at the end of the last step; hits are those of recent prompts.
+    /// Counters, and occupancy in cells, at the end of the last step; hits are those of recent prompts. With tiers, `tiers` has
+    /// what they did, and in `stores` the figures of each.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.engine()?.stats();
+        let stats = self.engine()?.0.stats();
         let dict = PyDict::new(py);
         dict.set_item("running", stats.running)?;
         dict.set_item("waiting", stats.waiting)?;
@@ -180,16 +209,29 @@ impl Batch {
         dict.set_item("kv_bytes", stats.kv_bytes)?;
         dict.set_item("kv_bytes_read", stats.kv_bytes_read)?;
         dict.set_item("busy_s", stats.busy_ns as f64 / 1e9)?;
+        if let Some(tiers) = &stats.tiers {
+            dict.set_item("tiers", tiers::stats(py, tiers)?)?;
+        }
         Ok(dict)
     }
 
-    /// Cancels what runs, and ends the thread. Can be called again.
+    /// Cancels what runs, ends the thread, and writes what is on its way to the tiers, for two seconds at most. Their directory is
+    /// free then. Can be called again.
     fn close(&self, py: Python<'_>) {
-        let Some(engine) = lock(&self.engine).take() else { return };
+        let Some(Running { engine, tiers }) = lock(&self.running).take() else { return };
         py.detach(|| {
             engine.drain();
             engine.cancel_all();
+            if let Some(tiers) = &tiers {
+                tiers.flush(&engine);
+            }
+            engine.stop();
+            // Generations that were not closed have the engine too.
+            while ready_within(PATIENCE, engine.until_ended()).is_none() {}
             drop(engine);
+            if let Some(tiers) = tiers {
+                tiers.close();
+            }
         });
     }
     fn __enter__(this: Py<Self>) -> Py<Self> {
@@ -207,6 +249,8 @@ pub struct BatchGeneration {
     inner: Mutex<Inner>,
     closed: AtomicBool,
     n_prompt: usize,
+    /// Their names, the fastest first.
+    tiers: Option<Arc<[String]>>,
     max_tokens: usize,
 }
 
@@ -216,6 +260,8 @@ struct Inner {
     text: String,
     tokens: Vec<u32>,
     cached: u32,
+    /// By tier.
+    loaded: [u32; MAX_TIERS],
     end: Option<Result<FinishReason, Failure>>,
 }
 
@@ -256,8 +302,8 @@ impl BatchGeneration {
             };
             let Some(event) = ready_within(PATIENCE, handle.next()) else { return Ok(None) };
             let piece = match event {
-                Some(Event::Admitted { cached_tokens, .. }) => {
-                    inner.cached = cached_tokens;
+                Some(Event::Admitted { cached_tokens, loaded_tokens, .. }) => {
+                    (inner.cached, inner.loaded) = (cached_tokens, loaded_tokens);
                     continue;
                 }
                 Some(Event::Prompt(_)) => continue,
@@ -333,10 +379,16 @@ impl BatchGeneration {
     fn prompt_tokens(&self) -> usize {
         self.n_prompt
     }
-    /// Tokens of the prompt that the prefix index had.
+    /// Tokens of the prompt that the prefix index or a tier had.
     #[getter]
     fn cached_tokens(&self) -> PyResult<u32> {
         Ok(exclusive(GENERATION, &self.inner)?.cached)
+    }
+    /// Those of them that came from each tier, by its name: `ram`, `disk`, `redis`, `s3` or `fs`. Empty without tiers.
+    #[getter]
+    fn loaded_tokens(&self) -> PyResult<BTreeMap<String, u32>> {
+        let loaded = exclusive(GENERATION, &self.inner)?.loaded;
+        Ok(self.tiers.iter().flat_map(|names| names.iter().cloned()).zip(loaded).collect())
     }
     /// Why the text has ended; `None` while it goes on.
     #[getter]

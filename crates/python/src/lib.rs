@@ -17,6 +17,7 @@ mod saved;
 mod session;
 mod simulator;
 mod step;
+mod tiers;
 mod wait;
 
 use pyo3::prelude::*;
@@ -32,6 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<generation::Generation>()?;
     module.add_class::<batch::Batch>()?;
     module.add_class::<batch::BatchGeneration>()?;
+    module.add_class::<tiers::Tiers>()?;
     module.add_class::<bookkeeping::Cache>()?;
     module.add_class::<step::Step>()?;
     module.add_class::<simulator::Simulation>()?;

@@ -69,12 +69,13 @@ pub enum Bytes {
 }
 
 impl Bytes {
-    fn get(self) -> PyResult<u64> {
+    /// `name`: of the argument.
+    pub fn get(self, name: &str) -> PyResult<u64> {
         match self {
             Bytes::Number(bytes) => Ok(bytes),
             Bytes::Text(text) => {
                 let size: kvist_cli::Size =
-                    text.parse().map_err(|why| argument(format!("`memory`: {why}")))?;
+                    text.parse().map_err(|why| argument(format!("`{name}`: {why}")))?;
                 Ok(size.0)
             }
         }
@@ -140,7 +141,7 @@ impl Model {
     ) -> PyResult<Self> {
         let format = weights.parse().map_err(|why| argument(format!("`weights`: {why}")))?;
         let budget = match memory {
-            Some(bytes) => MemoryBudget::new(bytes.get()?),
+            Some(bytes) => MemoryBudget::new(bytes.get("memory")?),
             None => kvist_cli::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
         };
         let compute = compute(threads, deterministic)?;

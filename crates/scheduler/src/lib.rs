@@ -47,7 +47,7 @@ pub use request::{End, Ended, RefusalReason, Request, RequestId};
 pub use resize::ResizeRefused;
 pub use retain::Retention;
 pub use scheduler::{Duplicate, RequestStatus, Scheduler, SchedulerCounters};
-pub use snapshot::{LiveRequest, LiveSequence, Snapshot};
+pub use snapshot::{LiveLoad, LiveRequest, LiveSequence, Snapshot};
 pub use tiers::{
     BadTiers, CachedTokens, FindOrder, LoadOrder, MAX_TIERS, Order, Recompute, Run, StoreOrder, Tier,
     TierCounters, Tiers, TransferId, Write,

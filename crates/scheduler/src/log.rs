@@ -174,8 +174,12 @@ impl Log {
                     write!(t, "\"end\":{id},\"how\":\"{how}\",\"generated\":{generated}}}")
                 }
                 Decision::Failed => t.write_str("\"failed\":true}"),
-                Decision::Load { id, seq, hit, tokens } => {
-                    write!(t, "\"load\":{id},\"seq\":{seq},\"hit\":{hit},\"tokens\":{tokens}}}")
+                Decision::Load { id, seq, hit, tokens, runs } => {
+                    let runs = serde_json::to_string(runs).unwrap_or_default();
+                    write!(
+                        t,
+                        "\"load\":{id},\"seq\":{seq},\"hit\":{hit},\"tokens\":{tokens},\"runs\":{runs}}}"
+                    )
                 }
                 Decision::Loaded { id, tokens } => write!(t, "\"loaded\":{id},\"tokens\":{tokens}}}"),
                 Decision::NotLoaded { id, why } => write!(t, "\"not_loaded\":{id},\"why\":\"{why}\"}}"),
@@ -308,6 +312,8 @@ pub(crate) enum Decision<'a> {
         seq: SeqId,
         hit: u32,
         tokens: u32,
+        /// Where they are.
+        runs: &'a [Run],
     },
     Loaded {
         id: RequestId,

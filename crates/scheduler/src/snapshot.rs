@@ -7,6 +7,7 @@ use crate::entry::State;
 use crate::log::{GroupShape, groups};
 use crate::request::RequestId;
 use crate::scheduler::{Scheduler, SchedulerCounters};
+use crate::tiers::{MAX_TIERS, Run};
 use kvist_cache::{BlockUse, GroupId};
 use serde::Serialize;
 
@@ -22,6 +23,9 @@ pub struct Snapshot {
     /// Per group, ascending: cached blocks that no sequence uses (ref_count 0).
     #[serde(rename = "idle")]
     pub evictable: Vec<Vec<u32>>,
+    /// Names of the tiers below the cache, fastest first; `None` without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tiers: Option<Vec<String>>,
     /// Running totals.
     pub counters: SchedulerCounters,
 }
@@ -51,6 +55,25 @@ pub struct LiveRequest {
     pub cached: u32,
     /// Tokens served from the prefix index at its first admission.
     pub hit_tokens: u32,
+    /// Tokens that were loaded for it, by tier.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loaded: Option<[u32; MAX_TIERS]>,
+    /// What is being loaded for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loading: Option<LiveLoad>,
+}
+
+/// Blocks that are on their way from the tiers to a request.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LiveLoad {
+    /// The position of the first of their tokens.
+    pub hit: u32,
+    /// Their tokens.
+    pub tokens: u32,
+    /// Where they are, in order.
+    pub runs: Vec<Run>,
+    /// By group: the blocks that they are written to, in position order. They are in no table before they have arrived.
+    pub blocks: Vec<Vec<u32>>,
 }
 
 /// A sequence in the cache.
@@ -69,11 +92,11 @@ impl Snapshot {
     pub fn of(scheduler: &Scheduler) -> Snapshot {
         let cache = scheduler.cache();
         let n_groups = cache.n_groups() as u16;
-        let mut requests: Vec<_> = scheduler
-            .entries
-            .iter()
-            .filter(|entry| entry.state != State::Vacant)
-            .map(|entry| LiveRequest {
+        let tiers = scheduler.tiers.as_ref();
+        let mut requests: Vec<_> = (0..)
+            .zip(&scheduler.entries)
+            .filter(|(_, entry)| entry.state != State::Vacant)
+            .map(|(index, entry)| LiveRequest {
                 id: entry.id,
                 running: entry.state == State::Running,
                 seq: entry.seq.map(|seq| seq.0),
@@ -85,6 +108,10 @@ impl Snapshot {
                 generated: entry.generated(),
                 cached: entry.cached,
                 hit_tokens: entry.hit_tokens,
+                loaded: Some(entry.loaded).filter(|loaded| loaded.iter().any(|&n| n > 0)),
+                loading: tiers
+                    .filter(|_| entry.state == State::Loading)
+                    .and_then(|tiers| tiers.load_of(index, n_groups)),
             })
             .collect();
         requests.sort_by_key(|request| request.id);
@@ -105,6 +132,7 @@ impl Snapshot {
             requests,
             sequences: sequences.collect(),
             evictable: evictable.collect(),
+            tiers: tiers.map(|tiers| tiers.config.list.iter().map(|tier| tier.name.clone()).collect()),
             counters: *scheduler.counters(),
         }
     }

@@ -28,8 +28,9 @@ use crate::log::Decision;
 use crate::memory::{Memory, StepTime};
 use crate::request::RequestId;
 use crate::scheduler::Scheduler;
+use crate::snapshot::LiveLoad;
 use cost::Estimates;
-use kvist_cache::{Loading, Pin};
+use kvist_cache::{GroupId, Loading, Pin};
 use std::collections::BTreeMap;
 
 /// How many waiting requests are considered for a load, from the first on.
@@ -91,6 +92,8 @@ struct Load {
     index: Option<u32>,
     /// Tokens by tier.
     tokens: [u32; MAX_TIERS],
+    /// Where they are, in order.
+    runs: Vec<Run>,
     /// The estimate without what was measured earlier.
     expected_ns: u64,
     deadline_ns: u64,
@@ -144,6 +147,19 @@ impl TierState {
     /// Whether transfers hold memory that is free when they end.
     pub fn is_busy(&self) -> bool {
         !self.loads.is_empty() || !self.stores.is_empty()
+    }
+
+    /// The load that the request at `index` waits for.
+    pub fn load_of(&self, index: u32, n_groups: u16) -> Option<LiveLoad> {
+        let load = self.loads.values().find(|load| load.index == Some(index))?;
+        let blocks = |group| load.loading.blocks(GroupId(group)).flatten().collect();
+        let positions = load.loading.positions();
+        Some(LiveLoad {
+            hit: positions.start,
+            tokens: positions.end - positions.start,
+            runs: load.runs.clone(),
+            blocks: (0..n_groups).map(blocks).collect(),
+        })
     }
 
     /// Forgets the bytes of a load that has ended.

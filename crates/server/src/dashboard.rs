@@ -4,7 +4,7 @@
 //! from other origins, and its content security policy allows no script but its own.
 use crate::error::ApiError;
 use crate::extract::Call;
-use crate::live::{ListenError, MAX_LISTENERS, sessions};
+use crate::live::{ListenError, MAX_LISTENERS, sessions, tiers};
 use crate::state::ServerState;
 use axum::extract::Path;
 use axum::http::{StatusCode, header};
@@ -53,8 +53,8 @@ pub(crate) async fn asset(Path(name): Path<String>) -> Response {
     file(&format!("assets/{name}"))
 }
 
-/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]) and `sessions` ([`sessions`]). The
-/// stream shows all users, so if keys are configured it requires an admin key.
+/// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]), `sessions` ([`sessions`]) and, with tiers,
+/// `tiers` ([`tiers`]). The stream shows all users, so if keys are configured it requires an admin key.
 pub(crate) async fn live(Call { state, caller }: Call) -> Result<Response, ApiError> {
     if !caller.admin {
         let message = "the live view shows the requests of all users and needs an admin key";
@@ -75,7 +75,9 @@ pub(crate) async fn live(Call { state, caller }: Call) -> Result<Response, ApiEr
     });
     let sessions =
         sessions::watch(state.session_list.clone()).map(|now| Event::default().event("sessions").data(now));
-    let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), sessions.map(Some));
+    let tiers = tiers::watch(state.engine.clone()).map(|now| Event::default().event("tiers").data(now));
+    let others = stream::select(sessions, tiers).map(Some);
+    let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), others);
     // The stream ends when the lines end.
     let rest = rest.take_while(|event| std::future::ready(event.is_some())).filter_map(std::future::ready);
     let events = first.chain(rest.take_until(drained(state))).map(Ok::<_, Infallible>);

@@ -9,6 +9,7 @@
 //! A file that falls behind ends. The engine never waits for a listener.
 mod file;
 pub(crate) mod sessions;
+pub(crate) mod tiers;
 
 use file::RecordFile;
 use kvist_cache::BlockEvent;

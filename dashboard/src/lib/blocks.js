@@ -12,6 +12,8 @@ const COLUMNS = {
   stored: Uint8Array,
   /** Its content is being imported. */
   arriving: Uint8Array,
+  /** The tier that its content came from, counted from 1; 0 if it was computed, or that is unknown. */
+  tier: Uint8Array,
   /** The first sequence that uses the block; for a cached one the last that used it; -1 if none did. */
   owner: Int32Array,
   /** Both are -Infinity if the time is before the first event. */
@@ -83,13 +85,14 @@ export class Blocks {
     this.touched[block] = at;
   }
 
-  /** `seq` takes a free block. An `arriving` one gets its content from elsewhere; it is stored when that is there. */
-  take(block, seq, at, arriving = false) {
+  /** `seq` takes a free block. An `arriving` one gets its content from elsewhere (`tier`); it is stored when that is there. */
+  take(block, seq, at, arriving = false, tier = 0) {
     this.#become(block, HELD);
     this.holders[block] = [seq];
     this.owner[block] = seq;
     this.stored[block] = 0;
     this.arriving[block] = arriving ? 1 : 0;
+    this.tier[block] = tier;
     this.born[block] = at;
     this.uses[block] = 0;
     this.touch(block, at);
@@ -119,6 +122,7 @@ export class Blocks {
     }
     if (state === HELD && this.state[block] !== HELD) return;
     this.#become(block, state === HELD ? (this.stored[block] ? IDLE : FREE) : state);
+    if (this.state[block] === FREE) this.tier[block] = 0;
     this.holders[block] = undefined;
     this.touched[block] = at;
   }
@@ -128,6 +132,13 @@ export class Blocks {
     this.arriving[block] = 0;
   }
 
+  /** Number of blocks whose content came from this tier, counted from 1. */
+  from(tier) {
+    let n = 0;
+    for (let b = 0; b < this.high; b++) n += this.tier[b] === tier;
+    return n;
+  }
+
   /** Adds a block from a snapshot: used by `seq`, or cached without users if `seq` is null. Its past is unknown. */
   adopt(block, seq) {
     if (seq === null || this.refs(block) === 0) {
@@ -135,10 +146,18 @@ export class Blocks {
       this.holders[block] = seq === null ? undefined : [];
       this.owner[block] = seq ?? -1;
       this.stored[block] = seq === null ? 1 : 0;
+      this.tier[block] = 0;
       this.uses[block] = 0;
       this.born[block] = -Infinity;
       this.touched[block] = -Infinity;
     }
     if (seq !== null) this.holders[block].push(seq);
+  }
+
+  /** A block from a snapshot is being imported from `tier`. */
+  await(block, seq, tier) {
+    this.adopt(block, seq);
+    this.arriving[block] = 1;
+    this.tier[block] = tier;
   }
 }

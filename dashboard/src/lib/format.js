@@ -18,8 +18,8 @@ export const clock = (ns) => `${(ns / 1e9).toFixed(2)} s`;
 export const count = (n) => n.toLocaleString('en-US');
 
 export function bytes(n) {
-  for (const unit of ['B', 'KiB', 'MiB', 'GiB']) {
-    if (n < 1024 || unit === 'GiB') return `${trim(n)} ${unit}`;
+  for (const unit of ['B', 'KiB', 'MiB', 'GiB', 'TiB']) {
+    if (n < 1024 || unit === 'TiB') return `${trim(n)} ${unit}`;
     n /= 1024;
   }
 }

@@ -111,6 +111,8 @@ export class Live {
       this.#clock(this.model.at);
     } else if (event === 'sessions' && this.model) {
       this.model.tell(JSON.parse(data).sessions);
+    } else if (event === 'tiers' && this.model) {
+      this.model.tellTiers(JSON.parse(data));
     } else return;
     this.changed();
   }

@@ -21,6 +21,27 @@ export function order(lines) {
   return sorted ? all : all.sort((a, b) => (a.at ?? 0) - (b.at ?? 0)); // the sort is stable
 }
 
+/**
+ * Tiers by their names: `counted` tokens were loaded since the page began to listen, or the recording began; `told` is what a server
+ * says of the tier, if it is a server. Null without tiers.
+ */
+const tiersOf = (names) => (names?.length ? names.map((name) => ({ name, counted: 0, told: null })) : null);
+
+/** Tokens of a load, by tier. */
+export function partsOf({ hit, tokens, runs }) {
+  const parts = [];
+  let from = hit;
+  for (const { tier, until } of runs) {
+    const to = Math.min(until, hit + tokens);
+    if (tier !== null && to > from) parts[tier] = (parts[tier] ?? 0) + to - from;
+    from = Math.max(from, to);
+  }
+  return parts;
+}
+
+/** "96 from ram, 32 from disk", of tokens by tier. Empty if there are none. */
+export const sourcesOf = (tiers, tokens) => (tiers ?? []).map(({ name }, tier) => tokens[tier] > 0 && `${tokens[tier]} from ${name}`).filter(Boolean).join(', ');
+
 const bump = (counts, key, n = 1) => counts.set(key, (counts.get(key) ?? 0) + n);
 
 export class Model {
@@ -37,6 +58,10 @@ export class Model {
     /** Ids of the requests that have not ended. */
     this.live = new Set();
     this.policy = null;
+    /** The tiers below the cache, the fastest first; null without tiers. See `tiersOf`. */
+    this.tiers = null;
+    /** Bytes on their way from the tiers and to them, as a server says; null if that is unknown. */
+    this.tierBytes = null;
     /** False for old recordings, which do not record the release of a block that other sequences still use. */
     this.tellsReleases = true;
     this.turn = null;
@@ -65,6 +90,7 @@ export class Model {
     copy.changes = new Map(this.changes);
     copy.totals = { ...this.totals };
     copy.turn = this.turn && { ...this.turn };
+    copy.tiers = this.tiers && this.tiers.map((tier) => ({ ...tier }));
     copy.history = null;
     copy.onchange = null;
     return copy;
@@ -75,6 +101,7 @@ export class Model {
     model.names = snapshot.names ?? {};
     const at = snapshot.at ?? 0;
     model.at = at;
+    model.tiers = tiersOf(snapshot.tiers);
     for (const r of snapshot.requests ?? []) {
       const request = model.#request(r.id, r.arrival_ns);
       Object.assign(request, {
@@ -87,10 +114,13 @@ export class Model {
         computed: r.cached,
         known: r.prompt_tokens + r.generated,
         generated: r.generated,
+        loaded: r.loaded ?? [],
       });
       request.phase = r.running
         ? r.generated > 0 ? 'decode' : 'prefill'
-        : r.admitted_ns === null ? 'queued' : 'paused';
+        : r.loading ? 'loading' : r.admitted_ns === null ? 'queued' : 'paused';
+      // When the load began is unknown.
+      if (r.loading) Object.assign(request, { since: at, loading: r.loading });
       if (r.admitted_ns !== null) request.segments.push(['queued', r.arrival_ns, r.admitted_ns]);
       if (r.first_token_ns) request.segments.push(['prefill', r.admitted_ns, r.first_token_ns], ['decode', r.first_token_ns, at]);
     }
@@ -104,7 +134,16 @@ export class Model {
       });
     }
     for (const r of model.requests.values()) {
-      if (r.seq !== null && model.sequences.has(r.seq)) model.sequences.get(r.seq).request = r.id;
+      if (r.seq === null) continue;
+      // The blocks that are being loaded are in no table yet.
+      r.loading?.blocks?.forEach((blocks, g) => {
+        const { tables } = model.#sequence(r.seq);
+        for (const block of blocks) {
+          model.groups[g].await(block, r.seq, model.#source(r, g, tables[g].length));
+          tables[g].push(block);
+        }
+      });
+      if (model.sequences.has(r.seq)) model.sequences.get(r.seq).request = r.id;
     }
     (snapshot.idle ?? []).forEach((blocks, g) => blocks.forEach((block) => model.groups[g].adopt(block, null)));
     return model;
@@ -131,6 +170,9 @@ export class Model {
         computed: 0, known: 0, generated: 0, phase: 'queued', segments: [], chunked: false, preemptions: 0, miss: null,
         // Decode steps, the tokens that they gave, and the draft of the last one that had one: see `verified`.
         passes: 0, made: 0, draft: null,
+        // The beginning of its current phase, if it waits or is loaded; what is being loaded: `{ hit, tokens, runs }`; and tokens that
+        // were loaded, by tier.
+        since: arrival, loading: null, loaded: [],
       };
       this.requests.delete(id);
       this.requests.set(id, request);
@@ -177,13 +219,14 @@ export class Model {
         request.hit = line.hit;
         request.admitted = at;
         this.history?.admit(at, request.prompt, line.hit);
-        this.#span(request, 'queued', request.arrival, at);
+        this.#span(request, 'queued', request.since, at);
       } else this.#span(request, 'preempted', request.pausedAt ?? at, at);
       Object.assign(request, { seq: line.seq, computed: line.hit, phase: 'prefill' });
       this.#sequence(line.seq).request = line.admit;
     } else if (line.resume !== undefined) {
       const request = this.#request(line.resume, at);
-      this.#span(request, 'preempted', request.pausedAt ?? at, at);
+      if (request.admitted === null) this.#enterLoaded(at, request);
+      else this.#span(request, 'preempted', request.pausedAt ?? at, at);
       request.phase = request.known > request.prompt ? 'decode' : 'prefill';
     } else if (line.chunk !== undefined) {
       const request = this.#request(line.chunk, at);
@@ -199,13 +242,69 @@ export class Model {
       if (!line.kept) request.seq = null;
       this.totals.preempted += 1;
     } else if (line.drop !== undefined) this.#request(line.drop, at).seq = null;
+    else if (line.load !== undefined) this.#load(at, line);
+    // Events, which have a number, name loads; decisions name requests.
+    else if (line.loaded !== undefined && line.n === undefined) this.#loaded(at, line.loaded, true);
+    else if (line.not_loaded !== undefined) this.#loaded(at, line.not_loaded, false);
     else if (line.miss !== undefined) {
       bump(this.misses, line.reason);
       const request = this.requests.get(line.miss);
       if (request) this.requests.set(line.miss, { ...request, miss: { reason: line.reason, position: line.position } });
     } else if (line.end !== undefined) this.#end(at, line);
     else if (line.cancel !== undefined) return;
-    else if (line.format === 'kvist-events') this.policy = line.config?.policy ?? null;
+    else if (line.format === 'kvist-events') {
+      this.policy = line.config?.policy ?? null;
+      this.tiers = tiersOf(line.config?.tiers?.list?.map(({ name }) => name));
+    }
+  }
+
+  /** Blocks of a prompt are on their way from a tier. */
+  #load(at, { load: id, seq, hit, tokens, runs = [] }) {
+    const request = this.#request(id, at);
+    this.#span(request, 'queued', request.since, at);
+    // A second part is loaded behind the first one, which is not a hit.
+    if (request.seq === null) request.hit = hit;
+    Object.assign(request, { seq, computed: hit, phase: 'loading', since: at, loading: { hit, tokens, runs } });
+    this.#sequence(seq).request = id;
+  }
+
+  /** They have arrived, or are computed. The request waits for the batch, or for its next part. */
+  #loaded(at, id, ok) {
+    const request = this.requests.get(id);
+    // A request that was never loaded, because that would have been slower, waits as before.
+    if (request?.phase !== 'loading') return;
+    this.#span(request, 'loading', request.since, at);
+    if (ok) {
+      const parts = partsOf(request.loading);
+      request.loaded = (this.tiers ?? []).map((_, tier) => (request.loaded[tier] ?? 0) + (parts[tier] ?? 0));
+      parts.forEach((n, tier) => this.tiers?.[tier] && (this.tiers[tier].counted += n));
+      request.computed += request.loading.tokens;
+    }
+    Object.assign(request, { phase: 'queued', since: at, loading: null });
+  }
+
+  /** A request that was loaded comes into the batch. */
+  #enterLoaded(at, request) {
+    const found = Math.max(request.hit, request.computed);
+    this.totals.prompt += request.prompt;
+    this.totals.hit += found;
+    Object.assign(request, { hit: found, admitted: at });
+    this.history?.admit(at, request.prompt, found);
+    this.#span(request, 'queued', request.since, at);
+  }
+
+  /** The tier, counted from 1, from which the `i`-th block of a request's sequence is being loaded; 0 if that is unknown. */
+  #source(request, g, i) {
+    const from = i * this.groups[g].blockTokens;
+    const run = request?.loading?.runs.find(({ until }) => until > from);
+    return run?.tier === undefined || run.tier === null ? 0 : run.tier + 1;
+  }
+
+  /** Replaces what is known of the tiers with the server's figures. */
+  tellTiers({ tiers, load_bytes, store_bytes }) {
+    const before = this.tiers ?? [];
+    this.tiers = tiersOf(tiers.map(({ name }) => name)).map((tier, i) => ({ ...tier, counted: before[i]?.counted ?? 0, told: tiers[i] }));
+    this.tierBytes = { load: load_bytes, store: store_bytes };
   }
 
   #end(at, { end, how, generated }) {
@@ -217,8 +316,8 @@ export class Model {
       this.history?.firstToken(at, at - request.arrival);
     }
     if (request.phase === 'paused') this.#span(request, 'preempted', request.pausedAt, at);
-    else if (request.phase === 'queued') this.#span(request, 'queued', request.arrival, at);
-    Object.assign(request, { phase: 'ended', ended: at, how, generated, known: request.prompt + generated });
+    else if (request.phase === 'queued' || request.phase === 'loading') this.#span(request, request.phase, request.since, at);
+    Object.assign(request, { loading: null, phase: 'ended', ended: at, how, generated, known: request.prompt + generated });
     this.#rest(request);
     this.totals.ended += 1;
     this.history?.end(at, request);
@@ -278,7 +377,10 @@ export class Model {
       const table = sequence?.tables[g];
       switch (change) {
         case 'alloc':
-          group.take(block, seq, at, reason === 'load');
+          if (reason === 'load') {
+            const request = this.requests.get(sequence.request);
+            group.take(block, seq, at, true, this.#source(request, g, table.length));
+          } else group.take(block, seq, at);
           table.push(block);
           break;
         case 'hit':

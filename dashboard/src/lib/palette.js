@@ -78,8 +78,12 @@ export function palette(dark) {
       queued: dark ? oklch(0.58, 0.012, 160) : oklch(0.63, 0.012, 120),
       prefill: dark ? oklch(0.74, 0.12, 245) : oklch(0.6, 0.13, 250),
       decode: dark ? oklch(0.76, 0.13, 155) : oklch(0.6, 0.13, 155),
+      loading: dark ? oklch(0.74, 0.13, 340) : oklch(0.6, 0.16, 340),
       preempted: dark ? oklch(0.72, 0.15, 40) : oklch(0.66, 0.16, 45),
     },
+    /** Where the content of a block came from, the fastest tier first, and what was computed. */
+    tiers: [305, 65, 225, 10].map((hue) => (dark ? oklch(0.74, 0.12, hue) : oklch(0.6, 0.14, hue))),
+    computed: dark ? oklch(0.56, 0.02, 160) : oklch(0.7, 0.015, 150),
     css,
     mix,
   };

@@ -19,7 +19,7 @@ from ._errors import (
     OutOfMemory,
     Refused,
 )
-from ._native import Batch, BatchGeneration, Generation, Model, Prefix, SavedSession, Session, __version__
+from ._native import Batch, BatchGeneration, Generation, Model, Prefix, SavedSession, Session, Tiers, __version__
 from ._simulator import Simulation, Sweep, simulate, sweep
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Session",
     "Simulation",
     "Sweep",
+    "Tiers",
     "__version__",
     "cache",
     "simulate",

@@ -14,7 +14,8 @@ class ModelError(Error):
 
 
 class FileError(Error):
-    """A saved session or a frozen prefix cannot be written, cannot be read, is torn or has changed; nothing of it is used."""
+    """A saved session or a frozen prefix cannot be written, cannot be read, is torn or has changed; nothing of it is used. Or the
+    directory of a tier cannot be used."""
 
 
 class MismatchError(FileError):

@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, TypedDict, Union, final
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self, Unpack
+from typing_extensions import Required, Self, Unpack
 
 __version__: str
 KINDS: list[str]
@@ -42,6 +42,43 @@ class _Storage(TypedDict, total=False):
 class _Steps(_Storage, total=False):
     chunk: int
     max_rows: int
+
+class _StoreStats(TypedDict):
+    name: str
+    bytes: Optional[int]
+    capacity_bytes: Optional[int]
+    loaded_tokens: int
+    errors: int
+
+class _TierStats(TypedDict):
+    loads: int
+    failed_loads: int
+    late_loads: int
+    wasted_tokens: int
+    declined_tokens: int
+    load_s: float
+    stored_blocks: int
+    failed_blocks: int
+    skipped_blocks: int
+    load_bytes: int
+    store_bytes: int
+    stores: list[_StoreStats]
+
+class _BatchStats(TypedDict, total=False):
+    running: Required[int]
+    waiting: Required[int]
+    capacity_cells: Required[int]
+    used_cells: Required[int]
+    evictable_cells: Required[int]
+    free_cells: Required[int]
+    stored_blocks: Required[int]
+    evicted_blocks: Required[int]
+    recent_hit_tokens: Required[int]
+    recent_prompt_tokens: Required[int]
+    kv_bytes: Required[int]
+    kv_bytes_read: Required[int]
+    busy_s: Required[float]
+    tiers: _TierStats
 
 class _SamplingAndStorage(_Sampling, _Steps, total=False): ...
 
@@ -196,11 +233,12 @@ class Batch:
         prefix_cache: bool = True,
         max_queue: int = 4096,
         prefix: Optional[Union[Prefix, _Path]] = None,
+        tiers: Optional[Tiers] = None,
         **options: Unpack[_Storage],
     ) -> Self: ...
     def submit(self, prompt: Prompt, *, priority: int = 0, **options: Unpack[_Sampling]) -> BatchGeneration: ...
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[_Sampling]) -> list[str]: ...
-    def stats(self) -> dict[str, Union[int, float]]: ...
+    def stats(self) -> _BatchStats: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
@@ -225,7 +263,23 @@ class BatchGeneration(Iterator[str], AsyncIterator[str]):
     @property
     def cached_tokens(self) -> int: ...
     @property
+    def loaded_tokens(self) -> dict[str, int]: ...
+    @property
     def finish_reason(self) -> Optional[Union[FinishReason, Literal["failed"]]]: ...
+
+@final
+class Tiers:
+    built: list[str]
+    def __new__(
+        cls,
+        *,
+        ram: Optional[Union[int, str]] = None,
+        disk: Optional[_Path] = None,
+        disk_size: Optional[Union[int, str]] = None,
+        store: Optional[str] = None,
+        write: Literal["through", "back"] = "through",
+        load: Literal["auto", "always"] = "auto",
+    ) -> Self: ...
 
 @final
 class Cache:

@@ -236,16 +236,16 @@ impl Scheduler {
             request: entry.id,
             seq,
             positions: loading.positions(),
-            runs,
+            runs: runs.clone(),
             blocks: (0..n_groups).map(blocks).collect(),
         }));
         let patience_ns = estimate_ns.saturating_mul(4).saturating_add(tiers.config.grace_ns);
         let deadline_ns = now.now_ns.saturating_add(patience_ns);
-        let load = Load { loading, index: Some(index), tokens, expected_ns, deadline_ns };
+        let load = Load { loading, index: Some(index), tokens, runs: runs.clone(), expected_ns, deadline_ns };
         tiers.loads.insert(id, load);
         tiers.loading.push(index);
         entry.state = State::Loading;
         let request = entry.id;
-        self.decide(now, Decision::Load { id: request, seq, hit, tokens: n_tokens });
+        self.decide(now, Decision::Load { id: request, seq, hit, tokens: n_tokens, runs: &runs });
     }
 }

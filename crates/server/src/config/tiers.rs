@@ -79,6 +79,11 @@ mod guess {
 }
 
 impl TiersSection {
+    /// Whether this program was built with tiers on a disk.
+    pub const HAS_DISK: bool = cfg!(feature = "disk-tier");
+    /// Whether this program was built with stores on servers.
+    pub const HAS_STORE: bool = cfg!(feature = "shared-tier");
+
     pub fn is_on(&self) -> bool {
         self.ram_bytes > 0 || self.outlives_process()
     }
@@ -98,7 +103,7 @@ impl TiersSection {
                     format!("the size of {} (--tier-disk-size), which it takes at once", dir.display());
                 return Err(bad("tiers.disk_bytes", 0, expected));
             }
-            Some(dir) if !cfg!(feature = "disk-tier") => {
+            Some(dir) if !Self::HAS_DISK => {
                 let dir = dir.display();
                 return Err(bad(
                     "tiers.disk_dir (--tier-disk)",
@@ -108,7 +113,7 @@ impl TiersSection {
             }
             _ => {}
         }
-        if self.store.is_some() && !cfg!(feature = "shared-tier") {
+        if self.store.is_some() && !Self::HAS_STORE {
             let expected = not_built("stores on a server", "shared-tier");
             return Err(bad("tiers.store (--tier-store)", "a URL", expected));
         }
@@ -278,6 +283,13 @@ impl OpenTiers {
         };
         while started.elapsed() < most && is_writing() {
             std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Ends the stores' tasks and closes the stores, once the engine's thread has ended. Then another one may open them.
+    pub fn close(mut self, most: Duration) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_timeout(most);
         }
     }
 }

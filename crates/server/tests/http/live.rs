@@ -1,6 +1,7 @@
 //! The page at `/`, the live stream, and recordings: a listener's view equals the state of the cache.
 use crate::server::*;
 use kvist_server::ServerConfig;
+use kvist_server::config::LoadRule;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
@@ -50,6 +51,8 @@ impl Listener {
 struct BlockStates {
     users: BTreeMap<(u64, u64), Vec<u64>>,
     evictable: BTreeSet<(u64, u64)>,
+    /// Blocks are copied to tiers, which hold them beside sequences. A snapshot tells neither of those that only a copy holds.
+    pins: bool,
 }
 
 impl BlockStates {
@@ -60,6 +63,15 @@ impl BlockStates {
                 for block in table.as_array().unwrap().iter().filter_map(|block| block.as_u64()) {
                     let seq = sequence["seq"].as_u64().unwrap();
                     states.users.entry((group as u64, block)).or_default().push(seq);
+                }
+            }
+        }
+        // Blocks that are being loaded are in no table yet.
+        for request in snapshot["requests"].as_array().unwrap() {
+            for (group, blocks) in request["loading"]["blocks"].as_array().into_iter().flatten().enumerate() {
+                for block in blocks.as_array().unwrap() {
+                    let users = states.users.entry((group as u64, block.as_u64().unwrap())).or_default();
+                    users.push(request["seq"].as_u64().unwrap());
                 }
             }
         }
@@ -83,11 +95,22 @@ impl BlockStates {
                     users.push(seq.unwrap());
                     users.sort_unstable();
                 }
+                "idle" | "free" if event[4] == "unpin" => {
+                    assert!(self.pins && seq.is_none() && !self.users.contains_key(&at), "{event}");
+                    if change == "idle" {
+                        self.evictable.insert(at);
+                    }
+                }
+                "release" if event[4] == "unpin" => assert!(self.users.contains_key(&at), "{event}"),
                 "idle" | "free" | "release" => {
                     let users =
                         self.users.get_mut(&at).unwrap_or_else(|| panic!("{event}: no sequence uses it"));
                     users.remove(users.iter().position(|&h| Some(h) == seq).unwrap());
-                    assert_eq!(users.is_empty(), change != "release", "{event} leaves {users:?}");
+                    let ended = change != "release";
+                    assert!(
+                        users.is_empty() == ended || (self.pins && users.is_empty()),
+                        "{event} leaves {users:?}"
+                    );
                     if users.is_empty() {
                         self.users.remove(&at);
                     }
@@ -149,17 +172,29 @@ fn narrow() -> ServerConfig {
 /// A listener that joins late has the same state as one that was there before.
 #[test]
 fn lines_and_snapshots_agree() {
-    let server = Server::start(narrow());
+    agree(narrow(), &["alloc", "hit", "idle", "release", "evict", "store"]);
+}
+
+/// So has one that joins while blocks are loaded from a tier, or copied to it.
+#[test]
+fn lines_and_snapshots_agree_with_a_tier() {
+    agree(tiered(narrow()), &["alloc", "load", "unpin", "evict", "store"]);
+}
+
+/// `wanted`: changes of blocks, or reasons for them, that have to be among the lines.
+fn agree(config: ServerConfig, wanted: &[&str]) {
+    let pins = config.tiers.is_on();
+    let server = Server::start(config);
     let first = Listener::join(&server);
     assert_eq!(first.snapshot["groups"], json!([{"block_tokens": 16, "blocks": 28, "window": null}]));
     assert_eq!(first.snapshot["requests"], json!([]));
     let bytes = |name: &str| first.snapshot[name].as_u64().unwrap();
     assert!(bytes("bytes_per_token") > 0 && bytes("bound_bytes") >= 448 * bytes("bytes_per_token"));
-    let mut states = BlockStates::of(&first.snapshot);
+    let mut states = BlockStates { pins, ..BlockStates::of(&first.snapshot) };
     let lines = first.lines();
     let (mut changes, mut compared) = (BTreeMap::new(), 0);
     std::thread::scope(|scope| {
-        let loaded = scope.spawn(|| load(&server, 12, 60));
+        let loaded = scope.spawn(|| (0..1 + usize::from(pins)).for_each(|_| load(&server, 12, 60)));
         let mut nudges = Vec::new();
         let mut pending: Vec<Value> = Vec::new();
         loop {
@@ -167,6 +202,7 @@ fn lines_and_snapshots_agree() {
             if over {
                 nudges.drain(..).for_each(|nudged: std::thread::ScopedJoinHandle<()>| nudged.join().unwrap());
                 server.becomes_idle();
+                settle(&server);
             }
             let late = Listener::join(&server);
             let at = late.snapshot["at"].as_u64().unwrap();
@@ -179,7 +215,9 @@ fn lines_and_snapshots_agree() {
                 let before = line["at"].as_u64().is_none_or(|then| then <= at);
                 if before {
                     for event in line["blocks"].as_array().into_iter().flatten() {
-                        *changes.entry(event[1].as_str().unwrap().to_owned()).or_insert(0) += 1;
+                        for told in [&event[1], &event[4]] {
+                            *changes.entry(told.as_str().unwrap().to_owned()).or_insert(0) += 1;
+                        }
                     }
                     states.apply(line);
                 }
@@ -187,6 +225,10 @@ fn lines_and_snapshots_agree() {
             });
             let mut there = BlockStates::of(&late.snapshot);
             there.users.values_mut().for_each(|users| users.sort_unstable());
+            if pins && !over {
+                there.evictable.clone_from(&states.evictable);
+            }
+            there.pins = pins;
             assert_eq!(states, there, "at {at}");
             for request in late.snapshot["requests"].as_array().unwrap() {
                 assert!(request["prompt_tokens"].as_u64().unwrap() > 10, "{request}");
@@ -200,8 +242,99 @@ fn lines_and_snapshots_agree() {
         loaded.join().unwrap();
     });
     assert!(compared >= 3, "compared {compared} times");
-    for change in ["alloc", "hit", "idle", "release", "evict", "store"] {
-        assert!(changes.contains_key(change), "no {change} in {changes:?}");
+    for change in wanted {
+        assert!(changes.contains_key(*change), "no {change} in {changes:?}");
+    }
+}
+
+/// With room for evicted blocks below the cache, from which all are loaded again.
+fn tiered(mut config: ServerConfig) -> ServerConfig {
+    config.tiers.ram_bytes = 64 << 20;
+    config.tiers.load = LoadRule::Always;
+    config
+}
+
+/// Waits until nothing is copied to a tier any more.
+fn settle(server: &Server) {
+    server.until("copies have ended", || {
+        server.engine.blocking_inspect(|_| ());
+        server.engine.stats().tiers.is_none_or(|tiers| tiers.store_bytes + tiers.load_bytes == 0)
+    });
+}
+
+/// A listener is told what comes from a tier: for which request, from where, and how much in all.
+#[test]
+fn the_stream_tells_what_is_below_the_cache() {
+    let server = Server::start(tiered(narrow()));
+    let listener = Listener::join(&server);
+    assert_eq!(listener.snapshot["tiers"], json!(["ram"]));
+    let heard = listener.lines();
+    let mut told: Vec<Value> = Vec::new();
+    let mut until = |done: &dyn Fn(&Value) -> bool| {
+        while told.last().is_none_or(|last| !done(last)) {
+            told.push(heard.recv_timeout(PATIENCE).expect("a line of the stream"));
+        }
+        std::mem::take(&mut told)
+    };
+    let first = until(&|line| !line["tiers"].is_null());
+    let expected = json!({"name": "ram", "bytes": 0, "capacity_bytes": 64 << 20, "blocks": 0, "loaded_tokens": 0, "errors": 0});
+    let last = first.last().unwrap();
+    assert_eq!(*last, json!({"tiers": [expected], "load_bytes": 0, "store_bytes": 0}));
+
+    // Each displaces the one before it.
+    let ask = |i: usize| {
+        let text = format!("{i}. {TRUNK} {TRUNK} {TRUNK}");
+        let body = json!({
+            "prompt": text, "max_tokens": 4, "temperature": 0, "ignore_eos": true, "kvist": {"explain": true},
+        });
+        let answer = server.post("/v1/completions", &body).good();
+        settle(&server);
+        answer["kvist"]["prompts"][0]["loaded_tokens"]["ram"].as_u64().unwrap_or(0)
+    };
+    // A busy machine may find a load late: then the prompt is computed, and it comes again.
+    let mut loaded = 0;
+    while loaded == 0 {
+        loaded = (0..6).map(ask).sum::<u64>();
+    }
+    let lines = until(&|line| line["tiers"][0]["loaded_tokens"] == loaded);
+    let (mut arrived, mut allocated) = (0, 0);
+    let mut open: BTreeMap<u64, (u64, Value)> = BTreeMap::new();
+    for line in &lines {
+        if let Some(id) = line["load"].as_u64() {
+            let (hit, tokens) = (line["hit"].as_u64().unwrap(), line["tokens"].as_u64().unwrap());
+            assert_eq!(line["runs"], json!([{"tier": 0, "until": hit + tokens}]), "{line}");
+            open.insert(id, (tokens, line["seq"].clone()));
+        }
+        if let Some(id) = line["loaded"].as_u64() {
+            let (tokens, _) = open.remove(&id).expect("it was begun");
+            assert_eq!(line["tokens"], tokens);
+            arrived += tokens;
+        }
+        open.retain(|id, _| line["not_loaded"] != *id);
+        for event in line["blocks"].as_array().into_iter().flatten() {
+            let is_load = event[1] == "alloc" && event[4] == "load";
+            assert!(!is_load || open.values().any(|(_, seq)| *seq == event[3]), "{event} without a load");
+            allocated += u64::from(is_load);
+        }
+    }
+    assert!(open.is_empty() && arrived == loaded, "{open:?}, {arrived} of {loaded}");
+    assert!(allocated * 16 >= loaded, "{allocated} blocks");
+    let last = lines.last().unwrap();
+    assert!(
+        last["tiers"][0]["bytes"].as_u64().unwrap() > 0 && last["tiers"][0]["blocks"].as_u64().unwrap() > 0
+    );
+
+    // Without tiers there is nothing of them.
+    let plain = Server::start(narrow());
+    let listener = Listener::join(&plain);
+    assert!(listener.snapshot["tiers"].is_null());
+    let heard = listener.lines();
+    load(&plain, 6, 4);
+    let mut ends = 0;
+    while ends < 6 {
+        let line = heard.recv_timeout(PATIENCE).expect("six ends");
+        assert!(line["tiers"].is_null() && line["load"].is_null(), "{line}");
+        ends += usize::from(!line["end"].is_null());
     }
 }
 
@@ -263,6 +396,12 @@ fn the_stream_tells_no_token() {
 #[test]
 fn the_stream_tells_no_token_of_drafts() {
     tells_no_token(speculating(narrow()), &["drafts", "advances"]);
+}
+
+/// Nor do the figures of tiers, and events of loads and copies: a listener hears of decisions only.
+#[test]
+fn the_stream_tells_no_token_of_tiers() {
+    tells_no_token(tiered(narrow()), &["tiers"]);
 }
 
 /// `more` are fields that lines must have besides those of plain decoding.

@@ -5,7 +5,7 @@ use kvist_engine::devices;
 use kvist_engine::serving::Engine;
 use kvist_engine::speculate::{SpeculationConfig, Speculator, Suffix};
 use kvist_model::Model;
-use kvist_server::config::KeySection;
+use kvist_server::config::{KeySection, OpenTiers};
 use kvist_server::{ServerConfig, ServerState, serve};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -54,6 +54,7 @@ pub struct Server {
     pub state: Arc<ServerState>,
     stop: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
+    _tiers: Option<OpenTiers>,
 }
 
 impl Server {
@@ -69,6 +70,10 @@ impl Server {
             settings.speculator = Some(Speculator::new(vec![Box::new(Suffix::default())], speculation));
         }
         let tokens = settings.paged.cache.context_tokens;
+        // All in memory, which needs no name for what its blocks depend on.
+        let block_bytes = settings.paged.block_bytes(model.config());
+        let tiers = config.tiers.open(&config.scheduler, block_bytes, Vec::new()).unwrap();
+        settings.tiers = tiers.as_ref().map(OpenTiers::config);
         let engine = Engine::start(model, &devices::all(), settings).unwrap();
         let state = ServerState::new(engine.clone(), &config, tokens).unwrap();
         let served = state.clone();
@@ -83,7 +88,7 @@ impl Server {
             });
         });
         let address = address.recv().unwrap();
-        Server { address, engine, state, stop: Some(stop), thread: Some(thread) }
+        Server { address, engine, state, stop: Some(stop), thread: Some(thread), _tiers: tiers }
     }
 
     /// Begins a shutdown, like SIGTERM.
