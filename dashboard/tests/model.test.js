@@ -53,6 +53,24 @@ test('a preemption lies between two segments of an answer', () => {
   assert.deepEqual(kinds(reduced(lines).requests.get(0)), ['queued', 'prefill', 'decode', 'preempted', 'decode']);
 });
 
+test('a smaller cache moves blocks, and what names them follows', () => {
+  const model = reduced(served({ id: 0, tokens: 3 }).slice(0, -2));
+  assert.deepEqual([model.groups[0].shown, model.groups[0].held], [64, 2]);
+  for (const line of [
+    { n: 90, at: 100 * MS, resize: [24] },
+    { n: 91, at: 100 * MS, resized: true },
+    { step: 9, at: 100 * MS, blocks: [[0, 'move', 5, null, 'resize', 0]] },
+  ]) model.apply(line);
+  const [group] = model.groups;
+  assert.deepEqual([group.bound, group.held, group.state[0], group.state[5]], [1, 2, 0, 1]);
+  assert.deepEqual(model.sequences.get(0).tables[0], [5, 1]);
+  assert.deepEqual([group.holders[0], group.holders[5]], [undefined, [0]]);
+  // A capacity that was refused changes nothing.
+  model.apply({ n: 92, at: 101 * MS, resize: [640] });
+  model.apply({ n: 93, at: 101 * MS, resized: false });
+  assert.equal(group.bound, 1);
+});
+
 test('a block is arriving until its content is stored, or given up', () => {
   const model = reduced([
     { step: 0, at: 1, blocks: [[0, 'alloc', 0, 7, 'load'], [0, 'alloc', 1, 7, 'load'], [0, 'alloc', 2, 7, 'append']] },

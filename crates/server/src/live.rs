@@ -302,6 +302,11 @@ struct RedactedEvent {
     arrive: Option<Arrival>,
     #[serde(skip_serializing_if = "Option::is_none")]
     cancel: Option<u64>,
+    /// Another capacity was asked for, and whether it was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    resize: Option<Vec<u32>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    resized: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]
     idle: Option<bool>,
     #[serde(skip_serializing_if = "Option::is_none")]

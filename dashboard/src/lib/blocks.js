@@ -127,6 +127,25 @@ export class Blocks {
     this.touched[block] = at;
   }
 
+  /** What `from` held is in `to` now, a free block. */
+  move(from, to) {
+    const state = from < this.size ? this.state[from] : FREE;
+    this.#become(to, state);
+    for (const name of Object.keys(COLUMNS)) {
+      if (name !== 'state' && from < this.size) this[name][to] = this[name][from];
+    }
+    this.holders[to] = this.holders[from];
+    this.holders[from] = undefined;
+    this.#become(from, FREE);
+    this.tier[from] = 0;
+    this.stored[from] = 0;
+  }
+
+  /** Another capacity, in tokens. */
+  resize(tokens) {
+    if (tokens !== undefined && this.bound !== null) this.bound = Math.floor(tokens / this.blockTokens);
+  }
+
   store(block) {
     this.stored[block] = 1;
     this.arriving[block] = 0;

@@ -252,6 +252,10 @@ export class Model {
       if (request) this.requests.set(line.miss, { ...request, miss: { reason: line.reason, position: line.position } });
     } else if (line.end !== undefined) this.#end(at, line);
     else if (line.cancel !== undefined) return;
+    else if (line.resize) this.capacities = line.resize;
+    else if (line.resized !== undefined) {
+      if (line.resized) this.groups.forEach((group, g) => group.resize(this.capacities?.[g]));
+    }
     else if (line.format === 'kvist-events') {
       this.policy = line.config?.policy ?? null;
       this.tiers = tiersOf(line.config?.tiers?.list?.map(({ name }) => name));
@@ -417,6 +421,10 @@ export class Model {
           else table.splice(i, 1);
           break;
         }
+        case 'move':
+          group.move(from, block);
+          this.#rename(g, from, block);
+          break;
         case 'evict':
           this.totals.evicted += 1;
           group.release(block, null, FREE, at);
@@ -426,6 +434,17 @@ export class Model {
       }
     }
     this.#forget();
+  }
+
+  /** Block `from` is called `to` now, wherever it is named. */
+  #rename(g, from, to) {
+    const rename = (tables) => {
+      const i = tables[g]?.indexOf(from) ?? -1;
+      if (i >= 0) tables[g][i] = to;
+    };
+    for (const { tables } of this.sequences.values()) rename(tables);
+    this.sessions?.forEach(({ tables }) => rename(tables));
+    if (this.resting?.[g]?.delete(from)) this.resting[g].add(to);
   }
 
   /** Replaces the list of sessions with the server's. */
