@@ -57,7 +57,7 @@ fn a_kill_leaves_the_old_or_the_new_state() {
         send(&server, "POST", &path("append"), &json!({"text": " and"}));
         states.push(tokens(&server, &id).unwrap());
         // The append, and what is left of the fork, are being written or are written.
-        std::thread::sleep(Duration::from_micros(random.below(20_000).into()));
+        std::thread::sleep(Duration::from_micros(random.below(6_000).into()));
         server.signal("-KILL");
         server.wait();
         torn += usize::from(has_partial(dir.path()));

@@ -66,7 +66,7 @@ fn a_kill_in_mid_save_leaves_the_old_or_the_new_session() {
             }
             if !partials(dir.path()).is_empty() {
                 // Any moment is right.
-                std::thread::sleep(Duration::from_micros(random.below(4_000).into()));
+                std::thread::sleep(Duration::from_micros(random.below(24_000).into()));
                 child.kill().unwrap();
                 break;
             }
@@ -86,5 +86,5 @@ fn a_kill_in_mid_save_leaves_the_old_or_the_new_session() {
     println!(
         "{kills} kills: {torn} before the new session was in place, {new} after that ({ended} after the end)"
     );
-    succeed(&["run", "-q", "--raw", "--greedy", "-n", "3", "--resume", file]);
+    succeed(&["run", "-q", "--raw", "--greedy", "--kv", "f32", "-n", "3", "--resume", file]);
 }
