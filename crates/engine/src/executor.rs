@@ -18,7 +18,8 @@ use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
 use kvist_cache::{Cache, GroupId, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step, StepPlan};
 use kvist_device::{
-    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
+    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, StepInputs, Transfers,
+    WantedRow,
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
@@ -307,7 +308,8 @@ impl ModelExecutor {
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[WantedRow] = if self.scored.is_empty() { &self.rows } else { &[] };
         let taps = self.speculation.as_ref().map_or(&[][..], |drafting| drafting.speculator.taps());
-        let computed = self.runner.run(step, &self.tokens, rows, taps, Given::Nothing)?;
+        let inputs = StepInputs { tokens: &self.tokens, rows, taps, given: Given::Nothing, mass: None };
+        let computed = self.runner.run(step, &inputs)?;
         if self.scored.is_empty() {
             return Ok(computed);
         }

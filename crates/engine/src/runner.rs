@@ -1,7 +1,7 @@
 //! A model with KV memory, ready to execute the steps of one cache: the one place where steps run. Sessions and the
 //! scheduler's executor differ in where their steps come from and in what happens to the logits.
 use crate::memory::{CacheConfig, MemoryPlan};
-use kvist_cache::{Cache, LayerId, Step};
+use kvist_cache::{Cache, Step};
 use kvist_device::*;
 use kvist_model::{Error, Model};
 use std::sync::Arc;
@@ -67,13 +67,8 @@ impl Runner {
     pub fn run<'c>(
         &mut self,
         step: Step<'c>,
-        tokens: &[u32],
-        rows: &[WantedRow],
-        taps: &[LayerId],
-        given: Given<'_>,
+        inputs: &StepInputs<'_>,
     ) -> Result<Computed<'c>, Error> {
-        let in_flight =
-            InFlight::submit(step, &mut *self.network, &StepInputs { tokens, rows, taps, given })?;
-        Ok(in_flight.finish()?)
+        Ok(InFlight::submit(step, &mut *self.network, inputs)?.finish()?)
     }
 }

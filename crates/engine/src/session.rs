@@ -6,7 +6,7 @@ use crate::runner::Runner;
 use crate::saved::CacheRows;
 use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
-use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, WantedRow, compact};
+use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, StepInputs, WantedRow, compact};
 use kvist_model::{Error, Model};
 use std::ops::Range;
 use std::sync::Arc;
@@ -222,7 +222,9 @@ impl ModelSession {
             *span = Span { seq: input.seq, start, new };
         }
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
-        self.runner.run(step, &self.tokens, &self.rows, &self.taps, given)?.commit();
+        let (tokens, rows, taps) = (&self.tokens, &self.rows, &self.taps);
+        let inputs = StepInputs { tokens, rows, taps, given, mass: None };
+        self.runner.run(step, &inputs)?.commit();
         Ok(())
     }
 
@@ -258,7 +260,9 @@ impl ModelSession {
         let new = if is_chain { New::Chain(self.tokens.len() as u32) } else { New::Tree(&self.parents) };
         let spans = &[Span { seq, start, new }];
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
-        let computed = self.runner.run(step, &self.tokens, &self.rows, &self.taps, Given::Nothing)?;
+        let (tokens, rows, taps) = (&self.tokens, &self.rows, &self.taps);
+        let inputs = StepInputs { tokens, rows, taps, given: Given::Nothing, mass: None };
+        let computed = self.runner.run(step, &inputs)?;
         let mut rows = self.runner.network.output_mut().rows();
         let mut next = 0;
         let drawn = verify(
