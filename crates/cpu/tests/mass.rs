@@ -73,11 +73,21 @@ impl Rig {
         }
         step.commit();
 
+        // The keys as they are stored.
+        let mut keys = BTreeMap::new();
+        for cell in self.stored.values() {
+            for head in 0..kv_heads {
+                let mut row = vec![0.0; d];
+                self.pools.inspect(LayerId(0), Side::K, head, *cell, &mut row).unwrap();
+                keys.insert((head, *cell), row);
+            }
+        }
         let mut expected: BTreeMap<(SeqId, u32), f64> = BTreeMap::new();
         let mut first = 0;
         for ((seq, n), start) in spans.iter().zip(&starts) {
             for i in n - queries.of(*n)..*n {
-                self.add_naive(*seq, start + i, &q[(first + i) as usize * heads as usize * d..], &mut expected);
+                let q = &q[(first + i) as usize * heads as usize * d..];
+                self.add_naive((*seq, start + i), q, &keys, &mut expected);
             }
             first += n;
         }
@@ -91,11 +101,20 @@ impl Rig {
             let expected = expected.get(key).copied().unwrap_or(0.0);
             (found - expected).abs() / (1.0 + expected)
         };
-        found.iter().map(error).fold(0.0, |worst, error| if error > worst || error.is_nan() { error } else { worst })
+        found
+            .iter()
+            .map(error)
+            .fold(0.0, |worst, error| if error > worst || error.is_nan() { error } else { worst })
     }
 
     /// Adds the weights of one query of every head, `q`, to those of its sequence.
-    fn add_naive(&self, seq: SeqId, at: u32, q: &[f32], mass: &mut BTreeMap<(SeqId, u32), f64>) {
+    fn add_naive(
+        &self,
+        (seq, at): (SeqId, u32),
+        q: &[f32],
+        keys: &BTreeMap<(u32, u32), Vec<f32>>,
+        mass: &mut BTreeMap<(SeqId, u32), f64>,
+    ) {
         let Visibility { window, sinks } = self.model.visibility;
         let (heads, kv_heads) = self.model.heads;
         let d = self.model.head_dim as usize;
@@ -105,15 +124,15 @@ impl Rig {
             .map(|((_, position), cell)| (*position, *cell))
             .filter(|(position, _)| window.is_none_or(|window| at - position < window || *position < sinks))
             .collect();
-        let mut row = vec![0.0; d];
         for head in 0..heads {
             let q = &q[head as usize * d..][..d];
             let mut scores = Vec::new();
             for (_, cell) in &seen {
-                self.pools.inspect(LayerId(0), Side::K, head / (heads / kv_heads), *cell, &mut row).unwrap();
-                let dot: f64 = q.iter().zip(&row).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
+                let row = &keys[&(head / (heads / kv_heads), *cell)];
+                let dot: f64 = q.iter().zip(row).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
                 let score = dot * f64::from(1.0 / (d as f32).sqrt());
-                scores.push(self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()));
+                scores
+                    .push(self.softcap.map_or(score, |cap| f64::from(cap) * (score / f64::from(cap)).tanh()));
             }
             let sink = self.sinks.as_ref().map(|sinks| f64::from(sinks[head as usize]).exp()).unwrap_or(0.0);
             let sum = scores.iter().map(|score| score.exp()).sum::<f64>() + sink;
@@ -130,7 +149,8 @@ impl Rig {
 
     fn fork(&mut self) {
         self.cache.sequences().unwrap().fork(A, B).unwrap();
-        let copies: Vec<_> = self.stored.iter().map(|((_, position), cell)| ((B, *position), *cell)).collect();
+        let copies: Vec<_> =
+            self.stored.iter().map(|((_, position), cell)| ((B, *position), *cell)).collect();
         self.stored.extend(copies);
     }
 
@@ -179,7 +199,8 @@ fn check(backend: &dyn Backend, k: Storage, what: &str) {
     for (i, kind) in ["contiguous", "cells", "tree", "paged"].into_iter().enumerate() {
         for (j, (visibility, softcap, sinks)) in masks.into_iter().enumerate() {
             let (heads, head_dim) = shapes[(i + j) % shapes.len()];
-            if !head_dim.is_multiple_of(32) && k.dtype.has_groups() || k.rotate && !head_dim.is_power_of_two() {
+            if !head_dim.is_multiple_of(32) && k.dtype.has_groups() || k.rotate && !head_dim.is_power_of_two()
+            {
                 continue;
             }
             let v = Storage::F16;
@@ -189,7 +210,10 @@ fn check(backend: &dyn Backend, k: Storage, what: &str) {
                 continue;
             }
             let worst = Rig::new(backend, kind, model, softcap, sinks).drive(kind);
-            assert!(worst < tolerance(k), "{what} {kind} K {k} {heads:?} of {head_dim}, case {j}: off by {worst}");
+            assert!(
+                worst < tolerance(k),
+                "{what} {kind} K {k} {heads:?} of {head_dim}, case {j}: off by {worst}"
+            );
         }
     }
 }

@@ -18,8 +18,7 @@ use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
 use kvist_cache::{Cache, GroupId, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step, StepPlan};
 use kvist_device::{
-    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, StepInputs, Transfers,
-    WantedRow,
+    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, StepInputs, Transfers, WantedRow,
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};

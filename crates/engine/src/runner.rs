@@ -64,11 +64,7 @@ impl Runner {
     }
 
     /// Executes a step. On `Err` the step is abandoned and the cache unchanged.
-    pub fn run<'c>(
-        &mut self,
-        step: Step<'c>,
-        inputs: &StepInputs<'_>,
-    ) -> Result<Computed<'c>, Error> {
+    pub fn run<'c>(&mut self, step: Step<'c>, inputs: &StepInputs<'_>) -> Result<Computed<'c>, Error> {
         Ok(InFlight::submit(step, &mut *self.network, inputs)?.finish()?)
     }
 }

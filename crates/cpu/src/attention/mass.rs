@@ -45,11 +45,7 @@ impl Layer<'_> {
         let counted = &*mass;
         compute.threads.parts(&mut sums, n, &mut scratch.threads, |i, sums, scratch| {
             for slots in units.iter().skip(i % parts).step_by(parts) {
-                let rows = Rows {
-                    head: i / parts,
-                    first_slot: slots.start as usize,
-                    n_slots: slots.len(),
-                };
+                let rows = Rows { head: i / parts, first_slot: slots.start as usize, n_slots: slots.len() };
                 self.mass_of(compute, rows, scratch, query, counted, sums);
             }
         });
@@ -86,8 +82,15 @@ impl Layer<'_> {
                     let first = (slots.start as usize - rows.first_slot) * per_kv;
                     let of_block = first..first + slots.len() * per_kv;
                     let states = &mut states[of_block.start * EXTRA..of_block.end * EXTRA];
-                    if self.weights(compute, rows, &slots, tile, (&mut *states, 0), scratch).is_some() && add {
-                        self.add_weights(compute, (slots, tile), &factors[of_block], scratch, (mass, &mut *sums));
+                    if self.weights(compute, rows, &slots, tile, (&mut *states, 0), scratch).is_some() && add
+                    {
+                        self.add_weights(
+                            compute,
+                            (slots, tile),
+                            &factors[of_block],
+                            scratch,
+                            (mass, &mut *sums),
+                        );
                     }
                 });
             }
@@ -106,7 +109,8 @@ impl Layer<'_> {
     pub(super) fn splits(&self) -> Range<u32> {
         let items = &self.reads.items;
         let first = items.iter().map(|item| item.first_index / SPLIT).min().unwrap_or(0);
-        let end = |item: &kvist_cache::ReadItem| item.first_index.saturating_add(item.run.len).div_ceil(SPLIT);
+        let end =
+            |item: &kvist_cache::ReadItem| item.first_index.saturating_add(item.run.len).div_ceil(SPLIT);
         first..items.iter().map(end).max().unwrap_or(0)
     }
 

@@ -269,7 +269,8 @@ impl Pools for ReferencePools {
     ) -> Result<(), DeviceError> {
         let layer = self.spec.check_mass(self.begun, plan, &call)?;
         let heads = self.spec.layout.n_heads as usize;
-        let keys = &self.layers[layer.owner.0 as usize].as_ref().expect("the layout was checked: owners own").k;
+        let keys =
+            &self.layers[layer.owner.0 as usize].as_ref().expect("the layout was checked: owners own").k;
         let reads = &plan.group(layer.group).reads;
         let mass = mass.group_mut(layer.group).ok_or(DeviceError::StalePlan)?;
         for slot in mass.counted().to_vec().into_iter().flatten() {
