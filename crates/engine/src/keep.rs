@@ -252,15 +252,20 @@ impl Keeping {
         }
     }
 
-    /// Reduces every sequence of `cache` to the budget.
-    pub fn thin(&mut self, cache: &mut Cache) -> Result<(), Error> {
+    /// Reduces those of `sequences` that store more than `most` tokens to the budget.
+    pub fn thin(
+        &mut self,
+        cache: &mut Cache,
+        sequences: impl IntoIterator<Item = SeqId>,
+        most: u32,
+    ) -> Result<(), Error> {
         let block_tokens = cache.occupancy().map(|group| group.block_tokens).max().unwrap_or(1);
-        let report = cache.report();
-        let all: Vec<SeqId> =
-            report.iter().take(1).flat_map(|group| &group.sequences).map(|s| s.seq).collect();
-        self.sequences.retain(|seq, _| all.contains(seq));
-        for seq in all {
+        self.sequences.retain(|seq, _| cache.next_position(*seq).is_some());
+        for seq in sequences {
             let Some(next) = cache.next_position(seq) else { continue };
+            if cache.seq_len(seq).is_none_or(|stored| stored <= most) {
+                continue;
+            }
             let mut sequences = cache.sequences().ok_or(Refused::Unsupported(NO_REMOVAL))?;
             let stored = sequences.stored(seq)?;
             let received = self.sequences.entry(seq).or_default();

@@ -61,7 +61,11 @@ fn make_room(
         }
     }
     match cache.can_run(&StepRequest { spans }, plan) {
-        Err(Refused::NoSpace { .. }) => keeping.thin(cache),
+        Err(Refused::NoSpace { .. }) => {
+            let report = cache.report();
+            let all = report.iter().take(1).flat_map(|group| &group.sequences).map(|sequence| sequence.seq);
+            keeping.thin(cache, all.collect::<Vec<_>>(), 0)
+        }
         other => Ok(other?),
     }
 }
