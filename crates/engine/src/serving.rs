@@ -142,13 +142,16 @@ impl EngineConfig {
         keep.budget(self.paged.block_tokens).saturating_add(self.thinned_step())
     }
 
-    /// What does not go with [`keep`](Self::keep).
-    fn check_keep(&self, device: &dyn Footprint) -> Result<(), Error> {
+    /// Refuses what does not go with [`keep`](Self::keep), and a cache that is too small for one request.
+    pub fn check_keep(&self, device: &dyn Footprint) -> Result<(), Error> {
         if self.paged.cache.keep.is_some() {
-            return Err(Error::Usage("an engine keeps some tokens of each request by `EngineConfig::keep`".into()));
+            return Err(Error::Usage(
+                "an engine keeps some tokens of each request by `EngineConfig::keep`".into(),
+            ));
         }
         let Some(keep) = self.keep else { return Ok(()) };
-        CacheConfig { keep: Some(keep), kind: "paged".into(), ..self.paged.cache.clone() }.check_keep(device)?;
+        CacheConfig { keep: Some(keep), kind: "paged".into(), ..self.paged.cache.clone() }
+            .check_keep(device)?;
         let with = [
             (self.paged.prefix.is_some(), "a prefix index"),
             (self.tiers.is_some(), "tiers"),
@@ -161,7 +164,8 @@ impl EngineConfig {
                 "an engine that keeps {keep} of each request cannot have {what}: leave one out"
             )));
         }
-        let (capacity, most) = (self.paged.cache.context_tokens, self.thinned_above(keep).saturating_add(self.thinned_step()));
+        let (capacity, most) =
+            (self.paged.cache.context_tokens, self.thinned_above(keep).saturating_add(self.thinned_step()));
         if capacity < most {
             return Err(Error::Usage(format!(
                 "the cache holds {capacity} tokens, and a request that keeps {keep} needs {most} at times: give it a larger \
