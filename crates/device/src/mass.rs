@@ -77,7 +77,10 @@ impl AttentionMass {
 impl GroupMass {
     fn begin(&mut self, plan: &StepPlan, reads: &Reads, queries: MassQueries) {
         let GroupMass { sequence, spans, counted, first, values } = self;
-        (sequence.clear(), spans.clear(), counted.clear(), first.clear());
+        sequence.clear();
+        spans.clear();
+        counted.clear();
+        first.clear();
         for (slot, token) in reads.order.iter().enumerate() {
             let span = plan.spans().partition_point(|span| span.tokens().end <= *token);
             if spans.last() != Some(&span) {
