@@ -57,7 +57,8 @@ impl Memory {
         let (counted, occupancy) = counted.expect("a cache has at least one layer group");
         Ok(Memory {
             windowed,
-            thinned,
+            // A step without tokens would never end a prompt.
+            thinned: thinned.map(|of| Thinned { step_tokens: of.step_tokens.max(1), ..of }),
             shares: cache.prefixes().is_some(),
             counted,
             capacity: occupancy.capacity_cells.into(),
