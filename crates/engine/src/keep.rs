@@ -52,7 +52,8 @@ pub const OBSERVED: u32 = 32;
 /// With [`KeepBy::Last`], a token is as important as the most important of so many stored tokens before and after it.
 pub const POOLED: usize = 3;
 
-/// Which tokens a session keeps: `sinks=4,recent=1024,top=2048,by=attention`.
+/// Which tokens a session keeps: `sinks=4,recent=1024,top=2048,by=last`. Without `by` it is `last`, which measures best at the
+/// least cost (docs/quality.md), or `none` if there is no `top`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KeepConfig {
     pub keep: Keep,
@@ -80,7 +81,7 @@ impl FromStr for KeepConfig {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
         const FORM: &str =
-            "write it as sinks=4,recent=1024,top=2048 and, if you like, by=attention, last or none";
+            "write it as sinks=4,recent=1024,top=2048 and, if you like, by=last, attention or none";
         let (mut sinks, mut recent, mut top, mut by) = (None, None, None, None);
         for part in text.split(',') {
             let (name, value) = part
@@ -123,7 +124,7 @@ impl FromStr for KeepConfig {
                 by.name()
             ));
         }
-        let by = by.unwrap_or(if top_k > 0 { KeepBy::Attention } else { KeepBy::None });
+        let by = by.unwrap_or(if top_k > 0 { KeepBy::Last } else { KeepBy::None });
         Ok(KeepConfig { keep: Keep { sinks: sinks.unwrap_or(0), recent, top_k }, by })
     }
 }

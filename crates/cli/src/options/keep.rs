@@ -6,7 +6,7 @@ use kvist_engine::memory::CacheConfig;
 #[derive(clap::Args, Clone, Debug)]
 pub struct KeepArgs {
     /// Keep only these tokens of a long text: sinks=4,recent=1024,top=2048 are the first, the newest, and those between
-    /// them that matter most, by=attention (of all queries), last (of the newest queries) or none; --context is then the
+    /// them that matter most, by=last (attention of the newest queries), attention (of all) or none; --context is then the
     /// longest text. Approximate: answers change
     #[arg(long, value_name = "BUDGET")]
     pub keep: Option<KeepConfig>,

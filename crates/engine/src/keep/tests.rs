@@ -4,7 +4,7 @@ use super::*;
 fn budgets_are_read_and_written() {
     let keep = |sinks, recent, top_k, by| KeepConfig { keep: Keep { sinks, recent, top_k }, by };
     for (text, expected) in [
-        ("sinks=4,recent=1024,top=2048", keep(4, 1024, 2048, KeepBy::Attention)),
+        ("sinks=4,recent=1024,top=2048", keep(4, 1024, 2048, KeepBy::Last)),
         ("recent=1", keep(0, 1, 0, KeepBy::None)),
         (" top = 2 , by = last , recent = 8 ", keep(0, 8, 2, KeepBy::Last)),
         ("recent=8,by=none,top=9", keep(0, 8, 9, KeepBy::None)),
