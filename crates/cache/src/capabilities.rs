@@ -5,6 +5,7 @@ use crate::cache::Cache;
 use crate::ids::*;
 use crate::kind::*;
 use crate::request::Refused;
+use std::ops::Range;
 
 const CHECKED: &str = "the cache checked that every group has this capability";
 
@@ -96,7 +97,24 @@ impl Sequences<'_> {
         self.seq_cp(src, dst, 0, u32::MAX)
     }
 
-    /// Removes positions `from..until` of `seq`. Cells that no other sequence uses become free.
+    /// The ranges of positions that `seq` stores in any layer group: disjoint, ascending, and not next to each other.
+    pub fn stored(&mut self, seq: SeqId) -> Result<Vec<Range<u32>>, Refused> {
+        let mut all: Vec<Range<u32>> = Vec::new();
+        for group in &mut self.cache.groups {
+            group.sequences().expect(CHECKED).stored(seq, &mut all)?;
+        }
+        all.sort_unstable_by_key(|range| range.start);
+        all.dedup_by(|next, range| {
+            let joins = next.start <= range.end;
+            range.end = if joins { range.end.max(next.end) } else { range.end };
+            joins
+        });
+        Ok(all)
+    }
+
+    /// Removes positions `from..until` of `seq`. Cells that no other sequence uses become free. `paged` removes whole
+    /// blocks from the middle, and none if the cache has a prefix index: what is computed after a removal must not be
+    /// found under the whole text.
     ///
     /// A range that reaches the next position rolls the sequence back: it continues at `from`, and its speculative
     /// nodes are discarded; if `from` is 0, the sequence is removed. A range that is empty, or begins after the next
@@ -104,6 +122,12 @@ impl Sequences<'_> {
     pub fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused> {
         if from < until && self.cache.next_position(seq).is_some_and(|next| from <= next && next <= until) {
             self.can_end_at(seq, from)?;
+        }
+        let is_middle = self.cache.next_position(seq).is_some_and(|next| from < until && until < next);
+        if is_middle && self.cache.index.is_some() {
+            return Err(Refused::Unsupported(
+                "a cache with a prefix index removes nothing from the middle: make it without an index",
+            ));
         }
         self.cache.fan_out(|g| g.sequences().expect(CHECKED).seq_rm(seq, from, until))?;
         if let Cache { index: Some(index), groups, .. } = &mut *self.cache {

@@ -67,6 +67,41 @@ impl std::fmt::Display for BadScores {
 impl std::error::Error for BadScores {}
 
 impl Keep {
+    /// [`plan`](Self::plan) for a cache that hands out blocks of `block` tokens (`paged`), and removes whole ones: the
+    /// blocks of the sinks and of the recent tokens stay, and between them as many blocks as `top_k` tokens fill, rounded
+    /// up. The importance of a block is the sum over its tokens. With blocks of one token it is `plan`.
+    pub fn plan_blocks(
+        &self,
+        next_position: u32,
+        stored: &[Scored],
+        block: u32,
+    ) -> Result<Removal, BadScores> {
+        let block = block.max(1);
+        let tokens = self.plan(next_position, stored)?; // checks the scores
+        if block == 1 {
+            return Ok(tokens);
+        }
+        let mut blocks: Vec<Scored> = Vec::new();
+        for scored in stored {
+            let position = scored.position / block;
+            match blocks.last_mut() {
+                Some(last) if last.position == position => last.importance += scored.importance,
+                _ => blocks.push(Scored { position, ..*scored }),
+            }
+        }
+        let recent_from = next_position.saturating_sub(self.recent.max(1)) / block;
+        let next = next_position.div_ceil(block);
+        let (sinks, top_k) = (self.sinks.div_ceil(block), self.top_k.div_ceil(block));
+        let mut removal = Keep { sinks, recent: next - recent_from, top_k }.plan(next, &blocks)?;
+        for range in &mut removal.ranges {
+            *range = range.start * block..range.end * block;
+        }
+        let is_removed = |s: &&Scored| removal.ranges.iter().any(|range| range.contains(&s.position));
+        removal.n_removed = stored.iter().filter(is_removed).count() as u32;
+        removal.next_position = next_position;
+        Ok(removal)
+    }
+
     /// Plans the removal. `stored` lists the tokens that the sequence still stores, ascending by position. A position
     /// that is not listed counts as removed already, and its range may be removed again. Among equally important
     /// tokens the newer one is kept. O(stored).

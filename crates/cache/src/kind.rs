@@ -107,6 +107,8 @@ pub trait SequenceKind: Kind {
     }
     /// See [`Sequences::seq_cp`](crate::Sequences::seq_cp).
     fn seq_cp(&mut self, src: SeqId, dst: SeqId, from: u32, until: u32) -> Result<(), Refused>;
+    /// Appends the ranges of positions that `seq` stores to `out`, ascending.
+    fn stored(&self, seq: SeqId, out: &mut Vec<std::ops::Range<u32>>) -> Result<(), Refused>;
     /// See [`Sequences::seq_rm`](crate::Sequences::seq_rm).
     fn seq_rm(&mut self, seq: SeqId, from: u32, until: u32) -> Result<(), Refused>;
     /// See [`Sequences::seq_keep`](crate::Sequences::seq_keep).

@@ -45,6 +45,9 @@ pub struct CacheShape {
     pub context_tokens: u32,
     pub window: Option<u32>,
     pub sinks: u32,
+    /// `--keep`, if it was given.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub keep: Option<String>,
     /// The windows and sinks that the layers' queries really see: the model may have windows of its own.
     pub layer_groups: Vec<LayerGroup>,
 }
@@ -74,6 +77,7 @@ impl CacheShape {
             context_tokens: config.context_tokens,
             window: config.window,
             sinks: config.sinks,
+            keep: config.keep.map(|keep| keep.to_string()),
         }
     }
 }
@@ -102,6 +106,9 @@ pub struct Run {
     /// With `--resume`: tokens before the prompt that were not computed again.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resumed_tokens: Option<usize>,
+    /// With `--keep`: tokens removed from the cache.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub removed_tokens: Option<u64>,
     pub cache: CacheShape,
     /// Reserved at the end of the run.
     pub used: MemoryBytes,
@@ -141,6 +148,7 @@ impl Run {
             decode_tokens_per_second: generation.decode_rate(),
             speculation,
             resumed_tokens: None,
+            removed_tokens: session.config().keep.map(|_| session.removed_tokens()),
             cache: CacheShape::new(session.config(), model.config()),
             used: used.into(),
             bound: bound.into(),
@@ -172,6 +180,9 @@ impl Run {
         );
         if let Some(counts) = &self.speculation {
             lines += &format!("\n{}", speculation_summary(counts));
+        }
+        if let (Some(removed), Some(keep)) = (self.removed_tokens, &kv.keep) {
+            lines += &format!("; {removed} tokens removed, kept {keep}");
         }
         if let Some(peak) = self.process_peak_bytes {
             lines += &format!("; process peak {}", Bytes(peak));

@@ -1,4 +1,5 @@
 //! Options that several commands share.
+mod keep;
 mod sampling;
 mod saved;
 mod speculation;
@@ -8,6 +9,7 @@ use crate::source::Source;
 pub use crate::source::SourceArgs;
 use anyhow::{Context, anyhow};
 use clap::Args;
+pub use keep::KeepArgs;
 use kvist_cache::kinds;
 use kvist_cpu::arch::Isa;
 pub use kvist_device::Bytes;

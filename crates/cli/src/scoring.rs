@@ -31,6 +31,7 @@ pub fn reference(config: &CacheConfig, storage: Storage) -> CacheConfig {
         v: storage.for_values(),
         window: None,
         sinks: 0,
+        keep: None,
         ..config.clone()
     }
 }

@@ -100,6 +100,22 @@ fn arguments() {
         row("bench ladder --t 8 --only v9", 2, &["v0, v1"]),
         row("bench ladder --t 8 --runs 0", 2, &["0"]),
         row("eval", 2, &["--text"]),
+        row("run --keep 4 x", 2, &["--keep", "`4` is not NAME=VALUE", "sinks=4,recent=1024,top=2048"]),
+        row("run --keep sinks=4 x", 2, &["`recent` is missing"]),
+        row("run --keep recent=0 x", 2, &["recent=0", "1 or more"]),
+        row("run --keep recent=-4 x", 2, &["recent=`-4`"]),
+        row("run --keep recent=4,recent=5 x", 2, &["`recent` is given twice"]),
+        row("run --keep recent=4,new=5 x", 2, &["`new`"]),
+        row("run --keep recent=4,by=luck x", 2, &["by=`luck`"]),
+        row("run --keep recent=4,by=last x", 2, &["by=last", "give top=TOKENS"]),
+        row("run --keep recent=9 --kind contiguous x", 2, &["contiguous", "cells, tree or paged"]),
+        row("run --keep recent=9 --kind ring --window 5 x", 2, &["ring", "cells, tree or paged"]),
+        row("run --keep recent=9 --speculate suffix x", 2, &["--speculate", "--keep"]),
+        row("run --keep recent=9 --no-cache x", 2, &["--no-cache", "--keep"]),
+        row("run --keep recent=9 --save-session f x", 2, &["--save-session", "--keep"]),
+        row("chat --keep recent=9 --resume f", 2, &["--resume", "--keep"]),
+        row("chat --keep recent=9 --prefix f", 2, &["--prefix", "--keep"]),
+        row("eval --text f --keep recent=9 --speculate suffix", 2, &["--speculate", "--keep"]),
     ]);
 }
 

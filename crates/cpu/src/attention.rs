@@ -22,6 +22,7 @@
 //!
 //! Bytes: each stored row of an item is read from memory once per 256 query rows. Operations: 2 × head_dim
 //! multiply-adds per query head and visible cell, and about ten for the weight.
+mod mass;
 mod recent;
 mod scratch;
 mod softmax;
@@ -35,7 +36,7 @@ use crate::pages::Pages;
 use crate::pool::tiles::{self, SplitRow};
 use crate::pool::{QUERY_ROWS, RowStore};
 use crate::recent::RecentReads;
-use kvist_cache::{ReadItem, Reads};
+use kvist_cache::Reads;
 use kvist_device::DType;
 pub use scratch::Scratch;
 use scratch::{EXTRA, ThreadScratch};
@@ -124,9 +125,7 @@ impl<'l> Layer<'l> {
             let first_slot = part * unit_slots;
             Rows { head, first_slot, n_slots: unit_slots.min(slots - first_slot) }
         };
-        let index = |item: &ReadItem| item.first_index..item.first_index.saturating_add(item.run.len);
-        let first = self.reads.items.iter().map(|item| index(item).start / SPLIT).min().unwrap_or(0);
-        let end = self.reads.items.iter().map(|item| index(item).end.div_ceil(SPLIT)).max().unwrap_or(0);
+        let Range { start: first, end } = self.splits();
         let n_splits = (end - first) as usize;
         // One state per unit. If there are few units and enough room: one state per unit and split.
         let unit_state = unit_slots * per_kv * state;
@@ -150,11 +149,7 @@ impl<'l> Layer<'l> {
             for (i, row) in total.chunks_exact_mut(state).take(rows.n_slots * per_kv).enumerate() {
                 let head = rows.head * per_kv + i % per_kv;
                 let (sums, norms) = row.split_at_mut(self.head_dim);
-                let norm = softmax::sum(&norms[..LANES]);
-                let factor = match self.sinks {
-                    None => 1.0 / norm,
-                    Some(sinks) => softmax::factor_with_sink(norm, norms[LANES], sinks[head]),
-                };
+                let factor = self.factor(head, norms);
                 sums.iter_mut().for_each(|x| *x *= factor);
                 self.values.restore(rows.head, sums);
                 let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
@@ -265,6 +260,20 @@ impl<'l> Layer<'l> {
         states: &mut [f32],
         scratch: &mut ThreadScratch,
     ) {
+        self.tiles_of(compute, rows, split, scratch, |slots, tile, scratch| {
+            self.block(compute, rows, slots, tile, states, scratch);
+        });
+    }
+
+    /// Calls `each` with the tiles of one split in order, and for each of them with all blocks of slots.
+    fn tiles_of(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        split: u32,
+        scratch: &mut ThreadScratch,
+        mut each: impl FnMut(Range<u32>, &Tile, &mut ThreadScratch),
+    ) {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
         let slots = rows.slots();
         let n_rows = rows.n_slots * self.per_kv();
@@ -284,7 +293,7 @@ impl<'l> Layer<'l> {
             let mut first = slots.start;
             while first < slots.end {
                 let end = slots.end.min(first + at_once);
-                self.block(compute, rows, first..end, &tile, states, scratch);
+                each(first..end, &tile, scratch);
                 first = end;
             }
         }

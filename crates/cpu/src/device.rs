@@ -87,6 +87,10 @@ impl Footprint for Cpu {
         Ok(())
     }
 
+    fn returns_attention_mass(&self) -> bool {
+        true
+    }
+
     fn numerics(&self) -> String {
         let crate::Compute { isa, deterministic, .. } = &self.compute;
         let tiles = self.compute.attention_tiles().is_some();
@@ -184,6 +188,9 @@ impl Device for Cpu {
         plan.positions(&mut s.positions);
         s.angles.iter_mut().for_each(|angles| angles.compute(&s.positions));
         s.output.taps.resize_with(inputs.taps.len(), Vec::new);
+        if let Some(queries) = inputs.mass {
+            s.output.mass.begin(plan, queries);
+        }
         self.want_rows(s, inputs.rows);
         s.step = Some(plan.id());
         Ok(())
@@ -281,6 +288,27 @@ impl Device for Cpu {
                 sinks: call.sinks.map(Vec::as_slice),
             },
         )
+    }
+
+    fn attention_mass(
+        &self,
+        s: &mut Stream,
+        pools: &mut Box<dyn Pools>,
+        plan: &StepPlan,
+        call: LayerQueries<'_, Self>,
+    ) -> Result<(), DeviceError> {
+        let (heads, d) = (call.q.width / call.head_dim, call.head_dim);
+        let mut mass = std::mem::take(&mut s.output.mass);
+        let call = MassOf {
+            layer: call.layer,
+            q: Tensor::dense(s.used(call.q), heads, d),
+            scale: call.scale,
+            softcap: call.softcap,
+            sinks: call.sinks.map(Vec::as_slice),
+        };
+        let added = pools.attention_mass(plan, call, &mut mass);
+        s.output.mass = mass;
+        added
     }
 
     fn tap(&self, s: &mut Stream, i: usize, x: &Buffer) {

@@ -355,6 +355,38 @@ impl Pools for CpuPools {
         Ok(())
     }
 
+    fn attention_mass(
+        &mut self,
+        plan: &StepPlan,
+        call: MassOf<'_>,
+        mass: &mut AttentionMass,
+    ) -> Result<(), DeviceError> {
+        let layer = self.spec.check_mass(self.begun, plan, &call)?;
+        let (owner, head_dim) = (layer.owner.0 as usize, layer.k_dim as usize);
+        let group = plan.group(layer.group);
+        let mass = mass.group_mut(layer.group).ok_or(DeviceError::StalePlan)?;
+        self.counters.bytes_read +=
+            group.reads.cells_read() * u64::from(layer.n_kv_heads) * self.row_bytes(&layer);
+        let owned = self.layers[owner].as_ref().expect("the layout was checked: owners own");
+        let attention = Layer {
+            keys: &owned.keys,
+            values: &owned.values,
+            slabs: &self.slabs,
+            reads: &group.reads,
+            heads: self.spec.layout.n_heads as usize,
+            kv_heads: layer.n_kv_heads as usize,
+            head_dim,
+            scale: call.scale,
+            softcap: call.softcap,
+            sinks: call.sinks,
+            exact: self.compute.deterministic,
+            recent: self.recent.as_ref().and_then(|recent| recent.reads(owner, layer.group)),
+        };
+        let query = |token: usize, head: usize| call.q.row(token, head, head_dim);
+        attention.mass(&self.compute, &mut self.scratch, &query, mass);
+        Ok(())
+    }
+
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError> {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {

@@ -1,7 +1,7 @@
 //! Checks that all pools make before they touch any byte.
 use crate::error::DeviceError;
 use crate::layout::{LayerSpec, LayerState};
-use crate::pools::{Attend, PoolSpec, Side};
+use crate::pools::{Attend, MassOf, PoolSpec, Side};
 use crate::tensor::Tensor;
 use kvist_cache::{LayerId, StepId, StepPlan};
 
@@ -46,6 +46,28 @@ impl PoolSpec {
         }
         call.check(plan.n_tokens() as usize, self.layout.n_heads as usize, &layer)?;
         Ok(layer)
+    }
+
+    /// Checks a call of [`Pools::attention_mass`](crate::Pools::attention_mass) in the step that has `begun`, and returns its
+    /// layer.
+    pub fn check_mass(
+        &self,
+        begun: Option<StepId>,
+        plan: &StepPlan,
+        call: &MassOf<'_>,
+    ) -> Result<LayerSpec, DeviceError> {
+        if begun != Some(plan.id()) {
+            return Err(DeviceError::StalePlan);
+        }
+        let layer = self.layer(call.layer)?;
+        let heads = self.layout.n_heads as usize;
+        call.q.check("q", plan.n_tokens() as usize, heads, layer.k_dim as usize)?;
+        match call.sinks {
+            Some(sinks) if sinks.len() != heads => {
+                Err(DeviceError::Shape { what: "sinks", expected: vec![heads], elements: sinks.len() })
+            }
+            _ => Ok(layer),
+        }
     }
 
     /// Checks a call of [`Pools::store`](crate::Pools::store) in the step that has `begun`, and returns its layer.

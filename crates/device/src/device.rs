@@ -7,7 +7,7 @@
 //! block tables and wanted rows are uploaded once, in [`Device::begin`]. A device can thus capture the operations of
 //! one step and replay them for the next.
 use crate::error::DeviceError;
-use crate::pools::{Backend, PoolSpec, Pools};
+use crate::pools::{Backend, PoolSpec, Pools, no_mass};
 use crate::rows::{StepOutput, WantedRow};
 use crate::step_io::*;
 use crate::weights::{Encoding, FileTensor, WeightFormat};
@@ -142,6 +142,11 @@ pub trait Footprint: Send + Sync {
         Some(0)
     }
 
+    /// Whether steps can return how much attention each cell receives ([`StepInputs::mass`]).
+    fn returns_attention_mass(&self) -> bool {
+        false
+    }
+
     /// The name of the GPU; `None` for the CPU.
     fn adapter(&self) -> Option<&str> {
         None
@@ -197,6 +202,17 @@ pub struct LayerAttention<'a, D: Device> {
     /// Scores become `cap * tanh(score / cap)`.
     pub softcap: Option<f32>,
     /// One extra score per query head, without a value (gpt-oss).
+    pub sinks: Option<&'a D::Vector>,
+}
+
+/// The queries of one layer, as in [`LayerAttention`], for [`Device::attention_mass`].
+#[allow(missing_docs)]
+pub struct LayerQueries<'a, D: Device> {
+    pub layer: LayerId,
+    pub q: &'a D::Buffer,
+    pub head_dim: usize,
+    pub scale: f32,
+    pub softcap: Option<f32>,
     pub sinks: Option<&'a D::Vector>,
 }
 
@@ -302,6 +318,18 @@ pub trait Device: Footprint + Sized + 'static {
         plan: &StepPlan,
         call: LayerAttention<'_, Self>,
     ) -> Result<(), DeviceError>;
+    /// Adds the attention that cells receive in this layer to the step's output ([`StepOutput::mass`]). Called after
+    /// [`attend`](Self::attend), and only if the step asks for it.
+    fn attention_mass(
+        &self,
+        stream: &mut Self::Stream,
+        pools: &mut Self::Pools,
+        plan: &StepPlan,
+        call: LayerQueries<'_, Self>,
+    ) -> Result<(), DeviceError> {
+        let _ = (stream, pools, plan, call);
+        Err(no_mass())
+    }
     /// Keeps `x`, the residual stream after a layer, as tap `i` of the step's output.
     fn tap(&self, stream: &mut Self::Stream, i: usize, x: &Self::Buffer);
     /// Gathers the wanted rows of `x` into `out`.

@@ -153,6 +153,10 @@ pub struct Computed<'c> {
 }
 
 impl Computed<'_> {
+    /// The plan of the step.
+    pub fn plan(&self) -> &StepPlan {
+        self.step.plan()
+    }
     /// Applies the step: the new tokens become part of their sequences.
     pub fn commit(self) {
         self.step.commit();

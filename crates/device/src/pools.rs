@@ -4,6 +4,7 @@ use crate::channels::ChannelOrder;
 use crate::error::DeviceError;
 use crate::layout::{LayerSpec, Layout};
 use crate::mapped::{Image, MappedRows, no_images};
+use crate::mass::AttentionMass;
 use crate::recent::Recent;
 use crate::step_io::Ticket;
 use crate::storage::Storage;
@@ -73,6 +74,22 @@ impl Attend<'_> {
     }
 }
 
+/// The queries of one layer of one step whose attention is asked for. The fields are those of [`Attend`].
+#[derive(Clone, Copy, Debug)]
+#[allow(missing_docs)]
+pub struct MassOf<'a> {
+    pub layer: LayerId,
+    pub q: Tensor<'a>, // [n_tokens, n_heads, k_dim]
+    pub scale: f32,
+    pub softcap: Option<f32>,
+    pub sinks: Option<&'a [f32]>,
+}
+
+/// The error of devices that do not return attention mass.
+pub(crate) fn no_mass() -> DeviceError {
+    DeviceError::Unsupported("this device does not return attention mass".into())
+}
+
 /// K or V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Side {
@@ -114,6 +131,21 @@ pub trait Pools: Send {
     ) -> Result<(), DeviceError> {
         let _ = (plan, layer, k, v);
         Err(DeviceError::Unsupported("this backend writes K and V only while it attends".into()))
+    }
+
+    /// Adds the attention that cells receive in one layer to `mass`, which has [begun](AttentionMass::begin) this step. Call
+    /// it after the layer's [`attend`](Self::attend), with the same queries.
+    ///
+    /// # Errors
+    /// Those of `attend`; and this backend has no such operation.
+    fn attention_mass(
+        &mut self,
+        plan: &StepPlan,
+        call: MassOf<'_>,
+        mass: &mut AttentionMass,
+    ) -> Result<(), DeviceError> {
+        let _ = (plan, call, mass);
+        Err(no_mass())
     }
 
     /// Executes one round of compaction, or the moves of kept paths after a step's last layer, copy by copy. A round

@@ -87,6 +87,9 @@ impl Footprint for Reference {
     fn supports(&self, _: &ModelShape) -> Result<(), DeviceError> {
         Ok(())
     }
+    fn returns_attention_mass(&self) -> bool {
+        true
+    }
     fn weight_bytes(&self, shape: &[usize], _: Encoding, _: WeightFormat) -> Option<u64> {
         let elements = shape.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
         u64::try_from(elements.checked_mul(4)?).ok()
@@ -151,6 +154,9 @@ impl Device for Reference {
         s.tokens = inputs.tokens.to_vec();
         plan.positions(&mut s.positions);
         s.output.taps = vec![Vec::new(); inputs.taps.len()];
+        if let Some(queries) = inputs.mass {
+            s.output.mass.begin(plan, queries);
+        }
         self.want_rows(s, inputs.rows);
         s.step = Some(plan.id());
         Ok(())
@@ -260,6 +266,22 @@ impl Device for Reference {
                 sinks: call.sinks.map(Vec::as_slice),
             },
         )
+    }
+    fn attention_mass(
+        &self,
+        s: &mut Stream,
+        pools: &mut Box<dyn Pools>,
+        plan: &StepPlan,
+        call: LayerQueries<'_, Self>,
+    ) -> Result<(), DeviceError> {
+        let call = MassOf {
+            layer: call.layer,
+            q: Tensor::dense(&call.q.data, call.q.width / call.head_dim, call.head_dim),
+            scale: call.scale,
+            softcap: call.softcap,
+            sinks: call.sinks.map(Vec::as_slice),
+        };
+        pools.attention_mass(plan, call, &mut s.output.mass)
     }
     fn tap(&self, s: &mut Stream, i: usize, x: &Buffer) {
         s.output.taps[i].clone_from(&x.data);

@@ -1,4 +1,5 @@
 //! The wanted rows of a step and their results: logits, the most likely tokens, or a token that the device has chosen.
+use crate::mass::AttentionMass;
 use crate::sampling::{HostSampler, NoToken, SampleParams, argmax};
 use std::ops::Range;
 
@@ -60,6 +61,8 @@ pub enum DeviceRow<'a> {
 pub struct StepOutput {
     /// `[n_tokens, hidden]` for each layer of [`StepInputs::taps`](crate::StepInputs::taps), in their order.
     pub taps: Vec<Vec<f32>>,
+    /// The attention that cells received, if the step asked for it ([`StepInputs::mass`](crate::StepInputs::mass)).
+    pub mass: AttentionMass,
     wanted: Vec<WantedRow>,
     /// `[wanted, vocab]`. Once the rows are answered, the first ones are those of [`logits`](Self::logits).
     all: Vec<f32>,

@@ -1,5 +1,6 @@
 //! The inputs of a step, and the tickets of submissions.
 use crate::error::DeviceError;
+use crate::mass::MassQueries;
 use crate::rows::{RowOutput, WantedRow};
 use kvist_cache::{LayerId, StepId, StepPlan};
 
@@ -21,6 +22,9 @@ pub struct StepInputs<'a> {
     /// Layers whose output, the residual stream after them, is returned. [`EMBEDDING`] stands for the input of the first layer.
     pub taps: &'a [LayerId],
     pub given: Given<'a>,
+    /// Also return how much attention each cell receives ([`StepOutput::mass`](crate::StepOutput::mass)), from these
+    /// queries. Only devices that [say so](crate::Footprint::returns_attention_mass) accept this.
+    pub mass: Option<MassQueries>,
 }
 
 /// As a tap: the residual stream that enters the first layer, which is the scaled embedding. No layer has this number.

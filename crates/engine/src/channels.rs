@@ -67,7 +67,9 @@ fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Res
             let n_tokens = tokens.len() as u32;
             let spans = [Span::chain(SeqId::ONLY, start, n_tokens)];
             let step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan)?;
-            runner.run(step, tokens, &[], &[], Given::Nothing)?.commit();
+            runner
+                .run(step, &StepInputs { tokens, rows: &[], taps: &[], given: Given::Nothing, mass: None })?
+                .commit();
             start += n_tokens;
         }
         add_energies(runner.network.pools(), model.layout(), start, &mut sums)?;

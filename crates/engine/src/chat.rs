@@ -110,6 +110,11 @@ impl Chat {
 
     /// Creates a branch that shares everything with the current one, and switches to it. Copies no KV bytes.
     pub fn fork(&mut self, name: Option<&str>) -> Result<&Branch, Error> {
+        if let Some(keep) = self.session.config().keep {
+            return Err(Error::Usage(format!(
+                "the cache has room for one text that keeps {keep}: start without --keep to fork"
+            )));
+        }
         let seq = SeqId(self.next_seq);
         let name = name.map_or_else(|| format!("branch-{}", self.next_seq), str::to_string);
         if self.branches.iter().any(|b| b.name == name) {

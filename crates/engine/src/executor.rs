@@ -8,6 +8,7 @@
 mod drafting;
 
 use crate::channels::channel_order;
+use crate::keep::{KeepConfig, Keeping};
 use crate::memory::{CacheConfig, MemoryPlan};
 use crate::runner::Runner;
 use crate::saved::CacheRows;
@@ -17,9 +18,9 @@ use crate::serving::tiers::{Report, Stores, TierDriver};
 use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
-use kvist_cache::{Cache, GroupId, Kept, PagedSpec, PrefixSpec, RecomputeCost, Step, StepPlan};
+use kvist_cache::{Cache, GroupId, Kept, PagedSpec, PrefixSpec, RecomputeCost, SeqId, Step, StepPlan};
 use kvist_device::{
-    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, Transfers, WantedRow,
+    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, StepInputs, Transfers, WantedRow,
 };
 use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
@@ -152,6 +153,7 @@ pub struct ModelExecutor {
     /// Time that the drafts of the step being built took: part of the step.
     drafting: Duration,
     tiers: Option<TierDriver>,
+    keeping: Option<Keeping>,
 }
 
 impl ModelExecutor {
@@ -176,6 +178,7 @@ impl ModelExecutor {
             speculation: None,
             drafting: Duration::ZERO,
             tiers: None,
+            keeping: None,
         };
         Ok((cache, executor))
     }
@@ -206,6 +209,20 @@ impl ModelExecutor {
         if let Some(tiers) = &mut self.tiers {
             tiers.request_ended(id);
         }
+    }
+    /// From now on, [`thin`](Self::thin) reduces sequences to this budget.
+    pub(crate) fn keep(&mut self, config: KeepConfig) {
+        self.keeping = Some(Keeping::new(config));
+    }
+    /// Reduces the sequences of a scheduler that store more than `most` tokens to the budget, between two steps.
+    pub(crate) fn thin(&mut self, scheduler: &mut Scheduler, most: u32) -> Result<(), Error> {
+        let Some(keeping) = &mut self.keeping else { return Ok(()) };
+        let sequences: Vec<SeqId> = scheduler.sequences().map(|(_, seq)| seq).collect();
+        keeping.thin(scheduler.cache_mut(), sequences, most)
+    }
+    /// Tokens that were removed to keep sequences within their budget; `None` if nothing is removed.
+    pub(crate) fn removed_tokens(&self) -> Option<u64> {
+        self.keeping.as_ref().map(Keeping::removed)
     }
     /// From now on, verifies the drafts of `speculator`; `None` turns drafts off. A step has at most as many draft tokens as
     /// rows are left of the cache configuration's `max_rows`.
@@ -341,7 +358,12 @@ impl ModelExecutor {
         // Rows to score are computed in pieces of at most `max_rows`; the rows to sample from come last.
         let rows: &[WantedRow] = if self.scored.is_empty() { &self.rows } else { &[] };
         let taps = self.speculation.as_ref().map_or(&[][..], |drafting| drafting.speculator.taps());
-        let computed = self.runner.run(step, &self.tokens, rows, taps, Given::Nothing)?;
+        let mass = self.keeping.as_ref().and_then(Keeping::queries);
+        let inputs = StepInputs { tokens: &self.tokens, rows, taps, given: Given::Nothing, mass };
+        let computed = self.runner.run(step, &inputs)?;
+        if let Some(keeping) = &mut self.keeping {
+            keeping.observe(computed.plan(), &self.runner.network.output().mass);
+        }
         if self.scored.is_empty() {
             return Ok(computed);
         }

@@ -15,6 +15,7 @@ pub mod executor;
 pub mod frozen;
 pub mod generate;
 pub mod grammar;
+pub mod keep;
 pub mod memory;
 pub mod random;
 mod runner;

@@ -1,4 +1,5 @@
 //! Memory that a model and its cache need, computed before anything is loaded. Uses the same arithmetic as the budget.
+use crate::keep::{KeepBy, KeepConfig};
 use kvist_cache::Cache;
 use kvist_cache::kinds::{self, GroupSpec, KindTraits, Visibility};
 use kvist_device::*;
@@ -21,7 +22,8 @@ pub struct CacheConfig {
     pub kind: String,
     pub k: Storage,
     pub v: Storage,
-    /// Cells: the number of tokens stored at once over all sequences. A ring computes its own number.
+    /// The number of tokens stored at once over all sequences. A ring computes its own number of cells. With
+    /// [`keep`](Self::keep), the longest text: then the cells follow from the budget.
     pub context_tokens: u32,
     /// Tokens of the largest step. This is also the prefill chunk size.
     pub max_step_tokens: u32,
@@ -33,6 +35,8 @@ pub struct CacheConfig {
     pub max_rows: u32,
     /// The newest tokens, which quantised storages also keep in f16.
     pub recent: Recent,
+    /// Keep only some tokens of a text that grows beyond this budget. Sessions of one text only.
+    pub keep: Option<KeepConfig>,
 }
 
 impl CacheConfig {
@@ -48,7 +52,38 @@ impl CacheConfig {
             sinks: 0,
             max_rows: 1,
             recent: Recent { tokens: RECENT_TOKENS, sequences: RECENT_SEQUENCES },
+            keep: None,
         }
+    }
+
+    /// Tokens that the cells are for: [`context_tokens`](Self::context_tokens), or with [`keep`](Self::keep) the budget and
+    /// a step. A step that does not fit into them makes the session remove tokens first.
+    pub fn capacity_tokens(&self) -> u32 {
+        match self.keep {
+            None => self.context_tokens,
+            Some(keep) => {
+                let budget = keep.budget(if self.kind == "paged" { kinds::BLOCK_TOKENS } else { 1 });
+                budget.saturating_add(self.max_step_tokens).min(self.context_tokens)
+            }
+        }
+    }
+
+    /// Refuses a [`keep`](Self::keep) that this cache or the device cannot do.
+    pub fn check_keep(&self, device: &dyn Footprint) -> Result<(), Error> {
+        let Some(keep) = self.keep else { return Ok(()) };
+        if !self.kind_traits().many_sequences {
+            return Err(Error::Usage(format!(
+                "a cache of kind {} removes nothing from the middle: to keep {keep}, use cells, tree or paged",
+                self.kind
+            )));
+        }
+        if keep.by != KeepBy::None && !device.returns_attention_mass() {
+            return Err(Error::Usage(format!(
+                "the device {} does not return attention mass, so it cannot keep {keep}: use by=none, or the CPU",
+                device.info().name
+            )));
+        }
+        Ok(())
     }
 
     /// The layer groups of `model` under this policy. If the model and the policy both have a window, the shorter one
@@ -65,7 +100,7 @@ impl CacheConfig {
                 (Some(native), _) => Visibility { window: Some(native), sinks: 0 },
             };
             GroupSpec {
-                capacity_tokens: self.context_tokens,
+                capacity_tokens: self.capacity_tokens(),
                 visibility,
                 max_step_tokens: self.max_step_tokens,
             }
@@ -77,7 +112,10 @@ impl CacheConfig {
     /// been longer. The f16 rows of the recent group that contains `position` may be gone, so this is the start of that
     /// group.
     pub fn cut_before(&self, position: u32) -> u32 {
-        let groups = self.recent.of_storages(self.k, self.v).tokens;
+        let mut groups = self.recent.of_storages(self.k, self.v).tokens;
+        if self.keep.is_some() && self.kind == "paged" {
+            groups = groups.max(kinds::BLOCK_TOKENS); // the block in which the text would end may be gone
+        }
         position - position.checked_rem(groups).unwrap_or(0)
     }
 
@@ -280,7 +318,7 @@ impl MemoryPlan {
         let seen = |layer: &LayerSpec| {
             let visibility = groups[layer.group.0 as usize].visibility;
             let window = visibility.window.map_or(u32::MAX, |w| w.saturating_add(visibility.sinks));
-            u64::from(window.min(config.context_tokens))
+            u64::from(window.min(config.capacity_tokens()))
         };
         let row = |layer: &LayerSpec| layer.cell_bytes(config.k, config.v);
         // Layers that share another layer's KV store nothing, but read.

@@ -1,7 +1,7 @@
 //! A model with KV memory, ready to execute the steps of one cache: the one place where steps run. Sessions and the
 //! scheduler's executor differ in where their steps come from and in what happens to the logits.
 use crate::memory::{CacheConfig, MemoryPlan};
-use kvist_cache::{Cache, LayerId, Step};
+use kvist_cache::{Cache, Step};
 use kvist_device::*;
 use kvist_model::{Error, Model};
 use std::sync::Arc;
@@ -64,16 +64,7 @@ impl Runner {
     }
 
     /// Executes a step. On `Err` the step is abandoned and the cache unchanged.
-    pub fn run<'c>(
-        &mut self,
-        step: Step<'c>,
-        tokens: &[u32],
-        rows: &[WantedRow],
-        taps: &[LayerId],
-        given: Given<'_>,
-    ) -> Result<Computed<'c>, Error> {
-        let in_flight =
-            InFlight::submit(step, &mut *self.network, &StepInputs { tokens, rows, taps, given })?;
-        Ok(in_flight.finish()?)
+    pub fn run<'c>(&mut self, step: Step<'c>, inputs: &StepInputs<'_>) -> Result<Computed<'c>, Error> {
+        Ok(InFlight::submit(step, &mut *self.network, inputs)?.finish()?)
     }
 }

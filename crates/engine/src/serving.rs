@@ -48,14 +48,15 @@ pub(crate) mod tiers;
 use crate::Error;
 use crate::executor::{ModelExecutor, PagedConfig};
 use crate::frozen::{self, EnginePrefix};
+use crate::keep::KeepConfig;
 use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
 pub use blocks::TextBlocks;
 pub use job::*;
 use kvist_cache::{PrefixSpec, StepPlan};
-use kvist_device::{Purpose, Registry};
+use kvist_device::{Footprint, Purpose, Registry};
 use kvist_model::Model;
-use kvist_scheduler::{Config, Ended, RequestId, Scheduler, SchedulerCounters};
+use kvist_scheduler::{Config, Ended, RequestId, Scheduler, SchedulerCounters, Thinned};
 pub use quota::{QuotaFull, QuotaPermit, TenantQuota};
 pub use resize::ResizeError;
 use std::collections::BTreeMap;
@@ -69,6 +70,10 @@ use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
 pub use tiers::{StoreStats, TierConfig, TierStats, TierStore, fingerprint, tier_runtime};
 use tokio::sync::{mpsc, watch};
+
+/// Most prompt tokens of a step in an engine that [keeps only some tokens](EngineConfig::keep_only) of each request: a request
+/// stores up to twice as many above its budget.
+const THINNED_STEP: u32 = 256;
 
 /// Configuration of an engine, besides the model.
 pub struct EngineConfig {
@@ -92,6 +97,9 @@ pub struct EngineConfig {
     pub tiers: Option<TierConfig>,
     /// A prefix that is in the index from the start and stays there.
     pub prefix: Option<EnginePrefix>,
+    /// Keep only some tokens of every request that grows beyond this budget. Requests then share no blocks: see
+    /// [`EngineConfig::keep_only`].
+    pub keep: Option<KeepConfig>,
 }
 
 impl EngineConfig {
@@ -111,9 +119,62 @@ impl EngineConfig {
             speculator: None,
             tiers: None,
             prefix: None,
+            keep: None,
         };
         config.fit();
         config
+    }
+
+    /// Keep only some tokens of every request: `keep` says which. A prefix index would give blocks of a thinned text to
+    /// requests that ask for the whole one, so there is none.
+    pub fn keep_only(&mut self, keep: KeepConfig) {
+        self.keep = Some(keep);
+        self.paged.prefix = None;
+        self.scheduler.wait_for_prefix = false;
+        let sequence_tokens = self.thinned_above(keep);
+        self.scheduler.thinned = Some(Thinned { sequence_tokens, step_tokens: self.thinned_step() });
+    }
+
+    /// Prompt tokens of a step.
+    fn thinned_step(&self) -> u32 {
+        self.scheduler.max_batch_tokens.clamp(1, THINNED_STEP)
+    }
+    /// Sequences with more tokens are reduced to the budget after a step.
+    fn thinned_above(&self, keep: KeepConfig) -> u32 {
+        keep.budget(self.paged.block_tokens).saturating_add(self.thinned_step())
+    }
+
+    /// Refuses what does not go with [`keep`](Self::keep), and a cache that is too small for one request.
+    pub fn check_keep(&self, device: &dyn Footprint) -> Result<(), Error> {
+        if self.paged.cache.keep.is_some() {
+            return Err(Error::Usage(
+                "an engine keeps some tokens of each request by `EngineConfig::keep`".into(),
+            ));
+        }
+        let Some(keep) = self.keep else { return Ok(()) };
+        CacheConfig { keep: Some(keep), kind: "paged".into(), ..self.paged.cache.clone() }
+            .check_keep(device)?;
+        let with = [
+            (self.paged.prefix.is_some(), "a prefix index"),
+            (self.tiers.is_some(), "tiers"),
+            (self.prefix.is_some(), "a frozen prefix"),
+            (self.speculator.is_some(), "speculation"),
+            (self.record, "a recording"),
+        ];
+        if let Some((_, what)) = with.into_iter().find(|(is_on, _)| *is_on) {
+            return Err(Error::Usage(format!(
+                "an engine that keeps {keep} of each request cannot have {what}: leave one out"
+            )));
+        }
+        let (capacity, most) =
+            (self.paged.cache.context_tokens, self.thinned_above(keep).saturating_add(self.thinned_step()));
+        if capacity < most {
+            return Err(Error::Usage(format!(
+                "the cache holds {capacity} tokens, and a request that keeps {keep} needs {most} at times: give it a larger \
+                 cache or a smaller budget"
+            )));
+        }
+        Ok(())
     }
 
     /// Set the cache's limits to those of the largest batch that the scheduler can build.
@@ -205,6 +266,8 @@ pub struct EngineStats {
     pub retained_tokens: u64,
     /// What the tiers below the cache did; `None` without them.
     pub tiers: Option<TierStats>,
+    /// Tokens removed to [keep only some](EngineConfig::keep_only) of each request; `None` if nothing is removed.
+    pub removed_tokens: Option<u64>,
 }
 
 /// A handle on the engine thread. Cheap to clone. When the last handle is dropped, the thread ends.
@@ -295,12 +358,17 @@ impl Engine {
     /// Allocate the cache and its memory, and start the thread. Refused, before anything is allocated, if the cache
     /// does not fit into the model's budget.
     pub fn start(model: Arc<Model>, registry: &Registry, config: EngineConfig) -> Result<Engine, Error> {
+        config.check_keep(registry.device())?;
+        let thinned_above = config.keep.map(|keep| config.thinned_above(keep));
         let (mut cache, mut executor) = ModelExecutor::new(&model, registry, &config.paged)?;
         let prefix = config.prefix.as_ref().map(|of| {
             let (mut plan, aligned) = (StepPlan::default(), config.paged.block_aligned());
             frozen::index(&mut executor.rows(&mut cache, &mut plan, &aligned), of, config.paged.block_tokens)
         });
         let prefix = prefix.transpose()?;
+        if let Some(keep) = config.keep {
+            executor.keep(keep);
+        }
         if let Some(speculator) = config.speculator {
             executor.speculate(speculator);
         }
@@ -355,6 +423,7 @@ impl Engine {
             busy_ns: 0,
             step_started: Instant::now(),
             paced_tokens: 1,
+            thinned_above,
             _prefix: prefix,
             // Weak: a strong reference would keep the thread alive forever.
             shared: Arc::downgrade(&shared),

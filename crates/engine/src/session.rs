@@ -1,12 +1,13 @@
 //! A model with its cache. Runs forward passes over any cache kind, dtype and backend.
 use crate::channels::channel_order;
 use crate::executor::SampledToken;
+use crate::keep::Keeping;
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use crate::saved::CacheRows;
 use crate::speculate::{DraftTree, Speculator, Verified, verify};
 use kvist_cache::*;
-use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, WantedRow, compact};
+use kvist_device::{EMBEDDING, Given, KvCounters, Registry, RowResult, StepInputs, WantedRow, compact};
 use kvist_model::{Error, Model};
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,6 +43,33 @@ pub enum LogitRows {
     All,
 }
 
+/// Reduces sequences to their budget if a step does not fit otherwise.
+fn make_room(
+    keeping: &mut Keeping,
+    cache: &mut Cache,
+    plan: &mut StepPlan,
+    spans: &[Span<'_>],
+    context: u32,
+) -> Result<(), Error> {
+    for span in spans {
+        let New::Chain(n) = span.new else {
+            return Err(Error::Usage("a session that keeps only some tokens takes no draft trees".into()));
+        };
+        let free = context.saturating_sub(span.start);
+        if n > free {
+            return Err(Refused::NoSpace { group: GroupId(0), needed: n, free, reclaimable: 0 }.into());
+        }
+    }
+    match cache.can_run(&StepRequest { spans }, plan) {
+        Err(Refused::NoSpace { .. }) => {
+            let report = cache.report();
+            let all = report.iter().take(1).flat_map(|group| &group.sequences).map(|sequence| sequence.seq);
+            keeping.thin(cache, all.collect::<Vec<_>>(), 0)
+        }
+        other => Ok(other?),
+    }
+}
+
 const MISSING_ROW: &str = "the network gave fewer rows than were wanted";
 
 /// A cache for one conversation or a batch of them. All sessions of a model share its weights.
@@ -57,12 +85,14 @@ pub struct ModelSession {
     draft_tokens: Vec<u32>,
     parents: Vec<Option<NodeId>>,
     path: Vec<NodeId>,
+    keeping: Option<Keeping>,
 }
 
 impl ModelSession {
     /// Creates an empty cache for `model`. Fails before it allocates anything if the bound on the session's memory does
     /// not fit into the budget.
     pub fn new(model: &Arc<Model>, registry: &Registry, config: &CacheConfig) -> Result<Self, Error> {
+        config.check_keep(registry.device())?;
         let groups = config.groups(model.config());
         let (cache, backend) = registry.plan(&config.backend, &config.kind, &groups)?;
         let channels = channel_order(model, registry, config)?;
@@ -78,6 +108,7 @@ impl ModelSession {
             draft_tokens: Vec::new(),
             parents: Vec::new(),
             path: Vec::new(),
+            keeping: config.keep.map(Keeping::new),
         };
         this.open_only()?;
         Ok(this)
@@ -119,6 +150,10 @@ impl ModelSession {
     pub fn counters(&self) -> KvCounters {
         self.runner.network.pools().counters()
     }
+    /// Tokens that [`CacheConfig::keep`] has removed so far.
+    pub fn removed_tokens(&self) -> u64 {
+        self.keeping.as_ref().map_or(0, Keeping::removed)
+    }
     /// Compacts the cache: updates the bookkeeping and moves the KV bytes.
     pub fn compact(&mut self) -> Result<(), Error> {
         Ok(compact(&mut self.cache, self.runner.network.pools_mut(), &mut self.moves)?)
@@ -127,6 +162,7 @@ impl ModelSession {
     /// Removes every sequence and starts again with an empty [`SeqId::ONLY`].
     pub fn clear(&mut self) -> Result<(), Error> {
         self.cache.clear();
+        self.keeping.iter_mut().for_each(Keeping::clear);
         self.open_only()
     }
 
@@ -191,7 +227,8 @@ impl ModelSession {
         self.logits().len() / self.runner.model.config().vocab
     }
 
-    /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged.
+    /// Runs one forward pass over the new tokens of one or more sequences. On `Err` the cache is unchanged, except that
+    /// [`CacheConfig::keep`] may have removed tokens to make room.
     pub fn forward(&mut self, inputs: &[SequenceInput<'_>], want: LogitRows) -> Result<(), Error> {
         self.forward_given(inputs, want, Given::Nothing)
     }
@@ -221,8 +258,16 @@ impl ModelSession {
             };
             *span = Span { seq: input.seq, start, new };
         }
+        if let Some(keeping) = &mut self.keeping {
+            make_room(keeping, &mut self.cache, &mut self.plan, spans, self.config.context_tokens)?;
+        }
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
-        self.runner.run(step, &self.tokens, &self.rows, &self.taps, given)?.commit();
+        let (tokens, rows, taps) = (&self.tokens, &self.rows, &self.taps);
+        let mass = self.keeping.as_ref().and_then(Keeping::queries);
+        self.runner.run(step, &StepInputs { tokens, rows, taps, given, mass })?.commit();
+        if let Some(keeping) = &mut self.keeping {
+            keeping.observe(&self.plan, &self.runner.network.output().mass);
+        }
         Ok(())
     }
 
@@ -245,6 +290,10 @@ impl ModelSession {
         choose: &mut dyn FnMut(RowResult<'_>) -> Result<SampledToken, Error>,
         verified: &mut Verified,
     ) -> Result<(), Error> {
+        if self.keeping.is_some() {
+            // The queries of rejected tokens would count, and removals would fall between other tokens.
+            return Err(Error::Usage("a session that keeps only some tokens verifies no drafts".into()));
+        }
         let mut tokens = std::mem::take(&mut self.draft_tokens);
         tokens.clear();
         tokens.push(last);
@@ -258,7 +307,9 @@ impl ModelSession {
         let new = if is_chain { New::Chain(self.tokens.len() as u32) } else { New::Tree(&self.parents) };
         let spans = &[Span { seq, start, new }];
         let step = Step::begin(&mut self.cache, &StepRequest { spans }, &mut self.plan)?;
-        let computed = self.runner.run(step, &self.tokens, &self.rows, &self.taps, Given::Nothing)?;
+        let (tokens, rows, taps) = (&self.tokens, &self.rows, &self.taps);
+        let inputs = StepInputs { tokens, rows, taps, given: Given::Nothing, mass: None };
+        let computed = self.runner.run(step, &inputs)?;
         let mut rows = self.runner.network.output_mut().rows();
         let mut next = 0;
         let drawn = verify(

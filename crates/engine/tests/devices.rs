@@ -130,7 +130,11 @@ fn submit<'c, 'n>(
     let start = cache.next_position(SeqId::ONLY).unwrap();
     let spans = [Span::chain(SeqId::ONLY, start, tokens.len() as u32)];
     let step = Step::begin(cache, &StepRequest { spans: &spans }, plan)?;
-    InFlight::submit(step, network, &StepInputs { tokens, rows, taps: &[], given: Given::Nothing })
+    InFlight::submit(
+        step,
+        network,
+        &StepInputs { tokens, rows, taps: &[], given: Given::Nothing, mass: None },
+    )
 }
 
 fn answers(network: &mut dyn Network) -> Vec<String> {

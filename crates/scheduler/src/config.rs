@@ -32,6 +32,10 @@ pub struct Config {
     pub wait_for_prefix: bool,
     /// Number of failed steps in a row after which the requests of the step are refused, at least 1.
     pub max_failures: u32,
+    /// Bounds of sequences whose driver removes tokens from them between steps; `None` if nothing is removed. The removals
+    /// are no events, so a replay does not repeat them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub thinned: Option<Thinned>,
     /// Tiers below the cache; `None` for none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tiers: Option<Tiers>,
@@ -51,9 +55,20 @@ impl Default for Config {
             ageing_ns: 1_000_000_000,
             wait_for_prefix: false,
             max_failures: 3,
+            thinned: None,
             tiers: None,
         }
     }
+}
+
+/// Bounds of sequences that lose tokens from their middle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Thinned {
+    /// Most tokens that a sequence stores between two steps, at least 1.
+    pub sequence_tokens: u32,
+    /// Most prompt tokens of a step, over all requests, at least 1.
+    pub step_tokens: u32,
 }
 
 /// Where estimates of output lengths come from.

@@ -32,7 +32,7 @@ mod scheduler;
 mod snapshot;
 mod tiers;
 
-pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, TokenWork};
+pub use config::{Admission, BadConfig, Config, LengthSource, Preempted, PrefixOrder, Thinned, TokenWork};
 pub use drafts::{BatchDrafts, Lookahead};
 pub use drive::drive;
 pub use executor::{Batch, Clock, Executor, Script, VirtualClock, Work};

@@ -1,6 +1,6 @@
 //! The scheduler's view of the cache: how many cells are available, and the operations between steps. Only this file
 //! knows whether the cache has a prefix index.
-use crate::config::BadConfig;
+use crate::config::{BadConfig, Thinned};
 use kvist_cache::{
     BlockUse, Cache, CachedBlock, GroupId, Lookup, MissReason, Moment, MovePlan, Occupancy, Pin, Prompt,
     Refused, SeqId, Viewer,
@@ -33,6 +33,7 @@ pub(crate) struct Memory {
     windowed: bool,
     /// True if the cache has a prefix index. Nothing else makes sequences share blocks here.
     shares: bool,
+    thinned: Option<Thinned>,
 }
 
 /// The layer group in which available memory is counted if the groups have these capacities, and its capacity in whole blocks.
@@ -49,7 +50,7 @@ fn counted(cache: &Cache, capacity_tokens: &[u32]) -> (usize, u64) {
 const CHECKED: &str = "the cache holds many sequences: this was checked when the scheduler was made";
 
 impl Memory {
-    pub fn new(mut cache: Cache) -> Result<Memory, BadConfig> {
+    pub fn new(mut cache: Cache, thinned: Option<Thinned>) -> Result<Memory, BadConfig> {
         if cache.sequences().is_none() {
             return Err(BadConfig::OneSequence);
         }
@@ -65,6 +66,8 @@ impl Memory {
         let occupancy = cache.occupancy().nth(counted).expect("it was found there");
         Ok(Memory {
             windowed,
+            // A step without tokens would never end a prompt.
+            thinned: thinned.map(|of| Thinned { step_tokens: of.step_tokens.max(1), ..of }),
             shares: cache.prefixes().is_some(),
             counted,
             capacity: occupancy.capacity_cells.into(),
@@ -81,7 +84,7 @@ impl Memory {
     /// True if sequences can also free memory while decoding. Blocks that leave a sliding window become free, or
     /// cached and unused, at a particular step, so such steps must run one by one.
     pub fn shrinks_while_decoding(&self) -> bool {
-        self.windowed
+        self.windowed || self.thinned.is_some()
     }
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
@@ -89,17 +92,20 @@ impl Memory {
     pub fn capacity(&self) -> u64 {
         self.capacity
     }
-    /// Maximum tokens that a step may write, given the space available in sliding-window groups right now; at least
-    /// one block. Unbounded if no group has a window: there a prompt needs the same total space however it is chunked.
+    /// Maximum tokens that a step may write, given the space available right now in groups whose sequences do not keep all
+    /// tokens (of windows, and thinned ones); at least one block. Unbounded if no group has a window: there a prompt needs the same total space however it is chunked.
     pub fn chunk_limit(&self) -> u32 {
-        if !self.windowed {
+        if !self.windowed && self.thinned.is_none() {
             return u32::MAX;
         }
-        let windows = self.cache.occupancy().filter(|occupancy| occupancy.frees_out_of_window);
+        // Cells of thinned sequences become free between chunks, too.
+        let shrinks = |occupancy: &Occupancy| self.thinned.is_some() || occupancy.frees_out_of_window;
+        let windows = self.cache.occupancy().filter(shrinks);
         let chunk = |occupancy: Occupancy| {
             (occupancy.free_cells.saturating_add(occupancy.evictable_cells)).max(occupancy.block_tokens)
         };
-        windows.map(chunk).min().unwrap_or(u32::MAX)
+        let limit = self.thinned.map_or(u32::MAX, |thinned| thinned.step_tokens);
+        windows.map(chunk).min().unwrap_or(u32::MAX).min(limit)
     }
     /// True if `group` frees blocks that left its sliding window (`frees_out_of_window`).
     pub fn frees_out_of_window(&self, group: GroupId) -> bool {
@@ -112,7 +118,10 @@ impl Memory {
     }
     /// Maximum cells that a sequence of `n_tokens` needs if it shares no blocks.
     pub fn cells(&self, n_tokens: u32) -> u64 {
-        let cells = u64::from(n_tokens).next_multiple_of(self.block_tokens.into());
+        let most = self.thinned.map_or(u32::MAX, |Thinned { sequence_tokens, step_tokens }| {
+            sequence_tokens.saturating_add(step_tokens)
+        });
+        let cells = u64::from(n_tokens.min(most)).next_multiple_of(self.block_tokens.into());
         // A sliding-window group never has to store the whole of a long sequence.
         if self.frees_out_of_window { cells.min(self.capacity) } else { cells }
     }

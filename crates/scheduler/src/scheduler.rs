@@ -128,7 +128,7 @@ impl Scheduler {
     /// `truth` must be given exactly when `config.lengths` is `oracle`.
     pub fn new(config: Config, cache: Cache, truth: Option<Box<dyn Truth>>) -> Result<Scheduler, BadConfig> {
         config.check()?;
-        let memory = Memory::new(cache)?;
+        let memory = Memory::new(cache, config.thinned)?;
         let tiers = config.tiers.as_ref().map(|tiers| TierState::new(tiers, &memory)).transpose()?;
         Ok(Scheduler {
             order: Order::build(&config, truth)?,

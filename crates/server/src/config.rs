@@ -115,6 +115,14 @@ impl ServerConfig {
         tokens.max(self.cache.block_tokens)
     }
 
+    /// The longest text of a request, prompt and answer, for a model of this context length.
+    pub fn text_tokens(&self, model_context: u32) -> u32 {
+        match self.cache.keep {
+            None => model_context.min(self.cache_tokens(model_context)),
+            Some(_) => model_context, // the cache has a part of it
+        }
+    }
+
     /// The names that callers can have, each once.
     fn names(&self) -> Vec<Arc<str>> {
         auth::names(self.keys.iter().map(|key| key.name.as_str()))
@@ -148,8 +156,12 @@ impl ServerConfig {
             speculator: None,
             tiers: None,
             prefix: None,
+            keep: None,
         };
         engine.fit();
+        if let Some(keep) = c.keep {
+            engine.keep_only(keep);
+        }
         engine
     }
 

@@ -113,6 +113,8 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         retained,
         None,
     ));
+    let removed = "Tokens removed to keep requests within their budget (cache.keep).";
+    readings.extend(stats.removed_tokens.map(|n| count("kvist_tokens_removed_total", removed, n)));
     readings.extend(stats.tiers.iter().flat_map(of_tiers));
     readings
 }

@@ -66,14 +66,14 @@ pub struct ServerState {
 }
 
 impl ServerState {
-    /// `cache_tokens` is the most tokens of one request in the cache when it runs alone.
-    pub fn new(engine: Engine, config: &ServerConfig, cache_tokens: u32) -> Result<Arc<Self>, ConfigError> {
+    /// `text_tokens` is the longest text of one request when it runs alone: what the cache holds, or more with `cache.keep`.
+    pub fn new(engine: Engine, config: &ServerConfig, text_tokens: u32) -> Result<Arc<Self>, ConfigError> {
         config.check()?;
         let keys = Keys::new(&config.keys)?;
         let model = engine.model();
         let name = config.model_name(model.name());
         let decoder = model.config();
-        let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(cache_tokens), &config.limits);
+        let bounds = Bounds::new(&name, decoder.vocab, decoder.context.min(text_tokens), &config.limits);
         let chat = match &config.model.tools {
             Some(name) => ChatFormat::with_tools(model.clone(), Tooling::by_name(name).ok().flatten()),
             None => ChatFormat::new(model.clone()),

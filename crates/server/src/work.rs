@@ -56,7 +56,7 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let texts = max.saturating_mul(THREADS);
     let work = work_bytes(max).saturating_add(RESERVE_BYTES);
     let ready = bodies_bytes(max).saturating_add(work).saturating_add(texts);
-    let tokens = u64::from(model_context.min(config.cache_tokens(model_context)));
+    let tokens = u64::from(config.text_tokens(model_context));
     let prompt = tokens.saturating_mul(size_of::<u32>() as u64);
     let queue = prompt.saturating_mul(config.queue_places() as u64);
     // The scheduler keeps a copy to which it appends the answer. The copy grows by an eighth.

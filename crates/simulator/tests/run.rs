@@ -96,6 +96,7 @@ fn settings() -> Vec<(Config, u32)> {
                     ageing_ns: 100_000,
                     max_failures: 1,
                     wait_for_prefix: false,
+                    thinned: None,
                     tiers: None,
                 };
                 all.push((config, capacity));

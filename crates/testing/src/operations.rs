@@ -94,7 +94,8 @@ fn run<D: Device + Backend>(
     let first = if wants { n as u32 / 2 } else { n as u32 };
     let rows: Vec<WantedRow> = (first..n as u32).map(WantedRow::logits).collect();
     let mut here = Step_ { device, stream, n };
-    let inputs = StepInputs { tokens: &tokens, rows: &rows, taps: &[LayerId(0)], given: Given::Nothing };
+    let inputs =
+        StepInputs { tokens: &tokens, rows: &rows, taps: &[LayerId(0)], given: Given::Nothing, mass: None };
     device.begin(&mut here.stream, &mut pools, step.with_reads(), &inputs).unwrap();
     operations(&mut here);
     device.answer_rows(&mut here.stream);

@@ -36,7 +36,7 @@ use std::collections::BTreeMap;
 ///
 /// The nodes of a draft tree take the cells that a chain of as many tokens would take. They do not outlive their step:
 /// the commit keeps one path, whose K and V move to the first of these cells ([`Step::kept_moves`](crate::Step::kept_moves)),
-/// and the other nodes leave nothing behind. Every removal except from the end is refused.
+/// and the other nodes leave nothing behind. A removal from the middle takes whole blocks.
 pub struct Paged {
     visibility: Visibility,
     block_tokens: u32,
@@ -65,6 +65,8 @@ struct Table {
     /// Changes whenever an entry of `blocks` is set. Two tables with the same version have the same entries, up to the
     /// end of the shorter one. 0 before the first entry.
     version: u64,
+    /// Whether blocks were removed from the middle. Their entries are [`NONE`], too.
+    has_holes: bool,
     /// Changes when the sequence is recreated or shortened.
     lineage: u64,
 }
@@ -221,6 +223,10 @@ impl Kind for Paged {
     /// Tokens whose blocks the sequence still uses.
     fn seq_len(&self, seq: SeqId) -> Option<u32> {
         let table = self.sequences.get(&seq)?;
+        if table.has_holes {
+            let gone = table.blocks.iter().filter(|block| **block == NONE).count() as u32;
+            return Some(table.next_position - gone * self.block_tokens);
+        }
         let gone = table.window_start.saturating_sub(self.sink_blocks()) * self.block_tokens;
         Some(table.next_position - gone)
     }
@@ -307,6 +313,9 @@ impl Kind for Paged {
     }
 
     fn fill_tables(&self, spans: &Spans, out: &mut GroupPlan) -> bool {
+        if spans.list.iter().any(|span| self.sequences[&span.seq].has_holes) {
+            return false; // a table cannot say that a position inside the window is not seen
+        }
         let GroupPlan { writes, tables, .. } = out;
         let (mut written, resident) = (Written::new(writes), &mut tables.resident);
         resident.begin(self.id, self.block_tokens, &spans.list);

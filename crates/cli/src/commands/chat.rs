@@ -27,6 +27,8 @@ pub struct Args {
     #[command(flatten)]
     pub cache: CacheArgs,
     #[command(flatten)]
+    keep: KeepArgs,
+    #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
     speculation: SpeculationArgs,
@@ -87,6 +89,9 @@ struct TurnReport<'a> {
     /// What `--speculate` achieved in this turn.
     #[serde(skip_serializing_if = "Option::is_none")]
     speculation: Option<Counts>,
+    /// With `--keep`: tokens removed from the cache so far.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    removed_tokens: Option<u64>,
     kv_bytes: u64,
 }
 
@@ -108,6 +113,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     args.cache.context = Some(context);
     let mut config = args.cache.config(opened.config(), u64::from(context))?;
     config.recent.sequences = RECENT_SEQUENCES;
+    args.keep.prepare(&mut config, asked.as_deref())?;
     args.speculation.prepare(&mut config, asked.as_deref(), args.cache.context)?;
     let fingerprint = args.saved.fingerprint(saved.as_ref(), &opened)?;
     let what = (opened.config(), args.model.weights);
@@ -261,6 +267,7 @@ fn report_turn(
             tokens: g.tokens.len(),
             decode_tokens_per_second: g.decode_rate(),
             speculation: counts,
+            removed_tokens: removed(chat),
             kv_bytes: chat.session().kv_bytes(),
         };
         return output::show_json_line(&report);
@@ -268,12 +275,13 @@ fn report_turn(
     output::show("\n")?;
     if !quiet {
         output::note(&format!(
-            "[{} reused, {} read, {} written at {:.1} tokens/s, KV {}]",
+            "[{} reused, {} read, {} written at {:.1} tokens/s, KV {}{}]",
             turn.reused_tokens,
             g.prompt_tokens,
             g.tokens.len(),
             g.decode_rate(),
-            Bytes(chat.session().kv_bytes())
+            Bytes(chat.session().kv_bytes()),
+            removed(chat).map_or(String::new(), |n| format!(", {n} tokens removed so far"))
         ));
         if let Some(counts) = &counts {
             output::note(&json::speculation_summary(counts));
@@ -287,6 +295,11 @@ fn report_turn(
         }
     }
     Ok(())
+}
+
+/// Tokens that `--keep` has removed from the cache.
+fn removed(chat: &Chat) -> Option<u64> {
+    chat.session().config().keep.map(|_| chat.session().removed_tokens())
 }
 
 /// The number of tokens in the cache, and its capacity.

@@ -25,6 +25,8 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
+    #[command(flatten)]
+    keep: KeepArgs,
     /// Storage of K and V in the reference cache [default: f32]
     #[arg(long, value_name = "DTYPE")]
     reference: Option<Storage>,
@@ -65,6 +67,9 @@ struct Report {
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if args.speculation.is_on() {
+        if let Some(keep) = args.keep.keep {
+            return Err(wrong_usage(format!("--speculate and --keep {keep}: leave one out")));
+        }
         return match args.reference {
             None => acceptance::run(&args, quiet),
             Some(_) => Err(wrong_usage("--speculate compares with no cache: leave --reference out")),
@@ -81,6 +86,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let mut cache = args.cache.clone();
     cache.context = Some(context);
     let mut config = cache.config(architecture, u64::from(context))?;
+    args.keep.prepare(&mut config, args.cache.kind.as_deref())?;
     config.max_rows = config.max_step_tokens;
     let reference = scoring::reference(&config, args.reference.unwrap_or(Storage::F32));
     if args.limit > 0 {
@@ -181,7 +187,7 @@ impl Report {
         let c = &self.cache;
         format!(
             "{} tokens in windows of {}{}\n\
-             cache            {}:{}, K {}, V {}, {} per token\n\
+             cache            {}:{}, K {}, V {}, {} per token{}\n\
              perplexity       {:.4} (reference K {} V {}: {:.4})\n\
              KL divergence    mean {:.3e}, p99 {:.3e}, max {:.3e} nats\n\
              top-1 agreement  {:.3} %\n",
@@ -193,6 +199,7 @@ impl Report {
             c.k,
             c.v,
             Bytes(self.kv_bytes_per_token),
+            c.keep.as_ref().map_or(String::new(), |keep| format!(", keeps {keep}")),
             self.perplexity,
             self.reference.k,
             self.reference.v,

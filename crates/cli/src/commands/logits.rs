@@ -18,6 +18,8 @@ pub struct Args {
     model: ModelArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
+    #[command(flatten)]
+    keep: KeepArgs,
     /// Token ids: 1,2,3
     #[arg(long, required_unless_present = "tokens_file", value_parser = parse_tokens)]
     tokens: Option<std::vec::Vec<u32>>,
@@ -33,7 +35,7 @@ pub struct Args {
     #[command(flatten)]
     speculation: SpeculationArgs,
     /// Recompute the whole text for every token instead of reading the cache
-    #[arg(long)]
+    #[arg(long, conflicts_with = "keep")]
     no_cache: bool,
     /// Print one JSON document on stdout
     #[arg(long)]
@@ -69,6 +71,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
     let needed = tokens.len() as u64 + u64::from(args.generate.unwrap_or(0)) + args.speculation.room();
     let mut config = args.cache.config(opened.config(), needed)?;
+    args.keep.prepare(&mut config, args.cache.kind.as_deref())?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     config.max_rows = config.max_step_tokens;
     kvist_engine::check_prompt(&config, tokens.len())?;

@@ -27,6 +27,8 @@ pub struct Args {
     #[command(flatten)]
     pub cache: CacheArgs,
     #[command(flatten)]
+    keep: KeepArgs,
+    #[command(flatten)]
     sampling: SamplingArgs,
     #[command(flatten)]
     speculation: SpeculationArgs,
@@ -51,7 +53,7 @@ pub struct Args {
     #[arg(long)]
     no_echo: bool,
     /// Recompute the whole text for every token instead of reading the cache
-    #[arg(long, conflicts_with_all = ["save_session", "resume"])]
+    #[arg(long, conflicts_with_all = ["save_session", "resume", "keep"])]
     no_cache: bool,
     /// Print one JSON document instead of text
     #[arg(long)]
@@ -80,6 +82,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let saves = u64::from(args.saved.save_session.is_some());
     let needed = tokens.len() as u64 + u64::from(args.max_tokens) + args.speculation.room() + saves;
     let mut config = args.cache.config(opened.config(), needed)?;
+    args.keep.prepare(&mut config, args.cache.kind.as_deref())?;
     args.speculation.prepare(&mut config, args.cache.kind.as_deref(), args.cache.context)?;
     kvist_engine::check_prompt(&config, tokens.len())?;
     let what = (opened.config(), args.model.weights);

@@ -41,6 +41,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let registry = registry(&args.model.compute.get()?);
     let mut engine = config.engine(opened.config());
     engine.paged.cache.backend = backend_id(&args.backend).into();
+    engine.check_keep(registry.device())?;
     let speculation = speculation::of_section(&config.speculation)?;
     speculation.check_cache(engine.paged.cache.context_tokens)?;
     let draft = speculation.open_draft(&opened, &args.model, quiet)?;
@@ -92,7 +93,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let tiers = tiers::open(&config, &engine, &opened, args.model.weights, &registry)?;
     engine.tiers = tiers.as_ref().map(OpenTiers::config);
-    let cache_tokens = engine.paged.cache.context_tokens;
+    let text_tokens = match config.cache.keep {
+        None => engine.paged.cache.context_tokens,
+        Some(_) => config.text_tokens(opened.config().context),
+    };
     if config.model.ships_sampling()
         && let Some(line) = opened.sampling().ok().and_then(shipped_defaults)
     {
@@ -106,12 +110,12 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         None => None,
     };
     let paged = engine.paged.clone();
-    let model = args.model.load(opened, Some(cache_tokens), &budget, quiet)?;
+    let model = args.model.load(opened, Some(text_tokens), &budget, quiet)?;
     let cache = &engine.paged.cache;
     let draft = draft.map(|draft| draft.load(&model, cache, quiet)).transpose()?;
     engine.speculator = speculation.speculator(draft.as_ref(), &model, cache, texts)?;
     let engine = Engine::start(model, &registry, engine)?;
-    let state = ServerState::new(engine.clone(), &config, cache_tokens)?;
+    let state = ServerState::new(engine.clone(), &config, text_tokens)?;
     if let Some((dir, origin)) = config.sessions.dir.as_deref().zip(origin) {
         state.keep_sessions(dir, &origin, &paged).context("--sessions-dir")?;
     }

@@ -13,13 +13,13 @@ use std::path::{Path, PathBuf};
 #[derive(clap::Args)]
 pub struct SavedArgs {
     /// At the end, save the text with its K and V to a file, for --resume
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(long, conflicts_with = "keep", value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub save_session: Option<PathBuf>,
     /// Go on where a saved session ended, without computing it again
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    #[arg(long, conflicts_with = "keep", value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub resume: Option<PathBuf>,
     /// Begin with a prefix of `kvist prefix freeze`, without computing it; all programs that use it share its memory
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "resume")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["resume", "keep"])]
     pub prefix: Option<PathBuf>,
 }
 

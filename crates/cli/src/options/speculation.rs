@@ -76,6 +76,11 @@ impl SpeculationArgs {
         if !self.is_on() {
             return Ok(());
         }
+        if let Some(keep) = config.keep {
+            return Err(wrong_usage(format!(
+                "--speculate and --keep {keep}: drafts that are rejected would count in what is kept; leave one out"
+            )));
+        }
         if let Some(context) = context {
             self.check_cache(context)?;
         }

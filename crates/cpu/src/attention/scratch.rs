@@ -37,6 +37,9 @@ pub struct ThreadScratch {
 pub struct Scratch {
     pub states: Vec<f32>, // [units][rows of a unit][head_dim + EXTRA]
     pub threads: Vec<ThreadScratch>,
+    /// Of [`Layer::mass`](super::Layer::mass): empty until it is asked for, and outside the budget. 4 bytes per KV head and
+    /// visible cell of a sequence, eight times that for prompts.
+    pub mass: Vec<f32>,
     _reservation: Reservation,
 }
 
@@ -163,6 +166,6 @@ impl Scratch {
             })
         };
         let threads = (0..sizes.threads).map(thread).collect::<Result<Vec<_>, DeviceError>>()?;
-        Ok(Scratch { states: floats(sizes.states)?, threads, _reservation: reservation })
+        Ok(Scratch { states: floats(sizes.states)?, threads, mass: Vec::new(), _reservation: reservation })
     }
 }

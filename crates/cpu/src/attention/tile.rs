@@ -32,41 +32,12 @@ impl<'l> Layer<'l> {
         let first_row = (slots.start as usize - rows.first_slot) * per_kv;
         let n_rows = slots.len() * per_kv;
         let part = TileRows { rows, slots: &slots, tile, stride, first_row };
+        let states = &mut states[first_row * state..(first_row + n_rows) * state];
+        let weights = self.weights(compute, rows, &slots, tile, (&mut *states, self.head_dim), scratch);
+        let Some(vectors) = weights else { return };
 
-        // The range of places that any slot sees.
-        let pieces = scratch.tile_items.chains().flatten();
-        let pieces = pieces.filter_map(|i| self.piece(&self.reads.items[i], &slots, tile));
-        let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
-        let Some(cells) = cells else { return };
-        let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
-        for line in scratch.lines[..n_rows * stride].chunks_exact_mut(stride) {
-            line[vectors.start * LANES..vectors.end * LANES].fill(f32::NEG_INFINITY);
-        }
-
-        let mut gather = Gather::new();
-        self.scores(compute, part, &mut gather, scratch);
         let lines = &mut scratch.lines[..n_rows * stride];
         let recent_reads = self.recent_reads(rows, &slots, tile);
-        if self.recent.is_some_and(|recent| recent.has_keys()) {
-            let width = self.head_dim.next_multiple_of(LANES);
-            for (i, reads) in recent_reads.clone() {
-                let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
-                let row = first_row + i * per_kv;
-                let queries = &scratch.plain[row * width..(row + per_kv) * width];
-                isa.run(RecentScores { reads, queries, lines, stride });
-            }
-        }
-
-        let states = &mut states[first_row * state..(first_row + n_rows) * state];
-        isa.run(Softmax {
-            lines: &mut *lines,
-            stride,
-            vectors: vectors.clone(),
-            softcap: self.softcap,
-            states: &mut *states,
-            head_dim: self.head_dim,
-        });
-
         scratch.weights.clear();
         if self.recent.is_some_and(|recent| recent.has_values()) {
             for (i, reads) in recent_reads.clone() {
@@ -76,7 +47,7 @@ impl<'l> Layer<'l> {
         }
         match self.tiles(compute, self.values) {
             Some(tiles) => self.sums_by_tiles(tiles, part, vectors, scratch, states),
-            None => self.sums(isa, part, &mut gather, scratch, states),
+            None => self.sums(isa, part, &mut Gather::new(), scratch, states),
         }
         let mut weights = &scratch.weights[..];
         for (i, reads) in recent_reads.filter(|_| !weights.is_empty()) {
@@ -85,6 +56,50 @@ impl<'l> Layer<'l> {
             weights = rest;
             isa.run(RecentSums { reads, weights: row_weights, states, state, head_dim: self.head_dim });
         }
+    }
+
+    /// Turns one tile of some slots into weights, in the lines of `scratch`: scores of all cells they see, 0 for other
+    /// cells, relative to the maxima in `states`, which have that many sums. Returns which vectors of a line have
+    /// weights; `None` if no slot sees anything.
+    pub(super) fn weights(
+        &self,
+        compute: &Compute,
+        rows: Rows,
+        slots: &Range<u32>,
+        tile: &Tile,
+        (states, head_dim): (&mut [f32], usize),
+        scratch: &mut ThreadScratch,
+    ) -> Option<Range<usize>> {
+        let (isa, per_kv, stride) = (compute.isa, self.per_kv(), tile.stride());
+        let first_row = (slots.start as usize - rows.first_slot) * per_kv;
+        let n_rows = slots.len() * per_kv;
+        let part = TileRows { rows, slots, tile, stride, first_row };
+
+        // The range of places that any slot sees.
+        let pieces = scratch.tile_items.chains().flatten();
+        let pieces = pieces.filter_map(|i| self.piece(&self.reads.items[i], slots, tile));
+        let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
+        let cells = cells?;
+        let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
+        for line in scratch.lines[..n_rows * stride].chunks_exact_mut(stride) {
+            line[vectors.start * LANES..vectors.end * LANES].fill(f32::NEG_INFINITY);
+        }
+
+        self.scores(compute, part, &mut Gather::new(), scratch);
+        let lines = &mut scratch.lines[..n_rows * stride];
+        if self.recent.is_some_and(|recent| recent.has_keys()) {
+            let width = self.head_dim.next_multiple_of(LANES);
+            for (i, reads) in self.recent_reads(rows, slots, tile) {
+                let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
+                let row = first_row + i * per_kv;
+                let queries = &scratch.plain[row * width..(row + per_kv) * width];
+                isa.run(RecentScores { reads, queries, lines, stride });
+            }
+        }
+
+        let softcap = self.softcap;
+        isa.run(Softmax { lines, stride, vectors: vectors.clone(), softcap, states, head_dim });
+        Some(vectors)
     }
 
     /// Writes the scores of all cells that the rows see to the lines of `scratch`, −∞ for cells that a row does not see.
@@ -349,7 +364,7 @@ struct Read<'r, C> {
 
 /// The part of an item in a tile that some slots see.
 pub(super) struct Piece {
-    slots: Range<u32>,
+    pub slots: Range<u32>,
     /// Offsets into the item.
     pub seen: Range<u32>,
     /// Place of the first of them in a line.
@@ -358,7 +373,7 @@ pub(super) struct Piece {
 
 impl Piece {
     /// Their places in a line.
-    fn cells(&self) -> Range<usize> {
+    pub fn cells(&self) -> Range<usize> {
         self.at..self.at + self.seen.len()
     }
     pub fn run(&self, item: &ReadItem) -> CellRun {
@@ -374,7 +389,7 @@ pub(super) struct Tile {
 }
 
 impl Tile {
-    fn stride(&self) -> usize {
+    pub fn stride(&self) -> usize {
         self.len + 2 * PAD + SPARE
     }
     pub fn place(&self, index: u32) -> usize {

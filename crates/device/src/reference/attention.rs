@@ -265,6 +265,48 @@ impl Pools for ReferencePools {
         Ok(())
     }
 
+    fn attention_mass(
+        &mut self,
+        plan: &StepPlan,
+        call: MassOf<'_>,
+        mass: &mut AttentionMass,
+    ) -> Result<(), DeviceError> {
+        let layer = self.spec.check_mass(self.begun, plan, &call)?;
+        let heads = self.spec.layout.n_heads as usize;
+        let keys =
+            &self.layers[layer.owner.0 as usize].as_ref().expect("the layout was checked: owners own").k;
+        let reads = &plan.group(layer.group).reads;
+        let mass = mass.group_mut(layer.group).ok_or(DeviceError::StalePlan)?;
+        for slot in mass.counted().to_vec().into_iter().flatten() {
+            let token = reads.order[slot as usize] as usize;
+            // The cells that the query sees, with the place of each cell's value.
+            let mut seen: Vec<(u32, usize)> = Vec::new();
+            for (i, item) in reads.items.iter().enumerate() {
+                if let Some(query) = slot.checked_sub(item.first_query).filter(|q| *q < item.n_queries) {
+                    let cells = (0..item.run.len).filter(|cell| reads.sees(item, query, *cell));
+                    let first = mass.at(i, item, slot);
+                    seen.extend(cells.map(|cell| (item.run.start + cell, first + cell as usize)));
+                }
+            }
+            for head in 0..heads {
+                let q = call.q.row(token, head, layer.k_dim as usize);
+                let score = |&(cell, _): &(u32, usize)| {
+                    let scaled = super::dot(q, keys.get(cell, head / (heads / layer.n_kv_heads as usize)))
+                        * f64::from(call.scale);
+                    call.softcap.map_or(scaled, |cap| f64::from(cap) * (scaled / f64::from(cap)).tanh())
+                };
+                let scores: Vec<f64> = seen.iter().map(score).collect();
+                let sink = call.sinks.map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
+                let max = scores.iter().copied().fold(sink, f64::max);
+                let sum = scores.iter().map(|s| (s - max).exp()).sum::<f64>() + (sink - max).exp();
+                for ((_, at), score) in seen.iter().zip(scores) {
+                    mass.values_mut()[*at] += ((score - max).exp() / sum) as f32;
+                }
+            }
+        }
+        Ok(())
+    }
+
     fn relocate(&mut self, moves: &MovePlan) -> Result<(), DeviceError> {
         self.grow(|group| moves.cells_end(group))?;
         for (group, copies) in moves.groups() {

@@ -52,6 +52,8 @@ pub(super) struct Thread {
     pub step_started: Instant,
     /// The most tokens that the last step emitted for a job with a pace, at least 1.
     pub paced_tokens: u32,
+    /// Requests that store more tokens are thinned after a step.
+    pub thinned_above: Option<u32>,
     pub shared: std::sync::Weak<Shared>,
     /// Keeps the blocks of a frozen prefix from being evicted.
     pub _prefix: Option<Pin>,
@@ -111,6 +113,7 @@ impl Thread {
                 Iteration::NothingToDo => 0,
             };
             self.busy_ns += elapsed_ns;
+            self.thin();
             self.count_paced();
             self.send_results();
             for watcher in &mut self.watchers {
@@ -118,6 +121,16 @@ impl Thread {
             }
             self.publish_stats();
             idle = iteration == Iteration::NothingToDo;
+        }
+    }
+
+    /// Removes tokens of requests that have grown beyond their budget.
+    fn thin(&mut self) {
+        let Some(most) = self.thinned_above else { return };
+        let EngineState { scheduler, executor, .. } = &mut self.state;
+        if let Err(error) = executor.thin(scheduler, most) {
+            // The requests go on with what they have, until the cache is full.
+            tracing::error!(target: "kvist::engine", "tokens could not be removed: {error}");
         }
     }
 
@@ -350,6 +363,7 @@ impl Thread {
             speculation: self.state.executor.speculation(),
             retained_tokens: self.state.scheduler.retained_tokens(),
             tiers: self.state.executor.tier_stats(&self.state.scheduler),
+            removed_tokens: self.state.executor.removed_tokens(),
         };
         *shared.stats.lock().unwrap_or_else(|broken| broken.into_inner()) = stats;
     }

@@ -54,6 +54,7 @@ pub fn config(context_tokens: u32) -> EngineConfig {
         speculator: None,
         tiers: None,
         prefix: None,
+        keep: None,
     };
     config.fit();
     config

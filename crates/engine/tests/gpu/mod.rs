@@ -164,7 +164,7 @@ fn rows_give_what_they_ask_for() {
     let mut plan = StepPlan::default();
     let spans = [Span::chain(SeqId::ONLY, 0, 6)];
     let step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
-    let inputs = StepInputs { tokens: &tokens, rows: &all, taps: &[], given: Given::Nothing };
+    let inputs = StepInputs { tokens: &tokens, rows: &all, taps: &[], given: Given::Nothing, mass: None };
     InFlight::submit(step, &mut *network, &inputs).unwrap().finish().unwrap().commit();
     let logits = network.output().logits().to_vec();
     let mut host = StepOutput::default();

@@ -194,7 +194,7 @@ impl<D: Device> Running<D> {
                 None => self.project(&decoder, layer),
                 Some(draft) => self.project_draft(&decoder, draft, layer, inputs.given),
             }
-            self.run_attention(&decoder, plan, id, layer)?;
+            self.run_attention(&decoder, plan, id, layer, inputs.mass.is_some())?;
             self.run_mlp(&decoder, layer);
             self.keep_taps(inputs.taps, id);
         }
@@ -228,6 +228,7 @@ impl<D: Device> Running<D> {
         plan: &StepPlan,
         id: LayerId,
         layer: &Layer<D>,
+        mass: bool,
     ) -> Result<(), DeviceError> {
         let Running { device, stream, pools, activations: a, .. } = self;
         let config = &decoder.config;
@@ -256,6 +257,17 @@ impl<D: Device> Running<D> {
                 sinks: layer.sinks.as_ref(),
             },
         )?;
+        if mass {
+            let queries = LayerQueries {
+                layer: id,
+                q: &a.q,
+                head_dim: config.head_dim,
+                scale: config.attention_scale,
+                softcap: config.attention_softcap,
+                sinks: layer.sinks.as_ref(),
+            };
+            device.attention_mass(stream, pools, plan, queries)?;
+        }
         let post_norm = layer.attention_post_norm.as_ref().map(|norm| decoder.norm(norm));
         device.matmul_add(stream, &a.attended, &layer.o, post_norm, &mut a.projected, &mut a.x);
         Ok(())

@@ -57,6 +57,23 @@ pub(super) fn cache_and_scheduler(config: &ServerConfig) -> Result<(), ConfigErr
     if config.scheduler.tiers.is_some() {
         return Err(bad("scheduler.tiers", "set", "the section [tiers]: the server sets this field itself"));
     }
+    if config.scheduler.thinned.is_some() {
+        return Err(bad("scheduler.thinned", "set", "cache.keep: the server sets this field itself"));
+    }
+    if let Some(keep) = c.keep {
+        let with = [
+            (config.tiers.is_on(), "[tiers]"),
+            (config.speculation.is_on(), "speculation.speculate"),
+            (config.sessions.dir.is_some(), "sessions.dir"),
+        ];
+        if let Some((_, what)) = with.into_iter().find(|(is_on, _)| *is_on) {
+            return Err(bad(
+                "cache.keep",
+                format!("\"{keep}\""),
+                format!("no {what}: a thinned text is not the whole text"),
+            ));
+        }
+    }
     config.scheduler.check().map_err(|e| bad("scheduler", format!("wrong: {e}"), "see docs/scheduler.md"))?;
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! The sections of the configuration, with their defaults.
 use kvist_device::{Recent, Storage};
+use kvist_engine::keep::KeepConfig;
 use kvist_engine::memory::RECENT_TOKENS;
 use kvist_engine::sessions::SessionLimits;
 use kvist_engine::speculate::Bounds;
@@ -50,6 +51,9 @@ pub struct CacheSection {
     pub block_tokens: u32,
     /// Name of an eviction policy.
     pub eviction: String,
+    /// Keep only some tokens of every request that grows beyond this budget. Requests then share no blocks.
+    #[serde(deserialize_with = "some_keep")]
+    pub keep: Option<KeepConfig>,
 }
 
 impl CacheSection {
@@ -73,12 +77,17 @@ impl Default for CacheSection {
             kv_recent: RECENT_TOKENS,
             block_tokens: 16,
             eviction: "lru".into(),
+            keep: None,
         }
     }
 }
 
 fn storage<'de, D: Deserializer<'de>>(from: D) -> Result<Storage, D::Error> {
     String::deserialize(from)?.parse().map_err(serde::de::Error::custom)
+}
+
+fn some_keep<'de, D: Deserializer<'de>>(from: D) -> Result<Option<KeepConfig>, D::Error> {
+    String::deserialize(from)?.parse().map(Some).map_err(serde::de::Error::custom)
 }
 
 fn some_storage<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Storage>, D::Error> {

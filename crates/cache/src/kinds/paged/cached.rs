@@ -62,7 +62,14 @@ impl CachedBlocks for Paged {
         let version = self.new_version();
         self.sequences.insert(
             seq,
-            Table { blocks, next_position, window_start: first_seen, version, lineage: version },
+            Table {
+                blocks,
+                next_position,
+                window_start: first_seen,
+                has_holes: false,
+                version,
+                lineage: version,
+            },
         );
         n_evictable
     }

@@ -350,6 +350,7 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
         speculator: None,
         tiers: None,
         prefix: None,
+        keep: None,
     };
     config.fit();
     Ok(config)

@@ -4,6 +4,7 @@ use super::tiers::TierFlags;
 use crate::options::*;
 use clap::ValueHint;
 use kvist_device::Storage;
+use kvist_engine::keep::KeepConfig;
 use kvist_server::ServerConfig;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -53,6 +54,10 @@ pub struct Args {
     /// Eviction policy of cached blocks: lru, fifo, lfu, ...
     #[arg(long, value_name = "POLICY")]
     pub eviction: Option<String>,
+    /// Keep only these tokens of every request, as kvist run --keep does: sinks=4,recent=1024,top=2048; prompts may then be
+    /// longer than the cache, up to the model's context, and requests share no blocks
+    #[arg(long, value_name = "BUDGET", conflicts_with_all = ["prefix", "record", "sessions_dir"])]
+    pub keep: Option<KeepConfig>,
     /// Order of requests: fcfs, sjf, srpt, edf, laxity, priority
     #[arg(long, value_name = "POLICY")]
     pub policy: Option<String>,
@@ -134,6 +139,7 @@ impl Args {
         set(&mut c.cache.kv_recent, &self.kv_recent);
         set(&mut c.cache.block_tokens, &self.block_tokens);
         set(&mut c.cache.eviction, &self.eviction);
+        c.cache.keep = self.keep.or(c.cache.keep);
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
@@ -143,6 +149,14 @@ impl Args {
         set(&mut c.limits.request_timeout_s, &self.request_timeout);
         set(&mut c.limits.grace_s, &self.grace);
         set(&mut c.limits.max_body_bytes, &self.max_body.map(|size| size.0 as usize));
+        if let Some(keep) = c.cache.keep
+            && (self.record.is_some() || self.prefix.is_some())
+        {
+            return Err(wrong_usage(format!(
+                "--record and --prefix do not go with keep = \"{keep}\": what is removed is not recorded, and a thinned text \
+                 has no prefix to share"
+            )));
+        }
         if c.sessions.dir.is_some() && self.record.is_some() {
             let what = "--record and --sessions-dir exclude each other: what sessions bring back from files is not \
                         recorded, so the recording could not be replayed";
