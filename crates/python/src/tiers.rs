@@ -182,6 +182,7 @@ pub fn stats<'py>(py: Python<'py>, tiers: &TierStats) -> PyResult<Bound<'py, PyD
     dict.set_item("late_loads", c.late_loads)?;
     dict.set_item("wasted_tokens", c.wasted_tokens)?;
     dict.set_item("declined_tokens", c.declined_tokens)?;
+    dict.set_item("regained_tokens", c.regained_tokens)?;
     dict.set_item("load_s", c.load_ns as f64 / 1e9)?;
     dict.set_item("stored_blocks", c.stored_blocks)?;
     dict.set_item("failed_blocks", c.failed_blocks)?;

@@ -148,7 +148,7 @@ impl Scheduler {
 
     fn is_ready(&self, index: u32) -> bool {
         let waits_for_tier = match &self.entries[index as usize].lower {
-            Lower::Done => false,
+            Lower::Done | Lower::Lost => false,
             Lower::Asked { .. } => true,
             Lower::Found { may_run, .. } => !may_run,
         };

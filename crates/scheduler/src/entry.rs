@@ -32,6 +32,8 @@ pub(crate) enum Lower {
     /// Nothing, and nothing will be: there are no tiers, or the request is loaded or computed.
     #[default]
     Done,
+    /// It has lost its cells. When there is memory for it again, the tiers are asked for what the KV cache has not kept.
+    Lost,
     /// The driver looks its prompt up. The request waits until then.
     Asked { until_ns: u64 },
     /// The tiers have this of its prompt, and whether to load it is not decided. It is admitted without a load only if
@@ -93,7 +95,7 @@ pub(crate) struct Entry {
     /// True once it has had a sequence.
     pub was_opened: bool,
     pub lower: Lower,
-    /// Tokens loaded from tiers, by tier.
+    /// Tokens loaded from tiers before it first lost its cells, by tier. Later ones are regained.
     pub loaded: [u32; MAX_TIERS],
 }
 

@@ -1,6 +1,6 @@
 //! What to evict, shorten, drop or preempt when memory or the batch are full.
 use crate::config::Preempted;
-use crate::entry::Key;
+use crate::entry::{Key, Lower};
 use crate::executor::Work;
 use crate::log::Decision;
 use crate::memory::StepTime;
@@ -176,6 +176,9 @@ impl Scheduler {
         let entry = &mut self.entries[index as usize];
         entry.lost_tokens += u64::from(entry.cached);
         self.counters.lost_tokens += u64::from(entry.cached);
+        if entry.lower == Lower::Done && self.tiers.is_some() {
+            entry.lower = Lower::Lost;
+        }
         self.release(index);
     }
 }

@@ -10,7 +10,8 @@
 //! Then, when it would fit into memory, the blocks after its prefix hit are loaded, if that is faster than to compute them
 //! (`cost.rs`), in parts of at most [`Tiers::max_load_bytes`]. While they are loaded it is neither waiting nor running.
 //! Afterwards it waits with its cells, like a paused request, for the next part or for the batch. If a load fails or is late,
-//! the tokens are computed.
+//! the tokens are computed. A preempted request is looked up again in the same way, so what it had computed is loaded if
+//! the KV cache has dropped it and a tier has it.
 //!
 //! Copies to the tiers either begin as soon as blocks are in the prefix index ([`Write::Through`]), or when free memory
 //! runs low, with the next victims of eviction ([`Write::Back`]). Both pin the blocks. What exceeds
@@ -44,6 +45,8 @@ const LEARNED_TOKENS: u32 = 32;
 pub struct TierCounters {
     /// Tokens loaded, by tier.
     pub loaded_tokens: [u64; MAX_TIERS],
+    /// Of them, those of preempted requests, which had lost them.
+    pub regained_tokens: u64,
     /// Loads that were started.
     pub loads: u64,
     /// Loads whose bytes did not arrive, or were wrong.
@@ -218,7 +221,7 @@ impl Scheduler {
         self.tiers.as_ref().map_or(0, |tiers| tiers.loading.len())
     }
 
-    /// Asks for what the tiers have of a prompt, when its request arrives.
+    /// Asks for what the tiers have of a prompt, when its request arrives, and before it is computed again.
     pub(crate) fn ask_tiers(&mut self, now_ns: u64, index: u32) {
         if self.tiers.is_none() {
             return;
@@ -305,7 +308,14 @@ impl Scheduler {
         if ok && arrived.is_ok() {
             let entry = &mut self.entries[index as usize];
             entry.cached += n_tokens;
-            entry.loaded.iter_mut().zip(load.tokens).for_each(|(sum, tokens)| *sum += tokens);
+            match entry.lost_tokens {
+                0 => entry.loaded.iter_mut().zip(load.tokens).for_each(|(sum, tokens)| *sum += tokens),
+                _ => {
+                    entry.regained_tokens += n_tokens;
+                    let counters = self.tiers.as_mut().map(|tiers| &mut tiers.counters);
+                    counters.into_iter().for_each(|counters| counters.regained_tokens += u64::from(n_tokens));
+                }
+            }
             entry.stored = entry.cached;
             let (from, until) = (entry.cached - n_tokens, entry.cached);
             self.memory.store(seq, &entry.prompt, from, until, now);

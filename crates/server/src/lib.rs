@@ -38,7 +38,7 @@ mod state;
 mod work;
 
 pub use app::router;
-pub use config::{ConfigError, ServerConfig};
+pub use config::{ConfigError, LongAnswers, ServerConfig};
 pub use error::ApiError;
 pub use live::LiveView;
 pub use serve::{runtime, serve};

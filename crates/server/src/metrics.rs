@@ -142,6 +142,11 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
             "Tokens that a tier had and that were computed because that was expected to be faster.",
             c.declined_tokens,
         ),
+        count(
+            "kvist_tier_regained_tokens_total",
+            "Loaded tokens of preempted requests, which had computed them before.",
+            c.regained_tokens,
+        ),
         Reading(
             "kvist_tier_load_seconds_total",
             "counter",

@@ -34,6 +34,8 @@ pub struct ServerState {
     pub(crate) engine: Engine,
     pub(crate) http: HttpSection,
     pub(crate) limits: LimitsSection,
+    /// The cache keeps some tokens of a text (`cache.keep`), so texts may be longer than it is.
+    keeps_some: bool,
     pub(crate) keys: Keys,
     pub(crate) bodies: Bodies,
     pub(crate) work: WorkMemory,
@@ -89,6 +91,7 @@ impl ServerState {
         Ok(Arc::new(ServerState {
             http: config.http.clone(),
             limits: config.limits.clone(),
+            keeps_some: config.cache.keep.is_some(),
             scores: ScoreMemory::new(bounds.max_tokens, &keys.names()),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             work: WorkMemory::new(config.limits.max_body_bytes, &keys.names()),
@@ -153,8 +156,11 @@ impl ServerState {
         &self.bounds.model
     }
 
-    /// The longest prompt and answer together, with the cache's present capacity.
+    /// The longest prompt and answer together. If the cache keeps all tokens of a text, its present capacity is a limit.
     pub(crate) fn max_model_len(&self) -> u32 {
+        if self.keeps_some {
+            return self.bounds.max_tokens;
+        }
         let capacity = u32::try_from(self.engine.capacity_tokens()).unwrap_or(u32::MAX);
         self.bounds.max_tokens.min(capacity)
     }

@@ -133,11 +133,17 @@ enum Begun {
 impl Scheduler {
     /// Begins the loads of the first waiting requests.
     pub(super) fn begin_loads(&mut self, now: StepTime) {
-        let found = |index: u32| matches!(self.entries[index as usize].lower, Lower::Found { .. });
+        let concerned = |index: u32| match self.entries[index as usize].lower {
+            Lower::Found { .. } | Lower::Lost => true,
+            Lower::Asked { .. } | Lower::Done => false,
+        };
         let first = self.waiting.iter().take(CONSIDERED).map(|key| key.index);
-        let found: Vec<u32> = first.filter(|&index| found(index)).collect();
-        for index in found {
-            let begun = self.begin_load(now, index);
+        let concerned: Vec<u32> = first.filter(|&index| concerned(index)).collect();
+        for index in concerned {
+            let begun = match self.entries[index as usize].lower {
+                Lower::Lost => self.ask_again(now, index),
+                _ => self.begin_load(now, index),
+            };
             if let Lower::Found { may_run, .. } = &mut self.entries[index as usize].lower {
                 *may_run = begun == Begun::NoMemory;
             }
@@ -147,6 +153,22 @@ impl Scheduler {
                 Begun::Held | Begun::NoMemory => return,
             }
         }
+    }
+
+    /// Asks the tiers for what a preempted request had computed, as soon as there is memory for it.
+    fn ask_again(&mut self, now: StepTime, index: u32) -> Begun {
+        if self.waits_for_prefix(index) {
+            return Begun::Decided;
+        }
+        while !self.has_memory(index) {
+            if !self.unretain(now, false) {
+                return Begun::NoMemory;
+            }
+        }
+        self.set_lower(index, Lower::Done);
+        self.ask_tiers(now.now_ns, index);
+        self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = true);
+        Begun::Decided
     }
 
     fn begin_load(&mut self, now: StepTime, index: u32) -> Begun {

@@ -172,6 +172,16 @@ impl Default for HttpSection {
     }
 }
 
+/// What happens to a request that asks for more tokens than fit after its prompt.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub enum LongAnswers {
+    /// Its answer ends where the room ends, with the finish reason `length`, as in llama.cpp.
+    Shorten,
+    /// It is refused, as in vLLM.
+    Reject,
+}
+
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsSection {
@@ -189,6 +199,8 @@ pub struct LimitsSection {
     pub max_choices: u32,
     /// Largest number of stop strings per request.
     pub max_stop: u32,
+    /// What happens to a request whose prompt and `max_tokens` together exceed the longest text.
+    pub long_answers: LongAnswers,
     /// A request ends this many seconds after it arrived.
     pub request_timeout_s: f64,
     /// Seconds from the first to the last byte of a request's head.
@@ -209,6 +221,7 @@ impl Default for LimitsSection {
             max_header_bytes: 32 << 10,
             max_choices: 128,
             max_stop: 16,
+            long_answers: LongAnswers::Shorten,
             request_timeout_s: 600.0,
             header_timeout_s: 10.0,
             read_timeout_s: 30.0,

@@ -2,6 +2,7 @@
 use super::fields::{CacheFields, Common, OneOrMore};
 use super::sampling::sampling;
 use crate::auth::Caller;
+use crate::config::LongAnswers;
 use crate::error::ApiError;
 use crate::memory::Permit;
 use crate::state::ServerState;
@@ -101,7 +102,7 @@ impl GenerationRequest {
             prompts: Vec::new(),
             n: common.n.unwrap_or(1),
             max_new: 0,
-            max_total: state.bounds.max_tokens,
+            max_total: state.max_model_len(),
             sampling: sampling(common, &state.bounds.sampling),
             logit_bias: logit_bias.into(),
             stop: match common.stop.clone() {
@@ -134,7 +135,7 @@ impl GenerationRequest {
     /// Check that the request can be served. `asked` is the client's limit of new tokens, if any; `param` is the name
     /// of the prompt's field for errors.
     pub fn admit(&mut self, state: &ServerState, asked: Option<u32>, param: &str) -> Result<(), ApiError> {
-        let max = state.bounds.max_tokens;
+        let max = self.max_total;
         let choices = self.prompts.len() as u64 * u64::from(self.n);
         if choices > u64::from(state.bounds.max_choices) {
             return Err(too_many(self.prompts.len(), self.n, state.bounds.max_choices));
@@ -148,6 +149,15 @@ impl GenerationRequest {
             if tokens + u64::from(asked != Some(0)) > u64::from(max) {
                 let message = format!(
                     "the prompt has {tokens} tokens, but prompt and answer together can have at most {max}"
+                );
+                return Err(ApiError::too_long(param, message));
+            }
+            let asked = asked.filter(|_| state.limits.long_answers == LongAnswers::Reject);
+            if let Some(asked) = asked.filter(|&asked| tokens + u64::from(asked) > u64::from(max)) {
+                let message = format!(
+                    "the prompt has {tokens} tokens and {asked} new ones were asked for, but together they can be at most {max}: \
+                     ask for up to {}",
+                    u64::from(max) - tokens
                 );
                 return Err(ApiError::too_long(param, message));
             }

@@ -387,3 +387,29 @@ fn a_request_that_was_taken_gets_all_its_answers() {
     assert_eq!(document["usage"]["completion_tokens"], 9);
     server.join();
 }
+
+/// By default an answer ends where the room ends; with `long_answers = "reject"` a request that asks for more is refused.
+#[test]
+fn a_long_answer_is_shortened_or_refused() {
+    let mut config = config();
+    config.cache.tokens = Some(64);
+    let body = |max_tokens: u32| json!({"prompt": vec![300; 40], "max_tokens": max_tokens, "temperature": 0, "ignore_eos": true});
+    let ended = |answer: Answer| {
+        let answer = answer.good();
+        let tokens = answer["usage"]["completion_tokens"].as_u64().unwrap();
+        (tokens, answer["choices"][0]["finish_reason"].as_str().unwrap().to_owned())
+    };
+    let server = Server::start(config.clone());
+    assert_eq!(ended(server.post("/v1/completions", &body(1000))), (24, "length".into()));
+
+    config.limits.long_answers = kvist_server::LongAnswers::Reject;
+    let server = Server::start(config);
+    let refused = server.post("/v1/completions", &body(25));
+    let (status, _, code, message) = refused.error();
+    assert_eq!((status, code.as_str()), (400, "context_length_exceeded"));
+    assert!(message.contains("40 tokens and 25 new ones") && message.contains("up to 24"), "{message}");
+    assert_eq!(ended(server.post("/v1/completions", &body(24))), (24, "length".into()));
+    // Without a limit the answer may take all the room.
+    let chat = json!({"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "ignore_eos": true});
+    assert_eq!(ended(server.post("/v1/chat/completions", &chat)).1, "length");
+}

@@ -27,6 +27,8 @@ pub struct TiersRecord {
     pub tiers: Vec<TierRecord>,
     pub loaded_tokens: u64,
     pub loads: u64,
+    /// Loaded tokens of preempted requests, which had computed them before.
+    pub regained_tokens: u64,
     /// Loads of blocks that were dropped after they had been found.
     pub failed_loads: u64,
     /// Loads that took so long that their tokens were computed.
@@ -48,6 +50,7 @@ impl TiersRecord {
         TiersRecord {
             loaded_tokens: counters.loaded_tokens.iter().sum(),
             loads: counters.loads,
+            regained_tokens: counters.regained_tokens,
             failed_loads: counters.failed_loads,
             late_loads: counters.late_loads,
             wasted_tokens: counters.wasted_tokens,
