@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <utility>
 #ifdef __SANITIZE_ADDRESS__
@@ -342,9 +343,17 @@ static void run_kernel(void (*kernel)(T...)) {
 
 template <auto KERNEL>
 static const char* run_grid(void** given, const unsigned* grid, const unsigned* block, size_t shared_bytes) {
+    // Emulated GPUs that run at the same time share a loaded kernel, and so all of the state above.
+    static pthread_mutex_t launching = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&launching);
     params = given;
     body = [] { run_kernel<KERNEL>(KERNEL); };
-    return launch(grid, block, shared_bytes);
+    const char* wrong = launch(grid, block, shared_bytes);
+    // The next launch may write `error` before the caller has read it.
+    static thread_local char message[sizeof error];
+    if (wrong) { wrong = strcpy(message, wrong); }
+    pthread_mutex_unlock(&launching);
+    return wrong;
 }
 
 } // namespace kvist

@@ -53,6 +53,7 @@ fn a_smaller_cache_returns_memory_and_keeps_what_it_has_room_for() {
         answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
     };
     (0..15).for_each(|from| assert_eq!(ask(from), 0));
+    server.becomes_idle();
     let before = server.get("/v1/cache").good();
     let after = resize(&server, 1000).good();
     // Whole blocks of 16.
@@ -97,10 +98,19 @@ fn what_cannot_be_is_refused_and_changes_nothing() {
     server.becomes_idle();
     assert_eq!(capacity(&server), 4096);
 
-    // Without requests it is accepted; then a request that does not fit is refused.
+    // Without requests it is accepted. Then an answer ends where the room ends, and a prompt without room is refused.
     resize(&server, 256).good();
-    let (status, .., message) = server.post("/v1/completions", &body(0)).error();
-    assert!(status == 400 && message.contains("which has only 256"), "{status} {message}");
+    let answer = server.post("/v1/completions", &body(0)).good();
+    assert_eq!(
+        (&answer["usage"]["completion_tokens"], &answer["choices"][0]["finish_reason"]),
+        (&json!(56), &json!("length"))
+    );
+    let long = json!({"prompt": vec![300; 256], "max_tokens": 1});
+    let (status, .., code, message) = server.post("/v1/completions", &long).error();
+    assert!(
+        (status, &*code) == (400, "context_length_exceeded") && message.contains("at most 256"),
+        "{status} {message}"
+    );
 }
 
 #[test]

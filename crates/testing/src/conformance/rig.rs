@@ -91,6 +91,8 @@ pub struct Rig<'c> {
     tokens: Vec<Token>,
     /// Cells that every group was grown to; `None` after a compaction, which may grow the pools further.
     grown: Option<Vec<u32>>,
+    /// The most scratch that any capacity so far has allowed: a smaller capacity frees none.
+    scratch_bound: u64,
     found: Found,
 }
 
@@ -138,6 +140,7 @@ impl<'c> Rig<'c> {
             backend,
             reference: ReferenceCache::new(model, &groups),
             grown: Some(vec![0; groups.len()]),
+            scratch_bound: 0,
             choices: Choices::from_seed(options.seed ^ (number << 20), u64::MAX),
             groups,
             session,

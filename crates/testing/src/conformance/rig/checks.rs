@@ -12,9 +12,11 @@ impl Rig<'_> {
         if self.grown.is_some() && said != Some(used) {
             self.bad(format!("the budget records {used:?}, the backend said {said:?}"));
         }
-        let bound = self.backend.bound(&self.spec).map(|usage| usage.total());
-        if bound.is_none_or(|bound| used.total() > bound) {
-            self.bad(format!("{} bytes are used, the bound is {bound:?}", used.total()));
+        let bound = self.backend.bound(&self.spec);
+        let scratch = bound.map_or(0, |bound| bound.of(Purpose::Scratch));
+        self.scratch_bound = self.scratch_bound.max(scratch);
+        if bound.is_none_or(|bound| used.total() > bound.total() - scratch + self.scratch_bound) {
+            self.bad(format!("{used:?} are used, the bound is {bound:?}"));
         }
         if self.session.pools().bytes() != used.of(Purpose::KvCache) {
             self.bad(format!("the pools say {} bytes, the budget {used:?}", self.session.pools().bytes()));
