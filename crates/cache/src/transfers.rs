@@ -52,6 +52,13 @@ pub struct CachedBlock {
     pub blocks: Vec<BlockId>,
 }
 
+impl CachedBlock {
+    /// Its block of `group`; `None` if that group has none for it.
+    pub fn in_group(&self, group: GroupId) -> Option<u32> {
+        self.blocks.iter().find(|id| id.group == group).map(|id| id.block)
+    }
+}
+
 /// Blocks that wait for their bytes, from [`Cache::load`] to [`Cache::arrived`].
 #[derive(Debug)]
 #[must_use = "blocks stay loading until `arrived` gets this"]

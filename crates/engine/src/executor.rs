@@ -14,11 +14,12 @@ use crate::runner::Runner;
 use crate::saved::CacheRows;
 use crate::serving::ResizeError;
 use crate::serving::thread::Command;
-use crate::serving::tiers::{Report, Stores, TierDriver};
+use crate::serving::tiers::{BlockParts, Report, Stores, TierDriver};
 use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
-use kvist_cache::{Cache, GroupId, Kept, PagedSpec, PrefixSpec, RecomputeCost, SeqId, Step, StepPlan};
+use kvist_cache::kinds::Visibility;
+use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, SeqId, Step, StepPlan};
 use kvist_device::{
     Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, StepInputs, Transfers, WantedRow,
 };
@@ -245,16 +246,16 @@ impl ModelExecutor {
     pub(crate) fn open_tiers(
         &mut self,
         config: TierConfig,
-        n_groups: usize,
+        groups: &[Visibility],
         block_tokens: u32,
         multiply_adds: (f64, f64),
         reports: Sender<Command>,
     ) -> Result<Tiers, Error> {
         let transfers = self.runner.transfers();
-        let bytes = |group| transfers.block_bytes(GroupId(group as u16), block_tokens).unwrap_or(0);
-        let group_bytes: Vec<usize> = (0..n_groups).map(bytes).collect();
-        let tiers = config.scheduled(group_bytes.iter().map(|&bytes| bytes as u64).sum(), multiply_adds);
-        let driver = TierDriver::new(config, block_tokens, group_bytes, reports);
+        let bytes = |group| transfers.block_bytes(group, block_tokens).unwrap_or(0);
+        let parts = BlockParts::new(block_tokens, groups, bytes);
+        let tiers = config.scheduled(&parts, multiply_adds);
+        let driver = TierDriver::new(config, parts, reports);
         let cannot = |error| Error::Usage(format!("tiers: cannot start their threads: {error}"));
         self.tiers = Some(driver.map_err(cannot)?);
         Ok(tiers)

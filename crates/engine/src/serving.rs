@@ -53,6 +53,7 @@ use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
 pub use blocks::TextBlocks;
 pub use job::*;
+use kvist_cache::kinds::Visibility;
 use kvist_cache::{PrefixSpec, StepPlan};
 use kvist_device::{Footprint, Purpose, Registry};
 use kvist_model::Model;
@@ -377,12 +378,14 @@ impl Engine {
         let (commands, inbox) = channel();
         let mut scheduler_config = config.scheduler;
         if let Some(tiers) = config.tiers {
-            let cost =
-                cache.paged_spec().and_then(|spec| Some(spec.prefix.as_ref()?.cost)).unwrap_or_default();
+            let spec = cache.paged_spec();
+            let cost = spec.and_then(|spec| Some(spec.prefix.as_ref()?.cost)).unwrap_or_default();
+            let groups = spec.map_or(&[][..], |spec| &spec.groups);
+            let groups: Vec<Visibility> = groups.iter().map(|group| group.visibility).collect();
             let multiply_adds = (cost.per_token, cost.per_pair);
             scheduler_config.tiers = Some(executor.open_tiers(
                 tiers,
-                cache.n_groups(),
+                &groups,
                 config.paged.block_tokens,
                 multiply_adds,
                 commands.clone(),

@@ -5,6 +5,7 @@ use engines::*;
 use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::serving::*;
+use kvist_model::ModelFile;
 use kvist_scheduler::{Preempted, Write};
 use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage};
 use std::sync::Arc;
@@ -196,7 +197,8 @@ async fn the_same_texts_with_every_kind_of_tier() {
         let (texts, stats, loaded) = serve(engine(small(Some((write, stores)), preempted)), &prompts).await;
         assert_eq!(texts, expected, "{name}");
         let tiers = stats.tiers.unwrap();
-        assert_eq!(loaded, tiers.counters.loaded_tokens.iter().sum::<u64>(), "{name}: {tiers:?}");
+        let all: u64 = tiers.counters.loaded_tokens.iter().sum();
+        assert_eq!(loaded + tiers.counters.regained_tokens, all, "{name}: {tiers:?}");
         if loads {
             assert!(loaded > 0, "{name}: nothing was loaded: {tiers:?}");
         }
@@ -227,6 +229,43 @@ async fn the_same_texts_of_packed_numbers() {
         let (texts, _, loaded) = run(Some(vec![tier(Ram::new(1 << 30))])).await;
         assert_eq!(texts, expected, "{recent} recent rows");
         assert!(loaded > 0);
+    }
+}
+
+/// Models some of whose layers have a window: the tiers have only some of those layers' blocks.
+#[tokio::test]
+async fn the_same_texts_of_models_with_windows() {
+    for name in ["gemma3", "gpt-oss", "qwen2-window-mixed"] {
+        let model = load_f32(&ModelFile::Path(fixtures("parity").join(name)));
+        let vocab = model.config().vocab as u32;
+        let prompt = |first: u32, n: u32| {
+            (0..n).map(|i| (first + i * 7 + i * i) % (vocab - 4) + 3).collect::<Vec<_>>()
+        };
+        // The second is the beginning of the first, so that a load ends where nothing ended before.
+        let prompts =
+            [prompt(1, 60), prompt(1, 37), prompt(2, 50), prompt(3, 64), prompt(4, 30), prompt(5, 40)];
+        for write in [Write::Through, Write::Back { ahead_tokens: 32 }] {
+            let run = async |stores: Option<Vec<TierStore>>| {
+                let mut config = small(stores.map(|stores| (write, stores)), Preempted::Recompute);
+                config.paged.block_tokens = 4;
+                // A longer step would push blocks out of the window before they are in the index.
+                (config.scheduler.max_batch, config.scheduler.max_batch_tokens) = (4, 6);
+                serve(Engine::start(model.clone(), &devices::all(), config).unwrap(), &prompts).await
+            };
+            let (expected, without, _) = run(None).await;
+            assert!(without.evicted_blocks > 0);
+            for (stores, loads) in [
+                (vec![tier(Ram::new(1 << 30))], true),
+                (vec![tier(Ram::new(40_000)), tier(Ram::new(1 << 30))], true),
+                (vec![faulty(1 << 30, Fault::Errors)], false),
+                (vec![faulty(1 << 30, Fault::Forgets)], false),
+            ] {
+                let (texts, stats, loaded) = run(Some(stores)).await;
+                let tiers = stats.tiers.unwrap();
+                assert_eq!(texts, expected, "{name}, {write:?}: {tiers:?}");
+                assert!(loaded > 0 || !loads, "{name}, {write:?}: nothing was loaded: {tiers:?}");
+            }
+        }
     }
 }
 
@@ -270,4 +309,9 @@ fn tiers_that_cannot_be_used_are_refused() {
     unshared.paged.prefix = None;
     unshared.tiers = tiers(vec![tier(Ram::new(1))]);
     assert!(refused(unshared).contains("prefix index"));
+    let mut windowed = config(256);
+    windowed.paged.cache.window = Some(32);
+    windowed.tiers = tiers(vec![tier(Ram::new(1))]);
+    let error = refused(windowed);
+    assert!(error.contains("some layers that see the whole text"), "{error}");
 }

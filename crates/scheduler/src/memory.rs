@@ -86,6 +86,12 @@ impl Memory {
     pub fn shrinks_while_decoding(&self) -> bool {
         self.windowed || self.thinned.is_some()
     }
+    /// The group whose block numbers name cached blocks for tiers: the first one that keeps every token. `None` if there is
+    /// none.
+    pub fn naming_group(&self) -> Option<GroupId> {
+        let keeps_all = |occupancy: Occupancy| !occupancy.frees_out_of_window && self.thinned.is_none();
+        self.cache.occupancy().position(keeps_all).map(|group| GroupId(group as u16))
+    }
     pub fn block_tokens(&self) -> u32 {
         self.block_tokens
     }
@@ -93,7 +99,8 @@ impl Memory {
         self.capacity
     }
     /// Maximum tokens that a step may write, given the space available right now in groups whose sequences do not keep all
-    /// tokens (of windows, and thinned ones); at least one block. Unbounded if no group has a window: there a prompt needs the same total space however it is chunked.
+    /// tokens (of windows, and thinned ones); at least one block. Unbounded if no group has a window: there a prompt needs
+    /// the same total space however it is chunked.
     pub fn chunk_limit(&self) -> u32 {
         if !self.windowed && self.thinned.is_none() {
             return u32::MAX;

@@ -20,8 +20,8 @@ mod config;
 mod cost;
 mod orders;
 
-pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, Write};
-pub use orders::{CachedTokens, FindOrder, LoadOrder, Order, Run, StoreOrder, TransferId};
+pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, WindowBytes, Write};
+pub use orders::{CachedTokens, Ends, FindOrder, LoadOrder, Order, Run, StoreOrder, TransferId};
 
 use crate::config::BadConfig;
 use crate::entry::Lower;
@@ -110,13 +110,13 @@ struct Store {
 
 impl TierState {
     pub fn new(config: &Tiers, memory: &Memory) -> Result<TierState, BadConfig> {
-        config.check()?;
         if !memory.shares() {
             return Err(BadTiers::NoIndex.into());
         }
-        if memory.shrinks_while_decoding() {
+        if memory.naming_group().is_none() {
             return Err(BadTiers::Windows.into());
         }
+        config.check()?;
         Ok(TierState {
             block_tokens: memory.block_tokens(),
             loads: BTreeMap::new(),
@@ -144,7 +144,7 @@ impl TierState {
     }
 
     fn bytes(&self, n_tokens: u32) -> u64 {
-        u64::from(n_tokens / self.block_tokens) * self.config.block_bytes
+        self.config.load_bytes(n_tokens, self.block_tokens)
     }
 
     /// Whether transfers hold memory that is free when they end.
@@ -432,15 +432,18 @@ impl Scheduler {
     pub(crate) fn note_cached(&mut self, index: u32, from: u32, is_computed: bool) {
         let Some(tiers) = &mut self.tiers else { return };
         let entry = &self.entries[index as usize];
-        let Some(seq) = entry.seq else { return };
+        let (Some(seq), Some(naming)) = (entry.seq, self.memory.naming_group()) else { return };
         let before = from.saturating_sub(tiers.block_tokens);
         let mut blocks = self.memory.cache.cached_blocks(seq, before);
         let parent = match from {
             0 => None,
-            // The sequence may have a block of its own there, because the index has dropped the one that it had, or has
-            // another one. Then what follows cannot be named.
-            _ if blocks.first().is_none_or(|parent| parent.blocks.is_empty()) => return,
-            _ => blocks.remove(0).blocks.first().map(|id| id.block),
+            _ if blocks.is_empty() => return,
+            _ => match blocks.remove(0).in_group(naming) {
+                // The sequence may have a block of its own there, because the index has dropped the one that it had, or
+                // has another one. Then what follows cannot be named.
+                None => return,
+                parent => parent,
+            },
         };
         if let Some(tokens) = entry.prompt.tokens() {
             let end = from as usize + blocks.len() * tiers.block_tokens as usize;

@@ -27,6 +27,7 @@ fn tiers(list: Vec<Tier>, write: Write) -> Tiers {
     Tiers {
         list,
         block_bytes: 4000,
+        windows: Vec::new(),
         write,
         max_load_bytes: 1 << 30,
         max_store_bytes: 1 << 30,

@@ -4,6 +4,7 @@ use std::fmt;
 // Different contexts make BLAKE3 different functions, so a root is never the key of a block. They contain the
 // version of the frame: versions that write other frames do not share keys, and so do not remove each other's.
 const ROOT: &str = "kvist block store, version 1, root of a chain";
+const PART: &str = "kvist block store, version 1, part of a block";
 const BLOCK: &str = "kvist block store, version 1, key of a block";
 
 /// The content key of a block: a BLAKE3 hash of what its K and V depend on. These are the model, the storage, the
@@ -18,6 +19,13 @@ impl BlockKey {
 
     pub fn from_bytes(bytes: [u8; 32]) -> Self {
         BlockKey(bytes)
+    }
+
+    /// The key of a part of the block that is stored on its own: that of a layer group with a sliding window.
+    pub fn part(&self, part: u32) -> BlockKey {
+        let mut hasher = blake3::Hasher::new_derive_key(PART);
+        hasher.update(&self.0).update(&part.to_le_bytes());
+        BlockKey(*hasher.finalize().as_bytes())
     }
 }
 
@@ -96,6 +104,13 @@ mod tests {
         assert_eq!(keys.len(), 2);
         // By the Python package blake3, from the description of the keys.
         assert_eq!(keys[1].to_string(), "217d9bfce54da32336d5f5ff91ed18cb5e1b5b615d309fe8d2ea7bdd4a846a2f");
+    }
+
+    #[test]
+    fn parts_of_blocks_have_keys_of_their_own() {
+        let keys = KeyChain::root(b"", "").keys(&[1, 2], 1);
+        let all = keys.iter().flat_map(|key| [*key, key.part(0), key.part(1)]);
+        assert_eq!(all.collect::<HashSet<_>>().len(), 6);
     }
 
     #[test]

@@ -4,16 +4,21 @@
 //! inbox. A block that comes back was checked by its store, and has the length that the cache expects; otherwise its load
 //! fails and the tokens are computed. A store that fails, is full or slow costs hits, never an answer: failures are counted
 //! and logged when they begin and when they end.
+mod find;
 mod fingerprint;
+mod parts;
 mod task;
 
 use super::thread::Command;
+use find::Found;
 pub use fingerprint::fingerprint;
-use kvist_cache::{BlockId, CellRun, GroupId};
+use kvist_cache::{BlockId, CachedBlock, CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
-use kvist_scheduler::{CachedTokens, LoadOrder, Order, Recompute, RequestId, Run, Scheduler, StoreOrder};
-use kvist_scheduler::{Tier, TierCounters, Tiers, TransferId, Write};
+use kvist_scheduler::{CachedTokens, LoadOrder, Order, Recompute, RequestId, Scheduler, StoreOrder};
+use kvist_scheduler::{Tier, TierCounters, Tiers, TransferId, WindowBytes, Write};
 use kvist_store::{BlockKey, BlockStore, Bytes, KeyChain, Usage};
+pub(crate) use parts::BlockParts;
+use parts::{Part, window_key};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -56,16 +61,21 @@ impl TierConfig {
     }
 
     /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
-    pub(crate) fn scheduled(&self, block_bytes: u64, multiply_adds: (f64, f64)) -> Tiers {
+    pub(crate) fn scheduled(&self, block_parts: &BlockParts, multiply_adds: (f64, f64)) -> Tiers {
         let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let tier = |tier: &TierStore| Tier {
             name: tier.store.name().to_owned(),
             bytes_per_s: tier.bytes_per_s.max(1),
             latency_ns: nanoseconds(tier.latency),
         };
+        let window = |part: &Part| WindowBytes {
+            tokens: part.visibility.window.unwrap_or(u32::MAX),
+            block_bytes: part.bytes as u64,
+        };
         Tiers {
             list: self.stores.iter().map(tier).collect(),
-            block_bytes,
+            block_bytes: block_parts.block_bytes() as u64,
+            windows: block_parts.windows().map(|(_, part)| window(part)).collect(),
             write: self.write,
             max_load_bytes: self.max_bytes_in_flight,
             max_store_bytes: self.max_bytes_in_flight,
@@ -104,7 +114,7 @@ pub struct StoreStats {
 
 /// What a task reports to the engine thread.
 pub(crate) enum Report {
-    Found { request: RequestId, runs: Vec<Run>, keys: Vec<BlockKey> },
+    Found { request: RequestId, found: Found },
     Fetched { id: TransferId, blocks: Option<Vec<Bytes>>, took: Duration },
 }
 
@@ -117,11 +127,19 @@ struct Load {
 /// Copies between the cache's memory and the host.
 struct Copies {
     id: TransferId,
-    /// Per block of the cache: its key, and the transfers of its layer groups.
-    blocks: Vec<(BlockKey, Vec<Pending>)>,
+    /// What is stored, or was loaded.
+    objects: Vec<Object>,
     /// How long the store took, for imports; `None` for exports.
     took: Option<Duration>,
     failed: bool,
+}
+
+/// The bytes of a block in some layer groups: what a store has under one key.
+struct Object {
+    key: BlockKey,
+    bytes: usize,
+    /// The transfers of its layer groups.
+    parts: Vec<Pending>,
 }
 
 enum Pending {
@@ -144,24 +162,20 @@ pub(crate) struct TierDriver {
     tasks: tokio::runtime::Handle,
     reports: Sender<Command>,
     fingerprint: Vec<u8>,
-    block_tokens: u32,
-    /// Of a block, by layer group.
-    group_bytes: Vec<usize>,
-    /// Of the cached blocks, by their number in the first layer group.
+    block_parts: Arc<BlockParts>,
+    /// Of the cached blocks, by their number in the naming group.
     keys: HashMap<u32, BlockKey>,
     /// Of prompts that were looked up, until their request ends.
-    prompts: HashMap<RequestId, Vec<BlockKey>>,
+    prompts: HashMap<RequestId, Found>,
     loads: BTreeMap<TransferId, Load>,
     copies: Vec<Copies>,
     ended: Vec<Ended>,
 }
 
 impl TierDriver {
-    /// `group_bytes`: of a block in each layer group.
     pub fn new(
         config: TierConfig,
-        block_tokens: u32,
-        group_bytes: Vec<usize>,
+        block_parts: BlockParts,
         reports: Sender<Command>,
     ) -> std::io::Result<TierDriver> {
         let (runtime, tasks) = match &config.runtime {
@@ -178,8 +192,7 @@ impl TierDriver {
             runtime,
             reports,
             fingerprint: config.fingerprint,
-            block_tokens,
-            group_bytes,
+            block_parts: Arc::new(block_parts),
             keys: HashMap::new(),
             prompts: HashMap::new(),
             loads: BTreeMap::new(),
@@ -188,8 +201,9 @@ impl TierDriver {
         })
     }
 
-    fn block_bytes(&self) -> usize {
-        self.group_bytes.iter().sum()
+    /// The number that names a cached block.
+    fn name_of(&self, block: &CachedBlock) -> Option<u32> {
+        block.in_group(self.block_parts.naming_group())
     }
 
     /// Begins what the scheduler asks for.
@@ -199,23 +213,28 @@ impl TierDriver {
                 Order::Find(find) => {
                     let tokens: Vec<u32> = find.prompt.tokens().unwrap_or_default().to_vec();
                     let chain = KeyChain::root(&self.fingerprint, &find.salt);
-                    let lookup = task::Lookup {
+                    let lookup = find::Lookup {
                         request: find.request,
                         tokens,
                         chain,
-                        block_tokens: self.block_tokens,
+                        block_parts: self.block_parts.clone(),
                         n_tokens: find.n_tokens,
                         hit_tokens: find.hit_tokens,
                     };
-                    self.tasks.spawn(task::find(self.stores.clone(), lookup, self.reports.clone()));
+                    self.tasks.spawn(find::find(self.stores.clone(), lookup, self.reports.clone()));
                 }
                 Order::Load(order) => self.load(order),
                 Order::Store(store) => self.export(&store, transfers),
                 Order::Cached(cached) => self.name(&cached),
                 Order::Remove(blocks) => {
-                    let named = blocks.iter().filter_map(|block| block.blocks.first());
-                    let keys: Vec<BlockKey> =
-                        named.filter_map(|first| self.keys.remove(&first.block)).collect();
+                    let named: Vec<u32> = blocks.iter().filter_map(|block| self.name_of(block)).collect();
+                    let keys = named.iter().filter_map(|name| self.keys.remove(name));
+                    let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
+                    let with_parts = |key: BlockKey| {
+                        let parts = windows.iter().map(move |&group| window_key(&key, group));
+                        std::iter::once(key).chain(parts).collect::<Vec<_>>()
+                    };
+                    let keys = keys.flat_map(with_parts).collect();
                     self.tasks.spawn(task::remove(self.stores.clone(), keys));
                 }
                 Order::Abandon { load } => {
@@ -238,59 +257,60 @@ impl TierDriver {
                 None => return cached.blocks.iter().for_each(|block| self.forget(block)),
             },
         };
-        let tokens = cached.tokens.chunks_exact(self.block_tokens as usize);
+        let tokens = cached.tokens.chunks_exact(self.block_parts.block_tokens as usize);
         for (block, tokens) in cached.blocks.iter().zip(tokens) {
             let key = chain.next(tokens);
-            if let Some(first) = block.blocks.first() {
-                self.keys.insert(first.block, key);
+            if let Some(name) = self.name_of(block) {
+                self.keys.insert(name, key);
             }
         }
     }
 
-    fn forget(&mut self, block: &kvist_cache::CachedBlock) {
-        if let Some(first) = block.blocks.first() {
-            self.keys.remove(&first.block);
+    fn forget(&mut self, block: &CachedBlock) {
+        if let Some(name) = self.name_of(block) {
+            self.keys.remove(&name);
         }
     }
 
     fn load(&mut self, order: LoadOrder) {
-        let block = self.block_tokens;
-        let first = (order.positions.start / block) as usize;
-        let keys = self.prompts.get(&order.request);
-        let keys = keys.and_then(|keys| keys.get(first..(order.positions.end / block) as usize));
-        let Some(keys) = keys else {
-            return self.ended.push(Ended::Load { id: order.id, ok: false, took: Duration::ZERO });
-        };
-        let tier_of = |i: usize| {
-            let end = order.positions.start + (i as u32 + 1) * block;
-            order.runs.iter().find(|run| run.until >= end).and_then(|run| run.tier)
-        };
-        let wanted = keys.iter().enumerate().map(|(i, key)| (usize::from(tier_of(i).unwrap_or(0)), *key));
-        let fetch = task::Fetch { id: order.id, wanted: wanted.collect(), block_bytes: self.block_bytes() };
-        self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
-        self.loads.insert(order.id, Load { order, abandoned: false });
+        match self.prompts.get(&order.request).and_then(|found| found.wanted(&order, &self.block_parts)) {
+            None => self.ended.push(Ended::Load { id: order.id, ok: false, took: Duration::ZERO }),
+            Some(wanted) => {
+                let fetch = task::Fetch { id: order.id, wanted };
+                self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
+                self.loads.insert(order.id, Load { order, abandoned: false });
+            }
+        }
     }
 
     fn export(&mut self, store: &StoreOrder, transfers: &mut Transfers<'_>) {
-        let mut copy = Copies { id: store.id, blocks: Vec::new(), took: None, failed: false };
+        let mut copy = Copies { id: store.id, objects: Vec::new(), took: None, failed: false };
+        let block_parts = self.block_parts.clone();
         for cached in &store.blocks {
-            let key = cached.blocks.first().and_then(|first| self.keys.get(&first.block));
-            let (Some(key), true) = (key, cached.blocks.len() == self.group_bytes.len()) else {
+            let Some(key) = self.name_of(cached).and_then(|name| self.keys.get(&name)).copied() else {
                 copy.failed = true;
                 continue;
             };
-            if self.stores.has_written(key) {
-                continue;
-            }
-            let begun = cached.blocks.iter().map(|id| {
-                let bytes = self.group_bytes.get(usize::from(id.group.0)).copied().unwrap_or(0);
-                let host = HostBlock::new(bytes).ok()?;
-                let begun = transfers.export(id.group, cells(id.block, self.block_tokens), host);
-                begun.ok().map(Pending::Begun)
-            });
-            match begun.collect::<Option<Vec<Pending>>>() {
-                Some(begun) => copy.blocks.push((*key, begun)),
-                None => copy.failed = true,
+            let whole: Vec<usize> = block_parts.whole().map(|(group, _)| group).collect();
+            // A window has some blocks only.
+            let parts = block_parts.windows().map(|(group, _)| group);
+            let parts = parts.filter(|&group| cached.in_group(GroupId(group as u16)).is_some());
+            let parts = parts.map(|group| (window_key(&key, group), vec![group]));
+            for (key, groups) in std::iter::once((key, whole)).chain(parts) {
+                if self.stores.has_written(&key) {
+                    continue;
+                }
+                let begun = groups.iter().map(|&group| {
+                    let bytes = block_parts.part(group)?.bytes;
+                    let (group, host) = (GroupId(group as u16), HostBlock::new(bytes).ok()?);
+                    let cells = cells(cached.in_group(group)?, block_parts.block_tokens);
+                    transfers.export(group, cells, host).ok().map(Pending::Begun)
+                });
+                let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
+                match begun.collect::<Option<Vec<Pending>>>() {
+                    Some(parts) => copy.objects.push(Object { key, bytes, parts }),
+                    None => copy.failed = true,
+                }
             }
         }
         self.copies.push(copy);
@@ -305,9 +325,10 @@ impl TierDriver {
         now: u64,
     ) {
         match report {
-            Report::Found { request, runs, keys } => {
+            Report::Found { request, found } => {
+                let runs = found.runs.clone();
                 if scheduler.status(request).is_some() {
-                    self.prompts.insert(request, keys);
+                    self.prompts.insert(request, found);
                 }
                 scheduler.found(now, request, runs);
             }
@@ -322,27 +343,41 @@ impl TierDriver {
         self.poll(transfers);
     }
 
-    fn import(&mut self, order: &LoadOrder, blocks: &[Bytes], took: Duration, transfers: &mut Transfers<'_>) {
-        let mut copy = Copies { id: order.id, blocks: Vec::new(), took: Some(took), failed: false };
-        let mut begun = Vec::new();
-        for (i, bytes) in blocks.iter().enumerate() {
-            let mut at = 0;
-            for (g, &len) in self.group_bytes.iter().enumerate() {
-                let part = bytes.get(at..at + len);
-                at += len;
-                let block = order.blocks.get(g).and_then(|blocks| blocks.get(i));
-                let one = part.zip(block).and_then(|(part, &block)| {
-                    let mut host = HostBlock::new(len).ok()?;
-                    host.bytes_mut().copy_from_slice(part);
-                    transfers.import(GroupId(g as u16), cells(block, self.block_tokens), host).ok()
-                });
-                match one {
-                    Some(one) => begun.push(Pending::Begun(one)),
-                    None => copy.failed = true,
+    /// `objects`: in the order of [`Found::wanted`].
+    fn import(
+        &mut self,
+        order: &LoadOrder,
+        objects: &[Bytes],
+        took: Duration,
+        transfers: &mut Transfers<'_>,
+    ) {
+        let mut copy = Copies { id: order.id, objects: Vec::new(), took: Some(took), failed: false };
+        let (mut parts, mut objects) = (Vec::new(), objects.iter());
+        let block_parts = self.block_parts.clone();
+        let n_blocks = order.positions.len() as u32 / block_parts.block_tokens;
+        for i in 0..n_blocks as usize {
+            for (groups, _) in find::objects_of(order, &block_parts, i) {
+                let mut at = 0;
+                for group in groups {
+                    let len = block_parts.part(group).map_or(0, |part| part.bytes);
+                    let bytes = objects.as_slice().first().and_then(|object| object.get(at..at + len));
+                    at += len;
+                    let begun = bytes.zip(find::block_of(order, group, i)).and_then(|(bytes, block)| {
+                        let mut host = HostBlock::new(len).ok()?;
+                        host.bytes_mut().copy_from_slice(bytes);
+                        transfers
+                            .import(GroupId(group as u16), cells(block, block_parts.block_tokens), host)
+                            .ok()
+                    });
+                    match begun {
+                        Some(begun) => parts.push(Pending::Begun(begun)),
+                        None => copy.failed = true,
+                    }
                 }
+                objects.next();
             }
         }
-        copy.blocks.push((BlockKey::from_bytes([0; 32]), begun));
+        copy.objects.push(Object { key: BlockKey::from_bytes([0; 32]), bytes: 0, parts });
         self.copies.push(copy);
     }
 
@@ -350,8 +385,8 @@ impl TierDriver {
     fn poll(&mut self, transfers: &mut Transfers<'_>) {
         let mut copies = std::mem::take(&mut self.copies);
         for copy in &mut copies {
-            for (_, parts) in &mut copy.blocks {
-                for part in parts {
+            for object in &mut copy.objects {
+                for part in &mut object.parts {
                     let Pending::Begun(transfer) = part else { continue };
                     match transfers.finished(transfer) {
                         None => {}
@@ -365,7 +400,8 @@ impl TierDriver {
             }
         }
         let is_done = |copy: &Copies| {
-            copy.blocks.iter().all(|(_, parts)| parts.iter().all(|part| !matches!(part, Pending::Begun(_))))
+            let mut parts = copy.objects.iter().flat_map(|object| &object.parts);
+            parts.all(|part| !matches!(part, Pending::Begun(_)))
         };
         let (done, copies) = copies.into_iter().partition(is_done);
         self.copies = copies;
@@ -375,7 +411,7 @@ impl TierDriver {
             match copy.took {
                 Some(took) => self.ended.push(Ended::Load { id: copy.id, ok, took }),
                 None => {
-                    self.put(copy.blocks);
+                    self.put(copy.objects);
                     self.ended.push(Ended::Store { id: copy.id, ok });
                 }
             }
@@ -383,17 +419,17 @@ impl TierDriver {
     }
 
     /// Writes exported blocks to the stores.
-    fn put(&self, blocks: Vec<(BlockKey, Vec<Pending>)>) {
-        for (key, parts) in blocks {
-            let mut bytes = Vec::with_capacity(self.block_bytes());
-            for part in &parts {
+    fn put(&self, objects: Vec<Object>) {
+        for object in objects {
+            let mut bytes = Vec::with_capacity(object.bytes);
+            for part in &object.parts {
                 if let Pending::Done(host) = part {
                     bytes.extend_from_slice(host.bytes());
                 }
             }
             // A part that failed is missing.
-            if bytes.len() == self.block_bytes() && self.stores.may_write(bytes.len() as u64) {
-                self.tasks.spawn(task::put(self.stores.clone(), key, Bytes::from(bytes)));
+            if bytes.len() == object.bytes && self.stores.may_write(bytes.len() as u64) {
+                self.tasks.spawn(task::put(self.stores.clone(), object.key, Bytes::from(bytes)));
             }
         }
     }
@@ -433,10 +469,10 @@ impl TierDriver {
 
     /// Cached blocks have other numbers now.
     pub fn moved(&mut self, renamed: &BTreeMap<BlockId, BlockId>) {
-        let of_first_group = renamed.iter().filter(|(from, _)| from.group.0 == 0);
-        let moved: Vec<(u32, BlockKey)> = of_first_group
-            .filter_map(|(from, to)| Some((to.block, self.keys.remove(&from.block)?)))
-            .collect();
+        let naming = self.block_parts.naming_group();
+        let named = renamed.iter().filter(|(from, _)| from.group == naming);
+        let moved: Vec<(u32, BlockKey)> =
+            named.filter_map(|(from, to)| Some((to.block, self.keys.remove(&from.block)?))).collect();
         self.keys.extend(moved);
     }
 

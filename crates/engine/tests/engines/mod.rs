@@ -17,7 +17,7 @@ use std::sync::{Arc, OnceLock};
 mod models;
 /// F32 weights, and an F32 cache below, so that generated text depends only on the prompt.
 #[allow(unused_imports)]
-pub use models::f32_model as model;
+pub use models::{f32_model as model, fixtures, load_f32};
 
 /// The weights as stored in the file, with sums in an order that does not depend on the rest of the batch.
 pub fn deterministic() -> &'static (Arc<Model>, Registry) {

@@ -12,6 +12,9 @@ pub struct Tiers {
     pub list: Vec<Tier>,
     /// Bytes of a block as a tier stores it, over all layers.
     pub block_bytes: u64,
+    /// The part of `block_bytes` of layer groups with a sliding window. Of a prompt, only what the windows cover is loaded.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub windows: Vec<WindowBytes>,
     /// When blocks are copied to the tiers.
     pub write: Write,
     /// Bytes that may be on their way from the tiers at a time. A single block is always allowed.
@@ -22,6 +25,23 @@ pub struct Tiers {
     pub recompute: Recompute,
     /// How long a request waits for a lookup. A load may take this much longer than four times its estimate.
     pub grace_ns: u64,
+}
+
+/// What a layer group with a sliding window adds to the bytes of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WindowBytes {
+    /// The window, in tokens.
+    pub tokens: u32,
+    /// Bytes of a block in this group.
+    pub block_bytes: u64,
+}
+
+impl WindowBytes {
+    /// The most blocks that the window covers: it may begin within one.
+    fn blocks(&self, block_tokens: u32) -> u64 {
+        u64::from(self.tokens.div_ceil(block_tokens)) + 1
+    }
 }
 
 /// One tier.
@@ -82,12 +102,35 @@ pub enum BadTiers {
     /// The cache shares no blocks.
     #[error("tiers need a cache with a prefix index: use the paged cache, and leave prefix caching on")]
     NoIndex,
-    /// A layer group frees blocks that left its window.
-    #[error("tiers do not support models with sliding windows yet: serve this model without tiers")]
+    /// No layer group keeps every token.
+    #[error(
+        "tiers need a model with some layers that see the whole text, without a sliding window: serve this model without tiers"
+    )]
     Windows,
 }
 
 impl Tiers {
+    /// Bytes of a load of `n_tokens` tokens, whole blocks of `block_tokens`.
+    pub(crate) fn load_bytes(&self, n_tokens: u32, block_tokens: u32) -> u64 {
+        let n_blocks = u64::from(n_tokens / block_tokens);
+        let of_windows =
+            |window: &WindowBytes| window.block_bytes * n_blocks.min(window.blocks(block_tokens));
+        n_blocks * self.whole_bytes() + self.windows.iter().map(of_windows).sum::<u64>()
+    }
+
+    /// How many blocks can be loaded within so many bytes.
+    pub(crate) fn blocks_within(&self, bytes: u64, block_tokens: u32) -> u64 {
+        let of_windows = |window: &WindowBytes| window.block_bytes * window.blocks(block_tokens);
+        let of_windows: u64 = self.windows.iter().map(of_windows).sum();
+        let beyond_windows = bytes.saturating_sub(of_windows) / self.whole_bytes().max(1);
+        beyond_windows.max(bytes / self.block_bytes)
+    }
+
+    /// Bytes of a block in the layer groups that keep every token.
+    fn whole_bytes(&self) -> u64 {
+        self.block_bytes - self.windows.iter().map(|window| window.block_bytes).sum::<u64>()
+    }
+
     pub(crate) fn check(&self) -> Result<(), BadTiers> {
         if self.list.is_empty() || self.list.len() > MAX_TIERS {
             return Err(BadTiers::Count(self.list.len()));
@@ -98,6 +141,11 @@ impl Tiers {
         };
         self.list.iter().try_for_each(|tier| at_least_1("bytes_per_s", tier.bytes_per_s))?;
         at_least_1("block_bytes", self.block_bytes)?;
+        if self.windows.iter().map(|window| window.block_bytes).sum::<u64>() > self.block_bytes {
+            let got = self.block_bytes.to_string();
+            let expected = "the windows' part of it is larger";
+            return Err(BadTiers::OutOfRange { field: "block_bytes", got, expected });
+        }
         let Recompute { per_token_ns, per_pair_ns, .. } = self.recompute;
         for (field, got) in [("per_token_ns", per_token_ns), ("per_pair_ns", per_pair_ns)] {
             if !(got.is_finite() && got >= 0.0) {

@@ -1,10 +1,10 @@
 //! Whether to load or to compute, and the loads themselves.
-use super::{CONSIDERED, Load, LoadOrder, MAX_TIERS, Order, Run, TierState, Tiers};
+use super::{CONSIDERED, Ends, Load, LoadOrder, MAX_TIERS, Order, Run, TierState, Tiers};
 use crate::entry::{Lower, State};
 use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::scheduler::Scheduler;
-use kvist_cache::GroupId;
+use kvist_cache::{GroupId, Refused};
 
 /// How many times slower a tier is than configured, in 1/256: an average that follows what was measured. It recovers
 /// while nothing is loaded, because a tier that is never asked would stay slow forever.
@@ -90,7 +90,10 @@ impl TierState {
             }
             tokens[usize::from(tier)] += until - at;
             at = until;
-            taken.push(Run { tier: Some(tier), until });
+            taken.push(Run { until, ..*run });
+            if !run.may_end_at(until) {
+                continue;
+            }
             let (mut expected_ns, mut estimate_ns) = (0, 0);
             for (t, tier) in self.config.list.iter().enumerate().filter(|(t, _)| tokens[*t] > 0) {
                 let bytes = self.bytes(tokens[t]);
@@ -112,7 +115,8 @@ impl TierState {
     /// Tokens whose bytes may be loaded now; `None` if the load has to wait for others.
     fn room_tokens(&self) -> Option<u32> {
         let in_flight: u64 = self.load_bytes.iter().sum();
-        let room = self.config.max_load_bytes.saturating_sub(in_flight) / self.config.block_bytes;
+        let room = self.config.max_load_bytes.saturating_sub(in_flight);
+        let room = self.config.blocks_within(room, self.block_tokens);
         let blocks = if in_flight == 0 { room.max(1) } else { room };
         let tokens = blocks.saturating_mul(self.block_tokens.into());
         (blocks > 0).then_some(u32::try_from(tokens).unwrap_or(u32::MAX))
@@ -203,7 +207,8 @@ impl Scheduler {
             }
         }
         // What did not fit in flight is decided when this part has arrived.
-        let is_last = end == last || choice.runs.last().is_none_or(|run| run.until < end);
+        let stops_before = choice.runs.last().is_none_or(|run| run.until < end && run.ends == Ends::Anywhere);
+        let is_last = end == last || stops_before;
         self.start(now, index, choice, is_last);
         Begun::Decided
     }
@@ -234,7 +239,17 @@ impl Scheduler {
             self.counters.evictions += 1;
             self.decide(now, Decision::Evict { needed: n_tokens, freed });
         }
-        let loading = self.memory.cache.load(seq, n_tokens);
+        let mut loading = self.memory.cache.load(seq, n_tokens);
+        // Another group may have less room than the counted one, and blocks that can be evicted.
+        if let Err(Refused::NoSpace { needed, free, reclaimable, .. }) = &loading
+            && free.saturating_add(*reclaimable) >= *needed
+        {
+            let needed = *needed;
+            let freed = self.memory.evict_until_free(needed, now);
+            self.counters.evictions += 1;
+            self.decide(now, Decision::Evict { needed, freed });
+            loading = self.memory.cache.load(seq, n_tokens);
+        }
         self.leave(index);
         if is_last || loading.is_err() {
             self.set_lower(index, Lower::Done);
@@ -242,7 +257,6 @@ impl Scheduler {
         let Some(tiers) = &mut self.tiers else { return };
         tiers.changed = true;
         let Ok(loading) = loading else {
-            // Another group has less room than the counted one.
             return self.wait(index);
         };
         let id = tiers.next_id();
@@ -251,7 +265,7 @@ impl Scheduler {
         }
         tiers.counters.loads += 1;
         let n_groups = self.memory.cache.n_groups() as u16;
-        let blocks = |group| loading.blocks(GroupId(group)).flatten().collect();
+        let blocks = |group| loading.blocks(GroupId(group)).collect();
         let entry = &mut self.entries[index as usize];
         tiers.orders.push(Order::Load(LoadOrder {
             id,

@@ -24,6 +24,45 @@ pub struct Run {
     pub tier: Option<u8>,
     /// The position after the last of them.
     pub until: u32,
+    /// Where a load may end.
+    #[serde(default, skip_serializing_if = "Ends::is_default")]
+    pub ends: Ends,
+}
+
+/// Where in a [`Run`] a load may end. A layer group with a sliding window has some blocks only, and a load must end where the
+/// tiers have what the window then covers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Ends {
+    /// After any of its blocks: no layer group has a window.
+    #[default]
+    Anywhere,
+    /// After its last block.
+    AtEnd,
+    /// Nowhere: it has to go on with the next run.
+    Nowhere,
+}
+
+impl Ends {
+    fn is_default(&self) -> bool {
+        *self == Ends::Anywhere
+    }
+}
+
+impl Run {
+    /// Blocks after any of which a load may end.
+    pub fn new(tier: Option<u8>, until: u32) -> Run {
+        Run { tier, until, ends: Ends::Anywhere }
+    }
+
+    /// Whether a load may end at `until`, a position of this run.
+    pub(super) fn may_end_at(&self, until: u32) -> bool {
+        match self.ends {
+            Ends::Anywhere => true,
+            Ends::AtEnd => until == self.until,
+            Ends::Nowhere => false,
+        }
+    }
 }
 
 /// Something to do for the tiers.
@@ -77,8 +116,9 @@ pub struct LoadOrder {
     pub positions: std::ops::Range<u32>,
     /// Where the blocks are, in order, the last one until `positions.end`. Every run has a tier.
     pub runs: Vec<Run>,
-    /// By layer group: the blocks to write, in position order.
-    pub blocks: Vec<Vec<u32>>,
+    /// By layer group: the blocks to write, in position order. `None` where a sliding window will have moved on, so that
+    /// nothing is loaded.
+    pub blocks: Vec<Vec<Option<u32>>>,
 }
 
 /// What consecutive cached blocks of a sequence store.
@@ -86,7 +126,7 @@ pub struct LoadOrder {
 pub struct CachedTokens {
     /// The salt of the request.
     pub salt: Arc<str>,
-    /// The block before the first one, in the first layer group; `None` at the beginning of a prompt.
+    /// The block before the first one, in the first layer group that keeps every token; `None` at the beginning of a prompt.
     pub parent: Option<u32>,
     /// The blocks, in order.
     pub blocks: Vec<CachedBlock>,

@@ -170,7 +170,7 @@ impl SimTiers {
             let until = i * block_tokens;
             match runs.last_mut() {
                 Some(run) if run.tier == tier => run.until = until,
-                _ => runs.push(Run { tier, until }),
+                _ => runs.push(Run::new(tier, until)),
             }
         }
         // A prompt uses its first block most: a block without those before it is of no use.

@@ -152,6 +152,7 @@ impl TierArgs {
         Ok(Some(Tiers {
             list: self.tiers.iter().map(tier).collect(),
             block_bytes: (token_bytes * f64::from(block_tokens)) as u64,
+            windows: Vec::new(),
             write: match self.tier_write {
                 When::Through => Write::Through,
                 When::Back => Write::Back { ahead_tokens: batch_tokens },

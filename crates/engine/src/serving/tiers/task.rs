@@ -1,8 +1,8 @@
 //! The tasks that talk to the stores.
 use super::{Report, StoreStats, TierConfig};
 use crate::serving::thread::Command;
-use kvist_scheduler::{RequestId, Run, TransferId};
-use kvist_store::{BlockKey, BlockStore, Bytes, KeyChain, StoreError};
+use kvist_scheduler::TransferId;
+use kvist_store::{BlockKey, BlockStore, Bytes, StoreError};
 use std::collections::{HashSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
@@ -127,11 +127,17 @@ impl Stores {
         }
     }
 
-    fn forget(&self, key: &BlockKey) {
+    /// Number of tiers.
+    pub fn n(&self) -> usize {
+        self.list.len()
+    }
+
+    pub fn forget(&self, key: &BlockKey) {
         self.written().keys.remove(key);
     }
 
-    async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> usize {
+    /// How many of the keys, from the first on, a tier has.
+    pub async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> usize {
         let Some(one) = self.list.get(tier) else { return 0 };
         let (store, wanted) = (one.store.clone(), keys.to_vec());
         // Goes on when this waits no longer: a store that is asked less often while it is down learns so that it is.
@@ -150,12 +156,12 @@ impl Stores {
         }
     }
 
-    async fn get(&self, tier: usize, key: BlockKey, block_bytes: usize) -> Option<Bytes> {
-        let one = self.list.get(tier)?;
-        let found = one.note("read a block", one.store.get(&key).await).flatten();
-        let found = found.filter(|bytes| bytes.len() == block_bytes);
+    async fn get(&self, wanted: Wanted) -> Option<Bytes> {
+        let one = self.list.get(wanted.tier)?;
+        let found = one.note("read a block", one.store.get(&wanted.key).await).flatten();
+        let found = found.filter(|bytes| bytes.len() == wanted.bytes);
         if found.is_none() {
-            self.forget(&key); // write it again
+            self.forget(&wanted.key); // write it again
         }
         found
     }
@@ -169,53 +175,19 @@ impl Stores {
     }
 }
 
-/// A prompt to look up.
-pub struct Lookup {
-    pub request: RequestId,
-    pub tokens: Vec<u32>,
-    pub chain: KeyChain,
-    pub block_tokens: u32,
-    pub n_tokens: u32,
-    pub hit_tokens: u32,
+/// An object to fetch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Wanted {
+    /// The tier that has it.
+    pub tier: usize,
+    pub key: BlockKey,
+    pub bytes: usize,
 }
 
-/// Reports which tier has which blocks of a prompt.
-pub async fn find(stores: Arc<Stores>, mut lookup: Lookup, reports: Sender<Command>) {
-    let block = lookup.block_tokens.max(1) as usize;
-    let tokens = lookup.tokens.get(..lookup.n_tokens as usize).unwrap_or_default();
-    let keys = lookup.chain.keys(tokens, block);
-    let hit = (lookup.hit_tokens as usize / block).min(keys.len());
-    let mut runs: Vec<Run> = Vec::new();
-    let mut at = 0;
-    while at < keys.len() {
-        let mut found = (None, 0);
-        for tier in 0..stores.list.len() {
-            let n = stores.lookup(tier, &keys[at..]).await;
-            if n > 0 {
-                found = (Some(tier as u8), n);
-                break;
-            }
-        }
-        let (tier, n) = match found {
-            // The cache has the blocks before its hit; later ones are of no use after a gap.
-            (None, _) if at < hit => (None, hit - at),
-            (None, _) => {
-                keys[at..].iter().for_each(|key| stores.forget(key)); // they are written again
-                break;
-            }
-            found => found,
-        };
-        at += n;
-        runs.push(Run { tier, until: (at * block) as u32 });
-    }
-    let _ = reports.send(Command::Tier(Report::Found { request: lookup.request, runs, keys }));
-}
-
-/// Blocks to fetch: the tier that has each, and its key.
+/// What a load needs.
 pub struct Fetch {
     pub id: TransferId,
-    pub wanted: Vec<(usize, BlockKey)>,
-    pub block_bytes: usize,
+    pub wanted: Vec<Wanted>,
 }
 
 /// Reports the bytes of all blocks, or that one of them could not be had.
@@ -227,9 +199,9 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
     let mut ok = true;
     loop {
         while ok && tasks.len() < AT_ONCE {
-            let Some((i, (tier, key))) = wanted.next() else { break };
-            let (stores, block_bytes) = (stores.clone(), fetch.block_bytes);
-            tasks.spawn(async move { (i, stores.get(tier, key, block_bytes).await) });
+            let Some((i, one)) = wanted.next() else { break };
+            let stores = stores.clone();
+            tasks.spawn(async move { (i, stores.get(one).await) });
         }
         match tasks.join_next().await {
             None => break,
@@ -241,9 +213,9 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
     let blocks: Option<Vec<Bytes>> = blocks.into_iter().collect();
     let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, blocks: blocks.clone(), took }));
     // Faster tiers get what was read from slower ones.
-    for ((tier, key), bytes) in fetch.wanted.iter().zip(blocks.iter().flatten()) {
-        stores.remember(*key);
-        stores.put(0..*tier, *key, bytes).await;
+    for (one, bytes) in fetch.wanted.iter().zip(blocks.iter().flatten()) {
+        stores.remember(one.key);
+        stores.put(0..one.tier, one.key, bytes).await;
     }
 }
 
