@@ -124,13 +124,14 @@ impl BatchTiers {
             return Err(argument("`tiers` keep what the prefix index finds: leave `prefix_cache` on"));
         }
         let shape = model.model.config();
-        if paged.cache.groups(shape).iter().any(|group| group.visibility.window.is_some()) {
+        if !paged.suits_tiers(shape) {
             return Err(argument(
-                "`tiers`: layers with a sliding window are not supported yet; leave `tiers` out",
+                "`tiers`: all layers have a sliding window, which is not supported; leave `tiers` out",
             ));
         }
         let block_bytes = paged.block_bytes(shape);
-        let memory = model.model.budget().reserve(Purpose::KvCache, section.memory_bytes(block_bytes));
+        let memory = section.memory_bytes(paged.stored_bytes(shape));
+        let memory = model.model.budget().reserve(Purpose::KvCache, memory);
         let memory = memory.map_err(|why| {
             let fits = format!("{} of {}", kvist_device::Bytes(why.free), kvist_device::Bytes(why.total));
             Class::OutOfMemory.with(format!(

@@ -126,13 +126,13 @@ impl TiersSection {
         if self.outlives_process() { most } else { (self.ram_bytes / 8).clamp(16 << 20, most) }
     }
 
-    /// Memory of the host that the tiers take, for blocks of `block_bytes`: what they hold, what is on its way, and what a store
-    /// on a disk needs to find and to write blocks.
-    pub fn memory_bytes(&self, block_bytes: u64) -> u64 {
+    /// Memory of the host that the tiers take, for objects of `stored_bytes`: what they hold, what is on its way, and what a
+    /// store on a disk needs to find and to write them.
+    pub fn memory_bytes(&self, stored_bytes: u64) -> u64 {
         if !self.is_on() {
             return 0;
         }
-        let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, block_bytes) } else { 0 };
+        let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, stored_bytes) } else { 0 };
         self.ram_bytes.saturating_add(2 * self.bytes_in_flight()).saturating_add(disk)
     }
 

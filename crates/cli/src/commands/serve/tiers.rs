@@ -66,9 +66,8 @@ impl TierFlags {
 
 /// Refuses tiers for a model that cannot use them.
 pub fn check(config: &ServerConfig, engine: &EngineConfig, opened: &Opened) -> anyhow::Result<()> {
-    let groups = engine.paged.cache.groups(opened.config());
-    if config.tiers.is_on() && groups.iter().any(|group| group.visibility.window.is_some()) {
-        let what = "this model has layers with a sliding window, which tiers do not support yet: serve it without --tier-ram, \
+    if config.tiers.is_on() && !engine.paged.suits_tiers(opened.config()) {
+        let what = "all layers of this model have a sliding window, which tiers do not support: serve it without --tier-ram, \
                     --tier-disk and --tier-store";
         return Err(wrong_usage(what));
     }
