@@ -19,7 +19,6 @@ use crate::serving::tiers::{BlockParts, Report, Stores, TierDriver};
 use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
-pub use paged::PagedConfig;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, SeqId, Step, StepPlan};
 use kvist_device::{
@@ -30,6 +29,7 @@ use kvist_model::{Error, Model};
 use kvist_scheduler::{
     Advance, Batch, BatchDrafts, Emitted, Executor, Order, Outcome, RequestId, Sampled, Scheduler, Tiers,
 };
+pub use paged::PagedConfig;
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;

@@ -15,7 +15,7 @@ use foyer::{
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -89,6 +89,7 @@ pub struct DiskFrames {
     /// Pages of foyer's write buffer.
     buffer: Semaphore,
     buffer_pages: u32,
+    in_order: Mutex<()>,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
 }
@@ -211,6 +212,7 @@ impl DiskFrames {
             options,
             buffer: Semaphore::new(buffer_pages as usize),
             buffer_pages,
+            in_order: Mutex::new(()),
             _lock: lock,
         })
     }
@@ -222,7 +224,10 @@ impl DiskFrames {
         self.buffer.acquire_many(pages).await.map_err(|error| failed("write a block", &error))
     }
 
+    /// foyer numbers entries before it queues them, and what follows a smaller number in a region is lost when the store is
+    /// opened again. So one entry at a time is numbered and queued.
     fn enqueue(&self, key: &BlockKey, frame: Frame) {
+        let _one = self.in_order.lock().unwrap_or_else(|broken| broken.into_inner());
         self.cache.storage_writer(Key(*key.as_bytes())).force().insert(Stored(frame));
     }
 

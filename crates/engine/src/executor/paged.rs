@@ -41,7 +41,8 @@ impl PagedConfig {
 
     /// Mean bytes of the objects that a block is stored as in [tiers](crate::serving::TierConfig).
     pub fn stored_bytes(&self, model: &ModelConfig) -> u64 {
-        let windows = self.cache.groups(model).iter().filter(|group| group.visibility.window.is_some()).count();
+        let windows =
+            self.cache.groups(model).iter().filter(|group| group.visibility.window.is_some()).count();
         self.block_bytes(model) / (1 + windows as u64)
     }
 

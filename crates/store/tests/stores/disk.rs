@@ -6,6 +6,7 @@ use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 const CAPACITY: u64 = 8 * (16 << 20);
@@ -62,6 +63,29 @@ async fn blocks_survive_a_restart() {
         assert_eq!(store.get(key).await.unwrap(), Some(block(at)), "{at}");
     }
     assert_eq!(store.usage().capacity_bytes, Some(CAPACITY));
+}
+
+/// Regression: foyer's numbers and its queue could have different orders, and opening a region stopped at the first number that
+/// was smaller than the one before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn blocks_that_are_written_at_the_same_time_survive_a_restart() {
+    for round in 0..10 {
+        let dir = tempfile::tempdir().unwrap();
+        let keys = reference::keys(320);
+        let store = Arc::new(open(dir.path()).await);
+        for keys in keys.chunks(64) {
+            let mut puts = tokio::task::JoinSet::new();
+            for &key in keys {
+                let store = store.clone();
+                puts.spawn(async move { store.put(key, block(1), None).await.unwrap() });
+            }
+            puts.join_all().await;
+        }
+        Arc::into_inner(store).unwrap().close().await.unwrap();
+        let store = open(dir.path()).await;
+        assert_eq!(store.lookup(&keys).await.unwrap(), 320, "round {round}");
+        store.close().await.unwrap();
+    }
 }
 
 /// Another layout would read the files wrongly: the store begins anew, and says nothing false.
