@@ -3,6 +3,7 @@ use crate::error::DeviceError;
 use crate::pools::PoolSpec;
 use kvist_cache::{CellRun, GroupId};
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A buffer in the host's memory for the bytes of a block. It can be used again for any block of its size.
@@ -31,10 +32,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// the [`ChannelOrder`](crate::ChannelOrder) of the pools. Rows of a rotated storage are the rotated ones. Nothing is decoded
 /// or rounded, so a block that is exported and imported is the same bit for bit, in any pools of the same layout, storages
 /// and channel order.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone)]
 pub struct HostBlock {
-    bytes: Vec<u8>,
+    memory: Memory,
 }
+
+#[derive(Clone)]
+enum Memory {
+    Own(Vec<u8>),
+    Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
+}
+
+impl fmt::Debug for HostBlock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostBlock({} bytes)", self.bytes().len())
+    }
+}
+
+impl PartialEq for HostBlock {
+    fn eq(&self, other: &Self) -> bool {
+        self.bytes() == other.bytes()
+    }
+}
+impl Eq for HostBlock {}
 
 impl HostBlock {
     /// A block of zeros. [`Pools::block_bytes`](crate::Pools::block_bytes) returns the length that a transfer needs.
@@ -46,13 +66,29 @@ impl HostBlock {
         let refused = |_| DeviceError::OutOfMemory { what: "block on the host", bytes: len as u64 };
         bytes.try_reserve_exact(len).map_err(refused)?;
         bytes.resize(len, 0);
-        Ok(HostBlock { bytes })
+        Ok(HostBlock { memory: Memory::Own(bytes) })
     }
+
+    /// A block for an import, of bytes that others have too. They are copied if the block is written to.
+    pub fn shared(bytes: Arc<dyn AsRef<[u8]> + Send + Sync>) -> Self {
+        HostBlock { memory: Memory::Shared(bytes) }
+    }
+
     pub fn bytes(&self) -> &[u8] {
-        &self.bytes
+        match &self.memory {
+            Memory::Own(bytes) => bytes,
+            Memory::Shared(bytes) => (**bytes).as_ref(),
+        }
     }
+
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes
+        if let Memory::Shared(bytes) = &self.memory {
+            self.memory = Memory::Own((**bytes).as_ref().to_vec());
+        }
+        match &mut self.memory {
+            Memory::Own(bytes) => bytes,
+            Memory::Shared(_) => unreachable!("it was copied above"),
+        }
     }
 }
 

@@ -10,7 +10,7 @@ mod paged;
 
 use crate::channels::channel_order;
 use crate::keep::{KeepConfig, Keeping};
-use crate::memory::{CacheConfig, MemoryPlan};
+use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use crate::saved::CacheRows;
 use crate::serving::ResizeError;
@@ -20,11 +20,10 @@ use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
 use kvist_cache::kinds::Visibility;
-use kvist_cache::{Cache, Kept, PagedSpec, PrefixSpec, RecomputeCost, SeqId, Step, StepPlan};
+use kvist_cache::{Cache, Kept, SeqId, Step, StepPlan};
 use kvist_device::{
-    Computed, Given, KvCounters, Layout, Registry, RowOutput, RowResult, StepInputs, Transfers, WantedRow,
+    Computed, Given, KvCounters, Registry, RowOutput, RowResult, StepInputs, Transfers, WantedRow,
 };
-use kvist_model::config::ModelConfig;
 use kvist_model::{Error, Model};
 use kvist_scheduler::{
     Advance, Batch, BatchDrafts, Emitted, Executor, Order, Outcome, RequestId, Sampled, Scheduler, Tiers,

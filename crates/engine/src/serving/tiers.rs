@@ -4,123 +4,55 @@
 //! inbox. A block that comes back was checked by its store, and has the length that the cache expects; otherwise its load
 //! fails and the tokens are computed. A store that fails, is full or slow costs hits, never an answer: failures are counted
 //! and logged when they begin and when they end.
+mod config;
 mod find;
 mod fingerprint;
 mod parts;
 mod task;
 
 use super::thread::Command;
+pub use config::{StoreStats, TierConfig, TierStats, TierStore};
 use find::Found;
 pub use fingerprint::fingerprint;
 use kvist_cache::{BlockId, CachedBlock, CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
-use kvist_scheduler::{CachedTokens, LoadOrder, Order, Recompute, RequestId, Scheduler, StoreOrder};
-use kvist_scheduler::{Tier, TierCounters, Tiers, TransferId, WindowBytes, Write};
-use kvist_store::{BlockKey, BlockStore, Bytes, KeyChain, Usage};
+use kvist_scheduler::{CachedTokens, LoadOrder, Order, RequestId, Scheduler, StoreOrder, TransferId};
+use kvist_store::{BlockKey, Bytes, KeyChain};
 pub(crate) use parts::BlockParts;
-use parts::{Part, window_key};
+use parts::window_key;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 pub(crate) use task::Stores;
 
-/// One tier: a store, and how fast it is at first. What loads take is measured from then on.
-#[derive(Clone)]
-pub struct TierStore {
-    pub store: Arc<dyn BlockStore>,
-    /// How fast it is read.
-    pub bytes_per_s: u64,
-    /// Time until the first byte of a read.
-    pub latency: Duration,
-}
-
-/// Tiers below the KV cache.
-#[derive(Clone)]
-pub struct TierConfig {
-    /// Fastest first.
-    pub stores: Vec<TierStore>,
-    /// Identifies everything that K and V depend on besides the tokens and the salt: the model, how its weights are
-    /// computed with, the storage of K and V. Blocks are only found by engines with the same one.
-    pub fingerprint: Vec<u8>,
-    pub write: Write,
-    /// Bytes that may be on their way from the tiers at a time, and as many to them.
-    pub max_bytes_in_flight: u64,
-    /// How long a request waits for a lookup, and for a load beyond four times its estimate.
-    pub grace: Duration,
-    /// Where the stores' tasks run; `None` starts a runtime of two threads that ends with the engine. Stores that were opened on a
-    /// runtime need that one.
-    pub runtime: Option<tokio::runtime::Handle>,
-}
-
-impl TierConfig {
-    /// Writes through, 256 MiB in flight, a quarter of a second of grace.
-    pub fn new(stores: Vec<TierStore>, fingerprint: Vec<u8>) -> Self {
-        let (write, grace) = (Write::Through, Duration::from_millis(250));
-        TierConfig { stores, fingerprint, write, max_bytes_in_flight: 256 << 20, grace, runtime: None }
-    }
-
-    /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
-    pub(crate) fn scheduled(&self, block_parts: &BlockParts, multiply_adds: (f64, f64)) -> Tiers {
-        let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        let tier = |tier: &TierStore| Tier {
-            name: tier.store.name().to_owned(),
-            bytes_per_s: tier.bytes_per_s.max(1),
-            latency_ns: nanoseconds(tier.latency),
-        };
-        let window = |part: &Part| WindowBytes {
-            tokens: part.visibility.window.unwrap_or(u32::MAX),
-            block_bytes: part.bytes as u64,
-        };
-        Tiers {
-            list: self.stores.iter().map(tier).collect(),
-            block_bytes: block_parts.block_bytes() as u64,
-            windows: block_parts.windows().map(|(_, part)| window(part)).collect(),
-            write: self.write,
-            max_load_bytes: self.max_bytes_in_flight,
-            max_store_bytes: self.max_bytes_in_flight,
-            recompute: Recompute {
-                per_token_ns: multiply_adds.0 * GUESSED_NS,
-                per_pair_ns: multiply_adds.1 * GUESSED_NS,
-                learn: true,
-            },
-            grace_ns: nanoseconds(self.grace),
-        }
-    }
-}
-
-/// Of a multiply-add, until the first prompts have been measured: a few cores.
-const GUESSED_NS: f64 = 0.01;
-
-/// What the tiers did, and what they hold.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct TierStats {
-    pub counters: TierCounters,
-    /// Bytes on their way from and to the tiers.
-    pub load_bytes: u64,
-    pub store_bytes: u64,
-    /// Fastest first.
-    pub stores: Vec<StoreStats>,
-}
-
-/// One store.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct StoreStats {
-    pub name: String,
-    pub usage: Usage,
-    /// Operations that failed.
-    pub errors: u64,
-}
-
 /// What a task reports to the engine thread.
 pub(crate) enum Report {
-    Found { request: RequestId, found: Found },
-    Fetched { id: TransferId, blocks: Option<Vec<Bytes>>, took: Duration },
+    Found {
+        request: RequestId,
+        found: Found,
+    },
+    /// Some objects of a load, each with its place in [`Found::wanted`].
+    Arrived {
+        id: TransferId,
+        objects: Vec<(usize, Bytes)>,
+    },
+    /// No more objects come. `ok`: all of them have.
+    Fetched {
+        id: TransferId,
+        ok: bool,
+        took: Duration,
+    },
 }
 
 /// A load whose bytes are on their way.
 struct Load {
     order: LoadOrder,
+    /// Of each object: the block of the load, and its layer groups.
+    places: Vec<(usize, Vec<usize>)>,
+    /// The copies to the cache's memory that have begun.
+    parts: Vec<Pending>,
+    failed: bool,
     abandoned: bool,
 }
 
@@ -146,6 +78,22 @@ enum Pending {
     Begun(Transfer),
     Done(HostBlock),
     Failed,
+}
+
+impl Pending {
+    /// Looks whether it has ended; `failed` is set if it has failed. Returns whether it is still on its way.
+    fn settle(&mut self, transfers: &mut Transfers<'_>, failed: &mut bool) -> bool {
+        let Pending::Begun(transfer) = self else { return false };
+        *self = match transfers.finished(transfer) {
+            None => return true,
+            Some(Ok(host)) => Pending::Done(host),
+            Some(Err(_)) => {
+                *failed = true;
+                Pending::Failed
+            }
+        };
+        false
+    }
 }
 
 /// What the scheduler has to be told.
@@ -278,7 +226,12 @@ impl TierDriver {
             Some(wanted) => {
                 let fetch = task::Fetch { id: order.id, wanted };
                 self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
-                self.loads.insert(order.id, Load { order, abandoned: false });
+                let objects =
+                    |i| find::objects_of(&order, &self.block_parts, i).map(move |(groups, _)| (i, groups));
+                let n_blocks = order.positions.len() / self.block_parts.block_tokens as usize;
+                let places = (0..n_blocks).flat_map(objects).collect();
+                let load = Load { order, places, parts: Vec::new(), failed: false, abandoned: false };
+                self.loads.insert(load.order.id, load);
             }
         }
     }
@@ -332,72 +285,50 @@ impl TierDriver {
                 }
                 scheduler.found(now, request, runs);
             }
-            Report::Fetched { id, blocks, took } => {
+            Report::Arrived { id, objects } => self.import(id, objects, transfers),
+            Report::Fetched { id, ok, took } => {
                 let Some(load) = self.loads.remove(&id) else { return };
-                match blocks.filter(|_| !load.abandoned) {
-                    Some(blocks) => self.import(&load.order, &blocks, took, transfers),
-                    None => self.ended.push(Ended::Load { id, ok: false, took }),
-                }
+                let failed = !ok || load.failed || load.abandoned;
+                let object = Object { key: BlockKey::from_bytes([0; 32]), bytes: 0, parts: load.parts };
+                self.copies.push(Copies { id, objects: vec![object], took: Some(took), failed });
             }
         }
         self.poll(transfers);
     }
 
-    /// `objects`: in the order of [`Found::wanted`].
-    fn import(
-        &mut self,
-        order: &LoadOrder,
-        objects: &[Bytes],
-        took: Duration,
-        transfers: &mut Transfers<'_>,
-    ) {
-        let mut copy = Copies { id: order.id, objects: Vec::new(), took: Some(took), failed: false };
-        let (mut parts, mut objects) = (Vec::new(), objects.iter());
-        let block_parts = self.block_parts.clone();
-        let n_blocks = order.positions.len() as u32 / block_parts.block_tokens;
-        for i in 0..n_blocks as usize {
-            for (groups, _) in find::objects_of(order, &block_parts, i) {
-                let mut at = 0;
-                for group in groups {
-                    let len = block_parts.part(group).map_or(0, |part| part.bytes);
-                    let bytes = objects.as_slice().first().and_then(|object| object.get(at..at + len));
-                    at += len;
-                    let begun = bytes.zip(find::block_of(order, group, i)).and_then(|(bytes, block)| {
-                        let mut host = HostBlock::new(len).ok()?;
-                        host.bytes_mut().copy_from_slice(bytes);
-                        transfers
-                            .import(GroupId(group as u16), cells(block, block_parts.block_tokens), host)
-                            .ok()
-                    });
-                    match begun {
-                        Some(begun) => parts.push(Pending::Begun(begun)),
-                        None => copy.failed = true,
-                    }
+    /// Begins to copy what has arrived of a load to the cache's memory, while the rest is still read.
+    fn import(&mut self, id: TransferId, objects: Vec<(usize, Bytes)>, transfers: &mut Transfers<'_>) {
+        let Some(load) = self.loads.get_mut(&id).filter(|load| !load.abandoned && !load.failed) else {
+            return;
+        };
+        for (at, object) in objects {
+            let Some((i, groups)) = load.places.get(at) else { continue };
+            let mut from = 0;
+            for &group in groups {
+                let len = self.block_parts.part(group).map_or(0, |part| part.bytes);
+                let begun = find::block_of(&load.order, group, *i).and_then(|block| {
+                    let bytes = (from + len <= object.len()).then(|| object.slice(from..from + len))?;
+                    let cells = cells(block, self.block_parts.block_tokens);
+                    transfers.import(GroupId(group as u16), cells, HostBlock::shared(Arc::new(bytes))).ok()
+                });
+                from += len;
+                match begun {
+                    Some(begun) => load.parts.push(Pending::Begun(begun)),
+                    None => load.failed = true,
                 }
-                objects.next();
             }
         }
-        copy.objects.push(Object { key: BlockKey::from_bytes([0; 32]), bytes: 0, parts });
-        self.copies.push(copy);
+        load.parts.retain_mut(|part| part.settle(transfers, &mut load.failed));
     }
 
     /// Looks which copies have ended.
     fn poll(&mut self, transfers: &mut Transfers<'_>) {
         let mut copies = std::mem::take(&mut self.copies);
         for copy in &mut copies {
-            for object in &mut copy.objects {
-                for part in &mut object.parts {
-                    let Pending::Begun(transfer) = part else { continue };
-                    match transfers.finished(transfer) {
-                        None => {}
-                        Some(Ok(host)) => *part = Pending::Done(host),
-                        Some(Err(_)) => {
-                            copy.failed = true;
-                            *part = Pending::Failed;
-                        }
-                    }
-                }
-            }
+            let parts = copy.objects.iter_mut().flat_map(|object| &mut object.parts);
+            parts.for_each(|part| {
+                part.settle(transfers, &mut copy.failed);
+            });
         }
         let is_done = |copy: &Copies| {
             let mut parts = copy.objects.iter().flat_map(|object| &object.parts);

@@ -190,30 +190,48 @@ pub struct Fetch {
     pub wanted: Vec<Wanted>,
 }
 
-/// Reports the bytes of all blocks, or that one of them could not be had.
+/// What is reported at a time while more is read.
+const ARRIVED_BYTES: usize = 4 << 20;
+
+/// Reports the bytes of all objects as they arrive, and whether all have.
 pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) {
     let started = Instant::now();
-    let mut blocks: Vec<Option<Bytes>> = vec![None; fetch.wanted.len()];
+    let mut objects: Vec<Option<Bytes>> = vec![None; fetch.wanted.len()];
     let mut tasks = JoinSet::new();
     let mut wanted = fetch.wanted.iter().copied().enumerate();
     let mut ok = true;
+    let (mut arrived, mut arrived_bytes) = (Vec::new(), 0);
     loop {
         while ok && tasks.len() < AT_ONCE {
             let Some((i, one)) = wanted.next() else { break };
             let stores = stores.clone();
             tasks.spawn(async move { (i, stores.get(one).await) });
         }
-        match tasks.join_next().await {
-            None => break,
-            Some(Ok((i, Some(bytes)))) => blocks[i] = Some(bytes),
+        let next = tasks.join_next().await;
+        let is_last = next.is_none();
+        match next {
+            Some(Ok((i, Some(bytes)))) => {
+                arrived_bytes += bytes.len();
+                arrived.push((i, bytes.clone()));
+                objects[i] = Some(bytes);
+            }
             Some(_) => ok = false,
+            None => {}
+        }
+        if arrived_bytes >= ARRIVED_BYTES || is_last {
+            let objects = std::mem::take(&mut arrived);
+            arrived_bytes = 0;
+            let _ = reports.send(Command::Tier(Report::Arrived { id: fetch.id, objects }));
+        }
+        if is_last {
+            break;
         }
     }
     let took = started.elapsed();
-    let blocks: Option<Vec<Bytes>> = blocks.into_iter().collect();
-    let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, blocks: blocks.clone(), took }));
+    let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, ok, took }));
+    let objects: Option<Vec<Bytes>> = objects.into_iter().filter(|_| ok).collect();
     // Faster tiers get what was read from slower ones.
-    for (one, bytes) in fetch.wanted.iter().zip(blocks.iter().flatten()) {
+    for (one, bytes) in fetch.wanted.iter().zip(objects.iter().flatten()) {
         stores.remember(one.key);
         stores.put(0..one.tier, one.key, bytes).await;
     }

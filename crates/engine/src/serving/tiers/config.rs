@@ -1,0 +1,93 @@
+//! What tiers an engine has, and what they did.
+use super::parts::{BlockParts, Part};
+use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
+use kvist_store::{BlockStore, Usage};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// One tier: a store, and how fast it is at first. What loads take is measured from then on.
+#[derive(Clone)]
+pub struct TierStore {
+    pub store: Arc<dyn BlockStore>,
+    /// How fast it is read.
+    pub bytes_per_s: u64,
+    /// Time until the first byte of a read.
+    pub latency: Duration,
+}
+
+/// Tiers below the KV cache.
+#[derive(Clone)]
+pub struct TierConfig {
+    /// Fastest first.
+    pub stores: Vec<TierStore>,
+    /// Identifies everything that K and V depend on besides the tokens and the salt: the model, how its weights are
+    /// computed with, the storage of K and V. Blocks are only found by engines with the same one.
+    pub fingerprint: Vec<u8>,
+    pub write: Write,
+    /// Bytes that may be on their way from the tiers at a time, and as many to them.
+    pub max_bytes_in_flight: u64,
+    /// How long a request waits for a lookup, and for a load beyond four times its estimate.
+    pub grace: Duration,
+    /// Where the stores' tasks run; `None` starts a runtime of two threads that ends with the engine. Stores that were opened on a
+    /// runtime need that one.
+    pub runtime: Option<tokio::runtime::Handle>,
+}
+
+impl TierConfig {
+    /// Writes through, 256 MiB in flight, a quarter of a second of grace.
+    pub fn new(stores: Vec<TierStore>, fingerprint: Vec<u8>) -> Self {
+        let (write, grace) = (Write::Through, Duration::from_millis(250));
+        TierConfig { stores, fingerprint, write, max_bytes_in_flight: 256 << 20, grace, runtime: None }
+    }
+
+    /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
+    pub(crate) fn scheduled(&self, block_parts: &BlockParts, multiply_adds: (f64, f64)) -> Tiers {
+        let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let tier = |tier: &TierStore| Tier {
+            name: tier.store.name().to_owned(),
+            bytes_per_s: tier.bytes_per_s.max(1),
+            latency_ns: nanoseconds(tier.latency),
+        };
+        let window = |part: &Part| WindowBytes {
+            tokens: part.visibility.window.unwrap_or(u32::MAX),
+            block_bytes: part.bytes as u64,
+        };
+        Tiers {
+            list: self.stores.iter().map(tier).collect(),
+            block_bytes: block_parts.block_bytes() as u64,
+            windows: block_parts.windows().map(|(_, part)| window(part)).collect(),
+            write: self.write,
+            max_load_bytes: self.max_bytes_in_flight,
+            max_store_bytes: self.max_bytes_in_flight,
+            recompute: Recompute {
+                per_token_ns: multiply_adds.0 * GUESSED_NS,
+                per_pair_ns: multiply_adds.1 * GUESSED_NS,
+                learn: true,
+            },
+            grace_ns: nanoseconds(self.grace),
+        }
+    }
+}
+
+/// Of a multiply-add, until the first prompts have been measured: a few cores.
+const GUESSED_NS: f64 = 0.01;
+
+/// What the tiers did, and what they hold.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct TierStats {
+    pub counters: TierCounters,
+    /// Bytes on their way from and to the tiers.
+    pub load_bytes: u64,
+    pub store_bytes: u64,
+    /// Fastest first.
+    pub stores: Vec<StoreStats>,
+}
+
+/// One store.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct StoreStats {
+    pub name: String,
+    pub usage: Usage,
+    /// Operations that failed.
+    pub errors: u64,
+}
