@@ -4,7 +4,8 @@ disk and in Redis, and from a frozen prefix.
 
     bench/tiers/ttft.py --kvist target/release/kvist --model b-q8_0.gguf
 
-`kvist` has to be built with `--features tiers`. Redis is left out if `redis-server` is not installed. The cache has room for one
+A prompt has --tokens tokens in whole blocks, which can be found, and one more, which is always computed: so a prompt that is
+found costs its way and one step. `kvist` has to be built with `--features tiers`. Redis is left out if `redis-server` is not installed. The cache has room for one
 prompt alone, so that two prompts that take turns are never found there. The figure is the median over --rounds. Beside it stands
 the time of one decode step at that depth, and, for the disk, what direct reads of as many bytes of the same files take in the
 same run. Only the standard library is needed.
@@ -72,6 +73,25 @@ class Server:
         step = (last - first) / (max_tokens - 1) if max_tokens > 1 else None
         return first - began, step, usage["prompt_tokens_details"]["cached_tokens"], loaded
 
+    def tokens(self, text):
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        connection.request("POST", "/tokenize", json.dumps({"prompt": text}), {"content-type": "application/json"})
+        return json.loads(connection.getresponse().read())["tokens"]
+
+    def text(self, rng, n_tokens):
+        """Letters of exactly so many tokens, and a letter that adds one more."""
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        text = ""
+        while (missing := n_tokens - len(self.tokens(text) if text else [])) > 0:
+            text += "".join(rng.choices(letters, k=missing))
+        while len(self.tokens(text)) > n_tokens:
+            text = text[:-1]
+        tokens = self.tokens(text)
+        more = next((letter for letter in letters if self.tokens(text + letter)[:-1] == tokens), None)
+        if len(tokens) != n_tokens or more is None:
+            return self.text(rng, n_tokens)
+        return text, more
+
     def metric(self, name):
         connection = http.client.HTTPConnection(self.address, timeout=60)
         connection.request("GET", "/metrics")
@@ -112,8 +132,6 @@ def main():
     parser.add_argument("--json", help="write the figures here")
     args = parser.parse_args()
     rng = random.Random(1)
-    # The random model's tokenizer knows bytes: a letter is a token.
-    prompts = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=args.tokens)) for _ in range(2)]
     plan = subprocess.run([args.kvist, "serve", "--model", args.model, "--context", str(args.tokens), "--dry-run", "--json"],
                           capture_output=True, text=True, check=True)
     plan = json.loads(plan.stdout)
@@ -135,6 +153,8 @@ def main():
     try:
         tiers = ["--tier-ram", "4GiB", *disk] + (["--tier-store", redis_url] if redis else [])
         with Server(args.kvist, args.model, args.tokens, *tiers) as server:
+            texts = [server.text(rng, args.tokens) for _ in range(2)]
+            prompts = [text + letter for text, letter in texts]
             for prompt in prompts:
                 seconds, step, cached, source = server.complete(prompt, 9)
                 note("computed", seconds, cached, source)
@@ -157,13 +177,13 @@ def main():
                     seconds, _, cached, source = server.complete(prompts[i % 2])
                     note("tier: Redis", seconds, cached, source)
         text, frozen = folder + "/prefix.txt", folder + "/prefix.kvp"
-        pathlib.Path(text).write_text(prompts[0])
+        pathlib.Path(text).write_text(texts[0][0])
         freeze = [args.kvist, "prefix", "freeze", "--raw", "--quiet", "--model", args.model, "--text", text, "--out", frozen]
         subprocess.run(freeze, check=True, stdout=subprocess.DEVNULL)
         for _ in range(args.rounds):
             # A new process each time: its first prompt.
             with Server(args.kvist, args.model, args.tokens, "--prefix", frozen) as server:
-                seconds, _, cached, source = server.complete(prompts[0] + "xyz")
+                seconds, _, cached, source = server.complete(prompts[0])
                 note("frozen prefix", seconds, cached, source)
         medians = {name: statistics.median(values) for name, values in figures.items()}
         step, direct = medians["one step"], medians["direct reads"]

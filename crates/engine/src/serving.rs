@@ -69,7 +69,7 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
-pub use tiers::{StoreStats, TierConfig, TierStats, TierStore, fingerprint, tier_runtime};
+pub use tiers::{PackedStore, StoreStats, TierConfig, TierStats, TierStore, fingerprint, tier_runtime};
 use tokio::sync::{mpsc, watch};
 
 /// Most prompt tokens of a step in an engine that [keeps only some tokens](EngineConfig::keep_only) of each request: a request

@@ -232,6 +232,32 @@ async fn the_same_texts_of_packed_numbers() {
     }
 }
 
+/// A packed tier has the same blocks in 34 bytes for 64, and is as good as no tier where it does not matter.
+#[tokio::test]
+async fn a_packed_tier_takes_half_the_bytes() {
+    let prompts = prompts();
+    let run = async |store: Arc<dyn BlockStore>| {
+        let stores = vec![TierStore { store: store.clone(), bytes_per_s: u64::MAX, latency: Duration::ZERO }];
+        let mut config = small(Some((Write::Through, stores)), Preempted::Recompute);
+        (config.paged.cache.k, config.paged.cache.v) = (Storage::F16, Storage::F16);
+        config.fit();
+        let (texts, stats, loaded) = serve(engine(config), &prompts).await;
+        assert!(loaded > 0 && stats.tiers.unwrap().counters.failed_loads == 0);
+        let usage = store.usage();
+        (texts, usage.bytes.unwrap() / usage.entries.unwrap())
+    };
+    let (exact, plain) = run(Arc::new(Ram::new(1 << 30))).await;
+    let (rounded, packed) = run(Arc::new(PackedStore::new(Ram::new(1 << 30)))).await;
+    // A block has a head besides.
+    assert!(packed < plain * 35 / 64, "{packed} of {plain} bytes");
+    // The first round computes everything.
+    assert_eq!(rounded[..prompts.len()], exact[..prompts.len()]);
+    let same = |(a, b): (&Vec<u32>, &Vec<u32>)| a.iter().zip(b).take_while(|(a, b)| a == b).count();
+    let (same, all) =
+        (rounded.iter().zip(&exact).map(same).sum::<usize>(), exact.iter().map(Vec::len).sum::<usize>());
+    assert!(same * 10 > all * 7, "{same} of {all} tokens are the same");
+}
+
 /// Models some of whose layers have a window: the tiers have only some of those layers' blocks.
 #[tokio::test]
 async fn the_same_texts_of_models_with_windows() {

@@ -1,7 +1,7 @@
 //! Tiers below the cache of a batch.
 use crate::errors::{Class, argument, engine};
 use crate::model::{Bytes, Model};
-use kvist_device::{Purpose, Registry, Reservation};
+use kvist_device::{Purpose, Registry, Reservation, Storage};
 use kvist_engine::serving::{Engine, EngineConfig, TierStats, fingerprint};
 use kvist_server::config::{LoadRule, OpenTiers, TiersSection, WriteTime};
 use kvist_store::StoreError;
@@ -16,6 +16,7 @@ use std::time::Duration;
 ///
 /// Args:
 ///     ram: bytes, or a size such as "8GiB", of this machine's memory. On a CPU a larger `context` does the same without copies.
+///     ram_packed: store blocks there as q8, half of what f16 takes. What is loaded is rounded, so texts can differ.
 ///     disk: a directory, which is created if it is missing. What it has is found again later. One `Batch` at a time uses it.
 ///     disk_size: what the directory takes, all of it at once: at least 128 MiB.
 ///     store: the URL of a store: redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH.
@@ -33,9 +34,10 @@ pub struct Tiers {
 #[pymethods]
 impl Tiers {
     #[new]
-    #[pyo3(signature = (*, ram=None, disk=None, disk_size=None, store=None, write="through", load="auto"))]
+    #[pyo3(signature = (*, ram=None, ram_packed=false, disk=None, disk_size=None, store=None, write="through", load="auto"))]
     fn new(
         ram: Option<Bytes>,
+        ram_packed: bool,
         disk: Option<PathBuf>,
         disk_size: Option<Bytes>,
         store: Option<String>,
@@ -55,6 +57,7 @@ impl Tiers {
         let size = |name: &str, bytes: Option<Bytes>| bytes.map_or(Ok(0), |bytes| bytes.get(name));
         let section = TiersSection {
             ram_bytes: size("ram", ram)?,
+            ram_packed,
             disk_bytes: size("disk_size", disk_size)?,
             disk_dir: disk,
             store,
@@ -77,6 +80,9 @@ impl Tiers {
                 "`disk_size`: give the size of {}, which it takes at once",
                 dir.display()
             ))),
+            TiersSection { ram_bytes: 0, ram_packed: true, .. } => {
+                Err(argument("`ram_packed`: give `ram` too, a size"))
+            }
             TiersSection { disk_dir: None, disk_bytes: 1.., .. } => {
                 Err(argument("`disk_size`: give `disk` too, a directory"))
             }
@@ -124,6 +130,9 @@ impl BatchTiers {
             return Err(argument("`tiers` keep what the prefix index finds: leave `prefix_cache` on"));
         }
         let shape = model.model.config();
+        if section.ram_packed && [paged.cache.k, paged.cache.v].iter().any(|&kv| kv != Storage::F16) {
+            return Err(argument("`tiers`: `ram_packed` packs a cache in f16, and this one has another storage"));
+        }
         if !paged.suits_tiers(shape) {
             return Err(argument(
                 "`tiers`: all layers have a sliding window, which is not supported; leave `tiers` out",

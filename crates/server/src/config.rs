@@ -102,7 +102,7 @@ impl ServerConfig {
         check::model(self)?;
         check::cache_and_scheduler(self)?;
         check::speculation(self)?;
-        self.tiers.check()?;
+        self.tiers.check([self.cache.kv, self.cache.values()])?;
         check::limits(self)?;
         check::sessions(self)?;
         check::http(self)?;

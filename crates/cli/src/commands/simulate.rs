@@ -8,7 +8,7 @@ mod requests;
 mod schedule;
 mod seeds;
 mod show;
-mod spec;
+pub mod spec;
 mod speculate;
 mod sweep;
 mod tiers;

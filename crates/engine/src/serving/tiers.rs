@@ -7,6 +7,7 @@
 mod config;
 mod find;
 mod fingerprint;
+mod packed;
 mod parts;
 mod task;
 
@@ -18,6 +19,7 @@ use kvist_cache::{BlockId, CachedBlock, CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
 use kvist_scheduler::{CachedTokens, LoadOrder, Order, RequestId, Scheduler, StoreOrder, TransferId};
 use kvist_store::{BlockKey, Bytes, KeyChain};
+pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
 use std::collections::{BTreeMap, HashMap};

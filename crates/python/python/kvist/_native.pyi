@@ -274,6 +274,7 @@ class Tiers:
         cls,
         *,
         ram: Optional[Union[int, str]] = None,
+        ram_packed: bool = False,
         disk: Optional[_Path] = None,
         disk_size: Optional[Union[int, str]] = None,
         store: Optional[str] = None,

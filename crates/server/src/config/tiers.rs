@@ -1,7 +1,8 @@
 //! `[tiers]`: where K and V go that the cache has no room for, and from where they come back.
 use super::ConfigError;
 use super::check::bad;
-use kvist_engine::serving::{Engine, TierConfig, TierStore, tier_runtime};
+use kvist_device::Storage;
+use kvist_engine::serving::{Engine, PackedStore, TierConfig, TierStore, tier_runtime};
 use kvist_scheduler::{Config, Write};
 use kvist_store::{BlockStore, Ram, StoreError};
 use serde::Deserialize;
@@ -16,6 +17,8 @@ use tokio::runtime::Runtime;
 pub struct TiersSection {
     /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU.
     pub ram_bytes: u64,
+    /// Store blocks in that memory as q8, which takes half of what f16 takes. What is loaded from there is rounded.
+    pub ram_packed: bool,
     /// A directory for blocks, which are found again after a restart. One process at a time uses it.
     pub disk_dir: Option<PathBuf>,
     /// What `disk_dir` takes, all of it from the start.
@@ -93,7 +96,17 @@ impl TiersSection {
         self.disk_dir.is_some() || self.store.is_some()
     }
 
-    pub(super) fn check(&self) -> Result<(), ConfigError> {
+    /// `kv`: the storages of K and V.
+    pub(super) fn check(&self, kv: [Storage; 2]) -> Result<(), ConfigError> {
+        if self.ram_packed {
+            if self.ram_bytes == 0 {
+                return Err(bad("tiers.ram_packed", true, "tiers.ram_bytes (--tier-ram) too"));
+            }
+            if let Some(other) = kv.into_iter().find(|&kv| kv != Storage::F16) {
+                let expected = format!("a cache in f16, but cache.kv or cache.kv_v is {other}");
+                return Err(bad("tiers.ram_packed", true, expected));
+            }
+        }
         match &self.disk_dir {
             None if self.disk_bytes > 0 => {
                 return Err(bad("tiers.disk_bytes", self.disk_bytes, "tiers.disk_dir (--tier-disk) too"));
@@ -140,7 +153,8 @@ impl TiersSection {
     pub fn describe(&self) -> String {
         let mut parts = Vec::new();
         if self.ram_bytes > 0 {
-            parts.push(format!("{} of RAM", kvist_device::Bytes(self.ram_bytes)));
+            let packed = if self.ram_packed { ", packed" } else { "" };
+            parts.push(format!("{} of RAM{packed}", kvist_device::Bytes(self.ram_bytes)));
         }
         if let Some(dir) = &self.disk_dir {
             parts.push(format!("{} on disk in {}", kvist_device::Bytes(self.disk_bytes), dir.display()));
@@ -177,8 +191,10 @@ impl TiersSection {
             };
             stores.push(TierStore { store, bytes_per_s, latency });
         };
-        if self.ram_bytes > 0 {
-            add(Arc::new(Ram::new(self.ram_bytes)), guess::RAM);
+        match self.ram_bytes {
+            0 => {}
+            bytes if self.ram_packed => add(Arc::new(PackedStore::new(Ram::new(bytes))), guess::RAM),
+            bytes => add(Arc::new(Ram::new(bytes)), guess::RAM),
         }
         if let Some(dir) = &self.disk_dir {
             add(runtime.block_on(open_disk(dir, self.disk_bytes, block_bytes))?, guess::DISK);
@@ -197,6 +213,9 @@ impl TiersSection {
             WriteTime::Through => Write::Through,
             WriteTime::Back => Write::Back { ahead_tokens: scheduler.max_batch_tokens },
         };
+        // What follows rounded K and V is other than what follows the ones that were computed.
+        let rounded = if self.ram_packed { &b"rounded to q8"[..] } else { b"" };
+        let fingerprint = [&fingerprint, rounded].concat();
         let config = TierConfig {
             write,
             max_bytes_in_flight: self.bytes_in_flight(),

@@ -5,31 +5,34 @@
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
 //! configuration and table. Then the table prices the steps that really ran, one by one: their error is the table's,
 //! and the remaining error comes from how steps were composed.
+mod disk;
+mod figures;
+mod load;
 mod users;
 
-use crate::commands::bench::calibrate::steps::token;
-use crate::commands::simulate::{costs, replay};
+use crate::commands::simulate::{costs, replay, spec};
 use crate::options::*;
 use crate::{interrupt, json, output};
 use anyhow::{Context, ensure};
 use clap::ValueHint;
-use kvist_cache::{PrefixSpec, Prompt};
+use disk::DiskArgs;
+use figures::{Figure, Figures, compared};
+use kvist_cache::PrefixSpec;
 use kvist_cpu::Compute;
-use kvist_device::Storage;
+use kvist_device::{Bytes, Storage};
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::serving::{Engine, EngineConfig, EngineStats};
-use kvist_scheduler::{Admission, Config};
+use kvist_engine::serving::{Engine, EngineConfig, TierConfig};
+use kvist_scheduler::{Admission, Config, Tiers};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
-use kvist_simulator::report::RequestRow;
 use kvist_simulator::request::Request;
-use kvist_simulator::run::{self, Options, Run};
-use kvist_simulator::statistics::Spread;
+use kvist_simulator::run::{self, Options};
 use kvist_simulator::trace;
-use kvist_simulator::workload::{Arrivals, Contents, Lengths, Prefixes, Workload};
+use load::{Kind, distinct_tokens, load};
 use serde::Serialize;
 use std::path::PathBuf;
-use users::{Recording, User, serve};
+use std::time::Duration;
+use users::{Recording, block_on, serve};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -56,6 +59,14 @@ pub struct Args {
     /// Capacity of the cache, in tokens
     #[arg(long, default_value_t = 8192, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1024..))]
     context: u32,
+    /// Serve chats of several turns instead of single requests; a user thinks so long on average: 20s
+    #[arg(long, value_name = "TIME", value_parser = spec::duration)]
+    chats: Option<Duration>,
+    /// Goodput counts the requests whose first token comes within this time
+    #[arg(long, value_name = "TIME", value_parser = spec::duration, default_value = "1s")]
+    slo_ttft: Duration,
+    #[command(flatten)]
+    disk: DiskArgs,
     /// Write the requests as a trace
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     trace: Option<PathBuf>,
@@ -69,12 +80,13 @@ pub struct Args {
 
 /// Fewer requests give no reliable mean.
 const FEWEST: u32 = 20;
-/// Tokens of a shared prefix, and how many there are.
-const PREFIX_TOKENS: u32 = 128;
-const N_PREFIXES: u32 = 12;
-/// Mean length of a prompt after its prefix, and of an answer.
-const PROMPT_TOKENS: u32 = 64;
-const OUTPUT_TOKENS: u32 = 48;
+/// A disk tier.
+#[derive(Serialize)]
+struct Disk {
+    capacity_bytes: u64,
+    bytes_per_s: u64,
+    latency_s: f64,
+}
 
 /// `kvist bench predict --json`
 #[derive(Serialize)]
@@ -88,91 +100,19 @@ struct Prediction {
     scheduler: Config,
     /// Runnable threads of the whole machine, mean of a minute: before and after the run.
     load_average: [Option<f64>; 2],
+    /// Tokens of all prompts, common beginnings once.
+    distinct_tokens: u64,
+    slo_ttft_s: f64,
+    /// With `--tier-disk`: what was measured before the load.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    disk: Option<Disk>,
+    /// With the tier, if there is one.
     figures: Vec<Figure>,
+    /// The same load without it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    without_tier: Option<Vec<Figure>>,
     /// The replay of the served recording, with its steps priced by the table.
     replayed: replay::Summary,
-}
-
-#[derive(Serialize)]
-struct Figure {
-    figure: &'static str,
-    unit: &'static str,
-    served: f64,
-    simulated: f64,
-}
-
-impl Figure {
-    /// Simulated over served, less one; `None` if the served figure is 0.
-    fn error(&self) -> Option<f64> {
-        (self.served != 0.0).then(|| self.simulated / self.served - 1.0)
-    }
-}
-
-/// A figure's name, its unit and its value.
-type Named = (&'static str, &'static str, f64);
-
-/// Measurements of users and scheduler.
-struct Figures {
-    ttft_s: Option<Spread>,
-    tpot_s: Option<Spread>,
-    busy_s: f64,
-    duration_s: f64,
-    steps: f64,
-    hit_tokens: f64,
-    preemptions: f64,
-}
-
-impl Figures {
-    fn simulated(run: &Run) -> Figures {
-        let record = &run.record;
-        let spread = |of: fn(&RequestRow) -> Option<f64>| {
-            Spread::of(&mut record.requests.iter().filter_map(of).collect::<Vec<_>>())
-        };
-        let last_ns = record.requests.iter().filter_map(|row| row.finished_ns).max().unwrap_or(0);
-        Figures {
-            ttft_s: spread(RequestRow::ttft_s),
-            tpot_s: spread(RequestRow::tpot_s),
-            busy_s: record.steps.busy_ns as f64 / 1e9,
-            duration_s: last_ns as f64 / 1e9,
-            steps: record.steps.steps as f64,
-            hit_tokens: run.counters.hit_tokens as f64,
-            preemptions: record.steps.preemptions as f64,
-        }
-    }
-
-    fn served(users: &[User], stats: &EngineStats) -> Figures {
-        let spread =
-            |of: fn(&User) -> Option<f64>| Spread::of(&mut users.iter().filter_map(of).collect::<Vec<_>>());
-        Figures {
-            ttft_s: spread(|user| Some(user.first_s - user.arrival_s)),
-            tpot_s: spread(User::tpot_s),
-            busy_s: stats.busy_ns as f64 / 1e9,
-            duration_s: users.iter().map(|user| user.last_s).fold(0.0, f64::max),
-            steps: stats.counters.steps as f64,
-            hit_tokens: stats.counters.hit_tokens as f64,
-            preemptions: stats.counters.preemptions as f64,
-        }
-    }
-
-    fn busy(&self) -> f64 {
-        self.busy_s / self.duration_s
-    }
-
-    fn named(&self) -> Vec<Named> {
-        let ms = |spread: &Option<Spread>, of: fn(&Spread) -> f64| spread.as_ref().map_or(0.0, of) * 1e3;
-        vec![
-            ("TTFT mean", "ms", ms(&self.ttft_s, |s| s.mean)),
-            ("TPOT mean", "ms", ms(&self.tpot_s, |s| s.mean)),
-            ("TTFT p50", "ms", ms(&self.ttft_s, |s| s.p50)),
-            ("TTFT p90", "ms", ms(&self.ttft_s, |s| s.p90)),
-            ("TPOT p50", "ms", ms(&self.tpot_s, |s| s.p50)),
-            ("TPOT p90", "ms", ms(&self.tpot_s, |s| s.p90)),
-            ("busy", "%", self.busy() * 100.0),
-            ("steps", "", self.steps),
-            ("tokens found", "", self.hit_tokens),
-            ("preemptions", "", self.preemptions),
-        ]
-    }
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
@@ -186,20 +126,39 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
 
     let vocab = model.config().vocab as u32;
     let longest = table.range().context_tokens as u32;
-    let simulate = |requests: &[Request]| -> anyhow::Result<Run> {
-        let options = Options { scheduler: config.scheduler.clone(), ..Options::default() };
+    let disk = args.disk.open(&config, model.config())?;
+    let simulate = |requests: &[Request], tiers: Option<&(Tiers, u64)>| -> anyhow::Result<Figures> {
+        let scheduler = Config { tiers: tiers.map(|tiers| tiers.0.clone()), ..config.scheduler.clone() };
+        let tier_capacities = tiers.map(|tiers| Some(tiers.1)).into_iter().collect();
+        let options = Options { scheduler, tier_capacities, ..Options::default() };
         let cache = config.paged.cache(model.config())?;
-        Ok(run::run(requests, cache, &table, &options, None, &mut |_| ())?)
+        let run = run::run(requests, cache, &table, &options, None, &mut |_| ())?;
+        Ok(Figures::simulated(&run, args.slo_ttft.as_secs_f64()))
+    };
+    let start = |tiers: Option<TierConfig>, watcher: Option<Recording>| -> anyhow::Result<Engine> {
+        let watchers = watcher.into_iter().map(|watcher| Box::new(watcher) as _).collect();
+        let config = EngineConfig { watchers, tiers, ..served(&args, &table)? };
+        Ok(Engine::start(model.clone(), &registry(&compute), config)?)
+    };
+    // What an engine makes of the tier is what is simulated.
+    let tiers = match &disk {
+        None => None,
+        Some(disk) => {
+            let engine = start(Some(disk.config()), None)?;
+            let tiers = block_on(engine.inspect(|state| state.scheduler.config().tiers.clone()));
+            tiers.flatten().flatten().map(|tiers| (tiers, disk.capacity_bytes))
+        }
     };
     let n_requests = |per_s: f64| match args.requests {
         Some(n) => n as usize,
         None => ((per_s * args.seconds).ceil() as usize).max(1),
     };
-    let draw = |per_s: f64| load(per_s, n_requests(per_s), args.seed, longest, vocab);
+    let kind = args.chats.map_or(Kind::Prefixes, |think| Kind::Chats { think_s: think.as_secs_f64() });
+    let draw = |per_s: f64| load(kind, per_s, n_requests(per_s), args.seed, longest, vocab);
     let per_s = rate(|per_s| {
         // A load too large to generate counts as too busy.
         let too_large = n_requests(per_s) > 100_000;
-        Ok(too_large || Figures::simulated(&simulate(&draw(per_s)?)?).busy() > args.busy)
+        Ok(too_large || simulate(&draw(per_s)?, tiers.as_ref())?.busy() > args.busy)
     })?;
     let requests = draw(per_s)?;
     ensure!(
@@ -216,39 +175,49 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     }
 
     let before = load_average();
-    let recording = Recording::default();
-    let scheduler = config.scheduler.clone();
     let cache_tokens = config.paged.cache.context_tokens;
-    let simulated = Figures::simulated(&simulate(&requests)?);
-    let engine = EngineConfig { watchers: vec![Box::new(recording.clone())], ..config };
-    let engine = Engine::start(model.clone(), &registry(&compute), engine)?;
-    let users = serve(&engine, &requests, quiet)?;
-    let stats = engine.stats();
-    drop(engine);
+    let run_for_real = |tiers: Option<TierConfig>| -> anyhow::Result<(Figures, String)> {
+        let recording = Recording::default();
+        let engine = start(tiers, Some(recording.clone()))?;
+        let users = serve(&engine, &requests, quiet)?;
+        let figures = Figures::served(&users, &engine.stats(), args.slo_ttft.as_secs_f64());
+        drop(engine);
+        Ok((figures, recording.text()))
+    };
+    // Without a tier first: it writes nothing that the other could find.
+    let without_tier = match &tiers {
+        None => None,
+        Some(_) => Some(compared(&run_for_real(None)?.0, &simulate(&requests, None)?)),
+    };
+    let (figures, recording) = run_for_real(disk.as_ref().map(|disk| disk.config()))?;
+    let figures = compared(&figures, &simulate(&requests, tiers.as_ref())?);
     let load_average = [before, load_average()];
-    let recording = recording.text();
     if let Some(file) = &args.record {
         output::write_file(file, recording.as_bytes())?;
     }
-    let replayed = replay::check("the recording", &recording, &table)?;
-    let served = Figures::served(&users, &stats);
-    let pairs = served.named().into_iter().zip(simulated.named());
-    let figure = |(a, b): (Named, Named)| Figure { figure: a.0, unit: a.1, served: a.2, simulated: b.2 };
     let prediction = Prediction {
         version: json::VERSION,
         table: table.name(),
         load: format!(
-            "{per_s:.2} requests/s (Poisson){}, seed {}: one of {N_PREFIXES} prefixes of {PREFIX_TOKENS} tokens and a \
-             prompt of its own ({PROMPT_TOKENS} on average, lognormal); answers of {OUTPUT_TOKENS} on average, lognormal",
+            "{per_s:.2} requests/s (Poisson){}, seed {}: {}",
             args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
-            args.seed
+            args.seed,
+            kind.text()
         ),
         requests: requests.len(),
         cache_tokens,
-        scheduler,
+        distinct_tokens: distinct_tokens(&requests, config.paged.block_tokens),
+        slo_ttft_s: args.slo_ttft.as_secs_f64(),
+        disk: disk.as_ref().map(|disk| Disk {
+            capacity_bytes: disk.capacity_bytes,
+            bytes_per_s: disk.bytes_per_s,
+            latency_s: disk.latency.as_secs_f64(),
+        }),
+        scheduler: config.scheduler.clone(),
         load_average,
-        figures: pairs.map(figure).collect(),
-        replayed,
+        figures,
+        without_tier,
+        replayed: replay::check("the recording", &recording, &table)?,
     };
     if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
 }
@@ -356,36 +325,6 @@ fn served(args: &Args, table: &MeasuredTable) -> anyhow::Result<EngineConfig> {
     Ok(config)
 }
 
-/// `n_requests` requests with token ids below `vocab`, each of at most `longest` tokens.
-fn load(per_s: f64, n_requests: usize, seed: u64, longest: u32, vocab: u32) -> anyhow::Result<Vec<Request>> {
-    let prefixes = Prefixes {
-        n_prefixes: N_PREFIXES,
-        exponent: 1.0,
-        prefix_tokens: PREFIX_TOKENS,
-        own_prompt: true,
-        tokens_per_id: 16,
-    };
-    let lognormal = |mean: u32| Lengths::Lognormal { mean: f64::from(mean), variation: 1.0 };
-    let workload = Workload {
-        n_requests,
-        arrivals: Arrivals::Poisson { per_s },
-        prompt_tokens: lognormal(PROMPT_TOKENS),
-        output_tokens: lognormal(OUTPUT_TOKENS),
-        contents: Contents::Prefixes(prefixes),
-    };
-    let mut requests = workload.generate(seed)?;
-    for request in &mut requests {
-        // An opaque id always becomes the same tokens.
-        let Prompt::Ids { ids, tokens_per_id, .. } = &request.content else { continue };
-        request.output_tokens = request.output_tokens.min(longest / 2);
-        request.prompt_tokens = request.prompt_tokens.min(longest - request.output_tokens);
-        let n = request.prompt_tokens as usize;
-        let tokens = ids.iter().flat_map(|id| (0..*tokens_per_id).map(move |i| token(*id, i, vocab)));
-        request.content = Prompt::SharedTokens(tokens.take(n).collect());
-    }
-    Ok(requests)
-}
-
 /// Runnable threads of the whole machine over the last minute, where the system reports it.
 fn load_average() -> Option<f64> {
     std::fs::read_to_string("/proc/loadavg").ok()?.split_whitespace().next()?.parse().ok()
@@ -406,20 +345,36 @@ impl Prediction {
             load(self.load_average[0]),
             load(self.load_average[1]),
         );
-        text += "| | served | simulated | error |\n|---|--:|--:|--:|\n";
-        for row in &self.figures {
-            let error = row.error().map_or(String::new(), |error| format!("{:+.1}%", error * 100.0));
-            let number = |x: f64| match row.unit {
-                "" => format!("{x:.0}"),
-                unit => format!("{x:.2} {unit}"),
-            };
+        if let Some(disk) = &self.disk {
             text += &format!(
-                "| {} | {} | {} | {error} |\n",
-                row.figure,
-                number(row.served),
-                number(row.simulated)
+                "a disk of {}, {}/s, {:.0} us a block; all prompts have {} tokens, {:.1} times the cache; goodput: first token within \
+                 {} s\n\n",
+                Bytes(disk.capacity_bytes),
+                Bytes(disk.bytes_per_s),
+                disk.latency_s * 1e6,
+                self.distinct_tokens,
+                self.distinct_tokens as f64 / f64::from(self.cache_tokens),
+                self.slo_ttft_s
             );
         }
+        if let Some(figures) = &self.without_tier {
+            text += &format!("Without the disk:\n\n{}\nWith the disk:\n\n", table_of(figures));
+        }
+        text += &table_of(&self.figures);
         text + "\nWhat was served, replayed:\n" + &self.replayed.text()
     }
+}
+
+fn table_of(figures: &[Figure]) -> String {
+    let mut text = "| | served | simulated | error |\n|---|--:|--:|--:|\n".to_owned();
+    for row in figures {
+        let error = row.error().map_or(String::new(), |error| format!("{:+.1}%", error * 100.0));
+        let number = |x: f64| match row.unit {
+            "" => format!("{x:.0}"),
+            unit => format!("{x:.2} {unit}"),
+        };
+        text +=
+            &format!("| {} | {} | {} | {error} |\n", row.figure, number(row.served), number(row.simulated));
+    }
+    text
 }

@@ -78,6 +78,12 @@ pub fn serve(engine: &Engine, requests: &[Request], quiet: bool) -> anyhow::Resu
     })
 }
 
+/// Waits for something short.
+pub fn block_on<T>(what: impl Future<Output = T>) -> Option<T> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().ok()?;
+    Some(runtime.block_on(what))
+}
+
 /// The jobs and their arrival times.
 fn arrivals(requests: &[Request]) -> Vec<(Duration, Job)> {
     let job = |request: &Request| match &request.content {
