@@ -10,6 +10,7 @@
 mod inspect;
 mod layer;
 mod memory;
+mod resize;
 mod transfers;
 
 use crate::driver::{Driver, Recorder};
@@ -174,10 +175,7 @@ impl<D: Driver> GpuPools<D> {
             return Ok(());
         }
         self.ledger.grow(more)?;
-        self.transfers.settle_all(); // they use the buffers that are replaced
-        self.recorder.restart();
-        self.generation += 1;
-        self.recorder.forget();
+        self.replace_buffers();
         for (layer, owned) in self.spec.layout.layers.iter().zip(&mut self.layers) {
             let Some(owned) = owned else { continue };
             for side in [&mut owned.k, &mut owned.v] {
@@ -186,7 +184,7 @@ impl<D: Driver> GpuPools<D> {
                 }
                 let target = reserved(&self.spec, layer.group);
                 let bytes = side.bytes(target).zip(side.bytes(side.cells)).map_or(0, |(new, old)| new - old);
-                if let Err(error) = side.grow(&*self.gpu, &mut self.recorder, target) {
+                if let Err(error) = side.resize(&*self.gpu, &mut self.recorder, target) {
                     self.ledger.shrink(more);
                     return Err(error);
                 }
@@ -422,6 +420,10 @@ impl<D: Driver> Pools for GpuPools<D> {
         }
         self.gpu.submit(&mut self.recorder, &[]);
         Ok(())
+    }
+
+    fn resize(&mut self, capacity_cells: &[u32]) -> Result<(), DeviceError> {
+        self.change_capacity(capacity_cells)
     }
 
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize> {

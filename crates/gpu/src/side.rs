@@ -39,31 +39,36 @@ impl<D: Driver> PoolSide<D> {
         u64::from(self.words).checked_mul(4 * u64::from(self.heads))?.checked_mul(cells.into())
     }
 
-    /// Replaces the buffers by larger ones. On `Err` nothing has changed.
-    pub fn grow(&mut self, gpu: &D, recorder: &mut D::Recorder, cells: u32) -> Result<(), DeviceError> {
-        let per_part = Self::heads_per_part(gpu, self.words, self.heads, cells).ok_or_else(|| {
+    /// Refuses so many cells if a head of them is larger than a binding.
+    pub fn check(&self, gpu: &D, cells: u32) -> Result<u32, DeviceError> {
+        Self::heads_per_part(gpu, self.words, self.heads, cells).ok_or_else(|| {
             DeviceError::Unsupported(format!(
                 "{cells} cells of one KV head are larger than the {} bytes that {} binds: use a shorter context",
                 gpu.limits().max_part_bytes,
                 gpu.limits().adapter
             ))
-        })?;
+        })
+    }
+
+    /// Replaces the buffers by larger or smaller ones, with the cells that both have. On `Err` nothing has changed.
+    pub fn resize(&mut self, gpu: &D, recorder: &mut D::Recorder, cells: u32) -> Result<(), DeviceError> {
+        let per_part = self.check(gpu, cells)?;
         let mut parts = Vec::new();
-        for first in (0..self.heads).step_by(per_part as usize) {
+        for first in (0..self.heads).step_by(per_part as usize).filter(|_| cells > 0) {
             let heads = per_part.min(self.heads - first);
             let bytes = u64::from(self.words) * 4 * u64::from(heads) * u64::from(cells);
             parts.push((first, heads, gpu.buffer("KV cache", bytes)?));
         }
-        // Head by head, because a part of the larger pool has other heads than one of the smaller.
+        // Head by head, because a part of the new buffers may have other heads than one of the old.
         let mut copies = Vec::new();
         let row = u64::from(self.words) * 4;
         for (first, heads, from) in &self.parts {
             for head in *first..first + heads {
                 let to = parts.iter().rfind(|part| part.0 <= head).map(|part| (head - part.0, &part.2));
                 let Some((at, to)) = to else { continue };
-                let bytes = row * u64::from(self.cells);
-                let (source, target) =
-                    (u64::from(head - first) * bytes, u64::from(at) * row * u64::from(cells));
+                let bytes = row * u64::from(self.cells.min(cells));
+                let source = u64::from(head - first) * row * u64::from(self.cells);
+                let target = u64::from(at) * row * u64::from(cells);
                 copies.push(BufferCopy { from, from_byte: source, to, to_byte: target, bytes });
             }
         }

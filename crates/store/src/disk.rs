@@ -369,6 +369,7 @@ async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, 
         .with_flush_on_close(false)
         // Nothing is kept in memory: that is another tier.
         .memory(1)
+        .with_shards(1)
         .storage()
         .with_io_engine_config(PsyncIoEngineConfig::new())
         .with_engine_config(engine)

@@ -123,6 +123,11 @@ impl<D: Driver> Transfers<D> {
         }
     }
 
+    /// The next transfer makes a lane for other sizes of blocks. Call it after [`settle_all`](Self::settle_all).
+    pub fn drop_lane(&mut self) {
+        self.lane = None;
+    }
+
     pub fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         let Some(at) = self.begun.iter().position(|(begun, ..)| begun == transfer) else {
             return Some(Err(DeviceError::UnknownTransfer));

@@ -12,6 +12,10 @@ enum Moving {
     Store(StoreOrder),
 }
 
+/// The blocks of one tier: per block the hashes of its cells, by the hash of all tokens up to its end, and by the group if that has a
+/// window.
+type Stored = HashMap<(u64, Option<usize>), Vec<u64>>;
+
 pub struct Drive {
     random: Random,
     pub scheduler: Scheduler,
@@ -19,8 +23,7 @@ pub struct Drive {
     /// Per group and cell, the hash of all tokens up to the one it stores.
     cells: Vec<HashMap<u32, u64>>,
     visibility: Vec<Visibility>,
-    /// Per tier: the contents of blocks, by the hash of all tokens up to their end, and by the group if it has a window.
-    tiers: Vec<HashMap<(u64, Option<usize>), Vec<u64>>>,
+    tiers: Vec<Stored>,
     moving: Vec<Moving>,
     asked: Vec<RequestId>,
     live: BTreeMap<RequestId, Request>,

@@ -1,0 +1,85 @@
+//! Capacities that change.
+use super::{GpuPools, ScratchBytes, check, usage};
+use crate::driver::{Driver, Recorder};
+use kvist_cache::{CellRun, GroupId};
+use kvist_device::{DeviceError, PoolSpec, Purpose};
+
+impl<D: Driver> GpuPools<D> {
+    pub(super) fn change_capacity(&mut self, capacity_cells: &[u32]) -> Result<(), DeviceError> {
+        let spec = PoolSpec { capacity_cells: capacity_cells.to_vec(), ..self.spec.clone() };
+        check(&*self.gpu, &spec)?;
+        let capacity = |group: GroupId| capacity_cells[usize::from(group.0)];
+        for (layer, owned) in spec.layout.layers.iter().zip(&self.layers) {
+            for side in owned.iter().flat_map(|owned| [&owned.k, &owned.v]) {
+                side.check(&*self.gpu, capacity(layer.group))?;
+            }
+        }
+        let bound = |spec: &PoolSpec| {
+            let usage = usage(spec, &spec.capacity_cells).map(|usage| usage.total());
+            usage.ok_or(DeviceError::OutOfMemory { what: "KV cache", bytes: u64::MAX })
+        };
+        let (before, after) = (bound(&self.spec)?, bound(&spec)?);
+        let more = after.saturating_sub(before);
+        spec.budget.extend(Purpose::KvCache, more)?;
+        self.extend_scratch(&spec).inspect_err(|_| spec.budget.shorten(more))?;
+        self.ledger.resize(capacity_cells.iter().copied().max().unwrap_or(0));
+        for group in (0..spec.layout.n_groups() as u16).map(GroupId) {
+            let have = self.cells_of(group);
+            if let Some(recents) = self.recents.as_mut().filter(|_| capacity(group) < have) {
+                recents.plan.forget(group, CellRun { start: capacity(group), len: have - capacity(group) });
+            }
+        }
+        self.replace_buffers();
+        // Blocks may be moved in parts of another size.
+        self.transfers.drop_lane();
+        for (layer, owned) in spec.layout.layers.iter().zip(&mut self.layers) {
+            let sides = owned.iter_mut().flat_map(|owned| [&mut owned.k, &mut owned.v]);
+            for side in sides.filter(|side| side.cells > capacity(layer.group)) {
+                let have = side.bytes(side.cells).unwrap_or(0);
+                // A side that has no room for the copy stays as it is.
+                if side.resize(&*self.gpu, &mut self.recorder, capacity(layer.group)).is_ok() {
+                    self.ledger.release(have - side.bytes(side.cells).unwrap_or(have));
+                }
+            }
+        }
+        self.spec = spec;
+        self.spec.budget.shorten(before.saturating_sub(after));
+        Ok(())
+    }
+
+    /// Before buffers are replaced: nothing uses them, and nothing that was recorded names them.
+    pub(super) fn replace_buffers(&mut self) {
+        self.transfers.settle_all();
+        self.recorder.restart();
+        self.generation += 1;
+        self.recorder.forget();
+        self.stale();
+    }
+
+    /// Larger plans and staging buffers, if a larger capacity needs them. On `Err` nothing has changed.
+    fn extend_scratch(&mut self, spec: &PoolSpec) -> Result<(), DeviceError> {
+        let overflow = || DeviceError::OutOfMemory { what: "scratch of attention", bytes: u64::MAX };
+        let bytes = ScratchBytes::new(spec).ok_or_else(overflow)?;
+        let before = ScratchBytes::new(&self.spec).and_then(|bytes| bytes.total()).ok_or_else(overflow)?;
+        let more = bytes.total().ok_or_else(overflow)?.saturating_sub(before);
+        self.scratch.grow(more)?;
+        let plan = |(bytes, group): (&u64, &super::Group<D>)| {
+            let is_longer = bytes / 4 > group.capacity_words;
+            is_longer.then(|| self.gpu.buffer("plan of a step", *bytes)).transpose()
+        };
+        let plans: Result<Vec<_>, DeviceError> = bytes.plans.iter().zip(&self.groups).map(plan).collect();
+        let plans = match plans {
+            Ok(plans) => plans,
+            Err(error) => {
+                self.scratch.shrink(more);
+                return Err(error);
+            }
+        };
+        for ((plan, bytes), group) in plans.into_iter().zip(&bytes.plans).zip(&mut self.groups) {
+            if let Some(plan) = plan {
+                (group.plan, group.capacity_words) = (plan, bytes / 4);
+            }
+        }
+        Ok(())
+    }
+}
