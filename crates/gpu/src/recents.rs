@@ -8,6 +8,8 @@ use kvist_device::{DeviceError, LayerSpec, PoolSpec, RecentPlan};
 #[derive(Debug)]
 pub struct Recents<D: Driver> {
     pub plan: RecentPlan,
+    /// Of all buffers. It stays what it is when the capacity changes.
+    pub bytes: u64,
     layers: Vec<Option<(D::Buffer, Shape)>>,
 }
 
@@ -72,7 +74,7 @@ impl<D: Driver> Recents<D> {
             spec.layout.owns(l).then(make).transpose()
         };
         let layers = spec.layout.layers.iter().enumerate().map(layer).collect::<Result<_, DeviceError>>()?;
-        Ok(Some(Recents { plan, layers }))
+        Ok(Some(Recents { plan, layers, bytes: bytes(spec).unwrap_or(0) }))
     }
 
     /// The recent rows of an owner.

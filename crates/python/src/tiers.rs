@@ -131,7 +131,9 @@ impl BatchTiers {
         }
         let shape = model.model.config();
         if section.ram_packed && [paged.cache.k, paged.cache.v].iter().any(|&kv| kv != Storage::F16) {
-            return Err(argument("`tiers`: `ram_packed` packs a cache in f16, and this one has another storage"));
+            return Err(argument(
+                "`tiers`: `ram_packed` packs a cache in f16, and this one has another storage",
+            ));
         }
         if !paged.suits_tiers(shape) {
             return Err(argument(

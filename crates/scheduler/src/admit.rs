@@ -95,8 +95,18 @@ impl Scheduler {
         self.running.len() < self.config.max_batch as usize
     }
 
-    /// Admits the next waiting request. Returns `None` if the batch is full or memory is short.
+    /// Admits the next waiting request. Returns `None` if the batch is full or memory is short. Requests with blocks in a
+    /// tier begin to load them instead, and the one after them is next.
     pub(crate) fn admit(&mut self, now: StepTime, token_budget: &mut u32) -> Option<u32> {
+        loop {
+            let index = self.admit_or_load(now, token_budget)?;
+            if self.entries[index as usize].state == State::Running {
+                return Some(index);
+            }
+        }
+    }
+
+    fn admit_or_load(&mut self, now: StepTime, token_budget: &mut u32) -> Option<u32> {
         loop {
             let key = self.pick()?;
             let head = self.next_waiting()?;
@@ -148,9 +158,9 @@ impl Scheduler {
 
     fn is_ready(&self, index: u32) -> bool {
         let waits_for_tier = match &self.entries[index as usize].lower {
-            Lower::Done | Lower::Lost => false,
+            Lower::Done => false,
             Lower::Asked { .. } => true,
-            Lower::Found { may_run, .. } => !may_run,
+            Lower::Found { .. } => self.tiers.as_ref().is_some_and(|tiers| tiers.short != Some(index)),
         };
         !waits_for_tier && !self.waits_for_prefix(index)
     }
@@ -237,11 +247,27 @@ impl Scheduler {
         }
     }
 
+    /// The current values for a waiting request: what is being loaded for those before it is promised to them.
+    pub(crate) fn space_for(&self, index: u32) -> Space {
+        let space = self.space();
+        match self.config.admission {
+            Admission::Conservative => space,
+            Admission::Optimistic { .. } => {
+                Space { promised: space.promised + self.demand_of_loads_before(index), ..space }
+            }
+        }
+    }
+
     /// Cells that a running request still needs for its known tokens, plus one block.
     pub(crate) fn remaining_demand(&self, index: u32) -> u64 {
-        let entry = &self.entries[index as usize];
-        let next = self.memory.cells(entry.known) + u64::from(self.memory.block_tokens());
-        next - self.memory.cells(entry.cached)
+        self.demand_after(index, self.entries[index as usize].cached)
+    }
+
+    /// Cells that a request still needs for its known tokens, plus one block, once it has `cached` tokens.
+    pub(crate) fn demand_after(&self, index: u32, cached: u32) -> u64 {
+        let next =
+            self.memory.cells(self.entries[index as usize].known) + u64::from(self.memory.block_tokens());
+        next - self.memory.cells(cached)
     }
 
     /// Cells that conservative admission reserves for this request. 0 if it kept its reservation together with its
@@ -255,6 +281,17 @@ impl Scheduler {
         }
     }
 
+    /// What a waiting request takes when it is admitted: the cells that it reserves, or those for its known tokens that neither
+    /// it nor the prefix index has, plus one block.
+    pub(crate) fn demand_of_waiting(&mut self, index: u32) -> u64 {
+        if self.config.admission == Admission::Conservative {
+            return self.reserve(&self.entries[index as usize]);
+        }
+        let entry = &mut self.entries[index as usize];
+        let cached = if entry.seq.is_some() { entry.cached } else { hit_tokens(&self.memory, entry) };
+        self.demand_after(index, cached)
+    }
+
     /// Returns whether there is memory for this request. `supplied`: cells of its prefix hit that other sequences
     /// already use, which need no additional memory.
     pub(crate) fn fits(&self, index: u32, space: &Space, supplied: u64) -> bool {
@@ -263,7 +300,7 @@ impl Scheduler {
             Admission::Conservative => space.reserved + self.reserve(entry) <= self.memory.capacity(),
             Admission::Optimistic { headroom_tokens } => {
                 let mut demand = self.memory.cells(entry.known) - self.memory.cells(entry.cached);
-                if space.n_running > 0 {
+                if space.promised > 0 {
                     demand += u64::from(headroom_tokens) + space.promised;
                 }
                 space.available + supplied >= demand
@@ -271,10 +308,14 @@ impl Scheduler {
         }
     }
 
-    /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit.
+    /// Moves a request into the batch if memory suffices, with its kept cache or with a prefix hit; or begins to load its
+    /// blocks, if a tier has them.
     fn enter(&mut self, now: StepTime, index: u32) -> bool {
-        if !self.has_memory(index) {
+        if !self.has_memory(index, 0) {
             return false;
+        }
+        if self.loads_instead(now, index) {
+            return true;
         }
         let resumed = self.entries[index as usize].seq.is_some();
         let hit = if resumed { 0 } else { self.open(now, index) };
@@ -293,10 +334,12 @@ impl Scheduler {
         true
     }
 
-    /// Returns whether there is memory for a waiting request, with its kept cache or with its prefix hit.
-    pub(crate) fn has_memory(&self, index: u32) -> bool {
+    /// Returns whether there is memory for a waiting request, with its kept cache or with its prefix hit. `ahead`: the
+    /// [`demand_of_waiting`](Self::demand_of_waiting) of those that get theirs before it.
+    pub(crate) fn has_memory(&self, index: u32, ahead: u64) -> bool {
         let entry = &self.entries[index as usize];
-        let space = self.space();
+        let space = self.space_for(index);
+        let space = Space { promised: space.promised + ahead, reserved: space.reserved + ahead, ..space };
         self.fits(index, &space, 0) || (entry.seq.is_none() && self.fits(index, &space, self.supply(entry)))
     }
 

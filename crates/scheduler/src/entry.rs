@@ -32,13 +32,10 @@ pub(crate) enum Lower {
     /// Nothing, and nothing will be: there are no tiers, or the request is loaded or computed.
     #[default]
     Done,
-    /// It has lost its cells. When there is memory for it again, the tiers are asked for what the KV cache has not kept.
-    Lost,
     /// The driver looks its prompt up. The request waits until then.
     Asked { until_ns: u64 },
-    /// The tiers have this of its prompt, and whether to load it is not decided. It is admitted without a load only if
-    /// it `may_run`.
-    Found { runs: Vec<Run>, may_run: bool },
+    /// The tiers have this of its prompt, and whether to load it is not decided.
+    Found { runs: Vec<Run> },
 }
 
 /// A cached prefix lookup, so that it need not be repeated.

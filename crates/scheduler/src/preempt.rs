@@ -157,7 +157,7 @@ impl Scheduler {
         self.counters.preemptions += 1;
         self.decide(now, Decision::Preempt { id, why, kept: keep });
         if !keep {
-            self.drop_cells(index);
+            self.drop_cells(now, index);
         }
         self.wait(index);
     }
@@ -168,17 +168,19 @@ impl Scheduler {
         let (id, tokens) = (entry.id, entry.cached);
         self.decide(now, Decision::Drop { id, tokens });
         self.leave(index);
-        self.drop_cells(index);
+        self.drop_cells(now, index);
         self.wait(index);
     }
 
-    fn drop_cells(&mut self, index: u32) {
+    /// Drops the cells of a request. What the tiers have of them may be loaded again.
+    fn drop_cells(&mut self, now: StepTime, index: u32) {
         let entry = &mut self.entries[index as usize];
         entry.lost_tokens += u64::from(entry.cached);
         self.counters.lost_tokens += u64::from(entry.cached);
-        if entry.lower == Lower::Done && self.tiers.is_some() {
-            entry.lower = Lower::Lost;
-        }
         self.release(index);
+        if self.entries[index as usize].lower == Lower::Done {
+            // Its blocks are still cached, and are the next to be evicted.
+            self.ask_tiers(now.now_ns, index, true);
+        }
     }
 }

@@ -335,7 +335,7 @@ impl Scheduler {
             }
         };
         self.by_id.insert(id, index);
-        self.ask_tiers(now_ns, index);
+        self.ask_tiers(now_ns, index, false);
         self.wait(index);
         self.blocked = None;
         Ok(())

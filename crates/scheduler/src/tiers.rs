@@ -7,17 +7,18 @@
 //! [`Order::Abandon`] must be answered, in the end, by one report.
 //!
 //! A request with a prompt of at least one block waits until its prompt has been looked up, at most [`Tiers::grace_ns`].
-//! Then, when it would fit into memory, the blocks after its prefix hit are loaded, if that is faster than to compute them
-//! (`cost.rs`), in parts of at most [`Tiers::max_load_bytes`]. While they are loaded it is neither waiting nor running.
-//! Afterwards it waits with its cells, like a paused request, for the next part or for the batch. If a load fails or is late,
-//! the tokens are computed. A preempted request is looked up again in the same way, so what it had computed is loaded if
-//! the KV cache has dropped it and a tier has it.
+//! Then, when it fits into memory beside those that come before it, the blocks after its prefix hit are loaded, if that is
+//! faster than to compute them (`cost.rs`), in parts of at most [`Tiers::max_load_bytes`]. While they are loaded it is
+//! neither waiting nor running. Afterwards it waits with its cells, like a paused request, for the next part or for the
+//! batch. If a load fails or is late, the tokens are computed. A preempted request is looked up again in the same way, so
+//! what it had computed is loaded if the KV cache has dropped it and a tier has it.
 //!
 //! Copies to the tiers either begin as soon as blocks are in the prefix index ([`Write::Through`]), or when free memory
 //! runs low, with the next victims of eviction ([`Write::Back`]). Both pin the blocks. What exceeds
 //! [`Tiers::max_store_bytes`] is not copied. A step that needs memory at once evicts blocks that were not copied.
 mod config;
 mod cost;
+mod find;
 mod orders;
 
 pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, WindowBytes, Write};
@@ -27,7 +28,6 @@ use crate::config::BadConfig;
 use crate::entry::Lower;
 use crate::log::Decision;
 use crate::memory::{Memory, StepTime};
-use crate::request::RequestId;
 use crate::scheduler::Scheduler;
 use crate::snapshot::LiveLoad;
 use cost::Estimates;
@@ -81,6 +81,9 @@ pub(crate) struct TierState {
     store_bytes: u64,
     /// Indices of requests that wait for a load, in the order in which the loads began.
     pub loading: Vec<u32>,
+    /// The first waiting request that would be loaded if there were memory for it: it is admitted like any request for which
+    /// memory is short.
+    pub short: Option<u32>,
     /// Number of waiting requests that are being looked up.
     n_asked: usize,
     /// True if this call of `plan` decided something that the log must repeat.
@@ -127,6 +130,7 @@ impl TierState {
             load_bytes: [0; MAX_TIERS],
             store_bytes: 0,
             loading: Vec::new(),
+            short: None,
             n_asked: 0,
             changed: false,
             counters: TierCounters::default(),
@@ -209,69 +213,9 @@ impl Scheduler {
         loads.chain(asked).min()
     }
 
-    fn asked_until(&self, index: u32) -> Option<u64> {
-        match self.entries[index as usize].lower {
-            Lower::Asked { until_ns } => Some(until_ns),
-            _ => None,
-        }
-    }
-
     /// Number of requests whose blocks are being loaded.
     pub fn n_loading(&self) -> usize {
         self.tiers.as_ref().map_or(0, |tiers| tiers.loading.len())
-    }
-
-    /// Asks for what the tiers have of a prompt, when its request arrives, and before it is computed again.
-    pub(crate) fn ask_tiers(&mut self, now_ns: u64, index: u32) {
-        if self.tiers.is_none() {
-            return;
-        }
-        let hit_tokens = self.lookup(&self.entries[index as usize]).hit_tokens;
-        let Some(tiers) = &mut self.tiers else { return };
-        let entry = &mut self.entries[index as usize];
-        // The last token is computed in any case.
-        let n_tokens = entry.wanted_content().min(entry.known - 1);
-        let n_tokens = n_tokens - n_tokens % tiers.block_tokens;
-        if n_tokens > hit_tokens && entry.prompt.vocabulary().is_some() {
-            tiers.n_asked += 1;
-            entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
-            tiers.orders.push(Order::Find(FindOrder {
-                request: entry.id,
-                salt: entry.salt.clone(),
-                prompt: entry.prompt.clone(),
-                n_tokens,
-                hit_tokens,
-            }));
-        }
-    }
-
-    /// What the tiers have of the prompt of `request`: the answer to [`Order::Find`]. Call it between iterations. Ignored
-    /// if the request is not live or waits no more for it.
-    pub fn found(&mut self, now_ns: u64, request: RequestId, runs: Vec<Run>) {
-        if self.tiers.is_none() {
-            return;
-        }
-        let n = self.event();
-        self.events.found(n, now_ns, request, &runs);
-        let Some(&index) = self.by_id.get(&request) else { return };
-        if self.asked_until(index).is_none() {
-            return;
-        }
-        let n_tiers = self.tiers.as_ref().map_or(0, |tiers| tiers.config.list.len());
-        let is_sound = |run: &Run| run.tier.is_none_or(|tier| usize::from(tier) < n_tiers);
-        let sound = runs.iter().all(is_sound) && runs.is_sorted_by(|a, b| a.until < b.until);
-        let found = sound && runs.iter().any(|run| run.tier.is_some());
-        let lower = if found { Lower::Found { runs, may_run: false } } else { Lower::Done };
-        self.set_lower(index, lower);
-    }
-
-    /// Changes what a request knows of the tiers.
-    pub(crate) fn set_lower(&mut self, index: u32, lower: Lower) {
-        let before = std::mem::replace(&mut self.entries[index as usize].lower, lower);
-        if let (Lower::Asked { .. }, Some(tiers)) = (before, &mut self.tiers) {
-            tiers.n_asked -= 1;
-            self.blocked = None;
-        }
     }
 
     /// A load has ended: the bytes of all its blocks are in place (`ok`), or the load has failed and nothing will be

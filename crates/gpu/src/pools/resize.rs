@@ -1,8 +1,10 @@
 //! Capacities that change.
-use super::{GpuPools, ScratchBytes, check, usage};
+use super::{GpuPools, Group, ScratchBytes, check, usage};
 use crate::driver::{Driver, Recorder};
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{DeviceError, PoolSpec, Purpose};
+
+const OVERFLOW: DeviceError = DeviceError::OutOfMemory { what: "scratch of attention", bytes: u64::MAX };
 
 impl<D: Driver> GpuPools<D> {
     pub(super) fn change_capacity(&mut self, capacity_cells: &[u32]) -> Result<(), DeviceError> {
@@ -21,7 +23,7 @@ impl<D: Driver> GpuPools<D> {
         let (before, after) = (bound(&self.spec)?, bound(&spec)?);
         let more = after.saturating_sub(before);
         spec.budget.extend(Purpose::KvCache, more)?;
-        self.extend_scratch(&spec).inspect_err(|_| spec.budget.shorten(more))?;
+        self.resize_scratch(&spec).inspect_err(|_| spec.budget.shorten(more))?;
         self.ledger.resize(capacity_cells.iter().copied().max().unwrap_or(0));
         for group in (0..spec.layout.n_groups() as u16).map(GroupId) {
             let have = self.cells_of(group);
@@ -56,30 +58,24 @@ impl<D: Driver> GpuPools<D> {
         self.stale();
     }
 
-    /// Larger plans and staging buffers, if a larger capacity needs them. On `Err` nothing has changed.
-    fn extend_scratch(&mut self, spec: &PoolSpec) -> Result<(), DeviceError> {
-        let overflow = || DeviceError::OutOfMemory { what: "scratch of attention", bytes: u64::MAX };
-        let bytes = ScratchBytes::new(spec).ok_or_else(overflow)?;
-        let before = ScratchBytes::new(&self.spec).and_then(|bytes| bytes.total()).ok_or_else(overflow)?;
-        let more = bytes.total().ok_or_else(overflow)?.saturating_sub(before);
-        self.scratch.grow(more)?;
-        let plan = |(bytes, group): (&u64, &super::Group<D>)| {
-            let is_longer = bytes / 4 > group.capacity_words;
-            is_longer.then(|| self.gpu.buffer("plan of a step", *bytes)).transpose()
+    /// Plans of the length that the capacity needs. On `Err` nothing has changed.
+    fn resize_scratch(&mut self, spec: &PoolSpec) -> Result<(), DeviceError> {
+        let mut bytes = ScratchBytes::new(spec).ok_or(OVERFLOW)?;
+        bytes.recents = self.recents.as_ref().map_or(0, |recents| recents.bytes);
+        let (before, after) = (self.scratch.bytes(), bytes.total().ok_or(OVERFLOW)?);
+        self.scratch.grow(after.saturating_sub(before))?;
+        let plan = |(bytes, group): (&u64, &Group<D>)| {
+            let is_other = bytes / 4 != group.capacity_words;
+            is_other.then(|| self.gpu.buffer("plan of a step", *bytes)).transpose()
         };
         let plans: Result<Vec<_>, DeviceError> = bytes.plans.iter().zip(&self.groups).map(plan).collect();
-        let plans = match plans {
-            Ok(plans) => plans,
-            Err(error) => {
-                self.scratch.shrink(more);
-                return Err(error);
-            }
-        };
+        let plans = plans.inspect_err(|_| self.scratch.shrink(after.saturating_sub(before)))?;
         for ((plan, bytes), group) in plans.into_iter().zip(&bytes.plans).zip(&mut self.groups) {
             if let Some(plan) = plan {
                 (group.plan, group.capacity_words) = (plan, bytes / 4);
             }
         }
+        self.scratch.shrink(before.saturating_sub(after));
         Ok(())
     }
 }

@@ -43,7 +43,7 @@ impl Scheduler {
         running.sort_unstable();
         let pass = |ref_counts| {
             let (running, paused) = (running.clone(), self.paused.iter().copied().collect());
-            let space = self.space();
+            let space = self.space_for(key.index);
             let mut run = DryRun { scheduler: self, space, running, paused, hit, supplied, ref_counts };
             make_fit(&mut run, key)
         };

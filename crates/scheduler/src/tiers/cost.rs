@@ -64,6 +64,8 @@ struct Choice {
     expected_ns: u64,
     /// By what was measured, behind what is in flight.
     estimate_ns: u64,
+    /// Nothing is loaded for the request after this.
+    is_last: bool,
 }
 
 impl TierState {
@@ -106,7 +108,7 @@ impl TierState {
             let saved = compute_ns * self.estimates.compute.unwrap_or(1.0) - estimate_ns as f64;
             if saved > most_saved {
                 most_saved = saved;
-                best = Some(Choice { runs: taken.clone(), tokens, expected_ns, estimate_ns });
+                best = Some(Choice { runs: taken.clone(), tokens, expected_ns, estimate_ns, is_last: true });
             }
         }
         best
@@ -135,82 +137,106 @@ enum Begun {
 }
 
 impl Scheduler {
-    /// Begins the loads of the first waiting requests.
+    /// Begins the loads of the first waiting requests. A load begins when there is memory for its request beside those that run
+    /// or load, and those that wait before it: otherwise loaded requests would take each other's cells.
     pub(super) fn begin_loads(&mut self, now: StepTime) {
-        let concerned = |index: u32| match self.entries[index as usize].lower {
-            Lower::Found { .. } | Lower::Lost => true,
-            Lower::Asked { .. } | Lower::Done => false,
-        };
-        let first = self.waiting.iter().take(CONSIDERED).map(|key| key.index);
-        let concerned: Vec<u32> = first.filter(|&index| concerned(index)).collect();
-        for index in concerned {
+        let may_load = |index: u32| matches!(self.entries[index as usize].lower, Lower::Found { .. });
+        let first: Vec<u32> = self.waiting.iter().take(CONSIDERED).map(|key| key.index).collect();
+        let last = first.iter().rposition(|&index| may_load(index));
+        let Some(tiers) = &mut self.tiers else { return };
+        tiers.short = None;
+        let Some(last) = last else { return };
+        let mut ahead = 0;
+        for &index in &first[..=last] {
             let begun = match self.entries[index as usize].lower {
-                Lower::Lost => self.ask_again(now, index),
-                _ => self.begin_load(now, index),
+                Lower::Found { .. } => self.begin_load(now, index, ahead),
+                _ => Begun::Decided,
             };
-            if let Lower::Found { may_run, .. } = &mut self.entries[index as usize].lower {
-                *may_run = begun == Begun::NoMemory;
+            if begun == Begun::NoMemory {
+                self.tiers.as_mut().into_iter().for_each(|tiers| tiers.short = Some(index));
             }
-            match begun {
-                Begun::Decided => {}
-                // Those behind it do not overtake it.
-                Begun::Held | Begun::NoMemory => return,
+            if begun != Begun::Decided {
+                return; // those behind it do not overtake it
+            }
+            if self.entries[index as usize].state != State::Loading {
+                ahead += self.demand_of_waiting(index);
             }
         }
     }
 
-    /// Asks the tiers for what a preempted request had computed, as soon as there is memory for it.
-    fn ask_again(&mut self, now: StepTime, index: u32) -> Begun {
+    /// Cells that requests before this one whose blocks are being loaded still need for their known tokens, plus one block
+    /// each.
+    pub(crate) fn demand_of_loads_before(&self, index: u32) -> u64 {
+        let Some(tiers) = self.tiers.as_ref().filter(|tiers| !tiers.loading.is_empty()) else { return 0 };
+        let key = self.key(index);
+        let loads = tiers.loads.values().filter_map(|load| Some((load.index?, load.loading.positions().end)));
+        loads
+            .filter(|(other, _)| self.key(*other) < key)
+            .map(|(other, end)| self.demand_after(other, end))
+            .sum()
+    }
+
+    /// Begins a load of the request at `index`. `ahead`: memory that others get before it.
+    fn begin_load(&mut self, now: StepTime, index: u32, ahead: u64) -> Begun {
         if self.waits_for_prefix(index) {
             return Begun::Decided;
         }
-        while !self.has_memory(index) {
+        let choice = match self.choose_load(index) {
+            Ok(choice) => choice,
+            Err(missed) => {
+                self.decline(now, index, missed);
+                return Begun::Decided;
+            }
+        };
+        let Some(tiers) = &self.tiers else { return Begun::Decided };
+        let with_cells = self.running.len() + tiers.loading.len() + self.paused.len();
+        let with_cells = with_cells - usize::from(self.entries[index as usize].seq.is_some());
+        if tiers.room_tokens().is_none() || with_cells >= self.config.max_batch as usize {
+            return Begun::Held;
+        }
+        while !self.has_memory(index, ahead) {
             if !self.unretain(now, false) {
                 return Begun::NoMemory;
             }
+            self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = true);
         }
-        self.set_lower(index, Lower::Done);
-        self.ask_tiers(now.now_ns, index);
-        self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = true);
+        self.start(now, index, choice);
         Begun::Decided
     }
 
-    fn begin_load(&mut self, now: StepTime, index: u32) -> Begun {
-        if self.waits_for_prefix(index) {
-            return Begun::Decided;
+    /// Begins a load of a request that could also run, because there is memory for it. Returns `false` if nothing is loaded.
+    pub(crate) fn loads_instead(&mut self, now: StepTime, index: u32) -> bool {
+        let has_room = self.tiers.as_ref().is_some_and(|tiers| tiers.room_tokens().is_some());
+        if !has_room || !matches!(self.entries[index as usize].lower, Lower::Found { .. }) {
+            return false;
         }
-        let Some(tiers) = &self.tiers else { return Begun::Decided };
+        match self.choose_load(index) {
+            Ok(choice) => self.start(now, index, choice),
+            Err(missed) => self.decline(now, index, missed),
+        }
+        self.entries[index as usize].state == State::Loading
+    }
+
+    /// What to load of the prompt of a waiting request, if anything should be. Otherwise the request is computed: the tiers have
+    /// nothing that the cache does not have, or (`Some`) to compute these tokens that a tier has is faster.
+    fn choose_load(&self, index: u32) -> Result<Choice, Option<(u8, u32)>> {
+        let Some(tiers) = &self.tiers else { return Err(None) };
         let entry = &self.entries[index as usize];
-        let Lower::Found { runs, .. } = &entry.lower else { return Begun::Decided };
+        let Lower::Found { runs, .. } = &entry.lower else { return Err(None) };
         // It has cells if a part was loaded already.
         let hit = if entry.seq.is_some() { entry.cached } else { self.lookup(entry).hit_tokens };
         let block = self.memory.block_tokens();
         let last = entry.wanted_content().min(entry.known - 1);
-        let (last, room) = (last - last % block, tiers.room_tokens());
-        let end = last.min(hit.saturating_add(room.unwrap_or(u32::MAX)));
+        let last = last - last % block;
+        let end = last.min(hit.saturating_add(tiers.room_tokens().unwrap_or(u32::MAX)));
         let choice = if end > hit { tiers.choose(runs, hit, end) } else { None };
         let Some(choice) = choice else {
-            // Whatever the tiers have is in the cache by now, or is faster to compute.
             let missed = runs.iter().find(|run| run.until > hit).filter(|_| end > hit);
-            let missed = missed.and_then(|run| Some((run.tier?, run.until.min(end) - hit)));
-            self.decline(now, index, missed);
-            return Begun::Decided;
+            return Err(missed.and_then(|run| Some((run.tier?, run.until.min(end) - hit))));
         };
-        let with_cells = self.running.len() + tiers.loading.len() + self.paused.len();
-        let with_cells = with_cells - usize::from(entry.seq.is_some());
-        if room.is_none() || with_cells >= self.config.max_batch as usize {
-            return Begun::Held;
-        }
-        while !self.has_memory(index) {
-            if !self.unretain(now, false) {
-                return Begun::NoMemory;
-            }
-        }
-        // What did not fit in flight is decided when this part has arrived.
+        // What does not fit in flight is decided when this part has arrived.
         let stops_before = choice.runs.last().is_none_or(|run| run.until < end && run.ends == Ends::Anywhere);
-        let is_last = end == last || stops_before;
-        self.start(now, index, choice, is_last);
-        Begun::Decided
+        Ok(Choice { is_last: end == last || stops_before, ..choice })
     }
 
     /// The request is computed from its prefix hit on.
@@ -226,9 +252,9 @@ impl Scheduler {
     }
 
     /// Opens the sequence of a waiting request, if it has none, and begins to load. If the blocks do not fit after all, the
-    /// request is computed. `is_last`: nothing is loaded for it after this.
-    fn start(&mut self, now: StepTime, index: u32, choice: Choice, is_last: bool) {
-        let Choice { runs, tokens, expected_ns, estimate_ns } = choice;
+    /// request is computed.
+    fn start(&mut self, now: StepTime, index: u32, choice: Choice) {
+        let Choice { runs, tokens, expected_ns, estimate_ns, is_last } = choice;
         let n_tokens: u32 = tokens.iter().sum();
         let entry = &self.entries[index as usize];
         let hit = if entry.seq.is_some() { entry.cached } else { self.open(now, index) };

@@ -6,6 +6,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod drive;
+mod memory;
 
 use common::{cells, group, machine};
 use drive::Drive;
@@ -234,60 +235,6 @@ fn what_exceeds_the_bound_is_loaded_in_parts() {
         let ended = s.drain_ended().next().unwrap();
         assert_eq!((ended.loaded[0], computed(&s)), (loaded, u64::from(13 - loaded)), "{fails:?}");
     }
-}
-
-/// Two requests outgrow the cache. The preempted one is looked up when the other one has ended, and what it had computed
-/// is loaded.
-#[test]
-fn what_a_preempted_request_had_computed_is_loaded() {
-    let mut tiers = tiers(Write::Through);
-    tiers.recompute.per_token_ns = 1e6;
-    let admission = Admission::Optimistic { headroom_tokens: 0 };
-    let config = Config { tiers: Some(tiers), admission, ..Config::default() };
-    let mut s = Scheduler::new(config, paged(48, 1), None).unwrap();
-    for id in 0..2 {
-        let mut request = Request::new(id, 0, 14, 30);
-        request.prompt = Prompt::Tokens((0..14).map(|i| i + 100 * id as u32).collect());
-        s.arrive(0, request).unwrap();
-        s.found(0, RequestId(id), Vec::new());
-    }
-    s.drain_orders();
-    let mut sampling = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
-        out.elapsed_ns = 1;
-        out.sample_each(batch, |_| Sampled { token: Some(7), finished: false });
-    });
-    let (mut find, mut load) = (None, None);
-    for now in 1..200 {
-        s.iterate(now, &mut sampling);
-        for order in s.drain_orders() {
-            match order {
-                Order::Store(store) => assert!(s.stored(now, store.id, true)),
-                Order::Find(order) => find = Some(order),
-                Order::Load(order) => load = Some(order),
-                _ => {}
-            }
-        }
-        if find.is_some() {
-            break;
-        }
-    }
-    assert_eq!((s.counters().preemptions, s.drain_ended().count()), (1, 1), "the first request has ended");
-    let find = find.unwrap();
-    // It has generated some tokens, which are not in the cache any more, but in the tier.
-    assert_eq!(find.request, RequestId(1));
-    assert!(find.n_tokens >= 20 && find.n_tokens > find.hit_tokens && load.is_none(), "{find:?}");
-    s.found(200, RequestId(1), vec![Run::new(Some(0), find.n_tokens)]);
-    let before = computed(&s);
-    s.iterate(200, &mut sampling);
-    let Some(Order::Load(order)) = s.drain_orders().pop() else { panic!("no load") };
-    assert_eq!(order.positions, find.hit_tokens..find.n_tokens);
-    s.loaded(300, order.id, true, 100);
-    while s.iterate(300, &mut sampling) != Iteration::NothingToDo {}
-    let ended = s.drain_ended().next().unwrap();
-    assert_eq!((ended.generated, ended.loaded), (30, [0; MAX_TIERS]), "loaded: its first loads");
-    // Of all 43 tokens that it needs.
-    assert_eq!(computed(&s) - before, u64::from(43 - find.n_tokens));
-    assert_eq!(s.tier_counters().unwrap().regained_tokens, order.positions.len() as u64);
 }
 
 #[test]
