@@ -92,6 +92,9 @@ pub(crate) struct Entry {
     /// True once it has had a sequence.
     pub was_opened: bool,
     pub lower: Lower,
+    /// When the tiers were last asked for its prompt, and until where they had it.
+    pub asked_ns: u64,
+    pub found_until: u32,
     /// Tokens loaded from tiers before it first lost its cells, by tier. Later ones are regained.
     pub loaded: [u32; MAX_TIERS],
 }

@@ -313,6 +313,8 @@ impl Scheduler {
             miss: None,
             was_opened: false,
             lower: Lower::Done,
+            asked_ns: now_ns,
+            found_until: 0,
             loaded: [0; MAX_TIERS],
         };
         self.arrivals += 1;

@@ -10,8 +10,9 @@
 //! Then, when it fits into memory beside those that come before it, the blocks after its prefix hit are loaded, if that is
 //! faster than to compute them (`cost.rs`), in parts of at most [`Tiers::max_load_bytes`]. While they are loaded it is
 //! neither waiting nor running. Afterwards it waits with its cells, like a paused request, for the next part or for the
-//! batch. If a load fails or is late, the tokens are computed. A preempted request is looked up again in the same way, so
-//! what it had computed is loaded if the KV cache has dropped it and a tier has it.
+//! batch. If a load fails or is late, the tokens are computed. Requests that wait for memory are looked up again from time to
+//! time, without waiting for the answer. A preempted request is looked up like one that arrives, so what it had computed is
+//! loaded if the KV cache has dropped it and a tier has it.
 //!
 //! Copies to the tiers either begin as soon as blocks are in the prefix index ([`Write::Through`]), or when free memory
 //! runs low, with the next victims of eviction ([`Write::Back`]). Both pin the blocks. What exceeds
@@ -293,6 +294,7 @@ impl Scheduler {
         self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = false);
         self.give_up(now);
         self.demote(now);
+        self.look_again(now.now_ns);
         self.begin_loads(now);
     }
 

@@ -1,8 +1,18 @@
 //! What the tiers have of a prompt.
 use super::{FindOrder, Order, Run};
-use crate::entry::Lower;
+use crate::entry::{Entry, Lower, State};
 use crate::request::RequestId;
 use crate::scheduler::Scheduler;
+
+/// A waiting request is looked up again after so many times [`Tiers::grace_ns`](super::Tiers::grace_ns).
+const ASK_AGAIN: u64 = 4;
+
+/// Whether another answer of the tiers is of use to a request that has one: it waits, without cells.
+fn may_learn(entry: &Entry) -> bool {
+    matches!(entry.state, State::Waiting(_))
+        && entry.seq.is_none()
+        && matches!(entry.lower, Lower::Done | Lower::Found { .. })
+}
 
 impl Scheduler {
     /// Until when a request waits for its lookup.
@@ -16,31 +26,55 @@ impl Scheduler {
     /// Asks for what the tiers have of a prompt, when its request arrives, and when it loses its cells. `of_all`: also if the KV
     /// cache has everything now.
     pub(crate) fn ask_tiers(&mut self, now_ns: u64, index: u32, of_all: bool) {
+        if self.push_find(now_ns, index, of_all)
+            && let Some(tiers) = &mut self.tiers
+        {
+            tiers.n_asked += 1;
+            let entry = &mut self.entries[index as usize];
+            entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
+            entry.found_until = 0;
+        }
+    }
+
+    /// Returns whether there is anything to ask for.
+    fn push_find(&mut self, now_ns: u64, index: u32, of_all: bool) -> bool {
         if self.tiers.is_none() {
-            return;
+            return false;
         }
         let hit_tokens = self.lookup(&self.entries[index as usize]).hit_tokens;
-        let Some(tiers) = &mut self.tiers else { return };
+        let Some(tiers) = &mut self.tiers else { return false };
         let entry = &mut self.entries[index as usize];
         // The last token is computed in any case.
         let n_tokens = entry.wanted_content().min(entry.known - 1);
         let n_tokens = n_tokens - n_tokens % tiers.block_tokens;
+        entry.asked_ns = now_ns;
         let wanted = if of_all { n_tokens > 0 } else { n_tokens > hit_tokens };
-        if wanted && entry.prompt.vocabulary().is_some() {
-            tiers.n_asked += 1;
-            entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
-            tiers.orders.push(Order::Find(FindOrder {
-                request: entry.id,
-                salt: entry.salt.clone(),
-                prompt: entry.prompt.clone(),
-                n_tokens,
-                hit_tokens,
-            }));
+        let asks = wanted && entry.prompt.vocabulary().is_some();
+        if asks {
+            let (request, salt, prompt) = (entry.id, entry.salt.clone(), entry.prompt.clone());
+            tiers.orders.push(Order::Find(FindOrder { request, salt, prompt, n_tokens, hit_tokens }));
+        }
+        asks
+    }
+
+    /// Looks the first waiting requests up again if they have waited for long: the tiers may have more by now, from an earlier turn
+    /// of the same chat for example. They do not wait for the answer.
+    pub(super) fn look_again(&mut self, now_ns: u64) {
+        let Some(tiers) = &self.tiers else { return };
+        let every_ns = tiers.config.grace_ns.saturating_mul(ASK_AGAIN);
+        let is_stale = |index: &u32| {
+            let entry = &self.entries[*index as usize];
+            now_ns.saturating_sub(entry.asked_ns) >= every_ns && may_learn(entry)
+        };
+        let first = self.waiting.iter().take(self.config.max_batch as usize).map(|key| key.index);
+        let stale: Vec<u32> = first.filter(is_stale).collect();
+        for index in stale {
+            self.push_find(now_ns, index, false);
         }
     }
 
     /// What the tiers have of the prompt of `request`: the answer to [`Order::Find`]. Call it between iterations. Ignored
-    /// if the request is not live or waits no more for it.
+    /// if the request is not live, has cells, or has heard of as much before.
     pub fn found(&mut self, now_ns: u64, request: RequestId, runs: Vec<Run>) {
         if self.tiers.is_none() {
             return;
@@ -48,15 +82,20 @@ impl Scheduler {
         let n = self.event();
         self.events.found(n, now_ns, request, &runs);
         let Some(&index) = self.by_id.get(&request) else { return };
-        if self.asked_until(index).is_none() {
-            return;
-        }
         let n_tiers = self.tiers.as_ref().map_or(0, |tiers| tiers.config.list.len());
         let is_sound = |run: &Run| run.tier.is_none_or(|tier| usize::from(tier) < n_tiers);
         let sound = runs.iter().all(is_sound) && runs.is_sorted_by(|a, b| a.until < b.until);
-        let found = sound && runs.iter().any(|run| run.tier.is_some());
-        let lower = if found { Lower::Found { runs } } else { Lower::Done };
-        self.set_lower(index, lower);
+        let last = runs.iter().rfind(|run| run.tier.is_some()).filter(|_| sound);
+        let until = last.map_or(0, |run| run.until);
+        let entry = &mut self.entries[index as usize];
+        let is_asked = matches!(entry.lower, Lower::Asked { .. });
+        let learns = may_learn(entry) && until > entry.found_until;
+        if !is_asked && !learns {
+            return;
+        }
+        entry.found_until = until;
+        self.blocked = None;
+        self.set_lower(index, if until > 0 { Lower::Found { runs } } else { Lower::Done });
     }
 
     /// Changes what a request knows of the tiers.

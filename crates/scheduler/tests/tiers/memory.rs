@@ -107,3 +107,39 @@ fn a_request_that_preempts_is_loaded() {
     let orders = loads(&mut s);
     assert_eq!((orders.len(), orders[0].request, orders[0].positions.clone()), (1, RequestId(1), 0..36));
 }
+
+/// A request that waits for memory hears of what was stored after it had arrived.
+#[test]
+fn a_waiting_request_is_looked_up_again() {
+    let admission = Admission::Optimistic { headroom_tokens: 0 };
+    let mut s = Scheduler::new(Config { admission, ..config() }, paged(48, 1), None).unwrap();
+    for id in 0..2 {
+        let mut request = Request::new(id, 0, 30, 16);
+        request.prompt = Prompt::Tokens((0..30).map(|i| i + 1000 * id as u32).collect());
+        s.arrive(0, request).unwrap();
+        s.found(0, RequestId(id), Vec::new());
+    }
+    s.drain_orders();
+    let finds = |s: &mut Scheduler| {
+        let mut found = Vec::new();
+        for order in s.drain_orders() {
+            match order {
+                Order::Find(find) => found.push(find.request),
+                Order::Store(store) => assert!(s.stored(0, store.id, true)),
+                _ => {}
+            }
+        }
+        found
+    };
+    s.iterate(11_999, &mut machine(1));
+    assert_eq!(finds(&mut s), []);
+    s.iterate(12_000, &mut machine(1));
+    assert_eq!(finds(&mut s), [RequestId(1)], "the other one runs");
+    s.iterate(12_001, &mut machine(1));
+    assert_eq!(finds(&mut s), []);
+    s.found(12_002, RequestId(1), vec![Run::new(Some(0), 20)]);
+    s.found(12_003, RequestId(1), vec![Run::new(Some(0), 16)]); // less: an older answer
+    s.cancel(12_004, RequestId(0));
+    s.iterate(12_005, &mut machine(1));
+    assert_eq!(loads(&mut s)[0].positions, 0..20);
+}
