@@ -35,6 +35,10 @@ store kills="20":
 bench-tiers *args:
     bench/tiers/ttft.py {{args}}
 
+# What a disk is worth, served and simulated, for a model of yours: `just bench-goodput MODEL.gguf`.
+bench-goodput model:
+    bench/tiers/goodput.sh {{model}}
+
 # The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Builds wgpu first, for minutes.
 wgpu:
     cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings
