@@ -95,6 +95,8 @@ pub(crate) struct Entry {
     /// When the tiers were last asked for its prompt, and until where they had it.
     pub asked_ns: u64,
     pub found_until: u32,
+    /// Until where it was decided to compute what a tier has.
+    pub declined_until: u32,
     /// Tokens loaded from tiers before it first lost its cells, by tier. Later ones are regained.
     pub loaded: [u32; MAX_TIERS],
 }

@@ -315,6 +315,7 @@ impl Scheduler {
             lower: Lower::Done,
             asked_ns: now_ns,
             found_until: 0,
+            declined_until: 0,
             loaded: [0; MAX_TIERS],
         };
         self.arrivals += 1;

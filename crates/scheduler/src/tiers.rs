@@ -32,6 +32,7 @@ use crate::memory::{Memory, StepTime};
 use crate::scheduler::Scheduler;
 use crate::snapshot::LiveLoad;
 use cost::Estimates;
+use find::may_learn;
 use kvist_cache::{GroupId, Loading, Pin};
 use std::collections::BTreeMap;
 
@@ -204,14 +205,16 @@ impl Scheduler {
         self.tiers.as_ref().map_or((0, 0), |tiers| (tiers.load_bytes.iter().sum(), tiers.store_bytes))
     }
 
-    /// When a request stops waiting for a tier, if nothing else happens before. A driver that has nothing to do calls
-    /// [`plan`](Scheduler::plan) again then. `None` if no request waits for a tier.
+    /// When a request stops waiting for a tier, or is looked up again, if nothing else happens before. A driver that has
+    /// nothing to do calls [`plan`](Scheduler::plan) again then. `None` if there is no such request.
     pub fn next_tier_deadline_ns(&self) -> Option<u64> {
         let tiers = self.tiers.as_ref()?;
         let loads = tiers.loads.values().filter(|load| load.index.is_some()).map(|load| load.deadline_ns);
         let asked = || self.waiting.iter().filter_map(|key| self.asked_until(key.index));
         let asked = if tiers.n_asked > 0 { asked().min() } else { None };
-        loads.chain(asked).min()
+        let again = self.first_waiting().filter(|index| may_learn(&self.entries[*index as usize]));
+        let again = again.filter_map(|index| self.looked_up_again_ns(tiers, index));
+        loads.chain(asked).chain(again).min()
     }
 
     /// Number of requests whose blocks are being loaded.

@@ -5,6 +5,7 @@ use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::scheduler::Scheduler;
 use kvist_cache::{GroupId, Refused};
+use std::ops::Range;
 
 /// How many times slower a tier is than configured, in 1/256: an average that follows what was measured. It recovers
 /// while nothing is loaded, because a tier that is never asked would stay slow forever.
@@ -218,8 +219,8 @@ impl Scheduler {
     }
 
     /// What to load of the prompt of a waiting request, if anything should be. Otherwise the request is computed: the tiers have
-    /// nothing that the cache does not have, or (`Some`) to compute these tokens that a tier has is faster.
-    fn choose_load(&self, index: u32) -> Result<Choice, Option<(u8, u32)>> {
+    /// nothing that the cache does not have, or (`Some`) to compute these positions that a tier has is faster.
+    fn choose_load(&self, index: u32) -> Result<Choice, Option<(u8, Range<u32>)>> {
         let Some(tiers) = &self.tiers else { return Err(None) };
         let entry = &self.entries[index as usize];
         let Lower::Found { runs, .. } = &entry.lower else { return Err(None) };
@@ -232,7 +233,7 @@ impl Scheduler {
         let choice = if end > hit { tiers.choose(runs, hit, end) } else { None };
         let Some(choice) = choice else {
             let missed = runs.iter().find(|run| run.until > hit).filter(|_| end > hit);
-            return Err(missed.and_then(|run| Some((run.tier?, run.until.min(end) - hit))));
+            return Err(missed.and_then(|run| Some((run.tier?, hit..run.until.min(end)))));
         };
         // What does not fit in flight is decided when this part has arrived.
         let stops_before = choice.runs.last().is_none_or(|run| run.until < end && run.ends == Ends::Anywhere);
@@ -240,13 +241,17 @@ impl Scheduler {
     }
 
     /// The request is computed from its prefix hit on.
-    fn decline(&mut self, now: StepTime, index: u32, missed: Option<(u8, u32)>) {
+    fn decline(&mut self, now: StepTime, index: u32, missed: Option<(u8, Range<u32>)>) {
         self.set_lower(index, Lower::Done);
         let Some(tiers) = &mut self.tiers else { return };
         tiers.changed = true;
-        if let Some((tier, tokens)) = missed {
+        if let Some((tier, positions)) = missed {
             tiers.estimates.declined(tier.into());
-            tiers.counters.declined_tokens += u64::from(tokens);
+            // A later answer of the tiers may be declined, too.
+            let entry = &mut self.entries[index as usize];
+            let new = positions.end.saturating_sub(positions.start.max(entry.declined_until));
+            entry.declined_until = entry.declined_until.max(positions.end);
+            tiers.counters.declined_tokens += u64::from(new);
             self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "slower" });
         }
     }

@@ -1,5 +1,5 @@
 //! What the tiers have of a prompt.
-use super::{FindOrder, Order, Run};
+use super::{FindOrder, Order, Run, TierState};
 use crate::entry::{Entry, Lower, State};
 use crate::request::RequestId;
 use crate::scheduler::Scheduler;
@@ -8,7 +8,7 @@ use crate::scheduler::Scheduler;
 const ASK_AGAIN: u64 = 4;
 
 /// Whether another answer of the tiers is of use to a request that has one: it waits, without cells.
-fn may_learn(entry: &Entry) -> bool {
+pub(super) fn may_learn(entry: &Entry) -> bool {
     matches!(entry.state, State::Waiting(_))
         && entry.seq.is_none()
         && matches!(entry.lower, Lower::Done | Lower::Found { .. })
@@ -61,16 +61,26 @@ impl Scheduler {
     /// of the same chat for example. They do not wait for the answer.
     pub(super) fn look_again(&mut self, now_ns: u64) {
         let Some(tiers) = &self.tiers else { return };
-        let every_ns = tiers.config.grace_ns.saturating_mul(ASK_AGAIN);
         let is_stale = |index: &u32| {
-            let entry = &self.entries[*index as usize];
-            now_ns.saturating_sub(entry.asked_ns) >= every_ns && may_learn(entry)
+            may_learn(&self.entries[*index as usize])
+                && self.looked_up_again_ns(tiers, *index).is_some_and(|at_ns| at_ns <= now_ns)
         };
-        let first = self.waiting.iter().take(self.config.max_batch as usize).map(|key| key.index);
-        let stale: Vec<u32> = first.filter(is_stale).collect();
+        let stale: Vec<u32> = self.first_waiting().filter(is_stale).collect();
         for index in stale {
             self.push_find(now_ns, index, false);
+            self.batch_changed = true; // several steps at once could last longer than the lookup
         }
+    }
+
+    /// The waiting requests that are looked up again.
+    pub(super) fn first_waiting(&self) -> impl Iterator<Item = u32> {
+        self.waiting.iter().take(self.config.max_batch as usize).map(|key| key.index)
+    }
+
+    /// `None` if the configuration says that no request waits for a tier.
+    pub(super) fn looked_up_again_ns(&self, tiers: &TierState, index: u32) -> Option<u64> {
+        let every_ns = tiers.config.grace_ns.saturating_mul(ASK_AGAIN);
+        (every_ns > 0).then(|| self.entries[index as usize].asked_ns.saturating_add(every_ns))
     }
 
     /// What the tiers have of the prompt of `request`: the answer to [`Order::Find`]. Call it between iterations. Ignored

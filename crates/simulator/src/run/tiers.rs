@@ -57,6 +57,8 @@ impl Contents {
 }
 
 enum Ended {
+    /// A prompt has been looked up.
+    Find { request: RequestId, runs: Vec<Run> },
     /// `tiers`: which tier each block came from.
     Load { id: TransferId, ok: bool, took_ns: u64, hashes: Vec<u64>, tiers: Vec<usize> },
     /// Blocks have left the cache's memory, and are in the first tier.
@@ -123,6 +125,7 @@ impl SimTiers {
         {
             self.ends.pop();
             match self.ended.remove(&begun) {
+                Some(Ended::Find { request, runs }) => scheduler.found(now, request, runs),
                 Some(Ended::Load { id, ok, took_ns, hashes, tiers }) => {
                     for tier in 0..if ok { self.tiers.len() } else { 0 } {
                         let slower = hashes.iter().zip(&tiers).filter(|(_, from)| **from > tier);
@@ -148,7 +151,9 @@ impl SimTiers {
             match order {
                 Order::Find(find) => {
                     let runs = self.find(&find, scheduler.cache());
-                    scheduler.found(now, find.request, runs);
+                    // A step that begins now does not wait for the answer.
+                    let latency_ns = self.config.list.iter().map(|tier| tier.latency_ns).max().unwrap_or(0);
+                    self.end(now.saturating_add(latency_ns), Ended::Find { request: find.request, runs });
                 }
                 Order::Load(load) => self.load(now, &load),
                 Order::Store(store) => {
