@@ -11,7 +11,7 @@ context=1024
 echo "| budget | kept | perplexity | KL mean | KL p99 | top-1 agreement |"
 echo "|--:|---|--:|--:|--:|--:|"
 row() {
-    "$kvist" eval --model "$model" --text tools/tiny-model/val.txt --context $context --chunk 16 --limit "$limit" --json -q "${@:3}" |
+    "$kvist" eval --model "$model" --weights f32 --text tools/tiny-model/val.txt --context $context --chunk 16 --limit "$limit" --json -q "${@:3}" |
         python3 -c '
 import json, sys
 r = json.load(sys.stdin)

@@ -6,12 +6,13 @@
 //!        8..16  length of the body, u64
 //!       16..24  when it expires, u64: milliseconds since 1970, or 0 for never
 //!       24..56  the block's key
-//!       56..88  BLAKE3 of bytes 0..56 and the body
+//!       56..88  the hash of bytes 0..56 and the body: BLAKE3, or another Check
 //!       88..    the body: the block's bytes
 //! ```
 use crate::BlockKey;
 use bytes::Bytes;
 use std::time::{Duration, SystemTime};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 const MAGIC: &[u8; 4] = b"KVSB";
 const VERSION: u32 = 1;
@@ -23,6 +24,31 @@ const HASHED: usize = 56;
 pub struct Frame {
     pub head: Bytes,
     pub body: Bytes,
+}
+
+/// The hash of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Check {
+    /// Some GB/s per core. Of frames that leave the process.
+    #[default]
+    Blake3,
+    /// 128 bits, several times as fast: of frames that stay in this process's memory, where a bit may flip but nothing else has
+    /// written.
+    Xxh3,
+}
+
+impl Check {
+    fn hash(self, head: &[u8], body: &[u8]) -> [u8; 32] {
+        match self {
+            Check::Blake3 => *blake3::Hasher::new().update(head).update(body).finalize().as_bytes(),
+            Check::Xxh3 => {
+                let head = XxHash3_64::oneshot(head);
+                let mut hash = [0; 32];
+                hash[..16].copy_from_slice(&XxHash3_128::oneshot_with_seed(head, body).to_le_bytes());
+                hash
+            }
+        }
+    }
 }
 
 /// Why stored bytes are not the block.
@@ -51,15 +77,15 @@ pub enum Opened {
 impl Frame {
     pub const HEAD_BYTES: usize = 88;
 
-    /// Surrounds `body`, which is hashed: about 1 ms for 4 MB.
-    pub fn new(key: &BlockKey, body: Bytes, expires: Option<SystemTime>) -> Self {
+    /// Surrounds `body`, which is hashed: about 1 ms for 4 MB with BLAKE3.
+    pub fn new(key: &BlockKey, body: Bytes, expires: Option<SystemTime>, check: Check) -> Self {
         let mut head = Vec::with_capacity(Self::HEAD_BYTES);
         head.extend_from_slice(MAGIC);
         head.extend_from_slice(&VERSION.to_le_bytes());
         head.extend_from_slice(&(body.len() as u64).to_le_bytes());
         head.extend_from_slice(&expires.map_or(0, milliseconds).to_le_bytes());
         head.extend_from_slice(key.as_bytes());
-        let hash = hash(&head, &body);
+        let hash = check.hash(&head, &body);
         head.extend_from_slice(&hash);
         Frame { head: head.into(), body }
     }
@@ -96,7 +122,7 @@ impl Frame {
     ///
     /// # Errors
     /// What is wrong with them.
-    pub fn open(&self, key: &BlockKey, now: SystemTime) -> Result<Opened, Damage> {
+    pub fn open(&self, key: &BlockKey, now: SystemTime, check: Check) -> Result<Opened, Damage> {
         let head: &[u8; Self::HEAD_BYTES] = self.head[..].try_into().map_err(|_| Damage::Length)?;
         if &head[..4] != MAGIC {
             return Err(Damage::Magic);
@@ -112,7 +138,7 @@ impl Frame {
         if &head[24..HASHED] != key.as_bytes() {
             return Err(Damage::Key);
         }
-        if head[HASHED..] != hash(&head[..HASHED], &self.body) {
+        if head[HASHED..] != check.hash(&head[..HASHED], &self.body) {
             return Err(Damage::Hash);
         }
         match self.expires() {
@@ -120,10 +146,6 @@ impl Frame {
             _ => Ok(Opened::Block(self.body.clone())),
         }
     }
-}
-
-fn hash(head: &[u8], body: &[u8]) -> [u8; 32] {
-    *blake3::Hasher::new().update(head).update(body).finalize().as_bytes()
 }
 
 /// Never 0, which means "never expires".

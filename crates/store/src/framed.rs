@@ -1,6 +1,6 @@
 //! Blocks over frames: the one place that frames, checks, counts and removes what is damaged.
 use crate::frame::Opened;
-use crate::{BlockKey, BlockStore, BoxFuture, Damage, Frame, StoreError, Usage};
+use crate::{BlockKey, BlockStore, BoxFuture, Check, Damage, Frame, StoreError, Usage};
 use bytes::Bytes;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -8,6 +8,11 @@ use std::time::{Duration, SystemTime};
 /// Where frames are kept: what a new kind of store implements. It neither reads nor checks them.
 pub trait FrameStore: Send + Sync {
     fn name(&self) -> &str;
+
+    /// How its frames are checked.
+    fn check(&self) -> Check {
+        Check::default()
+    }
 
     /// How many frames, from the first key on, are here.
     ///
@@ -108,7 +113,7 @@ impl<S: FrameStore> Framed<S> {
             add(&self.counters.misses, 1);
             return Ok(None);
         };
-        match frame.open(key, (self.clock)()) {
+        match frame.open(key, (self.clock)(), self.frames.check()) {
             Ok(Opened::Block(bytes)) => {
                 add(&self.counters.hits, 1);
                 add(&self.counters.hit_bytes, bytes.len() as u64);
@@ -129,7 +134,8 @@ impl<S: FrameStore> Framed<S> {
         let length = bytes.len() as u64;
         // A time beyond the calendar is never.
         let expires = ttl.and_then(|ttl| (self.clock)().checked_add(ttl));
-        self.noted(self.frames.write(key, Frame::new(&key, bytes, expires), ttl).await)?;
+        let frame = Frame::new(&key, bytes, expires, self.frames.check());
+        self.noted(self.frames.write(key, frame, ttl).await)?;
         add(&self.counters.puts, 1);
         add(&self.counters.put_bytes, length);
         Ok(())

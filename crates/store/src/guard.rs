@@ -3,7 +3,7 @@
 //! A store that failed several times in a row is not asked for a pause; then one call tries it. If that call fails
 //! too, the pause doubles. So a server that is down costs a few time limits once, and one per pause afterwards, and
 //! is used again soon after it is back.
-use crate::{BlockKey, BoxFuture, Frame, FrameStore, StoreError, Usage};
+use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, StoreError, Usage};
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -84,6 +84,10 @@ fn now() -> Instant {
 impl<S: FrameStore> FrameStore for Guarded<S> {
     fn name(&self) -> &str {
         self.inner.name()
+    }
+
+    fn check(&self) -> Check {
+        self.inner.check()
     }
 
     fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {

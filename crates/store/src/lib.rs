@@ -5,7 +5,7 @@
 //! every restart, and a block never has to be invalidated: other tokens have another key.
 //!
 //! Guarantees: [`get`](BlockStore::get) returns the bytes that were put under that key, or nothing. A frame with
-//! the key, the length and a BLAKE3 hash surrounds every stored block ([`Framed`]); a block that was flipped, cut
+//! the key, the length and a hash surrounds every stored block ([`Framed`]): BLAKE3, or in RAM XXH3. A block that was flipped, cut
 //! short, exchanged or written by a newer version is a miss that is counted and removed. No file and no server can
 //! make this crate panic.
 //!
@@ -29,7 +29,7 @@ pub use bytes::Bytes;
 #[cfg(feature = "disk")]
 pub use disk::{Disk, DiskFrames, DiskOptions};
 pub use error::StoreError;
-pub use frame::{Damage, Frame, Opened};
+pub use frame::{Check, Damage, Frame, Opened};
 pub use framed::{Counts, FrameStore, Framed};
 #[cfg(any(feature = "disk", feature = "remote"))]
 pub use guard::{Guarded, Limits};

@@ -1,5 +1,5 @@
 //! Blocks in this process's memory, bounded; the least recently used go first.
-use crate::{BlockKey, BoxFuture, Frame, FrameStore, Framed, StoreError, Usage};
+use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, StoreError, Usage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -110,6 +110,10 @@ impl RamFrames {
 impl FrameStore for RamFrames {
     fn name(&self) -> &str {
         "ram"
+    }
+
+    fn check(&self) -> Check {
+        Check::Xxh3
     }
 
     fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {

@@ -16,7 +16,7 @@ use super::{History, SessionId};
 use crate::Error;
 use crate::saved::Origin;
 use kvist_model::hash;
-use kvist_store::{BlockKey, Bytes, Frame, KeyChain, Opened};
+use kvist_store::{BlockKey, Bytes, Check, Frame, KeyChain, Opened};
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -323,7 +323,7 @@ impl SessionFiles {
     pub fn put_block(&self, key: &BlockKey, bytes: Vec<u8>) -> io::Result<()> {
         let path = self.block_path(key);
         create_private_dir(path.parent().unwrap_or(&self.dir))?;
-        let frame = Frame::new(key, bytes.into(), None);
+        let frame = Frame::new(key, bytes.into(), None, Check::Blake3);
         // Not synced: a block that a crash of the machine tears is noticed, and computed again.
         self.replace(&path, &[&frame.head, &frame.body], false)?;
         match self.blocks().known.get_mut(key) {
@@ -337,7 +337,8 @@ impl SessionFiles {
     /// The bytes of a block, if they are those that were stored. A damaged file is removed.
     pub fn block(&self, key: &BlockKey) -> Option<Bytes> {
         let path = self.block_path(key);
-        let opened = fs::read(&path).map(|bytes| Frame::split(bytes.into()).open(key, SystemTime::now()));
+        let opened = fs::read(&path)
+            .map(|bytes| Frame::split(bytes.into()).open(key, SystemTime::now(), Check::Blake3));
         if let Ok(Ok(Opened::Block(bytes))) = opened {
             return Some(bytes);
         }

@@ -23,7 +23,7 @@ pub struct TiersSection {
     pub disk_dir: Option<PathBuf>,
     /// What `disk_dir` takes, all of it from the start.
     pub disk_bytes: u64,
-    /// The URL of a store that several servers share; see [`kvist_store::Remote::open`] for its forms. May contain a password.
+    /// The URL of a store that several servers share; `kvist_store::Remote::open` has its forms. May contain a password.
     pub store: Option<String>,
     /// When blocks are copied to the tiers.
     pub write: WriteTime,

@@ -1,9 +1,12 @@
 //! Damaged bytes are misses: nothing of them is reused.
 use crate::reference::{self, block};
-use kvist_store::{BlockStore, Bytes, Damage, Frame, FrameStore, Ram};
+use kvist_store::{
+    BlockKey, BlockStore, BoxFuture, Bytes, Check, Damage, Frame, FrameStore, Framed, Ram, RamFrames,
+    StoreError, Usage,
+};
 use kvist_testing::SplitMix64;
 use pollster::block_on;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 /// One way to damage stored bytes. `other` is a whole frame of another key.
 fn damage(random: &mut SplitMix64, stored: &[u8], other: &[u8]) -> Vec<u8> {
@@ -29,22 +32,56 @@ fn damage(random: &mut SplitMix64, stored: &[u8], other: &[u8]) -> Vec<u8> {
     bytes
 }
 
+/// Frames in RAM, checked as those on a disk are.
+struct Blake3Frames(RamFrames);
+
+impl FrameStore for Blake3Frames {
+    fn name(&self) -> &str {
+        self.0.name()
+    }
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.0.lookup(keys)
+    }
+    fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
+        self.0.read(key)
+    }
+    fn write<'a>(
+        &'a self,
+        key: BlockKey,
+        frame: Frame,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.0.write(key, frame, ttl)
+    }
+    fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.0.delete(key)
+    }
+    fn usage(&self) -> Usage {
+        self.0.usage()
+    }
+}
+
 #[test]
 fn no_damaged_block_is_returned() {
+    damaged_blocks_are_removed(&Ram::new(1 << 20));
+    damaged_blocks_are_removed(&Framed::over(Blake3Frames(Ram::new(1 << 20).into_frames())));
+}
+
+fn damaged_blocks_are_removed<S: FrameStore>(store: &Framed<S>) {
     let mut random = SplitMix64(7);
     let keys = reference::keys(2);
-    let store = Ram::new(1 << 20);
+    let check = store.frames().check();
     let mut unchanged = 0;
     for case in 0..100_000 {
         let body = block(&mut random, 200);
-        let stored = Frame::new(&keys[0], body.clone(), None).to_bytes();
-        let other = Frame::new(&keys[1], block(&mut random, 200), None).to_bytes();
+        let stored = Frame::new(&keys[0], body.clone(), None, check).to_bytes();
+        let other = Frame::new(&keys[1], block(&mut random, 200), None, check).to_bytes();
         let bytes = damage(&mut random, &stored, &other);
         let same = bytes == stored[..];
         unchanged += u64::from(same);
         block_on(store.frames().write(keys[0], Frame::split(bytes.into()), None)).unwrap();
         let found = block_on(store.get(&keys[0])).unwrap();
-        assert_eq!(found, same.then_some(body), "case {case}");
+        assert_eq!(found, same.then_some(body), "{check:?}, case {case}");
         assert_eq!(store.usage().entries, Some(same.into()), "case {case}: a damaged block is removed");
     }
     assert!(unchanged < 5_000, "{unchanged}");
@@ -56,22 +93,29 @@ fn no_damaged_block_is_returned() {
 #[test]
 fn every_bit_counts() {
     let keys = reference::keys(2);
-    let stored = Frame::new(&keys[0], Bytes::from_static(b"K and V"), Some(SystemTime::now())).to_bytes();
-    for bit in 0..stored.len() * 8 {
-        let mut bytes = stored.to_vec();
-        bytes[bit / 8] ^= 1 << (bit % 8);
-        Frame::split(bytes.into()).open(&keys[0], SystemTime::UNIX_EPOCH).unwrap_err();
+    let (body, then) = (Bytes::from_static(b"K and V"), SystemTime::UNIX_EPOCH);
+    for check in [Check::Blake3, Check::Xxh3] {
+        let stored = Frame::new(&keys[0], body.clone(), Some(SystemTime::now()), check).to_bytes();
+        for bit in 0..stored.len() * 8 {
+            let mut bytes = stored.to_vec();
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            Frame::split(bytes.into()).open(&keys[0], then, check).unwrap_err();
+        }
+        for length in 0..stored.len() {
+            Frame::split(stored.slice(..length)).open(&keys[0], then, check).unwrap_err();
+        }
+        Frame::split(stored.clone()).open(&keys[0], then, check).unwrap();
+        let others = [Check::Blake3, Check::Xxh3].into_iter().filter(|other| *other != check);
+        others.for_each(|other| {
+            Frame::split(stored.clone()).open(&keys[0], then, other).unwrap_err();
+        });
     }
-    for length in 0..stored.len() {
-        Frame::split(stored.slice(..length)).open(&keys[0], SystemTime::UNIX_EPOCH).unwrap_err();
-    }
-    Frame::split(stored).open(&keys[0], SystemTime::UNIX_EPOCH).unwrap();
 }
 
 #[test]
 fn the_reason_is_named() {
     let keys = reference::keys(2);
-    let stored = Frame::new(&keys[0], Bytes::from_static(b"K and V"), None).to_bytes();
+    let stored = Frame::new(&keys[0], Bytes::from_static(b"K and V"), None, Check::Blake3).to_bytes();
     let with = |at: usize, byte: u8| {
         let mut bytes = stored.to_vec();
         bytes[at] = byte;
@@ -92,7 +136,7 @@ fn the_reason_is_named() {
     ];
     for (bytes, damage) in cases {
         let frame = Frame::split(bytes.clone().into());
-        assert_eq!(frame.open(&keys[0], SystemTime::now()), Err(damage), "{bytes:?}");
+        assert_eq!(frame.open(&keys[0], SystemTime::now(), Check::Blake3), Err(damage), "{bytes:?}");
     }
-    assert_eq!(Frame::split(stored).open(&keys[1], SystemTime::now()), Err(Damage::Key));
+    assert_eq!(Frame::split(stored).open(&keys[1], SystemTime::now(), Check::Blake3), Err(Damage::Key));
 }
