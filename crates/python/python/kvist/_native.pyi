@@ -56,6 +56,7 @@ class _TierStats(TypedDict):
     late_loads: int
     wasted_tokens: int
     declined_tokens: int
+    regained_tokens: int
     load_s: float
     stored_blocks: int
     failed_blocks: int
