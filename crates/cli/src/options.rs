@@ -232,6 +232,10 @@ pub struct ComputeArgs {
     /// q4 caches, slower with bf16 weights
     #[arg(long)]
     pub deterministic: bool,
+    /// Compute prompts in bf16 where the CPU multiplies it in matrix units (AMX): faster, about as exact as a bf16 model. A
+    /// text may then depend on the chunks and batches in which its prompt was computed
+    #[arg(long, conflicts_with = "deterministic")]
+    pub fast_prefill: bool,
 }
 
 impl ComputeArgs {
@@ -249,6 +253,7 @@ impl ComputeArgs {
         let tile_attention = Compute::tile_attention_from_env().map_err(wrong_usage)?;
         let compute =
             Compute::new(isa, threads).deterministic(self.deterministic).tile_attention(tile_attention);
+        let compute = compute.fast_prefill(self.fast_prefill);
         Ok(COMPUTE.get_or_init(|| compute).clone())
     }
 }

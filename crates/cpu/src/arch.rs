@@ -83,6 +83,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// From every byte, extracts `bits` bits starting at bit `at` and moves them to bit `to`.
     fn field(self, x: Self::I, at: u32, bits: u32, to: u32) -> Self::I;
     fn or(self, a: Self::I, b: Self::I) -> Self::I;
+    fn xor(self, a: Self::I, b: Self::I) -> Self::I;
     /// Looks up every byte, which is less than 16, in the table.
     fn lookup(self, table: &[u8; 16], x: Self::I) -> Self::I;
     /// Unpacks four 6-bit codes from three bytes: the lower six bits of each byte, and a fourth code from their upper
@@ -108,6 +109,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn widen_pairs(self, x: Self::I) -> (Self::F, Self::F);
     /// Pairs of bf16, cut off instead of rounded: `even` in the lower half of every lane, `odd` in the upper.
     fn cut_pairs(self, even: Self::F, odd: Self::F) -> Self::I;
+    /// Pairs of bf16, rounded to the nearest, halves away from 0: `even` in the lower half of every lane, `odd` in the upper.
+    /// The lower 13 bits of a NaN must be 0.
+    fn round_pairs(self, even: Self::F, odd: Self::F) -> Self::I;
     /// Every lane cut off to bf16. The difference to the lane is exact.
     fn cut(self, x: Self::F) -> Self::F;
     fn store_i(self, x: Self::I, out: &mut [u32; 16]);

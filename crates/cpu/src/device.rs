@@ -94,7 +94,8 @@ impl Footprint for Cpu {
     fn numerics(&self) -> String {
         let crate::Compute { isa, deterministic, .. } = &self.compute;
         let tiles = self.compute.attention_tiles().is_some();
-        format!("cpu {isa}, deterministic {deterministic}, tile attention {tiles}")
+        let fast = if self.compute.fast_tiles().is_some() { ", fast prefill" } else { "" };
+        format!("cpu {isa}, deterministic {deterministic}, tile attention {tiles}{fast}")
     }
 
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {
@@ -110,8 +111,8 @@ impl Footprint for Cpu {
         let floats = floats.checked_add(limits.max_rows.checked_mul(shape.vocab)?)?;
         // The widest layer's input again, in every converted format.
         let widest = shape.buffers().iter().map(|(_, width)| *width).max()?;
-        let inputs = Inputs::bytes(n.max(limits.max_rows), widest)?;
-        let experts = experts::Scratch::bytes(n, shape)?;
+        let inputs = Inputs::bytes(&self.compute, n.max(limits.max_rows), widest)?;
+        let experts = experts::Scratch::bytes(&self.compute, n, shape)?;
         u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(experts)?).ok()
     }
 }

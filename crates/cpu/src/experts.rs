@@ -34,13 +34,14 @@ struct Route {
 
 impl Scratch {
     /// Bytes for `n` tokens. `None` on overflow.
-    pub fn bytes(n: usize, shape: &ModelShape) -> Option<usize> {
+    pub fn bytes(compute: &Compute, n: usize, shape: &ModelShape) -> Option<usize> {
         let Some(routing) = shape.routing else { return Some(0) };
         let floats = routing.width.checked_mul(2)?.checked_add(routing.n_experts)?;
         let floats = floats.checked_add(shape.hidden.checked_mul(2)?)?;
         let routes = routing.used.checked_mul(size_of::<Route>())?;
         let per_token = floats.checked_mul(size_of::<f32>())?.checked_add(routes)?;
-        let inputs = Inputs::bytes(n, shape.hidden)?.checked_add(Inputs::bytes(n, routing.width)?)?;
+        let inputs = |width| Inputs::bytes(compute, n, width);
+        let inputs = inputs(shape.hidden)?.checked_add(inputs(routing.width)?)?;
         n.checked_mul(per_token)?.checked_add(inputs)
     }
 }

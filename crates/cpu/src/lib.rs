@@ -42,11 +42,20 @@ pub struct Compute {
     /// Compute attention over float caches as products of tiles, if the instruction set has tiles (AMX). Prompts take
     /// less time, and single queries more; all queries take the same path, so that results do not depend on the batch.
     pub tile_attention: bool,
+    /// Decode packed weights to bf16 for batches of many tokens, if the instruction set has tiles (AMX). Prompts take less
+    /// time, but the result of a token then depends on whether its batch was large.
+    pub fast_prefill: bool,
 }
 
 impl Compute {
     pub fn new(isa: Isa, threads: usize) -> Self {
-        Compute { isa, threads: Arc::new(Threads::new(threads)), deterministic: false, tile_attention: false }
+        Compute {
+            isa,
+            threads: Arc::new(Threads::new(threads)),
+            deterministic: false,
+            tile_attention: false,
+            fast_prefill: false,
+        }
     }
     pub fn deterministic(self, deterministic: bool) -> Self {
         Compute { deterministic, ..self }
@@ -55,7 +64,16 @@ impl Compute {
         Compute { tile_attention, ..self }
     }
 
-    /// The tiles that attention uses, if any.
+    pub fn fast_prefill(self, fast_prefill: bool) -> Self {
+        Compute { fast_prefill, ..self }
+    }
+
+    /// The tiles that prompts use whose results may depend on the batch, if any.
+    pub(crate) fn fast_tiles(&self) -> Option<TileIsa> {
+        self.isa.tiles().filter(|_| self.fast_prefill && !self.deterministic)
+    }
+
+    /// The tiles that attention uses for all queries, if any.
     pub(crate) fn attention_tiles(&self) -> Option<TileIsa> {
         self.isa.tiles().filter(|_| self.tile_attention)
     }
@@ -80,6 +98,7 @@ impl Default for Compute {
             threads: Arc::new(Threads::per_core()),
             deterministic: false,
             tile_attention: Compute::tile_attention_from_env().unwrap_or(false),
+            fast_prefill: false,
         });
         SHARED.clone()
     }

@@ -17,13 +17,17 @@ mod codes;
 mod float;
 mod formats;
 mod inputs;
+mod pair_tiles;
 mod super_blocks;
+mod tiles;
 
 use crate::Compute;
-use crate::arch::{Columns, Kernel, LANES, Simd};
+use crate::arch::{Columns, Kernel, LANES, Simd, TileIsa};
 use crate::pages::Pages;
+use inputs::InputFormat;
 pub use inputs::{Input, Inputs};
 use kvist_device::weights::{Encoding, blocks as layouts, super_blocks as super_layouts};
+use pair_tiles::Room;
 use std::fmt;
 
 /// Prefetch distance for packed weights in bytes. Hardware prefetching stops at every 4 KiB page, and a few bytes keep
@@ -120,8 +124,6 @@ trait Format: 'static {
     /// Bytes that one block of 16 rows takes in a panel: codes (whole cache lines), and scales.
     const CODES: usize;
     const SCALES: usize;
-    /// The input format that the kernel reads.
-    const INPUT: inputs::InputFormat;
     /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
 
@@ -129,6 +131,19 @@ trait Format: 'static {
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]);
     /// Decodes a block of row `lane` to f32.
     fn unpack(codes: &[u8], scales: &[u8], lane: usize, out: &mut [f32]);
+    /// The format in which the kernel for `n` tokens reads its inputs. Tiles have formats of their own.
+    fn input(compute: &Compute, n: usize) -> InputFormat;
+    /// Multiplies adjacent panels with all tokens of an input in a format of tiles.
+    fn multiply_tiles(
+        _: TileIsa,
+        format: InputFormat,
+        _: Panels<'_>,
+        _: &Inputs,
+        _: &mut Room,
+        _: &mut Columns<'_, f32>,
+    ) {
+        unreachable!("this encoding has no kernel for {format:?}")
+    }
     /// Multiplies adjacent panels with all tokens: `MANY` if they take more than one tile.
     fn multiply<S: Simd, const MANY: bool>(
         s: S,
@@ -358,12 +373,15 @@ impl Matrix {
             return;
         }
         with_format!(self.encoding, F => {
-            let dots = F::INPUT == inputs::InputFormat::Rows && float::uses_dots::<F>(compute, n);
-            let inputs = input.prepare(compute, if dots { inputs::InputFormat::Pairs } else { F::INPUT });
+            let format = F::input(compute, n);
+            let tiles = compute.isa.tiles().filter(|_| format.is_tiles());
+            let mut rooms = input.take_rooms(compute);
+            let inputs = input.prepare(compute, format);
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
-            let (mut no_scratch, bytes) = (vec![(); compute.threads.n()], self.panels.bytes()); // takes no memory
-            compute.threads.columns(out, self.outputs, at_once * LANES, &mut no_scratch, |unit, out, ()| {
+            let at_once = if tiles.is_some() { tiles::PANELS } else { at_once };
+            let bytes = self.panels.bytes();
+            compute.threads.columns(out, self.outputs, at_once * LANES, &mut rooms, |unit, mut out, room| {
                 let first = unit * at_once;
                 let outputs = (self.outputs - first * LANES).min(at_once * LANES);
                 let n = outputs.div_ceil(LANES);
@@ -373,13 +391,17 @@ impl Matrix {
                     panel: self.panel,
                     blocks: self.inputs / F::BLOCK.0,
                 };
-                let (deterministic, format) = (!dots, std::marker::PhantomData);
+                if let Some(isa) = tiles {
+                    return F::multiply_tiles(isa, format, weights, inputs, room, &mut out);
+                }
+                let (deterministic, format) = (format != InputFormat::Pairs, std::marker::PhantomData);
                 if inputs.n > inputs::TILE {
                     compute.isa.run(Multiply::<F, true> { weights, inputs, deterministic, out, format });
                 } else {
                     compute.isa.run(Multiply::<F, false> { weights, inputs, deterministic, out, format });
                 }
             });
+            input.put_rooms(rooms);
         });
     }
 }

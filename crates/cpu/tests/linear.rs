@@ -82,7 +82,35 @@ fn multiply(compute: &Compute, matrix: &Matrix, x: &[f32]) -> Vec<f32> {
 fn products_are_sums() {
     let mut random = SplitMix64(7);
     let mut bad = Vec::new();
+    // Whole tiles, more panels than a unit has, and batches that AMX decodes packed weights for.
+    let many = |isa: &Isa| isa.tiles().is_some();
+    let tiles: Vec<Isa> = Isa::tested().into_iter().filter(many).collect();
     for encoding in ALL {
+        for (outputs, inputs, n) in [(50, 768, 64), (530, 256, 79), (33, 512, 530)] {
+            let bytes = file(encoding, outputs, inputs, &mut random);
+            let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random)).collect();
+            for isa in &tiles {
+                if n > 100 && *isa != tiles[tiles.len() - 1] {
+                    continue; // slow in plain loops
+                }
+                for fast in [false, true] {
+                    let compute = Compute::new(*isa, 2).fast_prefill(fast);
+                    let matrix = Matrix::pack(&compute, encoding, outputs, inputs, &bytes).unwrap();
+                    let out = multiply(&compute, &matrix, &x);
+                    let floats = matches!(encoding, Encoding::F32 | Encoding::F16);
+                    let rounded = encoding == Encoding::BF16 || fast && !floats;
+                    for (i, (out, (sum, within))) in
+                        out.iter().zip(expected(&matrix, &x, rounded)).enumerate()
+                    {
+                        let fits = (f64::from(*out) - sum).abs() <= within;
+                        assert!(
+                            fits,
+                            "{isa} {encoding:?} fast {fast} n {n} [{i}]: {out}, not {sum} ± {within}"
+                        );
+                    }
+                }
+            }
+        }
         for (outputs, blocks) in [(1, 1), (15, 2), (16, 1), (17, 3), (50, 2), (130, 1)] {
             let inputs = blocks * row_multiple(encoding).max(32)
                 + if row_multiple(encoding) == 1 { blocks } else { 0 };
@@ -135,6 +163,29 @@ fn a_row_is_the_same_alone_and_among_others() {
     }
 }
 
+/// Packed weights times many tokens: tiles give the bits of vectors of the same width.
+#[test]
+fn tiles_have_the_bits_of_vectors() {
+    let mut random = SplitMix64(23);
+    for encoding in ALL.into_iter().filter(|e| !matches!(e, Encoding::BF16)) {
+        let (outputs, inputs) = (40, 768);
+        let bytes = file(encoding, outputs, inputs, &mut random);
+        for n in [9, 16, 17, 70, 150] {
+            let x: Vec<f32> = (0..n * inputs).map(|_| float(&mut random)).collect();
+            for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some()) {
+                let compute = Compute::new(isa, 2);
+                let matrix = Matrix::pack(&compute, encoding, outputs, inputs, &bytes).unwrap();
+                let together = multiply(&compute, &matrix, &x);
+                for (x, together) in x.chunks_exact(inputs).zip(together.chunks_exact(outputs)) {
+                    let alone = multiply(&compute, &matrix, x);
+                    let same = alone.iter().zip(together).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "{isa} {encoding:?}, {n} tokens");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn what_is_not_a_number_is_seen() {
     let mut random = SplitMix64(13);
@@ -143,6 +194,26 @@ fn what_is_not_a_number_is_seen() {
         for isa in Isa::tested() {
             let compute = Compute::new(isa, 1);
             let matrix = Matrix::pack(&compute, encoding, 20, 256, &bytes).unwrap();
+            let fast = Compute::new(isa, 1).fast_prefill(true);
+            let mut broken = bytes.clone();
+            let scale = match encoding {
+                Encoding::F32 => 0..4,
+                Encoding::Q2K | Encoding::Q3K | Encoding::Q6K => bytes.len() / 20 - 2..bytes.len() / 20,
+                Encoding::Table16 | Encoding::Mxfp4 => 0..0,
+                _ => 0..2,
+            };
+            if !scale.is_empty() {
+                // A NaN with all bits set, in the scale of the first row.
+                broken[scale].fill(0xff);
+                let matrix = Matrix::pack(&fast, encoding, 20, 256, &broken).unwrap();
+                let out = multiply(&fast, &matrix, &vec![0.5; 70 * 256]);
+                for row in out.chunks_exact(20) {
+                    assert!(
+                        row[0].is_nan() && row[1..].iter().all(|y| y.is_finite()),
+                        "{isa} {encoding:?}: {row:?}"
+                    );
+                }
+            }
             for strange in [f32::NAN, f32::INFINITY] {
                 let mut x: Vec<f32> = (0..2 * 256).map(|_| float(&mut random)).collect();
                 x[256 + 77] = strange;

@@ -105,6 +105,7 @@ impl Simd for Avx2 {
         fma(a: F, b: F, c: F) -> F = [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])];
         max(a: F, b: F) -> F = [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])];
         or(a: I, b: I) -> I = [_mm256_or_si256(a[0], b[0]), _mm256_or_si256(a[1], b[1])];
+        xor(a: I, b: I) -> I = [_mm256_xor_si256(a[0], b[0]), _mm256_xor_si256(a[1], b[1])];
         add_i(a: I, b: I) -> I = [_mm256_add_epi32(a[0], b[0]), _mm256_add_epi32(a[1], b[1])];
         sub_i(a: I, b: I) -> I = [_mm256_sub_epi32(a[0], b[0]), _mm256_sub_epi32(a[1], b[1])];
         mul_i(a: I, b: I) -> I = [_mm256_mullo_epi32(a[0], b[0]), _mm256_mullo_epi32(a[1], b[1])];
@@ -266,6 +267,19 @@ impl Simd for Avx2 {
             let pair = |even, odd| {
                 let odd = _mm256_and_si256(_mm256_castps_si256(odd), upper);
                 _mm256_or_si256(_mm256_srli_epi32::<16>(_mm256_castps_si256(even)), odd)
+            };
+            [pair(even[0], odd[0]), pair(even[1], odd[1])]
+        }
+    }
+    #[inline(always)]
+    fn round_pairs(self, even: F, odd: F) -> I {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let upper = _mm256_set1_epi32(0xffff_0000u32 as i32);
+            let rounded = |x| _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x8000));
+            let pair = |even, odd| {
+                let odd = _mm256_and_si256(rounded(odd), upper);
+                _mm256_or_si256(_mm256_srli_epi32::<16>(rounded(even)), odd)
             };
             [pair(even[0], odd[0]), pair(even[1], odd[1])]
         }

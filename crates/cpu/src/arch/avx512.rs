@@ -78,6 +78,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         splat_i(x: i32) -> I = _mm512_set1_epi32(x);
         dot4(acc: I, unsigned: I, signed: I) -> I = _mm512_dpbusd_epi32(acc, unsigned, signed);
         or(a: I, b: I) -> I = _mm512_or_si512(a, b);
+        xor(a: I, b: I) -> I = _mm512_xor_si512(a, b);
         add_i(a: I, b: I) -> I = _mm512_add_epi32(a, b);
         sub_i(a: I, b: I) -> I = _mm512_sub_epi32(a, b);
         mul_i(a: I, b: I) -> I = _mm512_mullo_epi32(a, b);
@@ -213,6 +214,17 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe {
             let odd = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(0xffff_0000u32 as i32));
             _mm512_or_si512(_mm512_srli_epi32::<16>(_mm512_castps_si512(even)), odd)
+        }
+    }
+    #[inline(always)]
+    fn round_pairs(self, even: F, odd: F) -> I {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let half = _mm512_set1_epi32(0x8000);
+            let even = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
+            let odd = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+            // 0xf8: the first, or the two others' common bits.
+            _mm512_ternarylogic_epi32::<0xf8>(even, odd, _mm512_set1_epi32(0xffff_0000u32 as i32))
         }
     }
     #[inline(always)]

@@ -61,6 +61,7 @@ impl Simd for Portable {
         max(a: F, b: F) -> F = each(|i| if a[i] > b[i] { a[i] } else { b[i] });
         mul_nonzero(a: F, b: F) -> F = each(|i| if a[i] == 0.0 { 0.0 } else { a[i] * b[i] });
         or(a: I, b: I) -> I = each(|i| a[i] | b[i]);
+        xor(a: I, b: I) -> I = each(|i| a[i] ^ b[i]);
         add_i(a: I, b: I) -> I = each(|i| a[i].wrapping_add(b[i]));
         sub_i(a: I, b: I) -> I = each(|i| a[i].wrapping_sub(b[i]));
         mul_i(a: I, b: I) -> I = each(|i| a[i].wrapping_mul(b[i]));
@@ -158,6 +159,11 @@ impl Simd for Portable {
     #[inline(always)]
     fn cut_pairs(self, even: F, odd: F) -> I {
         each(|i| (even[i].to_bits() >> 16 | odd[i].to_bits() & 0xffff_0000).cast_signed())
+    }
+    #[inline(always)]
+    fn round_pairs(self, even: F, odd: F) -> I {
+        let rounded = |x: f32| x.to_bits().wrapping_add(0x8000);
+        each(|i| (rounded(even[i]) >> 16 | rounded(odd[i]) & 0xffff_0000).cast_signed())
     }
     #[inline(always)]
     fn cut(self, x: F) -> F {

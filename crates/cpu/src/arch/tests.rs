@@ -63,6 +63,7 @@ impl Kernel for Everything<'_> {
             ("whole field", s.field(a, 0, 8, 0)),
             ("lookup", s.lookup(table, s.low_nibbles(b))),
             ("or", s.or(a, b)),
+            ("xor", s.xor(a, b)),
         ] {
             for (n, x) in [x, s.over_256(x)].into_iter().enumerate() {
                 put(name, low(x));
@@ -84,6 +85,10 @@ impl Kernel for Everything<'_> {
         let mut pairs = [0; 16];
         s.store_i(s.cut_pairs(x, y), &mut pairs);
         for (name, at) in [("even of cut pairs", 0), ("odd of cut pairs", 16)] {
+            put(name, s.load(&pairs.map(|pair| (pair >> at & 0xffff) as f32)));
+        }
+        s.store_i(s.round_pairs(x, y), &mut pairs);
+        for (name, at) in [("even of rounded pairs", 0), ("odd of rounded pairs", 16)] {
             put(name, s.load(&pairs.map(|pair| (pair >> at & 0xffff) as f32)));
         }
         all

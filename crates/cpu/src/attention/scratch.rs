@@ -81,13 +81,16 @@ impl Sizes {
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
         let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MAX_SPLITS))?;
         let line = |tile: usize| tile + 2 * PAD + SPARE;
-        let few = |dtype| if compute.attention_tiles().is_some() { tiles::parts(dtype) } else { None };
+        let uses = compute.attention_tiles().or(compute.fast_tiles()).is_some();
+        let few = |dtype| if uses { tiles::parts(dtype) } else { None };
         let (k_tiles, v_tiles) = (few(spec.k.dtype), few(spec.v.dtype));
         let block_rows = if k_tiles.or(v_tiles).is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
+        let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
         let lines = match k_tiles.or(v_tiles) {
-            None => (block_rows * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE)),
+            None => lines,
             Some(_) => {
-                (unit_rows * line(WIDE_TILE)).max(WIDE_LONG_TILE_ROWS.min(unit_rows) * line(LONG_TILE))
+                let wide = WIDE_LONG_TILE_ROWS.min(unit_rows) * line(LONG_TILE);
+                lines.max(unit_rows * line(WIDE_TILE)).max(wide)
             }
         };
         let packed = |dtype| if few(dtype).is_some() { tiles::packed_len(head_dim, dtype) } else { 0 };

@@ -10,7 +10,7 @@ use super::tile_items::TileItems;
 use super::{Layer, UNIT_ROWS};
 use crate::arch::{LANES, TileIsa};
 use crate::pool::Sums;
-use crate::pool::tiles::{self, MAX_PLACES, Places, Room, STEP, ValueShape, Weights};
+use crate::pool::tiles::{self, MAX_PLACES, Places, Precision, Room, STEP, ValueShape, Weights};
 use kvist_cache::{CellRun, Mask};
 use std::ops::Range;
 
@@ -36,7 +36,7 @@ impl<'l> Layer<'l> {
     /// row. `valid` are the vectors of a line that contain weights.
     pub(super) fn sums_by_tiles(
         &self,
-        isa: TileIsa,
+        (isa, precision): (TileIsa, Precision),
         part: TileRows<'_>,
         valid: Range<usize>,
         scratch: &mut ThreadScratch,
@@ -52,7 +52,7 @@ impl<'l> Layer<'l> {
             let n = slots.len() * self.per_kv();
             let at = tile.place(tile.indices.start) + groups.start * STEP;
             let valid = valid.start.max(at / LANES) - at / LANES..valid.end.max(at / LANES) - at / LANES;
-            let weights = Weights { data: &lines[first * stride..], stride, at, valid };
+            let weights = Weights { precision, data: &lines[first * stride..], stride, at, valid };
             let state = self.state();
             let sums = Sums { n, data: &mut *states, first: first * state, stride: state };
             let shape = ValueShape { head_dim: self.head_dim, row: self.values.row_codes() };

@@ -45,7 +45,7 @@ impl<'l> Layer<'l> {
                 reads.take_weights(lines, stride, &mut scratch.weights);
             }
         }
-        match self.tiles(compute, self.values) {
+        match self.tiles(compute, self.values, self.unit_rows(rows)) {
             Some(tiles) => self.sums_by_tiles(tiles, part, vectors, scratch, states),
             None => self.sums(isa, part, &mut Gather::new(), scratch, states),
         }
@@ -112,7 +112,8 @@ impl<'l> Layer<'l> {
     ) {
         let TileRows { rows, slots, tile, stride, first_row } = part;
         let ThreadScratch { tile_items, lines, queries, packed, split_queries, packed_tiles, .. } = scratch;
-        let (tiles, unit_rows) = (self.tiles(compute, self.keys), rows.n_slots * self.per_kv());
+        let unit_rows = self.unit_rows(rows);
+        let tiles = self.tiles(compute, self.keys, unit_rows);
         let items = |i: usize| &self.reads.items[i];
         let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
@@ -130,8 +131,9 @@ impl<'l> Layer<'l> {
             self.stretches(gather, self.keys, read, next, |gather| {
                 let n = item_rows.len();
                 let queries = match tiles {
-                    Some(isa) => {
-                        let queries = SplitQueries { split: split_queries, rows: unit_rows, first, n };
+                    Some((isa, precision)) => {
+                        let queries =
+                            SplitQueries { precision, split: split_queries, rows: unit_rows, first, n };
                         Prepared::Tiles { isa, queries, packed: packed_tiles }
                     }
                     None => {

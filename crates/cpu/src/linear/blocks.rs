@@ -13,9 +13,12 @@
 //! 1.2 TFLOP/s for 512. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
 //! to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
-use super::inputs::{InputFormat, Inputs, NEGATIVE_SUM, scale_of};
+use super::inputs::{InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TileGroup, scale_of};
+use super::pair_tiles::{self, PairFormat, Room};
+use super::tiles::{self, TileFormat, Units, load_rows, store_rows};
 use super::{Format, Panels, for_token_tiles, put};
-use crate::arch::{Columns, LANES, Simd, widen};
+use crate::Compute;
+use crate::arch::{Columns, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::blocks::Block;
 use std::marker::PhantomData;
 
@@ -39,14 +42,17 @@ impl<F: PackedBlock> Format for Blocks<F> {
     const BLOCK: (usize, usize) = (32, F::BYTES);
     const CODES: usize = F::Codes::BYTES;
     const SCALES: usize = 2 * LANES * if Self::HAS_MINIMUM { 2 } else { 1 };
-    const INPUT: InputFormat = InputFormat::Codes;
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         F::Codes::put(&F::codes(block), lane, codes);
         // The minimum, if any, is an f16 after the scale.
         let both = [F::scale(block), F::minimum(block)];
         for (scales, bytes) in scales.chunks_exact_mut(2 * LANES).zip(both) {
-            scales[2 * lane..2 * lane + 2].copy_from_slice(&bytes);
+            scales[2 * lane..2 * lane + 2].copy_from_slice(&if F::BF16_SCALE {
+                bytes
+            } else {
+                pair_tiles::one_nan(bytes)
+            });
         }
     }
 
@@ -58,6 +64,24 @@ impl<F: PackedBlock> Format for Blocks<F> {
         for (out, code) in out.iter_mut().zip(F::Codes::get(codes, lane)) {
             let code = F::TABLE.map_or(code, |table| table[usize::from(code)]);
             *out = scale * (i32::from(code) - zero) as f32 + minimum;
+        }
+    }
+
+    fn input(compute: &Compute, n: usize) -> InputFormat {
+        pair_tiles::input(compute, n).unwrap_or(tiles::input(compute, n))
+    }
+
+    fn multiply_tiles(
+        isa: TileIsa,
+        format: InputFormat,
+        weights: Panels<'_>,
+        inputs: &Inputs,
+        room: &mut Room,
+        out: &mut Columns<'_, f32>,
+    ) {
+        match format {
+            InputFormat::TilePairs => pair_tiles::multiply::<Self>(isa, weights, inputs, room, out),
+            _ => tiles::multiply::<Self>(isa, weights, inputs, out),
         }
     }
 
@@ -75,6 +99,78 @@ impl<F: PackedBlock> Format for Blocks<F> {
             });
         }
     }
+}
+
+/// Adds the units of a block: `[scale, minimum]` are those of the weights, `x` the scale and the sum of the inputs.
+#[inline(always)]
+fn add<S: Simd, F: PackedBlock>(s: S, units: S::I, [scale, minimum]: [S::F; 2], x: [f32; 2], sum: &mut S::F) {
+    *sum = s.fma(s.to_f32(units), s.mul(scale, s.splat(x[0])), *sum);
+    if F::ZERO_BITS.is_none() {
+        *sum = s.fma(minimum, s.splat(x[1]), *sum);
+    }
+}
+
+/// The scales and the minima of a block.
+#[inline(always)]
+fn factors<S: Simd, F: PackedBlock>(s: S, scales: &[[u8; 2 * LANES]]) -> [S::F; 2] {
+    let minimum = if F::ZERO_BITS.is_none() { s.load_f16(&scales[1]) } else { s.splat(0.0) };
+    [F::load_scale(s, &scales[0]), minimum]
+}
+
+impl<F: PackedBlock> TileFormat for Blocks<F> {
+    const GROUPS: usize = 1;
+
+    #[inline(always)]
+    fn signed<S: Simd>(s: S, codes: &[u8], _: &[u8]) -> [S::I; 8] {
+        tiles::signed(s, load::<S, F>(s, codes), F::ZERO_BITS)
+    }
+
+    #[inline(always)]
+    fn add<S: Simd>(
+        s: S,
+        scales: &[u8],
+        units: &Units,
+        x: &[TileGroup],
+        first: usize,
+        rows: &mut [[f32; LANES]; 8],
+    ) {
+        let mut sums = load_rows(s, rows);
+        let scales = scales.chunks_exact(Self::SCALES).map(|scales| scales.as_chunks().0);
+        for ((scales, units), x) in scales.zip(units).zip(x) {
+            let factors = factors::<S, F>(s, scales);
+            let at = |row: usize, t: usize| f32::from_bits(x[row][first + t].cast_unsigned());
+            for t in 0..8 {
+                let units = s.load_bytes(&units[first + t]);
+                add::<S, F>(s, units, factors, [at(TILE_SCALES, t), at(TILE_SUMS, t)], &mut sums[t]);
+            }
+        }
+        store_rows(s, sums, rows);
+    }
+}
+
+impl<F: PackedBlock> PairFormat for Blocks<F> {
+    const INPUTS: usize = 32;
+
+    #[inline(always)]
+    fn pairs<S: Simd>(s: S, codes: &[u8], scales: &[u8], _: usize, out: &mut [[u32; LANES]; LANES]) {
+        let [scale, minimum] = factors::<S, F>(s, scales.as_chunks().0);
+        let zero = F::ZERO_BITS.map_or(minimum, |bits| s.mul(scale, s.splat(-((1 << bits) as f32))));
+        for (quad, out) in load::<S, F>(s, codes).into_iter().zip(out.as_chunks_mut().0) {
+            pair_tiles::decode(s, quad, [scale, zero], out);
+        }
+    }
+}
+
+/// The codes of a block, or what they stand for in the table.
+#[inline(always)]
+fn load<S: Simd, F: PackedBlock>(s: S, codes: &[u8]) -> [S::I; 8] {
+    let mut w = F::Codes::load(s, codes);
+    if let Some(table) = &F::TABLE {
+        for quad in &mut w {
+            *quad = s.lookup(table, *quad);
+        }
+    }
+    w
 }
 
 #[inline(always)]
@@ -95,13 +191,8 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
         codes.chunks_exact(F::Codes::BYTES).zip(scales).zip(inputs.groups_of::<T>(first))
     {
         ahead.prefetch::<S, MANY>(s, codes);
-        let mut w = F::Codes::load(s, codes);
-        if let Some(table) = &F::TABLE {
-            for quad in &mut w {
-                *quad = s.lookup(table, *quad);
-            }
-        }
-        let scale = F::load_scale(s, &scales[0]);
+        let w = load::<S, F>(s, codes);
+        let factors = factors::<S, F>(s, scales);
         for t in 0..T {
             let mut units = match F::ZERO_BITS {
                 Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
@@ -110,11 +201,8 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
             for q in 0..8 {
                 units = s.dot4(units, w[q], s.splat_i(x[q][t]));
             }
-            sums[t] = s.fma(s.to_f32(units), s.mul(scale, s.splat(scale_of(x, t))), sums[t]);
-            if F::ZERO_BITS.is_none() {
-                let sum = s.splat(-x[NEGATIVE_SUM][t] as f32 * scale_of(x, t));
-                sums[t] = s.fma(s.load_f16(&scales[1]), sum, sums[t]);
-            }
+            let scale = scale_of(x, t);
+            add::<S, F>(s, units, factors, [scale, -x[NEGATIVE_SUM][t] as f32 * scale], &mut sums[t]);
         }
     }
     for (t, sums) in sums.into_iter().enumerate() {

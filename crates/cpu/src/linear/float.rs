@@ -11,19 +11,15 @@
 //! multiply-adds, 460 GFLOP/s, and twice that in bf16 pairs.
 use super::inputs::{InputFormat, Inputs};
 use super::{Format, Panels, for_token_tiles, put};
+
+use super::pair_tiles::{self, PairFormat, Room};
 use crate::Compute;
-use crate::arch::{Columns, Isa, LANES, Simd};
+use crate::arch::{Columns, Isa, LANES, Simd, TileIsa};
 use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
 
 /// Minimum batch size for bf16 products, which round the inputs.
 const DOTS_FROM: usize = 16;
-
-/// True if a batch of `n` tokens is multiplied in bf16 pairs.
-pub fn uses_dots<F: Format>(compute: &Compute, n: usize) -> bool {
-    let pairs = std::any::TypeId::of::<F>() == std::any::TypeId::of::<BF16>();
-    pairs && n >= DOTS_FROM && !compute.deterministic && has_dots(compute.isa)
-}
 
 fn has_dots(isa: Isa) -> bool {
     struct Ask;
@@ -44,13 +40,15 @@ macro_rules! one_by_one {
             const BLOCK: (usize, usize) = (1, $F::BYTES);
             const CODES: usize = $F::BYTES * LANES;
             const SCALES: usize = 0;
-            const INPUT: InputFormat = InputFormat::Rows;
             const PANELS: usize = 4;
             fn pack(block: &[u8], lane: usize, codes: &mut [u8], _: &mut [u8]) {
                 codes[$F::BYTES * lane..][..$F::BYTES].copy_from_slice(block);
             }
             fn unpack(codes: &[u8], _: &[u8], lane: usize, out: &mut [f32]) {
                 out[0] = <$F as Element>::decode(&codes[$F::BYTES * lane..]);
+            }
+            fn input(_: &Compute, _: usize) -> InputFormat {
+                InputFormat::Rows
             }
             #[inline(always)]
             fn multiply<S: Simd, const MANY: bool>(
@@ -117,7 +115,6 @@ impl Format for BF16 {
     const BLOCK: (usize, usize) = (2, 4);
     const CODES: usize = 4 * LANES;
     const SCALES: usize = 0;
-    const INPUT: InputFormat = InputFormat::Rows;
     const PANELS: usize = 4;
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], _: &mut [u8]) {
         codes[4 * lane..4 * lane + 4].copy_from_slice(block);
@@ -126,6 +123,24 @@ impl Format for BF16 {
         for (out, code) in out.iter_mut().zip(codes[4 * lane..].chunks_exact(2)) {
             *out = <BF16 as Element>::decode(code);
         }
+    }
+    fn input(compute: &Compute, n: usize) -> InputFormat {
+        match compute.isa.tiles() {
+            _ if n < DOTS_FROM || compute.deterministic => InputFormat::Rows,
+            Some(_) => InputFormat::TilePairs,
+            None if has_dots(compute.isa) => InputFormat::Pairs,
+            None => InputFormat::Rows,
+        }
+    }
+    fn multiply_tiles(
+        isa: TileIsa,
+        _: InputFormat,
+        weights: Panels<'_>,
+        inputs: &Inputs,
+        room: &mut Room,
+        out: &mut Columns<'_, f32>,
+    ) {
+        pair_tiles::multiply::<Self>(isa, weights, inputs, room, out);
     }
     #[inline(always)]
     fn multiply<S: Simd, const MANY: bool>(
@@ -182,6 +197,14 @@ impl Tile for BF16 {
             }
         }
         sums
+    }
+}
+
+impl PairFormat for BF16 {
+    const INPUTS: usize = 2;
+    const ARE_PAIRS: bool = true;
+    fn pairs<S: Simd>(_: S, _: &[u8], _: &[u8], _: usize, _: &mut [[u32; LANES]; LANES]) {
+        unreachable!("bf16 weights are pairs")
     }
 }
 

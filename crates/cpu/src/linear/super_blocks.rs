@@ -11,9 +11,14 @@
 //!
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::Codes;
-use super::inputs::{self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, scale_of};
+use super::inputs::{
+    self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TileGroup, scale_of,
+};
+use super::pair_tiles::{self, PairFormat, Room};
+use super::tiles::{self, TileFormat, Units, load_rows, store_rows};
 use super::{Format, Panels, for_token_tiles, put};
-use crate::arch::{Columns, LANES, Simd, widen};
+use crate::Compute;
+use crate::arch::{Columns, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
 use std::marker::PhantomData;
 
@@ -48,7 +53,6 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
     const BLOCK: (usize, usize) = (SUPER, F::BYTES);
     const CODES: usize = 8 * F::Codes::BYTES;
     const SCALES: usize = Self::SMALL + Self::LARGE + if Self::OWN_TABLE { 16 } else { 0 };
-    const INPUT: InputFormat = InputFormat::Codes;
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {
         for (i, codes) in codes.chunks_exact_mut(F::Codes::BYTES).enumerate() {
@@ -65,12 +69,14 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
         let (factors, table) = large.split_at_mut(Self::LARGE);
         let found = F::factors(block);
         if Self::OWN_TABLE {
-            factors[4 * lane..4 * lane + 4].copy_from_slice(found.as_flattened());
+            let d = f32::from_le_bytes([found[0][0], found[0][1], found[1][0], found[1][1]]);
+            let d = if d.is_nan() { f32::NAN } else { d };
+            factors[4 * lane..4 * lane + 4].copy_from_slice(&d.to_le_bytes());
             table.copy_from_slice(&F::table(block));
             return;
         }
         for (factors, factor) in factors.chunks_exact_mut(2 * LANES).zip(found) {
-            factors[2 * lane..2 * lane + 2].copy_from_slice(&factor);
+            factors[2 * lane..2 * lane + 2].copy_from_slice(&pair_tiles::one_nan(factor));
         }
     }
 
@@ -96,6 +102,25 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
         }
     }
 
+    fn input(compute: &Compute, n: usize) -> InputFormat {
+        let exact = if F::HALVES { InputFormat::Codes } else { tiles::input(compute, n) };
+        pair_tiles::input(compute, n).unwrap_or(exact)
+    }
+
+    fn multiply_tiles(
+        isa: TileIsa,
+        format: InputFormat,
+        weights: Panels<'_>,
+        inputs: &Inputs,
+        room: &mut Room,
+        out: &mut Columns<'_, f32>,
+    ) {
+        match format {
+            InputFormat::TilePairs => pair_tiles::multiply::<Self>(isa, weights, inputs, room, out),
+            _ => tiles::multiply::<Self>(isa, weights, inputs, out),
+        }
+    }
+
     #[inline(always)]
     fn multiply<S: Simd, const MANY: bool>(
         s: S,
@@ -110,6 +135,134 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
             });
         }
     }
+}
+
+impl<F: PackedSuperBlock> TileFormat for SuperBlocks<F> {
+    const GROUPS: usize = 8;
+
+    #[inline(always)]
+    fn signed<S: Simd>(s: S, codes: &[u8], scales: &[u8]) -> [S::I; 8] {
+        let w = load::<S, F>(s, codes, Self::table(scales).as_ref());
+        tiles::signed(s, w, F::ZERO_BITS)
+    }
+
+    #[inline(always)]
+    fn add<S: Simd>(
+        s: S,
+        scales: &[u8],
+        units: &Units,
+        x: &[TileGroup],
+        first: usize,
+        rows: &mut [[f32; LANES]; 8],
+    ) {
+        let small = scales[..Self::SMALL].as_chunks::<LANES>().0;
+        let (mut scaled, mut least) = ([s.splat(0.0); 8], [s.splat(0.0); 8]);
+        for (i, (units, x)) in units.iter().zip(x).enumerate() {
+            let at = |row: usize, t: usize| f32::from_bits(x[row][first + t].cast_unsigned());
+            let factors = Self::group_factors(s, small, i);
+            for t in 0..8 {
+                let units = s.load_bytes(&units[first + t]);
+                let x = [at(TILE_SCALES, t), at(TILE_SUMS, t)];
+                add::<S, F>(s, units, factors, x, &mut scaled[t], &mut least[t]);
+            }
+        }
+        let mut sums = load_rows(s, rows);
+        Self::add_block(s, scales, &scaled, &least, &mut sums);
+        store_rows(s, sums, rows);
+    }
+}
+
+impl<F: PackedSuperBlock> SuperBlocks<F> {
+    /// The scale and the minimum of a group: at most seven bits and a sign, and six bits.
+    #[inline(always)]
+    fn group_factors<S: Simd>(s: S, small: &[[u8; LANES]], group: usize) -> [S::F; 2] {
+        let minimum = match F::ZERO_BITS {
+            None => s.to_f32(s.load_i8(&small[Self::GROUPS + group])),
+            Some(_) => s.splat(0.0),
+        };
+        [s.to_f32(s.load_i8(&small[group])), minimum]
+    }
+
+    /// Adds a super-block.
+    #[inline(always)]
+    fn add_block<S: Simd, const T: usize>(
+        s: S,
+        scales: &[u8],
+        scaled: &[S::F; T],
+        least: &[S::F; T],
+        sums: &mut [S::F; T],
+    ) {
+        let [d, dmin] = Self::block_factors(s, scales);
+        for t in 0..T {
+            sums[t] = s.fma(d, scaled[t], sums[t]);
+            if F::ZERO_BITS.is_none() {
+                sums[t] = s.sub(sums[t], s.mul(dmin, least[t]));
+            }
+        }
+    }
+
+    /// d and dmin.
+    #[inline(always)]
+    fn block_factors<S: Simd>(s: S, scales: &[u8]) -> [S::F; 2] {
+        let large = scales[Self::SMALL..].as_chunks::<{ 2 * LANES }>().0;
+        let d = match large.as_flattened().first_chunk() {
+            Some(wide) if Self::OWN_TABLE => s.load_f32_bytes(wide),
+            _ => s.load_f16(&large[0]),
+        };
+        [d, if Self::HAS_MINIMA { s.load_f16(&large[1]) } else { s.splat(0.0) }]
+    }
+}
+
+impl<F: PackedSuperBlock> PairFormat for SuperBlocks<F> {
+    const INPUTS: usize = SUPER;
+
+    #[inline(always)]
+    fn pairs<S: Simd>(s: S, codes: &[u8], scales: &[u8], group: usize, out: &mut [[u32; LANES]; LANES]) {
+        let small = scales[..Self::SMALL].as_chunks::<LANES>().0;
+        let [d, dmin] = Self::block_factors(s, scales);
+        let (per_group, out) = (Self::GROUPS / 8, out.as_chunks_mut::<2>().0);
+        let quads = load::<S, F>(s, codes, Self::table(scales).as_ref());
+        for (part, out) in out.chunks_exact_mut(8 / per_group).enumerate() {
+            let [scale, minimum] = Self::group_factors(s, small, per_group * group + part);
+            let scale = s.mul(d, scale);
+            let zero = match F::ZERO_BITS {
+                Some(bits) => s.mul(scale, s.splat(-((1 << bits) as f32))),
+                None => s.sub(s.splat(0.0), s.mul(dmin, minimum)),
+            };
+            for (quad, out) in quads[8 / per_group * part..].iter().zip(out) {
+                pair_tiles::decode(s, *quad, [scale, zero], out);
+            }
+        }
+    }
+}
+
+/// Adds the units of a group: `[scale, minimum]` are those of the weights, `x` the scale and the sum of the inputs. Units
+/// times a scale have less than 24 bits, so the product is exact.
+#[inline(always)]
+fn add<S: Simd, F: PackedSuperBlock>(
+    s: S,
+    units: S::I,
+    [scale, minimum]: [S::F; 2],
+    x: [f32; 2],
+    scaled: &mut S::F,
+    least: &mut S::F,
+) {
+    *scaled = s.fma(s.mul(s.to_f32(units), scale), s.splat(x[0]), *scaled);
+    if F::ZERO_BITS.is_none() {
+        *least = s.fma(minimum, s.splat(x[1]), *least);
+    }
+}
+
+/// The codes of a group of 32, or what they stand for in the table.
+#[inline(always)]
+fn load<S: Simd, F: PackedSuperBlock>(s: S, codes: &[u8], table: Option<&[u8; 16]>) -> [S::I; 8] {
+    let mut w = F::Codes::load(s, codes);
+    if let Some(table) = table {
+        for quad in &mut w {
+            *quad = s.lookup(table, *quad);
+        }
+    }
+    w
 }
 
 #[inline(always)]
@@ -127,24 +280,17 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     let blocks = codes.chunks_exact(SuperBlocks::<F>::CODES);
     let mut sums = [s.splat(0.0); T];
     for ((codes, scales), x) in blocks.zip(scales.chunks_exact(SuperBlocks::<F>::SCALES)).zip(x) {
-        let (small, large) = scales.split_at(SuperBlocks::<F>::SMALL);
-        let (small, large) = (small.as_chunks::<LANES>().0, large.as_chunks::<{ 2 * LANES }>().0);
+        let small = scales[..SuperBlocks::<F>::SMALL].as_chunks::<LANES>().0;
         let table = SuperBlocks::<F>::table(scales);
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
         for (i, x) in x.iter().enumerate() {
             let codes = &codes[i * F::Codes::BYTES..(i + 1) * F::Codes::BYTES];
             ahead.prefetch::<S, MANY>(s, codes);
-            let mut w = F::Codes::load(s, codes);
-            if let Some(table) = &table {
-                for quad in &mut w {
-                    *quad = s.lookup(table, *quad);
-                }
-            }
+            let w = load::<S, F>(s, codes, table.as_ref());
             if F::HALVES {
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
             } else {
-                // Scales have at most seven bits and a sign, minima six.
-                let scale = s.to_f32(s.load_i8(&small[i]));
+                let factors = SuperBlocks::<F>::group_factors(s, small, i);
                 for t in 0..T {
                     let mut units = match F::ZERO_BITS {
                         Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
@@ -153,25 +299,12 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
                     for q in 0..8 {
                         units = s.dot4(units, w[q], s.splat_i(x[q][t]));
                     }
-                    scaled[t] = s.fma(s.mul(s.to_f32(units), scale), s.splat(scale_of(x, t)), scaled[t]);
-                    if F::ZERO_BITS.is_none() {
-                        let minimum = s.to_f32(s.load_i8(&small[8 + i]));
-                        let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
-                        least[t] = s.fma(minimum, s.splat(sum), least[t]);
-                    }
+                    let x = [scale_of(x, t), -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t)];
+                    add::<S, F>(s, units, factors, x, &mut scaled[t], &mut least[t]);
                 }
             }
         }
-        let d = match large.as_flattened().first_chunk() {
-            Some(wide) if SuperBlocks::<F>::OWN_TABLE => s.load_f32_bytes(wide),
-            _ => s.load_f16(&large[0]),
-        };
-        for t in 0..T {
-            sums[t] = s.fma(d, scaled[t], sums[t]);
-            if F::ZERO_BITS.is_none() {
-                sums[t] = s.sub(sums[t], s.mul(s.load_f16(&large[1]), least[t]));
-            }
-        }
+        SuperBlocks::<F>::add_block(s, scales, &scaled, &least, &mut sums);
     }
     for (t, sums) in sums.into_iter().enumerate() {
         put(s, out, first + t, panel, sums);
@@ -190,7 +323,7 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
     least: &mut [S::F; T],
 ) {
     for half in 0..2 {
-        let scale = s.load_i8(&small[2 * i + half]);
+        let factors = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
         for t in 0..T {
             let minus_32_sum = x[MINUS_32_SUMS + half][t];
             let mut units = s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
@@ -200,13 +333,8 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
             for q in 4 * half..4 * half + 4 {
                 units = s.dot4(units, w[q], s.splat_i(x[q][t]));
             }
-            let units = s.to_f32(s.mul_i(units, scale));
-            scaled[t] = s.fma(units, s.splat(scale_of(x, t)), scaled[t]);
-            if F::ZERO_BITS.is_none() {
-                let minimum = s.to_f32(s.load_i8(&small[16 + 2 * i + half]));
-                let sum = minus_32_sum as f32 * (scale_of(x, t) / -32.0);
-                least[t] = s.fma(minimum, s.splat(sum), least[t]);
-            }
+            let x = [scale_of(x, t), minus_32_sum as f32 * (scale_of(x, t) / -32.0)];
+            add::<S, F>(s, units, factors, x, &mut scaled[t], &mut least[t]);
         }
     }
 }

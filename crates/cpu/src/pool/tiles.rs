@@ -14,6 +14,8 @@
 //! the cache is cut into tiles, as long as all its products are tile products. One query also takes this path: its
 //! tiles are mostly empty, but K and V must be read from memory, which takes longer.
 //!
+//! With [`Precision::Rounded`] every number is rounded to bf16 instead, and one product remains.
+//!
 //! Keys and values are cut into parts once per call and all rows of the call use them. Tiles count subnormal numbers
 //! as 0: parts below 2⁻¹²⁶, of weights that are no larger than 2⁻¹⁰⁸.
 mod places;
@@ -33,7 +35,34 @@ pub const STEP: usize = 2 * LANES;
 /// Pairs of bf16 in a tile.
 const TILE: usize = 16 * LANES;
 /// Parts of a query or of a weight.
-pub const LEFT_PARTS: usize = 3;
+const LEFT_PARTS: usize = 3;
+
+/// How numbers become bf16.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Precision {
+    /// In parts whose sum they are.
+    Exact,
+    /// Rounded: one part, and so one product.
+    Rounded,
+}
+
+/// A [`Precision`] as a type: parts of a query or of a weight.
+pub trait Left: 'static {
+    const PARTS: usize;
+    const EXACT: bool = Self::PARTS == LEFT_PARTS;
+    /// Parts of a key or of a value of `C`.
+    fn right<C: Parts>() -> usize {
+        if Self::EXACT { C::PARTS } else { 1 }
+    }
+}
+pub struct Exact;
+pub struct Rounded;
+impl Left for Exact {
+    const PARTS: usize = LEFT_PARTS;
+}
+impl Left for Rounded {
+    const PARTS: usize = 1;
+}
 /// Blocks of keys that are cut into parts at once.
 const ABREAST: usize = 4;
 /// Most places per call.
@@ -122,6 +151,7 @@ pub fn parts(dtype: DType) -> Option<usize> {
 /// Cuts row `at` of `rows` query rows into parts. A pair consists of elements that are 16 apart, because sixteen
 /// elements are a vector.
 pub struct SplitRow<'s> {
+    pub precision: Precision,
     pub row: &'s [f32],
     pub at: usize,
     pub rows: usize,
@@ -138,7 +168,19 @@ impl Kernel for SplitRow<'_> {
             let mut pair = [0.0; STEP];
             pair[..row.len()].copy_from_slice(row);
             let [even, odd] = halves(s, &pair);
-            cut::<S, LEFT_PARTS>(s, even, odd, &mut split[step * LEFT_PARTS * plane..], plane, self.at);
+            match self.precision {
+                Precision::Exact => {
+                    cut::<S, LEFT_PARTS>(
+                        s,
+                        even,
+                        odd,
+                        &mut split[step * LEFT_PARTS * plane..],
+                        plane,
+                        self.at,
+                    );
+                }
+                Precision::Rounded => round(s, even, odd, &mut split[step * plane..], self.at),
+            }
         }
     }
 }
@@ -169,8 +211,28 @@ fn cut<S: Simd, const PARTS: usize>(
     }
 }
 
+/// Writes a row of pairs, rounded, to row `row`.
+#[inline(always)]
+fn round<S: Simd>(s: S, even: S::F, odd: S::F, out: &mut [u32], row: usize) {
+    if let Some(out) = out[row * LANES..].first_chunk_mut() {
+        s.store_i(s.round_pairs(even, odd), out);
+    }
+}
+
+/// Writes the parts of a row of keys or of values to row `row` of their tiles.
+#[inline(always)]
+fn right<S: Simd, C: Parts, L: Left>(s: S, even: S::F, odd: S::F, out: &mut [u32], row: usize) {
+    match C::PARTS {
+        _ if !L::EXACT => round(s, even, odd, out, row),
+        1 => cut::<S, 1>(s, even, odd, out, TILE, row),
+        2 => cut::<S, 2>(s, even, odd, out, TILE, row),
+        _ => cut::<S, 3>(s, even, odd, out, TILE, row),
+    }
+}
+
 /// Query rows in parts, as [`SplitRow`] cuts them.
 pub struct SplitQueries<'q> {
+    pub precision: Precision,
     pub split: &'q [u32],
     /// Rows that are stored.
     pub rows: usize,
@@ -180,15 +242,15 @@ pub struct SplitQueries<'q> {
 }
 
 /// [`Codec::scores`](super::Codec::scores).
-struct Scores<'k, C, const M: usize> {
+struct Scores<'k, C, L, const M: usize> {
     queries: SplitQueries<'k>,
     blocks: &'k Blocks<'k>,
     lines: Lines<'k>,
     packed: &'k mut [u32],
-    codec: PhantomData<C>,
+    codec: PhantomData<(C, L)>,
 }
 
-impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
+impl<C: Parts, L: Left, const M: usize> TileKernel for Scores<'_, C, L, M> {
     type Shapes = Rows<M>;
     type Out = ();
     #[inline(always)]
@@ -197,8 +259,8 @@ impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
         let (split, packed) = (whole_lines(queries.split), whole_lines_mut(packed));
         let (steps, plane) = (blocks.head_dim.div_ceil(STEP), plane(queries.rows));
         for (i, list) in blocks.list.chunks(ABREAST).enumerate() {
-            for (block, out) in list.iter().zip(packed.chunks_mut(steps * C::PARTS * TILE)) {
-                pack_keys::<S, C>(s, block, blocks.head_dim, out);
+            for (block, out) in list.iter().zip(packed.chunks_mut(steps * L::right::<C>() * TILE)) {
+                pack_keys::<S, C, L>(s, block, blocks.head_dim, out);
             }
             let at = lines.at + i * ABREAST * LANES;
             for row in (0..queries.n).step_by(2 * M) {
@@ -206,22 +268,33 @@ impl<C: Parts, const M: usize> TileKernel for Scores<'_, C, M> {
                     let rows = queries.n - row;
                     let square = Square { two_rows: rows > M, two_columns: list.len() - n > 1, steps, plane };
                     let a = &split[(queries.first + row) * LANES..];
-                    let b = &packed[n * steps * C::PARTS * TILE..];
+                    let b = &packed[n * steps * L::right::<C>() * TILE..];
                     tiles.zero::<0>();
                     tiles.zero::<1>();
                     tiles.zero::<2>();
                     tiles.zero::<3>();
-                    match C::PARTS {
-                        1 => multiply::<M, 1, T>(tiles, square, a, b),
-                        2 => multiply::<M, 2, T>(tiles, square, a, b),
-                        _ => multiply::<M, 3, T>(tiles, square, a, b),
-                    }
+                    multiply_parts::<M, C, L, T>(tiles, square, a, b);
                     let out = &mut lines.data[row * lines.stride + at + n * LANES..];
                     let columns = LANES * (list.len() - n).min(2);
                     store_square(tiles, out, lines.stride, rows, columns);
                 }
             }
         }
+    }
+}
+
+#[inline(always)]
+fn multiply_parts<const M: usize, C: Parts, L: Left, T: Tiles<Rows<M>>>(
+    tiles: &mut T,
+    square: Square,
+    a: &[u32],
+    b: &[u32],
+) {
+    match C::PARTS {
+        _ if !L::EXACT => multiply::<M, 1, 1, T>(tiles, square, a, b),
+        1 => multiply::<M, LEFT_PARTS, 1, T>(tiles, square, a, b),
+        2 => multiply::<M, LEFT_PARTS, 2, T>(tiles, square, a, b),
+        _ => multiply::<M, LEFT_PARTS, 3, T>(tiles, square, a, b),
     }
 }
 
@@ -237,19 +310,15 @@ fn key<S: Simd, C: Parts>(s: S, block: &Block<'_>, head_dim: usize, i: usize) ->
     C::key(s, block, i)
 }
 
-/// Cuts the keys of a block into parts: `[steps, PARTS]` tiles.
+/// Cuts the keys of a block into parts: `[steps, parts]` tiles.
 #[inline(always)]
-fn pack_keys<S: Simd, C: Parts>(s: S, block: &Block<'_>, head_dim: usize, out: &mut [u32]) {
-    for (step, out) in out.chunks_exact_mut(C::PARTS * TILE).enumerate() {
+fn pack_keys<S: Simd, C: Parts, L: Left>(s: S, block: &Block<'_>, head_dim: usize, out: &mut [u32]) {
+    for (step, out) in out.chunks_exact_mut(L::right::<C>() * TILE).enumerate() {
         for row in 0..LANES {
             let i = step * STEP + row;
             let even = key::<S, C>(s, block, head_dim, i);
             let odd = key::<S, C>(s, block, head_dim, i + LANES);
-            match C::PARTS {
-                1 => cut::<S, 1>(s, even, odd, out, TILE, row),
-                2 => cut::<S, 2>(s, even, odd, out, TILE, row),
-                _ => cut::<S, 3>(s, even, odd, out, TILE, row),
-            }
+            right::<S, C, L>(s, even, odd, out, row);
         }
     }
 }
@@ -270,10 +339,16 @@ pub fn scores(
         lines: Lines<'_>,
         packed: &mut [u32],
     ) {
-        let codec = PhantomData::<C>;
-        match queries.n {
-            ..=8 => tiles.run(Scores::<C, 8> { queries, blocks, lines, packed, codec }),
-            _ => tiles.run(Scores::<C, 16> { queries, blocks, lines, packed, codec }),
+        match (queries.precision, queries.n) {
+            (Precision::Exact, ..=8) => {
+                tiles.run(Scores::<C, Exact, 8> { queries, blocks, lines, packed, codec: PhantomData });
+            }
+            (Precision::Exact, _) => {
+                tiles.run(Scores::<C, Exact, 16> { queries, blocks, lines, packed, codec: PhantomData });
+            }
+            (Precision::Rounded, _) => {
+                tiles.run(Scores::<C, Rounded, 16> { queries, blocks, lines, packed, codec: PhantomData });
+            }
         }
     }
     match dtype {
@@ -284,8 +359,9 @@ pub fn scores(
     }
 }
 
-/// Weights of the rows: lines whose place 0 is at `at`, zero outside `valid`.
+/// Weights of the rows, which become bf16 in this way: lines whose place 0 is at `at`, zero outside `valid`.
 pub struct Weights<'w> {
+    pub precision: Precision,
     pub data: &'w [f32],
     pub stride: usize,
     pub at: usize,
@@ -301,17 +377,17 @@ pub struct ValueShape {
     pub row: usize,
 }
 
-struct Accumulate<'k, 'b, C, const M: usize> {
+struct Accumulate<'k, 'b, C, L, const M: usize> {
     places: &'k Places<'b>,
     shape: ValueShape,
     weights: Weights<'k>,
     sums: Sums<'k>,
     packed: &'k mut [u32],
     split: &'k mut [u32],
-    codec: PhantomData<C>,
+    codec: PhantomData<(C, L)>,
 }
 
-impl<C: Parts, const M: usize> TileKernel for Accumulate<'_, '_, C, M> {
+impl<C: Parts, L: Left, const M: usize> TileKernel for Accumulate<'_, '_, C, L, M> {
     type Shapes = Rows<M>;
     type Out = ();
     #[inline(always)]
@@ -319,12 +395,12 @@ impl<C: Parts, const M: usize> TileKernel for Accumulate<'_, '_, C, M> {
         let Accumulate { places, shape, weights, sums, packed, split, .. } = self;
         let (packed, split) = (whole_lines_mut(packed), whole_lines_mut(split));
         let (steps, head_dim) = (places.n / STEP, shape.head_dim);
-        pack_values::<S, C>(s, places, shape, packed);
-        let per_tile = steps * C::PARTS * TILE;
+        pack_values::<S, C, L>(s, places, shape, packed);
+        let per_tile = steps * L::right::<C>() * TILE;
         for row in (0..sums.n).step_by(2 * M) {
             let rows = sums.n - row;
             for r in 0..rows.min(2 * M) {
-                split_weights(s, &weights, row + r, steps, r, split);
+                split_weights::<S, L>(s, &weights, row + r, steps, r, split);
             }
             for first in (0..head_dim).step_by(2 * LANES) {
                 let columns = (head_dim - first).min(2 * LANES);
@@ -333,20 +409,16 @@ impl<C: Parts, const M: usize> TileKernel for Accumulate<'_, '_, C, M> {
                 let at = sums.first + row * sums.stride + first;
                 load_square(tiles, &sums.data[at..], sums.stride, rows, columns);
                 let b = &packed[first / LANES * per_tile..];
-                match C::PARTS {
-                    1 => multiply::<M, 1, T>(tiles, square, split, b),
-                    2 => multiply::<M, 2, T>(tiles, square, split, b),
-                    _ => multiply::<M, 3, T>(tiles, square, split, b),
-                }
+                multiply_parts::<M, C, L, T>(tiles, square, split, b);
                 store_square(tiles, &mut sums.data[at..], sums.stride, rows, columns);
             }
         }
     }
 }
 
-/// Cuts values into parts: `[head_dim / 16, steps, PARTS]` tiles.
+/// Cuts values into parts: `[head_dim / 16, steps, parts]` tiles.
 #[inline(always)]
-fn pack_values<S: Simd, C: Parts>(s: S, places: &Places<'_>, shape: ValueShape, out: &mut [u32]) {
+fn pack_values<S: Simd, C: Parts, L: Left>(s: S, places: &Places<'_>, shape: ValueShape, out: &mut [u32]) {
     let steps = places.n / STEP;
     for step in 0..steps {
         for row in 0..LANES {
@@ -354,12 +426,8 @@ fn pack_values<S: Simd, C: Parts>(s: S, places: &Places<'_>, shape: ValueShape, 
             let (even, odd) = (places.fetch(s, place, shape.row), places.fetch(s, place + LANES, shape.row));
             for n in 0..shape.head_dim.div_ceil(LANES) {
                 let (even, odd) = (value::<S, C>(s, even, n), value::<S, C>(s, odd, n));
-                let out = &mut out[(n * steps + step) * C::PARTS * TILE..];
-                match C::PARTS {
-                    1 => cut::<S, 1>(s, even, odd, out, TILE, row),
-                    2 => cut::<S, 2>(s, even, odd, out, TILE, row),
-                    _ => cut::<S, 3>(s, even, odd, out, TILE, row),
-                }
+                let out = &mut out[(n * steps + step) * L::right::<C>() * TILE..];
+                right::<S, C, L>(s, even, odd, out, row);
             }
         }
     }
@@ -376,7 +444,7 @@ fn value<S: Simd, C: Parts>(s: S, codes: &[u8], vector: usize) -> S::F {
 
 /// Cuts the weights of line `line` into parts: row `row` of `[steps, parts]` tiles.
 #[inline(always)]
-fn split_weights<S: Simd>(
+fn split_weights<S: Simd, L: Left>(
     s: S,
     weights: &Weights<'_>,
     line: usize,
@@ -386,9 +454,12 @@ fn split_weights<S: Simd>(
 ) {
     let vectors = weights.data[line * weights.stride + weights.at..].as_chunks::<LANES>().0;
     let valid = &weights.valid;
-    for (step, split) in split.chunks_exact_mut(LEFT_PARTS * WEIGHT_ROWS * LANES).enumerate().take(steps) {
+    for (step, split) in split.chunks_exact_mut(L::PARTS * WEIGHT_ROWS * LANES).enumerate().take(steps) {
         let (even, odd) = (weight(s, vectors, valid, 2 * step), weight(s, vectors, valid, 2 * step + 1));
-        cut::<S, LEFT_PARTS>(s, even, odd, split, WEIGHT_ROWS * LANES, row);
+        match L::EXACT {
+            true => cut::<S, LEFT_PARTS>(s, even, odd, split, WEIGHT_ROWS * LANES, row),
+            false => round(s, even, odd, split, row),
+        }
     }
 }
 
@@ -425,10 +496,28 @@ pub fn accumulate(
         sums: Sums<'_>,
         room: Room<'_>,
     ) {
-        let (codec, Room { packed, split }) = (PhantomData::<C>, room);
-        match sums.n {
-            ..=8 => tiles.run(Accumulate::<C, 8> { places, shape, weights, sums, packed, split, codec }),
-            _ => tiles.run(Accumulate::<C, 16> { places, shape, weights, sums, packed, split, codec }),
+        let Room { packed, split } = room;
+        match (weights.precision, sums.n) {
+            (Precision::Exact, ..=8) => {
+                let codec = PhantomData::<(C, Exact)>;
+                tiles.run(Accumulate::<C, Exact, 8> { places, shape, weights, sums, packed, split, codec });
+            }
+            (Precision::Exact, _) => {
+                let codec = PhantomData::<(C, Exact)>;
+                tiles.run(Accumulate::<C, Exact, 16> { places, shape, weights, sums, packed, split, codec });
+            }
+            (Precision::Rounded, _) => {
+                let codec = PhantomData::<(C, Rounded)>;
+                tiles.run(Accumulate::<C, Rounded, 16> {
+                    places,
+                    shape,
+                    weights,
+                    sums,
+                    packed,
+                    split,
+                    codec,
+                });
+            }
         }
     }
     match dtype {

@@ -22,6 +22,7 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     flag("--memory", args.memory.map(|size| size.to_string()));
     flag("--threads", args.compute.threads.map(|threads| threads.to_string()));
     flag("--deterministic", differs(args.compute.deterministic, String::new()));
+    flag("--fast-prefill", differs(args.compute.fast_prefill, String::new()));
     if runs {
         flag("--backend", differs(cache.backend != "cpu", cache.backend.clone()));
         flag("--kind", Some(candidate.kind.into()));

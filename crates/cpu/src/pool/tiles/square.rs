@@ -1,5 +1,5 @@
 //! Products of up to 2 × 2 tiles of sums.
-use super::{LEFT_PARTS, TILE};
+use super::TILE;
 use crate::arch::{LANES, Shapes, Tiles};
 
 /// Tiles 0 to 3 are sums of two times `M` rows and two times 16 columns, 4 and 5 a part of the rows' queries or weights,
@@ -25,7 +25,7 @@ pub struct Square {
 
 /// `C += A × B`. `a` begins at the first row of the first part; `b` is `[columns / 16, steps, PARTS]` tiles.
 #[inline(always)]
-pub fn multiply<const M: usize, const PARTS: usize, T: Tiles<Rows<M>>>(
+pub fn multiply<const M: usize, const LEFT: usize, const PARTS: usize, T: Tiles<Rows<M>>>(
     tiles: &mut T,
     square: Square,
     a: &[u32],
@@ -34,14 +34,14 @@ pub fn multiply<const M: usize, const PARTS: usize, T: Tiles<Rows<M>>>(
     let Square { two_rows, two_columns, steps, plane } = square;
     let second = steps * PARTS * TILE;
     for step in 0..steps {
-        let a = &a[step * LEFT_PARTS * plane..];
+        let a = &a[step * LEFT * plane..];
         let b = &b[step * PARTS * TILE..];
         for q in 0..PARTS {
             tiles.load::<6, u32>(&b[q * TILE..], LANES);
             if two_columns {
                 tiles.load::<7, u32>(&b[second + q * TILE..], LANES);
             }
-            for p in (0..LEFT_PARTS - q).rev() {
+            for p in (0..LEFT - q).rev() {
                 let a = &a[p * plane..];
                 tiles.load::<4, u32>(a, LANES);
                 tiles.dot_bf16::<0, 4, 6>();

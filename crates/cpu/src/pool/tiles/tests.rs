@@ -11,6 +11,12 @@ fn tiles() -> Vec<(Isa, TileIsa)> {
     Isa::tested().into_iter().filter_map(|isa| Some((isa, isa.tiles()?))).collect()
 }
 
+/// All tiles, in both precisions.
+fn each() -> impl Iterator<Item = ((Isa, TileIsa), Precision)> {
+    let both = |tiles| [Precision::Exact, Precision::Rounded].map(|precision| (tiles, precision));
+    tiles().into_iter().flat_map(both)
+}
+
 fn float(random: &mut SplitMix64) -> f32 {
     (random.unit() * 2.0 - 1.0) as f32
 }
@@ -41,8 +47,16 @@ struct Errors {
     n: f64,
 }
 
+/// How far a sum may be off: each of two rounded factors by 2⁻⁸.
+fn within(precision: Precision) -> f64 {
+    match precision {
+        Precision::Exact => 3e-7,
+        Precision::Rounded => 1.0 / 127.0,
+    }
+}
+
 impl Errors {
-    fn add(&mut self, found: f32, first: f32, pairs: impl Iterator<Item = (f32, f32)>) {
+    fn add(&mut self, precision: Precision, found: f32, first: f32, pairs: impl Iterator<Item = (f32, f32)>) {
         let (mut exact, mut float, mut size) = (f64::from(first), first, f64::from(first.abs()));
         for (a, b) in pairs {
             exact += f64::from(a) * f64::from(b);
@@ -53,7 +67,10 @@ impl Errors {
             return assert_eq!(found, 0.0);
         }
         let error = |x: f32| (f64::from(x) - exact) / size;
-        assert!(error(found).abs() < 3e-7, "{found} instead of {exact}");
+        assert!(error(found).abs() < within(precision), "{precision:?}: {found} instead of {exact}");
+        if precision == Precision::Rounded {
+            return;
+        }
         self.tiles += error(found).powi(2);
         self.floats += error(float).powi(2);
         self.worst = self.worst.max(error(found).abs());
@@ -92,15 +109,15 @@ fn scores_are_products() {
                 };
                 let queries: Vec<f32> = (0..rows * head_dim).map(|_| float(&mut random)).collect();
                 let (stride, at) = (n_blocks * LANES + 9, 5);
-                let mut bits: Vec<Vec<u32>> = Vec::new();
-                for (isa, tiles) in tiles() {
+                let mut bits: [Vec<Vec<u32>>; 2] = Default::default();
+                for ((isa, tiles), precision) in each() {
                     let mut split = vec![u32::MAX; split_len(head_dim, rows)];
                     for (at, row) in queries.chunks_exact(head_dim).enumerate() {
-                        isa.run(SplitRow { row, at, rows, split: &mut split });
+                        isa.run(SplitRow { precision, row, at, rows, split: &mut split });
                     }
                     let mut packed = vec![u32::MAX; packed_len(head_dim, dtype)];
                     let mut run = |first: usize, n: usize, data: &mut [f32]| {
-                        let queries = SplitQueries { split: &split, rows, first, n };
+                        let queries = SplitQueries { precision, split: &split, rows, first, n };
                         scores(tiles, dtype, queries, &blocks, Lines { data, stride, at }, &mut packed);
                     };
                     let mut lines = vec![f32::NAN; n * stride];
@@ -110,7 +127,7 @@ fn scores_are_products() {
                         for (cell, score) in line[at..at + n_blocks * LANES].iter().enumerate() {
                             let key =
                                 |i: usize| keys[cell / LANES * head_dim * LANES + i * LANES + cell % LANES];
-                            errors.add(*score, 0.0, (0..head_dim).map(|i| (query[i], key(i))));
+                            errors.add(precision, *score, 0.0, (0..head_dim).map(|i| (query[i], key(i))));
                         }
                         let outside = line[..at].iter().chain(&line[at + n_blocks * LANES..]);
                         assert!(outside.into_iter().all(|x| x.is_nan()));
@@ -119,9 +136,11 @@ fn scores_are_products() {
                         run(first + q, 1, &mut alone);
                         assert!(alone.iter().zip(line).all(|(a, b)| a.to_bits() == b.to_bits()));
                     }
-                    bits.push(lines.iter().map(|x| x.to_bits()).collect());
+                    bits[precision as usize].push(lines.iter().map(|x| x.to_bits()).collect());
                 }
-                assert!(bits.windows(2).all(|two| two[0] == two[1]), "emulated tiles differ");
+                for bits in bits {
+                    assert!(bits.windows(2).all(|two| two[0] == two[1]), "emulated tiles differ");
+                }
             }
         }
         errors.check(&format!("scores of {dtype:?}"));
@@ -166,13 +185,14 @@ fn sums_are_products() {
                     })
                     .collect();
                 let before: Vec<f32> = (0..n * state).map(|_| float(&mut random)).collect();
-                let mut bits: Vec<Vec<u32>> = Vec::new();
-                for (_, tiles) in tiles() {
+                let mut bits: [Vec<Vec<u32>>; 2] = Default::default();
+                for ((_, tiles), precision) in each() {
                     let mut packed = vec![u32::MAX; packed_len(head_dim, dtype)];
                     let mut split = vec![u32::MAX; WEIGHTS_LEN];
                     let mut run = |query: usize, n: usize, data: &mut [f32]| {
                         let data_at = query * stride;
-                        let weights = Weights { data: &lines[data_at..], stride, at, valid: valid.clone() };
+                        let weights =
+                            Weights { precision, data: &lines[data_at..], stride, at, valid: valid.clone() };
                         let sums = Sums { n, data, first: 0, stride: state };
                         let room = Room { packed: &mut packed, split: &mut split };
                         let shape = ValueShape { head_dim, row };
@@ -187,16 +207,18 @@ fn sums_are_products() {
                             let pairs = seen.iter().enumerate().filter_map(|(place, seen)| {
                                 Some((lines[q * stride + at + place], values[(*seen)? * head_dim + i]))
                             });
-                            errors.add(sums[i], before[i], pairs);
+                            errors.add(precision, sums[i], before[i], pairs);
                         }
                         assert_eq!(sums[head_dim..], before[head_dim..]);
                         let mut alone = before.to_vec();
                         run(q, 1, &mut alone);
                         assert!(alone.iter().zip(sums).all(|(a, b)| a.to_bits() == b.to_bits()));
                     }
-                    bits.push(sums.iter().map(|x| x.to_bits()).collect());
+                    bits[precision as usize].push(sums.iter().map(|x| x.to_bits()).collect());
                 }
-                assert!(bits.windows(2).all(|two| two[0] == two[1]), "emulated tiles differ");
+                for bits in bits {
+                    assert!(bits.windows(2).all(|two| two[0] == two[1]), "emulated tiles differ");
+                }
             }
         }
         errors.check(&format!("sums of {dtype:?}"));
@@ -213,7 +235,7 @@ fn parts_add_up() {
         row.extend([0.0, -0.0, f32::MAX, f32::MIN, f32::NAN, f32::INFINITY]);
         let (rows, at) = (4, 2);
         let mut split = vec![0; split_len(row.len(), rows)];
-        isa.run(SplitRow { row: &row, at, rows, split: &mut split });
+        isa.run(SplitRow { precision: Precision::Exact, row: &row, at, rows, split: &mut split });
         for (i, x) in row.iter().enumerate() {
             let part = |part: usize| {
                 let pair = whole_lines(&split)

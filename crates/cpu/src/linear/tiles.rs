@@ -1,0 +1,255 @@
+//! Packed weights and many tokens, as products of tiles of bytes.
+//!
+//! ```text
+//! units[16 tokens][16 outputs] = x's codes [tokens][inputs] × w's codes [inputs][outputs]     per scale of w: 32 inputs
+//! y += units × scales                                             the operations of the kernels of vectors, in their order
+//! ```
+//!
+//! The integers are exact, so a row has the same bits as one that vectors compute, in whatever batch.
+//!
+//! Loops, from the outside: tokens whose codes stay in the second-level cache; panels; 256 inputs, whose weights become
+//! signed bytes once for all those tokens; tiles of tokens. While the vectors scale the units of a tile, the matrix unit
+//! computes those of the next.
+//!
+//! Per 32 inputs, 16 tokens and 16 outputs: one product of 16 cycles with half of the matrix unit, because a product sums up
+//! 32 inputs where 64 would fit; 48 vector operations (24 cycles at best), so these are the limit. Formats with a scale per
+//! 16 inputs would take twice of both, which is no faster than vectors alone: they have no tiles.
+use super::inputs::{CODE_STEPS, GROUP, InputFormat, Inputs, TILE_CODE_ROWS, TILE_TOKENS, TileGroup};
+use super::{Format, Panels, put};
+use crate::Compute;
+use crate::arch::{Columns, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// Fewest tokens for tiles. A tile takes as long for few tokens as for sixteen.
+pub const TILES_FROM: usize = 9;
+/// Panels per unit of work: as often are the codes of a token read again while they are in the second-level cache.
+pub const PANELS: usize = 16;
+/// Tokens that go through a panel together: at most so many, and at most so many bytes of codes.
+const MOST_TOKENS: usize = 128;
+const TOKEN_BYTES: usize = 1 << 20;
+/// Bytes of the units of a product.
+const UNITS: usize = 4 * TILE_TOKENS * LANES;
+
+/// The units of a chunk: `[groups]`, each `[16 tokens][16 outputs]` of i32.
+pub type Units = [[[u8; 4 * LANES]; TILE_TOKENS]];
+
+/// The format in which packed weights read `n` tokens.
+pub fn input(compute: &Compute, n: usize) -> InputFormat {
+    match compute.isa.tiles() {
+        Some(_) if n >= TILES_FROM => InputFormat::TileCodes,
+        _ => InputFormat::Codes,
+    }
+}
+
+/// A packed encoding.
+pub trait TileFormat: Format {
+    /// Groups of 32 inputs per block of the file.
+    const GROUPS: usize;
+
+    /// The codes of a group of 32 inputs less the format's zero, as signed bytes. `scales` are those of its block.
+    fn signed<S: Simd>(s: S, codes: &[u8], scales: &[u8]) -> [S::I; 8];
+    /// Scales the units of a chunk and adds them, for eight tokens of a tile from `first` on. `x` has a group per group
+    /// of the chunk.
+    fn add<S: Simd>(
+        s: S,
+        scales: &[u8],
+        units: &Units,
+        x: &[TileGroup],
+        first: usize,
+        sums: &mut [[f32; LANES]; 8],
+    );
+}
+
+/// Signed codes: less `1 << zero_bits`, if there is a zero. Codes without one have fewer than eight bits.
+#[inline(always)]
+pub fn signed<S: Simd>(s: S, mut codes: [S::I; 8], zero_bits: Option<u32>) -> [S::I; 8] {
+    let Some(bits) = zero_bits else { return codes };
+    let sign = s.splat_i(0x8080_8080u32.cast_signed());
+    for x in &mut codes {
+        *x = match bits {
+            7 => s.xor(*x, sign),
+            // With the sign bit set, no byte borrows from the next one.
+            _ => s.xor(s.sub_i(s.or(*x, sign), s.splat_i(0x0101_0101 << bits)), sign),
+        };
+    }
+    codes
+}
+
+#[inline(always)]
+pub fn load_rows<S: Simd>(s: S, rows: &[[f32; LANES]; 8]) -> [S::F; 8] {
+    let mut sums = [s.splat(0.0); 8];
+    for t in 0..8 {
+        sums[t] = s.load(&rows[t]);
+    }
+    sums
+}
+
+#[inline(always)]
+pub fn store_rows<S: Simd>(s: S, sums: [S::F; 8], rows: &mut [[f32; LANES]; 8]) {
+    for t in 0..8 {
+        s.store(sums[t], &mut rows[t]);
+    }
+}
+
+/// Tiles 0 and 1 are units, 4 and 5 tokens, 6 and 7 weights: 32 inputs.
+struct Bytes;
+
+impl Shapes for Bytes {
+    const ROWS: [usize; 8] = [16, 16, 0, 0, 16, 16, 8, 8];
+    const BYTES: [usize; 8] = [64, 64, 0, 0, 32, 32, 64, 64];
+}
+
+/// Buffers of a call, each from a cache line on.
+#[repr(align(64))]
+struct Room {
+    /// `[groups][8 quads][16 outputs]`.
+    codes: [u32; CODE_STEPS * 8 * LANES],
+    units: [[u8; CODE_STEPS * UNITS]; 2],
+    /// `[tokens][outputs]`.
+    sums: [[f32; LANES]; MOST_TOKENS],
+}
+
+/// All panels of a unit of work times all tokens.
+struct Multiply<'k, 'o, F> {
+    weights: Panels<'k>,
+    inputs: &'k Inputs,
+    out: &'k mut Columns<'o, f32>,
+    format: PhantomData<F>,
+}
+
+/// Multiplies adjacent panels with all tokens.
+pub fn multiply<F: TileFormat>(
+    isa: TileIsa,
+    weights: Panels<'_>,
+    inputs: &Inputs,
+    out: &mut Columns<'_, f32>,
+) {
+    isa.run(Multiply::<F> { weights, inputs, out, format: PhantomData });
+}
+
+impl<F: TileFormat> TileKernel for Multiply<'_, '_, F> {
+    type Shapes = Bytes;
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd, T: Tiles<Bytes>>(self, s: S, tiles: &mut T) {
+        let Multiply { weights, inputs, out, .. } = self;
+        let mut room = Room { codes: [0; _], units: [[0; _]; 2], sums: [[0.0; LANES]; _] };
+        let n_tiles = inputs.n.div_ceil(TILE_TOKENS);
+        let tile_bytes = inputs.width / GROUP * size_of::<TileGroup>();
+        let abreast = (TOKEN_BYTES / tile_bytes).clamp(2, MOST_TOKENS / TILE_TOKENS);
+        for first in (0..n_tiles).step_by(abreast) {
+            let range = first..n_tiles.min(first + abreast);
+            for panel in 0..weights.n {
+                panel_times::<S, T, F>(s, tiles, &weights, panel, inputs, range.clone(), &mut room);
+                let tokens = range.start * TILE_TOKENS..inputs.n.min(range.end * TILE_TOKENS);
+                for (token, sums) in tokens.zip(&room.sums) {
+                    put(s, out, token, panel, s.load(sums));
+                }
+            }
+        }
+    }
+}
+
+/// A panel times some tiles of tokens, into the sums of `room`.
+#[inline(always)]
+fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
+    s: S,
+    tiles: &mut T,
+    weights: &Panels<'_>,
+    panel: usize,
+    inputs: &Inputs,
+    range: Range<usize>,
+    room: &mut Room,
+) {
+    let (codes, scales) = weights.get::<F>(panel);
+    let Room { codes: signed, units, sums } = room;
+    sums[..range.len() * TILE_TOKENS].fill([0.0; LANES]);
+    let per_chunk = CODE_STEPS / F::GROUPS;
+    let chunks = codes.chunks(per_chunk * F::CODES).zip(scales.chunks(per_chunk * F::SCALES));
+    for (chunk, (codes, scales)) in chunks.enumerate() {
+        let n = codes.len() / F::CODES * F::GROUPS;
+        unpack::<S, F>(s, codes, scales, signed);
+        let mut x = inputs.tile_codes(range.start, chunk);
+        products::<T>(tiles, signed, x, 0..n, &mut units[0]);
+        for (i, tile) in range.clone().enumerate() {
+            fetch(s, codes, weights.panel, i, range.len());
+            let [even, odd] = units;
+            let (units, next) = if i % 2 == 0 { (&*even, odd) } else { (&*odd, even) };
+            let units = units.as_chunks::<{ 4 * LANES }>().0.as_chunks().0;
+            let next_x = match tile + 1 < range.end {
+                true => inputs.tile_codes(tile + 1, chunk),
+                false => &[],
+            };
+            for half in 0..2 {
+                let groups = (n / 2 * half)..if half == 0 { n / 2 } else { n };
+                products::<T>(
+                    tiles,
+                    signed,
+                    next_x,
+                    groups.start.min(next_x.len())..groups.end.min(next_x.len()),
+                    next,
+                );
+                let rows = &mut sums[i * TILE_TOKENS..].as_chunks_mut().0[half];
+                F::add(s, scales, units, x, half * 8, rows);
+            }
+            x = next_x;
+        }
+    }
+}
+
+/// Prefetches part `part` of `parts` of the same chunk of the next panel.
+#[inline(always)]
+fn fetch<S: Simd>(s: S, codes: &[u8], panel: usize, part: usize, parts: usize) {
+    for line in codes.as_chunks::<64>().0.iter().skip(part).step_by(parts) {
+        s.prefetch(line, panel);
+    }
+}
+
+/// The signed codes of a chunk.
+#[inline(always)]
+fn unpack<S: Simd, F: TileFormat>(s: S, codes: &[u8], scales: &[u8], signed: &mut [u32]) {
+    let blocks = codes.chunks_exact(F::CODES).zip(scales.chunks_exact(F::SCALES));
+    let groups = blocks.flat_map(|(codes, scales)| {
+        codes.chunks_exact(F::CODES / F::GROUPS).map(move |codes| (codes, scales))
+    });
+    for ((codes, scales), out) in groups.zip(signed.as_chunks_mut().0.as_chunks_mut::<8>().0) {
+        for (quad, line) in F::signed(s, codes, scales).into_iter().zip(out) {
+            s.store_i(quad, line);
+        }
+    }
+}
+
+/// The units of some groups of a chunk.
+#[inline(always)]
+fn products<T: Tiles<Bytes>>(
+    tiles: &mut T,
+    codes: &[u32],
+    x: &[TileGroup],
+    groups: Range<usize>,
+    units: &mut [u8],
+) {
+    for group in groups {
+        let (x, codes) = (x[group][..TILE_CODE_ROWS].as_flattened(), &codes[group * 8 * LANES..]);
+        let units = &mut units[group * UNITS..];
+        if group.is_multiple_of(2) {
+            one::<T, 0, 4, 6>(tiles, x, codes, units);
+        } else {
+            one::<T, 1, 5, 7>(tiles, x, codes, units);
+        }
+    }
+}
+
+#[inline(always)]
+fn one<T: Tiles<Bytes>, const C: usize, const A: usize, const B: usize>(
+    tiles: &mut T,
+    x: &[i32],
+    codes: &[u32],
+    units: &mut [u8],
+) {
+    tiles.zero::<C>();
+    tiles.load::<A, i32>(x, 8);
+    tiles.load::<B, u32>(codes, LANES);
+    tiles.dot_i8::<C, A, B>();
+    tiles.store::<C, u8>(units, 4 * LANES);
+}

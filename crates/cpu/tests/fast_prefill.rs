@@ -1,0 +1,50 @@
+//! `Compute::fast_prefill`: prompts within the error of bf16, and everything else as without it.
+mod decoding;
+use decoding::*;
+use kvist_cache::kinds::Visibility;
+use kvist_cache::*;
+use kvist_cpu::arch::Isa;
+use kvist_cpu::{Compute, Cpu};
+
+/// A prompt in two chunks and some turns: outputs of every step and layer.
+fn outputs(cpu: &Cpu, model: &Model, kind: &str) -> Vec<Vec<Vec<f32>>> {
+    let mut session = model.session(cpu, kind, 600);
+    new(&mut session, &[A]);
+    let steps = [(0, 190), (190, 150), (340, 1), (341, 1), (342, 3)];
+    steps.into_iter().map(|(at, n)| model.step(&mut session, &[Span::chain(A, at, n)], 1)).collect()
+}
+
+#[test]
+fn prompts_are_close_and_tokens_the_same() {
+    for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some()) {
+        for (i, storage) in ["f32", "f16", "bf16", "f16-rot", "q8", "q4"].into_iter().enumerate() {
+            let window = (i % 2 == 1).then_some(130);
+            let storage: kvist_device::Storage = storage.parse().unwrap();
+            let model = Model {
+                k: storage,
+                v: storage,
+                head_dim: 64,
+                visibility: Visibility { window, sinks: 0 },
+                ..Model::default()
+            };
+            for kind in ["contiguous", "cells"] {
+                let exact = outputs(&Cpu::new(Compute::new(isa, 2)), &model, kind);
+                let fast = outputs(&Cpu::new(Compute::new(isa, 2).fast_prefill(true)), &model, kind);
+                for (step, (exact, fast)) in exact.iter().zip(&fast).enumerate() {
+                    let pairs = || exact.iter().flatten().zip(fast.iter().flatten());
+                    let worst = pairs().map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                    let what = format!("{isa} {storage} {kind} step {step}: {worst}");
+                    // Values lie between −1 and 1.
+                    assert!(worst < 0.01, "{what}");
+                    let same = pairs().all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert_eq!(same, step >= 2 || storage.dtype.is_quantised(), "{what}");
+                }
+                let both = Compute::new(isa, 2).fast_prefill(true).deterministic(true);
+                let deterministic = Compute::new(isa, 2).deterministic(true);
+                let same =
+                    outputs(&Cpu::new(both), &model, kind) == outputs(&Cpu::new(deterministic), &model, kind);
+                assert!(same, "{isa} {storage} {kind}: --deterministic comes first");
+            }
+        }
+    }
+}
