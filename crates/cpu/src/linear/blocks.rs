@@ -13,9 +13,11 @@
 //! 1.2 TFLOP/s for 512. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
 //! to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
-use super::inputs::{InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TileGroup, scale_of};
+use super::inputs::{
+    InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup, scale_of,
+};
 use super::pair_tiles::{self, PairFormat, Room};
-use super::tiles::{self, TileFormat, Units, load_rows, store_rows};
+use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
 use super::{Format, Panels, for_token_tiles, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa, widen};
@@ -126,24 +128,30 @@ impl<F: PackedBlock> TileFormat for Blocks<F> {
     }
 
     #[inline(always)]
+    fn start<S: Simd>(s: S, rows: &Rows) -> [S::F; TILE_TOKENS] {
+        load_rows(s, rows)
+    }
+
+    #[inline(always)]
     fn add<S: Simd>(
         s: S,
         scales: &[u8],
+        group: usize,
         units: &Units,
-        x: &[TileGroup],
-        first: usize,
-        rows: &mut [[f32; LANES]; 8],
+        x: &TileGroup,
+        sums: &mut [S::F; TILE_TOKENS],
     ) {
-        let mut sums = load_rows(s, rows);
-        let scales = scales.chunks_exact(Self::SCALES).map(|scales| scales.as_chunks().0);
-        for ((scales, units), x) in scales.zip(units).zip(x) {
-            let factors = factors::<S, F>(s, scales);
-            let at = |row: usize, t: usize| f32::from_bits(x[row][first + t].cast_unsigned());
-            for t in 0..8 {
-                let units = s.load_bytes(&units[first + t]);
-                add::<S, F>(s, units, factors, [at(TILE_SCALES, t), at(TILE_SUMS, t)], &mut sums[t]);
-            }
+        let scales = &scales[group * Self::SCALES..(group + 1) * Self::SCALES];
+        let factors = factors::<S, F>(s, scales.as_chunks().0);
+        let at = |row: usize, t: usize| f32::from_bits(x[row][t].cast_unsigned());
+        for t in 0..TILE_TOKENS {
+            let x = [at(TILE_SCALES, t), at(TILE_SUMS, t)];
+            add::<S, F>(s, s.load_bytes(&units[t]), factors, x, &mut sums[t]);
         }
+    }
+
+    #[inline(always)]
+    fn finish<S: Simd>(s: S, _: &[u8], _: &[TileGroup], sums: [S::F; TILE_TOKENS], rows: &mut Rows) {
         store_rows(s, sums, rows);
     }
 }

@@ -12,10 +12,11 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::Codes;
 use super::inputs::{
-    self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TileGroup, scale_of,
+    self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup,
+    scale_of,
 };
 use super::pair_tiles::{self, PairFormat, Room};
-use super::tiles::{self, TileFormat, Units, load_rows, store_rows};
+use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
 use super::{Format, Panels, for_token_tiles, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa, widen};
@@ -147,23 +148,37 @@ impl<F: PackedSuperBlock> TileFormat for SuperBlocks<F> {
     }
 
     #[inline(always)]
+    fn start<S: Simd>(s: S, _: &Rows) -> [S::F; TILE_TOKENS] {
+        [s.splat(0.0); TILE_TOKENS]
+    }
+
+    #[inline(always)]
     fn add<S: Simd>(
         s: S,
         scales: &[u8],
+        group: usize,
         units: &Units,
-        x: &[TileGroup],
-        first: usize,
-        rows: &mut [[f32; LANES]; 8],
+        x: &TileGroup,
+        sums: &mut [S::F; TILE_TOKENS],
     ) {
-        let small = scales[..Self::SMALL].as_chunks::<LANES>().0;
-        let (mut scaled, mut least) = ([s.splat(0.0); 8], [s.splat(0.0); 8]);
-        for (i, (units, x)) in units.iter().zip(x).enumerate() {
-            let at = |row: usize, t: usize| f32::from_bits(x[row][first + t].cast_unsigned());
-            let factors = Self::group_factors(s, small, i);
-            for t in 0..8 {
-                let units = s.load_bytes(&units[first + t]);
-                let x = [at(TILE_SCALES, t), at(TILE_SUMS, t)];
-                add::<S, F>(s, units, factors, x, &mut scaled[t], &mut least[t]);
+        let [scale, _] = Self::group_factors(s, scales[..Self::SMALL].as_chunks().0, group);
+        for t in 0..TILE_TOKENS {
+            let x = f32::from_bits(x[TILE_SCALES][t].cast_unsigned());
+            add::<S>(s, s.load_bytes(&units[t]), scale, x, &mut sums[t]);
+        }
+    }
+
+    /// The minima come last, because the sums of both would not fit the registers.
+    #[inline(always)]
+    fn finish<S: Simd>(s: S, scales: &[u8], x: &[TileGroup], scaled: [S::F; TILE_TOKENS], rows: &mut Rows) {
+        let mut least = [s.splat(0.0); TILE_TOKENS];
+        if F::ZERO_BITS.is_none() {
+            for (i, x) in x.iter().enumerate() {
+                let [_, minimum] = Self::group_factors(s, scales[..Self::SMALL].as_chunks().0, i);
+                for t in 0..TILE_TOKENS {
+                    least[t] =
+                        s.fma(minimum, s.splat(f32::from_bits(x[TILE_SUMS][t].cast_unsigned())), least[t]);
+                }
             }
         }
         let mut sums = load_rows(s, rows);
@@ -236,21 +251,11 @@ impl<F: PackedSuperBlock> PairFormat for SuperBlocks<F> {
     }
 }
 
-/// Adds the units of a group: `[scale, minimum]` are those of the weights, `x` the scale and the sum of the inputs. Units
-/// times a scale have less than 24 bits, so the product is exact.
+/// Adds the units of a group: `scale` is that of the weights, `x` that of the inputs. Units times a scale have less than 24
+/// bits, so the product is exact.
 #[inline(always)]
-fn add<S: Simd, F: PackedSuperBlock>(
-    s: S,
-    units: S::I,
-    [scale, minimum]: [S::F; 2],
-    x: [f32; 2],
-    scaled: &mut S::F,
-    least: &mut S::F,
-) {
-    *scaled = s.fma(s.mul(s.to_f32(units), scale), s.splat(x[0]), *scaled);
-    if F::ZERO_BITS.is_none() {
-        *least = s.fma(minimum, s.splat(x[1]), *least);
-    }
+fn add<S: Simd>(s: S, units: S::I, scale: S::F, x: f32, scaled: &mut S::F) {
+    *scaled = s.fma(s.mul(s.to_f32(units), scale), s.splat(x), *scaled);
 }
 
 /// The codes of a group of 32, or what they stand for in the table.
@@ -290,7 +295,7 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
             if F::HALVES {
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
             } else {
-                let factors = SuperBlocks::<F>::group_factors(s, small, i);
+                let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, i);
                 for t in 0..T {
                     let mut units = match F::ZERO_BITS {
                         Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
@@ -299,8 +304,11 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
                     for q in 0..8 {
                         units = s.dot4(units, w[q], s.splat_i(x[q][t]));
                     }
-                    let x = [scale_of(x, t), -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t)];
-                    add::<S, F>(s, units, factors, x, &mut scaled[t], &mut least[t]);
+                    add(s, units, scale, scale_of(x, t), &mut scaled[t]);
+                    if F::ZERO_BITS.is_none() {
+                        let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
+                        least[t] = s.fma(minimum, s.splat(sum), least[t]);
+                    }
                 }
             }
         }
@@ -323,7 +331,7 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
     least: &mut [S::F; T],
 ) {
     for half in 0..2 {
-        let factors = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
+        let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
         for t in 0..T {
             let minus_32_sum = x[MINUS_32_SUMS + half][t];
             let mut units = s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
@@ -333,8 +341,11 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
             for q in 4 * half..4 * half + 4 {
                 units = s.dot4(units, w[q], s.splat_i(x[q][t]));
             }
-            let x = [scale_of(x, t), minus_32_sum as f32 * (scale_of(x, t) / -32.0)];
-            add::<S, F>(s, units, factors, x, &mut scaled[t], &mut least[t]);
+            add(s, units, scale, scale_of(x, t), &mut scaled[t]);
+            if F::ZERO_BITS.is_none() {
+                let sum = minus_32_sum as f32 * (scale_of(x, t) / -32.0);
+                least[t] = s.fma(minimum, s.splat(sum), least[t]);
+            }
         }
     }
 }

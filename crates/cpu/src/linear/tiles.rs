@@ -8,8 +8,8 @@
 //! The integers are exact, so a row has the same bits as one that vectors compute, in whatever batch.
 //!
 //! Loops, from the outside: tokens whose codes stay in the second-level cache; panels; 256 inputs, whose weights become
-//! signed bytes once for all those tokens; tiles of tokens. While the vectors scale the units of a tile, the matrix unit
-//! computes those of the next.
+//! signed bytes once for all those tokens; tiles of tokens. While the vectors scale the units of a product, the matrix
+//! unit computes the next three.
 //!
 //! Per 32 inputs, 16 tokens and 16 outputs: one product of 16 cycles with half of the matrix unit, because a product sums up
 //! 32 inputs where 64 would fit; 48 vector operations (24 cycles at best), so these are the limit. Formats with a scale per
@@ -28,11 +28,14 @@ pub const PANELS: usize = 16;
 /// Tokens that go through a panel together: at most so many, and at most so many bytes of codes.
 const MOST_TOKENS: usize = 128;
 const TOKEN_BYTES: usize = 1 << 20;
-/// Bytes of the units of a product.
-const UNITS: usize = 4 * TILE_TOKENS * LANES;
+/// Products that are on their way from the matrix unit to the vectors, and one that is added. Their units take 4 KiB, so
+/// that no load waits for a store whose address has the same lower bits.
+const RING: usize = 4;
 
-/// The units of a chunk: `[groups]`, each `[16 tokens][16 outputs]` of i32.
-pub type Units = [[[u8; 4 * LANES]; TILE_TOKENS]];
+/// The units of a group: `[16 tokens][16 outputs]` of i32.
+pub type Units = [[u8; 4 * LANES]; TILE_TOKENS];
+/// The sums of a tile.
+pub type Rows = [[f32; LANES]; TILE_TOKENS];
 
 /// The format in which packed weights read `n` tokens.
 pub fn input(compute: &Compute, n: usize) -> InputFormat {
@@ -49,19 +52,39 @@ pub trait TileFormat: Format {
 
     /// The codes of a group of 32 inputs less the format's zero, as signed bytes. `scales` are those of its block.
     fn signed<S: Simd>(s: S, codes: &[u8], scales: &[u8]) -> [S::I; 8];
-    /// Scales the units of a chunk and adds them, for eight tokens of a tile from `first` on. `x` has a group per group
-    /// of the chunk.
+    /// What a chunk is added to: the sums themselves, or zeros.
+    fn start<S: Simd>(s: S, rows: &Rows) -> [S::F; TILE_TOKENS];
+    /// Scales the units of group `group` of a chunk and adds them.
     fn add<S: Simd>(
         s: S,
         scales: &[u8],
+        group: usize,
         units: &Units,
-        x: &[TileGroup],
-        first: usize,
-        sums: &mut [[f32; LANES]; 8],
+        x: &TileGroup,
+        sums: &mut [S::F; TILE_TOKENS],
     );
+    /// Writes the sums, after all groups of a chunk. `x` has a group per group of the chunk.
+    fn finish<S: Simd>(s: S, scales: &[u8], x: &[TileGroup], sums: [S::F; TILE_TOKENS], rows: &mut Rows);
 }
 
-/// Signed codes: less `1 << zero_bits`, if there is a zero. Codes without one have fewer than eight bits.
+/// The rows, as vectors.
+#[inline(always)]
+pub fn load_rows<S: Simd>(s: S, rows: &Rows) -> [S::F; TILE_TOKENS] {
+    let mut sums = [s.splat(0.0); TILE_TOKENS];
+    for t in 0..TILE_TOKENS {
+        sums[t] = s.load(&rows[t]);
+    }
+    sums
+}
+
+#[inline(always)]
+pub fn store_rows<S: Simd>(s: S, sums: [S::F; TILE_TOKENS], rows: &mut Rows) {
+    for t in 0..TILE_TOKENS {
+        s.store(sums[t], &mut rows[t]);
+    }
+}
+
+/// Signed codes: less `1 << zero_bits`, if there is a zero. Codes without one have fewer than tile_sums bits.
 #[inline(always)]
 pub fn signed<S: Simd>(s: S, mut codes: [S::I; 8], zero_bits: Option<u32>) -> [S::I; 8] {
     let Some(bits) = zero_bits else { return codes };
@@ -74,22 +97,6 @@ pub fn signed<S: Simd>(s: S, mut codes: [S::I; 8], zero_bits: Option<u32>) -> [S
         };
     }
     codes
-}
-
-#[inline(always)]
-pub fn load_rows<S: Simd>(s: S, rows: &[[f32; LANES]; 8]) -> [S::F; 8] {
-    let mut sums = [s.splat(0.0); 8];
-    for t in 0..8 {
-        sums[t] = s.load(&rows[t]);
-    }
-    sums
-}
-
-#[inline(always)]
-pub fn store_rows<S: Simd>(s: S, sums: [S::F; 8], rows: &mut [[f32; LANES]; 8]) {
-    for t in 0..8 {
-        s.store(sums[t], &mut rows[t]);
-    }
 }
 
 /// Tiles 0 and 1 are units, 4 and 5 tokens, 6 and 7 weights: 32 inputs.
@@ -105,9 +112,9 @@ impl Shapes for Bytes {
 struct Room {
     /// `[groups][8 quads][16 outputs]`.
     codes: [u32; CODE_STEPS * 8 * LANES],
-    units: [[u8; CODE_STEPS * UNITS]; 2],
-    /// `[tokens][outputs]`.
-    sums: [[f32; LANES]; MOST_TOKENS],
+    /// A ring.
+    units: [Units; RING],
+    sums: [Rows; MOST_TOKENS / TILE_TOKENS],
 }
 
 /// All panels of a unit of work times all tokens.
@@ -134,7 +141,8 @@ impl<F: TileFormat> TileKernel for Multiply<'_, '_, F> {
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Bytes>>(self, s: S, tiles: &mut T) {
         let Multiply { weights, inputs, out, .. } = self;
-        let mut room = Room { codes: [0; _], units: [[0; _]; 2], sums: [[0.0; LANES]; _] };
+        let zero = [[0.0; LANES]; TILE_TOKENS];
+        let mut room = Room { codes: [0; _], units: [[[0; _]; _]; _], sums: [zero; _] };
         let n_tiles = inputs.n.div_ceil(TILE_TOKENS);
         let tile_bytes = inputs.width / GROUP * size_of::<TileGroup>();
         let abreast = (TOKEN_BYTES / tile_bytes).clamp(2, MOST_TOKENS / TILE_TOKENS);
@@ -143,7 +151,7 @@ impl<F: TileFormat> TileKernel for Multiply<'_, '_, F> {
             for panel in 0..weights.n {
                 panel_times::<S, T, F>(s, tiles, &weights, panel, inputs, range.clone(), &mut room);
                 let tokens = range.start * TILE_TOKENS..inputs.n.min(range.end * TILE_TOKENS);
-                for (token, sums) in tokens.zip(&room.sums) {
+                for (token, sums) in tokens.zip(room.sums.as_flattened()) {
                     put(s, out, token, panel, s.load(sums));
                 }
             }
@@ -164,35 +172,39 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
 ) {
     let (codes, scales) = weights.get::<F>(panel);
     let Room { codes: signed, units, sums } = room;
-    sums[..range.len() * TILE_TOKENS].fill([0.0; LANES]);
+    sums[..range.len()].fill([[0.0; LANES]; TILE_TOKENS]);
     let per_chunk = CODE_STEPS / F::GROUPS;
     let chunks = codes.chunks(per_chunk * F::CODES).zip(scales.chunks(per_chunk * F::SCALES));
     for (chunk, (codes, scales)) in chunks.enumerate() {
         let n = codes.len() / F::CODES * F::GROUPS;
         unpack::<S, F>(s, codes, scales, signed);
-        let mut x = inputs.tile_codes(range.start, chunk);
-        products::<T>(tiles, signed, x, 0..n, &mut units[0]);
-        for (i, tile) in range.clone().enumerate() {
+        // Products run ahead of the vectors, also from one tile into the next, unless a tile has too few.
+        let into_next = n >= RING - 1;
+        let (mut x, mut at) = (inputs.tile_codes(range.start, chunk), 0);
+        for (i, (tile, rows)) in range.clone().zip(&mut *sums).enumerate() {
             fetch(s, codes, weights.panel, i, range.len());
-            let [even, odd] = units;
-            let (units, next) = if i % 2 == 0 { (&*even, odd) } else { (&*odd, even) };
-            let units = units.as_chunks::<{ 4 * LANES }>().0.as_chunks().0;
             let next_x = match tile + 1 < range.end {
                 true => inputs.tile_codes(tile + 1, chunk),
                 false => &[],
             };
-            for half in 0..2 {
-                let groups = (n / 2 * half)..if half == 0 { n / 2 } else { n };
-                products::<T>(
-                    tiles,
-                    signed,
-                    next_x,
-                    groups.start.min(next_x.len())..groups.end.min(next_x.len()),
-                    next,
-                );
-                let rows = &mut sums[i * TILE_TOKENS..].as_chunks_mut().0[half];
-                F::add(s, scales, units, x, half * 8, rows);
+            if i == 0 || !into_next {
+                for group in 0..n.min(RING - 1) {
+                    product(tiles, signed, x, group, &mut units[(at + group) % RING]);
+                }
             }
+            let mut tile_sums = F::start(s, rows);
+            for group in 0..n {
+                let ahead = group + RING - 1;
+                let slot = (at + RING - 1) % RING;
+                if ahead < n {
+                    product(tiles, signed, x, ahead, &mut units[slot]);
+                } else if into_next && ahead - n < next_x.len() {
+                    product(tiles, signed, next_x, ahead - n, &mut units[slot]);
+                }
+                F::add(s, scales, group, &units[at % RING], &x[group], &mut tile_sums);
+                at += 1;
+            }
+            F::finish(s, scales, x, tile_sums, rows);
             x = next_x;
         }
     }
@@ -220,23 +232,15 @@ fn unpack<S: Simd, F: TileFormat>(s: S, codes: &[u8], scales: &[u8], signed: &mu
     }
 }
 
-/// The units of some groups of a chunk.
+/// The units of a group of a chunk.
 #[inline(always)]
-fn products<T: Tiles<Bytes>>(
-    tiles: &mut T,
-    codes: &[u32],
-    x: &[TileGroup],
-    groups: Range<usize>,
-    units: &mut [u8],
-) {
-    for group in groups {
-        let (x, codes) = (x[group][..TILE_CODE_ROWS].as_flattened(), &codes[group * 8 * LANES..]);
-        let units = &mut units[group * UNITS..];
-        if group.is_multiple_of(2) {
-            one::<T, 0, 4, 6>(tiles, x, codes, units);
-        } else {
-            one::<T, 1, 5, 7>(tiles, x, codes, units);
-        }
+fn product<T: Tiles<Bytes>>(tiles: &mut T, codes: &[u32], x: &[TileGroup], group: usize, units: &mut Units) {
+    let (x, codes) = (x[group][..TILE_CODE_ROWS].as_flattened(), &codes[group * 8 * LANES..]);
+    let units = units.as_flattened_mut();
+    if group.is_multiple_of(2) {
+        one::<T, 0, 4, 6>(tiles, x, codes, units);
+    } else {
+        one::<T, 1, 5, 7>(tiles, x, codes, units);
     }
 }
 
