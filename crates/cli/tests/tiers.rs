@@ -14,9 +14,11 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 
 const FLOAT: [&str; 4] = ["--kv", "f32", "--weights", "f32"];
 
-/// Loads whatever a tier has: the model is so small that computing would often be faster.
+/// Loads whatever a tier has, because the model is so small that computing would often be faster, and waits for it, because this
+/// machine may be slow.
 fn start(context: &str, args: &[&[&str]]) -> Server {
-    let fixed = ["--port", "0", "--context", context, "--max-batch-tokens", "64", "--tier-load", "always"];
+    let cache = ["--port", "0", "--context", context, "--max-batch-tokens", "64"];
+    let fixed = [&cache[..], &["--tier-load", "always", "--tier-grace", "10m"]].concat();
     Server::spawn(&mut kvist(), &[&fixed, &args.concat()])
 }
 
@@ -168,7 +170,7 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
     std::fs::write(dir.path().join("thesis.txt"), "mine").unwrap();
     let (dir, new) = (dir.path().to_str().unwrap(), dir.path().join("new"));
     let new = new.to_str().unwrap();
-    let cases: [(&[&str], &str); 7] = [
+    let cases: [(&[&str], &str); 9] = [
         (&["--tier-disk", dir, "--tier-disk-size", "1GiB"], "contains files that are not a store's"),
         (&["--tier-disk", new], "--tier-disk-size"),
         (&["--tier-disk-size", "1GiB"], "--tier-disk"),
@@ -176,6 +178,8 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
         (&["--tier-disk", new, "--tier-disk-size", "900TiB"], "free"),
         (&["--tier-store", "ftp://me:secret@host/x"], "redis://"),
         (&["--tier-store", "redis://me:secret@"], "redis://"),
+        (&["--tier-ram", "64MiB", "--tier-grace", "soon"], "`soon` is not a duration"),
+        (&["--tier-ram", "64MiB", "--tier-grace", "0ms"], "1 ms at least (--tier-grace)"),
     ];
     for (args, part) in cases {
         let output = kvist().args(["serve", "--port", "0"]).args(args).output().unwrap();

@@ -281,6 +281,7 @@ class Tiers:
         store: Optional[str] = None,
         write: Literal["through", "back"] = "through",
         load: Literal["auto", "always"] = "auto",
+        grace: float = 0.25,
     ) -> Self: ...
 
 @final
