@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
 /// A Redis or Valkey of its own, with the password `secret`, that stores nothing on disk. Killed when it is dropped.
 pub struct Redis {
@@ -86,9 +86,42 @@ pub struct S3 {
     /// 0 for never.
     pub error_every: AtomicUsize,
     pub short_every: AtomicUsize,
+    heads: Heads,
+}
+
+/// HEAD requests, which ask whether an object is there.
+#[derive(Default)]
+struct Heads {
+    counts: Mutex<HeadCounts>,
+    arrived: Condvar,
+}
+
+#[derive(Default)]
+struct HeadCounts {
+    arrived: usize,
+    /// The first ones that are answered at once, and how many have to arrive until another is.
+    at_once: usize,
+    wanted: usize,
+}
+
+impl Heads {
+    fn arrive(&self) {
+        let mut counts = self.counts.lock().unwrap();
+        counts.arrived += 1;
+        self.arrived.notify_all();
+        if counts.arrived > counts.at_once {
+            drop(self.arrived.wait_while(counts, |counts| counts.arrived < counts.wanted).unwrap());
+        }
+    }
 }
 
 impl S3 {
+    /// From now on answers so many HEAD requests, and then none before `more` have arrived.
+    pub fn hold_heads(&self, at_once: usize, more: usize) {
+        let mut counts = self.heads.counts.lock().unwrap();
+        *counts = HeadCounts { arrived: 0, at_once, wanted: at_once + more };
+    }
+
     /// Serves until the test process ends. Returns the URL of a bucket.
     pub fn start(self: &Arc<Self>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -129,6 +162,9 @@ impl S3 {
         let every = |n: &AtomicUsize| {
             request.is_multiple_of(n.load(Ordering::SeqCst).max(1)) && n.load(Ordering::SeqCst) > 0
         };
+        if method == "HEAD" {
+            self.heads.arrive();
+        }
         let mut objects = self.objects.lock().unwrap();
         let (status, body) = match method.as_str() {
             _ if !signed || !path.starts_with("/bucket/prefix/") => ("403 Forbidden", vec![]),
