@@ -11,6 +11,7 @@ use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
+use tokio::sync::Semaphore;
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
@@ -99,6 +100,82 @@ impl BlockStore for Faulty {
     }
 }
 
+/// A store whose reads wait at a gate.
+struct Gated {
+    store: Arc<dyn BlockStore>,
+    /// A permit for every read that may go on.
+    gate: Semaphore,
+    /// Reads that have begun, and those of them that wait or go on.
+    begun: AtomicU64,
+    reading: AtomicU64,
+}
+
+impl Gated {
+    fn over(store: Arc<dyn BlockStore>) -> Arc<Gated> {
+        Arc::new(Gated { store, gate: Semaphore::new(0), begun: AtomicU64::new(0), reading: AtomicU64::new(0) })
+    }
+
+    /// Opens the gate for good.
+    fn open(&self) {
+        self.gate.add_permits(1 << 20);
+    }
+}
+
+/// A read that was dropped has ended too.
+struct Reading<'a>(&'a AtomicU64);
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
+
+impl BlockStore for Gated {
+    fn name(&self) -> &str {
+        "gated"
+    }
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.store.lookup(keys)
+    }
+    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        Box::pin(async move {
+            self.begun.fetch_add(1, SeqCst);
+            self.reading.fetch_add(1, SeqCst);
+            let _reading = Reading(&self.reading);
+            self.gate.acquire().await.unwrap().forget();
+            self.store.get(key).await
+        })
+    }
+    fn put<'a>(
+        &'a self,
+        key: BlockKey,
+        bytes: Bytes,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.store.put(key, bytes, ttl)
+    }
+    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.store.remove(key)
+    }
+    fn usage(&self) -> Usage {
+        self.store.usage()
+    }
+    fn counts(&self) -> kvist_store::Counts {
+        self.store.counts()
+    }
+}
+
+/// A minute and more, for an event that comes at once.
+async fn until(mut happened: impl AsyncFnMut() -> bool, what: &str) {
+    for _ in 0..60_000 {
+        if happened().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    panic!("it does not happen: {what}");
+}
+
 /// A tier that is always worth reading.
 fn tier(store: impl BlockStore + 'static) -> TierStore {
     TierStore { store: Arc::new(store), bytes_per_s: u64::MAX, latency: Duration::ZERO }
@@ -113,6 +190,12 @@ fn tiered(write: Write, stores: Vec<TierStore>) -> TierConfig {
     let silent = stores.iter().any(|tier| tier.store.name() == "silent");
     let grace = Duration::from_millis(if silent { 20 } else { 3_600_000 });
     TierConfig { write, grace, ..TierConfig::new(stores, b"a model".to_vec()) }
+}
+
+/// Waits until no cell is in use. Copies, and imports of loads that were given up, may still run; nothing else uses cells.
+async fn free(engine: &Engine) {
+    let used = async || engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
+    until(async || used().await == 0, "all cells are free").await;
 }
 
 /// A batch of jobs, several times: the tokens of each, and what the engine counted.
@@ -134,16 +217,7 @@ async fn serve(engine: Engine, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, EngineSt
         }
     }
     engine.until_idle().await;
-    // Copies and loads that were given up may still run; nothing else uses cells.
-    let mut used = u64::MAX;
-    for _ in 0..60_000 {
-        used = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
-        if used == 0 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-    assert_eq!(used, 0, "cells in use");
+    free(&engine).await;
     (texts, engine.stats(), loaded)
 }
 
@@ -322,6 +396,62 @@ async fn engines_share_what_is_stored_under_the_same_fingerprint_and_salt() {
         [(&b"a model"[..], "", 48), (b"another", "", 0), (b"a model", "tenant", 0), (b"a model", "", 48)]
     {
         assert_eq!(run(fingerprint, salt).await, (text.clone(), loaded), "{fingerprint:?} {salt}");
+    }
+}
+
+/// What a prompt of this engine needs is in a store, which no read comes back from.
+async fn held(grace: Duration) -> (Engine, Arc<Gated>, Vec<u32>, Vec<u32>) {
+    let stored: Arc<dyn BlockStore> = Arc::new(Ram::new(1 << 30));
+    let prompt = prompts()[0].clone();
+    let with = |store: Arc<dyn BlockStore>, grace| {
+        let stores = vec![TierStore { store, bytes_per_s: u64::MAX, latency: Duration::ZERO }];
+        let tiers = TierConfig { grace, ..TierConfig::new(stores, b"a model".to_vec()) };
+        engine(EngineConfig { tiers: Some(tiers), ..config(1024) })
+    };
+    let first = with(stored.clone(), Duration::from_secs(3600));
+    let expected = receive(&mut first.submit(greedy(&prompt, 8)).unwrap()).await.tokens;
+    let written = async || {
+        first.inspect(|_| ()).await;
+        first.stats().tiers.is_some_and(|tiers| tiers.store_bytes == 0 && tiers.stores[0].usage.entries == Some(4))
+    };
+    until(written, "all blocks are written").await;
+    let gated = Gated::over(stored);
+    (with(gated.clone(), grace), gated, prompt, expected)
+}
+
+/// A request that is cancelled while its blocks are read: the reads end, and its cells are free, though the store never answers.
+#[tokio::test]
+async fn a_load_of_a_cancelled_request_stops() {
+    let (engine, gated, prompt, expected) = held(Duration::from_secs(3600)).await;
+    let job = engine.submit(greedy(&prompt, 8)).unwrap();
+    until(async || gated.begun.load(SeqCst) > 0, "a read begins").await;
+    assert!(engine.inspect(|state| state.scheduler.used_cells()).await.unwrap() > 0);
+    drop(job);
+    free(&engine).await;
+    until(async || gated.reading.load(SeqCst) == 0, "the reads end").await;
+    let tiers = engine.stats().tiers.unwrap();
+    assert_eq!((tiers.counters.wasted_tokens, tiers.load_bytes, tiers.counters.late_loads), (48, 0, 0), "{tiers:?}");
+    gated.open();
+    let heard = receive(&mut engine.submit(greedy(&prompt, 8)).unwrap()).await;
+    assert_eq!((heard.tokens, heard.done.unwrap().usage.loaded_tokens), (expected, 48));
+}
+
+/// A store that is too slow: the request goes on without it, its text is the same, and the load ends, though the store never answers.
+#[tokio::test]
+async fn a_late_load_stops_and_its_tokens_are_computed() {
+    // On a slow machine the lookup may be late, too: once more.
+    loop {
+        let (engine, gated, prompt, expected) = held(Duration::from_millis(500)).await;
+        let heard = receive(&mut engine.submit(greedy(&prompt, 8)).unwrap()).await;
+        assert_eq!((heard.tokens, heard.done.unwrap().usage.loaded_tokens), (expected, 0));
+        free(&engine).await;
+        until(async || gated.reading.load(SeqCst) == 0, "the reads end").await;
+        let tiers = engine.stats().tiers.unwrap();
+        if tiers.counters.late_loads > 0 {
+            assert!(gated.begun.load(SeqCst) > 0);
+            assert_eq!((tiers.counters.wasted_tokens, tiers.load_bytes), (48, 0), "{tiers:?}");
+            return;
+        }
     }
 }
 
