@@ -36,6 +36,7 @@ pub struct Tiers {
 #[pymethods]
 impl Tiers {
     #[new]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
     #[pyo3(signature = (*, ram=None, ram_packed=false, disk=None, disk_size=None, store=None, write="through", load="auto", grace=0.25))]
     fn new(
         ram: Option<Bytes>,
@@ -218,6 +219,9 @@ pub fn stats<'py>(py: Python<'py>, tiers: &TierStats) -> PyResult<Bound<'py, PyD
         one.set_item("capacity_bytes", store.usage.capacity_bytes)?;
         one.set_item("loaded_tokens", loaded_tokens)?;
         one.set_item("errors", store.errors)?;
+        one.set_item("damaged_blocks", store.counts.damaged)?;
+        one.set_item("evicted_blocks", store.counts.evicted)?;
+        one.set_item("expired_blocks", store.counts.expired)?;
         Ok(one)
     });
     dict.set_item("stores", stores.collect::<PyResult<Vec<_>>>()?)?;

@@ -49,6 +49,9 @@ class _StoreStats(TypedDict):
     capacity_bytes: Optional[int]
     loaded_tokens: int
     errors: int
+    damaged_blocks: int
+    evicted_blocks: int
+    expired_blocks: int
 
 class _TierStats(TypedDict):
     loads: int

@@ -1,7 +1,7 @@
 //! What tiers an engine has, and what they did.
 use super::parts::{BlockParts, Part};
 use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
-use kvist_store::{BlockStore, Usage};
+use kvist_store::{BlockStore, Counts, Usage};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -103,4 +103,6 @@ pub struct StoreStats {
     pub usage: Usage,
     /// Operations that failed.
     pub errors: u64,
+    /// What the store itself counts.
+    pub counts: Counts,
 }

@@ -102,6 +102,7 @@ impl Stores {
             name: one.store.name().to_owned(),
             usage: one.store.usage(),
             errors: one.errors.load(Relaxed),
+            counts: one.store.counts(),
         };
         self.list.iter().map(one).collect()
     }
