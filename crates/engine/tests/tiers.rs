@@ -6,7 +6,7 @@ use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::serving::*;
 use kvist_model::ModelFile;
-use kvist_scheduler::{Preempted, Write};
+use kvist_scheduler::{Preempted, TierCounters, Write};
 use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -30,6 +30,10 @@ enum Fault {
     Forgets,
     /// Lookups never end.
     Silent,
+    /// Every third read never ends: its load is late.
+    Stuck,
+    /// Every operation waits until others have gone on, reads for long.
+    Slow,
 }
 
 /// A store in memory with faults.
@@ -40,9 +44,14 @@ struct Faulty {
 }
 
 impl Faulty {
-    fn fails(&self) -> Result<(), StoreError> {
+    async fn begin(&self) -> Result<(), StoreError> {
         let n = self.n.fetch_add(1, SeqCst);
         match self.fault {
+            Fault::Slow => {
+                // Some end before others that began earlier.
+                tokio::time::sleep(Duration::from_millis(n % 4 * 3)).await;
+                Ok(())
+            }
             Fault::Errors if !n.is_multiple_of(3) => Ok(()),
             Fault::Errors | Fault::Down => Err(StoreError::Failed {
                 store: "faulty".into(),
@@ -56,11 +65,14 @@ impl Faulty {
 
 impl BlockStore for Faulty {
     fn name(&self) -> &str {
-        if self.fault == Fault::Silent { "silent" } else { "faulty" }
+        match self.fault {
+            Fault::Silent | Fault::Stuck => "unanswered",
+            _ => "faulty",
+        }
     }
     fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
         Box::pin(async move {
-            self.fails()?;
+            self.begin().await?;
             if self.fault == Fault::Silent {
                 std::future::pending::<()>().await;
             }
@@ -69,7 +81,10 @@ impl BlockStore for Faulty {
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
-            self.fails()?;
+            self.begin().await?;
+            if self.fault == Fault::Stuck && self.n.load(SeqCst).is_multiple_of(3) {
+                std::future::pending::<()>().await;
+            }
             let found = self.store.get(key).await?;
             Ok(match self.fault {
                 Fault::Short if self.n.load(SeqCst).is_multiple_of(5) => found.map(|bytes| bytes.slice(1..)),
@@ -85,7 +100,7 @@ impl BlockStore for Faulty {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async move {
-            self.fails()?;
+            self.begin().await?;
             self.store.put(key, bytes, ttl).await
         })
     }
@@ -112,7 +127,12 @@ struct Gated {
 
 impl Gated {
     fn over(store: Arc<dyn BlockStore>) -> Arc<Gated> {
-        Arc::new(Gated { store, gate: Semaphore::new(0), begun: AtomicU64::new(0), reading: AtomicU64::new(0) })
+        Arc::new(Gated {
+            store,
+            gate: Semaphore::new(0),
+            begun: AtomicU64::new(0),
+            reading: AtomicU64::new(0),
+        })
     }
 
     /// Opens the gate for good.
@@ -187,8 +207,8 @@ fn faulty(bytes: u64, fault: Fault) -> TierStore {
 
 /// Requests wait for every answer of a store, except for one that never answers: no result depends on time.
 fn tiered(write: Write, stores: Vec<TierStore>) -> TierConfig {
-    let silent = stores.iter().any(|tier| tier.store.name() == "silent");
-    let grace = Duration::from_millis(if silent { 20 } else { 3_600_000 });
+    let unanswered = stores.iter().any(|tier| tier.store.name() == "unanswered");
+    let grace = Duration::from_millis(if unanswered { 20 } else { 3_600_000 });
     TierConfig { write, grace, ..TierConfig::new(stores, b"a model".to_vec()) }
 }
 
@@ -264,6 +284,15 @@ async fn the_same_texts_with_every_kind_of_tier() {
         ("short reads", Write::Through, vec![faulty(PLENTY, Fault::Short)], false),
         ("forgets", Write::Through, vec![faulty(PLENTY, Fault::Forgets)], false),
         ("silent", Write::Through, vec![faulty(PLENTY, Fault::Silent)], false),
+        ("stuck", Write::Through, vec![faulty(PLENTY, Fault::Stuck)], false),
+        ("slow", Write::Through, vec![faulty(PLENTY, Fault::Slow)], true),
+        ("slow, written back", back, vec![faulty(PLENTY, Fault::Slow)], true),
+        (
+            "slow, below a full one",
+            Write::Through,
+            vec![tier(Ram::new(100_000)), faulty(PLENTY, Fault::Slow)],
+            true,
+        ),
         ("down, then room", Write::Through, vec![faulty(PLENTY, Fault::Down), tier(Ram::new(PLENTY))], true),
     ];
     for (i, (name, write, stores, loads)) in cases.into_iter().enumerate() {
@@ -281,6 +310,65 @@ async fn the_same_texts_with_every_kind_of_tier() {
             "no room" | "silent" => assert_eq!(loaded, 0, "{name}: {tiers:?}"),
             "down, then room" => assert!(tiers.counters.loaded_tokens[1] > 0, "{tiers:?}"),
             _ => {}
+        }
+    }
+}
+
+/// Conversations that fork: both branches go on from the same answer, at the same time, while the cache, which has room for one of
+/// them, drops blocks to tiers and takes them back. Returns all answers, and how many tokens were loaded.
+async fn converse(engine: &Engine) -> (Vec<Vec<u32>>, u64) {
+    let (all, mut answers, mut loaded) = (tokens(TEXT), Vec::new(), 0);
+    let turn = |from: usize| &all[from % 40..from % 40 + 9];
+    let mut branches: Vec<Vec<u32>> = [0, 11].map(|from| all[from..from + 30].to_vec()).into();
+    for round in 0..4 {
+        let jobs: Vec<_> =
+            branches.iter().map(|history| engine.submit(greedy(history, 10)).unwrap()).collect();
+        for (history, mut job) in branches.iter_mut().zip(jobs) {
+            let heard = receive(&mut job).await;
+            loaded += u64::from(heard.done.expect("it ended").usage.loaded_tokens);
+            history.extend(&heard.tokens);
+            answers.push(heard.tokens);
+        }
+        if round == 1 {
+            branches = branches.iter().flat_map(|history| [history.clone(), history.clone()]).collect();
+        }
+        for (i, history) in branches.iter_mut().enumerate() {
+            history.extend(turn(round * 5 + i * 3));
+        }
+    }
+    engine.until_idle().await;
+    free(engine).await;
+    (answers, loaded)
+}
+
+/// Once the engine slept although a copy had just ended, whose memory a request waited for.
+#[tokio::test]
+async fn the_same_texts_in_conversations_that_fork() {
+    let tight = |tiers, preempted| {
+        let mut config = EngineConfig { scheduler: small(None, preempted).scheduler, ..config(112) };
+        config.tiers = small(tiers, preempted).tiers;
+        config
+    };
+    let (expected, _) = converse(&engine(tight(None, Preempted::Recompute))).await;
+    let back = Write::Back { ahead_tokens: 32 };
+    const PLENTY: u64 = 1 << 30;
+    for (name, write, stores, loads) in [
+        ("room", Write::Through, vec![tier(Ram::new(PLENTY))], true),
+        ("written back", back, vec![tier(Ram::new(PLENTY))], true),
+        ("full", Write::Through, vec![tier(Ram::new(60_000))], false),
+        ("slow", Write::Through, vec![faulty(PLENTY, Fault::Slow)], true),
+        ("stuck", Write::Through, vec![faulty(PLENTY, Fault::Stuck)], false),
+        ("errors", back, vec![faulty(PLENTY, Fault::Errors)], false),
+        ("forgets", Write::Through, vec![faulty(PLENTY, Fault::Forgets)], false),
+        ("short reads", Write::Through, vec![faulty(PLENTY, Fault::Short)], false),
+    ] {
+        for preempted in [Preempted::Recompute, Preempted::Kept] {
+            let mut config = tight(Some((write, stores.clone())), preempted);
+            config.scheduler.wait_for_prefix = preempted == Preempted::Kept;
+            let engine = engine(config);
+            let (answers, loaded) = converse(&engine).await;
+            assert_eq!(answers, expected, "{name}");
+            assert!(loaded > 0 || !loads, "{name}: nothing was loaded: {:?}", engine.stats());
         }
     }
 }
@@ -412,11 +500,22 @@ async fn held(grace: Duration) -> (Engine, Arc<Gated>, Vec<u32>, Vec<u32>) {
     let expected = receive(&mut first.submit(greedy(&prompt, 8)).unwrap()).await.tokens;
     let written = async || {
         first.inspect(|_| ()).await;
-        first.stats().tiers.is_some_and(|tiers| tiers.store_bytes == 0 && tiers.stores[0].usage.entries == Some(4))
+        first
+            .stats()
+            .tiers
+            .is_some_and(|tiers| tiers.store_bytes == 0 && tiers.stores[0].usage.entries == Some(4))
     };
     until(written, "all blocks are written").await;
     let gated = Gated::over(stored);
     (with(gated.clone(), grace), gated, prompt, expected)
+}
+
+/// What the tiers did until now, and the bytes on their way. (`Engine::stats` is of the end of the last step.)
+async fn counted(engine: &Engine) -> (TierCounters, (u64, u64)) {
+    let count = |state: &mut EngineState| {
+        (state.scheduler.tier_counters().unwrap(), state.scheduler.bytes_in_flight())
+    };
+    engine.inspect(count).await.unwrap()
 }
 
 /// A request that is cancelled while its blocks are read: the reads end, and its cells are free, though the store never answers.
@@ -429,8 +528,8 @@ async fn a_load_of_a_cancelled_request_stops() {
     drop(job);
     free(&engine).await;
     until(async || gated.reading.load(SeqCst) == 0, "the reads end").await;
-    let tiers = engine.stats().tiers.unwrap();
-    assert_eq!((tiers.counters.wasted_tokens, tiers.load_bytes, tiers.counters.late_loads), (48, 0, 0), "{tiers:?}");
+    let (tiers, in_flight) = counted(&engine).await;
+    assert_eq!((tiers.wasted_tokens, in_flight, tiers.late_loads), (48, (0, 0), 0), "{tiers:?}");
     gated.open();
     let heard = receive(&mut engine.submit(greedy(&prompt, 8)).unwrap()).await;
     assert_eq!((heard.tokens, heard.done.unwrap().usage.loaded_tokens), (expected, 48));
@@ -446,10 +545,10 @@ async fn a_late_load_stops_and_its_tokens_are_computed() {
         assert_eq!((heard.tokens, heard.done.unwrap().usage.loaded_tokens), (expected, 0));
         free(&engine).await;
         until(async || gated.reading.load(SeqCst) == 0, "the reads end").await;
-        let tiers = engine.stats().tiers.unwrap();
-        if tiers.counters.late_loads > 0 {
+        let (tiers, in_flight) = counted(&engine).await;
+        if tiers.late_loads > 0 {
             assert!(gated.begun.load(SeqCst) > 0);
-            assert_eq!((tiers.counters.wasted_tokens, tiers.load_bytes), (48, 0), "{tiers:?}");
+            assert_eq!((tiers.wasted_tokens, in_flight), (48, (0, 0)), "{tiers:?}");
             return;
         }
     }
