@@ -144,6 +144,56 @@ fn a_redis_that_dies_in_mid_load_changes_no_text() {
             assert_eq!(answers.join().unwrap(), expected, "round {round}");
         });
     }
+    assert!(figure(&server, "kvist_tier_loaded_tokens_total") > 0.0, "nothing was loaded");
+}
+
+/// The store is killed while it is read, with all that it has, and comes back: every text stays right, and it is used again.
+#[test]
+fn an_s3_that_dies_in_mid_load_changes_no_text() {
+    let (expected, s3) = (expected(), Arc::new(S3::default()));
+    let url = s3.start();
+    // So small that every prompt displaces the last one, and is loaded again.
+    let server = start("160", &[&FLOAT, &["--tier-store", &url]]);
+    let (prompts, began) = (prompts(), std::time::Instant::now());
+    let ask = |i: usize| {
+        let (text, loaded) = complete(&server, &prompts[i], "s3");
+        assert_eq!(text, expected[i]);
+        loaded
+    };
+    for round in 1..=2 {
+        // A store that was down is tried again after a pause.
+        loop {
+            let loaded = ask(1);
+            (2..4).for_each(|i| drop(ask(i)));
+            if loaded >= 32 {
+                break;
+            }
+            assert!(began.elapsed() < program::server::PATIENCE, "round {round}: it is not used");
+        }
+        let failed = figure(&server, "kvist_tier_failed_loads_total");
+        s3.hold_gets();
+        std::thread::scope(|scope| {
+            let answer = scope.spawn(|| ask(1));
+            s3.wait_for_get();
+            s3.kill();
+            answer.join().unwrap();
+        });
+        assert!(
+            figure(&server, "kvist_tier_failed_loads_total") > failed,
+            "round {round}: no load has failed"
+        );
+        (0..4).for_each(|i| assert_eq!(ask(i), 0, "round {round}: loaded from a store that is down"));
+        s3.again();
+    }
+    let (_, metrics) = server.send("GET", "/metrics", "");
+    for name in ["damaged", "evicted", "expired"] {
+        let name = format!("kvist_tier_{name}_blocks_total{{");
+        let mut lines = metrics.lines();
+        assert!(
+            lines.any(|line| line.starts_with(&name) && line.contains("tier=\"s3\"")),
+            "{name} {metrics}"
+        );
+    }
 }
 
 #[test]
