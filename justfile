@@ -30,6 +30,10 @@ store kills="20":
     KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
     cargo test -p kvist --features tiers --test tiers
 
+# The tests of these tiers alone, in one build, as CI runs them.
+tiers:
+    cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers
+
 # Time to first token of a long prompt that is in the cache, in a tier, in a frozen prefix or nowhere. Needs a build with
 # `cargo build --release --features tiers`: `just bench-tiers --kvist target/release/kvist --model MODEL.gguf`.
 bench-tiers *args:

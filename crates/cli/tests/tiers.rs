@@ -14,9 +14,11 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
 
 const FLOAT: [&str; 4] = ["--kv", "f32", "--weights", "f32"];
 
-/// Loads whatever a tier has: the model is so small that computing would often be faster.
+/// Loads whatever a tier has, because the model is so small that computing would often be faster, and waits for it, because this
+/// machine may be slow.
 fn start(context: &str, args: &[&[&str]]) -> Server {
-    let fixed = ["--port", "0", "--context", context, "--max-batch-tokens", "64", "--tier-load", "always"];
+    let cache = ["--port", "0", "--context", context, "--max-batch-tokens", "64"];
+    let fixed = [&cache[..], &["--tier-load", "always", "--tier-grace", "10m"]].concat();
     Server::spawn(&mut kvist(), &[&fixed, &args.concat()])
 }
 
@@ -142,6 +144,58 @@ fn a_redis_that_dies_in_mid_load_changes_no_text() {
             assert_eq!(answers.join().unwrap(), expected, "round {round}");
         });
     }
+    assert!(figure(&server, "kvist_tier_loaded_tokens_total") > 0.0, "nothing was loaded");
+}
+
+/// The store is killed while it is read, with all that it has, and comes back: every text stays right, and it is used again.
+#[test]
+fn an_s3_that_dies_in_mid_load_changes_no_text() {
+    let (expected, s3) = (expected(), Arc::new(S3::default()));
+    let url = s3.start();
+    // So small that every prompt displaces the last one, and is loaded again.
+    let server = start("160", &[&FLOAT, &["--tier-store", &url]]);
+    let (prompts, began) = (prompts(), std::time::Instant::now());
+    let ask = |i: usize| {
+        let (text, loaded) = complete(&server, &prompts[i], "s3");
+        assert_eq!(text, expected[i]);
+        loaded
+    };
+    for round in 1..=2 {
+        // A store that was down is tried again after a pause.
+        loop {
+            let loaded = ask(1);
+            (2..4).for_each(|i| {
+                ask(i);
+            });
+            if loaded >= 32 {
+                break;
+            }
+            assert!(began.elapsed() < program::server::PATIENCE, "round {round}: it is not used");
+        }
+        let failed = figure(&server, "kvist_tier_failed_loads_total");
+        s3.hold_gets();
+        std::thread::scope(|scope| {
+            let answer = scope.spawn(|| ask(1));
+            s3.wait_for_get();
+            s3.kill();
+            answer.join().unwrap();
+        });
+        assert!(
+            figure(&server, "kvist_tier_failed_loads_total") > failed,
+            "round {round}: no load has failed"
+        );
+        (0..4).for_each(|i| assert_eq!(ask(i), 0, "round {round}: loaded from a store that is down"));
+        s3.again();
+    }
+    let (_, metrics) = server.send("GET", "/metrics", "");
+    for name in ["damaged", "evicted", "expired"] {
+        let name = format!("kvist_tier_{name}_blocks_total{{");
+        let mut lines = metrics.lines();
+        assert!(
+            lines.any(|line| line.starts_with(&name) && line.contains("tier=\"s3\"")),
+            "{name} {metrics}"
+        );
+    }
 }
 
 #[test]
@@ -168,7 +222,7 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
     std::fs::write(dir.path().join("thesis.txt"), "mine").unwrap();
     let (dir, new) = (dir.path().to_str().unwrap(), dir.path().join("new"));
     let new = new.to_str().unwrap();
-    let cases: [(&[&str], &str); 7] = [
+    let cases: [(&[&str], &str); 9] = [
         (&["--tier-disk", dir, "--tier-disk-size", "1GiB"], "contains files that are not a store's"),
         (&["--tier-disk", new], "--tier-disk-size"),
         (&["--tier-disk-size", "1GiB"], "--tier-disk"),
@@ -176,6 +230,8 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
         (&["--tier-disk", new, "--tier-disk-size", "900TiB"], "free"),
         (&["--tier-store", "ftp://me:secret@host/x"], "redis://"),
         (&["--tier-store", "redis://me:secret@"], "redis://"),
+        (&["--tier-ram", "64MiB", "--tier-grace", "soon"], "`soon` is not a duration"),
+        (&["--tier-ram", "64MiB", "--tier-grace", "0ms"], "1 ms at least (--tier-grace)"),
     ];
     for (args, part) in cases {
         let output = kvist().args(["serve", "--port", "0"]).args(args).output().unwrap();

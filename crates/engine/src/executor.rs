@@ -189,14 +189,16 @@ impl ModelExecutor {
         self.tiers = Some(driver.map_err(cannot)?);
         Ok(tiers)
     }
-    /// Carries out what the scheduler asks for, and tells it what has ended.
-    pub(crate) fn move_tiers(&mut self, scheduler: &mut Scheduler, now_ns: u64) {
-        let Some(tiers) = &mut self.tiers else { return };
+    /// Carries out what the scheduler asks for, and tells it what has ended. Returns whether anything has.
+    pub(crate) fn move_tiers(&mut self, scheduler: &mut Scheduler, now_ns: u64) -> bool {
+        let Some(tiers) = &mut self.tiers else { return false };
+        let mut has_ended = false;
         loop {
             tiers.carry_out(scheduler.drain_orders(), &mut self.runner.transfers());
             if !tiers.tell(scheduler, now_ns) {
-                return;
+                return has_ended;
             }
+            has_ended = true;
         }
     }
     pub(crate) fn tier_report(&mut self, report: Report, scheduler: &mut Scheduler, now_ns: u64) {

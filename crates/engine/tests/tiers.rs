@@ -6,11 +6,12 @@ use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::serving::*;
 use kvist_model::ModelFile;
-use kvist_scheduler::{Preempted, Write};
+use kvist_scheduler::{Preempted, TierCounters, Write};
 use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
+use tokio::sync::Semaphore;
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
@@ -29,6 +30,10 @@ enum Fault {
     Forgets,
     /// Lookups never end.
     Silent,
+    /// Every third read never ends: its load is late.
+    Stuck,
+    /// Every operation waits until others have gone on, reads for long.
+    Slow,
 }
 
 /// A store in memory with faults.
@@ -39,9 +44,14 @@ struct Faulty {
 }
 
 impl Faulty {
-    fn fails(&self) -> Result<(), StoreError> {
+    async fn begin(&self) -> Result<(), StoreError> {
         let n = self.n.fetch_add(1, SeqCst);
         match self.fault {
+            Fault::Slow => {
+                // Some end before others that began earlier.
+                tokio::time::sleep(Duration::from_millis(n % 4 * 3)).await;
+                Ok(())
+            }
             Fault::Errors if !n.is_multiple_of(3) => Ok(()),
             Fault::Errors | Fault::Down => Err(StoreError::Failed {
                 store: "faulty".into(),
@@ -55,11 +65,14 @@ impl Faulty {
 
 impl BlockStore for Faulty {
     fn name(&self) -> &str {
-        if self.fault == Fault::Silent { "silent" } else { "faulty" }
+        match self.fault {
+            Fault::Silent | Fault::Stuck => "unanswered",
+            _ => "faulty",
+        }
     }
     fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
         Box::pin(async move {
-            self.fails()?;
+            self.begin().await?;
             if self.fault == Fault::Silent {
                 std::future::pending::<()>().await;
             }
@@ -68,7 +81,10 @@ impl BlockStore for Faulty {
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
-            self.fails()?;
+            self.begin().await?;
+            if self.fault == Fault::Stuck && self.n.load(SeqCst).is_multiple_of(3) {
+                std::future::pending::<()>().await;
+            }
             let found = self.store.get(key).await?;
             Ok(match self.fault {
                 Fault::Short if self.n.load(SeqCst).is_multiple_of(5) => found.map(|bytes| bytes.slice(1..)),
@@ -84,7 +100,7 @@ impl BlockStore for Faulty {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async move {
-            self.fails()?;
+            self.begin().await?;
             self.store.put(key, bytes, ttl).await
         })
     }
@@ -99,6 +115,87 @@ impl BlockStore for Faulty {
     }
 }
 
+/// A store whose reads wait at a gate.
+struct Gated {
+    store: Arc<dyn BlockStore>,
+    /// A permit for every read that may go on.
+    gate: Semaphore,
+    /// Reads that have begun, and those of them that wait or go on.
+    begun: AtomicU64,
+    reading: AtomicU64,
+}
+
+impl Gated {
+    fn over(store: Arc<dyn BlockStore>) -> Arc<Gated> {
+        Arc::new(Gated {
+            store,
+            gate: Semaphore::new(0),
+            begun: AtomicU64::new(0),
+            reading: AtomicU64::new(0),
+        })
+    }
+
+    /// Opens the gate for good.
+    fn open(&self) {
+        self.gate.add_permits(1 << 20);
+    }
+}
+
+/// A read that was dropped has ended too.
+struct Reading<'a>(&'a AtomicU64);
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, SeqCst);
+    }
+}
+
+impl BlockStore for Gated {
+    fn name(&self) -> &str {
+        "gated"
+    }
+    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.store.lookup(keys)
+    }
+    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        Box::pin(async move {
+            self.begun.fetch_add(1, SeqCst);
+            self.reading.fetch_add(1, SeqCst);
+            let _reading = Reading(&self.reading);
+            self.gate.acquire().await.unwrap().forget();
+            self.store.get(key).await
+        })
+    }
+    fn put<'a>(
+        &'a self,
+        key: BlockKey,
+        bytes: Bytes,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.store.put(key, bytes, ttl)
+    }
+    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.store.remove(key)
+    }
+    fn usage(&self) -> Usage {
+        self.store.usage()
+    }
+    fn counts(&self) -> kvist_store::Counts {
+        self.store.counts()
+    }
+}
+
+/// A minute and more, for an event that comes at once.
+async fn until(mut happened: impl AsyncFnMut() -> bool, what: &str) {
+    for _ in 0..60_000 {
+        if happened().await {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    panic!("it does not happen: {what}");
+}
+
 /// A tier that is always worth reading.
 fn tier(store: impl BlockStore + 'static) -> TierStore {
     TierStore { store: Arc::new(store), bytes_per_s: u64::MAX, latency: Duration::ZERO }
@@ -110,9 +207,15 @@ fn faulty(bytes: u64, fault: Fault) -> TierStore {
 
 /// Requests wait for every answer of a store, except for one that never answers: no result depends on time.
 fn tiered(write: Write, stores: Vec<TierStore>) -> TierConfig {
-    let silent = stores.iter().any(|tier| tier.store.name() == "silent");
-    let grace = Duration::from_millis(if silent { 20 } else { 3_600_000 });
+    let unanswered = stores.iter().any(|tier| tier.store.name() == "unanswered");
+    let grace = Duration::from_millis(if unanswered { 20 } else { 3_600_000 });
     TierConfig { write, grace, ..TierConfig::new(stores, b"a model".to_vec()) }
+}
+
+/// Waits until no cell is in use. Copies, and imports of loads that were given up, may still run; nothing else uses cells.
+async fn free(engine: &Engine) {
+    let used = async || engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
+    until(async || used().await == 0, "all cells are free").await;
 }
 
 /// A batch of jobs, several times: the tokens of each, and what the engine counted.
@@ -134,16 +237,7 @@ async fn serve(engine: Engine, prompts: &[Vec<u32>]) -> (Vec<Vec<u32>>, EngineSt
         }
     }
     engine.until_idle().await;
-    // Copies and loads that were given up may still run; nothing else uses cells.
-    let mut used = u64::MAX;
-    for _ in 0..60_000 {
-        used = engine.inspect(|state| state.scheduler.used_cells()).await.unwrap();
-        if used == 0 {
-            break;
-        }
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
-    assert_eq!(used, 0, "cells in use");
+    free(&engine).await;
     (texts, engine.stats(), loaded)
 }
 
@@ -190,6 +284,15 @@ async fn the_same_texts_with_every_kind_of_tier() {
         ("short reads", Write::Through, vec![faulty(PLENTY, Fault::Short)], false),
         ("forgets", Write::Through, vec![faulty(PLENTY, Fault::Forgets)], false),
         ("silent", Write::Through, vec![faulty(PLENTY, Fault::Silent)], false),
+        ("stuck", Write::Through, vec![faulty(PLENTY, Fault::Stuck)], false),
+        ("slow", Write::Through, vec![faulty(PLENTY, Fault::Slow)], true),
+        ("slow, written back", back, vec![faulty(PLENTY, Fault::Slow)], true),
+        (
+            "slow, below a full one",
+            Write::Through,
+            vec![tier(Ram::new(100_000)), faulty(PLENTY, Fault::Slow)],
+            true,
+        ),
         ("down, then room", Write::Through, vec![faulty(PLENTY, Fault::Down), tier(Ram::new(PLENTY))], true),
     ];
     for (i, (name, write, stores, loads)) in cases.into_iter().enumerate() {
@@ -207,6 +310,65 @@ async fn the_same_texts_with_every_kind_of_tier() {
             "no room" | "silent" => assert_eq!(loaded, 0, "{name}: {tiers:?}"),
             "down, then room" => assert!(tiers.counters.loaded_tokens[1] > 0, "{tiers:?}"),
             _ => {}
+        }
+    }
+}
+
+/// Conversations that fork: both branches go on from the same answer, at the same time, while the cache, which has room for one of
+/// them, drops blocks to tiers and takes them back. Returns all answers, and how many tokens were loaded.
+async fn converse(engine: &Engine) -> (Vec<Vec<u32>>, u64) {
+    let (all, mut answers, mut loaded) = (tokens(TEXT), Vec::new(), 0);
+    let turn = |from: usize| &all[from % 40..from % 40 + 9];
+    let mut branches: Vec<Vec<u32>> = [0, 11].map(|from| all[from..from + 30].to_vec()).into();
+    for round in 0..4 {
+        let jobs: Vec<_> =
+            branches.iter().map(|history| engine.submit(greedy(history, 10)).unwrap()).collect();
+        for (history, mut job) in branches.iter_mut().zip(jobs) {
+            let heard = receive(&mut job).await;
+            loaded += u64::from(heard.done.expect("it ended").usage.loaded_tokens);
+            history.extend(&heard.tokens);
+            answers.push(heard.tokens);
+        }
+        if round == 1 {
+            branches = branches.iter().flat_map(|history| [history.clone(), history.clone()]).collect();
+        }
+        for (i, history) in branches.iter_mut().enumerate() {
+            history.extend(turn(round * 5 + i * 3));
+        }
+    }
+    engine.until_idle().await;
+    free(engine).await;
+    (answers, loaded)
+}
+
+/// Once the engine slept although a copy had just ended, whose memory a request waited for.
+#[tokio::test]
+async fn the_same_texts_in_conversations_that_fork() {
+    let tight = |tiers, preempted| {
+        let mut config = EngineConfig { scheduler: small(None, preempted).scheduler, ..config(112) };
+        config.tiers = small(tiers, preempted).tiers;
+        config
+    };
+    let (expected, _) = converse(&engine(tight(None, Preempted::Recompute))).await;
+    let back = Write::Back { ahead_tokens: 32 };
+    const PLENTY: u64 = 1 << 30;
+    for (name, write, stores, loads) in [
+        ("room", Write::Through, vec![tier(Ram::new(PLENTY))], true),
+        ("written back", back, vec![tier(Ram::new(PLENTY))], true),
+        ("full", Write::Through, vec![tier(Ram::new(60_000))], false),
+        ("slow", Write::Through, vec![faulty(PLENTY, Fault::Slow)], true),
+        ("stuck", Write::Through, vec![faulty(PLENTY, Fault::Stuck)], false),
+        ("errors", back, vec![faulty(PLENTY, Fault::Errors)], false),
+        ("forgets", Write::Through, vec![faulty(PLENTY, Fault::Forgets)], false),
+        ("short reads", Write::Through, vec![faulty(PLENTY, Fault::Short)], false),
+    ] {
+        for preempted in [Preempted::Recompute, Preempted::Kept] {
+            let mut config = tight(Some((write, stores.clone())), preempted);
+            config.scheduler.wait_for_prefix = preempted == Preempted::Kept;
+            let engine = engine(config);
+            let (answers, loaded) = converse(&engine).await;
+            assert_eq!(answers, expected, "{name}");
+            assert!(loaded > 0 || !loads, "{name}: nothing was loaded: {:?}", engine.stats());
         }
     }
 }
@@ -322,6 +484,73 @@ async fn engines_share_what_is_stored_under_the_same_fingerprint_and_salt() {
         [(&b"a model"[..], "", 48), (b"another", "", 0), (b"a model", "tenant", 0), (b"a model", "", 48)]
     {
         assert_eq!(run(fingerprint, salt).await, (text.clone(), loaded), "{fingerprint:?} {salt}");
+    }
+}
+
+/// What a prompt of this engine needs is in a store, which no read comes back from.
+async fn held(grace: Duration) -> (Engine, Arc<Gated>, Vec<u32>, Vec<u32>) {
+    let stored: Arc<dyn BlockStore> = Arc::new(Ram::new(1 << 30));
+    let prompt = prompts()[0].clone();
+    let with = |store: Arc<dyn BlockStore>, grace| {
+        let stores = vec![TierStore { store, bytes_per_s: u64::MAX, latency: Duration::ZERO }];
+        let tiers = TierConfig { grace, ..TierConfig::new(stores, b"a model".to_vec()) };
+        engine(EngineConfig { tiers: Some(tiers), ..config(1024) })
+    };
+    let first = with(stored.clone(), Duration::from_secs(3600));
+    let expected = receive(&mut first.submit(greedy(&prompt, 8)).unwrap()).await.tokens;
+    let written = async || {
+        first.inspect(|_| ()).await;
+        first
+            .stats()
+            .tiers
+            .is_some_and(|tiers| tiers.store_bytes == 0 && tiers.stores[0].usage.entries == Some(4))
+    };
+    until(written, "all blocks are written").await;
+    let gated = Gated::over(stored);
+    (with(gated.clone(), grace), gated, prompt, expected)
+}
+
+/// What the tiers did until now, and the bytes on their way. (`Engine::stats` is of the end of the last step.)
+async fn counted(engine: &Engine) -> (TierCounters, (u64, u64)) {
+    let count = |state: &mut EngineState| {
+        (state.scheduler.tier_counters().unwrap(), state.scheduler.bytes_in_flight())
+    };
+    engine.inspect(count).await.unwrap()
+}
+
+/// A request that is cancelled while its blocks are read: the reads end, and its cells are free, though the store never answers.
+#[tokio::test]
+async fn a_load_of_a_cancelled_request_stops() {
+    let (engine, gated, prompt, expected) = held(Duration::from_secs(3600)).await;
+    let job = engine.submit(greedy(&prompt, 8)).unwrap();
+    until(async || gated.begun.load(SeqCst) > 0, "a read begins").await;
+    assert!(engine.inspect(|state| state.scheduler.used_cells()).await.unwrap() > 0);
+    drop(job);
+    free(&engine).await;
+    until(async || gated.reading.load(SeqCst) == 0, "the reads end").await;
+    let (tiers, in_flight) = counted(&engine).await;
+    assert_eq!((tiers.wasted_tokens, in_flight, tiers.late_loads), (48, (0, 0), 0), "{tiers:?}");
+    gated.open();
+    let heard = receive(&mut engine.submit(greedy(&prompt, 8)).unwrap()).await;
+    assert_eq!((heard.tokens, heard.done.unwrap().usage.loaded_tokens), (expected, 48));
+}
+
+/// A store that is too slow: the request goes on without it, its text is the same, and the load ends, though the store never answers.
+#[tokio::test]
+async fn a_late_load_stops_and_its_tokens_are_computed() {
+    // On a slow machine the lookup may be late, too: once more.
+    loop {
+        let (engine, gated, prompt, expected) = held(Duration::from_millis(500)).await;
+        let heard = receive(&mut engine.submit(greedy(&prompt, 8)).unwrap()).await;
+        assert_eq!((heard.tokens, heard.done.unwrap().usage.loaded_tokens), (expected, 0));
+        free(&engine).await;
+        until(async || gated.reading.load(SeqCst) == 0, "the reads end").await;
+        let (tiers, in_flight) = counted(&engine).await;
+        if tiers.late_loads > 0 {
+            assert!(gated.begun.load(SeqCst) > 0);
+            assert_eq!((tiers.wasted_tokens, in_flight), (48, (0, 0)), "{tiers:?}");
+            return;
+        }
     }
 }
 

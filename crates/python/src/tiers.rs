@@ -22,6 +22,8 @@ use std::time::Duration;
 ///     store: the URL of a store: redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH.
 ///     write: when blocks are copied to the tiers: "through", as soon as they are computed, or "back", shortly before they are evicted.
 ///     load: which blocks are loaded: "auto", those that come sooner than they would be computed, or "always", all that a tier has.
+///     grace: seconds that a request waits for a tier to say what it has. A load may take this much longer than four times its
+///         estimate; then its tokens are computed.
 ///
 /// Raises:
 ///     ArgumentError: a size is missing, or this kvist was built without such a tier.
@@ -34,7 +36,8 @@ pub struct Tiers {
 #[pymethods]
 impl Tiers {
     #[new]
-    #[pyo3(signature = (*, ram=None, ram_packed=false, disk=None, disk_size=None, store=None, write="through", load="auto"))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments
+    #[pyo3(signature = (*, ram=None, ram_packed=false, disk=None, disk_size=None, store=None, write="through", load="auto", grace=0.25))]
     fn new(
         ram: Option<Bytes>,
         ram_packed: bool,
@@ -43,6 +46,7 @@ impl Tiers {
         store: Option<String>,
         write: &str,
         load: &str,
+        grace: f64,
     ) -> PyResult<Self> {
         let write = match write {
             "through" => WriteTime::Through,
@@ -54,6 +58,12 @@ impl Tiers {
             "always" => LoadRule::Always,
             _ => return Err(argument(format!("`load`: {load:?} is neither \"auto\" nor \"always\""))),
         };
+        let grace_ms = grace * 1000.0;
+        if !(1.0..=1e12).contains(&grace_ms) {
+            return Err(argument(format!(
+                "`grace`: {grace} seconds is not a time of 0.001 seconds at least"
+            )));
+        }
         let size = |name: &str, bytes: Option<Bytes>| bytes.map_or(Ok(0), |bytes| bytes.get(name));
         let section = TiersSection {
             ram_bytes: size("ram", ram)?,
@@ -63,6 +73,7 @@ impl Tiers {
             store,
             write,
             load,
+            grace_ms: grace_ms as u64,
         };
         let unbuilt = |name: &str, feature: &str| {
             argument(format!(
@@ -208,6 +219,9 @@ pub fn stats<'py>(py: Python<'py>, tiers: &TierStats) -> PyResult<Bound<'py, PyD
         one.set_item("capacity_bytes", store.usage.capacity_bytes)?;
         one.set_item("loaded_tokens", loaded_tokens)?;
         one.set_item("errors", store.errors)?;
+        one.set_item("damaged_blocks", store.counts.damaged)?;
+        one.set_item("evicted_blocks", store.counts.evicted)?;
+        one.set_item("expired_blocks", store.counts.expired)?;
         Ok(one)
     });
     dict.set_item("stores", stores.collect::<PyResult<Vec<_>>>()?)?;

@@ -13,6 +13,8 @@ TEXT = (
 )
 PROMPTS = [f"{i}. {TEXT[7 * i :]} {TEXT} {TEXT}" for i in range(4)]
 SIZE = "128MiB"
+# Whatever a tier has is loaded, however slow this machine is.
+WAIT = {"load": "always", "grace": 600.0}
 
 needs_disk = pytest.mark.skipif("disk" not in kvist.Tiers.built, reason="built without tiers on a disk")
 needs_store = pytest.mark.skipif("store" not in kvist.Tiers.built, reason="built without stores")
@@ -65,7 +67,7 @@ def run(model, tiers, expected, name):
 
 @pytest.mark.parametrize("write", ["through", "back"])
 def test_texts_are_the_same_with_memory_below(model, expected, write):
-    tiers = kvist.Tiers(ram="64MiB", load="always", write=write)
+    tiers = kvist.Tiers(ram="64MiB", **WAIT, write=write)
     assert run(model, tiers, expected, "ram") >= 64
     # The second one has memory of its own.
     with batch(model, tiers) as another:
@@ -82,7 +84,7 @@ def test_a_batch_without_tiers_says_nothing_of_them(model):
 
 @needs_disk
 def test_a_second_batch_finds_what_the_first_one_left_on_disk(model, expected, tmp_path):
-    tiers = kvist.Tiers(disk=tmp_path / "blocks", disk_size=SIZE, load="always")
+    tiers = kvist.Tiers(disk=tmp_path / "blocks", disk_size=SIZE, **WAIT)
     assert run(model, tiers, expected, "disk") >= 64
     for round in range(3):  # the directory is free as soon as a batch is closed
         with batch(model, tiers) as second:
@@ -127,14 +129,14 @@ def test_a_directory_serves_one_batch_at_a_time(model, tmp_path):
 
 @needs_store
 def test_batches_share_a_folder(model, expected, tmp_path):
-    tiers = kvist.Tiers(store=f"fs://{tmp_path}/shared", load="always")
+    tiers = kvist.Tiers(store=f"fs://{tmp_path}/shared", **WAIT)
     assert run(model, tiers, expected, "fs") >= 64
     with batch(model, tiers) as first, batch(model, tiers) as second:
         for one in (first, second):
             text, generation = ask(one, PROMPTS[3])
             assert text == expected[3] and generation.loaded_tokens["fs"] >= 32
     # A store that does not answer costs hits, and no text.
-    with batch(model, kvist.Tiers(store="redis://127.0.0.1:1/kvist", load="always")) as alone:
+    with batch(model, kvist.Tiers(store="redis://127.0.0.1:1/kvist", **WAIT)) as alone:
         text, generation = ask(alone, PROMPTS[0])
         assert text == expected[0] and generation.loaded_tokens == {"redis": 0}
 
@@ -148,7 +150,7 @@ def test_a_wrong_url(model, url):
 
 def test_two_threads_and_tiers(model, expected):
     texts = {}
-    with batch(model, kvist.Tiers(ram="64MiB", load="always"), context=512) as tiered:
+    with batch(model, kvist.Tiers(ram="64MiB", **WAIT), context=512) as tiered:
 
         def work(i):
             for round in range(4):
@@ -169,6 +171,9 @@ def test_two_threads_and_tiers(model, expected):
         ({"ram": "many"}, "`ram`: .*many"),
         ({"ram": "4GiB", "write": "never"}, "`write`.*never"),
         ({"ram": "4GiB", "load": "some"}, "`load`.*some"),
+        ({"ram": "4GiB", "grace": 0.0}, "`grace`: 0 seconds"),
+        ({"ram": "4GiB", "grace": -1.0}, "`grace`: -1 seconds"),
+        ({"ram": "4GiB", "grace": float("nan")}, "`grace`: NaN seconds"),
         ({"ram": "4GiB", "disk_size": "1GiB"}, "give `disk` too"),
     ],
 )

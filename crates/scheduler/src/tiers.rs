@@ -236,7 +236,7 @@ impl Scheduler {
         let arrived = self.memory.cache.arrived(load.loading, result);
         self.blocked = None;
         if let Some(tiers) = &mut self.tiers {
-            tiers.estimates.observe(&load.tokens, load.expected_ns, took_ns);
+            tiers.estimates.observe(&load.tokens, load.expected_ns, took_ns, awaited.is_none());
             let counters = &mut tiers.counters;
             match awaited.is_some() && arrived.is_ok() {
                 true => {

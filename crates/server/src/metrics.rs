@@ -176,6 +176,24 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
                 loaded_tokens,
             ),
             of("kvist_tier_errors_total", "counter", "Operations of a store that failed.", store.errors),
+            of(
+                "kvist_tier_damaged_blocks_total",
+                "counter",
+                "Blocks that failed their check and were removed.",
+                store.counts.damaged,
+            ),
+            of(
+                "kvist_tier_evicted_blocks_total",
+                "counter",
+                "Blocks that a tier has dropped to make room, if it knows them.",
+                store.counts.evicted,
+            ),
+            of(
+                "kvist_tier_expired_blocks_total",
+                "counter",
+                "Blocks that were read after their time.",
+                store.counts.expired,
+            ),
         ]);
         if let Some(bytes) = store.usage.bytes {
             readings.push(of("kvist_tier_bytes", "gauge", "Bytes in a tier, if it knows them.", bytes));

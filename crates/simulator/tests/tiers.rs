@@ -33,6 +33,7 @@ fn tiers(list: Vec<Tier>, write: Write) -> Tiers {
         max_store_bytes: 1 << 30,
         recompute: Recompute { per_token_ns: 1000.0, per_pair_ns: 0.0, learn: false },
         grace_ns: 1_000_000,
+        always: false,
     }
 }
 

@@ -3,14 +3,19 @@
 //! Several processes may share it: equal blocks have equal keys, and a frame is written whole or not at all. The
 //! server bounds its size itself (`maxmemory` of Redis, a life cycle rule of S3), so a block may go at any time.
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
-use futures_util::future::join_all;
+use futures_util::StreamExt;
+use futures_util::stream::iter;
 use opendal::services::{FsConfig, RedisConfig, S3Config};
 use opendal::{Buffer, Configurator, ErrorKind, HttpTransporter, Operator, OperatorUri};
 use opendal_http_transport_reqwest::ReqwestTransport;
 use std::time::Duration;
+use tokio::sync::Semaphore;
 
-/// So many keys are looked up at once.
-const LOOKUPS: usize = 32;
+/// So many keys are looked up first: most prompts are not here.
+const FIRST_LOOKUPS: usize = 8;
+/// So many keys are looked up at a time, over all lookups. A server answers after some tens of milliseconds, and a long prompt has
+/// hundreds of blocks, so they must not wait for each other; but each takes a connection.
+const LOOKUPS: usize = 128;
 /// Unfinished files of a folder.
 const UNFINISHED: &str = ".unfinished";
 
@@ -36,6 +41,7 @@ impl Remote {
 pub struct RemoteFrames {
     name: &'static str,
     operator: Operator,
+    lookups: Semaphore,
 }
 
 /// Never shows the URL: it may contain a password.
@@ -79,7 +85,7 @@ impl RemoteFrames {
             }
             other => return Err(refused(format!("no store has the scheme {other:?}"), FORMS)),
         };
-        Ok(RemoteFrames { name, operator })
+        Ok(RemoteFrames { name, operator, lookups: Semaphore::new(LOOKUPS) })
     }
 
     fn failed(&self, action: &'static str, error: &opendal::Error) -> StoreError {
@@ -87,16 +93,28 @@ impl RemoteFrames {
     }
 
     async fn lookup(&self, keys: &[BlockKey]) -> Result<usize, StoreError> {
+        let (first, rest) = keys.split_at(keys.len().min(FIRST_LOOKUPS));
+        let here = self.lookup_all(first).await?;
+        if here < first.len() {
+            return Ok(here);
+        }
+        Ok(here + self.lookup_all(rest).await?)
+    }
+
+    async fn lookup_all(&self, keys: &[BlockKey]) -> Result<usize, StoreError> {
+        let exists = async |key: &BlockKey| {
+            // The semaphore is never closed.
+            let _permit = self.lookups.acquire().await.ok();
+            self.operator.exists(&path(key)).await
+        };
+        // In order, because what comes after the first missing block is of no use. It is not waited for either.
+        let mut found = std::pin::pin!(iter(keys).map(exists).buffered(LOOKUPS));
         let mut here = 0;
-        for keys in keys.chunks(LOOKUPS) {
-            let paths: Vec<String> = keys.iter().map(path).collect();
-            let found = join_all(paths.iter().map(|path| self.operator.exists(path))).await;
-            for found in found {
-                if !found.map_err(|error| self.failed("look up blocks", &error))? {
-                    return Ok(here);
-                }
-                here += 1;
+        while let Some(found) = found.next().await {
+            if !found.map_err(|error| self.failed("look up blocks", &error))? {
+                break;
             }
+            here += 1;
         }
         Ok(here)
     }

@@ -3,8 +3,8 @@ use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 
 /// A Redis or Valkey of its own, with the password `secret`, that stores nothing on disk. Killed when it is dropped.
 pub struct Redis {
@@ -86,9 +86,89 @@ pub struct S3 {
     /// 0 for never.
     pub error_every: AtomicUsize,
     pub short_every: AtomicUsize,
+    heads: Heads,
+    gets: Gets,
+    is_down: AtomicBool,
+}
+
+/// GET requests, which read an object.
+#[derive(Default)]
+struct Gets {
+    /// Whether they are held, and how many are.
+    held: Mutex<(bool, usize)>,
+    changed: Condvar,
+}
+
+impl Gets {
+    fn arrive(&self) {
+        let mut held = self.held.lock().unwrap();
+        if held.0 {
+            held.1 += 1;
+            self.changed.notify_all();
+            drop(self.changed.wait_while(held, |held| held.0).unwrap());
+        }
+    }
+}
+
+/// HEAD requests, which ask whether an object is there.
+#[derive(Default)]
+struct Heads {
+    counts: Mutex<HeadCounts>,
+    arrived: Condvar,
+}
+
+#[derive(Default)]
+struct HeadCounts {
+    arrived: usize,
+    /// The first ones that are answered at once, and how many have to arrive until another is.
+    at_once: usize,
+    wanted: usize,
+}
+
+impl Heads {
+    fn arrive(&self) {
+        let mut counts = self.counts.lock().unwrap();
+        counts.arrived += 1;
+        self.arrived.notify_all();
+        if counts.arrived > counts.at_once {
+            drop(self.arrived.wait_while(counts, |counts| counts.arrived < counts.wanted).unwrap());
+        }
+    }
 }
 
 impl S3 {
+    /// From now on answers so many HEAD requests, and then none before `more` have arrived.
+    pub fn hold_heads(&self, at_once: usize, more: usize) {
+        let mut counts = self.heads.counts.lock().unwrap();
+        *counts = HeadCounts { arrived: 0, at_once, wanted: at_once + more };
+    }
+
+    /// From now on answers no GET request.
+    pub fn hold_gets(&self) {
+        *self.gets.held.lock().unwrap() = (true, 0);
+    }
+
+    /// Waits until one is held.
+    pub fn wait_for_get(&self) {
+        let held = self.gets.held.lock().unwrap();
+        let patience = std::time::Duration::from_secs(300);
+        let held = self.gets.changed.wait_timeout_while(held, patience, |held| held.1 == 0).unwrap();
+        assert!(!held.1.timed_out(), "nothing is read");
+    }
+
+    /// Loses all objects, and answers nothing any more: connections end, those of held requests too.
+    pub fn kill(&self) {
+        self.is_down.store(true, Ordering::SeqCst);
+        self.objects.lock().unwrap().clear();
+        self.gets.held.lock().unwrap().0 = false;
+        self.gets.changed.notify_all();
+    }
+
+    /// Answers again.
+    pub fn again(&self) {
+        self.is_down.store(false, Ordering::SeqCst);
+    }
+
     /// Serves until the test process ends. Returns the URL of a bucket.
     pub fn start(self: &Arc<Self>) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -129,6 +209,15 @@ impl S3 {
         let every = |n: &AtomicUsize| {
             request.is_multiple_of(n.load(Ordering::SeqCst).max(1)) && n.load(Ordering::SeqCst) > 0
         };
+        if method == "HEAD" {
+            self.heads.arrive();
+        }
+        if method == "GET" {
+            self.gets.arrive();
+        }
+        if self.is_down.load(Ordering::SeqCst) {
+            return None;
+        }
         let mut objects = self.objects.lock().unwrap();
         let (status, body) = match method.as_str() {
             _ if !signed || !path.starts_with("/bucket/prefix/") => ("403 Forbidden", vec![]),

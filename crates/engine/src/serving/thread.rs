@@ -107,7 +107,7 @@ impl Thread {
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
             let iteration = scheduler.iterate(now, executor);
-            self.move_tiers();
+            let transfers_ended = self.move_tiers();
             let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
                 Iteration::NothingToDo => 0,
@@ -120,7 +120,8 @@ impl Thread {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
             }
             self.publish_stats();
-            idle = iteration == Iteration::NothingToDo;
+            // The end of a transfer frees memory that a request may wait for, and nothing else would wake this thread.
+            idle = iteration == Iteration::NothingToDo && !transfers_ended;
         }
     }
 
@@ -134,11 +135,11 @@ impl Thread {
         }
     }
 
-    /// Begins the transfers that the scheduler asks for, and tells it which have ended.
-    fn move_tiers(&mut self) {
+    /// Begins the transfers that the scheduler asks for, and tells it which have ended. Returns whether any has.
+    fn move_tiers(&mut self) -> bool {
         let now = self.state.now_ns();
         let EngineState { scheduler, executor, .. } = &mut self.state;
-        executor.move_tiers(scheduler, now);
+        executor.move_tiers(scheduler, now)
     }
 
     /// How long an idle engine sleeps before it looks after its tiers. `None` if they wait for nothing.

@@ -25,8 +25,9 @@ use parts::window_key;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 pub(crate) use task::Stores;
+use tokio::task::AbortHandle;
 
 /// What a task reports to the engine thread.
 pub(crate) enum Report {
@@ -55,7 +56,8 @@ struct Load {
     /// The copies to the cache's memory that have begun.
     parts: Vec<Pending>,
     failed: bool,
-    abandoned: bool,
+    started: Instant,
+    task: AbortHandle,
 }
 
 /// Copies between the cache's memory and the host.
@@ -187,9 +189,12 @@ impl TierDriver {
                     let keys = keys.flat_map(with_parts).collect();
                     self.tasks.spawn(task::remove(self.stores.clone(), keys));
                 }
-                Order::Abandon { load } => {
-                    if let Some(load) = self.loads.get_mut(&load) {
-                        load.abandoned = true;
+                Order::Abandon { load: id } => {
+                    // Nothing more is read for it, so its cells are free when the copies to them that have begun end.
+                    if let Some(load) = self.loads.remove(&id) {
+                        load.task.abort();
+                        let took = load.started.elapsed();
+                        self.end_load(id, load, false, took);
                     }
                 }
             }
@@ -227,12 +232,13 @@ impl TierDriver {
             None => self.ended.push(Ended::Load { id: order.id, ok: false, took: Duration::ZERO }),
             Some(wanted) => {
                 let fetch = task::Fetch { id: order.id, wanted };
-                self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
+                let task = self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
                 let objects =
                     |i| find::objects_of(&order, &self.block_parts, i).map(move |(groups, _)| (i, groups));
                 let n_blocks = order.positions.len() / self.block_parts.block_tokens as usize;
                 let places = (0..n_blocks).flat_map(objects).collect();
-                let load = Load { order, places, parts: Vec::new(), failed: false, abandoned: false };
+                let (started, task) = (Instant::now(), task.abort_handle());
+                let load = Load { order, places, parts: Vec::new(), failed: false, started, task };
                 self.loads.insert(load.order.id, load);
             }
         }
@@ -289,18 +295,25 @@ impl TierDriver {
             }
             Report::Arrived { id, objects } => self.import(id, objects, transfers),
             Report::Fetched { id, ok, took } => {
-                let Some(load) = self.loads.remove(&id) else { return };
-                let failed = !ok || load.failed || load.abandoned;
-                let object = Object { key: BlockKey::from_bytes([0; 32]), bytes: 0, parts: load.parts };
-                self.copies.push(Copies { id, objects: vec![object], took: Some(took), failed });
+                // It may have been abandoned.
+                if let Some(load) = self.loads.remove(&id) {
+                    self.end_load(id, load, ok, took);
+                }
             }
         }
         self.poll(transfers);
     }
 
+    /// No more objects come for a load: it ends when what has come is in the cache's memory.
+    fn end_load(&mut self, id: TransferId, load: Load, ok: bool, took: Duration) {
+        let failed = !ok || load.failed;
+        let object = Object { key: BlockKey::from_bytes([0; 32]), bytes: 0, parts: load.parts };
+        self.copies.push(Copies { id, objects: vec![object], took: Some(took), failed });
+    }
+
     /// Begins to copy what has arrived of a load to the cache's memory, while the rest is still read.
     fn import(&mut self, id: TransferId, objects: Vec<(usize, Bytes)>, transfers: &mut Transfers<'_>) {
-        let Some(load) = self.loads.get_mut(&id).filter(|load| !load.abandoned && !load.failed) else {
+        let Some(load) = self.loads.get_mut(&id).filter(|load| !load.failed) else {
             return;
         };
         for (at, object) in objects {
@@ -361,8 +374,10 @@ impl TierDriver {
                 }
             }
             // A part that failed is missing.
-            if bytes.len() == object.bytes && self.stores.may_write(bytes.len() as u64) {
-                self.tasks.spawn(task::put(self.stores.clone(), object.key, Bytes::from(bytes)));
+            if bytes.len() == object.bytes
+                && let Some(writing) = self.stores.may_write(bytes.len() as u64)
+            {
+                self.tasks.spawn(task::put(self.stores.clone(), object.key, Bytes::from(bytes), writing));
             }
         }
     }

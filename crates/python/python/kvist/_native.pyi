@@ -49,6 +49,9 @@ class _StoreStats(TypedDict):
     capacity_bytes: Optional[int]
     loaded_tokens: int
     errors: int
+    damaged_blocks: int
+    evicted_blocks: int
+    expired_blocks: int
 
 class _TierStats(TypedDict):
     loads: int
@@ -281,6 +284,7 @@ class Tiers:
         store: Optional[str] = None,
         write: Literal["through", "back"] = "through",
         load: Literal["auto", "always"] = "auto",
+        grace: float = 0.25,
     ) -> Self: ...
 
 @final

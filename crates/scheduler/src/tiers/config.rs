@@ -25,6 +25,10 @@ pub struct Tiers {
     pub recompute: Recompute,
     /// How long a request waits for a lookup. A load may take this much longer than four times its estimate.
     pub grace_ns: u64,
+    /// Load all that a tier has, even where computing is expected to be faster. Loads are estimated as before, so a late one
+    /// is given up.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub always: bool,
 }
 
 /// What a layer group with a sliding window adds to the bytes of a block.

@@ -29,11 +29,13 @@ impl Estimates {
         (u128::from(ns) * u128::from(self.slowdown[tier]) / u128::from(ONE)).min(u64::MAX.into()) as u64
     }
 
-    /// A load with `tokens` of each tier took `took_ns`. It counts for the slowest tier that it read.
-    pub fn observe(&mut self, tokens: &[u32; MAX_TIERS], expected_ns: u64, took_ns: u64) {
+    /// A load with `tokens` of each tier took `took_ns`. It counts for the slowest tier that it read. `ended_early`: it has failed
+    /// or was stopped, so that it may say that the tier is slow, but not that it is fast.
+    pub fn observe(&mut self, tokens: &[u32; MAX_TIERS], expected_ns: u64, took_ns: u64, ended_early: bool) {
         let Some(tier) = tokens.iter().rposition(|tokens| *tokens > 0) else { return };
         let measured = u128::from(took_ns) * u128::from(ONE) / u128::from(expected_ns.max(1));
         let measured = (measured.min(u128::from(64 * ONE)) as u64).max(ONE / 16);
+        let measured = if ended_early { measured.max(self.slowdown[tier]) } else { measured };
         self.slowdown[tier] = (3 * self.slowdown[tier] + measured).div_ceil(4);
     }
 
@@ -79,8 +81,8 @@ impl TierState {
     }
 
     /// The load that saves most time, for a prompt of which the KV cache has `hit` tokens and of which `end` tokens may be
-    /// loaded. Tiers are read at the same time, so a load takes as long as the slowest of them. `None` if computing is
-    /// faster.
+    /// loaded; with [`Tiers::always`] the longest one. Tiers are read at the same time, so a load takes as long as the slowest
+    /// of them. `None` if computing is faster.
     fn choose(&self, runs: &[Run], hit: u32, end: u32) -> Option<Choice> {
         let (mut tokens, mut at) = ([0; MAX_TIERS], hit);
         let (mut taken, mut best) = (Vec::new(), None);
@@ -107,7 +109,7 @@ impl TierState {
             }
             let compute_ns = TierState::compute_ns(&self.config, hit, at);
             let saved = compute_ns * self.estimates.compute.unwrap_or(1.0) - estimate_ns as f64;
-            if saved > most_saved {
+            if saved > most_saved || self.config.always {
                 most_saved = saved;
                 best = Some(Choice { runs: taken.clone(), tokens, expected_ns, estimate_ns, is_last: true });
             }

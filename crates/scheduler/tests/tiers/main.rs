@@ -28,6 +28,7 @@ fn tiers(write: Write) -> Tiers {
         max_store_bytes: 64,
         recompute: Recompute { per_token_ns: 500.0, per_pair_ns: 1.0, learn: false },
         grace_ns: 3000,
+        always: false,
     }
 }
 
@@ -70,6 +71,7 @@ fn configs() -> Vec<Config> {
                     recompute: Recompute { learn: j == 1, ..tiers(write).recompute },
                     // Sometimes most loads need several parts.
                     max_load_bytes: if (i + j) % 2 == 0 { 64 } else { 12 },
+                    always: (i + j) % 4 == 3,
                     ..tiers(write)
                 }),
                 ..Config::default()
@@ -291,6 +293,49 @@ fn the_faster_way_is_taken() {
         let loading = orders.iter().any(|order| matches!(order, Order::Load(_)));
         assert_eq!((loading, computed(&s) > 0), (loads, !loads), "{per_token_ns} ns, tier {tier}");
         assert_eq!(s.tier_counters().unwrap().declined_tokens, if loads { 0 } else { 12 });
+    }
+}
+
+/// Loading takes much longer than computing, and is done all the same. It is estimated nevertheless: the request waits for it as long
+/// as for any load, and for the next one longer, because this one was slow.
+#[test]
+fn a_tier_that_is_always_loaded_from_is_waited_for_by_its_estimate() {
+    let recompute = Recompute { per_token_ns: 5.0, per_pair_ns: 0.0, learn: false };
+    let tiers = Some(Tiers { recompute, always: true, ..tiers(Write::Through) });
+    let mut s = story(Config { tiers, ..config() });
+    let first = load(&mut s);
+    // 2,000 ns of latency and 12 bytes at 10 MB/s; four times that, and the grace.
+    assert_eq!(s.next_tier_deadline_ns(), Some(10 + 4 * 3200 + 3000));
+    assert!(s.loaded(10_000, first.id, true, 8 * 3200));
+    s.iterate(10_000, &mut machine(1));
+    assert_eq!((computed(&s), s.tier_counters().unwrap().declined_tokens), (1, 0));
+    let mut request = Request::new(1, 20_000, 13, 1);
+    request.prompt = Prompt::Tokens((100..113).collect());
+    s.arrive(20_000, request).unwrap();
+    s.found(20_000, RequestId(1), whole(1));
+    s.iterate(20_000, &mut machine(1));
+    assert_eq!(s.n_loading(), 1);
+    // An average: (3 * 1 + 8) / 4 times the estimate.
+    assert_eq!(s.next_tier_deadline_ns(), Some(20_000 + 4 * (3200 * 11 / 4) + 3000));
+}
+
+/// Loads that are cancelled, or fail, at once do not make a tier look fast.
+#[test]
+fn a_load_that_ends_early_says_nothing_about_the_speed() {
+    for cancelled in [true, false] {
+        let mut s = story(config());
+        let first = load(&mut s);
+        if cancelled {
+            s.cancel(11, RequestId(0));
+        }
+        assert!(s.loaded(12, first.id, cancelled, 1));
+        s.iterate(12, &mut machine(1));
+        let mut request = Request::new(1, 20_000, 13, 1);
+        request.prompt = Prompt::Tokens((100..113).collect());
+        s.arrive(20_000, request).unwrap();
+        s.found(20_000, RequestId(1), whole(1));
+        s.iterate(20_000, &mut machine(1));
+        assert_eq!(s.next_tier_deadline_ns(), Some(20_000 + 4 * 3200 + 3000), "cancelled: {cancelled}");
     }
 }
 

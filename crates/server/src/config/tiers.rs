@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 
 /// Tiers below the cache, from the fastest on. Answers are the same as without.
-#[derive(Clone, Debug, Default, Deserialize)]
+#[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TiersSection {
     /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU.
@@ -29,6 +29,24 @@ pub struct TiersSection {
     pub write: WriteTime,
     /// Which blocks are loaded.
     pub load: LoadRule,
+    /// How long a request waits for a tier to say what it has, and for a load beyond four times its estimate. Then its prompt is
+    /// computed.
+    pub grace_ms: u64,
+}
+
+impl Default for TiersSection {
+    fn default() -> Self {
+        TiersSection {
+            ram_bytes: 0,
+            ram_packed: false,
+            disk_dir: None,
+            disk_bytes: 0,
+            store: None,
+            write: WriteTime::default(),
+            load: LoadRule::default(),
+            grace_ms: u64::try_from(TierConfig::GRACE.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
 }
 
 /// Which blocks of the tiers are loaded.
@@ -71,8 +89,6 @@ mod guess {
         pub latency: Duration,
     }
 
-    /// Always faster than computing.
-    pub const BOUNDLESS: Speed = Speed { bytes_per_s: u64::MAX, latency: Duration::ZERO };
     pub const RAM: Speed = Speed { bytes_per_s: 2_000_000_000, latency: Duration::from_micros(200) };
     pub const DISK: Speed = Speed { bytes_per_s: 500_000_000, latency: Duration::from_micros(500) };
     /// Over a network of 10 Gbit/s, or within the machine.
@@ -106,6 +122,10 @@ impl TiersSection {
                 let expected = format!("a cache in f16, but cache.kv or cache.kv_v is {other}");
                 return Err(bad("tiers.ram_packed", true, expected));
             }
+        }
+        if self.grace_ms == 0 {
+            let expected = "1 ms at least (--tier-grace): without a wait nothing is ever loaded";
+            return Err(bad("tiers.grace_ms", 0, expected));
         }
         match &self.disk_dir {
             None if self.disk_bytes > 0 => {
@@ -185,10 +205,7 @@ impl TiersSection {
         })?;
         let mut stores = Vec::new();
         let mut add = |store: Arc<dyn BlockStore>, guess: guess::Speed| {
-            let guess::Speed { bytes_per_s, latency } = match self.load {
-                LoadRule::Auto => guess,
-                LoadRule::Always => guess::BOUNDLESS,
-            };
+            let guess::Speed { bytes_per_s, latency } = guess;
             stores.push(TierStore { store, bytes_per_s, latency });
         };
         match self.ram_bytes {
@@ -219,6 +236,8 @@ impl TiersSection {
         let config = TierConfig {
             write,
             max_bytes_in_flight: self.bytes_in_flight(),
+            grace: Duration::from_millis(self.grace_ms),
+            always: self.load == LoadRule::Always,
             runtime: Some(runtime.handle().clone()),
             ..TierConfig::new(stores, fingerprint)
         };
@@ -318,5 +337,32 @@ impl Drop for OpenTiers {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `always` changed the speed of the tiers to a boundless one, by which every load was late after the grace.
+    #[test]
+    fn what_is_always_loaded_is_estimated_like_any_load() {
+        let opened = |load| {
+            let section =
+                TiersSection { ram_bytes: 64 << 20, grace_ms: 1234, load, ..TiersSection::default() };
+            section.open(&Config::default(), 1 << 20, Vec::new()).unwrap().unwrap().config()
+        };
+        for (load, always) in [(LoadRule::Auto, false), (LoadRule::Always, true)] {
+            let config = opened(load);
+            let [tier] = &config.stores[..] else { panic!("one tier") };
+            assert_eq!(
+                (tier.bytes_per_s, tier.latency),
+                (guess::RAM.bytes_per_s, guess::RAM.latency),
+                "{load:?}"
+            );
+            assert_eq!((config.always, config.grace), (always, Duration::from_millis(1234)));
+        }
+        let read: TiersSection = toml::from_str("ram_bytes = 5\ngrace_ms = 2000").unwrap();
+        assert_eq!((read.grace_ms, TiersSection::default().grace_ms), (2000, 250));
     }
 }

@@ -1,4 +1,5 @@
 //! Tiers below the cache of a server: flags override the section `[tiers]` of its configuration.
+use crate::commands::simulate::spec::duration;
 use crate::options::{Size, wrong_usage};
 use clap::{ValueEnum, ValueHint};
 use kvist_device::Registry;
@@ -9,6 +10,7 @@ use kvist_model::weights::WeightFormat;
 use kvist_server::ServerConfig;
 use kvist_server::config::{LoadRule, OpenTiers, TiersSection, WriteTime};
 use std::path::PathBuf;
+use std::time::Duration;
 
 #[derive(clap::Args)]
 pub struct TierFlags {
@@ -33,6 +35,10 @@ pub struct TierFlags {
     /// Which blocks are loaded: those that come sooner than they would be computed, or all that a tier has
     #[arg(long, value_name = "WHICH", help_heading = "Tiers below the cache")]
     tier_load: Option<Which>,
+    /// How long a request waits for a tier to say what it has: 250ms, 2s. A load may take this much longer than four times its
+    /// estimate; then its tokens are computed
+    #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "Tiers below the cache")]
+    tier_grace: Option<Duration>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -65,6 +71,8 @@ impl TierFlags {
             Some(Which::Auto) => LoadRule::Auto,
             Some(Which::Always) => LoadRule::Always,
         };
+        let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        section.grace_ms = self.tier_grace.map_or(section.grace_ms, milliseconds);
     }
 }
 

@@ -165,6 +165,7 @@ impl TierArgs {
                 learn: false,
             },
             grace_ns: nanoseconds(self.tier_grace),
+            always: false,
         }))
     }
 }

@@ -1,7 +1,7 @@
 //! What tiers an engine has, and what they did.
 use super::parts::{BlockParts, Part};
 use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
-use kvist_store::{BlockStore, Usage};
+use kvist_store::{BlockStore, Counts, Usage};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,16 +28,28 @@ pub struct TierConfig {
     pub max_bytes_in_flight: u64,
     /// How long a request waits for a lookup, and for a load beyond four times its estimate.
     pub grace: Duration,
+    /// Load all that a tier has, even where computing is expected to be faster.
+    pub always: bool,
     /// Where the stores' tasks run; `None` starts a runtime of two threads that ends with the engine. Stores that were opened on a
     /// runtime need that one.
     pub runtime: Option<tokio::runtime::Handle>,
 }
 
 impl TierConfig {
-    /// Writes through, 256 MiB in flight, a quarter of a second of grace.
+    /// A quarter of a second.
+    pub const GRACE: Duration = Duration::from_millis(250);
+
+    /// Writes through, 256 MiB in flight, [`GRACE`](Self::GRACE), and loads what is expected to be faster.
     pub fn new(stores: Vec<TierStore>, fingerprint: Vec<u8>) -> Self {
-        let (write, grace) = (Write::Through, Duration::from_millis(250));
-        TierConfig { stores, fingerprint, write, max_bytes_in_flight: 256 << 20, grace, runtime: None }
+        TierConfig {
+            stores,
+            fingerprint,
+            write: Write::Through,
+            max_bytes_in_flight: 256 << 20,
+            grace: Self::GRACE,
+            always: false,
+            runtime: None,
+        }
     }
 
     /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
@@ -65,6 +77,7 @@ impl TierConfig {
                 learn: true,
             },
             grace_ns: nanoseconds(self.grace),
+            always: self.always,
         }
     }
 }
@@ -90,4 +103,6 @@ pub struct StoreStats {
     pub usage: Usage,
     /// Operations that failed.
     pub errors: u64,
+    /// What the store itself counts.
+    pub counts: Counts,
 }

@@ -62,7 +62,9 @@ fn pack(bytes: &[u8]) -> Vec<u8> {
         halves.iter_mut().zip(pairs).for_each(|(half, bits)| *half = bits);
         halves.reinterpret_cast::<f16>().convert_to_f32_slice(&mut values);
         let largest = values.iter().fold(0f32, |largest, value| largest.max(value.abs()));
-        let scale = f16::from_f32(largest / 127.0);
+        // As in the cache's own q8: one number that is none makes its whole group NaN, so that it stays visible.
+        let is_finite = values.iter().all(|value| value.is_finite());
+        let scale = if is_finite { f16::from_f32(largest / 127.0) } else { f16::NAN };
         // Numbers whose scale would be zero come back as zeros.
         let inverse = if scale == f16::ZERO { 0.0 } else { 1.0 / scale.to_f32() };
         packed.extend(scale.to_le_bytes());
@@ -119,5 +121,20 @@ mod tests {
         assert_eq!(unpack(&pack(&[7])), [7]);
         assert_eq!(unpack(&pack(&[0; 65])), [0; 65]);
         assert_eq!(unpack(&pack(&[1, 0].repeat(32))), [0; 64]);
+    }
+
+    /// NaN became 0.
+    #[test]
+    fn what_is_not_finite_stays_visible() {
+        for hidden in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
+            let mut values = [f16::from_f32(0.5); 3 * GROUP];
+            values[GROUP + 5] = hidden;
+            let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            let back = unpack(&pack(&bytes));
+            for (i, pair) in back.chunks_exact(2).enumerate() {
+                let value = f16::from_le_bytes([pair[0], pair[1]]);
+                assert_eq!(value.is_nan(), i / GROUP == 1, "{hidden}: {i} became {value}");
+            }
+        }
     }
 }
