@@ -211,6 +211,16 @@ fn what_does_not_fit_is_refused() {
     assert!(std::fs::read(rig.path()).unwrap() == before);
 }
 
+#[test]
+fn a_newer_version_is_refused() {
+    let rig = Rig::new(&ModelFile::Embedded);
+    rig.frozen(&rig.config("paged", "f16", 16), &rig.tokens(20));
+    as_a_newer_version(&rig.path());
+    let error = FrozenPrefix::open(&rig.path()).unwrap_err().to_string();
+    assert!(error.contains("p.kvp") && error.contains("of format 2"), "{error}");
+    assert!(error.contains("this kvist reads 1") && error.contains("use a newer kvist"), "{error}");
+}
+
 /// Every changed bit and every cut is refused.
 #[test]
 fn changed_and_torn_files_are_refused() {
