@@ -36,6 +36,8 @@ pub struct Chat {
     fed: Option<SeqId>,
     next_seq: u32,
     system: Option<String>,
+    /// What every branch begins with, if it is a frozen plain text. Without a template nothing else would bring it back.
+    begun: Vec<u32>,
     speculator: Option<Speculator>,
 }
 
@@ -60,7 +62,7 @@ impl Chat {
             before_answer: 0,
         };
         let (branches, speculator) = (vec![main], None);
-        Chat { session, branches, current: 0, fed: None, next_seq: 1, system, speculator }
+        Chat { session, branches, current: 0, fed: None, next_seq: 1, system, begun: Vec::new(), speculator }
     }
 
     /// From now on, verifies drafts of `speculator`; `None` turns drafts off. Its drafters learn from answers that are undone or
@@ -183,7 +185,9 @@ impl Chat {
             return Err(Error::Usage("there is nothing to save yet".into()));
         }
         let system = self.system.iter().map(|system| Message::new("system", system));
-        let messages: Vec<_> = system.chain(messages).map(|message| SavedMessage::from(&message)).collect();
+        let begun = self.begun_text()?.map(|text| Message::new("user", &text));
+        let messages = system.chain(begun).chain(messages);
+        let messages: Vec<_> = messages.map(|message| SavedMessage::from(&message)).collect();
         saved::save(&mut self.session, seq, SavedText { tokens: &cached, messages: &messages }, origin, path)
     }
 
@@ -232,9 +236,18 @@ impl Chat {
         }
         let n = frozen::begin_with(&mut self.session, seq, prefix, origin, usize::MAX)?;
         self.system = prefix.system().map(str::to_string);
+        if !self.has_template() {
+            self.begun = prefix.tokens().to_vec();
+        }
         let branch = &mut self.branches[self.current];
         (branch.cached, branch.before_answer) = (prefix.tokens()[..n].to_vec(), n);
         Ok(n)
+    }
+
+    /// The plain text that the conversation begins with.
+    fn begun_text(&self) -> Result<Option<String>, Error> {
+        let tokenizer = self.session.model().tokenizer().filter(|_| !self.begun.is_empty());
+        tokenizer.map(|tokenizer| tokenizer.decode(&self.begun)).transpose()
     }
 
     /// The conversation as readable text.
@@ -270,7 +283,10 @@ impl Chat {
             // Without a template the messages are one continuous text.
             None => {
                 let whole: String = messages.iter().map(|m| m.content.as_str()).collect();
-                tokenizer.encode(&whole, true)?
+                match &self.begun[..] {
+                    [] => tokenizer.encode(&whole, true)?,
+                    begun => [begun, &tokenizer.encode(&whole, false)?].concat(),
+                }
             }
         };
         crate::check_prompt(self.session.config(), tokens.len())?;

@@ -4,9 +4,12 @@ use common::*;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::Error;
+use kvist_engine::chat::Chat;
 use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze};
+use kvist_engine::generate::Limits;
 use kvist_engine::memory::CacheConfig;
-use kvist_engine::saved::Origin;
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::saved::{Origin, SavedSession};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::weights::WeightFormat;
 use kvist_model::{Model, ModelFile, Opened};
@@ -127,6 +130,48 @@ fn models_with_windows_have_prefixes() {
     }
 }
 
+/// Regression: a model without a template forgot the prefix at the first message.
+#[test]
+fn a_chat_without_a_template_goes_on_after_the_prefix() {
+    let rig = Rig::new(&ModelFile::Embedded);
+    let tokenizer = rig.model.tokenizer().unwrap();
+    let rules = "The cache stores the keys and values of every token. The borrow checker";
+    let tokens = tokenizer.encode(rules, true).unwrap();
+    for storage in ["f32", "q8"] {
+        let config = rig.config("cells", storage, 32);
+        let mut frozen = session(&rig.model, &config);
+        frozen.prefill(SeqId::ONLY, &tokens, &mut |_| true).unwrap();
+        let text = FrozenText { tokens: &tokens, system: None };
+        freeze(&mut frozen, SeqId::ONLY, text, &rig.origin(&config), &rig.path()).unwrap();
+        let prefix = FrozenPrefix::open(&rig.path()).unwrap();
+        let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
+        let limits = Limits { max_tokens: 9, stop: vec![], ignore_eos: true, no_cache: false };
+        let mut say = |chat: &mut Chat, text: &str| {
+            let turn = chat.send(text, &mut sampler, &limits, &mut ()).unwrap();
+            (turn.generation.text, turn.reused_tokens)
+        };
+        let mut whole = Chat::new(session(&rig.model, &config), None);
+        let mut begun = Chat::new(session(&rig.model, &config), None);
+        let n = begun.begin_with(&prefix, &rig.origin(&config)).unwrap();
+        assert_eq!(n, if storage == "q8" { tokens.len() / 16 * 16 } else { tokens.len() });
+        let (expected, _) = say(&mut whole, &format!("{rules} is a part"));
+        assert_eq!(say(&mut begun, " is a part"), (expected, n), "{storage}");
+        assert_eq!(say(&mut begun, " and then").0, say(&mut whole, " and then").0, "{storage}");
+        // Nothing that was said is left, and the prefix is.
+        assert!(begun.undo() && begun.undo() && !begun.undo());
+        let mut again = Chat::new(session(&rig.model, &config), None);
+        let (expected, _) = say(&mut again, &format!("{rules} is a tool"));
+        assert_eq!(say(&mut begun, " is a tool").0, expected, "{storage}");
+        // A saved conversation has the text of the prefix.
+        let path = rig.folder.path().join("s.kvs");
+        begun.save(&rig.origin(&config), &path).unwrap();
+        let saved = SavedSession::open(&path).unwrap();
+        let mut resumed = Chat::new(session(&rig.model, &config), None);
+        resumed.resume(&saved, &rig.origin(&config)).unwrap();
+        assert_eq!(say(&mut resumed, " that").0, say(&mut again, " that").0, "{storage}");
+    }
+}
+
 /// Caches that write where the prefix lies change neither the file nor each other.
 #[test]
 fn users_of_a_prefix_do_not_see_each_other() {
@@ -209,6 +254,16 @@ fn what_does_not_fit_is_refused() {
         Err(Error::Usage(_))
     ));
     assert!(std::fs::read(rig.path()).unwrap() == before);
+}
+
+#[test]
+fn a_newer_version_is_refused() {
+    let rig = Rig::new(&ModelFile::Embedded);
+    rig.frozen(&rig.config("paged", "f16", 16), &rig.tokens(20));
+    as_a_newer_version(&rig.path());
+    let error = FrozenPrefix::open(&rig.path()).unwrap_err().to_string();
+    assert!(error.contains("p.kvp") && error.contains("of format 2"), "{error}");
+    assert!(error.contains("this kvist reads 1") && error.contains("use a newer kvist"), "{error}");
 }
 
 /// Every changed bit and every cut is refused.

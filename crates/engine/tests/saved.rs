@@ -15,7 +15,13 @@ use std::sync::Arc;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
 const STORAGES: [&str; 6] = ["f32", "f16", "bf16", "q8", "q4", "t4"];
+const FULL_KINDS: [&str; 4] = ["contiguous", "cells", "tree", "paged"];
+const CHUNKS: [u32; 3] = [1, 7, 32];
 const CONTEXT: u32 = 256;
+
+fn is_packed(storage: &str) -> bool {
+    ["q8", "q4", "t4"].contains(&storage)
+}
 
 struct Rig {
     model: Arc<Model>,
@@ -24,8 +30,10 @@ struct Rig {
 
 impl Rig {
     fn new() -> Rig {
-        let model = load(ModelFile::Embedded).unwrap();
-        Rig { model, opened: Opened::open(&ModelFile::Embedded, true).unwrap() }
+        Rig::open(&ModelFile::Embedded)
+    }
+    fn open(file: &ModelFile) -> Rig {
+        Rig { model: load(file.clone()).unwrap(), opened: Opened::open(file, true).unwrap() }
     }
     fn config(&self, kind: &str, storage: &str, chunk: u32) -> CacheConfig {
         let storage: Storage = storage.parse().unwrap();
@@ -68,6 +76,8 @@ fn saved_at(rig: &Rig, config: &CacheConfig, tokens: &[u32], stored: usize, path
     session
 }
 
+/// Every kind and storage, saved and resumed with every pair of chunks, in the same kind and in another one. Half a minute on two
+/// cores.
 #[test]
 fn a_resumed_session_goes_on_to_the_bit() {
     let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
@@ -75,36 +85,81 @@ fn a_resumed_session_goes_on_to_the_bit() {
     let tokens = text(117);
     let (all, more) = tokens.split_at(101);
     for (i, kind) in KINDS.iter().enumerate() {
-        for storage in STORAGES {
-            let config = rig.config(kind, storage, 32);
+        for (storage, save_chunk) in STORAGES.iter().flat_map(|storage| CHUNKS.map(|chunk| (*storage, chunk)))
+        {
+            let config = rig.config(kind, storage, save_chunk);
             let mut before = saved_at(&rig, &config, all, 100, &path);
             let expected = go_on(&mut before, &[&all[100..], more].concat());
             let saved = SavedSession::open(&path).unwrap();
             assert_eq!((saved.tokens(), saved.stored(), saved.messages().len()), (all, 100, 1));
-            // Another chunk, and where the window is the same another kind.
-            let chunk = [1, 7, 32][i % 3];
+            // Where the window is the same, another kind too, with one chunk.
             let other = if *kind == "ring" { kind } else { ["cells", "tree", "paged", "contiguous"][i % 4] };
-            for kind in [*kind, other] {
+            let same_kind = CHUNKS.map(|chunk| (*kind, chunk));
+            for (kind, chunk) in same_kind.into_iter().chain([(other, save_chunk)]) {
+                let what = format!("{kind} {storage}, saved with {save_chunk} and resumed with {chunk}");
                 let config = rig.config(kind, storage, chunk);
                 let mut after = session(&rig.model, &config);
                 let n = resume(&mut after, SeqId::ONLY, &saved, &rig.origin(&config), usize::MAX).unwrap();
-                let packed = ["q8", "q4", "t4"].contains(&storage);
                 // A packed ring no longer has what the queries of the last recent group see.
-                let expected_n = match (packed, kind) {
+                let expected_n = match (is_packed(storage), kind) {
                     (true, "ring") => 0,
                     (true, _) => 96,
                     _ => 100,
                 };
-                assert_eq!(n, expected_n, "{kind} {storage}");
+                assert_eq!(n, expected_n, "{what}");
                 if n == 0 {
                     assert_eq!(after.cache().next_position(SeqId::ONLY), Some(0));
                     continue;
                 }
                 if n < 100 {
-                    // In the chunks of the session that was never saved, because packed caches depend on them.
                     feed(&mut after, &all[n..100]);
                 }
-                assert_eq!(go_on(&mut after, &[&all[100..], more].concat()), expected, "{kind} {storage}");
+                assert_eq!(go_on(&mut after, &[&all[100..], more].concat()), expected, "{what}");
+            }
+        }
+    }
+}
+
+/// Models some of whose layers have windows, and one whose layers share K and V.
+#[test]
+fn models_with_windows_and_shared_kv_go_on_to_the_bit() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s.kvs");
+    for name in ["gemma3", "gpt-oss", "qwen2-window-mixed", "llama-shared-kv"] {
+        let rig = Rig::open(&ModelFile::Path(fixtures("parity").join(name)));
+        let vocab = rig.model.config().vocab as u32;
+        let tokens: Vec<u32> = text(70).iter().map(|token| token % vocab).collect();
+        let windows = name != "llama-shared-kv";
+        for (kind, storage) in FULL_KINDS.iter().flat_map(|kind| STORAGES.map(|storage| (*kind, storage))) {
+            // At the end of a recent group, and in its middle.
+            for (stored, save_chunk) in [48, 41].into_iter().zip([5, 16]) {
+                let (all, more) = tokens.split_at(stored + 1);
+                let mut before = saved_at(&rig, &rig.config(kind, storage, save_chunk), all, stored, &path);
+                let expected = go_on(&mut before, &[&all[stored..], more].concat());
+                let saved = SavedSession::open(&path).unwrap();
+                for chunk in [1, 5, 16] {
+                    let what =
+                        format!("{name} {kind} {storage}, saved with {save_chunk}, resumed with {chunk}");
+                    let config = rig.config(kind, storage, chunk);
+                    let mut after = session(&rig.model, &config);
+                    let n =
+                        resume(&mut after, SeqId::ONLY, &saved, &rig.origin(&config), usize::MAX).unwrap();
+                    let expected_n = match (is_packed(storage) && stored % 16 != 0, windows) {
+                        (false, _) => stored,
+                        (true, false) => stored / 16 * 16,
+                        // The windows no longer have what the last recent group sees.
+                        (true, true) => 0,
+                    };
+                    assert_eq!(n, expected_n, "{what}");
+                    if n == 0 {
+                        assert_eq!(after.cache().next_position(SeqId::ONLY), Some(0));
+                        continue;
+                    }
+                    feed(&mut after, &all[n..]);
+                    let mut found = vec![after.logits().iter().map(|x| x.to_bits()).collect()];
+                    found.extend(go_on(&mut after, more));
+                    assert_eq!(found, expected, "{what}");
+                }
             }
         }
     }
@@ -194,6 +249,17 @@ fn changed_and_torn_files_are_refused() {
     }
     std::fs::write(&path, &whole).unwrap();
     SavedSession::open(&path).unwrap();
+}
+
+#[test]
+fn a_newer_version_is_refused() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    saved_at(&rig, &rig.config("cells", "f16", 16), &text(20), 20, &path);
+    as_a_newer_version(&path);
+    let error = SavedSession::open(&path).unwrap_err().to_string();
+    assert!(error.contains("s.kvs") && error.contains("a session of format 2"), "{error}");
+    assert!(error.contains("this kvist reads 1") && error.contains("use a newer kvist"), "{error}");
 }
 
 #[test]

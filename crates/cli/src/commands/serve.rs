@@ -48,13 +48,13 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let texts = config.scheduler.max_batch;
     let draft_bytes =
         draft.as_ref().map(|draft| draft.bytes(&speculation, &engine.paged.cache, texts)).transpose()?;
-    if let Some(path) = &args.prefix {
+    if let Some(path) = &config.cache.prefix {
         let prefix = Arc::new(FrozenPrefix::open(path)?);
         let cache = engine.paged.block_aligned();
         let origin = Origin::new(opened.fingerprint()?, args.model.weights, &cache, opened.config());
         prefix.check(&origin)?;
         let salt = config.common_salt();
-        let salt = salt.context("--prefix: with [[keys]] no two names share blocks, so none can share a prefix: remove one of both")?;
+        let salt = salt.context("--prefix (cache.prefix): with [[keys]] no two names share blocks, so none can share a prefix: remove one of both")?;
         engine.prefix = Some(EnginePrefix { prefix, salt, origin });
     }
     let plan = engine.paged.plan(opened.config(), &registry)?;

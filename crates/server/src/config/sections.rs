@@ -54,6 +54,8 @@ pub struct CacheSection {
     /// Keep only some tokens of every request that grows beyond this budget. Requests then share no blocks.
     #[serde(deserialize_with = "some_keep")]
     pub keep: Option<KeepConfig>,
+    /// A file of `kvist prefix freeze`, whose blocks are in the prefix index from the start. The program opens it.
+    pub prefix: Option<PathBuf>,
 }
 
 impl CacheSection {
@@ -78,6 +80,7 @@ impl Default for CacheSection {
             block_tokens: 16,
             eviction: "lru".into(),
             keep: None,
+            prefix: None,
         }
     }
 }

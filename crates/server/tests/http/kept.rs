@@ -1,11 +1,13 @@
 //! Sessions in a directory: they survive a restart, with their K and V.
 use crate::server::*;
+use crate::words::words_of;
 use kvist_engine::saved::Origin;
-use kvist_model::Fingerprint;
 use kvist_model::weights::WeightFormat;
+use kvist_model::{Fingerprint, Model};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector.";
@@ -16,10 +18,11 @@ fn try_keep(
     dir: &Path,
     weights: &str,
 ) -> Result<(), String> {
-    let settings = config.engine(model().config());
+    let model = server.engine.model().config();
+    let settings = config.engine(model);
     let print = Fingerprint { weights: weights.into(), tokenizer: "t".into(), config: "c".into() };
     let format = WeightFormat::default();
-    let origin = Origin::new(print, format, &settings.paged.cache, model().config());
+    let origin = Origin::new(print, format, &settings.paged.cache, model);
     server.state.keep_sessions(dir, &origin, &settings.paged).map_err(|error| error.to_string())
 }
 
@@ -29,7 +32,11 @@ fn start(dir: &Path) -> Server {
 }
 
 fn start_with(config: kvist_server::ServerConfig, dir: &Path) -> Server {
-    let server = Server::start(config.clone());
+    start_model(model().clone(), config, dir)
+}
+
+fn start_model(model: Arc<Model>, config: kvist_server::ServerConfig, dir: &Path) -> Server {
+    let server = Server::start_with(model, config.clone());
     try_keep(&server, &config, dir, "w").unwrap();
     server
 }
@@ -137,6 +144,54 @@ fn branches_survive_and_share_their_blocks() {
     assert_eq!(block_files(dir.path()), [] as [PathBuf; 0], "the last session takes its blocks with it");
     server.join();
     assert_eq!(fs::read_dir(dir.path().join("sessions")).unwrap().count(), 0);
+}
+
+/// Layers with a window have only the blocks that it covers, and they are of use only together with those of the other layers.
+#[test]
+fn sessions_of_a_model_with_windows_survive() {
+    let text_of =
+        |n: u32| (0..n).map(|i| format!("w{}", (i * 37 + i * i) % 100)).collect::<Vec<_>>().join(" ");
+    for (fixture, words) in [("gemma3", 61), ("gpt-oss", 75), ("qwen2-window-mixed", 64)] {
+        let dir = tempfile::tempdir().unwrap();
+        let model = words_of(fixture, None);
+        let mut settings = config();
+        settings.cache.tokens = Some(1024);
+        let plain = Server::start_with(model.clone(), settings.clone());
+        let id = create(&plain, json!({"text": text_of(words)}));
+        let expected: Vec<String> = (0..4).map(|_| text(&generate(&plain, &id, 21))).collect();
+
+        let start = || start_model(model.clone(), settings.clone(), dir.path());
+        let stop = |mut server: Server| server.join();
+        let server = start();
+        let id = create(&server, json!({"text": text_of(words)}));
+        assert_eq!(text(&generate(&server, &id, 21)), expected[0], "{fixture}");
+        let before = shown(&server, &id);
+        stop(server);
+        let server = start();
+        assert_eq!(shown(&server, &id), before, "{fixture}");
+        let answer = generate(&server, &id, 21);
+        assert_eq!(text(&answer), expected[1], "{fixture}");
+        assert!(cached(&answer) > 0, "{fixture}: {}", cached(&answer));
+        // A branch of a restored session, and its trunk.
+        let fork = ok(server.post(&format!("/v1/sessions/{id}/fork"), &json!({"n": 1})));
+        let fork = fork["sessions"][0]["id"].as_str().unwrap().to_owned();
+        stop(server);
+        let server = start();
+        for id in [&id, &fork] {
+            let answer = generate(&server, id, 21);
+            assert_eq!(text(&answer), expected[2], "{fixture}");
+            assert!(cached(&answer) > 0, "{fixture}");
+        }
+        stop(server);
+        // Without every third block the rest is of less use, and the text is the same.
+        for path in block_files(dir.path()).into_iter().step_by(3) {
+            fs::remove_file(path).unwrap();
+        }
+        let server = start();
+        for id in [&id, &fork] {
+            assert_eq!(text(&generate(&server, id, 21)), expected[3], "{fixture}");
+        }
+    }
 }
 
 #[test]

@@ -15,8 +15,13 @@ fn words() -> &'static Arc<Model> {
 
 /// The same with a chat template.
 pub fn words_with(template: Option<&str>) -> Arc<Model> {
+    words_of("llama-gqa", template)
+}
+
+/// With the weights of another fixture.
+pub fn words_of(fixture: &str, template: Option<&str>) -> Arc<Model> {
     let folder = tempfile::tempdir().unwrap();
-    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/parity/llama-gqa");
+    let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/fixtures/parity").join(fixture);
     for file in ["config.json", "model.safetensors"] {
         std::fs::copy(fixture.join(file), folder.path().join(file)).unwrap();
     }

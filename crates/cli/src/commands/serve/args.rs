@@ -140,6 +140,7 @@ impl Args {
         set(&mut c.cache.block_tokens, &self.block_tokens);
         set(&mut c.cache.eviction, &self.eviction);
         c.cache.keep = self.keep.or(c.cache.keep);
+        c.cache.prefix = self.prefix.clone().or(c.cache.prefix);
         set(&mut c.scheduler.policy, &self.policy);
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
@@ -150,12 +151,17 @@ impl Args {
         set(&mut c.limits.grace_s, &self.grace);
         set(&mut c.limits.max_body_bytes, &self.max_body.map(|size| size.0 as usize));
         if let Some(keep) = c.cache.keep
-            && (self.record.is_some() || self.prefix.is_some())
+            && (self.record.is_some() || c.cache.prefix.is_some())
         {
             return Err(wrong_usage(format!(
                 "--record and --prefix do not go with keep = \"{keep}\": what is removed is not recorded, and a thinned text \
                  has no prefix to share"
             )));
+        }
+        if c.cache.prefix.is_some() && self.record.is_some() {
+            let what =
+                "--record and --prefix (cache.prefix) exclude each other: a replay would not have the prefix";
+            return Err(wrong_usage(what));
         }
         if c.sessions.dir.is_some() && self.record.is_some() {
             let what = "--record and --sessions-dir exclude each other: what sessions bring back from files is not \
