@@ -24,6 +24,12 @@ fn start(context: &str, args: &[&[&str]]) -> Server {
 
 /// The text, and how many prompt tokens came from the tier of this name.
 fn complete(server: &Server, prompt: &str, tier: &str) -> (String, u64) {
+    let (text, loaded, _) = explain(server, prompt, tier);
+    (text, loaded)
+}
+
+/// Also why no more came.
+fn explain(server: &Server, prompt: &str, tier: &str) -> (String, u64, Option<String>) {
     let body = json!({"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": true, "kvist": {"explain": true}});
     let (status, answer) = server.send("POST", "/v1/completions", &body.to_string());
     let answer: Value = serde_json::from_str(&answer).unwrap_or_else(|error| panic!("{error}: {answer}"));
@@ -31,7 +37,8 @@ fn complete(server: &Server, prompt: &str, tier: &str) -> (String, u64) {
     let explained = &answer["kvist"]["prompts"][0];
     let loaded = explained["loaded_tokens"][tier].as_u64().unwrap_or(0);
     assert!(loaded <= explained["cached_tokens"].as_u64().unwrap(), "{answer}");
-    (answer["choices"][0]["text"].as_str().unwrap().to_owned(), loaded)
+    let why = explained["not_loaded"].as_str().map(str::to_owned);
+    (answer["choices"][0]["text"].as_str().unwrap().to_owned(), loaded, why)
 }
 
 fn figure(server: &Server, name: &str) -> f64 {
@@ -175,10 +182,11 @@ fn an_s3_that_dies_in_mid_load_changes_no_text() {
         let failed = figure(&server, "kvist_tier_failed_loads_total");
         s3.hold_gets();
         std::thread::scope(|scope| {
-            let answer = scope.spawn(|| ask(1));
+            let answer = scope.spawn(|| explain(&server, &prompts[1], "s3"));
             s3.wait_for_get();
             s3.kill();
-            answer.join().unwrap();
+            let (text, loaded, why) = answer.join().unwrap();
+            assert_eq!((&text, loaded, why.as_deref()), (&expected[1], 0, Some("failed")));
         });
         assert!(
             figure(&server, "kvist_tier_failed_loads_total") > failed,

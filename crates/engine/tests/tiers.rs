@@ -6,7 +6,7 @@ use kvist_device::Storage;
 use kvist_engine::devices;
 use kvist_engine::serving::*;
 use kvist_model::ModelFile;
-use kvist_scheduler::{Preempted, TierCounters, Write};
+use kvist_scheduler::{NotLoaded, Preempted, TierCounters, Write};
 use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -548,6 +548,7 @@ async fn a_late_load_stops_and_its_tokens_are_computed() {
         let (tiers, in_flight) = counted(&engine).await;
         if tiers.late_loads > 0 {
             assert!(gated.begun.load(SeqCst) > 0);
+            assert_eq!(heard.not_loaded, Some(NotLoaded::Late));
             assert_eq!((tiers.wasted_tokens, in_flight), (48, (0, 0)), "{tiers:?}");
             return;
         }

@@ -2,7 +2,7 @@
 use crate::policy::{Rank, View};
 use crate::request::*;
 use crate::retain::Retention;
-use crate::tiers::{MAX_TIERS, Run};
+use crate::tiers::{MAX_TIERS, NotLoaded, Run};
 use kvist_cache::{MissReason, Prompt, SeqId};
 use std::sync::Arc;
 
@@ -99,6 +99,8 @@ pub(crate) struct Entry {
     pub declined_until: u32,
     /// Tokens loaded from tiers before it first lost its cells, by tier. Later ones are regained.
     pub loaded: [u32; MAX_TIERS],
+    /// Why not more.
+    pub not_loaded: Option<NotLoaded>,
 }
 
 impl Entry {
@@ -139,6 +141,7 @@ impl Entry {
             preemptions: self.preemptions,
             miss: self.miss,
             loaded: self.loaded,
+            not_loaded: self.not_loaded,
         }
     }
 

@@ -1,6 +1,6 @@
 //! Requests, and how they end.
 use crate::retain::Retention;
-use crate::tiers::MAX_TIERS;
+use crate::tiers::{MAX_TIERS, NotLoaded};
 use kvist_cache::{MissReason, Prompt};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -152,4 +152,6 @@ pub struct Ended {
     pub miss: Option<MissReason>,
     /// Tokens loaded from the tiers below the KV cache, by tier. They are not part of `hit_tokens`.
     pub loaded: [u32; MAX_TIERS],
+    /// Why the last tokens that a tier had, or may have had, were computed. `None` if everything was loaded.
+    pub not_loaded: Option<NotLoaded>,
 }

@@ -11,7 +11,7 @@ use crate::outcome::Outcome;
 use crate::request::*;
 use crate::resize::Resizing;
 use crate::retain::Shelf;
-use crate::tiers::{MAX_TIERS, TierState};
+use crate::tiers::{MAX_TIERS, NotLoaded, TierState};
 use kvist_cache::{Cache, MissReason, Prompt, SeqId, Span, StepPlan};
 use std::collections::{BTreeSet, HashMap};
 
@@ -116,6 +116,8 @@ pub struct RequestStatus {
     pub miss: Option<MissReason>,
     /// Tokens loaded from tiers, by tier.
     pub loaded: [u32; MAX_TIERS],
+    /// Why not more, if a tier has more or may have.
+    pub not_loaded: Option<NotLoaded>,
 }
 
 /// A request with this id is already live. Nothing has changed.
@@ -246,6 +248,7 @@ impl Scheduler {
             preemptions: entry.preemptions,
             miss: entry.miss,
             loaded: entry.loaded,
+            not_loaded: entry.not_loaded,
         })
     }
     /// Requests that ended since the last call, in the order they ended.
@@ -317,6 +320,7 @@ impl Scheduler {
             found_until: 0,
             declined_until: 0,
             loaded: [0; MAX_TIERS],
+            not_loaded: None,
         };
         self.arrivals += 1;
         if let Some(reason) = refused {

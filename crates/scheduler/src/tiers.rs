@@ -23,7 +23,7 @@ mod find;
 mod orders;
 
 pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, WindowBytes, Write};
-pub use orders::{CachedTokens, Ends, FindOrder, LoadOrder, Order, Run, StoreOrder, TransferId};
+pub use orders::{CachedTokens, Ends, FindOrder, LoadOrder, NotLoaded, Order, Run, StoreOrder, TransferId};
 
 use crate::config::BadConfig;
 use crate::entry::Lower;
@@ -256,6 +256,7 @@ impl Scheduler {
         if ok && arrived.is_ok() {
             let entry = &mut self.entries[index as usize];
             entry.cached += n_tokens;
+            entry.not_loaded = None;
             match entry.lost_tokens {
                 0 => entry.loaded.iter_mut().zip(load.tokens).for_each(|(sum, tokens)| *sum += tokens),
                 _ => {
@@ -271,7 +272,7 @@ impl Scheduler {
             self.decide(now, Decision::Loaded { id: self.entries[index as usize].id, tokens: n_tokens });
         } else {
             self.set_lower(index, Lower::Done);
-            self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "failed" });
+            self.not_loaded(now, index, NotLoaded::Failed);
         }
         self.leave(index);
         self.wait(index);
@@ -311,7 +312,7 @@ impl Scheduler {
             self.tiers.as_mut().into_iter().for_each(|tiers| tiers.counters.late_loads += 1);
             let Some(index) = self.abandon_load(id) else { continue };
             self.set_lower(index, Lower::Done);
-            self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "late" });
+            self.not_loaded(now, index, NotLoaded::Late);
             self.leave(index);
             self.wait(index);
         }
@@ -321,9 +322,18 @@ impl Scheduler {
             let late: Vec<u32> = asked.filter(is_late).collect();
             for index in late {
                 self.set_lower(index, Lower::Done);
+                self.entries[index as usize].not_loaded = Some(NotLoaded::Unanswered);
                 self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = true);
             }
         }
+    }
+
+    /// The request at `index` computes what a tier has.
+    fn not_loaded(&mut self, now: StepTime, index: u32, why: NotLoaded) {
+        let entry = &mut self.entries[index as usize];
+        entry.not_loaded = Some(why);
+        let id = entry.id;
+        self.decide(now, Decision::NotLoaded { id, why: why.name() });
     }
 
     /// No request waits for this load any more. Its blocks are free when the driver reports its end.

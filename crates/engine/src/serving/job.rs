@@ -2,7 +2,7 @@
 use crate::sampler::SamplerConfig;
 use crate::text::Stops;
 use kvist_cache::MissReason;
-use kvist_scheduler::{MAX_TIERS, Retention};
+use kvist_scheduler::{MAX_TIERS, NotLoaded, Retention};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -106,6 +106,8 @@ pub enum Event {
         loaded_tokens: [u32; MAX_TIERS],
         /// Why it supplied no more, if requested. Reduced to what a tenant may know.
         miss: Option<MissReason>,
+        /// Why the tiers supplied no more, if one has more or may have, and if requested.
+        not_loaded: Option<NotLoaded>,
     },
     /// Log-probabilities of prompt tokens from the second on, each given the tokens before it.
     Prompt(Vec<LogProb>),

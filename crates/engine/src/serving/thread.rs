@@ -10,7 +10,9 @@ use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
 use kvist_cache::Pin;
 use kvist_model::Model;
-use kvist_scheduler::{End, Ended, Iteration, MAX_TIERS, Prompt, RefusalReason, Request, RequestId};
+use kvist_scheduler::{
+    End, Ended, Iteration, MAX_TIERS, NotLoaded, Prompt, RefusalReason, Request, RequestId,
+};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::sync::mpsc::Receiver;
@@ -276,7 +278,8 @@ impl Thread {
             let Some(status) = self.state.scheduler.status(*id) else { continue };
             if let Some(at) = status.admitted_ns {
                 let miss = status.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-                live.admit(self.state.instant_of(at), status.hit_tokens, status.loaded, miss);
+                let not_loaded = status.not_loaded.filter(|_| live.explain);
+                live.admit(self.state.instant_of(at), status.hit_tokens, status.loaded, miss, not_loaded);
             }
         }
         let ended: Vec<Ended> = self.state.scheduler.drain_ended().collect();
@@ -293,7 +296,8 @@ impl Thread {
             && live.permit.is_some()
         {
             let miss = ended.miss.filter(|_| live.explain).map(|miss| miss.for_tenant());
-            live.admit(self.state.instant_of(at), ended.hit_tokens, ended.loaded, miss);
+            let not_loaded = ended.not_loaded.filter(|_| live.explain);
+            live.admit(self.state.instant_of(at), ended.hit_tokens, ended.loaded, miss, not_loaded);
         }
         let ending = std::mem::take(&mut *live.end.lock().unwrap_or_else(|broken| broken.into_inner()));
         let done = |finish| {
@@ -377,10 +381,11 @@ impl LiveJob {
         hit_tokens: u32,
         loaded_tokens: [u32; MAX_TIERS],
         miss: Option<kvist_cache::MissReason>,
+        not_loaded: Option<NotLoaded>,
     ) {
         self.permit = None;
         let cached_tokens = hit_tokens + loaded_tokens.iter().sum::<u32>();
-        let _ = self.events.send(Event::Admitted { at, cached_tokens, loaded_tokens, miss });
+        let _ = self.events.send(Event::Admitted { at, cached_tokens, loaded_tokens, miss, not_loaded });
         let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
         end.admitted = true;
         for event in end.early.drain(..) {

@@ -88,6 +88,7 @@ pub struct Received {
     pub text: String,
     pub logprobs: Vec<LogProb>,
     pub admitted: Option<(u32, Option<kvist_cache::MissReason>)>,
+    pub not_loaded: Option<kvist_scheduler::NotLoaded>,
     pub done: Option<Done>,
     pub failure: Option<Failure>,
 }
@@ -96,7 +97,8 @@ pub async fn receive(generation: &mut GenerationHandle) -> Received {
     let mut received = Received::default();
     while let Some(event) = generation.next().await {
         match event {
-            Event::Admitted { cached_tokens, miss, .. } => {
+            Event::Admitted { cached_tokens, miss, not_loaded, .. } => {
+                received.not_loaded = not_loaded;
                 assert!(received.tokens.is_empty(), "a token before its admission");
                 assert!(received.admitted.replace((cached_tokens, miss)).is_none(), "admitted twice");
             }

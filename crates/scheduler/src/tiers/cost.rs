@@ -1,5 +1,5 @@
 //! Whether to load or to compute, and the loads themselves.
-use super::{CONSIDERED, Ends, Load, LoadOrder, MAX_TIERS, Order, Run, TierState, Tiers};
+use super::{CONSIDERED, Ends, Load, LoadOrder, MAX_TIERS, NotLoaded, Order, Run, TierState, Tiers};
 use crate::entry::{Lower, State};
 use crate::log::Decision;
 use crate::memory::StepTime;
@@ -254,7 +254,7 @@ impl Scheduler {
             let new = positions.end.saturating_sub(positions.start.max(entry.declined_until));
             entry.declined_until = entry.declined_until.max(positions.end);
             tiers.counters.declined_tokens += u64::from(new);
-            self.decide(now, Decision::NotLoaded { id: self.entries[index as usize].id, why: "slower" });
+            self.not_loaded(now, index, NotLoaded::Slower);
         }
     }
 

@@ -65,6 +65,31 @@ impl Run {
     }
 }
 
+/// Why blocks that a tier had, or may have had, were computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NotLoaded {
+    /// Computing was expected to be faster.
+    Slower,
+    /// Their bytes did not arrive, or were wrong.
+    Failed,
+    /// Their load took too long.
+    Late,
+    /// The tiers did not say in time what they have.
+    Unanswered,
+}
+
+impl NotLoaded {
+    /// The name in answers and recordings.
+    pub fn name(self) -> &'static str {
+        match self {
+            NotLoaded::Slower => "slower",
+            NotLoaded::Failed => "failed",
+            NotLoaded::Late => "late",
+            NotLoaded::Unanswered => "unanswered",
+        }
+    }
+}
+
 /// Something to do for the tiers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Order {

@@ -172,6 +172,7 @@ fn a_request_waits_for_its_lookup_and_no_longer_than_the_grace() {
     assert_eq!(s.iterate(2999, &mut machine(1)), Iteration::NothingToDo);
     assert_eq!(s.iterate(3000, &mut machine(1)), Iteration::Ran { steps: 1, elapsed_ns: 1 });
     assert_eq!((computed(&s), s.next_tier_deadline_ns()), (13, None));
+    assert_eq!(s.drain_ended().next().unwrap().not_loaded, Some(NotLoaded::Unanswered));
     s.found(3001, RequestId(0), whole(1)); // too late: nothing happens
     assert!(!matches!(s.drain_orders()[..], [Order::Load(_)]));
 }
@@ -197,6 +198,7 @@ fn loaded_tokens_are_not_computed() {
         (computed(&s), ended.hit_tokens, ended.loaded, ended.admitted_ns),
         (1, 0, [0, 12, 0, 0], Some(3000))
     );
+    assert_eq!(ended.not_loaded, None);
     // The next request with this prompt hits, and nothing is loaded again.
     let mut request = Request::new(1, 4000, 13, 1);
     request.prompt = Prompt::Tokens((0..13).collect());
@@ -246,7 +248,8 @@ fn a_failed_load_is_computed() {
     assert!(s.loaded(20, order.id, false, 10));
     s.iterate(20, &mut machine(1));
     assert_eq!((computed(&s), s.tier_counters().unwrap().failed_loads), (13, 1));
-    assert_eq!(s.drain_ended().next().unwrap().loaded, [0; MAX_TIERS]);
+    let ended = s.drain_ended().next().unwrap();
+    assert_eq!((ended.loaded, ended.not_loaded), ([0; MAX_TIERS], Some(NotLoaded::Failed)));
 }
 
 #[test]
@@ -260,6 +263,7 @@ fn a_late_load_is_computed_and_its_blocks_are_free_when_it_ends() {
     s.iterate(deadline, &mut machine(1));
     assert_eq!((computed(&s), s.tier_counters().unwrap().late_loads), (13, 1));
     assert!(s.drain_orders().contains(&Order::Abandon { load: order.id }));
+    assert_eq!(s.drain_ended().next().unwrap().not_loaded, Some(NotLoaded::Late));
     let free = s.free_cells();
     assert!(s.loaded(deadline + 5, order.id, true, deadline), "its bytes come after all");
     assert_eq!(s.free_cells(), free + 12);
@@ -293,6 +297,8 @@ fn the_faster_way_is_taken() {
         let loading = orders.iter().any(|order| matches!(order, Order::Load(_)));
         assert_eq!((loading, computed(&s) > 0), (loads, !loads), "{per_token_ns} ns, tier {tier}");
         assert_eq!(s.tier_counters().unwrap().declined_tokens, if loads { 0 } else { 12 });
+        let why = s.drain_ended().next().and_then(|ended| ended.not_loaded);
+        assert_eq!(why, (!loads).then_some(NotLoaded::Slower));
     }
 }
 

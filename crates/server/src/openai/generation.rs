@@ -14,7 +14,7 @@ use kvist_cache::MissReason;
 use kvist_engine::serving::{
     Done, DraftUsage, Event, Failure, FinishReason, GenerationHandle, LogProb, Rejected, Token,
 };
-use kvist_scheduler::MAX_TIERS;
+use kvist_scheduler::{MAX_TIERS, NotLoaded};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -37,6 +37,8 @@ pub(crate) struct CachedPrompt {
     /// Those of them that came from each tier below the cache.
     pub loaded_tokens: [u32; MAX_TIERS],
     pub miss: Option<MissReason>,
+    /// Why the tiers supplied no more.
+    pub not_loaded: Option<NotLoaded>,
 }
 
 /// Times of one answer, for metrics.
@@ -251,13 +253,14 @@ impl Answers {
         let now = Instant::now();
         let since = now.duration_since(self.began);
         match event {
-            Event::Admitted { at, cached_tokens, loaded_tokens, miss } => {
+            Event::Admitted { at, cached_tokens, loaded_tokens, miss, not_loaded } => {
                 let prompt_tokens = self.request.prompts[index / n].len() as u64;
                 let queued = at.saturating_duration_since(self.began);
                 self.state.metrics.admitted(queued, prompt_tokens, u64::from(cached_tokens));
                 self.queued.get_or_insert(queued);
                 if index.is_multiple_of(n) {
-                    self.cached[index / n] = Some(CachedPrompt { cached_tokens, loaded_tokens, miss });
+                    self.cached[index / n] =
+                        Some(CachedPrompt { cached_tokens, loaded_tokens, miss, not_loaded });
                 }
                 None
             }

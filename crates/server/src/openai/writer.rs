@@ -3,6 +3,7 @@ use super::generation::{Answers, CachedPrompt};
 use super::scores::Scorer;
 use crate::error::ApiError;
 use kvist_engine::serving::{Done, FinishReason, LogProb, Token};
+use kvist_scheduler::NotLoaded;
 use serde_json::{Value, json};
 use std::sync::Arc;
 
@@ -65,7 +66,9 @@ pub(crate) fn cut_off(finish: &FinishReason, answers: &Answers) -> Option<ApiErr
 pub(crate) fn explained(answers: &Answers) -> Value {
     let tiers = answers.tier_names();
     let one = |cached: Option<CachedPrompt>| {
-        let Some(CachedPrompt { cached_tokens, loaded_tokens, miss }) = cached else { return Value::Null };
+        let Some(CachedPrompt { cached_tokens, loaded_tokens, miss, not_loaded }) = cached else {
+            return Value::Null;
+        };
         let mut explained = json!({
             "cached_tokens": cached_tokens,
             "miss": miss.map(|miss| json!({"reason": miss.name(), "position": miss.position()})),
@@ -73,6 +76,7 @@ pub(crate) fn explained(answers: &Answers) -> Value {
         if !tiers.is_empty() {
             let loaded = tiers.iter().zip(loaded_tokens).map(|(name, n)| (name.clone(), n.into()));
             explained["loaded_tokens"] = Value::Object(loaded.collect());
+            explained["not_loaded"] = not_loaded.map(NotLoaded::name).into();
         }
         explained
     };
