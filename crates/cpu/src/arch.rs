@@ -110,7 +110,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Pairs of bf16, cut off instead of rounded: `even` in the lower half of every lane, `odd` in the upper.
     fn cut_pairs(self, even: Self::F, odd: Self::F) -> Self::I;
     /// Pairs of bf16, rounded to the nearest, halves away from 0: `even` in the lower half of every lane, `odd` in the upper.
-    /// The lower 13 bits of a NaN must be 0.
+    /// A NaN whose upper mantissa bits are all set, which no operation makes, may become a number.
     fn round_pairs(self, even: Self::F, odd: Self::F) -> Self::I;
     /// Every lane cut off to bf16. The difference to the lane is exact.
     fn cut(self, x: Self::F) -> Self::F;

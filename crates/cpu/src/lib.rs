@@ -42,8 +42,9 @@ pub struct Compute {
     /// Compute attention over float caches as products of tiles, if the instruction set has tiles (AMX). Prompts take
     /// less time, and single queries more; all queries take the same path, so that results do not depend on the batch.
     pub tile_attention: bool,
-    /// Decode packed weights to bf16 for batches of many tokens, if the instruction set has tiles (AMX). Prompts take less
-    /// time, but the result of a token then depends on whether its batch was large.
+    /// For batches of many tokens, decode packed weights to bf16, and round to bf16 in attention over float caches, if the
+    /// instruction set has tiles (AMX). Prompts take less time, but the result of a token then depends on whether its batch
+    /// was large.
     pub fast_prefill: bool,
 }
 

@@ -379,7 +379,9 @@ impl Matrix {
             let inputs = input.prepare(compute, format);
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
-            let at_once = if tiles.is_some() { tiles::PANELS } else { at_once };
+            // Tiles read the inputs again for each unit, so units are larger, as long as every thread has one.
+            let per_thread = self.outputs.div_ceil(LANES).div_ceil(compute.threads.n()).next_multiple_of(2);
+            let at_once = if tiles.is_some() { tiles::PANELS.min(per_thread) } else { at_once };
             let bytes = self.panels.bytes();
             compute.threads.columns(out, self.outputs, at_once * LANES, &mut rooms, |unit, mut out, room| {
                 let first = unit * at_once;

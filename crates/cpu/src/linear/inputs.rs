@@ -60,6 +60,7 @@ impl<T: Copy + Default> Buffer<T> {
         if self.format.replace(format) == Some(format) {
             return None;
         }
+        self.data.reserve_exact((len + LANES).saturating_sub(self.data.len()));
         self.data.resize(len + LANES, T::default());
         let first = self.first();
         Some(&mut self.data[first..first + len])
@@ -93,7 +94,7 @@ pub const TILE_PAIRS: usize = TILE_TOKENS * LANES;
 /// scale, and the sum of the inputs.
 pub type TileGroup = [[i32; TILE_TOKENS]; TILE_ROWS];
 const TILE_ROWS: usize = 10;
-/// Rows of codes: the first of two.
+/// Rows that contain codes.
 pub const TILE_CODE_ROWS: usize = 8;
 pub const TILE_SCALES: usize = 8;
 pub const TILE_SUMS: usize = 9;

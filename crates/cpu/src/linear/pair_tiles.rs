@@ -4,7 +4,7 @@
 //! y[32 tokens][32 outputs] += x [tokens][32 inputs] × w [inputs][outputs]      four products per step of 32 inputs
 //! ```
 //!
-//! x is rounded to bf16, as torch does. Packed weights are decoded, and rounded too.
+//! x is rounded to bf16, as torch does. Packed weights are decoded, and rounded too; their halves are rounded away from 0.
 //!
 //! Loops, from the outside: up to 512 tokens; 256 inputs; pairs of panels, whose weights of these inputs stay in the
 //! first-level cache; pairs of tiles of tokens. So memory is read once per 512 tokens, and packed weights are decoded once.
@@ -19,7 +19,7 @@ use half::f16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// Fewest tokens for packed weights, which are decoded once per call.
+/// Fewest tokens for packed weights, which are decoded once per 512 tokens.
 pub const DECODE_FROM: usize = 64;
 /// Tokens that go through the panels of a unit together.
 const MOST_TOKENS: usize = 512;
@@ -85,7 +85,10 @@ impl Room {
     /// The sums and the weights; both begin on cache lines.
     fn get(&mut self, n: usize) -> (&mut [f32], &mut [u32]) {
         let Room { sums, weights } = self;
-        sums.resize(sums.len().max(Self::sums(n) + LANES), 0.0);
+        let len = sums.len().max(Self::sums(n) + LANES);
+        sums.reserve_exact(len - sums.len());
+        sums.resize(len, 0.0);
+        weights.reserve_exact(WEIGHTS + LANES - weights.len());
         weights.resize(WEIGHTS + LANES, 0);
         let (first, second) = (sums.as_ptr().align_offset(64), weights.as_ptr().align_offset(64));
         (&mut sums[first.min(LANES)..], &mut weights[second.min(LANES)..])
@@ -144,7 +147,10 @@ impl<F: PairFormat> TileKernel for Multiply<'_, '_, F> {
                 let (first, second) = decoded.split_at_mut(PAIR_STEPS * STEP);
                 let w = [
                     lines::<S, F>(s, &weights, panel, &steps, first),
-                    lines::<S, F>(s, &weights, if two_panels { panel + 1 } else { panel }, &steps, second),
+                    match two_panels {
+                        true => lines::<S, F>(s, &weights, panel + 1, &steps, second),
+                        false => Lines::Decoded(&[]),
+                    },
                 ];
                 for (i, tile) in range.clone().enumerate().step_by(2) {
                     for codes in next {

@@ -138,6 +138,7 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
     }
 }
 
+/// Of formats with a scale per 32 inputs; the others have no tiles of bytes.
 impl<F: PackedSuperBlock> TileFormat for SuperBlocks<F> {
     const GROUPS: usize = 8;
 

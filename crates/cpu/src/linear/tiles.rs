@@ -23,7 +23,7 @@ use std::ops::Range;
 
 /// Fewest tokens for tiles. A tile takes as long for few tokens as for sixteen.
 pub const TILES_FROM: usize = 9;
-/// Panels per unit of work: as often are the codes of a token read again while they are in the second-level cache.
+/// Most panels per unit of work. The inputs of some tokens stay in the second-level cache while all panels of a unit read them.
 pub const PANELS: usize = 16;
 /// Tokens that go through a panel together: at most so many, and at most so many bytes of codes.
 const MOST_TOKENS: usize = 128;
@@ -84,7 +84,7 @@ pub fn store_rows<S: Simd>(s: S, sums: [S::F; TILE_TOKENS], rows: &mut Rows) {
     }
 }
 
-/// Signed codes: less `1 << zero_bits`, if there is a zero. Codes without one have fewer than tile_sums bits.
+/// Signed codes: less `1 << zero_bits`, if there is a zero. Codes without one have fewer than eight bits.
 #[inline(always)]
 pub fn signed<S: Simd>(s: S, mut codes: [S::I; 8], zero_bits: Option<u32>) -> [S::I; 8] {
     let Some(bits) = zero_bits else { return codes };

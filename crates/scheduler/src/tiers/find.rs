@@ -6,6 +6,9 @@ use crate::scheduler::Scheduler;
 
 /// A waiting request is looked up again after so many times [`Tiers::grace_ns`](super::Tiers::grace_ns).
 const ASK_AGAIN: u64 = 4;
+/// So many waiting requests are looked up again: those that run next. In an overloaded server the queue is long, and a lookup
+/// of every prompt in it each second would be work for nothing.
+const FIRST_WAITING: usize = 16;
 
 /// Whether another answer of the tiers is of use to a request that has one: it waits, without cells.
 pub(super) fn may_learn(entry: &Entry) -> bool {
@@ -74,7 +77,7 @@ impl Scheduler {
 
     /// The waiting requests that are looked up again.
     pub(super) fn first_waiting(&self) -> impl Iterator<Item = u32> {
-        self.waiting.iter().take(self.config.max_batch as usize).map(|key| key.index)
+        self.waiting.iter().take(FIRST_WAITING).map(|key| key.index)
     }
 
     /// `None` if the configuration says that no request waits for a tier.
