@@ -176,7 +176,7 @@ impl Inputs {
         // f32 rows; bf16 pairs and groups of codes, whole tiles of them; each begins on a cache line.
         let pairs_and_codes = wide.checked_mul(2)?.checked_add(wide / GROUP * GROUP_ROWS * 4)?;
         let tiles = n.checked_next_multiple_of(TILE_TOKENS)?.checked_mul(pairs_and_codes)?;
-        let rooms = if Room::is_used(compute) { compute.threads.n() * Room::bytes(n) } else { 0 };
+        let rooms = compute.threads.n() * Room::bytes(compute, n);
         n.checked_mul(wide.checked_mul(4)?)?
             .checked_add(tiles)?
             .checked_add(3 * 4 * LANES)?
@@ -195,7 +195,7 @@ impl Input<'_> {
     /// A buffer for each thread, until [`put_rooms`](Self::put_rooms). They take memory only when tiles use them.
     pub(super) fn take_rooms(&mut self, compute: &Compute) -> Vec<Room> {
         let mut rooms = std::mem::take(&mut self.inputs.rooms);
-        rooms.resize_with(compute.threads.n(), Room::default);
+        rooms.resize_with(compute.threads.n(), || Room::new(compute));
         rooms
     }
     pub(super) fn put_rooms(&mut self, rooms: Vec<Room>) {

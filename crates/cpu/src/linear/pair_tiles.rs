@@ -6,8 +6,8 @@
 //!
 //! x is rounded to bf16, as torch does. Packed weights are decoded, and rounded too; their halves are rounded away from 0.
 //!
-//! Loops, from the outside: up to 512 tokens; 256 inputs; pairs of panels, whose weights of these inputs stay in the
-//! first-level cache; pairs of tiles of tokens. So memory is read once per 512 tokens, and packed weights are decoded once.
+//! Loops, from the outside: up to 512 tokens (128 if the weights are bf16); 256 inputs; pairs of panels, whose weights of these inputs stay in the
+//! first-level cache; pairs of tiles of tokens. Packed weights are decoded once per 512 tokens.
 //! The inputs and the sums of a unit stay in the second-level cache.
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
@@ -21,8 +21,10 @@ use std::ops::Range;
 
 /// Fewest tokens for packed weights, which are decoded once per 512 tokens.
 pub const DECODE_FROM: usize = 64;
-/// Tokens that go through the panels of a unit together.
+/// Most tokens that go through the panels of a unit together: packed weights are decoded again for each so many. bf16 weights
+/// are not, and then the buffers are small.
 const MOST_TOKENS: usize = 512;
+const MOST_TOKENS_OF_PAIRS: usize = 128;
 /// Pairs of the weights of a panel and a step: a line per pair of inputs.
 const STEP: usize = TILE_PAIRS;
 /// Pairs of the decoded weights of two panels.
@@ -62,8 +64,9 @@ pub fn one_nan(bytes: [u8; 2]) -> [u8; 2] {
 }
 
 /// Buffers of a thread.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Room {
+    most_tokens: usize,
     /// `[tokens][panels][outputs]`.
     sums: Vec<f32>,
     /// `[2 panels][steps][16 pairs][outputs]`: decoded weights.
@@ -71,21 +74,24 @@ pub struct Room {
 }
 
 impl Room {
-    /// Whether a batch may need it.
-    pub fn is_used(compute: &Compute) -> bool {
-        compute.isa.tiles().is_some() && !compute.deterministic
+    pub fn new(compute: &Compute) -> Self {
+        let most_tokens = if compute.fast_tiles().is_some() { MOST_TOKENS } else { MOST_TOKENS_OF_PAIRS };
+        Room { most_tokens, sums: Vec::new(), weights: Vec::new() }
     }
     /// Most bytes for `n` tokens.
-    pub fn bytes(n: usize) -> usize {
-        4 * (Self::sums(n) + WEIGHTS + 2 * LANES)
+    pub fn bytes(compute: &Compute, n: usize) -> usize {
+        match compute.isa.tiles() {
+            Some(_) if !compute.deterministic => 4 * (Self::new(compute).sums(n) + WEIGHTS + 2 * LANES),
+            _ => 0,
+        }
     }
-    fn sums(n: usize) -> usize {
-        SUMS * n.min(MOST_TOKENS).next_multiple_of(TILE_TOKENS)
+    fn sums(&self, n: usize) -> usize {
+        SUMS * n.min(self.most_tokens).next_multiple_of(TILE_TOKENS)
     }
     /// The sums and the weights; both begin on cache lines.
     fn get(&mut self, n: usize) -> (&mut [f32], &mut [u32]) {
-        let Room { sums, weights } = self;
-        let len = sums.len().max(Self::sums(n) + LANES);
+        let len = self.sums.len().max(self.sums(n) + LANES);
+        let Room { sums, weights, .. } = self;
         sums.reserve_exact(len - sums.len());
         sums.resize(len, 0.0);
         weights.reserve_exact(WEIGHTS + LANES - weights.len());
@@ -128,10 +134,11 @@ impl<F: PairFormat> TileKernel for Multiply<'_, '_, F> {
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Whole>>(self, s: S, tiles: &mut T) {
         let Multiply { weights, inputs, room, out, .. } = self;
+        let most_tokens = room.most_tokens;
         let (sums, decoded) = room.get(inputs.n);
         let row = weights.n * LANES;
-        for first in (0..inputs.n).step_by(MOST_TOKENS) {
-            let tokens = first..inputs.n.min(first + MOST_TOKENS);
+        for first in (0..inputs.n).step_by(most_tokens) {
+            let tokens = first..inputs.n.min(first + most_tokens);
             let range = first / TILE_TOKENS..tokens.end.div_ceil(TILE_TOKENS);
             let sums = &mut sums[..range.len() * TILE_TOKENS * row];
             sums.fill(0.0);
