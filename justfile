@@ -30,7 +30,11 @@ store kills="20":
     KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
     cargo test -p kvist --features tiers --test tiers
 
-# The tests of these tiers alone, in one build, as CI runs them.
+# The tests of the stores alone, as CI runs them.
+stores:
+    cargo test -p kvist-store --features disk,remote --test stores
+
+# The same, and `kvist serve` over them, in one build.
 tiers:
     cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers
 
