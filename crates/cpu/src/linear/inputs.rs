@@ -32,7 +32,7 @@ impl InputFormat {
 
 /// Buffers for one batch, reused. Tokens are grouped into tiles of 8, 4, 2 and 1, as kernels process them. The tokens
 /// of a tile are interleaved: `[tile][…][tokens of the tile]`. So a kernel needs one address for all of them, and the
-/// data of a single token is dense. Matrix registers have tiles of 16 tokens, see [`tiles`](super::tiles).
+/// data of a single token is dense. Matrix registers have tiles of 16 tokens, see `tiles.rs`.
 #[derive(Debug, Default)]
 pub struct Inputs {
     pub n: usize,
@@ -133,13 +133,13 @@ impl Inputs {
         let groups = self.width / GROUP;
         &self.groups.get()[first * groups * GROUP_ROWS..].as_chunks().0.as_chunks().0[..groups]
     }
-    /// Tile `tile` of sixteen tokens, chunk `chunk` of [`PAIR_STEPS`] steps: every 32 inputs' pairs, a row per token.
+    /// Tile `tile` of sixteen tokens, chunk `chunk` of `PAIR_STEPS` steps: every 32 inputs' pairs, a row per token.
     #[inline(always)]
     pub fn tile_pairs(&self, tile: usize, chunk: usize) -> &[[i32; TILE_PAIRS]] {
         let place = self.place(PAIR_STEPS, tile, chunk);
         &self.pairs.get().as_chunks().0[place]
     }
-    /// Tile `tile` of sixteen tokens, chunk `chunk` of [`CODE_STEPS`] steps: the data of every 32 inputs.
+    /// Tile `tile` of sixteen tokens, chunk `chunk` of `CODE_STEPS` steps: the data of every 32 inputs.
     #[inline(always)]
     pub fn tile_codes(&self, tile: usize, chunk: usize) -> &[TileGroup] {
         let place = self.place(CODE_STEPS, tile, chunk);
