@@ -81,8 +81,8 @@ impl Room {
     /// Most bytes for `n` tokens.
     pub fn bytes(compute: &Compute, n: usize) -> usize {
         match compute.isa.tiles() {
-            Some(_) if !compute.deterministic => 4 * (Self::new(compute).sums(n) + WEIGHTS + 2 * LANES),
-            _ => 0,
+            Some(_) => 4 * (Self::new(compute).sums(n) + WEIGHTS + 2 * LANES),
+            None => 0,
         }
     }
     fn sums(&self, n: usize) -> usize {
