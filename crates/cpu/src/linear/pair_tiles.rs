@@ -12,6 +12,7 @@
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
 use super::inputs::{GROUP, InputFormat, Inputs, PAIR_STEPS, TILE_PAIRS, TILE_TOKENS};
+use super::tiles::fetch;
 use super::{Format, Panels, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
@@ -161,7 +162,7 @@ impl<F: PairFormat> TileKernel for Multiply<'_, '_, F> {
                 ];
                 for (i, tile) in range.clone().enumerate().step_by(2) {
                     for codes in next {
-                        fetch(s, codes, i / 2, range.len().div_ceil(2));
+                        fetch(s, codes, 0, i / 2, range.len().div_ceil(2));
                     }
                     let two_tiles = tile + 1 < range.end;
                     let x = [tile, if two_tiles { tile + 1 } else { tile }];
@@ -222,14 +223,6 @@ fn codes_of<'w, F: PairFormat>(weights: &'w Panels<'_>, panel: usize, steps: Ran
         false => &[],
     };
     [codes(panel), codes(panel + 1)]
-}
-
-/// Prefetches part `part` of `parts`.
-#[inline(always)]
-fn fetch<S: Simd>(s: S, codes: &[u8], part: usize, parts: usize) {
-    for line in codes.as_chunks::<64>().0.iter().skip(part).step_by(parts) {
-        s.prefetch(line, 0);
-    }
 }
 
 /// The pairs of some steps of a panel, `[steps][16 pairs][16 rows]`: as they lie in the panel, or decoded.

@@ -182,6 +182,7 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
         let into_next = n >= RING - 1;
         let (mut x, mut at) = (inputs.tile_codes(range.start, chunk), 0);
         for (i, (tile, rows)) in range.clone().zip(&mut *sums).enumerate() {
+            // The same chunk of the next panel.
             fetch(s, codes, weights.panel, i, range.len());
             let next_x = match tile + 1 < range.end {
                 true => inputs.tile_codes(tile + 1, chunk),
@@ -210,11 +211,11 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
     }
 }
 
-/// Prefetches part `part` of `parts` of the same chunk of the next panel.
+/// Prefetches part `part` of `parts` of what lies `ahead` bytes after the codes.
 #[inline(always)]
-fn fetch<S: Simd>(s: S, codes: &[u8], panel: usize, part: usize, parts: usize) {
+pub fn fetch<S: Simd>(s: S, codes: &[u8], ahead: usize, part: usize, parts: usize) {
     for line in codes.as_chunks::<64>().0.iter().skip(part).step_by(parts) {
-        s.prefetch(line, panel);
+        s.prefetch(line, ahead);
     }
 }
 
