@@ -83,10 +83,12 @@ impl Cache {
         }
     }
 
-    /// Turns the log of prefix events on or off. It copies block contents. A cache without a prefix index logs none.
+    /// Turns the log of prefix events on or off. A log that is turned on begins with a [`PrefixEvent::Stored`] for each
+    /// block that the index has, parents before their children. It copies block contents. A cache without a prefix
+    /// index logs none.
     pub fn watch_prefixes(&mut self, on: bool) {
         if let Some(index) = &mut self.index {
-            index.events = on.then(Vec::new);
+            index.watch(on);
         }
     }
 

@@ -16,6 +16,8 @@ pub fn router(state: Arc<ServerState>) -> Router {
     let keyed = Router::new()
         .route("/v1/completions", post(openai::completions))
         .route("/v1/chat/completions", post(openai::chat))
+        .route("/v1/completions/render", post(openai::render_completions))
+        .route("/v1/chat/completions/render", post(openai::render_chat))
         .route("/v1/models", get(openai::models))
         .route("/v1/models/{*id}", get(openai::model))
         .route("/v1/sessions", get(sessions::list).post(sessions::create))
@@ -32,6 +34,8 @@ pub fn router(state: Arc<ServerState>) -> Router {
         .route("/detokenize", post(openai::detokenize))
         .route("/metrics", get(health::metrics))
         .route("/kvist/live", get(dashboard::live))
+        .route("/get_server_info", get(health::server_info))
+        .route("/kv_event_sources", get(health::kv_event_sources))
         .route_layer(middleware::from_fn_with_state(state.clone(), authenticate));
     let open = Router::new()
         .route("/", get(dashboard::index))

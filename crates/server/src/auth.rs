@@ -32,6 +32,11 @@ fn salt_of(name: &str, cache_salt: &str) -> Arc<str> {
     format!("{}:{}:{cache_salt}", name.len(), name).into()
 }
 
+/// The salt of callers of this name that send no `cache_salt`.
+pub(crate) fn salt_of_name(name: &str) -> Arc<str> {
+    salt_of(name, "")
+}
+
 /// The salt of callers without keys that send no `cache_salt`.
 pub fn salt_of_anybody() -> Arc<str> {
     salt_of(ANYBODY, "")

@@ -2,10 +2,12 @@
 //!
 //! Everything has a default. An unknown field is an error, because a misspelt limit would not limit anything.
 mod check;
+mod kv_events;
 pub(crate) mod sections;
 mod tiers;
 
 use crate::auth::{self, Keys};
+pub use kv_events::{EventEndpoint, KvEventsSection};
 use kvist_cache::PrefixSpec;
 use kvist_device::Recent;
 use kvist_engine::executor::PagedConfig;
@@ -29,6 +31,7 @@ pub struct ServerConfig {
     pub scheduler: Config,
     pub speculation: SpeculationSection,
     pub tiers: TiersSection,
+    pub kv_events: KvEventsSection,
     pub http: HttpSection,
     pub limits: LimitsSection,
     pub sessions: SessionsSection,
@@ -44,6 +47,7 @@ impl Default for ServerConfig {
             scheduler: Config::default(),
             speculation: SpeculationSection::default(),
             tiers: TiersSection::default(),
+            kv_events: KvEventsSection::default(),
             http: HttpSection::default(),
             limits: LimitsSection::default(),
             sessions: SessionsSection::default(),
@@ -103,6 +107,7 @@ impl ServerConfig {
         check::cache_and_scheduler(self)?;
         check::speculation(self)?;
         self.tiers.check([self.cache.kv, self.cache.values()])?;
+        self.kv_events.check(self)?;
         check::limits(self)?;
         check::sessions(self)?;
         check::http(self)?;
@@ -172,7 +177,7 @@ impl ServerConfig {
 
     /// Warnings about settings that are valid but may not be intended.
     pub fn warnings(&self) -> Vec<String> {
-        let mut warnings = Vec::new();
+        let mut warnings = Vec::from_iter(self.kv_events.warning());
         let (asked, recent) = (self.cache.kv_recent, self.cache.recent_tokens());
         if 0 < recent && recent < asked {
             let block = self.cache.block_tokens;
@@ -294,6 +299,15 @@ mod tests {
             ("[cache]\nblock_tokens = 0", "cache.block_tokens"),
             ("[cache]\nkv_recent = 12", "cache.kv_recent"),
             ("[cache]\nkv_v = \"t4-o\"", "cache.kv_v"),
+            ("[kv_events]\nendpoint = \"localhost:5557\"", "tcp://"),
+            ("[kv_events]\nreplay_endpoint = \"tcp://*:5558\"", "kv_events.replay_endpoint"),
+            (
+                "[kv_events]\nendpoint = \"tcp://*:1\"\nreplay_endpoint = \"tcp://*:1\"",
+                "kv_events.replay_endpoint",
+            ),
+            ("[kv_events]\nendpoint = \"tcp://*:1\"\nbuffer = 0", "kv_events.buffer"),
+            ("[kv_events]\nendpoint = \"tcp://*:1\"\nname = \"ann\"", "kv_events.name"),
+            ("[cache]\nkeep = \"recent=64\"\n[kv_events]\nendpoint = \"tcp://*:1\"", "cache.keep"),
             ("[cache]\ntokens = 0", "cache.tokens"),
             ("[scheduler]\npolicy = \"best\"", "best"),
             ("[scheduler]\nmax_batch = 0", "max_batch"),

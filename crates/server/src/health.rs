@@ -28,6 +28,30 @@ pub(crate) async fn ready(State(state): State<Arc<ServerState>>) -> Response {
     Json(serde_json::json!({"status": "ready"})).into_response()
 }
 
+/// What routers ask a worker: vLLM's and SGLang's names.
+pub(crate) async fn server_info(State(state): State<Arc<ServerState>>) -> Response {
+    let name = state.model_name();
+    Json(serde_json::json!({
+        "model_id": name,
+        "served_model_name": name,
+        "instance_id": state.instance_id,
+        "is_generation": true,
+        "kv_block_size": state.block_tokens,
+        "max_model_len": state.max_model_len(),
+        "version": env!("CARGO_PKG_VERSION"),
+    }))
+    .into_response()
+}
+
+/// Where routers find this server's KV events.
+pub(crate) async fn kv_event_sources(State(state): State<Arc<ServerState>>) -> Result<Response, ApiError> {
+    let Some(events) = state.kv_events.get() else {
+        let message = "this server publishes no KV events: start it with --kv-events";
+        return Err(ApiError::new(StatusCode::NOT_FOUND, "no_kv_events", message));
+    };
+    Ok(Json(events.sources()).into_response())
+}
+
 pub(crate) async fn openapi(State(state): State<Arc<ServerState>>) -> Response {
     ([(header::CONTENT_TYPE, "application/json")], state.openapi.clone()).into_response()
 }
@@ -39,6 +63,7 @@ pub(crate) async fn metrics(Call { state, caller }: Call) -> Result<Response, Ap
     }
     let mut readings = metrics::of_engine(&state.engine.stats());
     readings.extend(metrics::of_limits(state.engine.rejected(), &state.connections));
+    readings.extend(state.kv_events.get().map(|events| metrics::of_events(events.n_messages())));
     let failed = |error| {
         ApiError::new(
             StatusCode::INTERNAL_SERVER_ERROR,

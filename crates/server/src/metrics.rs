@@ -119,6 +119,12 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
     readings
 }
 
+/// Messages for routers.
+pub fn of_events(messages: u64) -> Reading {
+    let help = "Messages with KV events that were published.";
+    Reading("kvist_kv_event_messages_total", "counter", help, messages as f64, None)
+}
+
 /// What tiers below the cache did.
 fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
     let c = &tiers.counters;

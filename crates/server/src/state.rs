@@ -4,6 +4,7 @@ use crate::bodies::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
 use crate::connections::Connections;
 use crate::error::ApiError;
+use crate::kv_events::{KvEventSockets, KvEvents};
 use crate::live::LiveView;
 use crate::live::sessions::SessionListCache;
 use crate::metrics::Metrics;
@@ -34,6 +35,9 @@ pub struct ServerState {
     pub(crate) engine: Engine,
     pub(crate) http: HttpSection,
     pub(crate) limits: LimitsSection,
+    /// The name of this process among the workers of a fleet.
+    pub(crate) instance_id: String,
+    pub(crate) block_tokens: u32,
     /// The cache keeps some tokens of a text (`cache.keep`), so texts may be longer than it is.
     keeps_some: bool,
     pub(crate) keys: Keys,
@@ -60,6 +64,8 @@ pub struct ServerState {
     pub(crate) keeper: OnceLock<SessionKeeper>,
     /// Most sessions that a key's name saves in files.
     pub(crate) max_session_files: usize,
+    /// Tells routers what the cache has, if an endpoint is configured.
+    pub(crate) kv_events: OnceLock<KvEvents>,
     pub(crate) live: LiveView,
     pub(crate) session_list: Arc<SessionListCache>,
     /// Becomes true when the grace period after a signal is over: requests that still run are then notified and ended.
@@ -91,6 +97,8 @@ impl ServerState {
         Ok(Arc::new(ServerState {
             http: config.http.clone(),
             limits: config.limits.clone(),
+            instance_id: format!("kvist-{:032x}", random_id()),
+            block_tokens: config.cache.block_tokens,
             keeps_some: config.cache.keep.is_some(),
             scores: ScoreMemory::new(bounds.max_tokens, &keys.names()),
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
@@ -109,6 +117,7 @@ impl ServerState {
             session_list: SessionListCache::new(engine.clone(), sessions.clone()),
             sessions,
             keeper: OnceLock::new(),
+            kv_events: OnceLock::new(),
             max_session_files: config.sessions.max_sessions,
             live: LiveView::watch(&engine),
             stopping: watch::Sender::new(false),
@@ -131,6 +140,17 @@ impl ServerState {
         let keeper = SessionKeeper::open(dir, &self.engine, &self.sessions, origin, paged)?;
         // A second call would find the directory in use.
         let _ = self.keeper.set(keeper);
+        Ok(())
+    }
+
+    /// Publishes what the cache has, from now on. `salt` is that of the requests whose blocks are published
+    /// ([`KvEventsSection::salt`](crate::config::KvEventsSection::salt)). Call it within the server's runtime, once.
+    ///
+    /// # Errors
+    /// The sockets cannot be used, or the engine has stopped.
+    pub async fn publish_events(&self, sockets: KvEventSockets, salt: Arc<str>) -> std::io::Result<()> {
+        let events = KvEvents::start(sockets, &self.engine, salt).await?;
+        let _ = self.kv_events.set(events);
         Ok(())
     }
 

@@ -5,6 +5,7 @@ mod evict;
 mod explain;
 mod lower;
 mod store;
+mod watch;
 
 use super::content::{Content, Keying};
 use super::ghosts::Ghosts;

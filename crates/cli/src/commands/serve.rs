@@ -14,7 +14,7 @@ use kvist_engine::memory::MemoryPlan;
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::Engine;
 use kvist_server::config::OpenTiers;
-use kvist_server::{ServerState, serve};
+use kvist_server::{KvEventSockets, ServerState, serve};
 use memory::Needed;
 use speculation::SpeculationPlan;
 use std::fs::File;
@@ -89,6 +89,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
     drop(std::net::TcpListener::bind(address).with_context(taken)?);
+    let kv_events = KvEventSockets::bind(&config.kv_events).context("--kv-events")?;
     // Open the recording before the weights are loaded, so that an error comes early.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let tiers = tiers::open(&config, &engine, &opened, args.model.weights, &registry)?;
@@ -131,6 +132,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             }
             let has_begun = state.live().record(&engine, file).await;
             anyhow::ensure!(has_begun, "--record: cannot start the thread that writes the file");
+        }
+        if let Some(sockets) = kv_events {
+            let salt = config.kv_events.salt(&config)?;
+            state.publish_events(sockets, salt).await.context("--kv-events")?;
         }
         let listener = tokio::net::TcpListener::bind(address).await.with_context(taken)?;
         let address = listener.local_addr()?;

@@ -4,6 +4,7 @@ use super::generation::Answers;
 use super::generation_request::GenerationRequest;
 use super::scores::Scorer;
 use super::stream;
+use super::token_ids::TokenIds;
 use super::tokens::encode_prompt;
 use super::writer::{AnswerWriter, finish_reason};
 use crate::auth::Caller;
@@ -32,6 +33,34 @@ fn prepare(
     caller: &Caller,
     body: &mut Value,
 ) -> Result<(GenerationRequest, ChatWriter, Common), ApiError> {
+    let Admitted { mut request, common, spec, wants_scores } = admitted(state, caller, body)?;
+    state.log_prompts(&request.id, &request.prompts);
+    let parser = || spec.format.as_ref().map(AnswerFormat::parser);
+    let parsers = (0..request.n).map(|_| parser());
+    let mut writer = ChatWriter::new(state, request.id.clone(), parsers, wants_scores);
+    writer.ids = TokenIds::new(&request);
+    request.queue(state)?;
+    Ok((request, writer, common))
+}
+
+/// The prompt that this body would run.
+pub(super) fn prompts(
+    state: &Arc<ServerState>,
+    caller: &Caller,
+    body: &mut Value,
+) -> Result<Vec<Arc<[u32]>>, ApiError> {
+    admitted(state, caller, body).map(|admitted| admitted.request.prompts)
+}
+
+/// A request that can be served, and how its answers are written.
+struct Admitted {
+    request: GenerationRequest,
+    common: Common,
+    spec: AnswerSpec,
+    wants_scores: bool,
+}
+
+fn admitted(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Result<Admitted, ApiError> {
     check_together(body, state.bounds.tools)?;
     check(body, &state.schemas.chat, &state.bounds.model)?;
     let (common, mut fields): (Common, ChatFields) = (read(body)?, read(body)?);
@@ -39,7 +68,7 @@ fn prepare(
     // Both are upper limits.
     let asked = fields.max_completion_tokens.into_iter().chain(fields.max_tokens).min();
     let id = state.new_id("chatcmpl");
-    let mut request = GenerationRequest::new(state, caller, &common, id.clone(), "chat")?;
+    let mut request = GenerationRequest::new(state, caller, &common, id, "chat")?;
     let parallel = fields.parallel_tool_calls.unwrap_or(true);
     let tools = fields.tools.as_deref().unwrap_or_default();
     let choice = fields.tool_choice.as_ref();
@@ -63,11 +92,7 @@ fn prepare(
     }
     request.logprobs = wants_scores.then(|| fields.top_logprobs.unwrap_or(0));
     request.admit(state, asked, "messages")?;
-    state.log_prompts(&request.id, &request.prompts);
-    let parser = || spec.format.as_ref().map(AnswerFormat::parser);
-    let writer = ChatWriter::new(state, id, (0..request.n).map(|_| parser()), wants_scores);
-    request.queue(state)?;
-    Ok((request, writer, common))
+    Ok(Admitted { request, common, spec, wants_scores })
 }
 
 /// The conversation as tokens, up to where the answer begins.
@@ -136,6 +161,7 @@ pub(crate) struct ChatWriter {
     created: u64,
     answers: Vec<ChatAnswer>,
     scorer: Option<Scorer>,
+    ids: TokenIds,
 }
 
 impl ChatWriter {
@@ -148,7 +174,14 @@ impl ChatWriter {
     ) -> Self {
         let answers = parsers.map(|parser| ChatAnswer { has_role: false, calls: 0, parser }).collect();
         let scorer = logprobs.then(|| Scorer::chat(state));
-        ChatWriter { state: state.clone(), id, created: state.now(), answers, scorer }
+        ChatWriter {
+            state: state.clone(),
+            id,
+            created: state.now(),
+            answers,
+            scorer,
+            ids: TokenIds::default(),
+        }
     }
 
     fn choice(index: usize, delta: Value, logprobs: Value, finish: Option<&str>) -> Value {
@@ -207,6 +240,14 @@ impl AnswerWriter for ChatWriter {
             .as_ref()
             .map_or(Value::Null, |scorer| scorer.of_tokens(std::slice::from_ref(token), 0));
         self.write(index, deltas, scores, &mut choices);
+        if self.ids.are_wanted() {
+            // The last chunk of a token has its id: a token may have no text of its own, or several parts.
+            if choices.is_empty() {
+                choices.push(Self::choice(index, json!({}), Value::Null, None));
+            }
+            let last = choices.len() - 1;
+            self.ids.add(&mut choices[last], index, std::slice::from_ref(token));
+        }
         choices
     }
 
@@ -228,12 +269,14 @@ impl AnswerWriter for ChatWriter {
         self.answers[index].calls = calls.len();
         let mut message = parsed.to_message(calls);
         message["refusal"] = Value::Null;
-        json!({
+        let mut choice = json!({
             "index": index,
             "message": message,
             "logprobs": null,
             "finish_reason": self.reason(index, done),
-        })
+        });
+        self.ids.add(&mut choice, index, tokens);
+        choice
     }
 
     fn scorer(&self) -> Option<Scorer> {

@@ -5,6 +5,7 @@ use super::generation_request::{GenerationRequest, too_many};
 use super::parts::{PART_BYTES, part_of};
 use super::scores::Scorer;
 use super::stream;
+use super::token_ids::TokenIds;
 use super::tokens::{decoding_bytes, encode_prompt, text_bytes};
 use super::writer::{AnswerWriter, EchoedPrompt, finish_reason};
 use crate::auth::Caller;
@@ -52,6 +53,34 @@ struct Prepared {
 
 /// Turn a body into a request to the engine. Runs on a blocking thread.
 fn prepare(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Result<Prepared, ApiError> {
+    let (mut request, common, echo) = admitted(state, caller, body)?;
+    state.log_prompts(&request.id, &request.prompts);
+    let scored = request.prompts.iter().filter(|_| request.prompt_logprobs);
+    let writer = CompletionWriter {
+        echoes: scored.map(Echo::scored).collect(),
+        ..CompletionWriter::new(state, &request)
+    };
+    let echoed_bytes = (echo && !request.prompt_logprobs)
+        .then(|| request.prompts.iter().map(|prompt| text_bytes(state, prompt)).sum());
+    request.queue(state)?;
+    Ok(Prepared { request, writer, common, echoed_bytes })
+}
+
+/// The prompts that this body would run.
+pub(super) fn prompts(
+    state: &Arc<ServerState>,
+    caller: &Caller,
+    body: &mut Value,
+) -> Result<Vec<Arc<[u32]>>, ApiError> {
+    admitted(state, caller, body).map(|(request, ..)| request.prompts)
+}
+
+/// A request that can be served, and whether it echoes its prompts.
+fn admitted(
+    state: &Arc<ServerState>,
+    caller: &Caller,
+    body: &mut Value,
+) -> Result<(GenerationRequest, Common, bool), ApiError> {
     check_together(body, false)?;
     check_answers(state, body)?;
     check(body, &state.schemas.completions, &state.bounds.model)?;
@@ -73,16 +102,7 @@ fn prepare(state: &Arc<ServerState>, caller: &Caller, body: &mut Value) -> Resul
     request.logprobs = fields.logprobs;
     request.prompt_logprobs = echo && fields.logprobs.is_some();
     request.admit(state, Some(fields.max_tokens.unwrap_or(16)), "prompt")?;
-    state.log_prompts(&request.id, &request.prompts);
-    let scored = request.prompts.iter().filter(|_| request.prompt_logprobs);
-    let writer = CompletionWriter {
-        echoes: scored.map(Echo::scored).collect(),
-        ..CompletionWriter::new(state, &request)
-    };
-    let echoed_bytes = (echo && !request.prompt_logprobs)
-        .then(|| request.prompts.iter().map(|prompt| text_bytes(state, prompt)).sum());
-    request.queue(state)?;
-    Ok(Prepared { request, writer, common, echoed_bytes })
+    Ok((request, common, echo))
 }
 
 /// Checks that the schema lacks, or for which it has a worse message.
@@ -162,6 +182,7 @@ pub(crate) struct CompletionWriter {
     /// How much of the prompt was written for each answer: in scored tokens, or in bytes of the text.
     echoed: Vec<usize>,
     scorer: Option<Scorer>,
+    ids: TokenIds,
 }
 
 impl CompletionWriter {
@@ -176,6 +197,7 @@ impl CompletionWriter {
             shown: vec![0; total],
             echoed: vec![0; total],
             scorer: request.logprobs.is_some().then(|| Scorer::text(state)),
+            ids: TokenIds::new(request),
         }
     }
 
@@ -242,10 +264,12 @@ impl AnswerWriter for CompletionWriter {
     }
 
     fn delta(&mut self, index: usize, token: &Token) -> Vec<Value> {
-        match token.text.is_empty() && self.scorer.is_none() {
-            true => Vec::new(),
-            false => vec![self.scored(index, std::slice::from_ref(token))],
+        if token.text.is_empty() && self.scorer.is_none() && !self.ids.are_wanted() {
+            return Vec::new();
         }
+        let mut choice = self.scored(index, std::slice::from_ref(token));
+        self.ids.add(&mut choice, index, std::slice::from_ref(token));
+        vec![choice]
     }
 
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
@@ -255,7 +279,9 @@ impl AnswerWriter for CompletionWriter {
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {
         let mut text: String = tokens.iter().map(|t| t.text.as_str()).collect();
         text += &done.text;
-        self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)))
+        let mut choice = self.choice(index, text, Value::Null, Some(finish_reason(&done.finish)));
+        self.ids.add(&mut choice, index, tokens);
+        choice
     }
 
     fn scorer(&self) -> Option<Scorer> {

@@ -23,6 +23,7 @@ pub(crate) struct Common {
     pub n: Option<u32>,
     pub stop: Option<OneOrMore>,
     pub ignore_eos: Option<bool>,
+    pub return_token_ids: Option<bool>,
     pub stream: Option<bool>,
     pub stream_options: Option<StreamOptions>,
     pub cache_salt: Option<String>,

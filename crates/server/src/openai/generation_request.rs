@@ -51,6 +51,8 @@ pub(crate) struct GenerationRequest {
     pub retain: Option<Retention>,
     pub deadline: Instant,
     pub explain: bool,
+    /// The tokens of prompts and answers are part of the response.
+    pub return_token_ids: bool,
     pub pace: Option<u32>,
     pub record: Option<Record>,
     /// Queue permit of each prompt: from when the prompt is ready until its last answer was submitted. The answers use
@@ -122,6 +124,7 @@ impl GenerationRequest {
             retain: kvist.cache.map(CacheFields::retention),
             deadline: caller.arrived + timeout,
             explain: kvist.explain.unwrap_or(false),
+            return_token_ids: common.return_token_ids.unwrap_or(false),
             pace: kvist.pace,
             record: None,
             queue_permits: Vec::new(),

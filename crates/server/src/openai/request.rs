@@ -135,6 +135,7 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
             "an answer may end at any length; `ignore_eos` continues up to `max_tokens`"),
         "skip_special_tokens": neutral(json!({"type": "boolean", "enum": [true, null]}),
             "control tokens are not part of the text"),
+        "return_token_ids": boolean(false, "Return the tokens of the prompt and of the answer (vLLM)."),
         "ignore_eos": boolean(false, "Continue after the model's end token (vLLM)."),
         "stream": boolean(false, "Send the answer as server-sent events while it is generated."),
         "stream_options": or_null(json!({
@@ -171,6 +172,32 @@ pub(crate) fn common(b: &Bounds) -> Map<String, Value> {
             },
         })),
         "user": ignored(json!({"type": "string"})),
+    });
+    let mut fields = match fields {
+        Value::Object(fields) => fields,
+        _ => Map::new(),
+    };
+    fields.extend(router_fields());
+    fields
+}
+
+/// Fields that routers add to requests when a client did not set them. Their defaults are what kvist does.
+fn router_fields() -> Map<String, Value> {
+    let only = |value: bool, why: &str| neutral(json!({"type": "boolean", "enum": [value, null]}), why);
+    let nothing = |why: &str| neutral(json!({"type": "null"}), why);
+    let fields = json!({
+        "no_stop_trim": only(false, "a stop string is never part of the answer"),
+        "spaces_between_special_tokens": only(true, "control tokens are not part of the text"),
+        "separate_reasoning": only(true, "reasoning is always apart from the content"),
+        "stream_reasoning": only(true, "reasoning is streamed as it is generated"),
+        "include_reasoning": only(true, "reasoning is part of the answer"),
+        "continue_final_message": only(false, "an answer is always a new message; `/v1/completions` continues a text"),
+        "return_hidden_states": only(false, "kvist does not return hidden states"),
+        "use_beam_search": only(false, "kvist has no beam search"),
+        "add_special_tokens": only(true, "a text begins with the tokens that the model expects; send tokens for others"),
+        "session_params": nothing("conversations with a state are at `/v1/sessions`"),
+        "lora_path": nothing("kvist has no adapters"),
+        "rid": nothing("a request's id is chosen by the server"),
     });
     match fields {
         Value::Object(fields) => fields,

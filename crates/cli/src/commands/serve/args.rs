@@ -6,6 +6,7 @@ use clap::ValueHint;
 use kvist_device::Storage;
 use kvist_engine::keep::KeepConfig;
 use kvist_server::ServerConfig;
+use kvist_server::config::EventEndpoint;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
@@ -93,6 +94,16 @@ pub struct Args {
     /// Keep sessions in this directory, with their K and V: they survive a restart of the server
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub sessions_dir: Option<PathBuf>,
+    /// Publish there which prefixes the cache has, for routers that send a prompt where its prefix is: vLLM's KV events over
+    /// ZeroMQ, such as tcp://127.0.0.1:5557
+    #[arg(long, value_name = "ENDPOINT")]
+    pub kv_events: Option<EventEndpoint>,
+    /// Repeat KV events there for routers that have missed some
+    #[arg(long, value_name = "ENDPOINT")]
+    pub kv_events_replay: Option<EventEndpoint>,
+    /// Topic of KV events; by default the empty one
+    #[arg(long, value_name = "TOPIC")]
+    pub kv_events_topic: Option<String>,
     /// Write prompts and answers into the log
     #[arg(long)]
     pub log_prompts: bool,
@@ -145,6 +156,9 @@ impl Args {
         set(&mut c.scheduler.max_batch, &self.max_batch);
         set(&mut c.scheduler.max_batch_tokens, &self.max_batch_tokens);
         self.tiers.apply(&mut c.tiers);
+        c.kv_events.endpoint = self.kv_events.or(c.kv_events.endpoint);
+        c.kv_events.replay_endpoint = self.kv_events_replay.or(c.kv_events.replay_endpoint);
+        set(&mut c.kv_events.topic, &self.kv_events_topic);
         self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);

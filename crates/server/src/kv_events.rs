@@ -1,0 +1,141 @@
+//! KV events for the routers of a fleet: which prefixes this server's cache has, in vLLM's format over ZeroMQ.
+//!
+//! After each step the engine thread passes on what the prefix index logged, and forgets it. A task turns it into
+//! messages and gives them to the socket. Neither waits for consumers.
+mod public;
+mod publisher;
+mod wire;
+
+use crate::config::{EventEndpoint, KvEventsSection};
+use kvist_cache::{Cache, GroupId, PrefixEvent};
+use kvist_engine::serving::{Engine, EngineState, Watcher};
+use public::PublicBlocks;
+use publisher::Publisher;
+use serde_json::{Value, json};
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use wire::Event;
+
+/// Where the events are published, bound before the model is loaded so that a port in use is found early.
+pub struct KvEventSockets {
+    section: KvEventsSection,
+    events: TcpListener,
+    replays: Option<TcpListener>,
+}
+
+impl KvEventSockets {
+    /// `None` if no endpoint is configured.
+    ///
+    /// # Errors
+    /// An address cannot be bound. The error names it.
+    pub fn bind(section: &KvEventsSection) -> io::Result<Option<Self>> {
+        let Some(endpoint) = &section.endpoint else { return Ok(None) };
+        let bind = |endpoint: &EventEndpoint| {
+            let bound = TcpListener::bind(endpoint.address());
+            bound.map_err(|error| {
+                io::Error::new(error.kind(), format!("cannot listen on {endpoint}: {error}"))
+            })
+        };
+        let replays = section.replay_endpoint.as_ref().map(bind).transpose()?;
+        Ok(Some(KvEventSockets { section: section.clone(), events: bind(endpoint)?, replays }))
+    }
+}
+
+/// The publisher of a running server.
+pub(crate) struct KvEvents {
+    /// `/kv_event_sources`.
+    sources: Value,
+    messages: Arc<AtomicU64>,
+}
+
+impl KvEvents {
+    /// Publishes from now on, beginning with what the cache has. `salt` is that of the requests whose blocks are
+    /// published. Call it within a tokio runtime, once per engine.
+    pub async fn start(sockets: KvEventSockets, engine: &Engine, salt: Arc<str>) -> io::Result<Self> {
+        let KvEventSockets { section, events, replays } = sockets;
+        let endpoint = shown(events.local_addr()?);
+        let replay_endpoint =
+            replays.as_ref().map(|listener| listener.local_addr().map(shown)).transpose()?;
+        let sources = json!({"0": {
+            "enable_kv_cache_events": true, "publisher": "zmq", "encoding": "msgpack", "schema_version": 1,
+            "topic": section.topic, "endpoint": endpoint, "replay_endpoint": replay_endpoint,
+            "buffer_steps": section.buffer,
+        }});
+        let messages = Arc::new(AtomicU64::new(0));
+        let socket = Publisher::bind(events, &section.topic, section.buffer, messages.clone());
+        let mut publisher = socket.await.map_err(io::Error::other)?;
+        if let Some(replays) = replays {
+            publisher.serve_replays(replays).await.map_err(io::Error::other)?;
+        }
+        let (sender, receiver) = unbounded_channel();
+        let blocks = engine.inspect(move |state| {
+            let cache = state.scheduler.cache_mut();
+            cache.watch_prefixes(true);
+            let block_tokens = cache.paged_spec().map_or(1, |spec| spec.block_tokens);
+            PublicBlocks::new(cache.prefix_hash(&salt, &[]), routed_group(cache), block_tokens)
+        });
+        let blocks = blocks.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
+        engine.add_watcher(Box::new(PrefixWatcher { sender, events: Vec::new() }));
+        // A consumer may remember an earlier process at this address.
+        publisher.publish(&[Event::AllBlocksCleared]).await;
+        tokio::spawn(publish(publisher, blocks, receiver));
+        Ok(KvEvents { sources, messages })
+    }
+
+    /// Where the events are, as vLLM says it.
+    pub fn sources(&self) -> &Value {
+        &self.sources
+    }
+
+    /// Messages published so far.
+    pub fn n_messages(&self) -> u64 {
+        self.messages.load(Relaxed)
+    }
+}
+
+/// The endpoint as routers take it: they put the worker's host in the place of `*`.
+fn shown(address: SocketAddr) -> String {
+    match address.ip().is_unspecified() {
+        true => format!("tcp://*:{}", address.port()),
+        false => format!("tcp://{address}"),
+    }
+}
+
+/// The group whose blocks decide about a hit: the first without a window. With windows in all layers it is the first.
+fn routed_group(cache: &Cache) -> GroupId {
+    let n_groups = cache.paged_spec().map_or(1, |spec| spec.groups.len());
+    let groups = (0..n_groups).map(|group| GroupId(group as u16));
+    groups.clone().find(|group| cache.window(*group).is_none()).unwrap_or(GroupId(0))
+}
+
+/// On the engine thread.
+struct PrefixWatcher {
+    sender: UnboundedSender<Vec<PrefixEvent>>,
+    events: Vec<PrefixEvent>,
+}
+
+impl Watcher for PrefixWatcher {
+    fn stepped(&mut self, _now_ns: u64, _end_ns: u64, state: &mut EngineState) {
+        state.scheduler.cache_mut().drain_prefix_events(&mut self.events);
+        // The queue stays short: its reader never waits for a consumer.
+        if !self.events.is_empty() && self.sender.send(std::mem::take(&mut self.events)).is_err() {
+            state.scheduler.cache_mut().watch_prefixes(false);
+        }
+    }
+}
+
+async fn publish(
+    mut publisher: Publisher,
+    mut blocks: PublicBlocks,
+    mut steps: UnboundedReceiver<Vec<PrefixEvent>>,
+) {
+    while let Some(step) = steps.recv().await {
+        let events = blocks.translate(&step);
+        if !events.is_empty() {
+            publisher.publish(&events).await;
+        }
+    }
+}
