@@ -21,6 +21,8 @@ mod framed;
 #[cfg(any(feature = "disk", feature = "remote"))]
 mod guard;
 mod key;
+#[cfg(feature = "remote")]
+mod lookups;
 mod ram;
 #[cfg(feature = "remote")]
 mod remote;
