@@ -26,6 +26,8 @@ mod lookups;
 mod ram;
 #[cfg(feature = "remote")]
 mod remote;
+#[cfg(feature = "disk")]
+mod removed;
 
 pub use bytes::Bytes;
 #[cfg(feature = "disk")]
