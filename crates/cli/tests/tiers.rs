@@ -160,11 +160,16 @@ fn a_redis_that_dies_in_mid_load_changes_no_text() {
             }
             assert!(began.elapsed() < program::server::PATIENCE, "round {round}: it is not used");
         }
+        let loads = figure(&server, "kvist_tier_loads_total");
         gate.hold();
         std::thread::scope(|scope| {
             let answer = scope.spawn(|| explain(&server, &prompts[1], "redis"));
+            // A read of it is held from now on; the figures follow.
             gate.wait_for_read();
-            assert!(figure(&server, "kvist_tier_load_bytes") > 0.0, "round {round}: no load is in flight");
+            while figure(&server, "kvist_tier_loads_total") <= loads {
+                assert!(began.elapsed() < program::server::PATIENCE, "round {round}: no load has begun");
+                std::thread::sleep(std::time::Duration::from_millis(5));
+            }
             let port = redis.take().map(Redis::kill);
             gate.open();
             let (text, loaded, why) = answer.join().unwrap();
