@@ -432,6 +432,15 @@ pub fn parse_tokens(text: &str) -> Result<Vec<u32>, String> {
     text.split(',').map(parse).collect()
 }
 
+/// Which blocks of a tier are loaded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum TierLoad {
+    /// Those that come sooner than they would be computed
+    Auto,
+    /// All that a tier has
+    Always,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

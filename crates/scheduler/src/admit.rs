@@ -321,6 +321,9 @@ impl Scheduler {
         let hit = if resumed { 0 } else { self.open(now, index) };
         self.leave(index);
         self.set_lower(index, Lower::Done);
+        if !resumed {
+            self.clear_not_loaded(index);
+        }
         let entry = &mut self.entries[index as usize];
         entry.state = State::Running;
         entry.scheduled = 0;

@@ -51,7 +51,7 @@ pub struct TierCounters {
     pub regained_tokens: u64,
     /// Loads that were started.
     pub loads: u64,
-    /// Loads whose bytes did not arrive, or were wrong.
+    /// Loads whose bytes did not arrive, or were wrong. Late and cancelled ones are not among them.
     pub failed_loads: u64,
     /// Loads that took so long that their tokens were computed instead.
     pub late_loads: u64,
@@ -245,9 +245,10 @@ impl Scheduler {
                         .for_each(|(sum, tokens)| *sum += u64::from(tokens));
                 }
                 false => {
-                    counters.failed_loads += u64::from(!ok);
-                    // Those of late loads are counted when they are given up.
-                    counters.wasted_tokens += if load.index.is_some() { u64::from(n_tokens) } else { 0 };
+                    // Late and cancelled loads were counted when they were given up.
+                    let is_awaited = load.index.is_some();
+                    counters.failed_loads += u64::from(!ok && is_awaited);
+                    counters.wasted_tokens += if is_awaited { u64::from(n_tokens) } else { 0 };
                 }
             }
         }
@@ -334,6 +335,16 @@ impl Scheduler {
         entry.not_loaded = Some(why);
         let id = entry.id;
         self.decide(now, Decision::NotLoaded { id, why: why.name() });
+    }
+
+    /// A request enters the batch for the first time. If the cache has all of its prompt by now, nothing had to be loaded.
+    pub(crate) fn clear_not_loaded(&mut self, index: u32) {
+        let block = self.memory.block_tokens();
+        let entry = &mut self.entries[index as usize];
+        let last = entry.wanted_content().min(entry.known - 1);
+        if entry.admitted_ns.is_none() && entry.cached >= last - last % block {
+            entry.not_loaded = None;
+        }
     }
 
     /// No request waits for this load any more. Its blocks are free when the driver reports its end.

@@ -7,6 +7,7 @@
 //!
 //! After a crash of the process, whole blocks are found again. After a crash of the machine too, as far as they
 //! reached the disk: nothing is synced, because a lost block costs only its computation.
+use crate::removed::Removed;
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
 use foyer::{
     Age, BlockEngineConfig, Code, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
@@ -90,6 +91,7 @@ pub struct DiskFrames {
     buffer: Semaphore,
     buffer_pages: u32,
     in_order: Mutex<()>,
+    removed: Removed,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
 }
@@ -206,6 +208,15 @@ impl DiskFrames {
             let _ = remove_regions(&options.dir);
             return Err(no_room(&options, &error.to_string()));
         }
+        let removed = match removed(&options.dir, &cache) {
+            Ok(removed) => removed,
+            Err(error) => {
+                let _ = cache.close().await;
+                let problem = format!("cannot read what was removed from {}: {error}", options.dir.display());
+                let advice = "Give a directory that this user may write to, or an empty one".into();
+                return Err(StoreError::Open { store: NAME.into(), problem, advice });
+            }
+        };
         let buffer_pages = u32::try_from(layout.buffer_bytes / PAGE).unwrap_or(u32::MAX);
         Ok(DiskFrames {
             cache,
@@ -213,6 +224,7 @@ impl DiskFrames {
             buffer: Semaphore::new(buffer_pages as usize),
             buffer_pages,
             in_order: Mutex::new(()),
+            removed,
             _lock: lock,
         })
     }
@@ -227,8 +239,27 @@ impl DiskFrames {
     /// foyer numbers entries before it queues them, and what follows a smaller number in a region is lost when the store is
     /// opened again. So one entry at a time is numbered and queued.
     fn enqueue(&self, key: &BlockKey, frame: Frame) {
-        let _one = self.in_order.lock().unwrap_or_else(|broken| broken.into_inner());
+        let _one = self.in_order();
         self.cache.storage_writer(Key(*key.as_bytes())).force().insert(Stored(frame));
+    }
+
+    /// The same for a block that was read, unless it has been removed since.
+    fn enqueue_again(&self, key: &BlockKey, frame: Frame) {
+        let _one = self.in_order();
+        if !self.removed.has(key) {
+            self.cache.storage_writer(Key(*key.as_bytes())).force().insert(Stored(frame));
+        }
+    }
+
+    fn in_order(&self) -> std::sync::MutexGuard<'_, ()> {
+        self.in_order.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+
+    fn remove(&self, key: &BlockKey) -> Result<(), StoreError> {
+        let _one = self.in_order();
+        let noted = self.removed.remove(key);
+        self.cache.storage().delete(&Key(*key.as_bytes()));
+        noted.map_err(|error| failed("remove a block", &error))
     }
 
     async fn write(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
@@ -241,7 +272,11 @@ impl DiskFrames {
         self.cache.storage().wait().await;
         // foyer logs what it cannot write, and reports nothing.
         match self.cache.storage().may_contains(&Key(*key.as_bytes())) {
-            true => Ok(()),
+            true => {
+                // Otherwise the next process does not find it, as it may lack any block.
+                let _ = self.removed.written(&key);
+                Ok(())
+            }
             false => Err(failed("write a block", &"the write failed; the log has the reason")),
         }
     }
@@ -254,7 +289,7 @@ impl DiskFrames {
                 if populated.age == Age::Old
                     && let Ok(_room) = self.buffer.try_acquire()
                 {
-                    self.enqueue(key, value.0.clone());
+                    self.enqueue_again(key, value.0.clone());
                 }
                 Some(value.0)
             }
@@ -287,16 +322,22 @@ impl FrameStore for DiskFrames {
         Box::pin(self.write(key, frame))
     }
 
-    /// Until the store is opened again: foyer's index on disk still has the block.
+    /// foyer forgets it until it is opened again, and then is told again.
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.cache.storage().delete(&Key(*key.as_bytes()));
-        Box::pin(std::future::ready(Ok(())))
+        Box::pin(std::future::ready(self.remove(key)))
     }
 
     fn usage(&self) -> Usage {
         // foyer counts neither.
         Usage { bytes: None, capacity_bytes: Some(self.options.capacity_bytes), entries: None }
     }
+}
+
+/// Removes again what was removed before, and what foyer has found again.
+fn removed(dir: &Path, cache: &HybridCache<Key, Stored>) -> io::Result<Removed> {
+    let removed = Removed::open(dir, |key| cache.storage().may_contains(&Key(*key.as_bytes())))?;
+    removed.keys().iter().for_each(|key| cache.storage().delete(&Key(*key.as_bytes())));
+    Ok(removed)
 }
 
 /// Takes the directory, and empties it if its files are of another layout.

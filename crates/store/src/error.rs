@@ -18,6 +18,9 @@ pub enum StoreError {
         "{store}: not asked, because it failed {failures} times in a row; the next attempt is in {retry_ms} ms"
     )]
     Unavailable { store: String, failures: u32, retry_ms: u64 },
+    /// Other callers take all of what may be asked at a time. Says nothing about the store.
+    #[error("{store}: not asked, because {lookups} other lookups are on their way already")]
+    Busy { store: String, lookups: usize },
     /// The block can never fit.
     #[error(
         "{store}: a block of {bytes} bytes does not fit into {capacity_bytes} bytes; give the store more room"

@@ -70,8 +70,13 @@ impl<S: FrameStore> Guarded<S> {
                 Err(StoreError::TimedOut { store: store(), action, limit_ms })
             }
         };
-        // A block that does not fit says nothing about the health of the store.
-        pass.report(matches!(result, Ok(_) | Err(StoreError::TooLarge { .. })), now());
+        match result {
+            // It was not asked.
+            Err(StoreError::Busy { .. }) => drop(pass),
+            // A block that does not fit says nothing about the health of the store.
+            Ok(_) | Err(StoreError::TooLarge { .. }) => pass.report(true, now()),
+            Err(_) => pass.report(false, now()),
+        }
         result
     }
 }

@@ -21,9 +21,13 @@ mod framed;
 #[cfg(any(feature = "disk", feature = "remote"))]
 mod guard;
 mod key;
+#[cfg(feature = "remote")]
+mod lookups;
 mod ram;
 #[cfg(feature = "remote")]
 mod remote;
+#[cfg(feature = "disk")]
+mod removed;
 
 pub use bytes::Bytes;
 #[cfg(feature = "disk")]

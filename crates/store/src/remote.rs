@@ -2,20 +2,13 @@
 //!
 //! Several processes may share it: equal blocks have equal keys, and a frame is written whole or not at all. The
 //! server bounds its size itself (`maxmemory` of Redis, a life cycle rule of S3), so a block may go at any time.
+use crate::lookups::Lookups;
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
-use futures_util::StreamExt;
-use futures_util::stream::iter;
 use opendal::services::{FsConfig, RedisConfig, S3Config};
 use opendal::{Buffer, Configurator, ErrorKind, HttpTransporter, Operator, OperatorUri};
 use opendal_http_transport_reqwest::ReqwestTransport;
 use std::time::Duration;
-use tokio::sync::Semaphore;
 
-/// So many keys are looked up first: most prompts are not here.
-const FIRST_LOOKUPS: usize = 8;
-/// So many keys are looked up at a time, over all lookups. A server answers after some tens of milliseconds, and a long prompt has
-/// hundreds of blocks, so they must not wait for each other; but each takes a connection.
-const LOOKUPS: usize = 128;
 /// Unfinished files of a folder.
 const UNFINISHED: &str = ".unfinished";
 
@@ -33,7 +26,7 @@ impl Remote {
     /// # Errors
     /// The URL is none of these, or lacks a part.
     pub fn open(url: &str, limits: Limits) -> Result<Remote, StoreError> {
-        Ok(Framed::over(Guarded::new(RemoteFrames::open(url)?, limits)))
+        Ok(Framed::over(Guarded::new(RemoteFrames::open(url, limits.timeout)?, limits)))
     }
 }
 
@@ -41,7 +34,7 @@ impl Remote {
 pub struct RemoteFrames {
     name: &'static str,
     operator: Operator,
-    lookups: Semaphore,
+    lookups: Lookups,
 }
 
 /// Never shows the URL: it may contain a password.
@@ -52,7 +45,7 @@ fn refused(problem: impl std::fmt::Display, advice: &str) -> StoreError {
 const FORMS: &str = "Write redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH";
 
 impl RemoteFrames {
-    fn open(url: &str) -> Result<Self, StoreError> {
+    fn open(url: &str, timeout: Duration) -> Result<Self, StoreError> {
         let invalid = |error: opendal::Error| refused(describe(&error), FORMS);
         let uri = OperatorUri::new(url, std::iter::empty::<(String, String)>())
             .map_err(|_| refused("the URL cannot be parsed", FORMS))?;
@@ -85,7 +78,8 @@ impl RemoteFrames {
             }
             other => return Err(refused(format!("no store has the scheme {other:?}"), FORMS)),
         };
-        Ok(RemoteFrames { name, operator, lookups: Semaphore::new(LOOKUPS) })
+        // Waiting for a turn and for answers together take less than the limit of the operation.
+        Ok(RemoteFrames { name, operator, lookups: Lookups::new(name, timeout * 9 / 20) })
     }
 
     fn failed(&self, action: &'static str, error: &opendal::Error) -> StoreError {
@@ -93,30 +87,11 @@ impl RemoteFrames {
     }
 
     async fn lookup(&self, keys: &[BlockKey]) -> Result<usize, StoreError> {
-        let (first, rest) = keys.split_at(keys.len().min(FIRST_LOOKUPS));
-        let here = self.lookup_all(first).await?;
-        if here < first.len() {
-            return Ok(here);
-        }
-        Ok(here + self.lookup_all(rest).await?)
-    }
-
-    async fn lookup_all(&self, keys: &[BlockKey]) -> Result<usize, StoreError> {
-        let exists = async |key: &BlockKey| {
-            // The semaphore is never closed.
-            let _permit = self.lookups.acquire().await.ok();
-            self.operator.exists(&path(key)).await
+        let exists = |key: BlockKey| async move {
+            let exists = self.operator.exists(&path(&key)).await;
+            exists.map_err(|error| self.failed("look up blocks", &error))
         };
-        // In order, because what comes after the first missing block is of no use. It is not waited for either.
-        let mut found = std::pin::pin!(iter(keys).map(exists).buffered(LOOKUPS));
-        let mut here = 0;
-        while let Some(found) = found.next().await {
-            if !found.map_err(|error| self.failed("look up blocks", &error))? {
-                break;
-            }
-            here += 1;
-        }
-        Ok(here)
+        self.lookups.count(keys, exists).await
     }
 
     async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {

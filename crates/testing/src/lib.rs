@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 pub mod conformance;
+pub mod gate;
 pub mod operations;
 pub mod recording;
 pub mod reference;

@@ -73,6 +73,10 @@ impl Redis {
         format!("127.0.0.1:{}", self.port)
     }
 
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
     pub fn url(&self, rest: &str) -> String {
         format!("redis://:secret@{}/{rest}", self.address())
     }

@@ -9,6 +9,7 @@ mod find;
 mod fingerprint;
 mod packed;
 mod parts;
+mod removals;
 mod task;
 
 use super::thread::Command;
@@ -22,6 +23,7 @@ use kvist_store::{BlockKey, Bytes, KeyChain};
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
+use removals::Ticket;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -72,7 +74,8 @@ struct Copies {
 
 /// The bytes of a block in some layer groups: what a store has under one key.
 struct Object {
-    key: BlockKey,
+    /// To write it; `None` for what was loaded.
+    ticket: Option<Ticket>,
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
@@ -269,7 +272,10 @@ impl TierDriver {
                 });
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
-                    Some(parts) => copy.objects.push(Object { key, bytes, parts }),
+                    Some(parts) => {
+                        let ticket = Some(self.stores.ticket(key));
+                        copy.objects.push(Object { ticket, bytes, parts });
+                    }
                     None => copy.failed = true,
                 }
             }
@@ -307,7 +313,7 @@ impl TierDriver {
     /// No more objects come for a load: it ends when what has come is in the cache's memory.
     fn end_load(&mut self, id: TransferId, load: Load, ok: bool, took: Duration) {
         let failed = !ok || load.failed;
-        let object = Object { key: BlockKey::from_bytes([0; 32]), bytes: 0, parts: load.parts };
+        let object = Object { ticket: None, bytes: 0, parts: load.parts };
         self.copies.push(Copies { id, objects: vec![object], took: Some(took), failed });
     }
 
@@ -375,9 +381,10 @@ impl TierDriver {
             }
             // A part that failed is missing.
             if bytes.len() == object.bytes
+                && let Some(ticket) = object.ticket
                 && let Some(writing) = self.stores.may_write(bytes.len() as u64)
             {
-                self.tasks.spawn(task::put(self.stores.clone(), object.key, Bytes::from(bytes), writing));
+                self.tasks.spawn(task::put(self.stores.clone(), ticket, Bytes::from(bytes), writing));
             }
         }
     }

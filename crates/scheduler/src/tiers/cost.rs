@@ -209,12 +209,14 @@ impl Scheduler {
 
     /// Begins a load of a request that could also run, because there is memory for it. Returns `false` if nothing is loaded.
     pub(crate) fn loads_instead(&mut self, now: StepTime, index: u32) -> bool {
-        let has_room = self.tiers.as_ref().is_some_and(|tiers| tiers.room_tokens().is_some());
-        if !has_room || !matches!(self.entries[index as usize].lower, Lower::Found { .. }) {
+        if !matches!(self.entries[index as usize].lower, Lower::Found { .. }) {
             return false;
         }
+        let has_room = self.tiers.as_ref().is_some_and(|tiers| tiers.room_tokens().is_some());
         match self.choose_load(index) {
-            Ok(choice) => self.start(now, index, choice),
+            Ok(choice) if has_room => self.start(now, index, choice),
+            // It runs now, rather than to wait for other loads.
+            Ok(_) => self.not_loaded(now, index, NotLoaded::Busy),
             Err(missed) => self.decline(now, index, missed),
         }
         self.entries[index as usize].state == State::Loading
@@ -290,6 +292,7 @@ impl Scheduler {
         let Some(tiers) = &mut self.tiers else { return };
         tiers.changed = true;
         let Ok(loading) = loading else {
+            self.entries[index as usize].not_loaded = Some(NotLoaded::Busy);
             return self.wait(index);
         };
         let id = tiers.next_id();

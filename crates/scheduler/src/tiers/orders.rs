@@ -76,6 +76,8 @@ pub enum NotLoaded {
     Late,
     /// The tiers did not say in time what they have.
     Unanswered,
+    /// There was no room for them beside other loads and copies.
+    Busy,
 }
 
 impl NotLoaded {
@@ -86,6 +88,7 @@ impl NotLoaded {
             NotLoaded::Failed => "failed",
             NotLoaded::Late => "late",
             NotLoaded::Unanswered => "unanswered",
+            NotLoaded::Busy => "busy",
         }
     }
 }

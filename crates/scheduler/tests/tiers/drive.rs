@@ -34,6 +34,7 @@ pub struct Drive {
     pub decisions: String,
     pub n_loaded: u64,
     n_failed: u64,
+    pub n_abandoned: u64,
     /// Blocks that moved because the capacity shrank.
     pub n_moved: u64,
 }
@@ -60,6 +61,7 @@ impl Drive {
             decisions: String::new(),
             n_loaded: 0,
             n_failed: 0,
+            n_abandoned: 0,
             n_moved: 0,
         }
     }
@@ -106,9 +108,29 @@ impl Drive {
                 Order::Find(find) => self.asked.push(find.request),
                 Order::Load(load) => self.moving.push(Moving::Load(load)),
                 Order::Store(store) => self.moving.push(Moving::Store(store)),
-                Order::Abandon { .. } | Order::Remove(_) => {}
+                Order::Abandon { load } => self.abandon(load),
+                Order::Remove(_) => {}
                 Order::Cached(cached) => self.note_cached(&cached),
             }
+        }
+    }
+
+    /// Stops a load: what has arrived of it is no block's content, and no more comes. Sometimes it takes a while to end.
+    fn abandon(&mut self, id: TransferId) {
+        let is_it = |moving: &Moving| matches!(moving, Moving::Load(load) if load.id == id);
+        let at = self.moving.iter().position(is_it).expect("a load that has not ended is abandoned");
+        self.n_abandoned += 1;
+        if self.random.below(3) == 0 {
+            return;
+        }
+        if let Moving::Load(load) = self.moving.swap_remove(at) {
+            for (g, blocks) in load.blocks.iter().enumerate() {
+                let some = self.random.index(blocks.len() + 1);
+                for block in blocks[..some].iter().flatten() {
+                    self.cells[g].extend((block * BLOCK..(block + 1) * BLOCK).map(|cell| (cell, 0xBAD)));
+                }
+            }
+            assert!(self.scheduler.loaded(self.now, id, false, u64::from(self.random.below(6000))));
         }
     }
 

@@ -82,7 +82,7 @@ fn configs() -> Vec<Config> {
 }
 
 fn ops() -> u64 {
-    std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(60_000)
+    std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(120_000)
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
     let (mut done, mut seed) = (0, 0);
     let (mut n_loaded, mut n_failed, mut n_late, mut n_skipped, mut n_demoted, mut n_moved, mut n_regained) =
         (0, 0, 0, 0, 0, 0, 0);
-    let mut n_loaded_in_windows = 0;
+    let (mut n_loaded_in_windows, mut n_abandoned, mut n_busy) = (0, 0, 0);
     while done < ops() {
         for config in configs() {
             seed += 1;
@@ -116,6 +116,9 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
             n_loaded += drive.n_loaded;
             n_loaded_in_windows += if has_window { drive.n_loaded } else { 0 };
             n_moved += drive.n_moved;
+            n_abandoned += drive.n_abandoned;
+            n_busy +=
+                drive.ended.iter().filter(|ended| ended.not_loaded == Some(NotLoaded::Busy)).count() as u64;
             n_failed += counters.failed_loads;
             n_late += counters.late_loads;
             n_skipped += counters.skipped_blocks;
@@ -133,10 +136,21 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
             assert_eq!(drive.decisions.len(), replayed.len());
         }
     }
-    let counts = [n_loaded, n_failed, n_late, n_skipped, n_demoted, n_moved, n_regained, n_loaded_in_windows];
+    let counts = [
+        n_loaded,
+        n_failed,
+        n_late,
+        n_skipped,
+        n_demoted,
+        n_moved,
+        n_regained,
+        n_loaded_in_windows,
+        n_abandoned,
+    ];
+    assert!(n_busy > 0, "no load found too little room, or none said so");
     assert!(
         counts.iter().all(|n| *n > 20),
-        "loaded, failed, late, skipped, stored, moved, regained, loaded in windows: {counts:?}"
+        "loaded, failed, late, skipped, stored, moved, regained, loaded in windows, abandoned: {counts:?}"
     );
 }
 
@@ -266,6 +280,7 @@ fn a_late_load_is_computed_and_its_blocks_are_free_when_it_ends() {
     assert_eq!(s.drain_ended().next().unwrap().not_loaded, Some(NotLoaded::Late));
     let free = s.free_cells();
     assert!(s.loaded(deadline + 5, order.id, true, deadline), "its bytes come after all");
+    assert_eq!(s.tier_counters().unwrap().failed_loads, 0);
     assert_eq!(s.free_cells(), free + 12);
 }
 
@@ -277,8 +292,28 @@ fn a_cancelled_request_frees_its_load_when_it_ends() {
     assert_eq!(s.drain_ended().next().unwrap().end, End::Cancelled);
     assert_eq!((s.free_cells(), s.n_loading()), (68, 0));
     assert_eq!(s.drain_orders(), [Order::Abandon { load: order.id }]);
-    assert!(s.loaded(12, order.id, true, 1));
+    assert!(s.loaded(12, order.id, false, 1));
     assert_eq!((s.free_cells(), s.bytes_in_flight()), (80, (0, 0)));
+    let counters = s.tier_counters().unwrap();
+    assert_eq!(
+        (counters.wasted_tokens, counters.failed_loads),
+        (12, 0),
+        "it was stopped, and has not failed"
+    );
+}
+
+/// The tiers did not answer, and then another request has computed the same prompt: nothing had to be loaded.
+#[test]
+fn a_request_that_the_cache_has_in_the_end_gives_no_reason() {
+    let mut s = story(Config { max_batch: 1, ..config() });
+    let mut request = Request::new(1, 0, 13, 1);
+    request.prompt = Prompt::Tokens((0..13).collect());
+    s.arrive(0, request).unwrap();
+    // Both lookups are late; the first request runs alone.
+    while s.iterate(3000, &mut machine(1)) != Iteration::NothingToDo {}
+    let ended: Vec<Ended> = s.drain_ended().collect();
+    let why = |i: usize| (ended[i].hit_tokens, ended[i].not_loaded);
+    assert_eq!((why(0), why(1)), ((0, Some(NotLoaded::Unanswered)), (12, None)));
 }
 
 /// Computing 12 tokens takes 6 us and a little; loading them 3.2 us from the disk. With a compute time of 200 ns per token

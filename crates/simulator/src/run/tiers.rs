@@ -67,6 +67,21 @@ enum Ended {
     Written { tier: usize, hashes: Vec<u64> },
 }
 
+/// A load in flight.
+struct Loading {
+    /// Its number among the transfers.
+    transfer: u64,
+    began_ns: u64,
+    reads: Vec<Read>,
+}
+
+/// When a tier is read for a load.
+struct Read {
+    tier: usize,
+    from_ns: u64,
+    until_ns: u64,
+}
+
 /// The tiers of a run.
 pub(super) struct SimTiers {
     config: kvist_scheduler::Tiers,
@@ -77,6 +92,8 @@ pub(super) struct SimTiers {
     ends: BinaryHeap<Reverse<(u64, u64)>>,
     ended: HashMap<u64, Ended, ahash::RandomState>,
     n_begun: u64,
+    /// Loads in flight, by which they are found again.
+    loads: HashMap<TransferId, Loading, ahash::RandomState>,
     tick: u64,
 }
 
@@ -101,6 +118,7 @@ impl SimTiers {
             ends: BinaryHeap::new(),
             ended: HashMap::default(),
             n_begun: 0,
+            loads: HashMap::default(),
             tick: 0,
         }
     }
@@ -127,6 +145,7 @@ impl SimTiers {
             match self.ended.remove(&begun) {
                 Some(Ended::Find { request, runs }) => scheduler.found(now, request, runs),
                 Some(Ended::Load { id, ok, took_ns, hashes, tiers }) => {
+                    self.loads.remove(&id);
                     for tier in 0..if ok { self.tiers.len() } else { 0 } {
                         let slower = hashes.iter().zip(&tiers).filter(|(_, from)| **from > tier);
                         let slower: Vec<u64> = slower.map(|(hash, _)| *hash).collect();
@@ -160,8 +179,9 @@ impl SimTiers {
                     let from_ns = if store.request.is_some() { end_ns } else { now };
                     self.store(from_ns, store);
                 }
+                Order::Abandon { load } => self.abandon(now, load),
                 // No trace forgets a salt, so nothing is removed from a tier.
-                Order::Abandon { .. } | Order::Cached(_) | Order::Remove(_) => {}
+                Order::Cached(_) | Order::Remove(_) => {}
             }
         }
     }
@@ -209,7 +229,7 @@ impl SimTiers {
         // What was found may have been dropped since; then the load fails when that is noticed.
         let mut ok = !hashes.is_empty();
         let (mut end_ns, mut from) = (now, first);
-        let mut tiers = Vec::with_capacity(hashes.len());
+        let (mut tiers, mut reads) = (Vec::with_capacity(hashes.len()), Vec::new());
         for run in &load.runs {
             let until = run.until as usize / block_tokens.max(1);
             let tier = usize::from(run.tier.unwrap_or(0));
@@ -222,11 +242,30 @@ impl SimTiers {
             let contents = &mut self.tiers[tier];
             let begin_ns = contents.read_free_ns.max(now);
             contents.read_free_ns = begin_ns.saturating_add(transfer_ns);
+            reads.push(Read { tier, from_ns: begin_ns, until_ns: contents.read_free_ns });
             let latency_ns = self.config.list[tier].latency_ns;
             end_ns = end_ns.max(contents.read_free_ns.saturating_add(latency_ns));
             from = until;
         }
+        self.loads.insert(load.id, Loading { transfer: self.n_begun, began_ns: now, reads });
         self.end(end_ns, Ended::Load { id: load.id, ok, took_ns: end_ns - now, hashes, tiers });
+    }
+
+    /// Stops a load: nothing more is read for it, so it ends now. What would have been read later in its place is not moved
+    /// forward, unless nothing is: those loads were told when they end.
+    fn abandon(&mut self, now: u64, id: TransferId) {
+        let Some(&Loading { transfer, began_ns, ref reads }) = self.loads.get(&id) else { return };
+        for read in reads {
+            let contents = &mut self.tiers[read.tier];
+            if contents.read_free_ns == read.until_ns {
+                contents.read_free_ns = read.from_ns.max(now);
+            }
+        }
+        self.loads.remove(&id);
+        self.ended.remove(&transfer);
+        self.ends.retain(|Reverse((_, of))| *of != transfer);
+        let (hashes, tiers, took_ns) = (Vec::new(), Vec::new(), now.saturating_sub(began_ns));
+        self.end(now, Ended::Load { id, ok: false, took_ns, hashes, tiers });
     }
 
     fn store(&mut self, from_ns: u64, store: StoreOrder) {
@@ -269,5 +308,63 @@ impl SimTiers {
             self.tiers[tier].touch(hash, self.tick);
         }
         self.tiers[tier].drop_excess();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvist_cache::kinds::{GroupSpec, Visibility};
+    use kvist_cache::{PagedSpec, PrefixSpec, Prompt};
+    use kvist_scheduler::{Config, Executor, Recompute, Request, Script, Tier, Tiers, Write};
+
+    fn tiers() -> Tiers {
+        Tiers {
+            list: vec![Tier { name: "disk".into(), bytes_per_s: 1_000, latency_ns: 0 }],
+            block_bytes: 4,
+            windows: Vec::new(),
+            write: Write::Through,
+            max_load_bytes: 1 << 20,
+            max_store_bytes: 1 << 20,
+            recompute: Recompute { per_token_ns: 1e12, per_pair_ns: 0.0, learn: false },
+            grace_ns: 1_000,
+            always: false,
+        }
+    }
+
+    /// The load of a cancelled request went on: it held its cells, and the tier was read, as if somebody waited.
+    #[test]
+    fn an_abandoned_load_ends_now_and_the_tier_is_free() {
+        let groups =
+            vec![GroupSpec { capacity_tokens: 400, visibility: Visibility::FULL, max_step_tokens: 400 }];
+        let spec =
+            PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix: Some(PrefixSpec::default()) };
+        let config = Config { tiers: Some(tiers()), ..Config::default() };
+        let mut scheduler = Scheduler::new(config, Cache::paged(&spec).unwrap(), None).unwrap();
+        let mut sim = SimTiers::new(&tiers(), &[None]);
+        let mut machine = Script(|_, _: kvist_scheduler::Batch<'_>, _: &mut kvist_scheduler::Outcome| ());
+        let machine: &mut dyn Executor = &mut machine;
+        for id in 0..2 {
+            let mut request = Request::new(id, 0, 13, 1);
+            let first = 100 * id as u32;
+            request.prompt = Prompt::Tokens((first..first + 13).collect());
+            let hashes = scheduler.cache().prefix_hashes("", &request.prompt.content(12));
+            sim.place(0, &hashes);
+            scheduler.arrive(0, request).unwrap();
+        }
+        sim.carry_out(0, 0, &mut scheduler);
+        sim.report(0, &mut scheduler);
+        scheduler.iterate(0, machine);
+        sim.carry_out(0, 0, &mut scheduler);
+        // 12 bytes at 1,000 bytes/s each, one after the other.
+        assert_eq!((scheduler.n_loading(), sim.next_ns()), (2, Some(12_000_000)));
+        assert_eq!(sim.tiers[0].read_free_ns, 24_000_000);
+        assert!(scheduler.cancel(13_000_000, RequestId(1)));
+        sim.carry_out(13_000_000, 13_000_000, &mut scheduler);
+        assert_eq!(sim.tiers[0].read_free_ns, 13_000_000);
+        sim.report(13_000_000, &mut scheduler);
+        assert_eq!((scheduler.bytes_in_flight(), sim.next_ns()), ((0, 0), None));
+        let counters = scheduler.tier_counters().unwrap();
+        assert_eq!((counters.loaded_tokens[0], counters.wasted_tokens, counters.failed_loads), (12, 12, 0));
     }
 }

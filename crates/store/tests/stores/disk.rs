@@ -65,6 +65,35 @@ async fn blocks_survive_a_restart() {
     assert_eq!(store.usage().capacity_bytes, Some(CAPACITY));
 }
 
+/// What was removed came back when the store was opened again.
+#[tokio::test(flavor = "multi_thread")]
+async fn removed_blocks_stay_away_after_restarts() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(20);
+    let store = open(dir.path()).await;
+    for (at, key) in keys.iter().enumerate() {
+        store.put(*key, block(at), None).await.unwrap();
+    }
+    for at in [3, 4, 5, 9] {
+        store.remove(&keys[at]).await.unwrap();
+    }
+    store.put(keys[4], block(4), None).await.unwrap();
+    let is_gone = |at: usize, restart: usize| [3, 5, 9].contains(&at) && (at != 9 || restart < 3);
+    store.close().await.unwrap();
+    for restart in 1..5 {
+        let store = open(dir.path()).await;
+        for (at, key) in keys.iter().enumerate() {
+            let expected = (!is_gone(at, restart)).then(|| block(at));
+            assert_eq!(store.get(key).await.unwrap(), expected, "{at}, restart {restart}");
+        }
+        assert_eq!(store.lookup(&keys).await.unwrap(), 3);
+        if restart == 2 {
+            store.put(keys[9], block(9), None).await.unwrap();
+        }
+        store.close().await.unwrap();
+    }
+}
+
 /// Regression: foyer's numbers and its queue could have different orders, and opening a region stopped at the first number that
 /// was smaller than the one before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

@@ -1,6 +1,6 @@
 //! Tiers below the cache of a server: flags override the section `[tiers]` of its configuration.
 use crate::commands::simulate::spec::duration;
-use crate::options::{Size, wrong_usage};
+use crate::options::{Size, TierLoad, wrong_usage};
 use clap::{ValueEnum, ValueHint};
 use kvist_device::Registry;
 use kvist_engine::saved::Origin;
@@ -34,7 +34,7 @@ pub struct TierFlags {
     tier_write: Option<When>,
     /// Which blocks are loaded: those that come sooner than they would be computed, or all that a tier has
     #[arg(long, value_name = "WHICH", help_heading = "Tiers below the cache")]
-    tier_load: Option<Which>,
+    tier_load: Option<TierLoad>,
     /// How long a request waits for a tier to say what it has: 250ms, 2s. A load may take this much longer than four times its
     /// estimate; then its tokens are computed
     #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "Tiers below the cache")]
@@ -45,12 +45,6 @@ pub struct TierFlags {
 enum When {
     Through,
     Back,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Which {
-    Auto,
-    Always,
 }
 
 impl TierFlags {
@@ -68,8 +62,8 @@ impl TierFlags {
         };
         section.load = match self.tier_load {
             None => section.load,
-            Some(Which::Auto) => LoadRule::Auto,
-            Some(Which::Always) => LoadRule::Always,
+            Some(TierLoad::Auto) => LoadRule::Auto,
+            Some(TierLoad::Always) => LoadRule::Always,
         };
         let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         section.grace_ms = self.tier_grace.map_or(section.grace_ms, milliseconds);

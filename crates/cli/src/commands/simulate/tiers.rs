@@ -1,7 +1,7 @@
 //! Options of tiers below the simulated cache.
 use super::costs::CostArgs;
 use super::spec;
-use crate::options::{Size, wrong_usage};
+use crate::options::{Size, TierLoad, wrong_usage};
 use clap::ValueEnum;
 use kvist_scheduler::{Recompute, Tier, Tiers, Write};
 use std::fmt;
@@ -19,6 +19,9 @@ pub struct TierArgs {
     /// When blocks are copied to the tiers
     #[arg(long, value_enum, default_value_t = When::Through, requires = "tiers", help_heading = TIERS)]
     tier_write: When,
+    /// Which blocks are loaded: those that come sooner than they would be computed, or all that a tier has
+    #[arg(long, value_enum, default_value_t = TierLoad::Auto, value_name = "WHICH", requires = "tiers", help_heading = TIERS)]
+    tier_load: TierLoad,
     /// Bytes of K and V of a token [default: those of --shape]
     #[arg(long, value_name = "SIZE", requires = "tiers", help_heading = TIERS)]
     token_bytes: Option<Size>,
@@ -165,7 +168,7 @@ impl TierArgs {
                 learn: false,
             },
             grace_ns: nanoseconds(self.tier_grace),
-            always: false,
+            always: matches!(self.tier_load, TierLoad::Always),
         }))
     }
 }

@@ -1,4 +1,5 @@
 //! The tasks that talk to the stores.
+use super::removals::{Removals, Ticket};
 use super::{Report, StoreStats, TierConfig};
 use crate::serving::thread::Command;
 use kvist_scheduler::TransferId;
@@ -8,12 +9,21 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use tokio::task::JoinSet;
+use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
+use tokio::task::{JoinHandle, JoinSet};
 
 const LOOK_UP: &str = "look blocks up";
 
 /// A lookup that a store never ends ends here.
 const LONGEST_LOOKUP: Duration = Duration::from_secs(60);
+
+/// A read that a store never ends ends here.
+const LONGEST_READ: Duration = Duration::from_secs(60);
+
+/// So many reads of a store go on when nobody waits for them any more: enough that a store which hangs is found to fail
+/// ([`Limits::failures`](kvist_store) is 3), and few, because each holds a block when it ends.
+const STRAGGLERS: usize = 3;
 
 /// Blocks that are fetched at a time, for one load.
 const AT_ONCE: usize = 8;
@@ -27,14 +37,17 @@ pub struct Stores {
     max_bytes: u64,
     bytes: AtomicU64,
     written: Mutex<Written>,
+    removals: Arc<Removals>,
     /// A lookup that takes longer than the scheduler waits for is of no use.
     patience: Duration,
+    longest_read: Duration,
 }
 
 struct OneStore {
     store: Arc<dyn BlockStore>,
     errors: AtomicU64,
     fails: AtomicBool,
+    stragglers: Arc<Semaphore>,
 }
 
 #[derive(Default)]
@@ -87,13 +100,16 @@ impl Stores {
             store: store.clone(),
             errors: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            stragglers: Arc::new(Semaphore::new(STRAGGLERS)),
         };
         Stores {
             list: config.stores.iter().map(|tier| one(&tier.store)).collect(),
             max_bytes: config.max_bytes_in_flight,
             bytes: AtomicU64::new(0),
             written: Mutex::default(),
+            removals: Arc::default(),
             patience: config.grace,
+            longest_read: LONGEST_READ,
         }
     }
 
@@ -116,6 +132,11 @@ impl Stores {
         let more = |now: u64| now.checked_add(bytes).filter(|sum| *sum <= self.max_bytes);
         let may = self.bytes.fetch_update(Relaxed, Relaxed, more).is_ok();
         may.then(|| Writing { stores: self.clone(), bytes })
+    }
+
+    /// Needed to write a block.
+    pub fn ticket(&self, key: BlockKey) -> Ticket {
+        self.removals.ticket(key)
     }
 
     fn written(&self) -> std::sync::MutexGuard<'_, Written> {
@@ -187,9 +208,10 @@ impl Stores {
         }
     }
 
-    async fn get(&self, wanted: Wanted) -> Option<Bytes> {
-        let one = self.list.get(wanted.tier)?;
-        let found = one.note("read a block", one.store.get(&wanted.key).await).flatten();
+    async fn get(self: &Arc<Self>, wanted: Wanted) -> Option<Bytes> {
+        let stragglers = self.list.get(wanted.tier)?.stragglers.clone();
+        let mut reading = Reading { read: tokio::spawn(read(self.clone(), wanted)), stragglers };
+        let found = (&mut reading.read).await.ok().flatten();
         let found = found.filter(|bytes| bytes.len() == wanted.bytes);
         if found.is_none() {
             self.forget_in(&wanted.key, wanted.tier); // write it again
@@ -197,13 +219,59 @@ impl Stores {
         found
     }
 
-    async fn put(&self, tier: usize, key: BlockKey, bytes: &Bytes) {
-        let Some(one) = self.list.get(tier) else { return };
+    async fn put(&self, tier: usize, ticket: &Ticket, bytes: &Bytes) {
+        let (Some(one), key) = (self.list.get(tier), ticket.key) else { return };
+        if ticket.is_removed() {
+            return;
+        }
         let put = one.store.put(key, bytes.clone(), None).await;
         // Another attempt does not make it smaller.
         let never_fits = matches!(put, Err(StoreError::TooLarge { .. }));
         if one.note("write a block", put).is_some() || never_fits {
             self.remember(key, tier);
+        }
+        if ticket.is_removed() {
+            self.forget_in(&key, tier);
+            one.note("remove a block", one.store.remove(&key).await);
+        }
+    }
+}
+
+/// Reads a block, however long nobody has waited for it.
+async fn read(stores: Arc<Stores>, wanted: Wanted) -> Option<Bytes> {
+    const READ: &str = "read a block";
+    let one = stores.list.get(wanted.tier)?;
+    let found = match tokio::time::timeout(stores.longest_read, one.store.get(&wanted.key)).await {
+        Ok(found) => found,
+        Err(_) => {
+            let limit_ms = u64::try_from(stores.longest_read.as_millis()).unwrap_or(u64::MAX);
+            Err(StoreError::TimedOut { store: one.store.name().into(), action: READ, limit_ms })
+        }
+    };
+    one.note(READ, found).flatten()
+}
+
+/// A read that is waited for. When this is dropped before it has ended, the read stops, but for a few of each store: otherwise a store
+/// whose reads hang would never be found to fail, because each is given up before its time limit.
+struct Reading {
+    read: JoinHandle<Option<Bytes>>,
+    stragglers: Arc<Semaphore>,
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        if self.read.is_finished() {
+            return;
+        }
+        match (self.stragglers.clone().try_acquire_owned(), Handle::try_current()) {
+            (Ok(straggler), Ok(runtime)) => {
+                let read = std::mem::replace(&mut self.read, runtime.spawn(async { None }));
+                runtime.spawn(async move {
+                    let _ = read.await;
+                    drop(straggler);
+                });
+            }
+            _ => self.read.abort(),
         }
     }
 }
@@ -230,6 +298,7 @@ const ARRIVED_BYTES: usize = 4 << 20;
 pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) {
     let started = Instant::now();
     let mut objects: Vec<Option<Bytes>> = vec![None; fetch.wanted.len()];
+    let tickets: Vec<Ticket> = fetch.wanted.iter().map(|one| stores.ticket(one.key)).collect();
     let mut tasks = JoinSet::new();
     let mut wanted = fetch.wanted.iter().copied().enumerate();
     let mut ok = true;
@@ -264,15 +333,18 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
     // Faster tiers get what was read from slower ones. The bytes count as those of the load until its end is reported, and then as
     // bytes to write: what has no room there is not kept.
     let mut copies = Vec::new();
-    for (one, bytes) in fetch.wanted.iter().zip(objects.drain(..).filter(|_| ok)) {
+    for ((one, ticket), bytes) in fetch.wanted.iter().zip(tickets).zip(objects.drain(..).filter(|_| ok)) {
+        if ticket.is_removed() {
+            continue;
+        }
         stores.remember(one.key, one.tier);
         let Some(bytes) = bytes.filter(|_| one.tier > 0) else { continue };
-        copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (*one, bytes, writing)));
+        copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (one.tier, ticket, bytes, writing)));
     }
     let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, ok, took }));
-    for (one, bytes, _writing) in copies {
-        for tier in 0..one.tier {
-            stores.put(tier, one.key, &bytes).await;
+    for (from, ticket, bytes, _writing) in copies {
+        for tier in 0..from {
+            stores.put(tier, &ticket, &bytes).await;
         }
     }
 }
@@ -280,17 +352,21 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
 /// Removes blocks from all tiers.
 pub async fn remove(stores: Arc<Stores>, keys: Vec<BlockKey>) {
     for key in keys {
+        // Also for a read that finds the block while it is removed from one tier after the other.
+        let _ticket = stores.ticket(key);
+        stores.removals.remove(&key);
         stores.forget(&key);
         for one in &stores.list {
             one.note("remove a block", one.store.remove(&key).await);
         }
+        stores.removals.remove(&key);
     }
 }
 
 /// Writes a block to the tiers that do not have it.
-pub async fn put(stores: Arc<Stores>, key: BlockKey, bytes: Bytes, _writing: Writing) {
-    for tier in (0..stores.n()).filter(|&tier| !stores.has(&key, tier)) {
-        stores.put(tier, key, &bytes).await;
+pub async fn put(stores: Arc<Stores>, ticket: Ticket, bytes: Bytes, _writing: Writing) {
+    for tier in (0..stores.n()).filter(|&tier| !stores.has(&ticket.key, tier)) {
+        stores.put(tier, &ticket, &bytes).await;
     }
 }
 
@@ -299,7 +375,6 @@ mod tests {
     use super::*;
     use crate::serving::tiers::TierStore;
     use kvist_store::{BoxFuture, Counts, KeyChain, Ram, Usage};
-    use tokio::sync::Semaphore;
 
     /// A store in memory whose writes wait for a permit each, and fail while it is told to.
     struct Slow {
@@ -400,7 +475,8 @@ mod tests {
         let (fast, slow) = (Slow::new(0), Slow::new(0));
         let stores = two(fast, slow);
         let writing = stores.may_write(300).unwrap();
-        let task = tokio::spawn(put(stores.clone(), keys(1)[0], Bytes::from(vec![7; 300]), writing));
+        let task =
+            tokio::spawn(put(stores.clone(), stores.ticket(keys(1)[0]), Bytes::from(vec![7; 300]), writing));
         tokio::task::yield_now().await;
         task.abort();
         assert!(task.await.is_err());
@@ -415,7 +491,7 @@ mod tests {
         let key = keys(1)[0];
         let write = async || {
             let writing = stores.may_write(BLOCK as u64).unwrap();
-            put(stores.clone(), key, Bytes::from(vec![7; BLOCK]), writing).await;
+            put(stores.clone(), stores.ticket(key), Bytes::from(vec![7; BLOCK]), writing).await;
             (fast.puts.load(Relaxed), slow.puts.load(Relaxed))
         };
         slow.fails.store(true, Relaxed);
@@ -428,9 +504,106 @@ mod tests {
         assert_eq!((write().await, stores.has_written(&key)), ((2, 2), true));
         let large = keys(2)[1];
         let stores = two(Slow::new(1000), Slow::new(1000));
-        stores.put(0, large, &Bytes::from(vec![7; 2 << 20])).await;
+        stores.put(0, &stores.ticket(large), &Bytes::from(vec![7; 2 << 20])).await;
         assert!(stores.has(&large, 0) && !stores.has_written(&large));
         stores.forget(&large);
         assert!(!stores.has(&large, 0));
+    }
+
+    /// A write that ended after the removal of its block brought it back.
+    #[tokio::test]
+    async fn a_block_that_is_removed_while_it_is_written_stays_away() {
+        let (fast, slow) = (Slow::new(0), Slow::new(1000));
+        let stores = two(fast.clone(), slow.clone());
+        let key = keys(1)[0];
+        let write = async |stores: &Arc<Stores>| {
+            let writing = stores.may_write(BLOCK as u64).unwrap();
+            put(stores.clone(), stores.ticket(key), Bytes::from(vec![7; BLOCK]), writing).await;
+        };
+        let here = async || (fast.lookup(&[key]).await.unwrap(), slow.lookup(&[key]).await.unwrap());
+        let writing = stores.may_write(BLOCK as u64).unwrap();
+        let task =
+            tokio::spawn(put(stores.clone(), stores.ticket(key), Bytes::from(vec![7; BLOCK]), writing));
+        tokio::task::yield_now().await;
+        remove(stores.clone(), vec![key]).await;
+        fast.gate.add_permits(1);
+        task.await.unwrap();
+        assert_eq!((here().await, stores.has_written(&key), fast.puts.load(Relaxed)), ((0, 0), false, 1));
+        // Written later, it stays.
+        fast.gate.add_permits(1000);
+        write(&stores).await;
+        assert_eq!((here().await, stores.has_written(&key)), ((1, 1), true));
+        // A copy to a faster tier is a write, too.
+        remove(stores.clone(), vec![key]).await;
+        slow.put(key, Bytes::from(vec![7; BLOCK]), None).await.unwrap();
+        let fast = Slow::new(0);
+        let stores = two(fast.clone(), slow.clone());
+        let (reports, inbox) = std::sync::mpsc::channel();
+        let load = Fetch { id: TransferId(0), wanted: vec![Wanted { tier: 1, key, bytes: BLOCK }] };
+        let load = tokio::spawn(fetch(stores.clone(), load, reports));
+        let ended = tokio::task::spawn_blocking(move || {
+            inbox.iter().any(|command| matches!(command, Command::Tier(Report::Fetched { ok: true, .. })))
+        });
+        assert!(ended.await.unwrap());
+        remove(stores.clone(), vec![key]).await;
+        fast.gate.add_permits(1);
+        load.await.unwrap();
+        let here = (fast.lookup(&[key]).await.unwrap(), slow.lookup(&[key]).await.unwrap());
+        assert_eq!((here, stores.bytes_being_written()), ((0, 0), 0));
+    }
+
+    /// Reads that hang were given up with their loads, so their store never counted as one that fails.
+    #[tokio::test]
+    async fn reads_that_hang_are_errors_though_their_load_is_given_up() {
+        /// Its reads never end.
+        struct Hanging(Ram);
+        impl BlockStore for Hanging {
+            fn name(&self) -> &str {
+                "hanging"
+            }
+            fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+                self.0.lookup(keys)
+            }
+            fn get<'a>(&'a self, _: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+                Box::pin(std::future::pending())
+            }
+            fn put<'a>(
+                &'a self,
+                key: BlockKey,
+                bytes: Bytes,
+                ttl: Option<Duration>,
+            ) -> BoxFuture<'a, Result<(), StoreError>> {
+                self.0.put(key, bytes, ttl)
+            }
+            fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+                self.0.remove(key)
+            }
+            fn usage(&self) -> Usage {
+                self.0.usage()
+            }
+            fn counts(&self) -> Counts {
+                self.0.counts()
+            }
+        }
+        let store =
+            TierStore { store: Arc::new(Hanging(Ram::new(0))), bytes_per_s: 1, latency: Duration::ZERO };
+        let mut stores = Stores::new(&TierConfig::new(vec![store], Vec::new()));
+        stores.longest_read = Duration::from_millis(50);
+        let stores = Arc::new(stores);
+        let (reports, _inbox) = std::sync::mpsc::channel();
+        {
+            let wanted = keys(20).into_iter().map(|key| Wanted { tier: 0, key, bytes: BLOCK }).collect();
+            let load = Fetch { id: TransferId(0), wanted };
+            let load = tokio::spawn(fetch(stores.clone(), load, reports.clone()));
+            tokio::task::yield_now().await;
+            load.abort();
+            assert!(load.await.is_err());
+        }
+        // The reads that go on end with an error, which a slow machine may see before the load is given up.
+        while stores.stats()[0].errors < STRAGGLERS as u64
+            || stores.list[0].stragglers.available_permits() < STRAGGLERS
+        {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
     }
 }
