@@ -234,7 +234,7 @@ pub struct ComputeArgs {
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
-    /// q4 caches, slower with bf16 weights
+    /// q4 caches, slower with bf16 weights. On GPUs it always is, so the flag changes nothing there
     #[arg(long)]
     pub deterministic: bool,
     /// Compute prompts in bf16 where the CPU multiplies it in matrix units (AMX): faster, about as exact as a bf16 model. A
