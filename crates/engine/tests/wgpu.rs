@@ -2,10 +2,7 @@
 //!
 //! Without an adapter the tests print that nothing was tested; `KVIST_REQUIRE_WGPU=1` makes that a failure.
 mod common;
-mod engines;
 mod gpu;
-#[path = "gpu/serving.rs"]
-mod serving;
 use kvist_engine::devices::{Place, WgpuDevice as Gpu, open_wgpu};
 use std::sync::LazyLock;
 

@@ -1,11 +1,12 @@
 //! The serving engine on a GPU: shared prefixes, forks, preemption, and blocks that go to a tier in RAM and come back, with the
-//! texts of the CPU. `tests/serving.rs` and `tests/tiers.rs` test the engine itself.
-use super::engines::{config, greedy, model, receive, tokens};
-use super::{NAME, device, gpu, place};
+//! texts of the CPU. `KVIST_REQUIRE_WGPU=1` makes it a failure if there is no adapter. `tests/serving.rs` and `tests/tiers.rs` test the engine itself.
+mod engines;
+use engines::{config, greedy, model, receive, tokens};
 use kvist_device::MemoryBudget;
-use kvist_engine::devices;
+use kvist_engine::devices::{self, Place, open_wgpu};
 use kvist_engine::serving::*;
-use kvist_model::ModelFile;
+use kvist_model::weights::WeightFormat;
+use kvist_model::{LoadOptions, Model, ModelFile};
 use kvist_scheduler::{Preempted, Write};
 use kvist_store::Ram;
 use std::sync::Arc;
@@ -79,16 +80,23 @@ async fn converse(engine: &Engine) -> (Vec<Vec<u32>>, u64, u64) {
 
 #[tokio::test]
 async fn a_serving_engine_gives_the_texts_of_the_cpu() {
-    let Some(device) = device() else { return };
-    let on_gpu = gpu::load_on(&device, &ModelFile::Embedded, &MemoryBudget::unlimited());
-    let registry = place(&device).registry();
+    let device = match open_wgpu(None) {
+        Ok(device) => device,
+        Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
+        Err(error) => return eprintln!("SKIPPED, serving on a GPU was not tested: {error}"),
+    };
+    let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
+    let budget = MemoryBudget::unlimited();
+    let on_gpu =
+        Model::load(&ModelFile::Embedded, device.clone(), &options, &budget, &mut |_, _| {}).unwrap();
+    let (on_gpu, registry) = (Arc::new(on_gpu), Place::Wgpu(device).registry());
     // Room for everything, and no tier: the truth.
     let roomy = Engine::start(model().clone(), &devices::all(), config(2048)).unwrap();
     let (expected, _, none) = converse(&roomy).await;
     assert!(expected.len() == 12 && none == 0);
     for preempted in [Preempted::Recompute, Preempted::Kept] {
         let mut config = small(preempted);
-        config.paged.cache.backend = NAME.into();
+        config.paged.cache.backend = "wgpu".into();
         let engine = Engine::start(on_gpu.clone(), &registry, config).unwrap();
         let (answers, cached, loaded) = converse(&engine).await;
         assert_eq!(answers, expected, "{preempted:?}");
