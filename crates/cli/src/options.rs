@@ -124,8 +124,8 @@ pub struct ModelArgs {
     /// Read weights into memory instead of mapping the file; a mapped file must not change
     #[arg(long)]
     pub no_mmap: bool,
-    /// Memory that weights, cache and working buffers may take together; by default what is free in the machine, or
-    /// on the GPU if its driver says so (CUDA)
+    /// Memory that weights, cache and working buffers may take together; by default what is free in the machine, or on
+    /// the GPU if it has its own
     #[arg(long, value_name = "SIZE", allow_negative_numbers = true)]
     pub memory: Option<Size>,
     /// Split text as GPT-2 does if a GGUF file names a pretokenizer that kvist does not know; tokens may then be wrong
@@ -136,11 +136,16 @@ pub struct ModelArgs {
 }
 
 impl ModelArgs {
-    pub fn budget(&self) -> Arc<MemoryBudget> {
-        match self.memory {
-            Some(size) => MemoryBudget::new(size.0),
-            None => free_bytes().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
-        }
+    /// What `--memory` says, or what is free where models run.
+    ///
+    /// # Errors
+    /// A GPU has memory of its own and its driver does not say how much, or it has failed.
+    pub fn budget(&self) -> anyhow::Result<Arc<MemoryBudget>> {
+        let free = match self.memory {
+            Some(size) => Some(size.0),
+            None => place(&self.compute.get()?).default_memory(memory::available())?,
+        };
+        Ok(free.map_or_else(MemoryBudget::unlimited, MemoryBudget::new))
     }
 
     /// Headers, tokenizer and template: enough to refuse what cannot work.
@@ -172,7 +177,7 @@ impl ModelArgs {
         min: usize,
         quiet: bool,
     ) -> anyhow::Result<(Arc<Model>, MemoryPlan)> {
-        let budget = self.budget();
+        let budget = self.budget()?;
         let registry = registry(&self.compute.get()?);
         let plan = MemoryPlan::admit(&opened, self.weights, &registry, config, min, &budget)?;
         let context = Some(config.context_tokens);
@@ -229,7 +234,7 @@ pub struct ComputeArgs {
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
-    /// q4 caches, slower with bf16 weights
+    /// q4 caches, slower with bf16 weights. On GPUs it always is, so the flag changes nothing there
     #[arg(long)]
     pub deterministic: bool,
     /// Compute prompts in bf16 where the CPU multiplies it in matrix units (AMX): faster, about as exact as a bf16 model. A
@@ -397,13 +402,6 @@ pub fn backend_id(backend: &str) -> &str {
 /// The device that models run on.
 fn place(compute: &Compute) -> Place {
     GPU.get().cloned().unwrap_or_else(|| Place::Cpu(compute.clone()))
-}
-
-/// Bytes that are free on the device that models run on, as far as its driver says so; otherwise those of the host.
-fn free_bytes() -> Option<u64> {
-    // A device that fails now fails again where the error can be told.
-    let of_device = GPU.get().and_then(|place| place.free_bytes().ok().flatten());
-    of_device.or_else(memory::available)
 }
 
 /// Every backend and kind of this device.

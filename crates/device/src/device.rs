@@ -142,6 +142,14 @@ pub trait Footprint: Send + Sync {
         Some(0)
     }
 
+    /// Whether the device still works. A failure stays.
+    ///
+    /// # Errors
+    /// The first failure: nothing computed since is returned. The process has to be started again.
+    fn check(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     /// Whether steps can return how much attention each cell receives ([`StepInputs::mass`]).
     fn returns_attention_mass(&self) -> bool {
         false

@@ -263,6 +263,12 @@ pub trait Backend: Send + Sync {
         self.usage(spec, &spec.capacity_cells)
     }
 
+    /// How many bytes of [`bound`](Self::bound) lie in the host's memory, for a device that has its own: what is uploaded
+    /// from and read back to. `None` on overflow.
+    fn host_bytes(&self, _spec: &PoolSpec) -> Option<u64> {
+        Some(0)
+    }
+
     /// KV bytes of [`bound`](Self::bound).
     fn kv_bound(&self, spec: &PoolSpec) -> Option<u64> {
         self.bound(spec).map(|usage| usage.of(Purpose::KvCache))

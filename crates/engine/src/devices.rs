@@ -6,6 +6,9 @@ pub use kvist_cuda::{
     open as open_cuda,
 };
 use kvist_device::{DeviceError, MemoryBudget, Registry};
+#[cfg(any(feature = "wgpu", feature = "cuda-experimental"))]
+use kvist_gpu::Driver as _;
+use kvist_gpu::Limits;
 pub use kvist_gpu::{HostMemory, MeasureTransfers, MeasuredSteps, StepSpans, TransferCase};
 use kvist_model::{Error, LoadOptions, Model, Opened};
 #[cfg(feature = "wgpu")]
@@ -50,15 +53,27 @@ impl Place {
         open(index.transpose()?).map(|place| (place, name.into()))
     }
 
-    /// Bytes of the device's memory that are free now. `None` on the CPU, and where drivers do not say so.
+    /// The memory to plan with where the user has given none, if `host` bytes are free on the host (`None`: unknown): what is
+    /// free on the device, and not more than `host` if the device computes in the host's memory. `None` is unlimited.
     ///
     /// # Errors
-    /// The device has failed.
-    pub fn free_bytes(&self) -> Result<Option<u64>, DeviceError> {
+    /// The device has failed, or it has memory of its own and its driver does not say how much: the host's says nothing
+    /// about it.
+    pub fn default_memory(&self, host: Option<u64>) -> Result<Option<u64>, DeviceError> {
         match self {
+            Place::Cpu(_) => Ok(host),
+            #[cfg(feature = "wgpu")]
+            Place::Wgpu(device) => {
+                let (limits, found) = (device.driver().limits(), device.driver().memory());
+                // What a driver calls the size of memory that it shares with the host may be any number: lavapipe's was 2 GiB.
+                let total = found.filter(|_| !limits.unified_memory).map(|memory| memory.total_bytes);
+                default_memory(limits, found.and_then(|memory| memory.free_bytes).or(total), host)
+            }
             #[cfg(feature = "cuda-experimental")]
-            Place::Cuda(device) => device.driver().memory().map(|(free, _)| Some(free)),
-            _ => Ok(None),
+            Place::Cuda(device) => {
+                let (free, _) = device.driver().memory()?;
+                default_memory(device.driver().limits(), Some(free), host)
+            }
         }
     }
 
@@ -129,6 +144,20 @@ impl Place {
     }
 }
 
+/// [`Place::default_memory`] of a GPU with these limits, on which `free` bytes are free.
+#[cfg_attr(not(any(test, feature = "wgpu", feature = "cuda-experimental")), expect(dead_code))]
+fn default_memory(limits: &Limits, free: Option<u64>, host: Option<u64>) -> Result<Option<u64>, DeviceError> {
+    match (free, limits.unified_memory) {
+        (Some(free), false) => Ok(Some(free)),
+        (free, true) => Ok([free, host].into_iter().flatten().min()),
+        (None, false) => Err(DeviceError::Unsupported(format!(
+            "{} has memory of its own, and its driver does not say how much is free: give --memory, for instance \
+             --memory 6GB for a GPU with 8",
+            limits.adapter
+        ))),
+    }
+}
+
 /// Loads a model on the CPU, with these threads and this instruction set. See [`Opened::load`].
 pub fn load(
     opened: Opened,
@@ -155,4 +184,41 @@ pub fn growing_by(compute: &Compute, min_cells: u32) -> Registry {
     Registry::of(Cpu::new(compute.clone()))
         .with(Box::new(Cpu::new(compute.clone()).growing_by(min_cells)))
         .with(Box::new(kvist_device::reference::Reference))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// `--backend wgpu` on a GPU with 8 GB in a machine with 64 planned with the 64, and the driver refused later.
+    #[test]
+    fn the_hosts_memory_is_no_limit_for_a_gpu_with_its_own() {
+        let limits = |unified_memory| Limits {
+            max_binding_bytes: 1 << 30,
+            max_part_bytes: 1 << 30,
+            max_workgroup_bytes: 32 << 10,
+            max_attend_rows: 32,
+            unified_memory,
+            adapter: "a test's GPU".into(),
+        };
+        let (own, shared) = (limits(false), limits(true));
+        let (gpu, host) = (8 << 30, 64 << 30);
+        assert_eq!(default_memory(&own, Some(gpu), Some(host)).unwrap(), Some(gpu));
+        assert_eq!(
+            default_memory(&own, Some(host), Some(gpu)).unwrap(),
+            Some(host),
+            "the host may have less"
+        );
+        assert_eq!(default_memory(&own, Some(gpu), None).unwrap(), Some(gpu));
+        for host in [Some(host), None] {
+            let refused = default_memory(&own, None, host).unwrap_err().to_string();
+            assert!(refused.contains("a test's GPU") && refused.contains("--memory"), "{refused}");
+        }
+        assert_eq!(default_memory(&shared, Some(gpu), Some(host)).unwrap(), Some(gpu), "half of it, say");
+        assert_eq!(default_memory(&shared, Some(host), Some(gpu)).unwrap(), Some(gpu), "a container's limit");
+        assert_eq!(default_memory(&shared, None, Some(host)).unwrap(), Some(host));
+        assert_eq!(default_memory(&shared, None, None).unwrap(), None);
+        let compute = Compute::default();
+        assert_eq!(Place::Cpu(compute).default_memory(Some(host)).unwrap(), Some(host));
+    }
 }

@@ -156,6 +156,9 @@ impl CacheConfig {
 pub struct MemoryPlan {
     /// The upper bound: weights, a full cache, and scratch and activations of the largest step.
     pub usage: Usage,
+    /// How many bytes of [`usage`](Self::usage) lie in the host's memory, on a device that has its own. 0 on the CPU, whose
+    /// memory is the host's.
+    pub host_bytes: u64,
     /// KV bytes per token over all layers, scales included.
     pub kv_bytes_per_token: u64,
     /// Cells of each layer group.
@@ -185,9 +188,12 @@ impl MemoryPlan {
             ..config.pool_spec(&layout, &MemoryBudget::unlimited())
         };
         let usage = backend.bound(&spec).ok_or_else(overflow)?;
-        let activations = registry.device().activation_bytes(&model.shape(), &config.step_limits());
-        let activations = activations.ok_or_else(overflow)?;
+        let (device, shape, limits) = (registry.device(), model.shape(), config.step_limits());
+        let activations = device.activation_bytes(&shape, &limits).ok_or_else(overflow)?;
+        let of_host = [device.host_bytes(&shape, &limits), backend.host_bytes(&spec)];
+        let host_bytes = of_host.into_iter().try_fold(0u64, |sum, bytes| sum.checked_add(bytes?));
         Ok(MemoryPlan {
+            host_bytes: host_bytes.ok_or_else(overflow)?,
             usage: usage.with(Purpose::Activations, activations),
             kv_bytes_per_token: spec.bytes_per_token(),
             capacity_cells: spec.capacity_cells,

@@ -570,6 +570,15 @@ impl Engine {
         self.shared.is_gone.has_changed().is_ok()
     }
 
+    /// Why nothing can be computed any more: the engine thread has ended, or the device has failed, which stays so. Never
+    /// blocks, even while a step runs. A loss of the device is noticed by the step that it breaks.
+    pub fn failure(&self) -> Option<String> {
+        if !self.is_alive() {
+            return Some("the engine has stopped".into());
+        }
+        self.shared.model.device().check().err().map(|error| error.to_string())
+    }
+
     /// Stop accepting jobs. Jobs that were accepted continue.
     pub fn drain(&self) {
         self.shared.draining.store(true, SeqCst);

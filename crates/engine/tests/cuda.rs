@@ -21,3 +21,40 @@ fn device_of_its_own() -> Option<Gpu> {
         None => emulated::emulation(&[]).map(|own| kvist_cuda::open(&own, None, u64::MAX).unwrap()),
     }
 }
+
+/// What `kvist plan` says is on the device is what a full session takes there, by the emulation's own count: the host's part
+/// once had only a step's inputs and results, not the tables of plans nor the buffers of transfers.
+#[test]
+fn the_devices_part_of_a_plan_is_what_the_device_allocates() {
+    use common::*;
+    use kvist_device::{MemoryBudget, Storage};
+    use kvist_engine::memory::{CacheConfig, MemoryPlan};
+    use kvist_engine::saved::{Origin, SavedText, save};
+    use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
+    use kvist_model::{ModelFile, Opened};
+    if emulated::index().is_some() {
+        return; // a real driver allocates in pages
+    }
+    let Some(device) = device_of_its_own() else { return };
+    let file = ModelFile::Path(fixtures("parity/llama-shared-kv"));
+    let model = gpu::load_on(&device, &file, &MemoryBudget::unlimited());
+    let registry = place(&device).registry();
+    for storage in [Storage::F32, Storage::Q8] {
+        let config = CacheConfig { k: storage, v: storage, ..gpu::on(exact("contiguous", 64, 16)) };
+        let plan = MemoryPlan::of_session(model.config(), &registry, &config).unwrap();
+        let before = device.driver().memory().unwrap().0;
+        let mut session = ModelSession::new(&model, &registry, &config).unwrap();
+        for chunk in 0..4 {
+            let tokens = [chunk + 3; 16];
+            let input = SequenceInput::chain(kvist_cache::SeqId::ONLY, &tokens);
+            session.forward(&[input], LogitRows::LastOfEach).unwrap();
+        }
+        // Makes the buffers of transfers.
+        let fingerprint = Opened::open_without_texts(&file, true).unwrap().fingerprint().unwrap();
+        let origin = Origin::new(fingerprint, texts().format, &config, model.config());
+        let (folder, text) = (tempfile::tempdir().unwrap(), SavedText { tokens: &[3; 64], messages: &[] });
+        save(&mut session, kvist_cache::SeqId::ONLY, text, &origin, &folder.path().join("session")).unwrap();
+        let taken = before - device.driver().memory().unwrap().0;
+        assert_eq!(taken, plan.session_bound() - plan.host_bytes, "{storage}: {plan:?}");
+    }
+}

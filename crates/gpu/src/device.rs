@@ -98,6 +98,10 @@ impl<D: Driver> Footprint for GpuDevice<D> {
         StreamBytes::new(shape, limits)?.host()
     }
 
+    fn check(&self) -> Result<(), DeviceError> {
+        self.gpu.check()
+    }
+
     fn adapter(&self) -> Option<&str> {
         Some(&self.gpu.limits().adapter)
     }

@@ -84,6 +84,11 @@ pub fn lane_bytes(slots: u32, block_bytes: u64, max_cells: u32) -> Option<u64> {
     slot.checked_mul(slots.into())
 }
 
+/// How many of [`lane_bytes`] lie in the host's memory: of a slot, where a block is uploaded from and where it is read back to.
+pub fn lane_host_bytes(slots: u32, block_bytes: u64) -> Option<u64> {
+    block_bytes.checked_mul(2)?.checked_mul(slots.into())
+}
+
 impl<D: Driver> Lane<D> {
     /// A lane of `slots` transfers at once. The caller has reserved [`lane_bytes`].
     ///

@@ -90,4 +90,7 @@ impl<D: Driver> Backend for GpuDevice<D> {
     fn usage(&self, spec: &PoolSpec, cells: &[u32]) -> Option<Usage> {
         pools::usage(spec, cells)
     }
+    fn host_bytes(&self, spec: &PoolSpec) -> Option<u64> {
+        pools::host_bytes(spec)
+    }
 }

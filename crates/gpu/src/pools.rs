@@ -24,7 +24,7 @@ use kvist_cache::*;
 use kvist_device::*;
 pub use layer::DeviceRows;
 use memory::ScratchBytes;
-pub use memory::usage;
+pub use memory::{host_bytes, usage};
 use std::sync::{Arc, Mutex, PoisonError};
 use transfers::Transfers;
 

@@ -69,6 +69,12 @@ impl ApiError {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
     }
 
+    /// 503: nothing can be computed until the server is started again.
+    pub fn engine_failed(why: &str) -> Self {
+        let message = format!("{why}: restart the server");
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "engine_failed", message)
+    }
+
     /// 503: the server is shutting down and does not accept the request, or cannot finish it.
     pub fn shutting_down(retry_after_s: u32) -> Self {
         ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "shutting_down", "the server is shutting down")

@@ -22,8 +22,8 @@ pub(crate) async fn ready(State(state): State<Arc<ServerState>>) -> Response {
     if state.is_draining() {
         return ApiError::shutting_down(state.retry_after_s()).into_response();
     }
-    if !state.engine.is_alive() {
-        return ApiError::internal("the engine has stopped: restart the server").into_response();
+    if let Some(why) = state.engine.failure() {
+        return ApiError::engine_failed(&why).into_response();
     }
     Json(serde_json::json!({"status": "ready"})).into_response()
 }

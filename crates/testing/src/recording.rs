@@ -29,6 +29,8 @@ pub enum Event {
 pub struct Recorded {
     pub events: Vec<Event>,
     pub allocated: Usage,
+    /// Why the device has failed, if it was told to.
+    failure: Option<String>,
 }
 
 /// The device and the backend `recording`.
@@ -57,7 +59,11 @@ impl Recording {
     /// What has happened since the last call; the allocated bytes stay.
     pub fn take(&self) -> Recorded {
         let mut log = self.log.lock();
-        Recorded { events: std::mem::take(&mut log.events), allocated: log.allocated }
+        Recorded { events: std::mem::take(&mut log.events), allocated: log.allocated, failure: None }
+    }
+    /// From now on the device has failed, as a GPU that was lost: no submission ends well.
+    pub fn fail(&self, why: &str) {
+        self.log.lock().failure = Some(why.into());
     }
     fn op(&self, name: &'static str) {
         self.log.note(Event::Op(name));
@@ -105,6 +111,10 @@ impl Footprint for Recording {
         let logits = limits.max_rows.checked_mul(shape.vocab)?;
         let floats = u64::try_from(shape.buffer_elements(limits)?.checked_add(logits)?).ok()?;
         floats.checked_mul(4)?.checked_add(upload_bytes(limits)?)
+    }
+    fn check(&self) -> Result<(), DeviceError> {
+        let failure = self.log.lock().failure.clone();
+        failure.map_or(Ok(()), |what| Err(DeviceError::Failed { device: "recording", what }))
     }
 }
 
@@ -260,6 +270,7 @@ impl Device for Recording {
     }
 
     fn submit(&self, s: &mut Stream) -> Result<Ticket, DeviceError> {
+        self.check()?;
         self.log.note(Event::Submit);
         s.submitted = Ticket(s.submitted.0 + 1);
         Ok(s.submitted)

@@ -1,10 +1,19 @@
 //! The adapters of this machine, and which of them can run models.
+use crate::ffi;
 use kvist_gpu::IMMEDIATE_WORDS;
 
 /// Storage buffers that the largest kernel binds.
 const STORAGE_BUFFERS: u32 = 9;
 /// Bytes of immediates that the largest kernel has.
 pub const IMMEDIATES: u32 = 4 * IMMEDIATE_WORDS as u32;
+
+/// Memory of an adapter: its own, or the part of the host's that it can use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AdapterMemory {
+    pub total_bytes: u64,
+    /// What this process can still allocate, by the driver's own estimate. `None` if the driver has no estimate.
+    pub free_bytes: Option<u64>,
+}
 
 /// An adapter as `kvist devices` lists it.
 #[derive(Clone, Debug)]
@@ -17,6 +26,8 @@ pub struct AdapterSummary {
     /// `discrete`, `integrated`, `virtual`, `cpu` or `other`.
     pub kind: &'static str,
     pub driver: String,
+    /// `None` if the driver does not say so to kvist.
+    pub memory: Option<AdapterMemory>,
     /// Largest buffer that a kernel can read: weights and pools are split to fit.
     pub max_binding_bytes: u64,
     pub max_workgroup_bytes: u32,
@@ -68,6 +79,7 @@ fn summary(index: usize, adapter: &wgpu::Adapter) -> AdapterSummary {
             wgpu::DeviceType::Other => "other",
         },
         driver: format!("{} {}", info.driver, info.driver_info).trim().to_string(),
+        memory: ffi::memory(adapter),
         max_binding_bytes: binding_bytes(&limits),
         max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
         subgroup: (info.subgroup_min_size, info.subgroup_max_size),

@@ -6,8 +6,8 @@ mod recording;
 #[cfg(test)]
 mod tests;
 
-use crate::adapters::{IMMEDIATES, all, best, binding_bytes, instance, missing};
-use crate::kernels;
+use crate::adapters::{AdapterMemory, IMMEDIATES, all, best, binding_bytes, instance, missing};
+use crate::{ffi, kernels};
 use clock::{CLOCK, Clock, MAX_MARKS};
 use kvist_device::DeviceError;
 use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits};
@@ -75,6 +75,7 @@ pub struct Submission {
 /// An adapter that was opened.
 #[derive(Debug)]
 pub struct Wgpu {
+    adapter: wgpu::Adapter,
     device: wgpu::Device,
     queue: wgpu::Queue,
     limits: Limits,
@@ -146,7 +147,9 @@ impl Wgpu {
             })
         });
         let unified = [wgpu::DeviceType::IntegratedGpu, wgpu::DeviceType::Cpu];
+        let unified_memory = unified.contains(&adapter.get_info().device_type);
         Ok(Wgpu {
+            adapter,
             device,
             queue,
             limits: Limits {
@@ -154,7 +157,7 @@ impl Wgpu {
                 max_part_bytes: binding_bytes(&limits).min(options.max_part_bytes),
                 max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
                 max_attend_rows: 32,
-                unified_memory: unified.contains(&adapter.get_info().device_type),
+                unified_memory,
                 adapter: name,
             },
             pipelines: Compiled::default(),
@@ -163,6 +166,11 @@ impl Wgpu {
             next_id: AtomicU64::new(1),
             unused,
         })
+    }
+
+    /// The adapter's memory now. `None` if its driver does not say so to kvist.
+    pub fn memory(&self) -> Option<AdapterMemory> {
+        ffi::memory(&self.adapter)
     }
 
     fn id(&self) -> u64 {

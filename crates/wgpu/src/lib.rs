@@ -1,17 +1,18 @@
 //! A device over wgpu: models and their KV caches on GPUs, through Vulkan, Metal or DirectX 12.
 //!
 //! `kvist-gpu` drives models, pools and attention. This crate has what it asks of an API: buffers and submissions
-//! (`driver.rs`), adapters (`adapters.rs`), and the kernels in WGSL (`kernels/`).
+//! (`driver.rs`), adapters (`adapters.rs`), how much memory they have (`ffi.rs`), and the kernels in WGSL (`kernels/`).
 //!
 //! Everything is behind the feature `wgpu`.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 #![cfg(feature = "wgpu")]
 
 mod adapters;
 mod driver;
+mod ffi;
 mod kernels;
 
-pub use adapters::{AdapterSummary, adapters};
+pub use adapters::{AdapterMemory, AdapterSummary, adapters};
 pub use driver::{OpenOptions, Wgpu};
 use kvist_device::DeviceError;
 use kvist_gpu::GpuDevice;

@@ -48,12 +48,16 @@ struct Cuda {
     why_not: Option<String>,
 }
 
-/// An adapter of wgpu. Drivers do not report how much memory it has.
+/// An adapter of wgpu.
 #[derive(Serialize)]
 struct Adapter {
     api: &'static str,
     kind: &'static str,
     driver: String,
+    /// Its memory, or the part of the host's that it can use. Null if its driver does not say so (Metal, DirectX 12).
+    total_bytes: Option<u64>,
+    /// Null if its driver does not say so.
+    free_bytes: Option<u64>,
     /// The largest piece of memory that a kernel can read.
     max_binding_bytes: u64,
     max_workgroup_bytes: u32,
@@ -101,6 +105,8 @@ fn gpus() -> Vec<Device> {
             api: found.api,
             kind: found.kind,
             driver: found.driver,
+            total_bytes: found.memory.map(|memory| memory.total_bytes),
+            free_bytes: found.memory.and_then(|memory| memory.free_bytes),
             max_binding_bytes: found.max_binding_bytes,
             max_workgroup_bytes: found.max_workgroup_bytes,
             subgroup_min: found.subgroup.0,
@@ -128,14 +134,21 @@ pub fn run(args: Args) -> anyhow::Result<()> {
     if args.json { output::show_json(&report) } else { output::show(&report.text()) }
 }
 
+/// `24.0 GB of memory, 23.1 GB of them free`
+fn memory_text(total_bytes: Option<u64>, free_bytes: Option<u64>) -> String {
+    let bytes = kvist_device::Bytes;
+    let Some(total) = total_bytes else { return "how much memory it has is unknown: give --memory".into() };
+    let free = free_bytes.map_or(String::new(), |free| format!(", {} of them free", bytes(free)));
+    format!("{} of memory{free}", bytes(total))
+}
+
 impl Cuda {
     fn text(&self) -> String {
         let bytes = kvist_device::Bytes;
-        let free = self.free_bytes.map_or(String::new(), |free| format!(", {} of them free", bytes(free)));
         let mut text = format!(
-            "         CUDA (experimental), compute capability {}, {}{free}; {} multiprocessors, {} of shared memory\n",
+            "         CUDA (experimental), compute capability {}, {}; {} multiprocessors, {} of shared memory\n",
             self.compute_capability,
-            bytes(self.total_bytes),
+            memory_text(Some(self.total_bytes), self.free_bytes),
             self.multiprocessors,
             bytes(self.max_shared_bytes.into())
         );
@@ -156,6 +169,7 @@ impl Report {
             }
             let Some(a) = adapter else { continue };
             text += &format!("         {}, {}, {}\n", a.kind, a.api, a.driver);
+            text += &format!("         {}\n", memory_text(a.total_bytes, a.free_bytes));
             text += &format!(
                 "         buffers up to {}, {} of workgroup memory, subgroups of {} to {}; {}\n",
                 kvist_device::Bytes(a.max_binding_bytes),

@@ -96,7 +96,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         return Err(wrong_usage("at least two tokens are needed, in the text and in --context"));
     }
     let registry = registry(&args.model.compute.get()?);
-    let budget = args.model.budget();
+    let budget = args.model.budget()?;
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let plan = fit(architecture, &registry, &config, &reference, free, budget.total())?;
     let model = args.model.load(opened, Some(context), &budget, quiet)?;

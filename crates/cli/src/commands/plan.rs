@@ -100,7 +100,7 @@ struct DeviceMemory {
     /// The GPU computes in the host's memory, so both take from it.
     unified_memory: bool,
     device_bytes: u64,
-    /// Staging of what a step uploads and reads back. Loading takes at most 32 MiB more for a moment.
+    /// What a step is uploaded from and read back to, and the same for blocks in transfer. Loading takes at most 32 MiB more for a moment.
     host_bytes: u64,
 }
 
@@ -167,7 +167,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         ring: ring(&size.config, &registry, &config, plan.usage.of(Purpose::KvCache)),
         bound: bound.into(),
         session_bytes: plan.session_bound(),
-        device: device_memory(&registry, &size.config, &config, bound.total()),
+        device: device_memory(&registry, &plan, bound.total()),
         bytes_read_per_token: read,
         bytes_read_per_token_empty: size.read_per_token,
         ceiling: args.bandwidth.map(|rate| Ceiling {
@@ -200,14 +200,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
 }
 
 /// The memories of a session on a GPU, together `bound` bytes.
-fn device_memory(
-    registry: &Registry,
-    model: &ModelConfig,
-    config: &CacheConfig,
-    bound: u64,
-) -> Option<DeviceMemory> {
-    let device = registry.device();
-    let host_bytes = device.host_bytes(&model.shape(), &config.step_limits())?;
+fn device_memory(registry: &Registry, plan: &MemoryPlan, bound: u64) -> Option<DeviceMemory> {
+    let (device, host_bytes) = (registry.device(), plan.host_bytes);
     Some(DeviceMemory {
         adapter: device.adapter()?.into(),
         unified_memory: device.info().unified_memory,

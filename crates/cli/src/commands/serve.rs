@@ -66,7 +66,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(tokenizer) = opened.tokenizer() {
         tokenizer.check()?; // fail now and not at the first request
     }
-    let budget = args.model.budget();
+    let budget = args.model.budget()?;
     let free = MemoryPlan::free_after(&opened, &registry, args.model.weights, &budget)?;
     let requests_bytes = kvist_server::request_bytes(&config, opened.config().context);
     let longest = |free: u64| {

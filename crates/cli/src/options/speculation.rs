@@ -192,7 +192,7 @@ impl SpeculationArgs {
         quiet: bool,
     ) -> anyhow::Result<(Arc<Model>, MemoryPlan, Option<LoadedDraft>)> {
         if let Some(draft) = &draft {
-            let (registry, budget) = (registry(&model.compute.get()?), model.budget());
+            let (registry, budget) = (registry(&model.compute.get()?), model.budget()?);
             let plan = MemoryPlan::admit(&opened, model.weights, &registry, config, min, &budget)?;
             let free = MemoryPlan::free_after(&opened, &registry, model.weights, &budget)?;
             let (free, needed) = (free.saturating_sub(plan.session_bound()), draft.bytes(self, config, 1)?);

@@ -135,6 +135,29 @@ fn results_do_not_depend_on_the_batch() {
     }
 }
 
+/// The same of packed K and V, with and without recent rows in f16: on the CPU that takes `--deterministic`, here it is always so.
+#[test]
+fn packed_caches_do_not_depend_on_the_batch_either() {
+    let Some(device) = device() else { return };
+    let file = ModelFile::Path(fixtures("parity/llama-shared-kv"));
+    let model = load_on(&device, &file, &MemoryBudget::unlimited());
+    let registry = place(&device).registry();
+    let tokens: Vec<u32> = (0..29).map(|i| i * 7 % 40 + 3).collect();
+    for (storage, recent) in [("q8", 16), ("q8", 0), ("q4", 16), ("q4-rot", 0)] {
+        let storage: Storage = storage.parse().unwrap();
+        let run = |chunk: u32, kind: &str| -> Vec<u32> {
+            let recent = Recent { tokens: recent, sequences: 2 };
+            let config = on(CacheConfig { k: storage, v: storage, recent, ..exact(kind, 64, chunk) });
+            let mut session = ModelSession::new(&model, &registry, &config).unwrap();
+            logits(&mut session, &tokens).iter().map(|x| x.to_bits()).collect()
+        };
+        let alone = run(1, "contiguous");
+        for (chunk, kind) in [(5, "paged"), (29, "contiguous"), (13, "tree")] {
+            assert!(run(chunk, kind) == alone, "{storage}, {recent} recent tokens: {kind} by {chunk}");
+        }
+    }
+}
+
 /// Every row gives what it asks for, as the host computes it from the logits of the same row.
 #[test]
 fn rows_give_what_they_ask_for() {

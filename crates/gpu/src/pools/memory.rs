@@ -61,6 +61,12 @@ impl ScratchBytes {
     }
 }
 
+/// Scratch bytes in the host's memory: what plans are uploaded from, and what blocks are uploaded from and read back to.
+pub fn host_bytes(spec: &PoolSpec) -> Option<u64> {
+    let plans = ScratchBytes::new(spec)?.plans;
+    plans.iter().try_fold(transfers::host_bytes(spec)?, |sum, bytes| sum.checked_add(*bytes))
+}
+
 fn order_bytes(layer: &LayerSpec) -> u64 {
     4 * u64::from(layer.n_kv_heads) * u64::from(layer.k_dim)
 }

@@ -3,7 +3,7 @@
 //! A lane's slots have a fixed size, which plans and the budget count. A larger block is moved in parts of whole cells.
 use super::GpuPools;
 use crate::driver::{Driver, HostMemory};
-use crate::lane::{Job, Lane, Section, lane_bytes};
+use crate::lane::{Job, Lane, Section, lane_bytes, lane_host_bytes};
 use crate::side::PoolSide;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::*;
@@ -42,6 +42,11 @@ fn slot_size(spec: &PoolSpec) -> Option<(u64, u32)> {
 pub fn bytes(spec: &PoolSpec) -> Option<u64> {
     let (bytes, cells) = slot_size(spec)?;
     lane_bytes(SLOTS, bytes, cells)
+}
+
+/// How many of these [`bytes`] lie in the host's memory.
+pub fn host_bytes(spec: &PoolSpec) -> Option<u64> {
+    lane_host_bytes(SLOTS, slot_size(spec)?.0)
 }
 
 /// The transfers of a cache's pools.

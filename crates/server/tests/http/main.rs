@@ -4,6 +4,7 @@ mod bodies;
 mod capacity;
 mod costly;
 mod doors;
+mod failures;
 mod harmony;
 mod kept;
 mod limits;

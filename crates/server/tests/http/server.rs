@@ -1,6 +1,6 @@
 //! A server on a free port that runs the embedded model, and a client.
 #![allow(dead_code)]
-use kvist_device::Storage;
+use kvist_device::{Registry, Storage};
 use kvist_engine::devices;
 use kvist_engine::serving::Engine;
 use kvist_engine::speculate::{SpeculationConfig, Speculator, Suffix};
@@ -63,7 +63,13 @@ impl Server {
     }
 
     pub fn start_with(model: Arc<Model>, config: ServerConfig) -> Server {
+        Server::start_on(model, &devices::all(), "cpu", config)
+    }
+
+    /// Over this backend of the registry.
+    pub fn start_on(model: Arc<Model>, registry: &Registry, backend: &str, config: ServerConfig) -> Server {
         let mut settings = config.engine(model.config());
+        settings.paged.cache.backend = backend.into();
         if config.speculation.is_on() {
             let bounds = config.speculation.bounds();
             let speculation = SpeculationConfig { bounds, adaptive: false };
@@ -74,7 +80,7 @@ impl Server {
         let block_bytes = settings.paged.block_bytes(model.config());
         let tiers = config.tiers.open(&config.scheduler, block_bytes, Vec::new()).unwrap();
         settings.tiers = tiers.as_ref().map(OpenTiers::config);
-        let engine = Engine::start(model, &devices::all(), settings).unwrap();
+        let engine = Engine::start(model, registry, settings).unwrap();
         let state = ServerState::new(engine.clone(), &config, tokens).unwrap();
         let served = state.clone();
         let (stop, stopped) = oneshot::channel();

@@ -107,3 +107,19 @@ fn a_failed_device_refuses_pools() {
     assert!(error.to_string().contains("a test"), "{error}");
     assert_eq!(spec.budget.usage(), Usage::default());
 }
+
+/// Vulkan knows its heaps; an adapter through another API need not.
+#[test]
+fn an_adapter_says_how_much_memory_it_has() {
+    let Some(gpu) = open(&OpenOptions::default()) else { return };
+    if gpu.adapter.get_info().backend != wgpu::Backend::Vulkan {
+        return;
+    }
+    let memory = gpu.memory().unwrap();
+    assert!(memory.total_bytes >= 64 << 20, "{memory:?}");
+    assert!(memory.free_bytes.is_none_or(|free| free > 0), "{memory:?}");
+    let listed = crate::adapters();
+    let same =
+        listed.iter().filter_map(|found| found.memory).any(|found| found.total_bytes == memory.total_bytes);
+    assert!(same, "{memory:?} is of none of {listed:?}");
+}

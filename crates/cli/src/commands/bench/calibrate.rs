@@ -160,7 +160,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         context_tokens,
     };
     let compute = args.model.compute.get()?;
-    let model = args.model.load(opened, None, &args.model.budget(), quiet)?;
+    let model = args.model.load(opened, None, &args.model.budget()?, quiet)?;
     interrupt::listen();
     let axes = Axes::of(&served);
     let mut steps = Steps::new(&model, &registry(&compute), served.clone()).context(

@@ -118,7 +118,7 @@ impl<'a> Bench<'a> {
         let compute = common.model.compute.get()?;
         let registry = registry(&compute);
         let size = ModelSize::of_opened(&opened, registry.device(), common.model.weights)?;
-        let model = common.model.load(opened, None, &common.model.budget(), quiet)?;
+        let model = common.model.load(opened, None, &common.model.budget()?, quiet)?;
         interrupt::listen();
         Ok(Bench { compute, registry, model, common, size, quiet })
     }

@@ -120,7 +120,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let table = costs::table(&args.costs)?;
     let config = served(&args, &table)?;
     let compute = args.model.compute.get()?;
-    let model = args.model.load(args.model.open(quiet)?, None, &args.model.budget(), quiet)?;
+    let model = args.model.load(args.model.open(quiet)?, None, &args.model.budget()?, quiet)?;
     check_machine(&args, &table, model.name(), &config.paged.cache, &compute)?;
     interrupt::listen();
 
