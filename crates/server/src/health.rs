@@ -61,7 +61,9 @@ pub(crate) async fn metrics(Call { state, caller }: Call) -> Result<Response, Ap
         let message = "metrics cover the requests of all users and need an admin key";
         return Err(ApiError::new(StatusCode::FORBIDDEN, "admin_only", message));
     }
-    let mut readings = metrics::of_engine(&state.engine.stats());
+    let stats = state.engine.stats();
+    let mut readings = metrics::of_engine(&stats);
+    readings.push(metrics::of_cache(&stats, state.block_tokens));
     readings.extend(metrics::of_limits(state.engine.rejected(), &state.connections));
     readings.extend(state.kv_events.get().map(|events| metrics::of_events(events.n_messages())));
     let failed = |error| {

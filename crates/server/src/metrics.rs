@@ -53,14 +53,14 @@ impl Ended {
 /// Statuses with a counter of their own. All others share the counter `other`.
 const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503];
 
-/// One figure of the engine: name, type, help, value, and a label with its value, of figures that there are several of.
-pub struct Reading(&'static str, &'static str, &'static str, f64, Option<(&'static str, String)>);
+/// One figure of the engine: name, type, help, value, and labels with their values.
+pub struct Reading(&'static str, &'static str, &'static str, f64, Vec<(&'static str, String)>);
 
 /// Gauges and counters of the engine.
 pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
     let usage = stats.used_cells as f64 / stats.capacity_cells.max(1) as f64;
-    let gauge = |name, help, value: f64| Reading(name, "gauge", help, value, None);
-    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
+    let gauge = |name, help, value: f64| Reading(name, "gauge", help, value, Vec::new());
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, Vec::new());
     let c = &stats.counters;
     let mut readings = vec![
         gauge("vllm:num_requests_running", "Requests in the batch.", stats.running as f64),
@@ -97,7 +97,7 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
             "counter",
             "Seconds spent in steps.",
             stats.busy_ns as f64 / 1e9,
-            None,
+            Vec::new(),
         ),
         count("kvist_steps_total", "Steps that succeeded.", c.steps),
         count("kvist_failed_steps_total", "Steps that failed.", c.failed_steps),
@@ -111,7 +111,7 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
         "gauge",
         "Tokens of prompts that requests asked to keep.",
         retained,
-        None,
+        Vec::new(),
     ));
     let removed = "Tokens removed to keep requests within their budget (cache.keep).";
     readings.extend(stats.removed_tokens.map(|n| count("kvist_tokens_removed_total", removed, n)));
@@ -119,17 +119,24 @@ pub fn of_engine(stats: &EngineStats) -> Vec<Reading> {
     readings
 }
 
+/// The cache's shape, under vLLM's name: routers that weigh workers by their capacity read its labels.
+pub fn of_cache(stats: &EngineStats, block_tokens: u32) -> Reading {
+    let n_blocks = stats.capacity_cells / u64::from(block_tokens.max(1));
+    let labels = vec![("block_size", block_tokens.to_string()), ("num_gpu_blocks", n_blocks.to_string())];
+    Reading("vllm:cache_config_info", "gauge", "The cache: tokens of a block, and blocks.", 1.0, labels)
+}
+
 /// Messages for routers.
 pub fn of_events(messages: u64) -> Reading {
     let help = "Messages with KV events that were published.";
-    Reading("kvist_kv_event_messages_total", "counter", help, messages as f64, None)
+    Reading("kvist_kv_event_messages_total", "counter", help, messages as f64, Vec::new())
 }
 
 /// What tiers below the cache did.
 fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
     let c = &tiers.counters;
-    let gauge = |name, help, value: u64| Reading(name, "gauge", help, value as f64, None);
-    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
+    let gauge = |name, help, value: u64| Reading(name, "gauge", help, value as f64, Vec::new());
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, Vec::new());
     let mut readings = vec![
         count("kvist_tier_loads_total", "Loads from tiers that were started.", c.loads),
         count(
@@ -158,7 +165,7 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
             "counter",
             "Seconds that loads took, over those that arrived in time.",
             c.load_ns as f64 / 1e9,
-            None,
+            Vec::new(),
         ),
         count("kvist_tier_stored_blocks_total", "Blocks copied to tiers.", c.stored_blocks),
         count("kvist_tier_failed_blocks_total", "Blocks that could not be copied.", c.failed_blocks),
@@ -172,7 +179,7 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
     ];
     for (store, loaded_tokens) in tiers.stores.iter().zip(c.loaded_tokens) {
         let of = |name, kind, help, value: u64| {
-            Reading(name, kind, help, value as f64, Some(("tier", store.name.clone())))
+            Reading(name, kind, help, value as f64, vec![("tier", store.name.clone())])
         };
         readings.extend([
             of(
@@ -210,7 +217,7 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
 
 /// What speculation has achieved.
 fn of_speculation(counts: &Counts) -> Vec<Reading> {
-    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, Vec::new());
     let mut readings = vec![
         count("vllm:spec_decode_num_drafts_total", "Drafts that were verified.", counts.drafts),
         count("vllm:spec_decode_num_draft_tokens_total", "Draft tokens that were verified.", counts.drafted),
@@ -224,7 +231,7 @@ fn of_speculation(counts: &Counts) -> Vec<Reading> {
             "gauge",
             "1 if a drafter has failed, which ended speculation.",
             f64::from(u8::from(counts.failure.is_some())),
-            None,
+            Vec::new(),
         ),
     ];
     readings.extend(counts.accepted_per_position.iter().enumerate().map(|(position, accepted)| {
@@ -233,7 +240,7 @@ fn of_speculation(counts: &Counts) -> Vec<Reading> {
             "counter",
             "Draft tokens that were accepted, by their position in the accepted path.",
             *accepted as f64,
-            Some(("position", position.to_string())),
+            vec![("position", position.to_string())],
         )
     }));
     readings
@@ -242,8 +249,8 @@ fn of_speculation(counts: &Counts) -> Vec<Reading> {
 /// Gauges and counters of requests and connections that were refused or closed because a limit was reached.
 pub(crate) fn of_limits(rejected: u64, connections: &Connections) -> Vec<Reading> {
     let (open, known) = connections.count();
-    let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64, None);
-    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, None);
+    let gauge = |name, help, value: usize| Reading(name, "gauge", help, value as f64, Vec::new());
+    let count = |name, help, value: u64| Reading(name, "counter", help, value as f64, Vec::new());
     vec![
         count(
             "kvist_queue_full_total",
@@ -395,9 +402,9 @@ impl Metrics {
     /// The whole text, including the gauges and counters of the engine.
     pub fn render(&self, readings: &[Reading]) -> Result<String, prometheus::Error> {
         let engine = Registry::new_custom(None, Some(self.labels.clone()))?;
-        for Reading(name, kind, help, value, label) in readings {
+        for Reading(name, kind, help, value, labels) in readings {
             let mut opts = Opts::new(*name, *help);
-            if let Some((label, of)) = label {
+            for (label, of) in labels {
                 opts = opts.const_label(*label, of);
             }
             match *kind {

@@ -5,6 +5,7 @@ mod capacity;
 mod costly;
 mod doors;
 mod failures;
+mod fleet;
 mod harmony;
 mod kept;
 mod limits;

@@ -6,7 +6,7 @@ use kvist_engine::serving::Engine;
 use kvist_engine::speculate::{SpeculationConfig, Speculator, Suffix};
 use kvist_model::Model;
 use kvist_server::config::{KeySection, OpenTiers};
-use kvist_server::{ServerConfig, ServerState, serve};
+use kvist_server::{KvEventSockets, ServerConfig, ServerState, serve};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -83,10 +83,15 @@ impl Server {
         let engine = Engine::start(model, registry, settings).unwrap();
         let state = ServerState::new(engine.clone(), &config, tokens).unwrap();
         let served = state.clone();
+        let sockets = KvEventSockets::bind(&config.kv_events).unwrap();
+        let salt = config.kv_events.salt(&config);
         let (stop, stopped) = oneshot::channel();
         let (ready, address) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
             kvist_server::runtime().unwrap().block_on(async {
+                if let Some(sockets) = sockets {
+                    served.publish_events(sockets, salt.unwrap()).await.unwrap();
+                }
                 let listener = tokio::net::TcpListener::bind(("127.0.0.1", 0)).await.unwrap();
                 ready.send(listener.local_addr().unwrap()).unwrap();
                 let stopped = async { drop(stopped.await) };

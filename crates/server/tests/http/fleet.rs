@@ -1,0 +1,285 @@
+//! What the routers of a fleet ask of a worker: prompts as tokens, and events of the cache over real sockets.
+use crate::server::*;
+use bytes::Bytes;
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
+
+fn tokens(value: &Value) -> Vec<u32> {
+    Vec::deserialize(value).unwrap_or_else(|_| panic!("no tokens: {value}"))
+}
+
+/// `render` tells the prompt that the same body runs, as `return_token_ids` tells it afterwards.
+#[test]
+fn a_rendered_prompt_is_the_prompt_that_runs() {
+    let server = Server::start(config());
+    let texts = ["The borrow checker", "fn main() {"];
+    let messages =
+        json!([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a trait?"}]);
+    let ids = json!({"return_token_ids": true, "max_tokens": 3, "temperature": 0});
+    let completions = [
+        json!({"prompt": texts[0]}),
+        json!({"prompt": texts}),
+        json!({"prompt": [5, 6, 7]}),
+        json!({"prompt": [[5, 6, 7], [8]], "n": 2}),
+    ];
+    for body in &completions {
+        let rendered = server.post("/v1/completions/render", body).good();
+        let rendered: Vec<Vec<u32>> =
+            rendered.as_array().unwrap().iter().map(|p| tokens(&p["token_ids"])).collect();
+        let answered = server.post("/v1/completions", &with(body.clone(), &ids)).good();
+        let n = body["n"].as_u64().unwrap_or(1) as usize;
+        let choices = answered["choices"].as_array().unwrap();
+        assert_eq!(choices.len(), n * rendered.len());
+        for (i, choice) in choices.iter().enumerate() {
+            assert_eq!(tokens(&choice["prompt_token_ids"]), rendered[i / n], "{body}");
+        }
+    }
+    let chat = json!({"messages": messages});
+    let rendered = server.post("/v1/chat/completions/render", &chat).good();
+    let answered = server.post("/v1/chat/completions", &with(chat.clone(), &ids)).good();
+    assert_eq!(tokens(&rendered["token_ids"]), tokens(&answered["choices"][0]["prompt_token_ids"]));
+    assert_eq!(answered["usage"]["prompt_tokens"], tokens(&rendered["token_ids"]).len());
+    // What the call would refuse is refused, and nothing was computed for it.
+    let (status, param, ..) = server.post("/v1/chat/completions/render", &json!({"messages": []})).error();
+    assert_eq!((status, &param[..]), (400, "messages"));
+    let long = json!({"prompt": vec![5; 2000]});
+    assert_eq!(server.post("/v1/completions/render", &long).error().0, 400);
+}
+
+/// The tokens of a streamed answer are those of the whole one, each once, also where a token has no text yet.
+#[test]
+fn streamed_token_ids_are_the_answer() {
+    let server = Server::start(config());
+    let more = json!({"return_token_ids": true, "max_tokens": 24, "temperature": 0, "ignore_eos": true});
+    let chat = json!({"messages": [{"role": "user", "content": "Write a struct."}]});
+    for (path, body) in
+        [("/v1/completions", json!({"prompt": "let \u{e9} = "})), ("/v1/chat/completions", chat)]
+    {
+        let body = with(body, &more);
+        let whole = server.post(path, &body).good()["choices"][0].clone();
+        let events = server.post(path, &with(body, &json!({"stream": true}))).events();
+        let choices: Vec<&Value> = events.iter().filter_map(|event| event["choices"].get(0)).collect();
+        let ids = choices.iter().filter_map(|choice| choice.get("token_ids"));
+        let streamed: Vec<u32> = ids.flat_map(tokens).collect();
+        assert_eq!(streamed, tokens(&whole["token_ids"]), "{path}");
+        let prompts: Vec<&Value> =
+            choices.iter().filter_map(|choice| choice.get("prompt_token_ids")).collect();
+        assert_eq!(prompts, [&whole["prompt_token_ids"]], "{path}: once");
+    }
+    let plain = server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).good();
+    assert!(plain["choices"][0].get("token_ids").is_none());
+}
+
+/// Fields that vllm-router and smg add to every request they forward.
+#[test]
+fn what_routers_add_is_accepted_and_other_values_are_refused() {
+    let server = Server::start(config());
+    let added = json!({
+        "no_stop_trim": false, "separate_reasoning": true, "stream_reasoning": true, "include_reasoning": true,
+        "continue_final_message": false, "return_hidden_states": false, "skip_special_tokens": true,
+        "ignore_eos": false, "session_params": null, "lora_path": null, "rid": null, "use_beam_search": false,
+        "add_special_tokens": true, "spaces_between_special_tokens": true,
+    });
+    let chat = json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 1});
+    for (path, body) in
+        [("/v1/completions", json!({"prompt": "a", "max_tokens": 1})), ("/v1/chat/completions", chat)]
+    {
+        server.post(path, &with(body.clone(), &added)).good();
+        for (name, value) in [
+            ("no_stop_trim", json!(true)),
+            ("continue_final_message", json!(true)),
+            ("lora_path", json!("x")),
+            ("return_hidden_states", json!(true)),
+            ("add_special_tokens", json!(false)),
+        ] {
+            let refused = server.post(path, &with(body.clone(), &json!({name: value}))).error();
+            assert_eq!((refused.0, &refused.1[..]), (400, name), "{path}");
+        }
+    }
+}
+
+/// A message of the socket: its number, and the events.
+fn read(message: ZmqMessage, topic: &str) -> (u64, Vec<WireEvent>) {
+    let [name, number, payload] = <[_; 3]>::try_from(message.into_vec()).expect("three frames");
+    assert_eq!(name, topic);
+    let number = u64::from_be_bytes(number.as_ref().try_into().unwrap());
+    let (_, events, rank): (f64, Vec<WireEvent>, u32) = rmp_serde::from_slice(&payload).unwrap();
+    assert_eq!(rank, 0);
+    (number, events)
+}
+
+/// An event as consumers decode it: all keys, no others.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", deny_unknown_fields)]
+enum WireEvent {
+    BlockStored {
+        block_hashes: Vec<u64>,
+        parent_block_hash: Option<u64>,
+        token_ids: Vec<u32>,
+        block_size: u32,
+        lora_id: Option<u32>,
+        medium: String,
+        lora_name: Option<String>,
+    },
+    BlockRemoved {
+        block_hashes: Vec<u64>,
+        medium: String,
+    },
+    AllBlocksCleared,
+}
+
+/// A router: prefixes by hash.
+#[derive(Default)]
+struct Router(BTreeMap<u64, Vec<u32>>);
+
+impl Router {
+    fn apply(&mut self, event: WireEvent) {
+        match event {
+            WireEvent::BlockStored {
+                block_hashes,
+                parent_block_hash,
+                token_ids,
+                block_size,
+                lora_id,
+                medium,
+                lora_name,
+            } => {
+                assert_eq!((lora_id, &medium[..], lora_name, block_size), (None, "GPU", None, 16));
+                let mut prefix = parent_block_hash.map_or(Vec::new(), |parent| self.0[&parent].clone());
+                assert_eq!(token_ids.len(), 16 * block_hashes.len());
+                for (hash, tokens) in block_hashes.iter().zip(token_ids.chunks(16)) {
+                    prefix.extend(tokens);
+                    self.0.insert(*hash, prefix.clone());
+                }
+            }
+            WireEvent::BlockRemoved { block_hashes, medium } => {
+                assert_eq!(medium, "GPU");
+                block_hashes.iter().for_each(|hash| drop(self.0.remove(hash).expect("it is known")));
+            }
+            WireEvent::AllBlocksCleared => self.0.clear(),
+        }
+    }
+
+    fn credit(&self, prompt: &[u32]) -> usize {
+        let most = prompt.len().saturating_sub(1) / 16;
+        16 * (1..=most).take_while(|n| self.0.values().any(|prefix| prefix == &prompt[..16 * n])).count()
+    }
+}
+
+/// 100 tokens, which no other `from` has.
+fn prompt(from: u32) -> Vec<u32> {
+    (0..100).map(|i| 300 + (from * 997 + i * 31) % 3000).collect()
+}
+
+fn events_config() -> kvist_server::ServerConfig {
+    let mut config = config();
+    config.kv_events.endpoint = Some("tcp://127.0.0.1:0".parse().unwrap());
+    config.kv_events.replay_endpoint = Some("tcp://127.0.0.1:0".parse().unwrap());
+    config.kv_events.topic = "kv".into();
+    config.cache.tokens = Some(512);
+    config
+}
+
+/// Everything that the server has published so far, from its replay socket: any number of messages, without loss.
+async fn replayed(endpoint: &str, from: u64) -> Vec<(u64, Vec<WireEvent>)> {
+    let mut dealer = DealerSocket::new();
+    dealer.connect(endpoint).await.unwrap();
+    let request = vec![Bytes::new(), from.to_be_bytes().to_vec().into()];
+    dealer.send(ZmqMessage::try_from(request).unwrap()).await.unwrap();
+    let mut messages = Vec::new();
+    loop {
+        let mut frames = dealer.recv().await.unwrap().into_vec();
+        assert_eq!((frames.len(), frames.remove(0).len()), (4, 0));
+        if frames[1] == (-1i64).to_be_bytes().as_slice() {
+            assert!(frames[0].is_empty() && frames[2].is_empty());
+            return messages;
+        }
+        messages.push(read(ZmqMessage::try_from(frames).unwrap(), "kv"));
+    }
+}
+
+/// A router that applies the events credits what the cache then finds, through evictions and DELETE, and nothing of
+/// salted prompts; a replay tells the same again.
+#[test]
+fn a_router_knows_what_the_cache_has() {
+    let server = Server::start(events_config());
+    let sources = server.get("/kv_event_sources").good()["0"].clone();
+    assert_eq!((&sources["topic"], &sources["enable_kv_cache_events"]), (&json!("kv"), &json!(true)));
+    let info = server.get("/get_server_info").good();
+    assert_eq!((&info["model_id"], &info["kv_block_size"]), (&json!(MODEL), &json!(16)));
+    let labels = "block_size=\"16\",num_gpu_blocks=\"32\",";
+    assert_eq!(server.metric("vllm:cache_config_info", labels), 1.0);
+    let (endpoint, replays) =
+        (sources["endpoint"].as_str().unwrap(), sources["replay_endpoint"].as_str().unwrap());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let mut subscriber = SubSocket::new();
+    runtime.block_on(async {
+        subscriber.connect(endpoint).await.unwrap();
+        subscriber.subscribe("kv").await.unwrap();
+    });
+    let ask = |prompt: &[u32], more: Value| {
+        let body = json!({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": true});
+        let answer = server.post("/v1/completions", &with(body, &more)).good();
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() as usize
+    };
+    // Whether the subscription arrives before the first message is not ours to say: what it missed is replayed.
+    let salted = json!({"cache_salt": "secret"});
+    ask(&prompt(1), salted.clone());
+    let mut hits = 0;
+    for round in 0..3 {
+        for from in 2..9 {
+            let stored = server.metric("kvist_blocks_stored_total", "");
+            hits += ask(&prompt(from), json!({}));
+            ask(&prompt(from), salted.clone());
+            server.until("the prompt is stored", || {
+                round > 0 || server.metric("kvist_blocks_stored_total", "") >= stored + 6.0
+            });
+        }
+        ask(&prompt(2), json!({}));
+        assert_eq!(ask(&prompt(2), json!({})), 96, "the last prompt is cached");
+    }
+    assert_eq!(server.send("DELETE", "/v1/cache", &[], b"").status, 200);
+    ask(&prompt(20), json!({}));
+    assert_eq!(ask(&prompt(20), json!({})), 96);
+    let mut numbers: Vec<u64> = Vec::new();
+    let mut router = Router::default();
+    // The cache stores a block before its event is published.
+    while router.credit(&prompt(20)) < 96 {
+        let all = runtime.block_on(replayed(replays, 0));
+        numbers = all.iter().map(|(number, _)| *number).collect();
+        router = Router::default();
+        all.into_iter().flat_map(|(_, events)| events).for_each(|event| router.apply(event));
+    }
+    assert_eq!(numbers, (0..numbers.len() as u64).collect::<Vec<_>>());
+    let credits: Vec<usize> = (1..9).map(|from| router.credit(&prompt(from))).collect();
+    assert_eq!((credits, router.credit(&prompt(20))), (vec![0; 8], 96), "{hits} hits");
+    let last = runtime.block_on(replayed(replays, numbers.len() as u64 - 1));
+    assert_eq!(last[0].0, numbers.len() as u64 - 1, "a replay begins where it is asked to");
+    // The subscription is there by now, so a new prompt arrives on it.
+    ask(&prompt(21), json!({}));
+    let mut live = Router::default();
+    live.0 = router.0.clone();
+    runtime.block_on(async {
+        while live.credit(&prompt(21)) < 96 {
+            let (number, events) = read(subscriber.recv().await.unwrap(), "kv");
+            if number >= numbers.len() as u64 {
+                events.into_iter().for_each(|event| live.apply(event));
+            }
+        }
+    });
+}
+
+/// Without an endpoint there are no sources, and with several names it must be said whose prompts are published.
+#[test]
+fn events_are_off_unless_asked_for() {
+    let server = Server::start(config());
+    assert_eq!(server.get("/kv_event_sources").error().0, 404);
+    let mut config = events_config();
+    config.keys = vec![key("ann", "ann-secret", true), key("bob", "bob-secret", false)];
+    let error = config.check().unwrap_err().to_string();
+    assert!(error.contains("kv_events.name") && error.contains("ann, bob"), "{error}");
+    config.kv_events.name = Some("bob".into());
+    config.check().unwrap();
+}
