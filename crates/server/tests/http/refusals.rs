@@ -263,7 +263,9 @@ fn pages_of_other_origins_may_call_where_that_is_configured() {
 
 #[test]
 fn the_description_is_of_this_server() {
-    let server = Server::start(config());
+    let mut config = config();
+    config.kv_events.endpoint = Some("tcp://127.0.0.1:0".parse().unwrap());
+    let server = Server::start(config);
     let document = server.get("/openapi.json").good();
     assert_eq!(document["openapi"], "3.1.0");
     for (path, verbs) in document["paths"].as_object().unwrap() {

@@ -1,0 +1,124 @@
+"""Workers, routers, and what a client sees of them."""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+MODEL = "tiny-rust-7m"
+# Only ends a run that would hang.
+PATIENCE = 120
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def until(what, is_true):
+    end = time.monotonic() + PATIENCE
+    while not is_true():
+        assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
+        time.sleep(0.05)
+
+
+def call(url, body=None, headers=None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+        return response.read().decode()
+
+
+class Worker:
+    """One `kvist serve` with KV events."""
+
+    def __init__(self, folder, port=None, *flags):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder, self.flags = folder, flags
+        self.start()
+
+    def start(self):
+        command = [os.environ["KVIST"], "serve", "--port", str(self.port), "--threads", "1", "-q",
+                   "--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0", *self.flags]
+        self.log = open(self.folder / f"worker-{self.port}.log", "a")
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        assert self.process.stdout.readline().startswith("serving "), Path(self.log.name).read_text()
+        self.name = json.loads(call(self.url + "/get_server_info"))["instance_id"]
+
+    def metric(self, name):
+        lines = call(self.url + "/metrics").splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class Router:
+    def __init__(self, kind, policy, workers, folder):
+        self.kind, self.workers = kind, workers
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / f"{kind}.log"
+        program = Path(sys.executable).parent / kind
+        command = [program, *(["launch"] if kind == "smg" else []), "--host", "127.0.0.1", "--port", self.port,
+                   "--prometheus-port", free_port(), "--policy", policy, "--log-level", "debug",
+                   "--health-check-interval-secs", 1, "--health-failure-threshold", 2, "--worker-urls",
+                   *(worker.url for worker in workers)]
+        if kind == "vllm-router":
+            command += ["--worker-startup-check-interval", 1]
+        self.process = subprocess.Popen(list(map(str, command)), stdout=open(self.log, "w"), stderr=subprocess.STDOUT)
+        until("the router serves the model", lambda: MODEL in (self.quiet("/v1/models") or ""))
+
+    def quiet(self, path):
+        assert self.process.poll() is None, self.log.read_text()[-4000:]
+        try:
+            return call(self.url + path)
+        except OSError:
+            return None
+
+    def text(self):
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.log.read_text())
+
+    def knows_all(self):
+        """Waits until the router has applied every event that the workers have published."""
+        if self.kind != "vllm-router":
+            return
+        for worker in self.workers:
+            last = worker.metric("kvist_kv_event_messages_total") - 1
+
+            def has_last():
+                seen = [int(seq) for line in self.text().splitlines()
+                        if worker.name in line and (seq := next(iter(re.findall(r"\bseq=(\d+)", line)), None))]
+                return last <= 0 or max(seen, default=-1) >= last
+            until(f"the router has message {last} of {worker.name}", has_last)
+
+    def complete(self, prompt, **more):
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, **more}
+        return json.loads(call(self.url + "/v1/completions", body))["usage"]
+
+    def chat(self, text):
+        body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0}
+        return json.loads(call(self.url + "/v1/chat/completions", body))["usage"]
+
+    def which(self, run):
+        """The worker that served `run`, and what it returned. Nothing else may run."""
+        before = [worker.metric("vllm:request_success_total") for worker in self.workers]
+        usage = run()
+        served = lambda: [worker for worker, n in zip(self.workers, before)
+                          if worker.metric("vllm:request_success_total") > n]
+        until("a worker has served it", served)
+        worker, = served()
+        return worker, usage
+
+
+def cached(usage):
+    return usage["prompt_tokens_details"]["cached_tokens"]

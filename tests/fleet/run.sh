@@ -1,0 +1,19 @@
+#!/bin/sh
+# Routers of the field in front of three `kvist serve`, on loopback. Arguments go to pytest: tests/fleet/run.sh -k vllm
+# KVIST names the program; without it the release binary is built. Python 3.11 or newer; the environment, which git ignores,
+# is made at the first run, with the routers from PyPI.
+set -eu
+here=$(cd "$(dirname "$0")" && pwd)
+env=$here/.venv wanted=$here/requirements.txt
+if ! cmp -s "$wanted" "$env/installed.txt"; then
+    [ -x "$env/bin/python" ] || "${PYTHON:-python3}" -m venv "$env"
+    "$env/bin/pip" install --quiet --disable-pip-version-check -r "$wanted"
+    cp "$wanted" "$env/installed.txt"
+fi
+if [ -z "${KVIST:-}" ]; then
+    cargo build --release --manifest-path "$here/../../Cargo.toml" -p kvist
+    KVIST=$(realpath "${CARGO_TARGET_DIR:-$here/../../target}/release/kvist")
+    export KVIST
+fi
+cd "$here"
+exec .venv/bin/pytest "$@"

@@ -1,0 +1,148 @@
+"""What a fleet promises its users, through each router, without anything between router and workers."""
+import json
+import random
+import re
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from fleet import MODEL, Worker, cached, call, until
+
+WORDS = "trait vector slice borrow owner lifetime macro crate module closure iterator string match enum struct".split()
+
+
+def prefix(n, words=150):
+    chosen = random.Random(n)
+    return f"Group {n}. " + " ".join(chosen.choice(WORDS) for _ in range(words))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_prefix_is_computed_once(router, chat):
+    run = router.chat if chat else router.complete
+    groups = [prefix(n) for n in range(6)]
+    home, first = {}, []
+    for n, text in enumerate(groups):
+        home[n], usage = router.which(lambda: run(text + " First question"))
+        first.append(usage)
+        router.knows_all()
+    order = [n for n in range(6) for _ in range(4)]
+    random.Random(1).shuffle(order)
+    hits = 0
+    for i, n in enumerate(order):
+        worker, usage = router.which(lambda: run(groups[n] + f" Question {i}"))
+        assert worker is home[n], f"group {n} moved"
+        # All but the block in which the question begins, or which a merged token changes.
+        assert cached(usage) >= 16 * ((first[n]["prompt_tokens"] - 20) // 16)
+        hits += cached(usage)
+    hits += sum(cached(usage) for usage in first)
+    counted = sum(worker.metric("vllm:prefix_cache_hits_total") for worker in router.workers)
+    assert hits == counted, "the caches count what clients are told"
+
+
+def test_eviction_is_exact(start):
+    """Caches that hold a few of the prefixes: what the router credits is what the worker finds, at every request."""
+    router = start("vllm-router", "kv_aware", "--context", "1024")
+    order = [n for n in range(8) for _ in range(5)]
+    random.Random(2).shuffle(order)
+    credited = found = 0
+    for n in order:
+        at = len(router.text())
+        worker, usage = router.which(lambda: router.complete(prefix(n)))
+        router.knows_all()
+        lines = re.findall(r"credited_prefix_tokens=(\d+)", router.text()[at:])
+        credit = int(lines[-1]) if lines else 0
+        # A prompt's last token is always computed, so the last whole block may be credited and not used.
+        whole = (usage["prompt_tokens"] - 1) // 16 * 16
+        assert min(credit, whole) == cached(usage), f"group {n}: {lines}"
+        credited, found = credited + min(credit, whole), found + cached(usage)
+    evicted = sum(worker.metric("kvist_blocks_evicted_total") for worker in router.workers)
+    assert credited == found > 0 and evicted > 0
+
+
+def test_a_killed_worker_costs_no_answer(router):
+    for n in range(6):
+        router.complete(prefix(n))
+    dead = router.workers[1]
+    started = threading.Barrier(2)
+
+    def ask(i):
+        if i == 10:
+            started.wait()
+        return router.complete(prefix(i % 6) + f" Question {i}")["completion_tokens"]
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [pool.submit(ask, i) for i in range(60)]
+        started.wait()
+        dead.kill()
+        assert all(answer.result() > 0 for answer in answers)
+    # It comes back at the same address, and is given work again.
+    dead.start()
+    others = iter(range(100, 10_000))
+
+    def works_again():
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda _: router.complete(prefix(next(others))), range(6)))
+        return dead.metric("vllm:request_success_total") > 0
+    until("the restarted worker serves", works_again)
+
+
+def test_a_worker_joins(router, tmp_path):
+    for n in range(3):
+        router.complete(prefix(n))
+    joined = Worker(tmp_path)
+    try:
+        if router.kind == "smg":
+            call(router.url + "/workers", {"url": joined.url})
+        else:
+            call(router.url + f"/add_worker?url={joined.url}", {})
+        others = iter(range(100, 10_000))
+
+        def works():
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(lambda _: router.complete(prefix(next(others))), range(8)))
+            return joined.metric("vllm:request_success_total") > 0
+        until("the new worker serves", works)
+    finally:
+        joined.kill()
+
+
+def test_a_client_hangs_up(router):
+    body = json.dumps({"model": MODEL, "prompt": prefix(1), "max_tokens": 800, "ignore_eos": True, "stream": True,
+                       "kvist": {"pace": 5}}).encode()
+    client = socket.create_connection(("127.0.0.1", router.port))
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                   b"content-length: %d\r\n\r\n" % len(body) + body)
+    received = b""
+    while b"data: {" not in received:
+        received += client.recv(4096)
+    client.close()
+    running = lambda: sum(worker.metric("vllm:num_requests_running") for worker in router.workers)
+    until("no worker computes for it", lambda: running() == 0)
+
+
+def test_openai_client(router):
+    client = openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "What is a trait?"}]
+    whole = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, temperature=0)
+    stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12, temperature=0, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content
+    schema = {"type": "object", "properties": {"answer": {"type": "boolean"}}, "required": ["answer"],
+              "additionalProperties": False}
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    strict = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, temperature=0,
+                                            response_format=response_format)
+    assert isinstance(json.loads(strict.choices[0].message.content)["answer"], bool)
+
+
+def test_sessions_stick(start):
+    """Sessions live on one worker; `consistent_hash` finds it again by a header."""
+    router = start("vllm-router", "consistent_hash")
+    for name in ["ann", "bob", "eve"]:
+        headers = {"x-session-id": name}
+        session = json.loads(call(router.url + "/v1/sessions", {"text": prefix(1, 20)}, headers))["id"]
+        for _ in range(4):
+            answer = call(router.url + f"/v1/sessions/{session}/generate", {"max_tokens": 4}, headers)
+            assert json.loads(answer)["choices"]
