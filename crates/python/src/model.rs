@@ -29,6 +29,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 ///     context: tokens of the longest text, for models whose RoPE depends on it.
 ///     threads: compute threads; by default one per core.
 ///     deterministic: make a text independent of batches and shared prefixes, to the last bit; a little slower.
+///     fast_prefill: compute prompts in bf16 where the CPU has AMX: faster, and slightly different from batch to batch. Not with
+///         deterministic.
 ///     memory: bytes, or a size such as "8GB", that weights and caches may take together; by default what is free.
 ///     mmap: map the files, which must not change as long as the model is used, instead of reading them.
 ///     offline: download nothing.
@@ -50,16 +52,21 @@ const CONTEXT: u32 = 4096;
 /// The most threads that make sense, as for `kvist --threads`.
 const MAX_THREADS: usize = 1024;
 
-/// Threads by their number and determinism: they are created once.
-fn compute(threads: Option<usize>, deterministic: bool) -> PyResult<Compute> {
+/// Threads by their number: they are created once.
+fn compute(threads: Option<usize>, deterministic: bool, fast_prefill: bool) -> PyResult<Compute> {
     static POOLS: LazyLock<Mutex<HashMap<usize, Compute>>> = LazyLock::new(Default::default);
-    let Some(threads) = threads else { return Ok(Compute::default().deterministic(deterministic)) };
+    if deterministic && fast_prefill {
+        let why = "`fast_prefill`: its results depend on the batch, so it does not go with `deterministic`: leave one out";
+        return Err(argument(why));
+    }
+    let with = |pool: Compute| pool.deterministic(deterministic).fast_prefill(fast_prefill);
+    let Some(threads) = threads else { return Ok(with(Compute::default())) };
     if !(1..=MAX_THREADS).contains(&threads) {
         return Err(argument(format!("`threads`: {threads} is not a number from 1 to {MAX_THREADS}")));
     }
     let mut pools = crate::wait::lock(&POOLS);
     let pool = pools.entry(threads).or_insert_with(|| Compute::new(Compute::default().isa, threads));
-    Ok(pool.clone().deterministic(deterministic))
+    Ok(with(pool.clone()))
 }
 
 #[derive(FromPyObject)]
@@ -126,7 +133,7 @@ fn load(
 #[pymethods]
 impl Model {
     #[new]
-    #[pyo3(signature = (path=None, *, weights="as-stored", context=None, threads=None, deterministic=false, memory=None, mmap=true, offline=false))]
+    #[pyo3(signature = (path=None, *, weights="as-stored", context=None, threads=None, deterministic=false, fast_prefill=false, memory=None, mmap=true, offline=false))]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
         py: Python<'_>,
@@ -135,6 +142,7 @@ impl Model {
         context: Option<u32>,
         threads: Option<usize>,
         deterministic: bool,
+        fast_prefill: bool,
         memory: Option<Bytes>,
         mmap: bool,
         offline: bool,
@@ -144,7 +152,7 @@ impl Model {
             Some(bytes) => MemoryBudget::new(bytes.get("memory")?),
             None => kvist_cli::memory::available().map_or_else(MemoryBudget::unlimited, MemoryBudget::new),
         };
-        let compute = compute(threads, deterministic)?;
+        let compute = compute(threads, deterministic, fast_prefill)?;
         let options = LoadOptions { format, mmap, context, ..LoadOptions::default() };
         let (model, origin) = without_gil(py, || load(path, &options, &compute, &budget, offline))?;
         Ok(Model { model: Arc::new(model), compute, origin: Arc::new(origin) })

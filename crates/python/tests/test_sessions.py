@@ -33,6 +33,14 @@ def test_a_model_says_what_it_is(model):
     assert model.name in repr(model)
 
 
+def test_fast_prefill():
+    """It changes nothing where the CPU has no AMX, and little where it has."""
+    fast = kvist.Model(fast_prefill=True)
+    assert "".join(greedy(fast.session(), PROMPT, n=4))
+    with pytest.raises(ValueError, match="fast_prefill.*deterministic"):
+        kvist.Model(fast_prefill=True, deterministic=True)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in kvist.cache.KINDS if kind != "ring"])
 def test_every_kind_generates_the_same_text(model, expected, kind):
     session = model.session(kind=kind, kv="f32")

@@ -96,6 +96,7 @@ class Model:
         context: Optional[int] = None,
         threads: Optional[int] = None,
         deterministic: bool = False,
+        fast_prefill: bool = False,
         memory: Optional[Union[int, str]] = None,
         mmap: bool = True,
         offline: bool = False,
