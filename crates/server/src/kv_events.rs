@@ -5,6 +5,7 @@
 mod public;
 mod publisher;
 mod wire;
+mod zmtp;
 
 use crate::config::{EventEndpoint, KvEventsSection};
 use kvist_cache::{Cache, GroupId, PrefixEvent};
@@ -15,7 +16,6 @@ use serde_json::{Value, json};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use wire::Event;
 
@@ -48,7 +48,7 @@ impl KvEventSockets {
 pub(crate) struct KvEvents {
     /// `/kv_event_sources`.
     sources: Value,
-    messages: Arc<AtomicU64>,
+    publisher: Publisher,
 }
 
 impl KvEvents {
@@ -64,11 +64,12 @@ impl KvEvents {
             "topic": section.topic, "endpoint": endpoint, "replay_endpoint": replay_endpoint,
             "buffer_steps": section.buffer,
         }});
-        let messages = Arc::new(AtomicU64::new(0));
-        let socket = Publisher::bind(events, &section.topic, section.buffer, messages.clone());
-        let mut publisher = socket.await.map_err(io::Error::other)?;
+        let publisher = Publisher::new(&section.topic, section.buffer);
+        // A consumer may remember an earlier process at this address.
+        publisher.publish(&[Event::AllBlocksCleared]);
+        publisher.serve_subscribers(events)?;
         if let Some(replays) = replays {
-            publisher.serve_replays(replays).await.map_err(io::Error::other)?;
+            publisher.serve_replays(replays)?;
         }
         let (sender, receiver) = unbounded_channel();
         let blocks = engine.inspect(move |state| {
@@ -79,10 +80,8 @@ impl KvEvents {
         });
         let blocks = blocks.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
         engine.add_watcher(Box::new(PrefixWatcher { sender, events: Vec::new() }));
-        // A consumer may remember an earlier process at this address.
-        publisher.publish(&[Event::AllBlocksCleared]).await;
-        tokio::spawn(publish(publisher, blocks, receiver));
-        Ok(KvEvents { sources, messages })
+        tokio::spawn(publish(publisher.clone(), blocks, receiver));
+        Ok(KvEvents { sources, publisher })
     }
 
     /// Where the events are, as vLLM says it.
@@ -92,7 +91,7 @@ impl KvEvents {
 
     /// Messages published so far.
     pub fn n_messages(&self) -> u64 {
-        self.messages.load(Relaxed)
+        self.publisher.n_messages()
     }
 }
 
@@ -128,14 +127,14 @@ impl Watcher for PrefixWatcher {
 }
 
 async fn publish(
-    mut publisher: Publisher,
+    publisher: Publisher,
     mut blocks: PublicBlocks,
     mut steps: UnboundedReceiver<Vec<PrefixEvent>>,
 ) {
     while let Some(step) = steps.recv().await {
         let events = blocks.translate(&step);
         if !events.is_empty() {
-            publisher.publish(&events).await;
+            publisher.publish(&events);
         }
     }
 }

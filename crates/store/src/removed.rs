@@ -56,10 +56,14 @@ impl Removed {
 
     pub fn remove(&self, key: &BlockKey) -> io::Result<()> {
         let mut list = self.lock();
-        match list.keys.insert(*key) {
-            true => self.note(&mut list, REMOVED, key),
-            false => Ok(()),
+        if !list.keys.insert(*key) {
+            return Ok(());
         }
+        let noted = self.note(&mut list, REMOVED, key);
+        if noted.is_err() {
+            list.keys.remove(key); // so that the next call tries again
+        }
+        noted
     }
 
     /// A block was written, maybe again.
@@ -112,6 +116,8 @@ fn rewrite(path: &Path, keys: &HashSet<BlockKey>) -> io::Result<(File, u64)> {
         bytes.extend(key.as_bytes());
     }
     file.write_all(&bytes)?;
+    // Otherwise a crash of the machine could leave an empty list in the place of the old one.
+    file.sync_all()?;
     fs::rename(&new, path)?;
     Ok((file, keys.len() as u64))
 }

@@ -83,8 +83,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         requests: requests_bytes,
         tiers: config.tiers.memory_bytes(engine.paged.stored_bytes(opened.config())),
         draft: draft_bytes,
+        is_apart: !registry.device().info().unified_memory,
     };
-    needed.check(free, budget.total(), registry.device().adapter(), longest)?;
+    needed.check(free, budget.total(), crate::memory::available(), registry.device().adapter(), longest)?;
     let address = (config.http.host, config.http.port);
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.

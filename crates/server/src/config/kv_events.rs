@@ -129,7 +129,7 @@ impl KvEventsSection {
         let of_all = self.endpoint.into_iter().chain(self.replay_endpoint);
         let reachable = of_all.into_iter().find(|endpoint| !endpoint.0.ip().is_loopback())?;
         Some(format!(
-            "KV events on {reachable} contain the tokens of prompts, and ZeroMQ asks no one for a key: let only routers \
+            "KV events on {reachable} contain the tokens of prompts, and ZeroMQ does not ask for a key: let only routers \
              reach this port"
         ))
     }

@@ -3,24 +3,35 @@
 //! A message has three frames: the topic, its number (8 bytes, big endian, from 0) and the batch. A request for a replay
 //! is an empty frame and a number; the answer is every kept message from that number on, and then one with the number
 //! -1 and an empty topic and batch.
+//!
+//! There is one log of the newest messages. A subscriber is a place in it, and so is a replay: nothing is queued for a peer,
+//! so a peer that does not read takes no memory. What has left the log is lost to it, which it sees by the numbers.
 use super::wire::{self, Event};
+use super::zmtp::{self, Received};
 use bytes::Bytes;
 use std::collections::VecDeque;
-use std::net::TcpListener;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::io;
+use std::net;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
-use tokio::sync::Semaphore;
-use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage, ZmqResult};
+use tokio::io::AsyncWriteExt;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::timeout;
 
-/// Most bytes of messages that are kept for replays.
+/// Most bytes of messages that are kept.
 const MAX_KEPT_BYTES: usize = 64 << 20;
-/// Replays at the same time. Further requests wait.
-const MAX_REPLAYS: usize = 4;
-/// How long a consumer may take to read one message of a replay.
-const READING_TIME: Duration = Duration::from_secs(10);
+/// Most peers of each socket. Others wait until one has gone.
+const MAX_PEERS: usize = 64;
+/// How long a peer may take to say what it is.
+const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
+/// How long a peer may take to read one message. Then its connection is closed, so that it does not keep others out.
+const READING_TIME: Duration = Duration::from_secs(60);
+/// The wait after a connection could not be accepted, because there are too many files for example.
+const ACCEPTING_AGAIN: Duration = Duration::from_millis(100);
 
-/// The newest messages, for consumers that have missed some.
+/// The newest messages. Their numbers are consecutive.
 struct Kept {
     messages: VecDeque<(u64, Bytes)>,
     bytes: usize,
@@ -39,110 +50,211 @@ impl Kept {
 
     /// The oldest kept message with at least this number.
     fn from(&self, number: u64) -> Option<(u64, Bytes)> {
-        // The numbers of kept messages are consecutive.
         let oldest = self.messages.front()?.0;
         self.messages.get(usize::try_from(number.saturating_sub(oldest)).ok()?).cloned()
     }
 }
 
-/// Sends messages, and keeps them.
-pub(super) struct Publisher {
-    socket: PubSocket,
+/// What all peers share.
+struct Log {
     topic: Bytes,
-    kept: Arc<Mutex<Kept>>,
-    next: Arc<AtomicU64>,
+    kept: Mutex<Kept>,
+    /// The number of the next message.
+    next: watch::Sender<u64>,
 }
 
-fn locked(kept: &Mutex<Kept>) -> MutexGuard<'_, Kept> {
-    kept.lock().unwrap_or_else(|broken| broken.into_inner())
+impl Log {
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        self.kept.lock().unwrap_or_else(|broken| broken.into_inner())
+    }
+    /// The oldest kept message with at least this number. The lock is free while a peer reads it.
+    fn from(&self, number: u64) -> Option<(u64, Bytes)> {
+        self.kept().from(number)
+    }
+    fn message(&self, number: u64, payload: &[u8], before: &[&[u8]]) -> Vec<u8> {
+        zmtp::message(&[before, &[&self.topic, &number.to_be_bytes(), payload]].concat())
+    }
+}
+
+/// Sends messages, and keeps them.
+#[derive(Clone)]
+pub(super) struct Publisher {
+    log: Arc<Log>,
 }
 
 impl Publisher {
-    /// `buffer` is the number of messages to keep. `next` counts the messages.
-    pub async fn bind(
-        listener: TcpListener,
-        topic: &str,
-        buffer: usize,
-        next: Arc<AtomicU64>,
-    ) -> ZmqResult<Self> {
-        let mut socket = PubSocket::new();
-        socket.bind_listener(listener).await?;
+    /// `buffer` is the number of messages to keep.
+    pub fn new(topic: &str, buffer: usize) -> Self {
         let kept = Kept { messages: VecDeque::new(), bytes: 0, most: buffer };
-        Ok(Publisher { socket, topic: topic.to_string().into(), kept: Arc::new(Mutex::new(kept)), next })
+        let log =
+            Log { topic: topic.to_string().into(), kept: Mutex::new(kept), next: watch::Sender::new(0) };
+        Publisher { log: Arc::new(log) }
     }
 
-    /// Sends the events to whoever listens. Never waits: a consumer that does not read loses messages, which it sees by
-    /// their numbers.
-    pub async fn publish(&mut self, events: &[Event]) {
+    /// Messages so far.
+    pub fn n_messages(&self) -> u64 {
+        *self.log.next.borrow()
+    }
+
+    /// Sends the events to all subscribers. Waits for none.
+    pub fn publish(&self, events: &[Event]) {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let payload: Bytes = match wire::batch(now.as_secs_f64(), events) {
-            Ok(payload) => payload.into(),
+        let payload = match wire::batch(now.as_secs_f64(), events) {
+            Ok(payload) => payload,
             Err(error) => {
                 tracing::error!(target: "kvist::server", "KV events cannot be written: {error}");
                 return;
             }
         };
-        let number = self.next.fetch_add(1, Relaxed);
-        locked(&self.kept).push(number, payload.clone());
-        let frames = vec![self.topic.clone(), number_frame(number), payload];
-        if let Ok(message) = ZmqMessage::try_from(frames) {
-            let _ = self.socket.send(message).await;
-        }
+        self.log.next.send_modify(|next| {
+            self.log.kept().push(*next, payload.into());
+            *next += 1;
+        });
+    }
+
+    /// Serves subscribers for as long as the runtime lives.
+    pub fn serve_subscribers(&self, listener: net::TcpListener) -> io::Result<()> {
+        let log = self.log.clone();
+        accept(listener, move |stream| {
+            let log = log.clone();
+            async move {
+                let (mut reader, mut writer) = stream.into_split();
+                greet(&mut reader, &mut writer, "PUB").await?;
+                let (sender, subscriptions) = watch::channel(0);
+                tokio::select! {
+                    read = read_subscriptions(reader, &log.topic, sender) => read,
+                    written = write_news(writer, &log, subscriptions) => written,
+                }
+            }
+        })
     }
 
     /// Answers requests for replays for as long as the runtime lives.
-    pub async fn serve_replays(&self, listener: TcpListener) -> ZmqResult<()> {
-        let mut socket = RouterSocket::new();
-        socket.bind_listener(listener).await?;
-        let (sender, mut requests) = socket.split();
-        let (kept, topic) = (self.kept.clone(), self.topic.clone());
-        let slots = Arc::new(Semaphore::new(MAX_REPLAYS));
-        tokio::spawn(async move {
-            loop {
-                let Ok(request) = requests.recv().await else { continue };
-                let Some((peer, from)) = asked(request) else { continue };
-                let Ok(slot) = slots.clone().acquire_owned().await else { return };
-                let (mut sender, kept, topic) = (sender.clone(), kept.clone(), topic.clone());
-                tokio::spawn(async move {
-                    let _slot = slot;
-                    let mut next = from;
-                    loop {
-                        // One at a time: the lock is free while a slow consumer reads.
-                        let message = locked(&kept).from(next);
-                        let (number, frames) = match message {
-                            Some((number, payload)) => {
-                                (Some(number), vec![topic.clone(), number_frame(number), payload])
-                            }
-                            None => (None, vec![Bytes::new(), END.into(), Bytes::new()]),
-                        };
-                        let frames = [vec![peer.clone(), Bytes::new()], frames].concat();
-                        let Ok(message) = ZmqMessage::try_from(frames) else { return };
-                        let sent = tokio::time::timeout(READING_TIME, sender.send(message)).await;
-                        match (sent, number) {
-                            (Ok(Ok(())), Some(number)) => next = number + 1,
-                            _ => return,
-                        }
+    pub fn serve_replays(&self, listener: net::TcpListener) -> io::Result<()> {
+        let log = self.log.clone();
+        accept(listener, move |stream| {
+            let log = log.clone();
+            async move {
+                let (mut reader, mut writer) = stream.into_split();
+                greet(&mut reader, &mut writer, "ROUTER").await?;
+                loop {
+                    if let Some(from) = asked(zmtp::read(&mut reader).await?) {
+                        replay(&mut writer, &log, from).await?;
                     }
-                });
+                }
             }
-        });
-        Ok(())
+        })
+    }
+}
+
+/// Accepts connections, each with a task of its own.
+fn accept<F: Future<Output = io::Result<()>> + Send>(
+    listener: net::TcpListener,
+    serve: impl Fn(TcpStream) -> F + Clone + Send + Sync + 'static,
+) -> io::Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = TcpListener::from_std(listener)?;
+    let peers = Arc::new(Semaphore::new(MAX_PEERS));
+    tokio::spawn(async move {
+        while let Ok(place) = peers.clone().acquire_owned().await {
+            let Ok((stream, peer)) = listener.accept().await else {
+                tokio::time::sleep(ACCEPTING_AGAIN).await;
+                continue;
+            };
+            let serve = serve.clone();
+            tokio::spawn(async move {
+                let _place = place;
+                let _ = stream.set_nodelay(true);
+                if let Err(error) = serve(stream).await {
+                    tracing::debug!(target: "kvist::server", %peer, "a consumer of KV events is gone: {error}");
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+async fn greet(reader: &mut OwnedReadHalf, writer: &mut OwnedWriteHalf, socket_type: &str) -> io::Result<()> {
+    timeout(HANDSHAKE_TIME, zmtp::handshake(reader, writer, socket_type)).await?
+}
+
+async fn send(writer: &mut OwnedWriteHalf, message: &[u8]) -> io::Result<()> {
+    timeout(READING_TIME, writer.write_all(message)).await?
+}
+
+/// Counts the peer's subscriptions that the topic matches.
+async fn read_subscriptions(
+    mut reader: OwnedReadHalf,
+    topic: &[u8],
+    matching: watch::Sender<u32>,
+) -> io::Result<()> {
+    loop {
+        let (is_new, prefix) = match zmtp::read(&mut reader).await? {
+            Received::Message(frames) => match frames.first().and_then(|frame| frame.split_first()) {
+                Some((1, prefix)) => (true, prefix.to_vec()),
+                Some((0, prefix)) => (false, prefix.to_vec()),
+                _ => continue,
+            },
+            // ZMTP 3.1 has commands for it.
+            Received::Command(command) => match command.strip_prefix(b"\x09SUBSCRIBE") {
+                Some(prefix) => (true, prefix.to_vec()),
+                None => match command.strip_prefix(b"\x06CANCEL") {
+                    Some(prefix) => (false, prefix.to_vec()),
+                    None => continue,
+                },
+            },
+        };
+        if topic.starts_with(&prefix) {
+            matching.send_modify(|n| *n = if is_new { n.saturating_add(1) } else { n.saturating_sub(1) });
+        }
+    }
+}
+
+/// Sends what is published while the peer has a subscription.
+async fn write_news(
+    mut writer: OwnedWriteHalf,
+    log: &Log,
+    mut subscriptions: watch::Receiver<u32>,
+) -> io::Result<()> {
+    let closed = |_| io::Error::from(io::ErrorKind::ConnectionAborted);
+    let mut news = log.next.subscribe();
+    loop {
+        subscriptions.wait_for(|n| *n > 0).await.map_err(closed)?;
+        let mut next = *news.borrow_and_update();
+        while *subscriptions.borrow_and_update() > 0 {
+            while let Some((number, payload)) = log.from(next) {
+                send(&mut writer, &log.message(number, &payload, &[])).await?;
+                next = number + 1;
+            }
+            tokio::select! {
+                changed = news.changed() => changed.map_err(closed)?,
+                changed = subscriptions.changed() => changed.map_err(closed)?,
+            }
+        }
     }
 }
 
 /// The number -1, which ends a replay.
-const END: &[u8] = &[0xff; 8];
+const END: [u8; 8] = [0xff; 8];
 
-fn number_frame(number: u64) -> Bytes {
-    number.to_be_bytes().to_vec().into()
+/// Sends the messages from `from` on that there are when it is asked for.
+async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64) -> io::Result<()> {
+    let (mut next, end) = (from, *log.next.borrow());
+    while next < end
+        && let Some((number, payload)) = log.from(next)
+    {
+        send(writer, &log.message(number, &payload, &[b""])).await?;
+        next = number + 1;
+    }
+    send(writer, &zmtp::message(&[b"", b"", &END, b""])).await
 }
 
-/// The consumer that asks, and the first number that it wants. `None` for a message of another form.
-fn asked(request: ZmqMessage) -> Option<(Bytes, u64)> {
-    let frames: [Bytes; 3] = request.into_vec().try_into().ok()?;
-    let [peer, empty, number] = frames;
-    let number: [u8; 8] = number.as_ref().try_into().ok()?;
-    empty.is_empty().then_some((peer, u64::from_be_bytes(number)))
+/// The first number that is asked for. `None` for a message of another form, or a command.
+fn asked(received: Received) -> Option<u64> {
+    let Received::Message(frames) = received else { return None };
+    let [empty, number] = <[Vec<u8>; 2]>::try_from(frames).ok()?;
+    let number: [u8; 8] = number.try_into().ok()?;
+    empty.is_empty().then_some(u64::from_be_bytes(number))
 }
 
 #[cfg(test)]
@@ -160,18 +272,14 @@ mod tests {
         for number in 0..5 {
             kept.push(number, vec![number as u8].into());
         }
-        let numbers = |first: u64| {
-            let mut next = first;
-            std::iter::from_fn(move || Some(next))
-                .map_while(|_| {
-                    let (number, payload) = kept.from(next)?;
-                    assert_eq!(payload[..], [number as u8]);
-                    next = number + 1;
-                    Some(number)
-                })
-                .collect::<Vec<u64>>()
-        };
-        assert_eq!(numbers(0), [2, 3, 4]);
+        let mut numbers = Vec::new();
+        let mut next = 0;
+        while let Some((number, payload)) = kept.from(next) {
+            assert_eq!(payload[..], [number as u8]);
+            numbers.push(number);
+            next = number + 1;
+        }
+        assert_eq!(numbers, [2, 3, 4]);
     }
 
     /// Large messages do not fill the memory, whatever their number.
@@ -189,14 +297,13 @@ mod tests {
 
     #[test]
     fn other_requests_are_ignored() {
-        let frames = |frames: &[&[u8]]| {
-            let frames: Vec<Bytes> = frames.iter().map(|frame| Bytes::copy_from_slice(frame)).collect();
-            ZmqMessage::try_from(frames).unwrap()
-        };
+        let message =
+            |frames: &[&[u8]]| Received::Message(frames.iter().map(|frame| frame.to_vec()).collect());
         let number = 7u64.to_be_bytes();
-        assert_eq!(asked(frames(&[b"peer", b"", &number])), Some((Bytes::from_static(b"peer"), 7)));
-        for other in [&[&b"peer"[..], b"", b"7"][..], &[b"peer", b"x", &number], &[b"peer", &number]] {
-            assert_eq!(asked(frames(other)), None);
+        assert_eq!(asked(message(&[b"", &number])), Some(7));
+        for other in [&[&b""[..], b"7"][..], &[b"x", &number], &[&number], &[b"", &number, b""]] {
+            assert_eq!(asked(message(other)), None);
         }
+        assert_eq!(asked(Received::Command(number.to_vec())), None);
     }
 }

@@ -4,6 +4,8 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
 fn tokens(value: &Value) -> Vec<u32> {
@@ -269,6 +271,41 @@ fn a_router_knows_what_the_cache_has() {
             }
         }
     });
+}
+
+/// Whoever reaches the ports can send anything: it costs that peer its connection, and nothing else.
+#[test]
+fn a_peer_that_sends_garbage_harms_nothing() {
+    let server = Server::start(events_config());
+    let sources = server.get("/kv_event_sources").good()["0"].clone();
+    let mut greeting = [0; 64];
+    (greeting[0], greeting[9], greeting[10]) = (0xff, 0x7f, 3);
+    greeting[12..16].copy_from_slice(b"NULL");
+    let ready = b"\x04\x06\x05READY";
+    for name in ["endpoint", "replay_endpoint"] {
+        let address = sources[name].as_str().unwrap().strip_prefix("tcp://").unwrap().to_string();
+        let huge = [&[2][..], &(1u64 << 45).to_be_bytes()].concat();
+        for garbage in
+            [b"GET / HTTP/1.1\r\n\r\n".to_vec(), huge, vec![0xff; 4096], vec![1, 0, 1, 0, 1, 0, 1, 0]]
+        {
+            for begun in [&[][..], &greeting[..], &[&greeting[..], ready].concat()] {
+                let mut peer = TcpStream::connect(&address).unwrap();
+                let _ = peer.write_all(&[begun, &garbage].concat());
+                let _ = peer.shutdown(std::net::Shutdown::Write);
+                // Until the server has closed it.
+                let _ = peer.read_to_end(&mut Vec::new());
+            }
+        }
+    }
+    // A peer that asks for replays without end and reads none does not keep another from its own.
+    let replays = sources["replay_endpoint"].as_str().unwrap();
+    let mut rude = TcpStream::connect(replays.strip_prefix("tcp://").unwrap()).unwrap();
+    let request = [&[1, 0, 0, 8][..], &[0; 8]].concat();
+    let _ = rude.write_all(&[&greeting[..], ready, &request.repeat(1000)].concat());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let all = runtime.block_on(replayed(replays, 0));
+    assert!(matches!(&all[0].1[..], [WireEvent::AllBlocksCleared]));
+    server.get("/health").good();
 }
 
 /// Without an endpoint there are no sources, and with several names it must be said whose prompts are published.

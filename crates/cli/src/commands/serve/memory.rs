@@ -48,21 +48,37 @@ pub struct Needed {
     pub requests: u64,
     pub tiers: u64,
     pub draft: Option<u64>,
+    /// The device has memory of its own: requests and tiers take the host's.
+    pub is_apart: bool,
 }
 
 impl Needed {
-    /// Refuses a server that does not fit into the `free` bytes that the weights leave. `longest` is the longest cache that
-    /// fits into so many bytes.
+    /// Refuses a server that does not fit into the `free` bytes that the weights leave, or into the `host` bytes that are
+    /// free beside a device with memory of its own. `longest` is the longest cache that fits into so many bytes.
     pub fn check(
         &self,
         free: u64,
         total: u64,
+        host: Option<u64>,
         adapter: Option<&str>,
         longest: impl Fn(u64) -> u32,
     ) -> anyhow::Result<()> {
         let free = free.saturating_sub(self.draft.unwrap_or(0));
-        let taken = self.cache.saturating_add(self.requests);
-        if taken.saturating_add(self.tiers) <= free {
+        if self.is_apart
+            && let Some(host) = host
+            && self.requests.saturating_add(self.tiers) > host
+        {
+            anyhow::bail!(
+                "requests need {} of the host's memory and the tiers {}, and {} are free there; try a smaller --tier-ram, \
+                 --tier-disk-size, --max-queue or --max-body",
+                Bytes(self.requests),
+                Bytes(self.tiers),
+                Bytes(host)
+            );
+        }
+        let (requests, tiers) = if self.is_apart { (0, 0) } else { (self.requests, self.tiers) };
+        let taken = self.cache.saturating_add(requests);
+        if taken.saturating_add(tiers) <= free {
             return Ok(());
         }
         if taken <= free {
@@ -75,7 +91,7 @@ impl Needed {
         }
         let weights = if self.draft.is_some() { "the weights and the draft model" } else { "the weights" };
         let on = adapter.map_or(String::new(), |adapter| format!(" on {adapter}"));
-        let context = match longest(free.saturating_sub(self.requests)) {
+        let context = match longest(free.saturating_sub(requests)) {
             0 => "a smaller --context".to_string(),
             tokens => format!("--context {tokens}"),
         };
@@ -173,5 +189,36 @@ pub fn show_plan(
             anyhow::bail!("{} are needed, {} are available", Bytes(total), Bytes(available))
         }
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A GPU of 8 GB in a host of 64 GB: a RAM tier takes the host's memory, the cache the GPU's.
+    #[test]
+    fn tiers_beside_a_gpu_take_the_hosts_memory() {
+        const GB: u64 = 1 << 30;
+        let check = |is_apart: bool, cache: u64, tiers: u64| {
+            let needed = Needed {
+                tokens: 1,
+                cache: cache * GB,
+                requests: GB,
+                tiers: tiers * GB,
+                draft: None,
+                is_apart,
+            };
+            let checked = needed.check(8 * GB, 8 * GB, Some(64 * GB), None, |_| 0);
+            checked.map_err(|error| error.to_string())
+        };
+        check(true, 8, 16).unwrap();
+        let refused = check(true, 8, 64).unwrap_err();
+        assert!(refused.contains("of the host's memory") && refused.contains("--tier-ram"), "{refused}");
+        assert!(check(true, 9, 0).unwrap_err().contains("--context"));
+        // Where they share it, everything must fit.
+        check(false, 5, 2).unwrap();
+        assert!(check(false, 5, 3).unwrap_err().contains("--tier-ram"));
+        assert!(check(false, 8, 0).unwrap_err().contains("requests need"));
     }
 }

@@ -81,10 +81,11 @@ pub async fn find(stores: Arc<Stores>, mut lookup: Lookup, reports: Sender<Comma
     let mut runs: Vec<Run> = Vec::new();
     let mut at = 0;
     while at < keys.len() {
-        let mut found = (None, 0);
+        let (mut found, mut all_answered) = ((None, 0), true);
         for tier in 0..stores.n() {
-            let n = stores.lookup(tier, &keys[at..]).await;
-            if n > 0 {
+            let answer = stores.lookup(tier, &keys[at..]).await;
+            all_answered &= answer.is_some();
+            if let Some(n) = answer.filter(|n| *n > 0) {
                 found = (Some(tier as u8), n);
                 break;
             }
@@ -93,7 +94,9 @@ pub async fn find(stores: Arc<Stores>, mut lookup: Lookup, reports: Sender<Comma
             // The cache has the blocks before its hit; later ones are of no use after a gap.
             (None, _) if at < hit => (None, hit - at),
             (None, _) => {
-                keys[at..].iter().for_each(|key| stores.forget(key)); // they are written again
+                if all_answered {
+                    keys[at..].iter().for_each(|key| stores.forget(key)); // they are written again
+                }
                 break;
             }
             found => found,
@@ -156,7 +159,7 @@ impl Windows<'_> {
         while at < seen.len() {
             let before = at;
             for tier in 0..self.stores.n() {
-                let n = self.stores.lookup(tier, &keys[at..]).await;
+                let n = self.stores.lookup(tier, &keys[at..]).await.unwrap_or(0);
                 seen[at..at + n].iter().for_each(|&block| tiers[block] = Some(tier as u8));
                 at += n;
                 if at == seen.len() {

@@ -189,21 +189,23 @@ impl Stores {
     }
 
     /// How many of the keys, from the first on, a tier has.
-    pub async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> usize {
-        let Some(one) = self.list.get(tier) else { return 0 };
+    pub async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> Option<usize> {
+        let one = self.list.get(tier)?;
         let (store, wanted) = (one.store.clone(), keys.to_vec());
         // Goes on when this waits no longer: a store that is asked less often while it is down learns so that it is.
         let lookup =
             tokio::spawn(tokio::time::timeout(LONGEST_LOOKUP, async move { store.lookup(&wanted).await }));
         match tokio::time::timeout(self.patience, lookup).await {
-            Ok(Ok(Ok(found))) => one.note(LOOK_UP, found).unwrap_or(0).min(keys.len()),
+            // The store was not asked, which says nothing about it.
+            Ok(Ok(Ok(Err(StoreError::Busy { .. })))) => None,
+            Ok(Ok(Ok(found))) => one.note(LOOK_UP, found).map(|found| found.min(keys.len())),
             // It was given up, or has panicked.
-            Ok(_) => 0,
+            Ok(_) => None,
             Err(_) => {
                 let limit_ms = u64::try_from(self.patience.as_millis()).unwrap_or(u64::MAX);
                 let late = StoreError::TimedOut { store: one.store.name().into(), action: LOOK_UP, limit_ms };
                 one.note::<()>(LOOK_UP, Err(late));
-                0
+                None
             }
         }
     }
