@@ -70,8 +70,8 @@ wgpu:
     # lavapipe's subgroups have 8 lanes; these runs give them 4 and 16. A GPU ignores it.
     LP_NATIVE_VECTOR_WIDTH=128 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
     LP_NATIVE_VECTOR_WIDTH=512 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
-    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine --features wgpu --test wgpu --test serving_wgpu
-    KVIST_REQUIRE_WGPU=1 cargo test -p kvist --features wgpu --test gpu
+    # In one build.
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test serving_wgpu --test gpu
 
 # The device over CUDA, without a GPU: compiles every kernel with NVRTC from PyPI (60 MB, kept in target/), then emulates them.
 cuda:

@@ -10,8 +10,10 @@ def start(tmp_path):
     running = []
 
     def start(kind, policy=None, *flags):
-        workers = [Worker(tmp_path, None, *flags) for _ in range(3)]
-        running.extend(workers)
+        workers = []
+        for _ in range(3):
+            workers.append(Worker(tmp_path, None, *flags))
+            running.append(workers[-1])
         router = Router(kind, policy or POLICIES[kind], workers, tmp_path)
         running.append(router)
         return router

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from fleet import MODEL, Worker, cached, call, until
+from fleet import MODEL, PATIENCE, Worker, cached, call, until
 
 WORDS = "trait vector slice borrow owner lifetime macro crate module closure iterator string match enum struct".split()
 
@@ -109,16 +109,20 @@ def test_a_worker_joins(router, tmp_path):
 
 
 def test_a_client_hangs_up(router):
-    body = json.dumps({"model": MODEL, "prompt": prefix(1), "max_tokens": 800, "ignore_eos": True, "stream": True,
-                       "kvist": {"pace": 5}}).encode()
+    body = json.dumps({"model": MODEL, "prompt": prefix(1), "max_tokens": 700, "ignore_eos": True, "stream": True,
+                       "kvist": {"pace": 1}}).encode()
     client = socket.create_connection(("127.0.0.1", router.port))
+    client.settimeout(PATIENCE)
     client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
                    b"content-length: %d\r\n\r\n" % len(body) + body)
     received = b""
     while b"data: {" not in received:
-        received += client.recv(4096)
-    client.close()
+        received += (chunk := client.recv(4096))
+        assert chunk, received
     running = lambda: sum(worker.metric("vllm:num_requests_running") for worker in router.workers)
+    until("a worker computes", lambda: running() == 1)
+    client.close()
+    # Its answer would take twelve minutes.
     until("no worker computes for it", lambda: running() == 0)
 
 

@@ -14,7 +14,11 @@ pub(crate) async fn version() -> Response {
     Json(serde_json::json!({"version": env!("CARGO_PKG_VERSION")})).into_response()
 }
 
-pub(crate) async fn healthy() -> Response {
+/// Also while the server shuts down, so that a supervisor does not kill it meanwhile.
+pub(crate) async fn healthy(State(state): State<Arc<ServerState>>) -> Response {
+    if let Some(why) = state.engine.failure() {
+        return ApiError::engine_failed(&why).into_response();
+    }
     Json(serde_json::json!({"status": "ok"})).into_response()
 }
 

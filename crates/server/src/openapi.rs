@@ -54,7 +54,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
         "get",
         gets("Where KV events are published (vLLM)", "KvEventSources", &["401", "404"]),
     );
-    path("/health", "get", open(gets("The process is up", "Status", &[])));
+    path("/health", "get", open(gets("The process is up and can compute", "Status", &["503"])));
     path("/ready", "get", open(gets("The server accepts new requests", "Status", &["503"])));
     path("/version", "get", open(gets("kvist's version (vLLM)", "Version", &[])));
     let mut metrics = gets(

@@ -90,7 +90,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let taken = || format!("cannot listen on {}:{}; try another --port", address.0, address.1);
     // Check that the address is free, and release it at once, so that no client connects and waits while weights load.
     drop(std::net::TcpListener::bind(address).with_context(taken)?);
-    let kv_events = KvEventSockets::bind(&config.kv_events).context("--kv-events")?;
+    let kv_events =
+        KvEventSockets::bind(&config.kv_events).context("--kv-events, --kv-events-replay ([kv_events])")?;
     // Open the recording before the weights are loaded, so that an error comes early.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let tiers = tiers::open(&config, &engine, &opened, args.model.weights, &registry)?;

@@ -76,6 +76,9 @@ impl KvEventsSection {
             if let Some(replay) = self.replay_endpoint {
                 return Err(bad("kv_events.replay_endpoint", replay, "an `endpoint` too, or neither"));
             }
+            if let Some(name) = &self.name {
+                return Err(bad("kv_events.name", format!("{name:?}"), "an `endpoint` too, or neither"));
+            }
             return Ok(());
         };
         if self.replay_endpoint == Some(endpoint) && endpoint.0.port() != 0 {

@@ -255,7 +255,9 @@ impl AnswerWriter for ChatWriter {
         let mut choices = Vec::new();
         let deltas = self.answers[index].finish(&done.text);
         self.write(index, deltas, Value::Null, &mut choices);
-        choices.push(Self::choice(index, json!({}), Value::Null, Some(self.reason(index, done))));
+        let mut last = Self::choice(index, json!({}), Value::Null, Some(self.reason(index, done)));
+        self.ids.add_prompt(&mut last, index);
+        choices.push(last);
         choices
     }
 

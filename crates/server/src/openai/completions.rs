@@ -273,7 +273,10 @@ impl AnswerWriter for CompletionWriter {
     }
 
     fn last(&mut self, index: usize, done: &Done) -> Vec<Value> {
-        vec![self.choice(index, done.text.clone(), Value::Null, Some(finish_reason(&done.finish)))]
+        let mut choice =
+            self.choice(index, done.text.clone(), Value::Null, Some(finish_reason(&done.finish)));
+        self.ids.add_prompt(&mut choice, index);
+        vec![choice]
     }
 
     fn whole(&mut self, index: usize, tokens: &[Token], done: &Done) -> Value {

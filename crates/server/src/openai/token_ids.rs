@@ -34,7 +34,12 @@ impl TokenIds {
             return;
         }
         choice["token_ids"] = tokens.iter().map(|token| token.id).collect();
-        if !std::mem::replace(&mut self.begun[index], true) {
+        self.add_prompt(choice, index);
+    }
+
+    /// Adds `prompt_token_ids`, unless an earlier choice of this answer has them.
+    pub fn add_prompt(&mut self, choice: &mut Value, index: usize) {
+        if self.are_wanted() && !std::mem::replace(&mut self.begun[index], true) {
             choice["prompt_token_ids"] = json!(&*self.prompts[index / self.n]);
         }
     }

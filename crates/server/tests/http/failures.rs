@@ -29,7 +29,7 @@ fn a_server_whose_device_is_lost_is_not_ready() {
     for _ in 0..2 {
         let (status, why) = ready(&server);
         assert!(status == 503 && why.contains("the device was lost: on purpose"), "{status}: {why}");
-        assert_eq!(server.get("/health").status, 200, "the process still runs");
+        assert_eq!(server.get("/health").status, 503, "only a restart helps");
         let refused = complete();
         assert!(refused.status == 500 && refused.text.contains("the model failed"), "{}", refused.text);
     }

@@ -70,6 +70,13 @@ fn streamed_token_ids_are_the_answer() {
             choices.iter().filter_map(|choice| choice.get("prompt_token_ids")).collect();
         assert_eq!(prompts, [&whole["prompt_token_ids"]], "{path}: once");
     }
+    // An answer without tokens still tells its prompt.
+    let none =
+        json!({"prompt": [5, 6], "max_tokens": 0, "echo": true, "return_token_ids": true, "stream": true});
+    let events = server.post("/v1/completions", &none).events();
+    let prompts: Vec<&Value> =
+        events.iter().filter_map(|event| event["choices"][0].get("prompt_token_ids")).collect();
+    assert_eq!(prompts, [&json!([5, 6])]);
     let plain = server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 1})).good();
     assert!(plain["choices"][0].get("token_ids").is_none());
 }
