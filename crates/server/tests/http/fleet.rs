@@ -268,8 +268,7 @@ fn a_router_knows_what_the_cache_has() {
     assert_eq!(last[0].0, numbers.len() as u64 - 1, "a replay begins where it is asked to");
     // The subscription is there by now, so a new prompt arrives on it.
     ask(&prompt(21), json!({}));
-    let mut live = Router::default();
-    live.0 = router.0.clone();
+    let mut live = Router(router.0.clone());
     runtime.block_on(async {
         while live.credit(&prompt(21)) < 96 {
             let (number, events) = read(subscriber.recv().await.unwrap(), "kv");
