@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What KV events cost a server: the same load without events, with events that nobody reads, that a consumer reads, and that a
-consumer has subscribed to and does not read; in turns, medians.
+"""What KV events cost a server: the same load without events, with events and no subscriber, with a subscriber that reads them,
+and with one that does not; in turns, medians.
 
     bench/serve/kv_events.py --kvist target/release/kvist [--model MODEL] [--rounds 5]      (needs pyzmq)
 
@@ -27,7 +27,8 @@ parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt"
 parser.add_argument("--generate", type=int, default=16, help="tokens of an answer")
 parser.add_argument("--clients", type=int, default=8)
 args = parser.parse_args()
-VARIANTS = ["off", "on, no consumer", "on, consumer", "on, stuck consumer"]
+# Whether a consumer subscribes, and whether it reads.
+VARIANTS = {"off": (False, False), "on, no consumer": (False, False), "on, consumer": (True, True), "on, stuck consumer": (True, False)}
 
 
 class Server:
@@ -38,13 +39,14 @@ class Server:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.url = self.process.stdout.readline().split()[-1]
         self.received, self.context = 0, zmq.Context()
-        if "consumer" in variant and "no" not in variant:
+        subscribes, reads = VARIANTS[variant]
+        if subscribes:
             endpoint = json.loads(self.get("/kv_event_sources"))["0"]["endpoint"]
             self.socket = self.context.socket(zmq.SUB)
             self.socket.setsockopt(zmq.RCVHWM, 1)
             self.socket.setsockopt(zmq.SUBSCRIBE, b"")
             self.socket.connect(endpoint)
-            if "stuck" not in variant:
+            if reads:
                 threading.Thread(target=self.read, daemon=True).start()
 
     def read(self):
