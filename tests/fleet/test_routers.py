@@ -18,6 +18,17 @@ def prefix(n, words=150):
     return f"Group {n}. " + " ".join(chosen.choice(WORDS) for _ in range(words))
 
 
+def until_it_serves(router, worker):
+    """Sends prompts that no worker knows, several at a time, until `worker` gets one."""
+    others = iter(range(100, 10_000))
+
+    def serves():
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: router.complete(prefix(next(others))), range(8)))
+        return worker.metric("vllm:request_success_total") > 0
+    until(f"{worker.url} serves", serves)
+
+
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_prefix_is_computed_once(router, chat):
     run = router.chat if chat else router.complete
@@ -79,13 +90,7 @@ def test_a_killed_worker_costs_no_answer(router):
         assert all(answer.result() > 0 for answer in answers)
     # It comes back at the same address, and is given work again.
     dead.start()
-    others = iter(range(100, 10_000))
-
-    def works_again():
-        with ThreadPoolExecutor(6) as pool:
-            list(pool.map(lambda _: router.complete(prefix(next(others))), range(6)))
-        return dead.metric("vllm:request_success_total") > 0
-    until("the restarted worker serves", works_again)
+    until_it_serves(router, dead)
 
 
 def test_a_worker_joins(router, tmp_path):
@@ -97,13 +102,7 @@ def test_a_worker_joins(router, tmp_path):
             call(router.url + "/workers", {"url": joined.url})
         else:
             call(router.url + f"/add_worker?url={joined.url}", {})
-        others = iter(range(100, 10_000))
-
-        def works():
-            with ThreadPoolExecutor(8) as pool:
-                list(pool.map(lambda _: router.complete(prefix(next(others))), range(8)))
-            return joined.metric("vllm:request_success_total") > 0
-        until("the new worker serves", works)
+        until_it_serves(router, joined)
     finally:
         joined.kill()
 

@@ -279,7 +279,7 @@ fn a_router_knows_what_the_cache_has() {
     });
 }
 
-/// Whoever reaches the ports can send anything: it costs that peer its connection, and nothing else.
+/// A peer can send anything to the ports: it costs that peer its connection, and nothing else.
 #[test]
 fn a_peer_that_sends_garbage_harms_nothing() {
     let server = Server::start(events_config());

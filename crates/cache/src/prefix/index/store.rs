@@ -8,7 +8,7 @@ use crate::kind::Kind;
 use crate::kinds::NONE;
 use crate::prefix::content::Content;
 use crate::prefix::tree::Node;
-use crate::prefix::{Moment, PrefixEvent, Stored};
+use crate::prefix::{Moment, Stored};
 use crate::request::Refused;
 
 impl Index {
@@ -126,14 +126,10 @@ impl Index {
             let rank = evict.policy.stored(block, &stored);
             evict.set(block, rank);
         }
-        if let Some(events) = &mut self.events {
-            events.push(PrefixEvent::Stored {
-                group: GroupId(group as u16),
-                block,
-                hash: self.tree.hash(node),
-                parent_hash: self.tree.hash(self.tree.parent(node)),
-                key: self.tree.key(node).into(),
-            });
+        // The key is copied only if the log is on.
+        let stored = self.events.is_some().then(|| self.stored_event(group, block, node));
+        if let Some((events, stored)) = self.events.as_mut().zip(stored) {
+            events.push(stored);
         }
     }
 }

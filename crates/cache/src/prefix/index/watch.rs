@@ -1,12 +1,12 @@
 //! The log of prefix events.
-use super::Index;
+use super::{Index, Node};
 use crate::ids::GroupId;
 use crate::kinds::NONE;
 use crate::prefix::PrefixEvent;
 
 impl Index {
     /// Turns the log on or off. A log that is turned on begins with everything the index stores, parents before their
-    /// children, so whoever reads it from the start knows the whole index.
+    /// children: read from its start, it tells the whole index.
     pub fn watch(&mut self, on: bool) {
         if !on {
             self.events = None;
@@ -24,17 +24,22 @@ impl Index {
                 for (g, group) in self.groups.iter().enumerate() {
                     let block = group.block(node);
                     if block != NONE {
-                        events.push(PrefixEvent::Stored {
-                            group: GroupId(g as u16),
-                            block,
-                            hash: self.tree.hash(node),
-                            parent_hash: self.tree.hash(parent),
-                            key: self.tree.key(node).into(),
-                        });
+                        events.push(self.stored_event(g, block, node));
                     }
                 }
             }
         }
         events
+    }
+
+    /// `block` of `group` stores the tokens of `node`.
+    pub(super) fn stored_event(&self, group: usize, block: u32, node: Node) -> PrefixEvent {
+        PrefixEvent::Stored {
+            group: GroupId(group as u16),
+            block,
+            hash: self.tree.hash(node),
+            parent_hash: self.tree.hash(self.tree.parent(node)),
+            key: self.tree.key(node).into(),
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Blocks that are removed while they are written: a write that ends after the removal would bring its block back.
 //!
-//! Whoever writes a block, or reads it to write it elsewhere, has a [`Ticket`] from before its bytes are read until after they are
+//! A task that writes a block, or reads it to write it elsewhere, has a [`Ticket`] from before its bytes are read until after they are
 //! written. A removal is seen by the tickets of its block, and their writes are undone.
 use kvist_store::BlockKey;
 use std::collections::HashMap;
