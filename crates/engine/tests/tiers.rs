@@ -70,13 +70,17 @@ impl BlockStore for Faulty {
             _ => "faulty",
         }
     }
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
         Box::pin(async move {
             self.begin().await?;
             if self.fault == Fault::Silent {
                 std::future::pending::<()>().await;
             }
-            self.store.lookup(keys).await
+            self.store.lookup(keys, within).await
         })
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
@@ -154,8 +158,12 @@ impl BlockStore for Gated {
     fn name(&self) -> &str {
         "gated"
     }
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys)
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.store.lookup(keys, within)
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {

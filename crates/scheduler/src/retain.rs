@@ -182,8 +182,8 @@ impl Scheduler {
         let dropped = prefixes.forget(salt, now.moment());
         let n_dropped = dropped.iter().map(|cached| cached.blocks.len()).sum();
         self.blocked = None;
-        if let Some(tiers) = self.tiers.as_mut().filter(|_| !dropped.is_empty()) {
-            tiers.orders_mut().push(Order::Remove(dropped));
+        if let Some(tiers) = &mut self.tiers {
+            tiers.orders_mut().push(Order::Forget { salt: salt.into(), blocks: dropped });
         }
         n_dropped
     }

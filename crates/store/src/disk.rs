@@ -308,7 +308,11 @@ impl FrameStore for DiskFrames {
         NAME
     }
 
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        _within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
         let has = |key: &&BlockKey| self.cache.storage().may_contains(&Key(*key.as_bytes()));
         Box::pin(std::future::ready(Ok(keys.iter().take_while(has).count())))
     }

@@ -14,11 +14,15 @@ pub trait FrameStore: Send + Sync {
         Check::default()
     }
 
-    /// How many frames, from the first key on, are here.
+    /// How many frames, from the first key on, are here, as [`BlockStore::lookup`] says.
     ///
     /// # Errors
     /// The store cannot be reached, or failed. So for every method.
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>>;
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>>;
 
     /// The stored bytes, as they are.
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>>;
@@ -147,8 +151,12 @@ impl<S: FrameStore> BlockStore for Framed<S> {
         self.frames.name()
     }
 
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        Box::pin(async { self.noted(self.frames.lookup(keys).await) })
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        Box::pin(async move { self.noted(self.frames.lookup(keys, within).await) })
     }
 
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {

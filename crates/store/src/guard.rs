@@ -95,8 +95,12 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
         self.inner.check()
     }
 
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        Box::pin(self.call("look up blocks", self.inner.lookup(keys)))
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        Box::pin(self.call("look up blocks", self.inner.lookup(keys, within)))
     }
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {

@@ -6,6 +6,7 @@ use std::fmt;
 const ROOT: &str = "kvist block store, version 1, root of a chain";
 const PART: &str = "kvist block store, version 1, part of a block";
 const BLOCK: &str = "kvist block store, version 1, key of a block";
+const NOTE: &str = "kvist block store, version 1, note of a salt";
 
 /// The content key of a block: a BLAKE3 hash of what its K and V depend on. These are the model, the storage, the
 /// layout, the salt and all tokens up to the block's end. It is the same in every process and after every restart.
@@ -62,11 +63,22 @@ impl KeyChain {
     /// The start of every text. `fingerprint` identifies whatever else K and V depend on: weights, architecture,
     /// storage of K and V, layout of a block's bytes, instruction set. Texts with different salts share no block.
     pub fn root(fingerprint: &[u8], salt: &str) -> Self {
-        let mut hasher = blake3::Hasher::new_derive_key(ROOT);
-        // Lengths in front, so that no two pairs have the same bytes.
-        hasher.update(&(fingerprint.len() as u64).to_le_bytes()).update(fingerprint);
-        hasher.update(&(salt.len() as u64).to_le_bytes()).update(salt.as_bytes());
+        Self::root_of(fingerprint, salt, 0)
+    }
+
+    /// The same for a generation of the salt, of which 0 is the first: texts of different generations share no block. To begin a
+    /// new one hides all blocks of a salt, also from stores that cannot list them.
+    pub fn root_of(fingerprint: &[u8], salt: &str, generation: u64) -> Self {
+        let mut hasher = of_salt(ROOT, fingerprint, salt);
+        if generation > 0 {
+            hasher.update(&generation.to_le_bytes());
+        }
         KeyChain { parent: BlockKey(*hasher.finalize().as_bytes()) }
+    }
+
+    /// Where the generation of a salt is noted: the key of no block.
+    pub fn note(fingerprint: &[u8], salt: &str) -> BlockKey {
+        BlockKey(*of_salt(NOTE, fingerprint, salt).finalize().as_bytes())
     }
 
     /// Goes on after the block `parent`.
@@ -89,6 +101,14 @@ impl KeyChain {
     pub fn keys(&mut self, tokens: &[u32], block_tokens: usize) -> Vec<BlockKey> {
         tokens.chunks_exact(block_tokens.max(1)).map(|block| self.next(block)).collect()
     }
+}
+
+fn of_salt(context: &str, fingerprint: &[u8], salt: &str) -> blake3::Hasher {
+    let mut hasher = blake3::Hasher::new_derive_key(context);
+    // Lengths in front, so that no two pairs have the same bytes.
+    hasher.update(&(fingerprint.len() as u64).to_le_bytes()).update(fingerprint);
+    hasher.update(&(salt.len() as u64).to_le_bytes()).update(salt.as_bytes());
+    hasher
 }
 
 #[cfg(test)]
@@ -131,6 +151,16 @@ mod tests {
             key("ms", "", &[&[1, 2]]),
             key("", "ms", &[&[1, 2]]),
         ];
+        assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len(), "{keys:?}");
+    }
+
+    #[test]
+    fn generations_and_notes_have_keys_of_their_own() {
+        let mut keys: Vec<BlockKey> = [0, 1, 2].map(|n| KeyChain::root_of(b"m", "s", n).next(&[1])).into();
+        assert_eq!(keys[0], KeyChain::root(b"m", "s").next(&[1]));
+        keys.extend([0, 1, 2].map(|n| KeyChain::root_of(b"m", "s", n).parent));
+        keys.extend(["", "s"].map(|salt| KeyChain::note(b"m", salt)));
+        keys.push(KeyChain::note(b"n", "s"));
         assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len(), "{keys:?}");
     }
 

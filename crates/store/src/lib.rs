@@ -57,9 +57,16 @@ pub trait BlockStore: Send + Sync {
 
     /// How many blocks, from the first key on, are here. A later [`get`](Self::get) may still miss.
     ///
+    /// A store that answers slowly says after `within` what it has found by then. If that is nothing, it goes on, up to its own time
+    /// limit: whether it has failed does not depend on the patience of its callers.
+    ///
     /// # Errors
     /// The store cannot be reached, or failed.
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>>;
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>>;
 
     /// The bytes that were put under `key`, checked.
     ///

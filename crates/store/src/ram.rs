@@ -116,7 +116,11 @@ impl FrameStore for RamFrames {
         Check::Xxh3
     }
 
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        _within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
         let blocks = self.lock();
         let here = keys.iter().take_while(|key| blocks.entries.contains_key(key)).count();
         Box::pin(std::future::ready(Ok(here)))

@@ -86,12 +86,12 @@ impl RemoteFrames {
         StoreError::Failed { store: self.name.into(), action, problem: describe(error) }
     }
 
-    async fn lookup(&self, keys: &[BlockKey]) -> Result<usize, StoreError> {
+    async fn lookup(&self, keys: &[BlockKey], within: Duration) -> Result<usize, StoreError> {
         let exists = |key: BlockKey| async move {
             let exists = self.operator.exists(&path(&key)).await;
             exists.map_err(|error| self.failed("look up blocks", &error))
         };
-        self.lookups.count(keys, exists).await
+        self.lookups.count(keys, within, exists).await
     }
 
     async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {
@@ -149,8 +149,12 @@ impl FrameStore for RemoteFrames {
         self.name
     }
 
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        Box::pin(self.lookup(keys))
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        Box::pin(self.lookup(keys, within))
     }
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {

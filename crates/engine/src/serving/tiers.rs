@@ -7,10 +7,12 @@
 mod config;
 mod find;
 mod fingerprint;
+mod generations;
 mod packed;
 mod parts;
-mod removals;
 mod task;
+#[cfg(test)]
+mod test_store;
 
 use super::thread::Command;
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
@@ -23,7 +25,6 @@ use kvist_store::{BlockKey, Bytes, KeyChain};
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
-use removals::Ticket;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -75,7 +76,7 @@ struct Copies {
 /// The bytes of a block in some layer groups: what a store has under one key.
 struct Object {
     /// To write it; `None` for what was loaded.
-    ticket: Option<Ticket>,
+    key: Option<BlockKey>,
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
@@ -116,7 +117,7 @@ pub(crate) struct TierDriver {
     runtime: Option<tokio::runtime::Runtime>,
     tasks: tokio::runtime::Handle,
     reports: Sender<Command>,
-    fingerprint: Vec<u8>,
+    fingerprint: Arc<[u8]>,
     block_parts: Arc<BlockParts>,
     /// Of the cached blocks, by their number in the naming group.
     keys: HashMap<u32, BlockKey>,
@@ -146,7 +147,7 @@ impl TierDriver {
             tasks,
             runtime,
             reports,
-            fingerprint: config.fingerprint,
+            fingerprint: config.fingerprint.into(),
             block_parts: Arc::new(block_parts),
             keys: HashMap::new(),
             prompts: HashMap::new(),
@@ -167,11 +168,11 @@ impl TierDriver {
             match order {
                 Order::Find(find) => {
                     let tokens: Vec<u32> = find.prompt.tokens().unwrap_or_default().to_vec();
-                    let chain = KeyChain::root(&self.fingerprint, &find.salt);
                     let lookup = find::Lookup {
                         request: find.request,
                         tokens,
-                        chain,
+                        fingerprint: self.fingerprint.clone(),
+                        salt: find.salt,
                         block_parts: self.block_parts.clone(),
                         n_tokens: find.n_tokens,
                         hit_tokens: find.hit_tokens,
@@ -181,17 +182,7 @@ impl TierDriver {
                 Order::Load(order) => self.load(order),
                 Order::Store(store) => self.export(&store, transfers),
                 Order::Cached(cached) => self.name(&cached),
-                Order::Remove(blocks) => {
-                    let named: Vec<u32> = blocks.iter().filter_map(|block| self.name_of(block)).collect();
-                    let keys = named.iter().filter_map(|name| self.keys.remove(name));
-                    let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
-                    let with_parts = |key: BlockKey| {
-                        let parts = windows.iter().map(move |&group| window_key(&key, group));
-                        std::iter::once(key).chain(parts).collect::<Vec<_>>()
-                    };
-                    let keys = keys.flat_map(with_parts).collect();
-                    self.tasks.spawn(task::remove(self.stores.clone(), keys));
-                }
+                Order::Forget { salt, blocks } => self.forget_salt(&salt, &blocks),
                 Order::Abandon { load: id } => {
                     // Nothing more is read for it, so its cells are free when the copies to them that have begun end.
                     if let Some(load) = self.loads.remove(&id) {
@@ -208,7 +199,10 @@ impl TierDriver {
     /// Notes what cached blocks hold.
     fn name(&mut self, cached: &CachedTokens) {
         let mut chain = match cached.parent {
-            None => KeyChain::root(&self.fingerprint, &cached.salt),
+            None => {
+                let note = KeyChain::note(&self.fingerprint, &cached.salt);
+                KeyChain::root_of(&self.fingerprint, &cached.salt, self.stores.generation(&note))
+            }
             // Without the key of the block before them they have none either, and are not copied.
             Some(parent) => match self.keys.get(&parent) {
                 Some(key) => KeyChain::after(*key),
@@ -222,6 +216,27 @@ impl TierDriver {
                 self.keys.insert(name, key);
             }
         }
+    }
+
+    /// Begins a new generation of a salt, and removes the blocks of earlier ones that are known.
+    fn forget_salt(&mut self, salt: &str, blocks: &[CachedBlock]) {
+        let note = KeyChain::note(&self.fingerprint, salt);
+        let generation = self.stores.next_generation(note);
+        // Requests that have heard of earlier blocks compute them.
+        self.prompts.retain(|_, found| found.note != note);
+        let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
+        let named: Vec<u32> = blocks.iter().filter_map(|block| self.name_of(block)).collect();
+        let keys = named.iter().filter_map(|name| self.keys.remove(name));
+        let with_parts = |key: BlockKey| {
+            let parts = windows.iter().map(move |&group| window_key(&key, group));
+            std::iter::once(key).chain(parts).collect::<Vec<_>>()
+        };
+        let keys = keys.flat_map(with_parts).collect();
+        let stores = self.stores.clone();
+        self.tasks.spawn(async move {
+            tokio::spawn(generations::write_notes(stores.clone(), note, generation));
+            task::remove(stores, keys).await;
+        });
     }
 
     fn forget(&mut self, block: &CachedBlock) {
@@ -273,8 +288,7 @@ impl TierDriver {
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
-                        let ticket = Some(self.stores.ticket(key));
-                        copy.objects.push(Object { ticket, bytes, parts });
+                        copy.objects.push(Object { key: Some(key), bytes, parts });
                     }
                     None => copy.failed = true,
                 }
@@ -293,7 +307,9 @@ impl TierDriver {
     ) {
         match report {
             Report::Found { request, found } => {
-                let runs = found.runs.clone();
+                // It may have been looked up before its salt was forgotten.
+                let is_forgotten = found.generation < self.stores.generation(&found.note);
+                let runs = if is_forgotten { Vec::new() } else { found.runs.clone() };
                 if scheduler.status(request).is_some() {
                     self.prompts.insert(request, found);
                 }
@@ -313,7 +329,7 @@ impl TierDriver {
     /// No more objects come for a load: it ends when what has come is in the cache's memory.
     fn end_load(&mut self, id: TransferId, load: Load, ok: bool, took: Duration) {
         let failed = !ok || load.failed;
-        let object = Object { ticket: None, bytes: 0, parts: load.parts };
+        let object = Object { key: None, bytes: 0, parts: load.parts };
         self.copies.push(Copies { id, objects: vec![object], took: Some(took), failed });
     }
 
@@ -381,10 +397,10 @@ impl TierDriver {
             }
             // A part that failed is missing.
             if bytes.len() == object.bytes
-                && let Some(ticket) = object.ticket
+                && let Some(key) = object.key
                 && let Some(writing) = self.stores.may_write(bytes.len() as u64)
             {
-                self.tasks.spawn(task::put(self.stores.clone(), ticket, Bytes::from(bytes), writing));
+                self.tasks.spawn(task::put(self.stores.clone(), key, Bytes::from(bytes), writing));
             }
         }
     }

@@ -105,9 +105,14 @@ pub enum Order {
     Cached(CachedTokens),
     /// Copy blocks to the tiers, and report [`stored`](crate::Scheduler::stored).
     Store(StoreOrder),
-    /// Remove these blocks from the tiers: the prefix index has dropped them because it was told to. They can belong to
-    /// other sequences by now, so the driver removes what it knew of them. There is nothing to report.
-    Remove(Vec<CachedBlock>),
+    /// Forget what the tiers have under a salt: nothing of it may be found again. There is nothing to report.
+    Forget {
+        /// The salt.
+        salt: Arc<str>,
+        /// Of it, what the prefix index has dropped now. These blocks can belong to other sequences by now, so the driver removes
+        /// what it knew of them.
+        blocks: Vec<CachedBlock>,
+    },
     /// The result of this load is not needed any more. It must still be reported when nothing is written to its blocks
     /// any more.
     Abandon {

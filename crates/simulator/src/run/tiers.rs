@@ -181,7 +181,7 @@ impl SimTiers {
                 }
                 Order::Abandon { load } => self.abandon(now, load),
                 // No trace forgets a salt, so nothing is removed from a tier.
-                Order::Cached(_) | Order::Remove(_) => {}
+                Order::Cached(_) | Order::Forget { .. } => {}
             }
         }
     }

@@ -39,8 +39,12 @@ impl FrameStore for Blake3Frames {
     fn name(&self) -> &str {
         self.0.name()
     }
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.0.lookup(keys)
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.0.lookup(keys, within)
     }
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
         self.0.read(key)

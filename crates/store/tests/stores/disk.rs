@@ -54,11 +54,11 @@ async fn blocks_survive_a_restart() {
     for (at, key) in keys.iter().enumerate() {
         store.put(*key, block(at), None).await.unwrap();
     }
-    assert_eq!(store.lookup(&keys).await.unwrap(), 50);
+    assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), 50);
     store.close().await.unwrap();
 
     let store = open(dir.path()).await;
-    assert_eq!(store.lookup(&keys).await.unwrap(), 50);
+    assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), 50);
     for (at, key) in keys.iter().enumerate() {
         assert_eq!(store.get(key).await.unwrap(), Some(block(at)), "{at}");
     }
@@ -86,7 +86,7 @@ async fn removed_blocks_stay_away_after_restarts() {
             let expected = (!is_gone(at, restart)).then(|| block(at));
             assert_eq!(store.get(key).await.unwrap(), expected, "{at}, restart {restart}");
         }
-        assert_eq!(store.lookup(&keys).await.unwrap(), 3);
+        assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), 3);
         if restart == 2 {
             store.put(keys[9], block(9), None).await.unwrap();
         }
@@ -112,7 +112,7 @@ async fn blocks_that_are_written_at_the_same_time_survive_a_restart() {
         }
         Arc::into_inner(store).unwrap().close().await.unwrap();
         let store = open(dir.path()).await;
-        assert_eq!(store.lookup(&keys).await.unwrap(), 320, "round {round}");
+        assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), 320, "round {round}");
         store.close().await.unwrap();
     }
 }

@@ -64,10 +64,14 @@ impl FrameStore for Faulty {
         "faulty"
     }
 
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
         Box::pin(async {
             self.meet().await?;
-            self.ram.frames().lookup(keys).await
+            self.ram.frames().lookup(keys, within).await
         })
     }
 

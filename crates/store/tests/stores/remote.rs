@@ -39,11 +39,11 @@ async fn a_folder_is_shared() {
     for key in &keys[..70] {
         one.put(*key, Bytes::copy_from_slice(key.as_bytes()), None).await.unwrap();
     }
-    assert_eq!(other.lookup(&keys).await.unwrap(), 70);
-    assert_eq!(other.lookup(&keys[40..]).await.unwrap(), 30);
+    assert_eq!(other.lookup(&keys, Duration::MAX).await.unwrap(), 70);
+    assert_eq!(other.lookup(&keys[40..], Duration::MAX).await.unwrap(), 30);
     assert_eq!(other.get(&keys[3]).await.unwrap().as_deref(), Some(&keys[3].as_bytes()[..]));
     other.remove(&keys[3]).await.unwrap();
-    assert_eq!(one.lookup(&keys).await.unwrap(), 3);
+    assert_eq!(one.lookup(&keys, Duration::MAX).await.unwrap(), 3);
     other.remove(&keys[3]).await.unwrap();
 }
 
@@ -187,6 +187,6 @@ async fn a_long_prompt_is_looked_up_in_few_round_trips() {
             store.remove(&keys[missing]).await.unwrap();
         }
         server.hold_heads(8, 96);
-        assert_eq!(store.lookup(&keys).await.unwrap(), missing);
+        assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), missing);
     }
 }

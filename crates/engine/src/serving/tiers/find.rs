@@ -1,7 +1,7 @@
 //! Which tier has which blocks of a prompt.
 use super::Report;
 use super::parts::{BlockParts, window_key};
-use super::task::{Stores, Wanted};
+use super::task::{LookupTimes, Stores, Wanted};
 use crate::serving::thread::Command;
 use kvist_scheduler::{Ends, LoadOrder, RequestId, Run};
 use kvist_store::{BlockKey, KeyChain};
@@ -14,7 +14,8 @@ use std::sync::mpsc::Sender;
 pub struct Lookup {
     pub request: RequestId,
     pub tokens: Vec<u32>,
-    pub chain: KeyChain,
+    pub fingerprint: Arc<[u8]>,
+    pub salt: Arc<str>,
     pub block_parts: Arc<BlockParts>,
     pub n_tokens: u32,
     pub hit_tokens: u32,
@@ -24,6 +25,9 @@ pub struct Lookup {
 #[derive(Debug)]
 pub struct Found {
     pub runs: Vec<Run>,
+    /// Of the prompt's salt: where its generation is noted, and the one that was looked up.
+    pub note: BlockKey,
+    pub generation: u64,
     /// Of the blocks of the prompt.
     keys: Vec<BlockKey>,
     /// For each group with a window, by its number, and each block: the tier that has its part, as far as was looked.
@@ -73,17 +77,42 @@ pub fn objects_of<'a>(
 }
 
 /// Reports which tier has which blocks of a prompt.
-pub async fn find(stores: Arc<Stores>, mut lookup: Lookup, reports: Sender<Command>) {
+pub async fn find(stores: Arc<Stores>, lookup: Lookup, reports: Sender<Command>) {
+    let (note, times) = (KeyChain::note(&lookup.fingerprint, &lookup.salt), stores.lookup_times());
+    let found = loop {
+        let generation = stores.generation(&note);
+        let found = find_in(&stores, &lookup, note, generation, times).await;
+        // A tier may have told of a later generation.
+        if stores.generation(&note) == generation {
+            break found;
+        }
+    };
+    let _ = reports.send(Command::Tier(Report::Found { request: lookup.request, found }));
+}
+
+async fn find_in(
+    stores: &Stores,
+    lookup: &Lookup,
+    note: BlockKey,
+    generation: u64,
+    times: LookupTimes,
+) -> Found {
     let block = lookup.block_parts.block_tokens as usize;
     let tokens = lookup.tokens.get(..lookup.n_tokens as usize).unwrap_or_default();
-    let keys = lookup.chain.keys(tokens, block);
+    let keys = KeyChain::root_of(&lookup.fingerprint, &lookup.salt, generation).keys(tokens, block);
     let hit = (lookup.hit_tokens as usize / block).min(keys.len());
+    // The other half is for the windows.
+    let of_whole = if lookup.block_parts.has_windows() { times.first_half() } else { times };
     let mut runs: Vec<Run> = Vec::new();
     let mut at = 0;
-    while at < keys.len() {
+    // A part that was found in time is of use; more is not asked for then, because it would be late.
+    while at < keys.len() && (at == 0 || !of_whole.are_over()) {
         let (mut found, mut all_answered) = ((None, 0), true);
         for tier in 0..stores.n() {
-            let answer = stores.lookup(tier, &keys[at..]).await;
+            let answer = match stores.read_note(tier, note, of_whole).await {
+                true => stores.lookup(tier, &keys[at..], of_whole).await,
+                false => None,
+            };
             all_answered &= answer.is_some();
             if let Some(n) = answer.filter(|n| *n > 0) {
                 found = (Some(tier as u8), n);
@@ -105,14 +134,13 @@ pub async fn find(stores: Arc<Stores>, mut lookup: Lookup, reports: Sender<Comma
         runs.push(Run::new(tier, (at * block) as u32));
     }
     let mut windows =
-        Windows { stores: &stores, block_parts: &lookup.block_parts, keys: &keys, tiers: Vec::new() };
+        Windows { stores, block_parts: &lookup.block_parts, keys: &keys, times, tiers: Vec::new() };
     if lookup.block_parts.has_windows() {
         let ends = windows.ends(hit..at).await;
         runs = cut(&runs, &ends, block as u32);
     }
     let windows = windows.tiers;
-    let found = Found { runs, keys, windows };
-    let _ = reports.send(Command::Tier(Report::Found { request: lookup.request, found }));
+    Found { runs, note, generation, keys, windows }
 }
 
 /// What the tiers have for the groups with windows.
@@ -120,6 +148,7 @@ struct Windows<'a> {
     stores: &'a Stores,
     block_parts: &'a BlockParts,
     keys: &'a [BlockKey],
+    times: LookupTimes,
     tiers: Vec<(usize, Vec<Option<u8>>)>,
 }
 
@@ -159,7 +188,7 @@ impl Windows<'_> {
         while at < seen.len() {
             let before = at;
             for tier in 0..self.stores.n() {
-                let n = self.stores.lookup(tier, &keys[at..]).await.unwrap_or(0);
+                let n = self.stores.lookup(tier, &keys[at..], self.times).await.unwrap_or(0);
                 seen[at..at + n].iter().for_each(|&block| tiers[block] = Some(tier as u8));
                 at += n;
                 if at == seen.len() {

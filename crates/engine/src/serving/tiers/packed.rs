@@ -26,8 +26,12 @@ impl<S: BlockStore> BlockStore for PackedStore<S> {
     fn name(&self) -> &str {
         self.store.name()
     }
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys)
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.store.lookup(keys, within)
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move { Ok(self.store.get(key).await?.map(|bytes| Bytes::from(unpack(&bytes)))) })

@@ -1,5 +1,5 @@
 //! The tasks that talk to the stores.
-use super::removals::{Removals, Ticket};
+use super::generations::Generations;
 use super::{Report, StoreStats, TierConfig};
 use crate::serving::thread::Command;
 use kvist_scheduler::TransferId;
@@ -8,10 +8,11 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::Semaphore;
 use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::Instant;
 
 const LOOK_UP: &str = "look blocks up";
 
@@ -37,14 +38,14 @@ pub struct Stores {
     max_bytes: u64,
     bytes: AtomicU64,
     written: Mutex<Written>,
-    removals: Arc<Removals>,
-    /// A lookup that takes longer than the scheduler waits for is of no use.
+    pub(super) generations: Generations,
+    /// How long a request waits for what the tiers have.
     patience: Duration,
     longest_read: Duration,
 }
 
-struct OneStore {
-    store: Arc<dyn BlockStore>,
+pub(super) struct OneStore {
+    pub store: Arc<dyn BlockStore>,
     errors: AtomicU64,
     fails: AtomicBool,
     stragglers: Arc<Semaphore>,
@@ -55,6 +56,31 @@ struct Written {
     /// The tiers that have a block, a bit for each.
     tiers: HashMap<BlockKey, u8>,
     order: VecDeque<BlockKey>,
+}
+
+/// When the lookups for a prompt end.
+#[derive(Clone, Copy, Debug)]
+pub struct LookupTimes {
+    /// Then a tier that has found some blocks says so, and is not asked for more.
+    parts: Instant,
+    /// Then a tier that has said nothing is late.
+    last: Instant,
+}
+
+impl LookupTimes {
+    /// The same, but tiers say what they have found when half of the time is over.
+    pub fn first_half(self) -> LookupTimes {
+        let now = Instant::now();
+        LookupTimes { parts: now + self.parts.saturating_duration_since(now) / 2, ..self }
+    }
+
+    pub fn are_over(&self) -> bool {
+        Instant::now() >= self.parts
+    }
+
+    pub fn last(&self) -> Instant {
+        self.last
+    }
 }
 
 /// Bytes that wait to be written, until this is dropped.
@@ -71,7 +97,7 @@ impl Drop for Writing {
 
 impl OneStore {
     /// The result of an operation; failures are counted, and logged when they begin and when they end.
-    fn note<T>(&self, what: &str, result: Result<T, StoreError>) -> Option<T> {
+    pub fn note<T>(&self, what: &str, result: Result<T, StoreError>) -> Option<T> {
         match result {
             Ok(value) => {
                 if self.fails.swap(false, Relaxed) {
@@ -107,7 +133,7 @@ impl Stores {
             max_bytes: config.max_bytes_in_flight,
             bytes: AtomicU64::new(0),
             written: Mutex::default(),
-            removals: Arc::default(),
+            generations: Generations::default(),
             patience: config.grace,
             longest_read: LONGEST_READ,
         }
@@ -132,11 +158,6 @@ impl Stores {
         let more = |now: u64| now.checked_add(bytes).filter(|sum| *sum <= self.max_bytes);
         let may = self.bytes.fetch_update(Relaxed, Relaxed, more).is_ok();
         may.then(|| Writing { stores: self.clone(), bytes })
-    }
-
-    /// Needed to write a block.
-    pub fn ticket(&self, key: BlockKey) -> Ticket {
-        self.removals.ticket(key)
     }
 
     fn written(&self) -> std::sync::MutexGuard<'_, Written> {
@@ -173,6 +194,10 @@ impl Stores {
         self.list.len()
     }
 
+    pub(super) fn one(&self, tier: usize) -> Option<&OneStore> {
+        self.list.get(tier)
+    }
+
     /// No tier has this block.
     pub fn forget(&self, key: &BlockKey) {
         self.written().tiers.remove(key);
@@ -188,14 +213,21 @@ impl Stores {
         }
     }
 
-    /// How many of the keys, from the first on, a tier has.
-    pub async fn lookup(&self, tier: usize, keys: &[BlockKey]) -> Option<usize> {
+    /// When the lookups for a prompt have to end that begin now, so that its request hears of them before it goes on without.
+    pub fn lookup_times(&self) -> LookupTimes {
+        let now = Instant::now();
+        LookupTimes { parts: now + self.patience * 8 / 10, last: now + self.patience * 9 / 10 }
+    }
+
+    /// How many of the keys, from the first on, a tier has, as far as it says in time. `None` if it says nothing.
+    pub async fn lookup(&self, tier: usize, keys: &[BlockKey], times: LookupTimes) -> Option<usize> {
         let one = self.list.get(tier)?;
         let (store, wanted) = (one.store.clone(), keys.to_vec());
+        let within = times.parts.saturating_duration_since(Instant::now());
         // Goes on when this waits no longer: a store that is asked less often while it is down learns so that it is.
-        let lookup =
-            tokio::spawn(tokio::time::timeout(LONGEST_LOOKUP, async move { store.lookup(&wanted).await }));
-        match tokio::time::timeout(self.patience, lookup).await {
+        let lookup = async move { store.lookup(&wanted, within).await };
+        let lookup = tokio::spawn(tokio::time::timeout(LONGEST_LOOKUP, lookup));
+        match tokio::time::timeout_at(times.last, lookup).await {
             // The store was not asked, which says nothing about it.
             Ok(Ok(Ok(Err(StoreError::Busy { .. })))) => None,
             Ok(Ok(Ok(found))) => one.note(LOOK_UP, found).map(|found| found.min(keys.len())),
@@ -221,20 +253,13 @@ impl Stores {
         found
     }
 
-    async fn put(&self, tier: usize, ticket: &Ticket, bytes: &Bytes) {
-        let (Some(one), key) = (self.list.get(tier), ticket.key) else { return };
-        if ticket.is_removed() {
-            return;
-        }
+    async fn put(&self, tier: usize, key: BlockKey, bytes: &Bytes) {
+        let Some(one) = self.list.get(tier) else { return };
         let put = one.store.put(key, bytes.clone(), None).await;
         // Another attempt does not make it smaller.
         let never_fits = matches!(put, Err(StoreError::TooLarge { .. }));
         if one.note("write a block", put).is_some() || never_fits {
             self.remember(key, tier);
-        }
-        if ticket.is_removed() {
-            self.forget_in(&key, tier);
-            one.note("remove a block", one.store.remove(&key).await);
         }
     }
 }
@@ -300,7 +325,6 @@ const ARRIVED_BYTES: usize = 4 << 20;
 pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) {
     let started = Instant::now();
     let mut objects: Vec<Option<Bytes>> = vec![None; fetch.wanted.len()];
-    let tickets: Vec<Ticket> = fetch.wanted.iter().map(|one| stores.ticket(one.key)).collect();
     let mut tasks = JoinSet::new();
     let mut wanted = fetch.wanted.iter().copied().enumerate();
     let mut ok = true;
@@ -335,40 +359,33 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
     // Faster tiers get what was read from slower ones. The bytes count as those of the load until its end is reported, and then as
     // bytes to write: what has no room there is not kept.
     let mut copies = Vec::new();
-    for ((one, ticket), bytes) in fetch.wanted.iter().zip(tickets).zip(objects.drain(..).filter(|_| ok)) {
-        if ticket.is_removed() {
-            continue;
-        }
+    for (one, bytes) in fetch.wanted.iter().zip(objects.drain(..).filter(|_| ok)) {
         stores.remember(one.key, one.tier);
         let Some(bytes) = bytes.filter(|_| one.tier > 0) else { continue };
-        copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (one.tier, ticket, bytes, writing)));
+        copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (one, bytes, writing)));
     }
     let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, ok, took }));
-    for (from, ticket, bytes, _writing) in copies {
-        for tier in 0..from {
-            stores.put(tier, &ticket, &bytes).await;
+    for (from, bytes, _writing) in copies {
+        for tier in 0..from.tier {
+            stores.put(tier, from.key, &bytes).await;
         }
     }
 }
 
-/// Removes blocks from all tiers.
+/// Removes blocks from all tiers. One that fails keeps them.
 pub async fn remove(stores: Arc<Stores>, keys: Vec<BlockKey>) {
     for key in keys {
-        // Also for a read that finds the block while it is removed from one tier after the other.
-        let _ticket = stores.ticket(key);
-        stores.removals.remove(&key);
         stores.forget(&key);
         for one in &stores.list {
             one.note("remove a block", one.store.remove(&key).await);
         }
-        stores.removals.remove(&key);
     }
 }
 
 /// Writes a block to the tiers that do not have it.
-pub async fn put(stores: Arc<Stores>, ticket: Ticket, bytes: Bytes, _writing: Writing) {
-    for tier in (0..stores.n()).filter(|&tier| !stores.has(&ticket.key, tier)) {
-        stores.put(tier, &ticket, &bytes).await;
+pub async fn put(stores: Arc<Stores>, key: BlockKey, bytes: Bytes, _writing: Writing) {
+    for tier in (0..stores.n()).filter(|&tier| !stores.has(&key, tier)) {
+        stores.put(tier, key, &bytes).await;
     }
 }
 

@@ -1,0 +1,152 @@
+//! Forgetting what the tiers have under a salt.
+//!
+//! No store lists its blocks by salt, and a store may be down when they are to be forgotten. So the keys of blocks contain a number,
+//! the generation of their salt, and forgetting begins a new one: blocks of earlier generations have keys that nothing asks for. They
+//! are overwritten like all blocks that are not used.
+//!
+//! Every store keeps a note of the latest generation, as an object like a block, for other processes and for the time after a restart.
+//! A tier is asked for blocks only after it has been asked for the note, at most [`READ_AGAIN`] ago. A note is written after the blocks
+//! that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first.
+use super::task::{LookupTimes, OneStore, Stores};
+use kvist_scheduler::MAX_TIERS;
+use kvist_store::{BlockKey, Bytes};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+use tokio::time::Instant;
+
+/// A note is read again after this time, because another process may have written one.
+const READ_AGAIN: Duration = Duration::from_secs(10);
+
+/// A note that could not be written is tried again after such a pause, which doubles up to the longest one.
+const PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Notes that are remembered.
+const REMEMBERED: usize = 1 << 16;
+
+/// The generations of salts, by the keys of their notes, as far as they are known.
+#[derive(Default)]
+pub struct Generations(Mutex<Known>);
+
+#[derive(Default)]
+struct Known {
+    salts: HashMap<BlockKey, Salt>,
+    order: VecDeque<BlockKey>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Salt {
+    generation: u64,
+    /// When the note of each tier was read.
+    read: [Option<Instant>; MAX_TIERS],
+}
+
+impl Generations {
+    fn lock(&self) -> MutexGuard<'_, Known> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn get(&self, note: &BlockKey) -> Salt {
+        self.lock().salts.get(note).copied().unwrap_or_default()
+    }
+
+    fn update(&self, note: BlockKey, update: impl FnOnce(&mut Salt)) {
+        let mut known = self.lock();
+        if !known.salts.contains_key(&note) {
+            known.order.push_back(note);
+            if known.order.len() > REMEMBERED
+                && let Some(oldest) = known.order.pop_front()
+            {
+                known.salts.remove(&oldest);
+            }
+        }
+        update(known.salts.entry(note).or_default());
+    }
+}
+
+impl Stores {
+    /// The latest generation of the salt with this note, as far as it is known.
+    pub fn generation(&self, note: &BlockKey) -> u64 {
+        self.generations.get(note).generation
+    }
+
+    /// Asks a tier for a note, if that was not done lately. Returns whether it has been: a tier that does not answer may have blocks
+    /// that are to be forgotten.
+    pub async fn read_note(&self, tier: usize, note: BlockKey, times: LookupTimes) -> bool {
+        let now = Instant::now();
+        let read = self.generations.get(&note).read.get(tier).copied().flatten();
+        if read.is_some_and(|read| now.duration_since(read) < READ_AGAIN) {
+            return true;
+        }
+        let noted = match self.lookup(tier, &[note], times).await {
+            None => return false,
+            Some(0) => 0,
+            Some(_) => match self.read_number(tier, note, times).await {
+                Some(number) => number,
+                None => return false,
+            },
+        };
+        self.generations.update(note, |salt| {
+            salt.generation = salt.generation.max(noted);
+            salt.read[tier] = Some(now);
+        });
+        true
+    }
+
+    /// The number in a note; 0 if there is none, because it was damaged or evicted. `None` if the tier does not answer.
+    async fn read_number(&self, tier: usize, note: BlockKey, times: LookupTimes) -> Option<u64> {
+        let one = self.one(tier)?;
+        let read = tokio::time::timeout_at(times.last(), one.store.get(&note)).await.ok()?;
+        let bytes = one.note("read a note", read)?;
+        let number = bytes.and_then(|bytes| Some(u64::from_le_bytes(bytes[..].try_into().ok()?)));
+        Some(number.unwrap_or(0))
+    }
+
+    /// Begins a new generation, and returns it: nothing from before is found from now on by this process, and by others when they
+    /// read the [note](write_notes).
+    pub fn next_generation(&self, note: BlockKey) -> u64 {
+        // The time, so that it is larger than what any other process has begun.
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let time = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
+        let mut begun = time;
+        self.generations.update(note, |salt| {
+            salt.generation = time.max(salt.generation.saturating_add(1));
+            begun = salt.generation;
+        });
+        begun
+    }
+}
+
+/// Writes a note to all tiers. One that fails is tried again, until it succeeds, a later generation begins, or the engine ends.
+pub async fn write_notes(stores: Arc<Stores>, note: BlockKey, generation: u64) {
+    let (mut missing, mut pause) = ((0..stores.n()).collect::<Vec<_>>(), PAUSE);
+    let engine = Arc::downgrade(&stores);
+    let mut stores = Some(stores);
+    while let Some(stores) = stores.take().or_else(|| engine.upgrade()) {
+        if stores.generation(&note) > generation {
+            return;
+        }
+        let mut failed = Vec::new();
+        for tier in missing {
+            let written = async |one: &OneStore| {
+                let put = one.store.put(note, Bytes::copy_from_slice(&generation.to_le_bytes()), None).await;
+                one.note("write that blocks were deleted", put)
+            };
+            match stores.one(tier) {
+                Some(one) if written(one).await.is_none() => failed.push(tier),
+                _ => {}
+            }
+        }
+        if failed.is_empty() {
+            return;
+        }
+        missing = failed;
+        drop(stores);
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,148 @@
+use super::super::find::{Found, Lookup, find};
+use super::super::parts::BlockParts;
+use super::super::test_store::{TestStore, stores};
+use super::super::{Report, task};
+use super::*;
+use crate::serving::thread::Command;
+use kvist_cache::kinds::Visibility;
+use kvist_scheduler::RequestId;
+use kvist_store::{BlockStore, KeyChain};
+use std::sync::atomic::Ordering::Relaxed;
+
+const MODEL: &[u8] = b"a model";
+const BLOCKS: usize = 5;
+
+fn note(salt: &str) -> BlockKey {
+    KeyChain::note(MODEL, salt)
+}
+
+/// A text of `BLOCKS` blocks of a token, as a process with these stores names them.
+fn keys(stores: &Stores, salt: &str) -> Vec<BlockKey> {
+    let tokens: Vec<u32> = (0..BLOCKS as u32).collect();
+    KeyChain::root_of(MODEL, salt, stores.generation(&note(salt))).keys(&tokens, 1)
+}
+
+async fn write(stores: &Arc<Stores>, salt: &str) {
+    for key in keys(stores, salt) {
+        let writing = stores.may_write(1).expect("nothing is being written");
+        task::put(stores.clone(), key, Bytes::from_static(b"K"), writing).await;
+    }
+}
+
+async fn found(stores: &Arc<Stores>, salt: &str) -> Found {
+    let whole = [Visibility { window: None, sinks: 0 }];
+    let lookup = Lookup {
+        request: RequestId(0),
+        tokens: (0..BLOCKS as u32).collect(),
+        fingerprint: MODEL.into(),
+        salt: salt.into(),
+        block_parts: Arc::new(BlockParts::new(1, &whole, |_| 1)),
+        n_tokens: BLOCKS as u32,
+        hit_tokens: 0,
+    };
+    let (reports, inbox) = std::sync::mpsc::channel();
+    find(stores.clone(), lookup, reports).await;
+    match inbox.recv() {
+        Ok(Command::Tier(Report::Found { found, .. })) => found,
+        _ => panic!("expected what was found"),
+    }
+}
+
+/// The blocks that are found.
+async fn n_found(stores: &Arc<Stores>, salt: &str) -> u32 {
+    found(stores, salt).await.runs.last().map_or(0, |run| run.until)
+}
+
+/// Blocks that only a tier had were hits again after their salt had been deleted.
+#[tokio::test(start_paused = true)]
+async fn what_was_forgotten_is_not_found_and_what_comes_later_is() {
+    let stores = stores([TestStore::new(1000), TestStore::new(1000)]);
+    for salt in ["a", "b"] {
+        write(&stores, salt).await;
+        assert_eq!(n_found(&stores, salt).await, 5);
+    }
+    let generation = stores.next_generation(note("a"));
+    assert_eq!((n_found(&stores, "a").await, n_found(&stores, "b").await), (0, 5));
+    write_notes(stores.clone(), note("a"), generation).await;
+    write(&stores, "a").await;
+    assert_eq!(n_found(&stores, "a").await, 5);
+    assert_eq!(found(&stores, "a").await.generation, generation);
+    assert!(stores.next_generation(note("a")) > generation, "however soon it is forgotten again");
+}
+
+/// Another process learns of it from the store that they share: at once if it has not read the note before, and soon if it has.
+#[tokio::test(start_paused = true)]
+async fn other_processes_and_later_ones_read_the_note() {
+    let shared = TestStore::new(1000);
+    let [one, other] = [0, 1].map(|_| stores([TestStore::new(1000), shared.clone()]));
+    write(&one, "a").await;
+    assert_eq!(n_found(&other, "a").await, 5);
+    let generation = one.next_generation(note("a"));
+    write_notes(one.clone(), note("a"), generation).await;
+    let later = stores([shared.clone()]);
+    assert_eq!((n_found(&later, "a").await, n_found(&later, "b").await), (0, 0));
+    tokio::time::sleep(READ_AGAIN).await;
+    assert_eq!((n_found(&other, "a").await, other.generation(&note("a"))), (0, generation));
+    write(&other, "a").await;
+    assert_eq!(n_found(&one, "a").await, 5);
+}
+
+/// A deletion while a store was down was lost.
+#[tokio::test(start_paused = true)]
+async fn a_note_is_written_when_the_store_is_back() {
+    let (fast, slow) = (TestStore::new(1000), TestStore::new(1000));
+    let both = stores([fast.clone(), slow.clone()]);
+    write(&both, "a").await;
+    slow.is_down.store(true, Relaxed);
+    let generation = both.next_generation(note("a"));
+    let writing = tokio::spawn(write_notes(both.clone(), note("a"), generation));
+    tokio::time::sleep(Duration::from_secs(100)).await;
+    assert!(fast.has(note("a")) && !slow.has(note("a")) && !writing.is_finished());
+    slow.is_down.store(false, Relaxed);
+    tokio::time::sleep(LONGEST_PAUSE).await;
+    assert!(slow.has(note("a")) && writing.is_finished());
+    assert_eq!(n_found(&stores([slow.clone()]), "a").await, 0);
+    // It is not tried for ever: a later generation replaces it, and it ends with the engine.
+    slow.is_down.store(true, Relaxed);
+    let first = tokio::spawn(write_notes(both.clone(), note("a"), both.next_generation(note("a"))));
+    tokio::time::sleep(LONGEST_PAUSE).await;
+    let last = tokio::spawn(write_notes(both.clone(), note("a"), both.next_generation(note("a"))));
+    tokio::time::sleep(LONGEST_PAUSE * 2).await;
+    assert!(first.is_finished() && !last.is_finished());
+    drop(both);
+    tokio::time::sleep(LONGEST_PAUSE * 2).await;
+    assert!(last.is_finished());
+}
+
+/// A tier that does not say what was forgotten is not asked for blocks, and does not keep others from answering.
+#[tokio::test(start_paused = true)]
+async fn without_the_note_of_a_tier_its_blocks_are_not_used() {
+    let (fast, slow) = (TestStore::new(1000), TestStore::new(1000));
+    let both = stores([fast.clone(), slow.clone()]);
+    write(&both, "a").await;
+    for key in &keys(&both, "a")[2..] {
+        fast.remove(key).await.unwrap();
+    }
+    // The note is there and cannot be read.
+    slow.put(note("a"), Bytes::copy_from_slice(&9u64.to_le_bytes()), None).await.unwrap();
+    slow.reads_hang.store(true, Relaxed);
+    assert_eq!(n_found(&both, "a").await, 2, "of the fast one");
+    slow.reads_hang.store(false, Relaxed);
+    assert_eq!((n_found(&both, "a").await, both.generation(&note("a"))), (0, 9));
+    // Something else under its key is no note.
+    slow.put(note("b"), Bytes::from_static(b"a block"), None).await.unwrap();
+    write(&both, "b").await;
+    assert_eq!((n_found(&both, "b").await, both.generation(&note("b"))), (5, 0));
+}
+
+/// A salt takes little memory, and many take a bounded one.
+#[test]
+fn few_notes_are_remembered() {
+    let generations = Generations::default();
+    for i in 0..REMEMBERED + 10 {
+        generations.update(note(&i.to_string()), |salt| salt.generation = i as u64);
+    }
+    let known = generations.lock();
+    assert_eq!((known.salts.len(), known.order.len()), (REMEMBERED, REMEMBERED));
+    assert!(!known.salts.contains_key(&note("9")) && known.salts.contains_key(&note("10")));
+}
