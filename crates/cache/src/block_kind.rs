@@ -68,6 +68,9 @@ pub trait TransferBlocks {
     fn load(&mut self, seq: SeqId, until: u32) -> Vec<u32>;
     /// Gives the loaded blocks to `seq`, which ends at `until` now, and releases what has left its window.
     fn append_loaded(&mut self, seq: SeqId, until: u32, blocks: &[u32]);
+    /// How many of an import's blocks `seq` takes to end at `until`, a part of the import. `None` if it would lack one that is seen
+    /// there, or end within a block.
+    fn part_of_load(&self, seq: SeqId, until: u32, blocks: &[u32]) -> Option<usize>;
     /// Frees the blocks of an import that failed or came too late.
     fn abandon_load(&mut self, seq: SeqId, blocks: &[u32]);
 }

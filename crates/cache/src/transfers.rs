@@ -90,6 +90,8 @@ impl Loading {
     }
 }
 
+const NO_PART: &str =
+    "a part of an import ends where a block ends, and with all blocks that later queries see";
 const OTHER_CACHE: &str = "a transfer of another cache";
 const NO_BLOCKS: &str = "this kind of cache has no blocks to transfer: use paged";
 
@@ -187,6 +189,45 @@ impl Cache {
         Ok(Loading { cache: self.id, seq, start, n_tokens, lineage, groups })
     }
 
+    /// Whether the sequence of an import is as it was when that began.
+    fn continues(&self, loading: &Loading) -> Result<(), Refused> {
+        let &Loading { seq, start, lineage, .. } = loading;
+        let expected = self.next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
+        let is_same = self.groups[0].blocks().is_some_and(|kind_blocks| kind_blocks.lineage(seq) == lineage);
+        match is_same && expected == start {
+            true => Ok(()),
+            false => Err(Refused::NotAtEnd { seq, expected, got: start }),
+        }
+    }
+
+    /// Ends an import of which the first `n_tokens` tokens have arrived, and no more: they become the next tokens of the sequence,
+    /// and the blocks of the rest are free.
+    ///
+    /// Refused as [`arrived`](Self::arrived) is; and if a block of the import ends elsewhere, or a later query would see a block that
+    /// was not imported, because a window was to move on. All blocks are then free. Panics if `loading` is of another cache.
+    pub fn arrived_in_part(&mut self, mut loading: Loading, n_tokens: u32) -> Result<(), Refused> {
+        assert_eq!(loading.cache, self.id, "{OTHER_CACHE}");
+        let (seq, start) = (loading.seq, loading.start);
+        if n_tokens == loading.n_tokens || self.continues(&loading).is_err() {
+            return self.arrived::<()>(loading, Ok(()));
+        }
+        let kept = (1..loading.n_tokens).contains(&n_tokens).then(|| {
+            let kept = self.groups.iter().zip(&loading.groups);
+            let kept = kept.map(|(kind, blocks)| kind.blocks()?.part_of_load(seq, start + n_tokens, blocks));
+            kept.collect::<Option<Vec<usize>>>()
+        });
+        let Some(kept) = kept.flatten() else {
+            self.arrived(loading, Err(()))?;
+            return Err(Refused::Unsupported(NO_PART));
+        };
+        for ((kind, blocks), n_kept) in self.groups.iter_mut().zip(&mut loading.groups).zip(kept) {
+            let rest = blocks.split_off(n_kept);
+            kind.blocks_mut().expect("it has loading blocks").abandon_load(seq, &rest);
+        }
+        loading.n_tokens = n_tokens;
+        self.arrived::<()>(loading, Ok(()))
+    }
+
     /// Ends an import. If the bytes have arrived (`Ok`), they become the next tokens of the sequence, which a prefix
     /// index does not cache until they are [stored](crate::Prefixes::store). If they have not (`Err`), the blocks are
     /// free, the sequence stays as it is, and the call succeeds.
@@ -195,20 +236,12 @@ impl Cache {
     /// blocks are then free as well. Panics if `loading` is of another cache.
     pub fn arrived<E>(&mut self, loading: Loading, result: Result<(), E>) -> Result<(), Refused> {
         assert_eq!(loading.cache, self.id, "{OTHER_CACHE}");
-        let Loading { seq, start, n_tokens, lineage, groups, .. } = loading;
         self.epoch += 1;
-        let continues = match (&result, self.next_position(seq)) {
-            (Err(_), _) => Ok(false),
-            (Ok(()), None) => Err(Refused::UnknownSequence(seq)),
-            (Ok(()), Some(next)) => {
-                let is_same =
-                    self.groups[0].blocks().is_some_and(|kind_blocks| kind_blocks.lineage(seq) == lineage);
-                match is_same && next == start {
-                    true => Ok(true),
-                    false => Err(Refused::NotAtEnd { seq, expected: next, got: start }),
-                }
-            }
+        let continues = match result {
+            Ok(()) => self.continues(&loading).map(|()| true),
+            Err(_) => Ok(false),
         };
+        let Loading { seq, start, n_tokens, groups, .. } = loading;
         for (kind, blocks) in self.groups.iter_mut().zip(groups) {
             let kind_blocks = kind.blocks_mut().expect("it has loading blocks");
             match continues {

@@ -31,6 +31,11 @@ async fn serve(engine: &Engine, salt: &str) -> (Vec<u32>, Vec<Vec<u32>>) {
         answers.push(heard.tokens);
     }
     engine.until_idle().await;
+    // Copies go on: from the cache's memory, and then to the store.
+    let copied = async || engine.inspect(|state| state.scheduler.bytes_in_flight().1).await == Some(0);
+    while !copied().await || engine.stats().tiers.is_none_or(|tiers| tiers.store_bytes > 0) {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
     (cached, answers)
 }
 

@@ -86,9 +86,23 @@ impl Log {
             self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"found\":{id},\"runs\":{runs}}}"));
         }
     }
-    pub(crate) fn loaded(&mut self, n: u64, at_ns: u64, id: TransferId, ok: bool, took_ns: u64) {
+    /// `arrived` of the `asked` tokens were loaded. The line has their number if it is some of them.
+    pub(crate) fn loaded(
+        &mut self,
+        n: u64,
+        at_ns: u64,
+        id: TransferId,
+        asked: u32,
+        arrived: u32,
+        took_ns: u64,
+    ) {
+        let ok = arrived == asked;
         self.line(|t| {
-            write!(t, "{{\"n\":{n},\"at\":{at_ns},\"loaded\":{id},\"ok\":{ok},\"took\":{took_ns}}}")
+            write!(t, "{{\"n\":{n},\"at\":{at_ns},\"loaded\":{id},\"ok\":{ok},\"took\":{took_ns}")?;
+            match arrived {
+                1.. if !ok => write!(t, ",\"tokens\":{arrived}}}"),
+                _ => t.write_str("}"),
+            }
         });
     }
     pub(crate) fn stored(&mut self, n: u64, at_ns: u64, id: TransferId, ok: bool) {

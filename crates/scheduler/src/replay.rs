@@ -82,6 +82,9 @@ struct Event {
     stored: Option<TransferId>,
     #[serde(default)]
     ok: bool,
+    /// Of a load that has failed, those that arrived before it did.
+    #[serde(default)]
+    tokens: u32,
     #[serde(default)]
     took: u64,
 }
@@ -236,7 +239,8 @@ impl Replay {
         } else if let Some(id) = event.found {
             scheduler.found(event.at, id, event.runs);
         } else if let Some(id) = event.loaded {
-            if !scheduler.loaded(event.at, id, event.ok, event.took) {
+            let tokens = if event.ok { u32::MAX } else { event.tokens };
+            if !scheduler.loaded_part(event.at, id, tokens, event.took) {
                 return Err(wrong(line, format!("load {id} has ended, but was not started")));
             }
         } else if let Some(id) = event.stored {

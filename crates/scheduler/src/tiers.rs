@@ -113,6 +113,19 @@ struct Store {
     n_blocks: u64,
 }
 
+/// Of the first `n_tokens` tokens from `start` on, those that come from each tier.
+fn first_tokens(runs: &[Run], start: u32, n_tokens: u32) -> [u32; MAX_TIERS] {
+    let (mut tokens, mut at) = ([0; MAX_TIERS], start);
+    for run in runs {
+        let until = run.until.min(start + n_tokens).max(at);
+        if let Some(sum) = run.tier.and_then(|tier| tokens.get_mut(usize::from(tier))) {
+            *sum += until - at;
+        }
+        at = until;
+    }
+    tokens
+}
+
 impl TierState {
     pub fn new(config: &Tiers, memory: &Memory) -> Result<TierState, BadConfig> {
         if !memory.shares() {
@@ -226,58 +239,72 @@ impl Scheduler {
     /// written to its blocks any more. `took_ns`: how long the driver worked on it, without the time until it could report.
     /// Call it between iterations. Returns `false`, and does nothing, if there is no such load.
     pub fn loaded(&mut self, now_ns: u64, id: TransferId, ok: bool, took_ns: u64) -> bool {
+        self.loaded_part(now_ns, id, if ok { u32::MAX } else { 0 }, took_ns)
+    }
+
+    /// The same for a load that has failed after its first `n_tokens` tokens: they are kept, up to the last whole block, and the rest is
+    /// computed. Layer groups with windows keep nothing of a load that has failed, if a window was to move on in the rest.
+    pub fn loaded_part(&mut self, now_ns: u64, id: TransferId, n_tokens: u32, took_ns: u64) -> bool {
         let Some(load) = self.tiers.as_mut().and_then(|tiers| tiers.take_load(id)) else { return false };
+        let asked: u32 = load.tokens.iter().sum();
+        let arrived = if n_tokens < asked { n_tokens - n_tokens % self.memory.block_tokens() } else { asked };
         let n = self.event();
-        self.events.loaded(n, now_ns, id, ok, took_ns);
+        self.events.loaded(n, now_ns, id, asked, arrived, took_ns);
         let now = self.timestamp(now_ns);
-        let n_tokens: u32 = load.tokens.iter().sum();
-        let awaited = load.index.filter(|_| ok);
-        let result = awaited.map(|_| ()).ok_or(());
-        let arrived = self.memory.cache.arrived(load.loading, result);
         self.blocked = None;
+        let start = load.loading.positions().start;
+        let is_kept = load.index.is_some() && arrived > 0;
+        let ended = match is_kept {
+            true => self.memory.cache.arrived_in_part(load.loading, arrived),
+            false => self.memory.cache.arrived(load.loading, Err(())),
+        };
+        let arrived = if is_kept && ended.is_ok() { arrived } else { 0 };
+        let tokens = first_tokens(&load.runs, start, arrived);
         if let Some(tiers) = &mut self.tiers {
-            tiers.estimates.observe(&load.tokens, load.expected_ns, took_ns, awaited.is_none());
+            let is_whole = load.index.is_some() && arrived == asked;
+            tiers.estimates.observe(&load.tokens, load.expected_ns, took_ns, !is_whole);
             let counters = &mut tiers.counters;
-            match awaited.is_some() && arrived.is_ok() {
-                true => {
-                    counters.load_ns = counters.load_ns.saturating_add(took_ns);
-                    (counters.loaded_tokens.iter_mut().zip(load.tokens))
-                        .for_each(|(sum, tokens)| *sum += u64::from(tokens));
-                }
-                false => {
-                    // Late and cancelled loads were counted when they were given up.
-                    let is_awaited = load.index.is_some();
-                    counters.failed_loads += u64::from(!ok && is_awaited);
-                    counters.wasted_tokens += if is_awaited { u64::from(n_tokens) } else { 0 };
-                }
+            counters.load_ns = counters.load_ns.saturating_add(if is_whole { took_ns } else { 0 });
+            let sums = counters.loaded_tokens.iter_mut().zip(tokens);
+            sums.for_each(|(sum, tokens)| *sum += u64::from(tokens));
+            // Late and cancelled loads were counted when they were given up.
+            if load.index.is_some() && !is_whole {
+                counters.failed_loads += 1;
+                counters.wasted_tokens += u64::from(asked - arrived);
             }
         }
         let Some(index) = load.index else { return true };
-        let seq = self.entries[index as usize].seq.expect("a loading request has a sequence");
-        if ok && arrived.is_ok() {
-            let entry = &mut self.entries[index as usize];
-            entry.cached += n_tokens;
-            entry.not_loaded = None;
-            match entry.lost_tokens {
-                0 => entry.loaded.iter_mut().zip(load.tokens).for_each(|(sum, tokens)| *sum += tokens),
-                _ => {
-                    entry.regained_tokens += n_tokens;
-                    let counters = self.tiers.as_mut().map(|tiers| &mut tiers.counters);
-                    counters.into_iter().for_each(|counters| counters.regained_tokens += u64::from(n_tokens));
-                }
-            }
-            entry.stored = entry.cached;
-            let (from, until) = (entry.cached - n_tokens, entry.cached);
-            self.memory.store(seq, &entry.prompt, from, until, now);
-            self.note_cached(index, from, false);
-            self.decide(now, Decision::Loaded { id: self.entries[index as usize].id, tokens: n_tokens });
-        } else {
+        if arrived > 0 {
+            self.note_loaded(now, index, arrived, tokens);
+        }
+        if arrived < asked {
             self.set_lower(index, Lower::Done);
             self.not_loaded(now, index, NotLoaded::Failed);
         }
         self.leave(index);
         self.wait(index);
         true
+    }
+
+    /// The next `n_tokens` tokens of the request at `index` were loaded, so many of each tier.
+    fn note_loaded(&mut self, now: StepTime, index: u32, n_tokens: u32, tokens: [u32; MAX_TIERS]) {
+        let entry = &mut self.entries[index as usize];
+        let seq = entry.seq.expect("a loading request has a sequence");
+        entry.cached += n_tokens;
+        entry.not_loaded = None;
+        match entry.lost_tokens {
+            0 => entry.loaded.iter_mut().zip(tokens).for_each(|(sum, tokens)| *sum += tokens),
+            _ => {
+                entry.regained_tokens += n_tokens;
+                let counters = self.tiers.as_mut().map(|tiers| &mut tiers.counters);
+                counters.into_iter().for_each(|counters| counters.regained_tokens += u64::from(n_tokens));
+            }
+        }
+        entry.stored = entry.cached;
+        let (from, until) = (entry.cached - n_tokens, entry.cached);
+        self.memory.store(seq, &entry.prompt, from, until, now);
+        self.note_cached(index, from, false);
+        self.decide(now, Decision::Loaded { id: self.entries[index as usize].id, tokens: n_tokens });
     }
 
     /// A copy to the tiers has ended. Call it between iterations. Returns `false`, and does nothing, if there is no such

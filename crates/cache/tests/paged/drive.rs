@@ -103,6 +103,7 @@ pub(super) struct Drive {
     pub imports: Vec<Import>,
     /// Number of imports that were appended to their sequences.
     pub n_imported: u32,
+    pub n_imported_parts: u32,
     /// By group: a block table that stays on a device, and has missed some plans.
     pub devices: Vec<DeviceTable>,
     /// Number of times that all holders of a block left it in one step and one of them kept it.
@@ -176,6 +177,7 @@ impl Drive {
             exports: Vec::new(),
             imports: Vec::new(),
             n_imported: 0,
+            n_imported_parts: 0,
             devices: spec.groups.iter().map(|_| DeviceTable::default()).collect(),
             n_copies_saved: 0,
             n_moves: 0,

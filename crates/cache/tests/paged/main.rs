@@ -20,7 +20,8 @@ fn paged_caches_agree_with_the_reference_model() {
     let n_operations: u64 = std::env::var("KVIST_OPS").ok().and_then(|n| n.parse().ok()).unwrap_or(100_000);
     let first: u64 = std::env::var("KVIST_SEED").ok().and_then(|n| n.parse().ok()).unwrap_or(1);
     let per_drive = 400;
-    let (mut n_copies_saved, mut n_imported, mut n_edited, mut n_whole, mut n_moves) = (0, 0, 0, 0, 0);
+    let (mut n_copies_saved, mut n_imported, mut n_parts, mut n_edited, mut n_whole, mut n_moves) =
+        (0, 0, 0, 0, 0, 0);
     let mut n_resized = 0;
     for seed in first..first + n_operations.div_ceil(per_drive) {
         let mut choices = Choices::from_seed(seed, per_drive);
@@ -37,6 +38,7 @@ fn paged_caches_agree_with_the_reference_model() {
         );
         n_copies_saved += drive.n_copies_saved;
         n_imported += drive.n_imported;
+        n_parts += drive.n_imported_parts;
         n_moves += drive.n_moves;
         n_resized += drive.n_resized;
         n_edited += drive.devices.iter().map(|device| device.n_edited).sum::<u64>();
@@ -44,7 +46,10 @@ fn paged_caches_agree_with_the_reference_model() {
     }
     assert!(n_operations < 100_000 || n_moves > 500, "few paths move: {n_moves}");
     assert!(n_operations < 100_000 || n_resized > 100, "few blocks move to another capacity: {n_resized}");
-    assert!(n_operations < 100_000 || n_imported > 100, "few imports arrive: {n_imported}");
+    assert!(
+        n_operations < 100_000 || n_imported > 100 && n_parts > 10,
+        "few imports arrive: {n_imported}, {n_parts} in part"
+    );
     assert!(n_operations < 100_000 || n_copies_saved > 100, "few sequences share: {n_copies_saved}");
     assert!(
         n_operations < 100_000 || n_edited > 4 * n_whole,

@@ -112,26 +112,55 @@ impl Drive {
         let Import { loading, whole, start } = self.imports.swap_remove(choices.below(n) as usize);
         let (seq, block) = (loading.seq(), self.block() as usize);
         let fails = choices.one_in(4);
-        self.log.push(format!("import of {seq} from {start} {}", if fails { "fails" } else { "arrives" }));
+        // Sometimes only some tokens arrive. All of them stand where they belong, and the others are garbage.
+        let n_tokens = loading.positions().len();
+        let part = (!fails && choices.one_in(3)).then(|| match choices.below(3) {
+            0 => choices.below(n_tokens as u32 + 2),
+            _ => choices.below((n_tokens / block) as u32 + 2) * block as u32,
+        });
+        self.log
+            .push(format!("import of {seq} from {start}: {n_tokens} tokens, fails {fails}, part {part:?}"));
+        let arrived = start + part.map_or(n_tokens, |part| part as usize);
         for (g, memory) in self.memories.iter_mut().enumerate() {
             for (i, at) in (start / block..).zip(loading.blocks(GroupId(g as u16))) {
                 let positions = i * block..((i + 1) * block).min(whole.tokens.len());
                 for (p, cell) in positions.zip(at.into_iter().flat_map(|at| at as usize * block..)) {
-                    memory[cell] = match fails {
+                    memory[cell] = match fails || p >= arrived {
                         true => GARBAGE,
                         false => self.prefixes.number(whole.salt, &whole.tokens[..=p]),
                     };
                 }
             }
         }
-        let done = self.cache.arrived(loading, if fails { Err("the link is down") } else { Ok(()) });
+        let blocks: Vec<Vec<Option<u32>>> =
+            (0..self.memories.len()).map(|g| loading.blocks(GroupId(g as u16)).collect()).collect();
+        let done = match part {
+            Some(part) => self.cache.arrived_in_part(loading, part),
+            None => self.cache.arrived(loading, if fails { Err("the link is down") } else { Ok(()) }),
+        };
         match self.sequences.get_mut(&seq) {
             _ if fails => assert_eq!(done, Ok(())),
             None => assert_eq!(done, Err(Refused::UnknownSequence(seq))),
             Some(there) if there.born == whole.born && there.tokens.len() == start => {
-                assert_eq!(done, Ok(()));
-                there.tokens = whole.tokens;
-                self.n_imported += 1;
+                // A part ends where a block does, and with all blocks that the next query sees.
+                let has_seen = |g: usize| {
+                    let see = self.spec.groups[g].visibility;
+                    let seen =
+                        |i: usize| (i * block..(i + 1) * block).any(|p| see.sees(arrived as u32, p as u32));
+                    (start / block..arrived / block).zip(&blocks[g]).all(|(i, at)| at.is_some() || !seen(i))
+                };
+                let is_whole = arrived == start + n_tokens;
+                let is_part =
+                    (start + 1..start + n_tokens).contains(&arrived) && arrived.is_multiple_of(block);
+                match is_whole || is_part && (0..blocks.len()).all(has_seen) {
+                    true => {
+                        assert_eq!(done, Ok(()));
+                        there.tokens = whole.tokens[..arrived].to_vec();
+                        self.n_imported += 1;
+                        self.n_imported_parts += u32::from(!is_whole);
+                    }
+                    false => assert!(matches!(done, Err(Refused::Unsupported(_))), "{done:?}"),
+                }
             }
             Some(there) => {
                 let (expected, got) = (there.tokens.len() as u32, start as u32);

@@ -43,10 +43,9 @@ pub(crate) enum Report {
         id: TransferId,
         objects: Vec<(usize, Bytes)>,
     },
-    /// No more objects come. `ok`: all of them have.
+    /// No more objects come.
     Fetched {
         id: TransferId,
-        ok: bool,
         took: Duration,
     },
 }
@@ -56,30 +55,70 @@ struct Load {
     order: LoadOrder,
     /// Of each object: the block of the load, and its layer groups.
     places: Vec<(usize, Vec<usize>)>,
-    /// The copies to the cache's memory that have begun.
-    parts: Vec<Pending>,
-    failed: bool,
+    blocks: Vec<Arriving>,
     started: Instant,
     task: AbortHandle,
 }
 
-/// Copies between the cache's memory and the host.
+/// A block of a load.
+#[derive(Default)]
+struct Arriving {
+    /// Objects of it that have not arrived.
+    n_missing: usize,
+    /// The copies to the cache's memory that have begun, and not ended.
+    parts: Vec<Pending>,
+    failed: bool,
+}
+
+/// Copies to the cache's memory, or from there.
 struct Copies {
     id: TransferId,
-    /// What is stored, or was loaded.
-    objects: Vec<Object>,
-    /// How long the store took, for imports; `None` for exports.
-    took: Option<Duration>,
-    failed: bool,
+    what: Copied,
+}
+
+enum Copied {
+    /// Blocks of a load of which no more comes, in order. `took`: how long the stores took.
+    In { blocks: Vec<Arriving>, took: Duration },
+    /// What is to be stored. `failed`: something could not be copied.
+    Out { objects: Vec<Object>, failed: bool },
 }
 
 /// The bytes of a block in some layer groups: what a store has under one key.
 struct Object {
-    /// To write it; `None` for what was loaded.
-    key: Option<BlockKey>,
+    key: BlockKey,
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
+}
+
+impl Copies {
+    /// Looks what has ended. Returns whether all has.
+    fn settle(&mut self, transfers: &mut Transfers<'_>) -> bool {
+        match &mut self.what {
+            Copied::In { blocks, .. } => {
+                blocks.iter_mut().for_each(|block| block.settle(transfers));
+                blocks.iter().all(|block| block.parts.is_empty())
+            }
+            Copied::Out { objects, failed } => {
+                let parts = objects.iter_mut().flat_map(|object| &mut object.parts);
+                parts
+                    .map(|part| part.settle(transfers, failed))
+                    .filter(|is_on_its_way| *is_on_its_way)
+                    .count()
+                    == 0
+            }
+        }
+    }
+}
+
+impl Arriving {
+    fn settle(&mut self, transfers: &mut Transfers<'_>) {
+        self.parts.retain_mut(|part| part.settle(transfers, &mut self.failed));
+    }
+
+    fn has_arrived(&self) -> bool {
+        self.n_missing == 0 && !self.failed
+    }
 }
 
 enum Pending {
@@ -106,8 +145,16 @@ impl Pending {
 
 /// What the scheduler has to be told.
 enum Ended {
-    Load { id: TransferId, ok: bool, took: Duration },
-    Store { id: TransferId, ok: bool },
+    /// So many blocks, from the first on, are in place.
+    Load {
+        id: TransferId,
+        n_blocks: usize,
+        took: Duration,
+    },
+    Store {
+        id: TransferId,
+        ok: bool,
+    },
 }
 
 /// The tiers of an engine. Lives on the engine thread.
@@ -188,7 +235,7 @@ impl TierDriver {
                     if let Some(load) = self.loads.remove(&id) {
                         load.task.abort();
                         let took = load.started.elapsed();
-                        self.end_load(id, load, false, took);
+                        self.end_load(id, load, took);
                     }
                 }
             }
@@ -247,27 +294,29 @@ impl TierDriver {
 
     fn load(&mut self, order: LoadOrder) {
         match self.prompts.get(&order.request).and_then(|found| found.wanted(&order, &self.block_parts)) {
-            None => self.ended.push(Ended::Load { id: order.id, ok: false, took: Duration::ZERO }),
+            None => self.ended.push(Ended::Load { id: order.id, n_blocks: 0, took: Duration::ZERO }),
             Some(wanted) => {
                 let fetch = task::Fetch { id: order.id, wanted };
                 let task = self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
                 let objects =
                     |i| find::objects_of(&order, &self.block_parts, i).map(move |(groups, _)| (i, groups));
                 let n_blocks = order.positions.len() / self.block_parts.block_tokens as usize;
-                let places = (0..n_blocks).flat_map(objects).collect();
+                let places: Vec<(usize, Vec<usize>)> = (0..n_blocks).flat_map(objects).collect();
+                let mut blocks: Vec<Arriving> = (0..n_blocks).map(|_| Arriving::default()).collect();
+                places.iter().for_each(|(i, _)| blocks[*i].n_missing += 1);
                 let (started, task) = (Instant::now(), task.abort_handle());
-                let load = Load { order, places, parts: Vec::new(), failed: false, started, task };
+                let load = Load { order, places, blocks, started, task };
                 self.loads.insert(load.order.id, load);
             }
         }
     }
 
     fn export(&mut self, store: &StoreOrder, transfers: &mut Transfers<'_>) {
-        let mut copy = Copies { id: store.id, objects: Vec::new(), took: None, failed: false };
+        let (mut objects, mut failed) = (Vec::new(), false);
         let block_parts = self.block_parts.clone();
         for cached in &store.blocks {
             let Some(key) = self.name_of(cached).and_then(|name| self.keys.get(&name)).copied() else {
-                copy.failed = true;
+                failed = true;
                 continue;
             };
             let whole: Vec<usize> = block_parts.whole().map(|(group, _)| group).collect();
@@ -288,13 +337,13 @@ impl TierDriver {
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
-                        copy.objects.push(Object { key: Some(key), bytes, parts });
+                        objects.push(Object { key, bytes, parts });
                     }
-                    None => copy.failed = true,
+                    None => failed = true,
                 }
             }
         }
-        self.copies.push(copy);
+        self.copies.push(Copies { id: store.id, what: Copied::Out { objects, failed } });
     }
 
     /// Takes what a task reports.
@@ -316,10 +365,10 @@ impl TierDriver {
                 scheduler.found(now, request, runs);
             }
             Report::Arrived { id, objects } => self.import(id, objects, transfers),
-            Report::Fetched { id, ok, took } => {
+            Report::Fetched { id, took } => {
                 // It may have been abandoned.
                 if let Some(load) = self.loads.remove(&id) {
-                    self.end_load(id, load, ok, took);
+                    self.end_load(id, load, took);
                 }
             }
         }
@@ -327,60 +376,52 @@ impl TierDriver {
     }
 
     /// No more objects come for a load: it ends when what has come is in the cache's memory.
-    fn end_load(&mut self, id: TransferId, load: Load, ok: bool, took: Duration) {
-        let failed = !ok || load.failed;
-        let object = Object { key: None, bytes: 0, parts: load.parts };
-        self.copies.push(Copies { id, objects: vec![object], took: Some(took), failed });
+    fn end_load(&mut self, id: TransferId, load: Load, took: Duration) {
+        self.copies.push(Copies { id, what: Copied::In { blocks: load.blocks, took } });
     }
 
     /// Begins to copy what has arrived of a load to the cache's memory, while the rest is still read.
     fn import(&mut self, id: TransferId, objects: Vec<(usize, Bytes)>, transfers: &mut Transfers<'_>) {
-        let Some(load) = self.loads.get_mut(&id).filter(|load| !load.failed) else {
-            return;
-        };
+        let Some(load) = self.loads.get_mut(&id) else { return };
         for (at, object) in objects {
             let Some((i, groups)) = load.places.get(at) else { continue };
+            let Some(block) = load.blocks.get_mut(*i) else { continue };
+            block.n_missing -= 1;
             let mut from = 0;
             for &group in groups {
                 let len = self.block_parts.part(group).map_or(0, |part| part.bytes);
-                let begun = find::block_of(&load.order, group, *i).and_then(|block| {
+                let begun = find::block_of(&load.order, group, *i).and_then(|to| {
                     let bytes = (from + len <= object.len()).then(|| object.slice(from..from + len))?;
-                    let cells = cells(block, self.block_parts.block_tokens);
+                    let cells = cells(to, self.block_parts.block_tokens);
                     transfers.import(GroupId(group as u16), cells, HostBlock::shared(Arc::new(bytes))).ok()
                 });
                 from += len;
                 match begun {
-                    Some(begun) => load.parts.push(Pending::Begun(begun)),
-                    None => load.failed = true,
+                    Some(begun) => block.parts.push(Pending::Begun(begun)),
+                    None => block.failed = true,
                 }
             }
         }
-        load.parts.retain_mut(|part| part.settle(transfers, &mut load.failed));
+        load.blocks.iter_mut().for_each(|block| block.settle(transfers));
     }
 
     /// Looks which copies have ended.
     fn poll(&mut self, transfers: &mut Transfers<'_>) {
-        let mut copies = std::mem::take(&mut self.copies);
-        for copy in &mut copies {
-            let parts = copy.objects.iter_mut().flat_map(|object| &mut object.parts);
-            parts.for_each(|part| {
-                part.settle(transfers, &mut copy.failed);
-            });
-        }
-        let is_done = |copy: &Copies| {
-            let mut parts = copy.objects.iter().flat_map(|object| &object.parts);
-            parts.all(|part| !matches!(part, Pending::Begun(_)))
-        };
-        let (done, copies) = copies.into_iter().partition(is_done);
-        self.copies = copies;
-        let done: Vec<Copies> = done;
-        for copy in done {
-            let ok = !copy.failed;
-            match copy.took {
-                Some(took) => self.ended.push(Ended::Load { id: copy.id, ok, took }),
-                None => {
-                    self.put(copy.objects);
-                    self.ended.push(Ended::Store { id: copy.id, ok });
+        let copies = std::mem::take(&mut self.copies);
+        for mut copy in copies {
+            if !copy.settle(transfers) {
+                self.copies.push(copy);
+                continue;
+            }
+            let id = copy.id;
+            match copy.what {
+                Copied::In { blocks, took } => {
+                    let n_blocks = blocks.iter().take_while(|block| block.has_arrived()).count();
+                    self.ended.push(Ended::Load { id, n_blocks, took });
+                }
+                Copied::Out { objects, failed } => {
+                    self.put(objects);
+                    self.ended.push(Ended::Store { id, ok: !failed });
                 }
             }
         }
@@ -397,10 +438,9 @@ impl TierDriver {
             }
             // A part that failed is missing.
             if bytes.len() == object.bytes
-                && let Some(key) = object.key
                 && let Some(writing) = self.stores.may_write(bytes.len() as u64)
             {
-                self.tasks.spawn(task::put(self.stores.clone(), key, Bytes::from(bytes), writing));
+                self.tasks.spawn(task::put(self.stores.clone(), object.key, Bytes::from(bytes), writing));
             }
         }
     }
@@ -410,9 +450,11 @@ impl TierDriver {
         let ended = std::mem::take(&mut self.ended);
         for one in &ended {
             match *one {
-                Ended::Load { id, ok, took } => {
+                Ended::Load { id, n_blocks, took } => {
                     let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
-                    scheduler.loaded(now, id, ok, took_ns);
+                    let n_tokens = u32::try_from(n_blocks).unwrap_or(u32::MAX);
+                    let n_tokens = n_tokens.saturating_mul(self.block_parts.block_tokens);
+                    scheduler.loaded_part(now, id, n_tokens, took_ns);
                 }
                 Ended::Store { id, ok } => {
                     scheduler.stored(now, id, ok);

@@ -34,6 +34,8 @@ pub struct Drive {
     pub decisions: String,
     pub n_loaded: u64,
     n_failed: u64,
+    /// Failed loads of which a part was kept.
+    pub n_parts: u64,
     pub n_abandoned: u64,
     /// Blocks that moved because the capacity shrank.
     pub n_moved: u64,
@@ -61,6 +63,7 @@ impl Drive {
             decisions: String::new(),
             n_loaded: 0,
             n_failed: 0,
+            n_parts: 0,
             n_abandoned: 0,
             n_moved: 0,
         }
@@ -209,6 +212,8 @@ impl Drive {
 
     fn end_load(&mut self, load: &LoadOrder) {
         let mut ok = self.random.below(5) > 0;
+        // Whole blocks that arrived before it failed.
+        let mut arrived = 0;
         let hashes = self.live.contains_key(&load.request).then(|| self.hashes(load.request));
         let n_blocks = load.positions.len() as u32 / BLOCK;
         assert!(load.runs.is_sorted_by(|a, b| a.until < b.until));
@@ -227,11 +232,26 @@ impl Drive {
                 let content = content.cloned().filter(|_| ok).unwrap_or_else(|| vec![0xBAD; BLOCK as usize]);
                 self.cells[g].extend((block * BLOCK..).zip(content));
             }
+            arrived += if ok { BLOCK } else { 0 };
+            // The link breaks.
+            ok &= self.random.below(10) > 0;
         }
+        ok &= arrived == load.positions.len() as u32;
         self.n_loaded += u64::from(ok);
         self.n_failed += u64::from(!ok);
         let took_ns = u64::from(self.random.below(6000));
-        assert!(self.scheduler.loaded(self.now, load.id, ok, took_ns));
+        let before: u64 = self.scheduler.tier_counters().unwrap().loaded_tokens.iter().sum();
+        // Some drivers report parts, and not to the block.
+        match ok || self.random.below(3) == 0 {
+            true => assert!(self.scheduler.loaded(self.now, load.id, ok, took_ns)),
+            false => {
+                let arrived = arrived + self.random.below(BLOCK);
+                assert!(self.scheduler.loaded_part(self.now, load.id, arrived, took_ns));
+            }
+        }
+        let after: u64 = self.scheduler.tier_counters().unwrap().loaded_tokens.iter().sum();
+        assert!(after - before <= u64::from(arrived));
+        self.n_parts += u64::from(!ok && after > before);
         assert!(!self.scheduler.loaded(self.now, load.id, ok, took_ns), "a load ends once");
     }
 

@@ -90,7 +90,7 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
     let (mut done, mut seed) = (0, 0);
     let (mut n_loaded, mut n_failed, mut n_late, mut n_skipped, mut n_demoted, mut n_moved, mut n_regained) =
         (0, 0, 0, 0, 0, 0, 0);
-    let (mut n_loaded_in_windows, mut n_abandoned, mut n_busy) = (0, 0, 0);
+    let (mut n_loaded_in_windows, mut n_abandoned, mut n_busy, mut n_parts) = (0, 0, 0, 0);
     while done < ops() {
         for config in configs() {
             seed += 1;
@@ -117,6 +117,7 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
             n_loaded_in_windows += if has_window { drive.n_loaded } else { 0 };
             n_moved += drive.n_moved;
             n_abandoned += drive.n_abandoned;
+            n_parts += drive.n_parts;
             n_busy +=
                 drive.ended.iter().filter(|ended| ended.not_loaded == Some(NotLoaded::Busy)).count() as u64;
             n_failed += counters.failed_loads;
@@ -146,11 +147,12 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
         n_regained,
         n_loaded_in_windows,
         n_abandoned,
+        n_parts,
     ];
     assert!(n_busy > 0, "no load found too little room, or none said so");
     assert!(
         counts.iter().all(|n| *n > 20),
-        "loaded, failed, late, skipped, stored, moved, regained, loaded in windows, abandoned: {counts:?}"
+        "loaded, failed, late, skipped, stored, moved, regained, loaded in windows, abandoned, loaded in part: {counts:?}"
     );
 }
 
@@ -264,6 +266,28 @@ fn a_failed_load_is_computed() {
     assert_eq!((computed(&s), s.tier_counters().unwrap().failed_loads), (13, 1));
     let ended = s.drain_ended().next().unwrap();
     assert_eq!((ended.loaded, ended.not_loaded), ([0; MAX_TIERS], Some(NotLoaded::Failed)));
+}
+
+/// One block in the middle of a long prompt that a tier had dropped made the whole prompt be computed.
+#[test]
+fn what_has_arrived_of_a_failed_load_is_kept() {
+    let mut s = story(config());
+    s.record();
+    let order = load(&mut s);
+    // Blocks have four tokens.
+    assert!(s.loaded_part(20, order.id, 9, 10));
+    s.iterate(20, &mut machine(1));
+    let counters = s.tier_counters().unwrap();
+    assert_eq!(
+        (computed(&s), counters.failed_loads, counters.wasted_tokens, counters.loaded_tokens[1]),
+        (5, 1, 4, 8)
+    );
+    let ended = s.drain_ended().next().unwrap();
+    assert_eq!((ended.loaded[1], ended.not_loaded), (8, Some(NotLoaded::Failed)));
+    // The block that was computed is being copied.
+    assert_eq!((s.used_cells(), s.bytes_in_flight()), (4, (0, 4)));
+    let events = s.events().take();
+    assert!(events.contains(r#""ok":false,"took":10,"tokens":8}"#), "{events}");
 }
 
 #[test]

@@ -76,6 +76,13 @@ impl TransferBlocks for Paged {
         self.leave_window(seq, first_seen);
     }
 
+    fn part_of_load(&self, seq: SeqId, until: u32, blocks: &[u32]) -> Option<usize> {
+        let wanted: Vec<bool> = self.to_load(seq, until).collect();
+        let has_seen = |(&is_seen, &block): (&bool, &u32)| !is_seen || block != NONE;
+        let is_whole = self.offset(until) == 0 && wanted.len() <= blocks.len();
+        (is_whole && wanted.iter().zip(blocks).all(has_seen)).then_some(wanted.len())
+    }
+
     fn abandon_load(&mut self, seq: SeqId, blocks: &[u32]) {
         for &block in blocks.iter().filter(|&&block| block != NONE) {
             self.blocks.loaded(block);

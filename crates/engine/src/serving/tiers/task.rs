@@ -321,7 +321,7 @@ pub struct Fetch {
 /// What is reported at a time while more is read.
 const ARRIVED_BYTES: usize = 4 << 20;
 
-/// Reports the bytes of all objects as they arrive, and whether all have.
+/// Reports the bytes of all objects as they arrive, up to the first that cannot be read and the few that were asked for with it.
 pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) {
     let started = Instant::now();
     let mut objects: Vec<Option<Bytes>> = vec![None; fetch.wanted.len()];
@@ -364,7 +364,7 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
         let Some(bytes) = bytes.filter(|_| one.tier > 0) else { continue };
         copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (one, bytes, writing)));
     }
-    let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, ok, took }));
+    let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, took }));
     for (from, bytes, _writing) in copies {
         for tier in 0..from.tier {
             stores.put(tier, from.key, &bytes).await;
