@@ -266,6 +266,13 @@ fn another_capacity_takes_and_returns_what_it_needs() {
             let refused = session.resize(&[1 << 30]).unwrap_err();
             assert!(matches!(refused, StepError::Device(DeviceError::OutOfBudget(_))), "{refused}");
             assert_eq!((budget.free(), session.cache.capacity_cells()), (free(912), vec![912]), "{what}");
+            // Smaller and larger again took two scratches at a time, which the plan has no room for.
+            let exact = Model { budget: MemoryBudget::new(bound(&model, 4096)), ..model.clone() };
+            let mut tight = exact.session(backend, "paged", 4096);
+            for tokens in [16, 4096, 2048, 4096] {
+                tight.resize(&[tokens]).unwrap();
+            }
+            drop(tight);
             session.resize(&[8192]).unwrap();
             assert_eq!(budget.free(), free(8192), "{what}");
             let step = |session: &mut Session, start, n| model.step(session, &[Span::chain(A, start, n)], 1);

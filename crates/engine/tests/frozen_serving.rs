@@ -1,33 +1,11 @@
 //! A serving engine that begins with a frozen prefix.
 mod engines;
 use engines::*;
-use kvist_cache::SeqId;
 use kvist_device::{DType, Storage};
 use kvist_engine::devices;
-use kvist_engine::frozen::{EnginePrefix, FrozenPrefix, FrozenText, freeze};
-use kvist_engine::memory::CacheConfig;
-use kvist_engine::saved::Origin;
+use kvist_engine::frozen::EnginePrefix;
 use kvist_engine::serving::*;
-use kvist_engine::session::ModelSession;
-use kvist_model::weights::WeightFormat;
-use kvist_model::{ModelFile, Opened};
 use kvist_testing::SplitMix64;
-use std::sync::Arc;
-
-/// A prefix of `tokens`, frozen for the engine's cache.
-fn frozen(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("p.kvp");
-    let aligned = engine.paged.block_aligned();
-    let fingerprint = Opened::open(&ModelFile::Embedded, true).unwrap().fingerprint().unwrap();
-    let origin = Origin::new(fingerprint, WeightFormat::AsStored, &aligned, model().config());
-    let config = CacheConfig { kind: "cells".into(), max_step_tokens: 32, max_rows: 1, ..aligned };
-    let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
-    session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
-    freeze(&mut session, SeqId::ONLY, FrozenText { tokens, system: None }, &origin, &path).unwrap();
-    let prefix = Arc::new(FrozenPrefix::open(&path).unwrap());
-    EnginePrefix { prefix, salt: "".into(), origin }
-}
 
 fn random_tokens(n: usize, seed: u64) -> Vec<u32> {
     let mut random = SplitMix64(seed);

@@ -6,6 +6,7 @@
 //! served otherwise. Time is looked at only then: a block that nothing needs the room of may stay.
 //!
 //! At most half of the cache is retained. What exceeds that displaces what would go first, or is not retained.
+use crate::entry::Lower;
 use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::scheduler::Scheduler;
@@ -182,6 +183,13 @@ impl Scheduler {
         let dropped = prefixes.forget(salt, now.moment());
         let n_dropped = dropped.iter().map(|cached| cached.blocks.len()).sum();
         self.blocked = None;
+        // Waiting requests that have heard of what the tiers had compute it.
+        let heard = |index: &u32| {
+            let entry = &self.entries[*index as usize];
+            *entry.salt == *salt && matches!(entry.lower, Lower::Found { .. })
+        };
+        let heard: Vec<u32> = self.waiting.iter().map(|key| key.index).filter(heard).collect();
+        heard.into_iter().for_each(|index| self.set_lower(index, Lower::Done));
         if let Some(tiers) = &mut self.tiers {
             tiers.orders_mut().push(Order::Forget { salt: salt.into(), blocks: dropped });
         }

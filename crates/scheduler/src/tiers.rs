@@ -33,7 +33,7 @@ use crate::scheduler::Scheduler;
 use crate::snapshot::LiveLoad;
 use cost::Estimates;
 use find::may_learn;
-use kvist_cache::{GroupId, Loading, Pin};
+use kvist_cache::{BlockId, CachedBlock, Content, GroupId, Loading, Pin};
 use std::collections::BTreeMap;
 
 /// How many waiting requests are considered for a load, from the first on.
@@ -59,7 +59,7 @@ pub struct TierCounters {
     pub wasted_tokens: u64,
     /// Tokens that a tier had, and that were computed because that was faster.
     pub declined_tokens: u64,
-    /// Nanoseconds that loads took, over those that arrived in time.
+    /// Nanoseconds that loads took, over those that arrived in time, or in part.
     pub load_ns: u64,
     /// Blocks that the driver was told to copy to a tier.
     pub stored_blocks: u64,
@@ -264,7 +264,7 @@ impl Scheduler {
             let is_whole = load.index.is_some() && arrived == asked;
             tiers.estimates.observe(&load.tokens, load.expected_ns, took_ns, !is_whole);
             let counters = &mut tiers.counters;
-            counters.load_ns = counters.load_ns.saturating_add(if is_whole { took_ns } else { 0 });
+            counters.load_ns = counters.load_ns.saturating_add(if arrived > 0 { took_ns } else { 0 });
             let sums = counters.loaded_tokens.iter_mut().zip(tokens);
             sums.for_each(|(sum, tokens)| *sum += u64::from(tokens));
             // Late and cancelled loads were counted when they were given up.
@@ -435,21 +435,20 @@ impl Scheduler {
         let parent = match from {
             0 => None,
             _ if blocks.is_empty() => return,
-            _ => match blocks.remove(0).in_group(naming) {
+            _ => {
                 // The sequence may have a block of its own there, because the index has dropped the one that it had, or
-                // has another one. Then what follows cannot be named.
-                None => return,
-                parent => parent,
-            },
+                // has another one. Then what follows is not in the index.
+                let parent = blocks.remove(0);
+                match parent.in_group(naming) {
+                    None => return,
+                    Some(_) => Some(parent),
+                }
+            }
         };
-        if let Some(tokens) = entry.prompt.tokens() {
-            let end = from as usize + blocks.len() * tiers.block_tokens as usize;
-            tiers.orders.push(Order::Cached(CachedTokens {
-                salt: entry.salt.clone(),
-                parent,
-                blocks: blocks.clone(),
-                tokens: tokens.get(from as usize..end).unwrap_or_default().to_vec(),
-            }));
+        let end = from as usize + blocks.len() * tiers.block_tokens as usize;
+        if let Some(tokens) = entry.prompt.tokens().and_then(|tokens| tokens.get(..end)) {
+            let (salt, blocks, tokens) = (entry.salt.clone(), blocks.clone(), tokens.to_vec());
+            tiers.orders.push(Order::Cached(CachedTokens { salt, parent, blocks, tokens }));
         }
         if !is_computed || tiers.config.write != Write::Through {
             return;
@@ -470,6 +469,27 @@ impl Scheduler {
         tiers.counters.stored_blocks += n_blocks;
         tiers.stores.insert(id, Store { pin, n_blocks });
         tiers.orders.push(Order::Store(StoreOrder { id, request: Some(entry.id), blocks }));
+    }
+
+    /// Says that the driver itself has put a text into the prefix index, so that its blocks have names. Call it between iterations.
+    pub fn note_text(&mut self, salt: &str, text: &[u32]) {
+        let (Some(tiers), Some(naming)) = (&mut self.tiers, self.memory.naming_group()) else { return };
+        let cache = &self.memory.cache;
+        // A hit leaves a token to compute: this one is not part of the text.
+        let with_next: Vec<u32> = text.iter().copied().chain([0]).collect();
+        let blocks_of = |group| {
+            let blocks = cache.lookup_blocks(GroupId(group), salt, &Content::Tokens(&with_next));
+            blocks.into_iter().map(move |block| Some(BlockId { group: GroupId(group), block: block? }))
+        };
+        let mut groups: Vec<_> = (0..cache.n_groups() as u16).map(blocks_of).collect();
+        let cached = |hash| {
+            let blocks = groups.iter_mut().filter_map(|group| group.next().flatten()).collect();
+            Some(CachedBlock { hash, blocks }).filter(|block| block.in_group(naming).is_some())
+        };
+        let hashes = cache.prefix_hashes(salt, &Content::Tokens(text));
+        let blocks: Vec<CachedBlock> = hashes.into_iter().map_while(cached).collect();
+        let tokens = text[..blocks.len() * tiers.block_tokens as usize].to_vec();
+        tiers.orders.push(Order::Cached(CachedTokens { salt: salt.into(), parent: None, blocks, tokens }));
     }
 
     /// Learns from a step how long tokens take, if the configuration says so.

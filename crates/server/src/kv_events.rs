@@ -11,12 +11,13 @@ use crate::config::{EventEndpoint, KvEventsSection};
 use kvist_cache::{Cache, GroupId, PrefixEvent};
 use kvist_engine::serving::{Engine, EngineState, Watcher};
 use public::PublicBlocks;
-use publisher::Publisher;
+use publisher::{AskContent, Content, Publisher};
 use serde_json::{Value, json};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::oneshot;
 use wire::Event;
 
 /// Where the events are published, bound before the model is loaded so that a port in use is found early.
@@ -68,10 +69,10 @@ impl KvEvents {
         // A consumer may remember an earlier process at this address.
         publisher.publish(&[Event::AllBlocksCleared]);
         publisher.serve_subscribers(events)?;
-        if let Some(replays) = replays {
-            publisher.serve_replays(replays)?;
-        }
         let (sender, receiver) = unbounded_channel();
+        if let Some(replays) = replays {
+            publisher.serve_replays(replays, ask_content(engine.clone(), sender.clone()))?;
+        }
         let blocks = engine.inspect(move |state| {
             let cache = state.scheduler.cache_mut();
             cache.watch_prefixes(true);
@@ -110,9 +111,41 @@ fn routed_group(cache: &Cache) -> GroupId {
     groups.clone().find(|group| cache.window(*group).is_none()).unwrap_or(GroupId(0))
 }
 
+/// What the engine thread passes on.
+enum Passed {
+    /// What has happened since the last time.
+    Events(Vec<PrefixEvent>),
+    /// All that the index has, as an answer.
+    Content { events: Vec<PrefixEvent>, answer: oneshot::Sender<Option<Content>> },
+}
+
+/// Lets the engine thread pass on all that the index has, in its place among the events.
+fn ask_content(engine: Engine, sender: UnboundedSender<Passed>) -> AskContent {
+    Arc::new(move || {
+        let (engine, sender) = (engine.clone(), sender.clone());
+        Box::pin(async move {
+            let (answer, content) = oneshot::channel();
+            let asked = engine.inspect(move |state| {
+                let cache = state.scheduler.cache_mut();
+                let (mut before, mut events) = (Vec::new(), Vec::new());
+                cache.drain_prefix_events(&mut before);
+                // A log that is turned on begins with all there is.
+                cache.watch_prefixes(false);
+                cache.watch_prefixes(true);
+                cache.drain_prefix_events(&mut events);
+                // Without a receiver the answer is dropped, which its asker sees.
+                let _ = sender.send(Passed::Events(before));
+                let _ = sender.send(Passed::Content { events, answer });
+            });
+            asked.await?;
+            content.await.ok().flatten()
+        })
+    })
+}
+
 /// On the engine thread.
 struct PrefixWatcher {
-    sender: UnboundedSender<Vec<PrefixEvent>>,
+    sender: UnboundedSender<Passed>,
     events: Vec<PrefixEvent>,
 }
 
@@ -120,21 +153,28 @@ impl Watcher for PrefixWatcher {
     fn stepped(&mut self, _now_ns: u64, _end_ns: u64, state: &mut EngineState) {
         state.scheduler.cache_mut().drain_prefix_events(&mut self.events);
         // The queue stays short: its reader never waits for a consumer.
-        if !self.events.is_empty() && self.sender.send(std::mem::take(&mut self.events)).is_err() {
+        if self.events.is_empty() {
+            return;
+        }
+        if self.sender.send(Passed::Events(std::mem::take(&mut self.events))).is_err() {
             state.scheduler.cache_mut().watch_prefixes(false);
         }
     }
 }
 
-async fn publish(
-    publisher: Publisher,
-    mut blocks: PublicBlocks,
-    mut steps: UnboundedReceiver<Vec<PrefixEvent>>,
-) {
-    while let Some(step) = steps.recv().await {
-        let events = blocks.translate(&step);
-        if !events.is_empty() {
-            publisher.publish(&events);
+async fn publish(publisher: Publisher, mut blocks: PublicBlocks, mut passed: UnboundedReceiver<Passed>) {
+    while let Some(passed) = passed.recv().await {
+        match passed {
+            Passed::Events(step) => {
+                let events = blocks.translate(&step);
+                if !events.is_empty() {
+                    publisher.publish(&events);
+                }
+            }
+            Passed::Content { events, answer } => {
+                let events = blocks.anew().translate(&events);
+                let _ = answer.send(publisher.content(&events));
+            }
         }
     }
 }

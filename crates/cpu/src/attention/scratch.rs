@@ -40,7 +40,7 @@ pub struct Scratch {
     /// Of [`Layer::mass`](super::Layer::mass): empty until it is asked for, and outside the budget. 4 bytes per KV head and
     /// visible cell of a sequence, eight times that for prompts.
     pub mass: Vec<f32>,
-    _reservation: Reservation,
+    reservation: Reservation,
 }
 
 /// Most splits of a token with a state each, which run in parallel. A longer context processes its splits one after
@@ -133,16 +133,40 @@ impl Sizes {
     }
 }
 
+fn overflow() -> DeviceError {
+    DeviceError::Unsupported("a step of that many tokens overflows the scratch".into())
+}
+
 impl Scratch {
     pub fn bytes(spec: &PoolSpec, compute: &Compute) -> Option<u64> {
         Sizes::of(spec, compute)?.bytes()
     }
 
     pub fn new(spec: &PoolSpec, compute: &Compute, budget: &Arc<MemoryBudget>) -> Result<Self, DeviceError> {
-        let overflow = || DeviceError::Unsupported("a step of that many tokens overflows the scratch".into());
         let sizes = Sizes::of(spec, compute).ok_or_else(overflow)?;
+        let reservation = budget.reserve(Purpose::Scratch, sizes.bytes().ok_or_else(overflow)?)?;
+        Scratch::of(&sizes, reservation)
+    }
+
+    /// Becomes as large as `spec` needs. On an error it stays as it is.
+    pub fn resize(&mut self, spec: &PoolSpec, compute: &Compute) -> Result<(), DeviceError> {
+        let sizes = Sizes::of(spec, compute).ok_or_else(overflow)?;
+        let (before, after) = (self.reservation.bytes(), sizes.bytes().ok_or_else(overflow)?);
+        if before == after {
+            return Ok(());
+        }
+        self.reservation.grow(after.saturating_sub(before))?;
+        // For a moment there are both: a budget that is just large enough for the new one must do.
+        let nothing = Reservation::empty(self.reservation.budget(), Purpose::Scratch);
+        let resized = Scratch::of(&sizes, nothing)
+            .inspect_err(|_| self.reservation.shrink(after.saturating_sub(before)))?;
+        (self.states, self.threads) = (resized.states, resized.threads);
+        self.reservation.shrink(before.saturating_sub(after));
+        Ok(())
+    }
+
+    fn of(sizes: &Sizes, reservation: Reservation) -> Result<Self, DeviceError> {
         let bytes = sizes.bytes().ok_or_else(overflow)?;
-        let reservation = budget.reserve(Purpose::Scratch, bytes)?;
         fn buffer<T: Copy + Default>(n: usize, bytes: u64) -> Result<Vec<T>, DeviceError> {
             let mut all = Vec::new();
             let refused = |_| DeviceError::OutOfMemory { what: "scratch", bytes };
@@ -169,6 +193,6 @@ impl Scratch {
             })
         };
         let threads = (0..sizes.threads).map(thread).collect::<Result<Vec<_>, DeviceError>>()?;
-        Ok(Scratch { states: floats(sizes.states)?, threads, mass: Vec::new(), _reservation: reservation })
+        Ok(Scratch { states: floats(sizes.states)?, threads, mass: Vec::new(), reservation })
     }
 }

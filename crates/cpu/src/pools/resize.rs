@@ -1,6 +1,5 @@
 //! Capacities that change.
 use super::{CpuPools, Owned, cells_of, usage};
-use crate::attention::Scratch;
 use crate::pages::Pages;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{DeviceError, PoolSpec, Purpose};
@@ -22,11 +21,9 @@ impl CpuPools {
         let (before, after) = (bound(&self.spec)?, bound(&spec)?);
         spec.budget.extend(Purpose::KvCache, after.saturating_sub(before))?;
         let largest = |spec: &PoolSpec| spec.capacity_cells.iter().copied().max().unwrap_or(0);
-        if largest(&spec) > largest(&self.spec) {
-            // A longer context is split into more parts.
-            let scratch = Scratch::new(&spec, &self.compute, &spec.budget);
-            self.scratch = scratch.inspect_err(|_| spec.budget.shorten(after.saturating_sub(before)))?;
-        }
+        // A longer context is split into more parts.
+        let resized = self.scratch.resize(&spec, &self.compute);
+        resized.inspect_err(|_| spec.budget.shorten(after.saturating_sub(before)))?;
         self.ledger.resize(largest(&spec));
         for group in (0..needed as u16).map(GroupId) {
             let (have, capacity) =

@@ -105,7 +105,9 @@ impl EngineState {
             sequences.seq_rm(IMPORTED, 0, u32::MAX)?;
         }
         stored?;
-        Ok(placed? as usize)
+        let until = placed? as usize;
+        self.scheduler.note_text(salt, &tokens[..until]);
+        Ok(until)
     }
 
     /// Extends the sequence from `start` as far towards `end` as there are blocks. Returns its new length.

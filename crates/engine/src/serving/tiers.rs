@@ -143,6 +143,16 @@ impl Pending {
     }
 }
 
+/// What a cached block is called in the stores.
+struct Name {
+    /// Of the index. A block with this number and another hash is another block.
+    hash: u64,
+    key: BlockKey,
+    /// Of the salt: its note, and the generation that the key is of.
+    note: BlockKey,
+    generation: u64,
+}
+
 /// What the scheduler has to be told.
 enum Ended {
     /// So many blocks, from the first on, are in place.
@@ -166,8 +176,9 @@ pub(crate) struct TierDriver {
     reports: Sender<Command>,
     fingerprint: Arc<[u8]>,
     block_parts: Arc<BlockParts>,
-    /// Of the cached blocks, by their number in the naming group.
-    keys: HashMap<u32, BlockKey>,
+    /// Of the cached blocks, by their number in the naming group. Those that are cached no more may stay until their number is
+    /// used again.
+    names: HashMap<u32, Name>,
     /// Of prompts that were looked up, until their request ends.
     prompts: HashMap<RequestId, Found>,
     loads: BTreeMap<TransferId, Load>,
@@ -196,7 +207,7 @@ impl TierDriver {
             reports,
             fingerprint: config.fingerprint.into(),
             block_parts: Arc::new(block_parts),
-            keys: HashMap::new(),
+            names: HashMap::new(),
             prompts: HashMap::new(),
             loads: BTreeMap::new(),
             copies: Vec::new(),
@@ -204,8 +215,8 @@ impl TierDriver {
         })
     }
 
-    /// The number that names a cached block.
-    fn name_of(&self, block: &CachedBlock) -> Option<u32> {
+    /// The number of a cached block.
+    fn number(&self, block: &CachedBlock) -> Option<u32> {
         block.in_group(self.block_parts.naming_group())
     }
 
@@ -228,7 +239,7 @@ impl TierDriver {
                 }
                 Order::Load(order) => self.load(order),
                 Order::Store(store) => self.export(&store, transfers),
-                Order::Cached(cached) => self.name(&cached),
+                Order::Cached(cached) => self.note(&cached),
                 Order::Forget { salt, blocks } => self.forget_salt(&salt, &blocks),
                 Order::Abandon { load: id } => {
                     // Nothing more is read for it, so its cells are free when the copies to them that have begun end.
@@ -243,24 +254,34 @@ impl TierDriver {
         self.poll(transfers);
     }
 
-    /// Notes what cached blocks hold.
-    fn name(&mut self, cached: &CachedTokens) {
-        let mut chain = match cached.parent {
+    /// The name of a block, if this block has it and none that had its number before.
+    fn name(&self, block: &CachedBlock) -> Option<&Name> {
+        self.names.get(&self.number(block)?).filter(|name| name.hash == block.hash)
+    }
+
+    /// Names cached blocks.
+    fn note(&mut self, cached: &CachedTokens) {
+        let block_tokens = self.block_parts.block_tokens as usize;
+        let before = cached.tokens.len() - (cached.blocks.len() * block_tokens).min(cached.tokens.len());
+        let (before, tokens) = cached.tokens.split_at(before);
+        let note = KeyChain::note(&self.fingerprint, &cached.salt);
+        let generation = self.stores.generation(&note);
+        let parent = cached.parent.as_ref().and_then(|parent| self.name(parent));
+        let mut chain = match parent.filter(|parent| parent.generation == generation) {
+            Some(parent) => KeyChain::after(parent.key),
+            // At a text's beginning, and behind blocks that are not named, or of an earlier generation.
             None => {
-                let note = KeyChain::note(&self.fingerprint, &cached.salt);
-                KeyChain::root_of(&self.fingerprint, &cached.salt, self.stores.generation(&note))
+                let mut chain = KeyChain::root_of(&self.fingerprint, &cached.salt, generation);
+                for tokens in before.chunks_exact(block_tokens) {
+                    chain.next(tokens);
+                }
+                chain
             }
-            // Without the key of the block before them they have none either, and are not copied.
-            Some(parent) => match self.keys.get(&parent) {
-                Some(key) => KeyChain::after(*key),
-                None => return cached.blocks.iter().for_each(|block| self.forget(block)),
-            },
         };
-        let tokens = cached.tokens.chunks_exact(self.block_parts.block_tokens as usize);
-        for (block, tokens) in cached.blocks.iter().zip(tokens) {
-            let key = chain.next(tokens);
-            if let Some(name) = self.name_of(block) {
-                self.keys.insert(name, key);
+        for (block, tokens) in cached.blocks.iter().zip(tokens.chunks_exact(block_tokens)) {
+            let name = Name { hash: block.hash, key: chain.next(tokens), note, generation };
+            if let Some(number) = self.number(block) {
+                self.names.insert(number, name);
             }
         }
     }
@@ -272,24 +293,19 @@ impl TierDriver {
         // Requests that have heard of earlier blocks compute them.
         self.prompts.retain(|_, found| found.note != note);
         let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
-        let named: Vec<u32> = blocks.iter().filter_map(|block| self.name_of(block)).collect();
-        let keys = named.iter().filter_map(|name| self.keys.remove(name));
+        let names = blocks.iter().filter_map(|block| Some((self.number(block)?, self.name(block)?.key)));
+        let names: Vec<(u32, BlockKey)> = names.collect();
+        names.iter().for_each(|(number, _)| drop(self.names.remove(number)));
         let with_parts = |key: BlockKey| {
             let parts = windows.iter().map(move |&group| window_key(&key, group));
             std::iter::once(key).chain(parts).collect::<Vec<_>>()
         };
-        let keys = keys.flat_map(with_parts).collect();
+        let keys = names.into_iter().flat_map(|(_, key)| with_parts(key)).collect();
         let stores = self.stores.clone();
         self.tasks.spawn(async move {
             tokio::spawn(generations::write_notes(stores.clone(), note, generation));
             task::remove(stores, keys).await;
         });
-    }
-
-    fn forget(&mut self, block: &CachedBlock) {
-        if let Some(name) = self.name_of(block) {
-            self.keys.remove(&name);
-        }
     }
 
     fn load(&mut self, order: LoadOrder) {
@@ -315,10 +331,14 @@ impl TierDriver {
         let (mut objects, mut failed) = (Vec::new(), false);
         let block_parts = self.block_parts.clone();
         for cached in &store.blocks {
-            let Some(key) = self.name_of(cached).and_then(|name| self.keys.get(&name)).copied() else {
+            let Some(&Name { key, note, generation, .. }) = self.name(cached) else {
                 failed = true;
                 continue;
             };
+            // What was deleted is not written again.
+            if generation < self.stores.generation(&note) {
+                continue;
+            }
             let whole: Vec<usize> = block_parts.whole().map(|(group, _)| group).collect();
             // A window has some blocks only.
             let parts = block_parts.windows().map(|(group, _)| group);
@@ -359,7 +379,7 @@ impl TierDriver {
                 // It may have been looked up before its salt was forgotten.
                 let is_forgotten = found.generation < self.stores.generation(&found.note);
                 let runs = if is_forgotten { Vec::new() } else { found.runs.clone() };
-                if scheduler.status(request).is_some() {
+                if scheduler.status(request).is_some() && !is_forgotten {
                     self.prompts.insert(request, found);
                 }
                 scheduler.found(now, request, runs);
@@ -483,10 +503,15 @@ impl TierDriver {
     /// Cached blocks have other numbers now.
     pub fn moved(&mut self, renamed: &BTreeMap<BlockId, BlockId>) {
         let naming = self.block_parts.naming_group();
-        let named = renamed.iter().filter(|(from, _)| from.group == naming);
-        let moved: Vec<(u32, BlockKey)> =
-            named.filter_map(|(from, to)| Some((to.block, self.keys.remove(&from.block)?))).collect();
-        self.keys.extend(moved);
+        let moves = || renamed.iter().filter(|(from, _)| from.group == naming);
+        let moved: Vec<(u32, Option<Name>)> =
+            moves().map(|(from, to)| (to.block, self.names.remove(&from.block))).collect();
+        for (to, name) in moved {
+            match name {
+                Some(name) => drop(self.names.insert(to, name)),
+                None => drop(self.names.remove(&to)),
+            }
+        }
     }
 
     pub fn stores(&self) -> Arc<Stores> {

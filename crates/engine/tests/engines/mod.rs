@@ -1,14 +1,18 @@
 //! The embedded model, and engines that run it.
 #![allow(dead_code)] // not every test uses all of it
-use kvist_cache::PrefixSpec;
+use kvist_cache::{PrefixSpec, SeqId};
 use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
 use kvist_engine::devices;
 use kvist_engine::executor::PagedConfig;
+use kvist_engine::frozen::{EnginePrefix, FrozenPrefix, FrozenText, freeze};
 use kvist_engine::memory::CacheConfig;
+use kvist_engine::saved::Origin;
 use kvist_engine::serving::*;
+use kvist_engine::session::ModelSession;
 use kvist_engine::speculate::*;
-use kvist_model::{LoadOptions, Model, ModelFile};
+use kvist_model::weights::WeightFormat;
+use kvist_model::{LoadOptions, Model, ModelFile, Opened};
 use kvist_scheduler::{Admission, Config};
 use std::sync::{Arc, OnceLock};
 
@@ -116,4 +120,19 @@ pub async fn receive(generation: &mut GenerationHandle) -> Received {
         }
     }
     received
+}
+
+/// A prefix of `tokens`, frozen for the engine's cache.
+pub fn frozen(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("p.kvp");
+    let aligned = engine.paged.block_aligned();
+    let fingerprint = Opened::open(&ModelFile::Embedded, true).unwrap().fingerprint().unwrap();
+    let origin = Origin::new(fingerprint, WeightFormat::AsStored, &aligned, model().config());
+    let config = CacheConfig { kind: "cells".into(), max_step_tokens: 32, max_rows: 1, ..aligned };
+    let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
+    session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
+    freeze(&mut session, SeqId::ONLY, FrozenText { tokens, system: None }, &origin, &path).unwrap();
+    let prefix = Arc::new(FrozenPrefix::open(&path).unwrap());
+    EnginePrefix { prefix, salt: "".into(), origin }
 }

@@ -100,8 +100,8 @@ pub enum Order {
     Find(FindOrder),
     /// Load blocks, and report [`loaded`](crate::Scheduler::loaded).
     Load(LoadOrder),
-    /// These blocks were added to the prefix index, or found there. The driver may need to know what they store to name
-    /// them in a later [`Order::Store`]. There is nothing to report.
+    /// These blocks were added to the prefix index. The driver may need to know what they store to name them in a later
+    /// [`Order::Store`], where their numbers and hashes are the same. There is nothing to report.
     Cached(CachedTokens),
     /// Copy blocks to the tiers, and report [`stored`](crate::Scheduler::stored).
     Store(StoreOrder),
@@ -154,16 +154,16 @@ pub struct LoadOrder {
     pub blocks: Vec<Vec<Option<u32>>>,
 }
 
-/// What consecutive cached blocks of a sequence store.
+/// What consecutive cached blocks of a text store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct CachedTokens {
-    /// The salt of the request.
+    /// The salt of the text.
     pub salt: Arc<str>,
-    /// The block before the first one, in the first layer group that keeps every token; `None` at the beginning of a prompt.
-    pub parent: Option<u32>,
+    /// The block before the first one; `None` at the beginning of a text.
+    pub parent: Option<CachedBlock>,
     /// The blocks, in order.
     pub blocks: Vec<CachedBlock>,
-    /// Their tokens.
+    /// The text up to the end of the last one.
     pub tokens: Vec<u32>,
 }
 

@@ -23,6 +23,11 @@ impl PublicBlocks {
         PublicBlocks { root, group, block_tokens, known: HashSet::new() }
     }
 
+    /// For consumers that know nothing yet.
+    pub fn anew(&self) -> Self {
+        PublicBlocks { known: HashSet::new(), ..*self }
+    }
+
     /// The events for routers, in the same order. Neighbours of a chain become one event.
     pub fn translate(&mut self, events: &[PrefixEvent]) -> Vec<Event> {
         let mut out = Vec::new();

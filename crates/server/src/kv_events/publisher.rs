@@ -5,13 +5,16 @@
 //! -1 and an empty topic and batch.
 //!
 //! There is one log of the newest messages. A subscriber is a place in it, and so is a replay: nothing is queued for a peer,
-//! so a peer that does not read takes no memory. What has left the log is lost to it, which it sees by the numbers.
+//! so a peer that does not read takes no memory. What has left the log is lost to it, which it sees by the numbers. A replay that
+//! would begin before the log begins with the [`Content`] in their place, so that a router that starts late learns everything:
+//! consumers ask for consecutive numbers, so the first number has the content, and the numbers up to it have empty batches.
 use super::wire::{self, Event};
 use super::zmtp::{self, Received};
 use bytes::Bytes;
 use std::collections::VecDeque;
 use std::io;
 use std::net;
+use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
 use tokio::io::AsyncWriteExt;
@@ -31,11 +34,30 @@ const READING_TIME: Duration = Duration::from_secs(60);
 /// The wait after a connection could not be accepted, because there are too many files for example.
 const ACCEPTING_AGAIN: Duration = Duration::from_millis(100);
 
+/// More lost messages are not replaced: a consumer would need too long to read their numbers.
+const MAX_REPLACED: u64 = 1 << 20;
+/// Empty batches that are written at a time.
+const WRITTEN_AT_ONCE: u64 = 1024;
+
+/// What all messages before a number say together.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Content {
+    pub until: u64,
+    /// A batch that begins with [`Event::AllBlocksCleared`].
+    pub payload: Bytes,
+}
+
+/// Asks for the content of now. `None` if the engine has stopped.
+pub(super) type AskContent =
+    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Option<Content>> + Send>> + Send + Sync>;
+
 /// The newest messages. Their numbers are consecutive.
 struct Kept {
     messages: VecDeque<(u64, Bytes)>,
     bytes: usize,
     most: usize,
+    /// As long as the messages after it are kept, for other replays: all of them share its bytes.
+    content: Option<Content>,
 }
 
 impl Kept {
@@ -46,6 +68,12 @@ impl Kept {
             let Some((_, payload)) = self.messages.pop_front() else { return };
             self.bytes -= payload.len();
         }
+        let oldest = self.oldest();
+        self.content = self.content.take().filter(|content| content.until >= oldest);
+    }
+
+    fn oldest(&self) -> u64 {
+        self.messages.front().map_or(0, |(number, _)| *number)
     }
 
     /// The oldest kept message with at least this number.
@@ -61,6 +89,8 @@ struct Log {
     kept: Mutex<Kept>,
     /// The number of the next message.
     next: watch::Sender<u64>,
+    /// One at a time asks for the content.
+    asking: tokio::sync::Mutex<()>,
 }
 
 impl Log {
@@ -70,6 +100,22 @@ impl Log {
     /// The oldest kept message with at least this number. The lock is free while a peer reads it.
     fn from(&self, number: u64) -> Option<(u64, Bytes)> {
         self.kept().from(number)
+    }
+    /// What to send in place of the messages from `from` on that are not kept; `None` if all are.
+    async fn content(&self, from: u64, ask: &AskContent) -> Option<Content> {
+        let kept = || (self.kept().oldest(), self.kept().content.clone());
+        let _asking = match kept() {
+            (oldest, _) if from >= oldest || oldest - from > MAX_REPLACED => return None,
+            (_, Some(content)) => return Some(content),
+            _ => self.asking.lock().await,
+        };
+        // Another replay may have asked meanwhile.
+        if let (_, Some(content)) = kept() {
+            return Some(content);
+        }
+        let content = ask().await?;
+        self.kept().content = Some(content.clone());
+        Some(content)
     }
     fn message(&self, number: u64, payload: &[u8], before: &[&[u8]]) -> Vec<u8> {
         zmtp::message(&[before, &[&self.topic, &number.to_be_bytes(), payload]].concat())
@@ -85,9 +131,9 @@ pub(super) struct Publisher {
 impl Publisher {
     /// `buffer` is the number of messages to keep.
     pub fn new(topic: &str, buffer: usize) -> Self {
-        let kept = Kept { messages: VecDeque::new(), bytes: 0, most: buffer };
-        let log =
-            Log { topic: topic.to_string().into(), kept: Mutex::new(kept), next: watch::Sender::new(0) };
+        let kept = Kept { messages: VecDeque::new(), bytes: 0, most: buffer, content: None };
+        let (next, asking) = (watch::Sender::new(0), tokio::sync::Mutex::new(()));
+        let log = Log { topic: topic.to_string().into(), kept: Mutex::new(kept), next, asking };
         Publisher { log: Arc::new(log) }
     }
 
@@ -98,16 +144,9 @@ impl Publisher {
 
     /// Sends the events to all subscribers. Waits for none.
     pub fn publish(&self, events: &[Event]) {
-        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let payload = match wire::batch(now.as_secs_f64(), events) {
-            Ok(payload) => payload,
-            Err(error) => {
-                tracing::error!(target: "kvist::server", "KV events cannot be written: {error}");
-                return;
-            }
-        };
+        let Some(payload) = batch(events) else { return };
         self.log.next.send_modify(|next| {
-            self.log.kept().push(*next, payload.into());
+            self.log.kept().push(*next, payload);
             *next += 1;
         });
     }
@@ -129,22 +168,36 @@ impl Publisher {
         })
     }
 
+    /// Events that say the same as all messages so far, for a consumer that has heard none. Call it where the events are published.
+    pub fn content(&self, events: &[Event]) -> Option<Content> {
+        let payload = batch(&[&[Event::AllBlocksCleared], events].concat())?;
+        Some(Content { until: self.n_messages(), payload })
+    }
+
     /// Answers requests for replays for as long as the runtime lives.
-    pub fn serve_replays(&self, listener: net::TcpListener) -> io::Result<()> {
+    pub fn serve_replays(&self, listener: net::TcpListener, ask: AskContent) -> io::Result<()> {
         let log = self.log.clone();
         accept(listener, move |stream| {
-            let log = log.clone();
+            let (log, ask) = (log.clone(), ask.clone());
             async move {
                 let (mut reader, mut writer) = stream.into_split();
                 greet(&mut reader, &mut writer, "ROUTER").await?;
                 loop {
                     if let Some(from) = asked(zmtp::read(&mut reader).await?) {
-                        replay(&mut writer, &log, from).await?;
+                        replay(&mut writer, &log, from, &ask).await?;
                     }
                 }
             }
         })
     }
+}
+
+/// The payload of a message. Failures are logged: they would be defects.
+fn batch(events: &[Event]) -> Option<Bytes> {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let batch = wire::batch(now.as_secs_f64(), events);
+    let failed = |error| tracing::error!(target: "kvist::server", "KV events cannot be written: {error}");
+    batch.map_err(failed).ok().map(Bytes::from)
 }
 
 /// Accepts connections, each with a task of its own.
@@ -237,9 +290,21 @@ async fn write_news(
 /// The number -1, which ends a replay.
 const END: [u8; 8] = [0xff; 8];
 
-/// Sends the messages from `from` on that there are when it is asked for.
-async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64) -> io::Result<()> {
-    let (mut next, end) = (from, *log.next.borrow());
+/// Sends the messages from `from` on that there are when it is asked for. What is not kept any more is replaced by the content.
+async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64, ask: &AskContent) -> io::Result<()> {
+    let mut next = from;
+    if let Some(content) = log.content(from, ask).await {
+        send(writer, &log.message(from, &content.payload, &[b""])).await?;
+        let nothing = batch(&[]).unwrap_or_default();
+        let numbers = from + 1..content.until;
+        for first in numbers.clone().step_by(WRITTEN_AT_ONCE as usize) {
+            let some = first..(first + WRITTEN_AT_ONCE).min(numbers.end);
+            let messages: Vec<u8> = some.flat_map(|number| log.message(number, &nothing, &[b""])).collect();
+            send(writer, &messages).await?;
+        }
+        next = content.until;
+    }
+    let end = *log.next.borrow();
     while next < end
         && let Some((number, payload)) = log.from(next)
     {
@@ -262,7 +327,7 @@ mod tests {
     use super::*;
 
     fn kept(most: usize) -> Kept {
-        Kept { messages: VecDeque::new(), bytes: 0, most }
+        Kept { messages: VecDeque::new(), bytes: 0, most, content: None }
     }
 
     #[test]
@@ -293,6 +358,48 @@ mod tests {
         assert_eq!((kept.messages.len(), kept.bytes), (4, MAX_KEPT_BYTES));
         assert_eq!(kept.from(0).map(|(number, _)| number), Some(5));
         assert!(kept.from(9).is_none() && kept.from(u64::MAX).is_none());
+    }
+
+    /// The content is there as long as what comes after it.
+    #[test]
+    fn content_is_kept_with_the_messages_after_it() {
+        let mut kept = kept(3);
+        (0..5).for_each(|number| kept.push(number, Bytes::new()));
+        let content = Content { until: 4, payload: Bytes::new() };
+        kept.content = Some(content.clone());
+        kept.push(5, Bytes::new());
+        kept.push(6, Bytes::new());
+        assert_eq!((kept.oldest(), kept.content.clone()), (4, Some(content)));
+        kept.push(7, Bytes::new());
+        assert_eq!((kept.oldest(), kept.content), (5, None));
+    }
+
+    /// A replay of what was lost asks for the content once, however many ask.
+    #[tokio::test]
+    async fn lost_messages_are_replaced_by_the_content() {
+        let publisher = Publisher::new("", 3);
+        let asked = Arc::new(std::sync::atomic::AtomicU64::new(0));
+        let ask: AskContent = {
+            let (publisher, asked) = (publisher.clone(), asked.clone());
+            Arc::new(move || {
+                asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+                let content = publisher.content(&[]);
+                Box::pin(async move {
+                    tokio::task::yield_now().await;
+                    content
+                })
+            })
+        };
+        (0..3).for_each(|_| publisher.publish(&[]));
+        assert_eq!(publisher.log.content(0, &ask).await, None, "all are kept");
+        publisher.publish(&[]);
+        let both = tokio::join!(publisher.log.content(0, &ask), publisher.log.content(0, &ask));
+        assert_eq!(both.0.as_ref().map(|content| content.until), Some(4));
+        assert_eq!((both.0 == both.1, asked.load(std::sync::atomic::Ordering::Relaxed)), (true, 1));
+        assert_eq!(publisher.log.content(1, &ask).await, None);
+        // Too many to replace.
+        publisher.log.kept().messages[0].0 = MAX_REPLACED + 1;
+        assert_eq!(publisher.log.content(0, &ask).await, None);
     }
 
     #[test]

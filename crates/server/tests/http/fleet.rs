@@ -279,6 +279,49 @@ fn a_router_knows_what_the_cache_has() {
     });
 }
 
+/// A router that starts after the buffer has wrapped knew only what was stored since.
+#[test]
+fn a_router_that_starts_late_learns_everything() {
+    let mut config = events_config();
+    config.kv_events.buffer = 3;
+    let server = Server::start(config);
+    let sources = server.get("/kv_event_sources").good()["0"].clone();
+    let replays = sources["replay_endpoint"].as_str().unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let ask = |prompt: &[u32]| {
+        let body = json!({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": true});
+        let answer = server.post("/v1/completions", &body).good();
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() as usize
+    };
+    let learn = |from: u64| {
+        let all = runtime.block_on(replayed(replays, from));
+        let numbers: Vec<u64> = all.iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, (from..from + numbers.len() as u64).collect::<Vec<_>>(), "consecutive numbers");
+        let mut router = Router::default();
+        all.into_iter().flat_map(|(_, events)| events).for_each(|event| router.apply(event));
+        (router, numbers.len())
+    };
+    let (mut hits, mut last) = (0, None);
+    for i in 0..24 {
+        let next = prompt([1, 2, 3, 4, 1, 5, 6, 2][i % 8]);
+        // The cache stores a block before its event is published.
+        let (mut router, mut n) = learn(0);
+        while last.as_ref().is_some_and(|last| router.credit(last) < 96) {
+            (router, n) = learn(0);
+        }
+        assert!(i < 4 || n > 3, "more than the buffer has");
+        let credit = router.credit(&next);
+        let reused = ask(&next);
+        assert_eq!(credit, reused, "request {i}");
+        hits += reused;
+        last = Some(next);
+    }
+    assert!(hits > 0);
+    // One that has missed some of the newest messages is told these alone.
+    let (_, n) = learn(0);
+    assert_eq!(learn(n as u64 - 1).1, 1);
+}
+
 /// A peer can send anything to the ports: it costs that peer its connection, and nothing else.
 #[test]
 fn a_peer_that_sends_garbage_harms_nothing() {

@@ -109,10 +109,10 @@ async fn find_in(
     while at < keys.len() && (at == 0 || !of_whole.are_over()) {
         let (mut found, mut all_answered) = ((None, 0), true);
         for tier in 0..stores.n() {
-            let answer = match stores.read_note(tier, note, of_whole).await {
-                true => stores.lookup(tier, &keys[at..], of_whole).await,
-                false => None,
-            };
+            // Both at once, because each takes a round trip. Without the note the blocks may be deleted ones.
+            let read = stores.read_note(tier, note, of_whole);
+            let (is_read, answer) = tokio::join!(read, stores.lookup(tier, &keys[at..], of_whole));
+            let answer = answer.filter(|_| is_read);
             all_answered &= answer.is_some();
             if let Some(n) = answer.filter(|n| *n > 0) {
                 found = (Some(tier as u8), n);
@@ -160,7 +160,7 @@ impl Windows<'_> {
         let groups: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
         self.tiers = groups.iter().map(|&group| (group, vec![None; self.keys.len()])).collect();
         let (mut ends, mut end) = (BTreeSet::new(), blocks.end);
-        while end > blocks.start {
+        while end > blocks.start && !self.times.have_passed() {
             let mut gap = None;
             for i in 0..groups.len() {
                 gap = gap.max(self.gap(i, blocks.start..end).await);
@@ -186,9 +186,11 @@ impl Windows<'_> {
         let keys: Vec<BlockKey> = seen.iter().map(|&block| window_key(&self.keys[block], *group)).collect();
         let mut at = 0;
         while at < seen.len() {
-            let before = at;
+            let (before, mut all_answered) = (at, true);
             for tier in 0..self.stores.n() {
-                let n = self.stores.lookup(tier, &keys[at..], self.times).await.unwrap_or(0);
+                let answer = self.stores.lookup(tier, &keys[at..], self.times).await;
+                all_answered &= answer.is_some();
+                let n = answer.unwrap_or(0);
                 seen[at..at + n].iter().for_each(|&block| tiers[block] = Some(tier as u8));
                 at += n;
                 if at == seen.len() {
@@ -196,7 +198,9 @@ impl Windows<'_> {
                 }
             }
             if at == before {
-                self.stores.forget(&keys[at]); // it is written again
+                if all_answered {
+                    self.stores.forget(&keys[at]); // it is written again
+                }
                 return Some(seen[at]);
             }
         }

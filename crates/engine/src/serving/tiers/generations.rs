@@ -22,6 +22,8 @@ const READ_AGAIN: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
+const READ_NOTE: &str = "read what was deleted";
+
 /// Notes that are remembered.
 const REMEMBERED: usize = 1 << 16;
 
@@ -87,65 +89,111 @@ impl Stores {
                 None => return false,
             },
         };
+        let mut known = 0;
         self.generations.update(note, |salt| {
             salt.generation = salt.generation.max(noted);
             salt.read[tier] = Some(now);
+            known = salt.generation;
         });
+        // It has lost the note, or another process with another clock has written one: others should read what this one knows.
+        if noted < known
+            && let Some(one) = self.one(tier)
+        {
+            let store = one.store.clone();
+            tokio::spawn(async move { store.put(note, written(known), None).await });
+        }
         true
     }
 
-    /// The number in a note; 0 if there is none, because it was damaged or evicted. `None` if the tier does not answer.
+    /// The generation in a tier's note. `None` if the tier does not answer.
     async fn read_number(&self, tier: usize, note: BlockKey, times: LookupTimes) -> Option<u64> {
         let one = self.one(tier)?;
-        let read = tokio::time::timeout_at(times.last(), one.store.get(&note)).await.ok()?;
-        let bytes = one.note("read a note", read)?;
-        let number = bytes.and_then(|bytes| Some(u64::from_le_bytes(bytes[..].try_into().ok()?)));
-        Some(number.unwrap_or(0))
+        let store = one.store.clone();
+        // Goes on when this waits no longer: its time limit tells the store that it hangs.
+        let read = tokio::spawn(async move { store.get(&note).await });
+        match tokio::time::timeout_at(times.last(), read).await {
+            Ok(read) => Some(number(&one.note(READ_NOTE, read.ok()?)?)),
+            Err(_) => {
+                self.note_late(one, READ_NOTE);
+                None
+            }
+        }
     }
 
     /// Begins a new generation, and returns it: nothing from before is found from now on by this process, and by others when they
     /// read the [note](write_notes).
     pub fn next_generation(&self, note: BlockKey) -> u64 {
-        // The time, so that it is larger than what any other process has begun.
+        // The time, so that it is larger than what any other process has begun, unless clocks differ.
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let time = u64::try_from(since.as_millis()).unwrap_or(u64::MAX);
-        let mut begun = time;
+        self.begin_after(note, u64::try_from(since.as_millis()).unwrap_or(u64::MAX - 1))
+    }
+
+    /// Begins a generation after this one, and after the one that is known.
+    fn begin_after(&self, note: BlockKey, generation: u64) -> u64 {
+        let mut begun = 0;
         self.generations.update(note, |salt| {
-            salt.generation = time.max(salt.generation.saturating_add(1));
+            salt.generation = salt.generation.max(generation).saturating_add(1);
             begun = salt.generation;
         });
         begun
     }
 }
 
-/// Writes a note to all tiers. One that fails is tried again, until it succeeds, a later generation begins, or the engine ends.
-pub async fn write_notes(stores: Arc<Stores>, note: BlockKey, generation: u64) {
+/// Writes a note to all tiers. One that fails is tried again, until it succeeds, a later generation begins, or the engine ends. If a
+/// tier has a later generation than this, from a process whose clock is ahead, another one begins after that.
+pub async fn write_notes(stores: Arc<Stores>, note: BlockKey, mut generation: u64) {
     let (mut missing, mut pause) = ((0..stores.n()).collect::<Vec<_>>(), PAUSE);
     let engine = Arc::downgrade(&stores);
     let mut stores = Some(stores);
     while let Some(stores) = stores.take().or_else(|| engine.upgrade()) {
-        if stores.generation(&note) > generation {
-            return;
-        }
         let mut failed = Vec::new();
-        for tier in missing {
-            let written = async |one: &OneStore| {
-                let put = one.store.put(note, Bytes::copy_from_slice(&generation.to_le_bytes()), None).await;
-                one.note("write that blocks were deleted", put)
-            };
-            match stores.one(tier) {
-                Some(one) if written(one).await.is_none() => failed.push(tier),
-                _ => {}
+        for &tier in &missing {
+            if stores.generation(&note) > generation {
+                return;
+            }
+            let Some(one) = stores.one(tier) else { continue };
+            match one.replace(note, generation).await {
+                Some(before) if before > generation => {
+                    generation = stores.begin_after(note, before);
+                    failed = (0..stores.n()).collect();
+                    break;
+                }
+                Some(_) => {}
+                None => failed.push(tier),
             }
         }
-        if failed.is_empty() {
+        missing = failed;
+        if missing.is_empty() {
             return;
         }
-        missing = failed;
         drop(stores);
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
     }
+}
+
+impl OneStore {
+    /// Writes a note, unless there is one of a later generation. Returns the generation that was noted before; `None` if the tier
+    /// fails.
+    async fn replace(&self, note: BlockKey, generation: u64) -> Option<u64> {
+        let before = self.note(READ_NOTE, self.store.get(&note).await)?;
+        let before = number(&before);
+        if before <= generation {
+            let put = self.store.put(note, written(generation), None).await;
+            self.note("write that blocks were deleted", put)?;
+        }
+        Some(before)
+    }
+}
+
+fn written(generation: u64) -> Bytes {
+    Bytes::copy_from_slice(&generation.to_le_bytes())
+}
+
+/// The generation in a note; 0 if there is none, because it was damaged or evicted.
+fn number(note: &Option<Bytes>) -> u64 {
+    let bytes = note.as_ref().and_then(|note| note[..].try_into().ok());
+    bytes.map_or(0, u64::from_le_bytes)
 }
 
 #[cfg(test)]

@@ -78,6 +78,11 @@ impl LookupTimes {
         Instant::now() >= self.parts
     }
 
+    /// Nothing is asked for any more.
+    pub fn have_passed(&self) -> bool {
+        Instant::now() >= self.last
+    }
+
     pub fn last(&self) -> Instant {
         self.last
     }
@@ -222,6 +227,10 @@ impl Stores {
     /// How many of the keys, from the first on, a tier has, as far as it says in time. `None` if it says nothing.
     pub async fn lookup(&self, tier: usize, keys: &[BlockKey], times: LookupTimes) -> Option<usize> {
         let one = self.list.get(tier)?;
+        // Not asked: an earlier tier took all of the time, which says nothing about this one.
+        if times.have_passed() {
+            return None;
+        }
         let (store, wanted) = (one.store.clone(), keys.to_vec());
         let within = times.parts.saturating_duration_since(Instant::now());
         // Goes on when this waits no longer: a store that is asked less often while it is down learns so that it is.
@@ -234,12 +243,17 @@ impl Stores {
             // It was given up, or has panicked.
             Ok(_) => None,
             Err(_) => {
-                let limit_ms = u64::try_from(self.patience.as_millis()).unwrap_or(u64::MAX);
-                let late = StoreError::TimedOut { store: one.store.name().into(), action: LOOK_UP, limit_ms };
-                one.note::<()>(LOOK_UP, Err(late));
+                self.note_late(one, LOOK_UP);
                 None
             }
         }
+    }
+
+    /// Counts that a tier did not answer in time.
+    pub(super) fn note_late(&self, one: &OneStore, action: &'static str) {
+        let limit_ms = u64::try_from(self.patience.as_millis()).unwrap_or(u64::MAX);
+        let late = StoreError::TimedOut { store: one.store.name().into(), action, limit_ms };
+        one.note::<()>(action, Err(late));
     }
 
     async fn get(self: &Arc<Self>, wanted: Wanted) -> Option<Bytes> {
