@@ -561,8 +561,9 @@ impl Engine {
         answer.blocking_recv().ok()
     }
 
-    /// Drops what the cache has under a salt, except blocks that running jobs use, and returns the number of blocks. Tiers drop
-    /// these blocks too; what only a tier has stays there, until it is overwritten. `None` if the engine thread has ended.
+    /// Drops what the cache has under a salt, except blocks that running jobs use, and returns the number of blocks. What
+    /// tiers have under it is not found any more: by this engine at once, by others when they read the note that a task writes to
+    /// each tier. `None` if the engine thread has ended.
     pub async fn forget(&self, salt: &str) -> Option<usize> {
         let salt: Arc<str> = salt.into();
         self.inspect(move |state| state.scheduler.forget(state.now_ns(), &salt)).await

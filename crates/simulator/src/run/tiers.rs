@@ -60,7 +60,8 @@ enum Ended {
     /// A prompt has been looked up.
     Find { request: RequestId, runs: Vec<Run> },
     /// `tiers`: which tier each block came from.
-    Load { id: TransferId, ok: bool, took_ns: u64, hashes: Vec<u64>, tiers: Vec<usize> },
+    /// `arrived`: tokens, from the first on.
+    Load { id: TransferId, arrived: u32, took_ns: u64, hashes: Vec<u64>, tiers: Vec<usize> },
     /// Blocks have left the cache's memory, and are in the first tier.
     Store { id: TransferId, hashes: Vec<u64> },
     /// Blocks have been written to a slower tier.
@@ -72,6 +73,7 @@ struct Loading {
     /// Its number among the transfers.
     transfer: u64,
     began_ns: u64,
+    n_tokens: u32,
     reads: Vec<Read>,
 }
 
@@ -144,14 +146,14 @@ impl SimTiers {
             self.ends.pop();
             match self.ended.remove(&begun) {
                 Some(Ended::Find { request, runs }) => scheduler.found(now, request, runs),
-                Some(Ended::Load { id, ok, took_ns, hashes, tiers }) => {
-                    self.loads.remove(&id);
-                    for tier in 0..if ok { self.tiers.len() } else { 0 } {
+                Some(Ended::Load { id, arrived, took_ns, hashes, tiers }) => {
+                    let is_whole = self.loads.remove(&id).is_some_and(|load| load.n_tokens == arrived);
+                    for tier in 0..if is_whole { self.tiers.len() } else { 0 } {
                         let slower = hashes.iter().zip(&tiers).filter(|(_, from)| **from > tier);
                         let slower: Vec<u64> = slower.map(|(hash, _)| *hash).collect();
                         self.write(tier, at_ns, slower);
                     }
-                    scheduler.loaded(now, id, ok, took_ns);
+                    scheduler.loaded_part(now, id, arrived, took_ns);
                 }
                 Some(Ended::Store { id, hashes }) => {
                     self.place(0, &hashes);
@@ -226,19 +228,20 @@ impl SimTiers {
         let first = load.positions.start as usize / block_tokens.max(1);
         let hashes = self.prompts.get(&load.request).and_then(|hashes| hashes.get(first..first + n_blocks));
         let hashes: Vec<u64> = hashes.unwrap_or_default().to_vec();
-        // What was found may have been dropped since; then the load fails when that is noticed.
-        let mut ok = !hashes.is_empty();
+        // What was found may have been dropped since; then nothing more is read when that is noticed.
+        let (mut ok, mut n_arrived) = (!hashes.is_empty(), 0);
         let (mut end_ns, mut from) = (now, first);
         let (mut tiers, mut reads) = (Vec::with_capacity(hashes.len()), Vec::new());
         for run in &load.runs {
             let until = run.until as usize / block_tokens.max(1);
             let tier = usize::from(run.tier.unwrap_or(0));
             let of_run = hashes.get(from - first..until - first);
-            let whole = of_run.is_some_and(|hashes| hashes.iter().all(|hash| self.tiers[tier].has(*hash)));
-            let n = if whole { (until - from) as u64 } else { 0 };
+            let there = of_run.unwrap_or_default().iter().take_while(|hash| self.tiers[tier].has(**hash));
+            let n = if ok { there.count() } else { 0 };
             tiers.resize(until - first, tier);
-            ok &= whole;
-            let transfer_ns = self.transfer_ns(tier, n);
+            n_arrived += n;
+            ok &= n == until - from;
+            let transfer_ns = self.transfer_ns(tier, n as u64);
             let contents = &mut self.tiers[tier];
             let begin_ns = contents.read_free_ns.max(now);
             contents.read_free_ns = begin_ns.saturating_add(transfer_ns);
@@ -247,14 +250,16 @@ impl SimTiers {
             end_ns = end_ns.max(contents.read_free_ns.saturating_add(latency_ns));
             from = until;
         }
-        self.loads.insert(load.id, Loading { transfer: self.n_begun, began_ns: now, reads });
-        self.end(end_ns, Ended::Load { id: load.id, ok, took_ns: end_ns - now, hashes, tiers });
+        let n_tokens = load.positions.len() as u32;
+        let arrived = (n_arrived * block_tokens) as u32;
+        self.loads.insert(load.id, Loading { transfer: self.n_begun, began_ns: now, n_tokens, reads });
+        self.end(end_ns, Ended::Load { id: load.id, arrived, took_ns: end_ns - now, hashes, tiers });
     }
 
     /// Stops a load: nothing more is read for it, so it ends now. What would have been read later in its place is not moved
     /// forward, unless nothing is: those loads were told when they end.
     fn abandon(&mut self, now: u64, id: TransferId) {
-        let Some(&Loading { transfer, began_ns, ref reads }) = self.loads.get(&id) else { return };
+        let Some(&Loading { transfer, began_ns, ref reads, .. }) = self.loads.get(&id) else { return };
         for read in reads {
             let contents = &mut self.tiers[read.tier];
             if contents.read_free_ns == read.until_ns {
@@ -265,7 +270,7 @@ impl SimTiers {
         self.ended.remove(&transfer);
         self.ends.retain(|Reverse((_, of))| *of != transfer);
         let (hashes, tiers, took_ns) = (Vec::new(), Vec::new(), now.saturating_sub(began_ns));
-        self.end(now, Ended::Load { id, ok: false, took_ns, hashes, tiers });
+        self.end(now, Ended::Load { id, arrived: 0, took_ns, hashes, tiers });
     }
 
     fn store(&mut self, from_ns: u64, store: StoreOrder) {

@@ -87,6 +87,53 @@ async fn other_processes_and_later_ones_read_the_note() {
     assert_eq!(n_found(&one, "a").await, 5);
 }
 
+/// A deletion by a process whose clock was behind hid nothing from one whose clock was ahead.
+#[tokio::test(start_paused = true)]
+async fn clocks_that_differ_do_no_harm() {
+    let shared = TestStore::new(1000);
+    let [ahead, behind] = [0, 1].map(|_| stores([shared.clone()]));
+    let future = ahead.begin_after(note("a"), u64::MAX / 2);
+    write_notes(ahead.clone(), note("a"), future).await;
+    write(&ahead, "a").await;
+    // It has not read the note.
+    let begun = behind.next_generation(note("a"));
+    assert!(begun < future);
+    write_notes(behind.clone(), note("a"), begun).await;
+    tokio::time::sleep(READ_AGAIN).await;
+    assert_eq!((n_found(&ahead, "a").await, n_found(&behind, "a").await), (0, 0));
+    assert_eq!(ahead.generation(&note("a")), behind.generation(&note("a")));
+    write(&behind, "a").await;
+    assert_eq!(n_found(&ahead, "a").await, 5);
+}
+
+/// Processes that knew a note went on with it after the store had lost it, and later ones shared nothing with them.
+#[tokio::test(start_paused = true)]
+async fn a_note_that_is_lost_is_written_again() {
+    let shared = TestStore::new(1000);
+    let old = stores([shared.clone()]);
+    let generation = old.next_generation(note("a"));
+    write_notes(old.clone(), note("a"), generation).await;
+    write(&old, "a").await;
+    shared.remove(&note("a")).await.unwrap();
+    tokio::time::sleep(READ_AGAIN).await;
+    assert_eq!(n_found(&old, "a").await, 5);
+    while !shared.has(note("a")) {
+        tokio::task::yield_now().await;
+    }
+    assert_eq!(n_found(&stores([shared.clone()]), "a").await, 5);
+}
+
+/// When a tier takes all of the time, those after it are not asked, and are not counted as late.
+#[tokio::test(start_paused = true)]
+async fn a_tier_that_was_not_asked_has_not_failed() {
+    let (hangs, works) = (TestStore::new(1000), TestStore::new(1000));
+    let both = stores([hangs.clone(), works.clone()]);
+    hangs.lookups_hang.store(true, Relaxed);
+    assert_eq!(n_found(&both, "a").await, 0);
+    let errors: Vec<u64> = both.stats().iter().map(|store| store.errors).collect();
+    assert!(errors[0] > 0 && errors[1] == 0, "{errors:?}");
+}
+
 /// A deletion while a store was down was lost.
 #[tokio::test(start_paused = true)]
 async fn a_note_is_written_when_the_store_is_back() {
