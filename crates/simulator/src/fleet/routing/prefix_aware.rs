@@ -154,3 +154,61 @@ fn note(best: &mut Option<Best>, cost: u128, worker: u32, credited_tokens: u32) 
         *best = Some(Best { cost, worker, credited_tokens });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvist_testing::SplitMix64;
+
+    /// Compared with the cost of every worker, over sets of all sizes, and loads among which many are equal.
+    #[test]
+    fn the_lowest_cost_of_all() {
+        let mut random = SplitMix64(4);
+        let mut credited = 0;
+        for round in 0..3000 {
+            let n_workers = 1 + random.below(if round % 3 == 0 { 400 } else { 40 });
+            let (mut loads, mut view) = (Loads::new(n_workers), View::new(n_workers));
+            let hashes: Vec<u64> = (0..8).collect();
+            let mut depths = vec![0u32; n_workers as usize];
+            let most = [1, 4, 30][random.below(3) as usize];
+            let scarce = 1 + random.below(20);
+            for worker in 0..n_workers {
+                if random.below(20) == 0 {
+                    continue; // it is not there
+                }
+                loads.joined(worker);
+                for _ in 0..random.below(most) {
+                    loads.sent(worker, 100, u64::from(random.below(4)) * 16);
+                }
+                if random.below(scarce) == 0 {
+                    depths[worker as usize] = random.below(9);
+                    hashes[..depths[worker as usize] as usize]
+                        .iter()
+                        .for_each(|&hash| view.note(worker, hash, true));
+                }
+            }
+            let asked = Asked { session: 0, prompt_tokens: 1 + random.below(140), hashes: &hashes };
+            let credit = |worker: u32| (depths[worker as usize]).min((asked.prompt_tokens - 1) / 16) * 16;
+            let expected = (0..n_workers)
+                .filter_map(|worker| {
+                    let tokens = asked.prompt_tokens - credit(worker);
+                    Some((cost_at(tokens, loads.of(worker)?), worker))
+                })
+                .min()
+                .map(|(_, worker)| Choice { worker, credited_tokens: credit(worker) });
+            let mut policy = PrefixAware::new(16, Softmax::new(0.0, 1));
+            assert_eq!(policy.choose(&asked, &loads, &view), expected, "round {round}");
+            credited += expected.map_or(0, |choice| choice.credited_tokens);
+
+            // At a temperature so low that only equal costs are drawn from, it is one of the lowest.
+            let mut policy = PrefixAware::new(16, Softmax::new(1e-9, round));
+            let drawn = policy.choose(&asked, &loads, &view);
+            let cost = |choice: Option<Choice>| {
+                choice
+                    .map(|it| cost_at(asked.prompt_tokens - it.credited_tokens, loads.of(it.worker).unwrap()))
+            };
+            assert_eq!(cost(drawn), cost(expected), "round {round}");
+        }
+        assert!(credited > 10_000, "{credited}");
+    }
+}
