@@ -54,7 +54,7 @@ pub struct FleetArgs {
     scale: Option<u32>,
 }
 
-fn policy(name: &str) -> Result<Policy, String> {
+pub fn policy(name: &str) -> Result<Policy, String> {
     let known = || POLICIES.iter().map(|(_, name, _)| *name).collect::<Vec<_>>().join(", ");
     Policy::by_name(name).ok_or_else(|| format!("there is no such policy: use one of {}", known()))
 }
@@ -80,6 +80,19 @@ impl FromStr for At {
 }
 
 impl FleetArgs {
+    /// The fleet of a cell of a sweep.
+    pub fn set(&mut self, workers: u32, routing: &str) -> Result<(), String> {
+        self.workers = Some(workers);
+        self.routing = Some(policy(routing)?);
+        if !matches!(self.routing, Some(Policy::OverlapCost { .. })) {
+            self.overlap_weight = None; // only that policy has this parameter
+        }
+        if !self.policy().has_cost() {
+            self.router_temperature = None; // only policies with a cost have it
+        }
+        Ok(())
+    }
+
     /// The first flag given that means something for a fleet only.
     fn first_flag(&self) -> Option<&'static str> {
         let given = [

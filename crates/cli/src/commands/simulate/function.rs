@@ -27,7 +27,8 @@ pub struct Simulated {
     /// What `kvist simulate` prints.
     pub text: String,
     /// What `--csv` writes. Empty with `--zero-service`. The page and the pictures are
-    /// empty there too, and with `--workers`.
+    /// empty there too, and with `--workers`. With
+    /// `--scale` there are no rows.
     pub requests_csv: String,
     /// What `--html` writes.
     pub page: String,
@@ -90,7 +91,8 @@ fn result_of_fleet(
     seed: u64,
     remarks: Vec<String>,
 ) -> anyhow::Result<Simulated> {
-    let mut run = fleet::simulate(what, &requests.list, &what.fleet_options(seed, true), &mut |_| ())?;
+    let keep_rows = what.fleet.scale() == 1; // a scaled load may have more requests than memory
+    let mut run = fleet::simulate(what, &requests.list, &what.fleet_options(seed, keep_rows), &mut |_| ())?;
     fleet::name_load(&mut run, requests, seed);
     let mut rows = Vec::new();
     report::write_csv(&mut rows, &run.rows)?;
