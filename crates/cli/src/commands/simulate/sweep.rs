@@ -144,6 +144,13 @@ fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     if let (None, Some(size)) = (args.what.fleet.workers, args.fleet_sizes.first()) {
         args.what.fleet.workers = Some(*size); // so that flags for fleets are taken
     }
+    if args.what.fleet.routing.is_none() {
+        // Flags for policies are taken if one of the policies has them.
+        let of = |has: fn(&Policy) -> bool| args.routings.iter().copied().find(has);
+        let weighs: fn(&Policy) -> bool = |policy| matches!(policy, Policy::OverlapCost { .. });
+        args.what.fleet.routing =
+            of(weighs).or_else(|| of(|policy| policy.has_cost())).or_else(|| of(|_| true));
+    }
     if !args.routings.is_empty() && !args.what.fleet.is_on() {
         return Err(wrong_usage("--routings needs fleets: give --workers or --fleet-sizes"));
     }
