@@ -348,7 +348,8 @@ impl<'a> Fleet<'a> {
         };
         ticket.credited_tokens = choice.credited_tokens;
         ticket.backlog_tokens = request.prompt_tokens - choice.credited_tokens;
-        let Some(member) = &mut self.members[choice.worker as usize] else { return };
+        let member = self.members[choice.worker as usize].as_mut();
+        let member = member.expect("the router chooses among the workers that are there");
         match member.arrive(self.now, ticket) {
             Some(Kind::StepEnd) => self.turns += 1,
             Some(_) => {}
