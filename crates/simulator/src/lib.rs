@@ -10,6 +10,7 @@
 
 pub mod arena;
 pub mod cost;
+pub mod fleet;
 pub mod html;
 pub mod report;
 pub mod request;

@@ -272,14 +272,22 @@ impl Report {
             figures.push(("reused_token_ratio", tiers.reused_token_ratio));
             figures.push(("late_loads", tiers.record.late_loads as f64));
         }
-        let l = &self.latency;
+        figures.extend(self.latency.figures());
+        figures
+    }
+}
+
+impl Latency {
+    /// Means and percentiles by name.
+    pub(crate) fn figures(&self) -> Vec<(&'static str, f64)> {
+        let mut figures = Vec::new();
         for (spread, names) in [
-            (l.queue_s, ["queue_mean_s", "queue_p50_s", "queue_p90_s", "queue_p99_s"]),
-            (l.ttft_s, ["ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"]),
-            (l.tpot_s, ["tpot_mean_s", "tpot_p50_s", "tpot_p90_s", "tpot_p99_s"]),
-            (l.itl_s, ["itl_mean_s", "itl_p50_s", "itl_p90_s", "itl_p99_s"]),
+            (self.queue_s, ["queue_mean_s", "queue_p50_s", "queue_p90_s", "queue_p99_s"]),
+            (self.ttft_s, ["ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s"]),
+            (self.tpot_s, ["tpot_mean_s", "tpot_p50_s", "tpot_p90_s", "tpot_p99_s"]),
+            (self.itl_s, ["itl_mean_s", "itl_p50_s", "itl_p90_s", "itl_p99_s"]),
             (
-                l.end_to_end_s,
+                self.end_to_end_s,
                 ["end_to_end_mean_s", "end_to_end_p50_s", "end_to_end_p90_s", "end_to_end_p99_s"],
             ),
         ] {
@@ -300,6 +308,6 @@ pub fn over_seeds<K: Ord>(figures: impl IntoIterator<Item = (K, f64)>) -> BTreeM
     values.into_iter().filter_map(|(name, values)| Some((name, Estimate::of(&values)?))).collect()
 }
 
-fn ratio(part: u64, whole: u64) -> f64 {
+pub(crate) fn ratio(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }

@@ -12,9 +12,10 @@ mod memory;
 mod queue;
 mod tiers;
 mod watch;
+pub(crate) mod worker;
 
 pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
-pub(crate) use queue::Arrivals;
+pub(crate) use queue::{Arrivals, parents};
 
 use crate::cost::StepCost;
 use crate::report::{
@@ -22,18 +23,18 @@ use crate::report::{
 };
 use crate::request::Request;
 use crate::speculation::{Speculation, SpeculationCounts};
-use executor::SimExecutor;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
 use kvist_scheduler::{
-    BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, RequestId, Scheduler,
-    SchedulerCounters, Truth, VirtualClock,
+    BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, RequestId, SchedulerCounters,
+    Truth, VirtualClock,
 };
 use memory::Memory;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tiers::SimTiers;
 use watch::Watched;
+use worker::Worker;
 
 /// Options of a run.
 #[derive(Clone, Debug)]
@@ -138,7 +139,8 @@ pub fn run<'s>(
 ) -> Result<Run, RunError> {
     let one_by_one = options.one_by_one || sink.is_some();
     let mut simulation = Simulation::new(requests, cache, cost, options, one_by_one)?;
-    let mut recording = sink.as_deref_mut().map(|sink| Recording::begin(&mut simulation.scheduler, sink));
+    let mut recording =
+        sink.as_deref_mut().map(|sink| Recording::begin(&mut simulation.worker.scheduler, sink));
     let mut clock = VirtualClock::default();
     let mut turns = 0;
     clock.sleep_until(simulation.arrivals.next_ns().unwrap_or(0)); // time starts at the first arrival
@@ -159,7 +161,8 @@ pub fn run<'s>(
         }
         if let (Some(recording), Some(sink)) = (&mut recording, sink.as_deref_mut()) {
             let end_ns = now.saturating_add(elapsed_ns.unwrap_or(0));
-            recording.iteration(now, end_ns, &mut simulation.scheduler, &simulation.memory.events, sink);
+            let scheduler = &mut simulation.worker.scheduler;
+            recording.iteration(now, end_ns, scheduler, &simulation.memory.events, sink);
         }
         match (elapsed_ns, simulation.next_ns()) {
             (Some(ns), _) => {
@@ -177,8 +180,7 @@ pub fn run<'s>(
 struct Simulation<'a> {
     requests: &'a [Request],
     options: &'a Options,
-    scheduler: Scheduler,
-    executor: SimExecutor<'a>,
+    worker: Worker<'a>,
     arrivals: Arrivals,
     memory: Memory,
     tiers: Option<SimTiers>,
@@ -201,24 +203,21 @@ impl<'a> Simulation<'a> {
         options: &'a Options,
         one_by_one: bool,
     ) -> Result<Self, BadConfig> {
-        let lengths: Arc<[u32]> = requests.iter().map(|r| r.output_tokens).collect();
         let oracle = options.scheduler.lengths == LengthSource::Oracle;
-        let truth = oracle.then(|| Box::new(Lengths(lengths.clone())) as Box<dyn Truth>);
-        let block_tokens = cache.occupancy().next().map_or(1, |room| room.block_tokens);
-        let capacity = cache.occupancy().map(|room| room.capacity_cells).min().unwrap_or(0);
-        let unbounded = capacity >= u32::MAX / block_tokens * block_tokens;
-        let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
-        scheduler.explain_misses(options.explain);
-        let memory = Memory::new(scheduler.cache_mut());
-        let mut executor = SimExecutor::new(cost, &lengths, block_tokens, one_by_one, options.itl);
-        executor.watched = options.watch.then(Watched::default);
-        executor.speculation =
+        let truth = oracle.then(|| {
+            let lengths = requests.iter().map(|r| r.output_tokens).collect();
+            Box::new(Lengths(lengths)) as Box<dyn Truth>
+        });
+        let cache_counts = cache_counts(&cache);
+        let mut worker = Worker::new(cache, cost, options, truth, one_by_one)?;
+        let memory = Memory::new(worker.scheduler.cache_mut());
+        worker.executor.watched = options.watch.then(Watched::default);
+        worker.executor.speculation =
             options.speculation.clone().map(|speculation| (speculation, SpeculationCounts::default()));
         Ok(Simulation {
             requests,
             options,
-            scheduler,
-            executor,
+            worker,
             arrivals: Arrivals::new(requests),
             tiers: options
                 .scheduler
@@ -227,11 +226,7 @@ impl<'a> Simulation<'a> {
                 .map(|config| SimTiers::new(config, &options.tier_capacities)),
             memory,
             rows: requests.iter().map(waiting_row).collect(),
-            cache_counts: CacheCounts {
-                block_tokens,
-                capacity_blocks: (!unbounded).then_some((capacity / block_tokens).into()),
-                ..CacheCounts::default()
-            },
+            cache_counts,
             timeline: Timeline::default(),
             load: Load::default(),
             changed: false,
@@ -246,20 +241,13 @@ impl<'a> Simulation<'a> {
             row.arrival_ns = at_ns;
             self.load.queued_requests += 1;
             self.timeline.note(at_ns, self.load);
-            let default_ns = self.options.deadline_ns.map(|ns| at_ns.saturating_add(ns));
-            row.deadline_ns = self.requests[i].deadline_ns.or(default_ns);
-            let request = scheduler::Request {
-                deadline_ns: row.deadline_ns,
-                ..as_scheduled(&self.requests[i], i, at_ns, self.options.max_new)
-            };
-            // List indices are unique.
-            self.scheduler.arrive(now, request).unwrap_or_else(|duplicate| panic!("{duplicate}"));
+            row.deadline_ns = self.worker.submit(now, i as u64, &self.requests[i], at_ns, self.options);
         }
         self.carry_out(now, now);
         if self.changed {
             self.timeline.note(now, self.load); // end of a step, before the requests it ended free their memory
         }
-        self.executor.next_arrival_ns = self.next_ns().unwrap_or(u64::MAX);
+        self.worker.executor.next_arrival_ns = self.next_ns().unwrap_or(u64::MAX);
     }
 
     /// The time of the next arrival, end of a transfer, or deadline of one. `None` if nothing is to come that a request
@@ -267,8 +255,11 @@ impl<'a> Simulation<'a> {
     fn next_ns(&self) -> Option<u64> {
         let arrival = self.arrivals.next_ns();
         let Some(tiers) = &self.tiers else { return arrival };
-        let live = self.scheduler.n_waiting() + self.scheduler.n_running() + self.scheduler.n_loading() > 0;
-        let of_tiers = [tiers.next_ns(), self.scheduler.next_tier_deadline_ns()];
+        let live = self.worker.scheduler.n_waiting()
+            + self.worker.scheduler.n_running()
+            + self.worker.scheduler.n_loading()
+            > 0;
+        let of_tiers = [tiers.next_ns(), self.worker.scheduler.next_tier_deadline_ns()];
         let of_tiers = of_tiers.into_iter().flatten().filter(|_| live || arrival.is_some());
         arrival.into_iter().chain(of_tiers).min()
     }
@@ -276,27 +267,28 @@ impl<'a> Simulation<'a> {
     /// Tells the scheduler which transfers have ended.
     fn report_transfers(&mut self, now: u64) {
         if let Some(tiers) = &mut self.tiers {
-            tiers.report(now, &mut self.scheduler);
+            tiers.report(now, &mut self.worker.scheduler);
         }
     }
 
     /// Begins the transfers that the scheduler asked for in steps from `now` to `end_ns`.
     fn carry_out(&mut self, now: u64, end_ns: u64) {
         let Some(tiers) = &mut self.tiers else { return };
-        tiers.carry_out(now, end_ns, &mut self.scheduler);
+        tiers.carry_out(now, end_ns, &mut self.worker.scheduler);
     }
 
     /// One iteration of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
     fn iterate(&mut self, now: u64, mut recording: Option<&mut Recording>) -> Option<u64> {
-        let (n_running, preemptions) = (self.scheduler.n_running(), self.scheduler.counters().preemptions);
-        let elapsed_ns = match self.scheduler.iterate(now, &mut self.executor) {
+        let (n_running, preemptions) =
+            (self.worker.scheduler.n_running(), self.worker.scheduler.counters().preemptions);
+        let elapsed_ns = match self.worker.scheduler.iterate(now, &mut self.worker.executor) {
             Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
             Iteration::NothingToDo => None,
         };
         self.carry_out(now, now.saturating_add(elapsed_ns.unwrap_or(0)));
         let ended_before = self.n_ended;
         let mut ended_later = 0;
-        for ended in self.scheduler.drain_ended() {
+        for ended in self.worker.scheduler.drain_ended() {
             self.n_ended += 1;
             ended_later += u64::from(ended.ended_ns > now);
             let i = ended.id.0 as usize;
@@ -313,20 +305,20 @@ impl<'a> Simulation<'a> {
         }
         self.note_load(now, elapsed_ns, ended_later);
         self.changed = self.n_ended > ended_before
-            || self.executor.prefilled
-            || self.scheduler.n_running() != n_running
-            || self.scheduler.counters().preemptions != preemptions;
+            || self.worker.executor.prefilled
+            || self.worker.scheduler.n_running() != n_running
+            || self.worker.scheduler.counters().preemptions != preemptions;
         elapsed_ns
     }
 
     /// Records the load during the iteration's steps, or until the next arrival if none ran. `ended_later`: requests
     /// that were in the batch until the end of the steps.
     fn note_load(&mut self, now: u64, elapsed_ns: Option<u64>, ended_later: u64) {
-        let (at_end, after) = self.memory.update(self.scheduler.cache_mut(), elapsed_ns.is_some());
-        let late = if elapsed_ns.is_some() { self.executor.late_blocks } else { 0 };
+        let (at_end, after) = self.memory.update(self.worker.scheduler.cache_mut(), elapsed_ns.is_some());
+        let late = if elapsed_ns.is_some() { self.worker.executor.late_blocks } else { 0 };
         let load = Load {
-            queued_requests: (self.scheduler.n_waiting() + self.scheduler.n_loading()) as u64,
-            running_requests: self.scheduler.n_running() as u64 + ended_later,
+            queued_requests: (self.worker.scheduler.n_waiting() + self.worker.scheduler.n_loading()) as u64,
+            running_requests: self.worker.scheduler.n_running() as u64 + ended_later,
             used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache without blocks
             cached_blocks: at_end.cached,
         };
@@ -338,7 +330,7 @@ impl<'a> Simulation<'a> {
         }
         self.load = Load { used_blocks: at_end.used, ..load };
         match (elapsed_ns, self.next_ns()) {
-            (Some(ns), _) => self.timeline.extend(ns, self.load, self.executor.late_ns),
+            (Some(ns), _) => self.timeline.extend(ns, self.load, self.worker.executor.late_ns),
             (None, Some(next)) => {
                 self.load.used_blocks = after.used;
                 self.load.cached_blocks = after.cached;
@@ -349,45 +341,46 @@ impl<'a> Simulation<'a> {
     }
 
     fn finish(mut self, turns: u64, cost: &dyn StepCost) -> Run {
-        let counters = *self.scheduler.counters();
-        if let Some(prefixes) = self.scheduler.cache_mut().prefixes() {
+        let counters = *self.worker.scheduler.counters();
+        if let Some(prefixes) = self.worker.scheduler.cache_mut().prefixes() {
             let report = prefixes.report();
             self.cache_counts.stored_blocks = report.n_stored;
             self.cache_counts.evicted_blocks = report.n_evicted;
         }
-        let mut steps = self.executor.counts;
+        let mut steps = self.worker.executor.counts;
         steps.preemptions = counters.preemptions;
-        let mut activity = self.executor.watched.map(|watched| watched.activity).unwrap_or_default();
+        let mut activity = self.worker.executor.watched.map(|watched| watched.activity).unwrap_or_default();
         // The scheduler names requests by list index; a report uses the ids of the trace.
         activity
             .iter_mut()
             .for_each(|activity| activity.request = self.requests[activity.request as usize].id);
-        let tiers = self.tiers.as_ref().zip(self.scheduler.tier_counters()).map(|(tiers, counters)| {
-            let config = self.options.scheduler.tiers.as_ref().map_or(&[][..], |config| &config.list);
-            let capacities = self.options.tier_capacities.iter().copied().chain(std::iter::repeat(None));
-            let tier = |(i, ((config, counts), capacity_bytes)): (usize, _)| {
-                let (config, counts): (&scheduler::Tier, tiers::TierCounts) = (config, counts);
-                TierRecord {
-                    name: config.name.clone(),
-                    capacity_bytes,
-                    loaded_tokens: counters.loaded_tokens[i],
-                    blocks: counts.blocks,
-                    peak_blocks: counts.peak_blocks,
-                    written_blocks: counts.written_blocks,
-                    dropped_blocks: counts.dropped_blocks,
-                }
-            };
-            let of_tiers = config.iter().zip(tiers.counts()).zip(capacities).enumerate().map(tier);
-            TiersRecord::of(of_tiers.collect(), &counters)
-        });
+        let tiers =
+            self.tiers.as_ref().zip(self.worker.scheduler.tier_counters()).map(|(tiers, counters)| {
+                let config = self.options.scheduler.tiers.as_ref().map_or(&[][..], |config| &config.list);
+                let capacities = self.options.tier_capacities.iter().copied().chain(std::iter::repeat(None));
+                let tier = |(i, ((config, counts), capacity_bytes)): (usize, _)| {
+                    let (config, counts): (&scheduler::Tier, tiers::TierCounts) = (config, counts);
+                    TierRecord {
+                        name: config.name.clone(),
+                        capacity_bytes,
+                        loaded_tokens: counters.loaded_tokens[i],
+                        blocks: counts.blocks,
+                        peak_blocks: counts.peak_blocks,
+                        written_blocks: counts.written_blocks,
+                        dropped_blocks: counts.dropped_blocks,
+                    }
+                };
+                let of_tiers = config.iter().zip(tiers.counts()).zip(capacities).enumerate().map(tier);
+                TiersRecord::of(of_tiers.collect(), &counters)
+            });
         let record = Record {
             setting: setting(self.options, cost),
             requests: self.rows,
-            itl_ns: self.executor.itl_ns,
+            itl_ns: self.worker.executor.itl_ns,
             timeline: self.timeline,
             cache: self.cache_counts,
             steps,
-            speculation: self.executor.speculation.map(|(_, counts)| counts),
+            speculation: self.worker.executor.speculation.map(|(_, counts)| counts),
             tiers,
             activity,
         };
@@ -406,22 +399,20 @@ fn waiting_row(request: &Request) -> RequestRow {
     }
 }
 
-fn as_scheduled(request: &Request, i: usize, at_ns: u64, max_new: Option<u32>) -> scheduler::Request {
-    scheduler::Request {
-        id: RequestId(i as u64),
-        arrival_ns: at_ns,
-        prompt_tokens: request.prompt_tokens,
-        max_new: max_new.map_or(request.output_tokens, |n| n.max(request.output_tokens)),
-        prompt: request.content.clone(),
-        deadline_ns: request.deadline_ns,
-        priority: request.priority,
-        salt: request.salt.clone().unwrap_or_else(|| Arc::from("")),
-        skip_prefix_cache: false,
-        retain: None,
+/// The counts of an empty cache.
+pub(crate) fn cache_counts(cache: &Cache) -> CacheCounts {
+    let block_tokens = cache.occupancy().next().map_or(1, |room| room.block_tokens);
+    let capacity = cache.occupancy().map(|room| room.capacity_cells).min().unwrap_or(0);
+    let unbounded = capacity >= u32::MAX / block_tokens * block_tokens;
+    CacheCounts {
+        block_tokens,
+        capacity_blocks: (!unbounded).then_some((capacity / block_tokens).into()),
+        ..CacheCounts::default()
     }
 }
 
-fn note_end(row: &mut RequestRow, ended: &Ended, cache: &mut CacheCounts) {
+/// Notes in its row, and in the counts of the cache that served it, how a request ended.
+pub(crate) fn note_end(row: &mut RequestRow, ended: &Ended, cache: &mut CacheCounts) {
     row.admitted_ns = ended.admitted_ns;
     row.first_token_ns = ended.first_token_ns;
     row.output_tokens = ended.generated;
@@ -449,7 +440,7 @@ fn note_end(row: &mut RequestRow, ended: &Ended, cache: &mut CacheCounts) {
     }
 }
 
-fn setting(options: &Options, cost: &dyn StepCost) -> std::collections::BTreeMap<String, String> {
+pub(crate) fn setting(options: &Options, cost: &dyn StepCost) -> std::collections::BTreeMap<String, String> {
     let config = &options.scheduler;
     let lengths = match (config.lengths, options.max_new) {
         (LengthSource::MaxNew, None) => format!("{}, which is the true length here", config.lengths.name()),

@@ -2,6 +2,7 @@
 mod arena;
 mod blocks;
 pub mod costs;
+mod fleet;
 mod function;
 pub mod replay;
 mod requests;
@@ -20,6 +21,7 @@ use anyhow::Context;
 use blocks::BlockArgs;
 use clap::{Subcommand, ValueHint};
 use costs::CostArgs;
+use fleet::FleetArgs;
 pub use function::{NoResult, Simulated};
 pub use function::{simulate as simulate_with, sweep as sweep_with};
 use kvist_cache::{Cache, evict};
@@ -46,6 +48,7 @@ use zero::ZeroArgs;
         kvist simulate --trace conversation_trace.jsonl --capacity-blocks 200000 --slo-ttft 2s\n  \
         kvist simulate --speculate tokens=4,accept=0.8/0.6,draft_ms=0.3\n  \
         kvist simulate --tier ram:64GiB,bw=20GB/s,lat=10us --tier disk:2TB,bw=3GB/s,lat=100us\n  \
+        kvist simulate --trace conversation_trace.jsonl --workers 8 --routing prefix_aware --fail 3@120s --join 3@300s\n  \
         kvist simulate --trace conversation_trace.jsonl --zero-service --policy lru --capacity-blocks 10000 --json\n  \
         kvist simulate sweep --policies lru,lfu --capacities 10000,100000,inf --out sweep\n  \
         kvist simulate sweep --trace conversation_trace.jsonl --zero-service --policies lru,opt --capacities 1000,10000 \
@@ -96,6 +99,8 @@ pub struct What {
     tiers: TierArgs,
     #[command(flatten)]
     zero: ZeroArgs,
+    #[command(flatten)]
+    fleet: FleetArgs,
     /// Objective for the time to the first token: 2s, 500ms
     #[arg(long, value_name = "TIME", value_parser = spec::duration, help_heading = "Objectives")]
     slo_ttft: Option<Duration>,
@@ -170,6 +175,9 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if !quiet {
         whats.iter().filter_map(|what| what.schedule.remark(&requests.list)).for_each(|it| output::note(&it));
         args.what.beyond_measurements(&requests.list)?.iter().for_each(|it| output::note(it));
+    }
+    if args.what.fleet.is_on() {
+        return fleet::run(&args, &requests, quiet);
     }
     let objectives = args.what.objectives();
     let mut runs = Vec::new();
@@ -252,6 +260,7 @@ impl What {
                 "--tier cannot be used with --no-prefix-cache: tiers extend the prefix cache",
             ));
         }
+        self.check_fleet()?;
         self.speculation.read()
     }
 
@@ -336,6 +345,21 @@ pub fn simulate(
     let done = run::run(requests, cache, &*cost, options, sink, progress)
         .map_err(|why| wrong_usage(why.to_string()))?;
     failed.map_or(Ok(done), Err)
+}
+
+/// The figures of one run, of one worker or of a fleet.
+fn figures(
+    what: &What,
+    requests: &[Request],
+    options: &Options,
+    seed: u64,
+) -> anyhow::Result<Vec<(&'static str, f64)>> {
+    if what.fleet.is_on() {
+        let options = what.fleet_options(seed, false);
+        return Ok(fleet::simulate(what, requests, &options, &mut |_| ())?.report.figures());
+    }
+    let done = simulate(what, requests, options, false, &mut |_| Ok(()), &mut |_| ())?;
+    Ok(Report::of(&done.record, &what.objectives()).figures())
 }
 
 fn zero_service(args: &Args, requests: &Requests) -> anyhow::Result<()> {

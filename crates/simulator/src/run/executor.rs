@@ -5,13 +5,14 @@ use crate::report::StepCounts;
 use crate::speculation::{Speculation, SpeculationCounts};
 use crate::statistics::Histogram;
 use kvist_cache::{Kept, Step};
-use kvist_scheduler::{Advance, Batch, BatchDrafts, Emitted, Executor, Outcome, Sampled};
+use kvist_scheduler::{Advance, Batch, BatchDrafts, Emitted, Executor, Outcome, RequestId, Sampled};
 
-/// Computes nothing; only accounts for time. Requests are named by their index in the list of lengths.
-pub(super) struct SimExecutor<'c> {
+/// Computes nothing; only accounts for time. Requests are named by ids that are unique among live ones.
+pub(crate) struct SimExecutor<'c> {
     cost: &'c dyn StepCost,
     one_by_one: bool,
     note_itl: bool,
+    /// By request id.
     answers: Vec<Answer>,
     /// A multi-step run must not pass this time. The driver sets it before every iteration.
     pub next_arrival_ns: u64,
@@ -34,6 +35,8 @@ pub(super) struct SimExecutor<'c> {
     drafted: bool,
     pub itl_ns: Histogram,
     pub(super) watched: Option<Watched>,
+    /// Requests that generated their first token since the driver last took the list; `None`: not noted.
+    pub first_tokens: Option<Vec<RequestId>>,
 }
 
 #[derive(Clone, Copy)]
@@ -44,22 +47,13 @@ struct Answer {
 }
 
 impl<'c> SimExecutor<'c> {
-    /// `lengths[i]`: tokens of request `i`, at least 1. `block_tokens`: tokens per block, at least 1.
-    pub fn new(
-        cost: &'c dyn StepCost,
-        lengths: &[u32],
-        block_tokens: u32,
-        one_by_one: bool,
-        note_itl: bool,
-    ) -> Self {
-        // The scheduler refuses a request for zero tokens. If `max_new` is given, such a request gets one token
-        // instead.
-        let answer = |&tokens: &u32| Answer { tokens_left: tokens.max(1), last_token_ns: u64::MAX };
+    /// `block_tokens`: tokens per block, at least 1.
+    pub fn new(cost: &'c dyn StepCost, block_tokens: u32, one_by_one: bool, note_itl: bool) -> Self {
         SimExecutor {
             cost,
             one_by_one,
             note_itl,
-            answers: lengths.iter().map(answer).collect(),
+            answers: Vec::new(),
             next_arrival_ns: u64::MAX,
             planned_ns: Vec::new(),
             even_ns: None,
@@ -73,11 +67,31 @@ impl<'c> SimExecutor<'c> {
             drafted: false,
             itl_ns: Histogram::default(),
             watched: None,
+            first_tokens: None,
         }
     }
 }
 
 impl SimExecutor<'_> {
+    /// Request `id` will generate `tokens` tokens. The scheduler refuses a request for zero tokens; if `max_new` is given,
+    /// such a request gets one token instead.
+    pub fn begin(&mut self, id: u64, tokens: u32) {
+        let answer = Answer { tokens_left: tokens.max(1), last_token_ns: u64::MAX };
+        let at = id as usize;
+        if self.answers.len() <= at {
+            self.answers.resize(at + 1, answer);
+        }
+        self.answers[at] = answer;
+    }
+
+    /// How long `steps` steps take of the multi-step run that `max_fused_steps` was asked for last, in nanoseconds.
+    pub fn run_ns(&self, steps: u32) -> u64 {
+        match self.even_ns {
+            Some(ns) => ns.saturating_mul(steps.into()),
+            None => self.planned_ns.iter().take(steps as usize).fold(0, |sum, ns| sum.saturating_add(*ns)),
+        }
+    }
+
     /// Records when the sequences of a multi-step decode run begin new blocks, that is, when a position is the first
     /// in a block.
     fn note_growth(&mut self, batch: &Batch<'_>) {
@@ -219,6 +233,9 @@ impl Executor for SimExecutor<'_> {
             let answer = &mut self.answers[work.request.0 as usize];
             if self.note_itl && answer.last_token_ns != u64::MAX {
                 self.itl_ns.record(now_ns.saturating_add(first_ns).saturating_sub(answer.last_token_ns));
+            }
+            if let (u64::MAX, Some(first_tokens)) = (answer.last_token_ns, &mut self.first_tokens) {
+                first_tokens.push(work.request);
             }
             answer.last_token_ns = end_ns;
             answer.tokens_left = answer.tokens_left.saturating_sub(generated);

@@ -43,6 +43,17 @@ impl BlockArgs {
     /// An empty cache for these requests. `costs` has the memory of the hardware, and a block's bytes and recompute
     /// cost in steps of `batch_tokens`.
     pub fn cache(&self, requests: &[Request], costs: &CostArgs, batch_tokens: u32) -> anyhow::Result<Cache> {
+        let spec = self.spec(requests, costs, batch_tokens)?;
+        Cache::paged(&spec).map_err(|why| wrong_usage(why.to_string()))
+    }
+
+    /// What [`cache`](Self::cache) is made from.
+    pub fn spec(
+        &self,
+        requests: &[Request],
+        costs: &CostArgs,
+        batch_tokens: u32,
+    ) -> anyhow::Result<PagedSpec> {
         let block_tokens = self.block_tokens();
         let capacity_tokens = match (self.capacity_blocks, costs.cache_tokens()?) {
             (Capacity::Blocks(n), _) => {
@@ -68,13 +79,12 @@ impl BlockArgs {
             ..PrefixSpec::default()
         };
         let group = GroupSpec { capacity_tokens, visibility: Visibility::FULL, max_step_tokens: 1 };
-        let spec = PagedSpec {
+        Ok(PagedSpec {
             block_tokens,
             groups: vec![group],
             rollback_tokens: 0,
             prefix: (!self.no_prefix_cache).then_some(prefix),
-        };
-        Cache::paged(&spec).map_err(|why| wrong_usage(why.to_string()))
+        })
     }
 }
 

@@ -1,6 +1,7 @@
 //! `kvist simulate` as functions, for programs that carry this library. They take the same options as the command, and
 //! write nothing to stdout and stderr.
-use super::{What, html, report, simulate as run_one, sweep as command, zero};
+use super::requests::Requests;
+use super::{What, fleet, html, report, simulate as run_one, sweep as command, zero};
 use crate::{options, output};
 use clap::Parser;
 use kvist_simulator::report::Report;
@@ -25,7 +26,9 @@ pub struct Simulated {
     pub report: String,
     /// What `kvist simulate` prints.
     pub text: String,
-    /// What `--csv` writes. Empty with `--zero-service`, as are the page and the pictures.
+    /// What `--csv` writes. Empty with `--zero-service`. The page and the pictures are
+    /// empty there too, and with `--workers`. With
+    /// `--scale` there are no rows.
     pub requests_csv: String,
     /// What `--html` writes.
     pub page: String,
@@ -81,6 +84,27 @@ pub fn sweep(arguments: &[String], stop: &Arc<AtomicBool>) -> Result<String, NoR
     outcome(command::quietly(args, stop.clone()), stop)
 }
 
+/// A fleet has no page and no pictures; a sweep has.
+fn result_of_fleet(
+    what: &What,
+    requests: &Requests,
+    seed: u64,
+    remarks: Vec<String>,
+) -> anyhow::Result<Simulated> {
+    let keep_rows = what.fleet.scale() == 1; // a scaled load may have more requests than memory
+    let mut run = fleet::simulate(what, &requests.list, &what.fleet_options(seed, keep_rows), &mut |_| ())?;
+    fleet::name_load(&mut run, requests, seed);
+    let mut rows = Vec::new();
+    report::write_csv(&mut rows, &run.rows)?;
+    Ok(Simulated {
+        report: serde_json::to_string(&run.report)?,
+        text: super::show::fleet(&run.report),
+        requests_csv: String::from_utf8(rows)?,
+        remarks,
+        ..Simulated::default()
+    })
+}
+
 fn result(what: &mut What, seed: u64) -> anyhow::Result<Simulated> {
     what.read_drafts()?;
     let requests = what.requests.get(seed)?;
@@ -95,6 +119,9 @@ fn result(what: &mut What, seed: u64) -> anyhow::Result<Simulated> {
     what.check(&requests.list)?;
     remarks.extend(what.schedule.remark(&requests.list));
     remarks.extend(what.beyond_measurements(&requests.list)?);
+    if what.fleet.is_on() {
+        return result_of_fleet(what, &requests, seed, remarks);
+    }
     let options = Options { explain: true, watch: true, ..what.options(seed) };
     let done = run_one(what, &requests.list, &options, false, &mut |_| Ok(()), &mut |_| ())?;
     let mut record = done.record;

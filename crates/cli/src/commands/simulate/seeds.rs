@@ -1,8 +1,8 @@
 //! `kvist simulate --seeds N`: one setting over several generated loads. They differ only by chance; the intervals show
 //! by how much.
-use super::{Args, show, simulate};
+use super::{Args, show};
 use crate::{output, progress};
-use kvist_simulator::report::{Report, VERSION, over_seeds};
+use kvist_simulator::report::{VERSION, over_seeds};
 use kvist_simulator::statistics::Estimate;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -30,8 +30,7 @@ pub fn run(args: &Args, n_seeds: u64, quiet: bool) -> anyhow::Result<()> {
             }
             load.clone_from(&requests.name);
         }
-        let done = simulate(what, &requests.list, &what.options(seed), false, &mut |_| Ok(()), &mut |_| ())?;
-        figures.extend(Report::of(&done.record, &what.objectives()).figures());
+        figures.extend(super::figures(what, &requests.list, &what.options(seed), seed)?);
         bar.inc(1);
     }
     bar.finish_and_clear();

@@ -1,6 +1,9 @@
 //! A report as text.
 use crate::options::Size;
-use kvist_simulator::report::{Report, TierRecord, TiersReport};
+use kvist_simulator::fleet::FleetReport;
+use kvist_simulator::report::{
+    Attainment, CacheReport, Latency, Report, RequestCounts, Throughput, TierRecord, TiersReport,
+};
 use kvist_simulator::statistics::{Estimate, Spread};
 use kvist_simulator::zero_service::ZeroService;
 use std::collections::BTreeMap;
@@ -25,19 +28,18 @@ fn row(text: &mut String, name: &str, value: String) {
     let _ = writeln!(text, "{name:<22}{value}");
 }
 
-pub fn report(report: &Report) -> String {
+/// What was simulated, how requests ended, and how long they took.
+fn head(setting: &BTreeMap<String, String>, n: &RequestCounts, latency: &Latency) -> String {
     let mut text = String::new();
-    for (name, value) in &report.setting {
+    for (name, value) in setting {
         row(&mut text, name, value.clone());
     }
-    let n = &report.requests;
     let rest =
         [(n.refused, "refused"), (n.cancelled, "cancelled"), (n.unfinished, "unfinished"), (n.late, "late")];
     let rest = rest.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!(", {n} {what}"));
     row(&mut text, "requests", format!("{} finished{}", n.finished, rest.collect::<String>()));
 
     let _ = writeln!(text, "\n{:<22}{:>10}{:>10}{:>10}{:>10}", "", "mean", "p50", "p90", "p99");
-    let latency = &report.latency;
     for (name, spread) in [
         ("time in queue", latency.queue_s),
         ("TTFT", latency.ttft_s),
@@ -51,9 +53,15 @@ pub fn report(report: &Report) -> String {
         }
     }
     text.push('\n');
+    text
+}
 
-    throughput(&mut text, report);
-    cache(&mut text, report);
+pub fn report(report: &Report) -> String {
+    let mut text = head(&report.setting, &report.requests, &report.latency);
+    throughput(&mut text, &report.throughput, &report.objectives);
+    let load = &report.load;
+    let used = format!("; {:.0} used on average, {} at most", load.mean_used_blocks, load.peak_used_blocks);
+    cache(&mut text, &report.cache, &used);
     if let Some(tiers) = &report.tiers {
         show_tiers(&mut text, report, tiers);
     }
@@ -86,8 +94,7 @@ pub fn report(report: &Report) -> String {
     text
 }
 
-fn throughput(text: &mut String, report: &Report) {
-    let t = &report.throughput;
+fn throughput(text: &mut String, t: &Throughput, objectives: &Attainment) {
     row(
         text,
         "throughput",
@@ -99,9 +106,9 @@ fn throughput(text: &mut String, report: &Report) {
             seconds(t.duration_s)
         ),
     );
-    let promised = report.objectives.asked;
+    let promised = objectives.asked;
     if let (Some(attainment), true) =
-        (report.objectives.attainment, promised.ttft_s.is_some() || promised.tpot_s.is_some())
+        (objectives.attainment, promised.ttft_s.is_some() || promised.tpot_s.is_some())
     {
         let asked = [("TTFT", promised.ttft_s), ("TPOT", promised.tpot_s)];
         let asked: Vec<_> =
@@ -119,8 +126,8 @@ fn throughput(text: &mut String, report: &Report) {
     }
 }
 
-fn cache(text: &mut String, report: &Report) {
-    let cache = &report.cache;
+/// `used`: what is known of the blocks in use.
+fn cache(text: &mut String, cache: &CacheReport, used: &str) {
     row(
         text,
         "prefix cache",
@@ -137,12 +144,8 @@ fn cache(text: &mut String, report: &Report) {
         text,
         "blocks",
         format!(
-            "{capacity} of {} tokens; {} stored, {} evicted; {:.0} used on average, {} at most",
-            counts.block_tokens,
-            counts.stored_blocks,
-            counts.evicted_blocks,
-            report.load.mean_used_blocks,
-            report.load.peak_used_blocks
+            "{capacity} of {} tokens; {} stored, {} evicted{used}",
+            counts.block_tokens, counts.stored_blocks, counts.evicted_blocks
         ),
     );
     let mut reasons: Vec<(&String, &u64)> = counts.miss_reasons.iter().collect();
@@ -152,6 +155,42 @@ fn cache(text: &mut String, report: &Report) {
             reasons.iter().map(|(name, n)| format!("{} {n}", name.replace('_', " "))).collect();
         row(text, "hits ended because", reasons.join(", "));
     }
+}
+
+/// A fleet.
+pub fn fleet(report: &FleetReport) -> String {
+    let mut text = head(&report.setting, &report.requests, &report.latency);
+    throughput(&mut text, &report.throughput, &report.objectives);
+    cache(&mut text, &report.cache, ", over all workers");
+    let fleet = &report.fleet;
+    let mut changes = format!("{} at the start", fleet.workers);
+    for (n, what) in [(fleet.failures, "failed"), (fleet.joins, "joined")] {
+        if n > 0 {
+            let _ = write!(changes, ", {n} {what}");
+        }
+    }
+    if fleet.failures > 0 {
+        let _ = write!(changes, "; {} requests were sent again", fleet.retried_requests);
+    }
+    row(&mut text, "workers", changes);
+    if fleet.credited_tokens > 0 {
+        let (expected, found) = (fleet.credited_tokens, report.cache.counts.hit_tokens);
+        row(&mut text, "router", format!("expected {expected} cached tokens, {found} were found"));
+    }
+    let over = &fleet.over_workers;
+    if let Some(busy) = over.busy_ratio {
+        let (mean, most) = (percent(busy.mean), percent(busy.max));
+        row(&mut text, "busy", format!("{mean} of the time on average, {most} at most"));
+    }
+    let imbalance = &fleet.imbalance;
+    let values = [
+        ("requests", imbalance.requests),
+        ("computed tokens", imbalance.computed_tokens),
+        ("time in steps", imbalance.busy),
+    ];
+    let values = values.iter().filter_map(|(name, x)| x.map(|x| format!("{x:.2} of {name}")));
+    row(&mut text, "most over mean", values.collect::<Vec<_>>().join(", "));
+    text
 }
 
 fn show_tiers(text: &mut String, report: &Report, tiers: &TiersReport) {

@@ -7,13 +7,14 @@ mod present;
 
 use super::spec::Capacity;
 use super::tiers::TierSize;
-use super::{What, simulate, write_pictures, zero};
+use super::{What, write_pictures, zero};
 use crate::options::wrong_usage;
 use crate::{output, progress};
 use anyhow::Context;
 use clap::ValueHint;
+use kvist_simulator::fleet::{MAX_WORKERS, Policy};
 use kvist_simulator::html::Page;
-use kvist_simulator::report::{Report, VERSION, over_seeds};
+use kvist_simulator::report::{VERSION, over_seeds};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::Options;
 use kvist_simulator::statistics::Estimate;
@@ -41,6 +42,18 @@ pub struct Args {
     /// Schedulers to compare [default: that of --schedule]
     #[arg(long, value_name = "NAME,...", value_delimiter = ',', help_heading = "Sweep")]
     schedules: Vec<String>,
+    /// Numbers of workers to compare, in fleets [default: that of --workers]
+    #[arg(
+        long, value_name = "N,...", value_delimiter = ',',
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_WORKERS)), help_heading = "Sweep"
+    )]
+    fleet_sizes: Vec<u32>,
+    /// Routing policies to compare, in fleets [default: that of --routing]
+    #[arg(
+        long, value_name = "NAME,...", value_delimiter = ',', value_parser = super::fleet::policy,
+        help_heading = "Sweep"
+    )]
+    routings: Vec<Policy>,
     /// Seeds 1 to N of a generated load
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Sweep")]
     seeds: u64,
@@ -65,13 +78,24 @@ struct Cell {
     /// Size of the last tier, if sizes are compared.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     tier_size: Option<String>,
+    /// If a fleet is simulated.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    fleet: Option<FleetCell>,
     seed: u64,
+}
+
+/// The fleet of a run.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+struct FleetCell {
+    workers: u32,
+    routing: String,
 }
 
 impl Cell {
     fn name(&self) -> String {
         let tier = self.tier_size.as_ref().map_or(String::new(), |size| format!("-{size}"));
-        format!("{}-{}-{}{tier}-{}", self.schedule, self.policy, self.capacity, self.seed)
+        let fleet = self.fleet.as_ref().map_or(String::new(), |it| format!("-{}-{}", it.workers, it.routing));
+        format!("{}-{}-{}{tier}{fleet}-{}", self.schedule, self.policy, self.capacity, self.seed)
     }
 }
 
@@ -93,6 +117,8 @@ struct Row {
     capacity: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     tier_size: Option<String>,
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    fleet: Option<FleetCell>,
     seeds: u64,
     figures: BTreeMap<String, Estimate>,
 }
@@ -115,12 +141,28 @@ fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     if args.what.zero.zero_service && !args.schedules.is_empty() {
         return Err(wrong_usage("--schedules cannot be used with --zero-service, where no request waits"));
     }
+    if let (None, Some(size)) = (args.what.fleet.workers, args.fleet_sizes.first()) {
+        args.what.fleet.workers = Some(*size); // so that flags for fleets are taken
+    }
+    if args.what.fleet.routing.is_none() {
+        // Flags for policies are taken if one of the policies has them.
+        let of = |has: fn(&Policy) -> bool| args.routings.iter().copied().find(has);
+        let weighs: fn(&Policy) -> bool = |policy| matches!(policy, Policy::OverlapCost { .. });
+        args.what.fleet.routing =
+            of(weighs).or_else(|| of(|policy| policy.has_cost())).or_else(|| of(|_| true));
+    }
+    if !args.routings.is_empty() && !args.what.fleet.is_on() {
+        return Err(wrong_usage("--routings needs fleets: give --workers or --fleet-sizes"));
+    }
     args.what.read_drafts()?;
     let cells = cells(&args);
     twice("--schedules", &args.schedules)?;
     twice("--policies", &args.policies)?;
     twice("--capacities", &args.capacities.iter().map(Capacity::to_string).collect::<Vec<_>>())?;
     twice("--tier-sizes", &args.tier_sizes.iter().map(TierSize::to_string).collect::<Vec<_>>())?;
+    twice("--fleet-sizes", &args.fleet_sizes.iter().map(u32::to_string).collect::<Vec<_>>())?;
+    let routings: Vec<String> = args.routings.iter().map(|policy| policy.name().to_owned()).collect();
+    twice("--routings", &routings)?;
     let seeds: Vec<u64> = if args.what.requests.is_drawn() { (1..=args.seeds).collect() } else { vec![1] };
     // Loads are read or generated once, and shared by all cells of their seed.
     let mut loads = BTreeMap::new();
@@ -165,7 +207,7 @@ fn write(mut args: Args, quiet: bool) -> anyhow::Result<(Table, String)> {
     output::write_file(&args.out.join("sweep.json"), json.as_bytes())?;
     output::write_file(&args.out.join("sweep.csv"), present::csv(&table).as_bytes())?;
     let title = format!("{}: a sweep", table.load);
-    // If all rows have one capacity there is no curve over capacity.
+    // If all rows have one capacity and one fleet size there is no curve over them.
     let comparison = present::comparison(&table);
     let plots = if comparison.is_some() { Vec::new() } else { present::plots(&table) };
     let page = Page { title: &title, comparison, plots, ..Page::default() };
@@ -244,21 +286,40 @@ fn cells(args: &Args) -> Vec<Cell> {
         [] => vec![None],
         list => list.iter().map(|size| Some(size.to_string())).collect(),
     };
+    let fleets = fleets(args);
     let n_seeds = if args.what.requests.is_drawn() { args.seeds } else { 1 };
     let mut cells = Vec::new();
     for schedule in &schedules {
         for policy in &policies {
             for capacity in &capacities {
-                for (tier_size, seed) in
-                    tier_sizes.iter().flat_map(|size| (1..=n_seeds).map(move |seed| (size.clone(), seed)))
+                for (tier_size, fleet) in
+                    tier_sizes.iter().flat_map(|size| fleets.iter().map(move |fleet| (size, fleet)))
                 {
-                    let (schedule, policy, capacity) = (schedule.clone(), policy.clone(), capacity.clone());
-                    cells.push(Cell { schedule, policy, capacity, tier_size, seed });
+                    cells.extend((1..=n_seeds).map(|seed| Cell {
+                        schedule: schedule.clone(),
+                        policy: policy.clone(),
+                        capacity: capacity.clone(),
+                        tier_size: tier_size.clone(),
+                        fleet: fleet.clone(),
+                        seed,
+                    }));
                 }
             }
         }
     }
     cells
+}
+
+/// The fleets to compare; only `None` if no fleet is simulated.
+fn fleets(args: &Args) -> Vec<Option<FleetCell>> {
+    let Some(workers) = args.what.fleet.workers else { return vec![None] };
+    let sizes = if args.fleet_sizes.is_empty() { vec![workers] } else { args.fleet_sizes.clone() };
+    let routings = match &args.routings[..] {
+        [] => vec![args.what.fleet.policy()],
+        list => list.to_vec(),
+    };
+    let fleet = |workers, policy: &Policy| Some(FleetCell { workers, routing: policy.name().to_owned() });
+    routings.iter().flat_map(|policy| sizes.iter().map(move |&workers| fleet(workers, policy))).collect()
 }
 
 fn what_of(what: &What, cell: &Cell) -> anyhow::Result<What> {
@@ -268,6 +329,9 @@ fn what_of(what: &What, cell: &Cell) -> anyhow::Result<What> {
     what.blocks.capacity_blocks = cell.capacity.parse().map_err(wrong_usage)?;
     if let Some(size) = &cell.tier_size {
         what.tiers.resize_last(size.parse().map_err(wrong_usage)?);
+    }
+    if let Some(fleet) = &cell.fleet {
+        what.fleet.set(fleet.workers, &fleet.routing).map_err(wrong_usage)?;
     }
     if !matches!(cell.policy.as_str(), "lfu_decay" | "cost") {
         what.blocks.half_life = None; // only those two policies have this parameter
@@ -321,9 +385,7 @@ fn one(args: &Args, cell: &Cell, load: &Load) -> anyhow::Result<CellFile> {
     let figures = if what.zero.zero_service {
         zero::figures(&zero::replay(&what, requests).with_context(run)?)
     } else {
-        let done =
-            simulate(&what, requests, &options, false, &mut |_| Ok(()), &mut |_| ()).with_context(run)?;
-        Report::of(&done.record, &what.objectives()).figures()
+        super::figures(&what, requests, &options, cell.seed).with_context(run)?
     };
     let figures = figures.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
     let file = CellFile { version: VERSION, key, cell: cell.clone(), figures };
@@ -337,12 +399,13 @@ fn key(what: &What, options: &Options, load: &Load) -> anyhow::Result<String> {
     let mut hash = Fnv(load.hash);
     write!(
         hash,
-        "{:?} {:?} {:?} {:?} {:?}",
+        "{:?} {:?} {:?} {:?} {:?} {:?}",
         Options { stop: None, ..options.clone() },
         (what.zero.zero_service, what.zero.touch_order),
         what.objectives(),
         what.blocks,
         what.costs.identity()?,
+        what.fleet,
     )
     .context("cannot hash the setting")?;
     Ok(format!("{:016x}", hash.0))
@@ -370,6 +433,7 @@ fn table(load: &str, files: Vec<CellFile>) -> Table {
         policy: cell.policy,
         capacity: cell.capacity,
         tier_size: cell.tier_size,
+        fleet: cell.fleet,
         seeds: runs.len() as u64,
         figures: over_seeds(runs.into_iter().flatten()),
     });

@@ -14,13 +14,14 @@ fn figure(row: &Row, name: &str) -> String {
     }
 }
 
-const SHOWN: [(&str, &str); 6] = [
+const SHOWN: [(&str, &str); 7] = [
     ("token_hit_ratio", "token hits"),
     ("reused_token_ratio", "hits and loads"),
     ("ttft_mean_s", "TTFT mean s"),
     ("ttft_p99_s", "TTFT p99 s"),
     ("tpot_mean_s", "TPOT mean s"),
     ("goodput_requests_per_s", "goodput/s"),
+    ("computed_token_imbalance", "most over mean"),
 ];
 
 /// The figures that matter most, and where the page is.
@@ -28,6 +29,9 @@ pub fn text(table: &Table, out: &Path) -> String {
     let mut text = format!("{}\n\n{:<10}{:<11}{:>12}", table.load, "scheduler", "policy", "blocks");
     if table.has_tier_sizes() {
         text += &format!("{:>12}", "last tier");
+    }
+    if table.has_fleets() {
+        text += &format!("{:>9} {:<14}", "workers", "routing");
     }
     let has = |name: &str| table.rows.iter().any(|row| row.figures.contains_key(name));
     let shown: Vec<(&str, &str)> = SHOWN.into_iter().filter(|(name, _)| has(name)).collect();
@@ -37,6 +41,9 @@ pub fn text(table: &Table, out: &Path) -> String {
         text += &format!("{:<10}{:<11}{:>12}", row.schedule, row.policy, row.capacity);
         if let Some(size) = &row.tier_size {
             text += &format!("{size:>12}");
+        }
+        if let Some(fleet) = &row.fleet {
+            text += &format!("{:>9} {:<14}", fleet.workers, fleet.routing);
         }
         shown.iter().for_each(|(name, _)| text += &format!("{:>20}", figure(row, name)));
         text.push('\n');
@@ -52,12 +59,14 @@ pub fn csv(table: &Table) -> String {
     let names: BTreeSet<&String> = table.rows.iter().flat_map(|row| row.figures.keys()).collect();
     let tier_sizes = table.has_tier_sizes();
     let mut text = "schedule,policy,capacity_blocks".to_owned();
-    text += if tier_sizes { ",tier_size,seeds" } else { ",seeds" };
+    text += if tier_sizes { ",tier_size" } else { "" };
+    text += if table.has_fleets() { ",workers,routing,seeds" } else { ",seeds" };
     names.iter().for_each(|name| text += &format!(",{name},{name}_half_width"));
     text.push('\n');
     for row in &table.rows {
         text += &format!("{},{},{}", row.schedule, row.policy, row.capacity);
         row.tier_size.iter().for_each(|size| text += &format!(",{size}"));
+        row.fleet.iter().for_each(|fleet| text += &format!(",{},{}", fleet.workers, fleet.routing));
         text += &format!(",{}", row.seeds);
         for name in &names {
             let cell = |value: Option<f64>| value.map_or(String::new(), |value| value.to_string());
@@ -121,22 +130,32 @@ impl Table {
     fn has_tier_sizes(&self) -> bool {
         self.rows.iter().any(|row| row.tier_size.is_some())
     }
+    fn has_fleets(&self) -> bool {
+        self.rows.iter().any(|row| row.fleet.is_some())
+    }
+    fn has_fleet_sizes(&self) -> bool {
+        let size = |row: &Row| row.fleet.as_ref().map(|fleet| fleet.workers);
+        self.rows.iter().any(|row| size(row) != size(&self.rows[0]))
+    }
     fn has_several(&self, of: fn(&Row) -> &str) -> bool {
         self.rows.iter().any(|row| of(row) != of(&self.rows[0]))
+    }
+    /// The name of a row: what differs between rows, of these.
+    fn name_of(&self, row: &Row, parts: &[fn(&Row) -> &str]) -> String {
+        let parts = parts.iter().filter(|of| self.has_several(**of)).map(|of| of(row));
+        parts.collect::<Vec<_>>().join(", ")
     }
 }
 
 /// All rows side by side. `None` if capacities differ, or if there is only one row.
 pub fn comparison(table: &Table) -> Option<Comparison> {
-    if table.rows.len() < 2 || table.has_several(|row| &row.capacity) || table.has_tier_sizes() {
+    let curves = table.has_several(|row| &row.capacity) || table.has_tier_sizes() || table.has_fleet_sizes();
+    if table.rows.len() < 2 || curves {
         return None;
     }
-    let (schedules, policies) =
-        (table.has_several(|row| &row.schedule), table.has_several(|row| &row.policy));
-    let name = |row: &Row| match (schedules, policies) {
-        (true, true) => format!("{}, {}", row.schedule, row.policy),
-        (true, false) => row.schedule.clone(),
-        (false, _) => row.policy.clone(),
+    let name = |row: &Row| {
+        let name = table.name_of(row, &[|row| &row.schedule, routing, |row| &row.policy]);
+        if name.is_empty() { row.policy.clone() } else { name }
     };
     let quantities = COMPARED.iter().map(|(title, label, unit, figures)| Quantity {
         title: (*title).to_owned(),
@@ -158,25 +177,70 @@ pub fn comparison(table: &Table) -> Option<Comparison> {
     })
 }
 
-/// Curves over the size of the last tier: one for each capacity, policy and scheduler.
-fn plots_over_tiers(table: &Table) -> Vec<Plot> {
-    let several: [fn(&Row) -> &str; 3] = [|row| &row.policy, |row| &row.schedule, |row| &row.capacity];
+fn routing(row: &Row) -> &str {
+    row.fleet.as_ref().map_or("", |fleet| &fleet.routing)
+}
+
+/// Curves over the number of workers: one for each routing policy, capacity, policy and scheduler.
+fn plots_over_fleets(table: &Table) -> Vec<Plot> {
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();
         for row in &table.rows {
-            let parts = several.iter().filter(|of| table.has_several(**of)).map(|of| of(row));
-            let name = parts.collect::<Vec<_>>().join(", ");
+            let parts: [fn(&Row) -> &str; 4] =
+                [routing, |row| &row.policy, |row| &row.schedule, |row| &row.capacity];
+            let name = table.name_of(row, &parts);
+            let name = if name.is_empty() { routing(row).to_owned() } else { name };
+            let (Some(fleet), Some(estimate)) = (&row.fleet, row.figures.get(figure)) else { continue };
+            add_point(&mut curves, name, f64::from(fleet.workers), *estimate);
+        }
+        curves
+    };
+    let imbalance = (
+        "computed_token_imbalance",
+        "Imbalance against capacity",
+        "The tokens that the busiest worker computed, over the mean of all workers. At 1 all computed the same.",
+        "most over mean",
+        Unit::Count,
+    );
+    let plots = PLOTS.into_iter().chain([imbalance]).map(|(name, title, about, y_label, unit)| Plot {
+        title: title.replace("capacity", "the number of workers"),
+        about: about.replace(
+            "a cache of this size. Where a curve flattens, more memory no longer pays off.",
+            "all workers together.",
+        ),
+        x_label: "workers".to_owned(),
+        y_label: y_label.to_owned(),
+        unit,
+        curves: curves(name),
+        level: None,
+    });
+    plots.collect()
+}
+
+/// Adds a point to the curve of this name, in order of `x`.
+fn add_point(curves: &mut Vec<Curve>, name: String, x: f64, estimate: Estimate) {
+    let point = Point { x, y: estimate.mean, half_width: estimate.half_width };
+    match curves.iter_mut().find(|curve| curve.name == name) {
+        Some(curve) => {
+            curve.points.push(point);
+            curve.points.sort_by(|a, b| a.x.total_cmp(&b.x));
+        }
+        None => curves.push(Curve { name, points: vec![point] }),
+    }
+}
+
+/// Curves over the size of the last tier: one for each capacity, policy and scheduler.
+fn plots_over_tiers(table: &Table) -> Vec<Plot> {
+    let parts: [fn(&Row) -> &str; 3] = [|row| &row.policy, |row| &row.schedule, |row| &row.capacity];
+    let curves = |figure: &str| {
+        let mut curves: Vec<Curve> = Vec::new();
+        for row in &table.rows {
+            let name = table.name_of(row, &parts);
             let name = if name.is_empty() { row.policy.clone() } else { name };
             let size = row.tier_size.as_ref().and_then(|size| size.parse::<Size>().ok());
             let (Some(size), Some(estimate)) = (size, row.figures.get(figure)) else { continue };
-            let (x, half_width) = (size.0 as f64 / f64::from(1u32 << 30), estimate.half_width);
-            let point = Point { x, y: estimate.mean, half_width };
-            match curves.iter_mut().find(|curve| curve.name == name) {
-                Some(curve) => curve.points.push(point),
-                None => curves.push(Curve { name, points: vec![point] }),
-            }
+            add_point(&mut curves, name, size.0 as f64 / f64::from(1u32 << 30), *estimate);
         }
-        curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
         curves
     };
     let endless = table.rows.iter().find(|row| row.tier_size.as_deref() == Some("inf"));
@@ -200,10 +264,13 @@ fn plots_over_tiers(table: &Table) -> Vec<Plot> {
     plots.collect()
 }
 
-/// Curves over capacity, or over the size of a tier.
+/// Curves over capacity, over the number of workers, or over the size of a tier.
 pub fn plots(table: &Table) -> Vec<Plot> {
     if table.has_tier_sizes() {
         return plots_over_tiers(table);
+    }
+    if table.has_fleet_sizes() {
+        return plots_over_fleets(table);
     }
     let several = table.has_several(|row| &row.schedule);
     let curves = |figure: &str| {
@@ -213,13 +280,8 @@ pub fn plots(table: &Table) -> Vec<Plot> {
             let (Ok(x), Some(estimate)) = (row.capacity.parse::<u32>(), row.figures.get(figure)) else {
                 continue;
             };
-            let point = Point { x: x.into(), y: estimate.mean, half_width: estimate.half_width };
-            match curves.iter_mut().find(|curve| curve.name == name) {
-                Some(curve) => curve.points.push(point),
-                None => curves.push(Curve { name, points: vec![point] }),
-            }
+            add_point(&mut curves, name, x.into(), *estimate);
         }
-        curves.iter_mut().for_each(|curve| curve.points.sort_by(|a, b| a.x.total_cmp(&b.x)));
         curves
     };
     // Without a bound nothing is evicted, so all policies give the same result. Schedulers still differ.

@@ -1,0 +1,75 @@
+//! A fleet of one worker gives what a single run gives, and steps that run as one what single steps give.
+use super::loads::{config, requests};
+use super::{Uneven, cache, fleet, loads};
+use kvist_cache::Cache;
+use kvist_simulator::cost::{ConstantRates, StepCost};
+use kvist_simulator::fleet::{FleetOptions, POLICIES};
+use kvist_simulator::report::{Objectives, Report};
+use kvist_simulator::run::{self, Options};
+use kvist_testing::SplitMix64;
+
+#[test]
+fn one_worker_is_a_single_run() {
+    let rates = ConstantRates::new(3.0, 0.4).unwrap();
+    let mut random = SplitMix64(3);
+    for round in 0..60 {
+        let requests = requests(round, 120, 60_000);
+        let cost: &dyn StepCost = if round % 2 == 0 { &Uneven } else { &rates };
+        let spec = cache([400, 4000][round as usize % 2]);
+        let options = FleetOptions {
+            policy: POLICIES[round as usize % POLICIES.len()].0,
+            objectives: Objectives { ttft_s: Some(1e-4), tpot_s: Some(1e-5) },
+            run: Options { scheduler: config(&mut random), max_new: Some(40), ..Options::default() },
+            rows: true,
+            ..FleetOptions::default()
+        };
+        let single = Cache::paged(&spec).unwrap();
+        let single = run::run(&requests, single, cost, &options.run, None, &mut |_| ()).unwrap();
+        let of_fleet = fleet(&requests, &spec, cost, &options);
+        let arrived = |row: &&_| kvist_simulator::report::RequestRow::queue_s(row).is_some();
+        // A row of a follow-up whose parent was refused has no arrival; the others are the same.
+        assert_eq!(
+            of_fleet.rows.iter().filter(arrived).collect::<Vec<_>>(),
+            single.record.requests.iter().filter(arrived).collect::<Vec<_>>(),
+            "round {round}"
+        );
+        assert_eq!(of_fleet.rows.len(), single.record.requests.len());
+        let single = Report::of(&single.record, &options.objectives);
+        let of_fleet = of_fleet.report;
+        assert_eq!(of_fleet.cache, single.cache, "round {round}");
+        assert_eq!(of_fleet.steps, single.steps, "round {round}");
+        assert_eq!(of_fleet.requests, single.requests, "round {round}");
+        assert_eq!(of_fleet.throughput, single.throughput, "round {round}");
+        assert_eq!(of_fleet.objectives, single.objectives, "round {round}");
+        assert_eq!(of_fleet.latency.itl_s, single.latency.itl_s, "round {round}");
+        // Percentiles come from a histogram.
+        for (a, b) in [
+            (of_fleet.latency.ttft_s, single.latency.ttft_s),
+            (of_fleet.latency.end_to_end_s, single.latency.end_to_end_s),
+            (of_fleet.latency.queue_s, single.latency.queue_s),
+            (of_fleet.latency.tpot_s, single.latency.tpot_s),
+        ] {
+            let (a, b) = (a.unwrap(), b.unwrap());
+            assert_eq!(a.n, b.n);
+            assert!((a.mean - b.mean).abs() < 1e-9 + b.mean * 1e-6, "round {round}: {a:?} instead of {b:?}");
+        }
+    }
+}
+
+#[test]
+fn steps_that_run_as_one_change_nothing() {
+    let mut random = SplitMix64(8);
+    for round in 0..60 {
+        let requests = requests(round, 150, 15_000);
+        let policy = POLICIES[round as usize % POLICIES.len()].0;
+        let mut options = loads::options(&mut random, policy, 6);
+        options.changes = loads::changes(&mut random, options.workers, 2_000_000);
+        let spec = cache([400, 4000][round as usize % 2]);
+        let together = fleet(&requests, &spec, &Uneven, &options);
+        options.run.one_by_one = true;
+        let one_by_one = fleet(&requests, &spec, &Uneven, &options);
+        assert_eq!(together.rows, one_by_one.rows, "round {round}");
+        assert_eq!(together.report, one_by_one.report, "round {round}");
+        assert!(together.turns < one_by_one.turns, "round {round}: nothing ran together");
+    }
+}
