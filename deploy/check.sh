@@ -25,7 +25,7 @@ fi
 
 python3 -m venv "$work/env"
 "$work/env/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0
-"$work/env/bin/kubernetes-validate" --strict "$here/kubernetes/kvist.yaml" "$here/kubernetes/autoscaling.yaml"
+"$work/env/bin/kubernetes-validate" --strict "$here/kubernetes/kvist.yaml" "$here/kubernetes/autoscaling.yaml" "$here/kubernetes/router.yaml"
 "$work/env/bin/python" - "$here" <<'PYTHON'
 import pathlib, sys, yaml
 for path in sorted(pathlib.Path(sys.argv[1]).rglob("*.yaml")):
