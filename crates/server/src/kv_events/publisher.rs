@@ -14,6 +14,7 @@ use bytes::Bytes;
 use std::collections::VecDeque;
 use std::io;
 use std::net;
+use std::ops::Range;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, SystemTime};
@@ -36,6 +37,8 @@ const ACCEPTING_AGAIN: Duration = Duration::from_millis(100);
 
 /// More lost messages are not replaced: a consumer would need too long to read their numbers.
 const MAX_REPLACED: u64 = 1 << 20;
+/// How often the content is asked for, if it is out of date when it comes.
+const ATTEMPTS: u32 = 3;
 /// Empty batches that are written at a time.
 const WRITTEN_AT_ONCE: u64 = 1024;
 
@@ -65,15 +68,16 @@ impl Kept {
         self.bytes += payload.len();
         self.messages.push_back((number, payload));
         while self.messages.len() > self.most || self.bytes > MAX_KEPT_BYTES {
-            let Some((_, payload)) = self.messages.pop_front() else { return };
+            let Some((_, payload)) = self.messages.pop_front() else { break };
             self.bytes -= payload.len();
         }
-        let oldest = self.oldest();
+        let oldest = self.oldest(number + 1);
         self.content = self.content.take().filter(|content| content.until >= oldest);
     }
 
-    fn oldest(&self) -> u64 {
-        self.messages.front().map_or(0, |(number, _)| *number)
+    /// The number of the oldest kept message; that of the `next` one if none is kept.
+    fn oldest(&self, next: u64) -> u64 {
+        self.messages.front().map_or(next, |(number, _)| *number)
     }
 
     /// The oldest kept message with at least this number.
@@ -97,25 +101,42 @@ impl Log {
     fn kept(&self) -> MutexGuard<'_, Kept> {
         self.kept.lock().unwrap_or_else(|broken| broken.into_inner())
     }
+    /// In the order in which a message is published: the other one would wait for itself.
+    fn kept_and_next(&self) -> (MutexGuard<'_, Kept>, u64) {
+        let next = *self.next.borrow();
+        (self.kept(), next)
+    }
     /// The oldest kept message with at least this number. The lock is free while a peer reads it.
     fn from(&self, number: u64) -> Option<(u64, Bytes)> {
         self.kept().from(number)
     }
     /// What to send in place of the messages from `from` on that are not kept; `None` if all are.
     async fn content(&self, from: u64, ask: &AskContent) -> Option<Content> {
-        let kept = || (self.kept().oldest(), self.kept().content.clone());
-        let _asking = match kept() {
-            (oldest, _) if from >= oldest || oldest - from > MAX_REPLACED => return None,
-            (_, Some(content)) => return Some(content),
-            _ => self.asking.lock().await,
+        let kept = || {
+            let (kept, next) = self.kept_and_next();
+            let oldest = kept.oldest(next);
+            let is_lost = from < oldest && oldest - from <= MAX_REPLACED;
+            (is_lost, kept.content.clone())
         };
-        // Another replay may have asked meanwhile.
-        if let (_, Some(content)) = kept() {
-            return Some(content);
+        let _asking = match kept() {
+            (false, _) => return None,
+            (true, Some(content)) => return Some(content),
+            (true, None) => self.asking.lock().await,
+        };
+        // Again if so many messages came meanwhile that there is a gap after the content.
+        for _ in 0..ATTEMPTS {
+            // Another replay may have asked.
+            if let (true, Some(content)) = kept() {
+                return Some(content);
+            }
+            let content = ask().await?;
+            let (mut kept, next) = self.kept_and_next();
+            if content.until >= kept.oldest(next) {
+                kept.content = Some(content.clone());
+                return Some(content);
+            }
         }
-        let content = ask().await?;
-        self.kept().content = Some(content.clone());
-        Some(content)
+        None
     }
     fn message(&self, number: u64, payload: &[u8], before: &[&[u8]]) -> Vec<u8> {
         zmtp::message(&[before, &[&self.topic, &number.to_be_bytes(), payload]].concat())
@@ -294,24 +315,38 @@ const END: [u8; 8] = [0xff; 8];
 async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64, ask: &AskContent) -> io::Result<()> {
     let mut next = from;
     if let Some(content) = log.content(from, ask).await {
+        let until = content.until;
         send(writer, &log.message(from, &content.payload, &[b""])).await?;
-        let nothing = batch(&[]).unwrap_or_default();
-        let numbers = from + 1..content.until;
-        for first in numbers.clone().step_by(WRITTEN_AT_ONCE as usize) {
-            let some = first..(first + WRITTEN_AT_ONCE).min(numbers.end);
-            let messages: Vec<u8> = some.flat_map(|number| log.message(number, &nothing, &[b""])).collect();
-            send(writer, &messages).await?;
-        }
-        next = content.until;
+        drop(content);
+        next = send_numbers(writer, log, from + 1..until).await?;
     }
     let end = *log.next.borrow();
     while next < end
         && let Some((number, payload)) = log.from(next)
     {
+        // The log has moved on: what follows would say nothing to a consumer that lacks what is lost.
+        if number > next {
+            break;
+        }
         send(writer, &log.message(number, &payload, &[b""])).await?;
         next = number + 1;
     }
     send(writer, &zmtp::message(&[b"", b"", &END, b""])).await
+}
+
+/// Sends empty batches under these numbers. Returns the number after them.
+async fn send_numbers(writer: &mut OwnedWriteHalf, log: &Log, numbers: Range<u64>) -> io::Result<u64> {
+    let nothing = batch(&[]).unwrap_or_default();
+    let all = timeout(READING_TIME, async {
+        for first in numbers.clone().step_by(WRITTEN_AT_ONCE as usize) {
+            let some = first..(first + WRITTEN_AT_ONCE).min(numbers.end);
+            let messages: Vec<u8> = some.flat_map(|number| log.message(number, &nothing, &[b""])).collect();
+            send(writer, &messages).await?;
+        }
+        Ok::<(), io::Error>(())
+    });
+    all.await??;
+    Ok(numbers.end.max(numbers.start))
 }
 
 /// The first number that is asked for. `None` for a message of another form, or a command.
@@ -369,9 +404,9 @@ mod tests {
         kept.content = Some(content.clone());
         kept.push(5, Bytes::new());
         kept.push(6, Bytes::new());
-        assert_eq!((kept.oldest(), kept.content.clone()), (4, Some(content)));
+        assert_eq!((kept.oldest(7), kept.content.clone()), (4, Some(content)));
         kept.push(7, Bytes::new());
-        assert_eq!((kept.oldest(), kept.content), (5, None));
+        assert_eq!((kept.oldest(8), kept.content), (5, None));
     }
 
     /// A replay of what was lost asks for the content once, however many ask.
