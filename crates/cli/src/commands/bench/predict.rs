@@ -1,13 +1,14 @@
 //! `kvist bench predict` measures how accurate the simulator is: it serves a load that the table was not made from,
 //! simulates it with the table, and compares.
 //!
-//! Requests with popular prefixes arrive as from independent users. The engine of `kvist serve` answers them in this
+//! Requests with popular prefixes arrive as from independent users, or those of a trace. The engine of `kvist serve` answers them in this
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
 //! configuration and table. Then the table prices the steps that really ran, one by one: their error is the table's,
 //! and the remaining error comes from how steps were composed.
 mod disk;
 mod figures;
 mod load;
+mod recorded;
 mod users;
 
 use crate::commands::simulate::{costs, replay, spec};
@@ -29,6 +30,7 @@ use kvist_simulator::request::Request;
 use kvist_simulator::run::{self, Options};
 use kvist_simulator::trace;
 use load::{Kind, distinct_tokens, load};
+use recorded::{Limits, RecordedArgs};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -44,10 +46,10 @@ pub struct Args {
     /// How long requests keep arriving
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
     seconds: f64,
-    /// Requests to serve, however long they take to arrive
+    /// Requests to serve, however long they take to arrive; of a trace, so many from its beginning [default: all of it]
     #[arg(
         long, value_name = "N", conflicts_with = "seconds",
-        value_parser = clap::value_parser!(u32).range(i64::from(FEWEST)..=100_000)
+        value_parser = clap::value_parser!(u32).range(i64::from(FEWEST)..=i64::from(MOST))
     )]
     requests: Option<u32>,
     /// Share of the time that the machine is busy; the simulator finds the arrival rate for it
@@ -62,6 +64,8 @@ pub struct Args {
     /// Serve chats of several turns instead of single requests; a user thinks so long on average: 20s
     #[arg(long, value_name = "TIME", value_parser = spec::duration)]
     chats: Option<Duration>,
+    #[command(flatten)]
+    recorded: RecordedArgs,
     /// Goodput counts the requests whose first token comes within this time
     #[arg(long, value_name = "TIME", value_parser = spec::duration, default_value = "1s")]
     slo_ttft: Duration,
@@ -80,6 +84,9 @@ pub struct Args {
 
 /// Fewer requests give no reliable mean.
 const FEWEST: u32 = 20;
+/// More would take days.
+const MOST: u32 = 100_000;
+
 /// A disk tier.
 #[derive(Serialize)]
 struct Disk {
@@ -149,24 +156,40 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             tiers.flatten().flatten().map(|tiers| (tiers, disk.capacity_bytes))
         }
     };
-    let n_requests = |per_s: f64| match args.requests {
-        Some(n) => n as usize,
-        None => ((per_s * args.seconds).ceil() as usize).max(1),
+    let longest_tokens = longest.min(config.paged.cache.context_tokens);
+    let recorded =
+        args.recorded.read(args.requests, Limits { longest_tokens, vocab, most_requests: MOST })?;
+    let n_requests = |per_s: f64| match (&recorded, args.requests) {
+        (Some(recorded), _) => recorded.len(),
+        (None, Some(n)) => n as usize,
+        (None, None) => ((per_s * args.seconds).ceil() as usize).max(1),
     };
     let kind = args.chats.map_or(Kind::Prefixes, |think| Kind::Chats { think_s: think.as_secs_f64() });
-    let draw = |per_s: f64| load(kind, per_s, n_requests(per_s), args.seed, longest, vocab);
+    let draw = |per_s: f64| match &recorded {
+        Some(recorded) => Ok(recorded.at_rate(per_s)),
+        None => load(kind, per_s, n_requests(per_s), args.seed, longest, vocab),
+    };
     let per_s = rate(|per_s| {
         // A load too large to generate counts as too busy.
-        let too_large = n_requests(per_s) > 100_000;
+        let too_large = n_requests(per_s) > MOST as usize;
         Ok(too_large || simulate(&draw(per_s)?, tiers.as_ref())?.busy() > args.busy)
     })?;
     let requests = draw(per_s)?;
     ensure!(
         requests.len() >= FEWEST as usize,
-        "{} requests in {} s would keep this machine busy for that share of the time, which is too few requests for \
-         a mean: give more --seconds, --requests {FEWEST}, or a smaller model",
-        requests.len(),
-        args.seconds
+        "{}, which is too few requests for a mean: give {}",
+        match &recorded {
+            Some(_) => format!("the trace has {} requests", requests.len()),
+            None => format!(
+                "{} requests in {} s would keep this machine busy for that share of the time",
+                requests.len(),
+                args.seconds
+            ),
+        },
+        match &recorded {
+            Some(_) => format!("one of {FEWEST} at least"),
+            None => format!("more --seconds, --requests {FEWEST}, or a smaller model"),
+        }
     );
     if let Some(file) = &args.trace {
         let mut text = Vec::new();
@@ -198,12 +221,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prediction = Prediction {
         version: json::VERSION,
         table: table.name(),
-        load: format!(
-            "{per_s:.2} requests/s (Poisson){}, seed {}: {}",
-            args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
-            args.seed,
-            kind.text()
-        ),
+        load: match &recorded {
+            Some(recorded) => format!("{per_s:.2} requests/s: {}", recorded.text(per_s)),
+            None => format!(
+                "{per_s:.2} requests/s (Poisson){}, seed {}: {}",
+                args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
+                args.seed,
+                kind.text()
+            ),
+        },
         requests: requests.len(),
         cache_tokens,
         distinct_tokens: distinct_tokens(&requests, config.paged.block_tokens),
