@@ -4,11 +4,13 @@
 //! Requests with popular prefixes arrive as from independent users, or those of a trace. The engine of `kvist serve` answers them in this
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
 //! configuration and table. Then the table prices the steps that really ran, one by one: their error is the table's,
-//! and the remaining error comes from how steps were composed.
+//! and the remaining error comes from how steps were composed. A second simulation shows that: with the table's times multiplied by
+//! what the steps took over what they should have taken, because the machine is not equally fast in both minutes.
 mod disk;
 mod figures;
 mod load;
 mod recorded;
+mod speed;
 mod users;
 
 use crate::commands::simulate::{costs, replay, spec};
@@ -32,6 +34,7 @@ use kvist_simulator::trace;
 use load::{Kind, distinct_tokens, load};
 use recorded::{Limits, RecordedArgs};
 use serde::Serialize;
+use speed::AtSpeed;
 use std::path::PathBuf;
 use std::time::Duration;
 use users::{Recording, block_on, serve};
@@ -120,6 +123,9 @@ struct Prediction {
     without_tier: Option<Vec<Figure>>,
     /// The replay of the served recording, with its steps priced by the table.
     replayed: replay::Summary,
+    /// The same of the load without the tier.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replayed_without_tier: Option<replay::Summary>,
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
@@ -134,14 +140,17 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let vocab = model.config().vocab as u32;
     let longest = table.range().context_tokens as u32;
     let disk = args.disk.open(&config, model.config())?;
-    let simulate = |requests: &[Request], tiers: Option<&(Tiers, u64)>| -> anyhow::Result<Figures> {
-        let scheduler = Config { tiers: tiers.map(|tiers| tiers.0.clone()), ..config.scheduler.clone() };
-        let tier_capacities = tiers.map(|tiers| Some(tiers.1)).into_iter().collect();
-        let options = Options { scheduler, tier_capacities, ..Options::default() };
-        let cache = config.paged.cache(model.config())?;
-        let run = run::run(requests, cache, &table, &options, None, &mut |_| ())?;
-        Ok(Figures::simulated(&run, args.slo_ttft.as_secs_f64()))
-    };
+    // `slowdown`: over the times of the table.
+    let simulate =
+        |requests: &[Request], tiers: Option<&(Tiers, u64)>, slowdown: f64| -> anyhow::Result<Figures> {
+            let scheduler = Config { tiers: tiers.map(|tiers| tiers.0.clone()), ..config.scheduler.clone() };
+            let tier_capacities = tiers.map(|tiers| Some(tiers.1)).into_iter().collect();
+            let options = Options { scheduler, tier_capacities, ..Options::default() };
+            let cache = config.paged.cache(model.config())?;
+            let costs = AtSpeed { costs: &table, factor: slowdown };
+            let run = run::run(requests, cache, &costs, &options, None, &mut |_| ())?;
+            Ok(Figures::simulated(&run, args.slo_ttft.as_secs_f64()))
+        };
     let start = |tiers: Option<TierConfig>, watcher: Option<Recording>| -> anyhow::Result<Engine> {
         let watchers = watcher.into_iter().map(|watcher| Box::new(watcher) as _).collect();
         let config = EngineConfig { watchers, tiers, ..served(&args, &table)? };
@@ -172,7 +181,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let per_s = rate(|per_s| {
         // A load too large to generate counts as too busy.
         let too_large = n_requests(per_s) > MOST as usize;
-        Ok(too_large || simulate(&draw(per_s)?, tiers.as_ref())?.busy() > args.busy)
+        Ok(too_large || simulate(&draw(per_s)?, tiers.as_ref(), 1.0)?.busy() > args.busy)
     })?;
     let requests = draw(per_s)?;
     ensure!(
@@ -207,13 +216,20 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         drop(engine);
         Ok((figures, recording.text()))
     };
-    // Without a tier first: it writes nothing that the other could find.
-    let without_tier = match &tiers {
-        None => None,
-        Some(_) => Some(compared(&run_for_real(None)?.0, &simulate(&requests, None)?)),
+    let compare = |served: &Figures, recording: &str, tiers: Option<&(Tiers, u64)>| -> anyhow::Result<_> {
+        let replayed = replay::check("the recording", recording, &table)?;
+        let at_speed = simulate(&requests, tiers, replayed.slowdown().unwrap_or(1.0))?;
+        Ok((compared(served, &simulate(&requests, tiers, 1.0)?, &at_speed), replayed))
     };
-    let (figures, recording) = run_for_real(disk.as_ref().map(|disk| disk.config()))?;
-    let figures = compared(&figures, &simulate(&requests, tiers.as_ref())?);
+    // Without a tier first: it writes nothing that the other could find.
+    let without = match &tiers {
+        None => None,
+        Some(_) => Some(run_for_real(None)?),
+    };
+    let (served, recording) = run_for_real(disk.as_ref().map(|disk| disk.config()))?;
+    let (figures, replayed) = compare(&served, &recording, tiers.as_ref())?;
+    let without = without.map(|(served, recording)| compare(&served, &recording, None)).transpose()?;
+    let (without_tier, replayed_without_tier) = without.unzip();
     let load_average = [before, load_average()];
     if let Some(file) = &args.record {
         output::write_file(file, recording.as_bytes())?;
@@ -243,7 +259,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         load_average,
         figures,
         without_tier,
-        replayed: replay::check("the recording", &recording, &table)?,
+        replayed,
+        replayed_without_tier,
     };
     if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
 }
@@ -387,20 +404,33 @@ impl Prediction {
             text += &format!("Without the disk:\n\n{}\nWith the disk:\n\n", table_of(figures));
         }
         text += &table_of(&self.figures);
+        if let Some(replayed) = &self.replayed_without_tier {
+            text += &format!("\nWhat was served without the disk, replayed:\n{}", replayed.text());
+        }
         text + "\nWhat was served, replayed:\n" + &self.replayed.text()
     }
 }
 
 fn table_of(figures: &[Figure]) -> String {
-    let mut text = "| | served | simulated | error |\n|---|--:|--:|--:|\n".to_owned();
+    let mut text =
+        "| | served | simulated | error | at the speed of the run | error |\n|---|--:|--:|--:|--:|--:|\n"
+            .to_owned();
     for row in figures {
-        let error = row.error().map_or(String::new(), |error| format!("{:+.1}%", error * 100.0));
+        let error = |predicted: f64| {
+            row.error(predicted).map_or(String::new(), |error| format!("{:+.1}%", error * 100.0))
+        };
         let number = |x: f64| match row.unit {
             "" => format!("{x:.0}"),
             unit => format!("{x:.2} {unit}"),
         };
-        text +=
-            &format!("| {} | {} | {} | {error} |\n", row.figure, number(row.served), number(row.simulated));
+        let (simulated, at_speed) = (number(row.simulated), number(row.at_speed));
+        text += &format!(
+            "| {} | {} | {simulated} | {} | {at_speed} | {} |\n",
+            row.figure,
+            number(row.served),
+            error(row.simulated),
+            error(row.at_speed)
+        );
     }
     text
 }
