@@ -113,6 +113,7 @@ fn start(section: &str, stores: &[Arc<dyn BlockStore>]) -> (Engine, OpenTiers) {
     config.cache.tokens = Some(512);
     let model = models::f32_model();
     let mut settings = config.engine(model.config());
+    settings.tenants.clear();
     let mut tiers = config.tiers.open(&config.scheduler, 1 << 20, Vec::new()).unwrap().unwrap();
     // As if it took no time to read them, so that a load is expected at once.
     let fast = |store: &Arc<dyn BlockStore>| TierStore {
@@ -127,7 +128,7 @@ fn start(section: &str, stores: &[Arc<dyn BlockStore>]) -> (Engine, OpenTiers) {
 
 fn submit(engine: &Engine) -> GenerationHandle {
     let prompt: Vec<u32> = (5..5 + PROMPT_TOKENS).collect();
-    engine.submit(Job { ignore_eos: true, explain: true, ..Job::new(&prompt, 8) }).unwrap()
+    engine.submit(Job { ignore_eos: true, explain: true, ..Job::new(prompt, 8) }).unwrap()
 }
 
 /// The text, the loaded tokens, and why no more were.
