@@ -106,7 +106,7 @@ impl BlockStore for Gated {
 }
 
 /// An engine with the tiers of this section, whose stores are replaced by `stores`.
-fn start(section: &str, stores: &[Arc<dyn BlockStore>]) -> (Engine, OpenTiers) {
+fn start(section: &str, stores: Vec<Arc<dyn BlockStore>>) -> (Engine, OpenTiers) {
     let mut config = ServerConfig::parse(Path::new("k.toml"), section).unwrap();
     config.check().unwrap();
     config.cache.kv = Storage::F32;
@@ -116,12 +116,8 @@ fn start(section: &str, stores: &[Arc<dyn BlockStore>]) -> (Engine, OpenTiers) {
     settings.tenants.clear();
     let mut tiers = config.tiers.open(&config.scheduler, 1 << 20, Vec::new()).unwrap().unwrap();
     // As if it took no time to read them, so that a load is expected at once.
-    let fast = |store: &Arc<dyn BlockStore>| TierStore {
-        store: store.clone(),
-        bytes_per_s: u64::MAX,
-        latency: Duration::ZERO,
-    };
-    tiers.config.stores = stores.iter().map(fast).collect();
+    let fast = |store| TierStore { store, bytes_per_s: u64::MAX, latency: Duration::ZERO };
+    tiers.config.stores = stores.into_iter().map(fast).collect();
     settings.tiers = Some(tiers.config());
     (Engine::start(model.clone(), &devices::all(), settings).unwrap(), tiers)
 }
@@ -158,7 +154,7 @@ fn until(happened: impl Fn() -> bool) {
 /// A store in memory that has the blocks of the prompt, and the text that follows it.
 fn filled() -> (Arc<Ram>, Vec<u32>) {
     let stored = Arc::new(Ram::new(1 << 30));
-    let (engine, tiers) = start("[tiers]\nram_bytes = 1", &[stored.clone()]);
+    let (engine, tiers) = start("[tiers]\nram_bytes = 1", vec![stored.clone()]);
     let (text, loaded, _) = receive(submit(&engine));
     tiers.flush(&engine, PATIENCE);
     assert_eq!((loaded, stored.usage().entries), (0, Some(N_BLOCKS)));
@@ -173,10 +169,10 @@ fn a_server_gives_up_a_slow_store_after_its_grace() {
     // On a slow machine a lookup may be late, too: once more.
     loop {
         let gated = Gated::over(&stored, 0, OPEN);
-        let (patient, _tiers) = start(&section(3_600_000), &[gated.clone()]);
+        let (patient, _tiers) = start(&section(3_600_000), vec![gated.clone()]);
         let waits = submit(&patient);
         until(|| gated.begun_reads.load(SeqCst) > 0);
-        let (hurried, _tiers) = start(&section(50), &[gated.clone()]);
+        let (hurried, _tiers) = start(&section(50), vec![gated.clone()]);
         let (text, loaded, why) = receive(submit(&hurried));
         assert_eq!((&text, loaded), (&expected, 0));
         gated.reads.add_permits(OPEN);
@@ -201,7 +197,7 @@ fn a_flush_waits_for_what_is_stored_and_promoted() {
             stores.push(filled().0);
         }
         let section = "[tiers]\nram_bytes = 1\nload = \"always\"\ngrace_ms = 3600000";
-        let (engine, tiers) = start(section, &stores);
+        let (engine, tiers) = start(section, stores);
         let (_, loaded, _) = receive(submit(&engine));
         assert_eq!(u64::from(loaded), promoted * 16);
         until(|| gated.begun_writes.load(SeqCst) > 0);
