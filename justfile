@@ -59,7 +59,7 @@ proofs flips="100000" kills="1000":
 bench-tiers *args:
     bench/tiers/ttft.py {{args}}
 
-# What a disk is worth, served and simulated, for a model of yours: `just bench-goodput MODEL.gguf`.
+# What a disk is worth, served and simulated, for a model of yours: `just bench-goodput MODEL.gguf`; with TRACE=FILE on requests of a trace.
 bench-goodput model:
     bench/tiers/goodput.sh {{model}}
 

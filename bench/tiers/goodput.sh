@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
-# What a disk is worth: the same chats, which together are five times as long as the cache, without and with a disk, served and
+# What a disk is worth: the same load, whose prompts together are five times as long as the cache, without and with a disk, served and
 # simulated. Some six minutes on two cores, which nothing else should use.
 #     bench/tiers/goodput.sh MODEL.gguf [FOLDER-ON-THE-DISK]
+# The load is chats, or with TRACE=conversation_trace.jsonl the first 800 requests of that trace of Mooncake's
+# (https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. BUSY is the share of the time that the machine is to be busy
+# with the disk.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${1:?give a model: bench/tiers/goodput.sh MODEL.gguf}
@@ -9,7 +12,12 @@ folder=$(mktemp -d "${2:-/tmp}/kvist-goodput.XXXXXX")
 trap 'rm -rf "$folder"' EXIT
 kvist=${KVIST:-target/release/kvist}
 [[ -x $kvist ]] || cargo build --release --quiet --features tiers
-batch=(--max-batch 8 --max-batch-tokens 256)
-"$kvist" bench calibrate --model "$model" "${batch[@]}" --context 1536 --seconds 120 -o "$folder/costs.json"
-"$kvist" bench predict --model "$model" --costs "$folder/costs.json" --requests 90 --seed 2 --chats 4s --busy 0.75 --context 3072 \
-    --slo-ttft 3s --tier-disk "$folder/blocks" --tier-disk-size 1GiB
+calibrate=(--max-batch 8 --max-batch-tokens 256 --context 1536 --seconds 120)
+load=(--requests 90 --seed 2 --chats 4s --busy "${BUSY:-0.75}" --context 3072 --slo-ttft 3s --tier-disk-size 1GiB)
+if [[ -n ${TRACE:-} ]]; then
+    # An id of the trace stands for 512 tokens, of which 8 are left: a block.
+    calibrate=(--max-batch 8 --max-batch-tokens 256 --context 2048 --block-tokens 8 --seconds 70)
+    load=(--load "$TRACE" --scale-tokens 1/64 --requests 800 --busy "${BUSY:-0.93}" --context 27200 --slo-ttft 5s --tier-disk-size 6GiB)
+fi
+"$kvist" bench calibrate --model "$model" "${calibrate[@]}" -o "$folder/costs.json"
+"$kvist" bench predict --model "$model" --costs "$folder/costs.json" "${load[@]}" --tier-disk "$folder/blocks"

@@ -82,7 +82,7 @@ impl Ours {
         if let Ok(step) = Step::begin(&mut self.cache, &request, &mut self.plan) {
             return step.commit();
         }
-        self.cache.prefixes().expect("an index").make_room(n_tokens, AT);
+        self.cache.prefixes().expect("an index").evict_until_free(n_tokens, AT);
         Step::begin(&mut self.cache, &request, &mut self.plan).expect("there is room").commit();
     }
     fn close(&mut self, seq: SeqId) {

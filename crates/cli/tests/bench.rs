@@ -316,6 +316,9 @@ fn a_table_of_step_costs_and_what_it_foretells() {
 
     // Too few for a mean.
     refused(&["bench", "predict", "--costs", &costs, "--requests", "5"], 2, &["20..=100000"]);
+
+    a_trace_is_served(&costs, &path("mooncake.jsonl"), &trace);
+
     // A different model, cache or number of threads is refused, because the table was not measured with it.
     refused(&[&predict[..], &["--threads", "2"]].concat(), 1, &["give --threads 1"]);
     for (args, expected) in [
@@ -324,4 +327,50 @@ fn a_table_of_step_costs_and_what_it_foretells() {
     ] {
         refused(&[&["bench", "calibrate", "-o", &costs], args].concat(), 2, &[expected]);
     }
+}
+
+/// A trace of Mooncake's: one token for 64 of its own, so 8 for one of its ids. What is served shares what the ids share, which is
+/// what is simulated. `file` and `written` are free names; `costs` is a table for one thread.
+fn a_trace_is_served(costs: &str, file: &str, written: &str) {
+    let row = |i: u32| {
+        let (ids, at) = (format!("[0, {}, {}]", 1 + i % 3, 100 + i), i / 4 * 3000);
+        format!(r#"{{"timestamp": {at}, "input_length": 1124, "output_length": 250, "hash_ids": {ids}}}"#)
+    };
+    std::fs::write(file, (0..30).map(row).collect::<Vec<_>>().join("\n")).unwrap();
+    let load = ["bench", "predict", "--costs", costs, "--threads", "1", "--busy", "0.5", "--load", file];
+    let few = ["--scale-tokens", "1/64", "--requests", "24", "--trace", written, "--json"];
+    let prediction = json(&[&load[..], &few].concat());
+    assert_eq!(prediction["requests"], 24);
+    let said = prediction["load"].as_str().unwrap();
+    assert!(said.contains("the first 24 requests of mooncake.jsonl, one token for 64"), "{said}");
+    let figures = prediction["figures"].as_array().unwrap();
+    let found = figures.iter().find(|figure| figure["figure"] == "tokens found").unwrap();
+    assert!(number(found, "served") > 0.0 && number(found, "simulated") > 0.0, "{found}");
+    assert_eq!(prediction["distinct_tokens"], 8 + 3 * 8, "whole blocks; two tokens of each request are left");
+
+    let served = std::fs::read_to_string(written).unwrap();
+    let served: Vec<Value> = served.lines().skip(1).map(|line| serde_json::from_str(line).unwrap()).collect();
+    let tokens = |i: usize| served[i]["tokens"].as_array().unwrap();
+    let common = |i: usize, j: usize| tokens(i).iter().zip(tokens(j)).take_while(|(a, b)| a == b).count();
+    assert_eq!(served.len(), 24);
+    for request in &served {
+        assert_eq!((&request["prompt_tokens"], &request["output_tokens"]), (&18.into(), &4.into()));
+    }
+    assert_eq!((common(0, 1), common(0, 3), common(5, 8)), (8, 16, 16));
+    let at = |i: usize| number(&served[i], "arrival_ns");
+    assert!(at(3) == 0.0 && at(4) > 0.0 && (at(8) / at(4) - 2.0).abs() < 1e-6, "bursts stay bursts");
+
+    for (args, status, words) in [
+        (&["--scale-tokens", "1/3"][..], 2, &["mooncake.jsonl", "512 tokens", "--scale-tokens 1/3"][..]),
+        (&["--scale-tokens", "16"], 2, &["--scale-tokens", "1/16"]),
+        (&["--requests", "20", "--chats", "4s"], 2, &["--load", "--chats"]),
+        (&["--seconds", "4"], 2, &["--load", "--seconds"]),
+    ] {
+        refused(&[&load[..], args].concat(), status, words);
+    }
+    let predict = &load[..load.len() - 2];
+    refused(&[predict, &["--scale-tokens", "1/4"]].concat(), 2, &["--load"]);
+    refused(&[predict, &["--load", "/missing.jsonl"]].concat(), 1, &["/missing.jsonl"]);
+    std::fs::write(file, (0..7).map(row).collect::<Vec<_>>().join("\n")).unwrap();
+    refused(&load, 1, &["the trace has 7 requests", "20 at least"]);
 }

@@ -208,12 +208,99 @@ fn a_measured_plan_goes_by_what_this_model_loses() {
     );
 }
 
+/// The tiers of a plan are those of a server that is started with the same flags, to the byte.
+#[test]
+fn tiers_are_planned_as_a_server_has_them() {
+    let dry_run = |args: &[&str]| json(&[&["serve", "--dry-run", "--json"], args].concat());
+    let cache = ["--context", "1k", "--kv", "q8"];
+    let mut of_ram = 0.0;
+    for tiers in [&["--tier-ram", "1GiB"][..], &["--tier-ram", "64MiB", "--tier-write", "back"]] {
+        let flags = [&cache[..], tiers].concat();
+        let plan = json(&[&["plan", "--json"], &flags[..]].concat());
+        let serve = dry_run(&flags);
+        assert_eq!(plan["cache"]["kind"], "paged", "{plan}");
+        assert_eq!((&plan["tier_bytes"], &plan["tier_disk_bytes"]), (&serve["tier_bytes"], &Value::Null));
+        of_ram = number(&plan, "tier_bytes");
+        let line = |text: &str| text.lines().find(|line| line.starts_with("tiers")).map(str::to_owned);
+        let (text, _) = succeed(&[&["plan"], &flags[..]].concat());
+        let (served, _) = succeed(&[&["serve", "--dry-run"], &flags[..]].concat());
+        assert!(line(&text).is_some_and(|line| line.contains("of RAM, written")), "{text}");
+        assert_eq!(line(&text), line(&served));
+        assert!(text.contains("with the tiers"), "{text}");
+    }
+    assert!(of_ram > f64::from(64 << 20), "what is on its way takes memory too: {of_ram}");
+
+    // A chosen cache fits with its tiers, or is refused with what they take.
+    let flags = [&cache[..], &["--tier-ram", "64MiB"]].concat();
+    let bound = number(&json(&[&["plan", "--json"], &flags[..]].concat()), "bound.total");
+    let at = |memory: f64| {
+        let memory = memory.to_string();
+        run(&[&["plan", "--memory", &memory], &flags[..]].concat(), b"")
+    };
+    assert_eq!(at(bound + of_ram).status.code(), Some(0));
+    let refused = at(bound + of_ram - 1.0);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("the tiers take") && said.contains("--tier-ram"), "{said}");
+
+    let (text, _) = succeed(&["plan", "--context", "1k"]);
+    assert!(!text.contains("tier"), "{text}");
+}
+
+#[test]
+fn a_recommended_server_has_the_tiers_that_were_asked_for() {
+    let all = plan("1TiB", &["--context", "1k", "--tier-ram", "64MiB", "--tier-grace", "2s"]);
+    let without = plan("1TiB", &["--context", "1k"]);
+    let totals = |plan: &Value, command: &str| -> Vec<f64> {
+        candidates(plan, command).iter().map(|row| number(row, "total_bytes")).collect()
+    };
+    let tiers = number(&all, "tier_bytes");
+    let more: Vec<f64> = totals(&without, "serve").iter().map(|total| total + tiers).collect();
+    assert_eq!(totals(&all, "serve"), more);
+    assert_eq!(totals(&all, "run"), totals(&without, "run"), "a session has no tiers");
+
+    let pick = &all["recommendation"]["serve"];
+    let line = words(&pick["command_line"]);
+    assert!(line.ends_with(&["--tier-ram", "64MiB", "--tier-grace", "2000ms"]), "{line:?}");
+    let serve = json(&[&line[..], &["--dry-run", "--json"]].concat());
+    assert_eq!((&serve["total_bytes"], &serve["tier_bytes"]), (&pick["total_bytes"], &all["tier_bytes"]));
+    assert!(!words(&all["recommendation"]["run"]["command_line"]).contains(&"--tier-ram"));
+    let (text, _) = succeed(&["plan", "--memory", "1TiB", "--context", "1k", "--tier-ram", "64MiB"]);
+    assert!(text.contains("kvist serve, its requests and tiers included"), "{text}");
+
+    // Only f16 is packed, so nothing else is offered for a server.
+    let packed = plan("1TiB", &["--context", "1k", "--tier-ram", "64MiB", "--tier-ram-packed"]);
+    let storages: Vec<&Value> = candidates(&packed, "serve").iter().map(|row| &row["k"]).collect();
+    assert_eq!(storages, ["f16"]);
+    assert!(candidates(&packed, "run").len() > 1);
+}
+
+/// What a disk takes is known where the program has it; otherwise the plan says what to build.
+#[test]
+fn a_disk_is_planned_or_refused() {
+    let flags = ["--context", "1k", "--tier-disk", "/nowhere/blocks", "--tier-disk-size", "10GiB"];
+    let plan = [&["plan", "--json"], &flags[..]].concat();
+    if cfg!(feature = "disk-tier") {
+        let (plan, serve) = (json(&plan), json(&[&["serve", "--dry-run", "--json"], &flags[..]].concat()));
+        assert_eq!(plan["tier_disk_bytes"].as_u64(), Some(10 << 30));
+        assert_eq!(
+            (&plan["tier_bytes"], &plan["tier_disk_bytes"]),
+            (&serve["tier_bytes"], &serve["tier_disk_bytes"])
+        );
+        let (text, _) = succeed(&[&["plan"], &flags[..]].concat());
+        assert!(text.contains("10 GiB on disk in /nowhere/blocks"), "{text}");
+    } else {
+        refused(&plan, 2, &["--tier-disk", "--features disk-tier"]);
+    }
+}
+
 #[test]
 fn bad_input_is_told_by_the_name_of_its_flag() {
     let folder = tempfile::tempdir().unwrap();
     let empty = folder.path().join("empty.txt");
     std::fs::write(&empty, "").unwrap();
-    let (empty, config) = (empty.display().to_string(), parity("llama-gqa"));
+    let (empty, config, windows) =
+        (empty.display().to_string(), parity("llama-gqa"), parity("mistral-window"));
     let alone = folder.path().join("config.json");
     std::fs::copy(&config, &alone).unwrap();
     let alone = alone.display().to_string();
@@ -233,6 +320,14 @@ fn bad_input_is_told_by_the_name_of_its_flag() {
         (&["--memory", "1GB", "--measure", "8", "--text", &empty], 2, &["--text", "two tokens"]),
         (&["--memory", "1GB", "--measure", "8", "--text", "/missing"], 1, &["/missing"]),
         (&["--memory", "1GB", "--measure", "8", "--model", &alone], 1, &["--measure", "needs its weights"]),
+        (&["--tier-ram", "lots"], 2, &["--tier-ram", "`lots` is not a size"]),
+        (&["--tier-ram", "1GiB", "--kind", "cells"], 2, &["--kind cells", "kvist serve", "leave --kind out"]),
+        (&["--tier-ram", "1GiB", "--window", "64"], 2, &["--window", "kvist serve", "leave --window out"]),
+        (&["--tier-ram", "1GiB", "--tier-ram-packed", "--kv", "q8"], 2, &["tiers.ram_packed", "f16"]),
+        (&["--tier-ram-packed"], 2, &["tiers.ram_packed", "--tier-ram"]),
+        (&["--tier-disk-size", "1GiB"], 2, &["tiers.disk_bytes", "--tier-disk"]),
+        (&["--tier-ram", "1GiB", "--tier-grace", "0s"], 2, &["tiers.grace_ms", "--tier-grace"]),
+        (&["--tier-ram", "1GiB", "--model", &windows], 2, &["sliding window", "--tier-ram"]),
     ] {
         refused(&[&["plan"], args].concat(), status, words);
     }

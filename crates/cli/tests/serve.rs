@@ -71,6 +71,34 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     assert!(recorded(&["--record", path]).starts_with("{\"format\":\"kvist-recording\""));
 }
 
+/// The scheduler of a running server has the grace of the flag, of the file, or the default. A recording begins with what it has.
+#[test]
+fn a_server_waits_for_tiers_as_long_as_it_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let (recording, config) = (folder.path().join("run.jsonl"), folder.path().join("s.toml"));
+    std::fs::write(&config, "[tiers]\nram_bytes = 67108864\ngrace_ms = 7000\n").unwrap();
+    let (record, config) = (recording.to_str().unwrap(), config.to_str().unwrap());
+    for (args, milliseconds) in [
+        (&["--tier-ram", "64MiB"][..], 250),
+        (&["--tier-ram", "64MiB", "--tier-grace", "50ms"], 50),
+        (&["--config", config], 7000),
+        (&["--config", config, "--tier-grace", "2s"], 2000),
+    ] {
+        let mut server =
+            start(&[&["--context", "512", "--record", record, "--record-overwrite"], args].concat());
+        server.signal("-TERM");
+        assert_eq!(server.wait().code(), Some(0));
+        let text = std::fs::read_to_string(&recording).unwrap();
+        let graces: Vec<&str> = text.split("\"grace_ns\":").skip(1).collect();
+        let expected = format!("{milliseconds}000000");
+        assert!(!graces.is_empty(), "no grace in {text}");
+        assert!(
+            graces.iter().all(|rest| rest.split([',', '}']).next() == Some(&expected)),
+            "{args:?}: {text}"
+        );
+    }
+}
+
 /// Regression: a model's defaults changed answers, and no output said so.
 #[test]
 fn the_log_says_which_defaults_of_the_model_count() {

@@ -6,7 +6,9 @@ mod measure;
 mod recommendation;
 mod shortage;
 mod text;
+mod tiers;
 
+use crate::commands::serve::tiers::TierFlags;
 use crate::options::*;
 use crate::{json, output};
 use candidates::{Asked, ring_window};
@@ -20,6 +22,7 @@ use ladder::{LADDER, Rung};
 use recommendation::{Kl, Recommendation};
 use serde::Serialize;
 use std::path::PathBuf;
+use tiers::Tiers;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -54,6 +57,8 @@ pub struct Args {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, requires = "measure")]
     text: Option<PathBuf>,
     #[command(flatten)]
+    tiers: TierFlags,
+    #[command(flatten)]
     compute: ComputeArgs,
     /// Print one JSON document
     #[arg(long)]
@@ -79,6 +84,9 @@ struct Report {
     bound: json::MemoryBytes,
     /// The bound without the weights: what each further session adds.
     session_bytes: u64,
+    /// Of a server, in addition to the bound: with `--tier-ram`, `--tier-disk` or `--tier-store`.
+    #[serde(flatten)]
+    tiers: Option<Tiers>,
     /// Where the bound lies, if not all of it is the host's memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     device: Option<DeviceMemory>,
@@ -133,8 +141,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let context = args.cache.context.unwrap_or(size.config.context);
     let mut cache = args.cache.clone();
     cache.context = Some(context);
-    let config = cache.config(&size.config, u64::from(context))?;
     let is_chosen = args.cache.kind.is_some() || args.cache.kv.is_some() || args.cache.kv_v.is_some();
+    let tiers = tiers::section(&args, args.memory.is_some() && !is_chosen, &mut cache)?;
+    let config = cache.config(&size.config, u64::from(context))?;
+    tiers::check(&args, &tiers, &config, &size.config)?;
     let asked = args.memory.filter(|_| !is_chosen).map(|memory| Asked {
         model: &size.config,
         registry: &registry,
@@ -142,6 +152,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         memory_bytes: memory.0,
         cache: &config,
         chunk: args.cache.chunk,
+        tiers: &tiers,
     });
     let recommendation =
         asked.as_ref().map(|asked| recommend(&args, asked, &size.name, quiet)).transpose()?;
@@ -152,6 +163,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     if bound.checked_total().is_none() {
         anyhow::bail!("these sizes overflow: no machine has enough memory");
     }
+
+    // Tiers belong to the server; its cache may have other dtypes than that of `kvist run`.
+    let served = recommendation.as_ref().and_then(|r| r.serve.as_ref());
+    let served = served.map_or(&config, |pick| &pick.candidate.cache);
+    let tiers = Tiers::of(&tiers, served, &size.config);
 
     let visible = plan.kv_bytes_visible(&size.config, &config);
     let read = size.read_per_token.saturating_add(visible);
@@ -167,6 +183,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         ring: ring(&size.config, &registry, &config, plan.usage.of(Purpose::KvCache)),
         bound: bound.into(),
         session_bytes: plan.session_bound(),
+        tiers,
         device: device_memory(&registry, &plan, bound.total()),
         bytes_read_per_token: read,
         bytes_read_per_token_empty: size.read_per_token,
@@ -188,13 +205,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
             let packed = ModelSize::of(&source.file, registry.device(), WeightFormat::Q8_0);
             Err(shortage::nothing_fits(asked, packed.map_or(u64::MAX, |size| size.resident_bytes)))
         }
-        (Some(memory), None, _) if bound.total() > memory.0 => {
-            anyhow::bail!(
-                "{} are needed, {} are available; try --kv q8, --context or --weights q8_0",
-                Bytes(bound.total()),
-                Bytes(memory.0)
-            )
-        }
+        (Some(memory), None, _) => report.check_memory(bound.total(), memory.0),
         _ => Ok(()),
     }
 }
@@ -242,6 +253,33 @@ fn ring(model: &ModelConfig, registry: &Registry, config: &CacheConfig, kv_bytes
 }
 
 impl Report {
+    /// Whether tiers take other memory than the cache: that of the host, beside a GPU with memory of its own.
+    fn tiers_are_apart(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| !device.unified_memory)
+    }
+
+    /// Refuses a chosen cache, of `bound` bytes with its weights, that does not fit into `memory` bytes.
+    fn check_memory(&self, bound: u64, memory: u64) -> anyhow::Result<()> {
+        let tiers =
+            self.tiers.as_ref().filter(|_| !self.tiers_are_apart()).map_or(0, |tiers| tiers.tier_bytes);
+        let needed = bound.saturating_add(tiers);
+        anyhow::ensure!(
+            bound <= memory,
+            "{} are needed, {} are available; try --kv q8, --context or --weights q8_0",
+            Bytes(needed),
+            Bytes(memory)
+        );
+        anyhow::ensure!(
+            needed <= memory,
+            "{} are needed, of which the tiers take {} (with what is on its way), and {} are available; try a smaller \
+             --tier-ram or --tier-disk-size",
+            Bytes(needed),
+            Bytes(tiers),
+            Bytes(memory)
+        );
+        Ok(())
+    }
+
     fn text(&self, bound: &Usage) -> String {
         let c = &self.cache;
         let mut lines = vec![
@@ -277,6 +315,11 @@ impl Report {
             lines.insert(1, format!("device           {adapter}{unified}"));
             lines.push(format!("device memory    {}", Bytes(*device_bytes)));
             lines.push(format!("host memory      {}", Bytes(*host_bytes)));
+        }
+        if let Some(tiers) = &self.tiers {
+            // With a recommendation the bound is that of `kvist run`, which has no tiers.
+            let has_one_sum = self.recommendation.is_none() && !self.tiers_are_apart();
+            lines.extend(tiers.lines(has_one_sum.then(|| bound.total())));
         }
         // The lines of a recommendation already have the memory of each kind.
         if let (Some(ring), None) = (&self.ring, &self.recommendation) {

@@ -341,28 +341,4 @@ impl Drop for OpenTiers {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// `always` changed the speed of the tiers to a boundless one, by which every load was late after the grace.
-    #[test]
-    fn what_is_always_loaded_is_estimated_like_any_load() {
-        let opened = |load| {
-            let section =
-                TiersSection { ram_bytes: 64 << 20, grace_ms: 1234, load, ..TiersSection::default() };
-            section.open(&Config::default(), 1 << 20, Vec::new()).unwrap().unwrap().config()
-        };
-        for (load, always) in [(LoadRule::Auto, false), (LoadRule::Always, true)] {
-            let config = opened(load);
-            let [tier] = &config.stores[..] else { panic!("one tier") };
-            assert_eq!(
-                (tier.bytes_per_s, tier.latency),
-                (guess::RAM.bytes_per_s, guess::RAM.latency),
-                "{load:?}"
-            );
-            assert_eq!((config.always, config.grace), (always, Duration::from_millis(1234)));
-        }
-        let read: TiersSection = toml::from_str("ram_bytes = 5\ngrace_ms = 2000").unwrap();
-        assert_eq!((read.grace_ms, TiersSection::default().grace_ms), (2000, 250));
-    }
-}
+mod tests;

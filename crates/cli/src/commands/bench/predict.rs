@@ -1,13 +1,16 @@
 //! `kvist bench predict` measures how accurate the simulator is: it serves a load that the table was not made from,
 //! simulates it with the table, and compares.
 //!
-//! Requests with popular prefixes arrive as from independent users. The engine of `kvist serve` answers them in this
+//! Requests with popular prefixes arrive as from independent users, or those of a trace. The engine of `kvist serve` answers them in this
 //! process, in real time, and each user records when its tokens come. The simulator gets the same requests, cache,
 //! configuration and table. Then the table prices the steps that really ran, one by one: their error is the table's,
-//! and the remaining error comes from how steps were composed.
+//! and the remaining error comes from how steps were composed. A second simulation shows that: with the table's times multiplied by
+//! what the steps took over what they should have taken, because the machine is not equally fast in both minutes.
 mod disk;
 mod figures;
 mod load;
+mod recorded;
+mod speed;
 mod users;
 
 use crate::commands::simulate::{costs, replay, spec};
@@ -29,7 +32,9 @@ use kvist_simulator::request::Request;
 use kvist_simulator::run::{self, Options};
 use kvist_simulator::trace;
 use load::{Kind, distinct_tokens, load};
+use recorded::{Limits, RecordedArgs};
 use serde::Serialize;
+use speed::AtSpeed;
 use std::path::PathBuf;
 use std::time::Duration;
 use users::{Recording, block_on, serve};
@@ -44,10 +49,10 @@ pub struct Args {
     /// How long requests keep arriving
     #[arg(long, default_value_t = 60.0, value_name = "SECONDS", allow_negative_numbers = true)]
     seconds: f64,
-    /// Requests to serve, however long they take to arrive
+    /// Requests to serve, however long they take to arrive; of a trace, so many from its beginning [default: all of it]
     #[arg(
         long, value_name = "N", conflicts_with = "seconds",
-        value_parser = clap::value_parser!(u32).range(i64::from(FEWEST)..=100_000)
+        value_parser = clap::value_parser!(u32).range(i64::from(FEWEST)..=i64::from(MOST))
     )]
     requests: Option<u32>,
     /// Share of the time that the machine is busy; the simulator finds the arrival rate for it
@@ -62,6 +67,8 @@ pub struct Args {
     /// Serve chats of several turns instead of single requests; a user thinks so long on average: 20s
     #[arg(long, value_name = "TIME", value_parser = spec::duration)]
     chats: Option<Duration>,
+    #[command(flatten)]
+    recorded: RecordedArgs,
     /// Goodput counts the requests whose first token comes within this time
     #[arg(long, value_name = "TIME", value_parser = spec::duration, default_value = "1s")]
     slo_ttft: Duration,
@@ -80,6 +87,9 @@ pub struct Args {
 
 /// Fewer requests give no reliable mean.
 const FEWEST: u32 = 20;
+/// More would take days.
+const MOST: u32 = 100_000;
+
 /// A disk tier.
 #[derive(Serialize)]
 struct Disk {
@@ -113,6 +123,9 @@ struct Prediction {
     without_tier: Option<Vec<Figure>>,
     /// The replay of the served recording, with its steps priced by the table.
     replayed: replay::Summary,
+    /// The same of the load without the tier.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replayed_without_tier: Option<replay::Summary>,
 }
 
 pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
@@ -127,14 +140,17 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let vocab = model.config().vocab as u32;
     let longest = table.range().context_tokens as u32;
     let disk = args.disk.open(&config, model.config())?;
-    let simulate = |requests: &[Request], tiers: Option<&(Tiers, u64)>| -> anyhow::Result<Figures> {
-        let scheduler = Config { tiers: tiers.map(|tiers| tiers.0.clone()), ..config.scheduler.clone() };
-        let tier_capacities = tiers.map(|tiers| Some(tiers.1)).into_iter().collect();
-        let options = Options { scheduler, tier_capacities, ..Options::default() };
-        let cache = config.paged.cache(model.config())?;
-        let run = run::run(requests, cache, &table, &options, None, &mut |_| ())?;
-        Ok(Figures::simulated(&run, args.slo_ttft.as_secs_f64()))
-    };
+    // `slowdown`: over the times of the table.
+    let simulate =
+        |requests: &[Request], tiers: Option<&(Tiers, u64)>, slowdown: f64| -> anyhow::Result<Figures> {
+            let scheduler = Config { tiers: tiers.map(|tiers| tiers.0.clone()), ..config.scheduler.clone() };
+            let tier_capacities = tiers.map(|tiers| Some(tiers.1)).into_iter().collect();
+            let options = Options { scheduler, tier_capacities, ..Options::default() };
+            let cache = config.paged.cache(model.config())?;
+            let costs = AtSpeed { costs: &table, factor: slowdown };
+            let run = run::run(requests, cache, &costs, &options, None, &mut |_| ())?;
+            Ok(Figures::simulated(&run, args.slo_ttft.as_secs_f64()))
+        };
     let start = |tiers: Option<TierConfig>, watcher: Option<Recording>| -> anyhow::Result<Engine> {
         let watchers = watcher.into_iter().map(|watcher| Box::new(watcher) as _).collect();
         let config = EngineConfig { watchers, tiers, ..served(&args, &table)? };
@@ -149,24 +165,40 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
             tiers.flatten().flatten().map(|tiers| (tiers, disk.capacity_bytes))
         }
     };
-    let n_requests = |per_s: f64| match args.requests {
-        Some(n) => n as usize,
-        None => ((per_s * args.seconds).ceil() as usize).max(1),
+    let longest_tokens = longest.min(config.paged.cache.context_tokens);
+    let recorded =
+        args.recorded.read(args.requests, Limits { longest_tokens, vocab, most_requests: MOST })?;
+    let n_requests = |per_s: f64| match (&recorded, args.requests) {
+        (Some(recorded), _) => recorded.len(),
+        (None, Some(n)) => n as usize,
+        (None, None) => ((per_s * args.seconds).ceil() as usize).max(1),
     };
     let kind = args.chats.map_or(Kind::Prefixes, |think| Kind::Chats { think_s: think.as_secs_f64() });
-    let draw = |per_s: f64| load(kind, per_s, n_requests(per_s), args.seed, longest, vocab);
+    let draw = |per_s: f64| match &recorded {
+        Some(recorded) => Ok(recorded.at_rate(per_s)),
+        None => load(kind, per_s, n_requests(per_s), args.seed, longest, vocab),
+    };
     let per_s = rate(|per_s| {
         // A load too large to generate counts as too busy.
-        let too_large = n_requests(per_s) > 100_000;
-        Ok(too_large || simulate(&draw(per_s)?, tiers.as_ref())?.busy() > args.busy)
+        let too_large = n_requests(per_s) > MOST as usize;
+        Ok(too_large || simulate(&draw(per_s)?, tiers.as_ref(), 1.0)?.busy() > args.busy)
     })?;
     let requests = draw(per_s)?;
     ensure!(
         requests.len() >= FEWEST as usize,
-        "{} requests in {} s would keep this machine busy for that share of the time, which is too few requests for \
-         a mean: give more --seconds, --requests {FEWEST}, or a smaller model",
-        requests.len(),
-        args.seconds
+        "{}, which is too few requests for a mean: give {}",
+        match &recorded {
+            Some(_) => format!("the trace has {} requests", requests.len()),
+            None => format!(
+                "{} requests in {} s would keep this machine busy for that share of the time",
+                requests.len(),
+                args.seconds
+            ),
+        },
+        match &recorded {
+            Some(_) => format!("one of {FEWEST} at least"),
+            None => format!("more --seconds, --requests {FEWEST}, or a smaller model"),
+        }
     );
     if let Some(file) = &args.trace {
         let mut text = Vec::new();
@@ -184,13 +216,20 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         drop(engine);
         Ok((figures, recording.text()))
     };
-    // Without a tier first: it writes nothing that the other could find.
-    let without_tier = match &tiers {
-        None => None,
-        Some(_) => Some(compared(&run_for_real(None)?.0, &simulate(&requests, None)?)),
+    let compare = |served: &Figures, recording: &str, tiers: Option<&(Tiers, u64)>| -> anyhow::Result<_> {
+        let replayed = replay::check("the recording", recording, &table)?;
+        let at_speed = simulate(&requests, tiers, replayed.slowdown().unwrap_or(1.0))?;
+        Ok((compared(served, &simulate(&requests, tiers, 1.0)?, &at_speed), replayed))
     };
-    let (figures, recording) = run_for_real(disk.as_ref().map(|disk| disk.config()))?;
-    let figures = compared(&figures, &simulate(&requests, tiers.as_ref())?);
+    // Without a tier first: it writes nothing that the other could find.
+    let without = match &tiers {
+        None => None,
+        Some(_) => Some(run_for_real(None)?),
+    };
+    let (served, recording) = run_for_real(disk.as_ref().map(|disk| disk.config()))?;
+    let (figures, replayed) = compare(&served, &recording, tiers.as_ref())?;
+    let without = without.map(|(served, recording)| compare(&served, &recording, None)).transpose()?;
+    let (without_tier, replayed_without_tier) = without.unzip();
     let load_average = [before, load_average()];
     if let Some(file) = &args.record {
         output::write_file(file, recording.as_bytes())?;
@@ -198,12 +237,15 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     let prediction = Prediction {
         version: json::VERSION,
         table: table.name(),
-        load: format!(
-            "{per_s:.2} requests/s (Poisson){}, seed {}: {}",
-            args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
-            args.seed,
-            kind.text()
-        ),
+        load: match &recorded {
+            Some(recorded) => format!("{per_s:.2} requests/s: {}", recorded.text(per_s)),
+            None => format!(
+                "{per_s:.2} requests/s (Poisson){}, seed {}: {}",
+                args.requests.map_or(format!(" for {} s", args.seconds), |_| String::new()),
+                args.seed,
+                kind.text()
+            ),
+        },
         requests: requests.len(),
         cache_tokens,
         distinct_tokens: distinct_tokens(&requests, config.paged.block_tokens),
@@ -217,7 +259,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         load_average,
         figures,
         without_tier,
-        replayed: replay::check("the recording", &recording, &table)?,
+        replayed,
+        replayed_without_tier,
     };
     if args.json { output::show_json(&prediction) } else { output::show(&prediction.text()) }
 }
@@ -361,20 +404,33 @@ impl Prediction {
             text += &format!("Without the disk:\n\n{}\nWith the disk:\n\n", table_of(figures));
         }
         text += &table_of(&self.figures);
+        if let Some(replayed) = &self.replayed_without_tier {
+            text += &format!("\nWhat was served without the disk, replayed:\n{}", replayed.text());
+        }
         text + "\nWhat was served, replayed:\n" + &self.replayed.text()
     }
 }
 
 fn table_of(figures: &[Figure]) -> String {
-    let mut text = "| | served | simulated | error |\n|---|--:|--:|--:|\n".to_owned();
+    let mut text =
+        "| | served | simulated | error | at the speed of the run | error |\n|---|--:|--:|--:|--:|--:|\n"
+            .to_owned();
     for row in figures {
-        let error = row.error().map_or(String::new(), |error| format!("{:+.1}%", error * 100.0));
+        let error = |predicted: f64| {
+            row.error(predicted).map_or(String::new(), |error| format!("{:+.1}%", error * 100.0))
+        };
         let number = |x: f64| match row.unit {
             "" => format!("{x:.0}"),
             unit => format!("{x:.2} {unit}"),
         };
-        text +=
-            &format!("| {} | {} | {} | {error} |\n", row.figure, number(row.served), number(row.simulated));
+        let (simulated, at_speed) = (number(row.simulated), number(row.at_speed));
+        text += &format!(
+            "| {} | {} | {simulated} | {} | {at_speed} | {} |\n",
+            row.figure,
+            number(row.served),
+            error(row.simulated),
+            error(row.at_speed)
+        );
     }
     text
 }

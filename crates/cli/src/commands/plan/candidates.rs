@@ -5,6 +5,7 @@ use kvist_cache::kinds;
 use kvist_device::{Purpose, Registry};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_model::config::ModelConfig;
+use kvist_server::config::TiersSection;
 use kvist_server::{ServerConfig, request_bytes};
 use serde::Serialize;
 
@@ -26,6 +27,8 @@ pub struct Asked<'a> {
     pub cache: &'a CacheConfig,
     /// Tokens of a prefill step, limited by the context.
     pub chunk: u32,
+    /// Of a server.
+    pub tiers: &'a TiersSection,
 }
 
 #[derive(Clone, Debug)]
@@ -36,7 +39,7 @@ pub struct Candidate {
     /// For the requested context.
     pub cache: CacheConfig,
     pub plan: MemoryPlan,
-    /// Weights included and, for a server, requests.
+    /// Weights included and, for a server, requests and tiers.
     pub total_bytes: u64,
     pub fits: bool,
     /// The longest context that fits, up to the one asked for or, if that is longer, the model's own.
@@ -108,17 +111,26 @@ fn run_at(asked: &Asked, kind: &str, rung: Rung, context: u32) -> Option<Sized> 
     Some((cache, plan, total))
 }
 
-/// The cache of `kvist serve`, and the memory of its requests.
+/// A server with this cache and these tiers, the rest by default.
+pub fn server(cache: &CacheConfig, tiers: &TiersSection) -> ServerConfig {
+    let mut config = ServerConfig { tiers: tiers.clone(), ..ServerConfig::default() };
+    config.cache.tokens = Some(cache.context_tokens);
+    config.cache.kv = cache.k;
+    config.cache.kv_v = Some(cache.v);
+    config.cache.kv_recent = cache.recent.tokens;
+    config
+}
+
+/// The cache of `kvist serve`, and the memory of its requests and its tiers. `None` also for dtypes that these tiers cannot pack.
 fn serve_at(asked: &Asked, rung: Rung, context: u32) -> Option<Sized> {
-    let mut config = ServerConfig::default();
-    config.cache.tokens = Some(context);
-    config.cache.kv = rung.k;
-    config.cache.kv_v = Some(rung.v);
-    config.cache.kv_recent = asked.cache.recent.tokens;
+    let cache = CacheConfig { k: rung.k, v: rung.v, context_tokens: context, ..asked.cache.clone() };
+    let config = server(&cache, asked.tiers);
+    config.check().ok()?;
     let engine = config.engine(asked.model);
     let plan = engine.paged.plan(asked.model, asked.registry).ok()?;
     let total = plan.usage.with(Purpose::Weights, asked.weight_bytes).checked_total()?;
     let total = total.checked_add(request_bytes(&config, asked.model.context))?;
+    let total = total.checked_add(config.tiers.memory_bytes(engine.paged.stored_bytes(asked.model)))?;
     Some((engine.paged.cache, plan, total))
 }
 

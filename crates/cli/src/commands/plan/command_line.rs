@@ -37,6 +37,11 @@ pub fn of(args: &Args, candidate: &Candidate) -> String {
     let matters = default.of_storages(cache.k, cache.v).tokens > 0;
     flag("--kv-recent", differs(matters && recent != RECENT_TOKENS, recent.to_string()));
     flag("--context", Some(cache.context_tokens.to_string()));
+    if !runs {
+        for (name, value) in args.tiers.as_typed() {
+            flag(name, Some(if value.is_empty() { value } else { quoted(&value) }));
+        }
+    }
     words.iter().map(|word| word.trim_end()).collect::<Vec<_>>().join(" ")
 }
 

@@ -15,6 +15,9 @@ pub struct Recommendation {
     /// Null if none fits.
     pub run: Option<Pick>,
     pub serve: Option<Pick>,
+    /// Candidates for `serve` have tiers.
+    #[serde(skip)]
+    pub has_tiers: bool,
 }
 
 /// The source of the candidates' KL.
@@ -107,6 +110,7 @@ impl Recommendation {
             run: pick(Command::Run),
             serve: pick(Command::Serve),
             candidates: rows,
+            has_tiers: asked.tiers.is_on(),
         }
     }
 }

@@ -34,10 +34,16 @@ impl Recommendation {
         let shorter = longest(candidates(), Command::Serve)
             .map(|shorter| format!("; {} --context {} fits", shorter.flags(), shorter.useful_context()));
         Some(format!(
-            "serve it         does not fit: at least {} are needed, since requests take memory too{}",
+            "serve it         does not fit: at least {} are needed, since {} take memory too{}",
             Bytes(min.total_bytes),
+            self.beside_the_cache(),
             shorter.unwrap_or_default()
         ))
+    }
+
+    /// What a server has besides its cache.
+    fn beside_the_cache(&self) -> &'static str {
+        if self.has_tiers { "requests and tiers" } else { "requests" }
     }
 
     /// Groups kinds with the same figures.
@@ -58,7 +64,7 @@ impl Recommendation {
             }
         }
         let title = |command: Command, kinds: &[&str], row: &Row| match command {
-            Command::Serve => "kvist serve, its requests included".to_string(),
+            Command::Serve => format!("kvist serve, its {} included", self.beside_the_cache()),
             Command::Run => {
                 let window = row.candidate.cache.window.map(|window| format!(" --window {window}"));
                 format!("kvist run --kind {}{}", kinds.join(" or "), window.unwrap_or_default())

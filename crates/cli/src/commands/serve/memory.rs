@@ -1,6 +1,7 @@
 //! What a server takes: whether it fits, and `--dry-run`.
 use super::args::Args;
 use super::speculation::SpeculationPlan;
+use super::tiers;
 use crate::{json, memory as host, output};
 use anyhow::Context;
 use kvist_device::{Bytes, Purpose, Registry};
@@ -172,8 +173,7 @@ pub fn show_plan(
             );
         }
         if let Some(bytes) = report.tier_bytes {
-            let (what, write) = (config.tiers.describe(), config.tiers.write.name());
-            lines.push(format!("tiers            {}: {what}, written {write}", Bytes(bytes)));
+            lines.push(tiers::line(&config.tiers, bytes));
         }
         if let Some(bytes) = draft_bytes {
             lines.push(format!("draft model      {}", Bytes(bytes)));

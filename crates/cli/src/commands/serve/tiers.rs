@@ -1,18 +1,20 @@
-//! Tiers below the cache of a server: flags override the section `[tiers]` of its configuration.
+//! Tiers below the cache of a server: flags override the section `[tiers]` of its configuration. `kvist plan` takes the same
+//! flags.
 use crate::commands::simulate::spec::duration;
 use crate::options::{Size, TierLoad, wrong_usage};
 use clap::{ValueEnum, ValueHint};
-use kvist_device::Registry;
+use kvist_device::{Bytes, Registry};
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::{EngineConfig, fingerprint};
 use kvist_model::Opened;
+use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
 use kvist_server::ServerConfig;
 use kvist_server::config::{LoadRule, OpenTiers, TiersSection, WriteTime};
 use std::path::PathBuf;
 use std::time::Duration;
 
-#[derive(clap::Args)]
+#[derive(clap::Args, Default)]
 pub struct TierFlags {
     /// Memory of the host for blocks that the cache evicts: 8GiB. Of use where the cache is in the memory of a GPU
     #[arg(long, value_name = "SIZE", help_heading = "Tiers below the cache")]
@@ -68,11 +70,38 @@ impl TierFlags {
         let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         section.grace_ms = self.tier_grace.map_or(section.grace_ms, milliseconds);
     }
+
+    /// The flags that were given, with their values, as one types them. A URL with a password is left for the reader to fill in:
+    /// what is printed ends up in logs.
+    pub fn as_typed(&self) -> Vec<(&'static str, String)> {
+        let store = |url: &String| if url.contains('@') { "URL".into() } else { url.clone() };
+        let flags = [
+            ("--tier-ram", self.tier_ram.map(|size| size.to_string())),
+            ("--tier-ram-packed", self.tier_ram_packed.then(String::new)),
+            ("--tier-disk", self.tier_disk.as_ref().map(|dir| dir.display().to_string())),
+            ("--tier-disk-size", self.tier_disk_size.map(|size| size.to_string())),
+            ("--tier-store", self.tier_store.as_ref().map(store)),
+            ("--tier-write", self.tier_write.as_ref().map(word)),
+            ("--tier-load", self.tier_load.as_ref().map(word)),
+            ("--tier-grace", self.tier_grace.map(|time| format!("{}ms", time.as_millis()))),
+        ];
+        flags.into_iter().filter_map(|(flag, value)| Some((flag, value?))).collect()
+    }
+}
+
+/// The tiers as a line of a memory plan. `memory_bytes`: of the host, as [`TiersSection::memory_bytes`] has them.
+pub fn line(tiers: &TiersSection, memory_bytes: u64) -> String {
+    format!("tiers            {}: {}, written {}", Bytes(memory_bytes), tiers.describe(), tiers.write.name())
+}
+
+/// The word for a choice.
+fn word(choice: &impl ValueEnum) -> String {
+    choice.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
 }
 
 /// Refuses tiers for a model that cannot use them.
-pub fn check(config: &ServerConfig, engine: &EngineConfig, opened: &Opened) -> anyhow::Result<()> {
-    if config.tiers.is_on() && !engine.paged.suits_tiers(opened.config()) {
+pub fn check(tiers: &TiersSection, engine: &EngineConfig, model: &ModelConfig) -> anyhow::Result<()> {
+    if tiers.is_on() && !engine.paged.suits_tiers(model) {
         let what = "all layers of this model have a sliding window, which tiers do not support: serve it without --tier-ram, \
                     --tier-disk and --tier-store";
         return Err(wrong_usage(what));

@@ -77,6 +77,15 @@ struct Speculated {
     accepted_tokens: u64,
 }
 
+impl Summary {
+    /// What the recorded steps took, over what the table says. `None` without a table, or without steps.
+    pub fn slowdown(&self) -> Option<f64> {
+        let all = &self.costs.as_ref()?.all;
+        let factor = all.recorded_s / all.foretold_s;
+        (factor.is_finite() && factor > 0.0).then_some(factor)
+    }
+}
+
 /// Predictions of a table for the recorded steps.
 #[derive(Serialize)]
 pub struct Predicted {

@@ -12,12 +12,14 @@ pub struct Figure {
     pub unit: &'static str,
     pub served: f64,
     pub simulated: f64,
+    /// Simulated with the table's times multiplied by what the served steps took, over what the table says.
+    pub at_speed: f64,
 }
 
 impl Figure {
-    /// Simulated over served, less one; `None` if the served figure is 0.
-    pub fn error(&self) -> Option<f64> {
-        (self.served != 0.0).then(|| self.simulated / self.served - 1.0)
+    /// `simulated` or `at_speed` over served, less one; `None` if the served figure is 0.
+    pub fn error(&self, predicted: f64) -> Option<f64> {
+        (self.served != 0.0).then(|| predicted / self.served - 1.0)
     }
 }
 
@@ -43,11 +45,17 @@ fn goodput(ttft_s: impl Iterator<Item = f64>, duration_s: f64, slo_s: f64) -> f6
     ttft_s.filter(|&ttft| ttft <= slo_s).count() as f64 / duration_s
 }
 
-/// Figures of a load that was served and simulated.
-pub fn compared(served: &Figures, simulated: &Figures) -> Vec<Figure> {
-    let pairs = served.named().into_iter().zip(simulated.named());
-    let figure = |(a, b): (Named, Named)| Figure { figure: a.0, unit: a.1, served: a.2, simulated: b.2 };
-    pairs.map(figure).collect()
+/// Figures of a load that was served, and simulated with the table as it is and at the speed of the run.
+pub fn compared(served: &Figures, simulated: &Figures, at_speed: &Figures) -> Vec<Figure> {
+    let simulated = simulated.named().into_iter().zip(at_speed.named());
+    let figure = |((figure, unit, served), (simulated, at_speed)): (Named, (Named, Named))| Figure {
+        figure,
+        unit,
+        served,
+        simulated: simulated.2,
+        at_speed: at_speed.2,
+    };
+    served.named().into_iter().zip(simulated).map(figure).collect()
 }
 
 impl Figures {

@@ -93,7 +93,7 @@ pub fn load(
 }
 
 /// Turns that would follow an answer arrive a while after the turn before them.
-fn at_fixed_times(requests: &mut [Request]) {
+pub fn at_fixed_times(requests: &mut [Request]) {
     let mut arrivals: HashMap<u64, u64> = HashMap::new();
     for request in requests.iter_mut() {
         if let Some(before) = request.parent.take().and_then(|parent| arrivals.get(&parent).copied()) {
