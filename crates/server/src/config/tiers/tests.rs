@@ -69,8 +69,12 @@ impl BlockStore for Gated {
     fn name(&self) -> &str {
         "gated"
     }
-    fn lookup<'a>(&'a self, keys: &'a [BlockKey]) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys)
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.store.lookup(keys, within)
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
