@@ -292,7 +292,8 @@ impl<'a> Fleet<'a> {
         if step.is_none() && arrival.is_none() && (self.held.is_empty() || change.is_none()) {
             return None;
         }
-        let arrival = arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: Stamp::default() });
+        let arrival =
+            arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: Stamp::default() });
         let change = change.map(|change| Event {
             at_ns: change.at_ns.max(self.now),
             kind: Kind::Change,
