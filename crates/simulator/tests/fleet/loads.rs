@@ -93,6 +93,12 @@ pub fn changes(random: &mut Random, workers: u32, until_ns: u64) -> Vec<Change> 
             None => alive.push(true),
         }
         changes.push(Change { at_ns, worker, what });
+        // Often it is back at once, when events of its earlier life are still to come.
+        if what == WhatChanges::Fails && random.below(2) == 0 {
+            at_ns += u64::from(random.below(3)) * u64::from(random.below(2000));
+            alive[worker as usize] = true;
+            changes.push(Change { at_ns, worker, what: WhatChanges::Joins });
+        }
     }
     changes
 }

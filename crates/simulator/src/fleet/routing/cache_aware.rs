@@ -26,6 +26,8 @@ pub(super) struct CacheAware {
     /// By worker.
     histories: Vec<History>,
     n_requests: u64,
+    /// Blocks that are remembered per worker.
+    most_blocks: usize,
 }
 
 /// When a block was sent last, how deep it lies, from the deepest on, and its hash. The first is forgotten first: so no
@@ -46,6 +48,7 @@ impl CacheAware {
             sent: View::new(n_workers),
             histories: (0..n_workers).map(|_| History::default()).collect(),
             n_requests: 0,
+            most_blocks: (REMEMBERED_TOKENS / block_tokens).max(1) as usize,
         }
     }
 
@@ -72,8 +75,7 @@ impl CacheAware {
             }
             history.by_age.insert(age);
         }
-        let bound = (REMEMBERED_TOKENS / self.block_tokens).max(1) as usize;
-        while history.by_age.len() > bound
+        while history.by_age.len() > self.most_blocks
             && let Some((_, _, hash)) = history.by_age.pop_first()
         {
             history.ages.remove(&hash);
@@ -99,5 +101,49 @@ impl Routing for CacheAware {
     fn left(&mut self, worker: u32) {
         self.histories[worker as usize] = History::default();
         self.sent.forget(worker);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvist_testing::SplitMix64;
+
+    /// What is remembered of random prompts, compared with a list of (hash, age) that is searched for the oldest.
+    #[test]
+    fn the_oldest_is_forgotten_first() {
+        let mut random = SplitMix64(9);
+        let mut policy = CacheAware { most_blocks: 20, ..CacheAware::new(16, 2) };
+        let mut plain: [Vec<(u64, usize, std::cmp::Reverse<usize>)>; 2] = [Vec::new(), Vec::new()];
+        for round in 0..2000 {
+            // Prompts of 8 families that go on in three ways after some blocks.
+            let (family, own) = (u64::from(random.below(8)) << 32, u64::from(random.below(3)) << 16);
+            let common = u64::from(random.below(6));
+            let hashes: Vec<u64> = (0..1 + u64::from(random.below(9)))
+                .map(|i| family | if i < common { i } else { own | common << 8 | i })
+                .collect();
+            let worker = random.below(2);
+            policy.remember(worker, &hashes);
+            let list = &mut plain[worker as usize];
+            list.retain(|(hash, ..)| !hashes.contains(hash));
+            list.extend(
+                hashes.iter().enumerate().map(|(depth, &hash)| (hash, round, std::cmp::Reverse(depth))),
+            );
+            while list.len() > 20 {
+                let oldest = (0..list.len()).min_by_key(|&i| (list[i].1, list[i].2, list[i].0)).unwrap();
+                list.remove(oldest);
+            }
+            for (worker, list) in (0..).zip(&plain) {
+                let history = &policy.histories[worker as usize];
+                assert!(
+                    history.ages.len() == list.len() && history.by_age.len() == list.len(),
+                    "round {round}"
+                );
+                for (hash, ..) in list {
+                    let known = policy.sent.holders(*hash).is_some_and(|holders| holders.contains(worker));
+                    assert!(known && history.ages.contains_key(hash), "round {round}");
+                }
+            }
+        }
     }
 }

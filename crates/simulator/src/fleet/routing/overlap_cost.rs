@@ -48,3 +48,45 @@ impl Routing for OverlapCost {
         Some(Choice { worker: alive[at], credited_tokens: self.credits[at] })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By hand, with blocks of 10 tokens and a prompt of 40: worker 0 is idle and knows nothing, worker 1 has a request of
+    /// 30 tokens that it decodes and stores the first 20 tokens, worker 2 computes 20 of 50 tokens and stores all.
+    #[test]
+    fn costs_by_hand() {
+        let (mut loads, mut view) = (Loads::new(3), View::new(3));
+        (0..3).for_each(|worker| loads.joined(worker));
+        loads.sent(1, 30, 0);
+        loads.sent(2, 50, 20);
+        for (worker, depth) in [(1, 2), (2, 4)] {
+            (0..depth).for_each(|hash| view.note(worker, hash, true));
+        }
+        let asked = Asked { session: 0, prompt_tokens: 40, hashes: &[0, 1, 2, 3] };
+        // The last block has the last token, which is computed: 3 blocks of worker 2 count.
+        for (weight, costs, chosen) in [
+            (0.0, [4.0, 7.0, 11.0], 0),
+            (1.0, [4.0, 5.0, 8.0], 0),
+            (2.0, [4.0, 3.0, 5.0], 1),
+            (3.0, [4.0, 3.0, 5.0], 1),
+        ] {
+            let mut policy = OverlapCost::new(10, weight, Softmax::new(0.0, 1));
+            let choice = policy.choose(&asked, &loads, &view);
+            assert_eq!(policy.costs, costs, "weight {weight}");
+            let credited_tokens = [0, 20, 30][chosen as usize];
+            assert_eq!(choice, Some(Choice { worker: chosen, credited_tokens }), "weight {weight}");
+        }
+        // Of equal costs either may be chosen; a high temperature chooses any.
+        let seen = |temperature| {
+            let mut policy = OverlapCost::new(10, 1.5, Softmax::new(temperature, 3));
+            let mut seen: Vec<u32> =
+                (0..200).filter_map(|_| Some(policy.choose(&asked, &loads, &view)?.worker)).collect();
+            seen.sort_unstable();
+            seen.dedup();
+            seen
+        };
+        assert_eq!((seen(0.0), seen(50.0)), (vec![0, 1], vec![0, 1, 2]));
+    }
+}
