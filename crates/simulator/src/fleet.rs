@@ -25,7 +25,7 @@ use crate::cost::StepCost;
 use crate::report::{Objectives, RequestRow};
 use crate::request::Request;
 use crate::run::{Options, RunError, cache_counts};
-use event::{Event, Events, Kind};
+use event::{Event, Events, Kind, Stamp};
 use kvist_cache::{Cache, PagedError, PagedSpec};
 use kvist_scheduler::{BadConfig, End, Ended, LengthSource};
 use load::Load;
@@ -241,6 +241,8 @@ struct Fleet<'a> {
     /// By worker number; `None` where the worker has failed.
     members: Vec<Option<Member<'a>>>,
     router: Router,
+    /// How often a worker has joined, those at the start included.
+    n_lives: u64,
     /// Requests that no worker was there for.
     held: VecDeque<Ticket>,
     tally: Tally,
@@ -267,6 +269,7 @@ impl<'a> Fleet<'a> {
             tally: Tally::new(options, &load, n_workers, cache_counts(&Cache::paged(cache)?)),
             events: Events::default(),
             members: (0..n_workers).map(|_| None).collect(),
+            n_lives: 0,
             held: VecDeque::new(),
             turns: 0,
             now: load.arrivals.next_ns().unwrap_or(0),
@@ -289,12 +292,12 @@ impl<'a> Fleet<'a> {
         if step.is_none() && arrival.is_none() && (self.held.is_empty() || change.is_none()) {
             return None;
         }
-        let arrival = arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: 0 });
+        let arrival = arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: Stamp::default() });
         let change = change.map(|change| Event {
             at_ns: change.at_ns.max(self.now),
             kind: Kind::Change,
             worker: change.worker,
-            stamp: 0,
+            stamp: Stamp::default(),
         });
         [step, arrival, change].into_iter().flatten().min()
     }
@@ -305,7 +308,7 @@ impl<'a> Fleet<'a> {
             Kind::StepEnd | Kind::Begin => {
                 self.events.pop();
                 let member = self.members[event.worker as usize].as_ref();
-                if member.is_none_or(|member| member.stamp != event.stamp) {
+                if member.is_none_or(|member| member.stamp() != event.stamp) {
                     return Ok(()); // the worker has failed since, or was cut short by an arrival
                 }
                 match event.kind {
@@ -363,7 +366,7 @@ impl<'a> Fleet<'a> {
         if let Some(member) = &self.members[worker as usize]
             && let Some((at_ns, kind)) = member.next()
         {
-            self.events.push(Event { at_ns, kind, worker, stamp: member.stamp });
+            self.events.push(Event { at_ns, kind, worker, stamp: member.stamp() });
         }
     }
 
@@ -419,7 +422,9 @@ impl<'a> Fleet<'a> {
 
     fn join(&mut self, worker: u32) -> Result<(), FleetError> {
         let cache = Cache::paged(self.cache)?;
-        let member = Member::new(cache, self.cost, &self.options.run, self.router.needs_view())?;
+        self.n_lives += 1;
+        let watches_cache = self.router.needs_view();
+        let member = Member::new(cache, self.cost, &self.options.run, watches_cache, self.n_lives)?;
         self.members[worker as usize] = Some(member);
         self.router.joined(worker);
         self.tally.joined(self.now, worker);
@@ -429,6 +434,8 @@ impl<'a> Fleet<'a> {
     fn finish(mut self) -> FleetRun {
         for (worker, member) in (0..).zip(&mut self.members) {
             if let Some(member) = member {
+                // No event is left, so no worker has anything to do: what was sent to one that is there has ended.
+                assert!(member.is_idle(), "worker {worker} still has requests");
                 self.tally.left(self.now, worker, member);
             }
         }

@@ -13,13 +13,23 @@ pub(super) enum Kind {
     Begin,
 }
 
+/// The state of a worker that an event was entered for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Stamp {
+    /// Of all lives of the workers of the fleet. A worker that fails leaves an event behind, which must not pass for one of
+    /// the worker that joins in its place.
+    pub life: u64,
+    /// How often the worker has changed what it does in this life.
+    pub change: u64,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Event {
     pub at_ns: u64,
     pub kind: Kind,
     pub worker: u32,
     /// That of the worker when the event was entered. If the worker's is another one by now, the event is void.
-    pub stamp: u64,
+    pub stamp: Stamp,
 }
 
 /// The events of workers to come. Each worker has one that is not void.

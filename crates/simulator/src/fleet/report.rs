@@ -17,7 +17,7 @@ pub struct FleetReport {
     pub latency: Latency,
     pub throughput: Throughput,
     pub objectives: Attainment,
-    /// Sums over the workers, work that a failure lost included.
+    /// Sums over the workers, work that a failure lost included. A step that a failure cut short was busy until then.
     pub steps: StepCounts,
     pub fleet: FleetSummary,
 }

@@ -102,15 +102,18 @@ impl Tally {
         self.workers[worker as usize].since_ns = Some(now);
     }
 
-    /// The worker has failed, or the run is over. Adds what it has counted.
+    /// The worker has failed, or the run is over. Adds what it has counted; of a step that a failure cuts short, the time
+    /// until then.
     pub fn left(&mut self, now: u64, worker: u32, member: &mut Member<'_>) {
         let tally = &mut self.workers[worker as usize];
         if let Some(since_ns) = tally.since_ns.take() {
             tally.alive_ns += now.saturating_sub(since_ns);
         }
+        let cut_off_ns = member.left_of_step_ns(now);
         let scheduler = &mut member.worker.scheduler;
         let mut steps = member.worker.executor.counts;
         steps.preemptions = scheduler.counters().preemptions;
+        steps.busy_ns = steps.busy_ns.saturating_sub(cut_off_ns);
         if let Some(prefixes) = scheduler.cache_mut().prefixes() {
             let report = prefixes.report();
             self.cache.stored_blocks += report.n_stored;
@@ -272,7 +275,7 @@ impl WorkerTally {
             requests: self.requests,
             computed_tokens: self.steps.prefill_tokens + self.steps.decode_tokens,
             busy_s: self.steps.busy_ns as f64 / 1e9,
-            busy_ratio: ratio(self.steps.busy_ns.min(self.alive_ns), self.alive_ns),
+            busy_ratio: ratio(self.steps.busy_ns, self.alive_ns),
             token_hit_ratio: ratio(self.hit_tokens, self.prompt_tokens),
         }
     }

@@ -4,7 +4,7 @@
 //! Several decode steps that may run as one are only planned when they begin. If a request arrives in between, they are
 //! computed up to the first step by whose end it is there, as a single run would have done, which knows the time of the next
 //! arrival; otherwise all of them when they are over. So a worker is not interrupted by arrivals at others.
-use super::event::Kind;
+use super::event::{Kind, Stamp};
 use super::load::Load;
 use crate::cost::StepCost;
 use crate::run::Options;
@@ -48,7 +48,7 @@ enum Doing {
 pub(super) struct Member<'a> {
     pub worker: Worker<'a>,
     /// Changes when an event that was entered for it becomes void.
-    pub stamp: u64,
+    stamp: Stamp,
     doing: Doing,
     /// Requests that its scheduler does not know yet.
     inbox: Vec<Ticket>,
@@ -61,19 +61,21 @@ pub(super) struct Member<'a> {
 }
 
 impl<'a> Member<'a> {
-    /// `watches_cache`: whether the router wants to know what the cache stores.
+    /// `watches_cache`: whether the router wants to know what the cache stores. `life`: a number that no other member of the
+    /// fleet has or had.
     pub fn new(
         mut cache: Cache,
         cost: &'a dyn StepCost,
         options: &Options,
         watches_cache: bool,
+        life: u64,
     ) -> Result<Self, BadConfig> {
         cache.watch_prefixes(watches_cache);
         let mut worker = Worker::new(cache, cost, options, None, options.one_by_one)?;
         worker.executor.first_tokens = Some(Vec::new());
         Ok(Member {
             worker,
-            stamp: 0,
+            stamp: Stamp { life, change: 0 },
             doing: Doing::Nothing,
             inbox: Vec::new(),
             live: Vec::new(),
@@ -82,6 +84,24 @@ impl<'a> Member<'a> {
             cache_events: Vec::new(),
             watches_cache,
         })
+    }
+
+    /// What an event must bear to be one of this worker, as it is now.
+    pub fn stamp(&self) -> Stamp {
+        self.stamp
+    }
+
+    /// Whether it has no requests, and no ends that were not taken.
+    pub fn is_idle(&self) -> bool {
+        self.inbox.is_empty() && self.ended.is_empty() && self.live.iter().all(Option::is_none)
+    }
+
+    /// How much longer the step that it computed takes.
+    pub fn left_of_step_ns(&self, now: u64) -> u64 {
+        match self.doing {
+            Doing::Step { end_ns } => end_ns.saturating_sub(now),
+            _ => 0,
+        }
     }
 
     /// The time and kind of its next event.
@@ -95,7 +115,7 @@ impl<'a> Member<'a> {
 
     fn set(&mut self, doing: Doing) {
         self.doing = doing;
-        self.stamp += 1;
+        self.stamp.change += 1;
     }
 
     /// A request arrives at `now`. Returns the kind of the worker's next event if that changed: a step end if planned steps

@@ -1,5 +1,6 @@
 //! What holds for every fleet.
 use super::{Uneven, cache, fleet, loads};
+use kvist_simulator::cost::ConstantRates;
 use kvist_simulator::fleet::{
     Change, FleetError, FleetOptions, MAX_WORKERS, POLICIES, Policy, WhatChanges, check, run,
 };
@@ -63,7 +64,8 @@ fn every_request_ends_once() {
             sum(|worker| worker.computed_tokens),
             report.steps.prefill_tokens + report.steps.decode_tokens
         );
-        assert!(report.fleet.list.iter().all(|worker| worker.busy_ratio <= 1.0));
+        // No worker runs two steps at a time. (The ratio is that of the times; nothing bounds it.)
+        assert!(report.fleet.list.iter().all(|worker| worker.busy_ratio <= 1.0), "round {round}");
         retried += report.fleet.retried_requests;
         unfinished += n.unfinished;
 
@@ -112,6 +114,30 @@ fn a_failure_by_hand() {
     // A join that nothing waits for does not prolong the run.
     let run = fleet(&requests, &spec, &Uneven, &options(&[fails(25_000), joins(1 << 40)]));
     assert!(run.report.throughput.duration_s < 1e-3);
+}
+
+/// A worker fails in the middle of many decode steps that were planned as one, and joins again while their end is still to
+/// come. Once that end passed for one of the new life: the request was lost, and the worker busier than it was there.
+#[test]
+fn a_life_ignores_the_events_of_the_one_before() {
+    // 10 tokens per millisecond of prefill: 1 ms. 2,000 answer tokens at 0.1 per millisecond: 20 s.
+    let cost = ConstantRates::new(10.0, 0.1).unwrap();
+    let mut requests = vec![Request::new(0, 0, 10, 2000), Request::new(1, 0, 10, 1)];
+    requests[1].parent = Some(0);
+    let second = |s: f64| (s * 1e9) as u64;
+    let change = |at_s, what| Change { at_ns: second(at_s), worker: 0, what };
+    for joins_s in [11.0, 10.0] {
+        let changes = vec![change(10.0, WhatChanges::Fails), change(joins_s, WhatChanges::Joins)];
+        let options = FleetOptions { changes, rows: true, ..FleetOptions::default() };
+        let run = fleet(&requests, &cache(8000), &cost, &options);
+        let ends: Vec<f64> = run.rows.iter().map(|row| row.finished_ns.unwrap() as f64 / 1e9).collect();
+        assert!((ends[0] - joins_s - 20.0).abs() < 0.02, "{ends:?}");
+        assert_eq!(run.report.requests.finished, 2);
+        // It was there for 10 s of the first life, and from the join on; it was busy all the time.
+        let worker = &run.report.fleet.list[0];
+        assert!((worker.busy_s - (10.0 + ends[1] - joins_s)).abs() < 1e-6, "{worker:?}");
+        assert!((worker.busy_ratio - 1.0).abs() < 1e-6, "{worker:?}");
+    }
 }
 
 /// Copies of a load share nothing and come within a minute; each finds in the caches what the load finds by itself.
