@@ -53,8 +53,8 @@ pub struct FleetOptions {
     pub view_delay_ns: u64,
     /// Failures and joins, in any order. At equal times, in this order.
     pub changes: Vec<Change>,
-    /// Copies of the load, at least 1. Copies share no content; they begin spread over a minute, so that the load keeps its
-    /// course.
+    /// Copies of the load, at least 1. Copies share no content; they begin spread over a minute, or over a twentieth of the
+    /// time in which the load arrives if that is shorter, so that the load keeps its course.
     pub copies: u32,
     pub objectives: Objectives,
     /// Keep a row per request. Memory then grows with their number.
@@ -292,7 +292,8 @@ impl<'a> Fleet<'a> {
         if step.is_none() && arrival.is_none() && (self.held.is_empty() || change.is_none()) {
             return None;
         }
-        let arrival = arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: Stamp::default() });
+        let arrival =
+            arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: Stamp::default() });
         let change = change.map(|change| Event {
             at_ns: change.at_ns.max(self.now),
             kind: Kind::Change,

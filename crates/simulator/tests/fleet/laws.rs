@@ -4,11 +4,12 @@ use kvist_simulator::cost::ConstantRates;
 use kvist_simulator::fleet::{
     Change, FleetError, FleetOptions, MAX_WORKERS, POLICIES, Policy, WhatChanges, check, run,
 };
-use kvist_simulator::report::RequestOutcome;
+use kvist_simulator::report::{RequestOutcome, RequestRow};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, RunError};
 use kvist_simulator::speculation::{Acceptance, Speculation};
 use kvist_testing::SplitMix64;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -140,10 +141,13 @@ fn a_life_ignores_the_events_of_the_one_before() {
     }
 }
 
-/// Copies of a load share nothing and come within a minute; each finds in the caches what the load finds by itself.
+/// Copies of a load share nothing and come within a minute; each finds in the caches what the load finds by itself, and has
+/// as much time until its deadlines.
 #[test]
 fn copies_are_the_load_again() {
-    let requests = loads::requests(5, 80, 1_000_000);
+    let mut requests = loads::requests(5, 80, 1_000_000);
+    // The others are over long before the next copy comes. This one makes the load half an hour long.
+    requests.push(Request::new(999, 1_800_000_000_000, 50, 20));
     let mut random = SplitMix64(6);
     let mut options = loads::options(&mut random, Policy::SessionHash, 1);
     options.run.scheduler.wait_for_prefix = false;
@@ -154,13 +158,22 @@ fn copies_are_the_load_again() {
     assert_eq!(four.report.cache.counts.hit_tokens, 4 * one.report.cache.counts.hit_tokens);
     assert_eq!(four.report.cache.counts.stored_blocks, 4 * one.report.cache.counts.stored_blocks);
     assert!(one.report.cache.counts.hit_tokens > 0);
-    for (copy, rows) in four.rows.chunks(80).enumerate() {
+    // Once copies had the deadlines of the first, and were late.
+    assert_eq!(four.report.requests.late, 4 * one.report.requests.late);
+    assert!(one.report.requests.late > 0 && one.report.requests.late < one.report.requests.finished);
+    let is_unfinished = |row: &&RequestRow| row.outcome == RequestOutcome::Unfinished;
+    assert!(one.rows.iter().filter(is_unfinished).count() > 0);
+    for (copy, rows) in four.rows.chunks(81).enumerate() {
         let shift_ns = 15_000_000_000 * copy as u64;
-        for (row, of_one) in rows.iter().zip(&one.rows).filter(|(row, _)| row.admitted_ns.is_some()) {
+        let later = |ns: Option<u64>| ns.map(|ns| ns + shift_ns);
+        for (row, of_one) in rows.iter().zip(&one.rows) {
             assert_eq!(row.arrival_ns, of_one.arrival_ns + shift_ns);
-            assert_eq!(row.finished_ns, of_one.finished_ns.map(|ns| ns + shift_ns));
+            assert_eq!(row.deadline_ns, later(of_one.deadline_ns));
+            assert_eq!(row.finished_ns, later(of_one.finished_ns));
         }
     }
+    let ids: BTreeSet<u64> = four.rows.iter().map(|row| row.id).collect();
+    assert_eq!(ids.len(), 4 * 81);
 }
 
 #[test]
