@@ -112,9 +112,16 @@ fn a_failure_by_hand() {
     assert_eq!(ends(&[fails(2191), joins(3000)]), (vec![(Some(5192), 0), (Some(21_096), 96)], 1));
     assert_eq!(ends(&[fails(20_500), joins(30_000)]), (vec![(Some(2192), 0), (Some(32_192), 0)], 1));
     assert_eq!(ends(&[fails(20_500)]), (vec![(Some(2192), 0), (None, 0)], 1));
-    // A join that nothing waits for does not prolong the run.
-    let run = fleet(&requests, &spec, &Uneven, &options(&[fails(25_000), joins(1 << 40)]));
+    // A join that nothing waits for does not prolong the run, nor does it count, as failures after the end do not.
+    let new = |worker| Change { worker, ..joins(1 << 40) };
+    let changes = [fails(20_500), joins(20_600), fails(1 << 40), new(0), new(1), new(2)];
+    let run = fleet(&requests, &spec, &Uneven, &options(&changes));
     assert!(run.report.throughput.duration_s < 1e-3);
+    let of_fleet = &run.report.fleet;
+    assert_eq!((of_fleet.failures, of_fleet.joins, of_fleet.list.len()), (1, 1, 1));
+    // Of one worker: those that never joined do not halve the mean.
+    assert_eq!(of_fleet.imbalance.requests, Some(1.0));
+    assert_eq!(of_fleet.over_workers.requests.map(|spread| spread.n), Some(1));
 }
 
 /// A worker fails in the middle of many decode steps that were planned as one, and joins again while their end is still to
@@ -220,11 +227,20 @@ fn what_is_refused() {
     // In order of time, not of the list.
     assert_eq!(with(&|o| o.changes = vec![change(9, 1, joins), change(3, 1, fails)]), Ok(()));
 
+    let requests = loads::requests(1, 5, 100);
+    let copied = FleetOptions { copies: u32::MAX, ..good.clone() };
+    let why = run(&requests, &cache(400), &Uneven, &copied, &mut |_| ()).unwrap_err().to_string();
+    assert!(
+        why.contains("4294967295 copies of a load of 5 requests") && why.contains("at most 20000000"),
+        "{why}"
+    );
+    let none = run(&[], &cache(400), &Uneven, &copied, &mut |_| ());
+    assert!(matches!(none, Err(FleetError::TooManyCopies { .. })));
+
     let stopped = FleetOptions {
         run: Options { stop: Some(Arc::new(AtomicBool::new(true))), ..Options::default() },
         ..good
     };
-    let requests = loads::requests(1, 5, 100);
     let result = run(&requests, &cache(400), &Uneven, &stopped, &mut |_| ());
     assert_eq!(result.unwrap_err(), FleetError::Run(RunError::Stopped));
 }
