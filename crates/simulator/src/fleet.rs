@@ -8,8 +8,11 @@
 //!
 //! Guarantees: the result is a function of the requests, caches, cost model and options. A fleet of one worker gives what
 //! a single run gives. Every request ends once, or is counted as unfinished. Memory grows with the requests that are live
-//! and with what the caches store, not with the number of requests. Time grows with the number of requests, and hardly
-//! with the number of workers: events lie in a heap, and no policy looks at every worker, except with a temperature.
+//! and with what the caches store, not with the number of requests. Time grows with the number of requests, and for
+//! most policies hardly with the number of workers: events lie in a heap, and the least loaded workers are found in sets in
+//! order. `prefix_aware` and `cache_aware` look one by one at the workers that store a beginning of the prompt if they are
+//! few; otherwise they pass workers in order of load until one stores it. `overlap_cost`, and every policy with a
+//! temperature, looks at every worker for every request.
 mod event;
 mod load;
 mod report;
@@ -31,12 +34,16 @@ use kvist_scheduler::{BadConfig, End, Ended, LengthSource};
 use load::Load;
 use router::Router;
 use std::collections::VecDeque;
+use std::fmt::{self, Display, Formatter};
 use std::sync::atomic::Ordering;
 use tally::Tally;
 use worker::{Member, Ticket};
 
 /// Maximum workers of a fleet.
 pub const MAX_WORKERS: u32 = 65_536;
+
+/// Maximum requests of a fleet, over all copies of its load.
+pub const MAX_REQUESTS: u64 = 100_000_000;
 
 /// How a fleet is run.
 #[derive(Clone, Debug)]
@@ -53,8 +60,8 @@ pub struct FleetOptions {
     pub view_delay_ns: u64,
     /// Failures and joins, in any order. At equal times, in this order.
     pub changes: Vec<Change>,
-    /// Copies of the load, at least 1. Copies share no content; they begin spread over a minute, so that the load keeps its
-    /// course.
+    /// Copies of the load, at least 1. Copies share no content; they begin spread over a minute, or over a twentieth of the
+    /// time in which the load arrives if that is shorter, so that the load keeps its course.
     pub copies: u32,
     pub objectives: Objectives,
     /// Keep a row per request. Memory then grows with their number.
@@ -99,6 +106,15 @@ pub enum WhatChanges {
     Joins,
 }
 
+impl Display for WhatChanges {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            WhatChanges::Fails => "fails",
+            WhatChanges::Joins => "joins",
+        })
+    }
+}
+
 /// Why a fleet has no result.
 #[derive(Debug, PartialEq, thiserror::Error)]
 pub enum FleetError {
@@ -114,12 +130,18 @@ pub enum FleetError {
     /// The number of workers or copies is out of range.
     #[error("{what}: found {found}; expected 1 to {most}")]
     OutOfRange { what: &'static str, found: u64, most: u64 },
+    /// The copies of the load are too many.
+    #[error(
+        "{copies} copies of a load of {requests} requests are more than {MAX_REQUESTS} requests; give at most {}",
+        MAX_REQUESTS / (*requests).max(1)
+    )]
+    TooManyCopies { copies: u32, requests: u64 },
     /// The temperature is no finite number of at least 0, or the policy has no cost.
     #[error("the temperature is {found}: {expected}")]
     Temperature { found: f64, expected: &'static str },
     /// A change does not fit the workers at its time.
     #[error("worker {worker} {what} at {} s, but {why}", *at_ns as f64 / 1e9)]
-    Change { worker: u32, what: &'static str, at_ns: u64, why: &'static str },
+    Change { worker: u32, what: WhatChanges, at_ns: u64, why: &'static str },
 }
 
 impl From<BadConfig> for FleetError {
@@ -151,6 +173,11 @@ pub fn run(
     progress: &mut dyn FnMut(usize),
 ) -> Result<FleetRun, FleetError> {
     check(options)?;
+    let (copies, n_requests) = (options.copies, requests.len() as u64);
+    // A list that is already there is served at least once.
+    if copies > 1 && n_requests.max(1).saturating_mul(copies.into()) > MAX_REQUESTS {
+        return Err(FleetError::TooManyCopies { copies, requests: n_requests });
+    }
     let mut fleet = Fleet::new(requests, cache, cost, options)?;
     while let Some(event) = fleet.next_event() {
         if event.at_ns > i64::MAX as u64 {
@@ -215,15 +242,15 @@ fn check_changes(options: &FleetOptions) -> Result<(), FleetError> {
     let mut alive = vec![true; options.workers as usize];
     for Change { at_ns, worker, what } in in_order(&options.changes) {
         let at = worker as usize;
-        let wrong = |what, why| Err(FleetError::Change { worker, what, at_ns, why });
+        let wrong = |why| Err(FleetError::Change { worker, what, at_ns, why });
         match (what, alive.get(at).copied()) {
             (WhatChanges::Fails, Some(true)) => alive[at] = false,
-            (WhatChanges::Fails, Some(false)) => return wrong("fails", "it has failed before"),
-            (WhatChanges::Fails, None) => return wrong("fails", "there is no such worker"),
+            (WhatChanges::Fails, Some(false)) => return wrong("it has failed before"),
+            (WhatChanges::Fails, None) => return wrong("there is no such worker"),
             (WhatChanges::Joins, Some(false)) => alive[at] = true,
-            (WhatChanges::Joins, Some(true)) => return wrong("joins", "it is there already"),
+            (WhatChanges::Joins, Some(true)) => return wrong("it is there already"),
             (WhatChanges::Joins, None) if at == alive.len() && worker < MAX_WORKERS => alive.push(true),
-            (WhatChanges::Joins, None) => return wrong("joins", "new workers take the next number"),
+            (WhatChanges::Joins, None) => return wrong("new workers take the next number"),
         }
     }
     Ok(())
@@ -321,6 +348,7 @@ impl<'a> Fleet<'a> {
                 Some(WhatChanges::Fails) => self.fail(event.worker),
                 Some(WhatChanges::Joins) => {
                     self.join(event.worker)?;
+                    self.tally.n_joins += 1;
                     let held = std::mem::take(&mut self.held);
                     held.into_iter().for_each(|ticket| self.send(ticket));
                 }
@@ -417,6 +445,7 @@ impl<'a> Fleet<'a> {
         self.router.left(worker);
         self.tally.left(self.now, worker, &mut member);
         let tickets = member.into_tickets();
+        self.tally.n_failures += 1;
         self.tally.n_retried += tickets.len() as u64;
         tickets.into_iter().for_each(|ticket| self.send(ticket));
     }

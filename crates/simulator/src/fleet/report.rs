@@ -28,6 +28,7 @@ pub struct FleetSummary {
     /// Workers at the start.
     pub workers: u32,
     pub view_delay_s: f64,
+    /// Workers that failed, and that joined after the start. Those that would have done so after the end do not count.
     pub failures: u64,
     pub joins: u64,
     /// How often a request was sent again because its worker had failed.
@@ -37,12 +38,12 @@ pub struct FleetSummary {
     pub credited_tokens: u64,
     pub imbalance: Imbalance,
     pub over_workers: OverWorkers,
-    /// Every worker, if there are no more than 64.
+    /// Every worker that ever was there, if there are no more than 64.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub list: Vec<WorkerReport>,
 }
 
-/// The most that a worker has of something, over the mean of all workers: 1 if all have the same. Absent if none has any.
+/// The most that a worker has of something, over the mean of all workers that ever were there: 1 if all have the same. Absent if none has any.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Imbalance {
     pub requests: Option<f64>,

@@ -64,6 +64,16 @@ impl Router {
 
     /// Chooses a worker at `now`, and counts the request as sent to it. `None` if no worker is there.
     pub fn choose(&mut self, now: u64, session: u64, prompt_tokens: u32, hashes: &[u64]) -> Option<Choice> {
+        self.learn(now);
+        let asked = Asked { session, prompt_tokens, hashes };
+        let choice = self.policy.choose(&asked, &self.loads, &self.view)?;
+        let backlog_tokens = prompt_tokens - choice.credited_tokens;
+        self.loads.sent(choice.worker, prompt_tokens.into(), backlog_tokens.into());
+        Some(choice)
+    }
+
+    /// Notes the news that have arrived by `now`.
+    fn learn(&mut self, now: u64) {
         while self.on_their_way.front().is_some_and(|news| news.at_ns <= now)
             && let Some(news) = self.on_their_way.pop_front()
         {
@@ -73,11 +83,6 @@ impl Router {
                 }
             }
         }
-        let asked = Asked { session, prompt_tokens, hashes };
-        let choice = self.policy.choose(&asked, &self.loads, &self.view)?;
-        let backlog_tokens = prompt_tokens - choice.credited_tokens;
-        self.loads.sent(choice.worker, prompt_tokens.into(), backlog_tokens.into());
-        Some(choice)
     }
 
     /// A step that ended at `now` has changed a worker's cache.
@@ -93,6 +98,7 @@ impl Router {
             let at_ns = now.saturating_add(self.view_delay_ns);
             self.on_their_way.push_back(News { at_ns, worker, life: self.lives[worker as usize], blocks });
         }
+        self.learn(now); // also when no request comes any more, so that news do not pile up
     }
 
     /// A request has its first token.
@@ -118,5 +124,25 @@ impl Router {
         self.loads.left(worker);
         self.view.forget(worker);
         self.policy.left(worker);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fleet::Policy;
+
+    /// News once waited for the next request: after the last one they piled up.
+    #[test]
+    fn news_are_noted_without_requests() {
+        let policy = Policy::PrefixAware;
+        let options = FleetOptions { policy, workers: 1, view_delay_ns: 50, ..FleetOptions::default() };
+        let mut router = Router::new(&options, 1, 16);
+        router.joined(0);
+        for step in 0..100 {
+            let removed = PrefixEvent::Removed { group: GroupId(0), block: 0, hash: step };
+            router.publish(step * 10, 0, [removed].into_iter());
+            assert!(router.on_their_way.len() <= 5, "{}", router.on_their_way.len());
+        }
     }
 }

@@ -1,8 +1,8 @@
 //! What a fleet records while it runs: sums and histograms, so that memory does not grow with the number of requests.
+use super::FleetOptions;
 use super::load::Load;
 use super::report::{FleetReport, FleetSummary, Imbalance, OverWorkers, WorkerReport};
 use super::worker::{Member, Ticket};
-use super::{FleetOptions, WhatChanges};
 use crate::cost::StepCost;
 use crate::report::{
     Attainment, CacheCounts, CacheReport, Latency, RequestCounts, RequestOutcome, RequestRow, StepCounts,
@@ -22,6 +22,8 @@ struct WorkerTally {
     hit_tokens: u64,
     prompt_tokens: u64,
     steps: StepCounts,
+    /// Whether it ever was there: a run may be over before a worker joins.
+    was_there: bool,
     /// When it joined, if it is there.
     since_ns: Option<u64>,
     alive_ns: u64,
@@ -46,6 +48,9 @@ pub(super) struct Tally {
     credited_tokens: u64,
     /// How often a request was sent again.
     pub n_retried: u64,
+    /// Workers that have failed, and that have joined since the start.
+    pub n_failures: u64,
+    pub n_joins: u64,
     /// In the order of the requests, if asked for.
     rows: Option<Vec<RequestRow>>,
     objectives: crate::report::Objectives,
@@ -83,6 +88,8 @@ impl Tally {
             workers: vec![WorkerTally::default(); n_workers as usize],
             credited_tokens: 0,
             n_retried: 0,
+            n_failures: 0,
+            n_joins: 0,
             rows: options.rows.then(|| (0..load.n_requests()).map(row).collect()),
             objectives: options.objectives,
         }
@@ -99,7 +106,8 @@ impl Tally {
     }
 
     pub fn joined(&mut self, now: u64, worker: u32) {
-        self.workers[worker as usize].since_ns = Some(now);
+        let tally = &mut self.workers[worker as usize];
+        (tally.was_there, tally.since_ns) = (true, Some(now));
     }
 
     /// The worker has failed, or the run is over. Adds what it has counted; of a step that a failure cuts short, the time
@@ -236,8 +244,11 @@ impl Tally {
     }
 
     fn summary(&self, options: &FleetOptions) -> FleetSummary {
-        let change = |what| options.changes.iter().filter(|change| change.what == what).count() as u64;
-        let workers: Vec<WorkerReport> = (0..).zip(&self.workers).map(|(i, tally)| tally.report(i)).collect();
+        let workers: Vec<WorkerReport> = (0..)
+            .zip(&self.workers)
+            .filter(|(_, tally)| tally.was_there)
+            .map(|(i, tally)| tally.report(i))
+            .collect();
         let over = |of: fn(&WorkerReport) -> f64| workers.iter().map(of).collect::<Vec<f64>>();
         let spread = |of| Spread::of(&mut over(of));
         let imbalance = |of| {
@@ -248,8 +259,8 @@ impl Tally {
         FleetSummary {
             workers: options.workers,
             view_delay_s: options.view_delay_ns as f64 / 1e9,
-            failures: change(WhatChanges::Fails),
-            joins: change(WhatChanges::Joins),
+            failures: self.n_failures,
+            joins: self.n_joins,
             retried_requests: self.n_retried,
             credited_tokens: self.credited_tokens,
             imbalance: Imbalance {

@@ -4,11 +4,12 @@ use kvist_simulator::cost::ConstantRates;
 use kvist_simulator::fleet::{
     Change, FleetError, FleetOptions, MAX_WORKERS, POLICIES, Policy, WhatChanges, check, run,
 };
-use kvist_simulator::report::RequestOutcome;
+use kvist_simulator::report::{RequestOutcome, RequestRow};
 use kvist_simulator::request::Request;
 use kvist_simulator::run::{Options, RunError};
 use kvist_simulator::speculation::{Acceptance, Speculation};
 use kvist_testing::SplitMix64;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -111,9 +112,16 @@ fn a_failure_by_hand() {
     assert_eq!(ends(&[fails(2191), joins(3000)]), (vec![(Some(5192), 0), (Some(21_096), 96)], 1));
     assert_eq!(ends(&[fails(20_500), joins(30_000)]), (vec![(Some(2192), 0), (Some(32_192), 0)], 1));
     assert_eq!(ends(&[fails(20_500)]), (vec![(Some(2192), 0), (None, 0)], 1));
-    // A join that nothing waits for does not prolong the run.
-    let run = fleet(&requests, &spec, &Uneven, &options(&[fails(25_000), joins(1 << 40)]));
+    // A join that nothing waits for does not prolong the run, nor does it count, as failures after the end do not.
+    let new = |worker| Change { worker, ..joins(1 << 40) };
+    let changes = [fails(20_500), joins(20_600), fails(1 << 40), new(0), new(1), new(2)];
+    let run = fleet(&requests, &spec, &Uneven, &options(&changes));
     assert!(run.report.throughput.duration_s < 1e-3);
+    let of_fleet = &run.report.fleet;
+    assert_eq!((of_fleet.failures, of_fleet.joins, of_fleet.list.len()), (1, 1, 1));
+    // Of one worker: those that never joined do not halve the mean.
+    assert_eq!(of_fleet.imbalance.requests, Some(1.0));
+    assert_eq!(of_fleet.over_workers.requests.map(|spread| spread.n), Some(1));
 }
 
 /// A worker fails in the middle of many decode steps that were planned as one, and joins again while their end is still to
@@ -140,10 +148,13 @@ fn a_life_ignores_the_events_of_the_one_before() {
     }
 }
 
-/// Copies of a load share nothing and come within a minute; each finds in the caches what the load finds by itself.
+/// Copies of a load share nothing and come within a minute; each finds in the caches what the load finds by itself, and has
+/// as much time until its deadlines.
 #[test]
 fn copies_are_the_load_again() {
-    let requests = loads::requests(5, 80, 1_000_000);
+    let mut requests = loads::requests(5, 80, 1_000_000);
+    // The others are over long before the next copy comes. This one makes the load half an hour long.
+    requests.push(Request::new(999, 1_800_000_000_000, 50, 20));
     let mut random = SplitMix64(6);
     let mut options = loads::options(&mut random, Policy::SessionHash, 1);
     options.run.scheduler.wait_for_prefix = false;
@@ -154,13 +165,22 @@ fn copies_are_the_load_again() {
     assert_eq!(four.report.cache.counts.hit_tokens, 4 * one.report.cache.counts.hit_tokens);
     assert_eq!(four.report.cache.counts.stored_blocks, 4 * one.report.cache.counts.stored_blocks);
     assert!(one.report.cache.counts.hit_tokens > 0);
-    for (copy, rows) in four.rows.chunks(80).enumerate() {
+    // Once copies had the deadlines of the first, and were late.
+    assert_eq!(four.report.requests.late, 4 * one.report.requests.late);
+    assert!(one.report.requests.late > 0 && one.report.requests.late < one.report.requests.finished);
+    let is_unfinished = |row: &&RequestRow| row.outcome == RequestOutcome::Unfinished;
+    assert!(one.rows.iter().filter(is_unfinished).count() > 0);
+    for (copy, rows) in four.rows.chunks(81).enumerate() {
         let shift_ns = 15_000_000_000 * copy as u64;
-        for (row, of_one) in rows.iter().zip(&one.rows).filter(|(row, _)| row.admitted_ns.is_some()) {
+        let later = |ns: Option<u64>| ns.map(|ns| ns + shift_ns);
+        for (row, of_one) in rows.iter().zip(&one.rows) {
             assert_eq!(row.arrival_ns, of_one.arrival_ns + shift_ns);
-            assert_eq!(row.finished_ns, of_one.finished_ns.map(|ns| ns + shift_ns));
+            assert_eq!(row.deadline_ns, later(of_one.deadline_ns));
+            assert_eq!(row.finished_ns, later(of_one.finished_ns));
         }
     }
+    let ids: BTreeSet<u64> = four.rows.iter().map(|row| row.id).collect();
+    assert_eq!(ids.len(), 4 * 81);
 }
 
 #[test]
@@ -207,11 +227,20 @@ fn what_is_refused() {
     // In order of time, not of the list.
     assert_eq!(with(&|o| o.changes = vec![change(9, 1, joins), change(3, 1, fails)]), Ok(()));
 
+    let requests = loads::requests(1, 5, 100);
+    let copied = FleetOptions { copies: u32::MAX, ..good.clone() };
+    let why = run(&requests, &cache(400), &Uneven, &copied, &mut |_| ()).unwrap_err().to_string();
+    assert!(
+        why.contains("4294967295 copies of a load of 5 requests") && why.contains("at most 20000000"),
+        "{why}"
+    );
+    let none = run(&[], &cache(400), &Uneven, &copied, &mut |_| ());
+    assert!(matches!(none, Err(FleetError::TooManyCopies { .. })));
+
     let stopped = FleetOptions {
         run: Options { stop: Some(Arc::new(AtomicBool::new(true))), ..Options::default() },
         ..good
     };
-    let requests = loads::requests(1, 5, 100);
     let result = run(&requests, &cache(400), &Uneven, &stopped, &mut |_| ());
     assert_eq!(result.unwrap_err(), FleetError::Run(RunError::Stopped));
 }

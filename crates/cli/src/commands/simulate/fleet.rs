@@ -7,7 +7,7 @@ use crate::{output, progress};
 use anyhow::Context;
 use kvist_cache::PagedSpec;
 use kvist_simulator::fleet::{
-    self, Change, FleetOptions, FleetRun, MAX_WORKERS, POLICIES, Policy, WhatChanges,
+    self, Change, FleetError, FleetOptions, FleetRun, MAX_WORKERS, POLICIES, Policy, WhatChanges,
 };
 use kvist_simulator::report;
 use kvist_simulator::request::Request;
@@ -38,7 +38,8 @@ pub struct FleetArgs {
     /// the range) [default: 0, the lowest cost]
     #[arg(long, value_name = "T", help_heading = FLEET)]
     router_temperature: Option<f64>,
-    /// What a cached block saves, in blocks to compute, for overlap_cost [default: 1]
+    /// What a cached block saves, in blocks to compute, for overlap_cost: Dynamo's overlap_score_credit, not its deprecated
+    /// overlap-score weight [default: 1]
     #[arg(long, value_name = "W", help_heading = FLEET)]
     overlap_weight: Option<f64>,
     /// A worker fails, as 3@120s: worker 3 (the first is 0), 120 s after the beginning. Its requests are sent again. May be
@@ -171,6 +172,7 @@ impl What {
         for (given, flag, why) in [
             (self.zero.zero_service, "--zero-service", "where no worker is ever busy"),
             (self.speculation.is_on(), "--speculate", "which a fleet does not simulate yet"),
+            (self.schedule.is_oracle(), "--lengths oracle", "which a fleet does not simulate yet"),
             (!self.tiers.tiers.is_empty(), "--tier", "which a fleet does not simulate yet"),
         ] {
             if given {
@@ -189,7 +191,7 @@ impl What {
             }
         }
         let options = self.fleet_options(0, false);
-        fleet::check(&options).map_err(|why| wrong_usage(format!("--workers: {why}")))
+        fleet::check(&options).map_err(refused)
     }
 
     pub fn fleet_options(&self, seed: u64, rows: bool) -> FleetOptions {
@@ -206,6 +208,20 @@ impl What {
     }
 }
 
+/// The error for a fleet that the simulator refuses: names the flag that asked for it.
+fn refused(why: FleetError) -> anyhow::Error {
+    let flag = match &why {
+        FleetError::Temperature { .. } => "--router-temperature: ",
+        FleetError::Change { what: WhatChanges::Fails, .. } => "--fail: ",
+        FleetError::Change { what: WhatChanges::Joins, .. } => "--join: ",
+        FleetError::TooManyCopies { .. } => "--scale: ",
+        FleetError::OutOfRange { .. } | FleetError::Unsupported(_) => "--workers: ",
+        // Of a worker, as without a fleet.
+        FleetError::Run(_) | FleetError::Cache(_) => "",
+    };
+    wrong_usage(format!("{flag}{why}"))
+}
+
 /// One run of a fleet with empty caches.
 pub fn simulate(
     what: &What,
@@ -215,7 +231,7 @@ pub fn simulate(
 ) -> anyhow::Result<FleetRun> {
     let cost = what.costs.get()?;
     let cache = what.worker_cache(requests)?;
-    fleet::run(requests, &cache, &*cost, options, progress).map_err(|why| wrong_usage(why.to_string()))
+    fleet::run(requests, &cache, &*cost, options, progress).map_err(refused)
 }
 
 /// Adds the load to the setting of the report.

@@ -57,6 +57,11 @@ enum Keeps {
 }
 
 impl ScheduleArgs {
+    /// Whether the scheduler is told how long every answer will be.
+    pub fn is_oracle(&self) -> bool {
+        matches!(self.lengths, Lengths::Oracle)
+    }
+
     pub fn max_new(&self) -> Option<u32> {
         self.max_new
     }

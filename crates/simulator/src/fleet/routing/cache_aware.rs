@@ -9,7 +9,9 @@
 //! The routers compare tokens or characters, here whole blocks are compared. They forget every 30 seconds, here as soon as
 //! the bound is passed.
 use super::{Asked, Choice, Loads, Routing, View};
-use std::collections::{BTreeSet, HashMap};
+use history::History;
+
+mod history;
 
 /// Loads are out of balance if they differ by more requests than this,
 const BALANCE_REQUESTS: u32 = 32;
@@ -17,28 +19,19 @@ const BALANCE_REQUESTS: u32 = 32;
 const BALANCE_RATIO: f64 = 1.1;
 /// The part of a prompt that must have been sent to a worker before.
 const THRESHOLD: f64 = 0.5;
-/// What is remembered per worker, in tokens: 2^25 characters at 8 per token, the default of vllm-router.
+/// What is remembered per worker, in tokens: 2^25 characters at 8 per token, the default of vllm-router. Memory grows to
+/// that of [`History`] for each worker, once it was sent so much.
 const REMEMBERED_TOKENS: u32 = 1 << 22;
+
+/// Up to this number, all workers that were sent a block are looked at. Of more, one is found soon among those with the fewest
+/// requests.
+const FEW: u32 = 32;
 
 pub(super) struct CacheAware {
     block_tokens: u32,
     sent: View,
     /// By worker.
     histories: Vec<History>,
-    n_requests: u64,
-    /// Blocks that are remembered per worker.
-    most_blocks: usize,
-}
-
-/// When a block was sent last, how deep it lies, from the deepest on, and its hash. The first is forgotten first: so no
-/// block is remembered without those before it.
-type Age = (u64, std::cmp::Reverse<u32>, u64);
-
-#[derive(Default)]
-struct History {
-    by_age: BTreeSet<Age>,
-    /// Used for lookups only.
-    ages: HashMap<u64, Age>,
 }
 
 impl CacheAware {
@@ -47,8 +40,6 @@ impl CacheAware {
             block_tokens,
             sent: View::new(n_workers),
             histories: (0..n_workers).map(|_| History::default()).collect(),
-            n_requests: 0,
-            most_blocks: (REMEMBERED_TOKENS / block_tokens).max(1) as usize,
         }
     }
 
@@ -60,26 +51,30 @@ impl CacheAware {
         if f64::from(tokens) <= THRESHOLD * f64::from(asked.prompt_tokens) {
             return None;
         }
-        let worker = loads.by_requests().find(|&worker| holders.contains(worker))?;
-        Some((worker, tokens))
+        let worker = if holders.len() <= FEW {
+            let mut best = None;
+            holders.for_each(|worker| {
+                let found = loads.of(worker).map(|load| (load.requests, worker));
+                best = best.into_iter().chain(found).min();
+            });
+            best.map(|(_, worker)| worker)
+        } else {
+            loads.by_requests().find(|&worker| holders.contains(worker))
+        };
+        Some((worker?, tokens))
     }
 
+    /// The deepest block counts as sent first, and is forgotten first: no block is remembered without those before it.
     fn remember(&mut self, worker: u32, hashes: &[u64]) {
-        self.n_requests += 1;
-        let history = &mut self.histories[worker as usize];
-        for (depth, &hash) in (0..).zip(hashes) {
-            let age = (self.n_requests, std::cmp::Reverse(depth), hash);
-            match history.ages.insert(hash, age) {
-                Some(before) => _ = history.by_age.remove(&before),
-                None => self.sent.note(worker, hash, true),
+        let most = (REMEMBERED_TOKENS / self.block_tokens).max(1) as usize;
+        for &hash in hashes.iter().rev() {
+            let (is_new, forgotten) = self.histories[worker as usize].sent(hash, most);
+            if let Some(forgotten) = forgotten {
+                self.sent.note(worker, forgotten, false);
             }
-            history.by_age.insert(age);
-        }
-        while history.by_age.len() > self.most_blocks
-            && let Some((_, _, hash)) = history.by_age.pop_first()
-        {
-            history.ages.remove(&hash);
-            self.sent.note(worker, hash, false);
+            if is_new {
+                self.sent.note(worker, hash, true);
+            }
         }
     }
 }
@@ -109,41 +104,34 @@ mod tests {
     use super::*;
     use kvist_testing::SplitMix64;
 
-    /// What is remembered of random prompts, compared with a list of (hash, age) that is searched for the oldest.
+    /// Compared with the definition, worker by worker, where one, some or nearly all were sent the prompt.
     #[test]
-    fn the_oldest_is_forgotten_first() {
+    fn the_fewest_requests_of_those_with_the_prefix() {
         let mut random = SplitMix64(9);
-        let mut policy = CacheAware { most_blocks: 20, ..CacheAware::new(16, 2) };
-        let mut plain: [Vec<(u64, usize, std::cmp::Reverse<usize>)>; 2] = [Vec::new(), Vec::new()];
-        for round in 0..2000 {
-            // Prompts of 8 families that go on in three ways after some blocks.
-            let (family, own) = (u64::from(random.below(8)) << 32, u64::from(random.below(3)) << 16);
-            let common = u64::from(random.below(6));
-            let hashes: Vec<u64> = (0..1 + u64::from(random.below(9)))
-                .map(|i| family | if i < common { i } else { own | common << 8 | i })
-                .collect();
-            let worker = random.below(2);
-            policy.remember(worker, &hashes);
-            let list = &mut plain[worker as usize];
-            list.retain(|(hash, ..)| !hashes.contains(hash));
-            list.extend(
-                hashes.iter().enumerate().map(|(depth, &hash)| (hash, round, std::cmp::Reverse(depth))),
-            );
-            while list.len() > 20 {
-                let oldest = (0..list.len()).min_by_key(|&i| (list[i].1, list[i].2, list[i].0)).unwrap();
-                list.remove(oldest);
-            }
-            for (worker, list) in (0..).zip(&plain) {
-                let history = &policy.histories[worker as usize];
-                assert!(
-                    history.ages.len() == list.len() && history.by_age.len() == list.len(),
-                    "round {round}"
-                );
-                for (hash, ..) in list {
-                    let known = policy.sent.holders(*hash).is_some_and(|holders| holders.contains(worker));
-                    assert!(known && history.ages.contains_key(hash), "round {round}");
+        let (mut few, mut many) = (0, 0);
+        for round in 0..1000 {
+            let n_workers = 1 + random.below(100);
+            let mut loads = Loads::new(n_workers);
+            let mut policy = CacheAware::new(16, n_workers);
+            let scarce = 1 + random.below(10);
+            let mut expected: Option<(u32, u32)> = None;
+            let mut n_holders = 0;
+            for worker in 0..n_workers {
+                loads.joined(worker);
+                (0..random.below(8)).for_each(|_| loads.sent(worker, 100, 100));
+                if random.below(scarce) == 0 {
+                    policy.remember(worker, &[1, 2, 3]);
+                    n_holders += 1;
+                    let requests = loads.of(worker).unwrap().requests;
+                    expected = Some(expected.map_or((requests, worker), |best| best.min((requests, worker))));
                 }
             }
+            let asked = Asked { session: 0, prompt_tokens: 50, hashes: &[1, 2, 3] };
+            let found = policy.best_match(&asked, &loads);
+            assert_eq!(found, expected.map(|(_, worker)| (worker, 48)), "round {round}, of {n_holders}");
+            few += u32::from((1..=FEW).contains(&n_holders));
+            many += u32::from(n_holders > FEW);
         }
+        assert!(few > 100 && many > 100, "{few} and {many}");
     }
 }

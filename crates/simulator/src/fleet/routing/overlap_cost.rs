@@ -6,8 +6,8 @@
 //! 0 the lowest cost wins, of several a random one; otherwise a worker is drawn by the softmax of −cost / ((highest − lowest
 //! cost) · temperature).
 //!
-//! Dynamo counts a block that requests in flight share once, here each request counts its own. O(workers) per request: the
-//! softmax needs every cost, and a thousand costs take about a microsecond.
+//! Dynamo counts a block that requests in flight share once, here each request counts its own. Every
+//! request looks at every worker, also at a temperature of 0, and for their credits at every level of the prompt.
 use super::prefix_aware::credits;
 use super::softmax::Softmax;
 use super::{Asked, Choice, Loads, Routing, View};

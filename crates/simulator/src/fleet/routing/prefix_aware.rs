@@ -7,7 +7,7 @@
 //!
 //! The lowest cost is found without looking at every worker. Among workers with equal credit and equally many requests, the
 //! one with the smallest backlog is best, so one per number of requests is enough; and workers are looked at one by one only
-//! where few store a block.
+//! where few store a block. Where many do, the search may still pass all that do not, so the bound is O(levels × workers).
 use super::softmax::Softmax;
 use super::{Asked, Choice, Loads, Routing, View};
 use crate::fleet::router::{HoldersOf, LoadOf};
@@ -34,7 +34,7 @@ impl PrefixAware {
         PrefixAware { block_tokens, softmax, costs: Vec::new(), credits: Vec::new() }
     }
 
-    /// Draws a worker. O(workers).
+    /// Draws a worker. Looks at all, and for their credits at every level of the prompt: see [`credits`].
     fn draw(&mut self, asked: &Asked<'_>, loads: &Loads, view: &View) -> Option<Choice> {
         let alive = loads.alive();
         credits(asked, self.block_tokens, alive, view, &mut self.credits);
@@ -101,7 +101,8 @@ pub(super) fn for_each_level<'v>(
     }
 }
 
-/// The prompt tokens that each of the workers `alive` need not compute. O(workers).
+/// The prompt tokens that each of the workers `alive` need not compute. O(workers + h log workers), where h counts the workers
+/// of every level: a worker counts once for each level that it stores.
 pub(super) fn credits(
     asked: &Asked<'_>,
     block_tokens: u32,
