@@ -295,7 +295,9 @@ impl TierDriver {
         let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
         let names = blocks.iter().filter_map(|block| Some((self.number(block)?, self.name(block)?.key)));
         let names: Vec<(u32, BlockKey)> = names.collect();
-        names.iter().for_each(|(number, _)| drop(self.names.remove(number)));
+        for (number, _) in &names {
+            self.names.remove(number);
+        }
         let with_parts = |key: BlockKey| {
             let parts = windows.iter().map(move |&group| window_key(&key, group));
             std::iter::once(key).chain(parts).collect::<Vec<_>>()
@@ -508,9 +510,9 @@ impl TierDriver {
             moves().map(|(from, to)| (to.block, self.names.remove(&from.block))).collect();
         for (to, name) in moved {
             match name {
-                Some(name) => drop(self.names.insert(to, name)),
-                None => drop(self.names.remove(&to)),
-            }
+                Some(name) => self.names.insert(to, name),
+                None => self.names.remove(&to),
+            };
         }
     }
 
