@@ -69,7 +69,7 @@ impl FrameStore for Faulty {
         keys: &'a [BlockKey],
         within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        Box::pin(async {
+        Box::pin(async move {
             self.meet().await?;
             self.ram.frames().lookup(keys, within).await
         })
