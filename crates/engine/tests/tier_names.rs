@@ -50,23 +50,77 @@ async fn copied(engine: &Engine) {
     }
 }
 
-/// An import that took the numbers of evicted blocks was stored as what had been in them, and another text was answered from it.
+/// Texts, their answers without tiers, and the bytes of their whole blocks.
+async fn plain(n: usize) -> Vec<(Vec<u32>, Vec<u32>, TextBlocks)> {
+    let plain = engine(config(2048));
+    let mut all = Vec::new();
+    for i in 0..n {
+        let text = text(i);
+        let answer = ask(&plain, "", &text).await.0;
+        let whole = text[..text.len() / BLOCK * BLOCK].to_vec();
+        let wanted: BTreeSet<(u16, usize)> = (0..whole.len() / BLOCK).map(|block| (0, block)).collect();
+        let export =
+            move |state: &mut EngineState| state.export_blocks("", &whole, BLOCK as u32, &wanted, usize::MAX);
+        all.push((text, answer, plain.inspect(export).await.unwrap().unwrap()));
+    }
+    all
+}
+
+/// Puts the blocks of a text into the cache, as a server restores a session. Returns how many of its tokens are cached.
+async fn import(
+    engine: &Engine,
+    salt: &'static str,
+    (text, _, blocks): &(Vec<u32>, Vec<u32>, TextBlocks),
+) -> usize {
+    let (whole, blocks) = (text[..text.len() / BLOCK * BLOCK].to_vec(), blocks.clone());
+    let import = move |state: &mut EngineState| state.import_blocks(salt, &whole, BLOCK as u32, &blocks);
+    engine.inspect(import).await.unwrap().unwrap()
+}
+
+/// Imports that took the numbers of evicted blocks were stored as what had been there, and other texts were answered from them.
+#[tokio::test]
+async fn an_import_is_not_stored_as_what_was_in_its_place() {
+    let texts = plain(9).await;
+    let mut imported = 0;
+    // How many texts come before, are imported, and come after.
+    for (before, imports, after) in (0..27).map(|i| (1 + i / 9, 1 + i / 3 % 3, 1 + i % 3)) {
+        for ahead_tokens in [32, 64] {
+            let tiered = engine(over(&store(), 160, Write::Back { ahead_tokens }));
+            let check = async |i: usize| {
+                let (text, answer, _) = &texts[i];
+                let (given, done) = ask(&tiered, "", text).await;
+                copied(&tiered).await;
+                let what = format!("{before} before, {imports} imports, {after} after, {ahead_tokens} ahead");
+                assert_eq!(given, *answer, "text {i}, {what}");
+                done.usage.loaded_tokens
+            };
+            for i in 0..before {
+                check(i).await;
+            }
+            // They take the place of what was there, which no tier has.
+            for text in &texts[3..3 + imports] {
+                assert_eq!(import(&tiered, "", text).await, 64);
+            }
+            // These take their place, so that they go to the tier.
+            for i in 6..6 + after {
+                check(i).await;
+            }
+            for i in 0..before {
+                check(i).await;
+            }
+            for i in 3..3 + imports {
+                imported += check(i).await;
+            }
+        }
+    }
+    assert!(imported > 0, "imported blocks come back from the tier");
+}
+
+/// The same and more at random.
 #[tokio::test]
 async fn every_text_is_answered_from_its_own_blocks() {
     const TEXTS: usize = 6;
-    let plain = engine(config(2048));
-    let (mut answers, mut blocks) = (Vec::new(), Vec::new());
-    for i in 0..TEXTS {
-        let text = text(i);
-        answers.push(ask(&plain, "", &text).await.0);
-        let whole = text[..text.len() / BLOCK * BLOCK].to_vec();
-        let wanted: BTreeSet<(u16, usize)> = (0..whole.len() / BLOCK).map(|block| (0, block)).collect();
-        let export = plain.inspect(move |state| {
-            let exported = state.export_blocks("", &whole, BLOCK as u32, &wanted, usize::MAX).unwrap();
-            (whole, exported)
-        });
-        blocks.push(export.await.unwrap());
-    }
+    let texts = plain(TEXTS).await;
     let (mut loaded, mut imported, mut deleted) = (0, 0, 0);
     for seed in 0..6 {
         let mut random = SplitMix64(seed);
@@ -77,17 +131,12 @@ async fn every_text_is_answered_from_its_own_blocks() {
             let (i, salt) = (random.index(TEXTS), if random.below(4) == 0 { "other" } else { "" });
             match random.below(12) {
                 0..=5 => {
-                    let (answer, done) = ask(&tiered, salt, &text(i)).await;
-                    assert_eq!(answer, answers[i], "seed {seed}, step {step}: text {i} under {salt:?}");
+                    let (text, expected, _) = &texts[i];
+                    let (answer, done) = ask(&tiered, salt, text).await;
+                    assert_eq!(answer, *expected, "seed {seed}, step {step}: text {i} under {salt:?}");
                     loaded += done.usage.loaded_tokens;
                 }
-                6..=8 => {
-                    let (whole, exported) = blocks[i].clone();
-                    let import = move |state: &mut EngineState| {
-                        state.import_blocks(salt, &whole, BLOCK as u32, &exported).unwrap()
-                    };
-                    imported += tiered.inspect(import).await.unwrap();
-                }
+                6..=8 => imported += import(&tiered, salt, &texts[i]).await,
                 9 => deleted += tiered.forget(salt).await.unwrap(),
                 10 => {
                     let tokens = 112 + 16 * random.below(4);
