@@ -8,6 +8,7 @@ mod config;
 mod find;
 mod fingerprint;
 mod generations;
+mod names;
 mod packed;
 mod parts;
 mod task;
@@ -18,10 +19,11 @@ use super::thread::Command;
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
 use find::Found;
 pub use fingerprint::fingerprint;
-use kvist_cache::{BlockId, CachedBlock, CellRun, GroupId};
+use kvist_cache::{CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
-use kvist_scheduler::{CachedTokens, LoadOrder, Order, RequestId, Scheduler, StoreOrder, TransferId};
-use kvist_store::{BlockKey, Bytes, KeyChain};
+use kvist_scheduler::{LoadOrder, Order, RequestId, Scheduler, StoreOrder, TransferId};
+use kvist_store::{BlockKey, Bytes};
+use names::Name;
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
@@ -143,16 +145,6 @@ impl Pending {
     }
 }
 
-/// What a cached block is called in the stores.
-struct Name {
-    /// Of the index. A block with this number and another hash is another block.
-    hash: u64,
-    key: BlockKey,
-    /// Of the salt: its note, and the generation that the key is of.
-    note: BlockKey,
-    generation: u64,
-}
-
 /// What the scheduler has to be told.
 enum Ended {
     /// So many blocks, from the first on, are in place.
@@ -215,11 +207,6 @@ impl TierDriver {
         })
     }
 
-    /// The number of a cached block.
-    fn number(&self, block: &CachedBlock) -> Option<u32> {
-        block.in_group(self.block_parts.naming_group())
-    }
-
     /// Begins what the scheduler asks for.
     pub fn carry_out(&mut self, orders: impl IntoIterator<Item = Order>, transfers: &mut Transfers<'_>) {
         for order in orders {
@@ -252,62 +239,6 @@ impl TierDriver {
             }
         }
         self.poll(transfers);
-    }
-
-    /// The name of a block, if this block has it and none that had its number before.
-    fn name(&self, block: &CachedBlock) -> Option<&Name> {
-        self.names.get(&self.number(block)?).filter(|name| name.hash == block.hash)
-    }
-
-    /// Names cached blocks.
-    fn note(&mut self, cached: &CachedTokens) {
-        let block_tokens = self.block_parts.block_tokens as usize;
-        let before = cached.tokens.len() - (cached.blocks.len() * block_tokens).min(cached.tokens.len());
-        let (before, tokens) = cached.tokens.split_at(before);
-        let note = KeyChain::note(&self.fingerprint, &cached.salt);
-        let generation = self.stores.generation(&note);
-        let parent = cached.parent.as_ref().and_then(|parent| self.name(parent));
-        let mut chain = match parent.filter(|parent| parent.generation == generation) {
-            Some(parent) => KeyChain::after(parent.key),
-            // At a text's beginning, and behind blocks that are not named, or of an earlier generation.
-            None => {
-                let mut chain = KeyChain::root_of(&self.fingerprint, &cached.salt, generation);
-                for tokens in before.chunks_exact(block_tokens) {
-                    chain.next(tokens);
-                }
-                chain
-            }
-        };
-        for (block, tokens) in cached.blocks.iter().zip(tokens.chunks_exact(block_tokens)) {
-            let name = Name { hash: block.hash, key: chain.next(tokens), note, generation };
-            if let Some(number) = self.number(block) {
-                self.names.insert(number, name);
-            }
-        }
-    }
-
-    /// Begins a new generation of a salt, and removes the blocks of earlier ones that are known.
-    fn forget_salt(&mut self, salt: &str, blocks: &[CachedBlock]) {
-        let note = KeyChain::note(&self.fingerprint, salt);
-        let generation = self.stores.next_generation(note);
-        // Requests that have heard of earlier blocks compute them.
-        self.prompts.retain(|_, found| found.note != note);
-        let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
-        let names = blocks.iter().filter_map(|block| Some((self.number(block)?, self.name(block)?.key)));
-        let names: Vec<(u32, BlockKey)> = names.collect();
-        for (number, _) in &names {
-            self.names.remove(number);
-        }
-        let with_parts = |key: BlockKey| {
-            let parts = windows.iter().map(move |&group| window_key(&key, group));
-            std::iter::once(key).chain(parts).collect::<Vec<_>>()
-        };
-        let keys = names.into_iter().flat_map(|(_, key)| with_parts(key)).collect();
-        let stores = self.stores.clone();
-        self.tasks.spawn(async move {
-            tokio::spawn(generations::write_notes(stores.clone(), note, generation));
-            task::remove(stores, keys).await;
-        });
     }
 
     fn load(&mut self, order: LoadOrder) {
@@ -500,20 +431,6 @@ impl TierDriver {
         let (load_bytes, store_bytes) = scheduler.bytes_in_flight();
         let counters = scheduler.tier_counters().unwrap_or_default();
         TierStats { counters, load_bytes, store_bytes, stores: Vec::new() }
-    }
-
-    /// Cached blocks have other numbers now.
-    pub fn moved(&mut self, renamed: &BTreeMap<BlockId, BlockId>) {
-        let naming = self.block_parts.naming_group();
-        let moves = || renamed.iter().filter(|(from, _)| from.group == naming);
-        let moved: Vec<(u32, Option<Name>)> =
-            moves().map(|(from, to)| (to.block, self.names.remove(&from.block))).collect();
-        for (to, name) in moved {
-            match name {
-                Some(name) => self.names.insert(to, name),
-                None => self.names.remove(&to),
-            };
-        }
     }
 
     pub fn stores(&self) -> Arc<Stores> {

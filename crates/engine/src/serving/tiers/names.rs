@@ -1,0 +1,97 @@
+//! What cached blocks are called in the stores.
+//!
+//! A store names a block by its content, the cache by a number, which other content has when the block was evicted. So a name is kept
+//! with the index's hash of the block that it is of, and whatever puts blocks into the index has them named.
+use super::parts::window_key;
+use super::{TierDriver, generations, task};
+use kvist_cache::{BlockId, CachedBlock};
+use kvist_scheduler::CachedTokens;
+use kvist_store::{BlockKey, KeyChain};
+use std::collections::BTreeMap;
+
+/// What a cached block is called in the stores.
+pub(super) struct Name {
+    /// Of the index. A block with this number and another hash is another block.
+    pub hash: u64,
+    pub key: BlockKey,
+    /// Of the salt: its note, and the generation that the key is of.
+    pub note: BlockKey,
+    pub generation: u64,
+}
+
+impl TierDriver {
+    /// The number of a cached block.
+    pub(super) fn number(&self, block: &CachedBlock) -> Option<u32> {
+        block.in_group(self.block_parts.naming_group())
+    }
+
+    /// The name of a block, if this block has it and none that had its number before.
+    pub(super) fn name(&self, block: &CachedBlock) -> Option<&Name> {
+        self.names.get(&self.number(block)?).filter(|name| name.hash == block.hash)
+    }
+
+    /// Names cached blocks.
+    pub(super) fn note(&mut self, cached: &CachedTokens) {
+        let block_tokens = self.block_parts.block_tokens as usize;
+        let before = cached.tokens.len() - (cached.blocks.len() * block_tokens).min(cached.tokens.len());
+        let (before, tokens) = cached.tokens.split_at(before);
+        let note = KeyChain::note(&self.fingerprint, &cached.salt);
+        let generation = self.stores.generation(&note);
+        let parent = cached.parent.as_ref().and_then(|parent| self.name(parent));
+        let mut chain = match parent.filter(|parent| parent.generation == generation) {
+            Some(parent) => KeyChain::after(parent.key),
+            // At a text's beginning, and behind blocks that are not named, or of an earlier generation.
+            None => {
+                let mut chain = KeyChain::root_of(&self.fingerprint, &cached.salt, generation);
+                for tokens in before.chunks_exact(block_tokens) {
+                    chain.next(tokens);
+                }
+                chain
+            }
+        };
+        for (block, tokens) in cached.blocks.iter().zip(tokens.chunks_exact(block_tokens)) {
+            let name = Name { hash: block.hash, key: chain.next(tokens), note, generation };
+            if let Some(number) = self.number(block) {
+                self.names.insert(number, name);
+            }
+        }
+    }
+
+    /// Begins a new generation of a salt, and removes the blocks of earlier ones that are known.
+    pub(super) fn forget_salt(&mut self, salt: &str, blocks: &[CachedBlock]) {
+        let note = KeyChain::note(&self.fingerprint, salt);
+        let generation = self.stores.next_generation(note);
+        // Requests that have heard of earlier blocks compute them.
+        self.prompts.retain(|_, found| found.note != note);
+        let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
+        let names = blocks.iter().filter_map(|block| Some((self.number(block)?, self.name(block)?.key)));
+        let names: Vec<(u32, BlockKey)> = names.collect();
+        for (number, _) in &names {
+            self.names.remove(number);
+        }
+        let with_parts = |key: BlockKey| {
+            let parts = windows.iter().map(move |&group| window_key(&key, group));
+            std::iter::once(key).chain(parts).collect::<Vec<_>>()
+        };
+        let keys = names.into_iter().flat_map(|(_, key)| with_parts(key)).collect();
+        let stores = self.stores.clone();
+        self.tasks.spawn(async move {
+            tokio::spawn(generations::write_notes(stores.clone(), note, generation));
+            task::remove(stores, keys).await;
+        });
+    }
+
+    /// Cached blocks have other numbers now.
+    pub fn moved(&mut self, renamed: &BTreeMap<BlockId, BlockId>) {
+        let naming = self.block_parts.naming_group();
+        let moves = || renamed.iter().filter(|(from, _)| from.group == naming);
+        let moved: Vec<(u32, Option<Name>)> =
+            moves().map(|(from, to)| (to.block, self.names.remove(&from.block))).collect();
+        for (to, name) in moved {
+            match name {
+                Some(name) => self.names.insert(to, name),
+                None => self.names.remove(&to),
+            };
+        }
+    }
+}
