@@ -13,7 +13,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Whatever fails and joins: a request ends once, or is unfinished because nobody was there, or because its parent did not
+/// Whatever fails and joins: a request ends once, or is unfinished because no worker was there, or because its parent did not
 /// finish. The sums over workers are those of the fleet.
 #[test]
 fn every_request_ends_once() {
