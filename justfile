@@ -50,6 +50,7 @@ proofs flips="100000" kills="1000":
     memory=$(test -w /dev/shm && echo /dev/shm || echo "${TMPDIR:-/tmp}")
     TMPDIR=$memory proof saved changed_and_torn_files_are_refused
     TMPDIR=$memory proof frozen changed_and_torn_files_are_refused
+    TMPDIR=$memory proof stores damaged_files_lose_blocks_and_return_none_of_them
     proof stores a_kill_loses_no_written_block
     proof kills a_kill_in_mid_save_leaves_the_old_or_the_new_session
     proof kept_sessions a_kill_leaves_the_old_or_the_new_state

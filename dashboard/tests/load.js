@@ -28,6 +28,7 @@ export async function pretend(snapshot) {
     tell: (lines) => listeners.forEach((response) => response.write(event('lines', lines.map((line) => JSON.stringify(line)).join('\n')))),
     rest: (sessions) => listeners.forEach((response) => response.write(event('sessions', JSON.stringify({ sessions, more: 0 })))),
     below: (tiers) => listeners.forEach((response) => response.write(event('tiers', JSON.stringify(tiers)))),
+    also: (below) => listeners.forEach((response) => response.write(event('below', JSON.stringify(below)))),
     restart(next) {
       snapshot = next;
       listeners.forEach((response) => response.end());

@@ -443,7 +443,7 @@ test('what is below the cache is shown, and only if there is something', async (
   });
   await page.waitForFunction(() => document.querySelector('[aria-label=Tiers]')?.innerText.includes('1 request is loading'));
   const told = await panel.innerText();
-  for (const part of ['64.0 KiB on the way up', '3.00 MiB of 4.00 MiB', '48 blocks there', '640 tokens loaded', '2.00 TiB, use not counted', '2 errors', '2 on the map']) assert.ok(told.includes(part), `${part} is missing in ${told}`);
+  for (const part of ['64.0 KiB on the way up', '3.00 MiB of 4.00 MiB', '48 blocks there', '640 tokens loaded', '2.00 TiB, use not counted', '2 errors', '2 on the map came from it']) assert.ok(told.includes(part), `${part} is missing in ${told}`);
   assert.equal((await figures(page)).loading, '1');
   assert.equal((await figures(page)).waiting, '0');
   // The row says what is on its way, also to those that see no colours.
@@ -463,13 +463,28 @@ test('what is below the cache is shown, and only if there is something', async (
   assert.match(await page.getByRole('region', { name: 'Block map' }).locator('.tip').innerText(), /being imported[^]*loaded from disk/);
   server.tell([{ step: 0, at: 900 * MS, loaded: 3, tokens: 64 }, { step: 0, at: 900 * MS, blocks: [0, 1, 2, 3].map((block) => [0, 'store', block, 7, 'load']) }]);
   await page.waitForFunction(() => !document.querySelector('[aria-label=Tiers]').innerText.includes('is loading'));
+  // What of the map is below it.
+  assert.equal(await page.getByRole('button', { name: 'Below' }).count(), 0, 'as long as the server has not said it');
+  server.also({ group: 0, tiers: [[[0, 2], [9, 1]], [[1, 1], [20, 5]]] });
+  await page.getByRole('button', { name: 'Below' }).click();
+  await page.waitForFunction(() => /also in ram\s*3[^]*also in disk\s*1[^]*in no tier: gone when evicted\s*2/.test(document.querySelector('section.map footer')?.textContent));
+  await page.waitForFunction(() => /3 also on the map[^]*1 also on the map/.test(document.querySelector('[aria-label=Tiers]').innerText));
+  await map(page).focus();
+  const tip = page.getByRole('region', { name: 'Block map' }).locator('.tip');
+  await page.keyboard.press('ArrowLeft');
+  assert.match(await tip.innerText(), /Block 1[^]*also in ram and disk/);
+  await page.keyboard.press('ArrowRight');
+  assert.match(await tip.innerText(), /Block 2[^]*in no tier/);
+  // A block that is given away has other content.
+  server.tell([{ step: 1, at: 950 * MS, blocks: [[0, 'free', 9, 7, 'end'], [0, 'alloc', 9, 8, 'grow']] }]);
+  await page.waitForFunction(() => /also in ram\s*2/.test(document.querySelector('section.map footer')?.textContent));
   if (process.env.KVIST_SHOT) await page.screenshot({ path: process.env.KVIST_SHOT, fullPage: true });
 
   // Another server has none: nothing is left of them.
   server.restart({ ...snapshot({}), model: 'flat' });
   await page.getByText('Live · flat').waitFor();
   await panel.waitFor({ state: 'detached' });
-  assert.equal(await page.getByRole('button', { name: 'Source' }).count(), 0);
+  assert.equal(await page.getByRole('button', { name: /Source|Below/ }).count(), 0);
   assert.equal((await figures(page)).loading, undefined);
   assert.equal(await page.getByRole('button', { name: 'Sequence' }).getAttribute('aria-pressed'), 'true');
   await calm(page);

@@ -250,6 +250,57 @@ fn two_servers_share_an_s3_that_fails_now_and_then() {
     }
 }
 
+/// What was deleted is found neither by this server, nor after a restart, nor by another one with the same store.
+#[test]
+fn deleted_texts_stay_away() {
+    let Some(redis) = Redis::new() else { return };
+    let (dir, url) = (tempfile::tempdir().unwrap(), redis.url("kvist"));
+    let dir = dir.path().join("blocks");
+    let own = disk(&dir);
+    let both = || start("160", &[&FLOAT, &own, &["--tier-store", &url]]);
+    let loaded = |server: &Server, salt: &str, i: usize| {
+        let body = json!({
+            "prompt": prompts()[i], "max_tokens": 2, "temperature": 0, "ignore_eos": true, "cache_salt": salt,
+            "kvist": {"explain": true},
+        });
+        let (status, answer) = server.send("POST", "/v1/completions", &body.to_string());
+        let answer: Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!(status, 200, "{answer}");
+        let from = &answer["kvist"]["prompts"][0]["loaded_tokens"];
+        from["disk"].as_u64().unwrap_or(0) + from["redis"].as_u64().unwrap_or(0)
+    };
+    let delete = |server: &Server, salt: &str| {
+        let (status, answer) = server.send("DELETE", &format!("/v1/cache?cache_salt={salt}"), "");
+        assert_eq!(status, 200, "{answer}");
+        serde_json::from_str::<Value>(&answer).unwrap()["pending_tiers"].clone()
+    };
+    let mut first = both();
+    for salt in ["a", "b"] {
+        (0..4).for_each(|i| drop(loaded(&first, salt, i)));
+    }
+    settle(&first, 32.0);
+    // Each displaces the last one from the cache.
+    (0..3).for_each(|i| assert!(loaded(&first, "a", i) >= 32, "prompt {i} is in the tiers"));
+    assert_eq!(delete(&first, "a"), json!([]));
+    (0..3).for_each(|i| assert_eq!(loaded(&first, "a", i), 0, "prompt {i} was deleted"));
+    assert_eq!(delete(&first, "a"), json!([]), "again");
+    first.signal("-KILL");
+    first.wait();
+    let mut again = both();
+    let other = start("160", &[&FLOAT, &["--tier-store", &url]]);
+    for server in [&again, &other] {
+        (0..3).for_each(|i| assert_eq!(loaded(server, "a", i), 0, "prompt {i} was deleted before the start"));
+        (0..3).for_each(|i| assert!(loaded(server, "b", i) >= 32, "prompt {i} of another salt is there"));
+    }
+    // A tier that is down is named, and the others know.
+    redis.kill();
+    assert_eq!(delete(&again, "b"), json!(["redis"]));
+    again.signal("-KILL");
+    again.wait();
+    let last = start("160", &[&FLOAT, &own]);
+    (0..3).for_each(|i| assert_eq!(loaded(&last, "b", i), 0, "prompt {i} was deleted on the disk"));
+}
+
 #[test]
 fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
     let dir = tempfile::tempdir().unwrap();

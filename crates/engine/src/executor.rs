@@ -242,6 +242,9 @@ impl ModelExecutor {
     pub(crate) fn tier_stores(&self) -> Option<Arc<Stores>> {
         self.tiers.as_ref().map(TierDriver::stores)
     }
+    pub(crate) fn tiers(&self) -> Option<&TierDriver> {
+        self.tiers.as_ref()
+    }
     pub(crate) fn tier_stats(&self, scheduler: &Scheduler) -> Option<TierStats> {
         self.tiers.as_ref().map(|tiers| tiers.stats(scheduler))
     }

@@ -37,6 +37,7 @@
 //! # Ok(())
 //! # }
 //! ```
+mod below;
 mod blocks;
 mod job;
 mod quota;
@@ -51,6 +52,7 @@ use crate::frozen::{self, EnginePrefix};
 use crate::keep::KeepConfig;
 use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
+pub use below::{BlocksBelow, Forgotten};
 pub use blocks::TextBlocks;
 pub use job::*;
 use kvist_cache::kinds::Visibility;
@@ -559,14 +561,6 @@ impl Engine {
         let inspect = move |state: &mut EngineState| drop(sender.send(inspect(state)));
         self.shared.commands.send(Command::Inspect(Box::new(inspect))).ok()?;
         answer.blocking_recv().ok()
-    }
-
-    /// Drops what the cache has under a salt, except blocks that running jobs use, and returns the number of blocks. What
-    /// tiers have under it is not found any more: by this engine at once, by others when they read the note that a task writes to
-    /// each tier. `None` if the engine thread has ended.
-    pub async fn forget(&self, salt: &str) -> Option<usize> {
-        let salt: Arc<str> = salt.into();
-        self.inspect(move |state| state.scheduler.forget(state.now_ns(), &salt)).await
     }
 
     /// Returns whether the engine thread is alive. Never blocks, even while a step runs.

@@ -137,7 +137,7 @@ async fn every_text_is_answered_from_its_own_blocks() {
                     loaded += done.usage.loaded_tokens;
                 }
                 6..=8 => imported += import(&tiered, salt, &texts[i]).await,
-                9 => deleted += tiered.forget(salt).await.unwrap(),
+                9 => deleted += tiered.forget(salt).await.unwrap().blocks,
                 10 => {
                     let tokens = 112 + 16 * random.below(4);
                     tiered.resize(tokens, Duration::from_secs(60)).await.unwrap();
@@ -199,12 +199,7 @@ async fn what_only_a_tier_has_is_deleted_too() {
     assert_eq!(serve(&first, "a").await, [64; 4], "and stored again");
     assert_eq!(serve(&first, "b").await, [64; 4], "another salt stays");
     // A later process with the same store.
-    first.forget("b").await;
-    // A task writes the note.
-    let note = KeyChain::note(MODEL, "b");
-    while store.lookup(&[note], Duration::MAX).await.unwrap() == 0 {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    assert!(first.forget("b").await.unwrap().untold.is_empty());
     drop(first);
     let later = engine(over(&store, 128, Write::Through));
     assert_eq!(serve(&later, "b").await, [0; 4]);
@@ -235,4 +230,26 @@ async fn what_follows_blocks_from_before_a_deletion_is_found() {
         let usage = (done.usage.cached_tokens - done.usage.loaded_tokens, done.usage.loaded_tokens);
         assert_eq!(usage, (64, expected), "chat {i}: the system prompt is cached, the rest in the tier");
     }
+}
+
+/// Blocks that a tier has are said to be there, and no others.
+#[tokio::test]
+async fn an_engine_knows_which_cached_blocks_a_tier_has() {
+    let engine = engine(over(&store(), 128, Write::Through));
+    let below = async || engine.blocks_below().await.unwrap().blocks;
+    assert_eq!(below().await, []);
+    let before = engine.changes_below().unwrap();
+    ask(&engine, "a", &text(0)).await;
+    copied(&engine).await;
+    let of_a = below().await;
+    let full = text(0).len() / 16;
+    assert!(of_a.len() >= full && of_a.iter().all(|(_, tiers)| *tiers == 1), "{of_a:?}");
+    assert!(engine.changes_below().unwrap() > before);
+    // Nothing of what was deleted is below, though its blocks may be cached again.
+    engine.forget("a").await;
+    assert_eq!(below().await, []);
+    ask(&engine, "b", &text(0)).await;
+    copied(&engine).await;
+    assert!(below().await.len() >= full);
+    assert_eq!(self::engine(config(128)).blocks_below().await, None, "no tiers");
 }

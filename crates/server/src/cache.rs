@@ -34,9 +34,14 @@ pub(crate) async fn forget(
         ApiError::invalid("cache_salt", message)
     })?;
     let salt = call.caller.salt(&cache_salt);
-    let blocks = call.state.engine.forget(&salt).await;
-    let blocks = blocks.ok_or_else(|| ApiError::internal("the engine has ended"))?;
-    Ok(Json(json!({"object": "cache.deleted", "cache_salt": cache_salt, "deleted_blocks": blocks})))
+    let forgotten = call.state.engine.forget(&salt).await;
+    let forgotten = forgotten.ok_or_else(|| ApiError::internal("the engine has ended"))?;
+    Ok(Json(json!({
+        "object": "cache.deleted",
+        "cache_salt": cache_salt,
+        "deleted_blocks": forgotten.blocks,
+        "pending_tiers": forgotten.untold,
+    })))
 }
 
 fn document(state: &ServerState) -> Value {

@@ -4,7 +4,7 @@
 //! from other origins, and its content security policy allows no script but its own.
 use crate::error::ApiError;
 use crate::extract::Call;
-use crate::live::{ListenError, MAX_LISTENERS, sessions, tiers};
+use crate::live::{ListenError, MAX_LISTENERS, below, sessions, tiers};
 use crate::state::ServerState;
 use axum::extract::Path;
 use axum::http::{StatusCode, header};
@@ -54,7 +54,7 @@ pub(crate) async fn asset(Path(name): Path<String>) -> Response {
 }
 
 /// `GET /kvist/live`: an event `snapshot`, then events `lines` ([`crate::live`]), `sessions` ([`sessions`]) and, with tiers,
-/// `tiers` ([`tiers`]). The stream shows all users, so if keys are configured it requires an admin key.
+/// `tiers` ([`tiers`]) and `below` ([`below`]). The stream shows all users, so if keys are configured it requires an admin key.
 pub(crate) async fn live(Call { state, caller }: Call) -> Result<Response, ApiError> {
     if !caller.admin {
         let message = "the live view shows the requests of all users and needs an admin key";
@@ -76,7 +76,8 @@ pub(crate) async fn live(Call { state, caller }: Call) -> Result<Response, ApiEr
     let sessions =
         sessions::watch(state.session_list.clone()).map(|now| Event::default().event("sessions").data(now));
     let tiers = tiers::watch(state.engine.clone()).map(|now| Event::default().event("tiers").data(now));
-    let others = stream::select(sessions, tiers).map(Some);
+    let below = below::watch(state.engine.clone()).map(|now| Event::default().event("below").data(now));
+    let others = stream::select(sessions, stream::select(tiers, below)).map(Some);
     let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), others);
     // The stream ends when the lines end.
     let rest = rest.take_while(|event| std::future::ready(event.is_some())).filter_map(std::future::ready);

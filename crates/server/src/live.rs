@@ -7,6 +7,7 @@
 //!
 //! Without a listener or file the engine keeps no log. A listener that falls behind is disconnected and may reconnect.
 //! A file that falls behind ends. The engine never waits for a listener.
+pub(crate) mod below;
 mod file;
 pub(crate) mod sessions;
 pub(crate) mod tiers;

@@ -325,8 +325,11 @@ fn session_components(schemas: &Schemas) -> Value {
             }),
         ),
         "CacheDeleted": object(
-            &["object", "cache_salt", "deleted_blocks"],
-            json!({"object": text(), "cache_salt": text(), "deleted_blocks": count()}),
+            &["object", "cache_salt", "deleted_blocks", "pending_tiers"],
+            json!({
+                "object": text(), "cache_salt": text(), "deleted_blocks": count(),
+                "pending_tiers": {"type": "array", "items": text()},
+            }),
         ),
     })
 }

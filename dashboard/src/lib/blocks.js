@@ -14,6 +14,8 @@ const COLUMNS = {
   arriving: Uint8Array,
   /** The tier that its content came from, counted from 1; 0 if it was computed, or that is unknown. */
   tier: Uint8Array,
+  /** The tiers that have its content too, as far as a server says: bit 0 is the fastest one. */
+  below: Uint8Array,
   /** The first sequence that uses the block; for a cached one the last that used it; -1 if none did. */
   owner: Int32Array,
   /** Both are -Infinity if the time is before the first event. */
@@ -93,6 +95,7 @@ export class Blocks {
     this.stored[block] = 0;
     this.arriving[block] = arriving ? 1 : 0;
     this.tier[block] = tier;
+    this.below[block] = 0;
     this.born[block] = at;
     this.uses[block] = 0;
     this.touch(block, at);
@@ -122,7 +125,7 @@ export class Blocks {
     }
     if (state === HELD && this.state[block] !== HELD) return;
     this.#become(block, state === HELD ? (this.stored[block] ? IDLE : FREE) : state);
-    if (this.state[block] === FREE) this.tier[block] = 0;
+    if (this.state[block] === FREE) this.tier[block] = this.below[block] = 0;
     this.holders[block] = undefined;
     this.touched[block] = at;
   }
@@ -137,7 +140,7 @@ export class Blocks {
     this.holders[to] = this.holders[from];
     this.holders[from] = undefined;
     this.#become(from, FREE);
-    this.tier[from] = 0;
+    this.tier[from] = this.below[from] = 0;
     this.stored[from] = 0;
   }
 
@@ -149,6 +152,25 @@ export class Blocks {
   store(block) {
     this.stored[block] = 1;
     this.arriving[block] = 0;
+  }
+
+  /** Replaces what is known of the blocks that tiers have: for each tier runs of blocks, `[first, how many]`. */
+  tellBelow(tiers) {
+    this.below.fill(0);
+    tiers.forEach((runs, tier) => {
+      for (const [first, n] of runs) {
+        for (let b = first; b < Math.min(first + n, this.size); b++) {
+          if (this.state[b] !== FREE) this.below[b] |= 1 << tier;
+        }
+      }
+    });
+  }
+
+  /** Number of used blocks that this tier has too, counted from 0; of null those that no tier has. */
+  alsoIn(tier) {
+    let n = 0;
+    for (let b = 0; b < this.high; b++) n += this.state[b] !== FREE && (tier === null ? this.below[b] === 0 : (this.below[b] >> tier) & 1);
+    return n;
   }
 
   /** Number of blocks whose content came from this tier, counted from 1. */

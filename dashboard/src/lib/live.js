@@ -113,6 +113,8 @@ export class Live {
       this.model.tell(JSON.parse(data).sessions);
     } else if (event === 'tiers' && this.model) {
       this.model.tellTiers(JSON.parse(data));
+    } else if (event === 'below' && this.model) {
+      this.model.tellBelow(JSON.parse(data));
     } else return;
     this.changed();
   }

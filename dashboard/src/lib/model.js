@@ -62,6 +62,8 @@ export class Model {
     this.tiers = null;
     /** Bytes on their way from the tiers and to them, as a server says; null if that is unknown. */
     this.tierBytes = null;
+    /** The layer group of whose blocks a server says which tiers have them, too; null if it does not. */
+    this.belowGroup = null;
     /** False for old recordings, which do not record the release of a block that other sequences still use. */
     this.tellsReleases = true;
     this.turn = null;
@@ -309,6 +311,12 @@ export class Model {
     const before = this.tiers ?? [];
     this.tiers = tiersOf(tiers.map(({ name }) => name)).map((tier, i) => ({ ...tier, counted: before[i]?.counted ?? 0, told: tiers[i] }));
     this.tierBytes = { load: load_bytes, store: store_bytes };
+  }
+
+  /** Replaces what is known of the blocks that tiers have, too. */
+  tellBelow({ group, tiers }) {
+    this.belowGroup = group;
+    this.groups[group]?.tellBelow(tiers);
   }
 
   #end(at, { end, how, generated }) {

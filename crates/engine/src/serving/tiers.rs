@@ -11,6 +11,7 @@ mod generations;
 mod names;
 mod packed;
 mod parts;
+mod recent;
 mod task;
 #[cfg(test)]
 mod test_store;

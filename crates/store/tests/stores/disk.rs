@@ -183,14 +183,17 @@ async fn what_cannot_be_opened_is_refused() {
     assert_eq!(regions(&dir.path().join("full")), [] as [PathBuf; 0]);
 }
 
-/// Bytes of the files change between two runs: those blocks are gone, the others are as they were.
+/// Bytes of the files change between two runs: those blocks are gone, the others are as they were. `KVIST_FLIPS=100000` changes more
+/// of them.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_files_lose_blocks_and_return_none_of_them() {
+    let flips = std::env::var("KVIST_FLIPS").map_or(1_500, |n| n.parse().expect("KVIST_FLIPS is a number"));
     let dir = tempfile::tempdir().unwrap();
     let keys = reference::keys(100);
     let mut random = SplitMix64(3);
-    let (mut found, mut lost) = (0, 0);
-    for round in 0..10 {
+    let (mut found, mut lost, mut flipped, mut round) = (0, 0, 0, 0);
+    while flipped < flips {
+        round += 1;
         let store = open(dir.path()).await;
         for (at, key) in keys.iter().enumerate() {
             store.put(*key, block(at), None).await.unwrap();
@@ -199,7 +202,9 @@ async fn damaged_files_lose_blocks_and_return_none_of_them() {
         for path in regions(dir.path()) {
             let mut bytes = fs::read(&path).unwrap();
             let used = bytes.iter().rposition(|byte| *byte != 0).unwrap_or(0) + 1;
-            for _ in 0..random.index(40) {
+            let n = random.index(40);
+            flipped += n;
+            for _ in 0..n {
                 bytes[random.index(used)] ^= 1 << random.below(8);
             }
             if random.below(4) == 0 {
@@ -222,6 +227,7 @@ async fn damaged_files_lose_blocks_and_return_none_of_them() {
         store.close().await.unwrap();
     }
     assert!(found > 50 && lost > 50, "{found} found, {lost} lost");
+    println!("{flipped} flipped bits in {round} rounds: {found} blocks found, {lost} lost");
 }
 
 const DIR: &str = "KVIST_STORE_TEST_DIR";

@@ -7,35 +7,25 @@
 //! Every store keeps a note of the latest generation, as an object like a block, for other processes and for the time after a restart.
 //! A tier is asked for blocks only after it has been asked for the note, at most [`READ_AGAIN`] ago. A note is written after the blocks
 //! that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first.
+mod untold;
+
+use super::recent::Recent;
 use super::task::{LookupTimes, OneStore, Stores};
 use kvist_scheduler::MAX_TIERS;
 use kvist_store::{BlockKey, Bytes};
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 use tokio::time::Instant;
+pub use untold::Untold;
 
 /// A note is read again after this time, because another process may have written one.
 const READ_AGAIN: Duration = Duration::from_secs(10);
 
-/// A note that could not be written is tried again after such a pause, which doubles up to the longest one.
-const PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-
 const READ_NOTE: &str = "read what was deleted";
-
-/// Notes that are remembered.
-const REMEMBERED: usize = 1 << 16;
 
 /// The generations of salts, by the keys of their notes, as far as they are known.
 #[derive(Default)]
-pub struct Generations(Mutex<Known>);
-
-#[derive(Default)]
-struct Known {
-    salts: HashMap<BlockKey, Salt>,
-    order: VecDeque<BlockKey>,
-}
+pub struct Generations(Mutex<Recent<Salt>>);
 
 #[derive(Clone, Copy, Default)]
 struct Salt {
@@ -45,25 +35,13 @@ struct Salt {
 }
 
 impl Generations {
-    fn lock(&self) -> MutexGuard<'_, Known> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     fn get(&self, note: &BlockKey) -> Salt {
-        self.lock().salts.get(note).copied().unwrap_or_default()
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        known.get(note).copied().unwrap_or_default()
     }
 
     fn update(&self, note: BlockKey, update: impl FnOnce(&mut Salt)) {
-        let mut known = self.lock();
-        if !known.salts.contains_key(&note) {
-            known.order.push_back(note);
-            if known.order.len() > REMEMBERED
-                && let Some(oldest) = known.order.pop_front()
-            {
-                known.salts.remove(&oldest);
-            }
-        }
-        update(known.salts.entry(note).or_default());
+        update(self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(note));
     }
 }
 
@@ -121,7 +99,7 @@ impl Stores {
     }
 
     /// Begins a new generation, and returns it: nothing from before is found from now on by this process, and by others when they
-    /// read the [note](write_notes).
+    /// read the note that [`tell`](Self::tell) writes.
     pub fn next_generation(&self, note: BlockKey) -> u64 {
         // The time, so that it is larger than what any other process has begun, unless clocks differ.
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -136,39 +114,6 @@ impl Stores {
             begun = salt.generation;
         });
         begun
-    }
-}
-
-/// Writes a note to all tiers. One that fails is tried again, until it succeeds, a later generation begins, or the engine ends. If a
-/// tier has a later generation than this, from a process whose clock is ahead, another one begins after that.
-pub async fn write_notes(stores: Arc<Stores>, note: BlockKey, mut generation: u64) {
-    let (mut missing, mut pause) = ((0..stores.n()).collect::<Vec<_>>(), PAUSE);
-    let engine = Arc::downgrade(&stores);
-    let mut stores = Some(stores);
-    while let Some(stores) = stores.take().or_else(|| engine.upgrade()) {
-        let mut failed = Vec::new();
-        for &tier in &missing {
-            if stores.generation(&note) > generation {
-                return;
-            }
-            let Some(one) = stores.one(tier) else { continue };
-            match one.replace(note, generation).await {
-                Some(before) if before > generation => {
-                    generation = stores.begin_after(note, before);
-                    failed = (0..stores.n()).collect();
-                    break;
-                }
-                Some(_) => {}
-                None => failed.push(tier),
-            }
-        }
-        missing = failed;
-        if missing.is_empty() {
-            return;
-        }
-        drop(stores);
-        tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(LONGEST_PAUSE);
     }
 }
 

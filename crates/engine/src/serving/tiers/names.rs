@@ -3,8 +3,8 @@
 //! A store names a block by its content, the cache by a number, which other content has when the block was evicted. So a name is kept
 //! with the index's hash of the block that it is of, and whatever puts blocks into the index has them named.
 use super::parts::window_key;
-use super::{TierDriver, generations, task};
-use kvist_cache::{BlockId, CachedBlock};
+use super::{TierDriver, task};
+use kvist_cache::{BlockId, CachedBlock, GroupId};
 use kvist_scheduler::CachedTokens;
 use kvist_store::{BlockKey, KeyChain};
 use std::collections::BTreeMap;
@@ -55,6 +55,7 @@ impl TierDriver {
                 self.names.insert(number, name);
             }
         }
+        self.stores.note_change();
     }
 
     /// Begins a new generation of a salt, and removes the blocks of earlier ones that are known.
@@ -74,11 +75,26 @@ impl TierDriver {
             std::iter::once(key).chain(parts).collect::<Vec<_>>()
         };
         let keys = names.into_iter().flat_map(|(_, key)| with_parts(key)).collect();
-        let stores = self.stores.clone();
-        self.tasks.spawn(async move {
-            tokio::spawn(generations::write_notes(stores.clone(), note, generation));
-            task::remove(stores, keys).await;
-        });
+        self.stores.tell(&self.tasks, note, generation);
+        self.stores.note_change();
+        self.tasks.spawn(task::remove(self.stores.clone(), keys));
+    }
+
+    /// The key of the note that says what was deleted under a salt.
+    pub fn note_of(&self, salt: &str) -> BlockKey {
+        KeyChain::note(&self.fingerprint, salt)
+    }
+
+    /// The cached blocks whose names ask for something in a tier, with the names: numbers in [`naming_group`](Self::naming_group), in no
+    /// order. Some may be cached no more.
+    pub fn named_blocks(&self) -> Vec<(u32, BlockKey)> {
+        let is_current = |name: &Name| name.generation >= self.stores.generation(&name.note);
+        let current = self.names.iter().filter(|(_, name)| is_current(name));
+        current.map(|(number, name)| (*number, name.key)).collect()
+    }
+
+    pub fn naming_group(&self) -> GroupId {
+        self.block_parts.naming_group()
     }
 
     /// Cached blocks have other numbers now.
@@ -93,5 +109,6 @@ impl TierDriver {
                 None => self.names.remove(&to),
             };
         }
+        self.stores.note_change();
     }
 }

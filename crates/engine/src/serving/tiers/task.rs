@@ -1,10 +1,10 @@
 //! The tasks that talk to the stores.
-use super::generations::Generations;
+use super::generations::{Generations, Untold};
+use super::recent::Recent;
 use super::{Report, StoreStats, TierConfig};
 use crate::serving::thread::Command;
 use kvist_scheduler::TransferId;
 use kvist_store::{BlockKey, BlockStore, Bytes, StoreError};
-use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
@@ -29,16 +29,17 @@ const STRAGGLERS: usize = 3;
 /// Blocks that are fetched at a time, for one load.
 const AT_ONCE: usize = 8;
 
-/// Keys that are remembered as written, so that a block is not written again to a tier each time it is evicted.
-const REMEMBERED: usize = 1 << 16;
-
 /// The stores of an engine, and what happened to them.
 pub struct Stores {
     list: Vec<OneStore>,
     max_bytes: u64,
     bytes: AtomicU64,
-    written: Mutex<Written>,
+    /// The tiers that have a block, a bit for each, so that it is not written again to them each time it is evicted.
+    written: Mutex<Recent<u8>>,
+    /// Grows whenever the tiers of a cached block may be others.
+    changes: AtomicU64,
     pub(super) generations: Generations,
+    pub(super) untold: Untold,
     /// How long a request waits for what the tiers have.
     patience: Duration,
     longest_read: Duration,
@@ -49,13 +50,6 @@ pub(super) struct OneStore {
     errors: AtomicU64,
     fails: AtomicBool,
     stragglers: Arc<Semaphore>,
-}
-
-#[derive(Default)]
-struct Written {
-    /// The tiers that have a block, a bit for each.
-    tiers: HashMap<BlockKey, u8>,
-    order: VecDeque<BlockKey>,
 }
 
 /// When the lookups for a prompt end.
@@ -138,7 +132,9 @@ impl Stores {
             max_bytes: config.max_bytes_in_flight,
             bytes: AtomicU64::new(0),
             written: Mutex::default(),
+            changes: AtomicU64::new(0),
             generations: Generations::default(),
+            untold: Untold::default(),
             patience: config.grace,
             longest_read: LONGEST_READ,
         }
@@ -165,12 +161,12 @@ impl Stores {
         may.then(|| Writing { stores: self.clone(), bytes })
     }
 
-    fn written(&self) -> std::sync::MutexGuard<'_, Written> {
+    fn written(&self) -> std::sync::MutexGuard<'_, Recent<u8>> {
         self.written.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
     fn has(&self, key: &BlockKey, tier: usize) -> bool {
-        self.written().tiers.get(key).is_some_and(|tiers| tiers & (1 << tier) != 0)
+        self.written().get(key).is_some_and(|tiers| tiers & (1 << tier) != 0)
     }
 
     /// Whether this block was written to every tier, or read there, a while ago, as far as is remembered. A tier may have dropped
@@ -179,19 +175,24 @@ impl Stores {
         (0..self.n()).all(|tier| self.has(key, tier))
     }
 
+    /// The tiers that have each of these blocks, a bit for each, as far as [`has_written`](Self::has_written) knows.
+    pub fn tiers_with<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) -> Vec<u8> {
+        let written = self.written();
+        keys.map(|key| written.get(key).copied().unwrap_or_default()).collect()
+    }
+
+    /// A number that grows whenever [`tiers_with`](Self::tiers_with) may say something else of the cached blocks.
+    pub fn changes(&self) -> u64 {
+        self.changes.load(Relaxed)
+    }
+
+    pub fn note_change(&self) {
+        self.changes.fetch_add(1, Relaxed);
+    }
+
     fn remember(&self, key: BlockKey, tier: usize) {
-        let mut written = self.written();
-        let tiers = written.tiers.entry(key).or_default();
-        let is_new = *tiers == 0;
-        *tiers |= 1 << tier;
-        if is_new {
-            written.order.push_back(key);
-        }
-        if written.order.len() > REMEMBERED
-            && let Some(oldest) = written.order.pop_front()
-        {
-            written.tiers.remove(&oldest);
-        }
+        *self.written().entry(key) |= 1 << tier;
+        self.note_change();
     }
 
     /// Number of tiers.
@@ -205,17 +206,14 @@ impl Stores {
 
     /// No tier has this block.
     pub fn forget(&self, key: &BlockKey) {
-        self.written().tiers.remove(key);
+        self.forget_in(key, 0..self.n());
     }
 
-    fn forget_in(&self, key: &BlockKey, tier: usize) {
-        let mut written = self.written();
-        if let Some(tiers) = written.tiers.get_mut(key) {
-            *tiers &= !(1 << tier);
-            if *tiers == 0 {
-                written.tiers.remove(key);
-            }
+    fn forget_in(&self, key: &BlockKey, tiers: impl IntoIterator<Item = usize>) {
+        if let Some(has) = self.written().get_mut(key) {
+            tiers.into_iter().for_each(|tier| *has &= !(1 << tier));
         }
+        self.note_change();
     }
 
     /// When the lookups for a prompt have to end that begin now, so that its request hears of them before it goes on without.
@@ -262,7 +260,7 @@ impl Stores {
         let found = (&mut reading.read).await.ok().flatten();
         let found = found.filter(|bytes| bytes.len() == wanted.bytes);
         if found.is_none() {
-            self.forget_in(&wanted.key, wanted.tier); // write it again
+            self.forget_in(&wanted.key, [wanted.tier]); // write it again
         }
         found
     }

@@ -2,12 +2,15 @@ use super::super::find::{Found, Lookup, find};
 use super::super::parts::BlockParts;
 use super::super::test_store::{TestStore, stores};
 use super::super::{Report, task};
+use super::untold::{LONGEST_PAUSE, MOST, PAUSE};
 use super::*;
 use crate::serving::thread::Command;
 use kvist_cache::kinds::Visibility;
 use kvist_scheduler::RequestId;
 use kvist_store::{BlockStore, KeyChain};
+use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
+use tokio::runtime::Handle;
 
 const MODEL: &[u8] = b"a model";
 const BLOCKS: usize = 5;
@@ -20,6 +23,12 @@ fn note(salt: &str) -> BlockKey {
 fn keys(stores: &Stores, salt: &str) -> Vec<BlockKey> {
     let tokens: Vec<u32> = (0..BLOCKS as u32).collect();
     KeyChain::root_of(MODEL, salt, stores.generation(&note(salt))).keys(&tokens, 1)
+}
+
+/// Tells all tiers, and waits until they know.
+async fn tell(stores: &Arc<Stores>, salt: &str, generation: u64) {
+    stores.tell(&Handle::current(), note(salt), generation);
+    assert!(stores.untold(&note(salt), Duration::from_secs(60)).await.is_empty());
 }
 
 async fn write(stores: &Arc<Stores>, salt: &str) {
@@ -63,7 +72,7 @@ async fn what_was_forgotten_is_not_found_and_what_comes_later_is() {
     }
     let generation = stores.next_generation(note("a"));
     assert_eq!((n_found(&stores, "a").await, n_found(&stores, "b").await), (0, 5));
-    write_notes(stores.clone(), note("a"), generation).await;
+    tell(&stores, "a", generation).await;
     write(&stores, "a").await;
     assert_eq!(n_found(&stores, "a").await, 5);
     assert_eq!(found(&stores, "a").await.generation, generation);
@@ -78,7 +87,7 @@ async fn other_processes_and_later_ones_read_the_note() {
     write(&one, "a").await;
     assert_eq!(n_found(&other, "a").await, 5);
     let generation = one.next_generation(note("a"));
-    write_notes(one.clone(), note("a"), generation).await;
+    tell(&one, "a", generation).await;
     let later = stores([shared.clone()]);
     assert_eq!((n_found(&later, "a").await, n_found(&later, "b").await), (0, 0));
     tokio::time::sleep(READ_AGAIN).await;
@@ -93,12 +102,12 @@ async fn clocks_that_differ_do_no_harm() {
     let shared = TestStore::new(1000);
     let [ahead, behind] = [0, 1].map(|_| stores([shared.clone()]));
     let future = ahead.begin_after(note("a"), u64::MAX / 2);
-    write_notes(ahead.clone(), note("a"), future).await;
+    tell(&ahead, "a", future).await;
     write(&ahead, "a").await;
     // It has not read the note.
     let begun = behind.next_generation(note("a"));
     assert!(begun < future);
-    write_notes(behind.clone(), note("a"), begun).await;
+    tell(&behind, "a", begun).await;
     tokio::time::sleep(READ_AGAIN).await;
     assert_eq!((n_found(&ahead, "a").await, n_found(&behind, "a").await), (0, 0));
     assert_eq!(ahead.generation(&note("a")), behind.generation(&note("a")));
@@ -112,7 +121,7 @@ async fn a_note_that_is_lost_is_written_again() {
     let shared = TestStore::new(1000);
     let old = stores([shared.clone()]);
     let generation = old.next_generation(note("a"));
-    write_notes(old.clone(), note("a"), generation).await;
+    tell(&old, "a", generation).await;
     write(&old, "a").await;
     shared.remove(&note("a")).await.unwrap();
     tokio::time::sleep(READ_AGAIN).await;
@@ -142,23 +151,60 @@ async fn a_note_is_written_when_the_store_is_back() {
     write(&both, "a").await;
     slow.is_down.store(true, Relaxed);
     let generation = both.next_generation(note("a"));
-    let writing = tokio::spawn(write_notes(both.clone(), note("a"), generation));
-    tokio::time::sleep(Duration::from_secs(100)).await;
-    assert!(fast.has(note("a")) && !slow.has(note("a")) && !writing.is_finished());
+    both.tell(&Handle::current(), note("a"), generation);
+    assert_eq!(both.untold(&note("a"), Duration::from_secs(100)).await, ["test"]);
+    assert!(fast.has(note("a")) && !slow.has(note("a")));
+    slow.is_down.store(false, Relaxed);
+    assert!(both.untold(&note("a"), LONGEST_PAUSE).await.is_empty());
+    assert!(slow.has(note("a")));
+    assert_eq!(n_found(&stores([slow.clone()]), "a").await, 0);
+}
+
+/// Every deletion while a store was down was a task that asked it again and again.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_down_is_asked_as_seldom_after_many_deletions_as_after_one() {
+    let slow = TestStore::new(100_000);
+    let one = stores([slow.clone()]);
+    slow.is_down.store(true, Relaxed);
+    let salts: Vec<String> = (0..1000).map(|i| i.to_string()).collect();
+    let mut latest = 0;
+    for salt in salts.iter().chain(&salts) {
+        latest = one.next_generation(note(salt));
+        one.tell(&Handle::current(), note(salt), latest);
+    }
+    tokio::time::sleep(PAUSE * 8).await;
+    let asked = one.stats()[0].errors;
+    assert!((2..=5).contains(&asked), "{asked}");
     slow.is_down.store(false, Relaxed);
     tokio::time::sleep(LONGEST_PAUSE).await;
-    assert!(slow.has(note("a")) && writing.is_finished());
-    assert_eq!(n_found(&stores([slow.clone()]), "a").await, 0);
-    // It is not tried for ever: a later generation replaces it, and it ends with the engine.
+    for salt in &salts {
+        assert!(one.untold(&note(salt), Duration::ZERO).await.is_empty());
+        assert!(slow.has(note(salt)));
+    }
+    let noted = slow.ram.get(&note("999")).await.unwrap();
+    assert_eq!(number(&noted), latest, "the later of two generations");
+    assert_eq!(slow.puts.load(Relaxed), 1000, "each salt once");
+    // It ends with the engine.
     slow.is_down.store(true, Relaxed);
-    let first = tokio::spawn(write_notes(both.clone(), note("a"), both.next_generation(note("a"))));
-    tokio::time::sleep(LONGEST_PAUSE).await;
-    let last = tokio::spawn(write_notes(both.clone(), note("a"), both.next_generation(note("a"))));
+    one.tell(&Handle::current(), note("a"), one.next_generation(note("a")));
+    tokio::task::yield_now().await;
+    let engine = Arc::downgrade(&one);
+    drop(one);
     tokio::time::sleep(LONGEST_PAUSE * 2).await;
-    assert!(first.is_finished() && !last.is_finished());
-    drop(both);
-    tokio::time::sleep(LONGEST_PAUSE * 2).await;
-    assert!(last.is_finished());
+    assert!(engine.upgrade().is_none() && !slow.has(note("a")));
+    assert_eq!(Arc::strong_count(&slow), 1);
+}
+
+/// A store that is down for ever takes a bounded memory.
+#[tokio::test(start_paused = true)]
+async fn few_notes_wait() {
+    let slow = TestStore::new(1000);
+    let one = stores([slow.clone()]);
+    slow.is_down.store(true, Relaxed);
+    let keys = KeyChain::root(b"notes", "").keys(&(0..MOST as u32 + 1).collect::<Vec<_>>(), 1);
+    keys.iter().for_each(|&key| one.tell(&Handle::current(), key, 1));
+    assert_eq!(one.untold(&keys[MOST - 1], Duration::ZERO).await, ["test"]);
+    assert!(one.untold(&keys[MOST], Duration::ZERO).await.is_empty(), "dropped, with a line in the log");
 }
 
 /// A tier that does not say what was forgotten is not asked for blocks, and does not keep others from answering.
@@ -180,16 +226,4 @@ async fn without_the_note_of_a_tier_its_blocks_are_not_used() {
     slow.put(note("b"), Bytes::from_static(b"a block"), None).await.unwrap();
     write(&both, "b").await;
     assert_eq!((n_found(&both, "b").await, both.generation(&note("b"))), (5, 0));
-}
-
-/// A salt takes little memory, and many take a bounded one.
-#[test]
-fn few_notes_are_remembered() {
-    let generations = Generations::default();
-    for i in 0..REMEMBERED + 10 {
-        generations.update(note(&i.to_string()), |salt| salt.generation = i as u64);
-    }
-    let known = generations.lock();
-    assert_eq!((known.salts.len(), known.order.len()), (REMEMBERED, REMEMBERED));
-    assert!(!known.salts.contains_key(&note("9")) && known.salts.contains_key(&note("10")));
 }

@@ -1,0 +1,126 @@
+//! Telling every tier what was deleted: the notes that are still to be written.
+//!
+//! Each tier has a queue, and one task while there is something in it. A tier that fails is tried again, with one note, until it
+//! works; then it gets the others. So a store that is down costs the same however much is deleted meanwhile.
+use super::{OneStore, Stores};
+use kvist_scheduler::MAX_TIERS;
+use kvist_store::BlockKey;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+/// A tier that fails is tried again after such a pause, which doubles up to the longest one.
+pub(super) const PAUSE: Duration = Duration::from_secs(1);
+pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Notes that wait for a tier. Only a store that is down for a long time, while many salts are deleted, comes near it.
+pub(super) const MOST: usize = 1 << 18;
+
+/// The notes that tiers have not been told.
+#[derive(Default)]
+pub struct Untold {
+    tiers: [Mutex<Queue>; MAX_TIERS],
+    /// Woken when a note was written.
+    told: Notify,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// The generation to be written, by the key of the note.
+    notes: HashMap<BlockKey, u64>,
+    /// A task writes them.
+    is_served: bool,
+}
+
+impl Untold {
+    fn queue(&self, tier: usize) -> MutexGuard<'_, Queue> {
+        self.tiers[tier].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A note to write. When there is none, the task that asks is over.
+    fn next(&self, tier: usize) -> Option<(BlockKey, u64)> {
+        let mut queue = self.queue(tier);
+        let next = queue.notes.iter().next().map(|(note, generation)| (*note, *generation));
+        queue.is_served = next.is_some();
+        next
+    }
+
+    /// A tier has this note of this generation.
+    fn done(&self, tier: usize, note: &BlockKey, generation: u64) {
+        let mut queue = self.queue(tier);
+        if queue.notes.get(note) == Some(&generation) {
+            queue.notes.remove(note);
+            self.told.notify_waiters();
+        }
+    }
+}
+
+impl Stores {
+    /// Writes the note of a generation to all tiers, on `tasks`, as soon as each of them works and as long as the engine lives. If a tier
+    /// has one of a later generation, from a process whose clock is ahead, another generation begins after that.
+    pub fn tell(self: &Arc<Self>, tasks: &Handle, note: BlockKey, generation: u64) {
+        for tier in 0..self.n() {
+            let mut queue = self.untold.queue(tier);
+            if queue.notes.len() >= MOST && !queue.notes.contains_key(&note) {
+                let name = self.one(tier).map_or("", |one| one.store.name());
+                tracing::error!(
+                    target: "kvist::engine",
+                    "the tier {name} fails, and {MOST} deleted salts wait for it: one more is not noted there, and after a restart \
+                     its blocks may be found again"
+                );
+                continue;
+            }
+            let noted = queue.notes.entry(note).or_default();
+            *noted = generation.max(*noted);
+            if !std::mem::replace(&mut queue.is_served, true) {
+                tasks.spawn(serve(Arc::downgrade(self), tier));
+            }
+        }
+    }
+
+    /// The tiers that have not been told of a deletion, when all have been or this much time has passed.
+    pub async fn untold(&self, note: &BlockKey, within: Duration) -> Vec<&str> {
+        let until = Instant::now() + within;
+        loop {
+            let mut told = std::pin::pin!(self.untold.told.notified());
+            told.as_mut().enable();
+            let is_missing = |tier: &usize| self.untold.queue(*tier).notes.contains_key(note);
+            let missing: Vec<usize> = (0..self.n()).filter(is_missing).collect();
+            if missing.is_empty() || tokio::time::timeout_at(until, told).await.is_err() {
+                return missing.into_iter().filter_map(|tier| Some(self.one(tier)?.store.name())).collect();
+            }
+        }
+    }
+
+    /// Writes what a tier has not been told. Returns false if it fails.
+    async fn tell_all(self: &Arc<Self>, tier: usize, one: &OneStore) -> bool {
+        while let Some((note, generation)) = self.untold.next(tier) {
+            match one.replace(note, generation).await {
+                None => return false,
+                Some(before) if before > generation => {
+                    let later = self.begin_after(note, before);
+                    self.tell(&Handle::current(), note, later);
+                }
+                Some(_) => self.untold.done(tier, &note, generation),
+            }
+        }
+        true
+    }
+}
+
+/// Tells a tier, again and again, until it has been told everything or the engine has ended.
+async fn serve(engine: Weak<Stores>, tier: usize) {
+    let mut pause = PAUSE;
+    while let Some(stores) = engine.upgrade() {
+        let Some(one) = stores.one(tier) else { return };
+        if stores.tell_all(tier, one).await {
+            return;
+        }
+        drop(stores);
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
