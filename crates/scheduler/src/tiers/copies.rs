@@ -1,0 +1,124 @@
+//! Copies of cached blocks to the tiers: of victims of eviction, or of blocks as soon as they are cached; and what cached blocks store.
+use super::orders::{CachedTokens, Order, StoreOrder, TransferId};
+use super::{Store, Write};
+use crate::log::Decision;
+use crate::memory::StepTime;
+use crate::scheduler::Scheduler;
+use kvist_cache::{BlockId, CachedBlock, Content, GroupId};
+
+impl Scheduler {
+    /// A copy to the tiers has ended. Call it between iterations. Returns `false`, and does nothing, if there is no such
+    /// copy.
+    pub fn stored(&mut self, now_ns: u64, id: TransferId, ok: bool) -> bool {
+        let Some(tiers) = &mut self.tiers else { return false };
+        let Some(store) = tiers.stores.remove(&id) else { return false };
+        tiers.store_bytes -= store.n_blocks * tiers.config.block_bytes;
+        tiers.counters.failed_blocks += if ok { 0 } else { store.n_blocks };
+        self.memory.cache.unpin(store.pin);
+        self.blocked = None;
+        let n = self.event();
+        self.events.stored(n, now_ns, id, ok);
+        true
+    }
+
+    /// Copies the next victims of eviction to the tiers while free memory is low, and frees them.
+    pub(super) fn demote(&mut self, now: StepTime) {
+        let (capacity, free) = (self.memory.capacity(), self.memory.free());
+        let Some(tiers) = &mut self.tiers else { return };
+        let wanted = tiers.ahead_tokens(capacity);
+        let (bytes, block) = (tiers.config.block_bytes, u64::from(tiers.block_tokens));
+        // What is on its way out will be free too.
+        let soon = tiers.store_bytes / bytes * block;
+        if free + soon >= wanted || self.memory.evictable() == 0 {
+            return;
+        }
+        let room = tiers.config.max_store_bytes.saturating_sub(tiers.store_bytes) / bytes;
+        if room == 0 {
+            return;
+        }
+        let n_tokens = u32::try_from(wanted - soon).unwrap_or(u32::MAX);
+        let room = u32::try_from(room).unwrap_or(u32::MAX);
+        let (pin, demoted) = self.memory.demote_until_free(n_tokens, room, now);
+        if demoted.is_empty() {
+            self.memory.cache.unpin(pin);
+            return;
+        }
+        let n_blocks = demoted.len() as u64;
+        let id = tiers.next_id();
+        tiers.store_bytes += n_blocks * bytes;
+        tiers.counters.stored_blocks += n_blocks;
+        tiers.changed = true;
+        tiers.stores.insert(id, Store { pin, n_blocks });
+        tiers.orders.push(Order::Store(StoreOrder { id, request: None, blocks: demoted }));
+        self.batch_changed = true; // several steps at once could last longer than the copy
+        self.decide(now, Decision::Demote { blocks: n_blocks });
+    }
+
+    /// A request has added its blocks from position `from` on to the prefix index: says what they store, and copies those
+    /// that it has computed.
+    pub(crate) fn note_cached(&mut self, index: u32, from: u32, is_computed: bool) {
+        let Some(tiers) = &mut self.tiers else { return };
+        let entry = &self.entries[index as usize];
+        let (Some(seq), Some(naming)) = (entry.seq, self.memory.naming_group()) else { return };
+        let before = from.saturating_sub(tiers.block_tokens);
+        let mut blocks = self.memory.cache.cached_blocks(seq, before);
+        let parent = match from {
+            0 => None,
+            _ if blocks.is_empty() => return,
+            _ => {
+                // The sequence may have a block of its own there, because the index has dropped the one that it had, or
+                // has another one. Then what follows is not in the index.
+                let parent = blocks.remove(0);
+                match parent.in_group(naming) {
+                    None => return,
+                    Some(_) => Some(parent),
+                }
+            }
+        };
+        let end = from as usize + blocks.len() * tiers.block_tokens as usize;
+        if let Some(tokens) = entry.prompt.tokens().and_then(|tokens| tokens.get(..end)) {
+            let (salt, blocks, tokens) = (entry.salt.clone(), blocks.clone(), tokens.to_vec());
+            tiers.orders.push(Order::Cached(CachedTokens { salt, parent, blocks, tokens }));
+        }
+        if !is_computed || tiers.config.write != Write::Through {
+            return;
+        }
+        let bytes = tiers.config.block_bytes;
+        let room = tiers.config.max_store_bytes.saturating_sub(tiers.store_bytes) / bytes;
+        let room = usize::try_from(room).unwrap_or(usize::MAX).min(blocks.len());
+        tiers.counters.skipped_blocks += (blocks.len() - room) as u64;
+        blocks.truncate(room);
+        let ids: Vec<_> = blocks.iter().flat_map(|block| block.blocks.iter().copied()).collect();
+        if ids.is_empty() {
+            return;
+        }
+        let Ok(pin) = self.memory.cache.pin(&ids) else { return };
+        let n_blocks = blocks.len() as u64;
+        let id = tiers.next_id();
+        tiers.store_bytes += n_blocks * bytes;
+        tiers.counters.stored_blocks += n_blocks;
+        tiers.stores.insert(id, Store { pin, n_blocks });
+        tiers.orders.push(Order::Store(StoreOrder { id, request: Some(entry.id), blocks }));
+    }
+
+    /// Says that the driver itself has put a text into the prefix index, so that its blocks have names. Call it between iterations.
+    pub fn note_text(&mut self, salt: &str, text: &[u32]) {
+        let (Some(tiers), Some(naming)) = (&mut self.tiers, self.memory.naming_group()) else { return };
+        let cache = &self.memory.cache;
+        // A hit leaves a token to compute: this one is not part of the text.
+        let with_next: Vec<u32> = text.iter().copied().chain([0]).collect();
+        let blocks_of = |group| {
+            let blocks = cache.lookup_blocks(GroupId(group), salt, &Content::Tokens(&with_next));
+            blocks.into_iter().map(move |block| Some(BlockId { group: GroupId(group), block: block? }))
+        };
+        let mut groups: Vec<_> = (0..cache.n_groups() as u16).map(blocks_of).collect();
+        let cached = |hash| {
+            let blocks = groups.iter_mut().filter_map(|group| group.next().flatten()).collect();
+            Some(CachedBlock { hash, blocks }).filter(|block| block.in_group(naming).is_some())
+        };
+        let hashes = cache.prefix_hashes(salt, &Content::Tokens(text));
+        let blocks: Vec<CachedBlock> = hashes.into_iter().map_while(cached).collect();
+        let tokens = text[..blocks.len() * tiers.block_tokens as usize].to_vec();
+        tiers.orders.push(Order::Cached(CachedTokens { salt: salt.into(), parent: None, blocks, tokens }));
+    }
+}
