@@ -57,7 +57,12 @@ else
     fi
 fi
 "$kvist" --version >/dev/null || { say "$kvist does not run here"; exit 1; }
-BACKENDS=${BACKENDS:-cuda:$gpu wgpu}
+# Over wgpu the adapter of the same name: its first adapter may be another GPU, or none at all but a program on the CPU.
+if [[ -z ${BACKENDS:-} ]]; then
+    wgpu=$("$kvist" devices 2>/dev/null | grep -F -- "$name" | grep -m 1 -o '^wgpu:[0-9]*') || wgpu=
+    [[ -n $wgpu ]] || say "no adapter of wgpu is called $name: it is measured over CUDA only"
+    BACKENDS="cuda:$gpu $wgpu"
+fi
 if [[ $BACKENDS == *cuda* && -z ${KVIST_NVRTC:-} ]] && ! ldconfig -p | grep -q 'libnvrtc\.so'; then
     source bench/gpu/nvrtc.sh # from PyPI: the newest that the driver supports
 fi
