@@ -409,14 +409,14 @@ test('a block is below until its content changes', () => {
   const model = Model.ofSnapshot({ at: 0, groups: GROUPS, tiers: ['ram', 'disk'], idle: [[0, 1, 2, 3]] });
   const group = model.groups[0];
   assert.equal(model.belowGroup, null);
-  model.tellBelow({ group: 0, tiers: [[[0, 2]], [[1, 3], [60, 2]]] });
+  model.tellBelow({ group: 0, runs: [[[0, 2]], [[1, 3], [60, 2]]] });
   assert.deepEqual([model.belowGroup, [...group.below.slice(0, 4)], group.alsoIn(0), group.alsoIn(1), group.alsoIn(null)], [0, [1, 3, 2, 2], 2, 3, 0]);
   assert.ok(group.below.slice(4).every((tiers) => tiers === 0), 'what is not on the map');
   const copy = model.clone();
   model.apply({ step: 0, at: 1, blocks: [[0, 'evict', 1, null, 'capacity'], [0, 'alloc', 1, 5, 'open'], [0, 'hit', 2, 5, 'prefix']] });
   assert.deepEqual([...group.below.slice(0, 4)], [1, 0, 2, 2]);
   assert.deepEqual([...copy.groups[0].below.slice(0, 4)], [1, 3, 2, 2]);
-  model.tellBelow({ group: 0, tiers: [[], []] });
+  model.tellBelow({ group: 0, runs: [[], []] });
   assert.deepEqual([group.alsoIn(0), group.alsoIn(1), group.alsoIn(null)], [0, 0, 4]);
 });
 

@@ -465,7 +465,7 @@ test('what is below the cache is shown, and only if there is something', async (
   await page.waitForFunction(() => !document.querySelector('[aria-label=Tiers]').innerText.includes('is loading'));
   // What of the map is below it.
   assert.equal(await page.getByRole('button', { name: 'Below' }).count(), 0, 'as long as the server has not said it');
-  server.also({ group: 0, tiers: [[[0, 2], [9, 1]], [[1, 1], [20, 5]]] });
+  server.also({ group: 0, runs: [[[0, 2], [9, 1]], [[1, 1], [20, 5]]] });
   await page.getByRole('button', { name: 'Below' }).click();
   await page.waitForFunction(() => /also in ram\s*3[^]*also in disk\s*1[^]*in no tier: gone when evicted\s*2/.test(document.querySelector('section.map footer')?.textContent));
   await page.waitForFunction(() => /3 also on the map[^]*1 also on the map/.test(document.querySelector('[aria-label=Tiers]').innerText));

@@ -126,6 +126,11 @@ impl Cache {
         self.index.as_ref().map_or(Vec::new(), |index| index.cached_blocks(&self.groups, seq, from))
     }
 
+    /// The hash of the prefix that a block ends, as in [`CachedBlock`]; `None` if the prefix index does not have the block.
+    pub fn hash_of(&self, block: BlockId) -> Option<u64> {
+        self.index.as_ref()?.hash_of(&self.groups, block)
+    }
+
     /// The hashes of the whole blocks of a prompt under `salt`, in order: those by which prefix events and
     /// [`CachedBlock`] name them. Empty without an index, or if the index is for content of another kind.
     pub fn prefix_hashes(&self, salt: &str, content: &Content<'_>) -> Vec<u64> {

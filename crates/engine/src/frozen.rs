@@ -8,6 +8,7 @@ mod file;
 pub use file::FrozenPrefix;
 
 use crate::saved::{CacheRows, GroupRows, Origin, check_storage};
+use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
 use kvist_device::{DeviceError, Layout, MappedRows, MappedSide, Side};
@@ -93,9 +94,10 @@ pub fn freeze(
     }
     let (k, v) = (session.config().k, session.config().v);
     check_storage((k, v))?;
+    let maker = maker(&session.model().device().numerics());
     let mut rows = session.rows();
     let pools = |rows: &CacheRows<'_>| rows.runner.network.pools().image_layout();
-    let mut writer = file::Writer::new(text, stored, origin, pools(&rows).ok_or_else(no_images)?);
+    let mut writer = file::Writer::new(text, stored, (origin, maker), pools(&rows).ok_or_else(no_images)?);
     let mapped = maps(&rows);
     let seen = rows.seen_at_end(seq, stored)?;
     if seen.iter().zip(&mapped).any(|(seen, mapped)| *mapped && !seen.iter().copied().eq(in_order(stored))) {

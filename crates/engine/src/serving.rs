@@ -39,6 +39,7 @@
 //! ```
 mod below;
 mod blocks;
+mod forget;
 mod job;
 mod quota;
 mod request;
@@ -52,8 +53,9 @@ use crate::frozen::{self, EnginePrefix};
 use crate::keep::KeepConfig;
 use crate::memory::CacheConfig;
 use crate::speculate::{Counts, Speculator};
-pub use below::{BlocksBelow, Forgotten};
+pub use below::BlocksBelow;
 pub use blocks::TextBlocks;
+pub use forget::Forgotten;
 pub use job::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{PrefixSpec, StepPlan};
@@ -96,7 +98,7 @@ pub struct EngineConfig {
     pub max_draft_tokens: u32,
     /// Proposes drafts; `None` for plain decoding.
     pub speculator: Option<Speculator>,
-    /// Tiers below the cache; `None` for none. They need prefix caching, and a model without sliding windows.
+    /// Tiers below the cache; `None` for none. They need prefix caching, and a layer without a sliding window.
     pub tiers: Option<TierConfig>,
     /// A prefix that is in the index from the start and stays there.
     pub prefix: Option<EnginePrefix>,
@@ -379,7 +381,11 @@ impl Engine {
         let kv_bytes = KvBytes { per_token: plan.kv_bytes_per_token, bound: plan.usage.of(Purpose::KvCache) };
         let (commands, inbox) = channel();
         let mut scheduler_config = config.scheduler;
-        if let Some(tiers) = config.tiers {
+        if let Some(mut tiers) = config.tiers {
+            // What follows the K and V of another machine or version is other than what follows this one's.
+            let maker = tiers::maker(&model.device().numerics());
+            let other = config.prefix.as_ref().and_then(|of| of.prefix.other_than(&maker));
+            tiers.fingerprint.extend(other.unwrap_or_default().into_bytes());
             let spec = cache.paged_spec();
             let cost = spec.and_then(|spec| Some(spec.prefix.as_ref()?.cost)).unwrap_or_default();
             let groups = spec.map_or(&[][..], |spec| &spec.groups);

@@ -4,7 +4,7 @@ mod engines;
 use engines::*;
 use kvist_engine::serving::*;
 use kvist_scheduler::Write;
-use kvist_store::{BlockStore, KeyChain, Ram};
+use kvist_store::{BlockStore, Ram};
 use kvist_testing::SplitMix64;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -173,6 +173,28 @@ async fn what_follows_a_frozen_prefix_comes_back() {
     }
     let tiers = with.stats().tiers.unwrap();
     assert!(tiers.counters.failed_blocks == 0 && tiers.counters.loaded_tokens[0] >= 64, "{tiers:?}");
+}
+
+/// What follows the K and V of another machine is not what this one computes: a tier keeps both apart.
+#[tokio::test]
+async fn what_follows_a_prefix_of_another_machine_is_kept_apart() {
+    let store = store();
+    let prefix = &text(9)[..64];
+    let text = [prefix, &text(0)].concat();
+    let begun = |is_foreign: bool| {
+        let mut begun = over(&store, 256, Write::Through);
+        begun.prefix = Some(match is_foreign {
+            false => frozen(prefix, &begun),
+            true => frozen_elsewhere(prefix, &begun),
+        });
+        engine(begun)
+    };
+    let own = begun(false);
+    ask(&own, "", &text).await;
+    copied(&own).await;
+    let loaded = async |engine: Engine| ask(&engine, "", &text).await.1.usage.loaded_tokens;
+    assert_eq!(loaded(begun(false)).await, 64);
+    assert_eq!(loaded(begun(true)).await, 0);
 }
 
 /// The tokens of four texts that were not computed, under a salt.

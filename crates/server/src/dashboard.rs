@@ -76,7 +76,7 @@ pub(crate) async fn live(Call { state, caller }: Call) -> Result<Response, ApiEr
     let sessions =
         sessions::watch(state.session_list.clone()).map(|now| Event::default().event("sessions").data(now));
     let tiers = tiers::watch(state.engine.clone()).map(|now| Event::default().event("tiers").data(now));
-    let below = below::watch(state.engine.clone()).map(|now| Event::default().event("below").data(now));
+    let below = below::watch(state.clone()).map(|now| Event::default().event("below").data(&*now));
     let others = stream::select(sessions, stream::select(tiers, below)).map(Some);
     let rest = stream::select(rest.map(Some).chain(stream::once(async { None })), others);
     // The stream ends when the lines end.

@@ -6,6 +6,7 @@ use crate::connections::Connections;
 use crate::error::ApiError;
 use crate::kv_events::{KvEventSockets, KvEvents};
 use crate::live::LiveView;
+use crate::live::below::LastLook;
 use crate::live::sessions::SessionListCache;
 use crate::metrics::Metrics;
 use crate::openai::request::Bounds;
@@ -68,6 +69,7 @@ pub struct ServerState {
     pub(crate) kv_events: OnceLock<KvEvents>,
     pub(crate) live: LiveView,
     pub(crate) session_list: Arc<SessionListCache>,
+    pub(crate) below: LastLook,
     /// Becomes true when the grace period after a signal is over: requests that still run are then notified and ended.
     pub(crate) stopping: watch::Sender<bool>,
     draining: AtomicBool,
@@ -115,6 +117,7 @@ impl ServerState {
             bounds,
             started: Timestamp::now().unix_s,
             session_list: SessionListCache::new(engine.clone(), sessions.clone()),
+            below: LastLook::default(),
             sessions,
             keeper: OnceLock::new(),
             kv_events: OnceLock::new(),
@@ -134,10 +137,10 @@ impl ServerState {
     pub fn keep_sessions(
         &self,
         dir: &Path,
-        origin: &Origin,
+        (origin, numerics): (&Origin, &str),
         paged: &PagedConfig,
     ) -> Result<(), kvist_engine::Error> {
-        let keeper = SessionKeeper::open(dir, &self.engine, &self.sessions, origin, paged)?;
+        let keeper = SessionKeeper::open(dir, &self.engine, &self.sessions, (origin, numerics), paged)?;
         // A second call would find the directory in use.
         let _ = self.keeper.set(keeper);
         Ok(())

@@ -314,9 +314,9 @@ export class Model {
   }
 
   /** Replaces what is known of the blocks that tiers have, too. */
-  tellBelow({ group, tiers }) {
+  tellBelow({ group, runs }) {
     this.belowGroup = group;
-    this.groups[group]?.tellBelow(tiers);
+    this.groups[group]?.tellBelow(runs);
   }
 
   #end(at, { end, how, generated }) {

@@ -120,7 +120,10 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, text_tokens)?;
     if let Some((dir, origin)) = config.sessions.dir.as_deref().zip(origin) {
-        state.keep_sessions(dir, &origin, &paged).context("--sessions-dir")?;
+        // What was computed behind rounded K and V differs from what others compute.
+        let rounded = if config.tiers.ram_packed { ", behind blocks rounded to q8" } else { "" };
+        let numerics = registry.device().numerics() + rounded;
+        state.keep_sessions(dir, (&origin, &numerics), &paged).context("--sessions-dir")?;
     }
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {

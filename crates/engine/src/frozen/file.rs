@@ -31,6 +31,9 @@ struct Header {
     format: String,
     version: u32,
     origin: Origin,
+    /// What computed it. Files of older versions do not say so.
+    #[serde(default)]
+    maker: String,
     /// The layout of images.
     layout: String,
     /// Positions whose K and V are here: all tokens.
@@ -67,11 +70,12 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    pub fn new(text: FrozenText<'_>, stored: u32, origin: &Origin, layout: &str) -> Self {
+    pub fn new(text: FrozenText<'_>, stored: u32, (origin, maker): (&Origin, String), layout: &str) -> Self {
         let header = Header {
             format: FORMAT.format.into(),
             version: FORMAT.version,
             origin: origin.clone(),
+            maker,
             layout: layout.into(),
             stored,
             system: text.system.map(str::to_string),
@@ -222,6 +226,12 @@ impl FrozenPrefix {
     }
     pub fn origin(&self) -> &Origin {
         &self.header.origin
+    }
+
+    /// What tells its K and V from those that `maker` would have computed: `None` if that computed them.
+    pub(crate) fn other_than(&self, maker: &str) -> Option<String> {
+        let Header { maker: computed, blake3, .. } = &self.header;
+        (computed != maker).then(|| format!("behind a prefix of {computed} with {blake3:?}"))
     }
     /// Bytes of the file, which all its users share.
     pub fn len(&self) -> u64 {

@@ -76,7 +76,8 @@ impl EngineState {
     /// Puts blocks of `tokens` into the cache, after those that it has, as far as `blocks` go without a gap. Evicts
     /// cached blocks that no request uses, if there is no other room. Returns how many tokens are cached now.
     ///
-    /// The caller knows that the bytes are those of this text, under this model and these storages.
+    /// The caller knows that the bytes are those of this text, under this model and these storages, and, if the engine has tiers, that
+    /// this version computed them on such a device: tiers that others share may get what is computed behind them.
     ///
     /// # Errors
     /// A block is not as long as the cache's, or the device cannot copy. The cache then has what it had.

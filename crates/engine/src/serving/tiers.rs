@@ -20,6 +20,7 @@ use super::thread::Command;
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
 use find::Found;
 pub use fingerprint::fingerprint;
+pub(crate) use fingerprint::maker;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
 use kvist_scheduler::{LoadOrder, Order, RequestId, Scheduler, StoreOrder, TransferId};
@@ -56,6 +57,8 @@ pub(crate) enum Report {
 /// A load whose bytes are on their way.
 struct Load {
     order: LoadOrder,
+    /// Of the salt of its prompt.
+    note: BlockKey,
     /// Of each object: the block of the load, and its layer groups.
     places: Vec<(usize, Vec<usize>)>,
     blocks: Vec<Arriving>,
@@ -81,7 +84,7 @@ struct Copies {
 
 enum Copied {
     /// Blocks of a load of which no more comes, in order. `took`: how long the stores took.
-    In { blocks: Vec<Arriving>, took: Duration },
+    In { blocks: Vec<Arriving>, note: BlockKey, took: Duration },
     /// What is to be stored. `failed`: something could not be copied.
     Out { objects: Vec<Object>, failed: bool },
 }
@@ -89,6 +92,8 @@ enum Copied {
 /// The bytes of a block in some layer groups: what a store has under one key.
 struct Object {
     key: BlockKey,
+    /// Of the salt: its note, and the generation that the key is of.
+    of: (BlockKey, u64),
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
@@ -243,9 +248,10 @@ impl TierDriver {
     }
 
     fn load(&mut self, order: LoadOrder) {
-        match self.prompts.get(&order.request).and_then(|found| found.wanted(&order, &self.block_parts)) {
+        let found = self.prompts.get(&order.request);
+        match found.and_then(|found| Some((found.note, found.wanted(&order, &self.block_parts)?))) {
             None => self.ended.push(Ended::Load { id: order.id, n_blocks: 0, took: Duration::ZERO }),
-            Some(wanted) => {
+            Some((note, wanted)) => {
                 let fetch = task::Fetch { id: order.id, wanted };
                 let task = self.tasks.spawn(task::fetch(self.stores.clone(), fetch, self.reports.clone()));
                 let objects =
@@ -255,7 +261,7 @@ impl TierDriver {
                 let mut blocks: Vec<Arriving> = (0..n_blocks).map(|_| Arriving::default()).collect();
                 places.iter().for_each(|(i, _)| blocks[*i].n_missing += 1);
                 let (started, task) = (Instant::now(), task.abort_handle());
-                let load = Load { order, places, blocks, started, task };
+                let load = Load { order, note, places, blocks, started, task };
                 self.loads.insert(load.order.id, load);
             }
         }
@@ -291,7 +297,7 @@ impl TierDriver {
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
-                        objects.push(Object { key, bytes, parts });
+                        objects.push(Object { key, of: (note, generation), bytes, parts });
                     }
                     None => failed = true,
                 }
@@ -331,7 +337,8 @@ impl TierDriver {
 
     /// No more objects come for a load: it ends when what has come is in the cache's memory.
     fn end_load(&mut self, id: TransferId, load: Load, took: Duration) {
-        self.copies.push(Copies { id, what: Copied::In { blocks: load.blocks, took } });
+        let Load { blocks, note, .. } = load;
+        self.copies.push(Copies { id, what: Copied::In { blocks, note, took } });
     }
 
     /// Begins to copy what has arrived of a load to the cache's memory, while the rest is still read.
@@ -369,7 +376,7 @@ impl TierDriver {
             }
             let id = copy.id;
             match copy.what {
-                Copied::In { blocks, took } => {
+                Copied::In { blocks, took, .. } => {
                     let n_blocks = blocks.iter().take_while(|block| block.has_arrived()).count();
                     self.ended.push(Ended::Load { id, n_blocks, took });
                 }
@@ -383,7 +390,10 @@ impl TierDriver {
 
     /// Writes exported blocks to the stores.
     fn put(&self, objects: Vec<Object>) {
-        for object in objects {
+        // What was deleted meanwhile is not written again.
+        let is_current =
+            |Object { of: (note, generation), .. }: &Object| *generation >= self.stores.generation(note);
+        for object in objects.into_iter().filter(is_current) {
             let mut bytes = Vec::with_capacity(object.bytes);
             for part in &object.parts {
                 if let Pending::Done(host) = part {

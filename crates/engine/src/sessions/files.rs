@@ -15,6 +15,7 @@ use super::store::SessionRecord;
 use super::{History, SessionId};
 use crate::Error;
 use crate::saved::Origin;
+use crate::serving::fingerprint;
 use kvist_model::hash;
 use kvist_store::{BlockKey, Bytes, Check, Frame, KeyChain, Opened};
 use serde::{Deserialize, Serialize};
@@ -55,8 +56,8 @@ struct Blocks {
 
 pub(super) struct SessionFiles {
     dir: PathBuf,
-    /// What keys depend on besides tokens, layer group and salt.
-    fingerprint: String,
+    /// What the keys of blocks depend on besides tokens, layer group and salt.
+    fingerprint: Vec<u8>,
     block_tokens: usize,
     n_groups: u16,
     blocks: Mutex<Blocks>,
@@ -68,11 +69,12 @@ pub(super) struct SessionFiles {
 pub(super) type Found = (SessionRecord, History);
 
 impl SessionFiles {
-    /// Opens or creates a directory, and reads its sessions. Removes the blocks that none of them needs. A session
-    /// whose file is damaged is left out, and its file renamed.
+    /// Opens or creates a directory, and reads its sessions. Removes the blocks that none of them needs, and those that another version
+    /// of kvist or device (`numerics`) has computed: a text is not continued from K and V that this process would not have computed,
+    /// and none get into a tier. A session whose file is damaged is left out, and its file renamed.
     pub fn open(
         dir: &Path,
-        origin: &Origin,
+        (origin, numerics): (&Origin, &str),
         (block_tokens, n_groups): (u32, u16),
         vocab: usize,
     ) -> Result<(Self, Vec<Found>), Error> {
@@ -106,7 +108,7 @@ impl SessionFiles {
         let json = serde_json::to_string(origin).map_err(|error| Error::Usage(error.to_string()))?;
         let files = SessionFiles {
             dir: dir.to_path_buf(),
-            fingerprint: format!("{json} blocks of {block_tokens} tokens"),
+            fingerprint: fingerprint(origin, block_tokens, numerics)?,
             block_tokens: block_tokens.max(1) as usize,
             n_groups,
             blocks: Mutex::default(),
@@ -275,7 +277,8 @@ impl SessionFiles {
 
     /// The keys of a text's full blocks, by layer group.
     pub fn keys(&self, salt: &str, tokens: &[u32]) -> Vec<Vec<BlockKey>> {
-        let chain = |group| KeyChain::root(format!("{} group {group}", self.fingerprint).as_bytes(), salt);
+        let of_group = |group: u16| [&self.fingerprint[..], &group.to_le_bytes()].concat();
+        let chain = |group| KeyChain::root(&of_group(group), salt);
         (0..self.n_groups).map(|group| chain(group).keys(tokens, self.block_tokens)).collect()
     }
 

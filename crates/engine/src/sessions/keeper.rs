@@ -47,7 +47,8 @@ pub struct KeptSession {
 
 impl SessionKeeper {
     /// Opens or creates a directory, adds the sessions in it to `store`, and saves all changes from now on. `paged` is
-    /// the engine's cache.
+    /// the engine's cache, and `numerics` that of its [device](kvist_device::Footprint::numerics), and whatever else its K and V depend
+    /// on to the last bit: K and V of a directory that was used with others are computed again.
     ///
     /// # Errors
     /// The directory cannot be written to, has other files, belongs to another process, or its sessions were saved with
@@ -56,7 +57,7 @@ impl SessionKeeper {
         dir: &Path,
         engine: &Engine,
         store: &Arc<SessionStore>,
-        origin: &Origin,
+        (origin, numerics): (&Origin, &str),
         paged: &PagedConfig,
     ) -> Result<Self, Error> {
         check_storage((paged.cache.k, paged.cache.v))?;
@@ -66,7 +67,7 @@ impl SessionKeeper {
         let model = engine.model().config();
         let groups = paged.cache.groups(model);
         let shape = (paged.block_tokens, u16::try_from(groups.len()).unwrap_or(u16::MAX));
-        let (files, found) = SessionFiles::open(dir, origin, shape, model.vocab)?;
+        let (files, found) = SessionFiles::open(dir, (origin, numerics), shape, model.vocab)?;
         if !found.is_empty() {
             tracing::info!(target: TARGET, "{} sessions of an earlier run are in {}", found.len(), dir.display());
         }

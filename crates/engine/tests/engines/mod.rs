@@ -14,6 +14,7 @@ use kvist_engine::speculate::*;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile, Opened};
 use kvist_scheduler::{Admission, Config};
+use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
 /// Models, as the tests of `kvist-model` have them.
@@ -124,6 +125,29 @@ pub async fn receive(generation: &mut GenerationHandle) -> Received {
 
 /// A prefix of `tokens`, frozen for the engine's cache.
 pub fn frozen(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
+    frozen_with(tokens, engine, |_| ())
+}
+
+/// The same, as if another machine had computed it.
+pub fn frozen_elsewhere(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
+    frozen_with(tokens, engine, |path| {
+        let whole = std::fs::read(path).unwrap();
+        let (start, end) = (8, 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize);
+        let mut json: serde_json::Value = serde_json::from_slice(&whole[start..end]).unwrap();
+        let header = json["__metadata__"]["kvist"].as_str().unwrap();
+        let mut header: serde_json::Value = serde_json::from_str(header).unwrap();
+        header["maker"] = "elsewhere".into();
+        let header = header.to_string();
+        json["__metadata__"]["blake3"] = kvist_model::hash(&[header.as_bytes()]).into();
+        json["__metadata__"]["kvist"] = header.into();
+        let mut json = json.to_string().into_bytes();
+        assert!(json.len() <= end - start, "a shorter maker");
+        json.resize(end - start, b' ');
+        std::fs::write(path, [&whole[..8], &json, &whole[end..]].concat()).unwrap();
+    })
+}
+
+fn frozen_with(tokens: &[u32], engine: &EngineConfig, change: impl FnOnce(&Path)) -> EnginePrefix {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("p.kvp");
     let aligned = engine.paged.block_aligned();
@@ -133,6 +157,7 @@ pub fn frozen(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
     let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
     session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
     freeze(&mut session, SeqId::ONLY, FrozenText { tokens, system: None }, &origin, &path).unwrap();
+    change(&path);
     let prefix = Arc::new(FrozenPrefix::open(&path).unwrap());
     EnginePrefix { prefix, salt: "".into(), origin }
 }

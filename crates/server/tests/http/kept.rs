@@ -17,13 +17,16 @@ fn try_keep(
     config: &kvist_server::ServerConfig,
     dir: &Path,
     weights: &str,
+    elsewhere: &str,
 ) -> Result<(), String> {
     let model = server.engine.model().config();
     let settings = config.engine(model);
     let print = Fingerprint { weights: weights.into(), tokenizer: "t".into(), config: "c".into() };
     let format = WeightFormat::default();
     let origin = Origin::new(print, format, &settings.paged.cache, model);
-    server.state.keep_sessions(dir, &origin, &settings.paged).map_err(|error| error.to_string())
+    let numerics = server.engine.model().device().numerics();
+    let origin = (&origin, &*(numerics + elsewhere));
+    server.state.keep_sessions(dir, origin, &settings.paged).map_err(|error| error.to_string())
 }
 
 /// A server whose sessions are kept in `dir`.
@@ -37,7 +40,7 @@ fn start_with(config: kvist_server::ServerConfig, dir: &Path) -> Server {
 
 fn start_model(model: Arc<Model>, config: kvist_server::ServerConfig, dir: &Path) -> Server {
     let server = Server::start_with(model, config.clone());
-    try_keep(&server, &config, dir, "w").unwrap();
+    try_keep(&server, &config, dir, "w", "").unwrap();
     server
 }
 
@@ -106,6 +109,26 @@ fn a_session_goes_on_after_a_restart_as_if_there_had_been_none() {
     assert_eq!(cached(&answer), (prompt - 1) / 16 * 16);
     let server = restart(server, dir.path());
     assert_eq!(text(&generate(&server, &id, 20)), expected[2]);
+}
+
+/// What another machine has computed has other last bits: tiers would give it to others as this machine's.
+#[test]
+fn what_another_machine_has_computed_is_computed_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut server = start(dir.path());
+    let id = create(&server, json!({"text": TEXT}));
+    generate(&server, &id, 20);
+    let before = shown(&server, &id);
+    server.join();
+    drop(server);
+    assert!(!block_files(dir.path()).is_empty());
+    let server = Server::start_with(model().clone(), config());
+    try_keep(&server, &config(), dir.path(), "w", ", of another machine").unwrap();
+    assert_eq!(block_files(dir.path()), [] as [PathBuf; 0]);
+    assert_eq!(shown(&server, &id), before, "the session is here");
+    assert_eq!(cached(&generate(&server, &id, 20)), 0);
+    server.state.flush_sessions();
+    assert!(!block_files(dir.path()).is_empty(), "and saved again");
 }
 
 #[test]
@@ -256,7 +279,7 @@ fn what_does_not_fit_is_refused() {
     create(&server, json!({"text": TEXT}));
     let second = Server::start(config());
     let refused = |config: kvist_server::ServerConfig, dir: &Path, weights: &str, part: &str| {
-        let error = try_keep(&second, &config, dir, weights).expect_err(part);
+        let error = try_keep(&second, &config, dir, weights, "").expect_err(part);
         assert!(error.contains(part), "{error} lacks {part}");
     };
     refused(config(), dir.path(), "w", "another process uses");
@@ -270,7 +293,7 @@ fn what_does_not_fit_is_refused() {
     let mut outliers = config();
     outliers.cache.kv = "t4-o".parse().unwrap();
     refused(outliers, &other.path().join("new"), "w", "cannot be saved");
-    try_keep(&second, &config(), dir.path(), "w").unwrap();
+    try_keep(&second, &config(), dir.path(), "w", "").unwrap();
 }
 
 #[test]

@@ -327,6 +327,16 @@ fn the_stream_tells_what_is_below_the_cache() {
     assert!(
         last["tiers"][0]["bytes"].as_u64().unwrap() > 0 && last["tiers"][0]["blocks"].as_u64().unwrap() > 0
     );
+    // Everything is written through, so the tier has what the cache has.
+    ask(0);
+    let cached = server.engine.stats().evictable_cells / 16;
+    assert!(cached > 4, "{cached} blocks");
+    let in_runs = |line: &Value| -> u64 {
+        let runs = line["runs"][0].as_array().into_iter().flatten();
+        runs.map(|run| run[1].as_u64().unwrap()).sum()
+    };
+    let below = until(&|line| line["group"] == 0 && in_runs(line) == cached);
+    assert!(below.last().unwrap()["runs"].as_array().unwrap().len() == 1);
 
     // Without tiers there is nothing of them.
     let plain = Server::start(narrow());

@@ -15,6 +15,12 @@ impl Index {
         CachedBlock { hash: self.tree.hash(node), blocks: of_groups.filter_map(block).collect() }
     }
 
+    /// See [`Cache::hash_of`](crate::Cache::hash_of).
+    pub fn hash_of(&self, groups: &[Box<dyn Kind>], id: BlockId) -> Option<u64> {
+        let node = groups.get(usize::from(id.group.0))?.blocks()?.node(id.block);
+        (node != NONE).then(|| self.tree.hash(node))
+    }
+
     /// See [`Cache::cached_blocks`](crate::Cache::cached_blocks).
     pub fn cached_blocks(&self, groups: &[Box<dyn Kind>], seq: SeqId, from: u32) -> Vec<CachedBlock> {
         let Some(leaf) = self.leaves.get(&seq) else { return Vec::new() };

@@ -3,12 +3,14 @@ use super::Report;
 use super::parts::{BlockParts, window_key};
 use super::task::{LookupTimes, Stores, Wanted};
 use crate::serving::thread::Command;
-use kvist_scheduler::{Ends, LoadOrder, RequestId, Run};
+use kvist_scheduler::{Ends, LoadOrder, MAX_TIERS, RequestId, Run};
 use kvist_store::{BlockKey, KeyChain};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use tokio::sync::OnceCell;
+use tokio::task::JoinSet;
 
 /// A prompt to look up.
 pub struct Lookup {
@@ -91,7 +93,7 @@ pub async fn find(stores: Arc<Stores>, lookup: Lookup, reports: Sender<Command>)
 }
 
 async fn find_in(
-    stores: &Stores,
+    stores: &Arc<Stores>,
     lookup: &Lookup,
     note: BlockKey,
     generation: u64,
@@ -103,15 +105,60 @@ async fn find_in(
     let hit = (lookup.hit_tokens as usize / block).min(keys.len());
     // The other half is for the windows.
     let of_whole = if lookup.block_parts.has_windows() { times.first_half() } else { times };
+    // All are asked, and at the same time as the tiers are searched, because each takes a round trip.
+    let notes = Notes { of: note, times: of_whole, read: Arc::default() };
+    let all: JoinSet<bool> = (0..stores.n()).map(|tier| notes.clone().read(stores.clone(), tier)).collect();
+    let mut runs = search(stores, &keys, (hit, block), of_whole, &notes).await;
+    all.join_all().await;
+    let at = runs.last().map_or(0, |run| run.until as usize / block);
+    let mut windows =
+        Windows { stores, block_parts: &lookup.block_parts, keys: &keys, times, tiers: Vec::new() };
+    if lookup.block_parts.has_windows() {
+        let ends = windows.ends(hit..at).await;
+        runs = cut(&runs, &ends, block as u32);
+    }
+    let windows = windows.tiers;
+    Found { runs, note, generation, keys, windows }
+}
+
+/// The notes of a salt, each read once for a lookup.
+#[derive(Clone)]
+struct Notes {
+    of: BlockKey,
+    times: LookupTimes,
+    read: Arc<[OnceCell<bool>; MAX_TIERS]>,
+}
+
+impl Notes {
+    /// Whether the note of a tier is known.
+    async fn read(self, stores: Arc<Stores>, tier: usize) -> bool {
+        let read = || stores.read_note(tier, self.of, self.times);
+        match self.read.get(tier) {
+            Some(note) => *note.get_or_init(read).await,
+            None => false,
+        }
+    }
+}
+
+/// Which tier has which blocks of layer groups that see all of a text. `hit`: so many the cache has.
+async fn search(
+    stores: &Arc<Stores>,
+    keys: &[BlockKey],
+    (hit, block): (usize, usize),
+    times: LookupTimes,
+    notes: &Notes,
+) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     let mut at = 0;
     // A part that was found in time is of use; more is not asked for then, because it would be late.
-    while at < keys.len() && (at == 0 || !of_whole.are_over()) {
+    while at < keys.len() && (at == 0 || !times.are_over()) {
         let (mut found, mut all_answered) = ((None, 0), true);
         for tier in 0..stores.n() {
-            // Both at once, because each takes a round trip. Without the note the blocks may be deleted ones.
-            let read = stores.read_note(tier, note, of_whole);
-            let (is_read, answer) = tokio::join!(read, stores.lookup(tier, &keys[at..], of_whole));
+            // Without the note the blocks may be deleted ones.
+            let (is_read, answer) = tokio::join!(
+                notes.clone().read(stores.clone(), tier),
+                stores.lookup(tier, &keys[at..], times)
+            );
             let answer = answer.filter(|_| is_read);
             all_answered &= answer.is_some();
             if let Some(n) = answer.filter(|n| *n > 0) {
@@ -133,14 +180,7 @@ async fn find_in(
         at += n;
         runs.push(Run::new(tier, (at * block) as u32));
     }
-    let mut windows =
-        Windows { stores, block_parts: &lookup.block_parts, keys: &keys, times, tiers: Vec::new() };
-    if lookup.block_parts.has_windows() {
-        let ends = windows.ends(hit..at).await;
-        runs = cut(&runs, &ends, block as u32);
-    }
-    let windows = windows.tiers;
-    Found { runs, note, generation, keys, windows }
+    runs
 }
 
 /// What the tiers have for the groups with windows.

@@ -5,42 +5,55 @@
 //! are overwritten like all blocks that are not used.
 //!
 //! Every store keeps a note of the latest generation, as an object like a block, for other processes and for the time after a restart.
-//! A tier is asked for blocks only after it has been asked for the note, at most [`READ_AGAIN`] ago. A note is written after the blocks
-//! that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first.
+//! Before blocks of a tier are used, all tiers have been asked for their notes, at most [`READ_AGAIN`] ago: the deletion may be known
+//! to a slower one alone, which other processes share. A tier that gives no note is not used, and others are. A note is written after
+//! the blocks that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first.
 mod untold;
 
 use super::recent::Recent;
-use super::task::{LookupTimes, OneStore, Stores};
+use super::task::{LONGEST_READ, LONGEST_WRITE, LookupTimes, OneStore, Stores};
 use kvist_scheduler::MAX_TIERS;
 use kvist_store::{BlockKey, Bytes};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
+use tokio::runtime::Handle;
 use tokio::time::Instant;
 pub use untold::Untold;
 
 /// A note is read again after this time, because another process may have written one.
 const READ_AGAIN: Duration = Duration::from_secs(10);
 
+/// A tier that did not give a note in time is asked for it again after this time: requests wait for the answer.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+
 const READ_NOTE: &str = "read what was deleted";
+const WRITE_NOTE: &str = "write that blocks were deleted";
 
 /// The generations of salts, by the keys of their notes, as far as they are known.
 #[derive(Default)]
-pub struct Generations(Mutex<Recent<Salt>>);
+pub struct Generations(Mutex<Recent<Known>>);
 
+/// Of a salt.
 #[derive(Clone, Copy, Default)]
-struct Salt {
+struct Known {
     generation: u64,
-    /// When the note of each tier was read.
-    read: [Option<Instant>; MAX_TIERS],
+    /// When each tier was asked for its note, and whether it answered.
+    asked: [Option<(Instant, bool)>; MAX_TIERS],
 }
 
 impl Generations {
-    fn get(&self, note: &BlockKey) -> Salt {
+    fn get(&self, note: &BlockKey) -> Known {
         let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         known.get(note).copied().unwrap_or_default()
     }
 
-    fn update(&self, note: BlockKey, update: impl FnOnce(&mut Salt)) {
+    /// Of each of these salts, in order.
+    fn all<'a>(&self, notes: impl Iterator<Item = &'a BlockKey>) -> Vec<u64> {
+        let known = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        notes.map(|note| known.get(note).map_or(0, |known| known.generation)).collect()
+    }
+
+    fn update(&self, note: BlockKey, update: impl FnOnce(&mut Known)) {
         update(self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(note));
     }
 }
@@ -51,36 +64,38 @@ impl Stores {
         self.generations.get(note).generation
     }
 
-    /// Asks a tier for a note, if that was not done lately. Returns whether it has been: a tier that does not answer may have blocks
+    /// The same of several salts.
+    pub fn generations<'a>(&self, notes: impl Iterator<Item = &'a BlockKey>) -> Vec<u64> {
+        self.generations.all(notes)
+    }
+
+    /// Asks a tier for a note, if that was not done lately. Returns whether it is known: a tier that does not answer may have blocks
     /// that are to be forgotten.
-    pub async fn read_note(&self, tier: usize, note: BlockKey, times: LookupTimes) -> bool {
+    pub async fn read_note(self: &Arc<Self>, tier: usize, note: BlockKey, times: LookupTimes) -> bool {
         let now = Instant::now();
-        let read = self.generations.get(&note).read.get(tier).copied().flatten();
-        if read.is_some_and(|read| now.duration_since(read) < READ_AGAIN) {
-            return true;
+        match self.generations.get(&note).asked.get(tier).copied().flatten() {
+            Some((asked, true)) if now.duration_since(asked) < READ_AGAIN => return true,
+            Some((asked, false)) if now.duration_since(asked) < ASK_AGAIN => return false,
+            _ => {}
         }
         let noted = match self.lookup(tier, &[note], times).await {
-            None => return false,
-            Some(0) => 0,
-            Some(_) => match self.read_number(tier, note, times).await {
-                Some(number) => number,
-                None => return false,
-            },
+            None => None,
+            Some(0) => Some(0),
+            Some(_) => self.read_number(tier, note, times).await,
         };
+        // What it has not been told it cannot say.
+        let told = self.untold.generation(tier, &note).unwrap_or_default();
         let mut known = 0;
         self.generations.update(note, |salt| {
-            salt.generation = salt.generation.max(noted);
-            salt.read[tier] = Some(now);
+            salt.generation = salt.generation.max(noted.unwrap_or_default()).max(told);
+            salt.asked[tier] = Some((now, noted.is_some()));
             known = salt.generation;
         });
         // It has lost the note, or another process with another clock has written one: others should read what this one knows.
-        if noted < known
-            && let Some(one) = self.one(tier)
-        {
-            let store = one.store.clone();
-            tokio::spawn(async move { store.put(note, written(known), None).await });
+        if noted.is_some_and(|noted| noted < known) {
+            self.tell_one(&Handle::current(), tier, note, known);
         }
-        true
+        noted.is_some()
     }
 
     /// The generation in a tier's note. `None` if the tier does not answer.
@@ -88,9 +103,9 @@ impl Stores {
         let one = self.one(tier)?;
         let store = one.store.clone();
         // Goes on when this waits no longer: its time limit tells the store that it hangs.
-        let read = tokio::spawn(async move { store.get(&note).await });
+        let read = tokio::spawn(async move { tokio::time::timeout(LONGEST_READ, store.get(&note)).await });
         match tokio::time::timeout_at(times.last(), read).await {
-            Ok(read) => Some(number(&one.note(READ_NOTE, read.ok()?)?)),
+            Ok(read) => Some(number(&one.note(READ_NOTE, read.ok()?.ok()?)?)),
             Err(_) => {
                 self.note_late(one, READ_NOTE);
                 None
@@ -121,11 +136,12 @@ impl OneStore {
     /// Writes a note, unless there is one of a later generation. Returns the generation that was noted before; `None` if the tier
     /// fails.
     async fn replace(&self, note: BlockKey, generation: u64) -> Option<u64> {
-        let before = self.note(READ_NOTE, self.store.get(&note).await)?;
-        let before = number(&before);
+        let before = self.within(LONGEST_READ, READ_NOTE, self.store.get(&note)).await;
+        let before = number(&self.note(READ_NOTE, before)?);
         if before <= generation {
-            let put = self.store.put(note, written(generation), None).await;
-            self.note("write that blocks were deleted", put)?;
+            let put = self.store.put(note, written(generation), None);
+            let put = self.within(LONGEST_WRITE, WRITE_NOTE, put).await;
+            self.note(WRITE_NOTE, put)?;
         }
         Some(before)
     }

@@ -3,8 +3,8 @@
 //! A store names a block by its content, the cache by a number, which other content has when the block was evicted. So a name is kept
 //! with the index's hash of the block that it is of, and whatever puts blocks into the index has them named.
 use super::parts::window_key;
-use super::{TierDriver, task};
-use kvist_cache::{BlockId, CachedBlock, GroupId};
+use super::{Copied, TierDriver, task};
+use kvist_cache::{BlockId, Cache, CachedBlock, GroupId};
 use kvist_scheduler::CachedTokens;
 use kvist_store::{BlockKey, KeyChain};
 use std::collections::BTreeMap;
@@ -62,8 +62,14 @@ impl TierDriver {
     pub(super) fn forget_salt(&mut self, salt: &str, blocks: &[CachedBlock]) {
         let note = KeyChain::note(&self.fingerprint, salt);
         let generation = self.stores.next_generation(note);
-        // Requests that have heard of earlier blocks compute them.
+        // Requests that have heard of earlier blocks compute them, also those that are being loaded.
         self.prompts.retain(|_, found| found.note != note);
+        let loads = self.loads.values_mut().filter(|load| load.note == note).map(|load| &mut load.blocks);
+        let copies = self.copies.iter_mut().filter_map(|copies| match &mut copies.what {
+            Copied::In { blocks, note: of, .. } if *of == note => Some(blocks),
+            _ => None,
+        });
+        loads.chain(copies).flatten().for_each(|block| block.failed = true);
         let windows: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
         let names = blocks.iter().filter_map(|block| Some((self.number(block)?, self.name(block)?.key)));
         let names: Vec<(u32, BlockKey)> = names.collect();
@@ -85,12 +91,17 @@ impl TierDriver {
         KeyChain::note(&self.fingerprint, salt)
     }
 
-    /// The cached blocks whose names ask for something in a tier, with the names: numbers in [`naming_group`](Self::naming_group), in no
-    /// order. Some may be cached no more.
-    pub fn named_blocks(&self) -> Vec<(u32, BlockKey)> {
-        let is_current = |name: &Name| name.generation >= self.stores.generation(&name.note);
-        let current = self.names.iter().filter(|(_, name)| is_current(name));
-        current.map(|(number, name)| (*number, name.key)).collect()
+    /// The cached blocks and their names, as far as these ask for something in a tier: numbers in
+    /// [`naming_group`](Self::naming_group), in no order.
+    pub fn named_blocks(&self, cache: &Cache) -> Vec<(u32, BlockKey)> {
+        let group = self.naming_group();
+        let is_cached = |(block, name): &(&u32, &Name)| {
+            cache.hash_of(BlockId { group, block: **block }) == Some(name.hash)
+        };
+        let names: Vec<(&u32, &Name)> = self.names.iter().filter(is_cached).collect();
+        let current = self.stores.generations(names.iter().map(|(_, name)| &name.note));
+        let named = names.iter().zip(current).filter(|((_, name), current)| name.generation >= *current);
+        named.map(|((number, name), _)| (**number, name.key)).collect()
     }
 
     pub fn naming_group(&self) -> GroupId {

@@ -19,8 +19,9 @@ const LOOK_UP: &str = "look blocks up";
 /// A lookup that a store never ends ends here.
 const LONGEST_LOOKUP: Duration = Duration::from_secs(60);
 
-/// A read that a store never ends ends here.
-const LONGEST_READ: Duration = Duration::from_secs(60);
+/// A read that a store never ends ends here, and a write.
+pub(super) const LONGEST_READ: Duration = Duration::from_secs(60);
+pub(super) const LONGEST_WRITE: Duration = Duration::from_secs(60);
 
 /// So many reads of a store go on after their load was given up: enough that a store which hangs is found to fail
 /// ([`Limits::failures`](kvist_store) is 3), and few, because each holds a block when it ends.
@@ -95,6 +96,18 @@ impl Drop for Writing {
 }
 
 impl OneStore {
+    /// The result of an operation, or that it took too long.
+    pub async fn within<T>(
+        &self,
+        limit: Duration,
+        action: &'static str,
+        work: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
+        let late = |_| Err(StoreError::TimedOut { store: self.store.name().into(), action, limit_ms });
+        tokio::time::timeout(limit, work).await.unwrap_or_else(late)
+    }
+
     /// The result of an operation; failures are counted, and logged when they begin and when they end.
     pub fn note<T>(&self, what: &str, result: Result<T, StoreError>) -> Option<T> {
         match result {
@@ -110,7 +123,8 @@ impl OneStore {
                     let name = self.store.name();
                     tracing::warn!(
                         target: "kvist::engine",
-                        "the tier {name} fails to {what}: {error}; prompts are computed meanwhile"
+                        "the tier {name} fails to {what}: {error}; prompts are computed meanwhile. Look at the store; if it is only \
+                         slow, --tier-grace gives it more time"
                     );
                 }
                 None
@@ -266,11 +280,12 @@ impl Stores {
     }
 
     async fn put(&self, tier: usize, key: BlockKey, bytes: &Bytes) {
+        const WRITE: &str = "write a block";
         let Some(one) = self.list.get(tier) else { return };
-        let put = one.store.put(key, bytes.clone(), None).await;
+        let put = one.within(LONGEST_WRITE, WRITE, one.store.put(key, bytes.clone(), None)).await;
         // Another attempt does not make it smaller.
         let never_fits = matches!(put, Err(StoreError::TooLarge { .. }));
-        if one.note("write a block", put).is_some() || never_fits {
+        if one.note(WRITE, put).is_some() || never_fits {
             self.remember(key, tier);
         }
     }
@@ -280,13 +295,7 @@ impl Stores {
 async fn read(stores: Arc<Stores>, wanted: Wanted) -> Option<Bytes> {
     const READ: &str = "read a block";
     let one = stores.list.get(wanted.tier)?;
-    let found = match tokio::time::timeout(stores.longest_read, one.store.get(&wanted.key)).await {
-        Ok(found) => found,
-        Err(_) => {
-            let limit_ms = u64::try_from(stores.longest_read.as_millis()).unwrap_or(u64::MAX);
-            Err(StoreError::TimedOut { store: one.store.name().into(), action: READ, limit_ms })
-        }
-    };
+    let found = one.within(stores.longest_read, READ, one.store.get(&wanted.key)).await;
     one.note(READ, found).flatten()
 }
 

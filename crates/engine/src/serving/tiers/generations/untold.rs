@@ -5,7 +5,8 @@
 use super::{OneStore, Stores};
 use kvist_scheduler::MAX_TIERS;
 use kvist_store::BlockKey;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
+use std::ops::Bound::{Excluded, Unbounded};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::runtime::Handle;
@@ -30,9 +31,18 @@ pub struct Untold {
 #[derive(Default)]
 struct Queue {
     /// The generation to be written, by the key of the note.
-    notes: HashMap<BlockKey, u64>,
+    notes: BTreeMap<BlockKey, u64>,
+    /// The one that was tried last: one that always fails is not in the way of the others.
+    tried: Option<BlockKey>,
     /// A task writes them.
     is_served: bool,
+}
+
+impl Queue {
+    /// With so many, some may have been dropped.
+    fn is_full(&self) -> bool {
+        self.notes.len() >= MOST
+    }
 }
 
 impl Untold {
@@ -40,12 +50,19 @@ impl Untold {
         self.tiers[tier].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A note to write. When there is none, the task that asks is over.
+    /// A note to write, of each in turn. When there is none, the task that asks is over.
     fn next(&self, tier: usize) -> Option<(BlockKey, u64)> {
         let mut queue = self.queue(tier);
-        let next = queue.notes.iter().next().map(|(note, generation)| (*note, *generation));
+        let after = queue.tried.and_then(|tried| queue.notes.range((Excluded(tried), Unbounded)).next());
+        let next = after.or_else(|| queue.notes.iter().next()).map(|(note, number)| (*note, *number));
+        queue.tried = next.map(|(note, _)| note);
         queue.is_served = next.is_some();
         next
+    }
+
+    /// The generation that a tier has not been told.
+    pub fn generation(&self, tier: usize, note: &BlockKey) -> Option<u64> {
+        self.queue(tier).notes.get(note).copied()
     }
 
     /// A tier has this note of this generation.
@@ -62,22 +79,25 @@ impl Stores {
     /// Writes the note of a generation to all tiers, on `tasks`, as soon as each of them works and as long as the engine lives. If a tier
     /// has one of a later generation, from a process whose clock is ahead, another generation begins after that.
     pub fn tell(self: &Arc<Self>, tasks: &Handle, note: BlockKey, generation: u64) {
-        for tier in 0..self.n() {
-            let mut queue = self.untold.queue(tier);
-            if queue.notes.len() >= MOST && !queue.notes.contains_key(&note) {
-                let name = self.one(tier).map_or("", |one| one.store.name());
-                tracing::error!(
-                    target: "kvist::engine",
-                    "the tier {name} fails, and {MOST} deleted salts wait for it: one more is not noted there, and after a restart \
-                     its blocks may be found again"
-                );
-                continue;
-            }
-            let noted = queue.notes.entry(note).or_default();
-            *noted = generation.max(*noted);
-            if !std::mem::replace(&mut queue.is_served, true) {
-                tasks.spawn(serve(Arc::downgrade(self), tier));
-            }
+        (0..self.n()).for_each(|tier| self.tell_one(tasks, tier, note, generation));
+    }
+
+    /// The same for one tier.
+    pub(super) fn tell_one(self: &Arc<Self>, tasks: &Handle, tier: usize, note: BlockKey, generation: u64) {
+        let mut queue = self.untold.queue(tier);
+        if queue.is_full() && !queue.notes.contains_key(&note) {
+            let name = self.one(tier).map_or("", |one| one.store.name());
+            tracing::error!(
+                target: "kvist::engine",
+                "the tier {name} fails, and {MOST} deleted salts wait for it: one more is not noted there. When it works again, and \
+                 after a restart, the blocks of that salt may be found: begin with an empty directory or prefix"
+            );
+            return;
+        }
+        let noted = queue.notes.entry(note).or_default();
+        *noted = generation.max(*noted);
+        if !std::mem::replace(&mut queue.is_served, true) {
+            tasks.spawn(serve(Arc::downgrade(self), tier));
         }
     }
 
@@ -87,7 +107,10 @@ impl Stores {
         loop {
             let mut told = std::pin::pin!(self.untold.told.notified());
             told.as_mut().enable();
-            let is_missing = |tier: &usize| self.untold.queue(*tier).notes.contains_key(note);
+            let is_missing = |tier: &usize| {
+                let queue = self.untold.queue(*tier);
+                queue.is_full() || queue.notes.contains_key(note)
+            };
             let missing: Vec<usize> = (0..self.n()).filter(is_missing).collect();
             if missing.is_empty() || tokio::time::timeout_at(until, told).await.is_err() {
                 return missing.into_iter().filter_map(|tier| Some(self.one(tier)?.store.name())).collect();
@@ -111,12 +134,29 @@ impl Stores {
     }
 }
 
+/// Says, when it is dropped, that a tier is not served: also if its store has panicked. The next note begins anew.
+struct Served {
+    engine: Weak<Stores>,
+    tier: usize,
+}
+
+impl Drop for Served {
+    fn drop(&mut self) {
+        if let Some(stores) = self.engine.upgrade() {
+            stores.untold.queue(self.tier).is_served = false;
+        }
+    }
+}
+
 /// Tells a tier, again and again, until it has been told everything or the engine has ended.
 async fn serve(engine: Weak<Stores>, tier: usize) {
     let mut pause = PAUSE;
+    let served = Served { engine: engine.clone(), tier };
     while let Some(stores) = engine.upgrade() {
         let Some(one) = stores.one(tier) else { return };
         if stores.tell_all(tier, one).await {
+            // The queue says so already, and another task may serve it by now.
+            std::mem::forget(served);
             return;
         }
         drop(stores);
