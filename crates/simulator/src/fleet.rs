@@ -4,7 +4,8 @@
 //! request to one of them by a [policy](Policy) that follows a published one. What it knows of their caches comes from the
 //! cache's own events, a delay after the step that caused them ([`FleetOptions::view_delay_ns`]); what it knows of their
 //! load are the requests it has sent and not seen end. Workers may fail and join at given times: a failed worker loses its
-//! cache, and the router sends its requests again, to others.
+//! cache, and the router sends its requests again, to others. Every worker may have tiers below its cache, the last of which may be
+//! one [store](Store) of all workers; routers know nothing of tiers.
 //!
 //! Guarantees: the result is a function of the requests, caches, cost model and options. A fleet of one worker gives what
 //! a single run gives. Every request ends once, or is counted as unfinished. Memory grows with the requests that are live
@@ -15,140 +16,32 @@
 //! temperature, looks at every worker for every request.
 mod event;
 mod load;
+mod options;
 mod report;
 mod router;
 mod routing;
 mod tally;
 mod worker;
 
+pub use options::{Change, FleetError, FleetOptions, MAX_REQUESTS, MAX_WORKERS, Store, WhatChanges, check};
 pub use report::{FleetReport, FleetSummary, Imbalance, OverWorkers, WorkerReport};
 pub use routing::{POLICIES, Policy};
 
 use crate::cost::StepCost;
-use crate::report::{Objectives, RequestRow};
+use crate::report::RequestRow;
 use crate::request::Request;
-use crate::run::{Options, RunError, cache_counts};
+use crate::run::tiers::{Contents, Shared, SharedSpec, SharedStore};
+use crate::run::{RunError, cache_counts};
 use event::{Event, Events, Kind, Stamp};
-use kvist_cache::{Cache, PagedError, PagedSpec};
-use kvist_scheduler::{BadConfig, End, Ended, LengthSource};
+use kvist_cache::{Cache, PagedSpec};
+use kvist_scheduler::{End, Ended};
 use load::Load;
+use options::in_order;
 use router::Router;
-use std::collections::VecDeque;
-use std::fmt::{self, Display, Formatter};
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::Ordering;
 use tally::Tally;
 use worker::{Member, Ticket};
-
-/// Maximum workers of a fleet.
-pub const MAX_WORKERS: u32 = 65_536;
-
-/// Maximum requests of a fleet, over all copies of its load.
-pub const MAX_REQUESTS: u64 = 100_000_000;
-
-/// How a fleet is run.
-#[derive(Clone, Debug)]
-pub struct FleetOptions {
-    /// Options of every worker. Not supported in a fleet: the true lengths, speculation, tiers, explanations of misses and
-    /// the activity for plots.
-    pub run: Options,
-    /// The workers at the start, at least 1.
-    pub workers: u32,
-    pub policy: Policy,
-    /// Softmax over costs instead of the lowest cost, for policies with a cost; 0: the lowest.
-    pub temperature: f64,
-    /// Time from the end of a step to the moment when the router knows what it stored and evicted.
-    pub view_delay_ns: u64,
-    /// Failures and joins, in any order. At equal times, in this order.
-    pub changes: Vec<Change>,
-    /// Copies of the load, at least 1. Copies share no content; they begin spread over a minute, or over a twentieth of the
-    /// time in which the load arrives if that is shorter, so that the load keeps its course.
-    pub copies: u32,
-    pub objectives: Objectives,
-    /// Keep a row per request. Memory then grows with their number.
-    pub rows: bool,
-    /// Seed of the draws of a policy with a temperature.
-    pub seed: u64,
-}
-
-impl Default for FleetOptions {
-    fn default() -> Self {
-        FleetOptions {
-            run: Options::default(),
-            workers: 1,
-            policy: Policy::RoundRobin,
-            temperature: 0.0,
-            view_delay_ns: 0,
-            changes: Vec::new(),
-            copies: 1,
-            objectives: Objectives::default(),
-            rows: false,
-            seed: 1,
-        }
-    }
-}
-
-/// A worker fails or joins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Change {
-    /// Nanoseconds of virtual time.
-    pub at_ns: u64,
-    /// Workers are numbered from 0.
-    pub worker: u32,
-    pub what: WhatChanges,
-}
-
-/// See [`Change`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WhatChanges {
-    /// The worker is gone, with its cache. Its requests are sent again.
-    Fails,
-    /// The worker is there from now on, with an empty cache: a new one, or one that failed before.
-    Joins,
-}
-
-impl Display for WhatChanges {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            WhatChanges::Fails => "fails",
-            WhatChanges::Joins => "joins",
-        })
-    }
-}
-
-/// Why a fleet has no result.
-#[derive(Debug, PartialEq, thiserror::Error)]
-pub enum FleetError {
-    /// A worker cannot run.
-    #[error(transparent)]
-    Run(#[from] RunError),
-    /// There is no such cache.
-    #[error(transparent)]
-    Cache(#[from] PagedError),
-    /// A fleet cannot do this.
-    #[error("a fleet does not support {0}")]
-    Unsupported(&'static str),
-    /// The number of workers or copies is out of range.
-    #[error("{what}: found {found}; expected 1 to {most}")]
-    OutOfRange { what: &'static str, found: u64, most: u64 },
-    /// The copies of the load are too many.
-    #[error(
-        "{copies} copies of a load of {requests} requests are more than {MAX_REQUESTS} requests; give at most {}",
-        MAX_REQUESTS / (*requests).max(1)
-    )]
-    TooManyCopies { copies: u32, requests: u64 },
-    /// The temperature is no finite number of at least 0, or the policy has no cost.
-    #[error("the temperature is {found}: {expected}")]
-    Temperature { found: f64, expected: &'static str },
-    /// A change does not fit the workers at its time.
-    #[error("worker {worker} {what} at {} s, but {why}", *at_ns as f64 / 1e9)]
-    Change { worker: u32, what: WhatChanges, at_ns: u64, why: &'static str },
-}
-
-impl From<BadConfig> for FleetError {
-    fn from(bad: BadConfig) -> Self {
-        FleetError::Run(bad.into())
-    }
-}
 
 /// The result of a fleet.
 #[derive(Debug)]
@@ -196,66 +89,6 @@ pub fn run(
     Ok(fleet.finish())
 }
 
-/// Checks what does not depend on the requests.
-///
-/// # Errors
-/// [`FleetError`]
-pub fn check(options: &FleetOptions) -> Result<(), FleetError> {
-    let run = &options.run;
-    for (unsupported, what) in [
-        (run.scheduler.lengths == LengthSource::Oracle, "the true lengths of answers (oracle)"),
-        (run.speculation.is_some(), "speculative decoding"),
-        (run.scheduler.tiers.is_some(), "tiers below the caches"),
-        (run.explain, "explanations of misses"),
-        (run.watch, "the activity of single requests"),
-    ] {
-        if unsupported {
-            return Err(FleetError::Unsupported(what));
-        }
-    }
-    for (what, found, most) in
-        [("workers", options.workers, MAX_WORKERS), ("copies of the load", options.copies, u32::MAX)]
-    {
-        if found == 0 || found > most {
-            return Err(FleetError::OutOfRange { what, found: found.into(), most: most.into() });
-        }
-    }
-    let (found, expected) = (options.temperature, "expected a finite number, at least 0");
-    if !found.is_finite() || found < 0.0 {
-        return Err(FleetError::Temperature { found, expected });
-    }
-    if found > 0.0 && !options.policy.has_cost() {
-        let expected = "this policy has no cost to draw by; give 0, or another policy";
-        return Err(FleetError::Temperature { found, expected });
-    }
-    check_changes(options)
-}
-
-/// Changes by time; those at the same time in the order given.
-fn in_order(changes: &[Change]) -> Vec<Change> {
-    let mut changes = changes.to_vec();
-    changes.sort_by_key(|change| change.at_ns);
-    changes
-}
-
-fn check_changes(options: &FleetOptions) -> Result<(), FleetError> {
-    let mut alive = vec![true; options.workers as usize];
-    for Change { at_ns, worker, what } in in_order(&options.changes) {
-        let at = worker as usize;
-        let wrong = |why| Err(FleetError::Change { worker, what, at_ns, why });
-        match (what, alive.get(at).copied()) {
-            (WhatChanges::Fails, Some(true)) => alive[at] = false,
-            (WhatChanges::Fails, Some(false)) => return wrong("it has failed before"),
-            (WhatChanges::Fails, None) => return wrong("there is no such worker"),
-            (WhatChanges::Joins, Some(false)) => alive[at] = true,
-            (WhatChanges::Joins, Some(true)) => return wrong("it is there already"),
-            (WhatChanges::Joins, None) if at == alive.len() && worker < MAX_WORKERS => alive.push(true),
-            (WhatChanges::Joins, None) => return wrong("new workers take the next number"),
-        }
-    }
-    Ok(())
-}
-
 /// A fleet in progress.
 struct Fleet<'a> {
     options: &'a FleetOptions,
@@ -267,9 +100,15 @@ struct Fleet<'a> {
     changes: Vec<Change>,
     /// By worker number; `None` where the worker has failed.
     members: Vec<Option<Member<'a>>>,
+    /// The last tier of all workers, if they share it.
+    store: Option<SharedStore>,
+    /// What the durable tiers of failed workers have.
+    durable: HashMap<u32, Vec<(usize, Contents)>, ahash::RandomState>,
     router: Router,
     /// How often a worker has joined, those at the start included.
     n_lives: u64,
+    /// Requests that a worker has.
+    n_live: usize,
     /// Requests that no worker was there for.
     held: VecDeque<Ticket>,
     tally: Tally,
@@ -296,7 +135,10 @@ impl<'a> Fleet<'a> {
             tally: Tally::new(options, &load, n_workers, cache_counts(&Cache::paged(cache)?)),
             events: Events::default(),
             members: (0..n_workers).map(|_| None).collect(),
+            store: shared_store(options),
+            durable: HashMap::default(),
             n_lives: 0,
+            n_live: 0,
             held: VecDeque::new(),
             turns: 0,
             now: load.arrivals.next_ns().unwrap_or(0),
@@ -316,23 +158,26 @@ impl<'a> Fleet<'a> {
         let step = self.events.next();
         let arrival = self.load.arrivals.next_ns();
         let change = self.changes.last();
-        if step.is_none() && arrival.is_none() && (self.held.is_empty() || change.is_none()) {
+        if self.n_live == 0 && arrival.is_none() && (self.held.is_empty() || change.is_none()) {
             return None;
         }
-        let arrival =
-            arrival.map(|at_ns| Event { at_ns, kind: Kind::Arrival, worker: 0, stamp: Stamp::default() });
+        let of_fleet = |at_ns, kind| Event { at_ns, kind, worker: 0, stamp: Stamp::default() };
+        let arrival = arrival.map(|at_ns| of_fleet(at_ns, Kind::Arrival));
+        let in_store = self.store.as_ref().and_then(SharedStore::next_ns);
+        let in_store = in_store.map(|at_ns| of_fleet(at_ns, Kind::Store));
         let change = change.map(|change| Event {
             at_ns: change.at_ns.max(self.now),
             kind: Kind::Change,
             worker: change.worker,
             stamp: Stamp::default(),
         });
-        [step, arrival, change].into_iter().flatten().min()
+        [in_store, step, arrival, change].into_iter().flatten().min()
     }
 
     fn handle(&mut self, event: Event) -> Result<(), FleetError> {
         self.now = event.at_ns;
         match event.kind {
+            Kind::Store => self.run_store(),
             Kind::StepEnd | Kind::Begin => {
                 self.events.pop();
                 let member = self.members[event.worker as usize].as_ref();
@@ -364,6 +209,20 @@ impl<'a> Fleet<'a> {
         Ok(())
     }
 
+    /// Lets happen in the store what happens now, and tells the workers.
+    fn run_store(&mut self) {
+        let landed = self.store.as_mut().map(|store| store.run_until(self.now)).unwrap_or_default();
+        for landed in landed {
+            let shared = shared(&mut self.store, landed.worker);
+            let member = self.members[landed.worker as usize].as_mut();
+            let next = member.and_then(|member| member.landed(self.now, landed.transfer, shared));
+            self.turns += u64::from(next == Some(Kind::StepEnd));
+            if next.is_some() {
+                self.push_next(landed.worker);
+            }
+        }
+    }
+
     /// Routes a request, and gives it to its worker.
     fn send(&mut self, mut ticket: Ticket) {
         let request = self.load.request(ticket.number);
@@ -382,7 +241,8 @@ impl<'a> Fleet<'a> {
         ticket.backlog_tokens = request.prompt_tokens - choice.credited_tokens;
         let member = self.members[choice.worker as usize].as_mut();
         let member = member.expect("the router chooses among the workers that are there");
-        match member.arrive(self.now, ticket) {
+        self.n_live += 1;
+        match member.arrive(self.now, ticket, shared(&mut self.store, choice.worker)) {
             Some(Kind::StepEnd) => self.turns += 1,
             Some(_) => {}
             None => return,
@@ -401,8 +261,13 @@ impl<'a> Fleet<'a> {
 
     fn begin(&mut self, worker: u32) {
         let Some(member) = &mut self.members[worker as usize] else { return };
-        if member.begin(self.now, &self.load, &self.options.run) {
+        let shared = shared(&mut self.store, worker);
+        if member.begin(self.now, &self.load, &self.options.run, shared) {
             self.turns += 1;
+        }
+        // What a load has evicted is known when a step ends. There may be none.
+        if self.router.needs_view() && member.is_asleep() {
+            self.router.publish(self.now, worker, member.take_cache_events());
         }
         let refused = member.take_ended(self.now);
         self.note_ends(worker, refused);
@@ -412,7 +277,7 @@ impl<'a> Fleet<'a> {
     /// A step, or several as one, is over: its requests, and the router, are told.
     fn end_step(&mut self, worker: u32) {
         let Some(member) = &mut self.members[worker as usize] else { return };
-        if member.end_step(self.now) {
+        if member.end_step(self.now, shared(&mut self.store, worker)) {
             self.turns += 1;
         }
         for ticket in member.take_first_tokens() {
@@ -427,6 +292,7 @@ impl<'a> Fleet<'a> {
     }
 
     fn note_ends(&mut self, worker: u32, ended: Vec<(Ticket, Ended)>) {
+        self.n_live -= ended.len();
         for (ticket, ended) in ended {
             let request = self.load.request(ticket.number);
             self.router.ended(worker, &ticket, request.prompt_tokens);
@@ -439,14 +305,19 @@ impl<'a> Fleet<'a> {
 
     fn fail(&mut self, worker: u32) {
         let Some(mut member) = self.members[worker as usize].take() else { return };
-        if member.cut(self.now) {
+        if member.cut(self.now, shared(&mut self.store, worker)) {
             self.turns += 1;
         }
+        if let Some(store) = &mut self.store {
+            store.fail(self.now, worker);
+        }
         self.router.left(worker);
-        self.tally.left(self.now, worker, &mut member);
+        self.tally.left(self.now, worker, &mut member, &self.options.run, true);
+        self.durable.insert(worker, member.take_durable(&self.options.durable_tiers));
         let tickets = member.into_tickets();
         self.tally.n_failures += 1;
         self.tally.n_retried += tickets.len() as u64;
+        self.n_live -= tickets.len();
         tickets.into_iter().for_each(|ticket| self.send(ticket));
     }
 
@@ -454,7 +325,9 @@ impl<'a> Fleet<'a> {
         let cache = Cache::paged(self.cache)?;
         self.n_lives += 1;
         let watches_cache = self.router.needs_view();
-        let member = Member::new(cache, self.cost, &self.options.run, watches_cache, self.n_lives)?;
+        let (run, shares_store) = (&self.options.run, self.store.is_some());
+        let mut member = Member::new(cache, self.cost, run, watches_cache, shares_store, self.n_lives)?;
+        member.put_durable(self.durable.remove(&worker).unwrap_or_default());
         self.members[worker as usize] = Some(member);
         self.router.joined(worker);
         self.tally.joined(self.now, worker);
@@ -466,10 +339,32 @@ impl<'a> Fleet<'a> {
             if let Some(member) = member {
                 // No event is left, so no worker has anything to do: what was sent to one that is there has ended.
                 assert!(member.is_idle(), "worker {worker} still has requests");
-                self.tally.left(self.now, worker, member);
+                self.tally.left(self.now, worker, member, &self.options.run, false);
             }
+        }
+        if let Some(store) = &self.store {
+            self.tally.note_store(&store.contents.counts);
         }
         let (report, rows) = self.tally.finish(self.options, self.cost, self.router.name());
         FleetRun { report, rows, turns: self.turns }
     }
+}
+
+/// The shared store, if there is one.
+fn shared_store(options: &FleetOptions) -> Option<SharedStore> {
+    let (store, config) = (options.store?, options.run.scheduler.tiers.as_ref()?);
+    let last = config.list.len().checked_sub(1)?;
+    Some(SharedStore::new(SharedSpec {
+        capacity_bytes: options.run.tier_capacities.get(last).copied().flatten(),
+        block_bytes: config.block_bytes,
+        latency_ns: config.list[last].latency_ns,
+        worker_bytes_per_s: config.list[last].bytes_per_s,
+        total_bytes_per_s: store.bytes_per_s,
+        max_store_bytes: config.max_store_bytes,
+    }))
+}
+
+/// The shared store as a worker has it.
+fn shared(store: &mut Option<SharedStore>, worker: u32) -> Option<Shared<'_>> {
+    store.as_mut().map(|store| (store, worker))
 }

@@ -267,11 +267,7 @@ impl Report {
             figures.push(("accepted_tokens", speculation.counts.accepted_tokens as f64));
             figures.push(("tokens_per_step", speculation.tokens_per_step));
         }
-        if let Some(tiers) = &self.tiers {
-            figures.push(("loaded_token_ratio", tiers.loaded_token_ratio));
-            figures.push(("reused_token_ratio", tiers.reused_token_ratio));
-            figures.push(("late_loads", tiers.record.late_loads as f64));
-        }
+        figures.extend(self.tiers.iter().flat_map(TiersReport::figures));
         figures.extend(self.latency.figures());
         figures
     }

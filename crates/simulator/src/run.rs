@@ -10,7 +10,7 @@
 mod executor;
 mod memory;
 mod queue;
-mod tiers;
+pub(crate) mod tiers;
 mod watch;
 pub(crate) mod worker;
 
@@ -18,13 +18,10 @@ pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
 pub(crate) use queue::{Arrivals, parents};
 
 use crate::cost::StepCost;
-use crate::report::{
-    CacheCounts, Load, Record, RequestOutcome, RequestRow, TierRecord, TiersRecord, Timeline,
-};
+use crate::report::{CacheCounts, Load, Record, RequestOutcome, RequestRow, Timeline};
 use crate::request::Request;
 use crate::speculation::{Speculation, SpeculationCounts};
 use kvist_cache::Cache;
-use kvist_scheduler as scheduler;
 use kvist_scheduler::{
     BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, RequestId, SchedulerCounters,
     Truth, VirtualClock,
@@ -32,7 +29,6 @@ use kvist_scheduler::{
 use memory::Memory;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use tiers::SimTiers;
 use watch::Watched;
 use worker::Worker;
 
@@ -153,7 +149,7 @@ pub fn run<'s>(
         if options.stop.as_ref().is_some_and(|stop| stop.load(Ordering::Relaxed)) {
             return Err(RunError::Stopped);
         }
-        simulation.report_transfers(now);
+        simulation.worker.report_transfers(now);
         simulation.submit_arrivals(now);
         let elapsed_ns = simulation.iterate(now, recording.as_mut());
         if simulation.n_ended > n_ended {
@@ -183,7 +179,6 @@ struct Simulation<'a> {
     worker: Worker<'a>,
     arrivals: Arrivals,
     memory: Memory,
-    tiers: Option<SimTiers>,
     /// Per request, in list order.
     rows: Vec<RequestRow>,
     cache_counts: CacheCounts,
@@ -209,7 +204,7 @@ impl<'a> Simulation<'a> {
             Box::new(Lengths(lengths)) as Box<dyn Truth>
         });
         let cache_counts = cache_counts(&cache);
-        let mut worker = Worker::new(cache, cost, options, truth, one_by_one)?;
+        let mut worker = Worker::new(cache, cost, options, truth, one_by_one, false)?;
         let memory = Memory::new(worker.scheduler.cache_mut());
         worker.executor.watched = options.watch.then(Watched::default);
         worker.executor.speculation =
@@ -219,11 +214,6 @@ impl<'a> Simulation<'a> {
             options,
             worker,
             arrivals: Arrivals::new(requests),
-            tiers: options
-                .scheduler
-                .tiers
-                .as_ref()
-                .map(|config| SimTiers::new(config, &options.tier_capacities)),
             memory,
             rows: requests.iter().map(waiting_row).collect(),
             cache_counts,
@@ -243,7 +233,7 @@ impl<'a> Simulation<'a> {
             self.timeline.note(at_ns, self.load);
             row.deadline_ns = self.worker.submit(now, i as u64, &self.requests[i], at_ns, self.options);
         }
-        self.carry_out(now, now);
+        self.worker.carry_out(now, now, None);
         if self.changed {
             self.timeline.note(now, self.load); // end of a step, before the requests it ended free their memory
         }
@@ -254,27 +244,10 @@ impl<'a> Simulation<'a> {
     /// waits for.
     fn next_ns(&self) -> Option<u64> {
         let arrival = self.arrivals.next_ns();
-        let Some(tiers) = &self.tiers else { return arrival };
-        let live = self.worker.scheduler.n_waiting()
-            + self.worker.scheduler.n_running()
-            + self.worker.scheduler.n_loading()
-            > 0;
-        let of_tiers = [tiers.next_ns(), self.worker.scheduler.next_tier_deadline_ns()];
-        let of_tiers = of_tiers.into_iter().flatten().filter(|_| live || arrival.is_some());
-        arrival.into_iter().chain(of_tiers).min()
-    }
-
-    /// Tells the scheduler which transfers have ended.
-    fn report_transfers(&mut self, now: u64) {
-        if let Some(tiers) = &mut self.tiers {
-            tiers.report(now, &mut self.worker.scheduler);
-        }
-    }
-
-    /// Begins the transfers that the scheduler asked for in steps from `now` to `end_ns`.
-    fn carry_out(&mut self, now: u64, end_ns: u64) {
-        let Some(tiers) = &mut self.tiers else { return };
-        tiers.carry_out(now, end_ns, &mut self.worker.scheduler);
+        let scheduler = &self.worker.scheduler;
+        let live = scheduler.n_waiting() + scheduler.n_running() + scheduler.n_loading() > 0;
+        let transfer = self.worker.next_transfer_ns().filter(|_| live || arrival.is_some());
+        arrival.into_iter().chain(transfer).min()
     }
 
     /// One iteration of the scheduler at `now`. Returns how long its steps took; `None` if none ran.
@@ -285,7 +258,7 @@ impl<'a> Simulation<'a> {
             Iteration::Ran { elapsed_ns, .. } => Some(elapsed_ns),
             Iteration::NothingToDo => None,
         };
-        self.carry_out(now, now.saturating_add(elapsed_ns.unwrap_or(0)));
+        self.worker.carry_out(now, now.saturating_add(elapsed_ns.unwrap_or(0)), None);
         let ended_before = self.n_ended;
         let mut ended_later = 0;
         for ended in self.worker.scheduler.drain_ended() {
@@ -293,7 +266,7 @@ impl<'a> Simulation<'a> {
             ended_later += u64::from(ended.ended_ns > now);
             let i = ended.id.0 as usize;
             note_end(&mut self.rows[i], &ended, &mut self.cache_counts);
-            if let Some(tiers) = &mut self.tiers {
+            if let Some(tiers) = &mut self.worker.tiers {
                 tiers.forget(ended.id);
             }
             if let Some(recording) = &mut recording {
@@ -349,30 +322,12 @@ impl<'a> Simulation<'a> {
         }
         let mut steps = self.worker.executor.counts;
         steps.preemptions = counters.preemptions;
+        let tiers = self.worker.tiers_record(self.options);
         let mut activity = self.worker.executor.watched.map(|watched| watched.activity).unwrap_or_default();
         // The scheduler names requests by list index; a report uses the ids of the trace.
         activity
             .iter_mut()
             .for_each(|activity| activity.request = self.requests[activity.request as usize].id);
-        let tiers =
-            self.tiers.as_ref().zip(self.worker.scheduler.tier_counters()).map(|(tiers, counters)| {
-                let config = self.options.scheduler.tiers.as_ref().map_or(&[][..], |config| &config.list);
-                let capacities = self.options.tier_capacities.iter().copied().chain(std::iter::repeat(None));
-                let tier = |(i, ((config, counts), capacity_bytes)): (usize, _)| {
-                    let (config, counts): (&scheduler::Tier, tiers::TierCounts) = (config, counts);
-                    TierRecord {
-                        name: config.name.clone(),
-                        capacity_bytes,
-                        loaded_tokens: counters.loaded_tokens[i],
-                        blocks: counts.blocks,
-                        peak_blocks: counts.peak_blocks,
-                        written_blocks: counts.written_blocks,
-                        dropped_blocks: counts.dropped_blocks,
-                    }
-                };
-                let of_tiers = config.iter().zip(tiers.counts()).zip(capacities).enumerate().map(tier);
-                TiersRecord::of(of_tiers.collect(), &counters)
-            });
         let record = Record {
             setting: setting(self.options, cost),
             requests: self.rows,

@@ -6,6 +6,8 @@ use std::collections::BinaryHeap;
 /// a worker that fails at that moment has delivered the step's results.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Kind {
+    /// Something happens in the shared store.
+    Store,
     StepEnd,
     Change,
     Arrival,

@@ -1,6 +1,6 @@
 //! The results of a fleet as data. Its fields mean what those of a single run's [`Report`](crate::report::Report) mean,
 //! over all workers.
-use crate::report::{Attainment, CacheReport, Latency, RequestCounts, StepCounts, Throughput};
+use crate::report::{Attainment, CacheReport, Latency, RequestCounts, StepCounts, Throughput, TiersReport};
 use crate::statistics::Spread;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -19,6 +19,10 @@ pub struct FleetReport {
     pub objectives: Attainment,
     /// Sums over the workers, work that a failure lost included. A step that a failure cut short was busy until then.
     pub steps: StepCounts,
+    /// Sums over the workers' tiers; capacities are those of one worker, and `peak_blocks` is the most of one. Of a store that all
+    /// share the figures are its own. Absent without tiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tiers: Option<TiersReport>,
     pub fleet: FleetSummary,
 }
 
@@ -99,6 +103,7 @@ impl FleetReport {
         ] {
             figures.extend(value.map(|value| (name, value)));
         }
+        figures.extend(self.tiers.iter().flat_map(TiersReport::figures));
         figures.extend(self.latency.figures());
         figures
     }

@@ -6,10 +6,11 @@ use super::worker::{Member, Ticket};
 use crate::cost::StepCost;
 use crate::report::{
     Attainment, CacheCounts, CacheReport, Latency, RequestCounts, RequestOutcome, RequestRow, StepCounts,
-    Throughput, VERSION, ratio,
+    Throughput, TiersRecord, TiersReport, VERSION, ratio,
 };
 use crate::request::Request;
-use crate::run::{note_end, setting};
+use crate::run::tiers::TierCounts;
+use crate::run::{Options, note_end, setting};
 use crate::statistics::{Histogram, Spread};
 use kvist_scheduler::Ended;
 
@@ -44,6 +45,8 @@ pub(super) struct Tally {
     end_ns: u64,
     cache: CacheCounts,
     steps: StepCounts,
+    /// `None` without tiers.
+    tiers: Option<TiersRecord>,
     workers: Vec<WorkerTally>,
     credited_tokens: u64,
     /// How often a request was sent again.
@@ -85,6 +88,7 @@ impl Tally {
             end_ns: 0,
             cache,
             steps: StepCounts::default(),
+            tiers: None,
             workers: vec![WorkerTally::default(); n_workers as usize],
             credited_tokens: 0,
             n_retried: 0,
@@ -110,9 +114,16 @@ impl Tally {
         (tally.was_there, tally.since_ns) = (true, Some(now));
     }
 
-    /// The worker has failed, or the run is over. Adds what it has counted; of a step that a failure cuts short, the time
-    /// until then.
-    pub fn left(&mut self, now: u64, worker: u32, member: &mut Member<'_>) {
+    /// The worker has failed (`failed`), or the run is over. Adds what it has counted; of a step that a failure cuts short, the time
+    /// until then. Tiers of a worker that has failed have no blocks in the end.
+    pub fn left(&mut self, now: u64, worker: u32, member: &mut Member<'_>, run: &Options, failed: bool) {
+        if let Some(mut tiers) = member.worker.tiers_record(run) {
+            tiers.tiers.iter_mut().filter(|_| failed).for_each(|tier| tier.blocks = 0);
+            match &mut self.tiers {
+                Some(sum) => sum.add(&tiers),
+                None => self.tiers = Some(tiers),
+            }
+        }
         let tally = &mut self.workers[worker as usize];
         if let Some(since_ns) = tally.since_ns.take() {
             tally.alive_ns += now.saturating_sub(since_ns);
@@ -135,6 +146,12 @@ impl Tally {
             sum.preemptions += steps.preemptions;
             sum.busy_ns = sum.busy_ns.saturating_add(steps.busy_ns);
         }
+    }
+
+    /// What happened to the store that all workers share: their last tier.
+    pub fn note_store(&mut self, counts: &TierCounts) {
+        let last = self.tiers.as_mut().and_then(|tiers| tiers.tiers.last_mut());
+        last.into_iter().for_each(|tier| tier.note(counts));
     }
 
     /// A request has ended on `worker`.
@@ -231,6 +248,7 @@ impl Tally {
                 attainment: (asked > 0).then(|| self.met as f64 / asked as f64),
             },
             steps: self.steps,
+            tiers: self.tiers.as_ref().map(|tiers| TiersReport::of(tiers, &self.cache)),
             fleet: self.summary(options),
             cache: CacheReport {
                 block_hit_ratio: ratio(self.cache.hit_blocks, self.cache.total_blocks),

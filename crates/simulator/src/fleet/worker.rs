@@ -8,6 +8,7 @@ use super::event::{Kind, Stamp};
 use super::load::Load;
 use crate::cost::StepCost;
 use crate::run::Options;
+use crate::run::tiers::{Contents, Shared};
 use crate::run::worker::{Begun, Worker};
 use kvist_cache::{Cache, PrefixEvent};
 use kvist_scheduler::{BadConfig, Ended};
@@ -35,8 +36,9 @@ impl Ticket {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Doing {
-    /// There is nothing to run.
-    Nothing,
+    /// There is nothing to run until a request arrives, or at the latest at this time: a transfer of one of its tiers ends then, or a
+    /// request has waited long enough for one.
+    Sleeping { until_ns: Option<u64> },
     /// It begins its next step at this time: now.
     Ready { at_ns: u64 },
     /// A step that was computed is over at this time.
@@ -60,23 +62,30 @@ pub(super) struct Member<'a> {
     watches_cache: bool,
 }
 
+/// The same, for one of several calls.
+fn reborrow<'s>(shared: &'s mut Option<Shared<'_>>) -> Option<Shared<'s>> {
+    shared.as_mut().map(|(store, worker)| (&mut **store, *worker))
+}
+
 impl<'a> Member<'a> {
     /// `watches_cache`: whether the router wants to know what the cache stores. `life`: a number that no other member of the
     /// fleet has or had.
+    /// `shares_store`: whether the last of its tiers is shared.
     pub fn new(
         mut cache: Cache,
         cost: &'a dyn StepCost,
         options: &Options,
         watches_cache: bool,
+        shares_store: bool,
         life: u64,
     ) -> Result<Self, BadConfig> {
         cache.watch_prefixes(watches_cache);
-        let mut worker = Worker::new(cache, cost, options, None, options.one_by_one)?;
+        let mut worker = Worker::new(cache, cost, options, None, options.one_by_one, shares_store)?;
         worker.executor.first_tokens = Some(Vec::new());
         Ok(Member {
             worker,
             stamp: Stamp { life, change: 0 },
-            doing: Doing::Nothing,
+            doing: Doing::Sleeping { until_ns: None },
             inbox: Vec::new(),
             live: Vec::new(),
             vacant: Vec::new(),
@@ -96,6 +105,11 @@ impl<'a> Member<'a> {
         self.inbox.is_empty() && self.ended.is_empty() && self.live.iter().all(Option::is_none)
     }
 
+    /// Whether it waits, without a step.
+    pub fn is_asleep(&self) -> bool {
+        matches!(self.doing, Doing::Sleeping { .. })
+    }
+
     /// How much longer the step that it computed takes.
     pub fn left_of_step_ns(&self, now: u64) -> u64 {
         match self.doing {
@@ -107,7 +121,7 @@ impl<'a> Member<'a> {
     /// The time and kind of its next event.
     pub fn next(&self) -> Option<(u64, Kind)> {
         match self.doing {
-            Doing::Nothing => None,
+            Doing::Sleeping { until_ns } => until_ns.map(|at_ns| (at_ns, Kind::Begin)),
             Doing::Ready { at_ns } => Some((at_ns, Kind::Begin)),
             Doing::Step { end_ns } | Doing::Planned { end_ns, .. } => Some((end_ns, Kind::StepEnd)),
         }
@@ -120,15 +134,32 @@ impl<'a> Member<'a> {
 
     /// A request arrives at `now`. Returns the kind of the worker's next event if that changed: a step end if planned steps
     /// were computed.
-    pub fn arrive(&mut self, now: u64, ticket: Ticket) -> Option<Kind> {
+    pub fn arrive(&mut self, now: u64, ticket: Ticket, shared: Option<Shared<'_>>) -> Option<Kind> {
         self.inbox.push(ticket);
         match self.doing {
-            Doing::Nothing => {
+            Doing::Sleeping { .. } => {
                 self.set(Doing::Ready { at_ns: now });
                 Some(Kind::Begin)
             }
             Doing::Planned { .. } => {
-                self.cut(now);
+                self.cut(now, shared);
+                Some(Kind::StepEnd)
+            }
+            Doing::Ready { .. } | Doing::Step { .. } => None,
+        }
+    }
+
+    /// The shared store is done with a transfer at `now`. Returns what [`arrive`](Self::arrive) returns.
+    pub fn landed(&mut self, now: u64, transfer: u64, shared: Option<Shared<'_>>) -> Option<Kind> {
+        self.worker.tiers.as_mut()?.landed(now, transfer);
+        match self.doing {
+            Doing::Sleeping { .. } => {
+                let until_ns = self.worker.next_transfer_ns().map(|at_ns| at_ns.max(now));
+                self.set(Doing::Sleeping { until_ns });
+                Some(Kind::Begin)
+            }
+            Doing::Planned { .. } => {
+                self.cut(now, shared);
                 Some(Kind::StepEnd)
             }
             Doing::Ready { .. } | Doing::Step { .. } => None,
@@ -136,16 +167,24 @@ impl<'a> Member<'a> {
     }
 
     /// Computes steps that were planned as one, up to the first that ends at `now` or later. Returns whether there were any.
-    pub fn cut(&mut self, now: u64) -> bool {
+    pub fn cut(&mut self, now: u64, shared: Option<Shared<'_>>) -> bool {
         let Doing::Planned { begin_ns, .. } = self.doing else { return false };
-        let elapsed_ns = self.worker.run_planned(begin_ns, now);
+        let end_ns = begin_ns.saturating_add(self.worker.run_planned(begin_ns, now));
+        self.worker.carry_out(begin_ns, end_ns, shared);
         self.collect();
-        self.set(Doing::Step { end_ns: begin_ns.saturating_add(elapsed_ns) });
+        self.set(Doing::Step { end_ns });
         true
     }
 
     /// Begins the next step at `now`, with all that has arrived. Returns whether a step was computed.
-    pub fn begin(&mut self, now: u64, load: &Load<'_>, options: &Options) -> bool {
+    pub fn begin(
+        &mut self,
+        now: u64,
+        load: &Load<'_>,
+        options: &Options,
+        mut shared: Option<Shared<'_>>,
+    ) -> bool {
+        self.worker.report_transfers(now);
         for ticket in std::mem::take(&mut self.inbox) {
             let id = self.vacant.pop().unwrap_or_else(|| {
                 self.live.push(None);
@@ -154,10 +193,16 @@ impl<'a> Member<'a> {
             self.live[id as usize] = Some(ticket);
             self.worker.submit(now, id.into(), &load.request(ticket.number), ticket.at_ns, options);
         }
+        self.worker.carry_out(now, now, reborrow(&mut shared));
         let begun = self.worker.begin(now);
+        let elapsed_ns = if let Begun::Ran { elapsed_ns } = begun { elapsed_ns } else { 0 };
+        self.worker.carry_out(now, now.saturating_add(elapsed_ns), shared);
         self.collect();
         self.set(match begun {
-            Begun::Nothing => Doing::Nothing,
+            Begun::Nothing => {
+                let until_ns = self.worker.next_transfer_ns().map(|at_ns| at_ns.max(now));
+                Doing::Sleeping { until_ns }
+            }
             Begun::Ran { elapsed_ns } => Doing::Step { end_ns: now.saturating_add(elapsed_ns) },
             Begun::Planned { ns } => Doing::Planned { begin_ns: now, end_ns: now.saturating_add(ns) },
         });
@@ -165,15 +210,20 @@ impl<'a> Member<'a> {
     }
 
     /// The step is over at `now`. Returns whether steps that were planned as one were computed.
-    pub fn end_step(&mut self, now: u64) -> bool {
-        let computed = self.cut(u64::MAX);
+    pub fn end_step(&mut self, now: u64, shared: Option<Shared<'_>>) -> bool {
+        let computed = self.cut(u64::MAX, shared);
         self.set(Doing::Ready { at_ns: now });
         computed
     }
 
     /// Takes what the scheduler and the cache have to tell.
     fn collect(&mut self) {
-        self.ended.extend(self.worker.scheduler.drain_ended());
+        for ended in self.worker.scheduler.drain_ended() {
+            if let Some(tiers) = &mut self.worker.tiers {
+                tiers.forget(ended.id);
+            }
+            self.ended.push(ended);
+        }
         if self.watches_cache {
             self.worker.scheduler.cache_mut().drain_prefix_events(&mut self.cache_events);
         }
@@ -203,6 +253,22 @@ impl<'a> Member<'a> {
             is_later
         });
         taken
+    }
+
+    /// Takes what its durable tiers have, with their numbers.
+    pub fn take_durable(&mut self, is_durable: &[bool]) -> Vec<(usize, Contents)> {
+        let Some(tiers) = &mut self.worker.tiers else { return Vec::new() };
+        let durable = is_durable.iter().enumerate().filter(|(_, is_durable)| **is_durable);
+        durable.filter_map(|(tier, _)| Some((tier, tiers.take_contents(tier)?))).collect()
+    }
+
+    /// Gives it what its durable tiers had in an earlier life. Their counts begin anew.
+    pub fn put_durable(&mut self, durable: Vec<(usize, Contents)>) {
+        let Some(tiers) = &mut self.worker.tiers else { return };
+        for (tier, mut contents) in durable {
+            contents.restart_counts();
+            tiers.put_contents(tier, contents);
+        }
     }
 
     pub fn take_cache_events(&mut self) -> std::vec::Drain<'_, PrefixEvent> {

@@ -1,10 +1,11 @@
 //! What tiers below the cache did.
 use super::{CacheCounts, ratio};
+use crate::run::tiers::TierCounts;
 use kvist_scheduler::TierCounters;
 use serde::Serialize;
 
 /// One tier, fastest first.
-#[derive(Clone, Debug, PartialEq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct TierRecord {
     pub name: String,
     /// `None`: without bound.
@@ -19,6 +20,24 @@ pub struct TierRecord {
     pub written_blocks: u64,
     /// Blocks that it had no room for any more. A slower tier may still have them.
     pub dropped_blocks: u64,
+}
+
+impl TierRecord {
+    pub(crate) fn note(&mut self, counts: &TierCounts) {
+        self.blocks = counts.blocks;
+        self.peak_blocks = counts.peak_blocks;
+        self.written_blocks = counts.written_blocks;
+        self.dropped_blocks = counts.dropped_blocks;
+    }
+
+    /// The same tier of another worker.
+    fn add(&mut self, other: &TierRecord) {
+        self.loaded_tokens += other.loaded_tokens;
+        self.blocks += other.blocks;
+        self.peak_blocks = self.peak_blocks.max(other.peak_blocks);
+        self.written_blocks += other.written_blocks;
+        self.dropped_blocks += other.dropped_blocks;
+    }
 }
 
 /// Counters of all tiers.
@@ -63,6 +82,27 @@ impl TiersRecord {
     }
 }
 
+impl TiersRecord {
+    /// Adds the same tiers of another worker, or of another life of a worker.
+    pub(crate) fn add(&mut self, other: &TiersRecord) {
+        self.tiers.iter_mut().zip(&other.tiers).for_each(|(tier, other)| tier.add(other));
+        for (sum, n) in [
+            (&mut self.loaded_tokens, other.loaded_tokens),
+            (&mut self.loads, other.loads),
+            (&mut self.regained_tokens, other.regained_tokens),
+            (&mut self.failed_loads, other.failed_loads),
+            (&mut self.late_loads, other.late_loads),
+            (&mut self.wasted_tokens, other.wasted_tokens),
+            (&mut self.declined_tokens, other.declined_tokens),
+            (&mut self.load_ns, other.load_ns),
+            (&mut self.stored_blocks, other.stored_blocks),
+            (&mut self.skipped_blocks, other.skipped_blocks),
+        ] {
+            *sum = sum.saturating_add(n);
+        }
+    }
+}
+
 /// What tiers achieved.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TiersReport {
@@ -75,11 +115,20 @@ pub struct TiersReport {
 }
 
 impl TiersReport {
-    pub(super) fn of(record: &TiersRecord, cache: &CacheCounts) -> TiersReport {
+    pub(crate) fn of(record: &TiersRecord, cache: &CacheCounts) -> TiersReport {
         TiersReport {
             loaded_token_ratio: ratio(record.loaded_tokens, cache.total_tokens),
             reused_token_ratio: ratio(record.loaded_tokens + cache.hit_tokens, cache.total_tokens),
             record: record.clone(),
         }
+    }
+
+    /// The figures used to compare runs, by name.
+    pub(crate) fn figures(&self) -> [(&'static str, f64); 3] {
+        [
+            ("loaded_token_ratio", self.loaded_token_ratio),
+            ("reused_token_ratio", self.reused_token_ratio),
+            ("late_loads", self.record.late_loads as f64),
+        ]
     }
 }

@@ -2,7 +2,9 @@
 //! arrive and when to iterate: the loop of one worker ([`run`](super::run)), or that of a fleet.
 use super::Options;
 use super::executor::SimExecutor;
+use super::tiers::{Shared, SimTiers, TierCounts};
 use crate::cost::StepCost;
+use crate::report::{TierRecord, TiersRecord};
 use crate::request::Request;
 use kvist_cache::Cache;
 use kvist_scheduler as scheduler;
@@ -12,13 +14,15 @@ use std::sync::Arc;
 pub(crate) struct Worker<'a> {
     pub scheduler: Scheduler,
     pub executor: SimExecutor<'a>,
+    /// Those below its cache, but for a store that it shares.
+    pub tiers: Option<SimTiers>,
     outcome: Outcome,
 }
 
 /// What a worker began.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Begun {
-    /// There is nothing to do until a request arrives.
+    /// There is nothing to do until a request arrives, or a transfer of a tier ends.
     Nothing,
     /// A step was computed.
     Ran { elapsed_ns: u64 },
@@ -27,19 +31,64 @@ pub(crate) enum Begun {
 }
 
 impl<'a> Worker<'a> {
-    /// A worker over `cache`, which must be empty. `truth` as in [`Scheduler::new`].
+    /// A worker over `cache`, which must be empty. `truth` as in [`Scheduler::new`]. `shares_last`: the last of its tiers is a
+    /// store that it shares.
     pub fn new(
         cache: Cache,
         cost: &'a dyn StepCost,
         options: &Options,
         truth: Option<Box<dyn Truth>>,
         one_by_one: bool,
+        shares_last: bool,
     ) -> Result<Self, BadConfig> {
         let block_tokens = cache.occupancy().next().map_or(1, |room| room.block_tokens);
         let mut scheduler = Scheduler::new(options.scheduler.clone(), cache, truth)?;
         scheduler.explain_misses(options.explain);
         let executor = SimExecutor::new(cost, block_tokens, one_by_one, options.itl);
-        Ok(Worker { scheduler, executor, outcome: Outcome::default() })
+        let tiers = options.scheduler.tiers.as_ref();
+        let tiers = tiers.map(|config| SimTiers::new(config, &options.tier_capacities, shares_last));
+        Ok(Worker { scheduler, executor, tiers, outcome: Outcome::default() })
+    }
+
+    /// Tells the scheduler which transfers of its tiers have ended by `now`.
+    pub fn report_transfers(&mut self, now: u64) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.report(now, &mut self.scheduler);
+        }
+    }
+
+    /// Begins the transfers that the scheduler asked for in steps from `now` to `end_ns`. `shared`: see [`new`](Self::new).
+    pub fn carry_out(&mut self, now: u64, end_ns: u64, shared: Option<Shared<'_>>) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.carry_out(now, end_ns, &mut self.scheduler, shared);
+        }
+    }
+
+    /// When the next transfer of its tiers ends, or a request has waited long enough for one.
+    pub fn next_transfer_ns(&self) -> Option<u64> {
+        let tiers = self.tiers.as_ref()?;
+        [tiers.next_ns(), self.scheduler.next_tier_deadline_ns()].into_iter().flatten().min()
+    }
+
+    /// What its tiers did; of a store that it shares, what it loaded from there.
+    pub fn tiers_record(&self, options: &Options) -> Option<TiersRecord> {
+        let (tiers, counters) = self.tiers.as_ref().zip(self.scheduler.tier_counters())?;
+        let config = options.scheduler.tiers.as_ref().map_or(&[][..], |config| &config.list);
+        let own = tiers.counts().chain(std::iter::repeat(TierCounts::default()));
+        let capacities = options.tier_capacities.iter().copied().chain(std::iter::repeat(None));
+        let tier = |(i, ((config, counts), capacity_bytes)): (usize, ((&scheduler::Tier, TierCounts), _))| {
+            let loaded_tokens = counters.loaded_tokens[i];
+            let mut record = TierRecord {
+                name: config.name.clone(),
+                capacity_bytes,
+                loaded_tokens,
+                ..TierRecord::default()
+            };
+            record.note(&counts);
+            record
+        };
+        let list = config.iter().zip(own).zip(capacities).enumerate().map(tier);
+        Some(TiersRecord::of(list.collect(), &counters))
     }
 
     /// Gives the scheduler, at `now`, a request that arrived at `at_ns`. `id` must be unique among live requests; the
@@ -76,8 +125,9 @@ impl<'a> Worker<'a> {
     /// decode steps may run as one. Those wait for [`run_planned`](Self::run_planned), and nothing may happen to the worker
     /// before.
     pub fn begin(&mut self, now: u64) -> Begun {
-        let Worker { scheduler, executor, outcome } = self;
-        executor.next_arrival_ns = u64::MAX;
+        let next_transfer_ns = self.next_transfer_ns();
+        let Worker { scheduler, executor, outcome, .. } = self;
+        executor.next_arrival_ns = next_transfer_ns.unwrap_or(u64::MAX);
         let mut lookahead = |batch: Batch<'_>, limit| executor.max_fused_steps(now, batch, limit);
         let Some(mut planned) = scheduler.plan_run(now, &mut lookahead) else { return Begun::Nothing };
         let steps = planned.batch().steps;
@@ -96,7 +146,8 @@ impl<'a> Worker<'a> {
     /// Computes the steps that were planned at `begin_ns`, up to the first that ends when or after the next request arrives.
     /// Returns how long they take, in nanoseconds.
     pub fn run_planned(&mut self, begin_ns: u64, next_arrival_ns: u64) -> u64 {
-        self.executor.next_arrival_ns = next_arrival_ns;
+        let next_transfer_ns = self.next_transfer_ns().unwrap_or(u64::MAX);
+        self.executor.next_arrival_ns = next_arrival_ns.min(next_transfer_ns);
         match self.scheduler.iterate(begin_ns, &mut self.executor) {
             Iteration::Ran { elapsed_ns, .. } => elapsed_ns,
             Iteration::NothingToDo => unreachable!("the same state gives the same plan"),
