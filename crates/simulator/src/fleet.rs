@@ -335,10 +335,13 @@ impl<'a> Fleet<'a> {
     }
 
     fn finish(mut self) -> FleetRun {
+        // What has been written by now counts, although no worker has begun anything since.
+        self.run_store();
         for (worker, member) in (0..).zip(&mut self.members) {
             if let Some(member) = member {
                 // No event is left, so no worker has anything to do: what was sent to one that is there has ended.
                 assert!(member.is_idle(), "worker {worker} still has requests");
+                member.worker.report_transfers(self.now);
                 self.tally.left(self.now, worker, member, &self.options.run, false);
             }
         }

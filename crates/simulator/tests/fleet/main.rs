@@ -3,6 +3,7 @@ mod laws;
 mod loads;
 mod policies;
 mod single;
+mod tiers;
 mod twin;
 
 use kvist_cache::kinds::{GroupSpec, Visibility};

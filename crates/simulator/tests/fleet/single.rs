@@ -1,6 +1,6 @@
 //! A fleet of one worker gives what a single run gives, and steps that run as one what single steps give.
 use super::loads::{config, requests};
-use super::{Uneven, cache, fleet, loads};
+use super::{Uneven, cache, fleet, loads, tiers};
 use kvist_cache::Cache;
 use kvist_simulator::cost::{ConstantRates, StepCost};
 use kvist_simulator::fleet::{FleetOptions, POLICIES};
@@ -10,19 +10,33 @@ use kvist_testing::SplitMix64;
 
 #[test]
 fn one_worker_is_a_single_run() {
+    compare(false);
+}
+
+/// Tiers of a worker's own are those of a single run.
+#[test]
+fn one_worker_with_tiers_is_a_single_run() {
+    compare(true);
+}
+
+fn compare(with_tiers: bool) {
+    let mut loaded = 0;
     let rates = ConstantRates::new(3.0, 0.4).unwrap();
     let mut random = SplitMix64(3);
     for round in 0..60 {
         let requests = requests(round, 120, 60_000);
         let cost: &dyn StepCost = if round % 2 == 0 { &Uneven } else { &rates };
         let spec = cache([400, 4000][round as usize % 2]);
-        let options = FleetOptions {
+        let mut options = FleetOptions {
             policy: POLICIES[round as usize % POLICIES.len()].0,
             objectives: Objectives { ttft_s: Some(1e-4), tpot_s: Some(1e-5) },
             run: Options { scheduler: config(&mut random), max_new: Some(40), ..Options::default() },
             rows: true,
             ..FleetOptions::default()
         };
+        if with_tiers {
+            tiers::random(&mut random, false, &mut options);
+        }
         let single = Cache::paged(&spec).unwrap();
         let single = run::run(&requests, single, cost, &options.run, None, &mut |_| ()).unwrap();
         let of_fleet = fleet(&requests, &spec, cost, &options);
@@ -37,6 +51,8 @@ fn one_worker_is_a_single_run() {
         let single = Report::of(&single.record, &options.objectives);
         let of_fleet = of_fleet.report;
         assert_eq!(of_fleet.cache, single.cache, "round {round}");
+        assert_eq!(of_fleet.tiers, single.tiers, "round {round}");
+        loaded += single.tiers.map_or(0, |tiers| tiers.record.loaded_tokens);
         assert_eq!(of_fleet.steps, single.steps, "round {round}");
         assert_eq!(of_fleet.requests, single.requests, "round {round}");
         assert_eq!(of_fleet.throughput, single.throughput, "round {round}");
@@ -54,6 +70,7 @@ fn one_worker_is_a_single_run() {
             assert!((a.mean - b.mean).abs() < 1e-9 + b.mean * 1e-6, "round {round}: {a:?} instead of {b:?}");
         }
     }
+    assert_eq!(loaded > 1000, with_tiers, "{loaded} tokens loaded");
 }
 
 #[test]

@@ -156,6 +156,7 @@ impl FleetArgs {
             objectives,
             rows,
             seed,
+            ..FleetOptions::default()
         }
     }
 }
@@ -163,6 +164,7 @@ impl FleetArgs {
 impl What {
     /// Checks what a fleet does not support, and that flags for fleets have one.
     pub fn check_fleet(&self) -> anyhow::Result<()> {
+        self.tiers.check(self.fleet.is_on())?;
         if !self.fleet.is_on() {
             return match self.fleet.first_flag() {
                 Some(flag) => Err(wrong_usage(format!("{flag} needs a fleet: give --workers"))),
@@ -173,7 +175,6 @@ impl What {
             (self.zero.zero_service, "--zero-service", "where no worker is ever busy"),
             (self.speculation.is_on(), "--speculate", "which a fleet does not simulate yet"),
             (self.schedule.is_oracle(), "--lengths oracle", "which a fleet does not simulate yet"),
-            (!self.tiers.tiers.is_empty(), "--tier", "which a fleet does not simulate yet"),
         ] {
             if given {
                 return Err(wrong_usage(format!("--workers cannot be used with {flag}, {why}")));
@@ -195,7 +196,12 @@ impl What {
     }
 
     pub fn fleet_options(&self, seed: u64, rows: bool) -> FleetOptions {
-        self.fleet.options(self.options(seed), self.objectives(), seed, rows)
+        let options = self.fleet.options(self.options(seed), self.objectives(), seed, rows);
+        // `check` reports tiers that are wrong; without them there is no store.
+        let store = self.tiers.store().filter(|_| options.run.scheduler.tiers.is_some());
+        let durable_tiers = store.is_some() || options.run.scheduler.tiers.is_some();
+        let durable_tiers = if durable_tiers { self.tiers.durable() } else { Vec::new() };
+        FleetOptions { store, durable_tiers, ..options }
     }
 
     /// The cache of every worker.
@@ -216,6 +222,7 @@ fn refused(why: FleetError) -> anyhow::Error {
         FleetError::Change { what: WhatChanges::Joins, .. } => "--join: ",
         FleetError::TooManyCopies { .. } => "--scale: ",
         FleetError::OutOfRange { .. } | FleetError::Unsupported(_) => "--workers: ",
+        FleetError::Tiers(_) => "--tier: ",
         // Of a worker, as without a fleet.
         FleetError::Run(_) | FleetError::Cache(_) => "",
     };

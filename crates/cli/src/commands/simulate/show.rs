@@ -63,7 +63,7 @@ pub fn report(report: &Report) -> String {
     let used = format!("; {:.0} used on average, {} at most", load.mean_used_blocks, load.peak_used_blocks);
     cache(&mut text, &report.cache, &used);
     if let Some(tiers) = &report.tiers {
-        show_tiers(&mut text, report, tiers);
+        show_tiers(&mut text, report.cache.counts.total_tokens, tiers);
     }
     if let Some(speculation) = &report.speculation {
         let counts = &speculation.counts;
@@ -162,6 +162,9 @@ pub fn fleet(report: &FleetReport) -> String {
     let mut text = head(&report.setting, &report.requests, &report.latency);
     throughput(&mut text, &report.throughput, &report.objectives);
     cache(&mut text, &report.cache, ", over all workers");
+    if let Some(tiers) = &report.tiers {
+        show_tiers(&mut text, report.cache.counts.total_tokens, tiers);
+    }
     let fleet = &report.fleet;
     let mut changes = format!("{} at the start", fleet.workers);
     for (n, what) in [(fleet.failures, "failed"), (fleet.joins, "joined")] {
@@ -193,8 +196,8 @@ pub fn fleet(report: &FleetReport) -> String {
     text
 }
 
-fn show_tiers(text: &mut String, report: &Report, tiers: &TiersReport) {
-    let (record, total) = (&tiers.record, report.cache.counts.total_tokens.max(1) as f64);
+fn show_tiers(text: &mut String, prompt_tokens: u64, tiers: &TiersReport) {
+    let (record, total) = (&tiers.record, prompt_tokens.max(1) as f64);
     let share = |tokens: u64| percent(tokens as f64 / total);
     let of_tier = |tier: &TierRecord| format!("{} from {}", share(tier.loaded_tokens), tier.name);
     let loaded: Vec<String> = record.tiers.iter().map(of_tier).collect();

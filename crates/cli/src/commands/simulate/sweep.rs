@@ -399,13 +399,14 @@ fn key(what: &What, options: &Options, load: &Load) -> anyhow::Result<String> {
     let mut hash = Fnv(load.hash);
     write!(
         hash,
-        "{:?} {:?} {:?} {:?} {:?} {:?}",
+        "{:?} {:?} {:?} {:?} {:?} {:?} {:?}",
         Options { stop: None, ..options.clone() },
         (what.zero.zero_service, what.zero.touch_order),
         what.objectives(),
         what.blocks,
         what.costs.identity()?,
         what.fleet,
+        (what.tiers.store(), what.tiers.durable()),
     )
     .context("cannot hash the setting")?;
     Ok(format!("{:016x}", hash.0))

@@ -4,6 +4,7 @@ use super::spec;
 use crate::options::{Size, TierLoad, wrong_usage};
 use clap::ValueEnum;
 use kvist_scheduler::{Recompute, Tier, Tiers, Write};
+use kvist_simulator::fleet::Store;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -13,7 +14,9 @@ const TIERS: &str = "Tiers";
 #[derive(clap::Args, Clone, Debug)]
 pub struct TierArgs {
     /// A tier below the cache: NAME:CAPACITY,bw=RATE[,lat=TIME], as ram:64GiB,bw=20GB/s,lat=10us or
-    /// disk:2TB,bw=3GB/s,lat=100us. Repeat it, fastest first
+    /// disk:2TB,bw=3GB/s,lat=100us. Repeat it, fastest first. In a fleet every worker has such tiers, with `,durable` also after it
+    /// has failed and joined again; the last may be one store for all, as store:20TB,bw=5GB/s,lat=1ms,shared=40GB/s: the bandwidth
+    /// is that of a worker's link, and what all of them get together
     #[arg(long = "tier", value_name = "TIER", help_heading = TIERS)]
     pub tiers: Vec<TierSpec>,
     /// When blocks are copied to the tiers
@@ -52,6 +55,10 @@ pub struct TierSpec {
     pub capacity: Option<Size>,
     bytes_per_s: u64,
     latency: Duration,
+    /// One store of all workers, and its bandwidth if that is bounded.
+    shared: Option<Store>,
+    /// Keeps its blocks when its worker fails.
+    durable: bool,
 }
 
 impl FromStr for TierSpec {
@@ -65,27 +72,42 @@ impl FromStr for TierSpec {
             return Err(format!("`{name}` is not a name of letters, digits, - and _: {how}"));
         }
         let capacity = if capacity == "inf" { None } else { Some(capacity.parse::<Size>()?) };
-        let (mut rate, mut latency) = (None, None);
+        let (mut rate, mut latency, mut shared, mut durable) = (None, None, None, false);
         for field in rest.split(',').filter(|field| !field.is_empty()) {
             match field.split_once('=') {
-                Some(("bw", value)) if rate.is_none() => {
-                    let bytes: Size = value.strip_suffix("/s").unwrap_or(value).parse()?;
-                    if bytes.0 == 0 {
-                        return Err(format!(
-                            "`bw={value}` of the tier {name}: a tier is read at 1 byte/s at least"
-                        ));
-                    }
-                    rate = Some(bytes.0);
-                }
+                Some(("bw", value)) if rate.is_none() => rate = Some(bytes_per_s(name, field, value)?),
                 Some(("lat", value)) if latency.is_none() => latency = Some(spec::duration(value)?),
-                Some(("bw" | "lat", _)) => {
-                    return Err(format!("`{field}` is given twice for the tier {name}"));
+                Some(("shared", value)) if shared.is_none() => {
+                    shared = Some(Store { bytes_per_s: Some(bytes_per_s(name, field, value)?) });
                 }
+                None if field == "shared" && shared.is_none() => shared = Some(Store { bytes_per_s: None }),
+                None if field == "durable" && !durable => durable = true,
+                Some(("bw" | "lat" | "shared", _)) => return Err(twice(name, field)),
+                None if matches!(field, "shared" | "durable") => return Err(twice(name, field)),
                 _ => return Err(format!("`{field}` is unknown for a tier: {how}")),
             }
         }
         let bytes_per_s = rate.ok_or_else(|| format!("the tier {name} has no bw=RATE: {how}"))?;
-        Ok(TierSpec { name: name.into(), capacity, bytes_per_s, latency: latency.unwrap_or_default() })
+        if durable && shared.is_some() {
+            return Err(format!(
+                "the tier {name} is shared, so it outlives every worker anyway: leave `durable` out"
+            ));
+        }
+        let latency = latency.unwrap_or_default();
+        Ok(TierSpec { name: name.into(), capacity, bytes_per_s, latency, shared, durable })
+    }
+}
+
+fn twice(name: &str, field: &str) -> String {
+    format!("`{field}` is given twice for the tier {name}")
+}
+
+/// Reads the rate of `field`, which may end with `/s`.
+fn bytes_per_s(name: &str, field: &str, rate: &str) -> Result<u64, String> {
+    let bytes: Size = rate.strip_suffix("/s").unwrap_or(rate).parse()?;
+    match bytes.0 {
+        0 => Err(format!("`{field}` of the tier {name}: a tier is read at 1 byte/s at least")),
+        bytes => Ok(bytes),
     }
 }
 
@@ -113,6 +135,37 @@ impl TierArgs {
     /// The capacity of each tier in bytes; `None` has no bound.
     pub fn capacities(&self) -> Vec<Option<u64>> {
         self.tiers.iter().map(|tier| tier.capacity.map(|size| size.0)).collect()
+    }
+
+    /// The last tier as the store of all workers, if it is one.
+    pub fn store(&self) -> Option<Store> {
+        self.tiers.last().and_then(|tier| tier.shared)
+    }
+
+    /// Which tiers keep their blocks when their worker fails.
+    pub fn durable(&self) -> Vec<bool> {
+        self.tiers.iter().map(|tier| tier.durable).collect()
+    }
+
+    /// Checks what only fleets have.
+    pub fn check(&self, is_fleet: bool) -> anyhow::Result<()> {
+        let names =
+            |of: fn(&TierSpec) -> bool| self.tiers.iter().filter(move |tier| of(tier)).map(|tier| &tier.name);
+        if let Some(name) = names(|tier| tier.shared.is_some() || tier.durable).next()
+            && !is_fleet
+        {
+            return Err(wrong_usage(format!(
+                "--tier {name}: shared and durable mean something in a fleet only: give --workers"
+            )));
+        }
+        let before_last = &self.tiers[..self.tiers.len().saturating_sub(1)];
+        match before_last.iter().find(|tier| tier.shared.is_some()) {
+            Some(tier) => Err(wrong_usage(format!(
+                "--tier {}: only the last tier can be shared by the workers",
+                tier.name
+            ))),
+            None => Ok(()),
+        }
     }
 
     /// Gives the last tier another capacity. With none, it is left out.
@@ -188,7 +241,18 @@ mod tests {
         assert_eq!((found.bytes_per_s, found.latency), (3_000_000_000, Duration::from_micros(100)));
         let found: TierSpec = "s3:inf,bw=1G".parse().unwrap();
         assert_eq!((found.capacity, found.bytes_per_s, found.latency), (None, 1 << 30, Duration::ZERO));
+        let found: TierSpec = "store:inf,bw=5GB/s,lat=1ms,shared=40GB/s".parse().unwrap();
+        assert_eq!((found.shared, found.durable), (Some(Store { bytes_per_s: Some(40_000_000_000) }), false));
+        let found: TierSpec = "store:inf,shared,bw=5GB/s".parse().unwrap();
+        assert_eq!(found.shared, Some(Store { bytes_per_s: None }));
+        let found: TierSpec = "disk:1TB,bw=3GB/s,durable".parse().unwrap();
+        assert_eq!((found.shared, found.durable), (None, true));
         for (text, expected) in [
+            ("disk:1GB,bw=1,durable,durable", "given twice"),
+            ("disk:1GB,bw=1,shared,shared=2", "given twice"),
+            ("disk:1GB,bw=1,shared=1,shared", "given twice"),
+            ("disk:1GB,bw=1,shared=0", "1 byte/s at least"),
+            ("disk:1GB,bw=1,shared,durable", "outlives every worker"),
             ("disk", "has no capacity"),
             (":1GB,bw=1", "is not a name"),
             ("disk:1GB", "has no bw=RATE"),

@@ -229,13 +229,17 @@ fn add_point(curves: &mut Vec<Curve>, name: String, x: f64, estimate: Estimate) 
     }
 }
 
-/// Curves over the size of the last tier: one for each capacity, policy and scheduler.
+/// Curves over the size of the last tier: one for each fleet, capacity, policy and scheduler.
 fn plots_over_tiers(table: &Table) -> Vec<Plot> {
-    let parts: [fn(&Row) -> &str; 3] = [|row| &row.policy, |row| &row.schedule, |row| &row.capacity];
+    let parts: [fn(&Row) -> &str; 4] = [routing, |row| &row.policy, |row| &row.schedule, |row| &row.capacity];
     let curves = |figure: &str| {
         let mut curves: Vec<Curve> = Vec::new();
         for row in &table.rows {
+            let workers = row.fleet.as_ref().filter(|_| table.has_fleet_sizes());
+            let workers = workers.map(|fleet| format!("{} workers", fleet.workers));
             let name = table.name_of(row, &parts);
+            let name = workers.into_iter().chain(Some(name).filter(|name| !name.is_empty()));
+            let name = name.collect::<Vec<_>>().join(", ");
             let name = if name.is_empty() { row.policy.clone() } else { name };
             let size = row.tier_size.as_ref().and_then(|size| size.parse::<Size>().ok());
             let (Some(size), Some(estimate)) = (size, row.figures.get(figure)) else { continue };
