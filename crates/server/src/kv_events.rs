@@ -45,19 +45,59 @@ impl KvEventSockets {
     }
 }
 
-/// The publisher of a running server.
-pub(crate) struct KvEvents {
+/// The publisher of what a cache has.
+pub struct KvEvents {
     /// `/kv_event_sources`.
     sources: Value,
+    address: SocketAddr,
     publisher: Publisher,
+}
+
+/// What the publisher's task reads, and what it writes to.
+struct Opened {
+    events: KvEvents,
+    replays: Option<TcpListener>,
+    sender: UnboundedSender<Passed>,
+    receiver: UnboundedReceiver<Passed>,
 }
 
 impl KvEvents {
     /// Publishes from now on, beginning with what the cache has. `salt` is that of the requests whose blocks are
     /// published. Call it within a tokio runtime, once per engine.
-    pub async fn start(sockets: KvEventSockets, engine: &Engine, salt: Arc<str>) -> io::Result<Self> {
+    pub(crate) async fn start(sockets: KvEventSockets, engine: &Engine, salt: Arc<str>) -> io::Result<Self> {
+        let Opened { events, replays, sender, receiver } = KvEvents::open(sockets)?;
+        if let Some(replays) = replays {
+            events.publisher.serve_replays(replays, ask_content(engine.clone(), sender.clone()))?;
+        }
+        let blocks = engine.inspect(move |state| watch(state.scheduler.cache_mut(), &salt));
+        let blocks = blocks.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
+        engine.add_watcher(Box::new(KvEventFeed { sender, events: Vec::new() }));
+        tokio::spawn(publish(events.publisher.clone(), blocks, receiver));
+        Ok(events)
+    }
+
+    /// The same for a cache whose owner has a loop of its own instead of an engine, and feeds the events to the publisher. A replay
+    /// has only the messages that are kept. Call it within a tokio runtime.
+    ///
+    /// # Errors
+    /// The sockets cannot be used.
+    pub fn of_cache(
+        sockets: KvEventSockets,
+        cache: &mut Cache,
+        salt: &str,
+    ) -> io::Result<(Self, KvEventFeed)> {
+        let Opened { events, replays, sender, receiver } = KvEvents::open(sockets)?;
+        if let Some(replays) = replays {
+            events.publisher.serve_replays(replays, Arc::new(|| Box::pin(async { None })))?;
+        }
+        tokio::spawn(publish(events.publisher.clone(), watch(cache, salt), receiver));
+        Ok((events, KvEventFeed { sender, events: Vec::new() }))
+    }
+
+    fn open(sockets: KvEventSockets) -> io::Result<Opened> {
         let KvEventSockets { section, events, replays } = sockets;
-        let endpoint = shown(events.local_addr()?);
+        let address = events.local_addr()?;
+        let endpoint = shown(address);
         let replay_endpoint =
             replays.as_ref().map(|listener| listener.local_addr().map(shown)).transpose()?;
         let sources = json!({"0": {
@@ -70,30 +110,30 @@ impl KvEvents {
         publisher.publish(&[Event::AllBlocksCleared]);
         publisher.serve_subscribers(events)?;
         let (sender, receiver) = unbounded_channel();
-        if let Some(replays) = replays {
-            publisher.serve_replays(replays, ask_content(engine.clone(), sender.clone()))?;
-        }
-        let blocks = engine.inspect(move |state| {
-            let cache = state.scheduler.cache_mut();
-            cache.watch_prefixes(true);
-            let block_tokens = cache.paged_spec().map_or(1, |spec| spec.block_tokens);
-            PublicBlocks::new(cache.prefix_hash(&salt, &[]), routed_group(cache), block_tokens)
-        });
-        let blocks = blocks.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
-        engine.add_watcher(Box::new(PrefixWatcher { sender, events: Vec::new() }));
-        tokio::spawn(publish(publisher.clone(), blocks, receiver));
-        Ok(KvEvents { sources, publisher })
+        Ok(Opened { events: KvEvents { sources, address, publisher }, replays, sender, receiver })
     }
 
     /// Where the events are, as vLLM says it.
-    pub fn sources(&self) -> &Value {
+    pub(crate) fn sources(&self) -> &Value {
         &self.sources
+    }
+
+    /// Where subscribers connect to.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// Messages published so far.
     pub fn n_messages(&self) -> u64 {
         self.publisher.n_messages()
     }
+}
+
+/// Lets the cache log what its prefix index stores and evicts, from what it has now on.
+fn watch(cache: &mut Cache, salt: &str) -> PublicBlocks {
+    cache.watch_prefixes(true);
+    let block_tokens = cache.paged_spec().map_or(1, |spec| spec.block_tokens);
+    PublicBlocks::new(cache.prefix_hash(salt, &[]), routed_group(cache), block_tokens)
 }
 
 /// The endpoint as routers take it: they put the worker's host in the place of `*`.
@@ -143,22 +183,31 @@ fn ask_content(engine: Engine, sender: UnboundedSender<Passed>) -> AskContent {
     })
 }
 
-/// On the engine thread.
-struct PrefixWatcher {
+/// Passes on what a cache has logged, on the thread that owns the cache.
+pub struct KvEventFeed {
     sender: UnboundedSender<Passed>,
+    /// Reused if there is nothing to pass on.
     events: Vec<PrefixEvent>,
 }
 
-impl Watcher for PrefixWatcher {
-    fn stepped(&mut self, _now_ns: u64, _end_ns: u64, state: &mut EngineState) {
-        state.scheduler.cache_mut().drain_prefix_events(&mut self.events);
+impl KvEventFeed {
+    /// Passes on what `cache` has logged since the last time, and waits for nothing. If the publisher is gone, the cache stops
+    /// logging.
+    pub fn pass_on(&mut self, cache: &mut Cache) {
+        cache.drain_prefix_events(&mut self.events);
         // The queue stays short: its reader never waits for a consumer.
         if self.events.is_empty() {
             return;
         }
         if self.sender.send(Passed::Events(std::mem::take(&mut self.events))).is_err() {
-            state.scheduler.cache_mut().watch_prefixes(false);
+            cache.watch_prefixes(false);
         }
+    }
+}
+
+impl Watcher for KvEventFeed {
+    fn stepped(&mut self, _now_ns: u64, _end_ns: u64, state: &mut EngineState) {
+        self.pass_on(state.scheduler.cache_mut());
     }
 }
 

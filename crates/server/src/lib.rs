@@ -41,7 +41,7 @@ mod work;
 pub use app::router;
 pub use config::{ConfigError, LongAnswers, ServerConfig};
 pub use error::ApiError;
-pub use kv_events::KvEventSockets;
+pub use kv_events::{KvEventFeed, KvEventSockets, KvEvents};
 pub use live::LiveView;
 pub use serve::{runtime, serve};
 pub use state::ServerState;

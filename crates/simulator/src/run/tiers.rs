@@ -140,11 +140,12 @@ impl SimTiers {
         {
             self.ends.pop();
             match self.ended.remove(&begun) {
-                // A request that has ended may have left its id to another one.
-                Some(Ended::Find { request, runs }) => match self.prompts.get(&request) {
-                    Some(found) if found.first > begun => {}
-                    _ => scheduler.found(now, request, runs),
-                },
+                Some(Ended::Find { request, runs }) => {
+                    // A request that has ended may have left its id to another one.
+                    if self.prompts.get(&request).is_some_and(|found| found.first <= begun) {
+                        scheduler.found(now, request, runs);
+                    }
+                }
                 Some(Ended::Load { id, arrived, took_ns, hashes, tiers }) => {
                     let is_whole = self.loads.remove(&id).is_some_and(|load| load.n_tokens == arrived);
                     for tier in 0..if is_whole { self.tiers.len() } else { 0 } {

@@ -247,7 +247,9 @@ fn plots_over_tiers(table: &Table) -> Vec<Plot> {
         }
         curves
     };
-    let endless = table.rows.iter().find(|row| row.tier_size.as_deref() == Some("inf"));
+    // A level belongs to one curve.
+    let mut endless = table.rows.iter().filter(|row| row.tier_size.as_deref() == Some("inf"));
+    let endless = endless.next().filter(|_| endless.next().is_none());
     let reused = (
         "reused_token_ratio",
         "Reuse against the size of the last tier",
