@@ -81,16 +81,16 @@ fn sweeps_of_fleets() {
 /// What one worker computed, others load from a store that they share, also after it has failed.
 #[test]
 fn workers_share_a_store() {
-    let tiers = "--tier ram:4GiB,bw=20GB/s,lat=10us --tier store:inf,bw=5GB/s,lat=500us";
+    let tiers = "--tier ram:4GiB,bw=50GB/s,lat=10us --tier store:inf,bw=25GB/s,lat=100us";
     let command = |more: &str| format!("--workers 4 --routing round_robin --fail 1@3s {more}");
-    let (own, shared) = (fleet(&command(tiers)), fleet(&command(&format!("{tiers},shared=10GB/s"))));
+    let (own, shared) = (fleet(&command(tiers)), fleet(&command(&format!("{tiers},shared=50GB/s"))));
     let reused = |report: &serde_json::Value| report["tiers"]["reused_token_ratio"].as_f64().unwrap();
     assert!(reused(&shared) > 1.2 * reused(&own), "{} and {}", reused(&shared), reused(&own));
     let store = &shared["tiers"]["tiers"][1];
     assert_eq!((&store["name"], &store["capacity_bytes"]), (&"store".into(), &serde_json::Value::Null));
     assert!(store["loaded_tokens"].as_u64().unwrap() > 0);
     let (text, _) = succeed(&words(&format!("simulate -q {LOAD} {}", command(&format!("{tiers},shared")))));
-    for line in ["from ram, ", "from store; with the cache's hits", "tier store ", "1 failed"] {
+    for line in ["from ram, ", "from store of tokens; with the cache's hits", "tier store ", "1 failed"] {
         assert!(text.contains(line), "{line} is not in\n{text}");
     }
 
@@ -99,7 +99,7 @@ fn workers_share_a_store() {
     let sweep = |shared: &str| {
         json(&words(&format!(
             "simulate sweep -q --json {LOAD} --seeds 1 --out {out} --fleet-sizes 2,4 --routing round_robin \
-             --tier store:inf,bw=5GB/s{shared} --tier-sizes 0,1GiB,inf"
+             --tier store:inf,bw=25GB/s{shared} --tier-sizes 0,1GiB,inf"
         )))
     };
     let (own, shared) = (sweep(""), sweep(",shared"));
@@ -139,7 +139,10 @@ fn what_a_fleet_refuses() {
         ("--workers 2 --speculate tokens=2,accept=0.5", &["--workers cannot be used with --speculate"]),
         ("--tier ram:1GiB,bw=1GB/s,durable", &["--tier ram: ", "in a fleet only", "--workers"]),
         ("--tier store:1GiB,bw=1GB/s,shared", &["--tier store: ", "in a fleet only", "--workers"]),
-        ("--workers 2 --tier s:1GiB,bw=1GB/s,shared --tier d:1GiB,bw=1GB/s", &["--tier s: ", "only the last tier"]),
+        (
+            "--workers 2 --tier s:1GiB,bw=1GB/s,shared --tier d:1GiB,bw=1GB/s",
+            &["--tier s: ", "only the last tier"],
+        ),
         ("--workers 2 --tier s:1GiB,bw=1GB/s,shared=0", &["1 byte/s at least"]),
         ("--workers 2 --tier s:1GiB,bw=1GB/s,shared,durable", &["outlives every worker"]),
         ("--workers 2 --lengths oracle", &["--workers cannot be used with --lengths oracle"]),

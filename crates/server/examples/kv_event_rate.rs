@@ -1,7 +1,7 @@
 //! What publishing KV events at a high rate costs decoding.
 //!
 //! ```text
-//! cargo run --release -p kvist-server --example kv_event_rate -- [--rate 100000] [--seconds 4] [--rounds 8] [--threads 1]
+//! cargo run --release -p kvist-server --example kv_event_rate -- [--rate 100000] [--seconds 2] [--rounds 20] [--threads 1]
 //! ```
 //!
 //! A model stores a block per 16 tokens, so no model that this machine runs makes 10^5 events per second. Here the thread that
@@ -10,13 +10,13 @@
 //! index, the feed on the decoding thread, the task that translates and encodes, the PUB socket, and a subscriber in a process
 //! of its own that reads and decodes every message.
 //!
-//! Variants take turns in every round, and all of them store the same blocks: `off` (no log), `on` (published, no
+//! Variants take turns in every round, each time from another one on, and all of them store the same blocks: `off` (no log), `on` (published, no
 //! subscriber), `read` (a subscriber that reads), `stuck` (that one, and one that subscribes and never reads). A ratio is that of
 //! tokens per second to `off` in the same round.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{Cache, Content, Moment, PagedSpec, PrefixSpec, SeqId, Span, Step, StepPlan, StepRequest};
-use kvist_device::MemoryBudget;
 use kvist_cpu::arch::Isa;
+use kvist_device::MemoryBudget;
 use kvist_engine::devices::{self, Compute, Cpu};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
@@ -74,7 +74,7 @@ struct Args {
 struct Measured {
     tokens_per_s: f64,
     events_per_s: f64,
-    /// Of the decoding thread, per event: to store and evict the blocks, to log that, and to pass it on.
+    /// Of the decoding thread, per event, in the median step: to store and evict the blocks, to log that, and to pass it on.
     ns_per_event: f64,
     /// Of this process, without the subscriber.
     cpu_per_s: f64,
@@ -99,12 +99,18 @@ fn main() -> Result<(), Failed> {
     let mut decoding = Decoding::new(args.threads)?;
     let mut all: Vec<Vec<Measured>> = Vec::new();
     println!("load average before: {}", load_average());
-    for _ in 0..args.rounds {
-        let run = |&(variant, _): &(Variant, &str)| measure(&mut decoding, variant, &args);
-        all.push(VARIANTS.iter().map(run).collect::<Result<_, _>>()?);
+    for first in 0..args.rounds {
+        let mut round: Vec<(usize, Measured)> = Vec::new();
+        for i in (0..VARIANTS.len()).map(|i| (first + i) % VARIANTS.len()) {
+            round.push((i, measure(&mut decoding, VARIANTS[i].0, &args)?));
+        }
+        round.sort_by_key(|(i, _)| *i);
+        all.push(round.into_iter().map(|(_, measured)| measured).collect());
     }
     println!("load average after: {}\n", load_average());
-    println!("| | tokens/s | ratio to off, median (least to most) | events/s | ns per event on the decoding thread | CPU s per s | blocks read |");
+    println!(
+        "| | tokens/s | ratio to off, median (least to most) | events/s | ns per event on the decoding thread | CPU s per s | blocks read |"
+    );
     println!("|---|--:|--:|--:|--:|--:|--:|");
     for (i, (_, name)) in VARIANTS.iter().enumerate() {
         let of = |value: fn(&Measured) -> f64| median(all.iter().map(|round| value(&round[i])).collect());
@@ -113,8 +119,7 @@ fn main() -> Result<(), Failed> {
         ratios.sort_by(f64::total_cmp);
         let (least, most) = (ratios[0], ratios[ratios.len() - 1]);
         let received = all.iter().filter_map(|round| round[i].received);
-        let (blocks, lost) =
-            received.fold((0, 0), |(n, lost), it| (n + it.blocks, lost + it.lost_messages));
+        let (blocks, lost) = received.fold((0, 0), |(n, lost), it| (n + it.blocks, lost + it.lost_messages));
         println!(
             "| {name} | {:.1} | {:.3} ({least:.3} to {most:.3}) | {:.0} | {:.0} | {:.2} | {blocks}, {lost} messages lost |",
             of(|it| it.tokens_per_s),
@@ -128,7 +133,7 @@ fn main() -> Result<(), Failed> {
 }
 
 fn parse(args: &[String]) -> Result<Args, Failed> {
-    let mut parsed = Args { rate: 100_000, seconds: 4, rounds: 8, threads: 1 };
+    let mut parsed = Args { rate: 100_000, seconds: 2, rounds: 20, threads: 1 };
     for pair in args.chunks(2) {
         let [flag, value] = pair else { return Err(format!("{} needs a number", pair[0]).into()) };
         let number: u64 = value.parse().map_err(|_| format!("{flag} {value}: give a whole number"))?;
@@ -140,7 +145,11 @@ fn parse(args: &[String]) -> Result<Args, Failed> {
             "--seconds" => parsed.seconds = number,
             "--rounds" => parsed.rounds = usize::try_from(number)?,
             "--threads" => parsed.threads = usize::try_from(number)?,
-            _ => return Err(format!("{flag} is unknown: give --rate, --seconds, --rounds or --threads").into()),
+            _ => {
+                return Err(
+                    format!("{flag} is unknown: give --rate, --seconds, --rounds or --threads").into()
+                );
+            }
         }
     }
     Ok(parsed)
@@ -149,6 +158,9 @@ fn parse(args: &[String]) -> Result<Args, Failed> {
 fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
+    if values.is_empty() {
+        return 0.0;
+    }
     if values.len() % 2 == 1 { values[middle] } else { (values[middle - 1] + values[middle]) / 2.0 }
 }
 
@@ -284,13 +296,13 @@ fn run(
     rate: u64,
     time: Duration,
 ) -> Result<Measured, Failed> {
-    let (mut n_tokens, mut n_events, mut storing) = (0u64, 0u64, Duration::ZERO);
+    let (mut n_tokens, mut n_events, mut ns_per_event) = (0u64, 0u64, Vec::new());
     let begin = Instant::now();
     while begin.elapsed() < time {
         decoding.step()?;
         n_tokens += 1;
         let owed = (begin.elapsed().as_secs_f64() * rate as f64) as u64;
-        let stored_from = Instant::now();
+        let (stored_from, n_before) = (Instant::now(), n_events);
         while owed.saturating_sub(n_events) >= 2 {
             let n_blocks = ((owed - n_events) / 2).min(PROMPT_BLOCKS);
             index.store(n_blocks as u32)?;
@@ -299,13 +311,15 @@ fn run(
         if let Some(feed) = feed {
             feed.pass_on(&mut index.cache);
         }
-        storing += stored_from.elapsed();
+        if n_events > n_before {
+            ns_per_event.push(stored_from.elapsed().as_nanos() as f64 / (n_events - n_before) as f64);
+        }
     }
     let elapsed_s = begin.elapsed().as_secs_f64();
     Ok(Measured {
         tokens_per_s: n_tokens as f64 / elapsed_s,
         events_per_s: n_events as f64 / elapsed_s,
-        ns_per_event: storing.as_nanos() as f64 / n_events.max(1) as f64,
+        ns_per_event: median(ns_per_event),
         cpu_per_s: 0.0,
         received: None,
     })
@@ -352,7 +366,9 @@ impl Subscriber {
         let line = self.line()?;
         self.process.wait()?;
         let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
-        let [blocks, lost_messages] = numbers[..] else { return Err(format!("not two numbers: {line}").into()) };
+        let [blocks, lost_messages] = numbers[..] else {
+            return Err(format!("not two numbers: {line}").into());
+        };
         Ok(Received { blocks, lost_messages })
     }
 }

@@ -197,10 +197,10 @@ impl What {
 
     pub fn fleet_options(&self, seed: u64, rows: bool) -> FleetOptions {
         let options = self.fleet.options(self.options(seed), self.objectives(), seed, rows);
-        // `check` reports tiers that are wrong; without them there is no store.
-        let store = self.tiers.store().filter(|_| options.run.scheduler.tiers.is_some());
-        let durable_tiers = store.is_some() || options.run.scheduler.tiers.is_some();
-        let durable_tiers = if durable_tiers { self.tiers.durable() } else { Vec::new() };
+        // `check` reports tiers that are wrong. Until then there are none, and so there is no store.
+        let has_tiers = options.run.scheduler.tiers.is_some();
+        let store = self.tiers.store().filter(|_| has_tiers);
+        let durable_tiers = if has_tiers { self.tiers.durable() } else { Vec::new() };
         FleetOptions { store, durable_tiers, ..options }
     }
 

@@ -1,7 +1,7 @@
 //! A store that all workers of a fleet write to and find blocks in, in virtual time.
 //!
-//! It is the last tier of every worker. A worker begins to write a step's blocks when the step is over; nobody finds them before
-//! all of them are written. Two workers that compute the same blocks at the same time both write them, as they would in a store that
+//! It is the last tier of every worker. A worker begins to write a step's blocks when the step is over, and they are found when all
+//! of them are written. Two workers that compute the same blocks at the same time both write them, as they would in a store that
 //! knows nothing of its clients. A worker that fails takes what it has not written with it; what it has written stays.
 //! How workers share the bandwidth: [`link`](super::link).
 use super::contents::Contents;
