@@ -16,6 +16,7 @@ use serde_json::{Value, json};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use wire::Event;
@@ -211,19 +212,33 @@ impl Watcher for KvEventFeed {
     }
 }
 
+/// The publisher looks at what was passed on at most so often. To wake its task is a system call on the engine thread, which is most of
+/// what publishing costs there: steps that follow each other faster than this share one.
+const LOOKS_EVERY: Duration = Duration::from_millis(1);
+
 async fn publish(publisher: Publisher, mut blocks: PublicBlocks, mut passed: UnboundedReceiver<Passed>) {
-    while let Some(passed) = passed.recv().await {
-        match passed {
-            Passed::Events(step) => {
-                let events = blocks.translate(&step);
-                if !events.is_empty() {
-                    publisher.publish(&events);
-                }
+    while let Some(first) = passed.recv().await {
+        let mut next = Some(first);
+        while let Some(passed_on) = next {
+            handle(&publisher, &mut blocks, passed_on);
+            next = passed.try_recv().ok();
+        }
+        // What is sent meanwhile wakes nothing.
+        tokio::time::sleep(LOOKS_EVERY).await;
+    }
+}
+
+fn handle(publisher: &Publisher, blocks: &mut PublicBlocks, passed: Passed) {
+    match passed {
+        Passed::Events(step) => {
+            let events = blocks.translate(&step);
+            if !events.is_empty() {
+                publisher.publish(&events);
             }
-            Passed::Content { events, answer } => {
-                let events = blocks.anew().translate(&events);
-                let _ = answer.send(publisher.content(&events));
-            }
+        }
+        Passed::Content { events, answer } => {
+            let events = blocks.anew().translate(&events);
+            let _ = answer.send(publisher.content(&events));
         }
     }
 }

@@ -140,12 +140,11 @@ impl SimTiers {
         {
             self.ends.pop();
             match self.ended.remove(&begun) {
-                Some(Ended::Find { request, runs }) => {
-                    // A request that has ended may have left its id to another one.
-                    if self.prompts.get(&request).is_some_and(|found| found.first <= begun) {
-                        scheduler.found(now, request, runs);
-                    }
+                // A request that has ended may have left its id to another one.
+                Some(Ended::Find { request, runs }) if self.asked_by(request, begun) => {
+                    scheduler.found(now, request, runs);
                 }
+                Some(Ended::Find { .. }) => {}
                 Some(Ended::Load { id, arrived, took_ns, hashes, tiers }) => {
                     let is_whole = self.loads.remove(&id).is_some_and(|load| load.n_tokens == arrived);
                     for tier in 0..if is_whole { self.tiers.len() } else { 0 } {
@@ -163,6 +162,11 @@ impl SimTiers {
                 None => {}
             }
         }
+    }
+
+    /// Whether the request that asked for lookup `begun` is live.
+    fn asked_by(&self, request: RequestId, begun: u64) -> bool {
+        self.prompts.get(&request).is_some_and(|found| found.first <= begun)
     }
 
     /// Carries out orders. Those that were given when the step began begin at `now`; copies of what a step has computed
