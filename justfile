@@ -181,6 +181,9 @@ soak-server *args:
 # kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
 bench-serve *args:
     bench/serve/run.sh {{args}}
+# What 10^5 KV events per second cost decoding: `just bench-kv-events --rate 200000`. Leave the machine alone meanwhile.
+bench-kv-events *args:
+    cargo run --release -p kvist-server --example kv_event_rate -- {{args}}
 # The Python package: builds the wheel, installs it into a fresh virtual environment, and runs its tests there (NumPy alone);
 # then the notebook. WHEEL names a wheel that is built already. `just python -k batch`.
 python *args:
