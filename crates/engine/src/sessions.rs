@@ -7,6 +7,9 @@
 //! a session that is generating takes the tokens that exist at that moment. Blocks that were evicted meanwhile are
 //! recomputed, with no other effect.
 //!
+//! Sessions outlive their process in a directory ([`SessionKeeper`]), and go on in another one through a store that several share
+//! ([`SharedSessions`]).
+//!
 //! [`SessionStore`] contains the sessions, [`History`] is the content of one, and a [`SessionGeneration`] continues
 //! one: generated tokens become part of the session one by one. Only one change to a session runs at a time.
 //!
@@ -63,16 +66,18 @@ mod generation;
 mod history;
 mod id;
 mod keeper;
+mod shared;
 mod store;
 mod tokenizer;
 
-pub use error::SessionError;
+pub use error::{Searched, SessionError};
 pub use generation::SessionGeneration;
 pub use history::{
     Cut, History, HistoryTokenizer, TOOLS, check_length, heap_bytes, heap_bytes_of_fields, with_conversation,
 };
 pub use id::SessionId;
 pub use keeper::{KeptSession, SessionKeeper};
+pub use shared::{Found, SharedSessionCounts, SharedSessions, SharedStore};
 pub use store::{NewSession, SessionGuard, SessionInfo, SessionStore, SessionTokens, Timestamp};
 pub use tokenizer::ModelTokenizer;
 

@@ -327,6 +327,7 @@ mod tests {
             ("[limits]\nheader_timeout_s = 0", "limits.header_timeout_s"),
             ("[sessions]\nidle_s = 0", "sessions.idle_s"),
             ("[sessions]\nmax_sessions = 9999999", "sessions.max_sessions"),
+            ("[sessions]\nshared = true", "tiers.store (--tier-store)"),
             ("[http]\ncors_origins = [\"example.org\"]", "http.cors_origins"),
             ("[http]\nhost = \"0.0.0.0\"", "http.open"),
             ("[[keys]]\nname = \"a\"", "keys[0]"),

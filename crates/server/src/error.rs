@@ -194,9 +194,13 @@ impl From<SessionError> for ApiError {
         let message = error.to_string();
         let new = |status, code| ApiError::new(status, code, message.clone());
         match error {
-            SessionError::NotFound { .. } | SessionError::Deleted { .. } => {
+            SessionError::NotFound { .. } | SessionError::Deleted { .. } | SessionError::LostRecord { .. } => {
                 new(StatusCode::NOT_FOUND, "session_not_found")
             }
+            SessionError::Unreachable { .. } => {
+                new(StatusCode::SERVICE_UNAVAILABLE, "session_store_unavailable").retry_after(1)
+            }
+            SessionError::Exists { .. } => new(StatusCode::CONFLICT, "session_exists").about("id"),
             SessionError::Busy { .. } => new(StatusCode::CONFLICT, "session_busy"),
             SessionError::NotForked { .. } => new(StatusCode::CONFLICT, "not_a_fork"),
             SessionError::NotASibling { index, .. } => ApiError::invalid(format!("also[{index}]"), message),

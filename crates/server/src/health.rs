@@ -70,6 +70,9 @@ pub(crate) async fn metrics(Call { state, caller }: Call) -> Result<Response, Ap
     readings.push(metrics::of_cache(&stats, state.block_tokens));
     readings.extend(metrics::of_limits(state.engine.rejected(), &state.connections));
     readings.extend(state.kv_events.get().map(|events| metrics::of_events(events.n_messages())));
+    readings.extend(
+        state.shared_sessions.get().into_iter().flat_map(|shared| metrics::of_shared_sessions(shared.counts())),
+    );
     let failed = |error| {
         ApiError::new(
             StatusCode::INTERNAL_SERVER_ERROR,

@@ -3,6 +3,8 @@
 //!
 //! Times are measured on the HTTP side: from the moment a request was read to the moment its tokens were handed to the
 //! connection. Counters of the cache come from the engine ([`EngineStats`]).
+mod sessions;
+
 use crate::connections::Connections;
 use kvist_engine::serving::{EngineStats, TierStats, Usage};
 use kvist_engine::speculate::Counts;
@@ -11,6 +13,8 @@ use prometheus::{
 };
 use std::collections::HashMap;
 use std::time::Duration;
+
+pub use sessions::of_shared_sessions;
 
 /// The media type of [`render`](Metrics::render).
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";

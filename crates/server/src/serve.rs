@@ -16,7 +16,7 @@ const CLOSING_TIME: Duration = Duration::from_secs(2);
 /// How long shutdown waits for the disk to take the rest of a recording.
 const RECORDING_TIME: Duration = Duration::from_secs(10);
 
-/// How long shutdown waits for the disk to take the last changes of sessions.
+/// How long shutdown waits for the disk, and for a shared store, to take the last changes of sessions.
 const SAVING_TIME: Duration = Duration::from_secs(60);
 
 /// Waits until the recording, if there is one, is completely written.
@@ -76,12 +76,16 @@ pub async fn serve(
     recorded(&state).await;
     // Handlers have ended, so nothing changes any more.
     let saved = tokio::task::spawn_blocking(move || {
+        // The other workers of a fleet wait for these, if one of them continues the sessions at once.
+        if let Some(shared) = state.shared_sessions.get() {
+            shared.close();
+        }
         if let Some(keeper) = state.keeper.get() {
             keeper.close();
         }
     });
     if tokio::time::timeout(SAVING_TIME, saved).await.is_err() {
-        tracing::error!(target: "kvist::server", "not all sessions are saved: the disk is too slow");
+        tracing::error!(target: "kvist::server", "not all sessions are saved: the disk or the shared store is too slow");
     }
     Ok(())
 }

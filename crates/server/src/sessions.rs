@@ -5,6 +5,7 @@
 mod fields;
 mod files;
 mod generate;
+mod shared;
 mod tokenizer;
 mod verbs;
 

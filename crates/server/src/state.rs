@@ -19,7 +19,7 @@ use kvist_engine::executor::PagedConfig;
 use kvist_engine::random::random_id;
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::{Engine, TenantQuota};
-use kvist_engine::sessions::{SessionKeeper, SessionStore, Timestamp};
+use kvist_engine::sessions::{SessionKeeper, SessionStore, SharedSessions, SharedStore, Timestamp};
 use kvist_engine::tools::Tooling;
 use kvist_model::generation_config::SamplingDefaults;
 use kvist_model::tokenizer::Piece;
@@ -63,6 +63,8 @@ pub struct ServerState {
     pub(crate) sessions: Arc<SessionStore>,
     /// Keeps the sessions in a directory, if there is one.
     pub(crate) keeper: OnceLock<SessionKeeper>,
+    /// Records the sessions in a store that workers share, if there is one.
+    pub(crate) shared_sessions: OnceLock<SharedSessions>,
     /// Most sessions that a key's name saves in files.
     pub(crate) max_session_files: usize,
     /// Tells routers what the cache has, if an endpoint is configured.
@@ -120,6 +122,7 @@ impl ServerState {
             below: LastLook::default(),
             sessions,
             keeper: OnceLock::new(),
+            shared_sessions: OnceLock::new(),
             kv_events: OnceLock::new(),
             max_session_files: config.sessions.max_sessions,
             live: LiveView::watch(&engine),
@@ -146,6 +149,17 @@ impl ServerState {
         Ok(())
     }
 
+    /// Records the sessions in `store` from now on, and continues those that other workers have recorded there. `origin` is what sessions
+    /// depend on. Call it once, after [`keep_sessions`](Self::keep_sessions) and before the server accepts connections.
+    ///
+    /// # Errors
+    /// As [`SharedSessions::open`].
+    pub fn share_sessions(&self, store: SharedStore, origin: &Origin) -> Result<(), kvist_engine::Error> {
+        let vocab = self.engine.model().config().vocab;
+        let _ = self.shared_sessions.set(SharedSessions::open(store, &self.sessions, origin, vocab)?);
+        Ok(())
+    }
+
     /// Publishes what the cache has, from now on. `salt` is that of the requests whose blocks are published
     /// ([`KvEventsSection::salt`](crate::config::KvEventsSection::salt)). Call it within the server's runtime, once.
     ///
@@ -157,8 +171,11 @@ impl ServerState {
         Ok(())
     }
 
-    /// Waits until all changes of sessions so far are in the directory, if there is one. Blocks this thread.
+    /// Waits until all changes of sessions so far are in the directory and in the shared store, if there are such. Blocks this thread.
     pub fn flush_sessions(&self) {
+        if let Some(shared) = self.shared_sessions.get() {
+            shared.flush();
+        }
         if let Some(keeper) = self.keeper.get() {
             keeper.flush();
         }

@@ -22,6 +22,17 @@ impl BlockKey {
         BlockKey(bytes)
     }
 
+    /// The key of an object that is no block, by what it belongs to. `context` names the kind of object and the version of its format:
+    /// BLAKE3 makes another function of each, so objects of different kinds never share a key.
+    pub fn of_object(context: &str, parts: &[&[u8]]) -> BlockKey {
+        let mut hasher = blake3::Hasher::new_derive_key(context);
+        for part in parts {
+            // Lengths in front, so that no two lists have the same bytes.
+            hasher.update(&(part.len() as u64).to_le_bytes()).update(part);
+        }
+        BlockKey(*hasher.finalize().as_bytes())
+    }
+
     /// The key of a part of the block that is stored on its own: that of a layer group with a sliding window.
     pub fn part(&self, part: u32) -> BlockKey {
         let mut hasher = blake3::Hasher::new_derive_key(PART);
@@ -162,6 +173,13 @@ mod tests {
         keys.extend(["", "s"].map(|salt| KeyChain::note(b"m", salt)));
         keys.push(KeyChain::note(b"n", "s"));
         assert_eq!(keys.iter().collect::<HashSet<_>>().len(), keys.len(), "{keys:?}");
+    }
+
+    #[test]
+    fn objects_have_keys_by_kind_and_by_every_part() {
+        let lists: [&[&[u8]]; 5] = [&[], &[b""], &[b"ab"], &[b"a", b"b"], &[b"", b"ab"]];
+        let keys = ["one", "two"].iter().flat_map(|kind| lists.map(|parts| BlockKey::of_object(kind, parts)));
+        assert_eq!(keys.collect::<HashSet<_>>().len(), 10);
     }
 
     #[test]

@@ -106,11 +106,11 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tracing::info!(target: "kvist::server", "{line}");
     }
     // Reads all weights once, before they are loaded.
-    let origin = match &config.sessions.dir {
-        Some(_) => {
+    let origin = match config.sessions.dir.is_some() || config.sessions.shared {
+        true => {
             Some(Origin::new(opened.fingerprint()?, args.model.weights, &engine.paged.cache, opened.config()))
         }
-        None => None,
+        false => None,
     };
     let paged = engine.paged.clone();
     let model = args.model.load(opened, Some(text_tokens), &budget, quiet)?;
@@ -119,11 +119,17 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     engine.speculator = speculation.speculator(draft.as_ref(), &model, cache, texts)?;
     let engine = Engine::start(model, &registry, engine)?;
     let state = ServerState::new(engine.clone(), &config, text_tokens)?;
-    if let Some((dir, origin)) = config.sessions.dir.as_deref().zip(origin) {
+    if let Some((dir, origin)) = config.sessions.dir.as_deref().zip(origin.as_ref()) {
         // What was computed behind rounded K and V differs from what others compute.
         let rounded = if config.tiers.ram_packed { ", behind blocks rounded to q8" } else { "" };
         let numerics = registry.device().numerics() + rounded;
-        state.keep_sessions(dir, (&origin, &numerics), &paged).context("--sessions-dir")?;
+        state.keep_sessions(dir, (origin, &numerics), &paged).context("--sessions-dir")?;
+    }
+    if config.sessions.shared
+        && let (Some(tiers), Some(origin)) = (&tiers, &origin)
+        && let Some(store) = config.tiers.open_for_sessions(tiers)?
+    {
+        state.share_sessions(store, origin).context("--sessions-shared")?;
     }
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {

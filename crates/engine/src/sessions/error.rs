@@ -1,5 +1,6 @@
 //! What sessions refuse.
 use super::id::SessionId;
+use std::fmt;
 use std::time::Duration;
 
 /// Why an operation on a session was refused. The session is unchanged, unless the operation says otherwise.
@@ -7,10 +8,26 @@ use std::time::Duration;
 pub enum SessionError {
     /// The owner has no such session. `id` is shortened if it is not a session id.
     #[error(
-        "there is no session {id}: it was deleted, has expired after {} s without use, or belongs to another key",
+        "there is no session {id} here: it was deleted, has expired after {} s without use, belongs to another key, \
+         {searched}",
         idle.as_secs_f64()
     )]
-    NotFound { id: String, idle: Duration },
+    NotFound { id: String, idle: Duration, searched: Searched },
+    /// Another worker has continued the session, and what it recorded cannot be read. An older state may be here.
+    #[error(
+        "session {id} was continued by another worker, and its record in the shared store is damaged, or the store has \
+         dropped it: send the request to that worker, or create a new session"
+    )]
+    LostRecord { id: SessionId },
+    /// The session is not here, and the shared store does not answer.
+    #[error(
+        "session {id} is not on this worker, and the shared store does not answer: try again, or send the request to \
+         the worker that has it"
+    )]
+    Unreachable { id: SessionId },
+    /// A session cannot be created under this id.
+    #[error("session {id} exists already, or was deleted: draw another id, or omit `id`")]
+    Exists { id: SessionId },
     /// The session was deleted while a guard of it existed.
     #[error("session {id} was deleted in the meantime")]
     Deleted { id: SessionId },
@@ -62,6 +79,28 @@ pub enum SessionError {
     /// The model's template or tokenizer failed.
     #[error(transparent)]
     Model(#[from] crate::Error),
+}
+
+/// Where a session was looked for, as the end of the sentence that it is not there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Searched {
+    /// In this process, which shares its sessions with no other.
+    OneWorker,
+    /// Also in the store that workers share.
+    SharedStore,
+}
+
+impl fmt::Display for Searched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Searched::OneWorker => {
+                "or lives on another worker. A session lives in one worker: behind a router, send the same \
+                 `x-session-id` with all of its requests (vllm-router: `consistent_hash`), or start the workers with \
+                 --tier-store URL --sessions-shared, and any of them continues it"
+            }
+            Searched::SharedStore => "or the shared store has dropped its record",
+        })
+    }
 }
 
 fn busy(generates: bool) -> &'static str {

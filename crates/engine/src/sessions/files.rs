@@ -207,8 +207,7 @@ impl SessionFiles {
             return Ok(None);
         }
         let Ok(mut record) = serde_json::from_str::<SessionRecord>(body) else { return Ok(None) };
-        let empty = super::history::SavedHistory::from(&History::default());
-        let history = std::mem::replace(&mut record.history, empty).restore(vocab);
+        let history = std::mem::take(&mut record.history).restore(vocab);
         Ok(history.map(|history| (record, history)))
     }
 

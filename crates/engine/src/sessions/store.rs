@@ -9,17 +9,22 @@
 mod guard;
 mod inner;
 mod saved;
+mod shared;
+mod stamp;
 #[cfg(test)]
 mod tests;
 
 use super::history::History;
 use super::id::SessionId;
-use super::{SessionError, SessionLimits};
+use super::{Searched, SessionError, SessionLimits};
 use guard::Busy;
 pub use guard::SessionGuard;
 pub(super) use inner::Change;
 use inner::{Inner, Session};
 pub(super) use saved::SessionRecord;
+pub(super) use shared::{Adopted, SharedChange};
+pub(super) use stamp::Stamp;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -84,12 +89,18 @@ pub struct SessionTokens {
 pub struct SessionStore {
     inner: Mutex<Inner>,
     limits: SessionLimits,
+    /// Other workers may have sessions that are not here.
+    is_shared: AtomicBool,
 }
 
 impl SessionStore {
     /// A store without sessions.
     pub fn new(limits: SessionLimits) -> Arc<Self> {
-        Arc::new(SessionStore { inner: Mutex::default(), limits })
+        Arc::new(SessionStore { inner: Mutex::default(), limits, is_shared: AtomicBool::new(false) })
+    }
+
+    pub(super) fn limits(&self) -> SessionLimits {
+        self.limits
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -122,7 +133,11 @@ impl SessionStore {
     }
 
     fn not_found(&self, id: &dyn fmt::Display) -> SessionError {
-        SessionError::NotFound { id: id.to_string(), idle: self.limits.idle }
+        let searched = match self.is_shared.load(Ordering::Relaxed) {
+            true => Searched::SharedStore,
+            false => Searched::OneWorker,
+        };
+        SessionError::NotFound { id: id.to_string(), idle: self.limits.idle, searched }
     }
 
     fn session<'a>(
@@ -161,14 +176,28 @@ impl SessionStore {
         SessionError::TooManyTokens { tokens, more, max: self.limits.max_tokens }
     }
 
-    /// Adds a session. Fails without a change if the owner's limits are reached.
+    /// Adds a session under an id that is drawn. Fails without a change if the owner's limits are reached.
     pub fn create(
         &self,
         at: Timestamp,
         owner: &Arc<str>,
         draft: NewSession,
     ) -> Result<SessionInfo, SessionError> {
+        self.create_as(at, owner, None, draft)
+    }
+
+    /// The same under an id that the client has drawn, if there is one. Fails also if it is taken.
+    pub fn create_as(
+        &self,
+        at: Timestamp,
+        owner: &Arc<str>,
+        id: Option<SessionId>,
+        draft: NewSession,
+    ) -> Result<SessionInfo, SessionError> {
         let mut inner = self.at(at);
+        if let Some(id) = id.filter(|id| inner.sessions.contains_key(id)) {
+            return Err(SessionError::Exists { id });
+        }
         self.admit(&inner, owner, 1, draft.history.charge())?;
         let session = Session {
             owner: owner.clone(),
@@ -179,12 +208,16 @@ impl SessionStore {
             touched: at.instant,
             history: draft.history,
             parent: None,
+            absent_parent: None,
             children: BTreeSet::new(),
             fork: None,
+            stamp: Stamp::first(inner.writer),
+            made: 1,
+            recorded: None,
             busy: None,
             is_scheduled: false,
         };
-        let id = inner.add(session, self.limits.idle);
+        let id = inner.add(id, session, self.limits.idle);
         Ok(inner.info(id, at, &self.limits))
     }
 
@@ -251,7 +284,7 @@ impl SessionStore {
         let (owner, salt, cache_salt) =
             (parent.owner.clone(), parent.salt.clone(), parent.cache_salt.clone());
         self.admit(&inner, &owner, n, history.charge())?;
-        let fork = inner.number();
+        let (fork, writer) = (inner.number(), inner.writer);
         let one = |_| Session {
             owner: owner.clone(),
             name: name.map(str::to_string),
@@ -261,14 +294,18 @@ impl SessionStore {
             touched: at.instant,
             history: history.clone(),
             parent: Some(id),
+            absent_parent: None,
             children: BTreeSet::new(),
             fork: Some(fork),
+            stamp: Stamp::first(writer),
+            made: 1,
+            recorded: None,
             busy: None,
             is_scheduled: false,
         };
         let forked: Vec<Session> = (0..n).map(one).collect();
         let ids: Vec<SessionId> =
-            forked.into_iter().map(|session| inner.add(session, self.limits.idle)).collect();
+            forked.into_iter().map(|session| inner.add(None, session, self.limits.idle)).collect();
         Ok(ids.into_iter().map(|id| inner.info(id, at, &self.limits)).collect())
     }
 
@@ -276,7 +313,7 @@ impl SessionStore {
     pub fn delete(&self, at: Timestamp, owner: &str, id: SessionId) -> Result<(), SessionError> {
         let mut inner = self.at(at);
         self.session(&mut inner, owner, id)?;
-        inner.remove(id);
+        inner.delete(id);
         Ok(())
     }
 
@@ -312,7 +349,7 @@ impl SessionStore {
             level = below.copied().collect();
             losers.extend(&level);
         }
-        losers.iter().for_each(|id| inner.remove(*id));
+        losers.iter().for_each(|id| inner.delete(*id));
         self.session(&mut inner, owner, id)?.touched = at.instant;
         Ok(losers)
     }
@@ -333,7 +370,8 @@ impl SessionStore {
             return Err(SessionError::Busy { id, generates: busy.generates });
         }
         let (sender, deleted) = watch::channel(());
-        session.busy = Some(Busy { claim: number, generates, _deleted: sender });
+        let before = (session.history.clone(), session.stamp);
+        session.busy = Some(Busy { claim: number, generates, before, _deleted: sender });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
         Ok(SessionGuard { store: self.clone(), id, number, history, salt, owner, deleted })

@@ -152,6 +152,11 @@ pub(super) fn sessions(config: &ServerConfig) -> Result<(), ConfigError> {
     if s.max_tokens > 1 << 40 {
         return Err(bad("sessions.max_tokens", s.max_tokens, "0 to 1099511627776"));
     }
+    if s.shared && config.tiers.store.is_none() {
+        let expected = "false, or a store that the workers share too: tiers.store (--tier-store), such as \
+                        redis://HOST:6379/PREFIX";
+        return Err(bad("sessions.shared (--sessions-shared)", true, expected));
+    }
     Ok(())
 }
 

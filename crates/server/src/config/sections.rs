@@ -260,11 +260,13 @@ pub struct SessionsSection {
     pub max_tokens: u64,
     /// Where sessions are kept, so that they survive a restart. Without it they are kept in memory alone.
     pub dir: Option<PathBuf>,
+    /// Record sessions in `tiers.store`, where the other workers of a fleet find them.
+    pub shared: bool,
 }
 
 impl Default for SessionsSection {
     fn default() -> Self {
-        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20, dir: None }
+        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20, dir: None, shared: false }
     }
 }
 

@@ -3,6 +3,7 @@ use super::ConfigError;
 use super::check::bad;
 use kvist_device::Storage;
 use kvist_engine::serving::{Engine, PackedStore, TierConfig, TierStore, tier_runtime};
+use kvist_engine::sessions::SharedStore;
 use kvist_scheduler::{Config, Write};
 use kvist_store::{BlockStore, Ram, StoreError};
 use serde::Deserialize;
@@ -167,6 +168,18 @@ impl TiersSection {
         }
         let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, stored_bytes) } else { 0 };
         self.ram_bytes.saturating_add(2 * self.bytes_in_flight()).saturating_add(disk)
+    }
+
+    /// Opens the shared store once more, for sessions: its failures and its counts are not those of the tier. `None` if there is no shared
+    /// store.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_for_sessions(&self, tiers: &OpenTiers) -> Result<Option<SharedStore>, StoreError> {
+        let (Some(url), Some(runtime)) = (&self.store, &tiers.runtime) else { return Ok(None) };
+        let _within = runtime.enter();
+        let (store, deadline) = (open_shared(url)?, Duration::from_millis(self.grace_ms));
+        Ok(Some(SharedStore { store, runtime: runtime.handle().clone(), deadline }))
     }
 
     /// What the tiers are, in one line, without secrets.

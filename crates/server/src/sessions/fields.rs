@@ -94,6 +94,9 @@ fn create(b: &Bounds) -> Value {
     let mut all = content(b);
     all.extend(fields(json!({
         "model": common(b)["model"],
+        "id": or_null(json!({"type": "string", "pattern": "^sess-[0-9a-f]{32}$", "description":
+            "The session's id, drawn at random by the client, so that a router can place the session by it from the creation on. By \
+             default the server draws one."})),
         "name": or_null(json!({"type": "string", "maxLength": MAX_NAME,
             "description": "A label, for the owner of the session."})),
         "cache_salt": or_null(json!({"type": "string", "maxLength": 256, "description":
@@ -192,6 +195,7 @@ pub(super) struct Content {
 
 #[derive(Deserialize)]
 pub(super) struct CreateFields {
+    pub id: Option<String>,
     pub name: Option<String>,
     pub cache_salt: Option<String>,
     pub chat_template_kwargs: Option<Map<String, Value>>,

@@ -2,6 +2,7 @@
 //!
 //! Each owner has a folder of its own in the server's directory of sessions. A client names a file in it, and no path.
 use super::fields::FileFields;
+use super::shared::arrive;
 use super::verbs::document_of;
 use crate::blocking::blocking;
 use crate::error::ApiError;
@@ -21,6 +22,7 @@ fn keeper(state: &ServerState) -> Result<&SessionKeeper, ApiError> {
 
 pub(crate) async fn save(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
     let Posted { call: Call { state, caller }, mut body } = posted;
+    arrive(&state, &caller, &id).await?;
     blocking(move || {
         let id = state.sessions.id(&id)?;
         check(&mut body, &state.schemas.sessions.save, &state.bounds.model)?;

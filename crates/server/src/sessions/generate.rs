@@ -3,6 +3,7 @@
 //! The response has the shape of a chat completion if the session consists of messages, otherwise of a
 //! completion. Its field `session` names the session.
 use super::fields::GenerateFields;
+use super::shared::arrive;
 use super::tokenizer::decoding_memory;
 use super::verbs::check_tools;
 use crate::auth::Caller;
@@ -32,6 +33,7 @@ use tokio::task::JoinError;
 
 pub(crate) async fn generate(Path(id): Path<String>, posted: Posted) -> Result<Response, ApiError> {
     let state = posted.call.state.clone();
+    arrive(&state, &posted.call.caller, &id).await?;
     let prepared = posted.prepare(move |state, caller, body| prepare(state, caller, &id, body));
     let Prepared { mut request, run, parser, is_chat, common } = prepared.await?;
     let session = run.generation.guard().id.to_string();

@@ -1,5 +1,6 @@
 //! The session endpoints except `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
+use super::shared::{arrive, refuse_known};
 use super::tokenizer::decoding_memory;
 use crate::blocking::blocking;
 use crate::error::ApiError;
@@ -10,7 +11,7 @@ use crate::state::ServerState;
 use axum::Json;
 use axum::response::{IntoResponse, Response};
 use kvist_engine::sessions::{
-    History, NewSession, SessionGuard, SessionInfo, TOOLS, Timestamp, check_length, heap_bytes,
+    History, NewSession, SessionGuard, SessionId, SessionInfo, TOOLS, Timestamp, check_length, heap_bytes,
     heap_bytes_of_fields,
 };
 use kvist_engine::tools::tools_from_json;
@@ -69,6 +70,8 @@ pub(super) fn check_tools(tools: &[Value]) -> Result<(), ApiError> {
 }
 
 pub(crate) async fn create(posted: Posted) -> Result<Json<Value>, ApiError> {
+    let Call { state, caller } = &posted.call;
+    refuse_known(state, caller, posted.body["id"].as_str()).await?;
     let created = posted.prepare(|state, caller, body| {
         check(body, &state.schemas.sessions.create, &state.bounds.model)?;
         let (fields, content): (CreateFields, Content) = (read(body)?, read(body)?);
@@ -105,7 +108,8 @@ pub(crate) async fn create(posted: Posted) -> Result<Json<Value>, ApiError> {
             cache_salt: fields.cache_salt,
             history,
         };
-        Ok(Json(document_of(&state.sessions.create(Timestamp::now(), &caller.name, new)?)))
+        let id = fields.id.as_deref().and_then(SessionId::parse);
+        Ok(Json(document_of(&state.sessions.create_as(Timestamp::now(), &caller.name, id, new)?)))
     });
     created.await
 }
@@ -119,6 +123,7 @@ pub(crate) async fn list(Call { state, caller }: Call) -> Result<Json<Value>, Ap
 }
 
 pub(crate) async fn show(Call { state, caller }: Call, Path(id): Path<String>) -> Result<Response, ApiError> {
+    arrive(&state, &caller, &id).await?;
     let shown = state.prepare(&caller, move |state, caller| {
         let (info, mut history) =
             state.sessions.get(Timestamp::now(), &caller.name, state.sessions.id(&id)?)?;
@@ -189,6 +194,7 @@ pub(crate) async fn delete(
     Call { state, caller }: Call,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
+    arrive(&state, &caller, &id).await?;
     blocking(move || {
         let session = state.sessions.id(&id)?;
         state.sessions.delete(Timestamp::now(), &caller.name, session)?;
@@ -206,6 +212,7 @@ fn change(guard: &mut SessionGuard, history: History) -> Result<Value, ApiError>
 }
 
 pub(crate) async fn append(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    arrive(&posted.call.state, &posted.call.caller, &id).await?;
     let appended = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
         check(body, &state.schemas.sessions.append, &state.bounds.model)?;
@@ -217,6 +224,7 @@ pub(crate) async fn append(Path(id): Path<String>, posted: Posted) -> Result<Jso
 }
 
 pub(crate) async fn rollback(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    arrive(&posted.call.state, &posted.call.caller, &id).await?;
     let rolled = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
         check(body, &state.schemas.sessions.rollback, &state.bounds.model)?;
@@ -229,6 +237,7 @@ pub(crate) async fn rollback(Path(id): Path<String>, posted: Posted) -> Result<J
 }
 
 pub(crate) async fn fork(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
+    arrive(&posted.call.state, &posted.call.caller, &id).await?;
     let forked = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
         check(body, &state.schemas.sessions.fork, &state.bounds.model)?;
@@ -248,6 +257,7 @@ pub(crate) async fn fork(Path(id): Path<String>, posted: Posted) -> Result<Json<
 
 pub(crate) async fn keep(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
     let Posted { call: Call { state, caller }, mut body } = posted;
+    arrive(&state, &caller, &id).await?;
     blocking(move || {
         let id = state.sessions.id(&id)?;
         check(&mut body, &state.schemas.sessions.keep, &state.bounds.model)?;

@@ -94,6 +94,9 @@ pub struct Args {
     /// Keep sessions in this directory, with their K and V: they survive a restart of the server
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub sessions_dir: Option<PathBuf>,
+    /// Record sessions in the shared store (--tier-store): any worker of a fleet continues a session whose worker is gone
+    #[arg(long)]
+    pub sessions_shared: bool,
     /// Publish there which prefixes the cache has, for routers that send a prompt where its prefix is: vLLM's KV events over
     /// ZeroMQ, such as tcp://127.0.0.1:5557
     #[arg(long, value_name = "ENDPOINT")]
@@ -143,6 +146,7 @@ impl Args {
         c.http.open |= self.open;
         c.http.log_prompts |= self.log_prompts;
         c.sessions.dir = self.sessions_dir.clone().or(c.sessions.dir);
+        c.sessions.shared |= self.sessions_shared;
         c.http.cors_origins.extend(self.cors_origin.iter().cloned());
         c.cache.tokens = self.context.or(c.cache.tokens);
         set(&mut c.cache.kv, &self.kv);

@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 use std::sync::Arc;
 
 /// A history with everything that a later turn needs, also what clients do not see.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct SavedHistory {
     pub tokens: Vec<u32>,
     conversation: Option<SavedConversation>,

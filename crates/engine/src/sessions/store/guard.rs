@@ -1,5 +1,5 @@
 //! The exclusive right to change one session: its operations, and the effect of deleting the session meanwhile.
-use super::{SessionInfo, SessionStore, Timestamp};
+use super::{SessionInfo, SessionStore, Stamp, Timestamp};
 use crate::sessions::SessionError;
 use crate::sessions::history::History;
 use crate::sessions::id::SessionId;
@@ -11,6 +11,8 @@ use tokio::sync::watch;
 pub(super) struct Busy {
     pub claim: u64,
     pub generates: bool,
+    /// The state when it was claimed: what the shared store has until the claim ends.
+    pub before: (History, Stamp),
     /// Dropped with the session, which makes the claim's receiver fail.
     pub _deleted: watch::Sender<()>,
 }
@@ -65,8 +67,10 @@ impl SessionGuard {
             let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
             self.store.admit_tokens(tokens, after - before)?;
         }
+        let writer = inner.writer;
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         session.touched = at.instant;
+        session.change(writer);
         session.history = history.clone();
         self.history = history;
         inner.charge(&self.owner, before, after);
@@ -78,10 +82,12 @@ impl SessionGuard {
     /// session's history. Fails if the session was deleted or its owner's quota is exceeded.
     pub(crate) fn push(&mut self, prompt: Option<History>, token: u32) -> Result<(), SessionError> {
         let mut inner = self.store.lock();
+        let writer = inner.writer;
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let before = session.history.charge();
         if let Some(prompt) = prompt {
             session.history = prompt;
+            session.change(writer);
         }
         Arc::make_mut(&mut session.history.tokens).push(token);
         let after = session.history.charge();
@@ -97,11 +103,17 @@ impl SessionGuard {
     /// lock; the claim keeps other requests from changing the history meanwhile.
     pub(crate) fn end(&mut self, now: Instant, last: impl FnOnce(&mut History)) {
         let there = self.store.lock().claimed(self.id, self.number).map(|session| session.history.clone());
-        let Some(mut history) = there else { return };
+        let Some(before) = there else { return };
+        let mut history = before.clone();
         last(&mut history);
+        let has_changed = history != before;
         let mut inner = self.store.lock();
+        let writer = inner.writer;
         let Some(session) = inner.claimed(self.id, self.number) else { return };
         let before = session.history.charge();
+        if has_changed {
+            session.change(writer);
+        }
         session.history = history;
         session.touched = now;
         let after = session.history.charge();

@@ -1,6 +1,8 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::guard::Busy;
-use super::{SessionInfo, Timestamp};
+use super::shared::SharedChange;
+use super::{SessionInfo, Stamp, Timestamp};
+use crate::random::random_seed;
 use crate::sessions::SessionLimits;
 use crate::sessions::history::History;
 use crate::sessions::id::SessionId;
@@ -8,6 +10,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
+use tokio::sync::mpsc::UnboundedSender;
 
 pub(super) struct Session {
     pub owner: Arc<str>,
@@ -19,16 +22,33 @@ pub(super) struct Session {
     pub touched: Instant,
     pub history: History,
     pub parent: Option<SessionId>,
+    /// The parent, if this process does not have it: another worker may.
+    pub absent_parent: Option<SessionId>,
     pub children: BTreeSet<SessionId>,
     /// The fork call that created it. Siblings have the same number.
     pub fork: Option<u64>,
+    /// The last change.
+    pub stamp: Stamp,
+    /// The largest version that this process has made of the session, so that it makes none twice.
+    pub made: u64,
+    /// The state that the shared store has, as far as this process knows.
+    pub recorded: Option<Stamp>,
     pub busy: Option<Busy>,
     /// True if [`Inner::expiries`] has an entry for it. False only while a claim outlasts the session's expiry time.
     pub is_scheduled: bool,
 }
 
-#[derive(Default)]
+impl Session {
+    /// Notes that process `writer` has changed it.
+    pub fn change(&mut self, writer: u64) {
+        self.made = self.stamp.version.max(self.made).saturating_add(1);
+        self.stamp = Stamp { version: self.made, writer };
+    }
+}
+
 pub(super) struct Inner {
+    /// The number of this process, in stamps. Drawn at random.
+    pub writer: u64,
     pub sessions: BTreeMap<SessionId, Session>,
     /// Only owners that have sessions.
     pub owned: BTreeMap<Arc<str>, Owned>,
@@ -37,10 +57,32 @@ pub(super) struct Inner {
     /// Number of sessions checked for expiry.
     #[cfg(test)]
     pub n_checked: usize,
-    /// The last number given to a claim or a fork call.
+    /// The last number given to a claim or a fork call. The first one is drawn at random, because forks of several processes meet in a
+    /// shared store: equal numbers would make them siblings.
     pub next: u64,
     /// Where to report sessions that have changed or are gone.
     pub changes: Option<Sender<Change>>,
+    /// Where to report what a shared store has to learn.
+    pub shared: Option<UnboundedSender<SharedChange>>,
+    /// Deleted sessions of which the shared store has no note yet: what it still has of them is not taken over.
+    pub deleting: BTreeSet<SessionId>,
+}
+
+impl Default for Inner {
+    fn default() -> Self {
+        Inner {
+            writer: random_seed(),
+            sessions: BTreeMap::new(),
+            owned: BTreeMap::new(),
+            expiries: BTreeSet::new(),
+            #[cfg(test)]
+            n_checked: 0,
+            next: random_seed() >> 1,
+            changes: None,
+            shared: None,
+            deleting: BTreeSet::new(),
+        }
+    }
 }
 
 /// What the thread that saves sessions is told.
@@ -75,6 +117,14 @@ impl Inner {
             // Without a receiver, the server is shutting down.
             let _ = changes.send(Change::Session(id));
         }
+        self.tell_shared(|| SharedChange::Session(id));
+    }
+
+    /// Reports to the shared store, if there is one.
+    pub fn tell_shared(&self, change: impl FnOnce() -> SharedChange) {
+        if let Some(shared) = &self.shared {
+            let _ = shared.send(change());
+        }
     }
 
     /// Ends the claim on a session.
@@ -96,8 +146,9 @@ impl Inner {
         }
     }
 
-    pub fn add(&mut self, session: Session, idle: Duration) -> SessionId {
-        let mut id = SessionId::draw();
+    /// Adds a session, under this id or one that is drawn.
+    pub fn add(&mut self, id: Option<SessionId>, session: Session, idle: Duration) -> SessionId {
+        let mut id = id.unwrap_or_else(SessionId::draw);
         while self.sessions.contains_key(&id) {
             id = SessionId::draw();
         }
@@ -118,16 +169,36 @@ impl Inner {
         self.wait(id, idle);
     }
 
+    /// Removes a session for good, on every worker that shares it.
+    pub fn delete(&mut self, id: SessionId) {
+        if let Some(session) = self.sessions.get(&id) {
+            let (owner, children, writer) = (session.owner.clone(), session.children.clone(), self.writer);
+            if self.shared.is_some() {
+                self.deleting.insert(id);
+            }
+            self.tell_shared(|| SharedChange::Deleted { owner, id });
+            for child in children {
+                if let Some(child) = self.sessions.get_mut(&child) {
+                    child.change(writer);
+                }
+            }
+        }
+        self.remove(id);
+    }
+
+    /// Removes a session from this process. Its forks become forks of its parent, which is no change of theirs that other workers have
+    /// to learn: an expiry is not, and a deletion they see themselves.
     pub fn remove(&mut self, id: SessionId) {
         let Some(gone) = self.sessions.remove(&id) else { return };
         self.changed(id);
-        // Their parent is another one now.
-        gone.children.iter().for_each(|child| self.changed(*child));
         for child in &gone.children {
             if let Some(child) = self.sessions.get_mut(child) {
                 child.parent = gone.parent;
+                child.absent_parent = gone.absent_parent;
             }
         }
+        // Their parent is another one now.
+        gone.children.iter().for_each(|child| self.changed(*child));
         if let Some(parent) = gone.parent.and_then(|parent| self.sessions.get_mut(&parent)) {
             parent.children.remove(&id);
             parent.children.extend(&gone.children);
@@ -138,6 +209,28 @@ impl Inner {
             if own.ids.is_empty() {
                 self.owned.remove(&gone.owner);
             }
+        }
+    }
+
+    /// Makes `parent` the parent of a session, unless it is missing, another owner's, or a descendant of it.
+    pub fn link(&mut self, id: SessionId, parent: SessionId) {
+        let owner = |id: &SessionId| self.sessions.get(id).map(|session| session.owner.clone());
+        if owner(&id).is_none() || owner(&id) != owner(&parent) {
+            return;
+        }
+        // Records of different moments could name each other.
+        let mut above = Some(parent);
+        while let Some(ancestor) = above.filter(|ancestor| *ancestor != id) {
+            above = self.sessions.get(&ancestor).and_then(|session| session.parent);
+        }
+        if above.is_some() {
+            return;
+        }
+        if let Some(session) = self.sessions.get_mut(&id) {
+            (session.parent, session.absent_parent) = (Some(parent), None);
+        }
+        if let Some(session) = self.sessions.get_mut(&parent) {
+            session.children.insert(id);
         }
     }
 
@@ -160,7 +253,7 @@ impl Inner {
             expires_s: at.unix_s + left.saturating_add(Duration::from_millis(999)).as_secs(),
             n_tokens: session.history.tokens.len(),
             n_messages: session.history.n_messages(),
-            parent: session.parent,
+            parent: session.parent.or(session.absent_parent),
             shared_tokens: parent.map_or(0, |parent| parent.history.in_common(&session.history)),
             children: session.children.iter().copied().collect(),
             running: session.busy.as_ref().is_some_and(|busy| busy.generates),

@@ -1,13 +1,13 @@
 //! Sessions as they are stored in files.
 use super::inner::{Change, Session};
-use super::{SessionInfo, SessionStore, Timestamp};
+use super::{SessionInfo, SessionStore, Stamp, Timestamp};
 use crate::sessions::history::SavedHistory;
 use crate::sessions::{History, SessionError, SessionId};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Everything of a session that outlives the process.
 #[derive(Debug, Serialize, Deserialize)]
@@ -22,7 +22,67 @@ pub(in crate::sessions) struct SessionRecord {
     pub touched_s: u64,
     pub parent: Option<String>,
     pub fork: Option<u64>,
+    /// The last change; `None` in files of older versions.
+    #[serde(default)]
+    pub stamp: Option<Stamp>,
+    /// The state that a shared store had, as far as this process knew.
+    #[serde(default)]
+    pub recorded: Option<Stamp>,
     pub history: SavedHistory,
+}
+
+impl SessionRecord {
+    /// Everything but the history.
+    pub(super) fn without_history(id: SessionId, session: &Session, at: Timestamp) -> Self {
+        let idle = at.instant.saturating_duration_since(session.touched);
+        SessionRecord {
+            id: id.to_string(),
+            owner: session.owner.to_string(),
+            name: session.name.clone(),
+            cache_salt: session.cache_salt.clone(),
+            salt: session.salt.to_string(),
+            created_s: session.created_s,
+            touched_s: at.unix_s.saturating_sub(idle.as_secs()),
+            parent: session.parent.or(session.absent_parent).map(|id| id.to_string()),
+            fork: session.fork,
+            stamp: Some(session.stamp),
+            recorded: session.recorded,
+            history: SavedHistory::default(),
+        }
+    }
+
+    /// When it was last used, on this process's clock. The clock of a machine that has just started may not reach back so far.
+    pub(super) fn touched(&self, at: Timestamp) -> Instant {
+        let idle = Duration::from_secs(at.unix_s.saturating_sub(self.touched_s));
+        at.instant.checked_sub(idle).unwrap_or(at.instant)
+    }
+}
+
+impl Session {
+    /// A session with the content of a record, without a parent. A parent that another worker may have is noted.
+    pub(super) fn from_record(record: SessionRecord, history: History, at: Timestamp, writer: u64) -> Self {
+        let stamp = record.stamp.unwrap_or(Stamp::first(writer));
+        let touched = record.touched(at);
+        let is_shared = record.recorded.is_some();
+        Session {
+            absent_parent: record.parent.as_deref().and_then(SessionId::parse).filter(|_| is_shared),
+            owner: record.owner.into(),
+            name: record.name,
+            cache_salt: record.cache_salt,
+            salt: record.salt.into(),
+            created_s: record.created_s,
+            touched,
+            history,
+            parent: None,
+            children: BTreeSet::new(),
+            fork: record.fork,
+            made: stamp.version,
+            stamp,
+            recorded: record.recorded,
+            busy: None,
+            is_scheduled: false,
+        }
+    }
 }
 
 impl SessionStore {
@@ -44,20 +104,8 @@ impl SessionStore {
     pub(in crate::sessions) fn record(&self, at: Timestamp, id: SessionId) -> Option<(SessionRecord, bool)> {
         let inner = self.at(at);
         let session = inner.sessions.get(&id)?;
-        let (history, idle) =
-            (session.history.clone(), at.instant.saturating_duration_since(session.touched));
-        let mut record = SessionRecord {
-            id: id.to_string(),
-            owner: session.owner.to_string(),
-            name: session.name.clone(),
-            cache_salt: session.cache_salt.clone(),
-            salt: session.salt.to_string(),
-            created_s: session.created_s,
-            touched_s: at.unix_s.saturating_sub(idle.as_secs()),
-            parent: session.parent.map(|id| id.to_string()),
-            fork: session.fork,
-            history: SavedHistory::from(&History::default()),
-        };
+        let history = session.history.clone();
+        let mut record = SessionRecord::without_history(id, session, at);
         let is_idle = session.busy.is_none();
         // A long history is copied without the lock.
         drop(inner);
@@ -75,43 +123,15 @@ impl SessionStore {
             if inner.sessions.contains_key(&id) {
                 continue;
             }
-            let idle = Duration::from_secs(at.unix_s.saturating_sub(record.touched_s));
-            inner.next = inner.next.max(record.fork.unwrap_or(0));
             if let Some(parent) = record.parent.as_deref().and_then(SessionId::parse) {
                 parents.push((id, parent));
             }
-            let session = Session {
-                owner: record.owner.into(),
-                name: record.name,
-                cache_salt: record.cache_salt,
-                salt: record.salt.into(),
-                created_s: record.created_s,
-                // The clock of a machine that has just started may not reach back so far.
-                touched: at.instant.checked_sub(idle).unwrap_or(at.instant),
-                history,
-                parent: None,
-                children: BTreeSet::new(),
-                fork: record.fork,
-                busy: None,
-                is_scheduled: false,
-            };
+            let writer = inner.writer;
+            let session = Session::from_record(record, history, at, writer);
             inner.add_as(id, session, self.limits.idle);
         }
         for (id, parent) in parents {
-            // Files of different moments could name each other.
-            let mut above = Some(parent);
-            while let Some(ancestor) = above.filter(|ancestor| *ancestor != id) {
-                above = inner.sessions.get(&ancestor).and_then(|session| session.parent);
-            }
-            let owner = |id: &SessionId| inner.sessions.get(id).map(|session| session.owner.clone());
-            if above.is_none() && owner(&id).is_some() && owner(&id) == owner(&parent) {
-                if let Some(session) = inner.sessions.get_mut(&id) {
-                    session.parent = Some(parent);
-                }
-                if let Some(session) = inner.sessions.get_mut(&parent) {
-                    session.children.insert(id);
-                }
-            }
+            inner.link(id, parent);
         }
         drop(inner);
         drop(self.at(at));

@@ -1,0 +1,289 @@
+//! Sessions in a store that several workers share: a session whose worker is gone is continued by another one.
+//!
+//! A task records every session after each change, beside the requests: creations, appended text, answers, forks, rollbacks,
+//! deletions. While a session generates, the store has the state before. Before a request uses a session,
+//! [`SharedSessions::find`] compares the state here with the newest one in the store, which is one small read, and takes that over
+//! if another worker made it. So a worker that was away does not go on with what it remembers.
+//!
+//! **Two workers that change a session at the same time**: a change is recorded only if the store still has the state that it was made
+//! from. The worker that comes second drops its change, counts and logs it, and takes over the first one's at the next request. A
+//! deletion always counts. The store cannot compare and write in one step: of two changes that are recorded in the same moment, the
+//! last one written counts, for both workers.
+//!
+//! A store that does not answer within the time limit is not waited for: what is here is used, and the changes are recorded later.
+//! A session that is not here cannot be continued then.
+mod record;
+#[cfg(test)]
+mod tests;
+mod writer;
+
+use super::store::{Adopted, SharedChange, Stamp};
+use super::{SessionError, SessionId, SessionStore, Timestamp};
+use crate::Error;
+use crate::saved::Origin;
+use kvist_store::{BlockKey, BlockStore, Bytes, StoreError};
+use record::{Head, Place};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+use tokio::runtime::Handle;
+
+const TARGET: &str = "kvist::server";
+
+/// A store for sessions.
+#[derive(Clone)]
+pub struct SharedStore {
+    pub store: Arc<dyn BlockStore>,
+    /// Where its tasks run. A store that was opened on a runtime needs that one.
+    pub runtime: Handle,
+    /// How long a request waits to learn whether another worker has continued a session.
+    pub deadline: Duration,
+}
+
+impl fmt::Debug for SharedStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { store, deadline, .. } = self;
+        f.debug_struct("SharedStore").field("store", &store.name()).field("deadline", deadline).finish()
+    }
+}
+
+/// Sessions in a store that several workers share.
+pub struct SharedSessions {
+    shared: Arc<Shared>,
+    runtime: Handle,
+}
+
+/// What the task and requests have in common.
+struct Shared {
+    store: Arc<dyn BlockStore>,
+    deadline: Duration,
+    sessions: Arc<SessionStore>,
+    fingerprint: Vec<u8>,
+    vocab: usize,
+    counters: Counters,
+    /// Whether the last call of the store failed, for the log.
+    is_failing: AtomicBool,
+}
+
+/// Whether a session is anywhere.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Found {
+    /// It is in this process, in its newest state as far as the store could be asked. It may have been taken over just now.
+    Here,
+    /// Neither here nor in the store.
+    Nowhere,
+    /// Its owner has deleted it.
+    Deleted,
+}
+
+/// What happened since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SharedSessionCounts {
+    /// States that other workers made and this one took over.
+    pub adopted: u64,
+    /// States that were recorded.
+    pub recorded: u64,
+    /// States and deletions that the store did not take. They are tried again.
+    pub failed_writes: u64,
+    /// Requests that used what was here, or were refused, because the store did not answer in time.
+    pub unanswered: u64,
+    /// Changes that were dropped, because another worker's was recorded first.
+    pub conflicts: u64,
+    /// States that the store named but did not have: damaged, or dropped.
+    pub lost: u64,
+}
+
+#[derive(Default)]
+struct Counters {
+    adopted: AtomicU64,
+    recorded: AtomicU64,
+    failed_writes: AtomicU64,
+    unanswered: AtomicU64,
+    conflicts: AtomicU64,
+    lost: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+impl SharedSessions {
+    /// Shares the sessions of `sessions` from now on, those that are there included. `origin` is what they depend on, as for
+    /// [`SessionKeeper`](super::SessionKeeper): workers with another one share nothing. Tokens are below `vocab`.
+    ///
+    /// # Errors
+    /// The origin cannot be written as JSON, which would be a defect.
+    pub fn open(
+        store: SharedStore,
+        sessions: &Arc<SessionStore>,
+        origin: &Origin,
+        vocab: usize,
+    ) -> Result<Self, Error> {
+        let fingerprint =
+            serde_json::to_vec(origin).map_err(|error| Error::Usage(format!("shared sessions: {error}")))?;
+        let SharedStore { store, runtime, deadline } = store;
+        let shared = Arc::new(Shared {
+            store,
+            deadline,
+            sessions: sessions.clone(),
+            fingerprint,
+            vocab,
+            counters: Counters::default(),
+            is_failing: AtomicBool::new(false),
+        });
+        runtime.spawn(writer::run(shared.clone(), sessions.share()));
+        Ok(SharedSessions { shared, runtime })
+    }
+
+    /// Makes sure that the newest state of a session is here, before it is used. Reads a few bytes from the store, at most; and a whole
+    /// state, if another worker has made one.
+    ///
+    /// # Errors
+    /// Another worker has made a newer state, and the store does not give it: then an older one that is here must not be used. Or the
+    /// session is not here, and the store does not answer, or the owner's limits leave no room for it.
+    pub async fn find(&self, owner: &Arc<str>, id: SessionId) -> Result<Found, SessionError> {
+        let (shared, owner) = (self.shared.clone(), owner.clone());
+        // On the store's own runtime; it also goes on if the client disconnects.
+        let found = self.runtime.spawn(async move { shared.find(&owner, id).await });
+        found.await.unwrap_or(Err(SessionError::Unreachable { id }))
+    }
+
+    /// Waits until everything before this call was tried to be recorded. Blocks this thread.
+    pub fn flush(&self) {
+        self.tell_and_wait(SharedChange::Flush);
+    }
+
+    /// Records everything, once, and stops. Later changes are not recorded. Blocks this thread.
+    pub fn close(&self) {
+        self.tell_and_wait(SharedChange::Stop);
+    }
+
+    fn tell_and_wait(&self, message: impl FnOnce(std::sync::mpsc::Sender<()>) -> SharedChange) {
+        let (sender, done) = channel();
+        self.shared.sessions.tell_shared(message(sender));
+        // If the task has ended, nothing is left to wait for.
+        let _ = done.recv();
+    }
+
+    pub fn counts(&self) -> SharedSessionCounts {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.shared.counters;
+        SharedSessionCounts {
+            adopted: read(&counters.adopted),
+            recorded: read(&counters.recorded),
+            failed_writes: read(&counters.failed_writes),
+            unanswered: read(&counters.unanswered),
+            conflicts: read(&counters.conflicts),
+            lost: read(&counters.lost),
+        }
+    }
+}
+
+impl Shared {
+    fn place(&self, owner: &str, id: SessionId) -> Place {
+        Place::new(&self.fingerprint, owner, id)
+    }
+
+    /// Logs when the store begins to fail, and when it answers again.
+    fn note<T>(&self, result: Result<T, StoreError>) -> Result<T, StoreError> {
+        match &result {
+            Ok(_) if self.is_failing.swap(false, Ordering::Relaxed) => {
+                tracing::info!(target: TARGET, "the shared store answers again: sessions are recorded");
+            }
+            Err(error) if !self.is_failing.swap(true, Ordering::Relaxed) => {
+                tracing::warn!(
+                    target: TARGET,
+                    "{error}: sessions go on with what this worker has, and are recorded when the store answers again"
+                );
+            }
+            _ => {}
+        }
+        result
+    }
+
+    async fn get(&self, key: BlockKey) -> Result<Option<Bytes>, StoreError> {
+        self.note(self.store.get(&key).await)
+    }
+
+    async fn head(&self, place: &Place) -> Result<Option<Head>, StoreError> {
+        Ok(self.get(place.head()).await?.and_then(|bytes| Head::parse(&bytes)))
+    }
+
+    /// The head, if the store gives it in time.
+    async fn head_in_time(self: &Arc<Self>, place: &Place) -> Option<Option<Head>> {
+        let (shared, place) = (self.clone(), place.clone());
+        // Goes on when this waits no longer: its time limit tells the store that it hangs.
+        let read = tokio::spawn(async move { shared.head(&place).await });
+        match tokio::time::timeout(self.deadline, read).await {
+            Ok(read) => read.ok()?.ok(),
+            Err(_) => {
+                let (store, limit_ms) = (self.store.name().to_owned(), self.deadline.as_millis());
+                let limit_ms = u64::try_from(limit_ms).unwrap_or(u64::MAX);
+                let late = StoreError::TimedOut { store, action: "look up a session", limit_ms };
+                let _ = self.note::<()>(Err(late));
+                None
+            }
+        }
+    }
+
+    async fn find(self: &Arc<Self>, owner: &Arc<str>, id: SessionId) -> Result<Found, SessionError> {
+        let place = self.place(owner, id);
+        // A state is removed after another one was recorded, so the second head names one that is there.
+        for _ in 0..2 {
+            let here = self.sessions.local(Timestamp::now(), owner, id);
+            if here.is_some_and(|here| here.is_busy) {
+                return Ok(Found::Here);
+            }
+            if self.sessions.is_deleting(id) {
+                return Ok(Found::Deleted);
+            }
+            let Some(head) = self.head_in_time(&place).await else {
+                count(&self.counters.unanswered);
+                return here.map(|_| Found::Here).ok_or(SessionError::Unreachable { id });
+            };
+            let stamp = match (head, here) {
+                (None, None) => return Ok(Found::Nowhere),
+                (None, Some(here)) => {
+                    if here.recorded.is_some() {
+                        // The store has dropped it.
+                        self.sessions.set_recorded(id, None);
+                        self.sessions.tell_shared(SharedChange::Session(id));
+                    }
+                    return Ok(Found::Here);
+                }
+                (Some(Head::Deleted), _) => {
+                    self.sessions.forget(owner, id);
+                    return Ok(Found::Deleted);
+                }
+                (Some(Head::State(stamp)), Some(here)) if here.stamp.includes(stamp, here.recorded) => {
+                    return Ok(Found::Here);
+                }
+                (Some(Head::State(stamp)), _) => stamp,
+            };
+            let state = self.get(place.state(stamp)).await.map_err(|_| {
+                count(&self.counters.unanswered);
+                SessionError::Unreachable { id }
+            })?;
+            let Some(bytes) = state else { continue };
+            let (vocab, place) = (self.vocab, place.clone());
+            // A long history takes many milliseconds.
+            let read = tokio::task::spawn_blocking(move || place.read(&bytes, vocab));
+            let Some(found) = read.await.ok().flatten() else { break };
+            return match self.sessions.adopt(Timestamp::now(), owner, id, stamp, found)? {
+                Adopted::Deleted => Ok(Found::Deleted),
+                Adopted::No => Ok(Found::Here),
+                Adopted::Yes => {
+                    count(&self.counters.adopted);
+                    let Stamp { version, .. } = stamp;
+                    tracing::info!(target: TARGET, "session {id} is continued here, from version {version} of another worker");
+                    Ok(Found::Here)
+                }
+            };
+        }
+        count(&self.counters.lost);
+        tracing::warn!(target: TARGET, "session {id}: its record in the shared store is damaged or gone");
+        Err(SessionError::LostRecord { id })
+    }
+}

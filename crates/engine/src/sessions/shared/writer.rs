@@ -1,0 +1,187 @@
+//! The task that records sessions.
+use super::record::{Head, written};
+use super::{Shared, TARGET, count};
+use crate::sessions::store::SharedChange;
+use crate::sessions::{SessionId, Timestamp};
+use kvist_store::{BlockKey, Bytes, StoreError};
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Duration;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+/// Sessions that are recorded at a time.
+const TOGETHER: usize = 8;
+
+/// What a store did not take is tried again after such a pause, which doubles up to the longest one.
+const PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Something to record.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Task {
+    Deletion(Arc<str>, SessionId),
+    State(SessionId),
+}
+
+/// What the store did not take.
+struct Failed {
+    tasks: BTreeSet<Task>,
+    pause: Duration,
+    again: Instant,
+}
+
+impl Failed {
+    /// Waits for the next change, until it is time to try again. `None` for the latter, and `Some(None)` if there will be no change.
+    async fn next(&self, changes: &mut UnboundedReceiver<SharedChange>) -> Option<Option<SharedChange>> {
+        if self.tasks.is_empty() {
+            return Some(changes.recv().await);
+        }
+        tokio::time::timeout_at(self.again, changes.recv()).await.ok()
+    }
+}
+
+/// Records what it is told, until it is told to stop. Many changes of a session are recorded once, and the changes of one session one
+/// after the other.
+pub(super) async fn run(shared: Arc<Shared>, mut changes: UnboundedReceiver<SharedChange>) {
+    let mut failed = Failed { tasks: BTreeSet::new(), pause: PAUSE, again: Instant::now() };
+    loop {
+        let (mut tasks, mut waiting, mut stops) = (BTreeSet::new(), Vec::<Sender<()>>::new(), false);
+        let mut next = match failed.next(&mut changes).await {
+            Some(None) => return,
+            Some(change) => change,
+            None => None,
+        };
+        while let Some(change) = next {
+            match change {
+                SharedChange::Session(id) => drop(tasks.insert(Task::State(id))),
+                SharedChange::Deleted { owner, id } => drop(tasks.insert(Task::Deletion(owner, id))),
+                SharedChange::Flush(reply) => waiting.push(reply),
+                SharedChange::Stop(reply) => {
+                    waiting.push(reply);
+                    stops = true;
+                }
+            }
+            next = changes.try_recv().ok();
+        }
+        let had_failed = !failed.tasks.is_empty();
+        let tries_again = had_failed && (!waiting.is_empty() || failed.again <= Instant::now());
+        if tries_again {
+            tasks.append(&mut failed.tasks);
+        }
+        failed.tasks.retain(|task| !tasks.contains(task));
+        let missing = record_all(&shared, tasks).await;
+        if tries_again || !had_failed {
+            let longer = tries_again && !missing.is_empty();
+            failed.pause = if longer { (failed.pause * 2).min(LONGEST_PAUSE) } else { PAUSE };
+            failed.again = Instant::now() + failed.pause;
+        }
+        failed.tasks.extend(missing);
+        for reply in waiting {
+            let _ = reply.send(());
+        }
+        if stops {
+            if !failed.tasks.is_empty() {
+                let n = failed.tasks.len();
+                tracing::error!(target: TARGET, "the shared store does not have the last changes of {n} sessions");
+            }
+            return;
+        }
+    }
+}
+
+/// Returns what the store did not take.
+async fn record_all(shared: &Arc<Shared>, tasks: BTreeSet<Task>) -> BTreeSet<Task> {
+    let (mut running, mut failed) = (JoinSet::new(), BTreeSet::new());
+    let mut note = |done: Result<(Task, Result<(), StoreError>), tokio::task::JoinError>| {
+        if let Ok((task, Err(_))) = done {
+            count(&shared.counters.failed_writes);
+            failed.insert(task);
+        }
+    };
+    for task in tasks {
+        if running.len() >= TOGETHER
+            && let Some(done) = running.join_next().await
+        {
+            note(done);
+        }
+        let shared = shared.clone();
+        running.spawn(async move {
+            let done = match &task {
+                Task::State(id) => shared.record(*id).await,
+                Task::Deletion(owner, id) => shared.record_deletion(owner, *id).await,
+            };
+            (task, done)
+        });
+    }
+    while let Some(done) = running.join_next().await {
+        note(done);
+    }
+    failed
+}
+
+impl Shared {
+    async fn put(&self, key: BlockKey, bytes: Bytes, ttl: Duration) -> Result<(), StoreError> {
+        self.note(self.store.put(key, bytes, Some(ttl)).await)
+    }
+
+    /// Records the state of a session, unless the store has one that it was not made from.
+    async fn record(&self, id: SessionId) -> Result<(), StoreError> {
+        let Some(settled) = self.sessions.settled(Timestamp::now(), id) else { return Ok(()) };
+        let stamp = settled.stamp;
+        if settled.recorded == Some(stamp) {
+            return Ok(());
+        }
+        let place = self.place(&settled.owner, id);
+        let before = match self.head(&place).await? {
+            Some(Head::Deleted) => {
+                self.sessions.forget(&settled.owner, id);
+                return Ok(());
+            }
+            Some(Head::State(there)) if !stamp.includes(there, settled.recorded) => {
+                count(&self.counters.conflicts);
+                tracing::warn!(
+                    target: TARGET,
+                    "session {id}: another worker has recorded version {} meanwhile; version {} of this one is dropped",
+                    there.version,
+                    stamp.version
+                );
+                return Ok(());
+            }
+            Some(Head::State(there)) => Some(there),
+            None => None,
+        };
+        let bytes = match written(&settled.record) {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                tracing::error!(target: TARGET, "session {id} cannot be recorded: {error}");
+                return Ok(());
+            }
+        };
+        self.put(place.state(stamp), bytes, settled.left).await?;
+        self.put(place.head(), Head::State(stamp).to_bytes(), settled.left).await?;
+        self.sessions.set_recorded(id, Some(stamp));
+        count(&self.counters.recorded);
+        if let Some(before) = before.filter(|before| *before != stamp) {
+            // One that stays expires.
+            let _ = self.note(self.store.remove(&place.state(before)).await);
+        }
+        Ok(())
+    }
+
+    /// Notes that a session was deleted, for workers that still have it.
+    async fn record_deletion(&self, owner: &str, id: SessionId) -> Result<(), StoreError> {
+        let place = self.place(owner, id);
+        let before = self.head(&place).await?;
+        // What another worker has of it expires sooner, also if its clock is somewhat behind.
+        let ttl = self.sessions.limits().idle.saturating_mul(2);
+        self.put(place.head(), Head::Deleted.to_bytes(), ttl).await?;
+        self.sessions.deletion_noted(id);
+        if let Some(Head::State(before)) = before {
+            let _ = self.note(self.store.remove(&place.state(before)).await);
+        }
+        Ok(())
+    }
+}
