@@ -101,12 +101,15 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     };
     let none = json!({});
     path("/v1/sessions", "get", gets("The sessions of this key", "SessionList", &["401"]));
-    path("/v1/sessions", "post", posts("Create a session", "SessionCreate", "Session", &none));
+    let mut creates = posts("Create a session", "SessionCreate", "Session", &none);
+    creates["responses"]["409"] = reference("responses", "409");
+    path("/v1/sessions", "post", creates);
     let load = "Create a session from a file that this key saved";
     path("/v1/sessions/load", "post", posts(load, "SessionFile", "Loaded", &none));
-    let all = ["400", "401", "404"];
+    // Another worker's session counts against this one's quotas, and its store may not answer.
+    let all = ["400", "401", "404", "429", "503"];
     // A long history takes time and memory to render.
-    let looked = [&all[..], &["408", "503"]].concat();
+    let looked = [&all[..], &["408"]].concat();
     path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &looked)));
     path("/v1/sessions/{id}", "delete", of_one(gets("Delete a session; its forks remain", "Deleted", &all)));
     let verbs = [
@@ -198,8 +201,8 @@ fn responses() -> Value {
         ("404", "No such model, session or path", false),
         (
             "409",
-            "The state does not allow this: the session is generating, is empty, or was not forked; a request needs a \
-             larger cache",
+            "The state does not allow this: the session is generating, is empty, was not forked, or exists already; a \
+             request needs a larger cache",
             false,
         ),
         ("408", "The body arrived too slowly, or the request's deadline passed", false),
@@ -209,7 +212,8 @@ fn responses() -> Value {
         ("500", "The model or its cache failed", false),
         (
             "503",
-            "The server is shutting down, or has reached a limit on connections, large bodies or unread answers",
+            "The server is shutting down, has reached a limit on connections, large bodies or unread answers, or needs a \
+             shared store that does not answer",
             true,
         ),
     ];

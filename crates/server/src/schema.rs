@@ -2,12 +2,13 @@
 //! implements a small part of JSON Schema (2020-12). Errors name the field, what was found and what was expected.
 //!
 //! Supported: `type` (a name or several), `enum`, `const`, `minimum`, `maximum`, `minLength`, `maxLength`, `pattern`
-//! (only [`NATURAL`] and [`FILE_NAME`]), `items`, `minItems`, `maxItems`, `properties`, `required`, `additionalProperties`,
-//! `propertyNames`, `anyOf`. All other keywords are ignored, and a test rejects schemas that rely on them.
+//! (only [`NATURAL`], [`FILE_NAME`] and [`SESSION_ID`]), `items`, `minItems`, `maxItems`, `properties`, `required`,
+//! `additionalProperties`, `propertyNames`, `anyOf`. All other keywords are ignored, and a test rejects schemas that rely on them.
 //!
 //! `x-kvist-refused` lists fields that OpenAI's API has and kvist does not support. They are refused by name, with the
 //! reason, unless they are null. In the schema of a field it is the reason why all but a few values of it are refused.
 use crate::error::ApiError;
+use kvist_engine::sessions::SessionId;
 use serde_json::{Map, Value};
 
 /// A pattern that is checked: a natural number without leading zeros.
@@ -15,6 +16,9 @@ pub const NATURAL: &str = "^(0|[1-9][0-9]*)$";
 
 /// A pattern that is checked: a name that stays in its folder, on every system.
 pub const FILE_NAME: &str = "^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$";
+
+/// A pattern that is checked: the id of a session.
+pub const SESSION_ID: &str = "^sess-[0-9a-f]{32}$";
 
 /// Keyword for refused fields: maps their names to the reason.
 pub const REFUSED: &str = "x-kvist-refused";
@@ -179,6 +183,12 @@ fn check_text(schema: &Value, text: &str, wrong: &dyn Fn(String) -> Found) -> Re
             let names = "1 to 64 letters, digits, `-`, `_` and `.`, of which the first one is no `.`";
             Err(wrong(format!("is {shown:?}; expected a name, not a path: {names}")))
         }
+        Some(SESSION_ID) if SessionId::parse(text).is_some() => Ok(()),
+        Some(SESSION_ID) => {
+            let shown: String = text.chars().take(80).collect();
+            let expected = "`sess-` and 32 hexadecimal digits in lower case, drawn at random";
+            Err(wrong(format!("is {shown:?}; expected {expected}")))
+        }
         Some(_) if is_natural(text) => Ok(()),
         Some(_) => Err(wrong(format!("is {text:?}; expected a number"))),
     }
@@ -299,7 +309,7 @@ pub fn known(schema: &Value) -> Result<(), String> {
             "properties" => value.as_object().into_iter().flatten().try_for_each(|(_, p)| known(p))?,
             "anyOf" => value.as_array().into_iter().flatten().try_for_each(known)?,
             "items" | "additionalProperties" | "propertyNames" => known(value)?,
-            "pattern" if value != NATURAL && value != FILE_NAME => {
+            "pattern" if ![NATURAL, FILE_NAME, SESSION_ID].iter().any(|known| value == known) => {
                 return Err(format!("the pattern {value}"));
             }
             key if CHECKED.contains(&key) || SAID.contains(&key) => {}

@@ -3,7 +3,7 @@ use crate::openai::request::{
     Bounds, boolean, common, integer, message, number_of_tokens, object, or_null, response_format,
     tool_choice, tools,
 };
-use crate::schema::FILE_NAME;
+use crate::schema::{FILE_NAME, SESSION_ID};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
@@ -94,7 +94,7 @@ fn create(b: &Bounds) -> Value {
     let mut all = content(b);
     all.extend(fields(json!({
         "model": common(b)["model"],
-        "id": or_null(json!({"type": "string", "pattern": "^sess-[0-9a-f]{32}$", "description":
+        "id": or_null(json!({"type": "string", "pattern": SESSION_ID, "description":
             "The session's id, drawn at random by the client, so that a router can place the session by it from the creation on. By \
              default the server draws one."})),
         "name": or_null(json!({"type": "string", "maxLength": MAX_NAME,
@@ -276,6 +276,9 @@ mod tests {
             (json!({"tokens": [10]}), false, false),
             (json!({"text": "a", "tokens": [1]}), false, false),
             (json!({"text": "a", "messages": messages}), false, false),
+            (json!({"id": "sess-0123456789abcdef0123456789abcdef"}), true, false),
+            (json!({"id": "sess-0123456789ABCDEF0123456789abcdef"}), false, false),
+            (json!({"id": "mine"}), false, false),
             (json!({"messages": []}), false, false),
         ];
         for (body, creates, appends) in rows {

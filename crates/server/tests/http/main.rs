@@ -14,6 +14,7 @@ mod refusals;
 mod retention;
 mod scores;
 mod server;
+mod shared;
 mod speculation;
 mod tools;
 mod words;
