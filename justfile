@@ -28,7 +28,7 @@ deny:
 store kills="20":
     cargo clippy -p kvist-store -p kvist-server -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --all-targets -- -D warnings
     KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
-    cargo test -p kvist --features tiers --test tiers
+    cargo test -p kvist --features tiers --test tiers --test shared_sessions
 
 # The tests of the stores alone, as CI runs them.
 stores:
@@ -36,7 +36,7 @@ stores:
 
 # The same, and `kvist serve` over them, in one build.
 tiers:
-    cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers
+    cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers --test shared_sessions
 
 # Files that are damaged and processes that are killed, far more often than `cargo test` does it, in release mode: changed bits and
 # cuts of sessions and prefixes, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`

@@ -194,9 +194,9 @@ impl From<SessionError> for ApiError {
         let message = error.to_string();
         let new = |status, code| ApiError::new(status, code, message.clone());
         match error {
-            SessionError::NotFound { .. } | SessionError::Deleted { .. } | SessionError::LostRecord { .. } => {
-                new(StatusCode::NOT_FOUND, "session_not_found")
-            }
+            SessionError::NotFound { .. }
+            | SessionError::Deleted { .. }
+            | SessionError::LostRecord { .. } => new(StatusCode::NOT_FOUND, "session_not_found"),
             SessionError::Unreachable { .. } => {
                 new(StatusCode::SERVICE_UNAVAILABLE, "session_store_unavailable").retry_after(1)
             }

@@ -71,7 +71,11 @@ pub(crate) async fn metrics(Call { state, caller }: Call) -> Result<Response, Ap
     readings.extend(metrics::of_limits(state.engine.rejected(), &state.connections));
     readings.extend(state.kv_events.get().map(|events| metrics::of_events(events.n_messages())));
     readings.extend(
-        state.shared_sessions.get().into_iter().flat_map(|shared| metrics::of_shared_sessions(shared.counts())),
+        state
+            .shared_sessions
+            .get()
+            .into_iter()
+            .flat_map(|shared| metrics::of_shared_sessions(shared.counts())),
     );
     let failed = |error| {
         ApiError::new(

@@ -17,7 +17,11 @@ pub(super) async fn arrive(state: &ServerState, caller: &Caller, id: &str) -> Re
 }
 
 /// Refuses to create a session under an id that another worker has recorded. If the store does not answer, the id is taken to be free.
-pub(super) async fn refuse_known(state: &ServerState, caller: &Caller, id: Option<&str>) -> Result<(), ApiError> {
+pub(super) async fn refuse_known(
+    state: &ServerState,
+    caller: &Caller,
+    id: Option<&str>,
+) -> Result<(), ApiError> {
     let (Some(shared), Some(id)) = (state.shared_sessions.get(), id.and_then(SessionId::parse)) else {
         return Ok(());
     };

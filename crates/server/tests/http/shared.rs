@@ -88,7 +88,10 @@ fn a_session_goes_from_server_to_server() {
                 }
             }
             let without_id = |mut document: Value| {
-                document.as_object_mut().unwrap().retain(|name, _| !["id", "created"].contains(&name.as_str()));
+                document
+                    .as_object_mut()
+                    .unwrap()
+                    .retain(|name, _| !["id", "created"].contains(&name.as_str()));
                 document
             };
             let (here, there) = (shown(&a, &id), shown(&b, &id));

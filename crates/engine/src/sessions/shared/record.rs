@@ -90,8 +90,10 @@ mod tests {
             Place::new(b"model", "ann", other),
         ];
         let stamps = [(1, 2), (2, 1), (2, 2)].map(|(version, writer)| Stamp { version, writer });
-        let keys: Vec<BlockKey> =
-            places.iter().flat_map(|at| stamps.map(|stamp| at.state(stamp)).into_iter().chain([at.head()])).collect();
+        let keys: Vec<BlockKey> = places
+            .iter()
+            .flat_map(|at| stamps.map(|stamp| at.state(stamp)).into_iter().chain([at.head()]))
+            .collect();
         assert_eq!(keys.iter().collect::<BTreeSet<_>>().len(), 16);
     }
 
@@ -103,7 +105,8 @@ mod tests {
         assert_eq!(Head::parse(text.as_bytes()), Some(Head::State(stamp)));
         assert_eq!(Head::Deleted.to_bytes(), r#""deleted""#);
         assert_eq!(Head::parse(br#""deleted""#), Some(Head::Deleted));
-        for bad in ["", "{}", "null", r#"{"state":{"version":6}}"#, r#"{"state":{"version":-1,"writer":1}}"#] {
+        for bad in ["", "{}", "null", r#"{"state":{"version":6}}"#, r#"{"state":{"version":-1,"writer":1}}"#]
+        {
             assert_eq!(Head::parse(bad.as_bytes()), None, "{bad}");
         }
     }

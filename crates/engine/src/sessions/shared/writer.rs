@@ -135,6 +135,18 @@ impl Shared {
             return Ok(());
         }
         let place = self.place(&settled.owner, id);
+        let record = settled.record;
+        // A long history takes many milliseconds.
+        let bytes = match tokio::task::spawn_blocking(move || written(&record)).await {
+            Ok(Ok(bytes)) => bytes,
+            Ok(Err(error)) => {
+                tracing::error!(target: TARGET, "session {id} cannot be recorded: {error}");
+                return Ok(());
+            }
+            // The runtime ends.
+            Err(_) => return Ok(()),
+        };
+        // From here on nothing but the store is waited for: what it has and what is written are to be close together.
         let before = match self.head(&place).await? {
             Some(Head::Deleted) => {
                 self.sessions.forget(&settled.owner, id);
@@ -152,13 +164,6 @@ impl Shared {
             }
             Some(Head::State(there)) => Some(there),
             None => None,
-        };
-        let bytes = match written(&settled.record) {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                tracing::error!(target: TARGET, "session {id} cannot be recorded: {error}");
-                return Ok(());
-            }
         };
         self.put(place.state(stamp), bytes, settled.left).await?;
         self.put(place.head(), Head::State(stamp).to_bytes(), settled.left).await?;

@@ -94,6 +94,7 @@ impl SessionStore {
         // A long history is copied without the lock.
         drop(inner);
         settled.record.history = SavedHistory::from(&history);
+        settled.record.stamp = Some(stamp);
         Some(settled)
     }
 

@@ -82,7 +82,8 @@ fn two_workers_are_as_one() {
                     let tokens = tokens[..draw.index(tokens.len() + 1)].to_vec();
                     let history = History::of_tokens(tokens.clone());
                     let n = 1 + draw.index(2);
-                    for fork in worker.sessions.fork(Timestamp::now(), owner, id, &history, n, None).unwrap() {
+                    for fork in worker.sessions.fork(Timestamp::now(), owner, id, &history, n, None).unwrap()
+                    {
                         model.insert(fork.id, Model { owner, tokens: tokens.clone(), parent: Some(id) });
                     }
                 }
@@ -98,7 +99,10 @@ fn two_workers_are_as_one() {
             for worker in &workers {
                 worker.sessions.audit();
                 for id in gone.iter().rev().take(3) {
-                    assert!(OWNERS.iter().all(|owner| worker.tokens(owner, *id).is_none()), "{what}: deleted");
+                    assert!(
+                        OWNERS.iter().all(|owner| worker.tokens(owner, *id).is_none()),
+                        "{what}: deleted"
+                    );
                 }
             }
         }

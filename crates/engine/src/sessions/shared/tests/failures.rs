@@ -1,0 +1,179 @@
+//! Damaged records, stores that are down, drop things or hang, limits and expiry.
+use super::*;
+
+/// Whatever bit is flipped, wherever an object ends: it is not found, and an older state is not continued.
+#[test]
+fn damaged_records_are_not_continued() {
+    let runtime = runtime();
+    let (a, old, frames) = two(&runtime);
+    let id = a.create("ann", &[1]);
+    a.shared.flush();
+    old.find("ann", id).unwrap();
+    a.append("ann", id, &[2]);
+    a.shared.flush();
+    let place = Place::new(&a.shared.shared.fingerprint, "ann", id);
+    let stamp = a.sessions.local(Timestamp::now(), "ann", id).unwrap().stamp;
+    let whole = frames.lock().clone();
+    let mut random = kvist_testing::SplitMix64(3);
+    for round in 0..60 {
+        let (key, is_head) = match round % 2 {
+            0 => (place.head(), true),
+            _ => (place.state(stamp), false),
+        };
+        let mut bytes = whole[&key].to_bytes().to_vec();
+        match random.below(3) {
+            0 => bytes.truncate(random.index(bytes.len())),
+            _ => {
+                let at = random.index(bytes.len());
+                bytes[at] ^= 1 << random.below(8);
+            }
+        }
+        *frames.lock() = whole.clone();
+        frames.lock().insert(key, Frame::split(bytes.into()));
+        let new = Worker::start(&runtime, &frames);
+        match is_head {
+            // Nothing says that there is a session.
+            true => assert_eq!(new.find("ann", id).unwrap(), Found::Nowhere, "round {round}"),
+            false => {
+                for worker in [&new, &old] {
+                    let error = worker.get("ann", id).unwrap_err();
+                    assert!(matches!(error, SessionError::LostRecord { .. }), "round {round}: {error}");
+                }
+                assert_eq!(new.shared.counts().lost, 1);
+            }
+        }
+        assert_eq!(new.sessions.list(Timestamp::now(), "ann").len(), 0);
+        // The worker that made it goes on, and the next change is recorded.
+        assert_eq!(a.tokens("ann", id), Some(vec![1, 2]));
+        a.shared.flush();
+    }
+    a.append("ann", id, &[3]);
+    a.shared.flush();
+    assert_eq!(old.tokens("ann", id), Some(vec![1, 2, 3]));
+}
+
+#[test]
+fn a_store_that_is_down_or_hangs_stops_no_request() {
+    let runtime = runtime();
+    let (a, b, frames) = two(&runtime);
+    let id = a.create("ann", &[1]);
+    a.shared.flush();
+    frames.is_down.store(true, Ordering::Relaxed);
+    a.append("ann", id, &[2]);
+    a.shared.flush();
+    assert_eq!(a.tokens("ann", id), Some(vec![1, 2]));
+    assert!(matches!(b.find("ann", id), Err(SessionError::Unreachable { .. })), "it may exist elsewhere");
+    assert_eq!((a.shared.counts().unanswered, b.shared.counts().unanswered), (1, 1));
+    assert!(a.shared.counts().failed_writes >= 1);
+    frames.is_down.store(false, Ordering::Relaxed);
+    a.shared.flush();
+    assert_eq!(b.tokens("ann", id), Some(vec![1, 2]), "what it missed is recorded later");
+    // A store that hangs is given up after the deadline.
+    frames.hangs.store(true, Ordering::Relaxed);
+    let store = a.shared.shared.store.clone();
+    let store = SharedStore { store, runtime: runtime.handle().clone(), deadline: Duration::from_millis(1) };
+    let sessions = SessionStore::new(LIMITS);
+    let impatient = SharedSessions::open(store, &sessions, &origin("w", "t"), 1000).unwrap();
+    let id = sessions.create(Timestamp::now(), &"ann".into(), NewSession::default()).unwrap().id;
+    assert_eq!(runtime.block_on(impatient.find(&"ann".into(), id)).unwrap(), Found::Here);
+    assert_eq!(impatient.counts().unanswered, 1);
+}
+
+/// Another worker's state is known to be newer, but cannot be read: the older one here is not used in its place.
+#[test]
+fn a_newer_state_that_cannot_be_read_is_not_skipped() {
+    let runtime = runtime();
+    let (a, b, frames) = two(&runtime);
+    let id = a.create("ann", &[1]);
+    a.shared.flush();
+    b.find("ann", id).unwrap();
+    b.append("ann", id, &[2]);
+    b.shared.flush();
+    let heads: Vec<BlockKey> = vec![a.shared.shared.place("ann", id).head()];
+    frames.lock().retain(|key, _| heads.contains(key));
+    assert!(matches!(a.find("ann", id), Err(SessionError::LostRecord { .. })));
+    assert_eq!(b.tokens("ann", id), Some(vec![1, 2]));
+}
+
+#[test]
+fn limits_hold_for_sessions_of_other_workers() {
+    let runtime = runtime();
+    let frames = Arc::new(Frames::default());
+    let a = Worker::start(&runtime, &frames);
+    let ids = [40, 40, 200].map(|n| a.create("ann", &vec![1; n]));
+    a.shared.flush();
+    let tight = |max_sessions, max_tokens| {
+        let limits = SessionLimits { max_sessions, max_tokens, ..LIMITS };
+        Worker::start_as(&runtime, &frames, &origin("w", "t"), limits, SystemTime::now)
+    };
+    let one = tight(1, 1000);
+    one.find("ann", ids[0]).unwrap();
+    assert!(matches!(one.find("ann", ids[1]), Err(SessionError::TooManySessions { .. })));
+    let few = tight(10, 100);
+    assert!(matches!(few.find("ann", ids[2]), Err(SessionError::TooManyTokens { .. })));
+    ids[..2].iter().for_each(|id| assert_eq!(few.find("ann", *id).unwrap(), Found::Here));
+    a.append("ann", ids[0], &[1; 30]);
+    a.shared.flush();
+    assert!(
+        matches!(few.find("ann", ids[0]), Err(SessionError::TooManyTokens { .. })),
+        "one that grew elsewhere"
+    );
+    few.sessions.audit();
+    assert_eq!(few.sessions.list(Timestamp::now(), "ann").len(), 2);
+}
+
+static LATER_S: AtomicU64 = AtomicU64::new(0);
+
+fn clock() -> SystemTime {
+    SystemTime::now() + Duration::from_secs(LATER_S.load(Ordering::Relaxed))
+}
+
+#[test]
+fn records_expire_as_sessions_do_and_notes_later() {
+    let runtime = runtime();
+    let frames = Arc::new(Frames::default());
+    let start = || Worker::start_as(&runtime, &frames, &origin("w", "t"), LIMITS, clock);
+    let (a, b) = (start(), start());
+    let [id, deleted] = [1, 2].map(|token| a.create("ann", &[token]));
+    a.shared.flush();
+    a.sessions.delete(Timestamp::now(), "ann", deleted).unwrap();
+    a.shared.flush();
+    let idle = LIMITS.idle.as_secs();
+    LATER_S.store(idle / 2, Ordering::Relaxed);
+    assert_eq!(b.find("ann", id).unwrap(), Found::Here);
+    LATER_S.store(idle + 60, Ordering::Relaxed);
+    assert_eq!(start().find("ann", id).unwrap(), Found::Nowhere);
+    assert_eq!(b.find("ann", deleted).unwrap(), Found::Deleted);
+    // A worker on whose clock it still lives records it again.
+    assert_eq!(b.tokens("ann", id), Some(vec![1]));
+    b.shared.flush();
+    assert_eq!(start().find("ann", id).unwrap(), Found::Here);
+}
+
+/// A store may drop what it likes: whoever has a session records it again.
+#[test]
+fn what_a_store_dropped_is_recorded_again() {
+    let runtime = runtime();
+    let (a, b, frames) = two(&runtime);
+    let id = a.create("ann", &[1]);
+    a.shared.flush();
+    frames.lock().clear();
+    assert_eq!(b.find("ann", id).unwrap(), Found::Nowhere);
+    assert_eq!(a.find("ann", id).unwrap(), Found::Here);
+    a.shared.flush();
+    assert_eq!(b.tokens("ann", id), Some(vec![1]));
+}
+
+#[test]
+fn closing_records_everything_once_more() {
+    let runtime = runtime();
+    let (a, b, frames) = two(&runtime);
+    let id = a.create("ann", &[1]);
+    a.shared.close();
+    assert_eq!(b.tokens("ann", id), Some(vec![1]));
+    // With a store that is down it ends as well; and a second time nothing is waited for.
+    b.append("ann", id, &[2]);
+    frames.is_down.store(true, Ordering::Relaxed);
+    b.shared.close();
+    b.shared.close();
+}
