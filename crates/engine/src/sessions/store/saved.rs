@@ -114,7 +114,7 @@ impl SessionStore {
     }
 
     /// Adds sessions that an earlier process had, with their ids, parents and times. Those whose time is over are
-    /// removed at once. A parent that is missing is left out.
+    /// removed at once. A parent that is missing is left out, unless another worker may have it.
     pub(in crate::sessions) fn restore(&self, at: Timestamp, records: Vec<(SessionRecord, History)>) {
         let mut inner = self.lock();
         let mut parents = Vec::new();
