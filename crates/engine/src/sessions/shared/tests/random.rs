@@ -51,7 +51,7 @@ fn two_workers_are_as_one() {
             let worker = &workers[at];
             let Some(id) = picked.filter(|_| draw.below(5) > 0) else {
                 let owner = draw.pick(&OWNERS);
-                let tokens: Vec<u32> = (0..draw.below(20) as u32).collect();
+                let tokens: Vec<u32> = (0..draw.below(20)).collect();
                 model.insert(worker.create(owner, &tokens), Model { owner, tokens, parent: None });
                 worker.shared.flush();
                 continue;
@@ -64,7 +64,7 @@ fn two_workers_are_as_one() {
                 0 => {
                     let mut guard = worker.claim(owner, id).unwrap();
                     let mut prompt = Some(History::of_tokens(tokens));
-                    for token in 0..draw.below(10) as u32 {
+                    for token in 0..draw.below(10) {
                         guard.push(prompt.take(), 100 + token).unwrap();
                         model.get_mut(&id).unwrap().tokens.push(100 + token);
                     }
@@ -74,7 +74,7 @@ fn two_workers_are_as_one() {
                     let mut guard = worker.claim(owner, id).unwrap();
                     let mut changed = tokens;
                     changed.truncate(draw.index(changed.len() + 1));
-                    changed.extend((0..draw.below(6)).map(|token| 200 + token as u32));
+                    changed.extend((0..draw.below(6)).map(|token| 200 + token));
                     guard.commit(Timestamp::now(), History::of_tokens(changed.clone())).unwrap();
                     model.get_mut(&id).unwrap().tokens = changed;
                 }
