@@ -7,6 +7,7 @@ fmt:
     cargo fmt --manifest-path bench/simulator/Cargo.toml --check
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path crates/python/Cargo.toml --check
+    cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
 lint:
     cargo clippy --workspace --all-targets -- -D warnings
@@ -165,7 +166,7 @@ bench-bookkeeping:
 clients *args:
     tests/clients/run.sh {{args}}
 # Routers of the field (vllm-router, smg) in front of three `kvist serve`: prefixes, evictions, a killed and a new worker, hang-ups, the
-# openai client. KVIST names another binary than the release one. `just fleet -k smg`.
+# openai client; Dynamo's indexer, which is compiled once. KVIST names another binary than the release one. `just fleet -k smg`.
 fleet *args:
     tests/fleet/run.sh {{args}}
 # The files of deploy/: the systemd unit, the manifests' schemas, the dashboard's metrics. KVIST names another binary than the debug one.
