@@ -25,5 +25,10 @@ def start(tmp_path):
 
 
 @pytest.fixture(params=POLICIES)
-def router(request, start):
-    return start(request.param)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def router(kind, start):
+    return start(kind)

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Routers of the field in front of three `kvist serve`, and Dynamo's indexer beside them, on loopback. Arguments go to pytest: tests/fleet/run.sh -k vllm
+# Routers of the field in front of three `kvist serve`, and Dynamo's indexer beside them, on loopback. Arguments go to pytest:
+# tests/fleet/run.sh -k vllm
 # KVIST names the program; without it the release binary is built. Python 3.11 or newer; the environment, which git ignores,
 # is made at the first run, with the routers from PyPI.
 set -eu

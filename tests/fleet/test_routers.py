@@ -1,9 +1,13 @@
 """What a fleet promises its users, through each router, without anything between router and workers."""
+import itertools
 import json
 import random
 import re
+import signal
 import socket
 import threading
+import urllib.error
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -72,39 +76,91 @@ def test_eviction_is_exact(start):
     assert credited == found > 0 and evicted > 0
 
 
-def test_a_killed_worker_costs_no_answer(router):
-    for n in range(6):
-        router.complete(prefix(n))
-    dead = router.workers[1]
-    started = threading.Barrier(2)
+class Load:
+    """Clients that ask one question after the other, until the block ends. No answer may fail."""
 
-    def ask(i):
-        if i == 10:
-            started.wait()
-        return router.complete(prefix(i % 6) + f" Question {i}")["completion_tokens"]
+    def __init__(self, router, n_clients=3):
+        self.router, self.n_clients = router, n_clients
+        self.numbers, self.answered, self.ends = itertools.count(), [], threading.Event()
 
-    with ThreadPoolExecutor(3) as pool:
-        answers = [pool.submit(ask, i) for i in range(60)]
-        started.wait()
-        dead.kill()
-        assert all(answer.result() > 0 for answer in answers)
-    # It comes back at the same address, and is given work again.
-    dead.start()
-    until_it_serves(router, dead)
+    def client(self):
+        while not self.ends.is_set():
+            n = next(self.numbers)
+            # Prefixes that return, and now and then one that no worker knows.
+            text = prefix(n % 6) if n % 4 else prefix(1000 + n)
+            assert self.router.complete(text + f" Question {n}")["completion_tokens"] > 0
+            self.answered.append(n)
+
+    def goes_on(self, n_answers=12):
+        """Waits for more answers."""
+        before = len(self.answered)
+
+        def has_gone_on():
+            assert not any(client.done() for client in self.clients), [client.exception() for client in self.clients]
+            return len(self.answered) >= before + n_answers
+        until("the load goes on", has_gone_on)
+
+    def __enter__(self):
+        self.pool = ThreadPoolExecutor(self.n_clients)
+        self.clients = [self.pool.submit(self.client) for _ in range(self.n_clients)]
+        self.goes_on()
+        return self
+
+    def __exit__(self, *failed):
+        self.ends.set()
+        self.pool.shutdown()
+        if failed == (None, None, None):
+            for client in self.clients:
+                client.result()
 
 
-def test_a_worker_joins(router, tmp_path):
-    for n in range(3):
-        router.complete(prefix(n))
-    joined = Worker(tmp_path)
+def test_workers_come_and_go_under_load(start, tmp_path, kind):
+    """One shuts down, one is killed, both come back, one joins: during one load, of which every request is answered."""
+    config = tmp_path / "kvist.toml"
+    config.write_text(f"[limits]\ngrace_s = {PATIENCE}\n")
+    router = start(kind, None, "--config", str(config))
+    # It takes twenty seconds: when its worker is told to shut down, it runs.
+    body = {"model": MODEL, "prompt": prefix(0), "max_tokens": 60, "ignore_eos": True, "stream": True, "kvist": {"pace": 3}}
+    request = urllib.request.Request(router.url + "/v1/completions", json.dumps(body).encode(),
+                                     {"content-type": "application/json"})
+    stream = urllib.request.urlopen(request, timeout=PATIENCE)
+    assert stream.readline().startswith(b"data: {")
+    running = lambda: [worker for worker in router.workers if worker.metric("vllm:num_requests_running") == 1]
+    until("a worker runs it", running)
+    leaving, = running()
+    killed = next(worker for worker in router.workers if worker is not leaving)
+    joined = None
     try:
-        if router.kind == "smg":
-            call(router.url + "/workers", {"url": joined.url})
-        else:
-            call(router.url + f"/add_worker?url={joined.url}", {})
-        until_it_serves(router, joined)
+        with Load(router) as load:
+            leaving.process.send_signal(signal.SIGTERM)
+
+            def is_draining():
+                try:
+                    return not call(leaving.url + "/ready")
+                except urllib.error.HTTPError as refused:
+                    return refused.code == 503
+            until("it says that it shuts down", is_draining)
+            load.goes_on()
+            killed.kill()
+            load.goes_on()
+            joined = Worker(tmp_path)
+            if kind == "smg":
+                call(router.url + "/workers", {"url": joined.url})
+            else:
+                call(router.url + f"/add_worker?url={joined.url}", {})
+            until_it_serves(router, joined)
+            load.goes_on()
+            # The answer that ran when its worker was told to shut down is whole.
+            rest = stream.read().decode()
+            assert rest.count('"text"') >= 59 and '"finish_reason":"length"' in rest and "[DONE]" in rest
+            assert leaving.process.wait(PATIENCE) == 0
+            for worker in (leaving, killed):
+                worker.start()
+                until_it_serves(router, worker)
+            load.goes_on()
     finally:
-        joined.kill()
+        if joined:
+            joined.kill()
 
 
 def test_a_client_hangs_up(router):
