@@ -2,6 +2,7 @@
 import json
 import random
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,16 @@ class Indexer:
 
     def knows_all(self, number, worker):
         """Waits until it has applied all that `worker` has published: a prompt of its own is the last of it."""
-        tokens, _ = complete(worker, prefix(next(self.markers), 12))
-        whole = len(tokens) // 16 * 16
-        until("Dynamo knows the last prompt", lambda: self.scores(tokens).get(number, 0) == whole > 0)
+        def knows_another():
+            tokens, _ = complete(worker, prefix(next(self.markers), 12))
+            whole = len(tokens) // 16 * 16
+            for _ in range(40):
+                if self.scores(tokens).get(number, 0) == whole > 0:
+                    return True
+                time.sleep(0.05)
+            # Its subscription was not there yet. It asks for what it has missed when it hears the next message.
+            return False
+        until("Dynamo knows the last prompt", knows_another)
 
 
 @pytest.fixture
