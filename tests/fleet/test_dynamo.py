@@ -37,10 +37,17 @@ class Indexer:
     def unregister(self, number):
         call(self.url + "/unregister", {"instance_id": number, "model_name": MODEL})
 
+    def query(self, tokens):
+        return json.loads(call(self.url + "/query", {"model_name": MODEL, "token_ids": tokens}))
+
     def scores(self, tokens):
-        """Tokens that it credits, by worker."""
-        answer = json.loads(call(self.url + "/query", {"model_name": MODEL, "token_ids": tokens}))
-        return {int(worker): ranks["0"] for worker, ranks in answer["scores"].items()}
+        """Tokens that it credits to caches, by worker."""
+        return {int(worker): ranks["0"] for worker, ranks in self.query(tokens)["scores"].items()}
+
+    def with_tiers(self, tokens):
+        """Tokens that it credits to the first worker: to its cache, and to cache and tier in RAM together."""
+        credit = self.query(tokens)["instances"].get("0", {"gpu": 0, "cpu": 0})
+        return credit["gpu"], credit["cpu"]
 
     def knows_all(self, number, worker):
         """Waits until it has applied all that `worker` has published: a prompt of its own is the last of it."""
@@ -160,3 +167,28 @@ def test_a_worker_restarts(indexers, workers):
     indexer.knows_all(1, workers[1])
     assert set(indexer.scores(tokens)) == {0, 1, 2}
     assert compare(indexer, workers, chosen, 30) > 0
+
+
+def test_it_knows_what_a_tier_has(indexers, tmp_path):
+    """With `--kv-events-tiers`: blocks that the cache has evicted and the tier in RAM has."""
+    worker = Worker(tmp_path, None, "--context", "1024", "--kv-events-tiers", "--tier-ram", "256MiB", "--tier-load", "always",
+                    "--tier-grace", "60s")
+    try:
+        indexer = indexers()
+        indexer.register(0, worker)
+        prompts = [prefix(n) for n in range(10)]
+        all_tokens = [complete(worker, prompt)[0] for prompt in prompts]
+        late = indexers()
+        late.register(0, worker)
+        indexer.knows_all(0, worker)
+        late.knows_all(0, worker)
+        # A tier's copies may come after the answer.
+        whole = [len(tokens) // 16 * 16 for tokens in all_tokens]
+        for one in (indexer, late):
+            until("Dynamo knows the tier", lambda: [one.with_tiers(tokens)[1] for tokens in all_tokens] == whole)
+        assert any(indexer.with_tiers(tokens)[0] == 0 for tokens in all_tokens), "the cache has evicted some"
+        for prompt, expected in zip(prompts, whole):
+            _, usage = complete(worker, prompt)
+            assert cached(usage) == min(expected, (usage["prompt_tokens"] - 1) // 16 * 16)
+    finally:
+        worker.kill()

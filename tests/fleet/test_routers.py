@@ -76,6 +76,37 @@ def test_eviction_is_exact(start):
     assert credited == found > 0 and evicted > 0
 
 
+def test_a_tier_is_weighed(start):
+    """With `--kv-events-tiers`: what the cache has evicted and the tier in RAM has is credited at vllm-router's 0.8, and is found."""
+    router = start("vllm-router", "kv_aware", "--context", "1024", "--kv-events-tiers", "--tier-ram", "256MiB",
+                   "--tier-load", "always", "--tier-grace", "60s")
+    home = {}
+
+    def ask(n):
+        worker, usage = router.which(lambda: router.complete(prefix(n)))
+        # A copy to the tier may come after the answer.
+        until("it is copied", lambda: worker.metric("kvist_tier_store_bytes") == 0)
+        return worker, usage
+
+    for n in range(12):
+        home[n], _ = ask(n)
+        router.knows_all()
+    weighed = 0
+    for n in range(12):
+        # Another prompt's event comes after all of the tiers.
+        ask(100 + n)
+        router.knows_all()
+        at = len(router.text())
+        worker, usage = ask(n)
+        credit = int(re.findall(r"credited_prefix_tokens=(\d+)", router.text()[at:])[-1])
+        whole = (usage["prompt_tokens"] - 1) // 16 * 16
+        assert worker is home[n] and cached(usage) == whole
+        # The last whole block may be credited and not used, as above.
+        assert whole * 4 // 5 <= credit <= whole + 16, f"group {n}: {credit} of {whole}"
+        weighed += credit < whole
+    assert weighed > 0 and sum(worker.metric("kvist_blocks_evicted_total") for worker in router.workers) > 0
+
+
 class Load:
     """Clients that ask one question after the other, until the block ends. No answer may fail."""
 

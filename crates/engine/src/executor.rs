@@ -15,7 +15,7 @@ use crate::runner::Runner;
 use crate::saved::CacheRows;
 use crate::serving::ResizeError;
 use crate::serving::thread::Command;
-use crate::serving::tiers::{BlockParts, Report, Stores, TierDriver};
+use crate::serving::tiers::{BlockParts, Report, Stores, TellTier, TierDriver};
 use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
@@ -204,6 +204,14 @@ impl ModelExecutor {
     pub(crate) fn tier_report(&mut self, report: Report, scheduler: &mut Scheduler, now_ns: u64) {
         if let Some(tiers) = &mut self.tiers {
             tiers.report(report, &mut self.runner.transfers(), scheduler, now_ns);
+        }
+    }
+    pub(crate) fn watch_tiers(&mut self, salt: &str, tell: TellTier) -> Vec<String> {
+        self.tiers.as_mut().map_or(Vec::new(), |tiers| tiers.watch(salt, tell))
+    }
+    pub(crate) fn tell_tier_names(&mut self) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.tell_names();
         }
     }
     pub(crate) fn is_copying(&self) -> bool {

@@ -73,7 +73,10 @@ use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
-pub use tiers::{PackedStore, StoreStats, TierConfig, TierStats, TierStore, fingerprint, tier_runtime};
+pub use tiers::{
+    PackedStore, StoreStats, TellTier, TierBlock, TierConfig, TierEvent, TierStats, TierStore, fingerprint,
+    tier_runtime,
+};
 use tokio::sync::{mpsc, watch};
 
 /// Most prompt tokens of a step in an engine that [keeps only some tokens](EngineConfig::keep_only) of each request: a request
@@ -222,6 +225,14 @@ impl EngineState {
     /// The engine's clock: nanoseconds since the engine started.
     pub fn now_ns(&self) -> u64 {
         self.ns_of(Instant::now())
+    }
+
+    /// Tells what the tiers have of this salt's blocks, as it changes, from now on; blocks that are stored and not cached now are told
+    /// once they are cached again. A block is told after [watchers](Watcher) were called that hear of it from the cache. One at a time
+    /// hears it. Returns the names of the tiers' stores, the fastest first: none without
+    /// tiers.
+    pub fn watch_tiers(&mut self, salt: &str, tell: TellTier) -> Vec<String> {
+        self.executor.watch_tiers(salt, tell)
     }
 
     fn ns_of(&self, at: Instant) -> u64 {

@@ -1,15 +1,16 @@
 //! KV events for the routers of a fleet: which prefixes this server's cache has, in vLLM's format over ZeroMQ.
 //!
-//! After each step the engine thread passes on what the prefix index logged, and forgets it. A task turns it into
-//! messages and gives them to the socket. Neither waits for consumers.
+//! After each step the engine thread passes on what the prefix index logged, and forgets it; tiers pass on what they write and drop.
+//! A task turns it into messages and gives them to the socket. Nothing waits for consumers.
 mod public;
 mod publisher;
+mod tiers;
 mod wire;
 mod zmtp;
 
 use crate::config::{EventEndpoint, KvEventsSection};
 use kvist_cache::{Cache, GroupId, PrefixEvent};
-use kvist_engine::serving::{Engine, EngineState, Watcher};
+use kvist_engine::serving::{Engine, EngineState, TierEvent, Watcher};
 use public::PublicBlocks;
 use publisher::{AskContent, Content, Publisher};
 use serde_json::{Value, json};
@@ -17,6 +18,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::Duration;
+use tiers::PublicTiers;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use wire::Event;
@@ -66,14 +68,24 @@ impl KvEvents {
     /// Publishes from now on, beginning with what the cache has. `salt` is that of the requests whose blocks are
     /// published. Call it within a tokio runtime, once per engine.
     pub(crate) async fn start(sockets: KvEventSockets, engine: &Engine, salt: Arc<str>) -> io::Result<Self> {
+        let tells_tiers = sockets.section.tiers;
         let Opened { events, replays, sender, receiver } = KvEvents::open(sockets)?;
         if let Some(replays) = replays {
             events.publisher.serve_replays(replays, ask_content(engine.clone(), sender.clone()))?;
         }
-        let blocks = engine.inspect(move |state| watch(state.scheduler.cache_mut(), &salt));
-        let blocks = blocks.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
+        let tell = tells_tiers.then(|| sender.clone());
+        let public = engine.inspect(move |state| {
+            let (blocks, block_tokens) = watch(state.scheduler.cache_mut(), &salt);
+            let watch_tiers = |sender: UnboundedSender<Passed>| {
+                // Without a receiver the server ends.
+                state.watch_tiers(&salt, Box::new(move |event| drop(sender.send(Passed::Tier(event)))))
+            };
+            let stores = tell.map_or(Vec::new(), watch_tiers);
+            (blocks, PublicTiers::new(&stores, block_tokens))
+        });
+        let (blocks, tiers) = public.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
         engine.add_watcher(Box::new(KvEventFeed { sender, events: Vec::new() }));
-        tokio::spawn(publish(events.publisher.clone(), blocks, receiver));
+        tokio::spawn(publish(events.publisher.clone(), blocks, tiers, receiver));
         Ok(events)
     }
 
@@ -91,7 +103,9 @@ impl KvEvents {
         if let Some(replays) = replays {
             events.publisher.serve_replays(replays, Arc::new(|| Box::pin(async { None })))?;
         }
-        tokio::spawn(publish(events.publisher.clone(), watch(cache, salt), receiver));
+        let (blocks, block_tokens) = watch(cache, salt);
+        let tiers = PublicTiers::new(&[], block_tokens);
+        tokio::spawn(publish(events.publisher.clone(), blocks, tiers, receiver));
         Ok((events, KvEventFeed { sender, events: Vec::new() }))
     }
 
@@ -130,11 +144,11 @@ impl KvEvents {
     }
 }
 
-/// Lets the cache log what its prefix index stores and evicts, from what it has now on.
-fn watch(cache: &mut Cache, salt: &str) -> PublicBlocks {
+/// Lets the cache log what its prefix index stores and evicts, from what it has now on. Returns the tokens of a block, too.
+fn watch(cache: &mut Cache, salt: &str) -> (PublicBlocks, u32) {
     cache.watch_prefixes(true);
     let block_tokens = cache.paged_spec().map_or(1, |spec| spec.block_tokens);
-    PublicBlocks::new(cache.prefix_hash(salt, &[]), routed_group(cache), block_tokens)
+    (PublicBlocks::new(cache.prefix_hash(salt, &[]), routed_group(cache), block_tokens), block_tokens)
 }
 
 /// The endpoint as routers take it: they put the worker's host in the place of `*`.
@@ -152,10 +166,12 @@ fn routed_group(cache: &Cache) -> GroupId {
     groups.clone().find(|group| cache.window(*group).is_none()).unwrap_or(GroupId(0))
 }
 
-/// What the engine thread passes on.
+/// What the engine thread passes on, and what tiers do.
 enum Passed {
-    /// What has happened since the last time.
+    /// What has happened in the cache since the last time.
     Events(Vec<PrefixEvent>),
+    /// What has happened in a tier.
+    Tier(TierEvent),
     /// All that the index has, as an answer.
     Content { events: Vec<PrefixEvent>, answer: oneshot::Sender<Option<Content>> },
 }
@@ -216,29 +232,49 @@ impl Watcher for KvEventFeed {
 /// what publishing costs there: steps that follow each other faster than this share one.
 const LOOKS_EVERY: Duration = Duration::from_millis(1);
 
-async fn publish(publisher: Publisher, mut blocks: PublicBlocks, mut passed: UnboundedReceiver<Passed>) {
-    while let Some(first) = passed.recv().await {
-        let mut next = Some(first);
-        while let Some(passed_on) = next {
-            handle(&publisher, &mut blocks, passed_on);
-            next = passed.try_recv().ok();
-        }
-        // What is sent meanwhile wakes nothing.
-        tokio::time::sleep(LOOKS_EVERY).await;
-    }
-}
+/// Most that becomes one message.
+const PASSED_AT_ONCE: usize = 256;
 
-fn handle(publisher: &Publisher, blocks: &mut PublicBlocks, passed: Passed) {
-    match passed {
-        Passed::Events(step) => {
-            let events = blocks.translate(&step);
-            if !events.is_empty() {
-                publisher.publish(&events);
+async fn publish(
+    publisher: Publisher,
+    mut blocks: PublicBlocks,
+    mut tiers: PublicTiers,
+    mut receiver: UnboundedReceiver<Passed>,
+) {
+    let mut all_passed = Vec::new();
+    let publish_all = |events: &mut Vec<Event>| {
+        if !events.is_empty() {
+            publisher.publish(events);
+            events.clear();
+        }
+    };
+    while receiver.recv_many(&mut all_passed, PASSED_AT_ONCE).await > 0 {
+        // What tiers did, one block at a time, becomes one message.
+        let mut events = Vec::new();
+        for passed in all_passed.drain(..) {
+            match passed {
+                Passed::Tier(event) => tiers.translate(event, &mut events),
+                Passed::Events(step) => {
+                    publish_all(&mut events);
+                    events = blocks.translate(&step);
+                    // Consumers have forgotten the tiers too, which have what they had.
+                    if events.contains(&Event::AllBlocksCleared) {
+                        tiers.content(&mut events);
+                    }
+                    publish_all(&mut events);
+                }
+                Passed::Content { events: all, answer } => {
+                    publish_all(&mut events);
+                    let mut content = blocks.anew().translate(&all);
+                    tiers.content(&mut content);
+                    let _ = answer.send(publisher.content(&content));
+                }
             }
         }
-        Passed::Content { events, answer } => {
-            let events = blocks.anew().translate(&events);
-            let _ = answer.send(publisher.content(&events));
+        publish_all(&mut events);
+        if receiver.is_empty() {
+            // What is sent meanwhile wakes nothing.
+            tokio::time::sleep(LOOKS_EVERY).await;
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Blocks over frames: the one place that frames, checks, counts and removes what is damaged.
 use crate::frame::Opened;
-use crate::{BlockKey, BlockStore, BoxFuture, Check, Damage, Frame, StoreError, Usage};
+use crate::{BlockKey, BlockStore, BoxFuture, Check, Damage, Frame, StoreError, Usage, Watcher};
 use bytes::Bytes;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -36,6 +36,12 @@ pub trait FrameStore: Send + Sync {
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// Tells of every frame that comes or goes, as [`BlockStore::watch`] says.
+    fn watch(&self, watcher: Watcher) -> bool {
+        drop(watcher);
+        false
+    }
 
     fn usage(&self) -> Usage;
 
@@ -174,6 +180,10 @@ impl<S: FrameStore> BlockStore for Framed<S> {
 
     fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async { self.noted(self.frames.delete(key).await) })
+    }
+
+    fn watch(&self, watcher: Watcher) -> bool {
+        self.frames.watch(watcher)
     }
 
     fn usage(&self) -> Usage {

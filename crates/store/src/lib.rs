@@ -93,12 +93,24 @@ pub trait BlockStore: Send + Sync {
     /// The store cannot be reached, or failed.
     fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>>;
 
+    /// From now on tells `watcher` of every block that comes or goes, in order and before the call that changed it ends; first of
+    /// every block that is here. Returns false, and tells nothing, if the store does not know: a server, or a disk that evicts by
+    /// itself. A later watcher takes the place of an earlier one.
+    fn watch(&self, watcher: Watcher) -> bool {
+        drop(watcher);
+        false
+    }
+
     /// What is stored now, as far as the store knows.
     fn usage(&self) -> Usage;
 
     /// What happened so far.
     fn counts(&self) -> Counts;
 }
+
+/// Hears the key of a block, and whether the block is here now. It is called with the store locked: it must be quick, and must not
+/// use the store.
+pub type Watcher = Box<dyn Fn(&BlockKey, bool) + Send + Sync>;
 
 /// What a store holds. Unknown figures are `None`: a server tells neither.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

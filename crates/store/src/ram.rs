@@ -1,5 +1,5 @@
 //! Blocks in this process's memory, bounded; the least recently used go first.
-use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, StoreError, Usage};
+use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, StoreError, Usage, Watcher};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -42,6 +42,7 @@ struct Blocks {
     uses: u64,
     bytes: u64,
     evicted: u64,
+    watcher: Option<Watcher>,
 }
 
 struct Entry {
@@ -77,12 +78,19 @@ impl Blocks {
         Some(entry.frame.clone())
     }
 
+    fn tell(&self, key: &BlockKey, is_here: bool) {
+        if let Some(watcher) = &self.watcher {
+            watcher(key, is_here);
+        }
+    }
+
     fn evict_down_to(&mut self, bytes: u64) {
         while self.bytes > bytes {
             let Some((_, oldest)) = self.by_use.first_key_value() else { return };
             let oldest = *oldest;
             self.take(&oldest);
             self.evicted += 1;
+            self.tell(&oldest, false);
         }
     }
 }
@@ -103,6 +111,7 @@ impl RamFrames {
         blocks.take(&key);
         blocks.evict_down_to(self.capacity_bytes - bytes);
         blocks.insert(key, frame);
+        blocks.tell(&key, true);
         Ok(())
     }
 }
@@ -140,8 +149,18 @@ impl FrameStore for RamFrames {
     }
 
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.lock().take(key);
+        let mut blocks = self.lock();
+        if blocks.take(key).is_some() {
+            blocks.tell(key, false);
+        }
         Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn watch(&self, watcher: Watcher) -> bool {
+        let mut blocks = self.lock();
+        blocks.entries.keys().for_each(|key| watcher(key, true));
+        blocks.watcher = Some(watcher);
+        true
     }
 
     fn usage(&self) -> Usage {

@@ -121,6 +121,7 @@ impl Thread {
             for watcher in &mut self.watchers {
                 watcher.stepped(now, now + elapsed_ns, &mut self.state);
             }
+            self.state.executor.tell_tier_names();
             self.publish_stats();
             // The end of a transfer frees memory that a request may wait for, and nothing else would wake this thread.
             idle = iteration == Iteration::NothingToDo && !transfers_ended;

@@ -5,6 +5,7 @@
 //! fails and the tokens are computed. A store that fails, is full or slow costs hits, never an answer: failures are counted
 //! and logged when they begin and when they end.
 mod config;
+mod events;
 mod find;
 mod fingerprint;
 mod generations;
@@ -18,6 +19,7 @@ mod test_store;
 
 use super::thread::Command;
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
+pub use events::{TellTier, TierBlock, TierEvent};
 use find::Found;
 pub use fingerprint::fingerprint;
 pub(crate) use fingerprint::maker;
@@ -97,6 +99,8 @@ struct Object {
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
+    /// What events call the block, until the object is written.
+    told: Option<Arc<TierBlock>>,
 }
 
 impl Copies {
@@ -177,6 +181,8 @@ pub(crate) struct TierDriver {
     /// Of the cached blocks, by their number in the naming group. Those that are cached no more may stay until their number is
     /// used again.
     names: HashMap<u32, Name>,
+    /// Of blocks that events may tell after the step.
+    new_names: Vec<(BlockKey, Arc<TierBlock>)>,
     /// Of prompts that were looked up, until their request ends.
     prompts: HashMap<RequestId, Found>,
     loads: BTreeMap<TransferId, Load>,
@@ -206,6 +212,7 @@ impl TierDriver {
             fingerprint: config.fingerprint.into(),
             block_parts: Arc::new(block_parts),
             names: HashMap::new(),
+            new_names: Vec::new(),
             prompts: HashMap::new(),
             loads: BTreeMap::new(),
             copies: Vec::new(),
@@ -271,7 +278,7 @@ impl TierDriver {
         let (mut objects, mut failed) = (Vec::new(), false);
         let block_parts = self.block_parts.clone();
         for cached in &store.blocks {
-            let Some(&Name { key, note, generation, .. }) = self.name(cached) else {
+            let Some(&Name { key, note, generation, ref told, .. }) = self.name(cached) else {
                 failed = true;
                 continue;
             };
@@ -297,7 +304,7 @@ impl TierDriver {
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
-                        objects.push(Object { key, of: (note, generation), bytes, parts });
+                        objects.push(Object { key, of: (note, generation), bytes, parts, told: told.clone() });
                     }
                     None => failed = true,
                 }
@@ -317,7 +324,9 @@ impl TierDriver {
         match report {
             Report::Found { request, found } => {
                 // It may have been looked up before its salt was forgotten.
-                let is_forgotten = found.generation < self.stores.generation(&found.note);
+                let generation = self.stores.generation(&found.note);
+                let is_forgotten = found.generation < generation;
+                self.stores.events.begin_generation(&found.note, generation);
                 let runs = if is_forgotten { Vec::new() } else { found.runs.clone() };
                 if scheduler.status(request).is_some() && !is_forgotten {
                     self.prompts.insert(request, found);
@@ -404,7 +413,11 @@ impl TierDriver {
             if bytes.len() == object.bytes
                 && let Some(writing) = self.stores.may_write(bytes.len() as u64)
             {
-                self.tasks.spawn(task::put(self.stores.clone(), object.key, Bytes::from(bytes), writing));
+                let (stores, told) = (self.stores.clone(), object.told);
+                self.tasks.spawn(async move {
+                    task::put(stores, object.key, Bytes::from(bytes), writing).await;
+                    drop(told);
+                });
             }
         }
     }

@@ -22,6 +22,8 @@ pub struct KvEventsSection {
     pub buffer: usize,
     /// The key's name whose prompts are published. Needed if keys have several names.
     pub name: Option<String>,
+    /// Publish what the tiers in this machine have, too.
+    pub tiers: bool,
 }
 
 impl Default for KvEventsSection {
@@ -32,6 +34,7 @@ impl Default for KvEventsSection {
             topic: String::new(),
             buffer: 10_000,
             name: None,
+            tiers: false,
         }
     }
 }
@@ -79,8 +82,16 @@ impl KvEventsSection {
             if let Some(name) = &self.name {
                 return Err(bad("kv_events.name", format!("{name:?}"), "an `endpoint` too, or neither"));
             }
+            if self.tiers {
+                return Err(bad("kv_events.tiers (--kv-events-tiers)", true, "an `endpoint` too, or false"));
+            }
             return Ok(());
         };
+        if self.tiers && config.tiers.ram_bytes == 0 && config.tiers.disk_dir.is_none() {
+            let expected =
+                "a tier in RAM (--tier-ram) or on a disk (--tier-disk): a shared store is not published";
+            return Err(bad("kv_events.tiers (--kv-events-tiers)", true, expected));
+        }
         if self.replay_endpoint == Some(endpoint) && endpoint.0.port() != 0 {
             return Err(bad("kv_events.replay_endpoint", endpoint, "another port than that of `endpoint`"));
         }

@@ -11,6 +11,12 @@ pub(crate) enum Medium {
     /// In the cache itself, on whatever device it is: routers know the first level by this name.
     #[serde(rename = "GPU")]
     Cache,
+    /// In the tier in this machine's memory.
+    #[serde(rename = "CPU")]
+    Ram,
+    /// In the tier on this machine's disk.
+    #[serde(rename = "STORAGE")]
+    Disk,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

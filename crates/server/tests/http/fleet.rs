@@ -3,7 +3,7 @@ use crate::server::*;
 use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
@@ -368,4 +368,90 @@ fn events_are_off_unless_asked_for() {
     assert!(error.contains("kv_events.name") && error.contains("ann, bob"), "{error}");
     config.kv_events.name = Some("bob".into());
     config.check().unwrap();
+    // Tiers are published if there are any of this server's own.
+    config.kv_events.tiers = true;
+    let error = config.check().unwrap_err().to_string();
+    assert!(error.contains("kv_events.tiers") && error.contains("--tier-ram"), "{error}");
+    config.tiers.ram_bytes = 1 << 20;
+    config.check().unwrap();
+    config.kv_events.endpoint = None;
+    (config.kv_events.replay_endpoint, config.kv_events.name) = (None, None);
+    assert!(config.check().unwrap_err().to_string().contains("an `endpoint` too"));
+}
+
+/// What routers know of tiers and cache by replayed events: the prefixes in each medium.
+fn media(messages: Vec<(u64, Vec<WireEvent>)>) -> BTreeMap<String, BTreeSet<Vec<u32>>> {
+    let mut prefixes: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
+    let mut media: BTreeMap<String, BTreeSet<u64>> = BTreeMap::new();
+    for event in messages.into_iter().flat_map(|(_, events)| events) {
+        match event {
+            WireEvent::BlockStored { block_hashes, parent_block_hash, token_ids, medium, .. } => {
+                let mut prefix = parent_block_hash.map_or(Vec::new(), |parent| prefixes[&parent].clone());
+                let here = media.entry(medium).or_default();
+                for (hash, tokens) in block_hashes.iter().zip(token_ids.chunks(16)) {
+                    prefix.extend(tokens);
+                    prefixes.insert(*hash, prefix.clone());
+                    assert!(here.insert(*hash), "stored once");
+                }
+            }
+            WireEvent::BlockRemoved { block_hashes, medium } => {
+                let here = media.entry(medium).or_default();
+                block_hashes.iter().for_each(|hash| assert!(here.remove(hash), "it is known"));
+            }
+            WireEvent::AllBlocksCleared => media.values_mut().for_each(BTreeSet::clear),
+        }
+    }
+    let of_hashes = |hashes: BTreeSet<u64>| hashes.iter().map(|hash| prefixes[hash].clone()).collect();
+    media.into_iter().map(|(medium, hashes)| (medium, of_hashes(hashes))).collect()
+}
+
+/// With `tiers`, routers know which blocks the tier in RAM has, from its own writes and evictions, by media of their own; whoever asks
+/// late learns the same. Nothing of salted prompts, and nothing after a deletion.
+#[test]
+fn routers_know_what_the_tier_in_ram_has() {
+    let mut config = events_config();
+    config.tiers.ram_bytes = 64 << 20;
+    config.tiers.load = kvist_server::config::LoadRule::Always;
+    config.tiers.grace_ms = 600_000; // this machine may be slow
+    config.kv_events.tiers = true;
+    config.kv_events.buffer = 3;
+    let server = Server::start(config);
+    let sources = server.get("/kv_event_sources").good()["0"].clone();
+    let replays = sources["replay_endpoint"].as_str().unwrap();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let ask = |prompt: &[u32], more: Value| {
+        let body = json!({"prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": true});
+        let answer = server.post("/v1/completions", &with(body, &more)).good();
+        answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap() as usize
+    };
+    let copied = || {
+        server.until("what is stored is copied", || {
+            server.engine.stats().tiers.is_none_or(|tiers| tiers.store_bytes + tiers.load_bytes == 0)
+        });
+    };
+    let whole = |from: u32| (1..=6).map(move |n| prompt(from)[..16 * n].to_vec());
+    let told = |medium: &str, expected: &BTreeSet<Vec<u32>>| {
+        let known = || media(runtime.block_on(replayed(replays, 0)));
+        server.until("routers know it", || known().remove(medium).unwrap_or_default() == *expected);
+        known()
+    };
+    for from in 0..8 {
+        ask(&prompt(from), json!({}));
+        ask(&prompt(from + 100), json!({"cache_salt": "secret"}));
+    }
+    copied();
+    let all: BTreeSet<Vec<u32>> = (0..8).flat_map(whole).collect();
+    let known = told("CPU", &all);
+    assert!(known["GPU"].len() < all.len() && known["GPU"].is_subset(&all), "the cache has some of them");
+    assert_eq!(known.len(), 2);
+    for from in 0..8 {
+        assert_eq!(ask(&prompt(from), json!({})), 96, "from the tier");
+    }
+    copied();
+    told("CPU", &all);
+    assert_eq!(server.send("DELETE", "/v1/cache", &[], b"").status, 200);
+    told("CPU", &BTreeSet::new());
+    ask(&prompt(50), json!({}));
+    copied();
+    told("CPU", &whole(50).collect());
 }

@@ -3,6 +3,9 @@ use crate::reference::{self, Keeps, block, clock, compare};
 use kvist_store::{BlockKey, BlockStore, Bytes, Frame, Ram, StoreError, Usage};
 use kvist_testing::SplitMix64;
 use pollster::block_on;
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 const ENTRY: u64 = 512 + Frame::HEAD_BYTES as u64;
 
@@ -100,7 +103,7 @@ fn what_happens_is_counted() {
     let keys = reference::keys(2);
     let store = Ram::new(1 << 20).with_clock(clock);
     block_on(store.put(keys[0], vec![1; 10].into(), None)).unwrap();
-    block_on(store.put(keys[1], vec![1; 5].into(), Some(std::time::Duration::from_millis(3)))).unwrap();
+    block_on(store.put(keys[1], vec![1; 5].into(), Some(Duration::from_millis(3)))).unwrap();
     assert!(block_on(store.get(&keys[0])).unwrap().is_some());
     reference::pass(3);
     assert!(block_on(store.get(&keys[1])).unwrap().is_none());
@@ -109,4 +112,47 @@ fn what_happens_is_counted() {
     assert_eq!((counts.hits, counts.hit_bytes, counts.misses, counts.expired), (1, 10, 2, 1));
     assert_eq!((counts.puts, counts.put_bytes, counts.damaged, counts.errors), (2, 15, 0, 0));
     assert_eq!(store.usage().entries, Some(1), "an expired block is removed");
+}
+
+/// Whoever watches knows what is here, also if others watched before, and blocks were there.
+#[test]
+fn a_watcher_knows_what_is_here() {
+    let keys = reference::keys(30);
+    for seed in 0..10 {
+        let mut random = SplitMix64(seed);
+        let store = Ram::new(9_000).with_clock(clock);
+        let known = Arc::new(Mutex::new(BTreeSet::new()));
+        for operation in 0..2_000 {
+            let key = random.pick(&keys);
+            match random.below(10) {
+                0..5 => {
+                    let ttl = (random.below(4) == 0).then_some(Duration::from_millis(2));
+                    block_on(store.put(key, block(&mut random, 1_000), ttl)).unwrap();
+                }
+                5..8 => drop(block_on(store.get(&key)).unwrap()),
+                8 => block_on(store.remove(&key)).unwrap(),
+                _ => reference::pass(1),
+            }
+            if operation % 500 == 300 {
+                known.lock().unwrap().clear();
+                let known = known.clone();
+                let watcher = move |key: &BlockKey, is_here: bool| {
+                    let mut known = known.lock().unwrap();
+                    match is_here {
+                        true => drop(known.insert(*key)), // a block that is put again is told again
+                        false => assert!(known.remove(key), "only what is here goes"),
+                    }
+                };
+                assert!(store.watch(Box::new(watcher)));
+            }
+            if operation >= 300 {
+                let is_here = |key: &&BlockKey| {
+                    block_on(store.lookup(std::slice::from_ref(*key), Duration::MAX)).unwrap() == 1
+                };
+                let here: BTreeSet<BlockKey> = keys.iter().filter(is_here).copied().collect();
+                assert_eq!(*known.lock().unwrap(), here, "seed {seed}, operation {operation}");
+            }
+        }
+        assert!(store.counts().evicted > 100 && store.counts().expired > 0);
+    }
 }

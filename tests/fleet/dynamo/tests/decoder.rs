@@ -34,6 +34,8 @@ fn rounds(default: u64) -> u64 {
 fn tier(medium: Medium) -> (&'static str, StorageTier) {
     match medium {
         Medium::Cache => ("GPU", StorageTier::Device),
+        Medium::Ram => ("CPU", StorageTier::HostPinned),
+        Medium::Disk => ("STORAGE", StorageTier::Disk),
     }
 }
 
@@ -207,16 +209,17 @@ fn every_event_means_the_same() {
             let n = random.pick(&[1, 1, 2, 15, 16, 17, 40]);
             let mut block_hashes = hashes(n + 1, random);
             let parent = block_hashes.pop();
+            let medium = random.pick(&[Medium::Cache, Medium::Ram, Medium::Disk]);
             match random.below(4) {
                 0 => Event::AllBlocksCleared,
-                1 => Event::BlockRemoved { block_hashes, medium: Medium::Cache },
+                1 => Event::BlockRemoved { block_hashes, medium },
                 _ => Event::BlockStored {
                     block_hashes,
                     parent_block_hash: parent.filter(|_| random.below(2) == 0),
                     token_ids: (0..n as u32 * block_size).map(|_| token(random)).collect(),
                     block_size,
                     lora_id: (random.below(4) == 0).then(|| token(random)),
-                    medium: Medium::Cache,
+                    medium,
                     lora_name: (random.below(4) == 0).then(|| "adapter \u{e9}".to_owned()),
                 },
             }

@@ -107,6 +107,9 @@ pub struct Args {
     /// Topic of KV events; by default the empty one
     #[arg(long, value_name = "TOPIC")]
     pub kv_events_topic: Option<String>,
+    /// Tell routers what the tiers in RAM and on a disk have, too
+    #[arg(long)]
+    pub kv_events_tiers: bool,
     /// Write prompts and answers into the log
     #[arg(long)]
     pub log_prompts: bool,
@@ -163,6 +166,7 @@ impl Args {
         c.kv_events.endpoint = self.kv_events.or(c.kv_events.endpoint);
         c.kv_events.replay_endpoint = self.kv_events_replay.or(c.kv_events.replay_endpoint);
         set(&mut c.kv_events.topic, &self.kv_events_topic);
+        c.kv_events.tiers |= self.kv_events_tiers;
         self.speculation.apply(&mut c.speculation);
         set(&mut c.limits.max_queue, &self.max_queue);
         set(&mut c.limits.request_timeout_s, &self.request_timeout);

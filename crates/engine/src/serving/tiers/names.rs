@@ -2,12 +2,14 @@
 //!
 //! A store names a block by its content, the cache by a number, which other content has when the block was evicted. So a name is kept
 //! with the index's hash of the block that it is of, and whatever puts blocks into the index has them named.
+use super::events::TierBlock;
 use super::parts::window_key;
 use super::{Copied, TierDriver, task};
 use kvist_cache::{BlockId, Cache, CachedBlock, GroupId};
 use kvist_scheduler::CachedTokens;
 use kvist_store::{BlockKey, KeyChain};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// What a cached block is called in the stores.
 pub(super) struct Name {
@@ -17,6 +19,8 @@ pub(super) struct Name {
     /// Of the salt: its note, and the generation that the key is of.
     pub note: BlockKey,
     pub generation: u64,
+    /// What events call it.
+    pub told: Option<Arc<TierBlock>>,
 }
 
 impl TierDriver {
@@ -49,8 +53,11 @@ impl TierDriver {
                 chain
             }
         };
-        for (block, tokens) in cached.blocks.iter().zip(tokens.chunks_exact(block_tokens)) {
-            let name = Name { hash: block.hash, key: chain.next(tokens), note, generation };
+        self.stores.events.begin_generation(&note, generation);
+        for (i, (block, tokens)) in cached.blocks.iter().zip(tokens.chunks_exact(block_tokens)).enumerate() {
+            let key = chain.next(tokens);
+            let told = self.told_name(cached, i, &key, generation);
+            let name = Name { hash: block.hash, key, note, generation, told };
             if let Some(number) = self.number(block) {
                 self.names.insert(number, name);
             }
@@ -62,6 +69,7 @@ impl TierDriver {
     pub(super) fn forget_salt(&mut self, salt: &str, blocks: &[CachedBlock]) {
         let note = KeyChain::note(&self.fingerprint, salt);
         let generation = self.stores.next_generation(note);
+        self.stores.events.begin_generation(&note, generation);
         // Requests that have heard of earlier blocks compute them, also those that are being loaded.
         self.prompts.retain(|_, found| found.note != note);
         let loads = self.loads.values_mut().filter(|load| load.note == note).map(|load| &mut load.blocks);

@@ -1,7 +1,7 @@
 //! A tier that stores f16 blocks in q8: as much memory has almost twice as many of them.
 use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, StoreError, Usage};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, StoreError, Usage, Watcher};
 use std::time::Duration;
 
 /// Numbers that share a scale.
@@ -46,6 +46,9 @@ impl<S: BlockStore> BlockStore for PackedStore<S> {
     }
     fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
         self.store.remove(key)
+    }
+    fn watch(&self, watcher: Watcher) -> bool {
+        self.store.watch(watcher)
     }
     fn usage(&self) -> Usage {
         self.store.usage()
@@ -125,6 +128,12 @@ mod tests {
         assert_eq!(unpack(&pack(&[7])), [7]);
         assert_eq!(unpack(&pack(&[0; 65])), [0; 65]);
         assert_eq!(unpack(&pack(&[1, 0].repeat(32))), [0; 64]);
+    }
+
+    #[test]
+    fn the_store_below_tells_what_it_has() {
+        let store = PackedStore::new(kvist_store::Ram::new(1 << 20));
+        assert!(store.watch(Box::new(|_, _| {})));
     }
 
     /// NaN became 0.

@@ -21,16 +21,24 @@ impl<V: Default> Recent<V> {
         self.values.get_mut(key)
     }
 
-    /// The value of a key. A new key gets the default one, and the oldest key may be forgotten for it.
-    pub fn entry(&mut self, key: BlockKey) -> &mut V {
-        if !self.values.contains_key(&key) {
-            self.order.push_back(key);
-            if self.order.len() > MOST
-                && let Some(oldest) = self.order.pop_front()
-            {
-                self.values.remove(&oldest);
-            }
+    /// Adds a key with the default value, unless it is there. Returns the oldest key if that is forgotten for it.
+    pub fn add(&mut self, key: BlockKey) -> Option<BlockKey> {
+        if self.values.contains_key(&key) {
+            return None;
         }
+        self.values.insert(key, V::default());
+        self.order.push_back(key);
+        if self.values.len() <= MOST {
+            return None;
+        }
+        let oldest = self.order.pop_front()?;
+        self.values.remove(&oldest);
+        Some(oldest)
+    }
+
+    /// The value of a key, which is [added](Self::add) first.
+    pub fn entry(&mut self, key: BlockKey) -> &mut V {
+        self.add(key);
         self.values.entry(key).or_default()
     }
 }

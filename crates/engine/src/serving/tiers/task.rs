@@ -1,4 +1,5 @@
 //! The tasks that talk to the stores.
+use super::events::TierEvents;
 use super::generations::{Generations, Untold};
 use super::recent::Recent;
 use super::{Report, StoreStats, TierConfig};
@@ -41,6 +42,7 @@ pub struct Stores {
     changes: AtomicU64,
     pub(super) generations: Generations,
     pub(super) untold: Untold,
+    pub(super) events: TierEvents,
     /// How long a request waits for what the tiers have.
     patience: Duration,
     longest_read: Duration,
@@ -149,6 +151,7 @@ impl Stores {
             changes: AtomicU64::new(0),
             generations: Generations::default(),
             untold: Untold::default(),
+            events: TierEvents::default(),
             patience: config.grace,
             longest_read: LONGEST_READ,
         }
@@ -204,8 +207,17 @@ impl Stores {
         self.changes.fetch_add(1, Relaxed);
     }
 
-    fn remember(&self, key: BlockKey, tier: usize) {
-        *self.written().entry(key) |= 1 << tier;
+    /// `is_there`: not if this block is too large for the tier.
+    fn remember(&self, key: BlockKey, tier: usize, is_there: bool) {
+        let mut written = self.written();
+        if let Some(oldest) = written.add(key) {
+            (0..self.n()).for_each(|tier| self.events.noticed(&oldest, tier, false));
+        }
+        *written.entry(key) |= 1 << tier;
+        if is_there {
+            self.events.noticed(&key, tier, true);
+        }
+        drop(written);
         self.note_change();
     }
 
@@ -225,7 +237,10 @@ impl Stores {
 
     fn forget_in(&self, key: &BlockKey, tiers: impl IntoIterator<Item = usize>) {
         if let Some(has) = self.written().get_mut(key) {
-            tiers.into_iter().for_each(|tier| *has &= !(1 << tier));
+            for tier in tiers {
+                *has &= !(1 << tier);
+                self.events.noticed(key, tier, false);
+            }
         }
         self.note_change();
     }
@@ -285,8 +300,9 @@ impl Stores {
         let put = one.within(LONGEST_WRITE, WRITE, one.store.put(key, bytes.clone(), None)).await;
         // Another attempt does not make it smaller.
         let never_fits = matches!(put, Err(StoreError::TooLarge { .. }));
-        if one.note(WRITE, put).is_some() || never_fits {
-            self.remember(key, tier);
+        let is_there = one.note(WRITE, put).is_some();
+        if is_there || never_fits {
+            self.remember(key, tier, is_there);
         }
     }
 }
@@ -381,7 +397,7 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
     // bytes to write: what has no room there is not kept.
     let mut copies = Vec::new();
     for (one, bytes) in fetch.wanted.iter().zip(objects.drain(..).filter(|_| ok)) {
-        stores.remember(one.key, one.tier);
+        stores.remember(one.key, one.tier, true);
         let Some(bytes) = bytes.filter(|_| one.tier > 0) else { continue };
         copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (one, bytes, writing)));
     }
