@@ -87,6 +87,9 @@ async fn copied(engine: &Engine) {
     }
 }
 
+/// Tiers, and hashes of blocks.
+type Here = BTreeSet<(usize, u64)>;
+
 /// Somebody who hears the events.
 #[derive(Clone, Default)]
 struct Subscriber(Arc<Mutex<Told>>);
@@ -163,7 +166,7 @@ async fn stored(
 }
 
 /// By tier.
-fn of_tiers(all: BTreeSet<(usize, u64)>) -> (BTreeSet<(usize, u64)>, BTreeSet<(usize, u64)>) {
+fn of_tiers(all: Here) -> (Here, Here) {
     all.into_iter().partition(|(tier, _)| *tier == 0)
 }
 
@@ -185,7 +188,7 @@ async fn forget(engine: &Engine, store: &dyn BlockStore) -> u64 {
 /// Bytes that a store in RAM takes for a block.
 async fn stored_bytes() -> u64 {
     let ram: Arc<dyn BlockStore> = Arc::new(Ram::new(1 << 30));
-    ask(&over(&[ram.clone()], Write::Through), "", &text(0)).await;
+    ask(&over(std::slice::from_ref(&ram), Write::Through), "", &text(0)).await;
     let usage = ram.usage();
     usage.bytes.unwrap() / usage.entries.unwrap()
 }

@@ -1,7 +1,7 @@
 //! KV events for the routers of a fleet: which prefixes this server's cache has, in vLLM's format over ZeroMQ.
 //!
-//! After each step the engine thread passes on what the prefix index logged, and forgets it; tiers pass on what they write and drop.
-//! A task turns it into messages and gives them to the socket. Nothing waits for consumers.
+//! After each step the engine thread passes on what the prefix index logged, and forgets it. A task turns it into
+//! messages and gives them to the socket. Neither waits for consumers.
 mod public;
 mod publisher;
 mod tiers;
@@ -68,24 +68,26 @@ impl KvEvents {
     /// Publishes from now on, beginning with what the cache has. `salt` is that of the requests whose blocks are
     /// published. Call it within a tokio runtime, once per engine.
     pub(crate) async fn start(sockets: KvEventSockets, engine: &Engine, salt: Arc<str>) -> io::Result<Self> {
-        let tells_tiers = sockets.section.tiers;
+        let with_tiers = sockets.section.tiers;
         let Opened { events, replays, sender, receiver } = KvEvents::open(sockets)?;
         if let Some(replays) = replays {
             events.publisher.serve_replays(replays, ask_content(engine.clone(), sender.clone()))?;
         }
-        let tell = tells_tiers.then(|| sender.clone());
+        let tell = with_tiers.then(|| sender.clone());
         let public = engine.inspect(move |state| {
-            let (blocks, block_tokens) = watch(state.scheduler.cache_mut(), &salt);
+            let cache = state.scheduler.cache_mut();
+            let blocks = watch(cache, &salt);
+            let block_tokens = cache.paged_spec().map_or(1, |spec| spec.block_tokens);
             let watch_tiers = |sender: UnboundedSender<Passed>| {
                 // Without a receiver the server ends.
                 state.watch_tiers(&salt, Box::new(move |event| drop(sender.send(Passed::Tier(event)))))
             };
             let stores = tell.map_or(Vec::new(), watch_tiers);
-            (blocks, PublicTiers::new(&stores, block_tokens))
+            Public { blocks, tiers: PublicTiers::new(&stores, block_tokens), of_tiers: Vec::new() }
         });
-        let (blocks, tiers) = public.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
+        let public = public.await.ok_or_else(|| io::Error::other("the engine has stopped"))?;
         engine.add_watcher(Box::new(KvEventFeed { sender, events: Vec::new() }));
-        tokio::spawn(publish(events.publisher.clone(), blocks, tiers, receiver));
+        tokio::spawn(publish(events.publisher.clone(), public, receiver));
         Ok(events)
     }
 
@@ -103,9 +105,9 @@ impl KvEvents {
         if let Some(replays) = replays {
             events.publisher.serve_replays(replays, Arc::new(|| Box::pin(async { None })))?;
         }
-        let (blocks, block_tokens) = watch(cache, salt);
-        let tiers = PublicTiers::new(&[], block_tokens);
-        tokio::spawn(publish(events.publisher.clone(), blocks, tiers, receiver));
+        let (blocks, tiers) = (watch(cache, salt), PublicTiers::new(&[], 1));
+        let public = Public { blocks, tiers, of_tiers: Vec::new() };
+        tokio::spawn(publish(events.publisher.clone(), public, receiver));
         Ok((events, KvEventFeed { sender, events: Vec::new() }))
     }
 
@@ -144,11 +146,11 @@ impl KvEvents {
     }
 }
 
-/// Lets the cache log what its prefix index stores and evicts, from what it has now on. Returns the tokens of a block, too.
-fn watch(cache: &mut Cache, salt: &str) -> (PublicBlocks, u32) {
+/// Lets the cache log what its prefix index stores and evicts, from what it has now on.
+fn watch(cache: &mut Cache, salt: &str) -> PublicBlocks {
     cache.watch_prefixes(true);
     let block_tokens = cache.paged_spec().map_or(1, |spec| spec.block_tokens);
-    (PublicBlocks::new(cache.prefix_hash(salt, &[]), routed_group(cache), block_tokens), block_tokens)
+    PublicBlocks::new(cache.prefix_hash(salt, &[]), routed_group(cache), block_tokens)
 }
 
 /// The endpoint as routers take it: they put the worker's host in the place of `*`.
@@ -232,49 +234,62 @@ impl Watcher for KvEventFeed {
 /// what publishing costs there: steps that follow each other faster than this share one.
 const LOOKS_EVERY: Duration = Duration::from_millis(1);
 
-/// Most that becomes one message.
-const PASSED_AT_ONCE: usize = 256;
-
-async fn publish(
-    publisher: Publisher,
-    mut blocks: PublicBlocks,
-    mut tiers: PublicTiers,
-    mut receiver: UnboundedReceiver<Passed>,
-) {
-    let mut all_passed = Vec::new();
-    let publish_all = |events: &mut Vec<Event>| {
-        if !events.is_empty() {
-            publisher.publish(events);
-            events.clear();
+async fn publish(publisher: Publisher, mut public: Public, mut passed: UnboundedReceiver<Passed>) {
+    while let Some(first) = passed.recv().await {
+        let mut next = Some(first);
+        while let Some(passed_on) = next {
+            public.handle(&publisher, passed_on);
+            next = passed.try_recv().ok();
         }
-    };
-    while receiver.recv_many(&mut all_passed, PASSED_AT_ONCE).await > 0 {
-        // What tiers did, one block at a time, becomes one message.
-        let mut events = Vec::new();
-        for passed in all_passed.drain(..) {
-            match passed {
-                Passed::Tier(event) => tiers.translate(event, &mut events),
-                Passed::Events(step) => {
-                    publish_all(&mut events);
-                    events = blocks.translate(&step);
-                    // Consumers have forgotten the tiers too, which have what they had.
-                    if events.contains(&Event::AllBlocksCleared) {
-                        tiers.content(&mut events);
-                    }
-                    publish_all(&mut events);
-                }
-                Passed::Content { events: all, answer } => {
-                    publish_all(&mut events);
-                    let mut content = blocks.anew().translate(&all);
-                    tiers.content(&mut content);
-                    let _ = answer.send(publisher.content(&content));
+        public.publish_tiers(&publisher);
+        // What is sent meanwhile wakes nothing.
+        tokio::time::sleep(LOOKS_EVERY).await;
+    }
+}
+
+/// What routers may know.
+struct Public {
+    blocks: PublicBlocks,
+    tiers: PublicTiers,
+    /// What tiers did, one block at a time: it becomes one message.
+    of_tiers: Vec<Event>,
+}
+
+/// Most events that wait for such a message.
+const MOST_OF_TIERS: usize = 256;
+
+impl Public {
+    fn handle(&mut self, publisher: &Publisher, passed: Passed) {
+        match passed {
+            Passed::Tier(event) => {
+                self.tiers.translate(event, &mut self.of_tiers);
+                if self.of_tiers.len() >= MOST_OF_TIERS {
+                    self.publish_tiers(publisher);
                 }
             }
+            Passed::Events(step) => {
+                self.publish_tiers(publisher);
+                let mut events = self.blocks.translate(&step);
+                // Consumers have forgotten the tiers too, which have what they had.
+                if events.contains(&Event::AllBlocksCleared) {
+                    self.tiers.content(&mut events);
+                }
+                if !events.is_empty() {
+                    publisher.publish(&events);
+                }
+            }
+            Passed::Content { events, answer } => {
+                self.publish_tiers(publisher);
+                let mut content = self.blocks.anew().translate(&events);
+                self.tiers.content(&mut content);
+                let _ = answer.send(publisher.content(&content));
+            }
         }
-        publish_all(&mut events);
-        if receiver.is_empty() {
-            // What is sent meanwhile wakes nothing.
-            tokio::time::sleep(LOOKS_EVERY).await;
+    }
+
+    fn publish_tiers(&mut self, publisher: &Publisher) {
+        if !self.of_tiers.is_empty() {
+            publisher.publish(&std::mem::take(&mut self.of_tiers));
         }
     }
 }

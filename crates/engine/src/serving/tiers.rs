@@ -304,7 +304,8 @@ impl TierDriver {
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
-                        objects.push(Object { key, of: (note, generation), bytes, parts, told: told.clone() });
+                        let (of, told) = ((note, generation), told.clone());
+                        objects.push(Object { key, of, bytes, parts, told });
                     }
                     None => failed = true,
                 }
