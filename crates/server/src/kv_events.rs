@@ -282,7 +282,7 @@ impl Public {
                 self.publish_tiers(publisher);
                 let mut content = self.blocks.anew().translate(&events);
                 self.tiers.content(&mut content);
-                let _ = answer.send(publisher.content(&content));
+                let _ = answer.send(Some(publisher.content(&content)));
             }
         }
     }

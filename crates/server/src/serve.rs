@@ -4,6 +4,7 @@ use crate::app::{reserve, router};
 use crate::state::ServerState;
 use crate::work::THREADS;
 use hyper_util::server::graceful::GracefulShutdown;
+use kvist_engine::sessions::{SessionKeeper, SharedSessions};
 use std::future::Future;
 use std::io;
 use std::sync::Arc;
@@ -75,15 +76,13 @@ pub async fn serve(
     }
     recorded(&state).await;
     // Handlers have ended, so nothing changes any more.
-    let saved = tokio::task::spawn_blocking(move || {
-        // The other workers of a fleet wait for these, if one of them continues the sessions at once.
-        if let Some(shared) = state.shared_sessions.get() {
-            shared.close();
-        }
-        if let Some(keeper) = state.keeper.get() {
-            keeper.close();
-        }
-    });
+    let shared = state.clone();
+    let on_disk = tokio::task::spawn_blocking(move || state.keeper.get().map(SessionKeeper::close));
+    // The other workers of a fleet wait for these, if one of them continues the sessions at once.
+    let in_store =
+        tokio::task::spawn_blocking(move || shared.shared_sessions.get().map(SharedSessions::close));
+    // At the same time: a slow store costs no session on the disk.
+    let saved = async { tokio::join!(on_disk, in_store) };
     if tokio::time::timeout(SAVING_TIME, saved).await.is_err() {
         tracing::error!(target: "kvist::server", "not all sessions are saved: the disk or the shared store is too slow");
     }

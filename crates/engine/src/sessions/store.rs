@@ -125,7 +125,7 @@ impl SessionStore {
                 continue; // `release` schedules it again
             }
             match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
-                None | Some(Duration::ZERO) => inner.remove(id),
+                None | Some(Duration::ZERO) => inner.expire(id),
                 Some(_) => inner.wait(id, idle),
             }
         }

@@ -7,7 +7,7 @@
 //! There is one log of the newest messages. A subscriber is a place in it, and so is a replay: nothing is queued for a peer,
 //! so a peer that does not read takes no memory. What has left the log is lost to it, which it sees by the numbers. A replay that
 //! would begin before the log begins with the [`Content`] in their place, so that a router that starts late learns everything:
-//! consumers ask for consecutive numbers, so the first number has the content, and the numbers up to it have empty batches.
+//! consumers ask for consecutive numbers, so the first numbers have the content, and those after them up to the log have empty batches.
 use super::wire::{self, Event};
 use super::zmtp::{self, Received};
 use bytes::Bytes;
@@ -39,6 +39,10 @@ const ACCEPTING_AGAIN: Duration = Duration::from_millis(100);
 const MAX_REPLACED: u64 = 1 << 20;
 /// How often the content is asked for, if it is out of date when it comes.
 const ATTEMPTS: u32 = 3;
+/// Most events of a message, and most bytes, unless one event has more: vllm-router 0.1.17 refuses more than 4,096 events, and more than
+/// 16 MiB.
+const MAX_EVENTS: usize = 4_000;
+const MAX_BYTES: usize = 12 << 20;
 /// Empty batches that are written at a time.
 const WRITTEN_AT_ONCE: u64 = 1024;
 
@@ -46,8 +50,9 @@ const WRITTEN_AT_ONCE: u64 = 1024;
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Content {
     pub until: u64,
-    /// A batch that begins with [`Event::AllBlocksCleared`].
-    pub payload: Bytes,
+    /// Batches, the first of which begins with [`Event::AllBlocksCleared`]. Each says something without those after it: parents come
+    /// before their children.
+    pub payloads: Vec<Bytes>,
 }
 
 /// Asks for the content of now. `None` if the engine has stopped.
@@ -165,10 +170,12 @@ impl Publisher {
 
     /// Sends the events to all subscribers. Waits for none.
     pub fn publish(&self, events: &[Event]) {
-        let Some(payload) = batch(events) else { return };
+        let payloads = batches(events);
         self.log.next.send_modify(|next| {
-            self.log.kept().push(*next, payload);
-            *next += 1;
+            for payload in payloads {
+                self.log.kept().push(*next, payload);
+                *next += 1;
+            }
         });
     }
 
@@ -190,9 +197,9 @@ impl Publisher {
     }
 
     /// Events that say the same as all messages so far, for a consumer that has heard none. Call it where the events are published.
-    pub fn content(&self, events: &[Event]) -> Option<Content> {
-        let payload = batch(&[&[Event::AllBlocksCleared], events].concat())?;
-        Some(Content { until: self.n_messages(), payload })
+    pub fn content(&self, events: &[Event]) -> Content {
+        let payloads = batches(&[&[Event::AllBlocksCleared], events].concat());
+        Content { until: self.n_messages(), payloads }
     }
 
     /// Answers requests for replays for as long as the runtime lives.
@@ -219,6 +226,19 @@ fn batch(events: &[Event]) -> Option<Bytes> {
     let batch = wire::batch(now.as_secs_f64(), events);
     let failed = |error| tracing::error!(target: "kvist::server", "KV events cannot be written: {error}");
     batch.map_err(failed).ok().map(Bytes::from)
+}
+
+/// The payloads of as few messages as events fit into, at least one.
+fn batches(events: &[Event]) -> Vec<Bytes> {
+    let payload = if events.len() <= MAX_EVENTS { batch(events) } else { None };
+    match payload {
+        Some(payload) if payload.len() <= MAX_BYTES || events.len() <= 1 => vec![payload],
+        None if events.len() <= MAX_EVENTS => Vec::new(),
+        _ => {
+            let (first, rest) = events.split_at(MAX_EVENTS.min(events.len() / 2));
+            [batches(first), batches(rest)].concat()
+        }
+    }
 }
 
 /// Accepts connections, each with a task of its own.
@@ -315,10 +335,22 @@ const END: [u8; 8] = [0xff; 8];
 async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64, ask: &AskContent) -> io::Result<()> {
     let mut next = from;
     if let Some(content) = log.content(from, ask).await {
-        let until = content.until;
-        send(writer, &log.message(from, &content.payload, &[b""])).await?;
-        drop(content);
-        next = send_numbers(writer, log, from + 1..until).await?;
+        let Content { until, payloads } = content;
+        if payloads.len() as u64 > until - from {
+            tracing::debug!(
+                target: "kvist::server",
+                "a consumer lost {} KV events, and what the cache has takes {} messages: it gets the first ones",
+                until - from,
+                payloads.len()
+            );
+        }
+        let mut empty_from = from;
+        for (number, payload) in (from..until).zip(&payloads) {
+            send(writer, &log.message(number, payload, &[b""])).await?;
+            empty_from = number + 1;
+        }
+        drop(payloads);
+        next = send_numbers(writer, log, empty_from..until).await?;
     }
     let end = *log.next.borrow();
     while next < end
@@ -400,13 +432,37 @@ mod tests {
     fn content_is_kept_with_the_messages_after_it() {
         let mut kept = kept(3);
         (0..5).for_each(|number| kept.push(number, Bytes::new()));
-        let content = Content { until: 4, payload: Bytes::new() };
+        let content = Content { until: 4, payloads: Vec::new() };
         kept.content = Some(content.clone());
         kept.push(5, Bytes::new());
         kept.push(6, Bytes::new());
         assert_eq!((kept.oldest(7), kept.content.clone()), (4, Some(content)));
         kept.push(7, Bytes::new());
         assert_eq!((kept.oldest(8), kept.content), (5, None));
+    }
+
+    /// vllm-router drops a message that is too long for it, with all that is in it.
+    #[test]
+    fn messages_are_short_enough_for_consumers() {
+        let removed = |n: u64, hashes: usize| Event::BlockRemoved {
+            block_hashes: vec![n; hashes],
+            medium: super::super::wire::Medium::Cache,
+        };
+        let events: Vec<Event> = (0..MAX_EVENTS as u64 * 2 + 5).map(|n| removed(n, 1)).collect();
+        let publisher = Publisher::new("", 10);
+        publisher.publish(&events);
+        assert_eq!(publisher.n_messages(), 3);
+        let payloads = batches(&events);
+        let split = [&events[..MAX_EVENTS], &events[MAX_EVENTS..2 * MAX_EVENTS], &events[2 * MAX_EVENTS..]];
+        let times = |payload: &Bytes| payload.len(); // they contain the time
+        assert_eq!(
+            payloads.iter().map(times).collect::<Vec<_>>(),
+            split.map(|part| batch(part).unwrap().len())
+        );
+        // Nine bytes a hash.
+        let long: Vec<Event> = (0..4).map(|n| removed(u64::MAX - n, MAX_BYTES / 9 / 2)).collect();
+        assert!(batches(&long).len() >= 2 && batches(&long).iter().all(|payload| payload.len() <= MAX_BYTES));
+        assert_eq!((batches(&[]).len(), batches(&[removed(0, MAX_BYTES)]).len()), (1, 1));
     }
 
     /// A replay of what was lost asks for the content once, however many ask.
@@ -421,7 +477,7 @@ mod tests {
                 let content = publisher.content(&[]);
                 Box::pin(async move {
                     tokio::task::yield_now().await;
-                    content
+                    Some(content)
                 })
             })
         };

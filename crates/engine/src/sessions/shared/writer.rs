@@ -1,7 +1,7 @@
 //! The task that records sessions.
 use super::record::{Head, written};
 use super::{Shared, TARGET, count};
-use crate::sessions::store::SharedChange;
+use crate::sessions::store::{SharedChange, Stamp};
 use crate::sessions::{SessionId, Timestamp};
 use kvist_store::{BlockKey, Bytes, StoreError};
 use std::collections::BTreeSet;
@@ -19,10 +19,14 @@ const TOGETHER: usize = 8;
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
+/// Two workers that record at the same time are done by then.
+const LOOK_AGAIN: Duration = Duration::from_secs(5);
+
 /// Something to record.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Task {
     Deletion(Arc<str>, SessionId),
+    Expiry(Arc<str>, SessionId, Stamp),
     State(SessionId),
 }
 
@@ -43,8 +47,8 @@ impl Failed {
     }
 }
 
-/// Records what it is told, until it is told to stop. Many changes of a session are recorded once, and the changes of one session one
-/// after the other.
+/// Records what it is told, until it is told to stop. Many changes of a session are recorded once, and the states of one session one
+/// after the other; a session that was deleted or has expired has no state to record.
 pub(super) async fn run(shared: Arc<Shared>, mut changes: UnboundedReceiver<SharedChange>) {
     let mut failed = Failed { tasks: BTreeSet::new(), pause: PAUSE, again: Instant::now() };
     loop {
@@ -58,6 +62,9 @@ pub(super) async fn run(shared: Arc<Shared>, mut changes: UnboundedReceiver<Shar
             match change {
                 SharedChange::Session(id) => drop(tasks.insert(Task::State(id))),
                 SharedChange::Deleted { owner, id } => drop(tasks.insert(Task::Deletion(owner, id))),
+                SharedChange::Expired { owner, id, recorded } => {
+                    tasks.insert(Task::Expiry(owner, id, recorded));
+                }
                 SharedChange::Flush(reply) => waiting.push(reply),
                 SharedChange::Stop(reply) => {
                     waiting.push(reply);
@@ -112,6 +119,7 @@ async fn record_all(shared: &Arc<Shared>, tasks: BTreeSet<Task>) -> BTreeSet<Tas
             let done = match &task {
                 Task::State(id) => shared.record(*id).await,
                 Task::Deletion(owner, id) => shared.record_deletion(owner, *id).await,
+                Task::Expiry(owner, id, recorded) => shared.remove_expired(owner, *id, *recorded).await,
             };
             (task, done)
         });
@@ -146,26 +154,24 @@ impl Shared {
             // The runtime ends.
             Err(_) => return Ok(()),
         };
-        // From here on nothing but the store is waited for: what it has and what is written are to be close together.
-        let before = match self.head(&place).await? {
-            Some(Head::Deleted) => {
-                self.sessions.forget(&settled.owner, id);
-                return Ok(());
+        // A state that takes long to write is written first: what the head was and what it becomes are to be close together.
+        let mut before = None;
+        for is_written in [false, true] {
+            before = match self.head(&place).await? {
+                Some(Head::State(there)) if stamp.includes(there, settled.recorded) => Some(there),
+                None => None,
+                Some(other) => {
+                    if is_written {
+                        let _ = self.note(self.store.remove(&place.state(stamp)).await);
+                    }
+                    self.give_way(&settled.owner, id, stamp, other);
+                    return Ok(());
+                }
+            };
+            if !is_written {
+                self.put(place.state(stamp), bytes.clone(), settled.left).await?;
             }
-            Some(Head::State(there)) if !stamp.includes(there, settled.recorded) => {
-                count(&self.counters.conflicts);
-                tracing::warn!(
-                    target: TARGET,
-                    "session {id}: another worker has recorded version {} meanwhile; version {} of this one is dropped",
-                    there.version,
-                    stamp.version
-                );
-                return Ok(());
-            }
-            Some(Head::State(there)) => Some(there),
-            None => None,
-        };
-        self.put(place.state(stamp), bytes, settled.left).await?;
+        }
         self.put(place.head(), Head::State(stamp).to_bytes(), settled.left).await?;
         self.sessions.set_recorded(id, Some(stamp));
         count(&self.counters.recorded);
@@ -176,16 +182,61 @@ impl Shared {
         Ok(())
     }
 
-    /// Notes that a session was deleted, for workers that still have it.
-    async fn record_deletion(&self, owner: &str, id: SessionId) -> Result<(), StoreError> {
+    /// The store has another head than a state of this worker was made from.
+    fn give_way(&self, owner: &str, id: SessionId, stamp: Stamp, other: Head) {
+        match other {
+            Head::Deleted => self.sessions.forget(owner, id),
+            Head::State(there) => {
+                count(&self.counters.conflicts);
+                tracing::warn!(
+                    target: TARGET,
+                    "session {id}: another worker has recorded version {} meanwhile; version {} of this one is dropped",
+                    there.version,
+                    stamp.version
+                );
+            }
+        }
+    }
+
+    /// Notes that a session was deleted, for workers that still have it. Again after a while, if another worker has recorded it in
+    /// the same moment.
+    async fn record_deletion(self: &Arc<Self>, owner: &Arc<str>, id: SessionId) -> Result<(), StoreError> {
+        self.note_deletion(owner, id).await?;
+        self.sessions.deletion_noted(owner, id);
+        let (shared, owner) = (self.clone(), owner.clone());
+        tokio::spawn(async move {
+            tokio::time::sleep(LOOK_AGAIN).await;
+            shared.note_deletion_again(&owner, id).await;
+        });
+        Ok(())
+    }
+
+    /// Notes a deletion again, if the store has a state.
+    pub(super) async fn note_deletion_again(&self, owner: &str, id: SessionId) {
+        if let Ok(Some(Head::State(_))) = self.head(&self.place(owner, id)).await {
+            let _ = self.note_deletion(owner, id).await;
+        }
+    }
+
+    async fn note_deletion(&self, owner: &str, id: SessionId) -> Result<(), StoreError> {
         let place = self.place(owner, id);
         let before = self.head(&place).await?;
         // What another worker has of it expires sooner, also if its clock is somewhat behind.
         let ttl = self.sessions.limits().idle.saturating_mul(2);
         self.put(place.head(), Head::Deleted.to_bytes(), ttl).await?;
-        self.sessions.deletion_noted(id);
         if let Some(Head::State(before)) = before {
             let _ = self.note(self.store.remove(&place.state(before)).await);
+        }
+        Ok(())
+    }
+
+    /// Removes a session that has expired here, if no other worker has made a newer state of it. One that another worker still uses in
+    /// this state is recorded again there.
+    async fn remove_expired(&self, owner: &str, id: SessionId, recorded: Stamp) -> Result<(), StoreError> {
+        let place = self.place(owner, id);
+        if self.head(&place).await? == Some(Head::State(recorded)) {
+            self.note(self.store.remove(&place.head()).await)?;
+            self.note(self.store.remove(&place.state(recorded)).await)?;
         }
         Ok(())
     }

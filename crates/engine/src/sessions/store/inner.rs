@@ -65,7 +65,7 @@ pub(super) struct Inner {
     /// Where to report what a shared store has to learn.
     pub shared: Option<UnboundedSender<SharedChange>>,
     /// Deleted sessions of which the shared store has no note yet: what it still has of them is not taken over.
-    pub deleting: BTreeSet<SessionId>,
+    pub deleting: BTreeSet<(Arc<str>, SessionId)>,
 }
 
 impl Default for Inner {
@@ -172,16 +172,22 @@ impl Inner {
     /// Removes a session for good, on every worker that shares it.
     pub fn delete(&mut self, id: SessionId) {
         if let Some(session) = self.sessions.get(&id) {
-            let (owner, children, writer) = (session.owner.clone(), session.children.clone(), self.writer);
+            let owner = session.owner.clone();
             if self.shared.is_some() {
-                self.deleting.insert(id);
+                self.deleting.insert((owner.clone(), id));
             }
             self.tell_shared(|| SharedChange::Deleted { owner, id });
-            for child in children {
-                if let Some(child) = self.sessions.get_mut(&child) {
-                    child.change(writer);
-                }
-            }
+        }
+        self.remove(id);
+    }
+
+    /// Removes a session that was not used for too long.
+    pub fn expire(&mut self, id: SessionId) {
+        if let Some(session) = self.sessions.get(&id)
+            && let Some(recorded) = session.recorded
+        {
+            let owner = session.owner.clone();
+            self.tell_shared(|| SharedChange::Expired { owner, id, recorded });
         }
         self.remove(id);
     }

@@ -15,6 +15,8 @@ pub(in crate::sessions) enum SharedChange {
     Session(SessionId),
     /// A client has deleted a session.
     Deleted { owner: Arc<str>, id: SessionId },
+    /// A session has expired here, which the store has in this state as far as this process knows.
+    Expired { owner: Arc<str>, id: SessionId, recorded: Stamp },
     /// Reply when everything before was tried.
     Flush(Sender<()>),
     /// The same, and record no more.
@@ -106,13 +108,13 @@ impl SessionStore {
     }
 
     /// Whether a session was deleted here, and the shared store has no note of it yet.
-    pub(in crate::sessions) fn is_deleting(&self, id: SessionId) -> bool {
-        self.lock().deleting.contains(&id)
+    pub(in crate::sessions) fn is_deleting(&self, owner: &Arc<str>, id: SessionId) -> bool {
+        self.lock().deleting.contains(&(owner.clone(), id))
     }
 
     /// The shared store has noted that a session was deleted here.
-    pub(in crate::sessions) fn deletion_noted(&self, id: SessionId) {
-        self.lock().deleting.remove(&id);
+    pub(in crate::sessions) fn deletion_noted(&self, owner: &Arc<str>, id: SessionId) {
+        self.lock().deleting.remove(&(owner.clone(), id));
     }
 
     /// Removes a session that another worker has deleted.
@@ -137,7 +139,7 @@ impl SessionStore {
     ) -> Result<Adopted, SessionError> {
         (record.stamp, record.recorded) = (Some(stamp), Some(stamp));
         let mut inner = self.at(at);
-        if inner.deleting.contains(&id) {
+        if inner.deleting.contains(&(owner.clone(), id)) {
             return Ok(Adopted::Deleted);
         }
         if at.instant.saturating_duration_since(record.touched(at)) >= self.limits.idle {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// A process gives a version once, so two states with the same stamp are one. Versions alone do not do: two workers may both make the
 /// sixth change.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(in crate::sessions) struct Stamp {
     pub version: u64,
     pub writer: u64,

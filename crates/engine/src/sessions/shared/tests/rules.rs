@@ -142,6 +142,43 @@ fn a_deleted_session_stays_deleted_everywhere() {
     assert_eq!(frames.lock().len(), 1, "the note alone is left");
 }
 
+/// What has expired leaves the store, unless another worker has gone on with it.
+#[test]
+fn an_expired_session_leaves_the_store() {
+    let runtime = runtime();
+    let (one, other, frames) = two(&runtime);
+    let (idle, used) = (one.create("ann", &[1]), one.create("ann", &[2]));
+    one.shared.flush();
+    assert_eq!(frames.lock().len(), 4);
+    assert_eq!(other.tokens("ann", used), Some(vec![2]));
+    other.append("ann", used, &[3]);
+    other.shared.flush();
+    let now = Timestamp::now();
+    let later = Timestamp { instant: now.instant + LIMITS.idle * 2, ..now };
+    assert!(one.sessions.get(later, "ann", idle).is_err());
+    one.shared.flush();
+    assert_eq!(frames.lock().len(), 2, "the other's head and state");
+    assert_eq!(other.tokens("ann", used), Some(vec![2, 3]));
+    assert_eq!(other.find("ann", idle).unwrap(), Found::Nowhere);
+}
+
+/// A state that was recorded in the moment of a deletion was there for good.
+#[test]
+fn a_deletion_is_looked_at_again() {
+    let runtime = runtime();
+    let (one, other, _) = two(&runtime);
+    let id = one.create("ann", &[1]);
+    one.shared.flush();
+    one.sessions.delete(Timestamp::now(), "ann", id).unwrap();
+    one.shared.flush();
+    let shared = &other.shared.shared;
+    let place = shared.place("ann", id);
+    let head = Head::State(Stamp { version: 9, writer: 9 });
+    runtime.block_on(shared.store.put(place.head(), head.to_bytes(), None)).unwrap();
+    runtime.block_on(one.shared.shared.note_deletion_again("ann", id));
+    assert_eq!(one.find("ann", id).unwrap(), Found::Deleted);
+}
+
 /// A worker comes back with its directory: it has older states than the store, and newer ones that it could not record.
 #[test]
 fn a_worker_that_was_away_goes_on_from_the_newest_state() {
