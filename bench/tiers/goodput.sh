@@ -18,7 +18,7 @@ if [[ -n ${TRACE:-} ]]; then
     # An id of the trace stands for 512 tokens, of which 8 are left: a block. The working set are 1,614 ids, the cache has 323.
     python3 bench/tiers/conversations.py "$TRACE" --turns 3 --conversations 390 --output "$folder/conversations.jsonl"
     calibrate=(--max-batch 8 --max-batch-tokens 256 --context 2584 --block-tokens 8 --seconds 135)
-    load=(--load "$folder/conversations.jsonl" --scale-tokens 1/64 --busy "${BUSY:-0.85}" --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
+    load=(--load "$folder/conversations.jsonl" --scale-tokens 1/64 --busy "${BUSY:-0.6}" --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
 fi
 "$kvist" bench calibrate --model "$model" "${calibrate[@]}" -o "$folder/costs.json"
 "$kvist" bench predict --model "$model" --costs "$folder/costs.json" "${load[@]}" --tier-disk "$folder/blocks"
