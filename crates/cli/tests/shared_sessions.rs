@@ -18,7 +18,7 @@ fn start(args: &[&str]) -> Server {
     Server::spawn(&mut kvist(), &[&FIXED, args])
 }
 
-/// Waits for the store as long as it takes, because this machine may be slow.
+/// Waits for the store as long as it takes, because the machine may be slow.
 fn shared(url: &str, more: &[&str]) -> Server {
     start(&[&["--tier-store", url, "--sessions-shared", "--tier-grace", "10m"], more].concat())
 }

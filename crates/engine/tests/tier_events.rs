@@ -90,7 +90,7 @@ async fn copied(engine: &Engine) {
 /// Tiers, and hashes of blocks.
 type Here = BTreeSet<(usize, u64)>;
 
-/// Somebody who hears the events.
+/// A listener that hears the events.
 #[derive(Clone, Default)]
 struct Subscriber(Arc<Mutex<Told>>);
 
