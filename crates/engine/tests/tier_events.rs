@@ -261,7 +261,7 @@ async fn what_is_missed_is_told() {
     // The cache has the last two texts.
     let lost = KeyChain::root(MODEL, "").keys(&text(0), BLOCK)[2];
     stores[0].remove(&lost).await.unwrap();
-    subscriber.until(|here| here.contains(&(0, hashes[0][2])), "nobody knows that it is lost").await;
+    subscriber.until(|here| here.contains(&(0, hashes[0][2])), "it is lost, and that was not noticed").await;
     assert_eq!(ask(&tiered, "", &text(0)).await.usage.loaded_tokens, 32);
     let told = subscriber.0.lock().unwrap().n_removed;
     assert!(told > 0, "it was missed");

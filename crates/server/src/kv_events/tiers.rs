@@ -1,7 +1,7 @@
 //! What a router may know of the tiers below the cache: those that are this server's own.
 //!
 //! A store that servers share is left out. Its blocks are everybody's, so they make no server better than another one, and what has
-//! become of them nobody tells.
+//! become of them is not told.
 use super::wire::{Event, Medium};
 use kvist_engine::serving::{TierBlock, TierEvent};
 use std::collections::HashMap;

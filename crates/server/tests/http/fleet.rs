@@ -405,7 +405,7 @@ fn media(messages: Vec<(u64, Vec<WireEvent>)>) -> BTreeMap<String, BTreeSet<Vec<
     media.into_iter().map(|(medium, hashes)| (medium, of_hashes(hashes))).collect()
 }
 
-/// With `tiers`, routers know which blocks the tier in RAM has, from its own writes and evictions, by media of their own; whoever asks
+/// With `tiers`, routers know which blocks the tier in RAM has, from its own writes and evictions, by media of their own; a consumer that asks
 /// late learns the same. Nothing of salted prompts, and nothing after a deletion.
 #[test]
 fn routers_know_what_the_tier_in_ram_has() {

@@ -114,7 +114,7 @@ fn what_happens_is_counted() {
     assert_eq!(store.usage().entries, Some(1), "an expired block is removed");
 }
 
-/// Whoever watches knows what is here, also if others watched before, and blocks were there.
+/// A watcher knows what is here, also if others watched before, and blocks were there.
 #[test]
 fn a_watcher_knows_what_is_here() {
     let keys = reference::keys(30);

@@ -9,7 +9,7 @@
 use super::TierDriver;
 use super::task::Stores;
 use kvist_scheduler::CachedTokens;
-use kvist_store::{BlockKey, KeyChain};
+use kvist_store::BlockKey;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -38,7 +38,7 @@ pub enum TierEvent {
 /// Hears of the events, in order. Called on whatever thread, with locks held: it must be quick, and must not use the engine.
 pub type TellTier = Box<dyn Fn(TierEvent) + Send>;
 
-/// Nothing until somebody watches.
+/// Nothing before [`TierDriver::watch`].
 #[derive(Default)]
 pub(super) struct TierEvents(Mutex<Option<Watched>>);
 
@@ -133,7 +133,7 @@ impl TierEvents {
         }
     }
 
-    /// Whether anybody wants to know of a salt's blocks.
+    /// Whether a salt's blocks are watched.
     fn wants(&self, salt: &str) -> bool {
         self.lock().as_ref().is_some_and(|watched| *watched.salt == *salt)
     }
@@ -175,7 +175,7 @@ impl TierDriver {
     /// Tells what the tiers have of this salt's blocks, from now on. Blocks that are stored and not cached by then are told once they
     /// are cached again. Returns the names of the tiers' stores.
     pub fn watch(&mut self, salt: &str, tell: TellTier) -> Vec<String> {
-        let note = KeyChain::note(&self.fingerprint, salt);
+        let note = self.note_of(salt);
         let watched = Watched {
             tell,
             salt: salt.into(),
@@ -205,7 +205,7 @@ impl TierDriver {
         names
     }
 
-    /// What the `i`-th of these blocks is called in events, if anybody hears them. They are told from [`tell_names`](Self::tell_names)
+    /// What the `i`-th of these blocks is called in events, if they are watched. They are told from [`tell_names`](Self::tell_names)
     /// on.
     pub(super) fn told_name(
         &mut self,
@@ -233,7 +233,7 @@ impl TierDriver {
         Some(block)
     }
 
-    /// Call it when whoever hears of the cache has heard of the blocks that were cached: a router drops a block whose parent it has
+    /// Call it after the events of the cache that say that the blocks were cached: a router drops a block whose parent it has
     /// not heard of, and a tier may be faster than the end of a step.
     pub fn tell_names(&mut self) {
         for (key, block) in self.new_names.drain(..) {

@@ -39,7 +39,7 @@ impl TierDriver {
         let block_tokens = self.block_parts.block_tokens as usize;
         let before = cached.tokens.len() - (cached.blocks.len() * block_tokens).min(cached.tokens.len());
         let (before, tokens) = cached.tokens.split_at(before);
-        let note = KeyChain::note(&self.fingerprint, &cached.salt);
+        let note = self.note_of(&cached.salt);
         let generation = self.stores.generation(&note);
         let parent = cached.parent.as_ref().and_then(|parent| self.name(parent));
         let mut chain = match parent.filter(|parent| parent.generation == generation) {
@@ -67,7 +67,7 @@ impl TierDriver {
 
     /// Begins a new generation of a salt, and removes the blocks of earlier ones that are known.
     pub(super) fn forget_salt(&mut self, salt: &str, blocks: &[CachedBlock]) {
-        let note = KeyChain::note(&self.fingerprint, salt);
+        let note = self.note_of(salt);
         let generation = self.stores.next_generation(note);
         self.stores.events.begin_generation(&note, generation);
         // Requests that have heard of earlier blocks compute them, also those that are being loaded.

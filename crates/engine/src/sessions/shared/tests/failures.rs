@@ -150,7 +150,7 @@ fn records_expire_as_sessions_do_and_notes_later() {
     assert_eq!(start().find("ann", id).unwrap(), Found::Here);
 }
 
-/// A store may drop what it likes: whoever has a session records it again.
+/// A store may drop what it likes: a worker that has a session records it again.
 #[test]
 fn what_a_store_dropped_is_recorded_again() {
     let runtime = runtime();

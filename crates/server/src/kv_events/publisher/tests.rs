@@ -1,0 +1,110 @@
+use super::*;
+
+fn kept(most: usize) -> Kept {
+    Kept { messages: VecDeque::new(), bytes: 0, most, content: None }
+}
+
+#[test]
+fn the_newest_messages_are_kept() {
+    let mut kept = kept(3);
+    assert!(kept.from(0).is_none());
+    for number in 0..5 {
+        kept.push(number, vec![number as u8].into());
+    }
+    let mut numbers = Vec::new();
+    let mut next = 0;
+    while let Some((number, payload)) = kept.from(next) {
+        assert_eq!(payload[..], [number as u8]);
+        numbers.push(number);
+        next = number + 1;
+    }
+    assert_eq!(numbers, [2, 3, 4]);
+}
+
+/// Large messages do not fill the memory, whatever their number.
+#[test]
+fn kept_bytes_are_bounded() {
+    let mut kept = kept(usize::MAX);
+    let payload: Bytes = vec![0; MAX_KEPT_BYTES / 4].into();
+    for number in 0..9 {
+        kept.push(number, payload.clone());
+    }
+    assert_eq!((kept.messages.len(), kept.bytes), (4, MAX_KEPT_BYTES));
+    assert_eq!(kept.from(0).map(|(number, _)| number), Some(5));
+    assert!(kept.from(9).is_none() && kept.from(u64::MAX).is_none());
+}
+
+/// The content is there as long as what comes after it.
+#[test]
+fn content_is_kept_with_the_messages_after_it() {
+    let mut kept = kept(3);
+    (0..5).for_each(|number| kept.push(number, Bytes::new()));
+    let content = Content { until: 4, payloads: Vec::new() };
+    kept.content = Some(content.clone());
+    kept.push(5, Bytes::new());
+    kept.push(6, Bytes::new());
+    assert_eq!((kept.oldest(7), kept.content.clone()), (4, Some(content)));
+    kept.push(7, Bytes::new());
+    assert_eq!((kept.oldest(8), kept.content), (5, None));
+}
+
+/// vllm-router drops a message that is too long for it, with all that is in it.
+#[test]
+fn messages_are_short_enough_for_consumers() {
+    let removed = |n: u64, hashes: usize| Event::BlockRemoved {
+        block_hashes: vec![n; hashes],
+        medium: super::super::wire::Medium::Cache,
+    };
+    let events: Vec<Event> = (0..MAX_EVENTS as u64 * 2 + 50).map(|n| removed(n, 1)).collect();
+    let publisher = Publisher::new("", 10);
+    publisher.publish(&events);
+    assert_eq!(publisher.n_messages(), 3);
+    // Their order is kept, whatever the parts are; payloads contain the time, so lengths are compared.
+    let payloads = batches(&events);
+    let overhead = batch(&[]).unwrap().len() + 2; // an array of many has a longer head
+    let whole: usize = payloads.iter().map(|payload| payload.len() - overhead).sum();
+    assert_eq!(whole, batch(&events).unwrap().len() - overhead);
+    // Nine bytes a hash.
+    let long: Vec<Event> = (0..4).map(|n| removed(u64::MAX - n, MAX_BYTES / 9 / 2)).collect();
+    assert!(batches(&long).len() >= 2 && batches(&long).iter().all(|payload| payload.len() <= MAX_BYTES));
+    assert_eq!((batches(&[]).len(), batches(&[removed(0, MAX_BYTES)]).len()), (1, 1));
+}
+
+/// A replay of what was lost asks for the content once, however many ask.
+#[tokio::test]
+async fn lost_messages_are_replaced_by_the_content() {
+    let publisher = Publisher::new("", 3);
+    let asked = Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let ask: AskContent = {
+        let (publisher, asked) = (publisher.clone(), asked.clone());
+        Arc::new(move || {
+            asked.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            let content = publisher.content(&[]);
+            Box::pin(async move {
+                tokio::task::yield_now().await;
+                Some(content)
+            })
+        })
+    };
+    (0..3).for_each(|_| publisher.publish(&[]));
+    assert_eq!(publisher.log.content(0, &ask).await, None, "all are kept");
+    publisher.publish(&[]);
+    let both = tokio::join!(publisher.log.content(0, &ask), publisher.log.content(0, &ask));
+    assert_eq!(both.0.as_ref().map(|content| content.until), Some(4));
+    assert_eq!((both.0 == both.1, asked.load(std::sync::atomic::Ordering::Relaxed)), (true, 1));
+    assert_eq!(publisher.log.content(1, &ask).await, None);
+    // Too many to replace.
+    publisher.log.kept().messages[0].0 = MAX_REPLACED + 1;
+    assert_eq!(publisher.log.content(0, &ask).await, None);
+}
+
+#[test]
+fn other_requests_are_ignored() {
+    let message = |frames: &[&[u8]]| Received::Message(frames.iter().map(|frame| frame.to_vec()).collect());
+    let number = 7u64.to_be_bytes();
+    assert_eq!(asked(message(&[b"", &number])), Some(7));
+    for other in [&[&b""[..], b"7"][..], &[b"x", &number], &[&number], &[b"", &number, b""]] {
+        assert_eq!(asked(message(other)), None);
+    }
+    assert_eq!(asked(Received::Command(number.to_vec())), None);
+}
