@@ -114,6 +114,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn round_pairs(self, even: Self::F, odd: Self::F) -> Self::I;
     /// Every lane cut off to bf16. The difference to the lane is exact.
     fn cut(self, x: Self::F) -> Self::F;
+    fn load_i(self, x: &[u32; 16]) -> Self::I;
     fn store_i(self, x: Self::I, out: &mut [u32; 16]);
 
     /// The low half of every byte.
@@ -278,6 +279,18 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Amx(amx) => amx.vectors().run(kernel),
         }
+    }
+
+    /// Whether it multiplies pairs of bf16 in vectors faster than f32.
+    pub fn multiplies_pairs(self) -> bool {
+        struct Pairs;
+        impl Kernel for Pairs {
+            type Out = bool;
+            fn run<S: Simd>(self, _: S) -> bool {
+                S::BF16_DOTS
+            }
+        }
+        self.run(Pairs)
     }
 
     /// The tiles, where there are any.

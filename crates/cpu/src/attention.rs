@@ -31,9 +31,9 @@ mod tile;
 mod tile_items;
 
 use crate::Compute;
-use crate::arch::{LANES, TileIsa};
+use crate::arch::LANES;
 use crate::pages::Pages;
-use crate::pool::tiles::{self, Precision, SplitRow};
+use crate::pool::pairs::{Products, SplitRow};
 use crate::pool::{QUERY_ROWS, RowStore};
 use crate::recent::RecentReads;
 use kvist_cache::Reads;
@@ -54,9 +54,9 @@ const BLOCK_ROWS: usize = 32;
 const TILE: usize = 64;
 const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
-/// The same with products of tiles, which want many rows and cells. All rows of a unit are then one block.
+/// The same with products of pairs, which want many rows and cells. All rows of a unit are then one block.
 const WIDE_TILE: usize = 128;
-/// Fewest rows of a unit for rounded products of tiles.
+/// Fewest rows of a unit for rounded products of pairs.
 const FAST_ROWS: usize = 64;
 const WIDE_LONG_TILE_ROWS: usize = 64;
 
@@ -101,13 +101,12 @@ impl<'l> Layer<'l> {
     fn state(&self) -> usize {
         self.head_dim + EXTRA
     }
-    /// Whether products of so many rows with `side` are products of tiles. With [`Compute::tile_attention`] they are for
-    /// all queries, because the bits of the result differ from those of vectors.
-    fn tiles(&self, compute: &Compute, side: &RowStore, n_rows: usize) -> Option<(TileIsa, Precision)> {
-        tiles::parts(side.shape.storage.dtype)?;
-        let fast = || compute.fast_tiles().filter(|_| n_rows >= FAST_ROWS);
-        let exact = compute.attention_tiles().map(|isa| (isa, Precision::Exact));
-        exact.or_else(|| Some((fast()?, Precision::Rounded)))
+    /// What multiplies so many rows with `side`, if these are products of pairs. With [`Compute::tile_attention`] they are
+    /// for all queries, because the bits of the result differ from those of other products.
+    fn pairs(&self, compute: &Compute, side: &RowStore, n_rows: usize) -> Option<Products> {
+        let fast = || compute.fast_pairs().filter(|_| n_rows >= FAST_ROWS);
+        let suits = |products: &Products| products.multiply(side.shape.storage.dtype);
+        compute.exact_pairs().filter(suits).or_else(fast)
     }
     /// The rows of a unit.
     fn unit_rows(&self, rows: Rows) -> usize {
@@ -209,7 +208,7 @@ impl<'l> Layer<'l> {
         };
         let n = rows.n_slots * per_kv;
         let head_dim = self.head_dim;
-        let tiles = self.tiles(compute, self.keys, n);
+        let products = self.pairs(compute, self.keys, n);
         for i in 0..n {
             let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
@@ -222,16 +221,16 @@ impl<'l> Layer<'l> {
             }
             self.keys.transform(rows.head, query(token, rows.head * per_kv + i % per_kv), row);
             row.iter_mut().for_each(|x| *x *= scale);
+            if let Some(products) = products {
+                let (precision, split) = (products.precision(), &mut scratch.split_queries[..]);
+                compute.isa.run(SplitRow { precision, row, at: i, rows: n, split });
+                continue;
+            }
             match keys.storage.dtype {
                 DType::Q8 => scratch.packed[i].pack_bytes(row, keys.group),
                 DType::Q4 => scratch.packed[i].pack_nibbles(row, keys.group),
                 DType::T4 => scratch.packed[i].pack_outliers(row, keys.group),
                 DType::F32 | DType::F16 | DType::BF16 => {
-                    if let Some((_, precision)) = tiles {
-                        let split = &mut scratch.split_queries;
-                        compute.isa.run(SplitRow { precision, row, at: i, rows: n, split });
-                        continue;
-                    }
                     let side_by_side = &mut scratch.queries[i / QUERY_ROWS * QUERY_ROWS * head_dim..];
                     let column = side_by_side.iter_mut().skip(i % QUERY_ROWS).step_by(QUERY_ROWS);
                     column.zip(row).for_each(|(q, x)| *q = *x);
@@ -288,8 +287,8 @@ impl<'l> Layer<'l> {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
         let slots = rows.slots();
         let n_rows = rows.n_slots * self.per_kv();
-        let tiles = [self.keys, self.values].iter().any(|side| self.tiles(compute, side, n_rows).is_some());
-        let (len, block_rows) = match tiles {
+        let pairs = [self.keys, self.values].iter().any(|side| self.pairs(compute, side, n_rows).is_some());
+        let (len, block_rows) = match pairs {
             true if n_rows <= WIDE_LONG_TILE_ROWS => (LONG_TILE, n_rows),
             true => (WIDE_TILE, n_rows),
             false if n_rows <= LONG_TILE_ROWS => (LONG_TILE, BLOCK_ROWS),

@@ -29,6 +29,7 @@ pub mod stream;
 
 use arch::{Isa, Threads, TileIsa};
 use kvist_device::{Backend, DeviceError, FIRST_SEGMENT_CELLS, PoolSpec, Pools, Usage, reserved_cells_from};
+use pool::pairs::{Precision, Products};
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 
@@ -74,9 +75,18 @@ impl Compute {
         self.isa.tiles().filter(|_| self.fast_prefill && !self.deterministic)
     }
 
-    /// The tiles that attention uses for all queries, if any.
-    pub(crate) fn attention_tiles(&self) -> Option<TileIsa> {
-        self.isa.tiles().filter(|_| self.tile_attention)
+    /// The products of pairs that attention uses for many queries, if any: as fast as they can be, and rounded.
+    pub(crate) fn fast_pairs(&self) -> Option<Products> {
+        let fast = self.fast_prefill && !self.deterministic;
+        let vectors = self.isa.multiplies_pairs().then_some(Products::Vectors(self.isa));
+        let tiles = self.isa.tiles().map(|isa| Products::Tiles(isa, Precision::Rounded));
+        tiles.or(vectors).filter(|_| fast)
+    }
+
+    /// The products of pairs that attention uses for all queries, if any.
+    pub(crate) fn exact_pairs(&self) -> Option<Products> {
+        let tiles = self.isa.tiles().filter(|_| self.tile_attention)?;
+        Some(Products::Tiles(tiles, Precision::Exact))
     }
 
     /// What `KVIST_TILE_ATTENTION` asks for: `1` or `0`, which is the default.

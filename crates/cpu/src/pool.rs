@@ -17,13 +17,13 @@
 mod float;
 mod gather;
 mod image;
+pub(crate) mod pairs;
 mod q4;
 mod q8;
 pub(crate) mod quantised;
 mod resize;
 mod rows;
 mod t4;
-pub(crate) mod tiles;
 
 use crate::Growth;
 use crate::arch::{Isa, Kernel, LANES, Simd};
@@ -71,6 +71,7 @@ macro_rules! with_codec {
         }
     };
 }
+use with_codec;
 
 /// How one dtype packs a row, and the two products with packed blocks that attention needs.
 ///

@@ -293,6 +293,14 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn load_i(self, x: &[u32; 16]) -> I {
+        // SAFETY: `detect` checked the CPU features; the array is as long as both vectors.
+        unsafe {
+            let x: *const __m256i = x.as_ptr().cast();
+            [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))]
+        }
+    }
+    #[inline(always)]
     fn store_i(self, x: I, out: &mut [u32; 16]) {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {

@@ -236,6 +236,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         }
     }
     #[inline(always)]
+    fn load_i(self, x: &[u32; 16]) -> I {
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
+        unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+    #[inline(always)]
     fn store_i(self, x: I, out: &mut [u32; 16]) {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }

@@ -170,6 +170,10 @@ impl Simd for Portable {
         each(|i| f32::from_bits(x[i].to_bits() & 0xffff_0000))
     }
     #[inline(always)]
+    fn load_i(self, x: &[u32; 16]) -> I {
+        each(|i| x[i].cast_signed())
+    }
+    #[inline(always)]
     fn store_i(self, x: I, out: &mut [u32; 16]) {
         *out = each(|i| x[i].cast_unsigned());
     }

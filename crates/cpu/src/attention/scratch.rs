@@ -3,7 +3,7 @@ use super::tile_items::TileItems;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS, WIDE_LONG_TILE_ROWS, WIDE_TILE};
 use crate::Compute;
 use crate::arch::LANES;
-use crate::pool::tiles::{self, WEIGHTS_LEN};
+use crate::pool::pairs::{self, Products, WEIGHTS_LEN};
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ pub struct ThreadScratch {
     pub quads: Box<Quads>,
     pub tile_items: TileItems,
     pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
-    // For products of tiles, in pairs of bf16.
+    // For products of pairs of bf16.
     pub split_queries: Vec<u32>,
     pub packed_tiles: Vec<u32>,
     pub weight_tiles: Vec<u32>,
@@ -81,19 +81,24 @@ impl Sizes {
         let filled = rows.checked_add(unit_rows.checked_mul(heads)?)?;
         let split = heads.checked_mul((cells.div_ceil(SPLIT) as usize + 1).min(MAX_SPLITS))?;
         let line = |tile: usize| tile + 2 * PAD + SPARE;
-        let uses = compute.attention_tiles().or(compute.fast_tiles()).is_some();
-        let few = |dtype| if uses { tiles::parts(dtype) } else { None };
-        let (k_tiles, v_tiles) = (few(spec.k.dtype), few(spec.v.dtype));
-        let block_rows = if k_tiles.or(v_tiles).is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
+        // Both may be in use: exact products of float dtypes and fast ones of packed ones.
+        let products = [compute.exact_pairs(), compute.fast_pairs()];
+        let of = |dtype| move |products: &Products| products.multiply(dtype);
+        let packed = |dtype| {
+            let fitting = products.into_iter().flatten().filter(of(dtype));
+            fitting.map(|products| pairs::packed_len(head_dim, dtype, products.precision())).max()
+        };
+        let (k_pairs, v_pairs) = (packed(spec.k.dtype), packed(spec.v.dtype));
+        let any = k_pairs.max(v_pairs);
+        let block_rows = if any.is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
         let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
-        let lines = match k_tiles.or(v_tiles) {
+        let lines = match any {
             None => lines,
             Some(_) => {
                 let wide = WIDE_LONG_TILE_ROWS.min(unit_rows) * line(LONG_TILE);
                 lines.max(unit_rows * line(WIDE_TILE)).max(wide)
             }
         };
-        let packed = |dtype| if few(dtype).is_some() { tiles::packed_len(head_dim, dtype) } else { 0 };
         Some(Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
             queries: unit_rows.next_multiple_of(QUERY_ROWS).checked_mul(head_dim)?,
@@ -108,9 +113,9 @@ impl Sizes {
             },
             partial: unit_rows.checked_mul(state)?,
             lines,
-            split_queries: k_tiles.map_or(0, |_| tiles::split_len(head_dim, unit_rows)),
-            packed_tiles: packed(spec.k.dtype).max(packed(spec.v.dtype)),
-            weight_tiles: v_tiles.map_or(0, |_| WEIGHTS_LEN),
+            split_queries: k_pairs.map_or(0, |_| pairs::split_len(head_dim, unit_rows)),
+            packed_tiles: any.unwrap_or(0),
+            weight_tiles: v_pairs.map_or(0, |_| WEIGHTS_LEN),
             slots: unit_rows.min(tokens),
             head_dim,
             threads,

@@ -1,6 +1,6 @@
-//! Weighted sums of values as products of tiles.
+//! Weighted sums of values as products of pairs.
 //!
-//! A product of tiles adds 32 places of a sequence at once, so each group of 32 places is gathered from wherever its
+//! A product of pairs adds 32 places of a sequence at once, so each group of 32 places is gathered from wherever its
 //! cells lie. Queries whose sequences have the same cells there share a product. Sequences that part ways inside a
 //! group have a product each, which repeats the cells they share: the result of a query must not depend on whom it
 //! shares them with.
@@ -8,9 +8,9 @@ use super::scratch::ThreadScratch;
 use super::tile::{Tile, TileRows};
 use super::tile_items::TileItems;
 use super::{Layer, UNIT_ROWS};
-use crate::arch::{LANES, TileIsa};
+use crate::arch::LANES;
 use crate::pool::Sums;
-use crate::pool::tiles::{self, MAX_PLACES, Places, Precision, Room, STEP, ValueShape, Weights};
+use crate::pool::pairs::{self, MAX_PLACES, Places, Products, Room, STEP, Shape, Weights};
 use kvist_cache::{CellRun, Mask};
 use std::ops::Range;
 
@@ -34,9 +34,9 @@ fn between(borders: &Borders, first: u32) -> impl Iterator<Item = Range<u32>> + 
 impl<'l> Layer<'l> {
     /// Adds the values of all cells of a tile, weighted by the lines of `scratch`, to `states`, which begin at the first
     /// row. `valid` are the vectors of a line that contain weights.
-    pub(super) fn sums_by_tiles(
+    pub(super) fn sums_of_pairs(
         &self,
-        (isa, precision): (TileIsa, Precision),
+        products: Products,
         part: TileRows<'_>,
         valid: Range<usize>,
         scratch: &mut ThreadScratch,
@@ -52,12 +52,13 @@ impl<'l> Layer<'l> {
             let n = slots.len() * self.per_kv();
             let at = tile.place(tile.indices.start) + groups.start * STEP;
             let valid = valid.start.max(at / LANES) - at / LANES..valid.end.max(at / LANES) - at / LANES;
-            let weights = Weights { precision, data: &lines[first * stride..], stride, at, valid };
+            let weights = Weights { data: &lines[first * stride..], stride, at, valid };
             let state = self.state();
             let sums = Sums { n, data: &mut *states, first: first * state, stride: state };
-            let shape = ValueShape { head_dim: self.head_dim, row: self.values.row_codes() };
+            let group = self.values.shape.group;
+            let shape = Shape { head_dim: self.head_dim, row: self.values.row_codes(), group };
             let room = Room { packed: packed_tiles, split: weight_tiles };
-            tiles::accumulate(isa, self.values.shape.storage.dtype, places, shape, weights, sums, room);
+            pairs::accumulate(products, self.values.shape.storage.dtype, (places, shape), weights, sums, room);
         };
         let mut start = 0;
         while start < n_groups {
@@ -139,15 +140,15 @@ impl<'l> Layer<'l> {
     fn add(&self, head: usize, run: CellRun, first: usize, places: &mut Places<'l>) -> bool {
         self.values
             .blocks_of(self.slabs, head, run)
-            .all(|(codes, lanes, offset)| places.add(codes, lanes, first + offset))
+            .all(|(block, lanes, offset)| places.add(block, lanes, first + offset))
     }
 
     fn are_finite(&self, head: usize, run: CellRun) -> bool {
         !self.values.may_have_nan()
-            || self.values.blocks_of(self.slabs, head, run).all(|(codes, lanes, _)| {
-                let row = self.values.row_codes();
-                self.values.shape.are_finite(&codes[lanes.start * row..lanes.end * row])
-            })
+            || self
+                .values
+                .blocks_of(self.slabs, head, run)
+                .all(|(block, lanes, _)| self.values.shape.lanes_are_finite(&block, lanes))
     }
 }
 

@@ -8,8 +8,8 @@ use super::scratch::{PAD, SPARE, ThreadScratch};
 use super::softmax::Softmax;
 use super::{Layer, Rows};
 use crate::Compute;
-use crate::arch::{Isa, LANES, TileIsa};
-use crate::pool::tiles::{self, SplitQueries};
+use crate::arch::{Isa, LANES};
+use crate::pool::pairs::{self, Asked, Products, SplitQueries};
 use crate::pool::{self, Blocks, Gather, Lines, Quads, Queries, RowStore, Sums};
 use crate::recent::RecentReads;
 use kvist_cache::{CellRun, Mask, ReadItem};
@@ -45,8 +45,8 @@ impl<'l> Layer<'l> {
                 reads.take_weights(lines, stride, &mut scratch.weights);
             }
         }
-        match self.tiles(compute, self.values, self.unit_rows(rows)) {
-            Some(tiles) => self.sums_by_tiles(tiles, part, vectors, scratch, states),
+        match self.pairs(compute, self.values, self.unit_rows(rows)) {
+            Some(products) => self.sums_of_pairs(products, part, vectors, scratch, states),
             None => self.sums(isa, part, &mut Gather::new(), scratch, states),
         }
         let mut weights = &scratch.weights[..];
@@ -113,7 +113,7 @@ impl<'l> Layer<'l> {
         let TileRows { rows, slots, tile, stride, first_row } = part;
         let ThreadScratch { tile_items, lines, queries, packed, split_queries, packed_tiles, .. } = scratch;
         let unit_rows = self.unit_rows(rows);
-        let tiles = self.tiles(compute, self.keys, unit_rows);
+        let products = self.pairs(compute, self.keys, unit_rows);
         let items = |i: usize| &self.reads.items[i];
         let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {
@@ -130,11 +130,10 @@ impl<'l> Layer<'l> {
             let next = self.codes(side, rows.head, next, slots, tile);
             self.stretches(gather, self.keys, read, next, |gather| {
                 let n = item_rows.len();
-                let queries = match tiles {
-                    Some((isa, precision)) => {
-                        let queries =
-                            SplitQueries { precision, split: split_queries, rows: unit_rows, first, n };
-                        Prepared::Tiles { isa, queries, packed: packed_tiles }
+                let queries = match products {
+                    Some(products) => {
+                        let queries = SplitQueries { split: split_queries, rows: unit_rows, first, n };
+                        Prepared::Pairs(products, Asked { queries, packed: packed_tiles })
                     }
                     None => {
                         let packed = if packed.is_empty() { &[][..] } else { &packed[first..first + n] };
@@ -330,16 +329,14 @@ impl<'l> Layer<'l> {
 /// Queries, prepared for the kernel that computes their scores.
 enum Prepared<'q> {
     Vectors(Isa, Queries<'q>),
-    Tiles { isa: TileIsa, queries: SplitQueries<'q>, packed: &'q mut [u32] },
+    Pairs(Products, Asked<'q>),
 }
 
 impl Prepared<'_> {
     fn scores(self, dtype: DType, blocks: Blocks<'_>, lines: Lines<'_>) {
         match self {
             Prepared::Vectors(isa, queries) => pool::scores(isa, dtype, queries, blocks, lines),
-            Prepared::Tiles { isa, queries, packed } => {
-                tiles::scores(isa, dtype, queries, &blocks, lines, packed)
-            }
+            Prepared::Pairs(products, asked) => pairs::scores(products, dtype, asked, &blocks, lines),
         }
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! Outside, a row is its codes without padding, then its parameters: the content of a
 //! [`HostBlock`](kvist_device::HostBlock).
-use super::{Geometry, Interleaving, RowStore, Segment};
+use super::gather::AHEAD;
+use super::{Block, Geometry, Interleaving, RowStore, Segment};
 use crate::arch::LANES;
 use crate::pages::Pages;
+use half::f16;
 use kvist_cache::CellRun;
 use kvist_device::DType;
 use std::ops::Range;
@@ -109,6 +111,17 @@ impl Geometry {
         }
     }
 
+    /// Whether the values of `lanes` of a block of V are finite.
+    pub fn lanes_are_finite(&self, block: &Block<'_>, lanes: Range<usize>) -> bool {
+        match self.params {
+            0 => self.are_finite(&block.codes[lanes.start * self.row..lanes.end * self.row]),
+            n => (0..n).all(|p| {
+                let params = &block.params[param_at(p, lanes.start).start..param_at(p, lanes.end).start];
+                params.as_chunks::<2>().0.iter().all(|param| f16::from_le_bytes(*param).is_finite())
+            }),
+        }
+    }
+
     /// Whether all values of `rows` are finite.
     pub fn are_finite(&self, rows: &[u8]) -> bool {
         let halves = |bytes: &[u8], mask: u16| {
@@ -188,17 +201,19 @@ impl RowStore {
         })
     }
 
-    /// The codes of the blocks of `head` that contain `cells`: which lanes, and where the first of them comes in the run.
+    /// The blocks of `head` that contain `cells`: which lanes, and where the first of them comes in the run.
     pub fn blocks_of<'b>(
         &self,
         slabs: &'b [Pages],
         head: usize,
         cells: CellRun,
-    ) -> impl Iterator<Item = (&'b [u8], Range<usize>, usize)> {
+    ) -> impl Iterator<Item = (Block<'b>, Range<usize>, usize)> {
         self.parts(cells).map(move |(segment, part)| {
             let (place, lane) = (self.place(segment, head, part.start), Self::lane_of(segment, part.start));
             let lanes = lane..lane + part.len as usize;
-            (&slabs[place.slab].bytes()[place.codes], lanes, (part.start - cells.start) as usize)
+            let slab = slabs[place.slab].bytes();
+            let block = Block { codes: &slab[place.codes], params: &slab[place.params], ahead: AHEAD };
+            (block, lanes, (part.start - cells.start) as usize)
         })
     }
 

@@ -28,7 +28,7 @@ pub struct T4;
 const ZERO: i32 = 128;
 /// The levels of least mean square error for a normal distribution (Max, 1960), scaled so that the largest is 127, plus
 /// 128.
-const LEVELS: [u8; 16] = [1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255];
+pub(super) const LEVELS: [u8; 16] = [1, 32, 53, 70, 84, 97, 110, 122, 134, 146, 159, 172, 186, 203, 224, 255];
 /// Boundaries between the magnitudes of neighbouring levels.
 const EDGES: [f32; 7] = [12.0, 24.5, 37.5, 51.0, 66.5, 85.5, 111.5];
 /// The largest level in standard deviations.

@@ -1,47 +1,85 @@
-//! Products of tiles against sums in f64, and their errors against those of sums in f32.
+//! Products of pairs against sums in f64, and the errors of exact ones against those of sums in f32.
 use super::*;
-use crate::arch::Isa;
-use crate::element::{BF16, F16, F32};
+use crate::pool::rows::param_at;
+use crate::pool::{Block, Codec, Geometry};
+use half::f16;
+use kvist_device::Side;
 use kvist_testing::SplitMix64;
 
-const FLOATS: [DType; 3] = [DType::F32, DType::F16, DType::BF16];
+const DTYPES: [&str; 9] = ["f32", "f16", "bf16", "q8", "q8-64", "q4", "q4-64", "t4", "t4-o"];
 const HEAD_DIMS: [usize; 9] = [8, 24, 32, 40, 64, 80, 96, 128, 256];
 
-fn tiles() -> Vec<(Isa, TileIsa)> {
-    Isa::tested().into_iter().filter_map(|isa| Some((isa, isa.tiles()?))).collect()
-}
-
-/// All tiles, in both precisions.
-fn each() -> impl Iterator<Item = ((Isa, TileIsa), Precision)> {
-    let both = |tiles| [Precision::Exact, Precision::Rounded].map(|precision| (tiles, precision));
-    tiles().into_iter().flat_map(both)
+/// Everything that multiplies rows of `dtype`, with the instruction set that prepares them.
+fn each(dtype: DType) -> Vec<(Isa, Products)> {
+    let mut all = Vec::new();
+    for isa in Isa::tested() {
+        for precision in [Precision::Exact, Precision::Rounded] {
+            all.extend(isa.tiles().map(|tiles| (isa, Products::Tiles(tiles, precision))));
+        }
+        all.push((isa, Products::Vectors(isa)));
+    }
+    all.retain(|(_, products)| products.multiply(dtype));
+    all
 }
 
 fn float(random: &mut SplitMix64) -> f32 {
     (random.unit() * 2.0 - 1.0) as f32
 }
 
-/// Random elements as `dtype` stores them: their bytes, and what they are.
-fn stored(dtype: DType, n: usize, random: &mut SplitMix64) -> (Vec<u8>, Vec<f32>) {
-    fn of<E: Element>(n: usize, random: &mut SplitMix64) -> (Vec<u8>, Vec<f32>) {
-        let mut bytes = vec![0; n * E::BYTES];
-        for code in bytes.chunks_exact_mut(E::BYTES) {
-            assert!(E::encode(float(random) * 2f32.powi(random.below(8) as i32 - 4), code));
+/// Blocks of random rows, as one head of a pool stores them.
+struct Stored {
+    geometry: Geometry,
+    codes: Vec<u8>,
+    params: Vec<u8>,
+    /// What the stored rows are.
+    rows: Vec<Vec<f32>>,
+}
+
+impl Stored {
+    fn new(side: Side, storage: &str, head_dim: usize, n_blocks: usize, random: &mut SplitMix64) -> Self {
+        let geometry = Geometry::new(side, storage.parse().unwrap(), 1, head_dim as u32);
+        let mut stored = Stored {
+            geometry,
+            codes: vec![0; n_blocks * geometry.block_codes()],
+            params: vec![0; n_blocks * geometry.block_params()],
+            rows: Vec::new(),
+        };
+        let (mut codes, mut params) = (vec![0; geometry.row], vec![f16::ZERO; geometry.params]);
+        for cell in 0..n_blocks * LANES {
+            let row: Vec<f32> =
+                (0..head_dim).map(|_| float(random) * 2f32.powi(random.below(8) as i32 - 4)).collect();
+            let mut decoded = vec![0.0; head_dim];
+            with_codec!(geometry.storage.dtype, C => {
+                assert!(C::encode(&row, geometry.group, &mut codes, &mut params));
+                C::decode(&codes, &params, geometry.group, &mut decoded);
+            });
+            let (block, lane) = (cell / LANES, cell % LANES);
+            geometry.scatter(&mut stored.codes[block * geometry.block_codes()..], lane, &codes);
+            for (p, param) in params.iter().enumerate() {
+                let at = block * geometry.block_params() + param_at(p, lane).start;
+                stored.params[at..at + 2].copy_from_slice(&param.to_le_bytes());
+            }
+            stored.rows.push(decoded);
         }
-        let values = bytes.chunks_exact(E::BYTES).map(E::decode).collect();
-        (bytes, values)
+        stored
     }
-    match dtype {
-        DType::F32 => of::<F32>(n, random),
-        DType::F16 => of::<F16>(n, random),
-        _ => of::<BF16>(n, random),
+
+    fn block(&self, i: usize) -> Block<'_> {
+        let part = |bytes: &'_ [u8], len: usize| i * len..(i + 1) * len.min(bytes.len());
+        let codes = &self.codes[part(&self.codes, self.geometry.block_codes())];
+        let params = &self.params[part(&self.params, self.geometry.block_params())];
+        Block { codes, params, ahead: 64 }
+    }
+
+    fn shape(&self) -> Shape {
+        Shape { head_dim: self.geometry.head_dim, row: self.geometry.row, group: self.geometry.group }
     }
 }
 
-/// The errors of sums of products, of tiles and in f32 one after the other, over the sum of the magnitudes.
+/// The errors of sums of products, of pairs and in f32 one after the other, over the sum of the magnitudes.
 #[derive(Default)]
 struct Errors {
-    tiles: f64,
+    pairs: f64,
     floats: f64,
     worst: f64,
     n: f64,
@@ -71,37 +109,41 @@ impl Errors {
         if precision == Precision::Rounded {
             return;
         }
-        self.tiles += error(found).powi(2);
+        self.pairs += error(found).powi(2);
         self.floats += error(float).powi(2);
         self.worst = self.worst.max(error(found).abs());
         self.n += 1.0;
     }
 
-    /// Tiles must be as exact as f32.
+    /// Exact products must be as exact as f32.
     fn check(&self, what: &str) {
+        if self.n == 0.0 {
+            return;
+        }
         let mean = |squares: f64| (squares / self.n).sqrt();
-        let (tiles, floats) = (mean(self.tiles), mean(self.floats));
-        println!("{what}: {tiles:.1e}, at most {:.1e}; sums in f32 {floats:.1e}", self.worst);
-        assert!(tiles < 1.25 * floats + 3e-8, "{what}: {tiles:e} is worse than {floats:e}");
+        let (pairs, floats) = (mean(self.pairs), mean(self.floats));
+        println!("{what}: {pairs:.1e}, at most {:.1e}; sums in f32 {floats:.1e}", self.worst);
+        assert!(pairs < 1.25 * floats + 3e-8, "{what}: {pairs:e} is worse than {floats:e}");
     }
 }
 
 /// Queries against blocks of keys, in the middle of longer lines, which stay as they are elsewhere.
 #[test]
 fn scores_are_products() {
-    for dtype in FLOATS {
+    for storage in DTYPES {
         let mut errors = Errors::default();
         let mut random = SplitMix64(3);
         for (round, head_dim) in HEAD_DIMS.into_iter().enumerate() {
             for n in [1, 7, 8, 9, 16, 17, 37] {
                 let (n_blocks, first, rows) = (1 + (round + n) % 6, n % 3, n + 3);
-                let (bytes, keys) = stored(dtype, n_blocks * head_dim * LANES, &mut random);
-                let block = |codes| Block { codes, params: &[], ahead: 64 };
-                let list: Vec<Block<'_>> = bytes.chunks_exact(bytes.len() / n_blocks).map(block).collect();
+                let keys = Stored::new(Side::K, storage, head_dim, n_blocks, &mut random);
+                let dtype = keys.geometry.storage.dtype;
+                let list: Vec<Block<'_>> = (0..n_blocks).map(|i| keys.block(i)).collect();
+                let Shape { row, group, .. } = keys.shape();
                 let blocks = Blocks {
                     head_dim,
-                    group: 0,
-                    row: head_dim * bytes.len() / keys.len(),
+                    group,
+                    row,
                     list: &list,
                     lanes: 0..n_blocks * LANES,
                     may_have_nan: false,
@@ -110,24 +152,25 @@ fn scores_are_products() {
                 let queries: Vec<f32> = (0..rows * head_dim).map(|_| float(&mut random)).collect();
                 let (stride, at) = (n_blocks * LANES + 9, 5);
                 let mut bits: [Vec<Vec<u32>>; 2] = Default::default();
-                for ((isa, tiles), precision) in each() {
+                for (isa, products) in each(dtype) {
+                    let precision = products.precision();
                     let mut split = vec![u32::MAX; split_len(head_dim, rows)];
                     for (at, row) in queries.chunks_exact(head_dim).enumerate() {
                         isa.run(SplitRow { precision, row, at, rows, split: &mut split });
                     }
-                    let mut packed = vec![u32::MAX; packed_len(head_dim, dtype)];
+                    let mut packed = vec![u32::MAX; packed_len(head_dim, dtype, precision)];
                     let mut run = |first: usize, n: usize, data: &mut [f32]| {
-                        let queries = SplitQueries { precision, split: &split, rows, first, n };
-                        scores(tiles, dtype, queries, &blocks, Lines { data, stride, at }, &mut packed);
+                        let queries = SplitQueries { split: &split, rows, first, n };
+                        let asked = Asked { queries, packed: &mut packed };
+                        scores(products, dtype, asked, &blocks, Lines { data, stride, at });
                     };
                     let mut lines = vec![f32::NAN; n * stride];
                     run(first, n, &mut lines);
                     for (q, line) in lines.chunks_exact(stride).enumerate() {
                         let query = &queries[(first + q) * head_dim..][..head_dim];
-                        for (cell, score) in line[at..at + n_blocks * LANES].iter().enumerate() {
-                            let key =
-                                |i: usize| keys[cell / LANES * head_dim * LANES + i * LANES + cell % LANES];
-                            errors.add(precision, *score, 0.0, (0..head_dim).map(|i| (query[i], key(i))));
+                        for (score, key) in line[at..].iter().zip(&keys.rows) {
+                            let pairs = query.iter().copied().zip(key.iter().copied());
+                            errors.add(precision, *score, 0.0, pairs);
                         }
                         let outside = line[..at].iter().chain(&line[at + n_blocks * LANES..]);
                         assert!(outside.into_iter().all(|x| x.is_nan()));
@@ -136,14 +179,16 @@ fn scores_are_products() {
                         run(first + q, 1, &mut alone);
                         assert!(alone.iter().zip(line).all(|(a, b)| a.to_bits() == b.to_bits()));
                     }
-                    bits[precision as usize].push(lines.iter().map(|x| x.to_bits()).collect());
+                    if matches!(products, Products::Tiles(..)) {
+                        bits[precision as usize].push(lines.iter().map(|x| x.to_bits()).collect());
+                    }
                 }
                 for bits in bits {
                     assert!(bits.windows(2).all(|two| two[0] == two[1]), "emulated tiles differ");
                 }
             }
         }
-        errors.check(&format!("scores of {dtype:?}"));
+        errors.check(&format!("scores of {storage}"));
     }
 }
 
@@ -151,15 +196,15 @@ fn scores_are_products() {
 /// outside the valid vectors too.
 #[test]
 fn sums_are_products() {
-    for dtype in FLOATS {
+    for storage in DTYPES.into_iter().filter(|storage| *storage != "t4-o") {
         let mut errors = Errors::default();
         let mut random = SplitMix64(4);
         for (round, head_dim) in HEAD_DIMS.into_iter().enumerate() {
             for n in [1, 7, 8, 9, 16, 17, 37] {
                 let n_places = STEP * (1 + (round + n) % MAX_STEPS);
                 let n_blocks = n_places / 8;
-                let (bytes, values) = stored(dtype, n_blocks * LANES * head_dim, &mut random);
-                let row = head_dim * bytes.len() / values.len();
+                let values = Stored::new(Side::V, storage, head_dim, n_blocks, &mut random);
+                let dtype = values.geometry.storage.dtype;
                 let mut places = Places::new();
                 places.clear(n_places);
                 let mut seen: Vec<Option<usize>> = vec![None; n_places]; // place to row of `values`
@@ -168,9 +213,9 @@ fn sums_are_products() {
                 while place < valid.end * LANES {
                     let (block, lane) = (random.index(n_blocks), random.index(LANES));
                     let len = (1 + random.index(LANES)).min(LANES - lane).min(valid.end * LANES - place);
-                    let codes = &bytes[block * LANES * row..(block + 1) * LANES * row];
-                    assert!(places.add(codes, lane..lane + len, place));
-                    assert!(!places.add(codes, lane..lane + 1, place), "a place is taken once");
+                    assert!(places.add(values.block(block), lane..lane + len, place));
+                    let again = places.add(values.block(block), lane..lane + 1, place);
+                    assert!(!again, "a place is taken once");
                     (0..len).for_each(|i| seen[place + i] = Some(block * LANES + lane + i));
                     place += len + random.index(3);
                 }
@@ -186,17 +231,16 @@ fn sums_are_products() {
                     .collect();
                 let before: Vec<f32> = (0..n * state).map(|_| float(&mut random)).collect();
                 let mut bits: [Vec<Vec<u32>>; 2] = Default::default();
-                for ((_, tiles), precision) in each() {
-                    let mut packed = vec![u32::MAX; packed_len(head_dim, dtype)];
+                for (_, products) in each(dtype) {
+                    let precision = products.precision();
+                    let mut packed = vec![u32::MAX; packed_len(head_dim, dtype, precision)];
                     let mut split = vec![u32::MAX; WEIGHTS_LEN];
                     let mut run = |query: usize, n: usize, data: &mut [f32]| {
-                        let data_at = query * stride;
                         let weights =
-                            Weights { precision, data: &lines[data_at..], stride, at, valid: valid.clone() };
+                            Weights { data: &lines[query * stride..], stride, at, valid: valid.clone() };
                         let sums = Sums { n, data, first: 0, stride: state };
                         let room = Room { packed: &mut packed, split: &mut split };
-                        let shape = ValueShape { head_dim, row };
-                        accumulate(tiles, dtype, &places, shape, weights, sums, room);
+                        accumulate(products, dtype, (&places, values.shape()), weights, sums, room);
                     };
                     let mut sums = before.clone();
                     run(0, n, &mut sums);
@@ -205,7 +249,7 @@ fn sums_are_products() {
                     {
                         for i in 0..head_dim {
                             let pairs = seen.iter().enumerate().filter_map(|(place, seen)| {
-                                Some((lines[q * stride + at + place], values[(*seen)? * head_dim + i]))
+                                Some((lines[q * stride + at + place], values.rows[(*seen)?][i]))
                             });
                             errors.add(precision, sums[i], before[i], pairs);
                         }
@@ -214,14 +258,16 @@ fn sums_are_products() {
                         run(q, 1, &mut alone);
                         assert!(alone.iter().zip(sums).all(|(a, b)| a.to_bits() == b.to_bits()));
                     }
-                    bits[precision as usize].push(sums.iter().map(|x| x.to_bits()).collect());
+                    if matches!(products, Products::Tiles(..)) {
+                        bits[precision as usize].push(sums.iter().map(|x| x.to_bits()).collect());
+                    }
                 }
                 for bits in bits {
                     assert!(bits.windows(2).all(|two| two[0] == two[1]), "emulated tiles differ");
                 }
             }
         }
-        errors.check(&format!("sums of {dtype:?}"));
+        errors.check(&format!("sums of {storage}"));
     }
 }
 

@@ -1,0 +1,339 @@
+//! Rows of any dtype, as pairs of bf16.
+//!
+//! A key of sixteen cells is read element by element, a value sixteen elements at a time. Packed codes are decoded on the
+//! way. That costs about ten instructions per sixteen elements, once for all rows of a call.
+use super::{Cell, Left, Places, Precision, STEP, TILE, right};
+use crate::arch::{LANES, Simd, widen};
+use crate::element::Element;
+use crate::pool::quantised::byte_of;
+use crate::pool::{Block, Blocks, Q4, Q8, T4, t4};
+use kvist_device::DType;
+
+/// Shape of the rows of one side.
+#[derive(Clone, Copy, Debug)]
+pub struct Shape {
+    pub head_dim: usize,
+    /// Code bytes per cell.
+    pub row: usize,
+    /// As in [`Codec`](crate::pool::Codec).
+    pub group: usize,
+}
+
+impl Shape {
+    /// That of the rows of some blocks.
+    pub fn of(blocks: &Blocks<'_>) -> Self {
+        Shape { head_dim: blocks.head_dim, row: blocks.row, group: blocks.group }
+    }
+}
+
+/// A dtype whose rows can become pairs.
+pub trait Parts: 'static {
+    /// Parts of a key or of a value, if they are not rounded.
+    const PARTS: usize;
+    /// Element `i` of sixteen keys.
+    fn key<S: Simd>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F;
+    /// Elements `16 * vector..` of a value; 0 past the end.
+    fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F;
+    /// Byte of the cache line that begins with element `i` of the keys, if one does.
+    fn line_of_keys(i: usize) -> Option<usize>;
+}
+
+/// Parts of a stored element; `None` if they cannot be multiplied in that precision.
+pub fn parts(dtype: DType, precision: Precision) -> Option<usize> {
+    match (precision, dtype) {
+        (Precision::Rounded, _) => Some(1),
+        (Precision::Exact, DType::F32) => Some(<crate::element::F32 as Parts>::PARTS),
+        (Precision::Exact, DType::F16) => Some(<crate::element::F16 as Parts>::PARTS),
+        (Precision::Exact, DType::BF16) => Some(<crate::element::BF16 as Parts>::PARTS),
+        (Precision::Exact, DType::Q8 | DType::Q4 | DType::T4) => None,
+    }
+}
+
+impl<E: Element> Parts for E {
+    const PARTS: usize = E::BF16_PARTS;
+    #[inline(always)]
+    fn key<S: Simd>(s: S, block: &Block<'_>, _: Shape, i: usize) -> S::F {
+        E::widen(s, &E::vectors(block.codes)[i])
+    }
+    #[inline(always)]
+    fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F {
+        let codes = &cell.block.codes[cell.lane * shape.row..(cell.lane + 1) * shape.row];
+        match E::vectors(codes).get(vector) {
+            Some(raw) => E::widen(s, raw),
+            None => {
+                let (mut last, rest) = ([0; 4 * LANES], &codes[vector * LANES * E::BYTES..]);
+                last[..rest.len()].copy_from_slice(rest);
+                E::widen(s, &E::vectors(&last)[0])
+            }
+        }
+    }
+    #[inline(always)]
+    fn line_of_keys(i: usize) -> Option<usize> {
+        let at = i * LANES * E::BYTES;
+        at.is_multiple_of(64).then_some(at)
+    }
+}
+
+/// Where an element of a row lies: its byte of the row, and which half of it, if it has half a byte.
+struct Place {
+    byte: usize,
+    high: bool,
+}
+
+impl Place {
+    /// Element `i` of a group whose codes begin at byte `first`, two to a byte: `j` and `j + half`.
+    #[inline(always)]
+    fn in_halves(first: usize, i: usize, half: usize) -> Self {
+        Place { byte: first + if i < half { i } else { i - half }, high: i >= half }
+    }
+
+    /// Whether the fifteen elements behind it lie in the bytes behind it.
+    #[inline(always)]
+    fn begins_vector(i: usize, half: usize) -> bool {
+        half.is_multiple_of(LANES) || i + LANES <= half
+    }
+
+    /// The half byte, for every byte of a vector.
+    #[inline(always)]
+    fn nibbles<S: Simd>(&self, s: S, bytes: S::I) -> S::I {
+        if self.high { s.high_nibbles(bytes) } else { s.low_nibbles(bytes) }
+    }
+}
+
+/// Bytes `4 * (byte / 4)..` of sixteen keys: byte `byte % 4` of a lane is that of its key.
+#[inline(always)]
+fn quad_of_keys<S: Simd>(s: S, block: &Block<'_>, byte: usize) -> S::I {
+    s.load_bytes(&block.codes.as_chunks().0[byte / 4])
+}
+
+/// Sixteen code bytes of a cell from `byte` on, in byte `lane % 4` of each lane. The values of four cells are interleaved.
+#[inline(always)]
+fn bytes_of_values<S: Simd>(s: S, cell: &Cell<'_>, row: usize, byte: usize) -> S::I {
+    let cells = &cell.block.codes[cell.lane / 4 * 4 * row..][..4 * row];
+    match cells[4 * byte..].first_chunk() {
+        Some(bytes) => s.load_bytes(bytes),
+        None => {
+            let mut last = [0; 64];
+            last[..4 * (row - byte)].copy_from_slice(&cells[4 * byte..]);
+            s.load_bytes(&last)
+        }
+    }
+}
+
+/// Parameter `p` of sixteen keys.
+#[inline(always)]
+fn params<S: Simd>(s: S, block: &Block<'_>, p: usize) -> S::F {
+    s.load_f16(&block.params.as_chunks().0[p])
+}
+
+/// Parameter `p` of a cell.
+#[inline(always)]
+fn param<S: Simd>(s: S, cell: &Cell<'_>, p: usize) -> S::F {
+    let at = 2 * (p * LANES + cell.lane);
+    s.splat(widen(u16::from_le_bytes([cell.block.params[at], cell.block.params[at + 1]])))
+}
+
+/// Sixteen elements, one after the other: where a vector is not a piece of a row's codes. Past the end they are 0.
+#[inline]
+fn gathered<S: Simd>(s: S, head_dim: usize, vector: usize, element: impl Fn(usize) -> f32) -> S::F {
+    let mut all = [0.0; LANES];
+    let first = vector * LANES;
+    for (i, x) in (first..head_dim).zip(&mut all) {
+        *x = element(i);
+    }
+    s.load(&all)
+}
+
+/// The code byte of a cell.
+#[inline(always)]
+fn byte_of_value(cell: &Cell<'_>, row: usize, byte: usize) -> u8 {
+    cell.block.codes[cell.lane / 4 * 4 * row + 4 * byte + cell.lane % 4]
+}
+
+/// A scalar parameter of a cell.
+#[inline(always)]
+fn scalar(cell: &Cell<'_>, p: usize) -> f32 {
+    let at = 2 * (p * LANES + cell.lane);
+    widen(u16::from_le_bytes([cell.block.params[at], cell.block.params[at + 1]]))
+}
+
+/// `(code − 128) × scale`.
+#[inline(always)]
+fn signed<S: Simd>(s: S, code: S::I, scale: S::F) -> S::F {
+    s.mul(s.to_f32(s.sub_i(code, s.splat_i(128))), scale)
+}
+
+/// Sets the lanes from `n` on to 0.
+#[inline(always)]
+fn first_lanes<S: Simd>(s: S, x: S::F, n: usize) -> S::F {
+    if n >= LANES {
+        return x;
+    }
+    let mut lanes = [0.0; LANES];
+    s.store(x, &mut lanes);
+    lanes[n..].fill(0.0);
+    s.load(&lanes)
+}
+
+impl Parts for Q8 {
+    const PARTS: usize = 1;
+    #[inline(always)]
+    fn key<S: Simd>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F {
+        signed(s, byte_of(s, quad_of_keys(s, block, i), i % 4), params(s, block, i / shape.group))
+    }
+    #[inline(always)]
+    fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F {
+        let first = vector * LANES;
+        let codes = byte_of(s, bytes_of_values(s, cell, shape.row, first), cell.lane % 4);
+        let x = signed(s, codes, param(s, cell, first / shape.group));
+        first_lanes(s, x, shape.head_dim - first)
+    }
+    #[inline(always)]
+    fn line_of_keys(i: usize) -> Option<usize> {
+        i.is_multiple_of(4).then_some(16 * i)
+    }
+}
+
+/// The group that contains element `i`: its number, its first element and its length.
+#[inline(always)]
+fn group_of(shape: Shape, i: usize) -> (usize, usize, usize) {
+    let (group, first) = (i / shape.group, i / shape.group * shape.group);
+    (group, first, shape.group.min(shape.head_dim - first))
+}
+
+impl Parts for Q4 {
+    const PARTS: usize = 1;
+    #[inline(always)]
+    fn key<S: Simd>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F {
+        let (group, first, len) = group_of(shape, i);
+        let place = Place::in_halves(first / 2, i - first, len.div_ceil(2));
+        let codes = place.nibbles(s, quad_of_keys(s, block, place.byte));
+        let code = s.to_f32(byte_of(s, codes, place.byte % 4));
+        s.fma(code, params(s, block, 2 * group), params(s, block, 2 * group + 1))
+    }
+    #[inline(always)]
+    fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F {
+        let (group, first, len) = group_of(shape, vector * LANES);
+        let (i, half) = (vector * LANES - first, len.div_ceil(2));
+        let place = Place::in_halves(first / 2, i, half);
+        if Place::begins_vector(i, half) {
+            let codes = place.nibbles(s, bytes_of_values(s, cell, shape.row, place.byte));
+            let code = s.to_f32(byte_of(s, codes, cell.lane % 4));
+            return s.fma(code, param(s, cell, 2 * group), param(s, cell, 2 * group + 1));
+        }
+        gathered(s, shape.head_dim, vector, |i| {
+            let place = Place::in_halves(first / 2, i - first, half);
+            let byte = byte_of_value(cell, shape.row, place.byte);
+            let code = if place.high { byte >> 4 } else { byte & 15 };
+            f32::from(code).mul_add(scalar(cell, 2 * group), scalar(cell, 2 * group + 1))
+        })
+    }
+    #[inline(always)]
+    fn line_of_keys(i: usize) -> Option<usize> {
+        i.is_multiple_of(8).then_some(8 * i)
+    }
+}
+
+/// Number of parameters before that of the elements that are not outliers.
+#[inline(always)]
+fn others(shape: Shape) -> usize {
+    usize::from(shape.group > 0)
+}
+
+impl Parts for T4 {
+    const PARTS: usize = 1;
+    #[inline(always)]
+    fn key<S: Simd>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F {
+        let outliers = shape.group;
+        if i < outliers {
+            return signed(s, byte_of(s, quad_of_keys(s, block, i), i % 4), params(s, block, 0));
+        }
+        let half = (shape.head_dim - outliers).div_ceil(2);
+        let place = Place::in_halves(outliers, i - outliers, half);
+        let codes = place.nibbles(s, quad_of_keys(s, block, place.byte));
+        let level = byte_of(s, s.lookup(&t4::LEVELS, codes), place.byte % 4);
+        signed(s, level, params(s, block, others(shape)))
+    }
+    #[inline(always)]
+    fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F {
+        let (outliers, first) = (shape.group, vector * LANES);
+        let half = (shape.head_dim - outliers).div_ceil(2);
+        if first >= outliers && Place::begins_vector(first - outliers, half) {
+            let place = Place::in_halves(outliers, first - outliers, half);
+            let codes = place.nibbles(s, bytes_of_values(s, cell, shape.row, place.byte));
+            let level = byte_of(s, s.lookup(&t4::LEVELS, codes), cell.lane % 4);
+            let x = signed(s, level, param(s, cell, others(shape)));
+            return first_lanes(s, x, shape.head_dim - first);
+        }
+        gathered(s, shape.head_dim, vector, |i| {
+            if i < outliers {
+                let code = byte_of_value(cell, shape.row, i);
+                return (f32::from(code) - 128.0) * scalar(cell, 0);
+            }
+            let place = Place::in_halves(outliers, i - outliers, half);
+            let byte = byte_of_value(cell, shape.row, place.byte);
+            let code = if place.high { byte >> 4 } else { byte & 15 };
+            (f32::from(t4::LEVELS[usize::from(code)]) - 128.0) * scalar(cell, others(shape))
+        })
+    }
+    #[inline(always)]
+    fn line_of_keys(i: usize) -> Option<usize> {
+        i.is_multiple_of(8).then_some(8 * i)
+    }
+}
+
+/// Element `i` of the keys of a block; 0 past the end.
+#[inline(always)]
+fn key<S: Simd, C: Parts>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F {
+    if i >= shape.head_dim {
+        return s.splat(0.0);
+    }
+    if let Some(line) = C::line_of_keys(i).and_then(|at| block.codes.get(at)) {
+        s.prefetch(line, block.ahead);
+    }
+    C::key(s, block, shape, i)
+}
+
+/// Cuts the keys of a block into parts: `[steps, parts]` tiles.
+#[inline(always)]
+pub(super) fn pack_keys<S: Simd, C: Parts, L: Left>(s: S, block: &Block<'_>, shape: Shape, out: &mut [u32]) {
+    for (step, out) in out.chunks_exact_mut(L::right::<C>() * TILE).enumerate() {
+        for row in 0..LANES {
+            let i = step * STEP + row;
+            let even = key::<S, C>(s, block, shape, i);
+            let odd = key::<S, C>(s, block, shape, i + LANES);
+            right::<S, C, L>(s, even, odd, out, row);
+        }
+    }
+}
+
+/// Cuts values into parts: `[head_dim / 16, steps, parts]` tiles.
+#[inline(always)]
+pub(super) fn pack_values<S: Simd, C: Parts, L: Left>(
+    s: S,
+    places: &Places<'_>,
+    shape: Shape,
+    out: &mut [u32],
+) {
+    let steps = places.n / STEP;
+    for step in 0..steps {
+        for row in 0..LANES {
+            let place = step * STEP + row;
+            let (even, odd) = (places.fetch(s, place, shape.row), places.fetch(s, place + LANES, shape.row));
+            for n in 0..shape.head_dim.div_ceil(LANES) {
+                let (even, odd) = (value::<S, C>(s, &even, shape, n), value::<S, C>(s, &odd, shape, n));
+                let out = &mut out[(n * steps + step) * L::right::<C>() * TILE..];
+                right::<S, C, L>(s, even, odd, out, row);
+            }
+        }
+    }
+}
+
+/// Elements `16 * vector..` of a value; 0 if there is none.
+#[inline(always)]
+fn value<S: Simd, C: Parts>(s: S, cell: &Option<Cell<'_>>, shape: Shape, vector: usize) -> S::F {
+    match cell {
+        Some(cell) => C::value(s, cell, shape, vector),
+        None => s.splat(0.0),
+    }
+}
