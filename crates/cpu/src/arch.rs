@@ -44,6 +44,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const ACCUMULATORS: usize;
     /// True if products of bf16 pairs ([`dot2`](Self::dot2)) exist and are faster than widening.
     const BF16_DOTS: bool = false;
+    /// True if products of bytes ([`dot4`](Self::dot4)) are one instruction.
+    const BYTE_DOTS: bool = false;
 
     /// Runs `kernel` in a function compiled for this instruction set.
     fn run<K: Kernel>(self, kernel: K) -> K::Out;
@@ -116,6 +118,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn cut(self, x: Self::F) -> Self::F;
     fn load_i(self, x: &[u32; 16]) -> Self::I;
     fn store_i(self, x: Self::I, out: &mut [u32; 16]);
+    fn store_bytes(self, x: Self::I, out: &mut [u8; 64]);
 
     /// The low half of every byte.
     #[inline(always)]
@@ -281,16 +284,14 @@ impl Isa {
         }
     }
 
-    /// Whether it multiplies pairs of bf16 in vectors faster than f32.
+    /// Whether its vectors multiply pairs of bf16 faster than f32.
     pub fn multiplies_pairs(self) -> bool {
-        struct Pairs;
-        impl Kernel for Pairs {
-            type Out = bool;
-            fn run<S: Simd>(self, _: S) -> bool {
-                S::BF16_DOTS
-            }
-        }
-        self.run(Pairs)
+        self.run(Multiplies).0
+    }
+
+    /// Whether its vectors multiply bytes faster than anything else.
+    pub fn multiplies_bytes(self) -> bool {
+        self.run(Multiplies).1
     }
 
     /// The tiles, where there are any.
@@ -301,6 +302,17 @@ impl Isa {
             Isa::Amx(amx) => Some(TileIsa::Amx(amx)),
             _ => None,
         }
+    }
+}
+
+/// Asks an instruction set for its products of pairs and of bytes.
+struct Multiplies;
+
+impl Kernel for Multiplies {
+    type Out = (bool, bool);
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> (bool, bool) {
+        (S::BF16_DOTS, S::BYTE_DOTS)
     }
 }
 

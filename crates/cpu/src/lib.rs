@@ -75,6 +75,12 @@ impl Compute {
         self.isa.tiles().filter(|_| self.fast_prefill && !self.deterministic)
     }
 
+    /// Whether prompts multiply packed weights as bytes with wide scales.
+    pub(crate) fn fast_bytes(&self) -> bool {
+        let fast = self.fast_prefill && !self.deterministic;
+        fast && self.isa.tiles().is_none() && self.isa.multiplies_bytes()
+    }
+
     /// The products of pairs that attention uses for many queries, if any: as fast as they can be, and rounded.
     pub(crate) fn fast_pairs(&self) -> Option<Products> {
         let fast = self.fast_prefill && !self.deterministic;

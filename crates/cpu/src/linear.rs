@@ -14,20 +14,23 @@
 //! them.
 mod blocks;
 mod codes;
+mod decode;
 mod float;
 mod formats;
 mod inputs;
 mod pair_tiles;
+mod room;
 mod super_blocks;
 mod tiles;
+mod wide;
 
 use crate::Compute;
-use crate::arch::{Columns, Kernel, LANES, Simd, TileIsa};
+use crate::arch::{Columns, Isa, Kernel, LANES, Simd, TileIsa};
 use crate::pages::Pages;
 use inputs::InputFormat;
 pub use inputs::{Input, Inputs};
 use kvist_device::weights::{Encoding, blocks as layouts, super_blocks as super_layouts};
-use pair_tiles::Room;
+use room::Room;
 use std::fmt;
 
 /// Prefetch distance for packed weights in bytes. Hardware prefetching stops at every 4 KiB page, and a few bytes keep
@@ -143,6 +146,10 @@ trait Format: 'static {
         _: &mut Columns<'_, f32>,
     ) {
         unreachable!("this encoding has no kernel for {format:?}")
+    }
+    /// Multiplies adjacent panels with all tokens of [`InputFormat::WideCodes`].
+    fn multiply_wide(_: Isa, _: Panels<'_>, _: &Inputs, _: &mut Room, _: &mut Columns<'_, f32>) {
+        unreachable!("this encoding has no kernel for wide codes")
     }
     /// Multiplies adjacent panels with all tokens: `MANY` if they take more than one tile.
     fn multiply<S: Simd, const MANY: bool>(
@@ -381,7 +388,11 @@ impl Matrix {
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
             // Tiles read the inputs again for each unit, so units are larger, as long as every thread has one.
             let per_thread = self.outputs.div_ceil(LANES).div_ceil(compute.threads.n()).next_multiple_of(2);
-            let at_once = if tiles.is_some() { tiles::PANELS.min(per_thread) } else { at_once };
+            let at_once = match format {
+                _ if tiles.is_some() => tiles::PANELS.min(per_thread),
+                InputFormat::WideCodes => wide::UNIT.min(per_thread),
+                _ => at_once,
+            };
             let bytes = self.panels.bytes();
             compute.threads.columns(out, self.outputs, at_once * LANES, &mut rooms, |unit, mut out, room| {
                 let first = unit * at_once;
@@ -395,6 +406,9 @@ impl Matrix {
                 };
                 if let Some(isa) = tiles {
                     return F::multiply_tiles(isa, format, weights, inputs, room, &mut out);
+                }
+                if format == InputFormat::WideCodes {
+                    return F::multiply_wide(compute.isa, weights, inputs, room, &mut out);
                 }
                 let (deterministic, format) = (format != InputFormat::Pairs, std::marker::PhantomData);
                 if inputs.n > inputs::TILE {

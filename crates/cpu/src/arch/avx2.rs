@@ -301,6 +301,15 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn store_bytes(self, x: I, out: &mut [u8; 64]) {
+        // SAFETY: `detect` checked the CPU features; the array is as long as both vectors.
+        unsafe {
+            let out: *mut __m256i = out.as_mut_ptr().cast();
+            _mm256_storeu_si256(out, x[0]);
+            _mm256_storeu_si256(out.add(1), x[1]);
+        }
+    }
+    #[inline(always)]
     fn store_i(self, x: I, out: &mut [u32; 16]) {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe {

@@ -53,6 +53,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     type I = I;
     const ACCUMULATORS: usize = 16;
     const BF16_DOTS: bool = BF16;
+    const BYTE_DOTS: bool = true;
 
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
@@ -239,6 +240,11 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     fn load_i(self, x: &[u32; 16]) -> I {
         // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
         unsafe { _mm512_loadu_si512(x.as_ptr().cast()) }
+    }
+    #[inline(always)]
+    fn store_bytes(self, x: I, out: &mut [u8; 64]) {
+        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
+        unsafe { _mm512_storeu_si512(out.as_mut_ptr().cast(), x) }
     }
     #[inline(always)]
     fn store_i(self, x: I, out: &mut [u32; 16]) {

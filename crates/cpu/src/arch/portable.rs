@@ -174,6 +174,10 @@ impl Simd for Portable {
         each(|i| x[i].cast_signed())
     }
     #[inline(always)]
+    fn store_bytes(self, x: I, out: &mut [u8; 64]) {
+        out.as_chunks_mut().0.iter_mut().zip(x).for_each(|(out, x)| *out = x.to_le_bytes());
+    }
+    #[inline(always)]
     fn store_i(self, x: I, out: &mut [u32; 16]) {
         *out = each(|i| x[i].cast_unsigned());
     }

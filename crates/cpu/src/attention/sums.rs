@@ -58,7 +58,14 @@ impl<'l> Layer<'l> {
             let group = self.values.shape.group;
             let shape = Shape { head_dim: self.head_dim, row: self.values.row_codes(), group };
             let room = Room { packed: packed_tiles, split: weight_tiles };
-            pairs::accumulate(products, self.values.shape.storage.dtype, (places, shape), weights, sums, room);
+            pairs::accumulate(
+                products,
+                self.values.shape.storage.dtype,
+                (places, shape),
+                weights,
+                sums,
+                room,
+            );
         };
         let mut start = 0;
         while start < n_groups {

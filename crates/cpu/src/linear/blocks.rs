@@ -13,14 +13,16 @@
 //! 1.2 TFLOP/s for 512. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
 //! to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
+use super::decode::{self, Decode, TakeQuads};
 use super::inputs::{
     InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup, scale_of,
 };
-use super::pair_tiles::{self, PairFormat, Room};
+use super::pair_tiles;
+use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, put};
+use super::{Format, Panels, for_token_tiles, put, wide};
 use crate::Compute;
-use crate::arch::{Columns, LANES, Simd, TileIsa, widen};
+use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::blocks::Block;
 use std::marker::PhantomData;
 
@@ -53,7 +55,7 @@ impl<F: PackedBlock> Format for Blocks<F> {
             scales[2 * lane..2 * lane + 2].copy_from_slice(&if F::BF16_SCALE {
                 bytes
             } else {
-                pair_tiles::one_nan(bytes)
+                decode::one_nan(bytes)
             });
         }
     }
@@ -70,7 +72,7 @@ impl<F: PackedBlock> Format for Blocks<F> {
     }
 
     fn input(compute: &Compute, n: usize) -> InputFormat {
-        pair_tiles::input(compute, n).unwrap_or(tiles::input(compute, n))
+        pair_tiles::input(compute, n).or(wide::input(compute, n)).unwrap_or(tiles::input(compute, n))
     }
 
     fn multiply_tiles(
@@ -85,6 +87,16 @@ impl<F: PackedBlock> Format for Blocks<F> {
             InputFormat::TilePairs => pair_tiles::multiply::<Self>(isa, weights, inputs, room, out),
             _ => tiles::multiply::<Self>(isa, weights, inputs, out),
         }
+    }
+
+    fn multiply_wide(
+        isa: Isa,
+        weights: Panels<'_>,
+        inputs: &Inputs,
+        room: &mut Room,
+        out: &mut Columns<'_, f32>,
+    ) {
+        wide::multiply::<Self>(isa, weights, inputs, room, out);
     }
 
     #[inline(always)]
@@ -156,15 +168,15 @@ impl<F: PackedBlock> TileFormat for Blocks<F> {
     }
 }
 
-impl<F: PackedBlock> PairFormat for Blocks<F> {
+impl<F: PackedBlock> Decode for Blocks<F> {
     const INPUTS: usize = 32;
 
     #[inline(always)]
-    fn pairs<S: Simd>(s: S, codes: &[u8], scales: &[u8], _: usize, out: &mut [[u32; LANES]; LANES]) {
+    fn decode<S: Simd>(s: S, codes: &[u8], scales: &[u8], _: usize, take: &mut impl TakeQuads<S>) {
         let [scale, minimum] = factors::<S, F>(s, scales.as_chunks().0);
         let zero = F::ZERO_BITS.map_or(minimum, |bits| s.mul(scale, s.splat(-((1 << bits) as f32))));
-        for (quad, out) in load::<S, F>(s, codes).into_iter().zip(out.as_chunks_mut().0) {
-            pair_tiles::decode(s, quad, [scale, zero], out);
+        for quad in load::<S, F>(s, codes).into_iter().enumerate() {
+            decode::quad(s, quad, [scale, zero], take);
         }
     }
 }

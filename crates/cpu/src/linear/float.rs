@@ -9,29 +9,18 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.98 of the read limit for one token; for 512 the peak of fused
 //! multiply-adds, 460 GFLOP/s, and twice that in bf16 pairs.
+use super::decode::{Decode, TakeQuads};
 use super::inputs::{InputFormat, Inputs};
+use super::pair_tiles;
+use super::room::Room;
 use super::{Format, Panels, for_token_tiles, put};
-
-use super::pair_tiles::{self, PairFormat, Room};
 use crate::Compute;
-use crate::arch::{Columns, Isa, LANES, Simd, TileIsa};
+use crate::arch::{Columns, LANES, Simd, TileIsa};
 use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
 
 /// Minimum batch size for bf16 products, which round the inputs.
 const DOTS_FROM: usize = 16;
-
-fn has_dots(isa: Isa) -> bool {
-    struct Ask;
-    impl crate::arch::Kernel for Ask {
-        type Out = bool;
-        #[inline(always)]
-        fn run<S: Simd>(self, _: S) -> bool {
-            S::BF16_DOTS
-        }
-    }
-    isa.run(Ask)
-}
 
 /// f32 and f16: a vector of a panel contains one input of sixteen rows.
 macro_rules! one_by_one {
@@ -128,7 +117,7 @@ impl Format for BF16 {
         match compute.isa.tiles() {
             _ if n < DOTS_FROM || compute.deterministic => InputFormat::Rows,
             Some(_) => InputFormat::TilePairs,
-            None if has_dots(compute.isa) => InputFormat::Pairs,
+            None if compute.isa.multiplies_pairs() => InputFormat::Pairs,
             None => InputFormat::Rows,
         }
     }
@@ -200,10 +189,10 @@ impl Tile for BF16 {
     }
 }
 
-impl PairFormat for BF16 {
+impl Decode for BF16 {
     const INPUTS: usize = 2;
     const ARE_PAIRS: bool = true;
-    fn pairs<S: Simd>(_: S, _: &[u8], _: &[u8], _: usize, _: &mut [[u32; LANES]; LANES]) {
+    fn decode<S: Simd>(_: S, _: &[u8], _: &[u8], _: usize, _: &mut impl TakeQuads<S>) {
         unreachable!("bf16 weights are pairs")
     }
 }

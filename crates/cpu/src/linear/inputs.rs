@@ -1,6 +1,7 @@
 //! The inputs of linear layers, converted to the formats that kernels read. Layers with the same input share the
 //! conversions.
-use super::pair_tiles::Room;
+use super::room::Room;
+use super::wide;
 use crate::Compute;
 use crate::arch::{Kernel, LANES, Simd};
 use std::ops::Range;
@@ -19,6 +20,8 @@ pub enum InputFormat {
     Pairs,
     /// 8 bits, with a scale per 32.
     Codes,
+    /// 8 bits, with a scale per 256.
+    WideCodes,
     /// bf16 pairs and 8 bits for products of tiles: every token's inputs are neighbours.
     TilePairs,
     TileCodes,
@@ -41,7 +44,8 @@ pub struct Inputs {
     rows: Buffer<f32>,
     /// `[tile][width / 2][tokens]`, or [`TilePairs`](InputFormat::TilePairs).
     pairs: Buffer<i32>,
-    /// `[tile][width / 32][12][tokens]`: the data of 32 inputs, see [`Group`], or [`TileCodes`](InputFormat::TileCodes).
+    /// `[tile][width / 32][12][tokens]`: the data of 32 inputs, see [`Group`], or [`TileCodes`](InputFormat::TileCodes), or
+    /// [`WideCodes`](InputFormat::WideCodes).
     groups: Buffer<i32>,
     /// For each thread.
     rooms: Vec<Room>,
@@ -133,6 +137,12 @@ impl Inputs {
         let groups = self.width / GROUP;
         &self.groups.get()[first * groups * GROUP_ROWS..].as_chunks().0.as_chunks().0[..groups]
     }
+    /// The tile of `T` tokens from `first` on, with a scale per 256 inputs: see [`wide`].
+    #[inline(always)]
+    pub fn wide_of<const T: usize>(&self, first: usize) -> &[[i32; T]] {
+        let rows = wide::input_rows(self.width);
+        &self.groups.get()[first * rows..].as_chunks().0[..rows]
+    }
     /// Tile `tile` of sixteen tokens, chunk `chunk` of `PAIR_STEPS` steps: every 32 inputs' pairs, a row per token.
     #[inline(always)]
     pub fn tile_pairs(&self, tile: usize, chunk: usize) -> &[[i32; TILE_PAIRS]] {
@@ -176,7 +186,7 @@ impl Inputs {
         // f32 rows; bf16 pairs and groups of codes, whole tiles of them; each begins on a cache line.
         let pairs_and_codes = wide.checked_mul(2)?.checked_add(wide / GROUP * GROUP_ROWS * 4)?;
         let tiles = n.checked_next_multiple_of(TILE_TOKENS)?.checked_mul(pairs_and_codes)?;
-        let rooms = compute.threads.n() * Room::bytes(compute, n);
+        let rooms = compute.threads.n() * Room::bytes(compute, n, wide);
         n.checked_mul(wide.checked_mul(4)?)?
             .checked_add(tiles)?
             .checked_add(3 * 4 * LANES)?
@@ -234,6 +244,16 @@ impl Input<'_> {
                             compute
                                 .isa
                                 .run(Quantise { x, put: Interleaved { groups: &mut *groups, at, tile } });
+                        }
+                    });
+                }
+            }
+            InputFormat::WideCodes => {
+                let per_token = wide::input_rows(width);
+                if let Some(groups) = groups.begin(format, n * per_token) {
+                    each_tile(compute, n, groups, per_token, |first, tile, groups| {
+                        for (at, x) in x[first * width..].chunks_exact(width).take(tile).enumerate() {
+                            compute.isa.run(wide::Quantise { x, rows: &mut *groups, at, tile });
                         }
                     });
                 }

@@ -11,12 +11,13 @@
 //! The inputs and the sums of a unit stay in the second-level cache.
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
+use super::decode::{Decode, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs, PAIR_STEPS, TILE_PAIRS, TILE_TOKENS};
+use super::room::Room;
 use super::tiles::fetch;
-use super::{Format, Panels, put};
+use super::{Panels, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
-use half::f16;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -24,81 +25,30 @@ use std::ops::Range;
 pub const DECODE_FROM: usize = 64;
 /// Most tokens that go through the panels of a unit together: packed weights are decoded again for each so many. bf16 weights
 /// are not, and then the buffers are small.
-const MOST_TOKENS: usize = 512;
-const MOST_TOKENS_OF_PAIRS: usize = 128;
+pub const MOST_TOKENS: usize = 512;
+pub const MOST_TOKENS_OF_PAIRS: usize = 128;
 /// Pairs of the weights of a panel and a step: a line per pair of inputs.
 const STEP: usize = TILE_PAIRS;
 /// Pairs of the decoded weights of two panels.
-const WEIGHTS: usize = 2 * PAIR_STEPS * STEP;
+pub const WEIGHTS: usize = 2 * PAIR_STEPS * STEP;
 /// Bytes of inputs that stay in the second-level cache beside what else a kernel reads.
 const FEW_BYTES: usize = 512 << 10;
 /// f32 of a token's sums.
-const SUMS: usize = super::tiles::PANELS * LANES;
+pub const SUMS: usize = super::tiles::PANELS * LANES;
 
 /// The format in which packed weights read `n` tokens, if as pairs.
 pub fn input(compute: &Compute, n: usize) -> Option<InputFormat> {
     compute.fast_tiles().filter(|_| n >= DECODE_FROM).map(|_| InputFormat::TilePairs)
 }
 
-/// Weights that can be decoded to pairs.
-pub trait PairFormat: Format {
-    /// Inputs of a block of the file. Whole steps of a panel are whole blocks, or parts of one.
-    const INPUTS: usize;
-    /// Whether a panel consists of pairs as they are.
-    const ARE_PAIRS: bool = false;
-    /// Decodes 32 inputs, number `group` of their block, of sixteen rows: a line per pair of inputs.
-    fn pairs<S: Simd>(s: S, codes: &[u8], scales: &[u8], group: usize, out: &mut [[u32; LANES]; LANES]);
-}
+/// Rounds to pairs: a line per pair of inputs.
+struct Pairs<'o>(&'o mut [[u32; LANES]; LANES]);
 
-/// `scale × code + zero` of four codes of sixteen rows, as two lines of pairs.
-#[inline(always)]
-pub fn decode<S: Simd>(s: S, quad: S::I, [scale, zero]: [S::F; 2], out: &mut [[u32; LANES]; 2]) {
-    let decoded = |code| s.fma(s.to_f32(code), scale, zero);
-    s.store_i(s.round_pairs(decoded(s.byte::<0>(quad)), decoded(s.byte::<1>(quad))), &mut out[0]);
-    s.store_i(s.round_pairs(decoded(s.byte::<2>(quad)), decoded(s.byte::<3>(quad))), &mut out[1]);
-}
-
-/// An f16 whose NaN has no lower bits: rounding to bf16 keeps it a NaN.
-pub fn one_nan(bytes: [u8; 2]) -> [u8; 2] {
-    let x = f16::from_le_bytes(bytes);
-    if x.is_nan() { f16::NAN.to_le_bytes() } else { bytes }
-}
-
-/// Buffers of a thread.
-#[derive(Debug)]
-pub struct Room {
-    most_tokens: usize,
-    /// `[tokens][panels][outputs]`.
-    sums: Vec<f32>,
-    /// `[2 panels][steps][16 pairs][outputs]`: decoded weights.
-    weights: Vec<u32>,
-}
-
-impl Room {
-    pub fn new(compute: &Compute) -> Self {
-        let most_tokens = if compute.fast_tiles().is_some() { MOST_TOKENS } else { MOST_TOKENS_OF_PAIRS };
-        Room { most_tokens, sums: Vec::new(), weights: Vec::new() }
-    }
-    /// Most bytes for `n` tokens.
-    pub fn bytes(compute: &Compute, n: usize) -> usize {
-        match compute.isa.tiles() {
-            Some(_) => 4 * (Self::new(compute).sums(n) + WEIGHTS + 2 * LANES),
-            None => 0,
-        }
-    }
-    fn sums(&self, n: usize) -> usize {
-        SUMS * n.min(self.most_tokens).next_multiple_of(TILE_TOKENS)
-    }
-    /// The sums and the weights; both begin on cache lines.
-    fn get(&mut self, n: usize) -> (&mut [f32], &mut [u32]) {
-        let len = self.sums.len().max(self.sums(n) + LANES);
-        let Room { sums, weights, .. } = self;
-        sums.reserve_exact(len - sums.len());
-        sums.resize(len, 0.0);
-        weights.reserve_exact(WEIGHTS + LANES - weights.len());
-        weights.resize(WEIGHTS + LANES, 0);
-        let (first, second) = (sums.as_ptr().align_offset(64), weights.as_ptr().align_offset(64));
-        (&mut sums[first.min(LANES)..], &mut weights[second.min(LANES)..])
+impl<S: Simd> TakeQuads<S> for Pairs<'_> {
+    #[inline(always)]
+    fn take(&mut self, s: S, quad: usize, [a, b, c, d]: [S::F; 4]) {
+        s.store_i(s.round_pairs(a, b), &mut self.0[2 * quad]);
+        s.store_i(s.round_pairs(c, d), &mut self.0[2 * quad + 1]);
     }
 }
 
@@ -119,7 +69,7 @@ struct Multiply<'k, 'o, F> {
 }
 
 /// Multiplies adjacent panels with all tokens.
-pub fn multiply<F: PairFormat>(
+pub fn multiply<F: Decode>(
     isa: TileIsa,
     weights: Panels<'_>,
     inputs: &Inputs,
@@ -129,14 +79,14 @@ pub fn multiply<F: PairFormat>(
     isa.run(Multiply::<F> { weights, inputs, room, out, format: PhantomData });
 }
 
-impl<F: PairFormat> TileKernel for Multiply<'_, '_, F> {
+impl<F: Decode> TileKernel for Multiply<'_, '_, F> {
     type Shapes = Whole;
     type Out = ();
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Whole>>(self, s: S, tiles: &mut T) {
         let Multiply { weights, inputs, room, out, .. } = self;
         let most_tokens = room.most_tokens;
-        let (sums, decoded) = room.get(inputs.n);
+        let (sums, decoded) = room.of_tiles(inputs.n);
         let row = weights.n * LANES;
         for first in (0..inputs.n).step_by(most_tokens) {
             let tokens = first..inputs.n.min(first + most_tokens);
@@ -213,7 +163,7 @@ impl Order {
 
 /// The codes of some steps of panel `panel` and the next one, as far as there are any.
 #[inline(always)]
-fn codes_of<'w, F: PairFormat>(weights: &'w Panels<'_>, panel: usize, steps: Range<usize>) -> [&'w [u8]; 2] {
+fn codes_of<'w, F: Decode>(weights: &'w Panels<'_>, panel: usize, steps: Range<usize>) -> [&'w [u8]; 2] {
     let codes = |panel: usize| match panel < weights.n {
         true => {
             let (codes, _) = weights.get::<F>(panel);
@@ -244,7 +194,7 @@ impl Lines<'_> {
 }
 
 #[inline(always)]
-fn lines<'w, S: Simd, F: PairFormat>(
+fn lines<'w, S: Simd, F: Decode>(
     s: S,
     weights: &'w Panels<'_>,
     panel: usize,
@@ -264,11 +214,9 @@ fn lines<'w, S: Simd, F: PairFormat>(
         }
         return Lines::Decoded(decoded);
     }
-    let (per_block, size) = (F::INPUTS / GROUP, F::CODES * GROUP / F::INPUTS);
     for (step, out) in steps.clone().zip(decoded.as_chunks_mut().0.as_chunks_mut().0) {
-        let (block, group) = (step / per_block, step % per_block);
-        let codes = &codes[step * size..][..size];
-        F::pairs(s, codes, &scales[block * F::SCALES..(block + 1) * F::SCALES], group, out);
+        let (codes, scales, group) = F::step((codes, scales), step);
+        F::decode(s, codes, scales, group, &mut Pairs(out));
     }
     Lines::Decoded(decoded)
 }

@@ -11,15 +11,17 @@
 //!
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::Codes;
+use super::decode::{self, Decode, TakeQuads};
 use super::inputs::{
     self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup,
     scale_of,
 };
-use super::pair_tiles::{self, PairFormat, Room};
+use super::pair_tiles;
+use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, put};
+use super::{Format, Panels, for_token_tiles, put, wide};
 use crate::Compute;
-use crate::arch::{Columns, LANES, Simd, TileIsa, widen};
+use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
 use std::marker::PhantomData;
 
@@ -77,7 +79,7 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
             return;
         }
         for (factors, factor) in factors.chunks_exact_mut(2 * LANES).zip(found) {
-            factors[2 * lane..2 * lane + 2].copy_from_slice(&pair_tiles::one_nan(factor));
+            factors[2 * lane..2 * lane + 2].copy_from_slice(&decode::one_nan(factor));
         }
     }
 
@@ -105,7 +107,7 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
 
     fn input(compute: &Compute, n: usize) -> InputFormat {
         let exact = if F::HALVES { InputFormat::Codes } else { tiles::input(compute, n) };
-        pair_tiles::input(compute, n).unwrap_or(exact)
+        pair_tiles::input(compute, n).or(wide::input(compute, n)).unwrap_or(exact)
     }
 
     fn multiply_tiles(
@@ -120,6 +122,16 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
             InputFormat::TilePairs => pair_tiles::multiply::<Self>(isa, weights, inputs, room, out),
             _ => tiles::multiply::<Self>(isa, weights, inputs, out),
         }
+    }
+
+    fn multiply_wide(
+        isa: Isa,
+        weights: Panels<'_>,
+        inputs: &Inputs,
+        room: &mut Room,
+        out: &mut Columns<'_, f32>,
+    ) {
+        wide::multiply::<Self>(isa, weights, inputs, room, out);
     }
 
     #[inline(always)]
@@ -229,24 +241,24 @@ impl<F: PackedSuperBlock> SuperBlocks<F> {
     }
 }
 
-impl<F: PackedSuperBlock> PairFormat for SuperBlocks<F> {
+impl<F: PackedSuperBlock> Decode for SuperBlocks<F> {
     const INPUTS: usize = SUPER;
 
     #[inline(always)]
-    fn pairs<S: Simd>(s: S, codes: &[u8], scales: &[u8], group: usize, out: &mut [[u32; LANES]; LANES]) {
+    fn decode<S: Simd>(s: S, codes: &[u8], scales: &[u8], group: usize, take: &mut impl TakeQuads<S>) {
         let small = scales[..Self::SMALL].as_chunks::<LANES>().0;
         let [d, dmin] = Self::block_factors(s, scales);
-        let (per_group, out) = (Self::GROUPS / 8, out.as_chunks_mut::<2>().0);
+        let per_group = Self::GROUPS / 8;
         let quads = load::<S, F>(s, codes, Self::table(scales).as_ref());
-        for (part, out) in out.chunks_exact_mut(8 / per_group).enumerate() {
+        for part in 0..per_group {
             let [scale, minimum] = Self::group_factors(s, small, per_group * group + part);
             let scale = s.mul(d, scale);
             let zero = match F::ZERO_BITS {
                 Some(bits) => s.mul(scale, s.splat(-((1 << bits) as f32))),
                 None => s.sub(s.splat(0.0), s.mul(dmin, minimum)),
             };
-            for (quad, out) in quads[8 / per_group * part..].iter().zip(out) {
-                pair_tiles::decode(s, *quad, [scale, zero], out);
+            for quad in 8 / per_group * part..8 / per_group * (part + 1) {
+                decode::quad(s, (quad, quads[quad]), [scale, zero], take);
             }
         }
     }

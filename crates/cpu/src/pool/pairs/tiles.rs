@@ -100,7 +100,6 @@ impl<C: Parts, L: Left, const M: usize> TileKernel for Accumulate<'_, '_, C, L, 
     }
 }
 
-
 /// Calls `$run` with the type that packs `$dtype` and a [`Precision`] as a type. Packed rows are always rounded.
 macro_rules! with_parts {
     ($precision:expr, $dtype:expr, $run:ident($($argument:expr),*)) => {

@@ -1,0 +1,61 @@
+//! Buffers of a thread for kernels that decode weights.
+use super::inputs::TILE_TOKENS;
+use super::pair_tiles::{MOST_TOKENS, MOST_TOKENS_OF_PAIRS, SUMS, WEIGHTS};
+use super::wide;
+use crate::Compute;
+use crate::arch::LANES;
+
+/// They take memory only when a kernel uses them.
+#[derive(Debug)]
+pub struct Room {
+    /// Most tokens that tiles take at once.
+    pub most_tokens: usize,
+    /// `[tokens][panels][outputs]`.
+    sums: Vec<f32>,
+    /// `[2 panels][steps][16 pairs][outputs]`: weights as pairs of bf16.
+    weights: Vec<u32>,
+    /// [`wide`] weights: four codes of sixteen rows to a line, and scales.
+    codes: Vec<[u8; 64]>,
+    scales: Vec<[f32; LANES]>,
+}
+
+impl Room {
+    pub fn new(compute: &Compute) -> Self {
+        let most_tokens = if compute.fast_tiles().is_some() { MOST_TOKENS } else { MOST_TOKENS_OF_PAIRS };
+        let (codes, scales) = (Vec::new(), Vec::new());
+        Room { most_tokens, sums: Vec::new(), weights: Vec::new(), codes, scales }
+    }
+    /// Most bytes for `n` tokens of `width` inputs.
+    pub fn bytes(compute: &Compute, n: usize, width: usize) -> usize {
+        match compute.isa.tiles() {
+            Some(_) => 4 * (Self::new(compute).sums(n) + WEIGHTS + 2 * LANES),
+            None if wide::is_used(compute, n) => 64 * (wide::lines(width) + wide::scales(width)),
+            None => 0,
+        }
+    }
+    fn sums(&self, n: usize) -> usize {
+        SUMS * n.min(self.most_tokens).next_multiple_of(TILE_TOKENS)
+    }
+    /// The sums and the weights of tiles; both begin on cache lines.
+    pub fn of_tiles(&mut self, n: usize) -> (&mut [f32], &mut [u32]) {
+        let len = self.sums.len().max(self.sums(n) + LANES);
+        let Room { sums, weights, .. } = self;
+        sums.reserve_exact(len - sums.len());
+        sums.resize(len, 0.0);
+        weights.reserve_exact(WEIGHTS + LANES - weights.len());
+        weights.resize(WEIGHTS + LANES, 0);
+        let (first, second) = (sums.as_ptr().align_offset(64), weights.as_ptr().align_offset(64));
+        (&mut sums[first.min(LANES)..], &mut weights[second.min(LANES)..])
+    }
+
+    /// Codes and scales of the wide weights of a few panels with rows of `width` inputs.
+    pub fn of_bytes(&mut self, width: usize) -> (&mut [[u8; 64]], &mut [[f32; LANES]]) {
+        let (lines, n_scales) = (wide::lines(width), wide::scales(width));
+        let Room { codes, scales, .. } = self;
+        codes.reserve_exact(lines.saturating_sub(codes.len()));
+        codes.resize(codes.len().max(lines), [0; 64]);
+        scales.reserve_exact(n_scales.saturating_sub(scales.len()));
+        scales.resize(scales.len().max(n_scales), [0.0; LANES]);
+        (&mut codes[..lines], &mut scales[..n_scales])
+    }
+}

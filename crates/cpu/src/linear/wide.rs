@@ -1,0 +1,273 @@
+//! Many tokens, as products of bytes with a scale per 256 inputs: with [`Compute::fast_prefill`], packed weights.
+//!
+//! ```text
+//! units[8 tokens][2 × 16 outputs] += dot4(w's codes, x's codes)           64 quads of 256 inputs
+//! y += units × (w's scale × x's scale)                                    once per 256 inputs
+//! ```
+//!
+//! A scale per 32 inputs takes as many operations as two of its eight products. So weights of whatever encoding become
+//! bytes with a scale per row and 256 inputs, and x has a scale per token and 256 inputs. Both are rounded to the nearest of
+//! 255 codes. Weights are decoded once for all tokens of a batch.
+//!
+//! Per quad: 16 products of 64 bytes, 2 loads of weights from the second-level cache and 8 of inputs.
+use super::decode::{Decode, TakeQuads};
+use super::inputs::{GROUP, InputFormat, Inputs};
+use super::room::Room;
+use super::{Panels, for_token_tiles, put};
+use crate::Compute;
+use crate::arch::{Columns, Isa, Kernel, LANES, Simd};
+use std::marker::PhantomData;
+
+/// Inputs per scale.
+const WIDE: usize = 256;
+/// Quads of codes per scale.
+const QUADS: usize = WIDE / 4;
+/// Panels that a kernel multiplies together.
+const PANELS: usize = 2;
+/// Panels per unit of work.
+pub const UNIT: usize = 8;
+/// Fewest tokens: weights are decoded first, which takes as long as the products of some twenty.
+const FROM: usize = 64;
+/// The code that stands for 0 in weights: products of bytes want one unsigned factor.
+const ZERO: i32 = 128;
+/// Rows that inputs have for each scale besides their codes: the scale, and −128 times the sum of the codes.
+const EXTRA: usize = 2;
+
+/// Whether packed weights are multiplied in this way with `n` tokens.
+pub fn is_used(compute: &Compute, n: usize) -> bool {
+    compute.fast_bytes() && n >= FROM
+}
+
+/// The format in which packed weights read `n` tokens, if as bytes with wide scales.
+pub fn input(compute: &Compute, n: usize) -> Option<InputFormat> {
+    is_used(compute, n).then_some(InputFormat::WideCodes)
+}
+
+/// Lines of codes that a kernel call decodes from rows of `width` inputs.
+pub fn lines(width: usize) -> usize {
+    PANELS * width.div_ceil(4)
+}
+
+/// Scales of these, of sixteen rows each.
+pub fn scales(width: usize) -> usize {
+    PANELS * width.div_ceil(WIDE)
+}
+
+/// Rows of a token's inputs: for every 256, the scale, −128 times the sum of the codes, and the codes four by four.
+pub fn input_rows(width: usize) -> usize {
+    width / 4 + EXTRA * width.div_ceil(WIDE)
+}
+
+/// Quantises one token's inputs: column `at` of `[rows][tile]`. 256 inputs with one that is not finite get the scale NaN.
+pub struct Quantise<'q> {
+    pub x: &'q [f32],
+    pub rows: &'q mut [i32],
+    pub at: usize,
+    pub tile: usize,
+}
+
+impl Kernel for Quantise<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Quantise { x, rows, at, tile } = self;
+        let chunks = rows.chunks_mut((QUADS + EXTRA) * tile);
+        for (x, rows) in x.chunks(WIDE).zip(chunks) {
+            let (vectors, _) = x.as_chunks::<LANES>();
+            let (mut largest, mut broken) = (s.splat(0.0), s.splat(0.0));
+            for x in vectors {
+                let x = s.load(x);
+                largest = s.max(s.max(x, s.sub(s.splat(0.0), x)), largest);
+                broken = s.fma(x, s.splat(0.0), broken); // NaN from the first value that is not finite
+            }
+            let (largest, finite) = (s.largest(largest), s.sum(broken) == 0.0);
+            let inverse = if largest > 0.0 && finite { 127.0 / largest } else { 0.0 };
+            let inverse = if inverse.is_finite() { inverse } else { 0.0 }; // subnormal inputs are 0
+            let (mut codes, mut sum) = ([0u8; WIDE], s.splat_i(0));
+            if finite {
+                for (x, codes) in vectors.iter().zip(codes.as_chunks_mut().0) {
+                    let code = s.to_i32(s.mul(s.load(x), s.splat(inverse)));
+                    sum = s.add_i(sum, code);
+                    s.store_low_bytes(code, codes);
+                }
+            }
+            let scale = if finite { largest / 127.0 } else { f32::NAN };
+            let mut put = |row: usize, x: i32| rows[row * tile + at] = x;
+            put(0, scale.to_bits().cast_signed());
+            put(1, -ZERO * s.sum(s.to_f32(sum)) as i32); // below 2²⁴: exact
+            for (quad, bytes) in codes[..x.len()].as_chunks::<4>().0.iter().enumerate() {
+                put(EXTRA + quad, i32::from_le_bytes(*bytes));
+            }
+        }
+    }
+}
+
+/// The weights of a few panels of sixteen rows, as bytes.
+struct Wide<'w> {
+    /// `[panels][width / 4]`: four codes of sixteen rows.
+    codes: &'w [[u8; 64]],
+    /// `[panels][width / 256]`.
+    scales: &'w [[f32; LANES]],
+}
+
+/// The largest magnitudes of rows; NaN once a weight is not finite.
+struct Largest<S: Simd> {
+    largest: S::F,
+    broken: S::F,
+}
+
+impl<S: Simd> TakeQuads<S> for Largest<S> {
+    #[inline(always)]
+    fn take(&mut self, s: S, _: usize, values: [S::F; 4]) {
+        for x in values {
+            self.largest = s.max(s.max(x, s.sub(s.splat(0.0), x)), self.largest);
+            self.broken = s.fma(x, s.splat(0.0), self.broken);
+        }
+    }
+}
+
+/// Rounds weights to codes: a line per quad.
+struct Codes<'o, S: Simd> {
+    inverse: S::F,
+    out: &'o mut [[u8; 64]],
+}
+
+impl<S: Simd> TakeQuads<S> for Codes<'_, S> {
+    #[inline(always)]
+    fn take(&mut self, s: S, quad: usize, values: [S::F; 4]) {
+        let zero = s.splat_i(ZERO);
+        let mut all = s.splat_i(0);
+        for (i, x) in (0..4).zip(values) {
+            let code = s.add_i(s.to_i32(s.mul(x, self.inverse)), zero);
+            all = s.or(all, s.shift_left(code, 8 * i));
+        }
+        s.store_bytes(all, &mut self.out[quad]);
+    }
+}
+
+/// Rounds the weights of a panel.
+#[inline(always)]
+fn round<S: Simd, F: Decode>(
+    s: S,
+    panel: (&[u8], &[u8]),
+    codes: &mut [[u8; 64]],
+    scales: &mut [[f32; LANES]],
+) {
+    const STEPS: usize = WIDE / GROUP;
+    for (chunk, (codes, scale)) in codes.chunks_mut(QUADS).zip(scales).enumerate() {
+        let steps = codes.len() * 4 / GROUP;
+        let mut rows = Largest { largest: s.splat(0.0), broken: s.splat(0.0) };
+        for step in chunk * STEPS..chunk * STEPS + steps {
+            let (codes, scales, group) = F::step(panel, step);
+            F::decode(s, codes, scales, group, &mut rows);
+        }
+        // Of rows whose largest weight is that small, or not a number, all codes are 0.
+        let mut largest = [0.0; LANES];
+        s.store(rows.largest, &mut largest);
+        let inverse = largest.map(|x: f32| if x > 1e-30 && x.is_finite() { 127.0 / x } else { 0.0 });
+        let inverse = s.load(&inverse);
+        for (step, out) in (chunk * STEPS..).zip(codes.chunks_mut(GROUP / 4)) {
+            let (codes, scales, group) = F::step(panel, step);
+            F::decode(s, codes, scales, group, &mut Codes::<S> { inverse, out });
+        }
+        s.store(s.add(s.mul(rows.largest, s.splat(1.0 / 127.0)), rows.broken), scale);
+    }
+}
+
+/// All panels of a unit of work times all tokens.
+struct Multiply<'k, 'o, F> {
+    weights: Panels<'k>,
+    inputs: &'k Inputs,
+    room: &'k mut Room,
+    out: &'k mut Columns<'o, f32>,
+    format: PhantomData<F>,
+}
+
+/// Multiplies adjacent panels with all tokens.
+pub fn multiply<F: Decode>(
+    isa: Isa,
+    weights: Panels<'_>,
+    inputs: &Inputs,
+    room: &mut Room,
+    out: &mut Columns<'_, f32>,
+) {
+    isa.run(Multiply::<F> { weights, inputs, room, out, format: PhantomData });
+}
+
+impl<F: Decode> Kernel for Multiply<'_, '_, F> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Multiply { weights, inputs, room, out, .. } = self;
+        let (codes, scales) = room.of_bytes(inputs.width);
+        let (quads, chunks) = (inputs.width / 4, inputs.width.div_ceil(WIDE));
+        let mut panel = 0;
+        while panel < weights.n {
+            let n = PANELS.min(weights.n - panel);
+            for i in 0..n {
+                let codes = &mut codes[i * quads..(i + 1) * quads];
+                let scales = &mut scales[i * chunks..(i + 1) * chunks];
+                round::<S, F>(s, weights.get::<F>(panel + i), codes, scales);
+            }
+            let wide = Wide { codes, scales };
+            for_token_tiles!(inputs.n, first, T => match n {
+                PANELS => tile::<S, T, PANELS>(s, &wide, inputs, first, panel, out),
+                _ => tile::<S, T, 1>(s, &wide, inputs, first, panel, out),
+            });
+            panel += n;
+        }
+    }
+}
+
+/// `T` tokens times `P` panels.
+#[inline(always)]
+fn tile<S: Simd, const T: usize, const P: usize>(
+    s: S,
+    weights: &Wide<'_>,
+    inputs: &Inputs,
+    first: usize,
+    panel: usize,
+    out: &mut Columns<'_, f32>,
+) {
+    let (quads, chunks) = (inputs.width / 4, inputs.width.div_ceil(WIDE));
+    let mut sums = [[s.splat(0.0); P]; T];
+    let mut rows = inputs.wide_of::<T>(first);
+    for chunk in 0..chunks {
+        let n = QUADS.min(quads - chunk * QUADS);
+        let ([scale, minus_sum], rest) = rows.split_first_chunk().expect("two rows before the codes");
+        let (x, rest) = rest.split_at(n);
+        rows = rest;
+        let mut w: [&[[u8; 64]]; P] = [&[]; P];
+        for p in 0..P {
+            w[p] = &weights.codes[p * quads + chunk * QUADS..][..n];
+        }
+        let mut units = [[s.splat_i(0); P]; T];
+        for t in 0..T {
+            units[t] = [s.splat_i(minus_sum[t]); P];
+        }
+        for q in 0..n {
+            let mut codes = [s.splat_i(0); P];
+            for p in 0..P {
+                codes[p] = s.load_bytes(&w[p][q]);
+            }
+            for t in 0..T {
+                let x = s.splat_i(x[q][t]);
+                for p in 0..P {
+                    units[t][p] = s.dot4(units[t][p], codes[p], x);
+                }
+            }
+        }
+        for p in 0..P {
+            let w = s.load(&weights.scales[p * chunks + chunk]);
+            for t in 0..T {
+                let scale = s.mul(w, s.splat(f32::from_bits(scale[t].cast_unsigned())));
+                sums[t][p] = s.fma(s.to_f32(units[t][p]), scale, sums[t][p]);
+            }
+        }
+    }
+    for t in 0..T {
+        for p in 0..P {
+            put(s, out, first + t, panel + p, sums[t][p]);
+        }
+    }
+}
