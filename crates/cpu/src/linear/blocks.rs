@@ -13,7 +13,7 @@
 //! 1.2 TFLOP/s for 512. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
 //! to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
-use super::decode::{self, Decode, TakeQuads};
+use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{
     InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup, scale_of,
 };
@@ -168,16 +168,38 @@ impl<F: PackedBlock> TileFormat for Blocks<F> {
     }
 }
 
+impl<F: PackedBlock> Blocks<F> {
+    /// Weights are `scale × code + zero`.
+    #[inline(always)]
+    fn affine<S: Simd>(s: S, scales: &[u8]) -> [S::F; 2] {
+        let [scale, minimum] = factors::<S, F>(s, scales.as_chunks().0);
+        [scale, F::ZERO_BITS.map_or(minimum, |bits| s.mul(scale, s.splat(-((1 << bits) as f32))))]
+    }
+}
+
 impl<F: PackedBlock> Decode for Blocks<F> {
     const INPUTS: usize = 32;
 
     #[inline(always)]
-    fn decode<S: Simd>(s: S, codes: &[u8], scales: &[u8], _: usize, take: &mut impl TakeQuads<S>) {
-        let [scale, minimum] = factors::<S, F>(s, scales.as_chunks().0);
-        let zero = F::ZERO_BITS.map_or(minimum, |bits| s.mul(scale, s.splat(-((1 << bits) as f32))));
+    fn decode<S: Simd>(
+        s: S,
+        codes: &[u8],
+        scales: &[u8],
+        _: usize,
+        map: Map<S>,
+        take: &mut impl TakeQuads<S>,
+    ) {
+        let affine = map.of(s, Self::affine(s, scales));
         for quad in load::<S, F>(s, codes).into_iter().enumerate() {
-            decode::quad(s, quad, [scale, zero], take);
+            decode::quad(s, quad, affine, take);
         }
+    }
+
+    #[inline(always)]
+    fn bound<S: Simd>(s: S, scales: &[u8], _: usize) -> S::F {
+        let [scale, zero] = Self::affine(s, scales);
+        let table = F::TABLE.as_ref();
+        decode::bound(s, [scale, zero], decode::range_of_codes(F::Codes::BITS, table), F::ZERO_BITS)
     }
 }
 

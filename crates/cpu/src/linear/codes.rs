@@ -12,8 +12,10 @@ use crate::arch::{LANES, Simd};
 use kvist_device::weights::blocks::Group;
 
 pub trait Codes: 'static {
+    /// Bits of a code.
+    const BITS: u32;
     /// Bytes of 32 codes of 16 rows: whole cache lines.
-    const BYTES: usize;
+    const BYTES: usize = 4 * LANES * Self::BITS as usize;
 
     /// Packs the codes of row `lane` into `place: [BYTES]`.
     fn put(codes: &Group, lane: usize, place: &mut [u8]);
@@ -52,7 +54,7 @@ fn get_plane(lines: &[u8], bits: u32, lane: usize, to: u32, quads: &mut [u32; 8]
 }
 
 impl<const LOW: u32, const HIGH: u32> Codes for Planes<LOW, HIGH> {
-    const BYTES: usize = 4 * LANES * (LOW + HIGH) as usize;
+    const BITS: u32 = LOW + HIGH;
 
     fn put(codes: &Group, lane: usize, place: &mut [u8]) {
         let quads = std::array::from_fn(|q| u32::from_le_bytes([0, 1, 2, 3].map(|i| codes[4 * q + i])));
@@ -90,7 +92,7 @@ impl<const LOW: u32, const HIGH: u32> Codes for Planes<LOW, HIGH> {
 pub struct Sixes;
 
 impl Codes for Sixes {
-    const BYTES: usize = 6 * 4 * LANES;
+    const BITS: u32 = 6;
 
     fn put(codes: &Group, lane: usize, place: &mut [u8]) {
         for (half, codes) in codes.as_chunks::<16>().0.iter().enumerate() {

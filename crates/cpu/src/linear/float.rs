@@ -9,7 +9,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.98 of the read limit for one token; for 512 the peak of fused
 //! multiply-adds, 460 GFLOP/s, and twice that in bf16 pairs.
-use super::decode::{Decode, TakeQuads};
+use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{InputFormat, Inputs};
 use super::pair_tiles;
 use super::room::Room;
@@ -192,7 +192,10 @@ impl Tile for BF16 {
 impl Decode for BF16 {
     const INPUTS: usize = 2;
     const ARE_PAIRS: bool = true;
-    fn decode<S: Simd>(_: S, _: &[u8], _: &[u8], _: usize, _: &mut impl TakeQuads<S>) {
+    fn decode<S: Simd>(_: S, _: &[u8], _: &[u8], _: usize, _: Map<S>, _: &mut impl TakeQuads<S>) {
+        unreachable!("bf16 weights are pairs")
+    }
+    fn bound<S: Simd>(_: S, _: &[u8], _: usize) -> S::F {
         unreachable!("bf16 weights are pairs")
     }
 }

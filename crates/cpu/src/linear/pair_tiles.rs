@@ -11,7 +11,7 @@
 //! The inputs and the sums of a unit stay in the second-level cache.
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
-use super::decode::{Decode, TakeQuads};
+use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs, PAIR_STEPS, TILE_PAIRS, TILE_TOKENS};
 use super::room::Room;
 use super::tiles::fetch;
@@ -216,7 +216,7 @@ fn lines<'w, S: Simd, F: Decode>(
     }
     for (step, out) in steps.clone().zip(decoded.as_chunks_mut().0.as_chunks_mut().0) {
         let (codes, scales, group) = F::step((codes, scales), step);
-        F::decode(s, codes, scales, group, &mut Pairs(out));
+        F::decode(s, codes, scales, group, Map::identity(s), &mut Pairs(out));
     }
     Lines::Decoded(decoded)
 }

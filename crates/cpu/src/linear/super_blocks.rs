@@ -11,7 +11,7 @@
 //!
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 use super::codes::Codes;
-use super::decode::{self, Decode, TakeQuads};
+use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{
     self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup,
     scale_of,
@@ -241,26 +241,54 @@ impl<F: PackedSuperBlock> SuperBlocks<F> {
     }
 }
 
+impl<F: PackedSuperBlock> SuperBlocks<F> {
+    /// Weights of a group are `scale × code + zero`.
+    #[inline(always)]
+    fn affine<S: Simd>(s: S, scales: &[u8], group: usize) -> [S::F; 2] {
+        let [d, dmin] = Self::block_factors(s, scales);
+        let [scale, minimum] = Self::group_factors(s, scales[..Self::SMALL].as_chunks::<LANES>().0, group);
+        let scale = s.mul(d, scale);
+        let zero = match F::ZERO_BITS {
+            Some(bits) => s.mul(scale, s.splat(-((1 << bits) as f32))),
+            None => s.sub(s.splat(0.0), s.mul(dmin, minimum)),
+        };
+        [scale, zero]
+    }
+}
+
 impl<F: PackedSuperBlock> Decode for SuperBlocks<F> {
     const INPUTS: usize = SUPER;
 
     #[inline(always)]
-    fn decode<S: Simd>(s: S, codes: &[u8], scales: &[u8], group: usize, take: &mut impl TakeQuads<S>) {
-        let small = scales[..Self::SMALL].as_chunks::<LANES>().0;
-        let [d, dmin] = Self::block_factors(s, scales);
+    fn decode<S: Simd>(
+        s: S,
+        codes: &[u8],
+        scales: &[u8],
+        group: usize,
+        map: Map<S>,
+        take: &mut impl TakeQuads<S>,
+    ) {
         let per_group = Self::GROUPS / 8;
         let quads = load::<S, F>(s, codes, Self::table(scales).as_ref());
         for part in 0..per_group {
-            let [scale, minimum] = Self::group_factors(s, small, per_group * group + part);
-            let scale = s.mul(d, scale);
-            let zero = match F::ZERO_BITS {
-                Some(bits) => s.mul(scale, s.splat(-((1 << bits) as f32))),
-                None => s.sub(s.splat(0.0), s.mul(dmin, minimum)),
-            };
+            let affine = map.of(s, Self::affine(s, scales, per_group * group + part));
             for quad in 8 / per_group * part..8 / per_group * (part + 1) {
-                decode::quad(s, (quad, quads[quad]), [scale, zero], take);
+                decode::quad(s, (quad, quads[quad]), affine, take);
             }
         }
+    }
+
+    #[inline(always)]
+    fn bound<S: Simd>(s: S, scales: &[u8], group: usize) -> S::F {
+        let per_group = Self::GROUPS / 8;
+        let codes = decode::range_of_codes(F::Codes::BITS, Self::table(scales).as_ref());
+        // What is not a number is d or dmin, and so in every group.
+        let mut bound = s.splat(0.0);
+        for part in 0..per_group {
+            let affine = Self::affine(s, scales, per_group * group + part);
+            bound = decode::larger(s, bound, decode::bound(s, affine, codes, F::ZERO_BITS));
+        }
+        bound
     }
 }
 

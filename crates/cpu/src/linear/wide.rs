@@ -10,7 +10,7 @@
 //! 255 codes. Weights are decoded once for all tokens of a batch.
 //!
 //! Per quad: 16 products of 64 bytes, 2 loads of weights from the second-level cache and 8 of inputs.
-use super::decode::{Decode, TakeQuads};
+use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs};
 use super::room::Room;
 use super::{Panels, for_token_tiles, put};
@@ -110,38 +110,15 @@ struct Wide<'w> {
     scales: &'w [[f32; LANES]],
 }
 
-/// The largest magnitudes of rows; NaN once a weight is not finite.
-struct Largest<S: Simd> {
-    largest: S::F,
-    broken: S::F,
-}
+/// Writes weights that were mapped to codes: a line per quad.
+struct Codes<'o>(&'o mut [[u8; 64]]);
 
-impl<S: Simd> TakeQuads<S> for Largest<S> {
+impl<S: Simd> TakeQuads<S> for Codes<'_> {
     #[inline(always)]
-    fn take(&mut self, s: S, _: usize, values: [S::F; 4]) {
-        for x in values {
-            self.largest = s.max(s.max(x, s.sub(s.splat(0.0), x)), self.largest);
-            self.broken = s.fma(x, s.splat(0.0), self.broken);
-        }
-    }
-}
-
-/// Rounds weights to codes: a line per quad.
-struct Codes<'o, S: Simd> {
-    inverse: S::F,
-    out: &'o mut [[u8; 64]],
-}
-
-impl<S: Simd> TakeQuads<S> for Codes<'_, S> {
-    #[inline(always)]
-    fn take(&mut self, s: S, quad: usize, values: [S::F; 4]) {
-        let zero = s.splat_i(ZERO);
-        let mut all = s.splat_i(0);
-        for (i, x) in (0..4).zip(values) {
-            let code = s.add_i(s.to_i32(s.mul(x, self.inverse)), zero);
-            all = s.or(all, s.shift_left(code, 8 * i));
-        }
-        s.store_bytes(all, &mut self.out[quad]);
+    fn take(&mut self, s: S, quad: usize, [a, b, c, d]: [S::F; 4]) {
+        let low = s.or(s.to_i32(a), s.shift_left(s.to_i32(b), 8));
+        let high = s.or(s.shift_left(s.to_i32(c), 16), s.shift_left(s.to_i32(d), 24));
+        s.store_bytes(s.or(low, high), &mut self.0[quad]);
     }
 }
 
@@ -155,22 +132,26 @@ fn round<S: Simd, F: Decode>(
 ) {
     const STEPS: usize = WIDE / GROUP;
     for (chunk, (codes, scale)) in codes.chunks_mut(QUADS).zip(scales).enumerate() {
-        let steps = codes.len() * 4 / GROUP;
-        let mut rows = Largest { largest: s.splat(0.0), broken: s.splat(0.0) };
-        for step in chunk * STEPS..chunk * STEPS + steps {
-            let (codes, scales, group) = F::step(panel, step);
-            F::decode(s, codes, scales, group, &mut rows);
+        let steps = chunk * STEPS..chunk * STEPS + codes.len() * 4 / GROUP;
+        let (mut bound, mut broken) = (s.splat(0.0), s.splat(0.0));
+        for step in steps.clone() {
+            let (_, scales, group) = F::step(panel, step);
+            let largest = F::bound(s, scales, group);
+            bound = s.max(largest, bound);
+            broken = s.fma(largest, s.splat(0.0), broken); // NaN from the first weight that is not finite
         }
-        // Of rows whose largest weight is that small, or not a number, all codes are 0.
-        let mut largest = [0.0; LANES];
-        s.store(rows.largest, &mut largest);
-        let inverse = largest.map(|x: f32| if x > 1e-30 && x.is_finite() { 127.0 / x } else { 0.0 });
-        let inverse = s.load(&inverse);
-        for (step, out) in (chunk * STEPS..).zip(codes.chunks_mut(GROUP / 4)) {
-            let (codes, scales, group) = F::step(panel, step);
-            F::decode(s, codes, scales, group, &mut Codes::<S> { inverse, out });
+        // Rows whose largest weight is that small, or not a number, have codes of 0.
+        let mut inverse = [0.0; LANES];
+        s.store(bound, &mut inverse);
+        for x in &mut inverse {
+            *x = if *x > 1e-30 && x.is_finite() { 127.0 / *x } else { 0.0 };
         }
-        s.store(s.add(s.mul(rows.largest, s.splat(1.0 / 127.0)), rows.broken), scale);
+        let map = Map { factor: s.load(&inverse), shift: s.splat(ZERO as f32) };
+        for (step, out) in steps.zip(codes.chunks_mut(GROUP / 4)) {
+            let (codes, scales, group) = F::step(panel, step);
+            F::decode(s, codes, scales, group, map, &mut Codes(out));
+        }
+        s.store(s.fma(bound, s.splat(1.0 / 127.0), broken), scale);
     }
 }
 
