@@ -94,7 +94,11 @@ impl Footprint for Cpu {
     fn numerics(&self) -> String {
         let crate::Compute { isa, deterministic, .. } = &self.compute;
         let tiles = self.compute.exact_pairs().is_some();
-        let fast = if self.compute.fast_pairs().is_some() { ", fast prefill" } else { "" };
+        let fast = if self.compute.fast_pairs().is_some() || self.compute.fast_bytes() {
+            ", fast prefill"
+        } else {
+            ""
+        };
         format!("cpu {isa}, deterministic {deterministic}, tile attention {tiles}{fast}")
     }
 

@@ -43,9 +43,9 @@ pub struct Compute {
     /// Compute attention over float caches as products of tiles, if the instruction set has tiles (AMX). Prompts take
     /// less time, and single queries more; all queries take the same path, so that results do not depend on the batch.
     pub tile_attention: bool,
-    /// For batches of many tokens, decode packed weights to bf16, and round to bf16 in attention over float caches, if the
-    /// instruction set has tiles (AMX). Prompts take less time, but the result of a token then depends on whether its batch
-    /// was large.
+    /// For batches of many tokens, compute with fewer bits. Attention rounds to bf16, if the instruction set has tiles (AMX) or
+    /// multiplies pairs of bf16. Packed weights become bf16 with tiles, and bytes with a scale per 256 inputs on other CPUs that
+    /// multiply bytes. Prompts take less time, but the result of a token then depends on whether its batch was large.
     pub fast_prefill: bool,
 }
 

@@ -60,7 +60,7 @@ macro_rules! packed_products {
 }
 pub(super) use packed_products;
 
-/// Scores of all queries, in groups of eight, two and one.
+/// Scores of all queries, in groups of eight, four, two and one.
 #[inline(always)]
 pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
     let mut query = 0;
@@ -69,6 +69,10 @@ pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'
             8.. if S::ACCUMULATORS >= 16 => {
                 P::scores_of::<S, 8>(s, queries, query, blocks, lines);
                 8
+            }
+            4.. if S::ACCUMULATORS >= 16 => {
+                P::scores_of::<S, 4>(s, queries, query, blocks, lines);
+                4
             }
             2.. => {
                 P::scores_of::<S, 2>(s, queries, query, blocks, lines);
@@ -102,7 +106,7 @@ pub fn accumulate<S: Simd, P: Packed>(
                 P::accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
                 MAX_ROWS
             }
-            4.. if many && P::WEIGHED == 4 => {
+            4.. if many => {
                 P::accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
                 4
             }
