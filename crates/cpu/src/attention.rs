@@ -56,7 +56,7 @@ const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
 /// The same with products of pairs, which want many rows and cells. All rows of a unit are then one block.
 const WIDE_TILE: usize = 128;
-/// Fewest rows of a unit for rounded products of pairs.
+/// Fewest rows that read the same cells for rounded products of pairs.
 const FAST_ROWS: usize = 64;
 const WIDE_LONG_TILE_ROWS: usize = 64;
 
@@ -85,6 +85,8 @@ struct Rows {
     head: usize,
     first_slot: usize,
     n_slots: usize,
+    /// Most of the rows that read the same cells; 0 if it was not asked for.
+    together: usize,
 }
 
 impl Rows {
@@ -101,12 +103,26 @@ impl<'l> Layer<'l> {
     fn state(&self) -> usize {
         self.head_dim + EXTRA
     }
-    /// What multiplies so many rows with `side`, if these are products of pairs. With [`Compute::tile_attention`] they are
-    /// for all queries, because the bits of the result differ from those of other products.
-    fn pairs(&self, compute: &Compute, side: &RowStore, n_rows: usize) -> Option<Products> {
-        let fast = || compute.fast_pairs().filter(|_| n_rows >= FAST_ROWS);
+    /// What multiplies rows with `side`, if these are products of pairs. With [`Compute::tile_attention`] they are for all
+    /// queries, because the bits of the result differ from those of other products.
+    fn pairs(&self, compute: &Compute, side: &RowStore, rows: Rows) -> Option<Products> {
+        let fast = || compute.fast_pairs().filter(|_| rows.together >= FAST_ROWS);
         let suits = |products: &Products| products.multiply(side.shape.storage.dtype);
         compute.exact_pairs().filter(suits).or_else(fast)
+    }
+    /// Counts the rows that read the same cells, where [`pairs`](Self::pairs) needs to know. A unit may contain tokens of many
+    /// sequences, and K and V that become pairs for few rows each would cost more than they save.
+    fn counted(&self, compute: &Compute, rows: Rows) -> Rows {
+        let slots = rows.slots();
+        let overlap = |item: &kvist_cache::ReadItem| {
+            let end = slots.end.min(item.first_query + item.n_queries);
+            end.saturating_sub(slots.start.max(item.first_query)) as usize
+        };
+        let most = match compute.fast_pairs() {
+            Some(_) => self.reads.items.iter().map(overlap).max().unwrap_or(0),
+            None => 0,
+        };
+        Rows { together: most * self.per_kv(), ..rows }
     }
     /// The rows of a unit.
     fn unit_rows(&self, rows: Rows) -> usize {
@@ -131,7 +147,7 @@ impl<'l> Layer<'l> {
         let rows = |unit: usize| {
             let (head, part) = (unit / slots.div_ceil(unit_slots), unit % slots.div_ceil(unit_slots));
             let first_slot = part * unit_slots;
-            Rows { head, first_slot, n_slots: unit_slots.min(slots - first_slot) }
+            Rows { head, first_slot, n_slots: unit_slots.min(slots - first_slot), together: 0 }
         };
         let Range { start: first, end } = self.splits();
         let n_splits = (end - first) as usize;
@@ -176,7 +192,7 @@ impl<'l> Layer<'l> {
         scratch: &mut ThreadScratch,
         query: &(dyn Fn(usize, usize) -> &'q [f32] + Sync),
     ) {
-        let n_rows = rows.n_slots * self.per_kv();
+        let (n_rows, rows) = (self.unit_rows(rows), self.counted(compute, rows));
         scratch.tile_items.begin();
         self.prepare(compute, rows, scratch, query);
         self.reset(total, n_rows);
@@ -208,7 +224,7 @@ impl<'l> Layer<'l> {
         };
         let n = rows.n_slots * per_kv;
         let head_dim = self.head_dim;
-        let products = self.pairs(compute, self.keys, n);
+        let products = self.pairs(compute, self.keys, rows);
         for i in 0..n {
             let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
@@ -287,7 +303,7 @@ impl<'l> Layer<'l> {
         let (from, until) = (split * SPLIT, split.saturating_add(1).saturating_mul(SPLIT));
         let slots = rows.slots();
         let n_rows = rows.n_slots * self.per_kv();
-        let pairs = [self.keys, self.values].iter().any(|side| self.pairs(compute, side, n_rows).is_some());
+        let pairs = [self.keys, self.values].iter().any(|side| self.pairs(compute, side, rows).is_some());
         let (len, block_rows) = match pairs {
             true if n_rows <= WIDE_LONG_TILE_ROWS => (LONG_TILE, n_rows),
             true => (WIDE_TILE, n_rows),

@@ -70,23 +70,26 @@ impl Compute {
         Compute { fast_prefill, ..self }
     }
 
+    /// Whether results may depend on the batch.
+    fn is_fast(&self) -> bool {
+        self.fast_prefill && !self.deterministic
+    }
+
     /// The tiles that prompts use whose results may depend on the batch, if any.
     pub(crate) fn fast_tiles(&self) -> Option<TileIsa> {
-        self.isa.tiles().filter(|_| self.fast_prefill && !self.deterministic)
+        self.isa.tiles().filter(|_| self.is_fast())
     }
 
     /// Whether prompts multiply packed weights as bytes with wide scales.
     pub(crate) fn fast_bytes(&self) -> bool {
-        let fast = self.fast_prefill && !self.deterministic;
-        fast && self.isa.tiles().is_none() && self.isa.multiplies_bytes()
+        self.is_fast() && self.isa.tiles().is_none() && self.isa.multiplies_bytes()
     }
 
     /// The products of pairs that attention uses for many queries, if any: as fast as they can be, and rounded.
     pub(crate) fn fast_pairs(&self) -> Option<Products> {
-        let fast = self.fast_prefill && !self.deterministic;
         let vectors = self.isa.multiplies_pairs().then_some(Products::Vectors(self.isa));
         let tiles = self.isa.tiles().map(|isa| Products::Tiles(isa, Precision::Rounded));
-        tiles.or(vectors).filter(|_| fast)
+        tiles.or(vectors).filter(|_| self.is_fast())
     }
 
     /// The products of pairs that attention uses for all queries, if any.

@@ -48,3 +48,27 @@ fn prompts_are_close_and_tokens_the_same() {
         }
     }
 }
+
+/// Sequences that share nothing are decoded as without the flag, however many there are: K and V that are read for few rows
+/// do not become pairs.
+#[test]
+fn a_batch_of_sequences_is_decoded_as_without() {
+    for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
+        for storage in ["f16", "q8"] {
+            let storage: kvist_device::Storage = storage.parse().unwrap();
+            let model = Model { k: storage, v: storage, head_dim: 64, ..Model::default() };
+            let step = |fast: bool| {
+                let cpu = Cpu::new(Compute::new(isa, 2).fast_prefill(fast));
+                let mut session = model.session(&cpu, "paged", 2000);
+                let all: Vec<SeqId> = (0..48).map(SeqId).collect();
+                new(&mut session, &all);
+                for (i, seq) in (0..).zip(&all) {
+                    model.step(&mut session, &[Span::chain(*seq, 0, 3 + i % 5)], 1);
+                }
+                let spans: Vec<_> = (0..).zip(&all).map(|(i, seq)| Span::chain(*seq, 3 + i % 5, 1)).collect();
+                model.step(&mut session, &spans, 1)
+            };
+            assert!(step(false) == step(true), "{isa} {storage}");
+        }
+    }
+}

@@ -45,7 +45,8 @@ impl Layer<'_> {
         let counted = &*mass;
         compute.threads.parts(&mut sums, n, &mut scratch.threads, |i, sums, scratch| {
             for slots in units.iter().skip(i % parts).step_by(parts) {
-                let rows = Rows { head: i / parts, first_slot: slots.start as usize, n_slots: slots.len() };
+                let (head, first_slot) = (i / parts, slots.start as usize);
+                let rows = Rows { head, first_slot, n_slots: slots.len(), together: 0 };
                 self.mass_of(compute, rows, scratch, query, counted, sums);
             }
         });
@@ -66,7 +67,7 @@ impl Layer<'_> {
         sums: &mut [f32],
     ) {
         let per_kv = self.per_kv();
-        let n_rows = rows.n_slots * per_kv;
+        let (n_rows, rows) = (self.unit_rows(rows), self.counted(compute, rows));
         self.prepare(compute, rows, scratch, query);
         let mut partial = std::mem::take(&mut scratch.partial);
         let (states, factors) = partial.split_at_mut(n_rows * EXTRA);

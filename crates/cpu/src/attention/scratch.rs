@@ -3,7 +3,7 @@ use super::tile_items::TileItems;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS, WIDE_LONG_TILE_ROWS, WIDE_TILE};
 use crate::Compute;
 use crate::arch::LANES;
-use crate::pool::pairs::{self, Products, WEIGHTS_LEN};
+use crate::pool::pairs::{self, Products};
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
@@ -83,13 +83,15 @@ impl Sizes {
         let line = |tile: usize| tile + 2 * PAD + SPARE;
         // Both may be in use: exact products of float dtypes and fast ones of packed ones.
         let products = [compute.exact_pairs(), compute.fast_pairs()];
-        let of = |dtype| move |products: &Products| products.multiply(dtype);
-        let packed = |dtype| {
-            let fitting = products.into_iter().flatten().filter(of(dtype));
-            fitting.map(|products| pairs::packed_len(head_dim, dtype, products.precision())).max()
+        let precisions = |dtype| {
+            let fitting = products.into_iter().flatten().filter(move |products| products.multiply(dtype));
+            fitting.map(Products::precision)
         };
-        let (k_pairs, v_pairs) = (packed(spec.k.dtype), packed(spec.v.dtype));
-        let any = k_pairs.max(v_pairs);
+        let packed = |dtype| precisions(dtype).map(|by| pairs::packed_len(head_dim, dtype, by)).max();
+        let any = packed(spec.k.dtype).max(packed(spec.v.dtype));
+        let split_queries =
+            precisions(spec.k.dtype).map(|by| pairs::split_len(head_dim, unit_rows, by)).max();
+        let weight_tiles = precisions(spec.v.dtype).map(pairs::weights_len).max();
         let block_rows = if any.is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
         let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
         let lines = match any {
@@ -113,9 +115,9 @@ impl Sizes {
             },
             partial: unit_rows.checked_mul(state)?,
             lines,
-            split_queries: k_pairs.map_or(0, |_| pairs::split_len(head_dim, unit_rows)),
+            split_queries: split_queries.unwrap_or(0),
             packed_tiles: any.unwrap_or(0),
-            weight_tiles: v_pairs.map_or(0, |_| WEIGHTS_LEN),
+            weight_tiles: weight_tiles.unwrap_or(0),
             slots: unit_rows.min(tokens),
             head_dim,
             threads,

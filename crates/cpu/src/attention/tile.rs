@@ -45,7 +45,7 @@ impl<'l> Layer<'l> {
                 reads.take_weights(lines, stride, &mut scratch.weights);
             }
         }
-        match self.pairs(compute, self.values, self.unit_rows(rows)) {
+        match self.pairs(compute, self.values, rows) {
             Some(products) => self.sums_of_pairs(products, part, vectors, scratch, states),
             None => self.sums(isa, part, &mut Gather::new(), scratch, states),
         }
@@ -113,7 +113,7 @@ impl<'l> Layer<'l> {
         let TileRows { rows, slots, tile, stride, first_row } = part;
         let ThreadScratch { tile_items, lines, queries, packed, split_queries, packed_tiles, .. } = scratch;
         let unit_rows = self.unit_rows(rows);
-        let products = self.pairs(compute, self.keys, unit_rows);
+        let products = self.pairs(compute, self.keys, rows);
         let items = |i: usize| &self.reads.items[i];
         let mut chains = tile_items.chains().peekable();
         while let Some(chain) = chains.next() {

@@ -5,6 +5,11 @@ use super::wide;
 use crate::Compute;
 use crate::arch::LANES;
 
+/// Four codes of sixteen rows, in one cache line: a vector that lies in two takes two reads.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+pub struct Line(pub [u8; 64]);
+
 /// They take memory only when a kernel uses them.
 #[derive(Debug)]
 pub struct Room {
@@ -15,7 +20,7 @@ pub struct Room {
     /// `[2 panels][steps][16 pairs][outputs]`: weights as pairs of bf16.
     weights: Vec<u32>,
     /// [`wide`] weights: four codes of sixteen rows to a line, and scales.
-    codes: Vec<[u8; 64]>,
+    codes: Vec<Line>,
     scales: Vec<[f32; LANES]>,
 }
 
@@ -49,13 +54,17 @@ impl Room {
     }
 
     /// Codes and scales of the wide weights of a few panels with rows of `width` inputs.
-    pub fn of_bytes(&mut self, width: usize) -> (&mut [[u8; 64]], &mut [[f32; LANES]]) {
+    pub fn of_bytes(&mut self, width: usize) -> (&mut [Line], &mut [[f32; LANES]]) {
         let (lines, n_scales) = (wide::lines(width), wide::scales(width));
         let Room { codes, scales, .. } = self;
-        codes.reserve_exact(lines.saturating_sub(codes.len()));
-        codes.resize(codes.len().max(lines), [0; 64]);
-        scales.reserve_exact(n_scales.saturating_sub(scales.len()));
-        scales.resize(scales.len().max(n_scales), [0.0; LANES]);
+        if codes.len() < lines {
+            // Never both buffers at a time: the plan counts one.
+            (*codes, *scales) = (Vec::new(), Vec::new());
+            codes.reserve_exact(lines);
+            codes.resize(lines, Line([0; 64]));
+            scales.reserve_exact(n_scales);
+            scales.resize(n_scales, [0.0; LANES]);
+        }
         (&mut codes[..lines], &mut scales[..n_scales])
     }
 }

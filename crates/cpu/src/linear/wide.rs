@@ -7,12 +7,12 @@
 //!
 //! A scale per 32 inputs takes as many operations as two of its eight products. So weights of whatever encoding become
 //! bytes with a scale per row and 256 inputs, and x has a scale per token and 256 inputs. Both are rounded to the nearest of
-//! 255 codes. Weights are decoded once for all tokens of a batch.
+//! 255 codes (weights of a negative extreme may take one more). Weights are decoded once for all tokens of a batch.
 //!
 //! Per quad: 16 products of 64 bytes, 2 loads of weights from the second-level cache and 8 of inputs.
 use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs};
-use super::room::Room;
+use super::room::{Line, Room};
 use super::{Panels, for_token_tiles, put};
 use crate::Compute;
 use crate::arch::{Columns, Isa, Kernel, LANES, Simd};
@@ -105,31 +105,26 @@ impl Kernel for Quantise<'_> {
 /// The weights of a few panels of sixteen rows, as bytes.
 struct Wide<'w> {
     /// `[panels][width / 4]`: four codes of sixteen rows.
-    codes: &'w [[u8; 64]],
+    codes: &'w [Line],
     /// `[panels][width / 256]`.
     scales: &'w [[f32; LANES]],
 }
 
 /// Writes weights that were mapped to codes: a line per quad.
-struct Codes<'o>(&'o mut [[u8; 64]]);
+struct Codes<'o>(&'o mut [Line]);
 
 impl<S: Simd> TakeQuads<S> for Codes<'_> {
     #[inline(always)]
     fn take(&mut self, s: S, quad: usize, [a, b, c, d]: [S::F; 4]) {
         let low = s.or(s.to_i32(a), s.shift_left(s.to_i32(b), 8));
         let high = s.or(s.shift_left(s.to_i32(c), 16), s.shift_left(s.to_i32(d), 24));
-        s.store_bytes(s.or(low, high), &mut self.0[quad]);
+        s.store_bytes(s.or(low, high), &mut self.0[quad].0);
     }
 }
 
 /// Rounds the weights of a panel.
 #[inline(always)]
-fn round<S: Simd, F: Decode>(
-    s: S,
-    panel: (&[u8], &[u8]),
-    codes: &mut [[u8; 64]],
-    scales: &mut [[f32; LANES]],
-) {
+fn round<S: Simd, F: Decode>(s: S, panel: (&[u8], &[u8]), codes: &mut [Line], scales: &mut [[f32; LANES]]) {
     const STEPS: usize = WIDE / GROUP;
     for (chunk, (codes, scale)) in codes.chunks_mut(QUADS).zip(scales).enumerate() {
         let steps = chunk * STEPS..chunk * STEPS + codes.len() * 4 / GROUP;
@@ -179,6 +174,7 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        assert!(S::BYTE_DOTS || cfg!(test), "other products are faster");
         let Multiply { weights, inputs, room, out, .. } = self;
         let (codes, scales) = room.of_bytes(inputs.width);
         let (quads, chunks) = (inputs.width / 4, inputs.width.div_ceil(WIDE));
@@ -218,7 +214,7 @@ fn tile<S: Simd, const T: usize, const P: usize>(
         let ([scale, minus_sum], rest) = rows.split_first_chunk().expect("two rows before the codes");
         let (x, rest) = rest.split_at(n);
         rows = rest;
-        let mut w: [&[[u8; 64]]; P] = [&[]; P];
+        let mut w: [&[Line]; P] = [&[]; P];
         for p in 0..P {
             w[p] = &weights.codes[p * quads + chunk * QUADS..][..n];
         }
@@ -229,7 +225,7 @@ fn tile<S: Simd, const T: usize, const P: usize>(
         for q in 0..n {
             let mut codes = [s.splat_i(0); P];
             for p in 0..P {
-                codes[p] = s.load_bytes(&w[p][q]);
+                codes[p] = s.load_bytes(&w[p][q].0);
             }
             for t in 0..T {
                 let x = s.splat_i(x[q][t]);

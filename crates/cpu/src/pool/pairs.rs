@@ -39,7 +39,7 @@ use std::ops::Range;
 pub const STEP: usize = 2 * LANES;
 /// Pairs of bf16 in a tile.
 const TILE: usize = 16 * LANES;
-/// Parts of a query or of a weight.
+/// Parts of a query or of a weight that are not rounded.
 const LEFT_PARTS: usize = 3;
 
 /// How numbers become bf16.
@@ -108,8 +108,16 @@ fn whole_lines(buffer: &[u32]) -> &[u32] {
 }
 
 /// Pairs of bf16 that [`SplitRow`] writes for rows of `head_dim` elements, if `rows` rows are stored.
-pub fn split_len(head_dim: usize, rows: usize) -> usize {
-    head_dim.div_ceil(STEP) * LEFT_PARTS * plane(rows) + LANES
+pub fn split_len(head_dim: usize, rows: usize, precision: Precision) -> usize {
+    head_dim.div_ceil(STEP) * left_parts(precision) * plane(rows) + LANES
+}
+
+/// Parts of a query or of a weight.
+fn left_parts(precision: Precision) -> usize {
+    match precision {
+        Precision::Exact => Exact::PARTS,
+        Precision::Rounded => Rounded::PARTS,
+    }
 }
 
 /// Pairs from one part of the queries to the next. A tile may extend past the last row.
@@ -125,7 +133,9 @@ pub fn packed_len(head_dim: usize, dtype: DType, precision: Precision) -> usize 
 }
 
 /// Pairs of bf16 of the weights of a call.
-pub const WEIGHTS_LEN: usize = MAX_STEPS * LEFT_PARTS * WEIGHT_ROWS * LANES + LANES;
+pub fn weights_len(precision: Precision) -> usize {
+    MAX_STEPS * left_parts(precision) * WEIGHT_ROWS * LANES + LANES
+}
 /// Rows of weights that are cut into parts at once.
 const WEIGHT_ROWS: usize = 32;
 
@@ -262,7 +272,7 @@ fn weight<S: Simd>(s: S, vectors: &[[f32; LANES]], valid: &Range<usize>, v: usiz
 /// Room for values and weights in parts.
 pub struct Room<'r> {
     pub packed: &'r mut [u32],
-    /// [`WEIGHTS_LEN`] pairs.
+    /// [`weights_len`] pairs.
     pub split: &'r mut [u32],
 }
 

@@ -1,7 +1,7 @@
 //! Rows of any dtype, as pairs of bf16.
 //!
 //! A key of sixteen cells is read element by element, a value sixteen elements at a time. Packed codes are decoded on the
-//! way. That costs about ten instructions per sixteen elements, once for all rows of a call.
+//! way, once for all rows of a call.
 use super::{Cell, Left, Places, Precision, STEP, TILE, right};
 use crate::arch::{LANES, Simd, widen};
 use crate::element::Element;
@@ -32,7 +32,7 @@ pub trait Parts: 'static {
     const PARTS: usize;
     /// Element `i` of sixteen keys.
     fn key<S: Simd>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F;
-    /// Elements `16 * vector..` of a value; 0 past the end.
+    /// Elements `16 * vector..` of a value; anything finite past the end, unless the row is not.
     fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F;
     /// Byte of the cache line that begins with element `i` of the keys, if one does.
     fn line_of_keys(i: usize) -> Option<usize>;
@@ -87,7 +87,7 @@ impl Place {
         Place { byte: first + if i < half { i } else { i - half }, high: i >= half }
     }
 
-    /// Whether the fifteen elements behind it lie in the bytes behind it.
+    /// Whether the fifteen elements behind element `i`, a multiple of 16, lie in the bytes behind it.
     #[inline(always)]
     fn begins_vector(i: usize, half: usize) -> bool {
         half.is_multiple_of(LANES) || i + LANES <= half
@@ -134,7 +134,7 @@ fn param<S: Simd>(s: S, cell: &Cell<'_>, p: usize) -> S::F {
 }
 
 /// Sixteen elements, one after the other: where a vector is not a piece of a row's codes. Past the end they are 0.
-#[inline]
+#[inline(always)]
 fn gathered<S: Simd>(s: S, head_dim: usize, vector: usize, element: impl Fn(usize) -> f32) -> S::F {
     let mut all = [0.0; LANES];
     let first = vector * LANES;
@@ -163,18 +163,6 @@ fn signed<S: Simd>(s: S, code: S::I, scale: S::F) -> S::F {
     s.mul(s.to_f32(s.sub_i(code, s.splat_i(128))), scale)
 }
 
-/// Sets the lanes from `n` on to 0.
-#[inline(always)]
-fn first_lanes<S: Simd>(s: S, x: S::F, n: usize) -> S::F {
-    if n >= LANES {
-        return x;
-    }
-    let mut lanes = [0.0; LANES];
-    s.store(x, &mut lanes);
-    lanes[n..].fill(0.0);
-    s.load(&lanes)
-}
-
 impl Parts for Q8 {
     const PARTS: usize = 1;
     #[inline(always)]
@@ -185,8 +173,7 @@ impl Parts for Q8 {
     fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F {
         let first = vector * LANES;
         let codes = byte_of(s, bytes_of_values(s, cell, shape.row, first), cell.lane % 4);
-        let x = signed(s, codes, param(s, cell, first / shape.group));
-        first_lanes(s, x, shape.head_dim - first)
+        signed(s, codes, param(s, cell, first / shape.group))
     }
     #[inline(always)]
     fn line_of_keys(i: usize) -> Option<usize> {
@@ -256,24 +243,19 @@ impl Parts for T4 {
     }
     #[inline(always)]
     fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F {
-        let (outliers, first) = (shape.group, vector * LANES);
-        let half = (shape.head_dim - outliers).div_ceil(2);
-        if first >= outliers && Place::begins_vector(first - outliers, half) {
-            let place = Place::in_halves(outliers, first - outliers, half);
+        // Values have no outliers.
+        let (first, half) = (vector * LANES, shape.head_dim.div_ceil(2));
+        if Place::begins_vector(first, half) {
+            let place = Place::in_halves(0, first, half);
             let codes = place.nibbles(s, bytes_of_values(s, cell, shape.row, place.byte));
             let level = byte_of(s, s.lookup(&t4::LEVELS, codes), cell.lane % 4);
-            let x = signed(s, level, param(s, cell, others(shape)));
-            return first_lanes(s, x, shape.head_dim - first);
+            return signed(s, level, param(s, cell, 0));
         }
         gathered(s, shape.head_dim, vector, |i| {
-            if i < outliers {
-                let code = byte_of_value(cell, shape.row, i);
-                return (f32::from(code) - 128.0) * scalar(cell, 0);
-            }
-            let place = Place::in_halves(outliers, i - outliers, half);
+            let place = Place::in_halves(0, i, half);
             let byte = byte_of_value(cell, shape.row, place.byte);
             let code = if place.high { byte >> 4 } else { byte & 15 };
-            (f32::from(t4::LEVELS[usize::from(code)]) - 128.0) * scalar(cell, others(shape))
+            (f32::from(t4::LEVELS[usize::from(code)]) - 128.0) * scalar(cell, 0)
         })
     }
     #[inline(always)]

@@ -154,7 +154,7 @@ fn scores_are_products() {
                 let mut bits: [Vec<Vec<u32>>; 2] = Default::default();
                 for (isa, products) in each(dtype) {
                     let precision = products.precision();
-                    let mut split = vec![u32::MAX; split_len(head_dim, rows)];
+                    let mut split = vec![u32::MAX; split_len(head_dim, rows, precision)];
                     for (at, row) in queries.chunks_exact(head_dim).enumerate() {
                         isa.run(SplitRow { precision, row, at, rows, split: &mut split });
                     }
@@ -234,7 +234,7 @@ fn sums_are_products() {
                 for (_, products) in each(dtype) {
                     let precision = products.precision();
                     let mut packed = vec![u32::MAX; packed_len(head_dim, dtype, precision)];
-                    let mut split = vec![u32::MAX; WEIGHTS_LEN];
+                    let mut split = vec![u32::MAX; weights_len(precision)];
                     let mut run = |query: usize, n: usize, data: &mut [f32]| {
                         let weights =
                             Weights { data: &lines[query * stride..], stride, at, valid: valid.clone() };
@@ -280,7 +280,7 @@ fn parts_add_up() {
             (0..300).map(|_| float(&mut random) * 2f32.powi(random.below(200) as i32 - 100)).collect();
         row.extend([0.0, -0.0, f32::MAX, f32::MIN, f32::NAN, f32::INFINITY]);
         let (rows, at) = (4, 2);
-        let mut split = vec![0; split_len(row.len(), rows)];
+        let mut split = vec![0; split_len(row.len(), rows, Precision::Exact)];
         isa.run(SplitRow { precision: Precision::Exact, row: &row, at, rows, split: &mut split });
         for (i, x) in row.iter().enumerate() {
             let part = |part: usize| {

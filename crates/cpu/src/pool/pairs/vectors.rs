@@ -4,9 +4,8 @@
 //! for each 8 rows × 2 columns of sixteen:  for each pair:   sum[row][column] += a[row][pair] · b[pair][column]
 //! ```
 //!
-//! Per 32 pairs of a row and sixteen columns: 32 products of two, twice the rate of multiplying f32, and 10 loads for 16
-//! products. Everything that is loaded lies in the first-level cache: `b` is packed once per call, `a` has 64 bytes per row
-//! and step.
+//! Per pair of 8 rows and 2 × 16 columns: 16 products of two multiply-adds, at the rate of one in f32, and 10 loads. `b` is
+//! packed once per call and stays in the first-level cache; `a` has 64 bytes per row and step.
 use super::*;
 use std::marker::PhantomData;
 
@@ -33,12 +32,7 @@ fn multiply<S: Simd, const R: usize, const D: usize>(s: S, factors: Factors<'_>,
         *column = &b[d * steps * TILE..][..steps * TILE].as_chunks().0[..steps * LANES];
     }
     for step in 0..steps {
-        let mut rows: [&[u32; LANES]; R] = [&[0; LANES]; R];
-        for (r, row) in rows.iter_mut().enumerate() {
-            if let Some(pairs) = a[step * plane + r * LANES..].first_chunk() {
-                *row = pairs;
-            }
-        }
+        let rows = &a[step * plane..].as_chunks::<LANES>().0[..R];
         for k in 0..LANES {
             let mut b = [s.splat_i(0); D];
             for d in 0..D {
@@ -96,6 +90,7 @@ impl<C: Parts> Kernel for Scores<'_, C> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        assert!(S::BF16_DOTS || cfg!(test), "multiplying f32 is faster");
         let Scores { asked: Asked { queries, packed }, blocks, lines, .. } = self;
         let (split, packed) = (whole_lines(queries.split), whole_lines_mut(packed));
         let (steps, shape) = (blocks.head_dim.div_ceil(STEP), Shape::of(blocks));
@@ -155,6 +150,7 @@ impl<C: Parts> Kernel for Accumulate<'_, '_, C> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        assert!(S::BF16_DOTS || cfg!(test), "multiplying f32 is faster");
         let Accumulate { places, shape, weights, sums, room, .. } = self;
         let (packed, split) = (whole_lines_mut(room.packed), whole_lines_mut(room.split));
         let (steps, head_dim) = (places.n / STEP, shape.head_dim);
