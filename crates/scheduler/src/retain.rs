@@ -186,7 +186,7 @@ impl Scheduler {
         // Waiting requests that have heard of what the tiers had compute it.
         let heard = |index: &u32| {
             let entry = &self.entries[*index as usize];
-            *entry.salt == *salt && matches!(entry.lower, Lower::Found { .. })
+            *entry.salt == *salt && entry.lower.runs().is_some()
         };
         let heard: Vec<u32> = self.waiting.iter().map(|key| key.index).filter(heard).collect();
         heard.into_iter().for_each(|index| self.set_lower(index, Lower::Done));

@@ -14,7 +14,7 @@ const FIRST_WAITING: usize = 16;
 pub(super) fn may_learn(entry: &Entry) -> bool {
     matches!(entry.state, State::Waiting(_))
         && entry.seq.is_none()
-        && matches!(entry.lower, Lower::Done | Lower::Found { .. })
+        && !matches!(entry.lower, Lower::Asked { .. })
 }
 
 impl Scheduler {
