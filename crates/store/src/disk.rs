@@ -10,12 +10,13 @@
 use crate::removed::Removed;
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
 use foyer::{
-    Age, BlockEngineConfig, Code, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
-    HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
+    Age, BlockEngineConfig, Code, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
+    HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -91,6 +92,8 @@ pub struct DiskFrames {
     buffer: Semaphore,
     buffer_pages: u32,
     in_order: Mutex<()>,
+    /// Blocks that may be on their way to the files. A call of `write` that is given up counts for ever: when it ends is not known.
+    writing: AtomicUsize,
     removed: Removed,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
@@ -181,6 +184,12 @@ impl Layout {
         Ok(Layout { region_bytes, regions, buffer_bytes: block.max(REGION_BYTES) })
     }
 
+    /// When so many bytes have been written, every region has been written to: all of them, the one that is being filled, and
+    /// what is buffered at both ends.
+    fn cycle_bytes(&self) -> u64 {
+        self.regions * self.region_bytes + 2 * (self.region_bytes + self.buffer_bytes)
+    }
+
     fn text(&self) -> String {
         format!("kvist disk store 1: {} regions of {} bytes\n", self.regions, self.region_bytes)
     }
@@ -208,7 +217,7 @@ impl DiskFrames {
             let _ = remove_regions(&options.dir);
             return Err(no_room(&options, &error.to_string()));
         }
-        let removed = match removed(&options.dir, &cache) {
+        let removed = match removed(&options.dir, layout.cycle_bytes(), &cache) {
             Ok(removed) => removed,
             Err(error) => {
                 let _ = cache.close().await;
@@ -224,6 +233,7 @@ impl DiskFrames {
             buffer: Semaphore::new(buffer_pages as usize),
             buffer_pages,
             in_order: Mutex::new(()),
+            writing: AtomicUsize::new(0),
             removed,
             _lock: lock,
         })
@@ -255,8 +265,16 @@ impl DiskFrames {
         self.in_order.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
+    fn has(&self, key: &BlockKey) -> bool {
+        self.cache.storage().may_contains(&Key(*key.as_bytes()))
+    }
+
     fn remove(&self, key: &BlockKey) -> Result<(), StoreError> {
         let _one = self.in_order();
+        // What is not there needs no place in the list, unless it is just being written.
+        if !self.has(key) && self.writing.load(Relaxed) == 0 {
+            return Ok(());
+        }
         let noted = self.removed.remove(key);
         self.cache.storage().delete(&Key(*key.as_bytes()));
         noted.map_err(|error| failed("remove a block", &error))
@@ -268,15 +286,22 @@ impl DiskFrames {
             return Err(StoreError::TooLarge { store: NAME.into(), bytes, capacity_bytes });
         }
         let _room = self.room(bytes).await?;
+        let was_here = self.has(&key);
+        self.writing.fetch_add(1, Relaxed);
         self.enqueue(&key, frame);
         self.cache.storage().wait().await;
+        self.writing.fetch_sub(1, Relaxed);
         // A removal in between stays in the list.
         let _one = self.in_order();
         // foyer logs what it cannot write, and reports nothing.
-        match self.cache.storage().may_contains(&Key(*key.as_bytes())) {
+        match self.has(&key) {
             true => {
-                // Otherwise the next process does not find it, as it may lack any block.
+                // If the list cannot be written to, the next process does not find the block, as it may lack any.
                 let _ = self.removed.written(&key);
+                // What was there before says nothing about whether this was written.
+                if !was_here {
+                    let _ = self.removed.wrote(bytes);
+                }
                 Ok(())
             }
             // It was removed while it was written.
@@ -313,8 +338,8 @@ impl FrameStore for DiskFrames {
         keys: &'a [BlockKey],
         _within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        let has = |key: &&BlockKey| self.cache.storage().may_contains(&Key(*key.as_bytes()));
-        Box::pin(std::future::ready(Ok(keys.iter().take_while(has).count())))
+        let here = keys.iter().take_while(|key| self.has(key)).count();
+        Box::pin(std::future::ready(Ok(here)))
     }
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
@@ -342,8 +367,9 @@ impl FrameStore for DiskFrames {
 }
 
 /// Removes again what was removed before, and what foyer has found again.
-fn removed(dir: &Path, cache: &HybridCache<Key, Stored>) -> io::Result<Removed> {
-    let removed = Removed::open(dir, |key| cache.storage().may_contains(&Key(*key.as_bytes())))?;
+fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io::Result<Removed> {
+    let is_here = |key: &BlockKey| cache.storage().may_contains(&Key(*key.as_bytes()));
+    let removed = Removed::open(dir, cycle_bytes, is_here)?;
     removed.keys().iter().for_each(|key| cache.storage().delete(&Key(*key.as_bytes())));
     Ok(removed)
 }
@@ -410,6 +436,8 @@ async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, 
     let engine = BlockEngineConfig::new(device)
         .with_block_size(size(layout.region_bytes)?)
         .with_buffer_pool_size(size(layout.buffer_bytes)?)
+        // In turn: what was removed is in no region when all have been written to.
+        .with_eviction_pickers(vec![Box::new(FifoPicker::default())])
         // `room` is the bound.
         .with_submit_queue_size_threshold(usize::MAX);
     HybridCacheBuilder::new()

@@ -87,6 +87,20 @@ pub trait BlockStore: Send + Sync {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
+    /// Keeps those of these blocks that are here before others, for `within`: when room is needed, they go after all that are not
+    /// kept, the smallest rank first. At most half of the store is kept so. If a block is kept already, the higher rank counts, and
+    /// of equal ones the later end. Returns false, and keeps nothing, if the store does not choose what goes: a disk overwrites what
+    /// is oldest, a server follows its own rules. It must be quick.
+    fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
+        let _ = (keys, rank, within);
+        false
+    }
+
+    /// Keeps these blocks no longer than any others.
+    fn release(&self, keys: &[BlockKey]) {
+        let _ = keys;
+    }
+
     /// Removes a block, if it is there.
     ///
     /// # Errors
@@ -106,6 +120,13 @@ pub trait BlockStore: Send + Sync {
 
     /// What happened so far.
     fn counts(&self) -> Counts;
+}
+
+/// What is kept longer when room is needed: any pin before all priorities, and a larger priority before a smaller one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rank {
+    pub pin: bool,
+    pub priority: u8,
 }
 
 /// Hears the key of a block, and whether the block is here now. It is called with the store locked: it must be quick, and must not

@@ -98,6 +98,36 @@ fn delete_drops_what_one_salt_has() {
     assert!(message.contains("salt") && message.contains("the only parameter"), "{message}");
 }
 
+/// Each deletion leaves a note in every tier, also of salts that nothing was ever cached under: a client could fill a store with them.
+#[test]
+fn a_name_leaves_a_bounded_number_of_notes_in_tiers() {
+    let with_tiers = |ram_bytes| {
+        let mut config = config();
+        config.tiers.ram_bytes = ram_bytes;
+        config.limits.max_deletions = 2;
+        config.keys = ["ann", "bob"].map(|name| key(name, &format!("{name}-secret"), false)).into();
+        config.keys.push(key("ann", "root-secret", true));
+        Server::start(config)
+    };
+    let server = with_tiers(16 << 20);
+    let delete = |server: &Server, key: &str, salt: usize| {
+        let key = format!("Bearer {key}-secret");
+        let path = format!("/v1/cache?cache_salt={salt}");
+        server.send("DELETE", &path, &[("authorization", &*key)], b"")
+    };
+    (0..2).for_each(|salt| drop(delete(&server, "ann", salt).good()));
+    let refused = delete(&server, "ann", 2);
+    let (status, _, code, message) = refused.error();
+    assert_eq!((status, &*code), (429, "too_many_deletions"));
+    assert!(message.contains("deleted 2 salts") && message.contains("limits.max_deletions"), "{message}");
+    assert!(refused.header("retry-after").unwrap().parse::<u32>().unwrap() <= 1800);
+    // Others have their own, an admin key has no bound, and without tiers nothing is noted.
+    delete(&server, "bob", 2).good();
+    (2..9).for_each(|salt| drop(delete(&server, "root", salt).good()));
+    let server = with_tiers(0);
+    (0..9).for_each(|salt| drop(delete(&server, "ann", salt).good()));
+}
+
 #[test]
 fn keys_bound_what_is_retained_and_dropped() {
     let mut config = config();

@@ -94,6 +94,53 @@ async fn removed_blocks_stay_away_after_restarts() {
     }
 }
 
+/// Records of the list of removals that have no later one of the same block.
+fn listed(dir: &Path) -> usize {
+    let mut listed = std::collections::HashMap::new();
+    for record in fs::read(dir.join("kvist-store.removed")).unwrap().chunks_exact(33) {
+        listed.insert(record[1..].to_vec(), record[0] == b'-');
+    }
+    listed.values().filter(|is_removed| **is_removed).count()
+}
+
+/// The list of what was removed grew until the store was opened again.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_removed_is_forgotten_when_all_regions_were_overwritten_and_stays_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(320);
+    let store = open(dir.path()).await;
+    // Never there: nothing to note.
+    store.remove(&keys[319]).await.unwrap();
+    assert_eq!(listed(dir.path()), 0);
+    let write = async |keys: &[BlockKey]| {
+        for key in keys {
+            store.put(*key, vec![7; 1 << 20].into(), None).await.unwrap();
+        }
+    };
+    write(&keys[..20]).await;
+    for key in &keys[..20] {
+        store.remove(key).await.unwrap();
+    }
+    assert_eq!(listed(dir.path()), 20);
+    // A region less than the disk has: some may still be in its files.
+    write(&keys[20..130]).await;
+    assert_eq!(listed(dir.path()), 20);
+    // The files, and what is buffered and half full.
+    write(&keys[130..250]).await;
+    assert_eq!(listed(dir.path()), 0);
+    // A few that are removed late are listed.
+    for key in &keys[240..250] {
+        store.remove(key).await.unwrap();
+    }
+    assert_eq!(listed(dir.path()), 10);
+    store.close().await.unwrap();
+    let store = open(dir.path()).await;
+    for key in keys[..20].iter().chain(&keys[240..250]) {
+        assert_eq!(store.get(key).await.unwrap(), None);
+    }
+    assert!(store.get(&keys[239]).await.unwrap().is_some());
+}
+
 /// Regression: foyer's numbers and its queue could have different orders, and opening a region stopped at the first number that
 /// was smaller than the one before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

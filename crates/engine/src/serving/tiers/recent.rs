@@ -21,6 +21,12 @@ impl<V: Default> Recent<V> {
         self.values.get_mut(key)
     }
 
+    /// The keys of values of which this is true, in the order in which they were added.
+    pub fn keys_where(&mut self, mut is_so: impl FnMut(&mut V) -> bool) -> Vec<BlockKey> {
+        let Recent { values, order } = self;
+        order.iter().filter(|key| values.get_mut(key).is_some_and(&mut is_so)).copied().collect()
+    }
+
     /// Adds a key with the default value, unless it is there. Returns the oldest key if that is forgotten for it.
     pub fn add(&mut self, key: BlockKey) -> Option<BlockKey> {
         if self.values.contains_key(&key) {

@@ -1,0 +1,157 @@
+//! What tiers keep before other blocks: retained prompts.
+//!
+//! A tier may get a block of a retained prompt later: when the cache gives it up, or when a slower tier is read. So what is kept is
+//! remembered here by key, and a store is told after it has written a block.
+use super::TierDriver;
+use super::parts::window_key;
+use super::recent::Recent;
+use super::task::{OneStore, Stores};
+use kvist_scheduler::KeepOrder;
+use kvist_store::{BlockKey, Rank};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Kept blocks by key, as far as they are remembered.
+#[derive(Default)]
+pub struct Kept(Mutex<Recent<Option<Keep>>>);
+
+#[derive(Clone, Copy)]
+struct Keep {
+    /// Of the block's salt.
+    note: BlockKey,
+    rank: Rank,
+    /// `None`: for ever, as far as clocks go.
+    until: Option<Instant>,
+}
+
+impl Keep {
+    /// The time that is left, if there is any.
+    fn within(&self) -> Option<Duration> {
+        match self.until {
+            None => Some(Duration::MAX),
+            Some(until) => Some(until.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero()),
+        }
+    }
+}
+
+impl Kept {
+    /// No method leaves it half changed, so a panic elsewhere does no harm.
+    fn lock(&self) -> MutexGuard<'_, Recent<Option<Keep>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Stores {
+    /// Keeps blocks of a salt, also those that tiers get later.
+    fn keep(&self, note: BlockKey, keys: &[BlockKey], rank: Rank, within: Duration) {
+        let keep = Keep { note, rank, until: Instant::now().checked_add(within) };
+        let mut kept = self.kept.lock();
+        for key in keys {
+            let before = kept.entry(*key);
+            // As a store decides.
+            if before.is_none_or(|before| before.rank <= rank || before.within().is_none()) {
+                *before = Some(keep);
+            }
+        }
+        drop(kept);
+        self.each(|one| drop(one.store.keep(keys, rank, within)));
+    }
+
+    /// A tier has a block from now on.
+    pub(super) fn keep_written(&self, one: &OneStore, key: &BlockKey) {
+        let keep = self.kept.lock().get(key).copied().flatten();
+        if let Some((keep, within)) = keep.and_then(|keep| Some((keep, keep.within()?))) {
+            one.store.keep(&[*key], keep.rank, within);
+        }
+    }
+
+    /// Nothing asks for the blocks of a salt any more.
+    fn release(&self, note: &BlockKey) {
+        let of_salt = |keep: &mut Option<Keep>| keep.take_if(|keep| keep.note == *note).is_some();
+        let keys = self.kept.lock().keys_where(of_salt);
+        self.each(|one| one.store.release(&keys));
+    }
+}
+
+impl TierDriver {
+    /// Keeps the blocks of a retained prompt.
+    pub(super) fn keep(&self, order: &KeepOrder) {
+        let with_parts = |key: BlockKey| {
+            let parts = self.block_parts.windows().map(move |(group, _)| window_key(&key, group));
+            std::iter::once(key).chain(parts)
+        };
+        let names = order.blocks.iter().filter_map(|block| Some(self.name(block)?.key));
+        let keys: Vec<BlockKey> = names.flat_map(with_parts).collect();
+        let rank = Rank { pin: order.retention.pin, priority: order.retention.priority };
+        self.stores.keep(self.note_of(&order.salt), &keys, rank, Duration::from_nanos(order.retention.ttl_ns));
+    }
+
+    /// Keeps nothing of a salt any more.
+    pub(super) fn release(&self, note: &BlockKey) {
+        self.stores.release(note);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serving::tiers::task::put;
+    use crate::serving::tiers::test_store::{TestStore, config, keys};
+    use kvist_store::{BlockStore, Bytes, Ram};
+    use std::sync::Arc;
+
+    const HOUR: Duration = Duration::from_secs(3600);
+    const PIN: Rank = Rank { pin: true, priority: 0 };
+
+    /// A tier with room for four blocks, and keys of many.
+    fn tier() -> (Arc<Ram>, Arc<Stores>, Vec<BlockKey>) {
+        let ram = Arc::new(Ram::new(4 * (512 + 88 + 100)));
+        let mut config = config([TestStore::new(0)]);
+        config.stores[0].store = ram.clone();
+        (ram, Arc::new(Stores::new(&config)), keys(20))
+    }
+
+    async fn write(stores: &Arc<Stores>, keys: &[BlockKey]) {
+        for &key in keys {
+            let writing = stores.may_write(100).unwrap();
+            put(stores.clone(), key, Bytes::from(vec![7; 100]), writing).await;
+        }
+    }
+
+    async fn has(ram: &Ram, key: BlockKey) -> bool {
+        ram.lookup(&[key], Duration::MAX).await.unwrap() == 1
+    }
+
+    #[tokio::test]
+    async fn a_tier_keeps_what_it_has_and_what_it_gets() {
+        let (ram, stores, keys) = tier();
+        write(&stores, &keys[..1]).await;
+        stores.keep(keys[19], &keys[..2], PIN, HOUR);
+        write(&stores, &keys[1..10]).await;
+        assert!(has(&ram, keys[0]).await && has(&ram, keys[1]).await && !has(&ram, keys[2]).await);
+        // Of another salt.
+        stores.release(&keys[18]);
+        write(&stores, &keys[10..14]).await;
+        assert!(has(&ram, keys[0]).await);
+        stores.release(&keys[19]);
+        write(&stores, &keys[14..18]).await;
+        assert!(!has(&ram, keys[0]).await && !has(&ram, keys[1]).await);
+        // It is forgotten for blocks that come later, too.
+        write(&stores, &keys[..1]).await;
+        assert!(stores.kept.lock().get(&keys[0]).copied().flatten().is_none());
+    }
+
+    #[tokio::test]
+    async fn what_is_over_is_not_kept() {
+        let (ram, stores, keys) = tier();
+        stores.keep(keys[19], &keys[..1], PIN, Duration::ZERO);
+        write(&stores, &keys[..5]).await;
+        assert!(!has(&ram, keys[0]).await);
+        // A smaller rank does not take the place of a larger one, unless that is over.
+        let low = Rank { pin: false, priority: 3 };
+        stores.keep(keys[19], &keys[..1], low, HOUR);
+        stores.keep(keys[19], &keys[..1], PIN, HOUR);
+        stores.keep(keys[19], &keys[..1], low, HOUR);
+        assert_eq!(stores.kept.lock().get(&keys[0]).copied().flatten().map(|keep| keep.rank), Some(PIN));
+    }
+}
