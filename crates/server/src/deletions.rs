@@ -70,12 +70,17 @@ mod tests {
                     }
                 }
                 now += Duration::from_millis(random.below(3_600_000 / most).into());
-                let last = served.iter().rev().take_while(|at| now - **at < Duration::from_secs(3600)).count();
+                let last =
+                    served.iter().rev().take_while(|at| now - **at < Duration::from_secs(3600)).count();
                 assert!(last <= 2 * most as usize, "{last} of {most} in an hour");
             }
             (0..most).for_each(|_| assert_eq!(deletions.count(&bob, now), Ok(()), "of her own"));
             assert!(deletions.count(&bob, now).is_err());
-            assert_eq!(deletions.count(&bob, start), deletions.count(&bob, now), "no time before the last one");
+            assert_eq!(
+                deletions.count(&bob, start),
+                deletions.count(&bob, now),
+                "no time before the last one"
+            );
         }
     }
 }

@@ -144,10 +144,7 @@ fn replay(bytes: &[u8]) -> HashSet<BlockKey> {
 }
 
 /// Writes a list of these keys alone; the file has the old or the new one.
-fn rewrite<'a>(
-    path: &Path,
-    keys: impl ExactSizeIterator<Item = &'a BlockKey>,
-) -> io::Result<(File, u64)> {
+fn rewrite<'a>(path: &Path, keys: impl ExactSizeIterator<Item = &'a BlockKey>) -> io::Result<(File, u64)> {
     let new = path.with_extension("new");
     let mut file = OpenOptions::new().create(true).truncate(true).write(true).open(&new)?;
     let n_records = keys.len() as u64;
@@ -260,7 +257,10 @@ mod tests {
         let whole = fs::read(&path).unwrap();
         for cut in 0..=whole.len() {
             fs::write(&path, &whole[..cut]).unwrap();
-            assert_eq!(Removed::open(dir.path(), u64::MAX, |_| true).unwrap().keys().len(), cut / RECORD_BYTES);
+            assert_eq!(
+                Removed::open(dir.path(), u64::MAX, |_| true).unwrap().keys().len(),
+                cut / RECORD_BYTES
+            );
         }
         for at in 0..whole.len() {
             let mut damaged = whole.clone();

@@ -153,7 +153,7 @@ fn what_the_cache_evicts_while_a_request_waits_is_loaded() {
         tiers.list[0].bytes_per_s = bytes_per_s;
         let config = Config { tiers: Some(tiers), max_batch: 1, ..config() };
         let mut s = Scheduler::new(config, paged(48, 1), None).unwrap();
-        let mut arrive = |s: &mut Scheduler, id, prompt: std::ops::Range<u32>, max_new, runs| {
+        let arrive = |s: &mut Scheduler, id, prompt: std::ops::Range<u32>, max_new, runs| {
             let mut request = Request::new(id, 0, prompt.len() as u32, max_new);
             request.prompt = Prompt::Tokens(prompt.collect());
             s.arrive(0, request).unwrap();

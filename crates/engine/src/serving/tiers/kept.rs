@@ -29,7 +29,9 @@ impl Keep {
     fn within(&self) -> Option<Duration> {
         match self.until {
             None => Some(Duration::MAX),
-            Some(until) => Some(until.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero()),
+            Some(until) => {
+                Some(until.saturating_duration_since(Instant::now())).filter(|left| !left.is_zero())
+            }
         }
     }
 }
@@ -54,7 +56,9 @@ impl Stores {
             }
         }
         drop(kept);
-        self.each(|one| drop(one.store.keep(keys, rank, within)));
+        self.each(|one| {
+            one.store.keep(keys, rank, within);
+        });
     }
 
     /// A tier has a block from now on.
@@ -83,7 +87,12 @@ impl TierDriver {
         let names = order.blocks.iter().filter_map(|block| Some(self.name(block)?.key));
         let keys: Vec<BlockKey> = names.flat_map(with_parts).collect();
         let rank = Rank { pin: order.retention.pin, priority: order.retention.priority };
-        self.stores.keep(self.note_of(&order.salt), &keys, rank, Duration::from_nanos(order.retention.ttl_ns));
+        self.stores.keep(
+            self.note_of(&order.salt),
+            &keys,
+            rank,
+            Duration::from_nanos(order.retention.ttl_ns),
+        );
     }
 
     /// Keeps nothing of a salt any more.
