@@ -84,15 +84,14 @@ impl TierDriver {
             let parts = self.block_parts.windows().map(move |(group, _)| window_key(&key, group));
             std::iter::once(key).chain(parts)
         };
-        let names = order.blocks.iter().filter_map(|block| Some(self.name(block)?.key));
+        let note = self.note_of(&order.salt);
+        let generation = self.stores.generation(&note);
+        let names = order.blocks.iter().filter_map(|block| self.name(block));
+        // What was deleted while the request ran is not asked for any more.
+        let names = names.filter(|name| name.generation >= generation).map(|name| name.key);
         let keys: Vec<BlockKey> = names.flat_map(with_parts).collect();
         let rank = Rank { pin: order.retention.pin, priority: order.retention.priority };
-        self.stores.keep(
-            self.note_of(&order.salt),
-            &keys,
-            rank,
-            Duration::from_nanos(order.retention.ttl_ns),
-        );
+        self.stores.keep(note, &keys, rank, Duration::from_nanos(order.retention.ttl_ns));
     }
 
     /// Keeps nothing of a salt any more.
