@@ -106,7 +106,7 @@ fn a_retained_prompt_outlives_others_in_the_tier_below() {
     let asked = |fields: Value| {
         let mut config = config();
         config.cache.tokens = Some(512);
-        config.tiers.ram_bytes = 1_100_000;
+        config.tiers.ram_bytes = 2_200_000;
         config.tiers.load = LoadRule::Always;
         config.tiers.grace_ms = 600_000; // this machine may be slow
         let server = Server::start(config);
@@ -119,7 +119,7 @@ fn a_retained_prompt_outlives_others_in_the_tier_below() {
         };
         ask(&server, &prompt(0), fields);
         settle();
-        let long: Vec<u32> = (0..480).map(|i| 300 + (i * 37) % 3000).collect();
+        let long: Vec<u32> = (0..500).map(|i| 300 + (i * 37) % 3000).collect();
         ask(&server, &long, json!({}));
         settle();
         assert_eq!(retained(&server), 0.0);
