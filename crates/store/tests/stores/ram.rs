@@ -68,16 +68,19 @@ fn it_evicts_the_least_recently_used() {
     }
 }
 
-/// Blocks of a plain list, in order of use: what each is kept for, and until when.
+/// What a block is kept for, and until when.
+type Keep = Option<(Rank, SystemTime)>;
+
+/// Blocks of a plain list, in order of use, with their lengths.
 #[derive(Default)]
 struct Plain {
-    list: Vec<(BlockKey, u64, Option<(Rank, SystemTime)>)>,
+    list: Vec<(BlockKey, u64, Keep)>,
     evicted: Vec<BlockKey>,
 }
 
 impl Plain {
     fn bytes(&self, only_kept: bool) -> u64 {
-        let of = |(_, bytes, keep): &(BlockKey, u64, Option<(Rank, SystemTime)>)| match keep {
+        let of = |(_, bytes, keep): &(BlockKey, u64, Keep)| match keep {
             None if only_kept => 0,
             _ => ENTRY + bytes,
         };
