@@ -28,6 +28,8 @@ mod ram;
 mod remote;
 #[cfg(feature = "disk")]
 mod removed;
+#[cfg(feature = "disk")]
+mod small;
 
 pub use bytes::Bytes;
 #[cfg(feature = "disk")]

@@ -141,6 +141,40 @@ async fn what_was_removed_is_forgotten_when_all_regions_were_overwritten_and_sta
     assert!(store.get(&keys[239]).await.unwrap().is_some());
 }
 
+/// Regression: a note of a deletion was in the regions, which are overwritten in any order after a restart. Then older blocks could
+/// outlive it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_note_outlives_the_blocks_of_its_salt() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(500);
+    let (note, number) =
+        (KeyChain::note(b"a model", "a salt"), Bytes::from_static(&[1, 2, 3, 4, 5, 6, 7, 8]));
+    let block = Bytes::from(vec![7; 1 << 20]);
+    let (of_salt, others) = keys.split_at(60);
+    let store = open(dir.path()).await;
+    for key in of_salt {
+        store.put(*key, block.clone(), None).await.unwrap();
+    }
+    store.put(note, number.clone(), None).await.unwrap();
+    let mut store = Some(store);
+    // Half of the regions, all of them, and all of them again.
+    for (restart, more) in [&others[..60], &others[60..180], &others[180..360]].into_iter().enumerate() {
+        store.take().unwrap().close().await.unwrap();
+        let store = store.insert(open(dir.path()).await);
+        for key in more {
+            store.put(*key, block.clone(), None).await.unwrap();
+            assert_eq!(store.get(&note).await.unwrap(), Some(number.clone()), "restart {restart}");
+        }
+    }
+    let store = store.unwrap();
+    for key in of_salt {
+        assert_eq!(store.lookup(&[*key], Duration::MAX).await.unwrap(), 0, "the test overwrites all of them");
+    }
+    assert_eq!(store.lookup(&[note], Duration::MAX).await.unwrap(), 1);
+    store.remove(&note).await.unwrap();
+    assert_eq!(store.get(&note).await.unwrap(), None);
+}
+
 /// Regression: foyer's numbers and its queue could have different orders, and opening a region stopped at the first number that
 /// was smaller than the one before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

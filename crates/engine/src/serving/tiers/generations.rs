@@ -7,7 +7,8 @@
 //! Every store keeps a note of the latest generation, as an object like a block, for other processes and for the time after a restart.
 //! Before blocks of a tier are used, all tiers have been asked for their notes, at most [`READ_AGAIN`] ago: the deletion may be known
 //! to a slower one alone, which other processes share. A tier that gives no note is not used, and others are. A note is written after
-//! the blocks that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first.
+//! the blocks that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first. The disk has its notes apart
+//! from its blocks.
 mod untold;
 
 use super::recent::Recent;
