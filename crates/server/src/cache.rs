@@ -54,8 +54,8 @@ fn count_deletion(call: &Call) -> Result<(), ApiError> {
     call.state.deletions.count(&call.caller.name, call.caller.arrived).map_err(|seconds| {
         let most = call.state.limits.max_deletions;
         let message = format!(
-            "nothing was deleted: this key's name has deleted {most} salts in the last hour (`limits.max_deletions`), and each leaves \
-             a note in the tiers; try again in {seconds} s, or with an admin key of the same name"
+            "nothing was deleted: this key's name has used up its {most} deletions of this hour (`limits.max_deletions`), and each \
+             leaves a note in the tiers; try again in {seconds} s, or with an admin key of the same name"
         );
         ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_deletions", message).retry_after(seconds)
     })

@@ -44,6 +44,7 @@ pub use ram::{Ram, RamFrames};
 #[cfg(feature = "remote")]
 pub use remote::{Remote, RemoteFrames};
 
+use std::cmp::Ordering;
 use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
@@ -90,8 +91,8 @@ pub trait BlockStore: Send + Sync {
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     /// Keeps those of these blocks that are here before others, for `within`: when room is needed, they go after all that are not
-    /// kept, the smallest rank first. At most half of the store is kept so. If a block is kept already, the higher rank counts, and
-    /// of equal ones the later end. Returns false, and keeps nothing, if the store does not choose what goes: a disk overwrites what
+    /// kept, the smallest rank first. At most half of the store is kept so: what is too much is kept no longer, of the smallest rank what
+    /// was used last. If a block is kept already, the larger [`Keep`] counts. Returns false, and keeps nothing, if the store does not choose what goes: a disk overwrites what
     /// is oldest, a server follows its own rules. It must be quick.
     fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
         let _ = (keys, rank, within);
@@ -129,6 +130,29 @@ pub trait BlockStore: Send + Sync {
 pub struct Rank {
     pub pin: bool,
     pub priority: u8,
+}
+
+/// Why a block is kept, and until when, on the clock that its user has. Ordered by rank, and of equal ranks by the end: of two for
+/// the same block the larger one counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keep<T> {
+    pub rank: Rank,
+    /// `None`: for ever, as far as clocks go.
+    pub until: Option<T>,
+}
+
+impl<T: Ord> Ord for Keep<T> {
+    fn cmp(&self, other: &Self) -> Ordering {
+        // Never is later than any time.
+        let key = |keep: &Self| (keep.rank, keep.until.is_none());
+        key(self).cmp(&key(other)).then_with(|| self.until.cmp(&other.until))
+    }
+}
+
+impl<T: Ord> PartialOrd for Keep<T> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
 }
 
 /// Hears the key of a block, and whether the block is here now. It is called with the store locked: it must be quick, and must not

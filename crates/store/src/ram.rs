@@ -1,5 +1,5 @@
 //! Blocks in this process's memory, bounded; the least recently used go first, and those that are kept last.
-use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, Rank, StoreError, Usage, Watcher};
+use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, Keep, Rank, StoreError, Usage, Watcher};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -53,14 +53,7 @@ struct Blocks {
 struct Entry {
     frame: Frame,
     used: u64,
-    keep: Option<Keep>,
-}
-
-#[derive(Clone, Copy)]
-struct Keep {
-    rank: Rank,
-    /// `None`: for ever.
-    until: Option<SystemTime>,
+    keep: Option<Keep<SystemTime>>,
 }
 
 /// What an entry is kept for, and its last use.
@@ -68,15 +61,6 @@ type Place = (Option<Rank>, u64);
 
 /// The first of those that are kept.
 const FIRST_KEPT: Place = (Some(Rank { pin: false, priority: 0 }), 0);
-
-impl Keep {
-    /// Whether it lasts as long as the other one, or is of a higher rank.
-    fn is_at_least(&self, other: &Keep) -> bool {
-        // Never is later than any time.
-        let end = |keep: &Keep| (keep.until.is_none(), keep.until);
-        (self.rank, end(self)) >= (other.rank, end(other))
-    }
-}
 
 impl Entry {
     fn bytes(&self) -> u64 {
@@ -124,7 +108,7 @@ impl Blocks {
     }
 
     /// Keeps a block so, in place of what it was kept for.
-    fn keep(&mut self, key: &BlockKey, keep: Option<Keep>) {
+    fn keep(&mut self, key: &BlockKey, keep: Option<Keep<SystemTime>>) {
         if let Some(entry) = self.take(key) {
             self.insert(*key, Entry { keep, ..entry });
         }
@@ -136,16 +120,20 @@ impl Blocks {
         }
     }
 
-    /// The key that goes next, if what is kept may have so many bytes.
-    fn next_to_go(&self, most_kept_bytes: u64) -> Option<BlockKey> {
-        let kept = self.order.range(FIRST_KEPT..).next();
-        let first = if self.kept_bytes > most_kept_bytes { kept } else { None };
-        first.or_else(|| self.order.first_key_value()).map(|(_, key)| *key)
+    /// Releases what is kept beyond so many bytes: of the smallest rank what was used last. That is mostly the end of a text, whose
+    /// beginning is of use without it.
+    fn keep_no_more_than(&mut self, bytes: u64) {
+        while self.kept_bytes > bytes {
+            let Some((&(smallest, _), _)) = self.order.range(FIRST_KEPT..).next() else { return };
+            let last = self.order.range(..=(smallest, u64::MAX)).next_back().map(|(_, key)| *key);
+            let Some(last) = last else { return };
+            self.keep(&last, None);
+        }
     }
 
-    fn evict_down_to(&mut self, bytes: u64, most_kept_bytes: u64) {
+    fn evict_down_to(&mut self, bytes: u64) {
         while self.bytes > bytes {
-            let Some(next) = self.next_to_go(most_kept_bytes) else { return };
+            let Some(next) = self.order.first_key_value().map(|(_, key)| *key) else { return };
             self.take(&next);
             self.evicted += 1;
             self.tell(&next, false);
@@ -159,6 +147,10 @@ impl RamFrames {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn most_kept_bytes(&self) -> u64 {
+        self.capacity_bytes / 2
+    }
+
     fn store(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
         let bytes = entry_bytes(&frame);
         if bytes > self.capacity_bytes {
@@ -167,10 +159,11 @@ impl RamFrames {
         }
         let mut blocks = self.lock();
         let keep = blocks.take(&key).and_then(|entry| entry.keep);
-        blocks.evict_down_to(self.capacity_bytes - bytes, self.capacity_bytes / 2);
+        blocks.evict_down_to(self.capacity_bytes - bytes);
         blocks.uses += 1;
         let used = blocks.uses;
         blocks.insert(key, Entry { frame, used, keep });
+        blocks.keep_no_more_than(self.most_kept_bytes());
         blocks.tell(&key, true);
         Ok(())
     }
@@ -220,10 +213,11 @@ impl FrameStore for RamFrames {
         let (mut blocks, keep) = (self.lock(), Keep { rank, until });
         for key in keys {
             let before = blocks.entries.get(key).and_then(|entry| entry.keep);
-            if before.is_none_or(|before| keep.is_at_least(&before)) {
+            if before.is_none_or(|before| keep > before) {
                 blocks.keep(key, Some(keep));
             }
         }
+        blocks.keep_no_more_than(self.most_kept_bytes());
         true
     }
 

@@ -1,6 +1,6 @@
 //! The store in RAM.
 use crate::reference::{self, Keeps, block, clock, compare};
-use kvist_store::{BlockKey, BlockStore, Bytes, Frame, Ram, Rank, StoreError, Usage};
+use kvist_store::{BlockKey, BlockStore, Bytes, Frame, Keep, Ram, Rank, StoreError, Usage};
 use kvist_testing::SplitMix64;
 use pollster::block_on;
 use std::collections::BTreeSet;
@@ -69,18 +69,18 @@ fn it_evicts_the_least_recently_used() {
 }
 
 /// What a block is kept for, and until when.
-type Keep = Option<(Rank, SystemTime)>;
+type Kept = Option<(Rank, SystemTime)>;
 
 /// Blocks of a plain list, in order of use, with their lengths.
 #[derive(Default)]
 struct Plain {
-    list: Vec<(BlockKey, u64, Keep)>,
+    list: Vec<(BlockKey, u64, Kept)>,
     evicted: Vec<BlockKey>,
 }
 
 impl Plain {
     fn bytes(&self, only_kept: bool) -> u64 {
-        let of = |(_, bytes, keep): &(BlockKey, u64, Keep)| match keep {
+        let of = |(_, bytes, keep): &(BlockKey, u64, Kept)| match keep {
             None if only_kept => 0,
             _ => ENTRY + bytes,
         };
@@ -94,11 +94,22 @@ impl Plain {
 
     fn make_room(&mut self, bytes: u64, capacity: u64) {
         while self.bytes(false) + bytes > capacity {
-            let too_many_kept = self.bytes(true) > capacity / 2;
-            let may_go = (0..self.list.len()).filter(|&i| !too_many_kept || self.list[i].2.is_some());
-            let next = may_go.min_by_key(|&i| (self.list[i].2.map(|(rank, _)| rank), i)).unwrap();
+            let rank = |&i: &usize| (self.list[i].2.map(|(rank, _)| rank), i);
+            let next = (0..self.list.len()).min_by_key(rank).unwrap();
             self.evicted.push(self.list.remove(next).0);
         }
+    }
+
+    /// Returns how many blocks are kept no longer.
+    fn keep_half(&mut self, capacity: u64) -> usize {
+        let mut n_released = 0;
+        while self.bytes(true) > capacity / 2 {
+            let smallest = self.list.iter().filter_map(|(.., keep)| *keep).map(|(rank, _)| rank).min();
+            let last = self.list.iter().rposition(|(.., keep)| keep.map(|(rank, _)| rank) == smallest);
+            self.list[last.unwrap()].2 = None;
+            n_released += 1;
+        }
+        n_released
     }
 }
 
@@ -106,7 +117,7 @@ impl Plain {
 #[test]
 fn it_evicts_what_is_kept_last() {
     let keys = reference::keys(40);
-    let (mut n_kept, mut n_evicted) = (0, 0);
+    let (mut n_kept, mut n_released, mut n_evicted) = (0, 0, 0);
     for seed in 0..20 {
         let mut random = SplitMix64(seed);
         let capacity = 12_000;
@@ -122,6 +133,7 @@ fn it_evicts_what_is_kept_last() {
                     let keep = at.and_then(|at| plain.list.remove(at).2);
                     plain.make_room(ENTRY + block.len() as u64, capacity);
                     plain.list.push((key, block.len() as u64, keep));
+                    n_released += plain.keep_half(capacity);
                     block_on(store.put(key, block, None)).unwrap();
                 }
                 5..8 => {
@@ -156,6 +168,7 @@ fn it_evicts_what_is_kept_last() {
                             n_kept += 1;
                         }
                     }
+                    n_released += plain.keep_half(capacity);
                     assert!(store.keep(&few, rank, within));
                 }
             }
@@ -168,7 +181,36 @@ fn it_evicts_what_is_kept_last() {
         }
         n_evicted += plain.evicted.len();
     }
-    assert!(n_kept > 5_000 && n_evicted > 2_000, "{n_kept} kept, {n_evicted} evicted");
+    let counts = (n_kept, n_released, n_evicted);
+    assert!(n_kept > 5_000 && n_released > 500 && n_evicted > 2_000, "{counts:?}");
+}
+
+/// Regression: when more than half was kept, kept blocks went before all others, and the beginning of a text first.
+#[test]
+fn the_beginning_of_a_text_stays_when_more_than_half_is_kept() {
+    let keys = reference::keys(30);
+    let store = Ram::new(10 * (ENTRY + 100));
+    let write = |keys: &[BlockKey]| {
+        keys.iter().for_each(|key| block_on(store.put(*key, vec![7; 100].into(), None)).unwrap());
+    };
+    write(&keys[..8]);
+    store.keep(&keys[..8], Rank::default(), Duration::MAX);
+    write(&keys[8..28]);
+    assert_eq!(block_on(store.lookup(&keys[..8], Duration::MAX)).unwrap(), 5);
+    // A higher rank takes the place of a smaller one, from its end.
+    store.keep(&keys[26..28], Rank { pin: true, priority: 0 }, Duration::MAX);
+    write(&keys[28..30]);
+    write(&keys[10..20]);
+    assert_eq!(block_on(store.lookup(&keys[..8], Duration::MAX)).unwrap(), 3);
+    assert_eq!(block_on(store.lookup(&keys[26..28], Duration::MAX)).unwrap(), 2);
+}
+
+/// The rank comes before the end, and never is the latest end.
+#[test]
+fn of_two_reasons_to_keep_a_block_the_larger_counts() {
+    let ranks = [(false, 0), (false, 3), (true, 0)].map(|(pin, priority)| Rank { pin, priority });
+    let keeps = ranks.iter().flat_map(|&rank| [Some(1), Some(9), None].map(|until| Keep { rank, until }));
+    assert!(keeps.collect::<Vec<_>>().is_sorted_by(|a, b| a < b));
 }
 
 #[test]

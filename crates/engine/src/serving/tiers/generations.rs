@@ -86,12 +86,17 @@ impl Stores {
         };
         // What it has not been told it cannot say.
         let told = self.untold.generation(tier, &note).unwrap_or_default();
-        let mut known = 0;
+        let (mut before, mut known) = (0, 0);
         self.generations.update(note, |salt| {
+            before = salt.generation;
             salt.generation = salt.generation.max(noted.unwrap_or_default()).max(told);
             salt.asked[tier] = Some((now, noted.is_some()));
             known = salt.generation;
         });
+        if known > before {
+            // Another process has deleted it: what is kept of it here would be in the way of other blocks.
+            self.release(&note);
+        }
         // It has lost the note, or another process with another clock has written one: others should read what this one knows.
         if noted.is_some_and(|noted| noted < known) {
             self.tell_one(&Handle::current(), tier, note, known);

@@ -3,7 +3,7 @@ use kvist_store::BlockKey;
 use std::collections::{HashMap, VecDeque};
 
 /// A few megabytes.
-const MOST: usize = 1 << 16;
+pub(super) const MOST: usize = 1 << 16;
 
 #[derive(Default)]
 pub struct Recent<V> {
