@@ -6,11 +6,13 @@
 Both servers live for the whole run; one of them is asked at a time, and who begins alternates. A round of each server has three
 loads: prompts that are new, with short answers (so blocks are stored and evicted all the time), short prompts with long answers, and
 prompts whose beginning is cached. The figures are tokens per second, of prompts and answers, and medians over the rounds; beside them the
-median of the rounds' own ratios, which neighbours on the machine disturb less. Only the standard library is needed.
+median of the rounds' own ratios, which neighbours on the machine disturb less, and the same of the processor time of the servers, which
+they disturb least (with `--threads 1`: threads of a step wait for each other, in part by spinning). Only the standard library is needed.
 """
 import argparse
 import http.client
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -24,17 +26,21 @@ parser.add_argument("--model")
 parser.add_argument("--rounds", type=int, default=7)
 parser.add_argument("--clients", type=int, default=8)
 parser.add_argument("--requests", type=int, default=32)
+parser.add_argument("--threads", type=int, help="of each server; by default one per core")
+parser.add_argument("--load", help="only this load: a part of its name")
 parser.add_argument("--json", help="write the figures here")
 args = parser.parse_args()
 
 # Tokens of a prompt that are cached, tokens of it that are new, tokens of an answer.
 LOADS = {"new prompts": (0, 512, 8), "long answers": (0, 16, 96), "cached prompts": (768, 16, 16)}
+LOADS = {load: tokens for load, tokens in LOADS.items() if (args.load or "") in load}
 
 
 class Server:
     def __init__(self, kvist):
         command = [kvist, "serve", "--port", "0", "-q", "--context", "16384"]
         command += ["--model", args.model] if args.model else []
+        command += ["--threads", str(args.threads)] if args.threads else []
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.address = self.process.stdout.readline().split()[-1].removeprefix("http://")
 
@@ -45,8 +51,14 @@ class Server:
         answer = json.loads(connection.getresponse().read())
         assert answer["usage"]["completion_tokens"] == n, answer
 
+    def cpu_s(self):
+        """Processor time of the server until now."""
+        with open(f"/proc/{self.process.pid}/stat") as file:
+            fields = file.read().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def rate(self, load, seed):
-        """Tokens per second of a load whose prompts are drawn from this seed."""
+        """Tokens per second, and processor time, of a load whose prompts are drawn from this seed."""
         cached, new, n = LOADS[load]
         rng = random.Random(seed)
         draw = lambda count: [rng.randrange(300, 4000) for _ in range(count)]
@@ -55,14 +67,14 @@ class Server:
         if cached:
             self.ask(common, 1)
         with ThreadPoolExecutor(args.clients) as pool:
-            began = time.perf_counter()
+            began, cpu_s = time.perf_counter(), self.cpu_s()
             list(pool.map(lambda prompt: self.ask(prompt, n), prompts))
             seconds = time.perf_counter() - began
-        return args.requests * (cached + new + n) / seconds
+        return args.requests * (cached + new + n) / seconds, self.cpu_s() - cpu_s
 
 
 servers = {"before": Server(args.before), "after": Server(args.after)}
-rates = {load: {side: [] for side in servers} for load in LOADS}
+rates, cpu_s = ({load: {side: [] for side in servers} for load in LOADS} for _ in range(2))
 try:
     for load in LOADS:
         for server in servers.values():
@@ -70,17 +82,28 @@ try:
     for i in range(args.rounds):
         for load in LOADS:
             for side in list(servers)[:: 1 if i % 2 == 0 else -1]:
-                rates[load][side].append(servers[side].rate(load, (load, i).__repr__()))
+                rate, cpu = servers[side].rate(load, (load, i).__repr__())
+                rates[load][side].append(rate)
+                cpu_s[load][side].append(cpu)
 finally:
     for server in servers.values():
         server.process.terminate()
-print(f"| {args.requests} requests, {args.clients} at a time, {args.rounds} rounds | before, tokens/s | after, tokens/s | ratio | ratios of the rounds |")
-print("|---|--:|--:|--:|--:|")
+
+
+def ratios(sides):
+    """The median of the rounds' ratios, and the extremes."""
+    all = sorted(after / before for before, after in zip(sides["before"], sides["after"]) if before > 0)
+    return f"{statistics.median(all):.3f} ({all[0]:.3f} to {all[-1]:.3f})"
+
+
+print(
+    f"| {args.requests} requests, {args.clients} at a time, {args.rounds} rounds "
+    "| before, tokens/s | after, tokens/s | ratio | ratios of the rounds | of processor time |"
+)
+print("|---|--:|--:|--:|--:|--:|")
 for load, sides in rates.items():
     before, after = (statistics.median(sides[side]) for side in ("before", "after"))
-    ratios = sorted(b / a for a, b in zip(sides["before"], sides["after"]))
-    spread = f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-    print(f"| {load} | {before:,.0f} | {after:,.0f} | {after / before:.3f} | {spread} |")
+    print(f"| {load} | {before:,.0f} | {after:,.0f} | {after / before:.3f} | {ratios(sides)} | {ratios(cpu_s[load])} |")
 if args.json:
     with open(args.json, "w") as file:
-        json.dump(rates, file, indent=1)
+        json.dump({"tokens_per_s": rates, "cpu_s": cpu_s}, file, indent=1)

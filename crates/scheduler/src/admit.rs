@@ -158,7 +158,7 @@ impl Scheduler {
 
     fn is_ready(&self, index: u32) -> bool {
         let waits_for_tier = match &self.entries[index as usize].lower {
-            Lower::Done => false,
+            Lower::Done | Lower::Declined { .. } => false,
             Lower::Asked { .. } => true,
             Lower::Found { .. } => self.tiers.as_ref().is_some_and(|tiers| tiers.short != Some(index)),
         };

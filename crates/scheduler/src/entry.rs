@@ -36,6 +36,18 @@ pub(crate) enum Lower {
     Asked { until_ns: u64 },
     /// The tiers have this of its prompt, and whether to load it is not decided.
     Found { runs: Vec<Run> },
+    /// Nothing of it is loaded, as long as the KV cache has the first `hit` tokens: the tiers have no more, or to compute it is faster.
+    Declined { runs: Vec<Run>, hit: u32 },
+}
+
+impl Lower {
+    /// What the tiers have of the prompt, if that may be loaded.
+    pub fn runs(&self) -> Option<&[Run]> {
+        match self {
+            Lower::Found { runs } | Lower::Declined { runs, .. } => Some(runs),
+            Lower::Done | Lower::Asked { .. } => None,
+        }
+    }
 }
 
 /// A cached prefix lookup, so that it need not be repeated.

@@ -178,7 +178,7 @@ impl Scheduler {
         entry.lost_tokens += u64::from(entry.cached);
         self.counters.lost_tokens += u64::from(entry.cached);
         self.release(index);
-        if self.entries[index as usize].lower == Lower::Done {
+        if matches!(self.entries[index as usize].lower, Lower::Done | Lower::Declined { .. }) {
             // Its blocks are still cached, and are the next to be evicted.
             self.ask_tiers(now.now_ns, index, true);
         }

@@ -6,11 +6,13 @@
 //! served otherwise. Time is looked at only then: a block that nothing needs the room of may stay.
 //!
 //! At most half of the cache is retained. What exceeds that displaces what would go first, or is not retained.
+//!
+//! Tiers are told what is retained ([`Order::Keep`]), because they may have it when the cache has given it up.
 use crate::entry::Lower;
 use crate::log::Decision;
 use crate::memory::StepTime;
 use crate::scheduler::Scheduler;
-use crate::tiers::Order;
+use crate::tiers::{KeepOrder, Order};
 use kvist_cache::{BlockId, Cache, MovePlan, Pin};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -125,9 +127,14 @@ impl Scheduler {
         let (Some(retention), Some(seq)) = (entry.retain, entry.seq) else { return };
         let block_tokens = self.memory.block_tokens();
         let most = self.memory.capacity() / 2;
-        let most_tokens = u32::try_from(most).unwrap_or(u32::MAX).min(entry.prompt_tokens);
         let mut blocks = self.memory.cache.cached_blocks(seq, 0);
-        blocks.truncate((most_tokens / block_tokens) as usize);
+        blocks.truncate((entry.prompt_tokens / block_tokens) as usize);
+        if let Some(tiers) = &mut self.tiers {
+            // Also what the cache has no room for.
+            let (salt, blocks) = (entry.salt.clone(), blocks.clone());
+            tiers.orders_mut().push(Order::Keep(KeepOrder { salt, retention, blocks }));
+        }
+        blocks.truncate(usize::try_from(most).unwrap_or(usize::MAX) / block_tokens as usize);
         let n_groups = self.memory.cache.n_groups();
         let whole = blocks.iter().take_while(|block| block.blocks.len() == n_groups).count();
         blocks.truncate(whole);
@@ -186,7 +193,7 @@ impl Scheduler {
         // Waiting requests that have heard of what the tiers had compute it.
         let heard = |index: &u32| {
             let entry = &self.entries[*index as usize];
-            *entry.salt == *salt && matches!(entry.lower, Lower::Found { .. })
+            *entry.salt == *salt && entry.lower.runs().is_some()
         };
         let heard: Vec<u32> = self.waiting.iter().map(|key| key.index).filter(heard).collect();
         heard.into_iter().for_each(|index| self.set_lower(index, Lower::Done));

@@ -24,7 +24,9 @@ mod find;
 mod orders;
 
 pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, WindowBytes, Write};
-pub use orders::{CachedTokens, Ends, FindOrder, LoadOrder, NotLoaded, Order, Run, StoreOrder, TransferId};
+pub use orders::{
+    CachedTokens, Ends, FindOrder, KeepOrder, LoadOrder, NotLoaded, Order, Run, StoreOrder, TransferId,
+};
 
 use crate::config::BadConfig;
 use crate::entry::Lower;

@@ -33,6 +33,7 @@ pub(crate) async fn forget(
             format!("the query is wrong: {}; the only parameter is `cache_salt`", error.body_text());
         ApiError::invalid("cache_salt", message)
     })?;
+    count_deletion(&call)?;
     let salt = call.caller.salt(&cache_salt);
     let forgotten = call.state.engine.forget(&salt).await;
     let forgotten = forgotten.ok_or_else(|| ApiError::internal("the engine has ended"))?;
@@ -42,6 +43,22 @@ pub(crate) async fn forget(
         "deleted_blocks": forgotten.blocks,
         "pending_tiers": forgotten.untold,
     })))
+}
+
+/// Refuses a name that has left many notes in tiers.
+fn count_deletion(call: &Call) -> Result<(), ApiError> {
+    let has_tiers = call.state.engine.changes_below().is_some();
+    if call.caller.admin || !has_tiers {
+        return Ok(());
+    }
+    call.state.deletions.count(&call.caller.name, call.caller.arrived).map_err(|seconds| {
+        let most = call.state.limits.max_deletions;
+        let message = format!(
+            "nothing was deleted: this key's name has used up its {most} deletions of this hour (`limits.max_deletions`), and each \
+             leaves a note in the tiers; try again in {seconds} s, or with an admin key of the same name"
+        );
+        ApiError::new(StatusCode::TOO_MANY_REQUESTS, "too_many_deletions", message).retry_after(seconds)
+    })
 }
 
 fn document(state: &ServerState) -> Value {

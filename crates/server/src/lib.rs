@@ -22,6 +22,7 @@ pub mod config;
 mod connection;
 mod connections;
 mod dashboard;
+mod deletions;
 mod error;
 mod extract;
 mod health;

@@ -32,7 +32,7 @@ pub(crate) fn document(bounds: &Bounds, schemas: &Schemas) -> Value {
     }]);
     path("/v1/models/{model}", "get", model);
     let drops = "Drop what the cache has of this key's prompts, except blocks that running requests use";
-    let mut forget = gets(drops, "CacheDeleted", &["400", "401"]);
+    let mut forget = gets(drops, "CacheDeleted", &["400", "401", "429"]);
     forget["parameters"] = json!([{
         "name": "cache_salt", "in": "query", "required": false, "description": "Of the requests; by default none",
         "schema": {"type": "string"}, "example": "",
@@ -208,7 +208,7 @@ fn responses() -> Value {
         ("408", "The body arrived too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
         ("415", "The body is not sent as application/json, or is compressed", false),
-        ("429", "The queue is full for this key, or a session quota is used up", true),
+        ("429", "The queue is full for this key, or a quota of sessions or deletions is used up", true),
         ("500", "The model or its cache failed", false),
         (
             "503",

@@ -3,6 +3,7 @@ use crate::auth::{Caller, Keys};
 use crate::bodies::Bodies;
 use crate::config::{ConfigError, HttpSection, LimitsSection, ServerConfig};
 use crate::connections::Connections;
+use crate::deletions::Deletions;
 use crate::error::ApiError;
 use crate::kv_events::{KvEventSockets, KvEvents};
 use crate::live::LiveView;
@@ -47,6 +48,8 @@ pub struct ServerState {
     pub(crate) connections: Arc<Connections>,
     /// Requests that are being read or answered. `limits.max_connections` bounds them, shared among key names.
     pub(crate) requests: TenantQuota,
+    /// Limits the notes that names without admin rights leave in tiers.
+    pub(crate) deletions: Deletions,
     /// Limits the log-probabilities of prompts, which are all kept in memory at once.
     pub(crate) scores: ScoreMemory,
     pub(crate) bounds: Bounds,
@@ -108,6 +111,7 @@ impl ServerState {
             bodies: Bodies::new(config.limits.max_body_bytes, &keys.names()),
             work: WorkMemory::new(config.limits.max_body_bytes, &keys.names()),
             connections: Arc::new(Connections::new(config.limits.max_connections, !keys.is_open())),
+            deletions: Deletions::new(config.limits.max_deletions),
             requests: TenantQuota::new(config.limits.max_connections, &keys.names()),
             keys,
             schemas,

@@ -1,21 +1,26 @@
-//! Blocks on a disk, over [foyer](https://docs.rs/foyer): a log of regions; the oldest region is overwritten first.
+//! Blocks on a disk, over [foyer](https://docs.rs/foyer): a log of regions, which are overwritten in turn. While the store is open that is
+//! the oldest first. Those of earlier processes come first of all, in any order: foyer does not know which of them is the oldest.
 //!
 //! What foyer leaves to its user is here. One process at a time has a directory (a lock). The files take all of
 //! their room when the store is opened, so a disk that fills up later harms nothing. `put` returns when the block
 //! is written, and says so if it was not: foyer drops blocks while its buffer is full, so puts wait for room. Other
-//! options than those of the files begin an empty store.
+//! options than those of the files begin with empty regions.
+//!
+//! Blocks of a few bytes, which are notes, have a [file of their own](crate::small), so that they outlive all others.
 //!
 //! After a crash of the process, whole blocks are found again. After a crash of the machine too, as far as they
-//! reached the disk: nothing is synced, because a lost block costs only its computation.
+//! reached the disk: only notes are synced, because a lost block costs only its computation.
 use crate::removed::Removed;
+use crate::small::Small;
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
 use foyer::{
-    Age, BlockEngineConfig, Code, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
-    HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
+    Age, BlockEngineConfig, Code, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
+    HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::{Semaphore, SemaphorePermit};
@@ -91,7 +96,10 @@ pub struct DiskFrames {
     buffer: Semaphore,
     buffer_pages: u32,
     in_order: Mutex<()>,
+    /// Blocks that may be on their way to the files. A call of `write` that is given up counts for ever: when it ends is not known.
+    writing: AtomicUsize,
     removed: Removed,
+    small: Arc<Small>,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
 }
@@ -181,6 +189,12 @@ impl Layout {
         Ok(Layout { region_bytes, regions, buffer_bytes: block.max(REGION_BYTES) })
     }
 
+    /// When so many bytes have been written, every region has been written to: all of them, the one that is being filled, and
+    /// what is buffered at both ends.
+    fn cycle_bytes(&self) -> u64 {
+        self.regions * self.region_bytes + 2 * (self.region_bytes + self.buffer_bytes)
+    }
+
     fn text(&self) -> String {
         format!("kvist disk store 1: {} regions of {} bytes\n", self.regions, self.region_bytes)
     }
@@ -208,11 +222,14 @@ impl DiskFrames {
             let _ = remove_regions(&options.dir);
             return Err(no_room(&options, &error.to_string()));
         }
-        let removed = match removed(&options.dir, &cache) {
-            Ok(removed) => removed,
+        let lists = removed(&options.dir, layout.cycle_bytes(), &cache)
+            .and_then(|removed| Ok((removed, Small::open(&options.dir)?)));
+        let (removed, small) = match lists {
+            Ok((removed, small)) => (removed, Arc::new(small)),
             Err(error) => {
                 let _ = cache.close().await;
-                let problem = format!("cannot read what was removed from {}: {error}", options.dir.display());
+                let problem =
+                    format!("cannot read the lists beside the blocks in {}: {error}", options.dir.display());
                 let advice = "Give a directory that this user may write to, or an empty one".into();
                 return Err(StoreError::Open { store: NAME.into(), problem, advice });
             }
@@ -224,7 +241,9 @@ impl DiskFrames {
             buffer: Semaphore::new(buffer_pages as usize),
             buffer_pages,
             in_order: Mutex::new(()),
+            writing: AtomicUsize::new(0),
             removed,
+            small,
             _lock: lock,
         })
     }
@@ -255,8 +274,41 @@ impl DiskFrames {
         self.in_order.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
+    /// Whether a region has it.
+    fn has(&self, key: &BlockKey) -> bool {
+        self.cache.storage().may_contains(&Key(*key.as_bytes()))
+    }
+
+    /// Changes the small blocks: a thread for it waits for the disk.
+    async fn change_small(
+        &self,
+        action: &'static str,
+        change: impl FnOnce(&Small) -> io::Result<()> + Send + 'static,
+    ) -> Result<(), StoreError> {
+        let small = self.small.clone();
+        let changed = tokio::task::spawn_blocking(move || change(&small)).await;
+        changed.map_err(|error| failed(action, &error))?.map_err(|error| failed(action, &error))
+    }
+
+    async fn remove_small(&self, action: &'static str, key: BlockKey) -> Result<(), StoreError> {
+        match self.small.has(&key) {
+            true => self.change_small(action, move |small| small.remove(&key)).await,
+            false => Ok(()),
+        }
+    }
+
+    async fn delete(&self, key: &BlockKey) -> Result<(), StoreError> {
+        self.remove_small("remove a block", *key).await?;
+        self.remove(key)
+    }
+
+    /// Removes a block from the regions.
     fn remove(&self, key: &BlockKey) -> Result<(), StoreError> {
         let _one = self.in_order();
+        // What is not there needs no place in the list, unless it is just being written.
+        if !self.has(key) && self.writing.load(Relaxed) == 0 {
+            return Ok(());
+        }
         let noted = self.removed.remove(key);
         self.cache.storage().delete(&Key(*key.as_bytes()));
         noted.map_err(|error| failed("remove a block", &error))
@@ -267,16 +319,29 @@ impl DiskFrames {
         if bytes > capacity_bytes {
             return Err(StoreError::TooLarge { store: NAME.into(), bytes, capacity_bytes });
         }
+        if Small::is_for(&frame) {
+            self.change_small("write a block", move |small| small.put(key, &frame)).await?;
+            return self.remove(&key);
+        }
+        // First, because it is what reads find first.
+        self.remove_small("write a block", key).await?;
         let _room = self.room(bytes).await?;
+        let was_here = self.has(&key);
+        self.writing.fetch_add(1, Relaxed);
         self.enqueue(&key, frame);
         self.cache.storage().wait().await;
+        self.writing.fetch_sub(1, Relaxed);
         // A removal in between stays in the list.
         let _one = self.in_order();
         // foyer logs what it cannot write, and reports nothing.
-        match self.cache.storage().may_contains(&Key(*key.as_bytes())) {
+        match self.has(&key) {
             true => {
-                // Otherwise the next process does not find it, as it may lack any block.
+                // If the list cannot be written to, the next process does not find the block, as it may lack any.
                 let _ = self.removed.written(&key);
+                // What was there before says nothing about whether this was written.
+                if !was_here {
+                    let _ = self.removed.wrote(bytes);
+                }
                 Ok(())
             }
             // It was removed while it was written.
@@ -286,6 +351,9 @@ impl DiskFrames {
     }
 
     async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {
+        if let Some(frame) = self.small.get(key) {
+            return Ok(Some(frame));
+        }
         let load = self.cache.storage().load(&Key(*key.as_bytes())).await;
         Ok(match load.map_err(|error| failed("read a block", &error))? {
             Load::Entry { value, populated, .. } => {
@@ -313,8 +381,8 @@ impl FrameStore for DiskFrames {
         keys: &'a [BlockKey],
         _within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        let has = |key: &&BlockKey| self.cache.storage().may_contains(&Key(*key.as_bytes()));
-        Box::pin(std::future::ready(Ok(keys.iter().take_while(has).count())))
+        let here = keys.iter().take_while(|key| self.small.has(key) || self.has(key)).count();
+        Box::pin(std::future::ready(Ok(here)))
     }
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
@@ -332,7 +400,7 @@ impl FrameStore for DiskFrames {
 
     /// foyer forgets it until it is opened again, and then is told again.
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(std::future::ready(self.remove(key)))
+        Box::pin(self.delete(key))
     }
 
     fn usage(&self) -> Usage {
@@ -342,8 +410,9 @@ impl FrameStore for DiskFrames {
 }
 
 /// Removes again what was removed before, and what foyer has found again.
-fn removed(dir: &Path, cache: &HybridCache<Key, Stored>) -> io::Result<Removed> {
-    let removed = Removed::open(dir, |key| cache.storage().may_contains(&Key(*key.as_bytes())))?;
+fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io::Result<Removed> {
+    let is_here = |key: &BlockKey| cache.storage().may_contains(&Key(*key.as_bytes()));
+    let removed = Removed::open(dir, cycle_bytes, is_here)?;
     removed.keys().iter().for_each(|key| cache.storage().delete(&Key(*key.as_bytes())));
     Ok(removed)
 }
@@ -410,6 +479,8 @@ async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, 
     let engine = BlockEngineConfig::new(device)
         .with_block_size(size(layout.region_bytes)?)
         .with_buffer_pool_size(size(layout.buffer_bytes)?)
+        // In turn: what was removed is in no region when all have been written to. What it finds at the start it queues in any order.
+        .with_eviction_pickers(vec![Box::new(FifoPicker::default())])
         // `room` is the bound.
         .with_submit_queue_size_threshold(usize::MAX);
     HybridCacheBuilder::new()

@@ -1,6 +1,6 @@
 //! Blocks over frames: the one place that frames, checks, counts and removes what is damaged.
 use crate::frame::Opened;
-use crate::{BlockKey, BlockStore, BoxFuture, Check, Damage, Frame, StoreError, Usage, Watcher};
+use crate::{BlockKey, BlockStore, BoxFuture, Check, Damage, Frame, Rank, StoreError, Usage, Watcher};
 use bytes::Bytes;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
@@ -36,6 +36,22 @@ pub trait FrameStore: Send + Sync {
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>>;
+
+    /// Keeps frames that are here before others until then, or for ever, as [`BlockStore::keep`] says.
+    fn keep(&self, keys: &[BlockKey], rank: Rank, until: Option<SystemTime>) -> bool {
+        let _ = (keys, rank, until);
+        false
+    }
+
+    /// Keeps these frames no longer than any others.
+    fn release(&self, keys: &[BlockKey]) {
+        let _ = keys;
+    }
+
+    /// Releases what was kept until now. Called before a frame is written or kept.
+    fn release_until(&self, now: SystemTime) {
+        let _ = now;
+    }
 
     /// Tells of every frame that comes or goes, as [`BlockStore::watch`] says.
     fn watch(&self, watcher: Watcher) -> bool {
@@ -142,8 +158,10 @@ impl<S: FrameStore> Framed<S> {
 
     async fn put(&self, key: BlockKey, bytes: Bytes, ttl: Option<Duration>) -> Result<(), StoreError> {
         let length = bytes.len() as u64;
+        let now = (self.clock)();
+        self.frames.release_until(now);
         // A time beyond the calendar is never.
-        let expires = ttl.and_then(|ttl| (self.clock)().checked_add(ttl));
+        let expires = ttl.and_then(|ttl| now.checked_add(ttl));
         let frame = Frame::new(&key, bytes, expires, self.frames.check());
         self.noted(self.frames.write(key, frame, ttl).await)?;
         add(&self.counters.puts, 1);
@@ -176,6 +194,17 @@ impl<S: FrameStore> BlockStore for Framed<S> {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(self.put(key, bytes, ttl))
+    }
+
+    fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
+        let now = (self.clock)();
+        self.frames.release_until(now);
+        // For ever, if that is beyond the calendar.
+        self.frames.keep(keys, rank, now.checked_add(within))
+    }
+
+    fn release(&self, keys: &[BlockKey]) {
+        self.frames.release(keys);
     }
 
     fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {

@@ -3,10 +3,10 @@
 //! A store that failed several times in a row is not asked for a pause; then one call tries it. If that call fails
 //! too, the pause doubles. So a server that is down costs a few time limits once, and one per pause afterwards, and
 //! is used again soon after it is back.
-use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, StoreError, Usage};
+use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Rank, StoreError, Usage, Watcher};
 use std::future::Future;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// How long to wait for a store, and when to stop asking it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,6 +118,23 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
 
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(self.call("remove a block", self.inner.delete(key)))
+    }
+
+    // The next four are quick, and no store fails at them.
+    fn keep(&self, keys: &[BlockKey], rank: Rank, until: Option<SystemTime>) -> bool {
+        self.inner.keep(keys, rank, until)
+    }
+
+    fn release(&self, keys: &[BlockKey]) {
+        self.inner.release(keys);
+    }
+
+    fn release_until(&self, now: SystemTime) {
+        self.inner.release_until(now);
+    }
+
+    fn watch(&self, watcher: Watcher) -> bool {
+        self.inner.watch(watcher)
     }
 
     fn usage(&self) -> Usage {

@@ -28,6 +28,8 @@ mod ram;
 mod remote;
 #[cfg(feature = "disk")]
 mod removed;
+#[cfg(feature = "disk")]
+mod small;
 
 pub use bytes::Bytes;
 #[cfg(feature = "disk")]
@@ -42,6 +44,7 @@ pub use ram::{Ram, RamFrames};
 #[cfg(feature = "remote")]
 pub use remote::{Remote, RemoteFrames};
 
+use std::cmp::Ordering;
 use std::future::Future;
 use std::pin::Pin;
 use std::time::Duration;
@@ -87,6 +90,20 @@ pub trait BlockStore: Send + Sync {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>>;
 
+    /// Keeps those of these blocks that are here before others, for `within`: when room is needed, they go after all that are not
+    /// kept, the smallest rank first. At most half of the store is kept so: what is too much is kept no longer, of the smallest rank what
+    /// was used last. If a block is kept already, the larger [`Keep`] counts. Returns false, and keeps nothing, if the store does not choose what goes: a disk overwrites what
+    /// is oldest, a server follows its own rules. It must be quick.
+    fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
+        let _ = (keys, rank, within);
+        false
+    }
+
+    /// Keeps these blocks no longer than any others.
+    fn release(&self, keys: &[BlockKey]) {
+        let _ = keys;
+    }
+
     /// Removes a block, if it is there.
     ///
     /// # Errors
@@ -106,6 +123,36 @@ pub trait BlockStore: Send + Sync {
 
     /// What happened so far.
     fn counts(&self) -> Counts;
+}
+
+/// What is kept longer when room is needed: any pin before all priorities, and a larger priority before a smaller one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rank {
+    pub pin: bool,
+    pub priority: u8,
+}
+
+/// Why a block is kept, and until when, on the clock that its user has. Ordered by rank, and of equal ranks by the end: of two for
+/// the same block the larger one counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Keep<T> {
+    pub rank: Rank,
+    /// `None`: for ever, as far as clocks go.
+    pub until: Option<T>,
+}
+
+impl<T: Ord> Ord for Keep<T> {
+    fn cmp(&self, other: &Self) -> Ordering {
+        // Never is later than any time.
+        let key = |keep: &Self| (keep.rank, keep.until.is_none());
+        key(self).cmp(&key(other)).then_with(|| self.until.cmp(&other.until))
+    }
+}
+
+impl<T: Ord> PartialOrd for Keep<T> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
 }
 
 /// Hears the key of a block, and whether the block is here now. It is called with the store locked: it must be quick, and must not

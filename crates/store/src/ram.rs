@@ -1,8 +1,8 @@
-//! Blocks in this process's memory, bounded; the least recently used go first.
-use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, StoreError, Usage, Watcher};
-use std::collections::{BTreeMap, HashMap};
+//! Blocks in this process's memory, bounded; the least recently used go first, and those that are kept last.
+use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, Keep, Rank, StoreError, Usage, Watcher};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 /// A store in RAM.
 ///
@@ -37,10 +37,15 @@ const ENTRY_BYTES: u64 = 512;
 #[derive(Default)]
 struct Blocks {
     entries: HashMap<BlockKey, Entry>,
-    /// Keys by their last use, oldest first.
-    by_use: BTreeMap<u64, BlockKey>,
+    /// Keys in the order in which they go: those that are not kept, then those of smaller ranks; of equal ones, what was used
+    /// longest ago.
+    order: BTreeMap<Place, BlockKey>,
+    /// Kept ones by the time when they are so no longer.
+    ends: BTreeSet<(SystemTime, BlockKey)>,
     uses: u64,
     bytes: u64,
+    /// Of them, those of kept ones.
+    kept_bytes: u64,
     evicted: u64,
     watcher: Option<Watcher>,
 }
@@ -48,6 +53,23 @@ struct Blocks {
 struct Entry {
     frame: Frame,
     used: u64,
+    keep: Option<Keep<SystemTime>>,
+}
+
+/// What an entry is kept for, and its last use.
+type Place = (Option<Rank>, u64);
+
+/// The first of those that are kept.
+const FIRST_KEPT: Place = (Some(Rank { pin: false, priority: 0 }), 0);
+
+impl Entry {
+    fn bytes(&self) -> u64 {
+        entry_bytes(&self.frame)
+    }
+
+    fn place(&self) -> Place {
+        (self.keep.map(|keep| keep.rank), self.used)
+    }
 }
 
 fn entry_bytes(frame: &Frame) -> u64 {
@@ -55,27 +77,41 @@ fn entry_bytes(frame: &Frame) -> u64 {
 }
 
 impl Blocks {
-    fn take(&mut self, key: &BlockKey) -> Option<Frame> {
+    fn take(&mut self, key: &BlockKey) -> Option<Entry> {
         let entry = self.entries.remove(key)?;
-        self.by_use.remove(&entry.used);
-        self.bytes -= entry_bytes(&entry.frame);
-        Some(entry.frame)
+        self.order.remove(&entry.place());
+        self.bytes -= entry.bytes();
+        if let Some(keep) = entry.keep {
+            self.kept_bytes -= entry.bytes();
+            keep.until.map(|until| self.ends.remove(&(until, *key)));
+        }
+        Some(entry)
     }
 
-    fn insert(&mut self, key: BlockKey, frame: Frame) {
-        self.uses += 1;
-        self.bytes += entry_bytes(&frame);
-        self.by_use.insert(self.uses, key);
-        self.entries.insert(key, Entry { frame, used: self.uses });
+    fn insert(&mut self, key: BlockKey, entry: Entry) {
+        self.bytes += entry.bytes();
+        self.order.insert(entry.place(), key);
+        if let Some(keep) = entry.keep {
+            self.kept_bytes += entry.bytes();
+            keep.until.map(|until| self.ends.insert((until, key)));
+        }
+        self.entries.insert(key, entry);
     }
 
     fn use_frame(&mut self, key: &BlockKey) -> Option<Frame> {
         let entry = self.entries.get_mut(key)?;
-        self.by_use.remove(&entry.used);
+        self.order.remove(&entry.place());
         self.uses += 1;
         entry.used = self.uses;
-        self.by_use.insert(self.uses, *key);
+        self.order.insert(entry.place(), *key);
         Some(entry.frame.clone())
+    }
+
+    /// Keeps a block so, in place of what it was kept for.
+    fn keep(&mut self, key: &BlockKey, keep: Option<Keep<SystemTime>>) {
+        if let Some(entry) = self.take(key) {
+            self.insert(*key, Entry { keep, ..entry });
+        }
     }
 
     fn tell(&self, key: &BlockKey, is_here: bool) {
@@ -84,13 +120,23 @@ impl Blocks {
         }
     }
 
+    /// Releases what is kept beyond so many bytes: of the smallest rank what was used last. That is mostly the end of a text, whose
+    /// beginning is of use without it.
+    fn keep_no_more_than(&mut self, bytes: u64) {
+        while self.kept_bytes > bytes {
+            let Some((&(smallest, _), _)) = self.order.range(FIRST_KEPT..).next() else { return };
+            let last = self.order.range(..=(smallest, u64::MAX)).next_back().map(|(_, key)| *key);
+            let Some(last) = last else { return };
+            self.keep(&last, None);
+        }
+    }
+
     fn evict_down_to(&mut self, bytes: u64) {
         while self.bytes > bytes {
-            let Some((_, oldest)) = self.by_use.first_key_value() else { return };
-            let oldest = *oldest;
-            self.take(&oldest);
+            let Some(next) = self.order.first_key_value().map(|(_, key)| *key) else { return };
+            self.take(&next);
             self.evicted += 1;
-            self.tell(&oldest, false);
+            self.tell(&next, false);
         }
     }
 }
@@ -101,6 +147,10 @@ impl RamFrames {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn most_kept_bytes(&self) -> u64 {
+        self.capacity_bytes / 2
+    }
+
     fn store(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
         let bytes = entry_bytes(&frame);
         if bytes > self.capacity_bytes {
@@ -108,9 +158,12 @@ impl RamFrames {
             return Err(StoreError::TooLarge { store, bytes, capacity_bytes });
         }
         let mut blocks = self.lock();
-        blocks.take(&key);
+        let keep = blocks.take(&key).and_then(|entry| entry.keep);
         blocks.evict_down_to(self.capacity_bytes - bytes);
-        blocks.insert(key, frame);
+        blocks.uses += 1;
+        let used = blocks.uses;
+        blocks.insert(key, Entry { frame, used, keep });
+        blocks.keep_no_more_than(self.most_kept_bytes());
         blocks.tell(&key, true);
         Ok(())
     }
@@ -154,6 +207,30 @@ impl FrameStore for RamFrames {
             blocks.tell(key, false);
         }
         Box::pin(std::future::ready(Ok(())))
+    }
+
+    fn keep(&self, keys: &[BlockKey], rank: Rank, until: Option<SystemTime>) -> bool {
+        let (mut blocks, keep) = (self.lock(), Keep { rank, until });
+        for key in keys {
+            let before = blocks.entries.get(key).and_then(|entry| entry.keep);
+            if before.is_none_or(|before| keep > before) {
+                blocks.keep(key, Some(keep));
+            }
+        }
+        blocks.keep_no_more_than(self.most_kept_bytes());
+        true
+    }
+
+    fn release(&self, keys: &[BlockKey]) {
+        let mut blocks = self.lock();
+        keys.iter().for_each(|key| blocks.keep(key, None));
+    }
+
+    fn release_until(&self, now: SystemTime) {
+        let mut blocks = self.lock();
+        while let Some((_, key)) = blocks.ends.first().copied().filter(|(until, _)| *until <= now) {
+            blocks.keep(&key, None);
+        }
     }
 
     fn watch(&self, watcher: Watcher) -> bool {

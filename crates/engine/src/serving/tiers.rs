@@ -9,6 +9,7 @@ mod events;
 mod find;
 mod fingerprint;
 mod generations;
+mod kept;
 mod names;
 mod packed;
 mod parts;
@@ -240,6 +241,7 @@ impl TierDriver {
                 Order::Load(order) => self.load(order),
                 Order::Store(store) => self.export(&store, transfers),
                 Order::Cached(cached) => self.note(&cached),
+                Order::Keep(keep) => self.keep(&keep),
                 Order::Forget { salt, blocks } => self.forget_salt(&salt, &blocks),
                 Order::Abandon { load: id } => {
                     // Nothing more is read for it, so its cells are free when the copies to them that have begun end.

@@ -209,8 +209,11 @@ impl Scheduler {
 
     /// Begins a load of a request that could also run, because there is memory for it. Returns `false` if nothing is loaded.
     pub(crate) fn loads_instead(&mut self, now: StepTime, index: u32) -> bool {
-        if !matches!(self.entries[index as usize].lower, Lower::Found { .. }) {
-            return false;
+        match self.entries[index as usize].lower {
+            Lower::Found { .. } => {}
+            // The cache has evicted some of it since.
+            Lower::Declined { hit, .. } if self.has_now(index) < hit => {}
+            _ => return false,
         }
         let has_room = self.tiers.as_ref().is_some_and(|tiers| tiers.room_tokens().is_some());
         match self.choose_load(index) {
@@ -227,9 +230,8 @@ impl Scheduler {
     fn choose_load(&self, index: u32) -> Result<Choice, Option<(u8, Range<u32>)>> {
         let Some(tiers) = &self.tiers else { return Err(None) };
         let entry = &self.entries[index as usize];
-        let Lower::Found { runs, .. } = &entry.lower else { return Err(None) };
-        // It has cells if a part was loaded already.
-        let hit = if entry.seq.is_some() { entry.cached } else { self.lookup(entry).hit_tokens };
+        let Some(runs) = entry.lower.runs() else { return Err(None) };
+        let hit = self.has_now(index);
         let block = self.memory.block_tokens();
         let last = entry.wanted_content().min(entry.known - 1);
         let last = last - last % block;
@@ -244,9 +246,17 @@ impl Scheduler {
         Ok(Choice { is_last: end == last || stops_before, ..choice })
     }
 
-    /// The request is computed from its prefix hit on.
+    /// Tokens of a waiting request that need neither be loaded nor computed. It has cells if a part was loaded already.
+    fn has_now(&self, index: u32) -> u32 {
+        let entry = &self.entries[index as usize];
+        if entry.seq.is_some() { entry.cached } else { self.lookup(entry).hit_tokens }
+    }
+
+    /// The request is computed from its prefix hit on, unless the cache evicts some of that before it is admitted.
     fn decline(&mut self, now: StepTime, index: u32, missed: Option<(u8, Range<u32>)>) {
-        self.set_lower(index, Lower::Done);
+        let hit = self.has_now(index);
+        let runs = self.entries[index as usize].lower.runs().unwrap_or_default().to_vec();
+        self.set_lower(index, Lower::Declined { runs, hit });
         let Some(tiers) = &mut self.tiers else { return };
         tiers.changed = true;
         if let Some((tier, positions)) = missed {

@@ -14,7 +14,7 @@ const FIRST_WAITING: usize = 16;
 pub(super) fn may_learn(entry: &Entry) -> bool {
     matches!(entry.state, State::Waiting(_))
         && entry.seq.is_none()
-        && matches!(entry.lower, Lower::Done | Lower::Found { .. })
+        && !matches!(entry.lower, Lower::Asked { .. })
 }
 
 impl Scheduler {
@@ -98,8 +98,10 @@ impl Scheduler {
         let n_tiers = self.tiers.as_ref().map_or(0, |tiers| tiers.config.list.len());
         let is_sound = |run: &Run| run.tier.is_none_or(|tier| usize::from(tier) < n_tiers);
         let sound = runs.iter().all(is_sound) && runs.is_sorted_by(|a, b| a.until < b.until);
-        let last = runs.iter().rfind(|run| run.tier.is_some()).filter(|_| sound);
-        let until = last.map_or(0, |run| run.until);
+        let has_any = sound && runs.iter().any(|run| run.tier.is_some() && run.until > 0);
+        // The last end of a load: of a model with windows the tiers may have more of its blocks before they have what the windows see.
+        let may_end = |run: &&Run| run.tier.is_some() && run.may_end_at(run.until);
+        let until = runs.iter().rfind(may_end).filter(|_| sound).map_or(0, |run| run.until);
         let entry = &mut self.entries[index as usize];
         let is_asked = matches!(entry.lower, Lower::Asked { .. });
         let learns = may_learn(entry) && until > entry.found_until;
@@ -108,7 +110,7 @@ impl Scheduler {
         }
         entry.found_until = until;
         self.blocked = None;
-        self.set_lower(index, if until > 0 { Lower::Found { runs } } else { Lower::Done });
+        self.set_lower(index, if has_any { Lower::Found { runs } } else { Lower::Done });
     }
 
     /// Changes what a request knows of the tiers.

@@ -1,5 +1,6 @@
 //! What the scheduler asks of the driver of the tiers.
 use crate::request::RequestId;
+use crate::retain::Retention;
 use kvist_cache::{CachedBlock, Prompt, SeqId};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -103,6 +104,9 @@ pub enum Order {
     /// These blocks were added to the prefix index. The driver may need to know what they store to name them in a later
     /// [`Order::Store`], where their numbers and hashes are the same. There is nothing to report.
     Cached(CachedTokens),
+    /// The cache retains these blocks. Tiers that choose what they drop keep them as long, whenever they get them. There is nothing to
+    /// report.
+    Keep(KeepOrder),
     /// Copy blocks to the tiers, and report [`stored`](crate::Scheduler::stored).
     Store(StoreOrder),
     /// Forget what the tiers have under a salt: nothing of it may be found again. There is nothing to report.
@@ -165,6 +169,17 @@ pub struct CachedTokens {
     pub blocks: Vec<CachedBlock>,
     /// The text up to the end of the last one.
     pub tokens: Vec<u32>,
+}
+
+/// Blocks to keep before others.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KeepOrder {
+    /// Of the text that they belong to.
+    pub salt: Arc<str>,
+    /// From now on so long, and how urgently.
+    pub retention: Retention,
+    /// The blocks, which have been named by [`Order::Cached`].
+    pub blocks: Vec<CachedBlock>,
 }
 
 /// Blocks to copy. They are pinned until [`stored`](crate::Scheduler::stored).

@@ -112,7 +112,7 @@ impl Drive {
                 Order::Load(load) => self.moving.push(Moving::Load(load)),
                 Order::Store(store) => self.moving.push(Moving::Store(store)),
                 Order::Abandon { load } => self.abandon(load),
-                Order::Forget { .. } => {}
+                Order::Forget { .. } | Order::Keep(_) => {}
                 Order::Cached(cached) => self.note_cached(&cached),
             }
         }

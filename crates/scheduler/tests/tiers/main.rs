@@ -225,6 +225,18 @@ fn loaded_tokens_are_not_computed() {
     assert_eq!((ended.hit_tokens, ended.loaded), (12, [0; MAX_TIERS]));
 }
 
+/// A tier may have all of a prompt before it has what the windows of a model see at its end.
+#[test]
+fn a_later_answer_says_where_a_load_may_end() {
+    let mut s = story(config());
+    let answer = |ends| vec![Run { ends, ..Run::new(Some(1), 12) }];
+    s.found(0, RequestId(0), answer(Ends::Nowhere));
+    s.found(1, RequestId(0), answer(Ends::AtEnd));
+    s.iterate(1, &mut machine(1));
+    let loads = s.drain_orders().into_iter().filter(|order| matches!(order, Order::Load(_))).count();
+    assert_eq!(loads, 1);
+}
+
 /// 12 tokens are 12 bytes; with 4 in flight they come in three parts, and a part that fails is computed with the rest.
 #[test]
 fn what_exceeds_the_bound_is_loaded_in_parts() {

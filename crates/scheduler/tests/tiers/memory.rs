@@ -143,3 +143,58 @@ fn a_waiting_request_is_looked_up_again() {
     s.iterate(12_005, &mut machine(1));
     assert_eq!(loads(&mut s)[0].positions, 0..20);
 }
+
+/// A request hears that a tier has what the cache has, too, and waits. The cache evicts it meanwhile. It was computed then: nearly all
+/// that preempted requests had computed, because others need their room only after they have left it.
+#[test]
+fn what_the_cache_evicts_while_a_request_waits_is_loaded() {
+    for bytes_per_s in [1_000_000_000, 1] {
+        let mut tiers = tiers(Write::Through);
+        tiers.list[0].bytes_per_s = bytes_per_s;
+        let config = Config { tiers: Some(tiers), max_batch: 1, ..config() };
+        let mut s = Scheduler::new(config, paged(48, 1), None).unwrap();
+        let arrive = |s: &mut Scheduler, id, prompt: std::ops::Range<u32>, max_new, runs| {
+            let mut request = Request::new(id, 0, prompt.len() as u32, max_new);
+            request.prompt = Prompt::Tokens(prompt.collect());
+            s.arrive(0, request).unwrap();
+            s.found(0, RequestId(id), runs);
+        };
+        let mut sampling = Script(|_, batch: Batch<'_>, out: &mut Outcome| {
+            out.elapsed_ns = 1;
+            out.sample_each(batch, |_| Sampled { token: Some(7), finished: false });
+        });
+        let mut run = |s: &mut Scheduler, steps: u64| {
+            let mut loads = Vec::new();
+            for now in 0..steps {
+                s.iterate(now, &mut sampling);
+                for order in s.drain_orders() {
+                    match order {
+                        Order::Store(store) => assert!(s.stored(now, store.id, true)),
+                        Order::Load(load) => {
+                            s.loaded(now, load.id, true, 1);
+                            loads.push((load.request, load.positions));
+                        }
+                        _ => {}
+                    }
+                }
+            }
+            loads
+        };
+        arrive(&mut s, 0, 0..17, 1, Vec::new());
+        assert_eq!(run(&mut s, 1), []);
+        arrive(&mut s, 1, 100..120, 26, Vec::new());
+        arrive(&mut s, 2, 0..21, 4, vec![Run::new(Some(0), 16)]);
+        assert_eq!(run(&mut s, 1), [], "the other one runs, and the cache has 16 tokens");
+        let loads = run(&mut s, 60);
+        let ended: Vec<Ended> = s.drain_ended().collect();
+        assert_eq!(ended.iter().map(|ended| ended.generated).collect::<Vec<_>>(), [1, 26, 4]);
+        let (tiers, not_loaded) = (s.tier_counters().unwrap(), ended[2].not_loaded);
+        match bytes_per_s {
+            1 => assert_eq!((loads, not_loaded), (Vec::new(), Some(NotLoaded::Slower))),
+            _ => {
+                assert_eq!((loads, not_loaded), (vec![(RequestId(2), 0..16)], None));
+                assert_eq!((ended[2].loaded[0], tiers.declined_tokens), (16, 0));
+            }
+        }
+    }
+}

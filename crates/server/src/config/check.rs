@@ -131,6 +131,7 @@ pub(super) fn limits(config: &ServerConfig) -> Result<(), ConfigError> {
         ("max_header_bytes", l.max_header_bytes, 8 << 10, 1 << 20),
         ("max_choices", l.max_choices as usize, 1, 1 << 12),
         ("max_stop", l.max_stop as usize, 1, 1 << 8),
+        ("max_deletions", l.max_deletions as usize, 1, 1 << 20),
     ];
     for (name, value, min, max) in counts {
         if !(min..=max).contains(&value) {

@@ -202,6 +202,9 @@ pub struct LimitsSection {
     pub max_choices: u32,
     /// Largest number of stop strings per request.
     pub max_stop: u32,
+    /// So many salts may a key's name without admin rights delete in an hour (`DELETE /v1/cache`) of a server with tiers: each
+    /// leaves a note there.
+    pub max_deletions: u32,
     /// What happens to a request whose prompt and `max_tokens` together exceed the longest text.
     pub long_answers: LongAnswers,
     /// A request ends this many seconds after it arrived.
@@ -224,6 +227,7 @@ impl Default for LimitsSection {
             max_header_bytes: 32 << 10,
             max_choices: 128,
             max_stop: 16,
+            max_deletions: 1024,
             long_answers: LongAnswers::Shorten,
             request_timeout_s: 600.0,
             header_timeout_s: 10.0,

@@ -1,5 +1,6 @@
 //! `kvist.cache` keeps prompts in the cache, and `DELETE /v1/cache` drops them.
 use crate::server::*;
+use kvist_server::config::LoadRule;
 use serde_json::{Value, json};
 
 fn small(tokens: u32) -> Server {
@@ -96,6 +97,69 @@ fn delete_drops_what_one_salt_has() {
     let (status, param, _, message) = server.send("DELETE", "/v1/cache?salt=x", &[], b"").error();
     assert_eq!((status, param.as_str()), (400, "cache_salt"));
     assert!(message.contains("salt") && message.contains("the only parameter"), "{message}");
+}
+
+/// A request that needs nearly all of the cache pushes a prompt out of it, and through the tier, which has room for 16 blocks, as many
+/// others. A retained one is still there, until its time is over.
+#[test]
+fn a_retained_prompt_outlives_others_in_the_tier_below() {
+    let asked = |fields: Value| {
+        let mut config = config();
+        config.cache.tokens = Some(512);
+        config.tiers.ram_bytes = 2_200_000;
+        config.tiers.load = LoadRule::Always;
+        config.tiers.grace_ms = 600_000; // this machine may be slow
+        let server = Server::start(config);
+        // Until nothing is on its way to the tier.
+        let settle = || {
+            server.until("copies have ended", || {
+                server.engine.blocking_inspect(|_| ());
+                server.engine.stats().tiers.is_some_and(|tiers| tiers.store_bytes + tiers.load_bytes == 0)
+            })
+        };
+        ask(&server, &prompt(0), fields);
+        settle();
+        let long: Vec<u32> = (0..500).map(|i| 300 + (i * 37) % 3000).collect();
+        ask(&server, &long, json!({}));
+        settle();
+        assert_eq!(retained(&server), 0.0);
+        let stores = server.engine.stats().tiers.unwrap().stores;
+        assert_eq!(stores[0].usage.entries, Some(16), "the tier is full");
+        ask(&server, &prompt(0), json!({}))
+    };
+    assert_eq!(asked(json!({})), 0);
+    assert_eq!(asked(cache(json!({"priority": 1}))), 112);
+    assert_eq!(asked(cache(json!({"pin": true}))), 112);
+}
+
+/// Each deletion leaves a note in every tier, also of salts that nothing was ever cached under: a client could fill a store with them.
+#[test]
+fn a_name_leaves_a_bounded_number_of_notes_in_tiers() {
+    let with_tiers = |ram_bytes| {
+        let mut config = config();
+        config.tiers.ram_bytes = ram_bytes;
+        config.limits.max_deletions = 2;
+        config.keys = ["ann", "bob"].map(|name| key(name, &format!("{name}-secret"), false)).into();
+        config.keys.push(key("ann", "root-secret", true));
+        Server::start(config)
+    };
+    let server = with_tiers(16 << 20);
+    let delete = |server: &Server, key: &str, salt: usize| {
+        let key = format!("Bearer {key}-secret");
+        let path = format!("/v1/cache?cache_salt={salt}");
+        server.send("DELETE", &path, &[("authorization", &*key)], b"")
+    };
+    (0..2).for_each(|salt| drop(delete(&server, "ann", salt).good()));
+    let refused = delete(&server, "ann", 2);
+    let (status, _, code, message) = refused.error();
+    assert_eq!((status, &*code), (429, "too_many_deletions"));
+    assert!(message.contains("deleted 2 salts") && message.contains("limits.max_deletions"), "{message}");
+    assert!(refused.header("retry-after").unwrap().parse::<u32>().unwrap() <= 1800);
+    // Others have their own, an admin key has no bound, and without tiers nothing is noted.
+    delete(&server, "bob", 2).good();
+    (2..9).for_each(|salt| drop(delete(&server, "root", salt).good()));
+    let server = with_tiers(0);
+    (0..9).for_each(|salt| drop(delete(&server, "ann", salt).good()));
 }
 
 #[test]

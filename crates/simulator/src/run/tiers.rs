@@ -192,8 +192,8 @@ impl SimTiers {
                     self.store(from_ns, store, &mut shared);
                 }
                 Order::Abandon { load } => self.abandon(now, load, &mut shared),
-                // No trace forgets a salt, so nothing is removed from a tier.
-                Order::Cached(_) | Order::Forget { .. } => {}
+                // No trace forgets a salt, or retains a prompt.
+                Order::Cached(_) | Order::Forget { .. } | Order::Keep(_) => {}
             }
         }
     }

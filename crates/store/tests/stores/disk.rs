@@ -94,6 +94,87 @@ async fn removed_blocks_stay_away_after_restarts() {
     }
 }
 
+/// Records of the list of removals that have no later one of the same block.
+fn listed(dir: &Path) -> usize {
+    let mut listed = std::collections::HashMap::new();
+    for record in fs::read(dir.join("kvist-store.removed")).unwrap().chunks_exact(33) {
+        listed.insert(record[1..].to_vec(), record[0] == b'-');
+    }
+    listed.values().filter(|is_removed| **is_removed).count()
+}
+
+/// The list of what was removed grew until the store was opened again.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_was_removed_is_forgotten_when_all_regions_were_overwritten_and_stays_away() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(320);
+    let store = open(dir.path()).await;
+    // Never there: nothing to note.
+    store.remove(&keys[319]).await.unwrap();
+    assert_eq!(listed(dir.path()), 0);
+    let write = async |keys: &[BlockKey]| {
+        for key in keys {
+            store.put(*key, vec![7; 1 << 20].into(), None).await.unwrap();
+        }
+    };
+    write(&keys[..20]).await;
+    for key in &keys[..20] {
+        store.remove(key).await.unwrap();
+    }
+    assert_eq!(listed(dir.path()), 20);
+    // A region less than the disk has: some may still be in its files.
+    write(&keys[20..130]).await;
+    assert_eq!(listed(dir.path()), 20);
+    // The files, and what is buffered and half full.
+    write(&keys[130..250]).await;
+    assert_eq!(listed(dir.path()), 0);
+    // A few that are removed late are listed.
+    for key in &keys[240..250] {
+        store.remove(key).await.unwrap();
+    }
+    assert_eq!(listed(dir.path()), 10);
+    store.close().await.unwrap();
+    let store = open(dir.path()).await;
+    for key in keys[..20].iter().chain(&keys[240..250]) {
+        assert_eq!(store.get(key).await.unwrap(), None);
+    }
+    assert!(store.get(&keys[239]).await.unwrap().is_some());
+}
+
+/// Regression: a note of a deletion was in the regions, which are overwritten in any order after a restart. Then older blocks could
+/// outlive it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_note_outlives_the_blocks_of_its_salt() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(500);
+    let (note, number) =
+        (KeyChain::note(b"a model", "a salt"), Bytes::from_static(&[1, 2, 3, 4, 5, 6, 7, 8]));
+    let block = Bytes::from(vec![7; 1 << 20]);
+    let (of_salt, others) = keys.split_at(60);
+    let store = open(dir.path()).await;
+    for key in of_salt {
+        store.put(*key, block.clone(), None).await.unwrap();
+    }
+    store.put(note, number.clone(), None).await.unwrap();
+    let mut store = Some(store);
+    // Half of the regions, all of them, and all of them again.
+    for (restart, more) in [&others[..60], &others[60..180], &others[180..360]].into_iter().enumerate() {
+        store.take().unwrap().close().await.unwrap();
+        let store = store.insert(open(dir.path()).await);
+        for key in more {
+            store.put(*key, block.clone(), None).await.unwrap();
+            assert_eq!(store.get(&note).await.unwrap(), Some(number.clone()), "restart {restart}");
+        }
+    }
+    let store = store.unwrap();
+    for key in of_salt {
+        assert_eq!(store.lookup(&[*key], Duration::MAX).await.unwrap(), 0, "the test overwrites all of them");
+    }
+    assert_eq!(store.lookup(&[note], Duration::MAX).await.unwrap(), 1);
+    store.remove(&note).await.unwrap();
+    assert_eq!(store.get(&note).await.unwrap(), None);
+}
+
 /// Regression: foyer's numbers and its queue could have different orders, and opening a region stopped at the first number that
 /// was smaller than the one before.
 #[tokio::test(flavor = "multi_thread", worker_threads = 4)]

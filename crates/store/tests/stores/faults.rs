@@ -1,11 +1,11 @@
 //! A store that fails, hangs, and returns parts: the caller gets an error or a miss, never a wrong block.
-use crate::reference::{self, block};
+use crate::reference::{self, block, clock};
 use kvist_store::{
-    BlockKey, BlockStore, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, Ram, StoreError, Usage,
+    BlockKey, BlockStore, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, Ram, Rank, StoreError, Usage,
 };
 use kvist_testing::SplitMix64;
 use std::collections::HashMap;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A store in RAM in front of which something goes wrong, at random.
@@ -179,4 +179,34 @@ async fn a_hanging_store_is_asked_no_more() {
     let error = store.get(&keys[0]).await.unwrap_err();
     assert!(matches!(error, StoreError::TimedOut { .. }), "one call tries again: {error}");
     assert_eq!(store.counts().errors, 101);
+}
+
+/// What is kept and watched does not stop at the guard.
+#[tokio::test]
+async fn a_guarded_store_keeps_and_tells() {
+    let keys = reference::keys(12);
+    let store =
+        Framed::over(Guarded::new(Ram::new(2_800).into_frames(), Limits::default())).with_clock(clock);
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let hear = told.clone();
+    assert!(store.watch(Box::new(move |key, is_here| hear.lock().unwrap().push((*key, is_here)))));
+    // Room for four.
+    let write = async |keys: &[BlockKey]| {
+        for key in keys {
+            store.put(*key, vec![7; 100].into(), None).await.unwrap();
+        }
+    };
+    let has = async |key: BlockKey| store.lookup(&[key], Duration::MAX).await.unwrap() == 1;
+    write(&keys[..2]).await;
+    assert_eq!(*told.lock().unwrap(), [(keys[0], true), (keys[1], true)]);
+    assert!(store.keep(&keys[..1], Rank::default(), Duration::MAX));
+    assert!(store.keep(&keys[1..2], Rank::default(), Duration::from_millis(10)));
+    write(&keys[2..6]).await;
+    assert!(has(keys[0]).await && has(keys[1]).await);
+    reference::pass(10);
+    write(&keys[6..9]).await;
+    assert!(has(keys[0]).await && !has(keys[1]).await);
+    store.release(&keys[..1]);
+    write(&keys[9..]).await;
+    assert!(!has(keys[0]).await);
 }

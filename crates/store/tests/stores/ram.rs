@@ -1,11 +1,11 @@
 //! The store in RAM.
 use crate::reference::{self, Keeps, block, clock, compare};
-use kvist_store::{BlockKey, BlockStore, Bytes, Frame, Ram, StoreError, Usage};
+use kvist_store::{BlockKey, BlockStore, Bytes, Frame, Keep, Ram, Rank, StoreError, Usage};
 use kvist_testing::SplitMix64;
 use pollster::block_on;
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 const ENTRY: u64 = 512 + Frame::HEAD_BYTES as u64;
 
@@ -68,6 +68,151 @@ fn it_evicts_the_least_recently_used() {
     }
 }
 
+/// What a block is kept for, and until when.
+type Kept = Option<(Rank, SystemTime)>;
+
+/// Blocks of a plain list, in order of use, with their lengths.
+#[derive(Default)]
+struct Plain {
+    list: Vec<(BlockKey, u64, Kept)>,
+    evicted: Vec<BlockKey>,
+}
+
+impl Plain {
+    fn bytes(&self, only_kept: bool) -> u64 {
+        let of = |(_, bytes, keep): &(BlockKey, u64, Kept)| match keep {
+            None if only_kept => 0,
+            _ => ENTRY + bytes,
+        };
+        self.list.iter().map(of).sum()
+    }
+
+    fn release_until(&mut self, now: SystemTime) {
+        let keeps = self.list.iter_mut().map(|(.., keep)| keep);
+        keeps.for_each(|keep| *keep = keep.filter(|(_, until)| *until > now));
+    }
+
+    fn make_room(&mut self, bytes: u64, capacity: u64) {
+        while self.bytes(false) + bytes > capacity {
+            let rank = |&i: &usize| (self.list[i].2.map(|(rank, _)| rank), i);
+            let next = (0..self.list.len()).min_by_key(rank).unwrap();
+            self.evicted.push(self.list.remove(next).0);
+        }
+    }
+
+    /// Returns how many blocks are kept no longer.
+    fn keep_half(&mut self, capacity: u64) -> usize {
+        let mut n_released = 0;
+        while self.bytes(true) > capacity / 2 {
+            let smallest = self.list.iter().filter_map(|(.., keep)| *keep).map(|(rank, _)| rank).min();
+            let last = self.list.iter().rposition(|(.., keep)| keep.map(|(rank, _)| rank) == smallest);
+            self.list[last.unwrap()].2 = None;
+            n_released += 1;
+        }
+        n_released
+    }
+}
+
+/// Kept blocks go last, the smallest rank first, and no more than half of the store is kept: against a plain list.
+#[test]
+fn it_evicts_what_is_kept_last() {
+    let keys = reference::keys(40);
+    let (mut n_kept, mut n_released, mut n_evicted) = (0, 0, 0);
+    for seed in 0..20 {
+        let mut random = SplitMix64(seed);
+        let capacity = 12_000;
+        let store = Ram::new(capacity).with_clock(clock);
+        let mut plain = Plain::default();
+        for operation in 0..2_000 {
+            let key = random.pick(&keys);
+            let at = plain.list.iter().position(|(other, ..)| *other == key);
+            match random.below(12) {
+                0..5 => {
+                    let block = block(&mut random, 1_000);
+                    plain.release_until(clock());
+                    let keep = at.and_then(|at| plain.list.remove(at).2);
+                    plain.make_room(ENTRY + block.len() as u64, capacity);
+                    plain.list.push((key, block.len() as u64, keep));
+                    n_released += plain.keep_half(capacity);
+                    block_on(store.put(key, block, None)).unwrap();
+                }
+                5..8 => {
+                    let expected = at.map(|at| plain.list.remove(at));
+                    plain.list.extend(expected);
+                    assert_eq!(block_on(store.get(&key)).unwrap().is_some(), at.is_some());
+                }
+                8 => {
+                    at.map(|at| plain.list.remove(at));
+                    block_on(store.remove(&key)).unwrap();
+                }
+                9 if random.below(8) == 0 => {
+                    let few: Vec<BlockKey> = (0..5).map(|_| random.pick(&keys)).collect();
+                    let of = plain.list.iter_mut().filter(|(key, ..)| few.contains(key));
+                    of.for_each(|(.., keep)| *keep = None);
+                    store.release(&few);
+                }
+                9 => reference::pass(random.below(20).into()),
+                _ => {
+                    let few: Vec<BlockKey> = (0..5).map(|_| random.pick(&keys)).collect();
+                    let rank = Rank { pin: random.below(4) == 0, priority: random.below(3) as u8 };
+                    let within = match random.below(8) {
+                        0 => Duration::MAX,
+                        _ => Duration::from_millis(random.below(200).into()),
+                    };
+                    let for_ever = SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 40);
+                    let until = clock().checked_add(within).unwrap_or(for_ever);
+                    plain.release_until(clock());
+                    for (key, _, keep) in &mut plain.list {
+                        if few.contains(key) {
+                            *keep = (*keep).max(Some((rank, until)));
+                            n_kept += 1;
+                        }
+                    }
+                    n_released += plain.keep_half(capacity);
+                    assert!(store.keep(&few, rank, within));
+                }
+            }
+            let is_here = |key: &&BlockKey| block_on(store.lookup(&[**key], Duration::MAX)).unwrap() == 1;
+            let here: BTreeSet<BlockKey> = keys.iter().filter(is_here).copied().collect();
+            let expected: BTreeSet<BlockKey> = plain.list.iter().map(|(key, ..)| *key).collect();
+            assert_eq!(here, expected, "seed {seed}, operation {operation}");
+            assert_eq!(store.usage().bytes, Some(plain.bytes(false)));
+            assert_eq!(store.counts().evicted, plain.evicted.len() as u64);
+        }
+        n_evicted += plain.evicted.len();
+    }
+    let counts = (n_kept, n_released, n_evicted);
+    assert!(n_kept > 5_000 && n_released > 500 && n_evicted > 2_000, "{counts:?}");
+}
+
+/// Regression: when more than half was kept, kept blocks went before all others, and the beginning of a text first.
+#[test]
+fn the_beginning_of_a_text_stays_when_more_than_half_is_kept() {
+    let keys = reference::keys(30);
+    let store = Ram::new(10 * (ENTRY + 100));
+    let write = |keys: &[BlockKey]| {
+        keys.iter().for_each(|key| block_on(store.put(*key, vec![7; 100].into(), None)).unwrap());
+    };
+    write(&keys[..8]);
+    store.keep(&keys[..8], Rank::default(), Duration::MAX);
+    write(&keys[8..28]);
+    assert_eq!(block_on(store.lookup(&keys[..8], Duration::MAX)).unwrap(), 5);
+    // A higher rank takes the place of a smaller one, from its end.
+    store.keep(&keys[26..28], Rank { pin: true, priority: 0 }, Duration::MAX);
+    write(&keys[28..30]);
+    write(&keys[10..20]);
+    assert_eq!(block_on(store.lookup(&keys[..8], Duration::MAX)).unwrap(), 3);
+    assert_eq!(block_on(store.lookup(&keys[26..28], Duration::MAX)).unwrap(), 2);
+}
+
+/// The rank comes before the end, and never is the latest end.
+#[test]
+fn of_two_reasons_to_keep_a_block_the_larger_counts() {
+    let ranks = [(false, 0), (false, 3), (true, 0)].map(|(pin, priority)| Rank { pin, priority });
+    let keeps = ranks.iter().flat_map(|&rank| [Some(1), Some(9), None].map(|until| Keep { rank, until }));
+    assert!(keeps.collect::<Vec<_>>().is_sorted_by(|a, b| a < b));
+}
+
 #[test]
 fn a_block_larger_than_the_store_is_refused_and_evicts_nothing() {
     let keys = reference::keys(2);
@@ -91,6 +236,7 @@ fn the_bound_holds_for_what_is_allocated() {
                 block_on(store.put(*key, vec![0; body].into(), None)).unwrap();
                 block_on(store.get(key)).unwrap();
             }
+            store.keep(&keys, Rank::default(), Duration::from_secs(3600));
             kept = Some(store);
         });
         let counted = kept.unwrap().usage().bytes.unwrap();

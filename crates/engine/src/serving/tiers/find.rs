@@ -111,10 +111,15 @@ async fn find_in(
     let mut runs = search(stores, &keys, (hit, block), of_whole, &notes).await;
     all.join_all().await;
     let at = runs.last().map_or(0, |run| run.until as usize / block);
-    let mut windows =
-        Windows { stores, block_parts: &lookup.block_parts, keys: &keys, times, tiers: Vec::new() };
+    let mut windows = Windows::new(stores, &lookup.block_parts, &keys, times);
     if lookup.block_parts.has_windows() {
-        let ends = windows.ends(hit..at).await;
+        let mut ends = windows.ends(hit..at, usize::MAX).await;
+        if hit > 0 {
+            // The cache may evict what it has while the request waits: a preempted one has all of its blocks there now, and few later.
+            // Otherwise the last end has to do, because each is a round trip.
+            let most = if hit < at { 1 } else { usize::MAX };
+            ends.append(&mut windows.ends(0..at, most).await);
+        }
         runs = cut(&runs, &ends, block as u32);
     }
     let windows = windows.tiers;
@@ -192,17 +197,25 @@ struct Windows<'a> {
     tiers: Vec<(usize, Vec<Option<u8>>)>,
 }
 
-impl Windows<'_> {
+impl<'a> Windows<'a> {
+    fn new(
+        stores: &'a Stores,
+        block_parts: &'a BlockParts,
+        keys: &'a [BlockKey],
+        times: LookupTimes,
+    ) -> Windows<'a> {
+        let tiers = block_parts.windows().map(|(group, _)| (group, vec![None; keys.len()])).collect();
+        Windows { stores, block_parts, keys, times, tiers }
+    }
+
     /// Where, after so many blocks, a load may end: where the tiers have all that the windows see there, besides what the
     /// cache has, before `blocks`. From the last block on, as far apart as a window is long, because a load rarely ends
-    /// elsewhere.
-    async fn ends(&mut self, blocks: Range<usize>) -> BTreeSet<usize> {
-        let groups: Vec<usize> = self.block_parts.windows().map(|(group, _)| group).collect();
-        self.tiers = groups.iter().map(|&group| (group, vec![None; self.keys.len()])).collect();
+    /// elsewhere. At most `most` of them.
+    async fn ends(&mut self, blocks: Range<usize>, most: usize) -> BTreeSet<usize> {
         let (mut ends, mut end) = (BTreeSet::new(), blocks.end);
-        while end > blocks.start && !self.times.have_passed() {
+        while end > blocks.start && ends.len() < most && !self.times.have_passed() {
             let mut gap = None;
-            for i in 0..groups.len() {
+            for i in 0..self.tiers.len() {
                 gap = gap.max(self.gap(i, blocks.start..end).await);
             }
             end = match gap {

@@ -7,7 +7,8 @@
 //! Every store keeps a note of the latest generation, as an object like a block, for other processes and for the time after a restart.
 //! Before blocks of a tier are used, all tiers have been asked for their notes, at most [`READ_AGAIN`] ago: the deletion may be known
 //! to a slower one alone, which other processes share. A tier that gives no note is not used, and others are. A note is written after
-//! the blocks that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first.
+//! the blocks that it hides, and read more often: stores that evict what is oldest, or was used longest ago, lose those blocks first. The disk has its notes apart
+//! from its blocks.
 mod untold;
 
 use super::recent::Recent;
@@ -85,12 +86,17 @@ impl Stores {
         };
         // What it has not been told it cannot say.
         let told = self.untold.generation(tier, &note).unwrap_or_default();
-        let mut known = 0;
+        let (mut before, mut known) = (0, 0);
         self.generations.update(note, |salt| {
+            before = salt.generation;
             salt.generation = salt.generation.max(noted.unwrap_or_default()).max(told);
             salt.asked[tier] = Some((now, noted.is_some()));
             known = salt.generation;
         });
+        if known > before {
+            // Another process has deleted it: what is kept of it here would be in the way of other blocks.
+            self.release(&note);
+        }
         // It has lost the note, or another process with another clock has written one: others should read what this one knows.
         if noted.is_some_and(|noted| noted < known) {
             self.tell_one(&Handle::current(), tier, note, known);

@@ -70,6 +70,7 @@ impl TierDriver {
         let note = self.note_of(salt);
         let generation = self.stores.next_generation(note);
         self.stores.events.begin_generation(&note, generation);
+        self.release(&note);
         // Requests that have heard of earlier blocks compute them, also those that are being loaded.
         self.prompts.retain(|_, found| found.note != note);
         let loads = self.loads.values_mut().filter(|load| load.note == note).map(|load| &mut load.blocks);

@@ -1,7 +1,7 @@
 //! A tier that stores f16 blocks in q8: as much memory has almost twice as many of them.
 use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, StoreError, Usage, Watcher};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, Rank, StoreError, Usage, Watcher};
 use std::time::Duration;
 
 /// Numbers that share a scale.
@@ -43,6 +43,12 @@ impl<S: BlockStore> BlockStore for PackedStore<S> {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async move { self.store.put(key, Bytes::from(pack(&bytes)), ttl).await })
+    }
+    fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
+        self.store.keep(keys, rank, within)
+    }
+    fn release(&self, keys: &[BlockKey]) {
+        self.store.release(keys);
     }
     fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
         self.store.remove(key)

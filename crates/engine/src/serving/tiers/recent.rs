@@ -3,7 +3,7 @@ use kvist_store::BlockKey;
 use std::collections::{HashMap, VecDeque};
 
 /// A few megabytes.
-const MOST: usize = 1 << 16;
+pub(super) const MOST: usize = 1 << 16;
 
 #[derive(Default)]
 pub struct Recent<V> {
@@ -19,6 +19,12 @@ impl<V: Default> Recent<V> {
 
     pub fn get_mut(&mut self, key: &BlockKey) -> Option<&mut V> {
         self.values.get_mut(key)
+    }
+
+    /// The keys of values of which this is true, in the order in which they were added.
+    pub fn keys_where(&mut self, mut is_so: impl FnMut(&mut V) -> bool) -> Vec<BlockKey> {
+        let Recent { values, order } = self;
+        order.iter().filter(|key| values.get_mut(key).is_some_and(&mut is_so)).copied().collect()
     }
 
     /// Adds a key with the default value, unless it is there. Returns the oldest key if that is forgotten for it.

@@ -1,6 +1,7 @@
 //! The tasks that talk to the stores.
 use super::events::TierEvents;
 use super::generations::{Generations, Untold};
+use super::kept::Kept;
 use super::recent::Recent;
 use super::{Report, StoreStats, TierConfig};
 use crate::serving::thread::Command;
@@ -43,6 +44,7 @@ pub struct Stores {
     pub(super) generations: Generations,
     pub(super) untold: Untold,
     pub(super) events: TierEvents,
+    pub(super) kept: Kept,
     /// How long a request waits for what the tiers have.
     patience: Duration,
     longest_read: Duration,
@@ -152,6 +154,7 @@ impl Stores {
             generations: Generations::default(),
             untold: Untold::default(),
             events: TierEvents::default(),
+            kept: Kept::default(),
             patience: config.grace,
             longest_read: LONGEST_READ,
         }
@@ -230,6 +233,11 @@ impl Stores {
         self.list.get(tier)
     }
 
+    /// Does something with every tier.
+    pub(super) fn each(&self, act: impl FnMut(&OneStore)) {
+        self.list.iter().for_each(act);
+    }
+
     /// No tier has this block.
     pub fn forget(&self, key: &BlockKey) {
         self.forget_in(key, 0..self.n());
@@ -303,6 +311,9 @@ impl Stores {
         let is_there = one.note(WRITE, put).is_some();
         if is_there || never_fits {
             self.remember(key, tier, is_there);
+        }
+        if is_there {
+            self.keep_written(one, &key);
         }
     }
 }
