@@ -197,7 +197,7 @@ impl From<SessionError> for ApiError {
             SessionError::NotFound { .. }
             | SessionError::Deleted { .. }
             | SessionError::LostRecord { .. } => new(StatusCode::NOT_FOUND, "session_not_found"),
-            SessionError::Unreachable { .. } => {
+            SessionError::Unreachable { .. } | SessionError::DeletionsWait { .. } => {
                 new(StatusCode::SERVICE_UNAVAILABLE, "session_store_unavailable").retry_after(1)
             }
             SessionError::Exists { .. } => new(StatusCode::CONFLICT, "session_exists").about("id"),

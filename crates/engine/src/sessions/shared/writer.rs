@@ -1,14 +1,13 @@
 //! The task that records sessions.
 use super::record::{Head, written};
 use super::{Shared, TARGET, count};
-use crate::sessions::store::{SharedChange, Stamp};
+use crate::sessions::store::{Pending, SharedTask as Task, Stamp};
 use crate::sessions::{SessionId, Timestamp};
 use kvist_store::{BlockKey, Bytes, StoreError};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::time::Duration;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -22,14 +21,6 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Two workers that record at the same time are done by then.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
-/// Something to record.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Task {
-    Deletion(Arc<str>, SessionId),
-    Expiry(Arc<str>, SessionId, Stamp),
-    State(SessionId),
-}
-
 /// What the store did not take.
 struct Failed {
     tasks: BTreeSet<Task>,
@@ -38,41 +29,32 @@ struct Failed {
 }
 
 impl Failed {
-    /// Waits for the next change, until it is time to try again. `None` for the latter, and `Some(None)` if there will be no change.
-    async fn next(&self, changes: &mut UnboundedReceiver<SharedChange>) -> Option<Option<SharedChange>> {
-        if self.tasks.is_empty() {
-            return Some(changes.recv().await);
+    /// Waits for the next change, or until it is time to try again.
+    async fn wait(&self, wake: &Notify) {
+        match self.tasks.is_empty() {
+            true => wake.notified().await,
+            false => drop(tokio::time::timeout_at(self.again, wake.notified()).await),
         }
-        tokio::time::timeout_at(self.again, changes.recv()).await.ok()
     }
 }
 
-/// Records what it is told, until it is told to stop. Many changes of a session are recorded once, and the states of one session one
+/// Whoever waits for the task learns that it has ended, however it ends.
+struct Ending<'a>(&'a Shared);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.sessions.end_sharing();
+    }
+}
+
+/// Records what there is to record, until it is told to stop. Many changes of a session are recorded once, and the states of one session one
 /// after the other; a session that was deleted or has expired has no state to record.
-pub(super) async fn run(shared: Arc<Shared>, mut changes: UnboundedReceiver<SharedChange>) {
+pub(super) async fn run(shared: Arc<Shared>, wake: Arc<Notify>) {
+    let _ending = Ending(&shared);
     let mut failed = Failed { tasks: BTreeSet::new(), pause: PAUSE, again: Instant::now() };
     loop {
-        let (mut tasks, mut waiting, mut stops) = (BTreeSet::new(), Vec::<Sender<()>>::new(), false);
-        let mut next = match failed.next(&mut changes).await {
-            Some(None) => return,
-            Some(change) => change,
-            None => None,
-        };
-        while let Some(change) = next {
-            match change {
-                SharedChange::Session(id) => drop(tasks.insert(Task::State(id))),
-                SharedChange::Deleted { owner, id } => drop(tasks.insert(Task::Deletion(owner, id))),
-                SharedChange::Expired { owner, id, recorded } => {
-                    tasks.insert(Task::Expiry(owner, id, recorded));
-                }
-                SharedChange::Flush(reply) => waiting.push(reply),
-                SharedChange::Stop(reply) => {
-                    waiting.push(reply);
-                    stops = true;
-                }
-            }
-            next = changes.try_recv().ok();
-        }
+        failed.wait(&wake).await;
+        let Pending { mut tasks, waiting, stops } = shared.sessions.take_pending();
         let had_failed = !failed.tasks.is_empty();
         let tries_again = had_failed && (!waiting.is_empty() || failed.again <= Instant::now());
         if tries_again {

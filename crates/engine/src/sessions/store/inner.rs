@@ -1,6 +1,6 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::guard::Busy;
-use super::shared::SharedChange;
+use super::shared::{Shared, SharedTask};
 use super::{SessionInfo, Stamp, Timestamp};
 use crate::random::random_seed;
 use crate::sessions::SessionLimits;
@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc::UnboundedSender;
 
 pub(super) struct Session {
     pub owner: Arc<str>,
@@ -34,8 +33,8 @@ pub(super) struct Session {
     /// The state that the shared store has, as far as this process knows.
     pub recorded: Option<Stamp>,
     pub busy: Option<Busy>,
-    /// True if [`Inner::expiries`] has an entry for it. False only while a claim outlasts the session's expiry time.
-    pub is_scheduled: bool,
+    /// The time of its entry in [`Inner::expiries`]. `None` only while a claim outlasts the session's expiry time.
+    pub scheduled: Option<Instant>,
 }
 
 impl Session {
@@ -62,8 +61,10 @@ pub(super) struct Inner {
     pub next: u64,
     /// Where to report sessions that have changed or are gone.
     pub changes: Option<Sender<Change>>,
-    /// Where to report what a shared store has to learn.
-    pub shared: Option<UnboundedSender<SharedChange>>,
+    /// What a shared store has to learn, if there is one.
+    pub shared: Option<Shared>,
+    /// Sessions that requests are about to use, and how many: they are not let go.
+    pub expected: BTreeMap<SessionId, usize>,
     /// Deleted sessions of which the shared store has no note yet: what it still has of them is not taken over.
     pub deleting: BTreeSet<(Arc<str>, SessionId)>,
 }
@@ -80,6 +81,7 @@ impl Default for Inner {
             next: random_seed() >> 1,
             changes: None,
             shared: None,
+            expected: BTreeMap::new(),
             deleting: BTreeSet::new(),
         }
     }
@@ -112,18 +114,18 @@ impl Inner {
     }
 
     /// Reports that a session has changed.
-    pub fn changed(&self, id: SessionId) {
+    pub fn changed(&mut self, id: SessionId) {
         if let Some(changes) = &self.changes {
             // Without a receiver, the server is shutting down.
             let _ = changes.send(Change::Session(id));
         }
-        self.tell_shared(|| SharedChange::Session(id));
+        self.tell_shared(|| SharedTask::State(id));
     }
 
     /// Reports to the shared store, if there is one.
-    pub fn tell_shared(&self, change: impl FnOnce() -> SharedChange) {
-        if let Some(shared) = &self.shared {
-            let _ = shared.send(change());
+    pub fn tell_shared(&mut self, task: impl FnOnce() -> SharedTask) {
+        if let Some(shared) = &mut self.shared {
+            shared.add(task());
         }
     }
 
@@ -140,8 +142,9 @@ impl Inner {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         // A time beyond the clock's range means that it never expires.
         if let Some(expiry) = session.touched.checked_add(idle)
-            && !std::mem::replace(&mut session.is_scheduled, true)
+            && session.scheduled.is_none()
         {
+            session.scheduled = Some(expiry);
             self.expiries.insert((expiry, id));
         }
     }
@@ -173,10 +176,7 @@ impl Inner {
     pub fn delete(&mut self, id: SessionId) {
         if let Some(session) = self.sessions.get(&id) {
             let owner = session.owner.clone();
-            if self.shared.is_some() {
-                self.deleting.insert((owner.clone(), id));
-            }
-            self.tell_shared(|| SharedChange::Deleted { owner, id });
+            self.delete_elsewhere(owner, id);
         }
         self.remove(id);
     }
@@ -187,7 +187,7 @@ impl Inner {
             && let Some(recorded) = session.recorded
         {
             let owner = session.owner.clone();
-            self.tell_shared(|| SharedChange::Expired { owner, id, recorded });
+            self.tell_shared(|| SharedTask::Expiry(owner, id, recorded));
         }
         self.remove(id);
     }
@@ -196,6 +196,9 @@ impl Inner {
     /// to learn: an expiry is not, and a deletion they see themselves.
     pub fn remove(&mut self, id: SessionId) {
         let Some(gone) = self.sessions.remove(&id) else { return };
+        if let Some(expiry) = gone.scheduled {
+            self.expiries.remove(&(expiry, id));
+        }
         self.changed(id);
         for child in &gone.children {
             if let Some(child) = self.sessions.get_mut(child) {
@@ -276,8 +279,8 @@ impl Inner {
             own.charge += session.history.charge();
             let expiries: Vec<Instant> =
                 self.expiries.iter().filter(|(_, of)| of == id).map(|(expiry, _)| *expiry).collect();
-            assert_eq!(expiries.len(), usize::from(session.is_scheduled), "{id} expires at {expiries:?}");
-            assert!(session.is_scheduled || session.busy.is_some(), "{id} never expires");
+            assert_eq!(expiries, Vec::from_iter(session.scheduled), "the expiry of {id}");
+            assert!(session.scheduled.is_some() || session.busy.is_some(), "{id} never expires");
             assert!(expiries.iter().all(|expiry| *expiry <= session.touched + idle), "{id} expires late");
             let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
             let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
@@ -294,5 +297,9 @@ impl Inner {
             }
         }
         assert_eq!(owned, self.owned);
+        assert!(
+            self.expiries.iter().all(|(_, id)| self.sessions.contains_key(id)),
+            "the expiry of one that is gone"
+        );
     }
 }

@@ -80,7 +80,7 @@ impl Session {
             stamp,
             recorded: record.recorded,
             busy: None,
-            is_scheduled: false,
+            scheduled: None,
         }
     }
 }

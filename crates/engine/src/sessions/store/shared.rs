@@ -3,24 +3,70 @@ use super::inner::{Inner, Session};
 use super::{SessionRecord, SessionStore, Stamp, Timestamp};
 use crate::sessions::history::SavedHistory;
 use crate::sessions::{History, SessionError, SessionId};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::time::Duration;
-use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::sync::Notify;
 
-/// What the task that records sessions is told.
-pub(in crate::sessions) enum SharedChange {
-    /// A session may have changed, or is gone.
-    Session(SessionId),
+/// Deletions of one owner that may wait for the store. Then it takes no more.
+pub(in crate::sessions) const MOST_DELETIONS: usize = 4096;
+
+/// Something that the shared store has to learn.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(in crate::sessions) enum SharedTask {
     /// A client has deleted a session.
-    Deleted { owner: Arc<str>, id: SessionId },
+    Deletion(Arc<str>, SessionId),
     /// A session has expired here, which the store has in this state as far as this process knows.
-    Expired { owner: Arc<str>, id: SessionId, recorded: Stamp },
-    /// Reply when everything before was tried.
-    Flush(Sender<()>),
-    /// The same, and record no more.
-    Stop(Sender<()>),
+    Expiry(Arc<str>, SessionId, Stamp),
+    /// A session may have changed, or is gone.
+    State(SessionId),
+}
+
+/// What the task that records sessions has to do. It is bounded by the sessions, however often they change, and by [`MOST_DELETIONS`].
+#[derive(Default)]
+pub(in crate::sessions) struct Pending {
+    pub tasks: BTreeSet<SharedTask>,
+    /// Whom to tell when everything before was tried.
+    pub waiting: Vec<Sender<()>>,
+    /// Record no more after that.
+    pub stops: bool,
+}
+
+/// The way from the sessions to the task that records them.
+pub(super) struct Shared {
+    pending: Pending,
+    wake: Arc<Notify>,
+    /// Whether the task runs.
+    is_open: bool,
+}
+
+impl Shared {
+    pub fn add(&mut self, task: SharedTask) {
+        if self.is_open {
+            self.pending.tasks.insert(task);
+            self.wake.notify_one();
+        }
+    }
+}
+
+/// A request is about to use a session, which is therefore not let go.
+pub(in crate::sessions) struct Expected {
+    store: Arc<SessionStore>,
+    id: SessionId,
+}
+
+impl Drop for Expected {
+    fn drop(&mut self) {
+        let mut inner = self.store.lock();
+        if let Some(n) = inner.expected.get_mut(&self.id) {
+            *n -= 1;
+            if *n == 0 {
+                inner.expected.remove(&self.id);
+            }
+        }
+    }
 }
 
 /// A session of this process.
@@ -52,19 +98,54 @@ pub(in crate::sessions) enum Adopted {
 }
 
 impl SessionStore {
-    /// Reports changes from now on, first all sessions that are here. Called once.
-    pub(in crate::sessions) fn share(&self) -> UnboundedReceiver<SharedChange> {
-        let (sender, changes) = unbounded_channel();
+    /// Collects changes from now on, first all sessions that are here, and wakes the task that records them. Called once.
+    pub(in crate::sessions) fn share(&self) -> Arc<Notify> {
+        let wake = Arc::new(Notify::new());
         let mut inner = self.lock();
-        inner.shared = Some(sender);
+        let tasks = inner.sessions.keys().map(|id| SharedTask::State(*id)).collect();
+        let pending = Pending { tasks, ..Pending::default() };
+        wake.notify_one();
+        inner.shared = Some(Shared { pending, wake: wake.clone(), is_open: true });
         self.is_shared.store(true, Ordering::Relaxed);
-        inner.sessions.keys().for_each(|id| inner.tell_shared(|| SharedChange::Session(*id)));
-        changes
+        wake
     }
 
-    /// Sends a message after all changes so far.
-    pub(in crate::sessions) fn tell_shared(&self, change: SharedChange) {
-        self.lock().tell_shared(|| change);
+    #[cfg(test)]
+    pub(in crate::sessions) fn n_pending(&self) -> usize {
+        self.lock().shared.as_ref().map_or(0, |shared| shared.pending.tasks.len())
+    }
+
+    /// Takes what there is to record.
+    pub(in crate::sessions) fn take_pending(&self) -> Pending {
+        self.lock().shared.as_mut().map(|shared| std::mem::take(&mut shared.pending)).unwrap_or_default()
+    }
+
+    /// Replies when everything so far was tried; at once if nothing is recorded any more. `stops`: record no more after that.
+    pub(in crate::sessions) fn await_pending(&self, reply: Sender<()>, stops: bool) {
+        if let Some(shared) = self.lock().shared.as_mut().filter(|shared| shared.is_open) {
+            shared.pending.waiting.push(reply);
+            shared.pending.stops |= stops;
+            shared.wake.notify_one();
+        }
+    }
+
+    /// Nothing is recorded any more.
+    pub(in crate::sessions) fn end_sharing(&self) {
+        if let Some(shared) = &mut self.lock().shared {
+            shared.is_open = false;
+            shared.pending = Pending::default();
+        }
+    }
+
+    /// Keeps a session from being let go while a request is about to use it. It need not be here yet.
+    pub(in crate::sessions) fn expect(self: &Arc<Self>, id: SessionId) -> Expected {
+        *self.lock().expected.entry(id).or_default() += 1;
+        Expected { store: self.clone(), id }
+    }
+
+    /// Adds something to record.
+    pub(in crate::sessions) fn tell_shared(&self, task: SharedTask) {
+        self.lock().tell_shared(|| task);
     }
 
     /// What is here of an owner's session.
@@ -117,6 +198,26 @@ impl SessionStore {
         self.lock().deleting.remove(&(owner.clone(), id));
     }
 
+    /// Deletes a session, whatever this worker has of it. Only for one that the store has.
+    ///
+    /// # Errors
+    /// Too many deletions wait for the store. Then nothing changes.
+    pub(in crate::sessions) fn delete_shared(
+        &self,
+        at: Timestamp,
+        owner: &Arc<str>,
+        id: SessionId,
+    ) -> Result<(), SessionError> {
+        let mut inner = self.at(at);
+        inner.may_delete(owner)?;
+        match inner.sessions.get(&id) {
+            Some(session) if session.owner != *owner => return Err(self.not_found(&id)),
+            Some(_) => inner.delete(id),
+            None => inner.delete_elsewhere(owner.clone(), id),
+        }
+        Ok(())
+    }
+
     /// Removes a session that another worker has deleted.
     pub(in crate::sessions) fn forget(&self, owner: &str, id: SessionId) {
         let mut inner = self.lock();
@@ -153,15 +254,14 @@ impl SessionStore {
             Some(session) => {
                 let (before, made) = (session.history.charge(), session.made);
                 if charge > before {
-                    let tokens = inner.owned.get(owner).map_or(0, |own| own.charge);
-                    self.admit_tokens(tokens, charge - before)?;
+                    self.admit(&mut inner, owner, 0, charge - before, Some(id))?;
                 }
                 let new = Session::from_record(record, history, at, inner.writer);
                 inner.replace(id, Session { owner: owner.clone(), made: made.max(new.made), ..new });
                 inner.charge(owner, before, charge);
             }
             None => {
-                self.admit(&inner, owner, 1, charge)?;
+                self.admit(&mut inner, owner, 1, charge, None)?;
                 let new = Session::from_record(record, history, at, inner.writer);
                 inner.add_as(id, Session { owner: owner.clone(), ..new }, self.limits.idle);
             }
@@ -173,6 +273,83 @@ impl SessionStore {
 }
 
 impl Inner {
+    /// Fails if the deletions of this owner that wait for the shared store are too many for more.
+    pub(super) fn may_delete(&self, owner: &str) -> Result<(), SessionError> {
+        // Only as many as wait: a store that answers has noted them in milliseconds.
+        let waiting = self.deleting.iter().filter(|(of, _)| **of == *owner).count();
+        match waiting < MOST_DELETIONS {
+            true => Ok(()),
+            false => Err(SessionError::DeletionsWait { waiting }),
+        }
+    }
+
+    /// Notes the deletion of a session that is not here, for the shared store and until it has noted it.
+    pub(super) fn delete_elsewhere(&mut self, owner: Arc<str>, id: SessionId) {
+        if self.shared.is_some() {
+            self.deleting.insert((owner.clone(), id));
+            self.tell_shared(|| SharedTask::Deletion(owner, id));
+        }
+    }
+
+    /// Lets sessions of an owner go until at most so many, with at most this charge, are left: those whose state another worker made and
+    /// the store has, so that they come back when they are asked for; the one used longest ago first. Not `used`, and not what a
+    /// request changes or is about to use. Returns whether that is enough; if not, none is let go.
+    ///
+    /// Sessions that were last changed here stay, although the store may have them: otherwise an owner could fill it beyond every limit.
+    pub(super) fn let_go_down_to(
+        &mut self,
+        owner: &str,
+        sessions: usize,
+        charge: u64,
+        used: Option<SessionId>,
+    ) -> bool {
+        let Some(own) = self.owned.get(owner) else { return true };
+        let (mut n_left, mut charge_left) = (own.ids.len(), own.charge);
+        if n_left <= sessions && charge_left <= charge {
+            return true;
+        }
+        if self.shared.is_none() {
+            return false;
+        }
+        let is_spare = |id: &SessionId, session: &Session| {
+            session.recorded == Some(session.stamp)
+                && session.stamp.writer != self.writer
+                && session.busy.is_none()
+                && Some(*id) != used
+                && !self.expected.contains_key(id)
+        };
+        let of_owner = own.ids.iter().filter_map(|id| self.sessions.get(id).map(|session| (*id, session)));
+        let mut spare: Vec<_> = of_owner
+            .filter(|(id, session)| is_spare(id, session))
+            .map(|(id, session)| (session.touched, id, session.history.charge()))
+            .collect();
+        spare.sort_unstable_by_key(|(touched, id, _)| (*touched, *id));
+        let mut gone = Vec::new();
+        for (_, id, its_charge) in spare {
+            if n_left <= sessions && charge_left <= charge {
+                break;
+            }
+            gone.push(id);
+            (n_left, charge_left) = (n_left - 1, charge_left - its_charge);
+        }
+        let is_enough = n_left <= sessions && charge_left <= charge;
+        if is_enough {
+            gone.into_iter().for_each(|id| self.let_go(id));
+        }
+        is_enough
+    }
+
+    /// Removes a session that other workers have. Its forks stay its forks.
+    fn let_go(&mut self, id: SessionId) {
+        let children = self.sessions.get_mut(&id).map(|session| std::mem::take(&mut session.children));
+        for child in children.unwrap_or_default() {
+            if let Some(child) = self.sessions.get_mut(&child) {
+                (child.parent, child.absent_parent) = (None, Some(id));
+            }
+        }
+        self.remove(id);
+    }
+
     /// Puts another state of a session in the place of what is here. Its parent is that of the state; [`link_absent`](Self::link_absent)
     /// looks for it.
     fn replace(&mut self, id: SessionId, new: Session) {
@@ -181,10 +358,10 @@ impl Inner {
             parent.children.remove(&id);
         }
         if let Some(old) = self.sessions.get_mut(&id) {
-            let (children, is_scheduled) = (std::mem::take(&mut old.children), old.is_scheduled);
+            let (children, scheduled) = (std::mem::take(&mut old.children), old.scheduled);
             // Its expiry is scheduled for no later than this.
             let touched = old.touched.max(new.touched);
-            *old = Session { children, is_scheduled, touched, ..new };
+            *old = Session { children, scheduled, touched, ..new };
         }
     }
 

@@ -75,7 +75,7 @@ fn a_store_that_is_down_or_hangs_stops_no_request() {
     let sessions = SessionStore::new(LIMITS);
     let impatient = SharedSessions::open(store, &sessions, &origin("w", "t"), 1000).unwrap();
     let id = sessions.create(Timestamp::now(), &"ann".into(), NewSession::default()).unwrap().id;
-    assert_eq!(runtime.block_on(impatient.find(&"ann".into(), id)).unwrap(), Found::Here);
+    assert_eq!(runtime.block_on(impatient.find(&"ann".into(), id)).unwrap().found, Found::Here);
     assert_eq!(impatient.counts().unanswered, 1);
 }
 
@@ -93,33 +93,6 @@ fn a_newer_state_that_cannot_be_read_is_not_skipped() {
     frames.lock().retain(|key, _| heads.contains(key));
     assert!(matches!(a.find("ann", id), Err(SessionError::LostRecord { .. })));
     assert_eq!(b.tokens("ann", id), Some(vec![1, 2]));
-}
-
-#[test]
-fn limits_hold_for_sessions_of_other_workers() {
-    let runtime = runtime();
-    let frames = Arc::new(Frames::default());
-    let a = Worker::start(&runtime, &frames);
-    let ids = [40, 40, 200].map(|n| a.create("ann", &vec![1; n]));
-    a.shared.flush();
-    let tight = |max_sessions, max_tokens| {
-        let limits = SessionLimits { max_sessions, max_tokens, ..LIMITS };
-        Worker::start_as(&runtime, &frames, &origin("w", "t"), limits, SystemTime::now)
-    };
-    let one = tight(1, 1000);
-    one.find("ann", ids[0]).unwrap();
-    assert!(matches!(one.find("ann", ids[1]), Err(SessionError::TooManySessions { .. })));
-    let few = tight(10, 100);
-    assert!(matches!(few.find("ann", ids[2]), Err(SessionError::TooManyTokens { .. })));
-    ids[..2].iter().for_each(|id| assert_eq!(few.find("ann", *id).unwrap(), Found::Here));
-    a.append("ann", ids[0], &[1; 30]);
-    a.shared.flush();
-    assert!(
-        matches!(few.find("ann", ids[0]), Err(SessionError::TooManyTokens { .. })),
-        "one that grew elsewhere"
-    );
-    few.sessions.audit();
-    assert_eq!(few.sessions.list(Timestamp::now(), "ann").len(), 2);
 }
 
 static LATER_S: AtomicU64 = AtomicU64::new(0);
