@@ -186,6 +186,14 @@ soak-server *args:
 # kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
 bench-serve *args:
     bench/serve/run.sh {{args}}
+# The simulated fleet beside the real vllm-router, many clients at once: `just bench-fleet --context 2048`. KVIST names another binary than the
+# release one. Leave the machine alone meanwhile.
+bench-fleet *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    tests/fleet/run.sh --collect-only >/dev/null
+    export KVIST=${KVIST:-$(realpath "${CARGO_TARGET_DIR:-target}/release/kvist")}
+    tests/fleet/.venv/bin/python bench/fleet/compare.py {{args}}
 # What 10^5 KV events per second cost decoding: `just bench-kv-events --rate 200000`. Leave the machine alone meanwhile.
 bench-kv-events *args:
     cargo run --release -p kvist-server --example kv_event_rate -- {{args}}

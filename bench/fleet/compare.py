@@ -5,10 +5,7 @@ Requests arrive at random times, on average `--rate` in a second, whether or not
 that the difference of the two says what a difference to the simulation can mean. Nothing is fitted to the load: step costs come from `kvist
 bench calibrate`, and the time until the router knows what a worker has stored from requests sent one at a time, before the load.
 
-Run it with the environment of tests/fleet, on a machine with nothing else to do:
-
-    tests/fleet/run.sh --collect-only >/dev/null     # makes the environment
-    KVIST=target/release/kvist tests/fleet/.venv/bin/python bench/fleet/compare.py
+`just bench-fleet` runs it with the environment of tests/fleet. The machine should have nothing else to do.
 """
 import argparse
 import json

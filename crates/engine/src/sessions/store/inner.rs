@@ -1,6 +1,6 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::guard::Busy;
-use super::shared::{Shared, SharedTask};
+use super::shared::{Outbox, SharedTask};
 use super::{SessionInfo, Stamp, Timestamp};
 use crate::random::random_seed;
 use crate::sessions::SessionLimits;
@@ -62,7 +62,7 @@ pub(super) struct Inner {
     /// Where to report sessions that have changed or are gone.
     pub changes: Option<Sender<Change>>,
     /// What a shared store has to learn, if there is one.
-    pub shared: Option<Shared>,
+    pub outbox: Option<Outbox>,
     /// Sessions that requests are about to use, and how many: they are not let go.
     pub expected: BTreeMap<SessionId, usize>,
     /// Deleted sessions of which the shared store has no note yet: what it still has of them is not taken over.
@@ -80,7 +80,7 @@ impl Default for Inner {
             n_checked: 0,
             next: random_seed() >> 1,
             changes: None,
-            shared: None,
+            outbox: None,
             expected: BTreeMap::new(),
             deleting: BTreeSet::new(),
         }
@@ -124,8 +124,8 @@ impl Inner {
 
     /// Reports to the shared store, if there is one.
     pub fn tell_shared(&mut self, task: impl FnOnce() -> SharedTask) {
-        if let Some(shared) = &mut self.shared {
-            shared.add(task());
+        if let Some(outbox) = &mut self.outbox {
+            outbox.add(task());
         }
     }
 

@@ -35,14 +35,14 @@ pub(in crate::sessions) struct Pending {
 }
 
 /// The way from the sessions to the task that records them.
-pub(super) struct Shared {
+pub(super) struct Outbox {
     pending: Pending,
     wake: Arc<Notify>,
     /// Whether the task runs.
     is_open: bool,
 }
 
-impl Shared {
+impl Outbox {
     pub fn add(&mut self, task: SharedTask) {
         if self.is_open {
             self.pending.tasks.insert(task);
@@ -105,35 +105,35 @@ impl SessionStore {
         let tasks = inner.sessions.keys().map(|id| SharedTask::State(*id)).collect();
         let pending = Pending { tasks, ..Pending::default() };
         wake.notify_one();
-        inner.shared = Some(Shared { pending, wake: wake.clone(), is_open: true });
+        inner.outbox = Some(Outbox { pending, wake: wake.clone(), is_open: true });
         self.is_shared.store(true, Ordering::Relaxed);
         wake
     }
 
     #[cfg(test)]
     pub(in crate::sessions) fn n_pending(&self) -> usize {
-        self.lock().shared.as_ref().map_or(0, |shared| shared.pending.tasks.len())
+        self.lock().outbox.as_ref().map_or(0, |outbox| outbox.pending.tasks.len())
     }
 
     /// Takes what there is to record.
     pub(in crate::sessions) fn take_pending(&self) -> Pending {
-        self.lock().shared.as_mut().map(|shared| std::mem::take(&mut shared.pending)).unwrap_or_default()
+        self.lock().outbox.as_mut().map(|outbox| std::mem::take(&mut outbox.pending)).unwrap_or_default()
     }
 
     /// Replies when everything so far was tried; at once if nothing is recorded any more. `stops`: record no more after that.
     pub(in crate::sessions) fn await_pending(&self, reply: Sender<()>, stops: bool) {
-        if let Some(shared) = self.lock().shared.as_mut().filter(|shared| shared.is_open) {
-            shared.pending.waiting.push(reply);
-            shared.pending.stops |= stops;
-            shared.wake.notify_one();
+        if let Some(outbox) = self.lock().outbox.as_mut().filter(|outbox| outbox.is_open) {
+            outbox.pending.waiting.push(reply);
+            outbox.pending.stops |= stops;
+            outbox.wake.notify_one();
         }
     }
 
     /// Nothing is recorded any more.
     pub(in crate::sessions) fn end_sharing(&self) {
-        if let Some(shared) = &mut self.lock().shared {
-            shared.is_open = false;
-            shared.pending = Pending::default();
+        if let Some(outbox) = &mut self.lock().outbox {
+            outbox.is_open = false;
+            outbox.pending = Pending::default();
         }
     }
 
@@ -275,8 +275,10 @@ impl SessionStore {
 impl Inner {
     /// Fails if the deletions of this owner that wait for the shared store are too many for more.
     pub(super) fn may_delete(&self, owner: &str) -> Result<(), SessionError> {
-        // Only as many as wait: a store that answers has noted them in milliseconds.
-        let waiting = self.deleting.iter().filter(|(of, _)| **of == *owner).count();
+        // Few: a store that answers has noted them in milliseconds.
+        let owner: Arc<str> = owner.into();
+        let of_owner = (owner.clone(), SessionId(0))..=(owner, SessionId(u128::MAX));
+        let waiting = self.deleting.range(of_owner).count();
         match waiting < MOST_DELETIONS {
             true => Ok(()),
             false => Err(SessionError::DeletionsWait { waiting }),
@@ -285,7 +287,7 @@ impl Inner {
 
     /// Notes the deletion of a session that is not here, for the shared store and until it has noted it.
     pub(super) fn delete_elsewhere(&mut self, owner: Arc<str>, id: SessionId) {
-        if self.shared.is_some() {
+        if self.outbox.is_some() {
             self.deleting.insert((owner.clone(), id));
             self.tell_shared(|| SharedTask::Deletion(owner, id));
         }
@@ -308,7 +310,7 @@ impl Inner {
         if n_left <= sessions && charge_left <= charge {
             return true;
         }
-        if self.shared.is_none() {
+        if self.outbox.is_none() {
             return false;
         }
         let is_spare = |id: &SessionId, session: &Session| {
