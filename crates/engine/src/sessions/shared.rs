@@ -66,7 +66,7 @@ struct Shared {
     vocab: usize,
     counters: Counters,
     /// States that are being read, so that many requests for a session read one state once.
-    reading: Mutex<BTreeMap<(Arc<str>, SessionId, Stamp), watch::Receiver<Option<StateRead>>>>,
+    reading: Mutex<BTreeMap<StateKey, watch::Receiver<Option<StateRead>>>>,
     /// Whether the last call of the store failed, for the log.
     is_failing: AtomicBool,
 }
@@ -87,6 +87,9 @@ pub struct Arrival {
     pub found: Found,
     _expected: Expected,
 }
+
+/// A state of an owner's session.
+type StateKey = (Arc<str>, SessionId, Stamp);
 
 /// What came of reading a state.
 #[derive(Clone)]
@@ -394,7 +397,7 @@ impl Shared {
 /// The entry of a state that is being read.
 struct Reading<'a> {
     shared: &'a Shared,
-    key: (Arc<str>, SessionId, Stamp),
+    key: StateKey,
 }
 
 impl Drop for Reading<'_> {
