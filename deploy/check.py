@@ -53,6 +53,12 @@ def check_store(where, args):
             server.wait()
 
 
+def check_router(where, args):
+    """Sessions stay on their worker, and a worker that is gone is noticed in seconds."""
+    for flag in ("--policy=kv_aware", "--kv-aware-session-affinity-ttl-secs=", "--health-check-interval-secs=", "--health-failure-threshold="):
+        assert any(arg.startswith(flag) for arg in args), f"{where}: no {flag}"
+
+
 def containers(document):
     pods = document.get("spec", {}).get("template", {}).get("spec", {})
     return pods.get("containers", [])
@@ -63,7 +69,7 @@ def hosts(args):
     return {arg.split("redis://")[1].split(":")[0] for arg in args if "redis://" in arg}
 
 
-n_monitors = n_workers = n_stores = 0
+n_monitors = n_workers = n_stores = n_routers = 0
 services = {document["metadata"]["name"] for documents in FILES.values() for document in documents
             if document.get("kind") == "Service"}
 for path, documents in FILES.items():
@@ -77,6 +83,9 @@ for path, documents in FILES.items():
                 check_worker(where, container["args"])
                 assert hosts(container["args"]) <= services, f"{where}: no Service for {hosts(container['args'])}"
                 n_workers += 1
+            if container["name"] == "router":
+                check_router(where, container["args"])
+                n_routers += 1
             if container["name"] == "valkey":
                 check_store(where, container["args"])
                 n_stores += 1
@@ -85,9 +94,13 @@ for path, documents in FILES.items():
                 check_worker(f"{path.name}, {name}", service["command"])
                 assert hosts(service["command"]) <= set(document["services"]), service["command"]
                 n_workers += 1
+            if name == "router":
+                check_router(f"{path.name}, {name}", service["command"])
+                n_routers += 1
             if service.get("image", "").startswith("valkey/"):
                 check_store(f"{path.name}, {name}", service["command"][1:])
                 n_stores += 1
 # So that a renamed container is not passed over.
-assert (n_monitors, n_workers, n_stores) == (1, 4, 4), (n_monitors, n_workers, n_stores)
-print(f"deploy: {n_monitors} PodMonitor, the flags of {n_workers} workers and of {n_stores} stores")
+found = (n_monitors, n_workers, n_stores, n_routers)
+assert found == (1, 4, 4, 2), found
+print(f"deploy: {n_monitors} PodMonitor, the flags of {n_workers} workers, {n_stores} stores and {n_routers} routers")
