@@ -133,7 +133,7 @@ fn answers_go_on_without_the_store() {
     assert_eq!(generate(&a, &id), expected[1]);
     assert!(figure(&a, "unanswered") > 0.0);
     let (status, answer) = send(&b, "GET", &path(&id), &json!({}));
-    assert_eq!((status, &answer["error"]["code"]), (503, &json!("session_store_unavailable")), "{answer}");
+    assert_eq!((status, &answer["error"]["code"]), (424, &json!("session_store_unavailable")), "{answer}");
     let Some(_redis) = Redis::again(port) else { return };
     // A store that was down is tried again after a pause.
     until("it is recorded", || show(&b, &id) == show(&a, &id));
