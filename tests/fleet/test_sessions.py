@@ -29,12 +29,12 @@ def ask(of, path, body=None, session=None):
         return refused.code, json.loads(text) if text.startswith("{") else text
 
 
-def insist(router, path, body, session):
+def insist(of, path, body, session):
     """As clients do: tries again while the router still sends requests to a worker that is gone (5xx)."""
     last = []
 
     def is_answered():
-        last[:] = ask(router, path, body, session)
+        last[:] = ask(of, path, body, session)
         return last[0] < 500
     until(f"{path} is answered", is_answered)
     return tuple(last)
@@ -48,12 +48,12 @@ def generate(of, session, n_tokens=20):
 
 
 def create(of, session):
-    status, answer = ask(of, SESSIONS, {"id": session, "text": prefix(1, 40)}, session)
+    status, answer = insist(of, SESSIONS, {"id": session, "text": prefix(1, 40)}, session)
     assert (status, answer["id"]) == (200, session), answer
 
 
 def tokens(of, session):
-    status, answer = ask(of, f"{SESSIONS}/{session}", session=session)
+    status, answer = insist(of, f"{SESSIONS}/{session}", None, session)
     return answer["tokens"] if status == 200 else None
 
 
