@@ -10,6 +10,13 @@
 //! deletion always counts. The store cannot compare and write in one step: of two changes that are recorded in the same moment, the
 //! last one written counts, for both workers.
 //!
+//! **A store may lose what it had**, as a Redis without a disk that was started again. The *epoch* of a process grows when a call fails and
+//! when a session is missing that was recorded: then the task looks whether the store has the sessions, and records those that it
+//! lacks. Only what was seen there in the current epoch makes room for other sessions.
+//!
+//! **Use without a change** keeps a session alive in the store too: it is recorded again when half of its time there is over. A session
+//! that expires here is not removed from the store, because another worker may use it.
+//!
 //! A store that does not answer within the time limit is not waited for: what is here is used, and the changes are recorded later.
 //! A session that is not here cannot be continued then.
 mod record;
@@ -255,6 +262,9 @@ impl Shared {
             }
             _ => {}
         }
+        if result.is_err() {
+            self.sessions.store_failed();
+        }
         result
     }
 
@@ -303,8 +313,11 @@ impl Shared {
                 let (shared, owner) = (self.clone(), owner.clone());
                 tokio::spawn(async move {
                     // Removed also if this task is ended.
-                    let _entry = Reading { shared: &shared, key };
-                    sender.send_replace(Some(shared.read_and_adopt(&owner, id, stamp).await));
+                    let entry = Reading { shared: &shared, key };
+                    let read = shared.read_and_adopt(&owner, id, stamp).await;
+                    // Before the others learn of it: a request that comes later reads anew.
+                    drop(entry);
+                    sender.send_replace(Some(read));
                 });
                 read
             })
@@ -314,6 +327,7 @@ impl Shared {
     }
 
     async fn read_and_adopt(&self, owner: &Arc<str>, id: SessionId, stamp: Stamp) -> StateRead {
+        let epoch = self.sessions.epoch();
         let here = self.sessions.local(Timestamp::now(), owner, id);
         if here.is_some_and(|here| here.stamp.includes(stamp, here.recorded)) {
             // Another request has taken it over since this one has read the head.
@@ -329,7 +343,7 @@ impl Shared {
         // A long history takes many milliseconds.
         let read = tokio::task::spawn_blocking(move || place.read(&bytes, vocab));
         let Some(found) = read.await.ok().flatten() else { return StateRead::Damaged };
-        match self.sessions.adopt(Timestamp::now(), owner, id, stamp, found) {
+        match self.sessions.adopt(Timestamp::now(), owner, id, (stamp, epoch), found) {
             Ok(adopted) => {
                 if adopted == Adopted::Yes {
                     count(&self.counters.adopted);
@@ -353,6 +367,7 @@ impl Shared {
             if self.sessions.is_deleting(owner, id) {
                 return Ok(Found::Deleted);
             }
+            let epoch = self.sessions.epoch();
             let Some(head) = self.head_in_time(&place).await else {
                 count(&self.counters.unanswered);
                 return here.map(|_| Found::Here).ok_or(SessionError::Unreachable { id });
@@ -362,7 +377,7 @@ impl Shared {
                 (None, Some(here)) => {
                     if here.recorded.is_some() {
                         // The store has dropped it.
-                        self.sessions.set_recorded(id, None);
+                        self.sessions.set_lost(id);
                         self.sessions.tell_shared(SharedTask::State(id));
                     }
                     return Ok(Found::Here);
@@ -372,6 +387,7 @@ impl Shared {
                     return Ok(Found::Deleted);
                 }
                 (Some(Head::State(stamp)), Some(here)) if here.stamp.includes(stamp, here.recorded) => {
+                    self.sessions.set_seen(id, stamp, epoch);
                     return Ok(Found::Here);
                 }
                 (Some(Head::State(stamp)), _) => stamp,

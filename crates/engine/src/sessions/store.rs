@@ -24,7 +24,7 @@ use inner::{Inner, Session};
 pub(super) use saved::SessionRecord;
 #[cfg(test)]
 pub(super) use shared::MOST_DELETIONS;
-pub(super) use shared::{Adopted, Expected, Pending, SharedTask};
+pub(super) use shared::{Adopted, Due, Expected, Pending, Settled, SharedTask};
 pub(super) use stamp::Stamp;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -127,7 +127,8 @@ impl SessionStore {
                 continue; // `release` schedules it again
             }
             match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
-                None | Some(Duration::ZERO) => inner.expire(id),
+                // Only here: another worker may use it. What the store has of it expires by itself.
+                None | Some(Duration::ZERO) => inner.remove(id),
                 Some(_) => inner.wait(id, idle),
             }
         }
@@ -168,12 +169,12 @@ impl SessionStore {
         more: u64,
         used: Option<SessionId>,
     ) -> Result<(), SessionError> {
-        let SessionLimits { max_sessions, max_tokens, .. } = self.limits;
+        let SessionLimits { max_sessions, max_tokens, idle } = self.limits;
         let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
         // Whoever creates none is not refused for their number: a limit may be lower than before a restart.
         let most_sessions = if n == 0 { Some(usize::MAX) } else { max_sessions.checked_sub(n) };
         let has_room = match (most_sessions, max_tokens.checked_sub(more)) {
-            (Some(sessions), Some(tokens)) => inner.let_go_down_to(owner, sessions, tokens, used),
+            (Some(sessions), Some(tokens)) => inner.let_go_down_to(owner, (sessions, tokens), used, idle),
             _ => false,
         };
         match has_room {
@@ -227,6 +228,8 @@ impl SessionStore {
             stamp: Stamp::first(inner.writer),
             made: 1,
             recorded: None,
+            seen: None,
+            adopted: false,
             busy: None,
             scheduled: None,
         };
@@ -294,6 +297,9 @@ impl SessionStore {
         let mut inner = self.at(at);
         let parent = self.session(&mut inner, owner, id)?;
         parent.touched = at.instant;
+        // Its state in the store is to expire later.
+        inner.tell_shared(|| SharedTask::State(id));
+        let parent = self.session(&mut inner, owner, id)?;
         let (owner, salt, cache_salt) =
             (parent.owner.clone(), parent.salt.clone(), parent.cache_salt.clone());
         self.admit(&mut inner, &owner, n, history.charge().saturating_mul(n as u64), Some(id))?;
@@ -313,6 +319,8 @@ impl SessionStore {
             stamp: Stamp::first(writer),
             made: 1,
             recorded: None,
+            seen: None,
+            adopted: false,
             busy: None,
             scheduled: None,
         };
@@ -366,6 +374,7 @@ impl SessionStore {
         }
         losers.iter().for_each(|id| inner.delete(*id));
         self.session(&mut inner, owner, id)?.touched = at.instant;
+        inner.tell_shared(|| SharedTask::State(id));
         Ok(losers)
     }
 
@@ -389,6 +398,7 @@ impl SessionStore {
         session.busy = Some(Busy { claim: number, generates, before, _deleted: sender });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
+        inner.tell_shared(|| SharedTask::State(id));
         Ok(SessionGuard { store: self.clone(), id, number, history, salt, owner, deleted })
     }
 

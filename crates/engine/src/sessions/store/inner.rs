@@ -32,6 +32,10 @@ pub(super) struct Session {
     pub made: u64,
     /// The state that the shared store has, as far as this process knows.
     pub recorded: Option<Stamp>,
+    /// When that was so; `None` if it is to be recorded again: an earlier process has noted it, or the store has lost it.
+    pub seen: Option<Seen>,
+    /// It was taken over from another worker, and not changed here since.
+    pub adopted: bool,
     pub busy: Option<Busy>,
     /// The time of its entry in [`Inner::expiries`]. `None` only while a claim outlasts the session's expiry time.
     pub scheduled: Option<Instant>,
@@ -42,7 +46,17 @@ impl Session {
     pub fn change(&mut self, writer: u64) {
         self.made = self.stamp.version.max(self.made).saturating_add(1);
         self.stamp = Stamp { version: self.made, writer };
+        self.adopted = false;
     }
+}
+
+/// What this process knows of a state in the shared store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    /// The [epoch](Inner::epoch) in which the store had it.
+    pub epoch: u64,
+    /// When the session was last used, as the store has it: the state expires by that.
+    pub touched: Instant,
 }
 
 pub(super) struct Inner {
@@ -63,6 +77,8 @@ pub(super) struct Inner {
     pub changes: Option<Sender<Change>>,
     /// What a shared store has to learn, if there is one.
     pub outbox: Option<Outbox>,
+    /// Grows when the shared store fails, or does not have what it had: it may have lost anything then.
+    pub epoch: u64,
     /// Sessions that requests are about to use, and how many: they are not let go.
     pub expected: BTreeMap<SessionId, usize>,
     /// Deleted sessions of which the shared store has no note yet: what it still has of them is not taken over.
@@ -81,6 +97,7 @@ impl Default for Inner {
             next: random_seed() >> 1,
             changes: None,
             outbox: None,
+            epoch: 0,
             expected: BTreeMap::new(),
             deleting: BTreeSet::new(),
         }
@@ -115,11 +132,16 @@ impl Inner {
 
     /// Reports that a session has changed.
     pub fn changed(&mut self, id: SessionId) {
+        self.tell_keeper(id);
+        self.tell_shared(|| SharedTask::State(id));
+    }
+
+    /// Reports to the thread that saves sessions, if there is one.
+    fn tell_keeper(&self, id: SessionId) {
         if let Some(changes) = &self.changes {
             // Without a receiver, the server is shutting down.
             let _ = changes.send(Change::Session(id));
         }
-        self.tell_shared(|| SharedTask::State(id));
     }
 
     /// Reports to the shared store, if there is one.
@@ -181,17 +203,6 @@ impl Inner {
         self.remove(id);
     }
 
-    /// Removes a session that was not used for too long.
-    pub fn expire(&mut self, id: SessionId) {
-        if let Some(session) = self.sessions.get(&id)
-            && let Some(recorded) = session.recorded
-        {
-            let owner = session.owner.clone();
-            self.tell_shared(|| SharedTask::Expiry(owner, id, recorded));
-        }
-        self.remove(id);
-    }
-
     /// Removes a session from this process. Its forks become forks of its parent, which is no change of theirs that other workers have
     /// to learn: an expiry is not, and a deletion they see themselves.
     pub fn remove(&mut self, id: SessionId) {
@@ -199,7 +210,10 @@ impl Inner {
         if let Some(expiry) = gone.scheduled {
             self.expiries.remove(&(expiry, id));
         }
-        self.changed(id);
+        self.tell_keeper(id);
+        if let Some(outbox) = &mut self.outbox {
+            outbox.forget(id);
+        }
         for child in &gone.children {
             if let Some(child) = self.sessions.get_mut(child) {
                 child.parent = gone.parent;

@@ -1,5 +1,5 @@
 //! What the shared store of sessions asks of the sessions here.
-use super::inner::{Inner, Session};
+use super::inner::{Inner, Seen, Session};
 use super::{SessionRecord, SessionStore, Stamp, Timestamp};
 use crate::sessions::history::SavedHistory;
 use crate::sessions::{History, SessionError, SessionId};
@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::sync::Notify;
 
 /// Deletions of one owner that may wait for the store. Then it takes no more.
@@ -18,9 +18,7 @@ pub(in crate::sessions) const MOST_DELETIONS: usize = 4096;
 pub(in crate::sessions) enum SharedTask {
     /// A client has deleted a session.
     Deletion(Arc<str>, SessionId),
-    /// A session has expired here, which the store has in this state as far as this process knows.
-    Expiry(Arc<str>, SessionId, Stamp),
-    /// A session may have changed, or is gone.
+    /// A session may have changed, or was used.
     State(SessionId),
 }
 
@@ -48,6 +46,11 @@ impl Outbox {
             self.pending.tasks.insert(task);
             self.wake.notify_one();
         }
+    }
+
+    /// A session that is gone has no state to record.
+    pub fn forget(&mut self, id: SessionId) {
+        self.pending.tasks.remove(&SharedTask::State(id));
     }
 }
 
@@ -83,8 +86,19 @@ pub(in crate::sessions) struct Settled {
     pub record: SessionRecord,
     pub stamp: Stamp,
     pub recorded: Option<Stamp>,
+    /// When it was last used.
+    pub touched: Instant,
     /// How long it still lives without use.
     pub left: Duration,
+}
+
+/// What the task that records sessions has to do about one.
+pub(in crate::sessions) enum Due {
+    /// It is gone, or the store has it.
+    Nothing,
+    /// To look whether the store still has this state: it had it in an earlier epoch.
+    Check(Arc<str>, Stamp),
+    Record(Settled),
 }
 
 /// Whether a session was taken over.
@@ -155,14 +169,20 @@ impl SessionStore {
         Some(Local { stamp: session.stamp, recorded: session.recorded, is_busy: session.busy.is_some() })
     }
 
-    /// A session as it is to be recorded: while a request changes it, as it was before. `None` if it is gone.
-    pub(in crate::sessions) fn settled(&self, at: Timestamp, id: SessionId) -> Option<Settled> {
+    /// What is to be recorded of a session: while a request changes it, the state before.
+    pub(in crate::sessions) fn due(&self, at: Timestamp, id: SessionId) -> Due {
         let inner = self.at(at);
-        let session = inner.sessions.get(&id)?;
+        let Some(session) = inner.sessions.get(&id) else { return Due::Nothing };
         let (history, stamp) = match &session.busy {
             Some(busy) => busy.before.clone(),
             None => (session.history.clone(), session.stamp),
         };
+        if session.recorded == Some(stamp) && session.lives_in_store(self.limits.idle) {
+            return match session.seen.is_some_and(|seen| seen.epoch == inner.epoch) {
+                true => Due::Nothing,
+                false => Due::Check(session.owner.clone(), stamp),
+            };
+        }
         let idle = match session.busy {
             Some(_) => Duration::ZERO,
             None => at.instant.saturating_duration_since(session.touched),
@@ -172,20 +192,68 @@ impl SessionStore {
             record: SessionRecord::without_history(id, session, at),
             stamp,
             recorded: session.recorded,
+            touched: session.touched,
             left: self.limits.idle.saturating_sub(idle),
         };
         // A long history is copied without the lock.
         drop(inner);
         settled.record.history = SavedHistory::from(&history);
-        settled.record.stamp = Some(stamp);
-        Some(settled)
+        (settled.record.stamp, settled.record.adopted) = (Some(stamp), false);
+        Due::Record(settled)
     }
 
-    /// Notes which state the shared store has; `None` if it has lost it.
-    pub(in crate::sessions) fn set_recorded(&self, id: SessionId, recorded: Option<Stamp>) {
-        if let Some(session) = self.lock().sessions.get_mut(&id) {
-            session.recorded = recorded;
+    /// Grows with every [`store_failed`](Self::store_failed).
+    pub(in crate::sessions) fn epoch(&self) -> u64 {
+        self.lock().epoch
+    }
+
+    /// The shared store has failed, or does not have what it had, so that it may have lost anything: the task that records sessions looks.
+    /// Returns the new epoch.
+    pub(in crate::sessions) fn store_failed(&self) -> u64 {
+        let mut inner = self.lock();
+        inner.epoch += 1;
+        if let Some(outbox) = &inner.outbox {
+            outbox.wake.notify_one();
         }
+        inner.epoch
+    }
+
+    /// The sessions that the store was not seen to have in this epoch.
+    pub(in crate::sessions) fn unseen(&self) -> Vec<SessionId> {
+        let inner = self.lock();
+        let is_seen = |session: &Session| session.seen.is_some_and(|seen| seen.epoch == inner.epoch);
+        inner.sessions.iter().filter(|(_, session)| !is_seen(session)).map(|(id, _)| *id).collect()
+    }
+
+    /// The store has this state of a session, which was last used at `touched`. `epoch`: from before it was asked.
+    pub(in crate::sessions) fn set_recorded(
+        &self,
+        id: SessionId,
+        stamp: Stamp,
+        epoch: u64,
+        touched: Instant,
+    ) {
+        if let Some(session) = self.lock().sessions.get_mut(&id) {
+            (session.recorded, session.seen) = (Some(stamp), Some(Seen { epoch, touched }));
+        }
+    }
+
+    /// The store still had the state that it is known to have, or another worker's newer one. `epoch`: from before it was asked.
+    pub(in crate::sessions) fn set_seen(&self, id: SessionId, stamp: Stamp, epoch: u64) {
+        if let Some(session) = self.lock().sessions.get_mut(&id)
+            && session.recorded == Some(stamp)
+            && let Some(seen) = &mut session.seen
+        {
+            seen.epoch = epoch;
+        }
+    }
+
+    /// The store does not have the state that it had, so that it is to be recorded again. Returns the new epoch.
+    pub(in crate::sessions) fn set_lost(&self, id: SessionId) -> u64 {
+        if let Some(session) = self.lock().sessions.get_mut(&id) {
+            session.seen = None;
+        }
+        self.store_failed()
     }
 
     /// Whether a session was deleted here, and the shared store has no note of it yet.
@@ -226,7 +294,8 @@ impl SessionStore {
         }
     }
 
-    /// Takes over the state `stamp` of a session, which another worker has recorded: adds the session, or replaces what is here.
+    /// Takes over the state `stamp` of a session, which another worker has recorded: adds the session, or replaces what is here. `epoch`:
+    /// from before the store was asked.
     ///
     /// # Errors
     /// The owner's limits are reached, the session has expired, or its id is another owner's here. Then nothing changes.
@@ -235,11 +304,13 @@ impl SessionStore {
         at: Timestamp,
         owner: &Arc<str>,
         id: SessionId,
-        stamp: Stamp,
+        (stamp, epoch): (Stamp, u64),
         (mut record, history): (SessionRecord, History),
     ) -> Result<Adopted, SessionError> {
         (record.stamp, record.recorded) = (Some(stamp), Some(stamp));
         let mut inner = self.at(at);
+        record.adopted = stamp.writer != inner.writer;
+        let seen = Some(Seen { epoch, touched: record.touched(at) });
         if inner.deleting.contains(&(owner.clone(), id)) {
             return Ok(Adopted::Deleted);
         }
@@ -257,18 +328,26 @@ impl SessionStore {
                     self.admit(&mut inner, owner, 0, charge - before, Some(id))?;
                 }
                 let new = Session::from_record(record, history, at, inner.writer);
-                inner.replace(id, Session { owner: owner.clone(), made: made.max(new.made), ..new });
+                inner.replace(id, Session { owner: owner.clone(), made: made.max(new.made), seen, ..new });
                 inner.charge(owner, before, charge);
             }
             None => {
                 self.admit(&mut inner, owner, 1, charge, None)?;
                 let new = Session::from_record(record, history, at, inner.writer);
-                inner.add_as(id, Session { owner: owner.clone(), ..new }, self.limits.idle);
+                inner.add_as(id, Session { owner: owner.clone(), seen, ..new }, self.limits.idle);
             }
         }
         inner.link_absent(owner, id);
         inner.changed(id);
         Ok(Adopted::Yes)
+    }
+}
+
+impl Session {
+    /// Whether the state that was recorded last lives about as long as the session does here.
+    fn lives_in_store(&self, idle: Duration) -> bool {
+        // Uses that change nothing are recorded now and then.
+        self.seen.is_some_and(|seen| self.touched.saturating_duration_since(seen.touched) < idle / 2)
     }
 }
 
@@ -293,17 +372,17 @@ impl Inner {
         }
     }
 
-    /// Lets sessions of an owner go until at most so many, with at most this charge, are left: those whose state another worker made and
-    /// the store has, so that they come back when they are asked for; the one used longest ago first. Not `used`, and not what a
+    /// Lets sessions of an owner go until at most so many, with at most this charge, are left: those that were taken over from other workers
+    /// and that the store was seen to have since it last failed, so that they come back when they are asked for; the one used longest ago first. Not `used`, and not what a
     /// request changes or is about to use. Returns whether that is enough; if not, none is let go.
     ///
     /// Sessions that were last changed here stay, although the store may have them: otherwise an owner could fill it beyond every limit.
     pub(super) fn let_go_down_to(
         &mut self,
         owner: &str,
-        sessions: usize,
-        charge: u64,
+        (sessions, charge): (usize, u64),
         used: Option<SessionId>,
+        idle: Duration,
     ) -> bool {
         let Some(own) = self.owned.get(owner) else { return true };
         let (mut n_left, mut charge_left) = (own.ids.len(), own.charge);
@@ -314,8 +393,10 @@ impl Inner {
             return false;
         }
         let is_spare = |id: &SessionId, session: &Session| {
-            session.recorded == Some(session.stamp)
-                && session.stamp.writer != self.writer
+            session.adopted
+                && session.recorded == Some(session.stamp)
+                && session.seen.is_some_and(|seen| seen.epoch == self.epoch)
+                && session.lives_in_store(idle)
                 && session.busy.is_none()
                 && Some(*id) != used
                 && !self.expected.contains_key(id)
