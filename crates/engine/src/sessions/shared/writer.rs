@@ -202,16 +202,15 @@ impl Shared {
                     }
                     None
                 }
-                // It has gone on elsewhere, and nothing of this worker is dropped.
-                Some(Head::State(_)) if settled.recorded == Some(stamp) => {
-                    self.sessions.set_recorded(id, stamp, epoch, touched);
-                    return Ok(());
-                }
                 Some(other) => {
                     if is_written {
                         let _ = self.note(self.store.remove(&place.state(stamp)).await);
                     }
-                    self.give_way(&settled.owner, id, stamp, other);
+                    match settled.recorded == Some(stamp) && other != Head::Deleted {
+                        // It has gone on elsewhere, and no change of this worker is dropped.
+                        true => self.sessions.set_recorded(id, stamp, epoch, touched),
+                        false => self.give_way(&settled.owner, id, stamp, other),
+                    }
                     return Ok(());
                 }
             };
