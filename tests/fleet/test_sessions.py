@@ -1,4 +1,4 @@
-"""Sessions through vllm-router's `consistent_hash`: they stick to a worker, and go on without it where the workers share a store."""
+"""Sessions through vllm-router: they stick to a worker, and go on without it where the workers share a store."""
 import http.client
 import json
 import random
@@ -52,6 +52,16 @@ def create(of, session):
     assert (status, answer["id"]) == (200, session), answer
 
 
+def stream(of, session):
+    """An answer that has begun and goes on for long."""
+    body = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True, "kvist": {"pace": 5}}
+    request = urllib.request.Request(f"{of.url}{SESSIONS}/{session}/generate", json.dumps(body).encode(),
+                                     {"content-type": "application/json", "x-session-id": session})
+    running = urllib.request.urlopen(request, timeout=PATIENCE)
+    assert running.readline().startswith(b"data: {")
+    return running
+
+
 def tokens(of, session):
     status, answer = insist(of, f"{SESSIONS}/{session}", None, session)
     return answer["tokens"] if status == 200 else None
@@ -80,6 +90,22 @@ def test_sessions_stick(start):
             assert status == 200 and said["choices"], said
 
 
+def test_sessions_stick_to_busy_workers(start):
+    """`kv_aware` sends requests to the least busy worker, but those of a session to its own."""
+    router = start("vllm-router", "kv_aware")
+    sessions = [drawn(n) for n in range(20, 23)]
+    streams = []
+    for session in sessions:
+        create(router, session)
+        streams.append(stream(router, session))
+    homes = [[worker for worker in router.workers if tokens(worker, session)] for session in sessions]
+    assert all(len(home) == 1 for home in homes) and len({home[0].url for home in homes}) == 3, homes
+    for session in sessions * 3:
+        assert tokens(router, session)
+    for running in streams:
+        running.close()
+
+
 def test_a_session_outlives_its_worker(start, tmp_path, redis):
     """Its worker is killed in the middle of an answer: another one continues from the last recorded state, with the text that a
     single worker writes. When the first one is back, without memory, it goes on from there."""
@@ -98,16 +124,12 @@ def test_a_session_outlives_its_worker(start, tmp_path, redis):
         before = tokens(home, session)
         until("the last answer is recorded", lambda: tokens(watcher, session) == before)
 
-        body = {"max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True, "kvist": {"pace": 5}}
-        request = urllib.request.Request(f"{router.url}{SESSIONS}/{session}/generate", json.dumps(body).encode(),
-                                         {"content-type": "application/json", "x-session-id": session})
-        stream = urllib.request.urlopen(request, timeout=PATIENCE)
-        assert stream.readline().startswith(b"data: {")
+        running = stream(router, session)
         assert len(tokens(home, session)) > len(before), "it generates"
         home.kill()
         # The client sees that its answer is not whole.
         with pytest.raises(http.client.IncompleteRead) as cut:
-            stream.read()
+            running.read()
         assert b"[DONE]" not in cut.value.partial
 
         assert generate(router, session) == expected[2]

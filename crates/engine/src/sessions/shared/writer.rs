@@ -146,11 +146,12 @@ impl Shared {
         loop {
             match self.sessions.due(Timestamp::now(), id) {
                 Due::Nothing => return Ok(()),
-                Due::Record(settled) => return self.record_state(id, settled).await,
-                Due::Check(owner, stamp) => match self.check(&owner, id, stamp).await? {
-                    true => return Ok(()),
-                    false => {}
-                },
+                Due::Record(settled) => return self.record_state(id, *settled).await,
+                Due::Check(owner, stamp) => {
+                    if self.check(&owner, id, stamp).await? {
+                        return Ok(());
+                    }
+                }
             }
         }
     }

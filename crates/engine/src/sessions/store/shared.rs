@@ -98,7 +98,7 @@ pub(in crate::sessions) enum Due {
     Nothing,
     /// To look whether the store still has this state: it had it in an earlier epoch.
     Check(Arc<str>, Stamp),
-    Record(Settled),
+    Record(Box<Settled>),
 }
 
 /// Whether a session was taken over.
@@ -199,7 +199,7 @@ impl SessionStore {
         drop(inner);
         settled.record.history = SavedHistory::from(&history);
         (settled.record.stamp, settled.record.adopted) = (Some(stamp), false);
-        Due::Record(settled)
+        Due::Record(Box::new(settled))
     }
 
     /// Grows with every [`store_failed`](Self::store_failed).

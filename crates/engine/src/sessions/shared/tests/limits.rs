@@ -88,6 +88,22 @@ fn what_was_changed_here_counts_here() {
     assert!(matches!(full, Err(SessionError::TooManyTokens { tokens: 51, more: 1, max: 50 })), "{full:?}");
 }
 
+/// It has expired on the worker that made it, and comes back from the store: it is that worker's still.
+#[test]
+fn what_comes_back_to_its_worker_counts_there() {
+    let runtime = runtime();
+    let frames = Arc::new(Frames::default());
+    let one = tight(&runtime, &frames, (1, 1000));
+    let id = one.create("ann", &[1]);
+    one.shared.flush();
+    let now = Timestamp::now();
+    let later = Timestamp { instant: now.instant + LIMITS.idle * 2, ..now };
+    assert!(one.sessions.get(later, "ann", id).is_err());
+    assert_eq!(one.tokens("ann", id), Some(vec![1]));
+    let new = NewSession { history: History::of_tokens(vec![5]), ..NewSession::default() };
+    assert!(is_full(one.sessions.create(Timestamp::now(), &"ann".into(), new)));
+}
+
 /// Between its arrival and its use a session is not let go, however many others arrive.
 #[test]
 fn a_session_that_a_request_is_about_to_use_stays() {

@@ -172,7 +172,8 @@ fn a_restart_is_no_new_quota() {
     let (a, b, frames) = two(&runtime);
     let own = a.create("ann", &[1]);
     let (other, third) = (b.create("ann", &[2]), b.create("ann", &[3]));
-    (a.shared.flush(), b.shared.flush());
+    a.shared.flush();
+    b.shared.flush();
     assert_eq!(a.find("ann", other).unwrap(), Found::Here);
     let kept = [own, other].map(|id| {
         let (record, _) = a.sessions.record(Timestamp::now(), id).unwrap();
