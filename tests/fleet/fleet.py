@@ -74,7 +74,10 @@ class Router:
                    "--health-check-interval-secs", 1, "--health-failure-threshold", 2, "--worker-urls",
                    *(worker.url for worker in workers)]
         if kind == "vllm-router":
-            command += ["--worker-startup-check-interval", 1]
+            # Without the second one a worker that has failed is left out for a minute.
+            command += ["--worker-startup-check-interval", 1, "--cb-timeout-duration-secs", 1]
+            if policy == "kv_aware":
+                command += ["--kv-aware-session-affinity-ttl-secs", 3600]
         self.process = subprocess.Popen(list(map(str, command)), stdout=open(self.log, "w"), stderr=subprocess.STDOUT)
         until("the router serves the model", lambda: MODEL in (self.quiet("/v1/models") or ""))
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Routers of the field in front of three `kvist serve`, and Dynamo's indexer beside them, on loopback. Arguments go to pytest:
 # tests/fleet/run.sh -k vllm
-# KVIST names the program; without it the release binary is built. Python 3.11 or newer; the environment, which git ignores,
+# KVIST names the program, one with shared stores; without it the release binary is built. Redis or Valkey is used if it is installed. Python 3.11 or newer; the environment, which git ignores,
 # is made at the first run, with the routers from PyPI.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
@@ -12,7 +12,7 @@ if ! cmp -s "$wanted" "$env/installed.txt"; then
     cp "$wanted" "$env/installed.txt"
 fi
 if [ -z "${KVIST:-}" ]; then
-    cargo build --release --manifest-path "$here/../../Cargo.toml" -p kvist
+    cargo build --release --manifest-path "$here/../../Cargo.toml" -p kvist --features tiers
     KVIST=$(realpath "${CARGO_TARGET_DIR:-$here/../../target}/release/kvist")
     export KVIST
 fi

@@ -227,17 +227,3 @@ def test_openai_client(router):
     strict = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=40, temperature=0,
                                             response_format=response_format)
     assert isinstance(json.loads(strict.choices[0].message.content)["answer"], bool)
-
-
-def test_sessions_stick(start):
-    """Sessions live on one worker; `consistent_hash` finds it again by a header, which may be the session's own id."""
-    router = start("vllm-router", "consistent_hash")
-    for n in range(6):
-        drawn = f"sess-{random.Random(n).getrandbits(128):032x}" if n % 2 else None
-        headers = {"x-session-id": drawn or f"name-{n}"}
-        body = {"text": prefix(1, 20), "id": drawn}
-        session = json.loads(call(router.url + "/v1/sessions", body, headers))["id"]
-        assert drawn in (None, session)
-        for _ in range(4):
-            answer = call(router.url + f"/v1/sessions/{session}/generate", {"max_tokens": 4}, headers)
-            assert json.loads(answer)["choices"]

@@ -1,4 +1,4 @@
-//! `kvist serve --sessions-shared`: two processes over one Redis, one of them killed. Builds with `--features tiers`.
+//! `kvist serve --sessions-shared` and `--sessions-store`: two processes over one Redis, one of them killed. Builds with `--features tiers`.
 mod program;
 use kvist_testing::servers::Redis;
 use program::kvist;
@@ -133,7 +133,7 @@ fn answers_go_on_without_the_store() {
     assert_eq!(generate(&a, &id), expected[1]);
     assert!(figure(&a, "unanswered") > 0.0);
     let (status, answer) = send(&b, "GET", &path(&id), &json!({}));
-    assert_eq!((status, &answer["error"]["code"]), (503, &json!("session_store_unavailable")), "{answer}");
+    assert_eq!((status, &answer["error"]["code"]), (424, &json!("session_store_unavailable")), "{answer}");
     let Some(_redis) = Redis::again(port) else { return };
     // A store that was down is tried again after a pause.
     until("it is recorded", || show(&b, &id) == show(&a, &id));
@@ -180,12 +180,40 @@ fn each_file(folder: &Path, visit: &mut impl FnMut(&Path)) {
     }
 }
 
+/// A store for sessions alone: without tiers, and beside tiers in another one, which then has no record.
+#[test]
+fn sessions_may_have_a_store_of_their_own() {
+    let [sessions, blocks] = [0, 1].map(|_| tempfile::tempdir().unwrap());
+    let url = |folder: &tempfile::TempDir| format!("fs://{}", folder.path().display());
+    let (of_sessions, of_blocks) = (url(&sessions), url(&blocks));
+    let own = ["--sessions-store", &of_sessions, "--tier-grace", "10m"];
+    let a = start(&own);
+    let b = start(&[&own[..], &["--tier-store", &of_blocks]].concat());
+    let (expected, id) = (expected(2), create(&a));
+    assert_eq!(generate(&a, &id), expected[0]);
+    until("the answer is recorded", || show(&b, &id).1.len() == show(&a, &id).1.len());
+    assert_eq!(generate(&b, &id), expected[1]);
+    until("that is recorded", || show(&a, &id) == show(&b, &id));
+    drop((a, b));
+    let has_record = |folder: &Path| {
+        let (mut n_files, mut found) = (0, false);
+        each_file(folder, &mut |path| {
+            let bytes = std::fs::read(path).unwrap();
+            n_files += 1;
+            found |= bytes.windows(7).any(|window| window == b"\"owner\"");
+        });
+        assert!(n_files > 0);
+        found
+    };
+    assert!(has_record(sessions.path()) && !has_record(blocks.path()));
+}
+
 #[test]
 fn it_needs_a_store() {
     let output = kvist().args(["serve", "--port", "0", "--sessions-shared"]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success(), "{text}");
-    for words in ["--sessions-shared", "--tier-store", "redis://HOST:6379/PREFIX"] {
+    for words in ["--sessions-shared", "--tier-store", "--sessions-store", "redis://HOST:6379/PREFIX"] {
         assert!(text.contains(words), "{text}");
     }
 }

@@ -283,7 +283,9 @@ fn deleted_texts_stay_away() {
     };
     let mut first = both();
     for salt in ["a", "b"] {
-        (0..4).for_each(|i| drop(loaded(&first, salt, i)));
+        (0..4).for_each(|i| {
+            loaded(&first, salt, i);
+        });
     }
     settle(&first, 32.0);
     // Each displaces the last one from the cache.

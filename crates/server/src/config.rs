@@ -19,7 +19,7 @@ pub use sections::*;
 use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
-pub use tiers::{LoadRule, OpenTiers, TiersSection, WriteTime};
+pub use tiers::{LoadRule, OpenSessions, OpenTiers, TiersSection, WriteTime};
 
 /// `kvist.toml`
 #[derive(Clone, Debug, Deserialize)]

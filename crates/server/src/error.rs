@@ -135,6 +135,7 @@ impl ApiError {
             404 => "not_found_error",
             408 => "timeout_error",
             409 => "conflict_error",
+            424 => "service_unavailable_error",
             429 => "rate_limit_error",
             503 => "service_unavailable_error",
             500.. => "server_error",
@@ -197,8 +198,12 @@ impl From<SessionError> for ApiError {
             SessionError::NotFound { .. }
             | SessionError::Deleted { .. }
             | SessionError::LostRecord { .. } => new(StatusCode::NOT_FOUND, "session_not_found"),
+            // No 5xx: a router counts those against the worker, which answers everything else, and leaves it out after some.
             SessionError::Unreachable { .. } => {
-                new(StatusCode::SERVICE_UNAVAILABLE, "session_store_unavailable").retry_after(1)
+                new(StatusCode::FAILED_DEPENDENCY, "session_store_unavailable").retry_after(1)
+            }
+            SessionError::DeletionsWait { .. } => {
+                new(StatusCode::TOO_MANY_REQUESTS, "session_store_unavailable").retry_after(1)
             }
             SessionError::Exists { .. } => new(StatusCode::CONFLICT, "session_exists").about("id"),
             SessionError::Busy { .. } => new(StatusCode::CONFLICT, "session_busy"),
@@ -254,6 +259,7 @@ impl IntoResponse for ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvist_engine::sessions::SessionId;
 
     /// Regression: the answer was 400, as if the schema were invalid.
     #[test]
@@ -263,6 +269,25 @@ mod tests {
         let answered = ApiError::from(aborted);
         assert_eq!((answered.status.as_u16(), answered.code), (408, "deadline_exceeded"), "{answered}");
         assert_eq!(ApiError::from(wrong).status.as_u16(), 400);
+    }
+
+    /// Regression: they were 503, and ten of those in a row made a router leave the worker out for all requests.
+    #[test]
+    fn a_store_that_does_not_answer_is_no_failure_of_the_worker() {
+        let rows = [
+            (SessionError::Unreachable { id: SessionId(7) }, 424, "service_unavailable_error"),
+            (SessionError::DeletionsWait { waiting: 9 }, 429, "rate_limit_error"),
+        ];
+        for (error, status, kind) in rows {
+            let error = ApiError::from(error);
+            assert_eq!(
+                (error.status.as_u16(), error.kind(), error.code),
+                (status, kind, "session_store_unavailable")
+            );
+            let response = error.into_response();
+            assert_eq!(response.headers()[RETRY_AFTER], "1");
+            assert!(!response.headers().contains_key(SHOULD_RETRY), "a retry may succeed");
+        }
     }
 
     /// A step computes many requests: the message of its failure must not reach each of them.

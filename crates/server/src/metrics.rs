@@ -55,7 +55,7 @@ impl Ended {
 }
 
 /// Statuses with a counter of their own. All others share the counter `other`.
-const STATUSES: [u16; 14] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503];
+const STATUSES: [u16; 15] = [200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 424, 429, 431, 500, 503];
 
 /// One figure of the engine: name, type, help, value, and labels with their values.
 pub struct Reading(&'static str, &'static str, &'static str, f64, Vec<(&'static str, String)>);

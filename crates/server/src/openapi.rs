@@ -96,7 +96,9 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
         operation
     };
     let changes = |mut operation: Value| {
-        operation["responses"]["409"] = reference("responses", "409");
+        for status in ["409", "424"] {
+            operation["responses"][status] = reference("responses", status);
+        }
         of_one(operation)
     };
     let none = json!({});
@@ -107,7 +109,7 @@ fn sessions(path: &mut impl FnMut(&str, &str, Value), streamed: &Value) {
     let load = "Create a session from a file that this key saved";
     path("/v1/sessions/load", "post", posts(load, "SessionFile", "Loaded", &none));
     // Another worker's session counts against this one's quotas, and its store may not answer.
-    let all = ["400", "401", "404", "429", "503"];
+    let all = ["400", "401", "404", "424", "429", "503"];
     // A long history takes time and memory to render.
     let looked = [&all[..], &["408"]].concat();
     path("/v1/sessions/{id}", "get", of_one(gets("A session, with its history", "SessionHistory", &looked)));
@@ -208,12 +210,17 @@ fn responses() -> Value {
         ("408", "The body arrived too slowly, or the request's deadline passed", false),
         ("413", "The body is too large", false),
         ("415", "The body is not sent as application/json, or is compressed", false),
-        ("429", "The queue is full for this key, or a quota of sessions or deletions is used up", true),
+        ("424", "The session may be on another worker, and the shared store does not answer", true),
+        (
+            "429",
+            "The queue is full for this key, a quota of sessions or deletions is used up, or too many deletions wait for a \
+             shared store that does not answer",
+            true,
+        ),
         ("500", "The model or its cache failed", false),
         (
             "503",
-            "The server is shutting down, has reached a limit on connections, large bodies or unread answers, or needs a \
-             shared store that does not answer",
+            "The server is shutting down, or has reached a limit on connections, large bodies or unread answers",
             true,
         ),
     ];

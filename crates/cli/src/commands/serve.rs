@@ -13,7 +13,7 @@ use kvist_engine::frozen::{EnginePrefix, FrozenPrefix};
 use kvist_engine::memory::MemoryPlan;
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::Engine;
-use kvist_server::config::OpenTiers;
+use kvist_server::config::{OpenSessions, OpenTiers};
 use kvist_server::{KvEventSockets, ServerState, serve};
 use memory::Needed;
 use speculation::SpeculationPlan;
@@ -95,6 +95,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Open the recording before the weights are loaded, so that an error comes early.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let tiers = tiers::open(&config, &engine, &opened, args.model.weights, &registry)?;
+    let shared_sessions = OpenSessions::open(&config)?;
     engine.tiers = tiers.as_ref().map(OpenTiers::config);
     let text_tokens = match config.cache.keep {
         None => engine.paged.cache.context_tokens,
@@ -106,7 +107,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tracing::info!(target: "kvist::server", "{line}");
     }
     // Reads all weights once, before they are loaded.
-    let origin = match config.sessions.dir.is_some() || config.sessions.shared {
+    let origin = match config.sessions.dir.is_some() || shared_sessions.is_some() {
         true => {
             Some(Origin::new(opened.fingerprint()?, args.model.weights, &engine.paged.cache, opened.config()))
         }
@@ -125,11 +126,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         let numerics = registry.device().numerics() + rounded;
         state.keep_sessions(dir, (origin, &numerics), &paged).context("--sessions-dir")?;
     }
-    if config.sessions.shared
-        && let (Some(tiers), Some(origin)) = (&tiers, &origin)
-        && let Some(store) = config.tiers.open_for_sessions(tiers)?
-    {
-        state.share_sessions(store, origin).context("--sessions-shared")?;
+    if let Some((shared, origin)) = shared_sessions.as_ref().zip(origin.as_ref()) {
+        state.share_sessions(shared.store(), origin).context("--sessions-shared")?;
     }
     let runtime = kvist_server::runtime().context("cannot start threads for connections")?;
     let served = runtime.block_on(async {

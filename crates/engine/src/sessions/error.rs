@@ -1,10 +1,11 @@
 //! What sessions refuse.
 use super::id::SessionId;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Why an operation on a session was refused. The session is unchanged, unless the operation says otherwise.
-#[derive(Debug, thiserror::Error)]
+#[derive(Clone, Debug, thiserror::Error)]
 pub enum SessionError {
     /// The owner has no such session. `id` is shortened if it is not a session id.
     #[error(
@@ -25,6 +26,12 @@ pub enum SessionError {
          the worker that has it"
     )]
     Unreachable { id: SessionId },
+    /// The shared store has not noted earlier deletions, so what waits for it would grow without a bound.
+    #[error(
+        "the shared store does not answer, and {waiting} deletions of this key wait for it already: try again when it \
+         answers"
+    )]
+    DeletionsWait { waiting: usize },
     /// A session cannot be created under this id.
     #[error("session {id} exists already, or was deleted: draw another id, or omit `id`")]
     Exists { id: SessionId },
@@ -78,7 +85,13 @@ pub enum SessionError {
     Halted,
     /// The model's template or tokenizer failed.
     #[error(transparent)]
-    Model(#[from] crate::Error),
+    Model(Arc<crate::Error>),
+}
+
+impl From<crate::Error> for SessionError {
+    fn from(error: crate::Error) -> Self {
+        SessionError::Model(Arc::new(error))
+    }
 }
 
 /// Where a session was looked for, as the end of the sentence that it is not there.
@@ -96,7 +109,7 @@ impl fmt::Display for Searched {
             Searched::OneWorker => {
                 "or lives on another worker. A session lives in one worker: behind a router, send the same \
                  `x-session-id` with all of its requests (vllm-router: `consistent_hash`), or start the workers with \
-                 --tier-store URL --sessions-shared, and any of them continues it"
+                 --sessions-store URL, or --tier-store URL --sessions-shared, and any of them continues it"
             }
             Searched::SharedStore => "or the shared store has dropped its record",
         })

@@ -10,6 +10,13 @@
 //! deletion always counts. The store cannot compare and write in one step: of two changes that are recorded in the same moment, the
 //! last one written counts, for both workers.
 //!
+//! **A store may lose what it had**, as a Redis without a disk that was started again. The *epoch* of a process grows when a call fails and
+//! when a session is missing that was recorded: then the task looks whether the store has the sessions, and records those that it
+//! lacks. Only what was seen there in the current epoch makes room for other sessions.
+//!
+//! **Use without a change** keeps a session alive in the store too: it is recorded again when half of its time there is over. A session
+//! that expires here is not removed from the store, because another worker may use it.
+//!
 //! A store that does not answer within the time limit is not waited for: what is here is used, and the changes are recorded later.
 //! A session that is not here cannot be continued then.
 mod record;
@@ -17,18 +24,20 @@ mod record;
 mod tests;
 mod writer;
 
-use super::store::{Adopted, SharedChange, Stamp};
+use super::store::{Adopted, Expected, SharedTask, Stamp};
 use super::{SessionError, SessionId, SessionStore, Timestamp};
 use crate::Error;
 use crate::saved::Origin;
 use kvist_store::{BlockKey, BlockStore, Bytes, StoreError};
 use record::{Head, Place};
+use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::runtime::Handle;
+use tokio::sync::watch;
 
 const TARGET: &str = "kvist::server";
 
@@ -63,6 +72,8 @@ struct Shared {
     fingerprint: Vec<u8>,
     vocab: usize,
     counters: Counters,
+    /// States that are being read, so that many requests for a session read one state once.
+    reading: Mutex<BTreeMap<StateKey, watch::Receiver<Option<StateRead>>>>,
     /// Whether the last call of the store failed, for the log.
     is_failing: AtomicBool,
 }
@@ -76,6 +87,28 @@ pub enum Found {
     Nowhere,
     /// Its owner has deleted it.
     Deleted,
+}
+
+/// What a request found. While it has this, the session is not let go to make room for another one.
+pub struct Arrival {
+    pub found: Found,
+    _expected: Expected,
+}
+
+/// A state of an owner's session.
+type StateKey = (Arc<str>, SessionId, Stamp);
+
+/// What came of reading a state.
+#[derive(Clone)]
+enum StateRead {
+    Done(Adopted),
+    /// It is not taken over.
+    Refused(SessionError),
+    /// The store does not have it.
+    Missing,
+    Damaged,
+    /// The store does not answer.
+    Unanswered,
 }
 
 /// What happened since the start.
@@ -131,6 +164,7 @@ impl SharedSessions {
             fingerprint,
             vocab,
             counters: Counters::default(),
+            reading: Mutex::default(),
             is_failing: AtomicBool::new(false),
         });
         runtime.spawn(writer::run(shared.clone(), sessions.share()));
@@ -143,26 +177,54 @@ impl SharedSessions {
     /// # Errors
     /// Another worker has made a newer state, and the store does not give it: then an older one that is here must not be used. Or the
     /// session is not here, and the store does not answer, or the owner's limits leave no room for it.
-    pub async fn find(&self, owner: &Arc<str>, id: SessionId) -> Result<Found, SessionError> {
+    pub async fn find(&self, owner: &Arc<str>, id: SessionId) -> Result<Arrival, SessionError> {
         let (shared, owner) = (self.shared.clone(), owner.clone());
+        let _expected = shared.sessions.expect(id);
         // On the store's own runtime; it also goes on if the client disconnects.
         let found = self.runtime.spawn(async move { shared.find(&owner, id).await });
-        found.await.unwrap_or(Err(SessionError::Unreachable { id }))
+        let found = found.await.unwrap_or(Err(SessionError::Unreachable { id }))?;
+        Ok(Arrival { found, _expected })
+    }
+
+    /// Whether a session can be created under this id: neither this process nor the store knows it. If the store does not answer, it
+    /// is taken to be free. Reads a few bytes at most.
+    pub async fn is_free(&self, owner: &Arc<str>, id: SessionId) -> bool {
+        let (shared, owner) = (self.shared.clone(), owner.clone());
+        let known = self.runtime.spawn(async move { shared.knows(&owner, id).await });
+        !known.await.unwrap_or(false)
+    }
+
+    /// Deletes a session, wherever it is: also if the owner's limits leave no room for it here, or its record is damaged.
+    ///
+    /// # Errors
+    /// There is none, it is not here and the store does not answer, or too many deletions wait for the store. Then nothing changes.
+    pub async fn delete(&self, owner: &Arc<str>, id: SessionId) -> Result<(), SessionError> {
+        let sessions = &self.shared.sessions;
+        match self.find(owner, id).await {
+            // Its forks become those of its parent.
+            Ok(_arrival) => sessions.delete(Timestamp::now(), owner, id),
+            Err(
+                SessionError::TooManySessions { .. }
+                | SessionError::TooManyTokens { .. }
+                | SessionError::LostRecord { .. },
+            ) => sessions.delete_shared(Timestamp::now(), owner, id),
+            Err(error) => Err(error),
+        }
     }
 
     /// Waits until everything before this call was tried to be recorded. Blocks this thread.
     pub fn flush(&self) {
-        self.tell_and_wait(SharedChange::Flush);
+        self.wait(false);
     }
 
     /// Records everything, once, and stops. Later changes are not recorded. Blocks this thread.
     pub fn close(&self) {
-        self.tell_and_wait(SharedChange::Stop);
+        self.wait(true);
     }
 
-    fn tell_and_wait(&self, message: impl FnOnce(std::sync::mpsc::Sender<()>) -> SharedChange) {
+    fn wait(&self, stops: bool) {
         let (sender, done) = channel();
-        self.shared.sessions.tell_shared(message(sender));
+        self.shared.sessions.await_pending(sender, stops);
         // If the task has ended, nothing is left to wait for.
         let _ = done.recv();
     }
@@ -200,6 +262,9 @@ impl Shared {
             }
             _ => {}
         }
+        if result.is_err() {
+            self.sessions.store_failed();
+        }
         result
     }
 
@@ -223,6 +288,74 @@ impl Shared {
         }
     }
 
+    /// Whether the session is here or in the store, or was deleted.
+    async fn knows(self: &Arc<Self>, owner: &Arc<str>, id: SessionId) -> bool {
+        let is_here = self.sessions.local(Timestamp::now(), owner, id).is_some();
+        if is_here || self.sessions.is_deleting(owner, id) {
+            return true;
+        }
+        let head = self.head_in_time(&self.place(owner, id)).await;
+        if head.is_none() {
+            count(&self.counters.unanswered);
+        }
+        head.flatten().is_some()
+    }
+
+    /// Reads a state and takes it over. Of several requests for it the first one does; the others wait for what comes of it.
+    async fn take_over(self: &Arc<Self>, owner: &Arc<str>, id: SessionId, stamp: Stamp) -> StateRead {
+        let key = (owner.clone(), id, stamp);
+        let mut read = {
+            let mut reading = self.reading.lock().unwrap_or_else(PoisonError::into_inner);
+            let of_another = reading.get(&key).cloned();
+            of_another.unwrap_or_else(|| {
+                let (sender, read) = watch::channel(None);
+                reading.insert(key.clone(), read.clone());
+                let (shared, owner) = (self.clone(), owner.clone());
+                tokio::spawn(async move {
+                    // Removed also if this task is ended.
+                    let entry = Reading { shared: &shared, key };
+                    let read = shared.read_and_adopt(&owner, id, stamp).await;
+                    // Before the others learn of it: a request that comes later reads anew.
+                    drop(entry);
+                    sender.send_replace(Some(read));
+                });
+                read
+            })
+        };
+        let read = read.wait_for(Option::is_some).await.map(|read| (*read).clone());
+        read.ok().flatten().unwrap_or(StateRead::Unanswered)
+    }
+
+    async fn read_and_adopt(&self, owner: &Arc<str>, id: SessionId, stamp: Stamp) -> StateRead {
+        let epoch = self.sessions.epoch();
+        let here = self.sessions.local(Timestamp::now(), owner, id);
+        if here.is_some_and(|here| here.stamp.includes(stamp, here.recorded)) {
+            // Another request has taken it over since this one has read the head.
+            return StateRead::Done(Adopted::No);
+        }
+        let place = self.place(owner, id);
+        let bytes = match self.get(place.state(stamp)).await {
+            Ok(Some(bytes)) => bytes,
+            Ok(None) => return StateRead::Missing,
+            Err(_) => return StateRead::Unanswered,
+        };
+        let vocab = self.vocab;
+        // A long history takes many milliseconds.
+        let read = tokio::task::spawn_blocking(move || place.read(&bytes, vocab));
+        let Some(found) = read.await.ok().flatten() else { return StateRead::Damaged };
+        match self.sessions.adopt(Timestamp::now(), owner, id, (stamp, epoch), found) {
+            Ok(adopted) => {
+                if adopted == Adopted::Yes {
+                    count(&self.counters.adopted);
+                    let Stamp { version, .. } = stamp;
+                    tracing::info!(target: TARGET, "session {id} is continued here, from version {version} of another worker");
+                }
+                StateRead::Done(adopted)
+            }
+            Err(error) => StateRead::Refused(error),
+        }
+    }
+
     async fn find(self: &Arc<Self>, owner: &Arc<str>, id: SessionId) -> Result<Found, SessionError> {
         let place = self.place(owner, id);
         // A state is removed after another one was recorded, so the second head names one that is there.
@@ -234,6 +367,7 @@ impl Shared {
             if self.sessions.is_deleting(owner, id) {
                 return Ok(Found::Deleted);
             }
+            let epoch = self.sessions.epoch();
             let Some(head) = self.head_in_time(&place).await else {
                 count(&self.counters.unanswered);
                 return here.map(|_| Found::Here).ok_or(SessionError::Unreachable { id });
@@ -243,8 +377,8 @@ impl Shared {
                 (None, Some(here)) => {
                     if here.recorded.is_some() {
                         // The store has dropped it.
-                        self.sessions.set_recorded(id, None);
-                        self.sessions.tell_shared(SharedChange::Session(id));
+                        self.sessions.set_lost(id);
+                        self.sessions.tell_shared(SharedTask::State(id));
                     }
                     return Ok(Found::Here);
                 }
@@ -253,32 +387,37 @@ impl Shared {
                     return Ok(Found::Deleted);
                 }
                 (Some(Head::State(stamp)), Some(here)) if here.stamp.includes(stamp, here.recorded) => {
+                    self.sessions.set_seen(id, stamp, epoch);
                     return Ok(Found::Here);
                 }
                 (Some(Head::State(stamp)), _) => stamp,
             };
-            let state = self.get(place.state(stamp)).await.map_err(|_| {
-                count(&self.counters.unanswered);
-                SessionError::Unreachable { id }
-            })?;
-            let Some(bytes) = state else { continue };
-            let (vocab, place) = (self.vocab, place.clone());
-            // A long history takes many milliseconds.
-            let read = tokio::task::spawn_blocking(move || place.read(&bytes, vocab));
-            let Some(found) = read.await.ok().flatten() else { break };
-            return match self.sessions.adopt(Timestamp::now(), owner, id, stamp, found)? {
-                Adopted::Deleted => Ok(Found::Deleted),
-                Adopted::No => Ok(Found::Here),
-                Adopted::Yes => {
-                    count(&self.counters.adopted);
-                    let Stamp { version, .. } = stamp;
-                    tracing::info!(target: TARGET, "session {id} is continued here, from version {version} of another worker");
-                    Ok(Found::Here)
+            return match self.take_over(owner, id, stamp).await {
+                StateRead::Done(Adopted::Deleted) => Ok(Found::Deleted),
+                StateRead::Done(Adopted::No | Adopted::Yes) => Ok(Found::Here),
+                StateRead::Refused(error) => Err(error),
+                StateRead::Missing => continue,
+                StateRead::Damaged => break,
+                StateRead::Unanswered => {
+                    count(&self.counters.unanswered);
+                    Err(SessionError::Unreachable { id })
                 }
             };
         }
         count(&self.counters.lost);
         tracing::warn!(target: TARGET, "session {id}: its record in the shared store is damaged or gone");
         Err(SessionError::LostRecord { id })
+    }
+}
+
+/// The entry of a state that is being read.
+struct Reading<'a> {
+    shared: &'a Shared,
+    key: StateKey,
+}
+
+impl Drop for Reading<'_> {
+    fn drop(&mut self) {
+        self.shared.reading.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.key);
     }
 }

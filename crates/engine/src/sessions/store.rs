@@ -22,7 +22,9 @@ pub use guard::SessionGuard;
 pub(super) use inner::Change;
 use inner::{Inner, Session};
 pub(super) use saved::SessionRecord;
-pub(super) use shared::{Adopted, SharedChange};
+#[cfg(test)]
+pub(super) use shared::MOST_DELETIONS;
+pub(super) use shared::{Adopted, Due, Expected, Pending, Settled, SharedTask};
 pub(super) use stamp::Stamp;
 use std::collections::BTreeSet;
 use std::fmt;
@@ -120,12 +122,13 @@ impl SessionStore {
                 inner.n_checked += 1;
             }
             let Some(session) = inner.sessions.get_mut(&id) else { continue };
-            session.is_scheduled = false;
+            session.scheduled = None;
             if session.busy.is_some() {
                 continue; // `release` schedules it again
             }
             match idle.checked_sub(at.instant.saturating_duration_since(session.touched)) {
-                None | Some(Duration::ZERO) => inner.expire(id),
+                // Only here: another worker may use it. What the store has of it expires by itself.
+                None | Some(Duration::ZERO) => inner.remove(id),
                 Some(_) => inner.wait(id, idle),
             }
         }
@@ -156,19 +159,30 @@ impl SessionStore {
         SessionId::parse(text).ok_or_else(|| self.not_found(&shown))
     }
 
-    /// Fails if adding `n` sessions of `charge` each would exceed the quota. Changes nothing.
-    fn admit(&self, inner: &Inner, owner: &str, n: usize, charge: u64) -> Result<(), SessionError> {
+    /// Makes sure that `n` more sessions, and `more` charge in all, are within the quota. If they are not, sessions that other workers have
+    /// are let go first, but for `used`. Fails without a change if that is not enough.
+    fn admit(
+        &self,
+        inner: &mut Inner,
+        owner: &str,
+        n: usize,
+        more: u64,
+        used: Option<SessionId>,
+    ) -> Result<(), SessionError> {
+        let SessionLimits { max_sessions, max_tokens, idle } = self.limits;
         let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
-        if sessions + n > self.limits.max_sessions {
-            return Err(SessionError::TooManySessions { sessions, more: n, max: self.limits.max_sessions });
-        }
-        self.admit_tokens(tokens, charge.saturating_mul(n as u64))
-    }
-
-    fn admit_tokens(&self, tokens: u64, more: u64) -> Result<(), SessionError> {
-        match tokens.saturating_add(more) > self.limits.max_tokens {
-            true => Err(self.too_long(tokens, more)),
-            false => Ok(()),
+        // Whoever creates none is not refused for their number: a limit may be lower than before a restart.
+        let most_sessions = if n == 0 { Some(usize::MAX) } else { max_sessions.checked_sub(n) };
+        let has_room = match (most_sessions, max_tokens.checked_sub(more)) {
+            (Some(sessions), Some(tokens)) => inner.let_go_down_to(owner, (sessions, tokens), used, idle),
+            _ => false,
+        };
+        match has_room {
+            true => Ok(()),
+            false if n > 0 && sessions.saturating_add(n) > max_sessions => {
+                Err(SessionError::TooManySessions { sessions, more: n, max: max_sessions })
+            }
+            false => Err(self.too_long(tokens, more)),
         }
     }
 
@@ -198,7 +212,7 @@ impl SessionStore {
         if let Some(id) = id.filter(|id| inner.sessions.contains_key(id)) {
             return Err(SessionError::Exists { id });
         }
-        self.admit(&inner, owner, 1, draft.history.charge())?;
+        self.admit(&mut inner, owner, 1, draft.history.charge(), None)?;
         let session = Session {
             owner: owner.clone(),
             name: draft.name,
@@ -214,8 +228,10 @@ impl SessionStore {
             stamp: Stamp::first(inner.writer),
             made: 1,
             recorded: None,
+            seen: None,
+            adopted: false,
             busy: None,
-            is_scheduled: false,
+            scheduled: None,
         };
         let id = inner.add(id, session, self.limits.idle);
         Ok(inner.info(id, at, &self.limits))
@@ -281,9 +297,12 @@ impl SessionStore {
         let mut inner = self.at(at);
         let parent = self.session(&mut inner, owner, id)?;
         parent.touched = at.instant;
+        // Its state in the store is to expire later.
+        inner.tell_shared(|| SharedTask::State(id));
+        let parent = self.session(&mut inner, owner, id)?;
         let (owner, salt, cache_salt) =
             (parent.owner.clone(), parent.salt.clone(), parent.cache_salt.clone());
-        self.admit(&inner, &owner, n, history.charge())?;
+        self.admit(&mut inner, &owner, n, history.charge().saturating_mul(n as u64), Some(id))?;
         let (fork, writer) = (inner.number(), inner.writer);
         let one = |_| Session {
             owner: owner.clone(),
@@ -300,8 +319,10 @@ impl SessionStore {
             stamp: Stamp::first(writer),
             made: 1,
             recorded: None,
+            seen: None,
+            adopted: false,
             busy: None,
-            is_scheduled: false,
+            scheduled: None,
         };
         let forked: Vec<Session> = (0..n).map(one).collect();
         let ids: Vec<SessionId> =
@@ -313,6 +334,7 @@ impl SessionStore {
     pub fn delete(&self, at: Timestamp, owner: &str, id: SessionId) -> Result<(), SessionError> {
         let mut inner = self.at(at);
         self.session(&mut inner, owner, id)?;
+        inner.may_delete(owner)?;
         inner.delete(id);
         Ok(())
     }
@@ -339,6 +361,7 @@ impl SessionStore {
                 return Err(SessionError::NotASibling { index: i, id: *id });
             }
         }
+        inner.may_delete(owner)?;
         let own = inner.owned.get(owner).into_iter().flat_map(|own| &own.ids);
         let mut losers: Vec<SessionId> = own.copied().collect();
         losers.retain(|other| *other != id && !also.contains(other) && sibling(&inner, other));
@@ -351,6 +374,7 @@ impl SessionStore {
         }
         losers.iter().for_each(|id| inner.delete(*id));
         self.session(&mut inner, owner, id)?.touched = at.instant;
+        inner.tell_shared(|| SharedTask::State(id));
         Ok(losers)
     }
 
@@ -374,6 +398,7 @@ impl SessionStore {
         session.busy = Some(Busy { claim: number, generates, before, _deleted: sender });
         session.touched = at.instant;
         let (history, salt, owner) = (session.history.clone(), session.salt.clone(), session.owner.clone());
+        inner.tell_shared(|| SharedTask::State(id));
         Ok(SessionGuard { store: self.clone(), id, number, history, salt, owner, deleted })
     }
 

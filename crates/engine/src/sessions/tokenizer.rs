@@ -18,7 +18,7 @@ impl From<PromptError> for SessionError {
     fn from(error: PromptError) -> Self {
         match error {
             PromptError::Template(crate::Error::Halted) => SessionError::Halted,
-            PromptError::Template(error) => SessionError::Model(error),
+            PromptError::Template(error) => SessionError::from(error),
             other => SessionError::invalid("messages", other.to_string()),
         }
     }

@@ -1,5 +1,6 @@
 //! Checks of a configuration, section by section.
-use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection};
+use super::tiers::no_remote_stores;
+use super::{ConfigError, ModelSection, ServerConfig, SpeculationSection, TiersSection};
 use kvist_cache::evict::{Parameters, build_for_serving};
 use kvist_device::Recent;
 use kvist_engine::tools::Tooling;
@@ -153,10 +154,13 @@ pub(super) fn sessions(config: &ServerConfig) -> Result<(), ConfigError> {
     if s.max_tokens > 1 << 40 {
         return Err(bad("sessions.max_tokens", s.max_tokens, "0 to 1099511627776"));
     }
-    if s.shared && config.tiers.store.is_none() {
-        let expected = "false, or a store that the workers share too: tiers.store (--tier-store), such as \
-                        redis://HOST:6379/PREFIX";
+    if s.shared && s.shared_store(&config.tiers).is_none() {
+        let expected = "false, or a store that the workers share too: tiers.store (--tier-store) or sessions.store \
+                        (--sessions-store), such as redis://HOST:6379/PREFIX";
         return Err(bad("sessions.shared (--sessions-shared)", true, expected));
+    }
+    if s.store.is_some() && !TiersSection::HAS_STORE {
+        return Err(bad("sessions.store (--sessions-store)", "a URL", no_remote_stores()));
     }
     Ok(())
 }

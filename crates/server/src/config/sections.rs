@@ -1,4 +1,5 @@
 //! The sections of the configuration, with their defaults.
+use super::TiersSection;
 use kvist_device::{Recent, Storage};
 use kvist_engine::keep::KeepConfig;
 use kvist_engine::memory::RECENT_TOKENS;
@@ -266,15 +267,30 @@ pub struct SessionsSection {
     pub dir: Option<PathBuf>,
     /// Record sessions in `tiers.store`, where the other workers of a fleet find them.
     pub shared: bool,
+    /// Record them in this store instead: one that evicts nothing, which a store of blocks may.
+    pub store: Option<String>,
 }
 
 impl Default for SessionsSection {
     fn default() -> Self {
-        SessionsSection { idle_s: 3600.0, max_sessions: 256, max_tokens: 1 << 20, dir: None, shared: false }
+        SessionsSection {
+            idle_s: 3600.0,
+            max_sessions: 256,
+            max_tokens: 1 << 20,
+            dir: None,
+            shared: false,
+            store: None,
+        }
     }
 }
 
 impl SessionsSection {
+    /// The store in which workers share sessions, if they do.
+    pub fn shared_store<'a>(&'a self, tiers: &'a TiersSection) -> Option<&'a str> {
+        let of_tiers = tiers.store.as_deref().filter(|_| self.shared);
+        self.store.as_deref().or(of_tiers)
+    }
+
     pub fn limits(&self) -> SessionLimits {
         SessionLimits {
             idle: Duration::from_secs_f64(self.idle_s),

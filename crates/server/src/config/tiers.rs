@@ -1,6 +1,6 @@
 //! `[tiers]`: where K and V go that the cache has no room for, and from where they come back.
-use super::ConfigError;
 use super::check::bad;
+use super::{ConfigError, ServerConfig};
 use kvist_device::Storage;
 use kvist_engine::serving::{Engine, PackedStore, TierConfig, TierStore, tier_runtime};
 use kvist_engine::sessions::SharedStore;
@@ -148,8 +148,7 @@ impl TiersSection {
             _ => {}
         }
         if self.store.is_some() && !Self::HAS_STORE {
-            let expected = not_built("stores on a server", "shared-tier");
-            return Err(bad("tiers.store (--tier-store)", "a URL", expected));
+            return Err(bad("tiers.store (--tier-store)", "a URL", no_remote_stores()));
         }
         Ok(())
     }
@@ -168,18 +167,6 @@ impl TiersSection {
         }
         let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, stored_bytes) } else { 0 };
         self.ram_bytes.saturating_add(2 * self.bytes_in_flight()).saturating_add(disk)
-    }
-
-    /// Opens the shared store once more, for sessions: its failures and its counts are not those of the tier. `None` if there is no shared
-    /// store.
-    ///
-    /// # Errors
-    /// As [`open`](Self::open).
-    pub fn open_for_sessions(&self, tiers: &OpenTiers) -> Result<Option<SharedStore>, StoreError> {
-        let (Some(url), Some(runtime)) = (&self.store, &tiers.runtime) else { return Ok(None) };
-        let _within = runtime.enter();
-        let (store, deadline) = (open_shared(url)?, Duration::from_millis(self.grace_ms));
-        Ok(Some(SharedStore { store, runtime: runtime.handle().clone(), deadline }))
     }
 
     /// What the tiers are, in one line, without secrets.
@@ -211,11 +198,7 @@ impl TiersSection {
         if !self.is_on() {
             return Ok(None);
         }
-        let runtime = tier_runtime().map_err(|error| StoreError::Open {
-            store: "tiers".into(),
-            problem: format!("cannot start threads: {error}"),
-            advice: "Allow this user more threads (ulimit -u)".into(),
-        })?;
+        let runtime = start_runtime("tiers")?;
         let mut stores = Vec::new();
         let mut add = |store: Arc<dyn BlockStore>, guess: guess::Speed| {
             let guess::Speed { bytes_per_s, latency } = guess;
@@ -256,6 +239,19 @@ impl TiersSection {
         };
         Ok(Some(OpenTiers { config, runtime: Some(runtime) }))
     }
+}
+
+fn start_runtime(of: &str) -> Result<Runtime, StoreError> {
+    tier_runtime().map_err(|error| StoreError::Open {
+        store: of.into(),
+        problem: format!("cannot start threads: {error}"),
+        advice: "Allow this user more threads (ulimit -u)".into(),
+    })
+}
+
+/// What a program without stores on servers expects instead of a URL.
+pub(super) fn no_remote_stores() -> String {
+    not_built("stores on a server", "shared-tier")
 }
 
 fn not_built(what: &str, feature: &str) -> String {
@@ -306,7 +302,7 @@ fn open_shared(_: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
     Err(StoreError::Open {
         store: "remote store".into(),
         problem: "cannot be opened".into(),
-        advice: not_built("stores on a server", "shared-tier"),
+        advice: no_remote_stores(),
     })
 }
 
@@ -346,6 +342,45 @@ impl OpenTiers {
 }
 
 impl Drop for OpenTiers {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
+/// The store in which workers share sessions, opened for them: its failures and its counts are not those of a tier, and its threads do not
+/// wait behind blocks. Sessions are not recorded any more when this is dropped.
+pub struct OpenSessions {
+    store: SharedStore,
+    /// `None` while it is being dropped.
+    runtime: Option<Runtime>,
+}
+
+impl OpenSessions {
+    /// `None` if workers share no sessions. The store is not connected to: one that is down now may be up later.
+    ///
+    /// # Errors
+    /// The store cannot be opened as configured.
+    pub fn open(config: &ServerConfig) -> Result<Option<Self>, StoreError> {
+        let Some(url) = config.sessions.shared_store(&config.tiers) else { return Ok(None) };
+        let runtime = start_runtime("sessions")?;
+        let store = {
+            let _within = runtime.enter();
+            open_shared(url)?
+        };
+        let deadline = Duration::from_millis(config.tiers.grace_ms);
+        let store = SharedStore { store, runtime: runtime.handle().clone(), deadline };
+        Ok(Some(OpenSessions { store, runtime: Some(runtime) }))
+    }
+
+    /// For [`ServerState::share_sessions`](crate::ServerState::share_sessions).
+    pub fn store(&self) -> SharedStore {
+        self.store.clone()
+    }
+}
+
+impl Drop for OpenSessions {
     fn drop(&mut self) {
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();

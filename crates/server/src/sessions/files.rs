@@ -22,7 +22,7 @@ fn keeper(state: &ServerState) -> Result<&SessionKeeper, ApiError> {
 
 pub(crate) async fn save(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
     let Posted { call: Call { state, caller }, mut body } = posted;
-    arrive(&state, &caller, &id).await?;
+    let _arrival = arrive(&state, &caller, &id).await?;
     blocking(move || {
         let id = state.sessions.id(&id)?;
         check(&mut body, &state.schemas.sessions.save, &state.bounds.model)?;

@@ -33,7 +33,7 @@ use tokio::task::JoinError;
 
 pub(crate) async fn generate(Path(id): Path<String>, posted: Posted) -> Result<Response, ApiError> {
     let state = posted.call.state.clone();
-    arrive(&state, &posted.call.caller, &id).await?;
+    let _arrival = arrive(&state, &posted.call.caller, &id).await?;
     let prepared = posted.prepare(move |state, caller, body| prepare(state, caller, &id, body));
     let Prepared { mut request, run, parser, is_chat, common } = prepared.await?;
     let session = run.generation.guard().id.to_string();

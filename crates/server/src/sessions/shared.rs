@@ -2,18 +2,35 @@
 use crate::auth::Caller;
 use crate::error::ApiError;
 use crate::state::ServerState;
-use kvist_engine::sessions::{Found, SessionError, SessionId};
+use kvist_engine::sessions::{Arrival, SessionError, SessionId, Timestamp};
 
 /// Looks for the session `id` of the caller. Without a shared store, and for what is no id, nothing is done: the request itself finds
-/// what is here.
+/// what is here. Hold what it returns until the session has been used.
 ///
 /// # Errors
 /// As [`SharedSessions::find`](kvist_engine::sessions::SharedSessions::find).
-pub(super) async fn arrive(state: &ServerState, caller: &Caller, id: &str) -> Result<(), ApiError> {
-    if let (Some(shared), Some(id)) = (state.shared_sessions.get(), SessionId::parse(id)) {
-        shared.find(&caller.name, id).await?;
+pub(super) async fn arrive(
+    state: &ServerState,
+    caller: &Caller,
+    id: &str,
+) -> Result<Option<Arrival>, ApiError> {
+    match (state.shared_sessions.get(), SessionId::parse(id)) {
+        (Some(shared), Some(id)) => Ok(Some(shared.find(&caller.name, id).await?)),
+        _ => Ok(None),
     }
-    Ok(())
+}
+
+/// Deletes a session of the caller, wherever it is.
+///
+/// # Errors
+/// As [`SharedSessions::delete`](kvist_engine::sessions::SharedSessions::delete).
+pub(super) async fn remove(state: &ServerState, caller: &Caller, id: &str) -> Result<SessionId, ApiError> {
+    let id = state.sessions.id(id)?;
+    match state.shared_sessions.get() {
+        Some(shared) => shared.delete(&caller.name, id).await?,
+        None => state.sessions.delete(Timestamp::now(), &caller.name, id)?,
+    }
+    Ok(id)
 }
 
 /// Refuses to create a session under an id that another worker has recorded. If the store does not answer, the id is taken to be free.
@@ -25,8 +42,8 @@ pub(super) async fn refuse_known(
     let (Some(shared), Some(id)) = (state.shared_sessions.get(), id.and_then(SessionId::parse)) else {
         return Ok(());
     };
-    match shared.find(&caller.name, id).await {
-        Ok(Found::Nowhere) | Err(SessionError::Unreachable { .. }) => Ok(()),
-        Ok(Found::Here | Found::Deleted) | Err(_) => Err(SessionError::Exists { id }.into()),
+    match shared.is_free(&caller.name, id).await {
+        true => Ok(()),
+        false => Err(SessionError::Exists { id }.into()),
     }
 }

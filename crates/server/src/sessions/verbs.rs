@@ -1,6 +1,6 @@
 //! The session endpoints except `generate`.
 use super::fields::{Content, CreateFields, ForkFields, KeepFields, RollbackFields};
-use super::shared::{arrive, refuse_known};
+use super::shared::{arrive, refuse_known, remove};
 use super::tokenizer::decoding_memory;
 use crate::blocking::blocking;
 use crate::error::ApiError;
@@ -123,7 +123,7 @@ pub(crate) async fn list(Call { state, caller }: Call) -> Result<Json<Value>, Ap
 }
 
 pub(crate) async fn show(Call { state, caller }: Call, Path(id): Path<String>) -> Result<Response, ApiError> {
-    arrive(&state, &caller, &id).await?;
+    let _arrival = arrive(&state, &caller, &id).await?;
     let shown = state.prepare(&caller, move |state, caller| {
         let (info, mut history) =
             state.sessions.get(Timestamp::now(), &caller.name, state.sessions.id(&id)?)?;
@@ -194,13 +194,8 @@ pub(crate) async fn delete(
     Call { state, caller }: Call,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    arrive(&state, &caller, &id).await?;
-    blocking(move || {
-        let session = state.sessions.id(&id)?;
-        state.sessions.delete(Timestamp::now(), &caller.name, session)?;
-        Ok(Json(json!({"id": session.to_string(), "object": "session.deleted", "deleted": true})))
-    })
-    .await
+    let session = remove(&state, &caller, &id).await?;
+    Ok(Json(json!({"id": session.to_string(), "object": "session.deleted", "deleted": true})))
 }
 
 /// Commits the changed history; the response says how many tokens were kept.
@@ -212,7 +207,7 @@ fn change(guard: &mut SessionGuard, history: History) -> Result<Value, ApiError>
 }
 
 pub(crate) async fn append(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
-    arrive(&posted.call.state, &posted.call.caller, &id).await?;
+    let _arrival = arrive(&posted.call.state, &posted.call.caller, &id).await?;
     let appended = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
         check(body, &state.schemas.sessions.append, &state.bounds.model)?;
@@ -224,7 +219,7 @@ pub(crate) async fn append(Path(id): Path<String>, posted: Posted) -> Result<Jso
 }
 
 pub(crate) async fn rollback(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
-    arrive(&posted.call.state, &posted.call.caller, &id).await?;
+    let _arrival = arrive(&posted.call.state, &posted.call.caller, &id).await?;
     let rolled = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
         check(body, &state.schemas.sessions.rollback, &state.bounds.model)?;
@@ -237,7 +232,7 @@ pub(crate) async fn rollback(Path(id): Path<String>, posted: Posted) -> Result<J
 }
 
 pub(crate) async fn fork(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
-    arrive(&posted.call.state, &posted.call.caller, &id).await?;
+    let _arrival = arrive(&posted.call.state, &posted.call.caller, &id).await?;
     let forked = posted.prepare(move |state, caller, body| {
         let id = state.sessions.id(&id)?;
         check(body, &state.schemas.sessions.fork, &state.bounds.model)?;
@@ -257,7 +252,7 @@ pub(crate) async fn fork(Path(id): Path<String>, posted: Posted) -> Result<Json<
 
 pub(crate) async fn keep(Path(id): Path<String>, posted: Posted) -> Result<Json<Value>, ApiError> {
     let Posted { call: Call { state, caller }, mut body } = posted;
-    arrive(&state, &caller, &id).await?;
+    let _arrival = arrive(&state, &caller, &id).await?;
     blocking(move || {
         let id = state.sessions.id(&id)?;
         check(&mut body, &state.schemas.sessions.keep, &state.bounds.model)?;

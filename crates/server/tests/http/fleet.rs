@@ -358,6 +358,48 @@ fn a_peer_that_sends_garbage_harms_nothing() {
 }
 
 /// Without an endpoint there are no sources, and with several names it must be said whose prompts are published.
+/// What llm-d's picker of endpoints reads: each gauge once, as a number, and integers in the labels. It tells workers apart by the topic, and
+/// takes the tier from the medium, in lower case.
+#[test]
+fn an_endpoint_picker_finds_what_it_reads() {
+    let mut config = events_config();
+    config.kv_events.topic = "kv@10.0.0.7:8080@tiny-rust-7m".into();
+    let server = Server::start(config);
+    server.post("/v1/completions", &json!({"prompt": prompt(1), "max_tokens": 1})).good();
+    let text = server.get("/metrics").text;
+    let samples = |name: &str| -> Vec<&str> {
+        let of = |line: &&str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with('{'));
+        text.lines().filter(of).collect()
+    };
+    for name in ["num_requests_waiting", "num_requests_running", "kv_cache_usage_perc", "cache_config_info"] {
+        let name = format!("vllm:{name}");
+        assert!(text.contains(&format!("# TYPE {name} gauge")), "{name}");
+        let [sample] = samples(&name)[..] else { panic!("{name}: {:?}", samples(&name)) };
+        let value: f64 = sample.rsplit_once(' ').unwrap().1.parse().unwrap();
+        assert!((0.0..=1.0).contains(&value), "{sample}");
+    }
+    let info = samples("vllm:cache_config_info")[0];
+    for (label, expected) in [("block_size", 16), ("num_gpu_blocks", 32)] {
+        let value = info.split(&format!("{label}=\"")).nth(1).and_then(|rest| rest.split('"').next());
+        assert_eq!(value.map(str::parse), Some(Ok(expected)), "{info}");
+    }
+    // As a vLLM without LoRA: the picker takes it for a worker without adapters.
+    assert!(samples("vllm:lora_requests_info").is_empty());
+
+    let replays = server.get("/kv_event_sources").good()["0"]["replay_endpoint"].as_str().unwrap().to_owned();
+    let messages = tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let mut dealer = DealerSocket::new();
+        dealer.connect(&replays).await.unwrap();
+        let request = vec![Bytes::new(), 0u64.to_be_bytes().to_vec().into()];
+        dealer.send(ZmqMessage::try_from(request).unwrap()).await.unwrap();
+        let mut frames = dealer.recv().await.unwrap().into_vec();
+        frames.remove(0);
+        frames
+    });
+    let topic = String::from_utf8(messages[0].to_vec()).unwrap();
+    assert_eq!(topic.split('@').collect::<Vec<_>>(), ["kv", "10.0.0.7:8080", "tiny-rust-7m"]);
+}
+
 #[test]
 fn events_are_off_unless_asked_for() {
     let server = Server::start(config());

@@ -202,6 +202,32 @@ fn a_client_may_draw_the_id() {
     assert_eq!(create(&alone, json!({"id": id})), id);
 }
 
+/// A worker with room for one session continues any number that others made, one after the other. What it made itself leaves no room, and
+/// then a session that is elsewhere can still be deleted.
+#[test]
+fn a_quota_is_no_obstacle_to_sessions_of_others() {
+    let fleet = Fleet::new();
+    let mut small = config();
+    small.sessions.max_sessions = 1;
+    let (a, b) = (fleet.start(config(), "w"), fleet.start(small, "w"));
+    let ids = [0, 1].map(|_| create(&a, json!({"text": TEXT})));
+    a.state.flush_sessions();
+    for id in [&ids[0], &ids[1], &ids[0]] {
+        assert_eq!(shown(&a, id), shown(&b, id));
+        assert_eq!(b.get("/v1/sessions").good()["data"].as_array().unwrap().len(), 1);
+    }
+    let own = create(&b, json!({"text": TEXT}));
+    b.state.flush_sessions();
+    let (status, _, code, _) = b.get(&path(&ids[0])).error();
+    assert_eq!((status, code.as_str()), (429, "session_quota"));
+    assert_eq!(delete(&b, &ids[0]).good()["deleted"], true);
+    b.state.flush_sessions();
+    assert_eq!(a.get(&path(&ids[0])).status, 404);
+    assert_eq!(delete(&b, &ids[0]).status, 404);
+    delete(&b, &own).good();
+    assert_eq!(shown(&a, &ids[1]), shown(&b, &ids[1]));
+}
+
 /// A server that shuts down has recorded everything when it has ended.
 #[test]
 fn a_server_that_shuts_down_leaves_its_sessions_to_the_others() {

@@ -97,6 +97,9 @@ pub struct Args {
     /// Record sessions in the shared store (--tier-store): any worker of a fleet continues a session whose worker is gone
     #[arg(long)]
     pub sessions_shared: bool,
+    /// The same in a store of its own, which unlike one of blocks must evict nothing: redis://HOST:6379/PREFIX
+    #[arg(long, value_name = "URL")]
+    pub sessions_store: Option<String>,
     /// Publish there which prefixes the cache has, for routers that send a prompt where its prefix is: vLLM's KV events over
     /// ZeroMQ, such as tcp://127.0.0.1:5557
     #[arg(long, value_name = "ENDPOINT")]
@@ -150,6 +153,7 @@ impl Args {
         c.http.log_prompts |= self.log_prompts;
         c.sessions.dir = self.sessions_dir.clone().or(c.sessions.dir);
         c.sessions.shared |= self.sessions_shared;
+        c.sessions.store = self.sessions_store.clone().or(c.sessions.store);
         c.http.cors_origins.extend(self.cors_origin.iter().cloned());
         c.cache.tokens = self.context.or(c.cache.tokens);
         set(&mut c.cache.kv, &self.kv);

@@ -1,6 +1,7 @@
-//! Workers over a store in memory. `rules` has what is promised, one by one, `failures` what goes wrong, and `random` compares two
-//! workers with a simple model.
+//! Workers over a store in memory. `rules` has what is promised, one by one, `failures` what goes wrong, `limits` quotas and what is
+//! bounded, and `random` compares two workers with a simple model.
 mod failures;
+mod limits;
 mod random;
 mod rules;
 
@@ -22,6 +23,9 @@ struct Frames {
     /// Reads never end.
     hangs: AtomicBool,
     reads: AtomicU64,
+    /// Reads of this object wait until the value is true, and are counted.
+    gate: Mutex<Option<(BlockKey, watch::Receiver<bool>)>>,
+    gated_reads: AtomicU64,
 }
 
 impl Frames {
@@ -54,6 +58,11 @@ impl FrameStore for Shelf {
             self.0.reads.fetch_add(1, Ordering::Relaxed);
             if self.0.hangs.load(Ordering::Relaxed) {
                 std::future::pending::<()>().await;
+            }
+            let gate = self.0.gate.lock().unwrap().clone();
+            if let Some((_, mut is_open)) = gate.filter(|(gated, _)| gated == key) {
+                self.0.gated_reads.fetch_add(1, Ordering::Relaxed);
+                is_open.wait_for(|is_open| *is_open).await.unwrap();
             }
             self.0.answer()?;
             Ok(self.0.lock().get(key).cloned())
@@ -135,8 +144,16 @@ impl Worker {
         Worker { sessions, shared, runtime: runtime.handle().clone() }
     }
 
-    fn find(&self, owner: &str, id: SessionId) -> Result<Found, SessionError> {
+    fn arrive(&self, owner: &str, id: SessionId) -> Result<Arrival, SessionError> {
         self.runtime.block_on(self.shared.find(&owner.into(), id))
+    }
+
+    fn find(&self, owner: &str, id: SessionId) -> Result<Found, SessionError> {
+        self.arrive(owner, id).map(|arrival| arrival.found)
+    }
+
+    fn delete(&self, owner: &str, id: SessionId) -> Result<(), SessionError> {
+        self.runtime.block_on(self.shared.delete(&owner.into(), id))
     }
 
     fn create(&self, owner: &str, tokens: &[u32]) -> SessionId {
@@ -147,7 +164,7 @@ impl Worker {
 
     /// What a request sees.
     fn get(&self, owner: &str, id: SessionId) -> Result<(SessionInfo, Vec<u32>), SessionError> {
-        self.find(owner, id)?;
+        let _arrival = self.arrive(owner, id)?;
         let (info, history) = self.sessions.get(Timestamp::now(), owner, id)?;
         Ok((info, history.tokens.to_vec()))
     }
@@ -157,7 +174,7 @@ impl Worker {
     }
 
     fn claim(&self, owner: &str, id: SessionId) -> Result<SessionGuard, SessionError> {
-        self.find(owner, id)?;
+        let _arrival = self.arrive(owner, id)?;
         self.sessions.claim(Timestamp::now(), owner, id, true)
     }
 

@@ -1,14 +1,13 @@
 //! The task that records sessions.
 use super::record::{Head, written};
 use super::{Shared, TARGET, count};
-use crate::sessions::store::{SharedChange, Stamp};
+use crate::sessions::store::{Due, Pending, Settled, SharedTask as Task, Stamp};
 use crate::sessions::{SessionId, Timestamp};
 use kvist_store::{BlockKey, Bytes, StoreError};
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::mpsc::Sender;
 use std::time::Duration;
-use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -22,66 +21,74 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Two workers that record at the same time are done by then.
 const LOOK_AGAIN: Duration = Duration::from_secs(5);
 
-/// Something to record.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Task {
-    Deletion(Arc<str>, SessionId),
-    Expiry(Arc<str>, SessionId, Stamp),
-    State(SessionId),
-}
-
-/// What the store did not take.
+/// What the store did not take, or may have lost.
 struct Failed {
     tasks: BTreeSet<Task>,
+    /// The epoch of which it was last seen to have everything, or `everything` says that it was not.
+    epoch: u64,
+    everything: bool,
     pause: Duration,
     again: Instant,
 }
 
 impl Failed {
-    /// Waits for the next change, until it is time to try again. `None` for the latter, and `Some(None)` if there will be no change.
-    async fn next(&self, changes: &mut UnboundedReceiver<SharedChange>) -> Option<Option<SharedChange>> {
-        if self.tasks.is_empty() {
-            return Some(changes.recv().await);
+    fn is_empty(&self) -> bool {
+        self.tasks.is_empty() && !self.everything
+    }
+
+    /// Notes that all sessions are to be looked at, if the epoch has changed.
+    fn look(&mut self, shared: &Shared) {
+        let epoch = shared.sessions.epoch();
+        self.everything |= epoch != self.epoch;
+        self.epoch = epoch;
+    }
+
+    /// Waits for the next change, or until it is time to try again.
+    async fn wait(&self, wake: &Notify) {
+        match self.is_empty() {
+            true => wake.notified().await,
+            false => drop(tokio::time::timeout_at(self.again, wake.notified()).await),
         }
-        tokio::time::timeout_at(self.again, changes.recv()).await.ok()
     }
 }
 
-/// Records what it is told, until it is told to stop. Many changes of a session are recorded once, and the states of one session one
+/// Whoever waits for the task learns that it has ended, however it ends.
+struct Ending<'a>(&'a Shared);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.sessions.end_sharing();
+    }
+}
+
+/// Records what there is to record, until it is told to stop. Many changes of a session are recorded once, and the states of one session one
 /// after the other; a session that was deleted or has expired has no state to record.
-pub(super) async fn run(shared: Arc<Shared>, mut changes: UnboundedReceiver<SharedChange>) {
-    let mut failed = Failed { tasks: BTreeSet::new(), pause: PAUSE, again: Instant::now() };
+pub(super) async fn run(shared: Arc<Shared>, wake: Arc<Notify>) {
+    let _ending = Ending(&shared);
+    let mut failed = Failed {
+        tasks: BTreeSet::new(),
+        epoch: shared.sessions.epoch(),
+        everything: false,
+        pause: PAUSE,
+        again: Instant::now(),
+    };
     loop {
-        let (mut tasks, mut waiting, mut stops) = (BTreeSet::new(), Vec::<Sender<()>>::new(), false);
-        let mut next = match failed.next(&mut changes).await {
-            Some(None) => return,
-            Some(change) => change,
-            None => None,
-        };
-        while let Some(change) = next {
-            match change {
-                SharedChange::Session(id) => drop(tasks.insert(Task::State(id))),
-                SharedChange::Deleted { owner, id } => drop(tasks.insert(Task::Deletion(owner, id))),
-                SharedChange::Expired { owner, id, recorded } => {
-                    tasks.insert(Task::Expiry(owner, id, recorded));
-                }
-                SharedChange::Flush(reply) => waiting.push(reply),
-                SharedChange::Stop(reply) => {
-                    waiting.push(reply);
-                    stops = true;
-                }
-            }
-            next = changes.try_recv().ok();
-        }
-        let had_failed = !failed.tasks.is_empty();
+        failed.wait(&wake).await;
+        let Pending { mut tasks, waiting, stops } = shared.sessions.take_pending();
+        failed.look(&shared);
+        let had_failed = !failed.is_empty();
         let tries_again = had_failed && (!waiting.is_empty() || failed.again <= Instant::now());
         if tries_again {
             tasks.append(&mut failed.tasks);
+            if std::mem::take(&mut failed.everything) {
+                tasks.extend(shared.sessions.unseen().into_iter().map(Task::State));
+            }
         }
         failed.tasks.retain(|task| !tasks.contains(task));
         let missing = record_all(&shared, tasks).await;
+        failed.look(&shared);
         if tries_again || !had_failed {
-            let longer = tries_again && !missing.is_empty();
+            let longer = tries_again && (!missing.is_empty() || failed.everything);
             failed.pause = if longer { (failed.pause * 2).min(LONGEST_PAUSE) } else { PAUSE };
             failed.again = Instant::now() + failed.pause;
         }
@@ -119,7 +126,6 @@ async fn record_all(shared: &Arc<Shared>, tasks: BTreeSet<Task>) -> BTreeSet<Tas
             let done = match &task {
                 Task::State(id) => shared.record(*id).await,
                 Task::Deletion(owner, id) => shared.record_deletion(owner, *id).await,
-                Task::Expiry(owner, id, recorded) => shared.remove_expired(owner, *id, *recorded).await,
             };
             (task, done)
         });
@@ -135,13 +141,45 @@ impl Shared {
         self.note(self.store.put(key, bytes, Some(ttl)).await)
     }
 
-    /// Records the state of a session, unless the store has one that it was not made from.
+    /// Records a session, if the store does not have it as it is here.
     async fn record(&self, id: SessionId) -> Result<(), StoreError> {
-        let Some(settled) = self.sessions.settled(Timestamp::now(), id) else { return Ok(()) };
-        let stamp = settled.stamp;
-        if settled.recorded == Some(stamp) {
-            return Ok(());
+        loop {
+            match self.sessions.due(Timestamp::now(), id) {
+                Due::Nothing => return Ok(()),
+                Due::Record(settled) => return self.record_state(id, *settled).await,
+                Due::Check(owner, stamp) => {
+                    if self.check(&owner, id, stamp).await? {
+                        return Ok(());
+                    }
+                }
+            }
         }
+    }
+
+    /// Whether the store still has a state that it had, or another one that counts. If not, it is due to be recorded.
+    async fn check(&self, owner: &str, id: SessionId, stamp: Stamp) -> Result<bool, StoreError> {
+        let epoch = self.sessions.epoch();
+        match self.head(&self.place(owner, id)).await? {
+            Some(Head::State(there)) if there == stamp || !stamp.includes(there, None) => {
+                self.sessions.set_seen(id, stamp, epoch);
+                Ok(true)
+            }
+            Some(Head::Deleted) => {
+                self.sessions.forget(owner, id);
+                Ok(true)
+            }
+            // An earlier one: the store has gone back.
+            None | Some(Head::State(_)) => {
+                self.sessions.set_lost(id);
+                Ok(false)
+            }
+        }
+    }
+
+    /// Records a state of a session, unless the store has one that it was not made from.
+    async fn record_state(&self, id: SessionId, settled: Settled) -> Result<(), StoreError> {
+        let (stamp, touched) = (settled.stamp, settled.touched);
+        let (mut epoch, mut is_expected) = (self.sessions.epoch(), settled.recorded.is_some());
         let place = self.place(&settled.owner, id);
         let record = settled.record;
         // A long history takes many milliseconds.
@@ -159,12 +197,21 @@ impl Shared {
         for is_written in [false, true] {
             before = match self.head(&place).await? {
                 Some(Head::State(there)) if stamp.includes(there, settled.recorded) => Some(there),
-                None => None,
+                None => {
+                    if std::mem::take(&mut is_expected) {
+                        epoch = self.sessions.set_lost(id);
+                    }
+                    None
+                }
                 Some(other) => {
                     if is_written {
                         let _ = self.note(self.store.remove(&place.state(stamp)).await);
                     }
-                    self.give_way(&settled.owner, id, stamp, other);
+                    match settled.recorded == Some(stamp) && other != Head::Deleted {
+                        // It has gone on elsewhere, and no change of this worker is dropped.
+                        true => self.sessions.set_recorded(id, stamp, epoch, touched),
+                        false => self.give_way(&settled.owner, id, stamp, other),
+                    }
                     return Ok(());
                 }
             };
@@ -173,7 +220,7 @@ impl Shared {
             }
         }
         self.put(place.head(), Head::State(stamp).to_bytes(), settled.left).await?;
-        self.sessions.set_recorded(id, Some(stamp));
+        self.sessions.set_recorded(id, stamp, epoch, touched);
         count(&self.counters.recorded);
         if let Some(before) = before.filter(|before| *before != stamp) {
             // One that stays expires.
@@ -226,17 +273,6 @@ impl Shared {
         self.put(place.head(), Head::Deleted.to_bytes(), ttl).await?;
         if let Some(Head::State(before)) = before {
             let _ = self.note(self.store.remove(&place.state(before)).await);
-        }
-        Ok(())
-    }
-
-    /// Removes a session that has expired here, if no other worker has made a newer state of it. One that another worker still uses in
-    /// this state is recorded again there.
-    async fn remove_expired(&self, owner: &str, id: SessionId, recorded: Stamp) -> Result<(), StoreError> {
-        let place = self.place(owner, id);
-        if self.head(&place).await? == Some(Head::State(recorded)) {
-            self.note(self.store.remove(&place.head()).await)?;
-            self.note(self.store.remove(&place.state(recorded)).await)?;
         }
         Ok(())
     }

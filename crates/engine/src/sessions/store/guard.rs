@@ -64,8 +64,7 @@ impl SessionGuard {
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
         let (before, after) = (session.history.charge(), history.charge());
         if after > before {
-            let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
-            self.store.admit_tokens(tokens, after - before)?;
+            self.store.admit(&mut inner, &self.owner, 0, after - before, Some(self.id))?;
         }
         let writer = inner.writer;
         let session = inner.claimed(self.id, self.number).ok_or_else(|| self.gone())?;
@@ -92,11 +91,12 @@ impl SessionGuard {
         Arc::make_mut(&mut session.history.tokens).push(token);
         let after = session.history.charge();
         inner.charge(&self.owner, before, after);
-        let tokens = inner.owned.get(&self.owner).map_or(0, |own| own.charge);
-        if tokens > self.store.limits.max_tokens {
-            return Err(self.store.too_long(tokens, 1));
-        }
-        Ok(())
+        self.store.admit(&mut inner, &self.owner, 0, 0, Some(self.id)).map_err(|error| match error {
+            SessionError::TooManyTokens { tokens, max, .. } => {
+                SessionError::TooManyTokens { tokens, more: 1, max }
+            }
+            other => other,
+        })
     }
 
     /// Ends the generation. `last` finalizes the history. It may take long, so it runs without the store's

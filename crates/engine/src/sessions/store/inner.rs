@@ -1,6 +1,6 @@
 //! The state behind the store's lock: all sessions of all owners, their quota usage and expiry.
 use super::guard::Busy;
-use super::shared::SharedChange;
+use super::shared::{Outbox, SharedTask};
 use super::{SessionInfo, Stamp, Timestamp};
 use crate::random::random_seed;
 use crate::sessions::SessionLimits;
@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
-use tokio::sync::mpsc::UnboundedSender;
 
 pub(super) struct Session {
     pub owner: Arc<str>,
@@ -33,9 +32,13 @@ pub(super) struct Session {
     pub made: u64,
     /// The state that the shared store has, as far as this process knows.
     pub recorded: Option<Stamp>,
+    /// When that was so; `None` if it is to be recorded again: an earlier process has noted it, or the store has lost it.
+    pub seen: Option<Seen>,
+    /// It was taken over from another worker, and not changed here since.
+    pub adopted: bool,
     pub busy: Option<Busy>,
-    /// True if [`Inner::expiries`] has an entry for it. False only while a claim outlasts the session's expiry time.
-    pub is_scheduled: bool,
+    /// The time of its entry in [`Inner::expiries`]. `None` only while a claim outlasts the session's expiry time.
+    pub scheduled: Option<Instant>,
 }
 
 impl Session {
@@ -43,7 +46,17 @@ impl Session {
     pub fn change(&mut self, writer: u64) {
         self.made = self.stamp.version.max(self.made).saturating_add(1);
         self.stamp = Stamp { version: self.made, writer };
+        self.adopted = false;
     }
+}
+
+/// What this process knows of a state in the shared store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seen {
+    /// The [epoch](Inner::epoch) in which the store had it.
+    pub epoch: u64,
+    /// When the session was last used, as the store has it: the state expires by that.
+    pub touched: Instant,
 }
 
 pub(super) struct Inner {
@@ -62,8 +75,12 @@ pub(super) struct Inner {
     pub next: u64,
     /// Where to report sessions that have changed or are gone.
     pub changes: Option<Sender<Change>>,
-    /// Where to report what a shared store has to learn.
-    pub shared: Option<UnboundedSender<SharedChange>>,
+    /// What a shared store has to learn, if there is one.
+    pub outbox: Option<Outbox>,
+    /// Grows when the shared store fails, or does not have what it had: it may have lost anything then.
+    pub epoch: u64,
+    /// Sessions that requests are about to use, and how many: they are not let go.
+    pub expected: BTreeMap<SessionId, usize>,
     /// Deleted sessions of which the shared store has no note yet: what it still has of them is not taken over.
     pub deleting: BTreeSet<(Arc<str>, SessionId)>,
 }
@@ -79,7 +96,9 @@ impl Default for Inner {
             n_checked: 0,
             next: random_seed() >> 1,
             changes: None,
-            shared: None,
+            outbox: None,
+            epoch: 0,
+            expected: BTreeMap::new(),
             deleting: BTreeSet::new(),
         }
     }
@@ -112,18 +131,23 @@ impl Inner {
     }
 
     /// Reports that a session has changed.
-    pub fn changed(&self, id: SessionId) {
+    pub fn changed(&mut self, id: SessionId) {
+        self.tell_keeper(id);
+        self.tell_shared(|| SharedTask::State(id));
+    }
+
+    /// Reports to the thread that saves sessions, if there is one.
+    fn tell_keeper(&self, id: SessionId) {
         if let Some(changes) = &self.changes {
             // Without a receiver, the server is shutting down.
             let _ = changes.send(Change::Session(id));
         }
-        self.tell_shared(|| SharedChange::Session(id));
     }
 
     /// Reports to the shared store, if there is one.
-    pub fn tell_shared(&self, change: impl FnOnce() -> SharedChange) {
-        if let Some(shared) = &self.shared {
-            let _ = shared.send(change());
+    pub fn tell_shared(&mut self, task: impl FnOnce() -> SharedTask) {
+        if let Some(outbox) = &mut self.outbox {
+            outbox.add(task());
         }
     }
 
@@ -140,8 +164,9 @@ impl Inner {
         let Some(session) = self.sessions.get_mut(&id) else { return };
         // A time beyond the clock's range means that it never expires.
         if let Some(expiry) = session.touched.checked_add(idle)
-            && !std::mem::replace(&mut session.is_scheduled, true)
+            && session.scheduled.is_none()
         {
+            session.scheduled = Some(expiry);
             self.expiries.insert((expiry, id));
         }
     }
@@ -173,21 +198,7 @@ impl Inner {
     pub fn delete(&mut self, id: SessionId) {
         if let Some(session) = self.sessions.get(&id) {
             let owner = session.owner.clone();
-            if self.shared.is_some() {
-                self.deleting.insert((owner.clone(), id));
-            }
-            self.tell_shared(|| SharedChange::Deleted { owner, id });
-        }
-        self.remove(id);
-    }
-
-    /// Removes a session that was not used for too long.
-    pub fn expire(&mut self, id: SessionId) {
-        if let Some(session) = self.sessions.get(&id)
-            && let Some(recorded) = session.recorded
-        {
-            let owner = session.owner.clone();
-            self.tell_shared(|| SharedChange::Expired { owner, id, recorded });
+            self.delete_elsewhere(owner, id);
         }
         self.remove(id);
     }
@@ -196,7 +207,13 @@ impl Inner {
     /// to learn: an expiry is not, and a deletion they see themselves.
     pub fn remove(&mut self, id: SessionId) {
         let Some(gone) = self.sessions.remove(&id) else { return };
-        self.changed(id);
+        if let Some(expiry) = gone.scheduled {
+            self.expiries.remove(&(expiry, id));
+        }
+        self.tell_keeper(id);
+        if let Some(outbox) = &mut self.outbox {
+            outbox.forget(id);
+        }
         for child in &gone.children {
             if let Some(child) = self.sessions.get_mut(child) {
                 child.parent = gone.parent;
@@ -276,8 +293,8 @@ impl Inner {
             own.charge += session.history.charge();
             let expiries: Vec<Instant> =
                 self.expiries.iter().filter(|(_, of)| of == id).map(|(expiry, _)| *expiry).collect();
-            assert_eq!(expiries.len(), usize::from(session.is_scheduled), "{id} expires at {expiries:?}");
-            assert!(session.is_scheduled || session.busy.is_some(), "{id} never expires");
+            assert_eq!(expiries, Vec::from_iter(session.scheduled), "the expiry of {id}");
+            assert!(session.scheduled.is_some() || session.busy.is_some(), "{id} never expires");
             assert!(expiries.iter().all(|expiry| *expiry <= session.touched + idle), "{id} expires late");
             let forked = self.sessions.iter().filter(|(_, other)| other.parent == Some(*id));
             let children: BTreeSet<SessionId> = forked.map(|(id, _)| *id).collect();
@@ -294,5 +311,9 @@ impl Inner {
             }
         }
         assert_eq!(owned, self.owned);
+        assert!(
+            self.expiries.iter().all(|(_, id)| self.sessions.contains_key(id)),
+            "the expiry of one that is gone"
+        );
     }
 }

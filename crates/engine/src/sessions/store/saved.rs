@@ -28,6 +28,9 @@ pub(in crate::sessions) struct SessionRecord {
     /// The state that a shared store had, as far as this process knew.
     #[serde(default)]
     pub recorded: Option<Stamp>,
+    /// It was taken over from another worker, and not changed since. Only in files.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub adopted: bool,
     pub history: SavedHistory,
 }
 
@@ -47,6 +50,7 @@ impl SessionRecord {
             fork: session.fork,
             stamp: Some(session.stamp),
             recorded: session.recorded,
+            adopted: session.adopted,
             history: SavedHistory::default(),
         }
     }
@@ -79,8 +83,10 @@ impl Session {
             made: stamp.version,
             stamp,
             recorded: record.recorded,
+            seen: None,
+            adopted: record.adopted,
             busy: None,
-            is_scheduled: false,
+            scheduled: None,
         }
     }
 }

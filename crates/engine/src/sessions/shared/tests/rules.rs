@@ -1,5 +1,7 @@
 //! Which state of a session counts, and who finds it.
 use super::*;
+use crate::sessions::store::SessionRecord;
+use std::collections::BTreeSet;
 
 #[test]
 fn another_worker_continues_a_session_and_the_first_one_that() {
@@ -142,24 +144,57 @@ fn a_deleted_session_stays_deleted_everywhere() {
     assert_eq!(frames.lock().len(), 1, "the note alone is left");
 }
 
-/// What has expired leaves the store, unless another worker has gone on with it.
+/// A session that has expired on one worker is another one's still, changed or not.
 #[test]
-fn an_expired_session_leaves_the_store() {
+fn a_session_expires_on_one_worker_alone() {
     let runtime = runtime();
-    let (one, other, frames) = two(&runtime);
-    let (idle, used) = (one.create("ann", &[1]), one.create("ann", &[2]));
+    let (one, other, _) = two(&runtime);
+    let (read, changed) = (one.create("ann", &[1]), one.create("ann", &[2]));
     one.shared.flush();
-    assert_eq!(frames.lock().len(), 4);
-    assert_eq!(other.tokens("ann", used), Some(vec![2]));
-    other.append("ann", used, &[3]);
+    assert_eq!(other.tokens("ann", read), Some(vec![1]));
+    assert_eq!(other.tokens("ann", changed), Some(vec![2]));
+    other.append("ann", changed, &[3]);
     other.shared.flush();
     let now = Timestamp::now();
     let later = Timestamp { instant: now.instant + LIMITS.idle * 2, ..now };
-    assert!(one.sessions.get(later, "ann", idle).is_err());
+    assert!(one.sessions.get(later, "ann", read).is_err());
     one.shared.flush();
-    assert_eq!(frames.lock().len(), 2, "the other's head and state");
-    assert_eq!(other.tokens("ann", used), Some(vec![2, 3]));
-    assert_eq!(other.find("ann", idle).unwrap(), Found::Nowhere);
+    for worker in [&other, &one] {
+        assert_eq!(worker.tokens("ann", read), Some(vec![1]));
+        assert_eq!(worker.tokens("ann", changed), Some(vec![2, 3]));
+    }
+}
+
+/// What a worker has made counts there also after its restart; what it had taken over makes room then too.
+#[test]
+fn a_restart_is_no_new_quota() {
+    let runtime = runtime();
+    let (a, b, frames) = two(&runtime);
+    let own = a.create("ann", &[1]);
+    let (other, third) = (b.create("ann", &[2]), b.create("ann", &[3]));
+    a.shared.flush();
+    b.shared.flush();
+    assert_eq!(a.find("ann", other).unwrap(), Found::Here);
+    let kept = [own, other].map(|id| {
+        let (record, _) = a.sessions.record(Timestamp::now(), id).unwrap();
+        let mut record: SessionRecord =
+            serde_json::from_str(&serde_json::to_string(&record).unwrap()).unwrap();
+        let history = std::mem::take(&mut record.history).restore(1000).unwrap();
+        (record, history)
+    });
+    let sessions = SessionStore::new(SessionLimits { max_sessions: 2, ..LIMITS });
+    sessions.restore(Timestamp::now(), kept.into());
+    let a = Worker::resume(&runtime, &frames, &origin("w", "t"), sessions, SystemTime::now);
+    a.shared.flush();
+    let listed = || -> BTreeSet<SessionId> {
+        a.sessions.list(Timestamp::now(), "ann").iter().map(|session| session.id).collect()
+    };
+    assert_eq!(a.find("ann", third).unwrap(), Found::Here);
+    assert_eq!(listed(), BTreeSet::from([own, third]));
+    a.append("ann", third, &[4]);
+    a.shared.flush();
+    assert!(matches!(a.find("ann", other), Err(SessionError::TooManySessions { .. })));
+    assert_eq!(listed(), BTreeSet::from([own, third]));
 }
 
 /// A state that was recorded in the moment of a deletion was there for good.
