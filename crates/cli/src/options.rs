@@ -237,8 +237,8 @@ pub struct ComputeArgs {
     /// q4 caches, slower with bf16 weights. On GPUs it always is, so the flag changes nothing there
     #[arg(long)]
     pub deterministic: bool,
-    /// Compute prompts with fewer bits where the CPU has AMX or AVX-512: attention in bf16, packed weights in bf16 or 8 bits.
-    /// Faster; a text may then depend on the chunks and batches in which its prompt was computed
+    /// Compute prompts with fewer bits where the CPU has AMX or AVX-512: attention in bf16 (AMX, AVX-512 with bf16), packed
+    /// weights in bf16 (AMX) or 8 bits. Faster, and less exact; a text may then depend on the chunks and batches in which its prompt was computed
     #[arg(long, conflicts_with = "deterministic")]
     pub fast_prefill: bool,
 }

@@ -10,8 +10,8 @@
 //!
 //! A single token reads every panel once and is memory-bound. Many tokens are processed in tiles of eight, which share
 //! each loaded vector of weights. Every output adds its inputs in order, whatever the batch, so a row's result does not
-//! depend on the rest of the batch. The exception is bf16 products of large batches; `Compute::deterministic` avoids
-//! them.
+//! depend on the rest of the batch. The exceptions are bf16 products of large batches, which
+//! `Compute::deterministic` avoids, and decoded weights of `Compute::fast_prefill`.
 mod blocks;
 mod codes;
 mod decode;
