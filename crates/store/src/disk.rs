@@ -10,6 +10,8 @@
 //!
 //! After a crash of the process, whole blocks are found again. After a crash of the machine too, as far as they
 //! reached the disk: only notes are synced, because a lost block costs only its computation.
+mod room;
+
 use crate::removed::Removed;
 use crate::small::Small;
 use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
@@ -17,8 +19,9 @@ use foyer::{
     Age, BlockEngineConfig, Code, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
     HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
+use room::{check_room, no_room, remove_regions, reserve};
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, ErrorKind, Read, Write};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -28,7 +31,6 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 const NAME: &str = "disk";
 const LOCK: &str = "kvist-store.lock";
 const LAYOUT: &str = "kvist-store.layout";
-const REGIONS: &str = "foyer-storage-direct-fs-";
 const PAGE: u64 = 4096;
 /// Above that, regions get larger: each is an open file.
 const MOST_REGIONS: u64 = 512;
@@ -53,7 +55,7 @@ pub struct DiskOptions {
 }
 
 impl DiskOptions {
-    /// Memory that such a store takes: buffers of writes, and an index of what is on disk.
+    /// Memory that such a store takes: buffers of writes, and an index of what is on disk. Notes are not counted: 20 MB at most.
     pub fn memory_bytes(capacity_bytes: u64, block_bytes: u64) -> u64 {
         let block =
             block_bytes.saturating_add(Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
@@ -320,8 +322,8 @@ impl DiskFrames {
             return Err(StoreError::TooLarge { store: NAME.into(), bytes, capacity_bytes });
         }
         if Small::is_for(&frame) {
-            self.change_small("write a block", move |small| small.put(key, &frame)).await?;
-            return self.remove(&key);
+            self.remove(&key)?;
+            return self.change_small("write a block", move |small| small.put(key, &frame)).await;
         }
         // First, because it is what reads find first.
         self.remove_small("write a block", key).await?;
@@ -381,7 +383,7 @@ impl FrameStore for DiskFrames {
         keys: &'a [BlockKey],
         _within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        let here = keys.iter().take_while(|key| self.small.has(key) || self.has(key)).count();
+        let here = keys.iter().take_while(|key| self.has(key) || self.small.has(key)).count();
         Box::pin(std::future::ready(Ok(here)))
     }
 
@@ -456,21 +458,6 @@ fn prepare(dir: &Path, layout: &Layout) -> Result<Lock, StoreError> {
     Ok(Lock(lock))
 }
 
-fn regions(dir: &Path) -> io::Result<Vec<PathBuf>> {
-    let mut paths = Vec::new();
-    for entry in fs::read_dir(dir)? {
-        let entry = entry?;
-        if entry.file_name().to_string_lossy().starts_with(REGIONS) {
-            paths.push(entry.path());
-        }
-    }
-    Ok(paths)
-}
-
-fn remove_regions(dir: &Path) -> io::Result<()> {
-    regions(dir)?.into_iter().try_for_each(fs::remove_file)
-}
-
 async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
     let size =
         |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
@@ -497,64 +484,4 @@ async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, 
         .build()
         .await
         .map_err(|error| error.to_string())
-}
-
-/// Asks first: taking room that is not there would fill the disk before it fails.
-#[cfg(unix)]
-fn check_room(options: &DiskOptions, layout: &Layout) -> Result<(), StoreError> {
-    use std::os::unix::fs::MetadataExt;
-    let read = |error: io::Error| no_room(options, &error.to_string());
-    let taken: io::Result<u64> =
-        regions(&options.dir).map_err(read)?.iter().map(|path| Ok(fs::metadata(path)?.blocks() * 512)).sum();
-    let needed = (layout.regions * layout.region_bytes).saturating_sub(taken.map_err(read)?);
-    let disk = nix::sys::statvfs::statvfs(&options.dir).map_err(|error| read(error.into()))?;
-    // The types of these counts differ between systems.
-    #[allow(clippy::useless_conversion)]
-    let free = u64::from(disk.blocks_available()).saturating_mul(u64::from(disk.fragment_size()));
-    match needed <= free {
-        true => Ok(()),
-        false => {
-            Err(no_room(options, &format!("the disk has {free} bytes free, and {needed} more are needed")))
-        }
-    }
-}
-
-#[cfg(not(unix))]
-fn check_room(_: &DiskOptions, _: &Layout) -> Result<(), StoreError> {
-    Ok(())
-}
-
-/// Takes the room of all regions now: foyer cannot go on after a write that failed for lack of it.
-#[cfg(target_os = "linux")]
-fn reserve(dir: &Path, region_bytes: u64) -> io::Result<()> {
-    use nix::errno::Errno;
-    use nix::fcntl::{FallocateFlags, fallocate};
-    for path in regions(dir)? {
-        let file = OpenOptions::new().write(true).open(path)?;
-        let length = i64::try_from(region_bytes).map_err(|_| io::Error::from(ErrorKind::FileTooLarge))?;
-        match fallocate(&file, FallocateFlags::empty(), 0, length) {
-            Ok(()) => {}
-            // This file system cannot. Then a full disk shows as failed writes.
-            Err(Errno::EOPNOTSUPP) => return Ok(()),
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(())
-}
-
-#[cfg(not(target_os = "linux"))]
-fn reserve(_: &Path, _: u64) -> io::Result<()> {
-    Ok(())
-}
-
-fn no_room(options: &DiskOptions, error: &str) -> StoreError {
-    StoreError::Open {
-        store: NAME.into(),
-        problem: format!(
-            "cannot take {} bytes in {}: {error}",
-            options.capacity_bytes,
-            options.dir.display()
-        ),
-        advice: "Free some room on that disk, or give the store less".into(),
-    }
 }

@@ -153,7 +153,10 @@ fn a_name_leaves_a_bounded_number_of_notes_in_tiers() {
     let refused = delete(&server, "ann", 2);
     let (status, _, code, message) = refused.error();
     assert_eq!((status, &*code), (429, "too_many_deletions"));
-    assert!(message.contains("deleted 2 salts") && message.contains("limits.max_deletions"), "{message}");
+    assert!(
+        message.contains("used up its 2 deletions of this hour") && message.contains("limits.max_deletions"),
+        "{message}"
+    );
     assert!(refused.header("retry-after").unwrap().parse::<u32>().unwrap() <= 1800);
     // Others have their own, an admin key has no bound, and without tiers nothing is noted.
     delete(&server, "bob", 2).good();
