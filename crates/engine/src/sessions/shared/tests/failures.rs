@@ -182,6 +182,26 @@ fn what_a_store_may_have_lost_is_not_let_go() {
     }
 }
 
+/// A store that was started again may be back at an earlier moment: a worker brings it what it has, without a request for it.
+#[test]
+fn what_a_store_went_back_to_is_replaced() {
+    let runtime = runtime();
+    let (a, _, frames) = two(&runtime);
+    let [changed, other] = [1, 2].map(|token| a.create("ann", &[token]));
+    a.shared.flush();
+    let earlier = frames.lock().clone();
+    a.append("ann", changed, &[3]);
+    a.shared.flush();
+    frames.is_down.store(true, Ordering::Relaxed);
+    assert_eq!(a.find("ann", other).unwrap(), Found::Here);
+    *frames.lock() = earlier;
+    frames.is_down.store(false, Ordering::Relaxed);
+    a.shared.flush();
+    let b = Worker::start(&runtime, &frames);
+    assert_eq!([changed, other].map(|id| b.tokens("ann", id)), [Some(vec![1, 3]), Some(vec![2])]);
+    assert_eq!(frames.lock().len(), 4, "heads and states");
+}
+
 /// A store may drop what it likes: a worker that has a session records it again.
 #[test]
 fn what_a_store_dropped_is_recorded_again() {
