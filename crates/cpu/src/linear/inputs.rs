@@ -137,7 +137,7 @@ impl Inputs {
         let groups = self.width / GROUP;
         &self.groups.get()[first * groups * GROUP_ROWS..].as_chunks().0.as_chunks().0[..groups]
     }
-    /// The tile of `T` tokens from `first` on, with a scale per 256 inputs: see [`wide`].
+    /// The tile of `T` tokens from `first` on, with a scale per 256 inputs: see `wide.rs`.
     #[inline(always)]
     pub fn wide_of<const T: usize>(&self, first: usize) -> &[[i32; T]] {
         let rows = wide::input_rows(self.width);

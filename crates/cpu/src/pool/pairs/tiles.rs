@@ -4,7 +4,7 @@ use super::*;
 use crate::arch::{TileKernel, Tiles};
 use std::marker::PhantomData;
 
-/// [`Codec::scores`](super::Codec::scores).
+/// [`super::scores`].
 struct Scores<'k, C, L, const M: usize> {
     queries: SplitQueries<'k>,
     blocks: &'k Blocks<'k>,
