@@ -1,6 +1,6 @@
 //! Collects blocks into stretches for the kernels.
 use super::RowStore;
-use crate::arch::LANES;
+use crate::arch::{LANES, widen};
 use crate::pages::Pages;
 use kvist_cache::CellRun;
 use std::ops::Range;
@@ -21,6 +21,12 @@ pub struct Block<'b> {
 }
 
 impl Block<'_> {
+    /// Parameter `p` of the cell in lane `lane`.
+    #[inline(always)]
+    pub fn param(&self, p: usize, lane: usize) -> f32 {
+        let at = 2 * (p * LANES + lane);
+        widen(u16::from_le_bytes([self.params[at], self.params[at + 1]]))
+    }
     /// Sets the codes to prefetch while this block is read.
     fn fetch(&mut self, codes: &[u8]) {
         self.ahead = (codes.as_ptr() as usize).wrapping_sub(self.codes.as_ptr() as usize);

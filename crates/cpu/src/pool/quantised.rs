@@ -4,7 +4,7 @@
 //! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
 //! costs less than widening the codes.
 use super::{Block, Blocks, Lines, MAX_BLOCKS, Queries, Sums};
-use crate::arch::{LANES, Simd, widen};
+use crate::arch::{LANES, Simd};
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
 const LARGEST: f32 = 32_000.0;
@@ -137,8 +137,7 @@ pub fn byte_of<S: Simd>(s: S, x: S::I, n: usize) -> S::I {
 #[inline(always)]
 pub fn param(blocks: &Blocks<'_>, p: usize, lane: usize) -> f32 {
     let (block, lane) = blocks.at(lane);
-    let at = 2 * (p * LANES + lane);
-    widen(u16::from_le_bytes([block.params[at], block.params[at + 1]]))
+    block.param(p, lane)
 }
 
 /// One query row, prepared for dot products with bytes.

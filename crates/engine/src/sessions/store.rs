@@ -171,7 +171,7 @@ impl SessionStore {
     ) -> Result<(), SessionError> {
         let SessionLimits { max_sessions, max_tokens, idle } = self.limits;
         let (sessions, tokens) = inner.owned.get(owner).map_or((0, 0), |own| (own.ids.len(), own.charge));
-        // Whoever creates none is not refused for their number: a limit may be lower than before a restart.
+        // A call that creates none is not refused for their number: a limit may be lower than before a restart.
         let most_sessions = if n == 0 { Some(usize::MAX) } else { max_sessions.checked_sub(n) };
         let has_room = match (most_sessions, max_tokens.checked_sub(more)) {
             (Some(sessions), Some(tokens)) => inner.let_go_down_to(owner, (sessions, tokens), used, idle),

@@ -3,7 +3,7 @@
 //! A key of sixteen cells is read element by element, a value sixteen elements at a time. Packed codes are decoded on the
 //! way, once for all rows of a call.
 use super::{Cell, Left, Places, Precision, STEP, TILE, right};
-use crate::arch::{LANES, Simd, widen};
+use crate::arch::{LANES, Simd};
 use crate::element::Element;
 use crate::pool::quantised::byte_of;
 use crate::pool::{Block, Blocks, Q4, Q8, T4, t4};
@@ -93,7 +93,13 @@ impl Place {
         half.is_multiple_of(LANES) || i + LANES <= half
     }
 
-    /// The half byte, for every byte of a vector.
+    /// The half of its byte.
+    #[inline(always)]
+    fn nibble(&self, byte: u8) -> u8 {
+        if self.high { byte >> 4 } else { byte & 15 }
+    }
+
+    /// The same, for every byte of a vector.
     #[inline(always)]
     fn nibbles<S: Simd>(&self, s: S, bytes: S::I) -> S::I {
         if self.high { s.high_nibbles(bytes) } else { s.low_nibbles(bytes) }
@@ -129,8 +135,7 @@ fn params<S: Simd>(s: S, block: &Block<'_>, p: usize) -> S::F {
 /// Parameter `p` of a cell.
 #[inline(always)]
 fn param<S: Simd>(s: S, cell: &Cell<'_>, p: usize) -> S::F {
-    let at = 2 * (p * LANES + cell.lane);
-    s.splat(widen(u16::from_le_bytes([cell.block.params[at], cell.block.params[at + 1]])))
+    s.splat(cell.block.param(p, cell.lane))
 }
 
 /// Sixteen elements, one after the other: where a vector is not a piece of a row's codes. Past the end they are 0.
@@ -148,13 +153,6 @@ fn gathered<S: Simd>(s: S, head_dim: usize, vector: usize, element: impl Fn(usiz
 #[inline(always)]
 fn byte_of_value(cell: &Cell<'_>, row: usize, byte: usize) -> u8 {
     cell.block.codes[cell.lane / 4 * 4 * row + 4 * byte + cell.lane % 4]
-}
-
-/// A scalar parameter of a cell.
-#[inline(always)]
-fn scalar(cell: &Cell<'_>, p: usize) -> f32 {
-    let at = 2 * (p * LANES + cell.lane);
-    widen(u16::from_le_bytes([cell.block.params[at], cell.block.params[at + 1]]))
 }
 
 /// `(code − 128) × scale`.
@@ -210,9 +208,9 @@ impl Parts for Q4 {
         }
         gathered(s, shape.head_dim, vector, |i| {
             let place = Place::in_halves(first / 2, i - first, half);
-            let byte = byte_of_value(cell, shape.row, place.byte);
-            let code = if place.high { byte >> 4 } else { byte & 15 };
-            f32::from(code).mul_add(scalar(cell, 2 * group), scalar(cell, 2 * group + 1))
+            let code = place.nibble(byte_of_value(cell, shape.row, place.byte));
+            f32::from(code)
+                .mul_add(cell.block.param(2 * group, cell.lane), cell.block.param(2 * group + 1, cell.lane))
         })
     }
     #[inline(always)]
@@ -253,9 +251,8 @@ impl Parts for T4 {
         }
         gathered(s, shape.head_dim, vector, |i| {
             let place = Place::in_halves(0, i, half);
-            let byte = byte_of_value(cell, shape.row, place.byte);
-            let code = if place.high { byte >> 4 } else { byte & 15 };
-            (f32::from(t4::LEVELS[usize::from(code)]) - 128.0) * scalar(cell, 0)
+            let code = place.nibble(byte_of_value(cell, shape.row, place.byte));
+            (f32::from(t4::LEVELS[usize::from(code)]) - 128.0) * cell.block.param(0, cell.lane)
         })
     }
     #[inline(always)]

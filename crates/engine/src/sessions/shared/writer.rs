@@ -52,7 +52,7 @@ impl Failed {
     }
 }
 
-/// Whoever waits for the task learns that it has ended, however it ends.
+/// Tells what waits for the task that it has ended, however it ends.
 struct Ending<'a>(&'a Shared);
 
 impl Drop for Ending<'_> {
