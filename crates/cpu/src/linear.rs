@@ -18,6 +18,7 @@ mod decode;
 mod float;
 mod formats;
 mod inputs;
+mod int8;
 mod pair_tiles;
 mod room;
 mod super_blocks;
@@ -32,6 +33,7 @@ pub use inputs::{Input, Inputs};
 use kvist_device::weights::{Encoding, blocks as layouts, super_blocks as super_layouts};
 use room::Room;
 use std::fmt;
+use std::ops::Range;
 
 /// Prefetch distance for packed weights in bytes. Hardware prefetching stops at every 4 KiB page, and a few bytes keep
 /// a core busy. A thread's parts are adjacent, so it later uses what it prefetched past the end of one. Float weights
@@ -39,7 +41,7 @@ use std::fmt;
 const AHEAD: usize = 8192;
 
 /// The encodings that have kernels.
-pub const ENCODINGS: [Encoding; 17] = Encoding::RESIDENT;
+pub const ENCODINGS: [Encoding; 18] = Encoding::RESIDENT;
 
 /// Evaluates `$body` with the format `$F` of an encoding of [`ENCODINGS`]. To add one, define its layout in
 /// `kvist_device::weights`, and add its codes in `formats.rs` and its lines here and in
@@ -115,6 +117,10 @@ macro_rules! with_format {
                 type $F = super_blocks::SuperBlocks<super_layouts::Table16>;
                 $body
             }
+            Encoding::Int8 => {
+                type $F = int8::Int8;
+                $body
+            }
             other => panic!("there are no kernels for {}", other.name()),
         }
     };
@@ -127,8 +133,16 @@ trait Format: 'static {
     /// Bytes that one block of 16 rows takes in a panel: codes (whole cache lines), and scales.
     const CODES: usize;
     const SCALES: usize;
+    /// Bytes of scales that all blocks of a panel share.
+    const SHARED_SCALES: usize = 0;
     /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
+
+    /// Where the scales of a block are among those of its panel.
+    #[inline(always)]
+    fn scales(block: usize) -> Range<usize> {
+        block * Self::SCALES..(block + 1) * Self::SCALES + Self::SHARED_SCALES
+    }
 
     /// Packs the file's block of row `lane`.
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]);
@@ -147,9 +161,9 @@ trait Format: 'static {
     ) {
         unreachable!("this encoding has no kernel for {format:?}")
     }
-    /// Multiplies adjacent panels with all tokens of [`InputFormat::WideCodes`].
+    /// Multiplies adjacent panels, which become bytes with wide scales, with all tokens of [`InputFormat::WideCodes`].
     fn multiply_wide(_: Isa, _: Panels<'_>, _: &Inputs, _: &mut Room, _: &mut Columns<'_, f32>) {
-        unreachable!("this encoding has no kernel for wide codes")
+        unreachable!("this encoding does not become wide codes")
     }
     /// Multiplies adjacent panels with all tokens: `MANY` if they take more than one tile.
     fn multiply<S: Simd, const MANY: bool>(
@@ -176,7 +190,7 @@ impl Panels<'_> {
     fn get<F: Format>(&self, i: usize) -> (&[u8], &[u8]) {
         let (codes, scales) =
             self.bytes[i * self.panel..(i + 1) * self.panel].split_at(self.blocks * F::CODES);
-        (codes, &scales[..self.blocks * F::SCALES])
+        (codes, &scales[..F::scales(self.blocks - 1).end])
     }
 
     /// What the tile that starts at token `first` of `n` prefetches. `MANY` if there are several tiles.
@@ -291,7 +305,7 @@ fn panel_bytes(encoding: Encoding, inputs: usize) -> Option<usize> {
     with_format!(encoding, F => {
         let whole = inputs > 0 && inputs.is_multiple_of(F::BLOCK.0);
         let bytes = whole.then_some(inputs / F::BLOCK.0)?.checked_mul(F::CODES + F::SCALES)?;
-        bytes.checked_next_multiple_of(64)
+        bytes.checked_add(F::SHARED_SCALES)?.checked_next_multiple_of(64)
     })
 }
 
@@ -336,7 +350,7 @@ impl Matrix {
                 for (lane, row) in bytes[i * LANES * row..].chunks_exact(row).take(LANES).enumerate() {
                     for (b, block) in row.chunks_exact(F::BLOCK.1).enumerate() {
                         let codes = &mut codes[b * F::CODES..(b + 1) * F::CODES];
-                        F::pack(block, lane, codes, &mut scales[b * F::SCALES..(b + 1) * F::SCALES]);
+                        F::pack(block, lane, codes, &mut scales[F::scales(b)]);
                     }
                 }
             });
@@ -366,8 +380,7 @@ impl Matrix {
         with_format!(self.encoding, F => {
             let (codes, scales) = panel.split_at(self.inputs / F::BLOCK.0 * F::CODES);
             for (b, out) in out.chunks_exact_mut(F::BLOCK.0).enumerate() {
-                let (codes, scales) = (&codes[b * F::CODES..], &scales[b * F::SCALES..]);
-                F::unpack(&codes[..F::CODES], &scales[..F::SCALES], lane, out);
+                F::unpack(&codes[b * F::CODES..(b + 1) * F::CODES], &scales[F::scales(b)], lane, out);
             }
         });
     }
@@ -382,15 +395,16 @@ impl Matrix {
         with_format!(self.encoding, F => {
             let format = F::input(compute, n);
             let tiles = compute.isa.tiles().filter(|_| format.is_tiles());
+            let becomes_wide = format == InputFormat::WideCodes && self.encoding != Encoding::Int8;
             let mut rooms = input.take_rooms(compute);
             let inputs = input.prepare(compute, format);
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.
             let at_once = ((64 << 10) / self.panel).next_multiple_of(F::PANELS).max(F::PANELS);
             // Tiles read the inputs again for each unit, so units are larger, as long as every thread has one.
             let per_thread = self.outputs.div_ceil(LANES).div_ceil(compute.threads.n()).next_multiple_of(2);
-            let at_once = match format {
+            let at_once = match () {
                 _ if tiles.is_some() => tiles::PANELS.min(per_thread),
-                InputFormat::WideCodes => wide::UNIT.min(per_thread),
+                _ if becomes_wide => wide::UNIT.min(per_thread),
                 _ => at_once,
             };
             let bytes = self.panels.bytes();
@@ -407,7 +421,7 @@ impl Matrix {
                 if let Some(isa) = tiles {
                     return F::multiply_tiles(isa, format, weights, inputs, room, &mut out);
                 }
-                if format == InputFormat::WideCodes {
+                if becomes_wide {
                     return F::multiply_wide(compute.isa, weights, inputs, room, &mut out);
                 }
                 let (deterministic, format) = (format != InputFormat::Pairs, std::marker::PhantomData);

@@ -40,9 +40,17 @@ fn file(encoding: Encoding, outputs: usize, inputs: usize, random: &mut SplitMix
                 // One table for all rows.
                 (4..20).for_each(|i| block[i] = (i * 53 % 256) as u8);
             }
+            Encoding::Int8 => {}
             other => panic!("{} has no kernels", other.name()),
         }
         all.extend(block);
+    }
+    if encoding == Encoding::Int8 {
+        // A scale per row. Its codes are no less than −127 in files that other programs write, but nothing relies on it.
+        for row in all.chunks_exact_mut(inputs / elements * bytes) {
+            let scale = (float(random) * 0.01).to_le_bytes();
+            row.chunks_exact_mut(bytes).for_each(|block| block[..4].copy_from_slice(&scale));
+        }
     }
     all
 }
@@ -55,6 +63,8 @@ enum Rounded {
     Pairs,
     /// 8 bits per 256 inputs, both.
     Wide,
+    /// 8 bits per 256 inputs; the weights stay.
+    WideInputs,
 }
 
 /// f64 sums and their tolerances: f32 rounding, and for packed weights x in 8 bits per 32 inputs.
@@ -69,7 +79,7 @@ fn expected(matrix: &Matrix, x: &[f32], rounded: Rounded) -> Vec<(f64, f64)> {
             let products = row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
             let sum: f64 = products.clone().sum();
             let size: f64 = products.map(f64::abs).sum();
-            let group = if rounded == Rounded::Wide { 256 } else { 32 };
+            let group = if matches!(rounded, Rounded::Wide | Rounded::WideInputs) { 256 } else { 32 };
             let groups = |a: &[f32], b: &[f32]| {
                 let groups = a.chunks(group).zip(b.chunks(group)).map(|(a, b)| {
                     let largest = b.iter().fold(0f32, |max, x| max.max(x.abs()));
@@ -79,7 +89,7 @@ fn expected(matrix: &Matrix, x: &[f32], rounded: Rounded) -> Vec<(f64, f64)> {
             };
             let codes = if packed { groups(&row, x) } else { 0.0 };
             let more = match rounded {
-                Rounded::No => 0.0,
+                Rounded::No | Rounded::WideInputs => 0.0,
                 Rounded::Pairs => size / 256.0,
                 Rounded::Wide => 1.01 * groups(x, &row) + 0.01 * codes, // the product of both errors
             };
@@ -120,6 +130,7 @@ fn products_are_sums() {
                     let rounded = match encoding {
                         Encoding::F32 | Encoding::F16 => Rounded::No,
                         Encoding::BF16 if isa.tiles().is_some() || isa.multiplies_pairs() => Rounded::Pairs,
+                        Encoding::Int8 if !fast || isa.tiles().is_none() => Rounded::WideInputs,
                         _ if !fast || encoding == Encoding::BF16 => Rounded::No,
                         _ if isa.tiles().is_some() => Rounded::Pairs,
                         _ => Rounded::Wide,
@@ -151,7 +162,11 @@ fn products_are_sums() {
                         let matrix = Matrix::pack(&compute, encoding, outputs, inputs, &bytes).unwrap();
                         let out = multiply(&compute, &matrix, &x);
                         let pairs = encoding == Encoding::BF16 && n >= 16 && !deterministic;
-                        let rounded = if pairs { Rounded::Pairs } else { Rounded::No };
+                        let rounded = match encoding {
+                            _ if pairs => Rounded::Pairs,
+                            Encoding::Int8 => Rounded::WideInputs,
+                            _ => Rounded::No,
+                        };
                         for (i, (out, (sum, within))) in
                             out.iter().zip(expected(&matrix, &x, rounded)).enumerate()
                         {
@@ -227,7 +242,7 @@ fn what_is_not_a_number_is_seen() {
             let fast = Compute::new(isa, 1).fast_prefill(true);
             let mut broken = bytes.clone();
             let scale = match encoding {
-                Encoding::F32 => 0..4,
+                Encoding::F32 | Encoding::Int8 => 0..4,
                 Encoding::Q2K | Encoding::Q3K | Encoding::Q6K => bytes.len() / 20 - 2..bytes.len() / 20,
                 Encoding::Table16 | Encoding::Mxfp4 => 0..0,
                 _ => 0..2,
@@ -235,6 +250,10 @@ fn what_is_not_a_number_is_seen() {
             if !scale.is_empty() {
                 // A NaN with all bits set, in the scale of the first row.
                 broken[scale].fill(0xff);
+                if encoding == Encoding::Int8 {
+                    // Every block of a row repeats its scale.
+                    broken[..256 / 32 * 36].chunks_exact_mut(36).for_each(|block| block[..4].fill(0xff));
+                }
                 let matrix = Matrix::pack(&fast, encoding, 20, 256, &broken).unwrap();
                 let out = multiply(&fast, &matrix, &vec![0.5; 70 * 256]);
                 for row in out.chunks_exact(20) {

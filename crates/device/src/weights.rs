@@ -5,6 +5,7 @@
 pub mod blocks;
 mod encoding;
 mod exact;
+pub mod round;
 pub mod super_blocks;
 
 pub use encoding::{Encoding, WeightFormat};
@@ -34,12 +35,16 @@ impl<'s> FileTensor<'s> {
         self.shape.split_last().map_or(1, |(_, rows)| rows.iter().product())
     }
 
-    /// The tensor in `resident`, without the factor: f32, q8_0 or the tensor's own [`Encoding::exact`]. Decodes only if
-    /// the encoding changes.
+    /// The tensor in `resident`, without the factor: f32, q8_0, int8 or the tensor's own [`Encoding::exact`]. Decodes only
+    /// if the encoding changes.
     pub fn encoded(self, resident: Encoding) -> Cow<'s, [u8]> {
         match resident {
             same if same == self.encoding.exact() => exact::exact(self.encoding, self.bytes),
-            Encoding::Q8_0 => Cow::Owned(exact::to_q8_0(&self.decoded())),
+            Encoding::Q8_0 => Cow::Owned(round::to_q8_0(&self.decoded())),
+            Encoding::Int8 => {
+                let row = self.row_len();
+                Cow::Owned(round::to_int8(&self.decoded(), row))
+            }
             _ => Cow::Owned(self.decoded().iter().flat_map(|x| x.to_le_bytes()).collect()),
         }
     }
@@ -87,6 +92,7 @@ fn decoder(encoding: Encoding) -> fn(&[u8], &mut [f32]) {
         Encoding::Q6K => super_blocks::decode::<super_blocks::Q6K>,
         Encoding::Iq4Xs => super_blocks::decode::<super_blocks::Iq4Xs>,
         Encoding::Table16 => super_blocks::decode::<super_blocks::Table16>,
+        Encoding::Int8 => round::decode_int8,
         // f32, and encodings that are not their own exact encoding.
         _ => |x, out| out[0] = f32::from_le_bytes([x[0], x[1], x[2], x[3]]),
     }

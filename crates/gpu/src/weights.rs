@@ -44,6 +44,7 @@ fn regions(encoding: Encoding) -> [Range<usize>; 3] {
     let none = 0..0;
     match encoding {
         Encoding::Q8_0 => [2..34, none, 0..2],
+        Encoding::Int8 => [4..36, none, 0..4],
         Encoding::Q4_0 | Encoding::Iq4Nl => [2..18, none, 0..2],
         Encoding::Q4_1 => [4..20, none, 0..4],
         Encoding::Q5_0 => [6..22, 2..6, 0..2],

@@ -3,6 +3,7 @@ mod family;
 mod gguf;
 mod head;
 mod json;
+mod packing;
 mod rope;
 mod tensors;
 
@@ -66,6 +67,8 @@ pub struct ModelConfig {
     pub eos: Vec<u32>,
     /// The dtype of the weights, as the checkpoint declares it.
     pub stored_dtype: Encoding,
+    /// The dtype of the linear layers' weights, except those of the output layer.
+    pub stored_linears: Encoding,
     /// The dtype of the experts' weights.
     pub stored_experts: Encoding,
     /// Width of the target's features that a draft head takes; 0 for other models.

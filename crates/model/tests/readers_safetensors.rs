@@ -188,8 +188,8 @@ const WEIGHT_FILES: &[Row] = &[
     ("a shape of fractions", |f| f.tensors[0].shape = json!([5.5, 8]), &[WEIGHTS]),
     ("a shape with 0", |f| f.tensors[1].shape = json!([0]), &[WEIGHTS, "model.norm.weight"]),
     ("an unknown dtype", |f| f.tensors[0].dtype = "F33", &[WEIGHTS]),
-    ("i64", |f| f.tensors[4].dtype = "I64", &[WEIGHTS, "q_proj", "I64", "f32, f16 and bf16"]),
-    ("f64", |f| f.tensors[0].dtype = "F64", &[WEIGHTS, "embed_tokens", "F64", "f32, f16 and bf16"]),
+    ("i64", |f| f.tensors[4].dtype = "I64", &[WEIGHTS, "q_proj", "I64", "f32, f16, bf16, and int8"]),
+    ("f64", |f| f.tensors[0].dtype = "F64", &[WEIGHTS, "embed_tokens", "F64", "f32, f16, bf16, and int8"]),
     ("i32", |f| f.tensors[1].dtype = "I32", &[WEIGHTS, "model.norm", "I32"]),
     (
         "a wrong shape",

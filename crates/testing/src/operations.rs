@@ -148,9 +148,16 @@ fn encoded(encoding: Encoding, rows: usize, inputs: usize, seed: u64) -> Vec<u8>
         Encoding::Q3K => &[108],
         Encoding::Q6K => &[208],
         Encoding::Tq2_0 => &[64],
-        Encoding::Mxfp4 => &[],
+        Encoding::Mxfp4 | Encoding::Int8 => &[],
         _ => &[0],
     };
+    if encoding == Encoding::Int8 {
+        // A scale per row.
+        for row in all.chunks_exact_mut(encoding.row_bytes(inputs).unwrap()) {
+            let scale = (0.01 + random_.unit() as f32 * 0.02).to_le_bytes();
+            row.chunks_exact_mut(36).for_each(|block| block[..4].copy_from_slice(&scale));
+        }
+    }
     for block in all.chunks_exact_mut(encoding.block().1) {
         if encoding == Encoding::Mxfp4 {
             block[0] = 118 + block[0] % 9;

@@ -27,7 +27,7 @@ pub trait Decode: Format {
     fn step<'p>((codes, scales): (&'p [u8], &'p [u8]), step: usize) -> (&'p [u8], &'p [u8], usize) {
         let (per_block, size) = (Self::INPUTS / GROUP, Self::CODES * GROUP / Self::INPUTS);
         let (block, group) = (step / per_block, step % per_block);
-        (&codes[step * size..][..size], &scales[block * Self::SCALES..(block + 1) * Self::SCALES], group)
+        (&codes[step * size..][..size], &scales[Self::scales(block)], group)
     }
 }
 

@@ -5,10 +5,8 @@ use super::wide;
 use crate::Compute;
 use crate::arch::LANES;
 
-/// Four codes of sixteen rows, in one cache line: a vector that lies in two takes two reads.
-#[derive(Clone, Copy, Debug)]
-#[repr(align(64))]
-pub struct Line(pub [u8; 64]);
+/// Four codes of sixteen rows.
+pub type Line = [u8; 4 * LANES];
 
 /// They take memory only when a kernel uses them.
 #[derive(Debug)]
@@ -19,8 +17,8 @@ pub struct Room {
     sums: Vec<f32>,
     /// `[2 panels][steps][16 pairs][outputs]`: weights as pairs of bf16.
     weights: Vec<u32>,
-    /// [`wide`] weights: four codes of sixteen rows to a line, and scales.
-    codes: Vec<Line>,
+    /// [`wide`] weights: lines of codes, and scales.
+    codes: Vec<u8>,
     scales: Vec<[f32; LANES]>,
 }
 
@@ -34,7 +32,7 @@ impl Room {
     pub fn bytes(compute: &Compute, n: usize, width: usize) -> usize {
         match compute.isa.tiles() {
             Some(_) => 4 * (Self::new(compute).sums(n) + WEIGHTS + 2 * LANES),
-            None if wide::is_used(compute, n) => 64 * (wide::lines(width) + wide::scales(width)),
+            None if wide::is_used(compute, n) => 64 * (wide::lines(width) + 1 + wide::scales(width)),
             None => 0,
         }
     }
@@ -53,18 +51,22 @@ impl Room {
         (&mut sums[first.min(LANES)..], &mut weights[second.min(LANES)..])
     }
 
-    /// Codes and scales of the wide weights of a few panels with rows of `width` inputs.
+    /// Lines of codes, which are cache lines (a vector that lies in two takes two reads), and scales of the wide weights of a
+    /// few panels with rows of `width` inputs.
     pub fn of_bytes(&mut self, width: usize) -> (&mut [Line], &mut [[f32; LANES]]) {
-        let (lines, n_scales) = (wide::lines(width), wide::scales(width));
+        let (n_lines, n_scales) = (wide::lines(width), wide::scales(width));
+        let n_bytes = (n_lines + 1) * size_of::<Line>();
         let Room { codes, scales, .. } = self;
-        if codes.len() < lines {
+        if codes.len() < n_bytes {
             // Never both buffers at a time: the plan counts one.
             (*codes, *scales) = (Vec::new(), Vec::new());
-            codes.reserve_exact(lines);
-            codes.resize(lines, Line([0; 64]));
+            codes.reserve_exact(n_bytes);
+            codes.resize(n_bytes, 0);
             scales.reserve_exact(n_scales);
             scales.resize(n_scales, [0.0; LANES]);
         }
-        (&mut codes[..lines], &mut scales[..n_scales])
+        let first = codes.as_ptr().align_offset(64).min(64);
+        let (lines, _) = codes[first..].as_chunks_mut();
+        (&mut lines[..n_lines], &mut scales[..n_scales])
     }
 }

@@ -1,13 +1,14 @@
-//! Many tokens, as products of bytes with a scale per 256 inputs: with [`Compute::fast_prefill`], packed weights.
+//! Products of bytes with a scale per 256 inputs: int8 weights, whose scale is that of their row, and with
+//! [`Compute::fast_prefill`] and many tokens all packed weights.
 //!
 //! ```text
 //! units[8 tokens][2 × 16 outputs] += dot4(w's codes, x's codes)           64 quads of 256 inputs
 //! y += units × (w's scale × x's scale)                                    once per 256 inputs
 //! ```
 //!
-//! A scale per 32 inputs takes as many operations as two of its eight products. So weights of whatever encoding become
-//! bytes with a scale per row and 256 inputs, and x has a scale per token and 256 inputs. Both are rounded to the nearest of
-//! 255 codes (weights of a negative extreme may take one more). Weights are decoded once for all tokens of a batch.
+//! A scale per 32 inputs takes as many operations as two of its eight products. So x has a scale per token and 256 inputs,
+//! and weights of whatever encoding become bytes with a scale per row and 256 inputs, once for all tokens of a batch. Both
+//! are rounded to the nearest of 255 codes (weights of a negative extreme may take one more). int8 weights are such bytes.
 //!
 //! Per quad: 16 products of 64 bytes, 2 loads of weights from the second-level cache and 8 of inputs.
 use super::decode::{Decode, Map, TakeQuads};
@@ -33,7 +34,7 @@ const ZERO: i32 = 128;
 /// Rows that inputs have for each scale besides their codes: the scale, and −128 times the sum of the codes.
 const EXTRA: usize = 2;
 
-/// Whether packed weights are multiplied in this way with `n` tokens.
+/// Whether packed weights become bytes with wide scales for `n` tokens.
 pub fn is_used(compute: &Compute, n: usize) -> bool {
     compute.fast_bytes() && n >= FROM
 }
@@ -102,12 +103,37 @@ impl Kernel for Quantise<'_> {
     }
 }
 
-/// The weights of a few panels of sixteen rows, as bytes.
-struct Wide<'w> {
-    /// `[panels][width / 4]`: four codes of sixteen rows.
+/// 32 inputs of sixteen rows.
+pub type Step = [u8; GROUP * LANES];
+
+/// The bytes of `P` panels of sixteen rows.
+pub trait Bytes<S: Simd, const P: usize> {
+    /// 32 inputs of a panel, number `step`: eight lines of quads.
+    fn codes(&self, panel: usize, step: usize) -> &Step;
+    /// The scales of 256 inputs of a panel, number `chunk`.
+    fn scale(&self, s: S, panel: usize, chunk: usize) -> S::F;
+    /// Fetches what a tile of tokens wants to have in the cache later.
+    fn prefetch(&self, _: S, _: &Step) {}
+}
+
+/// Weights that were decoded and rounded.
+struct Rounded<'w> {
+    /// `[panels][width / 4]`.
     codes: &'w [Line],
     /// `[panels][width / 256]`.
     scales: &'w [[f32; LANES]],
+    width: usize,
+}
+
+impl<S: Simd, const P: usize> Bytes<S, P> for Rounded<'_> {
+    #[inline(always)]
+    fn codes(&self, panel: usize, step: usize) -> &Step {
+        &self.codes.as_flattened().as_chunks().0[panel * (self.width / GROUP) + step]
+    }
+    #[inline(always)]
+    fn scale(&self, s: S, panel: usize, chunk: usize) -> S::F {
+        s.load(&self.scales[panel * self.width.div_ceil(WIDE) + chunk])
+    }
 }
 
 /// Writes weights that were mapped to codes: a line per quad.
@@ -118,7 +144,7 @@ impl<S: Simd> TakeQuads<S> for Codes<'_> {
     fn take(&mut self, s: S, quad: usize, [a, b, c, d]: [S::F; 4]) {
         let low = s.or(s.to_i32(a), s.shift_left(s.to_i32(b), 8));
         let high = s.or(s.shift_left(s.to_i32(c), 16), s.shift_left(s.to_i32(d), 24));
-        s.store_bytes(s.or(low, high), &mut self.0[quad].0);
+        s.store_bytes(s.or(low, high), &mut self.0[quad]);
     }
 }
 
@@ -186,7 +212,7 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
                 let scales = &mut scales[i * chunks..(i + 1) * chunks];
                 round::<S, F>(s, weights.get::<F>(panel + i), codes, scales);
             }
-            let wide = Wide { codes, scales };
+            let wide = Rounded { codes, scales, width: inputs.width };
             for_token_tiles!(inputs.n, first, T => match n {
                 PANELS => tile::<S, T, PANELS>(s, &wide, inputs, first, panel, out),
                 _ => tile::<S, T, 1>(s, &wide, inputs, first, panel, out),
@@ -198,44 +224,50 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
 
 /// `T` tokens times `P` panels.
 #[inline(always)]
-fn tile<S: Simd, const T: usize, const P: usize>(
+pub fn tile<S: Simd, const T: usize, const P: usize>(
     s: S,
-    weights: &Wide<'_>,
+    weights: &impl Bytes<S, P>,
     inputs: &Inputs,
     first: usize,
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let (quads, chunks) = (inputs.width / 4, inputs.width.div_ceil(WIDE));
+    const STEPS: usize = WIDE / GROUP;
+    let steps = inputs.width / GROUP;
     let mut sums = [[s.splat(0.0); P]; T];
     let mut rows = inputs.wide_of::<T>(first);
-    for chunk in 0..chunks {
-        let n = QUADS.min(quads - chunk * QUADS);
+    for chunk in 0..steps.div_ceil(STEPS) {
+        let n = STEPS.min(steps - chunk * STEPS);
         let ([scale, minus_sum], rest) = rows.split_first_chunk().expect("two rows before the codes");
-        let (x, rest) = rest.split_at(n);
+        let (x, rest) = rest.split_at(n * GROUP / 4);
         rows = rest;
-        let mut w: [&[Line]; P] = [&[]; P];
-        for p in 0..P {
-            w[p] = &weights.codes[p * quads + chunk * QUADS..][..n];
-        }
         let mut units = [[s.splat_i(0); P]; T];
         for t in 0..T {
             units[t] = [s.splat_i(minus_sum[t]); P];
         }
-        for q in 0..n {
-            let mut codes = [s.splat_i(0); P];
-            for p in 0..P {
-                codes[p] = s.load_bytes(&w[p][q].0);
+        for (i, x) in x.as_chunks::<{ GROUP / 4 }>().0.iter().enumerate() {
+            let mut w = [weights.codes(0, chunk * STEPS + i); P];
+            for p in 1..P {
+                w[p] = weights.codes(p, chunk * STEPS + i);
             }
-            for t in 0..T {
-                let x = s.splat_i(x[q][t]);
+            for p in 0..P {
+                weights.prefetch(s, w[p]);
+            }
+            for q in 0..GROUP / 4 {
+                let mut codes = [s.splat_i(0); P];
                 for p in 0..P {
-                    units[t][p] = s.dot4(units[t][p], codes[p], x);
+                    codes[p] = s.load_bytes(&w[p].as_chunks().0[q]);
+                }
+                for t in 0..T {
+                    let x = s.splat_i(x[q][t]);
+                    for p in 0..P {
+                        units[t][p] = s.dot4(units[t][p], codes[p], x);
+                    }
                 }
             }
         }
         for p in 0..P {
-            let w = s.load(&weights.scales[p * chunks + chunk]);
+            let w = weights.scale(s, p, chunk);
             for t in 0..T {
                 let scale = s.mul(w, s.splat(f32::from_bits(scale[t].cast_unsigned())));
                 sums[t][p] = s.fma(s.to_f32(units[t][p]), scale, sums[t][p]);

@@ -23,6 +23,7 @@
 #define Q6_K 14
 #define IQ4_XS 15
 #define FEW 16
+#define INT8 17
 
 struct Form {
     u32 quads; // elements of a row / 4, rounded up
@@ -181,6 +182,14 @@ __device__ __forceinline__ float4 weights4(const u32* __restrict__ w, Form form,
             scale * ((float)(entry(a, b, c, d, codes.y) & 0xffu) - 128.0f),
             scale * ((float)(entry(a, b, c, d, codes.z) & 0xffu) - 128.0f),
             scale * ((float)(entry(a, b, c, d, codes.w) & 0xffu) - 128.0f));
+    }
+    case INT8: {
+        u32 word = w[quad];
+        // Every block repeats the scale of its row.
+        float scale = __uint_as_float(w[form.s + block]);
+        return make_float4(
+            scale * signed_byte(word, 0u), scale * signed_byte(word, 1u), scale * signed_byte(word, 2u),
+            scale * signed_byte(word, 3u));
     }
     default: return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }

@@ -38,6 +38,9 @@ pub enum Encoding {
     /// Not in files: at most 16 values, small integer scales and one float per 256 weights. ggml's rare encodings
     /// become this one without loss.
     Table16,
+    /// Signed bytes with one f32 scale per row, as `compressed-tensors` stores W8A8 checkpoints. Its blocks are not those
+    /// of a file: 32 codes behind the scale of their row, which every block of the row repeats.
+    Int8,
 }
 
 struct Facts {
@@ -63,7 +66,7 @@ const fn facts(
 
 /// In the order of the enum's variants.
 #[rustfmt::skip]
-const FACTS: [Facts; 31] = [
+const FACTS: [Facts; 32] = [
     facts(Encoding::F32, "f32", 0, (1, 4), Encoding::F32),
     facts(Encoding::F16, "f16", 1, (1, 2), Encoding::F16),
     facts(Encoding::BF16, "bf16", 30, (1, 2), Encoding::BF16),
@@ -95,12 +98,13 @@ const FACTS: [Facts; 31] = [
     facts(Encoding::Nvfp4, "nvfp4", 40, (64, 36), Encoding::BF16),
     facts(Encoding::Q1_0, "q1_0", 41, (128, 18), Encoding::Q4_0),
     Facts { encoding: Encoding::Table16, name: "few", ggml: None, block: (256, 164), exact: Encoding::Table16 },
+    Facts { encoding: Encoding::Int8, name: "int8", ggml: None, block: (32, 36), exact: Encoding::Int8 },
 ];
 
 impl Encoding {
     /// The encodings that devices have kernels for, in the order in which kernels number them. The others become one of
     /// these without loss ([`exact`](Self::exact)).
-    pub const RESIDENT: [Encoding; 17] = [
+    pub const RESIDENT: [Encoding; 18] = [
         Encoding::F32,
         Encoding::F16,
         Encoding::BF16,
@@ -118,12 +122,13 @@ impl Encoding {
         Encoding::Q6K,
         Encoding::Iq4Xs,
         Encoding::Table16,
+        Encoding::Int8,
     ];
 
     fn facts(self) -> &'static Facts {
         &FACTS[self as usize]
     }
-    /// The encodings that files have.
+    /// ggml's encodings and floats.
     pub fn all() -> impl Iterator<Item = Encoding> {
         FACTS.iter().filter(|facts| facts.ggml.is_some()).map(|facts| facts.encoding)
     }
@@ -155,6 +160,15 @@ impl Encoding {
         let (last, rows) = shape.split_last()?;
         rows.iter().try_fold(self.row_bytes(*last)?, |bytes, n| bytes.checked_mul(*n))
     }
+    /// Bytes of a tensor in a file: as [`tensor_bytes`](Self::tensor_bytes), but int8 has a scale per row, of two bytes here.
+    pub fn stored_bytes(self, shape: &[usize]) -> Option<usize> {
+        match (self, shape.split_last()) {
+            (Encoding::Int8, Some((last, rows))) => {
+                rows.iter().try_fold(last.checked_add(2)?, |bytes, n| bytes.checked_mul(*n))
+            }
+            _ => self.tensor_bytes(shape),
+        }
+    }
     /// The encoding that it becomes without loss, because devices have kernels for that one. Itself, if it has kernels.
     pub fn exact(self) -> Encoding {
         self.facts().exact
@@ -166,7 +180,8 @@ impl Encoding {
             WeightFormat::AsStored => self.exact(),
             // Rows that are not whole blocks stay as stored.
             WeightFormat::Q8_0 if row.is_multiple_of(32) => Encoding::Q8_0,
-            WeightFormat::Q8_0 => self.resident(WeightFormat::AsStored, row),
+            WeightFormat::Int8 if row.is_multiple_of(32) => Encoding::Int8,
+            WeightFormat::Q8_0 | WeightFormat::Int8 => self.exact(),
         }
     }
 }
@@ -178,8 +193,15 @@ pub enum WeightFormat {
     #[default]
     AsStored,
     F32,
-    /// 8.5 bits per weight, whatever the file's encoding.
+    /// 8.5 bits per weight, whatever the file's encoding: a scale per 32 weights.
     Q8_0,
+    /// 8 bits per weight, whatever the file's encoding: a scale per row.
+    Int8,
+}
+
+impl WeightFormat {
+    pub const ALL: [WeightFormat; 4] =
+        [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0, WeightFormat::Int8];
 }
 
 impl fmt::Display for WeightFormat {
@@ -188,6 +210,7 @@ impl fmt::Display for WeightFormat {
             WeightFormat::AsStored => "as-stored",
             WeightFormat::F32 => "f32",
             WeightFormat::Q8_0 => "q8_0",
+            WeightFormat::Int8 => "int8",
         })
     }
 }
@@ -195,9 +218,8 @@ impl fmt::Display for WeightFormat {
 impl FromStr for WeightFormat {
     type Err = String;
     fn from_str(text: &str) -> Result<Self, String> {
-        let all = [WeightFormat::AsStored, WeightFormat::F32, WeightFormat::Q8_0];
-        let found = all.into_iter().find(|format| format.to_string() == text);
-        found.ok_or_else(|| format!("`{text}` is not a weight format: use as-stored, f32 or q8_0"))
+        let found = Self::ALL.into_iter().find(|format| format.to_string() == text);
+        found.ok_or_else(|| format!("`{text}` is not a weight format: use as-stored, f32, q8_0 or int8"))
     }
 }
 

@@ -50,17 +50,6 @@ fn table16(encoding: Encoding, bytes: &[u8], convert: fn(&[u8]) -> Table16) -> V
     each(encoding, bytes, |block, out| convert(block).write(out))
 }
 
-/// Quantises to q8_0 with ggml's rounding.
-pub fn to_q8_0(x: &[f32]) -> Vec<u8> {
-    let block = |x: &[f32]| {
-        let d = x.iter().fold(0f32, |max, x| max.max(x.abs())) / 127.0;
-        let inverse = if d > 0.0 { 1.0 / d } else { 0.0 };
-        let codes = x.iter().map(|x| (x * inverse).round() as i8).map(i8::cast_unsigned);
-        half::f16::from_f32(d).to_le_bytes().into_iter().chain(codes).collect::<Vec<u8>>()
-    };
-    x.chunks_exact(32).flat_map(block).collect()
-}
-
 /// One float and 256 codes. No encoding with kernels has such a wide scale, so it is converted to floats.
 fn q8_k(block: &[u8], out: &mut [u8]) {
     let d = f32::from_le_bytes([block[0], block[1], block[2], block[3]]);

@@ -85,6 +85,7 @@ impl ModelConfig {
             bos: m.token("tokenizer.ggml.bos_token_id")?,
             eos: end_tokens(gguf)?,
             stored_dtype: gguf.tensor("token_embd.weight")?.encoding,
+            stored_linears: gguf.tensor("token_embd.weight")?.encoding,
             stored_experts: gguf.tensor(expert)?.encoding,
             features: 0,
         }

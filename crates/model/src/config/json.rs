@@ -1,6 +1,7 @@
 //! Reads `config.json` in the formats of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5
 //! (`rope_parameters`, `dtype`).
 use super::family::{self, FAMILIES, Traits};
+use super::packing::Packing;
 use super::rope::{longrope_temperature, yarn_temperature};
 use super::*;
 use crate::files::read_text;
@@ -30,13 +31,7 @@ impl ModelConfig {
         let whole = Fields::parse(file, text)?;
         let traits = whole.family()?;
         let fields = whole.of_text()?;
-        let packed = whole.get("quantization_config").or(fields.get("quantization_config"));
-        let is_mxfp4 = |packed: &Value| packed.get("quant_method").and_then(Value::as_str) == Some("mxfp4");
-        if packed.is_some_and(|packed| traits.family != Family::GptOss || !is_mxfp4(packed)) {
-            let problem = "says that the weights are packed in a way kvist does not read: use the original \
-                           checkpoint with --weights q8_0, or a GGUF file";
-            return Err(fields.bad("quantization_config", problem.into()));
-        }
+        let packing = Packing::of(&whole, &fields, traits)?;
         let hidden = fields.must_size("hidden_size")?;
         let n_heads = fields.size_or("num_attention_heads", traits.heads)?;
         let n_layers = fields.must_size("num_hidden_layers")?;
@@ -94,7 +89,8 @@ impl ModelConfig {
             bos: fields.or("bos_token_id", &whole).tokens("bos_token_id")?.first().copied(),
             eos: fields.or("eos_token_id", &whole).tokens("eos_token_id")?,
             stored_dtype: stored,
-            stored_experts: if packed.is_some() { Encoding::Mxfp4 } else { stored },
+            stored_linears: if packing == Some(Packing::Int8) { Encoding::Int8 } else { stored },
+            stored_experts: packing.map_or(stored, Packing::encoding),
             features: 0,
         }
         .check(file)

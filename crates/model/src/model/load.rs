@@ -160,7 +160,7 @@ impl Opened {
         let mut bytes: Vec<(Encoding, usize)> = Vec::new();
         for spec in self.config.tensors() {
             let encoding = self.source.find(&spec)?.encoding;
-            let more = encoding.tensor_bytes(&spec.shape).unwrap_or(0);
+            let more = encoding.stored_bytes(&spec.shape).unwrap_or(0);
             match bytes.iter_mut().find(|(known, _)| *known == encoding) {
                 Some((_, sum)) => *sum = sum.saturating_add(more),
                 None => bytes.push((encoding, more)),
@@ -279,7 +279,7 @@ pub(super) fn resident_bytes(
 /// Router weights are few and stay as stored: a small error in them would select another expert.
 fn format_of(spec: &TensorSpec, format: WeightFormat) -> WeightFormat {
     match (spec.role, format) {
-        (Role::Router, WeightFormat::Q8_0) => WeightFormat::AsStored,
+        (Role::Router, WeightFormat::Q8_0 | WeightFormat::Int8) => WeightFormat::AsStored,
         _ => format,
     }
 }

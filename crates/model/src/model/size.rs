@@ -34,8 +34,13 @@ impl ModelSize {
                     .map_err(|source| Error::Read { path: path.clone(), source })?;
                 let name = path.display().to_string();
                 let config = ModelConfig::from_json(&name, &text)?;
-                let (stored, experts) = (config.stored_dtype, config.stored_experts);
-                let of = |spec: &TensorSpec| if spec.role == Role::Expert { experts } else { stored };
+                let (stored, linears) = (config.stored_dtype, config.stored_linears);
+                let experts = config.stored_experts;
+                let of = |spec: &TensorSpec| match spec.role {
+                    Role::Expert => experts,
+                    Role::Linear if spec.name != "lm_head.weight" => linears,
+                    _ => stored,
+                };
                 Self::sum(name, config, device, format, |spec| Ok(of(spec)))
             }
             _ => Self::of_opened(&Opened::open_without_texts(file, true)?, device, format),
@@ -60,7 +65,7 @@ impl ModelSize {
             let stored = encoding(&spec)?;
             let resident = resident_bytes(device, &spec, stored, format);
             size.stored_bytes =
-                size.stored_bytes.saturating_add(stored.tensor_bytes(&spec.shape).unwrap_or(0) as u64);
+                size.stored_bytes.saturating_add(stored.stored_bytes(&spec.shape).unwrap_or(0) as u64);
             size.resident_bytes = size.resident_bytes.saturating_add(resident);
             let gathered = spec.role == Role::Embedding && !size.config.tie_embeddings;
             let read = match (spec.role, size.config.experts) {

@@ -64,6 +64,10 @@ impl<'f, 'n> Wanted<'f, 'n> {
             Err(Error::MissingTensor { .. }) => return Ok(None),
             found => found?,
         };
+        if !all.encoding.is_float() {
+            let (file, found) = (self.folder.path().into(), all.encoding.name().into());
+            return Err(Error::TensorEncoding { file, name, found, known: "floats and MXFP4 here".into() });
+        }
         let bytes = self.part(&name, &all.shape, &[inputs, &[self.columns()]].concat(), all.bytes())?;
         let order = Order::Columns { columns: self.columns(), first: self.first, step: self.step };
         Ok(Some(View::ordered_by(&self.spec.name, self.spec.shape.clone(), all.encoding, bytes, order)))

@@ -1,7 +1,7 @@
 //! Hugging Face folders: `model.safetensors`, or the shards an index names. The format is read by the
 //! `safetensors` crate, which checks headers, offsets and overlaps.
 use super::Encoding;
-use super::view::View;
+use super::view::{Order, View};
 use crate::error::Error;
 use crate::ffi::Contents;
 use ::safetensors::tensor::{Metadata, TensorInfo};
@@ -137,6 +137,13 @@ impl Folder {
     }
 
     pub fn find(&self, name: &str) -> Result<View<'_>, Error> {
+        match self.entry(name)? {
+            entry if entry.info.dtype == Dtype::I8 => self.int8(entry),
+            entry => entry.floats(),
+        }
+    }
+
+    fn entry(&self, name: &str) -> Result<Entry<'_>, Error> {
         let missing = || Error::MissingTensor { file: self.path.clone(), name: name.into() };
         // In a multimodal checkpoint the names of the text model have a prefix, at one of two places.
         let inside = format!("language_model.{name}");
@@ -145,23 +152,70 @@ impl Folder {
         let found = names.into_iter().flatten().find_map(|name| self.index.get_key_value(name));
         let (name, shard) = found.ok_or_else(missing)?;
         let shard = &self.shards[*shard];
-        let info = shard.metadata.info(name).ok_or_else(missing)?;
+        Ok(Entry { name, shard, info: shard.metadata.info(name).ok_or_else(missing)? })
+    }
+
+    /// Signed bytes of `compressed-tensors`, with a scale per row, or one for all, in the tensor `…weight_scale`.
+    fn int8<'f>(&'f self, Entry { name, shard, info }: Entry<'f>) -> Result<View<'f>, Error> {
+        let malformed = |what: String| Error::Malformed { file: shard.file.clone(), what };
+        // Some writers add zero points of 0.
+        let zero =
+            self.entry(&format!("{name}_zero_point")).ok().and_then(|zero| zero.shard.bytes(zero.info));
+        if zero.is_some_and(|bytes| bytes.iter().any(|byte| *byte != 0)) {
+            let what = format!("`{name}` has zero points; kvist reads symmetric int8 weights");
+            return Err(malformed(what));
+        }
+        let of_scales = format!("{name}_scale");
+        let scales = match self.entry(&of_scales) {
+            Err(Error::MissingTensor { .. }) => {
+                let what = format!("`{name}` is stored as I8, but there are no scales (`{of_scales}`)");
+                return Err(malformed(what));
+            }
+            found => found?.floats()?,
+        };
+        let (row, rows) = info.shape.split_last().unwrap_or((&1, &[]));
+        if !row.is_multiple_of(32) {
+            let what = format!("`{name}` has rows of {row}; kvist reads int8 in rows of a multiple of 32");
+            return Err(malformed(what));
+        }
+        let rows = rows.iter().try_fold(1usize, |n, size| n.checked_mul(*size));
+        let bytes = shard.bytes(info).filter(|bytes| !bytes.is_empty());
+        let bytes = bytes.filter(|bytes| rows.and_then(|rows| rows.checked_mul(*row)) == Some(bytes.len()));
+        let (bytes, rows) = bytes.zip(rows).ok_or_else(|| shard.unlike_its_shape(name, info))?;
+        if ![rows, 1].contains(&scales.shape.iter().product()) {
+            let (file, found) = (shard.file.clone(), scales.shape);
+            return Err(Error::TensorShape { file, name: of_scales, found, expected: vec![rows, 1] });
+        }
+        let order = Order::RowScaled { scales: scales.bytes(), encoding: scales.encoding };
+        Ok(View::ordered_by(name, info.shape.clone(), Encoding::Int8, bytes, order))
+    }
+}
+
+/// A tensor in the headers.
+#[derive(Clone, Copy)]
+struct Entry<'f> {
+    name: &'f str,
+    shard: &'f Shard,
+    info: &'f TensorInfo,
+}
+
+impl<'f> Entry<'f> {
+    fn floats(self) -> Result<View<'f>, Error> {
+        let Entry { name, shard, info } = self;
         let encoding = match info.dtype {
             Dtype::F32 => Encoding::F32,
             Dtype::F16 => Encoding::F16,
             Dtype::BF16 => Encoding::BF16,
             other => {
-                let found = format!("{other:?}");
                 return Err(Error::TensorEncoding {
                     file: shard.file.clone(),
                     name: name.into(),
-                    found,
-                    known: "f32, f16 and bf16".into(),
+                    found: format!("{other:?}"),
+                    known: "f32, f16, bf16, and int8 with scales".into(),
                 });
             }
         };
-        let bytes = shard.bytes(info);
-        let view = bytes.and_then(|bytes| View::new(name, info.shape.clone(), encoding, bytes));
+        let view = shard.bytes(info).and_then(|bytes| View::new(name, info.shape.clone(), encoding, bytes));
         view.ok_or_else(|| shard.unlike_its_shape(name, info))
     }
 }

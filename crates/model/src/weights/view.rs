@@ -1,6 +1,6 @@
 //! A view of one tensor in a file; nothing is copied yet.
 use crate::error::Error;
-use kvist_device::weights::{Encoding, FileTensor};
+use kvist_device::weights::{Encoding, FileTensor, round};
 use std::borrow::Cow;
 
 /// A tensor of a file. `bytes` is exactly as long as shape and encoding require.
@@ -39,13 +39,18 @@ pub(super) enum Order<'s> {
         first: usize,
         step: usize,
     },
+    /// Signed bytes with scales in a separate tensor: floats of `encoding`, one per row, or one for all rows.
+    RowScaled {
+        scales: &'s [u8],
+        encoding: Encoding,
+    },
 }
 
 impl<'s> View<'s> {
     /// The bytes in the file: those of the elements, and their scales if these are a tensor of their own.
     pub(crate) fn stored(&self) -> [&[u8]; 2] {
         match self.order {
-            Order::Scaled { scales, .. } => [self.bytes, scales],
+            Order::Scaled { scales, .. } | Order::RowScaled { scales, .. } => [self.bytes, scales],
             _ => [self.bytes, &[]],
         }
     }
@@ -97,6 +102,12 @@ impl<'s> View<'s> {
     pub(super) fn rows(mut self, first: usize, n: usize) -> Self {
         let row_bytes = self.bytes.len() / self.shape[0];
         self.bytes = &self.bytes[first * row_bytes..(first + n) * row_bytes];
+        if let Order::RowScaled { scales, encoding } = &mut self.order {
+            let size = encoding.block().1;
+            if scales.len() > size {
+                *scales = &scales[first * size..(first + n) * size];
+            }
+        }
         self.shape[0] = n;
         self
     }
@@ -112,6 +123,7 @@ impl<'s> View<'s> {
             Order::Interleaved { heads } => self.halves_apart(heads).map(Cow::Owned),
             Order::Columns { columns, first, step } => Ok(Cow::Owned(self.transposed(columns, first, step))),
             Order::Scaled { scales, first, step } => Ok(Cow::Owned(self.scaled(scales, first, step))),
+            Order::RowScaled { scales, encoding } => Ok(Cow::Owned(self.row_scaled(scales, encoding))),
         }
     }
 
@@ -140,6 +152,20 @@ impl<'s> View<'s> {
                 let code = |i: usize| block[i / 2] >> (4 * (i % 2)) & 15;
                 all.extend((0..CODES).map(|i| code(i) | code(i + CODES) << 4));
             }
+        }
+        all
+    }
+
+    /// Converts to blocks that repeat the scale of their row.
+    fn row_scaled(&self, scales: &'s [u8], encoding: Encoding) -> Vec<u8> {
+        let shape = [scales.len() / encoding.block().1];
+        let name = &self.name;
+        let scales = FileTensor { name, shape: &shape, encoding, bytes: scales.into(), factor: 1.0 }.to_f32();
+        let row = self.row_len();
+        let (_, block) = self.encoding.block();
+        let mut all = Vec::with_capacity(self.bytes.len() / 32 * block);
+        for (row, scale) in self.bytes.chunks_exact(row).zip(scales.iter().cycle()) {
+            round::put_int8(*scale, row, &mut all);
         }
         all
     }

@@ -23,6 +23,7 @@ const Q5_K: u32 = 13u;
 const Q6_K: u32 = 14u;
 const IQ4_XS: u32 = 15u;
 const FEW: u32 = 16u;
+const INT8: u32 = 17u;
 
 struct Form {
     quads: u32, // elements of a row / 4, rounded up
@@ -181,6 +182,10 @@ fn weights4(form: Form, row: u32, c: u32) -> vec4<f32> {
                 f32(byte_of(w[t + codes.x / 4u], codes.x & 3u)), f32(byte_of(w[t + codes.y / 4u], codes.y & 3u)),
                 f32(byte_of(w[t + codes.z / 4u], codes.z & 3u)), f32(byte_of(w[t + codes.w / 4u], codes.w & 3u)));
             return bitcast<f32>(w[at]) * scale * (values - 128.0);
+        }
+        case INT8: {
+            // Every block repeats the scale of its row.
+            return bitcast<f32>(w[form.s + block]) * signed4(w[quad]);
         }
         default: {
             return vec4(0.0);
