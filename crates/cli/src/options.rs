@@ -119,6 +119,7 @@ pub struct ModelArgs {
     #[command(flatten)]
     pub source: SourceArgs,
     /// How the weights of linear layers are stored in memory: as-stored (the file's own encoding), f32, q8_0
+    /// (8 bits, a scale per 32 weights), int8 (8 bits, a scale per row: faster prompts and batches, less exact)
     #[arg(long, default_value = "as-stored", value_name = "FORM")]
     pub weights: WeightFormat,
     /// Read weights into memory instead of mapping the file; a mapped file must not change

@@ -25,7 +25,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 ///
 /// Args:
 ///     path: a Hugging Face folder, a .gguf file, or a name such as "hf:ORG/NAME"; without it the embedded model.
-///     weights: how linear layers are stored in memory: "as-stored", "f32" or "q8_0".
+///     weights: how linear layers are stored in memory: "as-stored", "f32", "q8_0" or "int8".
 ///     context: tokens of the longest text, for models whose RoPE depends on it.
 ///     threads: compute threads; by default one per core.
 ///     deterministic: make a text independent of batches and shared prefixes, to the last bit; a little slower.

@@ -121,7 +121,8 @@ impl<'l> Layer<'l> {
             let first = first_row + item_rows.start;
             let mut lines =
                 Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
-            let read = Read { head: rows.head, chain: chain.clone().map(items), slots, tile };
+            let soon = Some(self.values);
+            let read = Read { head: rows.head, chain: chain.clone().map(items), slots, tile, soon };
             let (side, next) = match chains.peek().cloned() {
                 Some(next) => (self.keys, Some(next)),
                 None => (self.values, tile_items.chains().next()),
@@ -166,7 +167,7 @@ impl<'l> Layer<'l> {
             let mut lines =
                 Lines { data: &mut lines[item_rows.start * stride..item_rows.end * stride], stride, at: 0 };
             let states = &mut states[item_rows.start * state..item_rows.end * state];
-            let read = Read { head: rows.head, chain: chain.map(items), slots, tile };
+            let read = Read { head: rows.head, chain: chain.map(items), slots, tile, soon: None };
             let next = chains.peek().cloned().into_iter().flatten().map(items);
             let next = self.codes(self.values, rows.head, next, slots, tile);
             let behind = tile_items
@@ -254,7 +255,7 @@ impl<'l> Layer<'l> {
         let (slots, tile, mut continues) = (read.slots, read.tile, false);
         for item in read.chain {
             if let Some(piece) = self.piece(item, slots, tile) {
-                gather.add(side, self.slabs, read.head, piece.run(item), piece.at, &mut each);
+                gather.add(side, self.slabs, read.head, piece.run(item), piece.at, read.soon, &mut each);
                 continues = piece.seen.end < item.run.len;
             }
         }
@@ -359,6 +360,8 @@ struct Read<'r, C> {
     chain: C,
     slots: &'r Range<u32>,
     tile: &'r Tile,
+    /// The rows of the same cells that are read afterwards.
+    soon: Option<&'r RowStore>,
 }
 
 /// The part of an item in a tile that some slots see.

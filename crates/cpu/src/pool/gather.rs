@@ -1,6 +1,6 @@
 //! Collects blocks into stretches for the kernels.
 use super::RowStore;
-use crate::arch::{LANES, widen};
+use crate::arch::{LANES, Simd, widen};
 use crate::pages::Pages;
 use kvist_cache::CellRun;
 use std::ops::Range;
@@ -18,9 +18,17 @@ pub struct Block<'b> {
     pub params: &'b [u8],
     /// Distance in bytes to the codes that are prefetched while these codes are read; it may wrap around.
     pub ahead: usize,
+    /// Parameters of other rows of these cells, which are read soon.
+    pub soon: &'b [u8],
 }
 
 impl Block<'_> {
+    /// Fetches the parameters that are read soon. They are few lines far apart, which no prefetcher of the processor follows.
+    #[inline(always)]
+    pub fn fetch_soon<S: Simd>(&self, s: S) {
+        self.soon.as_chunks::<64>().0.iter().for_each(|line| s.prefetch(line, 0));
+    }
+
     /// Parameter `p` of the cell in lane `lane`.
     #[inline(always)]
     pub fn param(&self, p: usize, lane: usize) -> f32 {
@@ -90,7 +98,8 @@ impl<'b> Gather<'b> {
     }
 
     /// Adds the cells `run` of `head`; the first is at place `at` in a line. If they do not continue the blocks
-    /// collected so far, `full` is called with those first, and a new stretch begins.
+    /// collected so far, `full` is called with those first, and a new stretch begins. `soon` are the rows of the same cells
+    /// that are read afterwards.
     #[inline]
     pub fn add(
         &mut self,
@@ -99,6 +108,7 @@ impl<'b> Gather<'b> {
         head: usize,
         run: CellRun,
         at: usize,
+        soon: Option<&RowStore>,
         mut full: impl FnMut(&Self),
     ) {
         let shape = &side.shape;
@@ -120,12 +130,15 @@ impl<'b> Gather<'b> {
                 (self.at, self.lanes) = (at, lane..lane);
             }
             let slab = slabs[segment.slab].bytes();
+            let mut soon = soon.into_iter().flat_map(|rows| rows.params_from(slabs, head, cell));
             for block in first..first + n {
                 let part = |at: usize, len: usize| &slab[at + block * len..][..len];
                 let codes = part(segment.codes, codes_len);
                 // Default: prefetch what follows in memory, in case the run goes on. Inside a stretch the next block is
                 // known.
-                self.list[self.n] = Block { codes, params: part(segment.params, params_len), ahead: AHEAD };
+                let params = part(segment.params, params_len);
+                self.list[self.n] =
+                    Block { codes, params, ahead: AHEAD, soon: soon.next().unwrap_or_default() };
                 if let Some(before) = self.n.checked_sub(self.distance) {
                     self.list[before].fetch(codes);
                 }

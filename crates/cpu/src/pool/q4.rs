@@ -16,7 +16,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.2 of it, with eight query heads on each.
-use super::quantised::{Packed, byte_of, packed_products, param};
+use super::quantised::{Packed, byte_of, packed_products, param, put_scores, scores_in_pairs};
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -83,43 +83,9 @@ impl Packed for Q4 {
         blocks: &Blocks<'_>,
         lines: &mut Lines<'_>,
     ) {
-        let packed = &queries.packed[query..query + R];
-        let per_row = blocks.row / 4;
-        let n_groups = blocks.head_dim.div_ceil(blocks.group);
-        for (at, block) in blocks.list.iter().enumerate() {
-            let codes = &block.codes.as_chunks::<64>().0[..per_row];
-            let params = &block.params.as_chunks::<32>().0[..2 * n_groups];
-            let mut sums = [s.splat(0.0); R];
-            let groups = codes.chunks(blocks.group / 8).zip(params.as_chunks::<2>().0);
-            for (group, (codes, [scale, minimum])) in groups.enumerate() {
-                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-                let first = group * (blocks.group / 4);
-                for (quad, bytes) in codes.iter().enumerate() {
-                    s.prefetch(bytes, block.ahead);
-                    let bytes = s.load_bytes(bytes);
-                    let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
-                    let (at_a, at_b) = (first + quad, first + codes.len() + quad);
-                    for r in 0..R {
-                        high[r] = s.dot4(high[r], a, s.splat_i(packed[r].high[at_a]));
-                        low[r] = s.dot4(low[r], a, s.splat_i(packed[r].low[at_a]));
-                        high[r] = s.dot4(high[r], b, s.splat_i(packed[r].high[at_b]));
-                        low[r] = s.dot4(low[r], b, s.splat_i(packed[r].low[at_b]));
-                    }
-                }
-                let (scale, minimum) = (s.load_f16(scale), s.load_f16(minimum));
-                for r in 0..R {
-                    let units = s.to_f32(s.add_i(s.times_256(high[r]), low[r]));
-                    sums[r] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r]);
-                    sums[r] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r]);
-                }
-            }
-            for (r, sums) in sums.iter().enumerate() {
-                let at = (query + r) * lines.stride + lines.at + at * LANES;
-                if let Some(out) = lines.data[at..].first_chunk_mut() {
-                    s.store(*sums, out);
-                }
-            }
-        }
+        scores_in_pairs!(S, R, blocks.list.len(), at, B => {
+            blocks_scores::<S, R, B>(s, queries, query, blocks, at, lines);
+        });
     }
 
     #[inline(always)]
@@ -133,17 +99,21 @@ impl Packed for Q4 {
     ) {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
+        quads.begin::<S, R>(s, lines, query, blocks);
         for group in 0..n_groups {
+            quads.pack::<S, R>(s, blocks, 2 * group);
             let mut min = [s.splat(0.0); R];
-            for r in 0..R {
-                let line = &lines.data[(query + r) * lines.stride + lines.at..];
-                quads.pack(s, r, line, blocks.list, 2 * group);
-                let mut sum = s.splat(0.0);
-                for (block, line) in blocks.list.iter().zip(line.as_chunks().0) {
-                    let minimum = s.load_f16(&block.params.as_chunks::<32>().0[2 * group + 1]);
-                    sum = s.add(sum, s.mul_nonzero(s.load(line), minimum));
+            for (at, block) in blocks.list.iter().enumerate() {
+                let minimum = s.load_f16(&block.params.as_chunks::<32>().0[2 * group + 1]);
+                for r in 0..R {
+                    let line = &lines.data[(query + r) * lines.stride + lines.at + at * LANES..];
+                    if let Some(line) = line.first_chunk() {
+                        min[r] = s.add(min[r], s.mul_nonzero(s.load(line), minimum));
+                    }
                 }
-                min[r] = s.splat(s.sum(sum));
+            }
+            for r in 0..R {
+                min[r] = s.splat(s.sum(min[r]));
             }
             let first = group * blocks.group;
             let len = blocks.group.min(head_dim - first);
@@ -244,4 +214,59 @@ impl Packed for Q4 {
             }
         }
     }
+}
+
+/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' bytes.
+#[inline(always)]
+fn blocks_scores<S: Simd, const R: usize, const B: usize>(
+    s: S,
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    at: usize,
+    lines: &mut Lines<'_>,
+) {
+    let packed = &queries.packed[query..query + R];
+    let Some(list) = blocks.list[at..].first_chunk::<B>() else { return };
+    let (per_row, per_group) = (blocks.row / 4, blocks.group / 8);
+    let mut codes: [&[[u8; 64]]; B] = [&[]; B];
+    for b in 0..B {
+        list[b].fetch_soon(s);
+        codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
+    }
+    let mut sums = [[s.splat(0.0); B]; R];
+    for group in 0..blocks.head_dim.div_ceil(blocks.group) {
+        let (mut high, mut low) = ([[s.splat_i(0); B]; R], [[s.splat_i(0); B]; R]);
+        let lines = group * per_group..((group + 1) * per_group).min(per_row);
+        for quad in lines.clone() {
+            let (mut a, mut b) = ([s.splat_i(0); B], [s.splat_i(0); B]);
+            for i in 0..B {
+                let line = &codes[i][quad];
+                s.prefetch(line, list[i].ahead);
+                let bytes = s.load_bytes(line);
+                (a[i], b[i]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
+            }
+            // The quads of a group's low halves, then those of its high halves.
+            let (at_a, at_b) = (lines.start + quad, lines.end + quad);
+            for r in 0..R {
+                for (at, nibbles) in [(at_a, &a), (at_b, &b)] {
+                    let (h, l) = (s.splat_i(packed[r].high[at]), s.splat_i(packed[r].low[at]));
+                    for i in 0..B {
+                        high[r][i] = s.dot4(high[r][i], nibbles[i], h);
+                        low[r][i] = s.dot4(low[r][i], nibbles[i], l);
+                    }
+                }
+            }
+        }
+        for b in 0..B {
+            let params = list[b].params.as_chunks::<32>().0;
+            let (scale, minimum) = (s.load_f16(&params[2 * group]), s.load_f16(&params[2 * group + 1]));
+            for r in 0..R {
+                let units = s.to_f32(s.add_i(s.times_256(high[r][b]), low[r][b]));
+                sums[r][b] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r][b]);
+                sums[r][b] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r][b]);
+            }
+        }
+    }
+    put_scores(s, lines, query, at, &sums);
 }

@@ -16,7 +16,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
-use super::quantised::{MAX_ROWS, Packed, byte_of, packed_products, param};
+use super::quantised::{MAX_ROWS, Packed, byte_of, packed_products, param, put_scores, scores_in_pairs};
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -65,6 +65,95 @@ impl Codec for Q8 {
     packed_products!();
 }
 
+/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' bytes.
+#[inline(always)]
+fn blocks_scores<S: Simd, const R: usize, const B: usize>(
+    s: S,
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    at: usize,
+    lines: &mut Lines<'_>,
+) {
+    let packed = &queries.packed[query..query + R];
+    let Some(list) = blocks.list[at..].first_chunk::<B>() else { return };
+    let (per_row, per_group) = (blocks.row / 4, blocks.group / 4);
+    let mut codes: [&[[u8; 64]]; B] = [&[]; B];
+    for b in 0..B {
+        list[b].fetch_soon(s);
+        codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
+    }
+    let mut sums = [[s.splat(0.0); B]; R];
+    for group in 0..blocks.head_dim.div_ceil(blocks.group) {
+        let (mut high, mut low) = ([[s.splat_i(0); B]; R], [[s.splat_i(0); B]; R]);
+        for quad in group * per_group..((group + 1) * per_group).min(per_row) {
+            let mut bytes = [s.splat_i(0); B];
+            for b in 0..B {
+                let line = &codes[b][quad];
+                s.prefetch(line, list[b].ahead);
+                bytes[b] = s.load_bytes(line);
+            }
+            for r in 0..R {
+                let (h, l) = (s.splat_i(packed[r].high[quad]), s.splat_i(packed[r].low[quad]));
+                for b in 0..B {
+                    high[r][b] = s.dot4(high[r][b], bytes[b], h);
+                    low[r][b] = s.dot4(low[r][b], bytes[b], l);
+                }
+            }
+        }
+        for b in 0..B {
+            let scale = s.load_f16(&list[b].params.as_chunks::<32>().0[group]);
+            for r in 0..R {
+                let zero = s.splat_i(i32::from(ZERO) * packed[r].units[group]);
+                let units = s.sub_i(s.add_i(s.times_256(high[r][b]), low[r][b]), zero);
+                let unit = s.splat(packed[r].unit[group]);
+                sums[r][b] = s.fma(s.mul(s.to_f32(units), scale), unit, sums[r][b]);
+            }
+        }
+    }
+    put_scores(s, lines, query, at, &sums);
+}
+
+/// Adds `C` vectors of columns from column `d` on, of one group, to the sums of `R` queries.
+#[inline(always)]
+fn columns<S: Simd, const R: usize, const C: usize>(
+    s: S,
+    blocks: &Blocks<'_>,
+    quads: &Quads,
+    d: usize,
+    query: usize,
+    sums: &mut Sums<'_>,
+) {
+    let (mut high, mut low) = ([[s.splat_i(0); C]; R], [[s.splat_i(0); C]; R]);
+    for (at, block) in blocks.list.iter().enumerate() {
+        for quad in 0..LANES / 4 {
+            let codes = &block.codes[quad * 4 * blocks.row..];
+            let Some(lines) = codes[4 * d..].as_chunks::<{ 4 * LANES }>().0.first_chunk::<C>() else { break };
+            let mut codes = [s.splat_i(0); C];
+            for c in 0..C {
+                s.prefetch(&lines[c], block.ahead);
+                codes[c] = s.load_bytes(&lines[c]);
+            }
+            for r in 0..R {
+                let (h, l) = quads.quad(r, at * LANES / 4 + quad);
+                let (h, l) = (s.splat_i(h), s.splat_i(l));
+                for c in 0..C {
+                    high[r][c] = s.dot4(high[r][c], codes[c], h);
+                    low[r][c] = s.dot4(low[r][c], codes[c], l);
+                }
+            }
+        }
+    }
+    for r in 0..R {
+        let zero = s.splat_i(i32::from(ZERO) * quads.units[r]);
+        let row = sums.row(query + r, blocks.head_dim);
+        for (c, sum) in row[d..].as_chunks_mut::<LANES>().0.iter_mut().enumerate().take(C) {
+            let units = s.sub_i(s.add_i(s.times_256(high[r][c]), low[r][c]), zero);
+            s.store(s.fma(s.to_f32(units), s.splat(quads.unit[r]), s.load(sum)), sum);
+        }
+    }
+}
+
 #[inline(always)]
 fn value(code: u8) -> f32 {
     f32::from((code ^ ZERO).cast_signed())
@@ -81,40 +170,9 @@ impl Packed for Q8 {
         blocks: &Blocks<'_>,
         lines: &mut Lines<'_>,
     ) {
-        let packed = &queries.packed[query..query + R];
-        let per_row = blocks.row / 4;
-        let n_groups = blocks.head_dim.div_ceil(blocks.group);
-        for (at, block) in blocks.list.iter().enumerate() {
-            let codes = &block.codes.as_chunks::<64>().0[..per_row];
-            let scales = &block.params.as_chunks::<32>().0[..n_groups];
-            let mut sums = [s.splat(0.0); R];
-            let groups = codes.chunks(blocks.group / 4).zip(scales);
-            for (group, (codes, scale)) in groups.enumerate() {
-                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-                let first = group * (blocks.group / 4);
-                for (quad, codes) in codes.iter().enumerate() {
-                    s.prefetch(codes, block.ahead);
-                    let codes = s.load_bytes(codes);
-                    for r in 0..R {
-                        high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[first + quad]));
-                        low[r] = s.dot4(low[r], codes, s.splat_i(packed[r].low[first + quad]));
-                    }
-                }
-                let scale = s.load_f16(scale);
-                for r in 0..R {
-                    let zero = s.splat_i(i32::from(ZERO) * packed[r].units[group]);
-                    let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
-                    let unit = s.splat(packed[r].unit[group]);
-                    sums[r] = s.fma(s.mul(s.to_f32(units), scale), unit, sums[r]);
-                }
-            }
-            for (r, sums) in sums.iter().enumerate() {
-                let at = (query + r) * lines.stride + lines.at + at * LANES;
-                if let Some(out) = lines.data[at..].first_chunk_mut() {
-                    s.store(*sums, out);
-                }
-            }
-        }
+        scores_in_pairs!(S, R, blocks.list.len(), at, B => {
+            blocks_scores::<S, R, B>(s, queries, query, blocks, at, lines);
+        });
     }
 
     #[inline(always)]
@@ -128,35 +186,18 @@ impl Packed for Q8 {
     ) {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
+        quads.begin::<S, R>(s, lines, query, blocks);
         for group in 0..n_groups {
-            for r in 0..R {
-                let line = &lines.data[(query + r) * lines.stride + lines.at..];
-                quads.pack(s, r, line, blocks.list, group);
-            }
+            quads.pack::<S, R>(s, blocks, group);
             let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
             let mut d = first;
+            // Two vectors share the weights that they are multiplied with, where registers suffice.
+            while R <= 4 && S::ACCUMULATORS >= 16 && end - d >= 2 * LANES {
+                columns::<S, R, 2>(s, blocks, quads, d, query, sums);
+                d += 2 * LANES;
+            }
             while end - d >= LANES {
-                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-                for (at, block) in blocks.list.iter().enumerate() {
-                    for quad in 0..LANES / 4 {
-                        let codes = &block.codes[quad * 4 * blocks.row..];
-                        let Some(codes) = codes[4 * d..].first_chunk() else { break };
-                        s.prefetch(codes, block.ahead);
-                        let codes = s.load_bytes(codes);
-                        for r in 0..R {
-                            let (h, l) = quads.quad(r, at * LANES / 4 + quad);
-                            high[r] = s.dot4(high[r], codes, s.splat_i(h));
-                            low[r] = s.dot4(low[r], codes, s.splat_i(l));
-                        }
-                    }
-                }
-                for r in 0..R {
-                    let zero = s.splat_i(i32::from(ZERO) * quads.units[r]);
-                    let units = s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero);
-                    if let Some(sum) = sums.row(query + r, head_dim)[d..].first_chunk_mut() {
-                        s.store(s.fma(s.to_f32(units), s.splat(quads.unit[r]), s.load(sum)), sum);
-                    }
-                }
+                columns::<S, R, 1>(s, blocks, quads, d, query, sums);
                 d += LANES;
             }
             // The remainder of a group that is not a whole number of vectors.

@@ -3,7 +3,7 @@
 //! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
 //! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
 //! costs less than widening the codes.
-use super::{Block, Blocks, Lines, MAX_BLOCKS, Queries, Sums};
+use super::{Blocks, Lines, MAX_BLOCKS, Queries, Sums};
 use crate::arch::{LANES, Simd};
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
@@ -59,6 +59,41 @@ macro_rules! packed_products {
     };
 }
 pub(super) use packed_products;
+
+/// Evaluates `$body` for the blocks `$at..$at + $B` of `$n`: two at a time where registers suffice.
+macro_rules! scores_in_pairs {
+    ($S:ident, $R:ident, $n:expr, $at:ident, $B:ident => $body:expr) => {{
+        let mut $at = 0;
+        while $R <= 4 && $S::ACCUMULATORS >= 16 && $n - $at >= 2 {
+            const $B: usize = 2;
+            $body;
+            $at += $B;
+        }
+        while $at < $n {
+            const $B: usize = 1;
+            $body;
+            $at += $B;
+        }
+    }};
+}
+pub(super) use scores_in_pairs;
+
+/// Writes the scores of `R` queries over `B` blocks from block `at` on.
+#[inline(always)]
+pub fn put_scores<S: Simd, const R: usize, const B: usize>(
+    s: S,
+    lines: &mut Lines<'_>,
+    query: usize,
+    at: usize,
+    sums: &[[S::F; B]; R],
+) {
+    for r in 0..R {
+        let line = &mut lines.data[(query + r) * lines.stride + lines.at + at * LANES..];
+        for (sums, out) in sums[r].iter().zip(line.as_chunks_mut().0) {
+            s.store(*sums, out);
+        }
+    }
+}
 
 /// Scores of all queries, in groups of eight, four, two and one.
 #[inline(always)]
@@ -276,11 +311,20 @@ impl PackedQuery {
     }
 }
 
-/// Weights of up to [`MAX_ROWS`] queries for the cells of one call, as pairs of bytes.
+/// Weights of up to [`MAX_ROWS`] queries for the cells of one call, as pairs of bytes: a query's weight times the scale of
+/// the cell's group.
+///
+/// The unit of a row and group follows from the largest weight of the row and the largest scale of the group, which take a
+/// pass per row and a pass per group. Their product is at least the largest weight times scale, so nothing overflows; where
+/// it is larger, a bit or two of the fifteen are lost.
 pub struct Quads {
     high: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
     low: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
-    weights: [f32; MAX_BLOCKS * LANES],
+    /// Per query: the weights over the largest one.
+    weights: [[[f32; LANES]; MAX_BLOCKS]; MAX_ROWS],
+    largest: [f32; MAX_ROWS],
+    /// The scales of a group, over the largest one, times [`LARGEST`].
+    scales: [[f32; LANES]; MAX_BLOCKS],
     /// Per query: the value of one unit, and (`units`) the sum of the units.
     pub unit: [f32; MAX_ROWS],
     pub units: [i32; MAX_ROWS],
@@ -291,7 +335,9 @@ impl Default for Quads {
         Quads {
             high: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
             low: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
-            weights: [0.0; MAX_BLOCKS * LANES],
+            weights: [[[0.0; LANES]; MAX_BLOCKS]; MAX_ROWS],
+            largest: [0.0; MAX_ROWS],
+            scales: [[0.0; LANES]; MAX_BLOCKS],
             unit: [0.0; MAX_ROWS],
             units: [0; MAX_ROWS],
         }
@@ -299,36 +345,101 @@ impl Default for Quads {
 }
 
 impl Quads {
-    /// Packs row `row`: `line[i] * scale[i]` for the cells of `list`. `scale` is the index of the block parameter that
-    /// contains the scale.
+    /// Takes the weights of `R` queries from `query` on.
     #[inline(always)]
-    pub fn pack<S: Simd>(&mut self, s: S, row: usize, line: &[f32], list: &[Block<'_>], scale: usize) {
-        let n = list.len();
-        let (line, _) = line[..n * LANES].as_chunks::<LANES>();
-        let (weights, _) = self.weights.as_chunks_mut::<LANES>();
-        let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
-        for (b, (line, block)) in line.iter().zip(list).enumerate() {
-            let scales = &block.params.as_chunks::<32>().0[scale];
-            let weight = s.mul_nonzero(s.load(line), s.load_f16(scales));
-            largest = s.max(largest, weight);
-            total = s.add(total, weight);
-            s.store(weight, &mut weights[b]);
+    pub fn begin<S: Simd, const R: usize>(
+        &mut self,
+        s: S,
+        lines: &Lines<'_>,
+        query: usize,
+        blocks: &Blocks<'_>,
+    ) {
+        let n = blocks.list.len();
+        for r in 0..R {
+            let line =
+                &lines.data[(query + r) * lines.stride + lines.at..][..n * LANES].as_chunks::<LANES>().0;
+            let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
+            for line in *line {
+                let weight = s.load(line);
+                largest = s.max(largest, weight);
+                total = s.add(total, weight);
+            }
+            // NaN survives a sum; `max` may drop it.
+            let largest = if s.sum(total).is_finite() { s.largest(largest) } else { f32::NAN };
+            let inverse = s.splat(if largest > 1e-30 { 1.0 / largest } else { 0.0 });
+            for (line, out) in line.iter().zip(&mut self.weights[r]) {
+                s.store(s.mul_nonzero(inverse, s.load(line)), out);
+            }
+            self.largest[r] = largest;
         }
-        let broken = !s.sum(total).is_finite();
-        let split = Split::new(if broken { f32::NAN } else { s.largest(largest) });
-        let (high, _) = self.high[row].as_chunks_mut::<LANES>();
-        let (low, _) = self.low[row].as_chunks_mut::<LANES>();
-        let inverse = s.splat(split.inverse);
-        let mut units = s.splat_i(0);
+    }
+
+    /// Packs the weights of `R` queries times the scales of a group, which are parameter `scale` of the blocks.
+    #[inline(always)]
+    pub fn pack<S: Simd, const R: usize>(&mut self, s: S, blocks: &Blocks<'_>, scale: usize) {
+        let n = blocks.list.len();
+        let mut largest = s.splat(0.0);
+        for ((block, seen), out) in blocks.seen().zip(&mut self.scales) {
+            let mut scales = s.load_f16(&block.params.as_chunks::<32>().0[scale]);
+            if seen.len() < LANES {
+                // What is not visible may be anything.
+                s.store(scales, out);
+                out[..seen.start].fill(0.0);
+                out[seen.end..].fill(0.0);
+                scales = s.load(out);
+            }
+            largest = s.max(largest, scales);
+            s.store(scales, out);
+        }
+        let largest = s.largest(largest);
+        if blocks.may_have_nan || !largest.is_finite() {
+            return self.pack_what_may_be_nan::<S, R>(s, n);
+        }
+        let normal = s.splat(if largest > 1e-30 { LARGEST / largest } else { 0.0 });
+        let mut units = [s.splat_i(0); R];
         for b in 0..n {
-            let n = s.to_i32(s.mul(s.load(&weights[b]), inverse));
-            let n = if broken { s.splat_i(0) } else { n };
-            units = s.add_i(units, n);
-            s.store_low_bytes(n, &mut low[b]);
-            s.store_low_bytes(s.over_256(s.add_i(n, s.splat_i(128))), &mut high[b]);
+            let scales = s.mul(s.load(&self.scales[b]), normal);
+            for r in 0..R {
+                let weights = s.load(&self.weights[r][b]);
+                units[r] = s.add_i(units[r], self.put(s, r, b, s.to_i32(s.mul(weights, scales))));
+            }
         }
-        self.unit[row] = split.unit;
-        self.units[row] = s.sum(s.to_f32(units)) as i32; // below 2²⁴: exact
+        for r in 0..R {
+            self.unit[r] = self.largest[r] * (largest / LARGEST);
+            self.units[r] = s.sum(s.to_f32(units[r])) as i32; // below 2²⁴: exact
+        }
+    }
+
+    /// The same where cells that a query does not see may have scales that are no numbers: only those that it sees count.
+    #[inline(always)]
+    fn pack_what_may_be_nan<S: Simd, const R: usize>(&mut self, s: S, n: usize) {
+        for r in 0..R {
+            let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
+            for b in 0..n {
+                let weight = s.mul_nonzero(s.load(&self.weights[r][b]), s.load(&self.scales[b]));
+                largest = s.max(largest, weight);
+                total = s.add(total, weight);
+            }
+            let broken = !s.sum(total).is_finite();
+            let split = Split::new(if broken { f32::NAN } else { s.largest(largest) });
+            let (inverse, mut units) = (s.splat(split.inverse), s.splat_i(0));
+            for b in 0..n {
+                let weight = s.mul_nonzero(s.load(&self.weights[r][b]), s.load(&self.scales[b]));
+                let n = s.to_i32(s.mul(weight, inverse));
+                units = s.add_i(units, self.put(s, r, b, if broken { s.splat_i(0) } else { n }));
+            }
+            self.unit[r] = self.largest[r] * split.unit;
+            self.units[r] = s.sum(s.to_f32(units)) as i32;
+        }
+    }
+
+    /// Stores the units of sixteen cells as two bytes each.
+    #[inline(always)]
+    fn put<S: Simd>(&mut self, s: S, row: usize, block: usize, units: S::I) -> S::I {
+        s.store_low_bytes(units, &mut self.low[row].as_chunks_mut().0[block]);
+        let high = s.over_256(s.add_i(units, s.splat_i(128)));
+        s.store_low_bytes(high, &mut self.high[row].as_chunks_mut().0[block]);
+        units
     }
 
     /// The four weights of cells `4 * quad..` of row `row`.

@@ -188,6 +188,20 @@ impl RowStore {
         }
     }
 
+    /// The parameters of the blocks of `head` from that of `cell` on, to the end of its segment.
+    pub(super) fn params_from<'b>(
+        &self,
+        slabs: &'b [Pages],
+        head: usize,
+        cell: u32,
+    ) -> std::slice::ChunksExact<'b, u8> {
+        let segment = self.segment_of(cell);
+        let (first, end) =
+            (self.place(segment, head, cell), self.place(segment, head, segment.cells.end() - 1));
+        let params = &slabs[first.slab].bytes()[first.params.start..end.params.end];
+        params.chunks_exact(self.shape.block_params().max(1))
+    }
+
     /// The parts of a run that lie in one block of each head.
     fn parts(&self, cells: CellRun) -> impl Iterator<Item = (&Segment, CellRun)> {
         let mut start = cells.start;
@@ -212,7 +226,8 @@ impl RowStore {
             let (place, lane) = (self.place(segment, head, part.start), Self::lane_of(segment, part.start));
             let lanes = lane..lane + part.len as usize;
             let slab = slabs[place.slab].bytes();
-            let block = Block { codes: &slab[place.codes], params: &slab[place.params], ahead: AHEAD };
+            let block =
+                Block { codes: &slab[place.codes], params: &slab[place.params], ahead: AHEAD, soon: &[] };
             (block, lanes, (part.start - cells.start) as usize)
         })
     }

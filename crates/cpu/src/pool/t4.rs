@@ -174,10 +174,8 @@ impl Packed for T4 {
         quads: &mut Quads,
     ) {
         let head_dim = blocks.head_dim;
-        for r in 0..R {
-            let line = &lines.data[(query + r) * lines.stride + lines.at..];
-            quads.pack(s, r, line, blocks.list, 0);
-        }
+        quads.begin::<S, R>(s, lines, query, blocks);
+        quads.pack::<S, R>(s, blocks, 0);
         let half = head_dim.div_ceil(2);
         // Whole vectors of both halves; the high half may be shorter by one element.
         let whole = head_dim / 2 / LANES * LANES;

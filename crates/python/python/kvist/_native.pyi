@@ -92,7 +92,7 @@ class Model:
         cls,
         path: Optional[Union[str, os.PathLike[str]]] = None,
         *,
-        weights: Literal["as-stored", "f32", "q8_0"] = "as-stored",
+        weights: Literal["as-stored", "f32", "q8_0", "int8"] = "as-stored",
         context: Optional[int] = None,
         threads: Optional[int] = None,
         deterministic: bool = False,

@@ -68,7 +68,7 @@ impl Stored {
         let part = |bytes: &'_ [u8], len: usize| i * len..(i + 1) * len.min(bytes.len());
         let codes = &self.codes[part(&self.codes, self.geometry.block_codes())];
         let params = &self.params[part(&self.params, self.geometry.block_params())];
-        Block { codes, params, ahead: 64 }
+        Block { codes, params, ahead: 64, soon: &[] }
     }
 
     fn shape(&self) -> Shape {
