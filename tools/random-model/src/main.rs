@@ -40,6 +40,8 @@ pub(crate) enum Dtype {
     Q4K,
     #[value(name = "q6_k")]
     Q6K,
+    /// Linear layers in W8A8 of compressed-tensors, embedding and output in bf16; for --format safetensors
+    Int8,
 }
 
 /// A Llama model with random weights, for measuring speed. The same seed makes the same model in either format.

@@ -63,6 +63,13 @@ pub struct Spec {
     pub kind: Kind,
 }
 
+impl Spec {
+    /// A linear layer of a decoder block.
+    pub fn is_linear(&self) -> bool {
+        self.kind != Kind::Norm && self.hf.starts_with("model.layers.")
+    }
+}
+
 impl Shape {
     pub fn check(&self) -> Result<()> {
         let sizes = [

@@ -65,7 +65,7 @@ fn encoding(spec: &Spec, dtype: Dtype) -> GgmlDType {
         (Kind::Output, _) if four_bits => GgmlDType::Q8_0,
         (_, Dtype::F32) => GgmlDType::F32,
         (_, Dtype::F16) => GgmlDType::F16,
-        (_, Dtype::Bf16) => GgmlDType::BF16,
+        (_, Dtype::Bf16 | Dtype::Int8) => GgmlDType::BF16,
         (_, Dtype::Q8_0) => GgmlDType::Q8_0,
         (_, Dtype::Q4_0) => GgmlDType::Q4_0,
         (_, Dtype::Q4K) => GgmlDType::Q4K,
@@ -82,12 +82,13 @@ fn file_type(dtype: Dtype) -> u32 {
         Dtype::Q8_0 => 7,
         Dtype::Q4K => 14,
         Dtype::Q6K => 18,
-        Dtype::Bf16 => 32,
+        Dtype::Bf16 | Dtype::Int8 => 32,
     }
 }
 
 /// Every tensor is kept in its encoding until the file is written: the size of the file, and one tensor in f32.
 pub fn gguf(shape: &Shape, dtype: Dtype, seed: u64, name: &str, out: &Path) -> Result<()> {
+    ensure!(dtype != Dtype::Int8, "GGUF has no int8 with a scale per row: use --format safetensors");
     let specs = shape.tensors();
     for spec in &specs {
         let (encoding, row) = (encoding(spec, dtype), spec.shape[spec.shape.len() - 1]);
@@ -159,6 +160,15 @@ struct Lazy<'s> {
     index: usize,
     seed: u64,
     stored: Stored,
+    shape: Vec<usize>,
+}
+
+impl Lazy<'_> {
+    /// bf16 scales of int8 rows, whose largest code is 127 or so.
+    fn scales(&self, values: &[f32]) -> Vec<bf16> {
+        let largest = |row: &[f32]| row.iter().fold(0f32, |max, x| max.max(x.abs()));
+        values.chunks(self.spec.shape[1]).map(|row| bf16::from_f32(largest(row) / 127.0)).collect()
+    }
 }
 
 impl View for Lazy<'_> {
@@ -166,11 +176,19 @@ impl View for Lazy<'_> {
         self.stored
     }
     fn shape(&self) -> &[usize] {
-        &self.spec.shape
+        &self.shape
     }
     fn data(&self) -> Cow<'_, [u8]> {
         let values = weights::values(self.spec, self.index, self.seed, false);
         match self.stored {
+            Stored::BF16 if self.shape != self.spec.shape => {
+                self.scales(&values).iter().flat_map(|x| x.to_le_bytes()).collect()
+            }
+            Stored::I8 => {
+                let rows = values.chunks(self.spec.shape[1]).zip(self.scales(&values));
+                let code = |x: f32, scale: bf16| ((x / scale.to_f32()).round().clamp(-127.0, 127.0) as i8) as u8;
+                rows.flat_map(|(row, scale)| row.iter().map(move |x| code(*x, scale))).collect()
+            }
             Stored::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
             Stored::BF16 => values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
             _ => values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>(),
@@ -178,7 +196,7 @@ impl View for Lazy<'_> {
         .into()
     }
     fn data_len(&self) -> usize {
-        self.spec.shape.iter().product::<usize>() * self.stored.bitsize() / 8
+        self.shape.iter().product::<usize>() * self.stored.bitsize() / 8
     }
 }
 
@@ -186,23 +204,35 @@ pub fn safetensors(shape: &Shape, dtype: Dtype, seed: u64, out: &Path) -> Result
     let (stored, stored_name) = match dtype {
         Dtype::F32 => (Stored::F32, "float32"),
         Dtype::F16 => (Stored::F16, "float16"),
-        Dtype::Bf16 => (Stored::BF16, "bfloat16"),
-        _ => bail!("safetensors hold f32, f16 or bf16; the block formats are GGUF's"),
+        Dtype::Bf16 | Dtype::Int8 => (Stored::BF16, "bfloat16"),
+        _ => bail!("safetensors hold f32, f16, bf16 or int8; the block formats are GGUF's"),
     };
     let partial = Partial::new(out)?;
     let folder = partial.path();
     std::fs::create_dir(folder).with_context(|| format!("cannot make `{}`", folder.display()))?;
     let specs = shape.tensors();
-    let tensors = specs.iter().enumerate().map(|(index, spec)| {
-        let stored = if spec.kind == Kind::Norm { Stored::F32 } else { stored };
-        (spec.hf.as_str(), Lazy { spec, index, seed, stored })
+    let scale_names: Vec<String> = specs.iter().map(|spec| format!("{}_scale", spec.hf)).collect();
+    let tensors = specs.iter().zip(&scale_names).enumerate().flat_map(|(index, (spec, scales))| {
+        let lazy = |stored, shape| Lazy { spec, index, seed, stored, shape };
+        let whole = |stored| (spec.hf.as_str(), lazy(stored, spec.shape.clone()));
+        match spec.kind {
+            Kind::Norm => vec![whole(Stored::F32)],
+            _ if dtype == Dtype::Int8 && spec.is_linear() => {
+                vec![whole(Stored::I8), (scales.as_str(), lazy(Stored::BF16, vec![spec.shape[0], 1]))]
+            }
+            _ => vec![whole(stored)],
+        }
     });
     let format = [("format".to_string(), "pt".to_string())].into();
     safetensors::serialize_to_file(tensors, Some(format), &folder.join("model.safetensors"))?;
     let write = |name: &str, value: &serde_json::Value| -> Result<()> {
         Ok(std::fs::write(folder.join(name), format!("{value:#}\n"))?)
     };
-    write("config.json", &config(shape, stored_name))?;
+    let mut config = config(shape, stored_name);
+    if dtype == Dtype::Int8 {
+        config["quantization_config"] = w8a8();
+    }
+    write("config.json", &config)?;
     // The crate makes the file readable for its owner only, but the weights are no secret.
     let usual = std::fs::metadata(folder.join("config.json"))?.permissions();
     std::fs::set_permissions(folder.join("model.safetensors"), usual)?;
@@ -233,6 +263,24 @@ fn config(shape: &Shape, stored: &str) -> serde_json::Value {
         "rope_theta": THETA,
         "bos_token_id": vocab::BOS,
         "eos_token_id": vocab::EOS,
+    })
+}
+
+/// 8 bits for weights, with a scale per row, and for activations, with a scale per token.
+fn w8a8() -> serde_json::Value {
+    let args = |strategy: &str, dynamic: bool| {
+        json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": strategy, "dynamic": dynamic})
+    };
+    json!({
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": args("channel", false),
+            "input_activations": args("token", true),
+        }},
     })
 }
 

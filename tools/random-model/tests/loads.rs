@@ -76,6 +76,7 @@ fn every_format_and_encoding_is_the_same_model() {
         ("safetensors", "f32", 1e-4),
         ("safetensors", "f16", 0.01),
         ("safetensors", "bf16", 0.05),
+        ("safetensors", "int8", 0.1),
     ];
     let mut exact = Vec::new();
     for (format, dtype, bound) in cases {
@@ -138,7 +139,8 @@ fn what_is_refused_leaves_nothing() {
         (("--hidden", "18446744073709551615"), &[], "which no model has"),
         (("--hidden", "48"), &["--dtype", "q8_0"], "blocks of 32"),
         (("--ff", "288"), &["--dtype", "q4_k"], "blocks of 256"),
-        (("--seed", "1"), &["--dtype", "q8_0", "--format", "safetensors"], "f32, f16 or bf16"),
+        (("--seed", "1"), &["--dtype", "q8_0", "--format", "safetensors"], "f32, f16, bf16 or int8"),
+        (("--seed", "1"), &["--dtype", "int8"], "--format safetensors"),
     ] {
         let run = tiny(&[replace], more);
         let stderr = String::from_utf8_lossy(&run.stderr).into_owned();

