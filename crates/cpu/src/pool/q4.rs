@@ -16,7 +16,7 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.2 of it, with eight query heads on each.
-use super::quantised::{Packed, byte_of, packed_products, param, put_scores, scores_in_pairs};
+use super::quantised::{Packed, Units, byte_of, packed_products, param, put_scores, scores_in_pairs};
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -236,34 +236,25 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     }
     let mut sums = [[s.splat(0.0); B]; R];
     for group in 0..blocks.head_dim.div_ceil(blocks.group) {
-        let (mut high, mut low) = ([[s.splat_i(0); B]; R], [[s.splat_i(0); B]; R]);
-        let lines = group * per_group..((group + 1) * per_group).min(per_row);
-        for quad in lines.clone() {
+        let mut units = Units::<S, R, B>::new(s);
+        let quads = group * per_group..((group + 1) * per_group).min(per_row);
+        for quad in quads.clone() {
             let (mut a, mut b) = ([s.splat_i(0); B], [s.splat_i(0); B]);
             for i in 0..B {
-                let line = &codes[i][quad];
-                s.prefetch(line, list[i].ahead);
-                let bytes = s.load_bytes(line);
+                s.prefetch(&codes[i][quad], list[i].ahead);
+                let bytes = s.load_bytes(&codes[i][quad]);
                 (a[i], b[i]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
             }
             // The quads of a group's low halves, then those of its high halves.
-            let (at_a, at_b) = (lines.start + quad, lines.end + quad);
-            for r in 0..R {
-                for (at, nibbles) in [(at_a, &a), (at_b, &b)] {
-                    let (h, l) = (s.splat_i(packed[r].high[at]), s.splat_i(packed[r].low[at]));
-                    for i in 0..B {
-                        high[r][i] = s.dot4(high[r][i], nibbles[i], h);
-                        low[r][i] = s.dot4(low[r][i], nibbles[i], l);
-                    }
-                }
-            }
+            units.multiply(s, packed, quads.start + quad, &a);
+            units.multiply(s, packed, quads.end + quad, &b);
         }
         for b in 0..B {
             let params = list[b].params.as_chunks::<32>().0;
             let (scale, minimum) = (s.load_f16(&params[2 * group]), s.load_f16(&params[2 * group + 1]));
             for r in 0..R {
-                let units = s.to_f32(s.add_i(s.times_256(high[r][b]), low[r][b]));
-                sums[r][b] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r][b]);
+                let scaled = s.mul(s.to_f32(units.of(s, r, b)), scale);
+                sums[r][b] = s.fma(scaled, s.splat(packed[r].unit[group]), sums[r][b]);
                 sums[r][b] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r][b]);
             }
         }

@@ -16,7 +16,9 @@
 //!
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
-use super::quantised::{MAX_ROWS, Packed, byte_of, packed_products, param, put_scores, scores_in_pairs};
+use super::quantised::{
+    MAX_ROWS, Packed, Units, byte_of, packed_products, param, put_scores, scores_in_pairs,
+};
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -85,31 +87,16 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     }
     let mut sums = [[s.splat(0.0); B]; R];
     for group in 0..blocks.head_dim.div_ceil(blocks.group) {
-        let (mut high, mut low) = ([[s.splat_i(0); B]; R], [[s.splat_i(0); B]; R]);
+        let mut units = Units::<S, R, B>::new(s);
         for quad in group * per_group..((group + 1) * per_group).min(per_row) {
             let mut bytes = [s.splat_i(0); B];
             for b in 0..B {
-                let line = &codes[b][quad];
-                s.prefetch(line, list[b].ahead);
-                bytes[b] = s.load_bytes(line);
+                s.prefetch(&codes[b][quad], list[b].ahead);
+                bytes[b] = s.load_bytes(&codes[b][quad]);
             }
-            for r in 0..R {
-                let (h, l) = (s.splat_i(packed[r].high[quad]), s.splat_i(packed[r].low[quad]));
-                for b in 0..B {
-                    high[r][b] = s.dot4(high[r][b], bytes[b], h);
-                    low[r][b] = s.dot4(low[r][b], bytes[b], l);
-                }
-            }
+            units.multiply(s, packed, quad, &bytes);
         }
-        for b in 0..B {
-            let scale = s.load_f16(&list[b].params.as_chunks::<32>().0[group]);
-            for r in 0..R {
-                let zero = s.splat_i(i32::from(ZERO) * packed[r].units[group]);
-                let units = s.sub_i(s.add_i(s.times_256(high[r][b]), low[r][b]), zero);
-                let unit = s.splat(packed[r].unit[group]);
-                sums[r][b] = s.fma(s.mul(s.to_f32(units), scale), unit, sums[r][b]);
-            }
-        }
+        units.add(s, packed, group, list, i32::from(ZERO), &mut sums);
     }
     put_scores(s, lines, query, at, &sums);
 }

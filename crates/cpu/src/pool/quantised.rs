@@ -3,7 +3,7 @@
 //! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
 //! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
 //! costs less than widening the codes.
-use super::{Blocks, Lines, MAX_BLOCKS, Queries, Sums};
+use super::{Block, Blocks, Lines, MAX_BLOCKS, Queries, Sums};
 use crate::arch::{LANES, Simd};
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
@@ -91,6 +91,58 @@ pub fn put_scores<S: Simd, const R: usize, const B: usize>(
         let line = &mut lines.data[(query + r) * lines.stride + lines.at + at * LANES..];
         for (sums, out) in sums[r].iter().zip(line.as_chunks_mut().0) {
             s.store(*sums, out);
+        }
+    }
+}
+
+/// Products of the codes of `B` blocks with the high and the low bytes of `R` queries, within one group.
+pub struct Units<S: Simd, const R: usize, const B: usize> {
+    high: [[S::I; B]; R],
+    low: [[S::I; B]; R],
+}
+
+impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
+    #[inline(always)]
+    pub fn new(s: S) -> Self {
+        Units { high: [[s.splat_i(0); B]; R], low: [[s.splat_i(0); B]; R] }
+    }
+
+    /// Adds four codes of every cell times quad `quad` of the queries.
+    #[inline(always)]
+    pub fn multiply(&mut self, s: S, packed: &[PackedQuery], quad: usize, codes: &[S::I; B]) {
+        for r in 0..R {
+            let (high, low) = (s.splat_i(packed[r].high[quad]), s.splat_i(packed[r].low[quad]));
+            for b in 0..B {
+                self.high[r][b] = s.dot4(self.high[r][b], codes[b], high);
+                self.low[r][b] = s.dot4(self.low[r][b], codes[b], low);
+            }
+        }
+    }
+
+    /// In units of the query.
+    #[inline(always)]
+    pub fn of(&self, s: S, r: usize, b: usize) -> S::I {
+        s.add_i(s.times_256(self.high[r][b]), self.low[r][b])
+    }
+
+    /// Adds them to the scores, scaled by parameter `group` of the blocks. `zero` is the code that stands for 0.
+    #[inline(always)]
+    pub fn add(
+        &self,
+        s: S,
+        packed: &[PackedQuery],
+        group: usize,
+        blocks: &[Block<'_>; B],
+        zero: i32,
+        sums: &mut [[S::F; B]; R],
+    ) {
+        for b in 0..B {
+            let scale = s.load_f16(&blocks[b].params.as_chunks::<32>().0[group]);
+            for r in 0..R {
+                let units = s.sub_i(self.of(s, r, b), s.splat_i(zero * packed[r].units[group]));
+                let scaled = s.mul(s.to_f32(units), scale);
+                sums[r][b] = s.fma(scaled, s.splat(packed[r].unit[group]), sums[r][b]);
+            }
         }
     }
 }

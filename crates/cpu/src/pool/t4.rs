@@ -18,7 +18,7 @@
 //! Levels are looked up as unsigned bytes with 128 added, so that they can use the integer dot products of `q8`.
 //!
 //! Values that do not fit f16 saturate. A NaN or an infinity makes its row NaN, so that the error remains visible.
-use super::quantised::{Packed, byte_of, packed_products, param};
+use super::quantised::{Packed, Units, byte_of, packed_products, param, put_scores, scores_in_pairs};
 use super::{Blocks, Codec, Lines, Q8, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -116,52 +116,9 @@ impl Packed for T4 {
         blocks: &Blocks<'_>,
         lines: &mut Lines<'_>,
     ) {
-        let packed = &queries.packed[query..query + R];
-        let (per_row, outliers) = (blocks.row / 4, blocks.group / 4);
-        for (at, block) in blocks.list.iter().enumerate() {
-            let (wide, codes) = block.codes.as_chunks::<64>().0[..per_row].split_at(outliers);
-            let mut scales = block.params.as_chunks::<32>().0.iter();
-            let mut sums = [s.splat(0.0); R];
-            let mut group = 0;
-            if !wide.is_empty() {
-                let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-                for (quad, codes) in wide.iter().enumerate() {
-                    s.prefetch(codes, block.ahead);
-                    let codes = s.load_bytes(codes);
-                    for r in 0..R {
-                        high[r] = s.dot4(high[r], codes, s.splat_i(packed[r].high[quad]));
-                        low[r] = s.dot4(low[r], codes, s.splat_i(packed[r].low[quad]));
-                    }
-                }
-                if let Some(scale) = scales.next() {
-                    add(s, packed, group, (&high, &low), s.load_f16(scale), &mut sums);
-                }
-                group = 1;
-            }
-            let (mut high, mut low) = ([s.splat_i(0); R], [s.splat_i(0); R]);
-            for (quad, bytes) in codes.iter().enumerate() {
-                s.prefetch(bytes, block.ahead);
-                let bytes = s.load_bytes(bytes);
-                let a = s.lookup(&LEVELS, s.low_nibbles(bytes));
-                let b = s.lookup(&LEVELS, s.high_nibbles(bytes));
-                let (at_a, at_b) = (outliers + quad, outliers + codes.len() + quad);
-                for r in 0..R {
-                    high[r] = s.dot4(high[r], a, s.splat_i(packed[r].high[at_a]));
-                    low[r] = s.dot4(low[r], a, s.splat_i(packed[r].low[at_a]));
-                    high[r] = s.dot4(high[r], b, s.splat_i(packed[r].high[at_b]));
-                    low[r] = s.dot4(low[r], b, s.splat_i(packed[r].low[at_b]));
-                }
-            }
-            if let Some(scale) = scales.next() {
-                add(s, packed, group, (&high, &low), s.load_f16(scale), &mut sums);
-            }
-            for (r, sums) in sums.iter().enumerate() {
-                let at = (query + r) * lines.stride + lines.at + at * LANES;
-                if let Some(out) = lines.data[at..].first_chunk_mut() {
-                    s.store(*sums, out);
-                }
-            }
-        }
+        scores_in_pairs!(S, R, blocks.list.len(), at, B => {
+            blocks_scores::<S, R, B>(s, queries, query, blocks, at, lines);
+        });
     }
 
     #[inline(always)]
@@ -261,21 +218,53 @@ impl Packed for T4 {
     }
 }
 
-/// Adds the products of one group, with the queries split into `(high, low)` bytes, to the scores.
+/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' bytes.
 #[inline(always)]
-fn add<S: Simd, const R: usize>(
+fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     s: S,
-    packed: &[super::PackedQuery],
-    group: usize,
-    (high, low): (&[S::I; R], &[S::I; R]),
-    scale: S::F,
-    sums: &mut [S::F; R],
+    queries: &Queries<'_>,
+    query: usize,
+    blocks: &Blocks<'_>,
+    at: usize,
+    lines: &mut Lines<'_>,
 ) {
-    for r in 0..R {
-        let zero = s.splat_i(ZERO * packed[r].units[group]);
-        let units = s.to_f32(s.sub_i(s.add_i(s.times_256(high[r]), low[r]), zero));
-        sums[r] = s.fma(s.mul(units, scale), s.splat(packed[r].unit[group]), sums[r]);
+    let packed = &queries.packed[query..query + R];
+    let Some(list) = blocks.list[at..].first_chunk::<B>() else { return };
+    let (per_row, outliers) = (blocks.row / 4, blocks.group / 4);
+    let mut codes: [&[[u8; 64]]; B] = [&[]; B];
+    for b in 0..B {
+        list[b].fetch_soon(s);
+        codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
     }
+    let mut sums = [[s.splat(0.0); B]; R];
+    // Outliers have a byte each, and are the first group if there are any.
+    if outliers > 0 {
+        let mut units = Units::<S, R, B>::new(s);
+        for quad in 0..outliers {
+            let mut bytes = [s.splat_i(0); B];
+            for b in 0..B {
+                s.prefetch(&codes[b][quad], list[b].ahead);
+                bytes[b] = s.load_bytes(&codes[b][quad]);
+            }
+            units.multiply(s, packed, quad, &bytes);
+        }
+        units.add(s, packed, 0, list, ZERO, &mut sums);
+    }
+    let mut units = Units::<S, R, B>::new(s);
+    for quad in outliers..per_row {
+        let (mut a, mut b) = ([s.splat_i(0); B], [s.splat_i(0); B]);
+        for i in 0..B {
+            s.prefetch(&codes[i][quad], list[i].ahead);
+            let bytes = s.load_bytes(&codes[i][quad]);
+            a[i] = s.lookup(&LEVELS, s.low_nibbles(bytes));
+            b[i] = s.lookup(&LEVELS, s.high_nibbles(bytes));
+        }
+        // The quads of the low halves, then those of the high halves.
+        units.multiply(s, packed, quad, &a);
+        units.multiply(s, packed, per_row - outliers + quad, &b);
+    }
+    units.add(s, packed, usize::from(outliers > 0), list, ZERO, &mut sums);
+    put_scores(s, lines, query, at, &sums);
 }
 
 #[cfg(test)]
