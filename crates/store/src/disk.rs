@@ -277,8 +277,12 @@ impl DiskFrames {
     }
 
     /// Whether a region has it.
-    fn has(&self, key: &BlockKey) -> bool {
+    fn is_in_regions(&self, key: &BlockKey) -> bool {
         self.cache.storage().may_contains(&Key(*key.as_bytes()))
+    }
+
+    fn is_here(&self, key: &BlockKey) -> bool {
+        self.is_in_regions(key) || self.small.has(key)
     }
 
     /// Changes the small blocks: a thread for it waits for the disk.
@@ -308,7 +312,7 @@ impl DiskFrames {
     fn remove(&self, key: &BlockKey) -> Result<(), StoreError> {
         let _one = self.in_order();
         // What is not there needs no place in the list, unless it is just being written.
-        if !self.has(key) && self.writing.load(Relaxed) == 0 {
+        if !self.is_in_regions(key) && self.writing.load(Relaxed) == 0 {
             return Ok(());
         }
         let noted = self.removed.remove(key);
@@ -328,7 +332,7 @@ impl DiskFrames {
         // First, because it is what reads find first.
         self.remove_small("write a block", key).await?;
         let _room = self.room(bytes).await?;
-        let was_here = self.has(&key);
+        let was_here = self.is_in_regions(&key);
         self.writing.fetch_add(1, Relaxed);
         self.enqueue(&key, frame);
         self.cache.storage().wait().await;
@@ -336,7 +340,7 @@ impl DiskFrames {
         // A removal in between stays in the list.
         let _one = self.in_order();
         // foyer logs what it cannot write, and reports nothing.
-        match self.has(&key) {
+        match self.is_in_regions(&key) {
             true => {
                 // If the list cannot be written to, the next process does not find the block, as it may lack any.
                 let _ = self.removed.written(&key);
@@ -383,8 +387,12 @@ impl FrameStore for DiskFrames {
         keys: &'a [BlockKey],
         _within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        let here = keys.iter().take_while(|key| self.has(key) || self.small.has(key)).count();
+        let here = keys.iter().take_while(|key| self.is_here(key)).count();
         Box::pin(std::future::ready(Ok(here)))
+    }
+
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        Some(self.is_here(key))
     }
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {

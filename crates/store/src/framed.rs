@@ -24,6 +24,12 @@ pub trait FrameStore: Send + Sync {
         within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>>;
 
+    /// Whether a frame is here, as [`BlockStore::has`] says.
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        let _ = key;
+        None
+    }
+
     /// The stored bytes, as they are.
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>>;
 
@@ -181,6 +187,10 @@ impl<S: FrameStore> BlockStore for Framed<S> {
         within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
         Box::pin(async move { self.noted(self.frames.lookup(keys, within).await) })
+    }
+
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        self.frames.has(key)
     }
 
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {

@@ -120,7 +120,11 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
         Box::pin(self.call("remove a block", self.inner.delete(key)))
     }
 
-    // The next four are quick, and no store fails at them.
+    // The next five are quick, and no store fails at them.
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        self.inner.has(key)
+    }
+
     fn keep(&self, keys: &[BlockKey], rank: Rank, until: Option<SystemTime>) -> bool {
         self.inner.keep(keys, rank, until)
     }

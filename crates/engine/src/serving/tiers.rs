@@ -17,6 +17,7 @@ mod recent;
 mod task;
 #[cfg(test)]
 mod test_store;
+mod writes;
 
 use super::thread::Command;
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
@@ -38,6 +39,7 @@ use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 pub(crate) use task::Stores;
 use tokio::task::AbortHandle;
+use writes::InText;
 
 /// What a task reports to the engine thread.
 pub(crate) enum Report {
@@ -97,6 +99,8 @@ struct Object {
     key: BlockKey,
     /// Of the salt: its note, and the generation that the key is of.
     of: (BlockKey, u64),
+    /// If blocks come in the order of their text.
+    at: Option<InText>,
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
@@ -280,7 +284,7 @@ impl TierDriver {
         let (mut objects, mut failed) = (Vec::new(), false);
         let block_parts = self.block_parts.clone();
         for cached in &store.blocks {
-            let Some(&Name { key, note, generation, ref told, .. }) = self.name(cached) else {
+            let Some(&Name { key, parent, note, generation, ref told, .. }) = self.name(cached) else {
                 failed = true;
                 continue;
             };
@@ -288,13 +292,18 @@ impl TierDriver {
             if generation < self.stores.generation(&note) {
                 continue;
             }
+            let at = store.request.map(|_| InText { block: key, parent });
             let whole: Vec<usize> = block_parts.whole().map(|(group, _)| group).collect();
             // A window has some blocks only.
             let parts = block_parts.windows().map(|(group, _)| group);
             let parts = parts.filter(|&group| cached.in_group(GroupId(group as u16)).is_some());
             let parts = parts.map(|group| (window_key(&key, group), vec![group]));
             for (key, groups) in std::iter::once((key, whole)).chain(parts) {
-                if self.stores.has_written(&key) {
+                let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
+                // What was copied before, and a tier that fails cannot say that it has it.
+                let may_lack = |tier: &usize| !store.is_again || self.stores.works(*tier);
+                let mut tiers = (0..self.stores.n()).filter(may_lack);
+                if !tiers.any(|tier| self.stores.lacks(tier, &key, bytes as u64)) {
                     continue;
                 }
                 let begun = groups.iter().map(|&group| {
@@ -303,11 +312,10 @@ impl TierDriver {
                     let cells = cells(cached.in_group(group)?, block_parts.block_tokens);
                     transfers.export(group, cells, host).ok().map(Pending::Begun)
                 });
-                let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
                         let (of, told) = ((note, generation), told.clone());
-                        objects.push(Object { key, of, bytes, parts, told });
+                        objects.push(Object { key, of, at, bytes, parts, told });
                     }
                     None => failed = true,
                 }
@@ -396,31 +404,6 @@ impl TierDriver {
                     self.put(objects);
                     self.ended.push(Ended::Store { id, ok: !failed });
                 }
-            }
-        }
-    }
-
-    /// Writes exported blocks to the stores.
-    fn put(&self, objects: Vec<Object>) {
-        // What was deleted meanwhile is not written again.
-        let is_current =
-            |Object { of: (note, generation), .. }: &Object| *generation >= self.stores.generation(note);
-        for object in objects.into_iter().filter(is_current) {
-            let mut bytes = Vec::with_capacity(object.bytes);
-            for part in &object.parts {
-                if let Pending::Done(host) = part {
-                    bytes.extend_from_slice(host.bytes());
-                }
-            }
-            // A part that failed is missing.
-            if bytes.len() == object.bytes
-                && let Some(writing) = self.stores.may_write(bytes.len() as u64)
-            {
-                let (stores, told) = (self.stores.clone(), object.told);
-                self.tasks.spawn(async move {
-                    task::put(stores, object.key, Bytes::from(bytes), writing).await;
-                    drop(told);
-                });
             }
         }
     }

@@ -188,7 +188,7 @@ impl SimTiers {
                 }
                 Order::Load(load) => self.load(now, &load, &mut shared),
                 Order::Store(store) => {
-                    let from_ns = if store.request.is_some() { end_ns } else { now };
+                    let from_ns = if store.request.is_some() && !store.is_again { end_ns } else { now };
                     self.store(from_ns, store, &mut shared);
                 }
                 Order::Abandon { load } => self.abandon(now, load, &mut shared),

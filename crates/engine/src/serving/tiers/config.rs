@@ -24,7 +24,8 @@ pub struct TierConfig {
     /// computed with, the storage of K and V. Blocks are only found by engines with the same one.
     pub fingerprint: Vec<u8>,
     pub write: Write,
-    /// Bytes that may be on their way from the tiers at a time, and as many to them.
+    /// Bytes that may be on their way from the tiers at a time, as many that may be copied out of the cache, and as many that may wait to
+    /// be written to each tier.
     pub max_bytes_in_flight: u64,
     /// How long a request waits for a lookup, and for a load beyond four times its estimate.
     pub grace: Duration,
@@ -103,6 +104,9 @@ pub struct StoreStats {
     pub usage: Usage,
     /// Operations that failed.
     pub errors: u64,
+    /// Blocks, and parts of blocks in windows, that were not written to it because more than
+    /// [`max_bytes_in_flight`](TierConfig::max_bytes_in_flight) waited for it already, or because the blocks before them were not.
+    pub unwritten_blocks: u64,
     /// What the store itself counts.
     pub counts: Counts,
 }

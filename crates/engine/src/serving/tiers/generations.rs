@@ -12,7 +12,8 @@
 mod untold;
 
 use super::recent::Recent;
-use super::task::{LONGEST_READ, LONGEST_WRITE, LookupTimes, OneStore, Stores};
+use super::task::{LONGEST_READ, LookupTimes, OneStore, Stores};
+use super::writes::LONGEST_WRITE;
 use kvist_scheduler::MAX_TIERS;
 use kvist_store::{BlockKey, Bytes};
 use std::sync::{Arc, Mutex, PoisonError};

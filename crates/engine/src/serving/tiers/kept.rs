@@ -111,8 +111,8 @@ impl TierDriver {
 mod tests {
     use super::*;
     use crate::serving::tiers::recent::MOST;
-    use crate::serving::tiers::task::put;
     use crate::serving::tiers::test_store::{TestStore, config, keys};
+    use crate::serving::tiers::writes::put;
     use kvist_store::{BlockStore, Bytes, KeyChain, Ram};
     use std::sync::Arc;
 
@@ -129,8 +129,8 @@ mod tests {
 
     async fn write(stores: &Arc<Stores>, keys: &[BlockKey]) {
         for &key in keys {
-            let writing = stores.may_write(100).unwrap();
-            put(stores.clone(), key, Bytes::from(vec![7; 100]), writing).await;
+            let writing = stores.may_write(0, key, 100).unwrap();
+            put(writing, Bytes::from(vec![7; 100])).await;
         }
     }
 
