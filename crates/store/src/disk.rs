@@ -14,7 +14,9 @@ mod room;
 
 use crate::removed::Removed;
 use crate::small::Small;
-use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
+use crate::{
+    BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Turn, Usage,
+};
 use foyer::{
     Age, BlockEngineConfig, Code, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
     HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
@@ -26,7 +28,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
 
 const NAME: &str = "disk";
 const LOCK: &str = "kvist-store.lock";
@@ -95,15 +99,38 @@ pub struct DiskFrames {
     cache: HybridCache<Key, Stored>,
     options: DiskOptions,
     /// Pages of foyer's write buffer.
-    buffer: Semaphore,
+    buffer: Arc<Semaphore>,
     buffer_pages: u32,
+    /// The same pages for those that wait until it is their turn.
+    turns: Arc<Semaphore>,
     in_order: Mutex<()>,
-    /// Blocks that may be on their way to the files. A call of `write` that is given up counts for ever: when it ends is not known.
-    writing: AtomicUsize,
+    /// Blocks that may be on their way to the files.
+    writing: Arc<AtomicUsize>,
+    /// Where it was opened.
+    runtime: Handle,
     removed: Removed,
     small: Arc<Small>,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
+}
+
+/// The room of a block in foyer's buffer, and its place among those that are being written.
+struct Room {
+    _pages: OwnedSemaphorePermit,
+    writing: Arc<AtomicUsize>,
+}
+
+impl Room {
+    fn of(pages: OwnedSemaphorePermit, writing: &Arc<AtomicUsize>) -> Room {
+        writing.fetch_add(1, Relaxed);
+        Room { _pages: pages, writing: writing.clone() }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.writing.fetch_sub(1, Relaxed);
+    }
 }
 
 /// Released by the system when the process ends, however it ends.
@@ -240,21 +267,36 @@ impl DiskFrames {
         Ok(DiskFrames {
             cache,
             options,
-            buffer: Semaphore::new(buffer_pages as usize),
+            buffer: Arc::new(Semaphore::new(buffer_pages as usize)),
             buffer_pages,
+            turns: Arc::new(Semaphore::new(buffer_pages as usize)),
             in_order: Mutex::new(()),
-            writing: AtomicUsize::new(0),
+            writing: Arc::new(AtomicUsize::new(0)),
+            runtime: Handle::current(),
             removed,
             small,
             _lock: lock,
         })
     }
 
+    /// Of foyer's buffer, for a block.
+    fn pages(&self, bytes: u64) -> u32 {
+        u32::try_from((bytes + OVERHEAD_BYTES).div_ceil(PAGE)).unwrap_or(u32::MAX).min(self.buffer_pages)
+    }
+
     /// Waits until foyer's buffer has room for a block: what does not fit there is dropped without a word.
-    async fn room(&self, bytes: u64) -> Result<SemaphorePermit<'_>, StoreError> {
-        let pages =
-            u32::try_from((bytes + OVERHEAD_BYTES).div_ceil(PAGE)).unwrap_or(u32::MAX).min(self.buffer_pages);
-        self.buffer.acquire_many(pages).await.map_err(|error| failed("write a block", &error))
+    async fn room(&self, bytes: u64) -> Result<Room, StoreError> {
+        let pages = self.buffer.clone().acquire_many_owned(self.pages(bytes)).await;
+        Ok(Room::of(pages.map_err(|error| failed("write a block", &error))?, &self.writing))
+    }
+
+    /// Waits until what was queued is in the files, and then gives its room back: also if nothing waits for this any more.
+    fn flush(&self, room: Room) -> JoinHandle<()> {
+        let cache = self.cache.clone();
+        self.runtime.spawn(async move {
+            cache.storage().wait().await;
+            drop(room);
+        })
     }
 
     /// foyer numbers entries before it queues them, and what follows a smaller number in a region is lost when the store is
@@ -331,12 +373,10 @@ impl DiskFrames {
         }
         // First, because it is what reads find first.
         self.remove_small("write a block", key).await?;
-        let _room = self.room(bytes).await?;
+        let room = self.room(bytes).await?;
         let was_here = self.is_in_regions(&key);
-        self.writing.fetch_add(1, Relaxed);
         self.enqueue(&key, frame);
-        self.cache.storage().wait().await;
-        self.writing.fetch_sub(1, Relaxed);
+        self.flush(room).await.map_err(|error| failed("write a block", &error))?;
         // A removal in between stays in the list.
         let _one = self.in_order();
         // foyer logs what it cannot write, and reports nothing.
@@ -365,9 +405,12 @@ impl DiskFrames {
             Load::Entry { value, populated, .. } => {
                 // Its region is among the next to be overwritten: a block that is used stays.
                 if populated.age == Age::Old
-                    && let Ok(_room) = self.buffer.try_acquire()
+                    && let Ok(pages) =
+                        self.buffer.clone().try_acquire_many_owned(self.pages(value.0.body.len() as u64))
                 {
+                    let room = Room::of(pages, &self.writing);
                     self.enqueue_again(key, value.0.clone());
+                    drop(self.flush(room));
                 }
                 Some(value.0)
             }
@@ -397,6 +440,12 @@ impl FrameStore for DiskFrames {
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
         Box::pin(self.read(key))
+    }
+
+    /// Until foyer's buffer has room: a queue of writes in front of a slow disk says nothing about its health.
+    fn turn<'a>(&'a self, bytes: u64) -> BoxFuture<'a, Turn> {
+        let turn = self.turns.clone().acquire_many_owned(self.pages(bytes));
+        Box::pin(async move { Turn(turn.await.ok().map(|turn| Box::new(turn) as Box<dyn Send>)) })
     }
 
     fn write<'a>(

@@ -113,7 +113,10 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
         frame: Frame,
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(self.call("write a block", self.inner.write(key, frame, ttl)))
+        Box::pin(async move {
+            let _turn = self.inner.turn(frame.body.len() as u64).await;
+            self.call("write a block", self.inner.write(key, frame, ttl)).await
+        })
     }
 
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {

@@ -36,7 +36,7 @@ pub use bytes::Bytes;
 pub use disk::{Disk, DiskFrames, DiskOptions};
 pub use error::StoreError;
 pub use frame::{Check, Damage, Frame, Opened};
-pub use framed::{Counts, FrameStore, Framed};
+pub use framed::{Counts, FrameStore, Framed, Turn};
 #[cfg(any(feature = "disk", feature = "remote"))]
 pub use guard::{Guarded, Limits};
 pub use key::{BlockKey, KeyChain};
