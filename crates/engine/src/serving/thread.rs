@@ -105,6 +105,10 @@ impl Thread {
                 None => {}
             }
             self.end_late();
+            if !self.live.is_empty() {
+                let waiting = self.live.values().filter(|live| live.permit.is_some());
+                self.state.make_way(waiting.map(|live| live.needed_tokens).max().unwrap_or(0));
+            }
             self.step_started = Instant::now();
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
