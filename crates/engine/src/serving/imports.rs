@@ -166,6 +166,15 @@ impl EngineState {
         Ok(tokens.len())
     }
 
+    /// Gives the cells of all imports back: blocks are about to move.
+    pub(super) fn give_up_imports(&mut self) {
+        while let Some((&id, _)) = self.imports.open.last_key_value() {
+            if let Err(error) = self.give_up_import(id) {
+                tracing::error!(target: "kvist::engine", "an import cannot be given up: {error}");
+            }
+        }
+    }
+
     /// Gives the cells of an import back, if it has not ended.
     fn give_up_import(&mut self, id: ImportId) -> Result<(), Error> {
         let Some(import) = self.imports.open.remove(&id) else { return Ok(()) };
@@ -190,7 +199,8 @@ impl EngineState {
                     .max_batch_tokens
                     .saturating_add(config.max_batch.saturating_mul(group.block_tokens));
                 // A layer group with a window never holds all of a request.
-                let of_waiting = if group.frees_out_of_window { 0 } else { needed_tokens + u64::from(group.block_tokens) };
+                let of_waiting =
+                    if group.frees_out_of_window { 0 } else { needed_tokens + u64::from(group.block_tokens) };
                 let needed = u64::from(of_step).max(of_waiting);
                 u64::from(group.free_cells) + u64::from(group.evictable_cells) < needed
             };

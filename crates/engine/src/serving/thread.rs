@@ -113,6 +113,7 @@ impl Thread {
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
             let iteration = scheduler.iterate(now, executor);
+            executor.begin_tier_step();
             let transfers_ended = self.move_tiers();
             let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,

@@ -4,6 +4,7 @@
 //! inbox. A block that comes back was checked by its store, and has the length that the cache expects; otherwise its load
 //! fails and the tokens are computed. A store that fails, is full or slow costs hits, never an answer: failures are counted
 //! and logged when they begin and when they end.
+mod arrived;
 mod config;
 mod events;
 mod find;
@@ -20,6 +21,7 @@ mod test_store;
 mod writes;
 
 use super::thread::Command;
+use arrived::{Arrived, STEP_BYTES};
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
 pub use events::{TellTier, TierBlock, TierEvent};
 use find::Found;
@@ -33,7 +35,7 @@ use names::Name;
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -191,6 +193,10 @@ pub(crate) struct TierDriver {
     /// Of prompts that were looked up, until their request ends.
     prompts: HashMap<RequestId, Found>,
     loads: BTreeMap<TransferId, Load>,
+    /// What has been read and waits to be copied to the cache's memory.
+    arrived: VecDeque<Arrived>,
+    /// So much of it may be copied before the next step.
+    room_bytes: usize,
     copies: Vec<Copies>,
     ended: Vec<Ended>,
 }
@@ -220,6 +226,8 @@ impl TierDriver {
             new_names: Vec::new(),
             prompts: HashMap::new(),
             loads: BTreeMap::new(),
+            arrived: VecDeque::new(),
+            room_bytes: STEP_BYTES,
             copies: Vec::new(),
             ended: Vec::new(),
         })
@@ -344,14 +352,13 @@ impl TierDriver {
                 }
                 scheduler.found(now, request, runs);
             }
-            Report::Arrived { id, objects } => self.import(id, objects, transfers),
-            Report::Fetched { id, took } => {
-                // It may have been abandoned.
-                if let Some(load) = self.loads.remove(&id) {
-                    self.end_load(id, load, took);
-                }
+            Report::Arrived { id, objects } => {
+                let objects = objects.into_iter().map(|object| Arrived::Object { id, object });
+                self.arrived.extend(objects);
             }
+            Report::Fetched { id, took } => self.arrived.push_back(Arrived::All { id, took }),
         }
+        self.import_some(transfers);
         self.poll(transfers);
     }
 
@@ -359,31 +366,6 @@ impl TierDriver {
     fn end_load(&mut self, id: TransferId, load: Load, took: Duration) {
         let Load { blocks, note, .. } = load;
         self.copies.push(Copies { id, what: Copied::In { blocks, note, took } });
-    }
-
-    /// Begins to copy what has arrived of a load to the cache's memory, while the rest is still read.
-    fn import(&mut self, id: TransferId, objects: Vec<(usize, Bytes)>, transfers: &mut Transfers<'_>) {
-        let Some(load) = self.loads.get_mut(&id) else { return };
-        for (at, object) in objects {
-            let Some((i, groups)) = load.places.get(at) else { continue };
-            let Some(block) = load.blocks.get_mut(*i) else { continue };
-            block.n_missing -= 1;
-            let mut from = 0;
-            for &group in groups {
-                let len = self.block_parts.part(group).map_or(0, |part| part.bytes);
-                let begun = find::block_of(&load.order, group, *i).and_then(|to| {
-                    let bytes = (from + len <= object.len()).then(|| object.slice(from..from + len))?;
-                    let cells = cells(to, self.block_parts.block_tokens);
-                    transfers.import(GroupId(group as u16), cells, HostBlock::shared(Arc::new(bytes))).ok()
-                });
-                from += len;
-                match begun {
-                    Some(begun) => block.parts.push(Pending::Begun(begun)),
-                    None => block.failed = true,
-                }
-            }
-        }
-        load.blocks.iter_mut().for_each(|block| block.settle(transfers));
     }
 
     /// Looks which copies have ended.
@@ -431,9 +413,9 @@ impl TierDriver {
         self.prompts.remove(&request);
     }
 
-    /// Whether copies between the cache's memory and the host are in flight, which nothing reports.
+    /// Whether copies between the cache's memory and the host are in flight, or wait for the next step, which nothing reports.
     pub fn is_copying(&self) -> bool {
-        !self.copies.is_empty()
+        !self.copies.is_empty() || !self.arrived.is_empty()
     }
 
     /// What the scheduler knows; the stores know the rest at any time.
