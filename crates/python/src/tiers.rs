@@ -152,7 +152,7 @@ impl BatchTiers {
             ));
         }
         let block_bytes = paged.block_bytes(shape);
-        let memory = section.memory_bytes(paged.stored_bytes(shape));
+        let memory = section.memory_bytes(paged, shape);
         let memory = model.model.budget().reserve(Purpose::KvCache, memory);
         let memory = memory.map_err(|why| {
             let fits = format!("{} of {}", kvist_device::Bytes(why.free), kvist_device::Bytes(why.total));

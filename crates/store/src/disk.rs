@@ -59,12 +59,13 @@ pub struct DiskOptions {
 }
 
 impl DiskOptions {
-    /// Memory that such a store takes: buffers of writes, and an index of what is on disk. Notes are not counted: 20 MB at most.
+    /// Memory that such a store takes: buffers of writes, an index of what is on disk, and notes.
     pub fn memory_bytes(capacity_bytes: u64, block_bytes: u64) -> u64 {
         let block =
             block_bytes.saturating_add(Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
         let blocks = capacity_bytes / block;
-        block.max(REGION_BYTES).saturating_mul(2).saturating_add(blocks.saturating_mul(INDEX_BYTES))
+        let buffers = block.max(REGION_BYTES).saturating_mul(2);
+        buffers.saturating_add(blocks.saturating_mul(INDEX_BYTES)).saturating_add(crate::small::MOST_BYTES)
     }
 }
 

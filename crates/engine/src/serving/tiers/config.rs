@@ -1,5 +1,9 @@
 //! What tiers an engine has, and what they did.
+use super::generations::{GENERATIONS_BYTES, UNTOLD_BYTES};
+use super::kept::KEPT_BYTES;
+use super::names::NAME_BYTES;
 use super::parts::{BlockParts, Part};
+use super::recent::Recent;
 use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
 use kvist_store::{BlockStore, Counts, Usage};
 use std::sync::Arc;
@@ -51,6 +55,16 @@ impl TierConfig {
             always: false,
             runtime: None,
         }
+    }
+
+    /// Memory of the host that so many tiers below a cache of so many blocks take to know what is where, at most: names of cached blocks,
+    /// what was written, dropped, kept and deleted. The stores' own is not part of it, nor what [events](super::TierEvent) need.
+    pub fn bookkeeping_bytes(n_tiers: usize, n_blocks: u64) -> u64 {
+        let of_tiers = UNTOLD_BYTES.saturating_mul(n_tiers as u64);
+        let of_blocks = NAME_BYTES.saturating_mul(n_blocks).saturating_add(4096);
+        [2 * Recent::<u8>::BYTES, KEPT_BYTES, GENERATIONS_BYTES, of_tiers, of_blocks]
+            .into_iter()
+            .fold(0, u64::saturating_add)
     }
 
     /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
@@ -109,4 +123,59 @@ pub struct StoreStats {
     pub unwritten_blocks: u64,
     /// What the store itself counts.
     pub counts: Counts,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serving::tiers::recent::MOST;
+    use crate::serving::tiers::task::Stores;
+    use crate::serving::tiers::test_store::{TestStore, config};
+    use crate::serving::tiers::writes::InText;
+    use kvist_store::{BlockKey, KeyChain, Rank};
+
+    /// Everything that is remembered, at its bound, against what an allocator counts.
+    #[test]
+    fn the_bound_of_the_bookkeeping_holds() {
+        let keys = KeyChain::root(b"a model", "").keys(&(0..MOST as u32 + 100).collect::<Vec<_>>(), 1);
+        let mut stores = None;
+        let allocated = allocation_counter::measure(|| {
+            let full = Arc::new(Stores::new(&config([TestStore::new(0)])));
+            full.fill(&keys);
+            stores = Some(full);
+        });
+        let bound = TierConfig::bookkeeping_bytes(0, 0);
+        let bytes = allocated.bytes_current as u64;
+        assert!((bound / 4..bound).contains(&bytes), "{bytes} of {bound}");
+        stores.take();
+        let allocated = allocation_counter::measure(|| {
+            let full = Arc::new(Stores::new(&config([TestStore::new(0)])));
+            full.fill_untold();
+            stores = Some(full);
+        });
+        let bound = UNTOLD_BYTES;
+        let bytes = allocated.bytes_current as u64;
+        assert!((bound / 4..bound).contains(&bytes), "{bytes} of {bound}");
+        drop(stores);
+    }
+
+    impl Stores {
+        fn fill(self: &Arc<Self>, keys: &[BlockKey]) {
+            for &key in keys {
+                self.remember(key, 0);
+                // What has no room is remembered as dropped.
+                assert!(
+                    self.may_write_to(
+                        std::iter::once(0),
+                        key,
+                        1 << 40,
+                        Some(InText { block: key, parent: None })
+                    )
+                    .is_empty()
+                );
+                self.next_generation(key);
+                self.keep((key, u64::MAX), &[key], Rank::default(), Duration::from_secs(3600));
+            }
+        }
+    }
 }

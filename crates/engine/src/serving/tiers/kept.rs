@@ -17,10 +17,13 @@ use std::time::{Duration, Instant};
 pub struct Kept(Mutex<Recent<Option<OfSalt>>>);
 
 #[derive(Clone, Copy)]
-struct OfSalt {
+pub(super) struct OfSalt {
     note: BlockKey,
     keep: Keep<Instant>,
 }
+
+/// That are remembered of kept blocks.
+pub(super) const KEPT_BYTES: u64 = Recent::<Option<OfSalt>>::BYTES;
 
 impl OfSalt {
     /// The time that is left, if there is any.
@@ -44,7 +47,13 @@ impl Kept {
 impl Stores {
     /// Keeps blocks of a salt, also those that tiers get later. `generation`: that of their keys. After it nothing asks for them, and
     /// nothing is kept.
-    fn keep(&self, (note, generation): (BlockKey, u64), keys: &[BlockKey], rank: Rank, within: Duration) {
+    pub(super) fn keep(
+        &self,
+        (note, generation): (BlockKey, u64),
+        keys: &[BlockKey],
+        rank: Rank,
+        within: Duration,
+    ) {
         let of_salt = OfSalt { note, keep: Keep { rank, until: Instant::now().checked_add(within) } };
         let mut kept = self.kept.lock();
         if generation < self.generation(&note) {

@@ -25,6 +25,9 @@ pub(super) struct Name {
     pub told: Option<Arc<TierBlock>>,
 }
 
+/// Of a cached block in the table of names, which has up to twice as many places as entries.
+pub(super) const NAME_BYTES: u64 = 2 * (size_of::<(u32, Name)>() as u64 + 1);
+
 impl TierDriver {
     /// The number of a cached block.
     pub(super) fn number(&self, block: &CachedBlock) -> Option<u32> {
