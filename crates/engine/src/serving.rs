@@ -417,7 +417,7 @@ impl Engine {
         let mut scheduler = Scheduler::new(scheduler_config, cache, None)
             .map_err(|e| Error::Usage(format!("scheduler: {e}")))?;
         if let Some(of) = &config.prefix {
-            scheduler.note_text(&of.salt, of.prefix.tokens());
+            scheduler.note_pinned_text(&of.salt, of.prefix.tokens());
         }
         if config.record {
             scheduler.record();

@@ -103,6 +103,13 @@ impl Scheduler {
         let Some(tokens) = entry.prompt.tokens() else { return };
         let block_tokens = tiers.block_tokens;
         let until = gap.until.min(hit_tokens);
+        // What is never evicted need not be copied.
+        let stays = tiers.stays.as_ref().filter(|(salt, _)| *salt == entry.salt);
+        let stays = stays.map_or(0, |(_, text)| text.iter().zip(tokens).take_while(|(a, b)| a == b).count());
+        let from = from.max(stays as u32 / block_tokens * block_tokens);
+        if from >= until {
+            return;
+        }
         let (_, mut blocks) = self.cached_text(&entry.salt, &tokens[..until as usize]);
         let n_before = (from / block_tokens) as usize;
         blocks.drain(..n_before.min(blocks.len()));
@@ -137,6 +144,14 @@ impl Scheduler {
         let Some(tiers) = &mut self.tiers else { return };
         let tokens = text[..n_tokens].to_vec();
         tiers.orders.push(Order::Cached(CachedTokens { salt: salt.into(), parent: None, blocks, tokens }));
+    }
+
+    /// The same of a text that the cache never evicts: it is not copied to tiers.
+    pub fn note_pinned_text(&mut self, salt: &str, text: &[u32]) {
+        self.note_text(salt, text);
+        if let Some(tiers) = &mut self.tiers {
+            tiers.stays = Some((salt.into(), text.to_vec()));
+        }
     }
 
     /// The blocks of a text that the KV cache has, from the first on, and how many tokens they are.

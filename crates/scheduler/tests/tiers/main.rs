@@ -268,6 +268,27 @@ fn what_the_cache_has_and_no_tier_is_copied_again() {
     }
 }
 
+/// What the cache never evicts is not copied, however often it is looked up.
+#[test]
+fn a_text_that_stays_in_the_cache_is_not_copied_again() {
+    for (stays, first) in [(8, Some(8)), (7, Some(4)), (12, None)] {
+        let mut s = story(config());
+        s.found(0, RequestId(0), Vec::new());
+        s.iterate(0, &mut machine(1));
+        s.note_pinned_text("", &(0..stays).collect::<Vec<_>>());
+        s.drain_orders();
+        let mut request = Request::new(1, 10, 13, 1);
+        request.prompt = Prompt::Tokens((0..13).collect());
+        s.arrive(10, request).unwrap();
+        s.found(11, RequestId(1), vec![Run::new(None, 12)]);
+        let again = s.drain_orders().into_iter().find_map(|order| match order {
+            Order::Store(store) => Some(12 - 4 * store.blocks.len() as u32),
+            _ => None,
+        });
+        assert_eq!(again, first, "{stays} tokens stay");
+    }
+}
+
 /// A tier may have all of a prompt before it has what the windows of a model see at its end.
 #[test]
 fn a_later_answer_says_where_a_load_may_end() {

@@ -128,11 +128,13 @@ pub struct StoreStats {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::serving::tiers::names::Name;
     use crate::serving::tiers::recent::MOST;
     use crate::serving::tiers::task::Stores;
     use crate::serving::tiers::test_store::{TestStore, config};
     use crate::serving::tiers::writes::InText;
     use kvist_store::{BlockKey, KeyChain, Rank};
+    use std::collections::HashMap;
 
     /// Everything that is remembered, at its bound, against what an allocator counts.
     #[test]
@@ -157,6 +159,26 @@ mod tests {
         let bytes = allocated.bytes_current as u64;
         assert!((bound / 4..bound).contains(&bytes), "{bytes} of {bound}");
         drop(stores);
+    }
+
+    #[test]
+    fn the_bound_of_the_names_holds() {
+        for n in [1_000, 14_337, 60_000] {
+            let mut names = None;
+            let allocated = allocation_counter::measure(|| {
+                let key = KeyChain::root(b"a model", "").next(&[1]);
+                let name =
+                    |i| (i, Name { hash: 0, key, parent: Some(key), note: key, generation: 0, told: None });
+                names = Some((0..n).map(name).fold(HashMap::new(), |mut names, (i, name)| {
+                    names.insert(i, name);
+                    names
+                }));
+            });
+            let bound = NAME_BYTES * u64::from(n) + 4096;
+            let bytes = allocated.bytes_current as u64;
+            assert!((bound / 3..bound).contains(&bytes), "{n} names: {bytes} of {bound}");
+            drop(names);
+        }
     }
 
     impl Stores {
