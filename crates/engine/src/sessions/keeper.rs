@@ -264,7 +264,9 @@ impl Kept {
             |at: usize| keys.iter().any(|group| group.get(at).is_some_and(|key| self.files.has_block(key)));
         let Some(mut cached) = inspect_cached() else { return Ok(()) };
         if self.has_windows {
-            return self.warm_at_once(salt, tokens, &keys);
+            // A damaged file is removed, and then fewer blocks may do.
+            while self.warm_at_once(salt, tokens, &keys)? {}
+            return Ok(());
         }
         loop {
             let first = cached / block_tokens as usize;
@@ -286,28 +288,30 @@ impl Kept {
     }
 
     /// The same where blocks are of use only together: layers with windows have some of them only. They are read and copied in parts all
-    /// the same, and found when all are there.
-    fn warm_at_once(&self, salt: &str, tokens: &[u32], keys: &[Vec<BlockKey>]) -> Result<(), Error> {
+    /// the same, and found when all are there. Returns whether a file was damaged, so that nothing was restored.
+    fn warm_at_once(&self, salt: &str, tokens: &[u32], keys: &[Vec<BlockKey>]) -> Result<bool, Error> {
         let here = |g: usize| keys[g].iter().enumerate().filter(|(_, key)| self.files.has_block(key));
         let has: BTreeSet<(u16, usize)> =
             (0..keys.len()).flat_map(|g| here(g).map(move |(at, _)| (g as u16, at))).collect();
         if has.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         let (salt, text, block_tokens) = (salt.to_owned(), tokens.to_vec(), self.block_tokens);
         let begun =
             self.engine.blocking_inspect(move |state| state.begin_import(&salt, &text, block_tokens, &has));
-        let Some(Begun { id, missing }) = begun.transpose()?.flatten() else { return Ok(()) };
+        let Some(Begun { id, missing }) = begun.transpose()?.flatten() else { return Ok(false) };
+        let asked = missing.clone();
         let mut missing = missing.into_iter().peekable();
         while missing.peek().is_some() {
             let blocks = self.read(keys, &mut missing);
             let goes_on = self.engine.blocking_inspect(move |state| state.continue_import(id, &blocks));
             if goes_on.transpose()? != Some(true) {
-                return Ok(());
+                return Ok(false);
             }
         }
-        // If a file was damaged, this gives the cells back.
-        self.engine.blocking_inspect(move |state| state.end_import(id)).transpose().map(drop)
+        // If a block is missing, this gives the cells back.
+        self.engine.blocking_inspect(move |state| state.end_import(id)).transpose()?;
+        Ok(asked.iter().any(|&(g, at)| !self.files.has_block(&keys[usize::from(g)][at])))
     }
 
     /// Reads the next of these blocks that files have, about [`COPY_BYTES`] of them.
