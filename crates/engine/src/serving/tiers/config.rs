@@ -163,7 +163,7 @@ mod tests {
 
     #[test]
     fn the_bound_of_the_names_holds() {
-        for n in [1_000, 14_337, 60_000] {
+        for n in [1_000u32, 14_337, 60_000] {
             let mut names = None;
             let allocated = allocation_counter::measure(|| {
                 let key = KeyChain::root(b"a model", "").next(&[1]);
