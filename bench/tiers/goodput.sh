@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What a disk is worth: the same load, whose working set is five times the cache, without and with a disk, served and simulated.
-# Six to twelve minutes on two cores, which nothing else should use.
+# Six to twelve minutes a rate on two cores, which nothing else should use. Steps are measured anew before each rate.
 #     bench/tiers/goodput.sh MODEL.gguf [FOLDER-ON-THE-DISK]
 # The load is chats, or with TRACE=conversation_trace.jsonl conversations of Mooncake's trace that have three turns or more
-# (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. BUSY is the share of the time that the
-# machine is to be busy with the disk.
+# (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. BUSY has the shares of the time that the
+# machine is to be busy with the disk, one for each rate: BUSY="0.3 0.5 0.75". A configuration is worth the best goodput that it reaches at any
+# of them, with first tokens within the bound; the last lines compare those of both.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${1:?give a model: bench/tiers/goodput.sh MODEL.gguf}
@@ -13,12 +14,46 @@ trap 'rm -rf "$folder"' EXIT
 kvist=${KVIST:-target/release/kvist}
 [[ -x $kvist ]] || cargo build --release --quiet --features tiers
 calibrate=(--max-batch 8 --max-batch-tokens 256 --context 1536 --seconds 120)
-load=(--requests 90 --seed 2 --chats 4s --busy "${BUSY:-0.75}" --context 3072 --slo-ttft 3s --tier-disk-size 1GiB)
+rates=${BUSY:-0.75}
+load=(--requests 90 --seed 2 --chats 4s --context 3072 --slo-ttft 3s --tier-disk-size 1GiB)
 if [[ -n ${TRACE:-} ]]; then
     # An id of the trace stands for 512 tokens, of which 8 are left: a block. The working set are 1,614 ids, the cache has 323.
     python3 bench/tiers/conversations.py "$TRACE" --turns 3 --conversations 390 --output "$folder/conversations.jsonl"
     calibrate=(--max-batch 8 --max-batch-tokens 256 --context 2584 --block-tokens 8 --seconds 135)
-    load=(--load "$folder/conversations.jsonl" --scale-tokens 1/64 --busy "${BUSY:-0.6}" --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
+    rates=${BUSY:-0.6}
+    load=(--load "$folder/conversations.jsonl" --scale-tokens 1/64 --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
 fi
-"$kvist" bench calibrate --model "$model" "${calibrate[@]}" -o "$folder/costs.json"
-"$kvist" bench predict --model "$model" --costs "$folder/costs.json" "${load[@]}" --tier-disk "$folder/blocks"
+for busy in $rates; do
+    "$kvist" bench calibrate --model "$model" "${calibrate[@]}" -o "$folder/costs.json"
+    rm -rf "$folder/blocks"
+    "$kvist" bench predict --model "$model" --costs "$folder/costs.json" "${load[@]}" --busy "$busy" --tier-disk "$folder/blocks" --json \
+        > "$folder/$busy.json"
+    python3 - "$folder/$busy.json" <<'PYTHON'
+import json, sys
+with open(sys.argv[1]) as file:
+    run = json.load(file)
+print(run["load"])
+for name, figures in (("without the disk", run["without_tier"]), ("with the disk", run["figures"])):
+    for figure in figures:
+        print(f"  {name:17} {figure['figure']:24} served {figure['served']:10.3f}  simulated {figure['simulated']:10.3f} {figure['unit']}")
+PYTHON
+done
+python3 - "$folder"/[0-9]*.json <<'PYTHON'
+import json, sys
+
+def goodput(figures):
+    figure = next(figure for figure in figures if figure["figure"] == "goodput")
+    return figure["served"], figure["simulated"]
+
+runs = []
+for name in sys.argv[1:]:
+    with open(name) as file:
+        runs.append(json.load(file))
+bound = runs[0]["slo_ttft_s"]
+without = [max(values) for values in zip(*(goodput(run["without_tier"]) for run in runs))]
+with_disk = [max(values) for values in zip(*(goodput(run["figures"]) for run in runs))]
+print(f"best goodput of {len(runs)} rates, first token within {bound:g} s:")
+for at, of in enumerate(("served", "simulated")):
+    ratio = f"{with_disk[at] / without[at]:.2f}" if without[at] > 0 else "without bound"
+    print(f"  {of:9} {without[at]:.3f}/s without the disk, {with_disk[at]:.3f}/s with it: ratio {ratio}")
+PYTHON

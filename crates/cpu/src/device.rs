@@ -99,7 +99,8 @@ impl Footprint for Cpu {
         } else {
             ""
         };
-        format!("cpu {isa}, deterministic {deterministic}, tile attention {tiles}{fast}")
+        let kernels = crate::NUMERICS;
+        format!("cpu {isa}, kernels {kernels}, deterministic {deterministic}, tile attention {tiles}{fast}")
     }
 
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {

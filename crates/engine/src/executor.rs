@@ -201,6 +201,12 @@ impl ModelExecutor {
             has_ended = true;
         }
     }
+    /// Call it after every step.
+    pub(crate) fn begin_tier_step(&mut self) {
+        if let Some(tiers) = &mut self.tiers {
+            tiers.begin_step(&mut self.runner.transfers());
+        }
+    }
     pub(crate) fn tier_report(&mut self, report: Report, scheduler: &mut Scheduler, now_ns: u64) {
         if let Some(tiers) = &mut self.tiers {
             tiers.report(report, &mut self.runner.transfers(), scheduler, now_ns);

@@ -40,6 +40,7 @@
 mod below;
 mod blocks;
 mod forget;
+mod imports;
 mod job;
 mod quota;
 mod request;
@@ -56,6 +57,8 @@ use crate::speculate::{Counts, Speculator};
 pub use below::BlocksBelow;
 pub use blocks::TextBlocks;
 pub use forget::Forgotten;
+use imports::Imports;
+pub use imports::{Begun, ImportId};
 pub use job::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{PrefixSpec, StepPlan};
@@ -219,6 +222,7 @@ pub struct EngineState {
     pub scheduler: Scheduler,
     pub executor: ModelExecutor,
     started: Instant,
+    imports: Imports,
 }
 
 impl EngineState {
@@ -413,7 +417,7 @@ impl Engine {
         let mut scheduler = Scheduler::new(scheduler_config, cache, None)
             .map_err(|e| Error::Usage(format!("scheduler: {e}")))?;
         if let Some(of) = &config.prefix {
-            scheduler.note_text(&of.salt, of.prefix.tokens());
+            scheduler.note_pinned_text(&of.salt, of.prefix.tokens());
         }
         if config.record {
             scheduler.record();
@@ -442,7 +446,7 @@ impl Engine {
         });
         let thread = Thread {
             model,
-            state: EngineState { scheduler, executor, started: Instant::now() },
+            state: EngineState { scheduler, executor, started: Instant::now(), imports: Imports::default() },
             watchers: config.watchers,
             live: BTreeMap::new(),
             busy_ns: 0,

@@ -105,6 +105,10 @@ impl<D: Driver> Footprint for GpuDevice<D> {
     fn adapter(&self) -> Option<&str> {
         Some(&self.gpu.limits().adapter)
     }
+
+    fn numerics(&self) -> String {
+        format!("{} {}, kernels {}", self.info().name, self.gpu.limits().adapter, crate::NUMERICS)
+    }
 }
 
 impl<D: Driver> Device for GpuDevice<D> {

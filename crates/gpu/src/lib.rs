@@ -37,6 +37,12 @@ use std::sync::Arc;
 pub use stream::{Buffer, Stream};
 pub use weights::Linear;
 
+/// Which results this crate and the kernels of its drivers compute, to the last bit. It is part of
+/// [`Footprint::numerics`](kvist_device::Footprint::numerics), and so of the keys under which K and V are stored: another process reuses
+/// them only if it would have computed the same ones. Raise it with every change that changes a bit of a result. No test can tell:
+/// adapters differ.
+pub const NUMERICS: u32 = 1;
+
 /// A GPU: a device for models, and a backend for attention alone. Clones share it.
 #[derive(Debug)]
 pub struct GpuDevice<D: Driver> {

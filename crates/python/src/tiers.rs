@@ -152,7 +152,7 @@ impl BatchTiers {
             ));
         }
         let block_bytes = paged.block_bytes(shape);
-        let memory = section.memory_bytes(paged.stored_bytes(shape));
+        let memory = section.memory_bytes(paged, shape);
         let memory = model.model.budget().reserve(Purpose::KvCache, memory);
         let memory = memory.map_err(|why| {
             let fits = format!("{} of {}", kvist_device::Bytes(why.free), kvist_device::Bytes(why.total));
@@ -219,6 +219,7 @@ pub fn stats<'py>(py: Python<'py>, tiers: &TierStats) -> PyResult<Bound<'py, PyD
         one.set_item("capacity_bytes", store.usage.capacity_bytes)?;
         one.set_item("loaded_tokens", loaded_tokens)?;
         one.set_item("errors", store.errors)?;
+        one.set_item("unwritten_blocks", store.unwritten_blocks)?;
         one.set_item("damaged_blocks", store.counts.damaged)?;
         one.set_item("evicted_blocks", store.counts.evicted)?;
         one.set_item("expired_blocks", store.counts.expired)?;

@@ -38,6 +38,7 @@ use cost::Estimates;
 use find::may_learn;
 use kvist_cache::{GroupId, Loading, Pin};
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// How many waiting requests are considered for a load, from the first on.
 const CONSIDERED: usize = 64;
@@ -94,6 +95,8 @@ pub(crate) struct TierState {
     /// True if this call of `plan` decided something that the log must repeat.
     pub changed: bool,
     counters: TierCounters,
+    /// A text that the KV cache never evicts, and its salt.
+    stays: Option<(Arc<str>, Vec<u32>)>,
 }
 
 /// A load in flight.
@@ -152,6 +155,7 @@ impl TierState {
             n_asked: 0,
             changed: false,
             counters: TierCounters::default(),
+            stays: None,
             config: config.clone(),
         })
     }

@@ -194,6 +194,12 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
             ),
             of("kvist_tier_errors_total", "counter", "Operations of a store that failed.", store.errors),
             of(
+                "kvist_tier_unwritten_blocks_total",
+                "counter",
+                "Blocks that were not written to a tier because it was too slow.",
+                store.unwritten_blocks,
+            ),
+            of(
                 "kvist_tier_damaged_blocks_total",
                 "counter",
                 "Blocks that failed their check and were removed.",

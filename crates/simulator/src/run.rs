@@ -16,6 +16,7 @@ pub(crate) mod worker;
 
 pub use kvist_scheduler::{Part, RECORDING_VERSION, Recorder};
 pub(crate) use queue::{Arrivals, parents};
+pub use tiers::TierOrder;
 
 use crate::cost::StepCost;
 use crate::report::{CacheCounts, Load, Record, RequestOutcome, RequestRow, Timeline};
@@ -54,6 +55,8 @@ pub struct Options {
     pub speculation: Option<Speculation>,
     /// The capacity of each tier of the scheduler's configuration in bytes; `None` has no bound.
     pub tier_capacities: Vec<Option<u64>>,
+    /// In which order each tier drops its blocks when it is full; the default where none is given.
+    pub tier_orders: Vec<TierOrder>,
     /// Once it is true the run ends, with [`RunError::Stopped`]. Looked at between steps.
     pub stop: Option<Arc<AtomicBool>>,
 }
@@ -70,6 +73,7 @@ impl Default for Options {
             watch: false,
             speculation: None,
             tier_capacities: Vec::new(),
+            tier_orders: Vec::new(),
             stop: None,
         }
     }

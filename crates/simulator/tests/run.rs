@@ -144,6 +144,7 @@ fn options(config: &Config, one_by_one: bool) -> Options {
         watch: true,
         speculation: None,
         tier_capacities: Vec::new(),
+        tier_orders: Vec::new(),
         stop: None,
     }
 }

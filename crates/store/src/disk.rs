@@ -14,7 +14,9 @@ mod room;
 
 use crate::removed::Removed;
 use crate::small::Small;
-use crate::{BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Usage};
+use crate::{
+    BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Turn, Usage,
+};
 use foyer::{
     Age, BlockEngineConfig, Code, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
     HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
@@ -26,7 +28,9 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinHandle;
 
 const NAME: &str = "disk";
 const LOCK: &str = "kvist-store.lock";
@@ -55,12 +59,13 @@ pub struct DiskOptions {
 }
 
 impl DiskOptions {
-    /// Memory that such a store takes: buffers of writes, and an index of what is on disk. Notes are not counted: 20 MB at most.
+    /// Memory that such a store takes: buffers of writes, an index of what is on disk, and notes.
     pub fn memory_bytes(capacity_bytes: u64, block_bytes: u64) -> u64 {
         let block =
             block_bytes.saturating_add(Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
         let blocks = capacity_bytes / block;
-        block.max(REGION_BYTES).saturating_mul(2).saturating_add(blocks.saturating_mul(INDEX_BYTES))
+        let buffers = block.max(REGION_BYTES).saturating_mul(2);
+        buffers.saturating_add(blocks.saturating_mul(INDEX_BYTES)).saturating_add(crate::small::MOST_BYTES)
     }
 }
 
@@ -95,15 +100,38 @@ pub struct DiskFrames {
     cache: HybridCache<Key, Stored>,
     options: DiskOptions,
     /// Pages of foyer's write buffer.
-    buffer: Semaphore,
+    buffer: Arc<Semaphore>,
     buffer_pages: u32,
+    /// The same pages for those that wait until it is their turn.
+    turns: Arc<Semaphore>,
     in_order: Mutex<()>,
-    /// Blocks that may be on their way to the files. A call of `write` that is given up counts for ever: when it ends is not known.
-    writing: AtomicUsize,
+    /// Blocks that may be on their way to the files.
+    writing: Arc<AtomicUsize>,
+    /// Where it was opened.
+    runtime: Handle,
     removed: Removed,
     small: Arc<Small>,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
+}
+
+/// The room of a block in foyer's buffer, and its place among those that are being written.
+struct Room {
+    _pages: OwnedSemaphorePermit,
+    writing: Arc<AtomicUsize>,
+}
+
+impl Room {
+    fn of(pages: OwnedSemaphorePermit, writing: &Arc<AtomicUsize>) -> Room {
+        writing.fetch_add(1, Relaxed);
+        Room { _pages: pages, writing: writing.clone() }
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        self.writing.fetch_sub(1, Relaxed);
+    }
 }
 
 /// Released by the system when the process ends, however it ends.
@@ -240,21 +268,36 @@ impl DiskFrames {
         Ok(DiskFrames {
             cache,
             options,
-            buffer: Semaphore::new(buffer_pages as usize),
+            buffer: Arc::new(Semaphore::new(buffer_pages as usize)),
             buffer_pages,
+            turns: Arc::new(Semaphore::new(buffer_pages as usize)),
             in_order: Mutex::new(()),
-            writing: AtomicUsize::new(0),
+            writing: Arc::new(AtomicUsize::new(0)),
+            runtime: Handle::current(),
             removed,
             small,
             _lock: lock,
         })
     }
 
+    /// Of foyer's buffer, for a block.
+    fn pages(&self, bytes: u64) -> u32 {
+        u32::try_from((bytes + OVERHEAD_BYTES).div_ceil(PAGE)).unwrap_or(u32::MAX).min(self.buffer_pages)
+    }
+
     /// Waits until foyer's buffer has room for a block: what does not fit there is dropped without a word.
-    async fn room(&self, bytes: u64) -> Result<SemaphorePermit<'_>, StoreError> {
-        let pages =
-            u32::try_from((bytes + OVERHEAD_BYTES).div_ceil(PAGE)).unwrap_or(u32::MAX).min(self.buffer_pages);
-        self.buffer.acquire_many(pages).await.map_err(|error| failed("write a block", &error))
+    async fn room(&self, bytes: u64) -> Result<Room, StoreError> {
+        let pages = self.buffer.clone().acquire_many_owned(self.pages(bytes)).await;
+        Ok(Room::of(pages.map_err(|error| failed("write a block", &error))?, &self.writing))
+    }
+
+    /// Waits until what was queued is in the files, and then gives its room back: also if nothing waits for this any more.
+    fn flush(&self, room: Room) -> JoinHandle<()> {
+        let cache = self.cache.clone();
+        self.runtime.spawn(async move {
+            cache.storage().wait().await;
+            drop(room);
+        })
     }
 
     /// foyer numbers entries before it queues them, and what follows a smaller number in a region is lost when the store is
@@ -277,8 +320,12 @@ impl DiskFrames {
     }
 
     /// Whether a region has it.
-    fn has(&self, key: &BlockKey) -> bool {
+    fn is_in_regions(&self, key: &BlockKey) -> bool {
         self.cache.storage().may_contains(&Key(*key.as_bytes()))
+    }
+
+    fn is_here(&self, key: &BlockKey) -> bool {
+        self.is_in_regions(key) || self.small.has(key)
     }
 
     /// Changes the small blocks: a thread for it waits for the disk.
@@ -308,7 +355,7 @@ impl DiskFrames {
     fn remove(&self, key: &BlockKey) -> Result<(), StoreError> {
         let _one = self.in_order();
         // What is not there needs no place in the list, unless it is just being written.
-        if !self.has(key) && self.writing.load(Relaxed) == 0 {
+        if !self.is_in_regions(key) && self.writing.load(Relaxed) == 0 {
             return Ok(());
         }
         let noted = self.removed.remove(key);
@@ -327,16 +374,14 @@ impl DiskFrames {
         }
         // First, because it is what reads find first.
         self.remove_small("write a block", key).await?;
-        let _room = self.room(bytes).await?;
-        let was_here = self.has(&key);
-        self.writing.fetch_add(1, Relaxed);
+        let room = self.room(bytes).await?;
+        let was_here = self.is_in_regions(&key);
         self.enqueue(&key, frame);
-        self.cache.storage().wait().await;
-        self.writing.fetch_sub(1, Relaxed);
+        self.flush(room).await.map_err(|error| failed("write a block", &error))?;
         // A removal in between stays in the list.
         let _one = self.in_order();
         // foyer logs what it cannot write, and reports nothing.
-        match self.has(&key) {
+        match self.is_in_regions(&key) {
             true => {
                 // If the list cannot be written to, the next process does not find the block, as it may lack any.
                 let _ = self.removed.written(&key);
@@ -361,9 +406,12 @@ impl DiskFrames {
             Load::Entry { value, populated, .. } => {
                 // Its region is among the next to be overwritten: a block that is used stays.
                 if populated.age == Age::Old
-                    && let Ok(_room) = self.buffer.try_acquire()
+                    && let Ok(pages) =
+                        self.buffer.clone().try_acquire_many_owned(self.pages(value.0.body.len() as u64))
                 {
+                    let room = Room::of(pages, &self.writing);
                     self.enqueue_again(key, value.0.clone());
+                    drop(self.flush(room));
                 }
                 Some(value.0)
             }
@@ -383,12 +431,22 @@ impl FrameStore for DiskFrames {
         keys: &'a [BlockKey],
         _within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        let here = keys.iter().take_while(|key| self.has(key) || self.small.has(key)).count();
+        let here = keys.iter().take_while(|key| self.is_here(key)).count();
         Box::pin(std::future::ready(Ok(here)))
+    }
+
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        Some(self.is_here(key))
     }
 
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
         Box::pin(self.read(key))
+    }
+
+    /// Until foyer's buffer has room: a queue of writes in front of a slow disk says nothing about its health.
+    fn turn<'a>(&'a self, bytes: u64) -> BoxFuture<'a, Turn> {
+        let turn = self.turns.clone().acquire_many_owned(self.pages(bytes));
+        Box::pin(async move { Turn(turn.await.ok().map(|turn| Box::new(turn) as Box<dyn Send>)) })
     }
 
     fn write<'a>(

@@ -24,8 +24,21 @@ pub trait FrameStore: Send + Sync {
         within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>>;
 
+    /// Whether a frame is here, as [`BlockStore::has`] says.
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        let _ = key;
+        None
+    }
+
     /// The stored bytes, as they are.
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>>;
+
+    /// Waits, for as long as it takes, until a frame of so many bytes can be written at once, and holds its place while it is.
+    /// [`Guarded`](crate::Guarded) calls it before the time limit of a write begins.
+    fn turn<'a>(&'a self, bytes: u64) -> BoxFuture<'a, Turn> {
+        let _ = bytes;
+        Box::pin(std::future::ready(Turn(None)))
+    }
 
     /// Stores a frame, in place of what was there. `ttl` is a hint for when to delete it.
     fn write<'a>(
@@ -66,6 +79,9 @@ pub trait FrameStore: Send + Sync {
         0
     }
 }
+
+/// A place among the writes of a store, until it is dropped.
+pub struct Turn(pub Option<Box<dyn Send>>);
 
 /// A store of blocks over a store of frames.
 pub struct Framed<S> {
@@ -181,6 +197,10 @@ impl<S: FrameStore> BlockStore for Framed<S> {
         within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
         Box::pin(async move { self.noted(self.frames.lookup(keys, within).await) })
+    }
+
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        self.frames.has(key)
     }
 
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {

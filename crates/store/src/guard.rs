@@ -113,14 +113,21 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
         frame: Frame,
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(self.call("write a block", self.inner.write(key, frame, ttl)))
+        Box::pin(async move {
+            let _turn = self.inner.turn(frame.body.len() as u64).await;
+            self.call("write a block", self.inner.write(key, frame, ttl)).await
+        })
     }
 
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(self.call("remove a block", self.inner.delete(key)))
     }
 
-    // The next four are quick, and no store fails at them.
+    // The next five are quick, and no store fails at them.
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        self.inner.has(key)
+    }
+
     fn keep(&self, keys: &[BlockKey], rank: Rank, until: Option<SystemTime>) -> bool {
         self.inner.keep(keys, rank, until)
     }

@@ -36,7 +36,7 @@ pub use bytes::Bytes;
 pub use disk::{Disk, DiskFrames, DiskOptions};
 pub use error::StoreError;
 pub use frame::{Check, Damage, Frame, Opened};
-pub use framed::{Counts, FrameStore, Framed};
+pub use framed::{Counts, FrameStore, Framed, Turn};
 #[cfg(any(feature = "disk", feature = "remote"))]
 pub use guard::{Guarded, Limits};
 pub use key::{BlockKey, KeyChain};
@@ -71,6 +71,13 @@ pub trait BlockStore: Send + Sync {
         within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>>;
 
+    /// Whether a block is here, if the store knows that at once; `None` from one that would have to ask a server. It is no use of the
+    /// block, and it must be quick. A later [`get`](Self::get) may still miss.
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        let _ = key;
+        None
+    }
+
     /// The bytes that were put under `key`, checked.
     ///
     /// # Errors
@@ -92,8 +99,9 @@ pub trait BlockStore: Send + Sync {
 
     /// Keeps those of these blocks that are here before others, for `within`: when room is needed, they go after all that are not
     /// kept, the smallest rank first. At most half of the store is kept so: what is too much is kept no longer, of the smallest rank what
-    /// was used last. If a block is kept already, the larger [`Keep`] counts. Returns false, and keeps nothing, if the store does not choose what goes: a disk overwrites what
-    /// is oldest, a server follows its own rules. It must be quick.
+    /// was used longest ago. To keep blocks is to use them, the first of them last. If a block is kept already, the larger [`Keep`]
+    /// counts. Returns false, and keeps nothing, if the store does not choose what goes: a disk overwrites what is oldest, a server
+    /// follows its own rules. It must be quick.
     fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
         let _ = (keys, rank, within);
         false

@@ -1,4 +1,7 @@
 //! Blocks in this process's memory, bounded; the least recently used go first, and those that are kept last.
+//!
+//! A lookup is the use of what it finds. Reading is not: the blocks of a text are read from its beginning on, and its end, which is of no
+//! use alone, would stay longest.
 use crate::{BlockKey, BoxFuture, Check, Frame, FrameStore, Framed, Keep, Rank, StoreError, Usage, Watcher};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -98,13 +101,14 @@ impl Blocks {
         self.entries.insert(key, entry);
     }
 
-    fn use_frame(&mut self, key: &BlockKey) -> Option<Frame> {
-        let entry = self.entries.get_mut(key)?;
-        self.order.remove(&entry.place());
-        self.uses += 1;
-        entry.used = self.uses;
-        self.order.insert(entry.place(), *key);
-        Some(entry.frame.clone())
+    /// This block was used last.
+    fn note_use(&mut self, key: &BlockKey) {
+        if let Some(entry) = self.entries.get_mut(key) {
+            self.order.remove(&entry.place());
+            self.uses += 1;
+            entry.used = self.uses;
+            self.order.insert(entry.place(), *key);
+        }
     }
 
     /// Keeps a block so, in place of what it was kept for.
@@ -120,14 +124,11 @@ impl Blocks {
         }
     }
 
-    /// Releases what is kept beyond so many bytes: of the smallest rank what was used last. That is mostly the end of a text, whose
-    /// beginning is of use without it.
+    /// Releases what is kept beyond so many bytes: of the smallest rank what was used longest ago.
     fn keep_no_more_than(&mut self, bytes: u64) {
         while self.kept_bytes > bytes {
-            let Some((&(smallest, _), _)) = self.order.range(FIRST_KEPT..).next() else { return };
-            let last = self.order.range(..=(smallest, u64::MAX)).next_back().map(|(_, key)| *key);
-            let Some(last) = last else { return };
-            self.keep(&last, None);
+            let Some((_, &next)) = self.order.range(FIRST_KEPT..).next() else { return };
+            self.keep(&next, None);
         }
     }
 
@@ -183,13 +184,20 @@ impl FrameStore for RamFrames {
         keys: &'a [BlockKey],
         _within: Duration,
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        let blocks = self.lock();
+        let mut blocks = self.lock();
         let here = keys.iter().take_while(|key| blocks.entries.contains_key(key)).count();
+        // A text is of no use without its beginning, which is used last therefore, and goes last.
+        keys[..here].iter().rev().for_each(|key| blocks.note_use(key));
         Box::pin(std::future::ready(Ok(here)))
     }
 
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        Some(self.lock().entries.contains_key(key))
+    }
+
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
-        Box::pin(std::future::ready(Ok(self.lock().use_frame(key))))
+        let frame = self.lock().entries.get(key).map(|entry| entry.frame.clone());
+        Box::pin(std::future::ready(Ok(frame)))
     }
 
     fn write<'a>(
@@ -211,7 +219,8 @@ impl FrameStore for RamFrames {
 
     fn keep(&self, keys: &[BlockKey], rank: Rank, until: Option<SystemTime>) -> bool {
         let (mut blocks, keep) = (self.lock(), Keep { rank, until });
-        for key in keys {
+        for key in keys.iter().rev() {
+            blocks.note_use(key);
             let before = blocks.entries.get(key).and_then(|entry| entry.keep);
             if before.is_none_or(|before| keep > before) {
                 blocks.keep(key, Some(keep));

@@ -16,8 +16,11 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 const NAME: &str = "kvist-store.small";
 
 /// Then what was put longest ago goes. As much as a key's name may delete in 64 hours of a server with its default limits; about
-/// 20 MB in memory.
+/// 21 MB in memory.
 const MOST: usize = 1 << 16;
+
+/// That it takes in memory, at most: the frame, its allocation and both maps.
+pub(crate) const MOST_BYTES: u64 = 360 * MOST as u64;
 
 /// The longest block that counts as small.
 const BODY_BYTES: usize = 16;
@@ -230,6 +233,22 @@ mod tests {
             plain.iter().for_each(|(key, frame)| assert_eq!(small.get(key).as_ref(), Some(frame)));
         }
         assert!(n_dropped > 100, "{n_dropped}");
+    }
+
+    #[test]
+    fn the_bound_holds_for_what_is_allocated() {
+        let mut kept = None;
+        let allocated = allocation_counter::measure(|| {
+            let mut entries = Entries { most: MOST, ..Entries::default() };
+            for number in 0..MOST as u64 + 100 {
+                let frame = Bytes::from(vec![number as u8; FRAME_BYTES]);
+                entries.put(BlockKey::of_object("note", &[&number.to_le_bytes()]), frame);
+            }
+            kept = Some(entries);
+        });
+        let bytes = allocated.bytes_current as u64;
+        assert!((MOST_BYTES / 3..MOST_BYTES).contains(&bytes), "{bytes}");
+        drop(kept);
     }
 
     #[test]

@@ -186,7 +186,8 @@ impl View for Lazy<'_> {
             }
             Stored::I8 => {
                 let rows = values.chunks(self.spec.shape[1]).zip(self.scales(&values));
-                let code = |x: f32, scale: bf16| ((x / scale.to_f32()).round().clamp(-127.0, 127.0) as i8) as u8;
+                let code =
+                    |x: f32, scale: bf16| ((x / scale.to_f32()).round().clamp(-127.0, 127.0) as i8) as u8;
                 rows.flat_map(|(row, scale)| row.iter().map(move |x| code(*x, scale))).collect()
             }
             Stored::F16 => values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect(),
@@ -268,9 +269,7 @@ fn config(shape: &Shape, stored: &str) -> serde_json::Value {
 
 /// 8 bits for weights, with a scale per row, and for activations, with a scale per token.
 fn w8a8() -> serde_json::Value {
-    let args = |strategy: &str, dynamic: bool| {
-        json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": strategy, "dynamic": dynamic})
-    };
+    let args = |strategy: &str, dynamic: bool| json!({"num_bits": 8, "type": "int", "symmetric": true, "strategy": strategy, "dynamic": dynamic});
     json!({
         "quant_method": "compressed-tensors",
         "format": "int-quantized",

@@ -275,6 +275,7 @@ impl What {
             deadline_ns,
             speculation,
             tier_capacities,
+            tier_orders: self.tiers.orders(),
             stop,
             ..Options::default()
         }

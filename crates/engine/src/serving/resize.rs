@@ -38,6 +38,7 @@ impl Engine {
                 let capacities: Vec<u32> =
                     cache.occupancy().map(|occupancy| whole(occupancy.block_tokens)).collect();
                 let now_ns = state.now_ns();
+                state.give_up_imports();
                 state.executor.resize(&mut state.scheduler, now_ns, &capacities)?;
                 let scheduler = &state.scheduler;
                 Ok(scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells())

@@ -105,10 +105,15 @@ impl Thread {
                 None => {}
             }
             self.end_late();
+            if !self.live.is_empty() {
+                let waiting = self.live.values().filter(|live| live.permit.is_some());
+                self.state.make_way(waiting.map(|live| live.needed_tokens).max().unwrap_or(0));
+            }
             self.step_started = Instant::now();
             let now = self.state.now_ns();
             let EngineState { scheduler, executor, .. } = &mut self.state;
             let iteration = scheduler.iterate(now, executor);
+            executor.begin_tier_step();
             let transfers_ended = self.move_tiers();
             let elapsed_ns = match iteration {
                 Iteration::Ran { elapsed_ns, .. } => elapsed_ns,

@@ -4,6 +4,7 @@
 //! inbox. A block that comes back was checked by its store, and has the length that the cache expects; otherwise its load
 //! fails and the tokens are computed. A store that fails, is full or slow costs hits, never an answer: failures are counted
 //! and logged when they begin and when they end.
+mod arrived;
 mod config;
 mod events;
 mod find;
@@ -17,8 +18,10 @@ mod recent;
 mod task;
 #[cfg(test)]
 mod test_store;
+mod writes;
 
 use super::thread::Command;
+use arrived::{Arrived, STEP_BYTES};
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
 pub use events::{TellTier, TierBlock, TierEvent};
 use find::Found;
@@ -32,12 +35,13 @@ use names::Name;
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
 pub(crate) use task::Stores;
 use tokio::task::AbortHandle;
+use writes::InText;
 
 /// What a task reports to the engine thread.
 pub(crate) enum Report {
@@ -97,6 +101,8 @@ struct Object {
     key: BlockKey,
     /// Of the salt: its note, and the generation that the key is of.
     of: (BlockKey, u64),
+    /// If blocks come in the order of their text.
+    at: Option<InText>,
     bytes: usize,
     /// The transfers of its layer groups.
     parts: Vec<Pending>,
@@ -187,6 +193,10 @@ pub(crate) struct TierDriver {
     /// Of prompts that were looked up, until their request ends.
     prompts: HashMap<RequestId, Found>,
     loads: BTreeMap<TransferId, Load>,
+    /// What has been read and waits to be copied to the cache's memory.
+    arrived: VecDeque<Arrived>,
+    /// So much of it may be copied before the next step.
+    room_bytes: usize,
     copies: Vec<Copies>,
     ended: Vec<Ended>,
 }
@@ -216,6 +226,8 @@ impl TierDriver {
             new_names: Vec::new(),
             prompts: HashMap::new(),
             loads: BTreeMap::new(),
+            arrived: VecDeque::new(),
+            room_bytes: STEP_BYTES,
             copies: Vec::new(),
             ended: Vec::new(),
         })
@@ -280,7 +292,7 @@ impl TierDriver {
         let (mut objects, mut failed) = (Vec::new(), false);
         let block_parts = self.block_parts.clone();
         for cached in &store.blocks {
-            let Some(&Name { key, note, generation, ref told, .. }) = self.name(cached) else {
+            let Some(&Name { key, parent, note, generation, ref told, .. }) = self.name(cached) else {
                 failed = true;
                 continue;
             };
@@ -288,13 +300,18 @@ impl TierDriver {
             if generation < self.stores.generation(&note) {
                 continue;
             }
+            let at = store.request.map(|_| InText { block: key, parent });
             let whole: Vec<usize> = block_parts.whole().map(|(group, _)| group).collect();
             // A window has some blocks only.
             let parts = block_parts.windows().map(|(group, _)| group);
             let parts = parts.filter(|&group| cached.in_group(GroupId(group as u16)).is_some());
             let parts = parts.map(|group| (window_key(&key, group), vec![group]));
             for (key, groups) in std::iter::once((key, whole)).chain(parts) {
-                if self.stores.has_written(&key) {
+                let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
+                // What was copied before, and a tier that fails cannot say that it has it.
+                let may_lack = |tier: &usize| !store.is_again || self.stores.works(*tier);
+                let mut tiers = (0..self.stores.n()).filter(may_lack);
+                if !tiers.any(|tier| self.stores.lacks(tier, &key, bytes as u64)) {
                     continue;
                 }
                 let begun = groups.iter().map(|&group| {
@@ -303,11 +320,10 @@ impl TierDriver {
                     let cells = cells(cached.in_group(group)?, block_parts.block_tokens);
                     transfers.export(group, cells, host).ok().map(Pending::Begun)
                 });
-                let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
                         let (of, told) = ((note, generation), told.clone());
-                        objects.push(Object { key, of, bytes, parts, told });
+                        objects.push(Object { key, of, at, bytes, parts, told });
                     }
                     None => failed = true,
                 }
@@ -336,14 +352,13 @@ impl TierDriver {
                 }
                 scheduler.found(now, request, runs);
             }
-            Report::Arrived { id, objects } => self.import(id, objects, transfers),
-            Report::Fetched { id, took } => {
-                // It may have been abandoned.
-                if let Some(load) = self.loads.remove(&id) {
-                    self.end_load(id, load, took);
-                }
+            Report::Arrived { id, objects } => {
+                let objects = objects.into_iter().map(|object| Arrived::Object { id, object });
+                self.arrived.extend(objects);
             }
+            Report::Fetched { id, took } => self.arrived.push_back(Arrived::All { id, took }),
         }
+        self.import_some(transfers);
         self.poll(transfers);
     }
 
@@ -351,31 +366,6 @@ impl TierDriver {
     fn end_load(&mut self, id: TransferId, load: Load, took: Duration) {
         let Load { blocks, note, .. } = load;
         self.copies.push(Copies { id, what: Copied::In { blocks, note, took } });
-    }
-
-    /// Begins to copy what has arrived of a load to the cache's memory, while the rest is still read.
-    fn import(&mut self, id: TransferId, objects: Vec<(usize, Bytes)>, transfers: &mut Transfers<'_>) {
-        let Some(load) = self.loads.get_mut(&id) else { return };
-        for (at, object) in objects {
-            let Some((i, groups)) = load.places.get(at) else { continue };
-            let Some(block) = load.blocks.get_mut(*i) else { continue };
-            block.n_missing -= 1;
-            let mut from = 0;
-            for &group in groups {
-                let len = self.block_parts.part(group).map_or(0, |part| part.bytes);
-                let begun = find::block_of(&load.order, group, *i).and_then(|to| {
-                    let bytes = (from + len <= object.len()).then(|| object.slice(from..from + len))?;
-                    let cells = cells(to, self.block_parts.block_tokens);
-                    transfers.import(GroupId(group as u16), cells, HostBlock::shared(Arc::new(bytes))).ok()
-                });
-                from += len;
-                match begun {
-                    Some(begun) => block.parts.push(Pending::Begun(begun)),
-                    None => block.failed = true,
-                }
-            }
-        }
-        load.blocks.iter_mut().for_each(|block| block.settle(transfers));
     }
 
     /// Looks which copies have ended.
@@ -396,31 +386,6 @@ impl TierDriver {
                     self.put(objects);
                     self.ended.push(Ended::Store { id, ok: !failed });
                 }
-            }
-        }
-    }
-
-    /// Writes exported blocks to the stores.
-    fn put(&self, objects: Vec<Object>) {
-        // What was deleted meanwhile is not written again.
-        let is_current =
-            |Object { of: (note, generation), .. }: &Object| *generation >= self.stores.generation(note);
-        for object in objects.into_iter().filter(is_current) {
-            let mut bytes = Vec::with_capacity(object.bytes);
-            for part in &object.parts {
-                if let Pending::Done(host) = part {
-                    bytes.extend_from_slice(host.bytes());
-                }
-            }
-            // A part that failed is missing.
-            if bytes.len() == object.bytes
-                && let Some(writing) = self.stores.may_write(bytes.len() as u64)
-            {
-                let (stores, told) = (self.stores.clone(), object.told);
-                self.tasks.spawn(async move {
-                    task::put(stores, object.key, Bytes::from(bytes), writing).await;
-                    drop(told);
-                });
             }
         }
     }
@@ -448,9 +413,9 @@ impl TierDriver {
         self.prompts.remove(&request);
     }
 
-    /// Whether copies between the cache's memory and the host are in flight, which nothing reports.
+    /// Whether copies between the cache's memory and the host are in flight, or wait for the next step, which nothing reports.
     pub fn is_copying(&self) -> bool {
-        !self.copies.is_empty()
+        !self.copies.is_empty() || !self.arrived.is_empty()
     }
 
     /// What the scheduler knows; the stores know the rest at any time.

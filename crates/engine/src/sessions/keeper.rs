@@ -11,8 +11,10 @@ use super::{SessionError, SessionId, SessionInfo, SessionStore, Timestamp};
 use crate::Error;
 use crate::executor::PagedConfig;
 use crate::saved::{Origin, check_storage};
-use crate::serving::{Engine, TextBlocks};
+use crate::serving::{Begun, Engine, TextBlocks};
+use kvist_store::BlockKey;
 use std::collections::BTreeSet;
+use std::iter::Peekable;
 use std::path::Path;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -261,38 +263,70 @@ impl Kept {
         let is_here =
             |at: usize| keys.iter().any(|group| group.get(at).is_some_and(|key| self.files.has_block(key)));
         let Some(mut cached) = inspect_cached() else { return Ok(()) };
+        if self.has_windows {
+            // A damaged file is removed, and then fewer blocks may do.
+            while self.warm_at_once(salt, tokens, &keys)? {}
+            return Ok(());
+        }
         loop {
             let first = cached / block_tokens as usize;
-            let needed = is_here(first) || self.has_windows && (first..tokens.len()).any(is_here);
-            if !needed {
+            if !is_here(first) {
                 return Ok(());
             }
-            let blocks = self.read(&keys, first);
+            let from = (first..keys.iter().map(Vec::len).max().unwrap_or(0))
+                .flat_map(|at| (0..keys.len()).map(move |g| (g as u16, at)));
+            let blocks = self.read(&keys, &mut from.peekable());
             let (salt, text) = (salt.to_owned(), tokens.to_vec());
             let imported = self
                 .engine
                 .blocking_inspect(move |state| state.import_blocks(&salt, &text, block_tokens, &blocks));
             match imported.transpose()? {
-                Some(now) if now > cached && !self.has_windows => cached = now,
+                Some(now) if now > cached => cached = now,
                 _ => return Ok(()),
             }
         }
     }
 
-    /// Blocks from number `first` on; about [`COPY_BYTES`] of them, unless they are of use only together.
-    fn read(&self, keys: &[Vec<kvist_store::BlockKey>], first: usize) -> TextBlocks {
-        let (mut blocks, mut bytes) = (TextBlocks::new(), 0);
-        let n = keys.iter().map(Vec::len).max().unwrap_or(0);
-        for at in first..n {
-            for (g, group) in keys.iter().enumerate() {
-                let Some(key) = group.get(at).filter(|key| self.files.has_block(key)) else { continue };
-                if let Some(block) = self.files.block(key) {
-                    bytes += block.len();
-                    blocks.insert((g as u16, at), block.to_vec());
-                }
+    /// The same where blocks are of use only together: layers with windows have some of them only. They are read and copied in parts all
+    /// the same, and found when all are there. Returns whether a file was damaged, so that nothing was restored.
+    fn warm_at_once(&self, salt: &str, tokens: &[u32], keys: &[Vec<BlockKey>]) -> Result<bool, Error> {
+        let here = |g: usize| keys[g].iter().enumerate().filter(|(_, key)| self.files.has_block(key));
+        let has: BTreeSet<(u16, usize)> =
+            (0..keys.len()).flat_map(|g| here(g).map(move |(at, _)| (g as u16, at))).collect();
+        if has.is_empty() {
+            return Ok(false);
+        }
+        let (salt, text, block_tokens) = (salt.to_owned(), tokens.to_vec(), self.block_tokens);
+        let begun =
+            self.engine.blocking_inspect(move |state| state.begin_import(&salt, &text, block_tokens, &has));
+        let Some(Begun { id, missing }) = begun.transpose()?.flatten() else { return Ok(false) };
+        let asked = missing.clone();
+        let mut missing = missing.into_iter().peekable();
+        while missing.peek().is_some() {
+            let blocks = self.read(keys, &mut missing);
+            let goes_on = self.engine.blocking_inspect(move |state| state.continue_import(id, &blocks));
+            if goes_on.transpose()? != Some(true) {
+                return Ok(false);
             }
-            if bytes >= COPY_BYTES && !self.has_windows {
-                break;
+        }
+        // If a block is missing, this gives the cells back.
+        self.engine.blocking_inspect(move |state| state.end_import(id)).transpose()?;
+        Ok(asked.iter().any(|&(g, at)| !self.files.has_block(&keys[usize::from(g)][at])))
+    }
+
+    /// Reads the next of these blocks that files have, about [`COPY_BYTES`] of them.
+    fn read(
+        &self,
+        keys: &[Vec<BlockKey>],
+        wanted: &mut Peekable<impl Iterator<Item = (u16, usize)>>,
+    ) -> TextBlocks {
+        let (mut blocks, mut bytes) = (TextBlocks::new(), 0);
+        while let Some((g, at)) = wanted.next_if(|_| bytes < COPY_BYTES) {
+            let key = keys.get(usize::from(g)).and_then(|group| group.get(at));
+            let Some(key) = key.filter(|key| self.files.has_block(key)) else { continue };
+            if let Some(block) = self.files.block(key) {
+                bytes += block.len();
+                blocks.insert((g, at), block.to_vec());
             }
         }
         blocks

@@ -1,5 +1,5 @@
 //! Copies of cached blocks to the tiers: of victims of eviction, or of blocks as soon as they are cached; and what cached blocks store.
-use super::orders::{CachedTokens, Order, StoreOrder, TransferId};
+use super::orders::{CachedTokens, Order, Run, StoreOrder, TransferId};
 use super::{Store, Write};
 use crate::log::Decision;
 use crate::memory::StepTime;
@@ -49,7 +49,8 @@ impl Scheduler {
         tiers.counters.stored_blocks += n_blocks;
         tiers.changed = true;
         tiers.stores.insert(id, Store { pin, n_blocks });
-        tiers.orders.push(Order::Store(StoreOrder { id, request: None, blocks: demoted }));
+        let order = StoreOrder { id, request: None, is_again: false, blocks: demoted };
+        tiers.orders.push(Order::Store(order));
         self.batch_changed = true; // several steps at once could last longer than the copy
         self.decide(now, Decision::Demote { blocks: n_blocks });
     }
@@ -80,9 +81,45 @@ impl Scheduler {
             let (salt, blocks, tokens) = (entry.salt.clone(), blocks.clone(), tokens.to_vec());
             tiers.orders.push(Order::Cached(CachedTokens { salt, parent, blocks, tokens }));
         }
-        if !is_computed || tiers.config.write != Write::Through {
+        if is_computed && tiers.config.write == Write::Through {
+            self.copy(index, blocks, false);
+        }
+    }
+
+    /// Copies what the KV cache has of a prompt and no tier: they have dropped it since, or never got it. Otherwise it would be gone when
+    /// the cache evicts it, however often it was used here. `runs`: what the tiers have.
+    pub(super) fn copy_again(&mut self, index: u32, runs: &[Run]) {
+        let Some(tiers) = self.tiers.as_ref().filter(|tiers| tiers.config.write == Write::Through) else {
+            return;
+        };
+        let entry = &self.entries[index as usize];
+        let hit_tokens = self.lookup(entry).hit_tokens;
+        let mut gaps = runs.iter().scan(0, |from, run| Some((std::mem::replace(from, run.until), run)));
+        let Some((from, gap)) =
+            gaps.find(|(_, run)| run.tier.is_none()).filter(|(from, _)| *from < hit_tokens)
+        else {
+            return;
+        };
+        let Some(tokens) = entry.prompt.tokens() else { return };
+        let block_tokens = tiers.block_tokens;
+        let until = gap.until.min(hit_tokens);
+        // What is never evicted need not be copied.
+        let stays = tiers.stays.as_ref().filter(|(salt, _)| *salt == entry.salt);
+        let stays = stays.map_or(0, |(_, text)| text.iter().zip(tokens).take_while(|(a, b)| a == b).count());
+        let from = from.max(stays as u32 / block_tokens * block_tokens);
+        if from >= until {
             return;
         }
+        let (_, mut blocks) = self.cached_text(&entry.salt, &tokens[..until as usize]);
+        let n_before = (from / block_tokens) as usize;
+        blocks.drain(..n_before.min(blocks.len()));
+        self.copy(index, blocks, true);
+    }
+
+    /// Copies cached blocks of the request at `index` to the tiers, as many as may be on their way.
+    fn copy(&mut self, index: u32, mut blocks: Vec<CachedBlock>, is_again: bool) {
+        let Some(tiers) = &mut self.tiers else { return };
+        let request = self.entries[index as usize].id;
         let bytes = tiers.config.block_bytes;
         let room = tiers.config.max_store_bytes.saturating_sub(tiers.store_bytes) / bytes;
         let room = usize::try_from(room).unwrap_or(usize::MAX).min(blocks.len());
@@ -98,12 +135,28 @@ impl Scheduler {
         tiers.store_bytes += n_blocks * bytes;
         tiers.counters.stored_blocks += n_blocks;
         tiers.stores.insert(id, Store { pin, n_blocks });
-        tiers.orders.push(Order::Store(StoreOrder { id, request: Some(entry.id), blocks }));
+        tiers.orders.push(Order::Store(StoreOrder { id, request: Some(request), is_again, blocks }));
     }
 
     /// Says that the driver itself has put a text into the prefix index, so that its blocks have names. Call it between iterations.
     pub fn note_text(&mut self, salt: &str, text: &[u32]) {
-        let (Some(tiers), Some(naming)) = (&mut self.tiers, self.memory.naming_group()) else { return };
+        let (n_tokens, blocks) = self.cached_text(salt, text);
+        let Some(tiers) = &mut self.tiers else { return };
+        let tokens = text[..n_tokens].to_vec();
+        tiers.orders.push(Order::Cached(CachedTokens { salt: salt.into(), parent: None, blocks, tokens }));
+    }
+
+    /// The same of a text that the cache never evicts: it is not copied to tiers.
+    pub fn note_pinned_text(&mut self, salt: &str, text: &[u32]) {
+        self.note_text(salt, text);
+        if let Some(tiers) = &mut self.tiers {
+            tiers.stays = Some((salt.into(), text.to_vec()));
+        }
+    }
+
+    /// The blocks of a text that the KV cache has, from the first on, and how many tokens they are.
+    fn cached_text(&self, salt: &str, text: &[u32]) -> (usize, Vec<CachedBlock>) {
+        let Some(naming) = self.memory.naming_group() else { return (0, Vec::new()) };
         let cache = &self.memory.cache;
         // A hit leaves a token to compute: this one is not part of the text.
         let with_next: Vec<u32> = text.iter().copied().chain([0]).collect();
@@ -118,7 +171,6 @@ impl Scheduler {
         };
         let hashes = cache.prefix_hashes(salt, &Content::Tokens(text));
         let blocks: Vec<CachedBlock> = hashes.into_iter().map_while(cached).collect();
-        let tokens = text[..blocks.len() * tiers.block_tokens as usize].to_vec();
-        tiers.orders.push(Order::Cached(CachedTokens { salt: salt.into(), parent: None, blocks, tokens }));
+        (blocks.len() * self.memory.block_tokens() as usize, blocks)
     }
 }

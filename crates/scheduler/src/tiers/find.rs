@@ -1,5 +1,5 @@
 //! What the tiers have of a prompt.
-use super::{FindOrder, Order, Run, TierState};
+use super::{FindOrder, Order, Run, TierState, Write};
 use crate::entry::{Entry, Lower, State};
 use crate::request::RequestId;
 use crate::scheduler::Scheduler;
@@ -29,9 +29,14 @@ impl Scheduler {
     /// Asks for what the tiers have of a prompt, when its request arrives, and when it loses its cells. `of_all`: also if the KV
     /// cache has everything now.
     pub(crate) fn ask_tiers(&mut self, now_ns: u64, index: u32, of_all: bool) {
-        if self.push_find(now_ns, index, of_all)
-            && let Some(tiers) = &mut self.tiers
-        {
+        let waits = self.push_find(now_ns, index, of_all);
+        let Some(tiers) = &mut self.tiers else { return };
+        if !waits {
+            // Nothing is to be loaded. The tiers hear all the same that the prompt is used, and say what they lack of it.
+            if tiers.config.write == Write::Through {
+                self.push_find(now_ns, index, true);
+            }
+        } else {
             tiers.n_asked += 1;
             let entry = &mut self.entries[index as usize];
             entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
@@ -102,6 +107,9 @@ impl Scheduler {
         // The last end of a load: of a model with windows the tiers may have more of its blocks before they have what the windows see.
         let may_end = |run: &&Run| run.tier.is_some() && run.may_end_at(run.until);
         let until = runs.iter().rfind(may_end).filter(|_| sound).map_or(0, |run| run.until);
+        if sound {
+            self.copy_again(index, &runs);
+        }
         let entry = &mut self.entries[index as usize];
         let is_asked = matches!(entry.lower, Lower::Asked { .. });
         let learns = may_learn(entry) && until > entry.found_until;

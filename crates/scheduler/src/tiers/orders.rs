@@ -187,9 +187,11 @@ pub struct KeepOrder {
 pub struct StoreOrder {
     /// Names the copy.
     pub id: TransferId,
-    /// The request that has computed them: they are consecutive blocks of its prompt or answer. `None` for victims of
+    /// The request whose prompt or answer they are part of, in order. `None` for victims of
     /// eviction, which can belong to different prompts.
     pub request: Option<RequestId>,
+    /// They were in the KV cache when the request came, and no tier said that it has them: it has dropped them, or never got them.
+    pub is_again: bool,
     /// The blocks.
     pub blocks: Vec<CachedBlock>,
 }

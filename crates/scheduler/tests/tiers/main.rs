@@ -225,6 +225,70 @@ fn loaded_tokens_are_not_computed() {
     assert_eq!((ended.hit_tokens, ended.loaded), (12, [0; MAX_TIERS]));
 }
 
+/// Regression: what the cache had and answered from was not used in the tiers. When they had dropped it, and the cache evicted it, it was
+/// gone.
+#[test]
+fn what_the_cache_has_and_no_tier_is_copied_again() {
+    let back = Write::Back { ahead_tokens: 0 };
+    let none = |until| Run::new(None, until);
+    for (write, runs, expected) in [
+        (Write::Through, vec![none(12)], Some(0..3)),
+        (Write::Through, vec![Run::new(Some(1), 4), none(12)], Some(1..3)),
+        (Write::Through, vec![Run::new(Some(1), 4), none(8), Run::new(Some(0), 12)], Some(1..2)),
+        (Write::Through, whole(0), None),
+        (Write::Through, vec![none(16)], Some(0..3)), // more than it was asked for
+        (back, vec![none(12)], None),
+    ] {
+        for n_tokens in [13, 15] {
+            let mut s = story(Config { tiers: Some(tiers(write)), ..Config::default() });
+            s.found(0, RequestId(0), Vec::new());
+            s.iterate(0, &mut machine(1));
+            let of_first = s.drain_orders().into_iter().find_map(|order| match order {
+                Order::Cached(cached) => Some(cached.blocks),
+                _ => None,
+            });
+            let of_first = of_first.expect("three blocks are cached");
+            let mut request = Request::new(1, 10, n_tokens, 1);
+            request.prompt = Prompt::Tokens((0..n_tokens).collect());
+            s.arrive(10, request).unwrap();
+            // The cache has all of it, so the request does not wait. With `back` nothing has to be asked then.
+            let asks = matches!(&s.drain_orders()[..], [Order::Find(find)] if find.hit_tokens == 12);
+            assert_eq!(asks, write == Write::Through);
+            s.found(11, RequestId(1), runs.clone());
+            let again = s.drain_orders().into_iter().find_map(|order| match order {
+                Order::Store(store) => Some(store),
+                _ => None,
+            });
+            let blocks = again.as_ref().map(|store| store.blocks.clone());
+            assert_eq!(blocks, expected.clone().map(|range| of_first[range].to_vec()), "{runs:?}");
+            assert!(again.is_none_or(|store| store.is_again && store.request == Some(RequestId(1))));
+            s.iterate(12, &mut machine(1));
+            assert_eq!(computed(&s), 13 + u64::from(n_tokens) - 12);
+        }
+    }
+}
+
+/// What the cache never evicts is not copied, however often it is looked up.
+#[test]
+fn a_text_that_stays_in_the_cache_is_not_copied_again() {
+    for (stays, first) in [(8, Some(8)), (7, Some(4)), (12, None)] {
+        let mut s = story(config());
+        s.found(0, RequestId(0), Vec::new());
+        s.iterate(0, &mut machine(1));
+        s.note_pinned_text("", &(0..stays).collect::<Vec<_>>());
+        s.drain_orders();
+        let mut request = Request::new(1, 10, 13, 1);
+        request.prompt = Prompt::Tokens((0..13).collect());
+        s.arrive(10, request).unwrap();
+        s.found(11, RequestId(1), vec![Run::new(None, 12)]);
+        let again = s.drain_orders().into_iter().find_map(|order| match order {
+            Order::Store(store) => Some(12 - 4 * store.blocks.len() as u32),
+            _ => None,
+        });
+        assert_eq!(again, first, "{stays} tokens stay");
+    }
+}
+
 /// A tier may have all of a prompt before it has what the windows of a model see at its end.
 #[test]
 fn a_later_answer_says_where_a_load_may_end() {

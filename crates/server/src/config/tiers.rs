@@ -2,8 +2,10 @@
 use super::check::bad;
 use super::{ConfigError, ServerConfig};
 use kvist_device::Storage;
+use kvist_engine::executor::PagedConfig;
 use kvist_engine::serving::{Engine, PackedStore, TierConfig, TierStore, tier_runtime};
 use kvist_engine::sessions::SharedStore;
+use kvist_model::config::ModelConfig;
 use kvist_scheduler::{Config, Write};
 use kvist_store::{BlockStore, Ram, StoreError};
 use serde::Deserialize;
@@ -153,20 +155,29 @@ impl TiersSection {
         Ok(())
     }
 
-    /// Bytes that may be on their way from the tiers at a time, and as many to them.
+    /// Bytes that may be on their way from the tiers at a time, as many that may be copied out of the cache, and as many that may wait to
+    /// be written to each tier.
     fn bytes_in_flight(&self) -> u64 {
         let most = 256 << 20;
         if self.outlives_process() { most } else { (self.ram_bytes / 8).clamp(16 << 20, most) }
     }
 
-    /// Memory of the host that the tiers take, for objects of `stored_bytes`: what they hold, what is on its way, and what a
-    /// store on a disk needs to find and to write them.
-    pub fn memory_bytes(&self, stored_bytes: u64) -> u64 {
+    /// Memory of the host that the tiers take below this cache: what they hold, what is on its way, what a store on a disk needs to find
+    /// and to write it, and what the engine remembers.
+    pub fn memory_bytes(&self, paged: &PagedConfig, model: &ModelConfig) -> u64 {
         if !self.is_on() {
             return 0;
         }
+        let stored_bytes = paged.stored_bytes(model);
+        let n_tiers = u64::from(self.ram_bytes > 0)
+            + u64::from(self.disk_dir.is_some())
+            + u64::from(self.store.is_some());
         let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, stored_bytes) } else { 0 };
-        self.ram_bytes.saturating_add(2 * self.bytes_in_flight()).saturating_add(disk)
+        // What is loaded, what is copied out of the cache, and what waits to be written to each tier.
+        let in_flight = (2 + n_tiers).saturating_mul(self.bytes_in_flight());
+        let n_blocks = u64::from(paged.cache.context_tokens.div_ceil(paged.block_tokens.max(1)));
+        let known = TierConfig::bookkeeping_bytes(n_tiers as usize, n_blocks);
+        [self.ram_bytes, in_flight, disk, known].into_iter().fold(0, u64::saturating_add)
     }
 
     /// What the tiers are, in one line, without secrets.

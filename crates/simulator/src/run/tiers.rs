@@ -1,7 +1,7 @@
 //! Tiers below the KV cache, in virtual time: what is in each, and when transfers end.
 //!
 //! A block that is copied goes to every tier, as in the server: what a slower tier is larger for is there when a faster one
-//! drops it, the least recently used first, and other processes find it. A block that is loaded is copied to the faster
+//! drops it, in its own [order](TierOrder), and other processes find it. A block that is loaded is copied to the faster
 //! tiers. Every tier is read and written at its bandwidth, both at the same time, one transfer after the other; a load that
 //! needs several tiers reads them at the same time.
 //!
@@ -11,6 +11,7 @@ mod contents;
 mod link;
 mod shared;
 
+pub use contents::TierOrder;
 pub(crate) use contents::{Contents, TierCounts};
 pub(crate) use shared::{SharedSpec, SharedStore};
 
@@ -86,11 +87,18 @@ pub(crate) struct SimTiers {
 }
 
 impl SimTiers {
-    /// Empty tiers. `capacity_bytes`: of each; `None` has no bound. `is_shared`: the last tier is a store of several workers.
-    pub fn new(config: &kvist_scheduler::Tiers, capacity_bytes: &[Option<u64>], is_shared: bool) -> SimTiers {
+    /// Empty tiers. `capacity_bytes`: of each; `None` has no bound. `orders`: in which each drops its blocks; the default where there is
+    /// none. `is_shared`: the last tier is a store of several workers.
+    pub fn new(
+        config: &kvist_scheduler::Tiers,
+        capacity_bytes: &[Option<u64>],
+        orders: &[TierOrder],
+        is_shared: bool,
+    ) -> SimTiers {
         let own = |i: usize| {
             let capacity = capacity_bytes.get(i).copied().flatten();
-            let contents = Contents::new(capacity, config.block_bytes);
+            let order = orders.get(i).copied().unwrap_or_default();
+            let contents = Contents::new(capacity, config.block_bytes, order);
             OwnTier { contents, read_free_ns: 0, write_free_ns: 0 }
         };
         let n_tiers = config.list.len().min(MAX_TIERS);
@@ -114,7 +122,7 @@ impl SimTiers {
     /// What a tier of its own has, which is empty then.
     pub fn take_contents(&mut self, tier: usize) -> Option<Contents> {
         let contents = &mut self.tiers.get_mut(tier)?.contents;
-        Some(std::mem::replace(contents, Contents::new(None, 1)))
+        Some(std::mem::replace(contents, Contents::new(None, 1, TierOrder::Lru)))
     }
 
     /// Gives a tier what it had in an earlier life of the worker.
@@ -188,7 +196,7 @@ impl SimTiers {
                 }
                 Order::Load(load) => self.load(now, &load, &mut shared),
                 Order::Store(store) => {
-                    let from_ns = if store.request.is_some() { end_ns } else { now };
+                    let from_ns = if store.request.is_some() && !store.is_again { end_ns } else { now };
                     self.store(from_ns, store, &mut shared);
                 }
                 Order::Abandon { load } => self.abandon(now, load, &mut shared),
@@ -281,6 +289,7 @@ impl SimTiers {
             let transfer_ns = self.transfer_ns(tier, n as u64);
             match self.tiers.get_mut(tier) {
                 Some(own) => {
+                    own.contents.read(&of_run[..n]);
                     let begin_ns = own.read_free_ns.max(now);
                     own.read_free_ns = begin_ns.saturating_add(transfer_ns);
                     reads.push(Read { tier, from_ns: begin_ns, until_ns: own.read_free_ns });
@@ -410,7 +419,7 @@ mod tests {
             PagedSpec { block_tokens: 4, groups, rollback_tokens: 0, prefix: Some(PrefixSpec::default()) };
         let config = Config { tiers: Some(tiers()), ..Config::default() };
         let mut scheduler = Scheduler::new(config, Cache::paged(&spec).unwrap(), None).unwrap();
-        let mut sim = SimTiers::new(&tiers(), &[None], false);
+        let mut sim = SimTiers::new(&tiers(), &[None], &[], false);
         let mut machine = Script(|_, _: kvist_scheduler::Batch<'_>, _: &mut kvist_scheduler::Outcome| ());
         let machine: &mut dyn Executor = &mut machine;
         for id in 0..2 {

@@ -46,7 +46,8 @@ impl<'a> Worker<'a> {
         scheduler.explain_misses(options.explain);
         let executor = SimExecutor::new(cost, block_tokens, one_by_one, options.itl);
         let tiers = options.scheduler.tiers.as_ref();
-        let tiers = tiers.map(|config| SimTiers::new(config, &options.tier_capacities, shares_last));
+        let tiers = tiers
+            .map(|config| SimTiers::new(config, &options.tier_capacities, &options.tier_orders, shares_last));
         Ok(Worker { scheduler, executor, tiers, outcome: Outcome::default() })
     }
 

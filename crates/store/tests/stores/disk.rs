@@ -198,6 +198,47 @@ async fn blocks_that_are_written_at_the_same_time_survive_a_restart() {
     }
 }
 
+/// Regression: a block that is read from a region that goes soon is written again, and such writes took no room in the buffer of writes.
+/// It overflowed, and puts failed that had waited for their room.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn puts_have_room_while_blocks_that_are_read_are_written_again() {
+    let dir = tempfile::tempdir().unwrap();
+    // Of so many regions two go soon, each with as many bytes as the buffer has.
+    let options = DiskOptions { capacity_bytes: 24 * (16 << 20), ..options(dir.path()) };
+    let store = Arc::new(Disk::open(options).await.unwrap());
+    let keys = reference::keys(460);
+    let put_all = async |keys: &[BlockKey]| {
+        let puts = keys.iter().map(|&key| {
+            let store = store.clone();
+            async move { store.put(key, vec![7; 1 << 20].into(), None).await.unwrap() }
+        });
+        puts.collect::<tokio::task::JoinSet<()>>().join_all().await;
+    };
+    put_all(&keys[..340]).await;
+    // As many at a time as leave a little room.
+    let reads = async {
+        let mut n_read = 0;
+        for from in (0..120).step_by(12) {
+            for _ in 0..2 {
+                let reads = keys[from..from + 48].iter().map(|&key| {
+                    let store = store.clone();
+                    async move { store.get(&key).await.unwrap().is_some() }
+                });
+                let reads: tokio::task::JoinSet<bool> = reads.collect();
+                n_read += reads.join_all().await.into_iter().filter(|is_here| *is_here).count();
+            }
+        }
+        n_read
+    };
+    let puts = async {
+        for keys in keys[340..].chunks(12) {
+            put_all(keys).await;
+        }
+    };
+    let (n_read, ()) = tokio::join!(reads, puts);
+    assert!(n_read > 100, "{n_read}");
+}
+
 /// Another layout would read the files wrongly: the store begins anew, and says nothing false.
 #[tokio::test(flavor = "multi_thread")]
 async fn other_options_begin_an_empty_store() {
@@ -264,15 +305,15 @@ async fn what_cannot_be_opened_is_refused() {
     assert_eq!(regions(&dir.path().join("full")), [] as [PathBuf; 0]);
 }
 
-/// Bytes of the files change between two runs: those blocks are gone, the others are as they were. `KVIST_FLIPS=100000` changes more
-/// of them.
+/// Bytes of the files change between two runs, and files are cut short: those blocks are gone, the others are as they were.
+/// `KVIST_FLIPS=100000` changes more of them.
 #[tokio::test(flavor = "multi_thread")]
 async fn damaged_files_lose_blocks_and_return_none_of_them() {
     let flips = std::env::var("KVIST_FLIPS").map_or(1_500, |n| n.parse().expect("KVIST_FLIPS is a number"));
     let dir = tempfile::tempdir().unwrap();
     let keys = reference::keys(100);
     let mut random = SplitMix64(3);
-    let (mut found, mut lost, mut flipped, mut round) = (0, 0, 0, 0);
+    let (mut found, mut lost, mut flipped, mut cut, mut round) = (0, 0, 0, 0, 0);
     while flipped < flips {
         round += 1;
         let store = open(dir.path()).await;
@@ -293,9 +334,16 @@ async fn damaged_files_lose_blocks_and_return_none_of_them() {
                 let to = (from + random.index(1 << 20)).min(bytes.len());
                 bytes[from..to].fill(0);
             }
+            if random.below(5) == 0 {
+                cut += 1;
+                bytes.truncate(random.index(used + 1));
+            }
             fs::write(&path, bytes).unwrap();
         }
         let store = open(dir.path()).await;
+        // A file that was cut short has its length again, so that what is written there later is there.
+        let lengths = regions(dir.path()).into_iter().map(|path| fs::metadata(path).unwrap().len());
+        assert_eq!(lengths.collect::<Vec<_>>(), [16 << 20; 8], "round {round}");
         for (at, key) in keys.iter().enumerate() {
             match store.get(key).await.unwrap() {
                 Some(bytes) => {
@@ -307,8 +355,10 @@ async fn damaged_files_lose_blocks_and_return_none_of_them() {
         }
         store.close().await.unwrap();
     }
-    assert!(found > 50 && lost > 50, "{found} found, {lost} lost");
-    println!("{flipped} flipped bits in {round} rounds: {found} blocks found, {lost} lost");
+    assert!(found > 50 && lost > 50 && cut > 10, "{found} found, {lost} lost, {cut} cut");
+    println!(
+        "{flipped} flipped bits and {cut} cut files in {round} rounds: {found} blocks found, {lost} lost"
+    );
 }
 
 const DIR: &str = "KVIST_STORE_TEST_DIR";

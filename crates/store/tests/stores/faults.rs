@@ -1,7 +1,8 @@
 //! A store that fails, hangs, and returns parts: the caller gets an error or a miss, never a wrong block.
 use crate::reference::{self, block, clock};
 use kvist_store::{
-    BlockKey, BlockStore, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, Ram, Rank, StoreError, Usage,
+    BlockKey, BlockStore, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, Ram, Rank, StoreError, Turn,
+    Usage,
 };
 use kvist_testing::SplitMix64;
 use std::collections::HashMap;
@@ -196,17 +197,77 @@ async fn a_guarded_store_keeps_and_tells() {
             store.put(*key, vec![7; 100].into(), None).await.unwrap();
         }
     };
-    let has = async |key: BlockKey| store.lookup(&[key], Duration::MAX).await.unwrap() == 1;
+    let has = |key: BlockKey| store.has(&key).unwrap();
     write(&keys[..2]).await;
     assert_eq!(*told.lock().unwrap(), [(keys[0], true), (keys[1], true)]);
     assert!(store.keep(&keys[..1], Rank::default(), Duration::MAX));
     assert!(store.keep(&keys[1..2], Rank::default(), Duration::from_millis(10)));
     write(&keys[2..6]).await;
-    assert!(has(keys[0]).await && has(keys[1]).await);
+    assert!(has(keys[0]) && has(keys[1]));
     reference::pass(10);
     write(&keys[6..9]).await;
-    assert!(has(keys[0]).await && !has(keys[1]).await);
+    assert!(has(keys[0]) && !has(keys[1]));
     store.release(&keys[..1]);
     write(&keys[9..]).await;
-    assert!(!has(keys[0]).await);
+    assert!(!has(keys[0]));
+}
+
+/// A store that writes one block at a time, which takes a second.
+struct OneByOne {
+    ram: Ram,
+    turns: Arc<tokio::sync::Semaphore>,
+}
+
+impl FrameStore for OneByOne {
+    fn name(&self) -> &str {
+        "one by one"
+    }
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.ram.frames().lookup(keys, within)
+    }
+    fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>> {
+        self.ram.frames().read(key)
+    }
+    fn turn<'a>(&'a self, _: u64) -> BoxFuture<'a, Turn> {
+        let turn = self.turns.clone().acquire_owned();
+        Box::pin(async move { Turn(turn.await.ok().map(|turn| Box::new(turn) as Box<dyn Send>)) })
+    }
+    fn write<'a>(
+        &'a self,
+        key: BlockKey,
+        frame: Frame,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            self.ram.frames().write(key, frame, ttl).await
+        })
+    }
+    fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.ram.frames().delete(key)
+    }
+    fn usage(&self) -> Usage {
+        self.ram.frames().usage()
+    }
+}
+
+/// Regression: the time that a write waited in the queue before a slow disk counted as the disk's, and a disk with a long queue was not
+/// asked any more.
+#[tokio::test(start_paused = true)]
+async fn a_queue_of_writes_is_no_failure() {
+    let limits = Limits { timeout: Duration::from_secs(2), failures: 1, ..Limits::default() };
+    let slow = OneByOne { ram: Ram::new(1 << 20), turns: Arc::new(tokio::sync::Semaphore::new(1)) };
+    let store = Arc::new(Framed::over(Guarded::new(slow, limits)));
+    let keys = reference::keys(20);
+    let puts = keys.iter().map(|&key| {
+        let store = store.clone();
+        async move { store.put(key, vec![7; 100].into(), None).await }
+    });
+    let puts: tokio::task::JoinSet<Result<(), StoreError>> = puts.collect();
+    assert!(puts.join_all().await.iter().all(Result::is_ok));
+    assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), 20);
 }

@@ -26,6 +26,21 @@ fn without_room_it_drops_but_never_lies() {
     }
 }
 
+/// A lookup as the store should do it, in a plain list in order of use: the first keys that are there become the last ones, in reverse.
+fn look_up<T: Clone>(list: &mut Vec<T>, keys: &[BlockKey], key_of: impl Fn(&T) -> BlockKey) -> usize {
+    let at = |list: &[T], key| list.iter().position(|one| key_of(one) == key);
+    let n = keys.iter().take_while(|key| at(list, **key).is_some()).count();
+    for key in keys[..n].iter().rev() {
+        let one = at(list, *key).map(|at| list.remove(at));
+        list.extend(one);
+    }
+    n
+}
+
+fn few(random: &mut SplitMix64, keys: &[BlockKey], n: u32) -> Vec<BlockKey> {
+    (0..random.below(n)).map(|_| random.pick(keys)).collect()
+}
+
 /// The same operations on a list in order of use, oldest first.
 #[test]
 fn it_evicts_the_least_recently_used() {
@@ -42,7 +57,12 @@ fn it_evicts_the_least_recently_used() {
         for operation in 0..2_000 {
             let key = random.pick(&keys);
             let at = list.iter().position(|(other, _)| *other == key);
-            if random.below(2) == 0 {
+            let what = random.below(3);
+            if what == 0 {
+                let wanted = few(&mut random, &keys, 5);
+                let n = look_up(&mut list, &wanted, |(key, _)| *key);
+                assert_eq!(block_on(store.lookup(&wanted, Duration::MAX)).unwrap(), n);
+            } else if what == 1 {
                 let block = block(&mut random, 1_000);
                 at.map(|at| list.remove(at));
                 list.push((key, block.clone()));
@@ -52,13 +72,9 @@ fn it_evicts_the_least_recently_used() {
                 }
                 block_on(store.put(key, block, None)).unwrap();
             } else {
-                let expected = at.map(|at| list.remove(at));
-                list.extend(expected.clone());
-                assert_eq!(
-                    block_on(store.get(&key)).unwrap(),
-                    expected.map(|(_, block)| block),
-                    "{seed} {operation}"
-                );
+                let expected = at.map(|at| list[at].1.clone());
+                assert_eq!(block_on(store.get(&key)).unwrap(), expected, "{seed} {operation}");
+                assert_eq!(store.has(&key), Some(at.is_some()));
             }
             let entries = Some(list.len() as u64);
             let usage = Usage { bytes: Some(bytes(&list)), capacity_bytes: Some(capacity), entries };
@@ -105,8 +121,8 @@ impl Plain {
         let mut n_released = 0;
         while self.bytes(true) > capacity / 2 {
             let smallest = self.list.iter().filter_map(|(.., keep)| *keep).map(|(rank, _)| rank).min();
-            let last = self.list.iter().rposition(|(.., keep)| keep.map(|(rank, _)| rank) == smallest);
-            self.list[last.unwrap()].2 = None;
+            let first = self.list.iter().position(|(.., keep)| keep.map(|(rank, _)| rank) == smallest);
+            self.list[first.unwrap()].2 = None;
             n_released += 1;
         }
         n_released
@@ -136,10 +152,11 @@ fn it_evicts_what_is_kept_last() {
                     n_released += plain.keep_half(capacity);
                     block_on(store.put(key, block, None)).unwrap();
                 }
-                5..8 => {
-                    let expected = at.map(|at| plain.list.remove(at));
-                    plain.list.extend(expected);
-                    assert_eq!(block_on(store.get(&key)).unwrap().is_some(), at.is_some());
+                5 => assert_eq!(block_on(store.get(&key)).unwrap().is_some(), at.is_some()),
+                6..8 => {
+                    let wanted = few(&mut random, &keys, 4);
+                    let n = look_up(&mut plain.list, &wanted, |(key, ..)| *key);
+                    assert_eq!(block_on(store.lookup(&wanted, Duration::MAX)).unwrap(), n);
                 }
                 8 => {
                     at.map(|at| plain.list.remove(at));
@@ -162,6 +179,9 @@ fn it_evicts_what_is_kept_last() {
                     let for_ever = SystemTime::UNIX_EPOCH + Duration::from_secs(1 << 40);
                     let until = clock().checked_add(within).unwrap_or(for_ever);
                     plain.release_until(clock());
+                    for key in few.iter().rev() {
+                        look_up(&mut plain.list, &[*key], |(key, ..)| *key);
+                    }
                     for (key, _, keep) in &mut plain.list {
                         if few.contains(key) {
                             *keep = (*keep).max(Some((rank, until)));
@@ -172,7 +192,7 @@ fn it_evicts_what_is_kept_last() {
                     assert!(store.keep(&few, rank, within));
                 }
             }
-            let is_here = |key: &&BlockKey| block_on(store.lookup(&[**key], Duration::MAX)).unwrap() == 1;
+            let is_here = |key: &&BlockKey| store.has(key) == Some(true);
             let here: BTreeSet<BlockKey> = keys.iter().filter(is_here).copied().collect();
             let expected: BTreeSet<BlockKey> = plain.list.iter().map(|(key, ..)| *key).collect();
             assert_eq!(here, expected, "seed {seed}, operation {operation}");
@@ -203,6 +223,25 @@ fn the_beginning_of_a_text_stays_when_more_than_half_is_kept() {
     write(&keys[10..20]);
     assert_eq!(block_on(store.lookup(&keys[..8], Duration::MAX)).unwrap(), 3);
     assert_eq!(block_on(store.lookup(&keys[26..28], Duration::MAX)).unwrap(), 2);
+}
+
+/// Regression: a lookup was no use, and the reads after it left a text's end as what was used last. So of a prompt that the cache
+/// itself answered from its beginning went first.
+#[test]
+fn what_is_looked_up_stays_and_its_beginning_longest() {
+    let keys = reference::keys(12);
+    let store = Ram::new(6 * (ENTRY + 100));
+    let write = |keys: &[BlockKey]| {
+        keys.iter().for_each(|key| block_on(store.put(*key, vec![7; 100].into(), None)).unwrap());
+    };
+    write(&keys[..6]);
+    assert_eq!(block_on(store.lookup(&keys[..3], Duration::MAX)).unwrap(), 3);
+    keys[..3].iter().for_each(|key| assert!(block_on(store.get(key)).unwrap().is_some()));
+    let here = || keys[..6].iter().map(|key| store.has(key).unwrap()).collect::<Vec<_>>();
+    write(&keys[6..9]);
+    assert_eq!(here(), [true, true, true, false, false, false]);
+    write(&keys[9..10]);
+    assert_eq!(here(), [true, true, false, false, false, false]);
 }
 
 /// The rank comes before the end, and never is the latest end.
@@ -292,9 +331,7 @@ fn a_watcher_knows_what_is_here() {
                 assert!(store.watch(Box::new(watcher)));
             }
             if operation >= 300 {
-                let is_here = |key: &&BlockKey| {
-                    block_on(store.lookup(std::slice::from_ref(*key), Duration::MAX)).unwrap() == 1
-                };
+                let is_here = |key: &&BlockKey| store.has(key) == Some(true);
                 let here: BTreeSet<BlockKey> = keys.iter().filter(is_here).copied().collect();
                 assert_eq!(*known.lock().unwrap(), here, "seed {seed}, operation {operation}");
             }

@@ -29,7 +29,7 @@ use kvist_engine::serving::{Engine, EngineConfig, TierConfig};
 use kvist_scheduler::{Admission, Config, Tiers};
 use kvist_simulator::cost::{MeasuredTable, StepCost};
 use kvist_simulator::request::Request;
-use kvist_simulator::run::{self, Options};
+use kvist_simulator::run::{self, Options, TierOrder};
 use kvist_simulator::trace;
 use load::{Kind, distinct_tokens, load};
 use recorded::{Limits, RecordedArgs};
@@ -145,7 +145,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         |requests: &[Request], tiers: Option<&(Tiers, u64)>, slowdown: f64| -> anyhow::Result<Figures> {
             let scheduler = Config { tiers: tiers.map(|tiers| tiers.0.clone()), ..config.scheduler.clone() };
             let tier_capacities = tiers.map(|tiers| Some(tiers.1)).into_iter().collect();
-            let options = Options { scheduler, tier_capacities, ..Options::default() };
+            let tier_orders = vec![TierOrder::InTurn];
+            let options = Options { scheduler, tier_capacities, tier_orders, ..Options::default() };
             let cache = config.paged.cache(model.config())?;
             let costs = AtSpeed { costs: &table, factor: slowdown };
             let run = run::run(requests, cache, &costs, &options, None, &mut |_| ())?;

@@ -130,7 +130,7 @@ fn serve_at(asked: &Asked, rung: Rung, context: u32) -> Option<Sized> {
     let plan = engine.paged.plan(asked.model, asked.registry).ok()?;
     let total = plan.usage.with(Purpose::Weights, asked.weight_bytes).checked_total()?;
     let total = total.checked_add(request_bytes(&config, asked.model.context))?;
-    let total = total.checked_add(config.tiers.memory_bytes(engine.paged.stored_bytes(asked.model)))?;
+    let total = total.checked_add(config.tiers.memory_bytes(&engine.paged, asked.model))?;
     Some((engine.paged.cache, plan, total))
 }
 

@@ -66,8 +66,7 @@ pub fn check(
 impl Tiers {
     /// Of a server with this cache. `None` without tiers.
     pub fn of(section: &TiersSection, cache: &CacheConfig, model: &ModelConfig) -> Option<Tiers> {
-        let stored_bytes = candidates::server(cache, section).engine(model).paged.stored_bytes(model);
-        let tier_bytes = section.memory_bytes(stored_bytes);
+        let tier_bytes = section.memory_bytes(&candidates::server(cache, section).engine(model).paged, model);
         section.is_on().then(|| Tiers {
             tier_bytes,
             tier_disk_bytes: section.disk_dir.is_some().then_some(section.disk_bytes),

@@ -5,6 +5,7 @@ use crate::options::{Size, TierLoad, wrong_usage};
 use clap::ValueEnum;
 use kvist_scheduler::{Recompute, Tier, Tiers, Write};
 use kvist_simulator::fleet::Store;
+use kvist_simulator::run::TierOrder;
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
@@ -13,8 +14,9 @@ const TIERS: &str = "Tiers";
 
 #[derive(clap::Args, Clone, Debug)]
 pub struct TierArgs {
-    /// A tier below the cache: NAME:CAPACITY,bw=RATE[,lat=TIME], as ram:64GiB,bw=20GB/s,lat=10us or
-    /// disk:2TB,bw=3GB/s,lat=100us. Repeat it, fastest first. In a fleet every worker has such tiers, with `,durable` also after it
+    /// A tier below the cache: NAME:CAPACITY,bw=RATE[,lat=TIME][,order=ORDER], as ram:64GiB,bw=20GB/s,lat=10us or
+    /// disk:2TB,bw=3GB/s,lat=100us. Repeat it, fastest first. ORDER is which blocks a full tier drops: the least recently used (lru), or
+    /// those that were written first (in-turn), as a tier named disk does. In a fleet every worker has such tiers, with `,durable` also after it
     /// has failed and joined again; the last may be one store for all, as store:20TB,bw=5GB/s,lat=1ms,shared=40GB/s: the bandwidth
     /// is that of a worker's link, and what all of them get together
     #[arg(long = "tier", value_name = "TIER", help_heading = TIERS)]
@@ -59,6 +61,7 @@ pub struct TierSpec {
     shared: Option<Store>,
     /// Keeps its blocks when its worker fails.
     durable: bool,
+    order: TierOrder,
 }
 
 impl FromStr for TierSpec {
@@ -72,7 +75,7 @@ impl FromStr for TierSpec {
             return Err(format!("`{name}` is not a name of letters, digits, - and _: {how}"));
         }
         let capacity = if capacity == "inf" { None } else { Some(capacity.parse::<Size>()?) };
-        let (mut rate, mut latency, mut shared, mut durable) = (None, None, None, false);
+        let (mut rate, mut latency, mut shared, mut durable, mut order) = (None, None, None, false, None);
         for field in rest.split(',').filter(|field| !field.is_empty()) {
             match field.split_once('=') {
                 Some(("bw", value)) if rate.is_none() => rate = Some(bytes_per_s(name, field, value)?),
@@ -82,7 +85,8 @@ impl FromStr for TierSpec {
                 }
                 None if field == "shared" && shared.is_none() => shared = Some(Store { bytes_per_s: None }),
                 None if field == "durable" && !durable => durable = true,
-                Some(("bw" | "lat" | "shared", _)) => return Err(twice(name, field)),
+                Some(("order", value)) if order.is_none() => order = Some(order_of(name, value)?),
+                Some(("bw" | "lat" | "shared" | "order", _)) => return Err(twice(name, field)),
                 None if matches!(field, "shared" | "durable") => return Err(twice(name, field)),
                 _ => return Err(format!("`{field}` is unknown for a tier: {how}")),
             }
@@ -94,12 +98,25 @@ impl FromStr for TierSpec {
             ));
         }
         let latency = latency.unwrap_or_default();
-        Ok(TierSpec { name: name.into(), capacity, bytes_per_s, latency, shared, durable })
+        let of_name = if name == "disk" { TierOrder::InTurn } else { TierOrder::Lru };
+        if order.is_some_and(|order| order != TierOrder::Lru) && shared.is_some() {
+            return Err(format!("the tier {name} is shared: of such a store only order=lru is modelled"));
+        }
+        let order = order.unwrap_or(if shared.is_some() { TierOrder::Lru } else { of_name });
+        Ok(TierSpec { name: name.into(), capacity, bytes_per_s, latency, shared, durable, order })
     }
 }
 
 fn twice(name: &str, field: &str) -> String {
     format!("`{field}` is given twice for the tier {name}")
+}
+
+fn order_of(name: &str, order: &str) -> Result<TierOrder, String> {
+    match order {
+        "lru" => Ok(TierOrder::Lru),
+        "in-turn" => Ok(TierOrder::InTurn),
+        _ => Err(format!("`order={order}` of the tier {name}: it is lru or in-turn")),
+    }
 }
 
 /// Reads the rate of `field`, which may end with `/s`.
@@ -135,6 +152,11 @@ impl TierArgs {
     /// The capacity of each tier in bytes; `None` has no bound.
     pub fn capacities(&self) -> Vec<Option<u64>> {
         self.tiers.iter().map(|tier| tier.capacity.map(|size| size.0)).collect()
+    }
+
+    /// In which order each tier drops its blocks.
+    pub fn orders(&self) -> Vec<TierOrder> {
+        self.tiers.iter().map(|tier| tier.order).collect()
     }
 
     /// The last tier as the store of all workers, if it is one.
@@ -247,7 +269,18 @@ mod tests {
         assert_eq!(found.shared, Some(Store { bytes_per_s: None }));
         let found: TierSpec = "disk:1TB,bw=3GB/s,durable".parse().unwrap();
         assert_eq!((found.shared, found.durable), (None, true));
+        let orders = [
+            ("disk:1GB,bw=1", TierOrder::InTurn),
+            ("disk:1GB,bw=1,order=lru", TierOrder::Lru),
+            ("ram:1GB,bw=1", TierOrder::Lru),
+            ("nvme:1GB,order=in-turn,bw=1", TierOrder::InTurn),
+            ("disk:1GB,bw=1,shared", TierOrder::Lru),
+        ];
+        orders.map(|(text, order)| assert_eq!(text.parse::<TierSpec>().unwrap().order, order, "{text}"));
         for (text, expected) in [
+            ("disk:1GB,bw=1,order=fifo", "lru or in-turn"),
+            ("disk:1GB,bw=1,order=lru,order=lru", "given twice"),
+            ("disk:1GB,bw=1,order=in-turn,shared", "only order=lru"),
             ("disk:1GB,bw=1,durable,durable", "given twice"),
             ("disk:1GB,bw=1,shared,shared=2", "given twice"),
             ("disk:1GB,bw=1,shared=1,shared", "given twice"),

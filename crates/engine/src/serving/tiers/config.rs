@@ -1,5 +1,9 @@
 //! What tiers an engine has, and what they did.
+use super::generations::{GENERATIONS_BYTES, UNTOLD_BYTES};
+use super::kept::KEPT_BYTES;
+use super::names::NAME_BYTES;
 use super::parts::{BlockParts, Part};
+use super::recent::Recent;
 use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
 use kvist_store::{BlockStore, Counts, Usage};
 use std::sync::Arc;
@@ -24,7 +28,8 @@ pub struct TierConfig {
     /// computed with, the storage of K and V. Blocks are only found by engines with the same one.
     pub fingerprint: Vec<u8>,
     pub write: Write,
-    /// Bytes that may be on their way from the tiers at a time, and as many to them.
+    /// Bytes that may be on their way from the tiers at a time, as many that may be copied out of the cache, and as many that may wait to
+    /// be written to each tier.
     pub max_bytes_in_flight: u64,
     /// How long a request waits for a lookup, and for a load beyond four times its estimate.
     pub grace: Duration,
@@ -50,6 +55,16 @@ impl TierConfig {
             always: false,
             runtime: None,
         }
+    }
+
+    /// Memory of the host that so many tiers below a cache of so many blocks take to know what is where, at most: names of cached blocks,
+    /// what was written, dropped, kept and deleted. The stores' own is not part of it, nor what [events](super::TierEvent) need.
+    pub fn bookkeeping_bytes(n_tiers: usize, n_blocks: u64) -> u64 {
+        let of_tiers = UNTOLD_BYTES.saturating_mul(n_tiers as u64);
+        let of_blocks = NAME_BYTES.saturating_mul(n_blocks).saturating_add(4096);
+        [2 * Recent::<u8>::BYTES, KEPT_BYTES, GENERATIONS_BYTES, of_tiers, of_blocks]
+            .into_iter()
+            .fold(0, u64::saturating_add)
     }
 
     /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
@@ -103,6 +118,86 @@ pub struct StoreStats {
     pub usage: Usage,
     /// Operations that failed.
     pub errors: u64,
+    /// Blocks, and parts of blocks in windows, that were not written to it because more than
+    /// [`max_bytes_in_flight`](TierConfig::max_bytes_in_flight) waited for it already, or because the blocks before them were not.
+    pub unwritten_blocks: u64,
     /// What the store itself counts.
     pub counts: Counts,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::serving::tiers::names::Name;
+    use crate::serving::tiers::recent::MOST;
+    use crate::serving::tiers::task::Stores;
+    use crate::serving::tiers::test_store::{TestStore, config};
+    use crate::serving::tiers::writes::InText;
+    use kvist_store::{BlockKey, KeyChain, Rank};
+    use std::collections::HashMap;
+
+    /// Everything that is remembered, at its bound, against what an allocator counts.
+    #[test]
+    fn the_bound_of_the_bookkeeping_holds() {
+        let keys = KeyChain::root(b"a model", "").keys(&(0..MOST as u32 + 100).collect::<Vec<_>>(), 1);
+        let mut stores = None;
+        let allocated = allocation_counter::measure(|| {
+            let full = Arc::new(Stores::new(&config([TestStore::new(0)])));
+            full.fill(&keys);
+            stores = Some(full);
+        });
+        let bound = TierConfig::bookkeeping_bytes(0, 0);
+        let bytes = allocated.bytes_current as u64;
+        assert!((bound / 4..bound).contains(&bytes), "{bytes} of {bound}");
+        stores.take();
+        let allocated = allocation_counter::measure(|| {
+            let full = Arc::new(Stores::new(&config([TestStore::new(0)])));
+            full.fill_untold();
+            stores = Some(full);
+        });
+        let bound = UNTOLD_BYTES;
+        let bytes = allocated.bytes_current as u64;
+        assert!((bound / 4..bound).contains(&bytes), "{bytes} of {bound}");
+        drop(stores);
+    }
+
+    #[test]
+    fn the_bound_of_the_names_holds() {
+        for n in [1_000u32, 14_337, 60_000] {
+            let mut names = None;
+            let allocated = allocation_counter::measure(|| {
+                let key = KeyChain::root(b"a model", "").next(&[1]);
+                let name =
+                    |i| (i, Name { hash: 0, key, parent: Some(key), note: key, generation: 0, told: None });
+                names = Some((0..n).map(name).fold(HashMap::new(), |mut names, (i, name)| {
+                    names.insert(i, name);
+                    names
+                }));
+            });
+            let bound = NAME_BYTES * u64::from(n) + 4096;
+            let bytes = allocated.bytes_current as u64;
+            assert!((bound / 3..bound).contains(&bytes), "{n} names: {bytes} of {bound}");
+            drop(names);
+        }
+    }
+
+    impl Stores {
+        fn fill(self: &Arc<Self>, keys: &[BlockKey]) {
+            for &key in keys {
+                self.remember(key, 0);
+                // What has no room is remembered as dropped.
+                assert!(
+                    self.may_write_to(
+                        std::iter::once(0),
+                        key,
+                        1 << 40,
+                        Some(InText { block: key, parent: None })
+                    )
+                    .is_empty()
+                );
+                self.next_generation(key);
+                self.keep((key, u64::MAX), &[key], Rank::default(), Duration::from_secs(3600));
+            }
+        }
+    }
 }

@@ -2,8 +2,8 @@
 use crate::Error;
 use crate::saved::Origin;
 
-/// What computes K and V to the last bit: this version, since another one may compute other last bits, on this
-/// [device](kvist_device::Footprint::numerics).
+/// What computes K and V to the last bit: this version, on this [device](kvist_device::Footprint::numerics) with its kernels of this number
+/// ([`kvist_cpu::NUMERICS`], [`kvist_gpu::NUMERICS`]).
 pub(crate) fn maker(numerics: &str) -> String {
     format!("kvist {}, {numerics}", env!("CARGO_PKG_VERSION"))
 }

@@ -12,14 +12,15 @@
 mod untold;
 
 use super::recent::Recent;
-use super::task::{LONGEST_READ, LONGEST_WRITE, LookupTimes, OneStore, Stores};
+use super::task::{LONGEST_READ, LookupTimes, OneStore, Stores};
+use super::writes::LONGEST_WRITE;
 use kvist_scheduler::MAX_TIERS;
 use kvist_store::{BlockKey, Bytes};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 use tokio::runtime::Handle;
 use tokio::time::Instant;
-pub use untold::Untold;
+pub use untold::{UNTOLD_BYTES, Untold};
 
 /// A note is read again after this time, because another process may have written one.
 const READ_AGAIN: Duration = Duration::from_secs(10);
@@ -41,6 +42,9 @@ struct Known {
     /// When each tier was asked for its note, and whether it answered.
     asked: [Option<(Instant, bool)>; MAX_TIERS],
 }
+
+/// That are remembered of salts.
+pub(super) const GENERATIONS_BYTES: u64 = Recent::<Known>::BYTES;
 
 impl Generations {
     fn get(&self, note: &BlockKey) -> Known {

@@ -17,10 +17,13 @@ use std::time::{Duration, Instant};
 pub struct Kept(Mutex<Recent<Option<OfSalt>>>);
 
 #[derive(Clone, Copy)]
-struct OfSalt {
+pub(super) struct OfSalt {
     note: BlockKey,
     keep: Keep<Instant>,
 }
+
+/// That are remembered of kept blocks.
+pub(super) const KEPT_BYTES: u64 = Recent::<Option<OfSalt>>::BYTES;
 
 impl OfSalt {
     /// The time that is left, if there is any.
@@ -44,7 +47,13 @@ impl Kept {
 impl Stores {
     /// Keeps blocks of a salt, also those that tiers get later. `generation`: that of their keys. After it nothing asks for them, and
     /// nothing is kept.
-    fn keep(&self, (note, generation): (BlockKey, u64), keys: &[BlockKey], rank: Rank, within: Duration) {
+    pub(super) fn keep(
+        &self,
+        (note, generation): (BlockKey, u64),
+        keys: &[BlockKey],
+        rank: Rank,
+        within: Duration,
+    ) {
         let of_salt = OfSalt { note, keep: Keep { rank, until: Instant::now().checked_add(within) } };
         let mut kept = self.kept.lock();
         if generation < self.generation(&note) {
@@ -111,8 +120,8 @@ impl TierDriver {
 mod tests {
     use super::*;
     use crate::serving::tiers::recent::MOST;
-    use crate::serving::tiers::task::put;
     use crate::serving::tiers::test_store::{TestStore, config, keys};
+    use crate::serving::tiers::writes::put;
     use kvist_store::{BlockStore, Bytes, KeyChain, Ram};
     use std::sync::Arc;
 
@@ -129,8 +138,8 @@ mod tests {
 
     async fn write(stores: &Arc<Stores>, keys: &[BlockKey]) {
         for &key in keys {
-            let writing = stores.may_write(100).unwrap();
-            put(stores.clone(), key, Bytes::from(vec![7; 100]), writing).await;
+            let writing = stores.may_write(0, key, 100).unwrap();
+            put(writing, Bytes::from(vec![7; 100])).await;
         }
     }
 

@@ -16,12 +16,17 @@ pub(super) struct Name {
     /// Of the index. A block with this number and another hash is another block.
     pub hash: u64,
     pub key: BlockKey,
+    /// The key of the block before it; `None` at the beginning of a text.
+    pub parent: Option<BlockKey>,
     /// Of the salt: its note, and the generation that the key is of.
     pub note: BlockKey,
     pub generation: u64,
     /// What events call it.
     pub told: Option<Arc<TierBlock>>,
 }
+
+/// Of a cached block in the table of names, which has up to twice as many places as entries.
+pub(super) const NAME_BYTES: u64 = 2 * (size_of::<(u32, Name)>() as u64 + 1);
 
 impl TierDriver {
     /// The number of a cached block.
@@ -42,22 +47,22 @@ impl TierDriver {
         let note = self.note_of(&cached.salt);
         let generation = self.stores.generation(&note);
         let parent = cached.parent.as_ref().and_then(|parent| self.name(parent));
-        let mut chain = match parent.filter(|parent| parent.generation == generation) {
-            Some(parent) => KeyChain::after(parent.key),
+        let parent = parent.filter(|parent| parent.generation == generation).map(|parent| parent.key);
+        let (mut chain, mut parent) = match parent {
+            Some(parent) => (KeyChain::after(parent), Some(parent)),
             // At a text's beginning, and behind blocks that are not named, or of an earlier generation.
             None => {
                 let mut chain = KeyChain::root_of(&self.fingerprint, &cached.salt, generation);
-                for tokens in before.chunks_exact(block_tokens) {
-                    chain.next(tokens);
-                }
-                chain
+                let keys = before.chunks_exact(block_tokens).map(|tokens| chain.next(tokens));
+                let parent = keys.last();
+                (chain, parent)
             }
         };
         self.stores.events.begin_generation(&note, generation);
         for (i, (block, tokens)) in cached.blocks.iter().zip(tokens.chunks_exact(block_tokens)).enumerate() {
             let key = chain.next(tokens);
             let told = self.told_name(cached, i, &key, generation);
-            let name = Name { hash: block.hash, key, note, generation, told };
+            let name = Name { hash: block.hash, key, parent: parent.replace(key), note, generation, told };
             if let Some(number) = self.number(block) {
                 self.names.insert(number, name);
             }

@@ -33,6 +33,9 @@ impl<S: BlockStore> BlockStore for PackedStore<S> {
     ) -> BoxFuture<'a, Result<usize, StoreError>> {
         self.store.lookup(keys, within)
     }
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        self.store.has(key)
+    }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move { Ok(self.store.get(key).await?.map(|bytes| Bytes::from(unpack(&bytes)))) })
     }

@@ -12,6 +12,13 @@ pub struct Recent<V> {
     order: VecDeque<BlockKey>,
 }
 
+impl<V> Recent<V> {
+    /// That it takes when it is full. A hash table has up to twice as many places as entries, each with a byte of its own, and a queue
+    /// grows likewise.
+    pub const BYTES: u64 =
+        (2 * MOST * (size_of::<(BlockKey, V)>() + 1 + size_of::<BlockKey>()) + 4096) as u64;
+}
+
 impl<V: Default> Recent<V> {
     pub fn get(&self, key: &BlockKey) -> Option<&V> {
         self.values.get(key)

@@ -3,6 +3,7 @@ use super::events::TierEvents;
 use super::generations::{Generations, Untold};
 use super::kept::Kept;
 use super::recent::Recent;
+use super::writes::{Writes, copy_up};
 use super::{Report, StoreStats, TierConfig};
 use crate::serving::thread::Command;
 use kvist_scheduler::TransferId;
@@ -21,9 +22,8 @@ const LOOK_UP: &str = "look blocks up";
 /// A lookup that a store never ends ends here.
 const LONGEST_LOOKUP: Duration = Duration::from_secs(60);
 
-/// A read that a store never ends ends here, and a write.
+/// A read that a store never ends ends here.
 pub(super) const LONGEST_READ: Duration = Duration::from_secs(60);
-pub(super) const LONGEST_WRITE: Duration = Duration::from_secs(60);
 
 /// So many reads of a store go on after their load was given up: enough that a store which hangs is found to fail
 /// ([`Limits::failures`](kvist_store) is 3), and few, because each holds a block when it ends.
@@ -35,8 +35,7 @@ const AT_ONCE: usize = 8;
 /// The stores of an engine, and what happened to them.
 pub struct Stores {
     list: Vec<OneStore>,
-    max_bytes: u64,
-    bytes: AtomicU64,
+    pub(super) writes: Writes,
     /// The tiers that have a block, a bit for each, so that it is not written again to them each time it is evicted.
     written: Mutex<Recent<u8>>,
     /// Grows whenever the tiers of a cached block may be others.
@@ -55,6 +54,8 @@ pub(super) struct OneStore {
     errors: AtomicU64,
     fails: AtomicBool,
     stragglers: Arc<Semaphore>,
+    /// The smallest object that it has refused as too large.
+    too_large_bytes: AtomicU64,
 }
 
 /// When the lookups for a prompt end.
@@ -87,18 +88,6 @@ impl LookupTimes {
     }
 }
 
-/// Bytes that wait to be written, until this is dropped.
-pub struct Writing {
-    stores: Arc<Stores>,
-    bytes: u64,
-}
-
-impl Drop for Writing {
-    fn drop(&mut self) {
-        self.stores.bytes.fetch_sub(self.bytes, Relaxed);
-    }
-}
-
 impl OneStore {
     /// The result of an operation, or that it took too long.
     pub async fn within<T>(
@@ -110,6 +99,11 @@ impl OneStore {
         let limit_ms = u64::try_from(limit.as_millis()).unwrap_or(u64::MAX);
         let late = |_| Err(StoreError::TimedOut { store: self.store.name().into(), action, limit_ms });
         tokio::time::timeout(limit, work).await.unwrap_or_else(late)
+    }
+
+    /// It takes no object of so many bytes.
+    pub(super) fn note_too_large(&self, bytes: u64) {
+        self.too_large_bytes.fetch_min(bytes, Relaxed);
     }
 
     /// The result of an operation; failures are counted, and logged when they begin and when they end.
@@ -144,11 +138,11 @@ impl Stores {
             errors: AtomicU64::new(0),
             fails: AtomicBool::new(false),
             stragglers: Arc::new(Semaphore::new(STRAGGLERS)),
+            too_large_bytes: AtomicU64::new(u64::MAX),
         };
         Stores {
             list: config.stores.iter().map(|tier| one(&tier.store)).collect(),
-            max_bytes: config.max_bytes_in_flight,
-            bytes: AtomicU64::new(0),
+            writes: Writes::new(config.max_bytes_in_flight),
             written: Mutex::default(),
             changes: AtomicU64::new(0),
             generations: Generations::default(),
@@ -161,41 +155,45 @@ impl Stores {
     }
 
     pub fn stats(&self) -> Vec<StoreStats> {
-        let one = |one: &OneStore| StoreStats {
+        let one = |(tier, one): (usize, &OneStore)| StoreStats {
             name: one.store.name().to_owned(),
             usage: one.store.usage(),
             errors: one.errors.load(Relaxed),
+            unwritten_blocks: self.writes.n_dropped(tier),
             counts: one.store.counts(),
         };
-        self.list.iter().map(one).collect()
+        self.list.iter().enumerate().map(one).collect()
     }
 
     pub fn bytes_being_written(&self) -> u64 {
-        self.bytes.load(Relaxed)
-    }
-
-    /// Lets so many more bytes wait to be written, if they do not exceed the bound.
-    pub fn may_write(self: &Arc<Self>, bytes: u64) -> Option<Writing> {
-        let more = |now: u64| now.checked_add(bytes).filter(|sum| *sum <= self.max_bytes);
-        let may = self.bytes.fetch_update(Relaxed, Relaxed, more).is_ok();
-        may.then(|| Writing { stores: self.clone(), bytes })
+        self.writes.bytes()
     }
 
     fn written(&self) -> std::sync::MutexGuard<'_, Recent<u8>> {
         self.written.lock().unwrap_or_else(|broken| broken.into_inner())
     }
 
-    fn has(&self, key: &BlockKey, tier: usize) -> bool {
-        self.written().get(key).is_some_and(|tiers| tiers & (1 << tier) != 0)
+    /// Whether a tier has a block, or will have it soon: as the store says, or as far as is remembered.
+    fn has(&self, tier: usize, key: &BlockKey) -> bool {
+        let Some(one) = self.one(tier) else { return false };
+        let is_remembered = || self.written().get(key).is_some_and(|tiers| tiers & (1 << tier) != 0);
+        self.writes.has(key, tier) || one.store.has(key).unwrap_or_else(is_remembered)
     }
 
-    /// Whether this block was written to every tier, or read there, a while ago, as far as is remembered. A tier may have dropped
-    /// it since.
-    pub fn has_written(&self, key: &BlockKey) -> bool {
-        (0..self.n()).all(|tier| self.has(key, tier))
+    /// Whether an object of so many bytes should be written to a tier. Of one that does not say what it has this is known as far as it is
+    /// remembered what was written to it and read there a while ago; it may have dropped it since.
+    pub fn lacks(&self, tier: usize, key: &BlockKey, bytes: u64) -> bool {
+        let fits = self.one(tier).is_some_and(|one| bytes < one.too_large_bytes.load(Relaxed));
+        fits && !self.has(tier, key)
     }
 
-    /// The tiers that have each of these blocks, a bit for each, as far as [`has_written`](Self::has_written) knows.
+    /// Whether a tier did what it was asked for last.
+    pub fn works(&self, tier: usize) -> bool {
+        self.one(tier).is_some_and(|one| !one.fails.load(Relaxed))
+    }
+
+    /// The tiers that have each of these blocks, a bit for each, as far as is remembered what was written to them and read
+    /// there. A tier may have dropped it since.
     pub fn tiers_with<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) -> Vec<u8> {
         let written = self.written();
         keys.map(|key| written.get(key).copied().unwrap_or_default()).collect()
@@ -210,16 +208,15 @@ impl Stores {
         self.changes.fetch_add(1, Relaxed);
     }
 
-    /// `is_there`: not if this block is too large for the tier.
-    fn remember(&self, key: BlockKey, tier: usize, is_there: bool) {
+    /// A tier has this block.
+    pub(super) fn remember(&self, key: BlockKey, tier: usize) {
+        self.writes.note_written(&key, tier);
         let mut written = self.written();
         if let Some(oldest) = written.add(key) {
             (0..self.n()).for_each(|tier| self.events.noticed(&oldest, tier, false));
         }
         *written.entry(key) |= 1 << tier;
-        if is_there {
-            self.events.noticed(&key, tier, true);
-        }
+        self.events.noticed(&key, tier, true);
         drop(written);
         self.note_change();
     }
@@ -291,7 +288,7 @@ impl Stores {
         one.note::<()>(action, Err(late));
     }
 
-    async fn get(self: &Arc<Self>, wanted: Wanted) -> Option<Bytes> {
+    pub(super) async fn get(self: &Arc<Self>, wanted: Wanted) -> Option<Bytes> {
         let stragglers = self.list.get(wanted.tier)?.stragglers.clone();
         let mut reading = Reading { read: tokio::spawn(read(self.clone(), wanted)), stragglers };
         let found = (&mut reading.read).await.ok().flatten();
@@ -300,21 +297,6 @@ impl Stores {
             self.forget_in(&wanted.key, [wanted.tier]); // write it again
         }
         found
-    }
-
-    async fn put(&self, tier: usize, key: BlockKey, bytes: &Bytes) {
-        const WRITE: &str = "write a block";
-        let Some(one) = self.list.get(tier) else { return };
-        let put = one.within(LONGEST_WRITE, WRITE, one.store.put(key, bytes.clone(), None)).await;
-        // Another attempt does not make it smaller.
-        let never_fits = matches!(put, Err(StoreError::TooLarge { .. }));
-        let is_there = one.note(WRITE, put).is_some();
-        if is_there || never_fits {
-            self.remember(key, tier, is_there);
-        }
-        if is_there {
-            self.keep_written(one, &key);
-        }
     }
 }
 
@@ -404,20 +386,11 @@ pub async fn fetch(stores: Arc<Stores>, fetch: Fetch, reports: Sender<Command>) 
         }
     }
     let took = started.elapsed();
-    // Faster tiers get what was read from slower ones. The bytes count as those of the load until its end is reported, and then as
-    // bytes to write: what has no room there is not kept.
-    let mut copies = Vec::new();
-    for (one, bytes) in fetch.wanted.iter().zip(objects.drain(..).filter(|_| ok)) {
-        stores.remember(one.key, one.tier, true);
-        let Some(bytes) = bytes.filter(|_| one.tier > 0) else { continue };
-        copies.extend(stores.may_write(bytes.len() as u64).map(|writing| (one, bytes, writing)));
-    }
-    let _ = reports.send(Command::Tier(Report::Fetched { id: fetch.id, took }));
-    for (from, bytes, _writing) in copies {
-        for tier in 0..from.tier {
-            stores.put(tier, from.key, &bytes).await;
-        }
-    }
+    let of_each = fetch.wanted.iter().copied().zip(objects.drain(..).filter(|_| ok));
+    let read: Vec<(Wanted, Bytes)> = of_each.filter_map(|(one, bytes)| Some((one, bytes?))).collect();
+    read.iter().for_each(|(one, _)| stores.remember(one.key, one.tier));
+    let report = || drop(reports.send(Command::Tier(Report::Fetched { id: fetch.id, took })));
+    copy_up(stores, read.into_iter(), report).await;
 }
 
 /// Removes blocks from all tiers. One that fails keeps them.
@@ -427,13 +400,6 @@ pub async fn remove(stores: Arc<Stores>, keys: Vec<BlockKey>) {
         for one in &stores.list {
             one.note("remove a block", one.store.remove(&key).await);
         }
-    }
-}
-
-/// Writes a block to the tiers that do not have it.
-pub async fn put(stores: Arc<Stores>, key: BlockKey, bytes: Bytes, _writing: Writing) {
-    for tier in (0..stores.n()).filter(|&tier| !stores.has(&key, tier)) {
-        stores.put(tier, key, &bytes).await;
     }
 }
 

@@ -14,6 +14,7 @@ pub struct TestStore {
     pub is_down: AtomicBool,
     pub reads_hang: AtomicBool,
     pub lookups_hang: AtomicBool,
+    pub says_what_it_has: AtomicBool,
     pub puts: AtomicU64,
 }
 
@@ -25,6 +26,7 @@ impl TestStore {
             is_down: AtomicBool::new(false),
             reads_hang: AtomicBool::new(false),
             lookups_hang: AtomicBool::new(false),
+            says_what_it_has: AtomicBool::new(false),
             puts: AtomicU64::new(0),
         })
     }
@@ -62,6 +64,9 @@ impl BlockStore for TestStore {
             self.answer(&self.lookups_hang).await?;
             self.ram.lookup(keys, within).await
         })
+    }
+    fn has(&self, key: &BlockKey) -> Option<bool> {
+        self.says_what_it_has.load(Relaxed).then(|| TestStore::has(self, *key))
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {

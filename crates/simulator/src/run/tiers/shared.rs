@@ -4,7 +4,7 @@
 //! of them are written. Two workers that compute the same blocks at the same time both write them, as they would in a store that
 //! knows nothing of its clients. A worker that fails takes what it has not written with it; what it has written stays.
 //! How workers share the bandwidth: [`link`](super::link).
-use super::contents::Contents;
+use super::contents::{Contents, TierOrder};
 use super::link::{Link, Number};
 use std::collections::{BTreeMap, HashMap};
 
@@ -71,7 +71,7 @@ impl SharedStore {
     pub fn new(spec: SharedSpec) -> SharedStore {
         let link = || Link::new(spec.worker_bytes_per_s, spec.total_bytes_per_s);
         SharedStore {
-            contents: Contents::new(spec.capacity_bytes, spec.block_bytes),
+            contents: Contents::new(spec.capacity_bytes, spec.block_bytes, TierOrder::Lru),
             reads: link(),
             writes: link(),
             transfers: HashMap::default(),

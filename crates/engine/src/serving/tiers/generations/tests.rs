@@ -1,7 +1,7 @@
 use super::super::find::{Found, Lookup, find};
 use super::super::parts::BlockParts;
 use super::super::test_store::{TestStore, stores};
-use super::super::{Report, task};
+use super::super::{Report, writes};
 use super::untold::{LONGEST_PAUSE, MOST, PAUSE};
 use super::*;
 use crate::serving::thread::Command;
@@ -33,8 +33,10 @@ async fn tell(stores: &Arc<Stores>, salt: &str, generation: u64) {
 
 async fn write(stores: &Arc<Stores>, salt: &str) {
     for key in keys(stores, salt) {
-        let writing = stores.may_write(1).expect("nothing is being written");
-        task::put(stores.clone(), key, Bytes::from_static(b"K"), writing).await;
+        for tier in (0..stores.n()).filter(|&tier| stores.lacks(tier, &key, 1)) {
+            let writing = stores.may_write(tier, key, 1).expect("nothing is being written");
+            writes::put(writing, Bytes::from_static(b"K")).await;
+        }
     }
 }
 

@@ -20,6 +20,9 @@ pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 /// Notes that wait for a tier. Only a store that is down for a long time, while many salts are deleted, comes near it.
 pub(super) const MOST: usize = 1 << 18;
 
+/// That the notes which wait for one tier take at most, in a tree whose nodes are half full.
+pub const UNTOLD_BYTES: u64 = 96 * MOST as u64;
+
 /// The notes that tiers have not been told.
 #[derive(Default)]
 pub struct Untold {
@@ -162,5 +165,17 @@ async fn serve(engine: Weak<Stores>, tier: usize) {
         drop(stores);
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+#[cfg(test)]
+impl Stores {
+    /// As many notes as may wait for the first tier.
+    pub fn fill_untold(&self) {
+        let mut queue = self.untold.queue(0);
+        for i in 0..MOST as u64 {
+            let key = kvist_store::BlockKey::of_object("note", &[&i.to_le_bytes()]);
+            queue.notes.insert(key, i);
+        }
     }
 }
