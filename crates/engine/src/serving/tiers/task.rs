@@ -54,6 +54,8 @@ pub(super) struct OneStore {
     pub store: Arc<dyn BlockStore>,
     errors: AtomicU64,
     fails: AtomicBool,
+    /// It had no room for what was written last.
+    is_full: AtomicBool,
     stragglers: Arc<Semaphore>,
 }
 
@@ -121,6 +123,17 @@ impl OneStore {
                 }
                 Some(value)
             }
+            // It has answered, so it does not fail.
+            Err(error @ StoreError::Full { .. }) => {
+                self.errors.fetch_add(1, Relaxed);
+                if !self.is_full.swap(true, Relaxed) {
+                    tracing::warn!(
+                        target: "kvist::engine",
+                        "{error}. It is still read; a Redis for blocks should evict: `maxmemory-policy allkeys-lru`"
+                    );
+                }
+                None
+            }
             Err(error) => {
                 self.errors.fetch_add(1, Relaxed);
                 if !self.fails.swap(true, Relaxed) {
@@ -143,6 +156,7 @@ impl Stores {
             store: store.clone(),
             errors: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            is_full: AtomicBool::new(false),
             stragglers: Arc::new(Semaphore::new(STRAGGLERS)),
         };
         Stores {
@@ -313,6 +327,7 @@ impl Stores {
             self.remember(key, tier, is_there);
         }
         if is_there {
+            one.is_full.store(false, Relaxed);
             self.keep_written(one, &key);
         }
     }
