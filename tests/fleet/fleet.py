@@ -36,26 +36,40 @@ def call(url, body=None, headers=None):
         return response.read().decode()
 
 
-class Worker:
-    """One `kvist serve` with KV events."""
+def bearer(key):
+    return {"authorization": f"Bearer {key}"} if key else {}
 
-    def __init__(self, folder, port=None, *flags):
+
+class Worker:
+    """One `kvist serve` with KV events, on the same ports whenever it is started."""
+
+    def __init__(self, folder, port=None, *flags, key=None):
         self.port = port or free_port()
+        self.events, self.replays = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.folder, self.flags = folder, flags
+        self.folder, self.flags, self.key = folder, flags, key
         self.start()
+        # The router calls it so, also after a restart.
+        self.name = json.loads(self.call("/get_server_info"))["instance_id"]
 
     def start(self):
         command = [os.environ["KVIST"], "serve", "--port", str(self.port), "--threads", "1", "-q",
-                   "--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0", *self.flags]
+                   "--kv-events", f"tcp://127.0.0.1:{self.events}",
+                   "--kv-events-replay", f"tcp://127.0.0.1:{self.replays}", *self.flags]
         self.log = open(self.folder / f"worker-{self.port}.log", "a")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.log, text=True)
         assert self.process.stdout.readline().startswith("serving "), Path(self.log.name).read_text()
-        self.name = json.loads(call(self.url + "/get_server_info"))["instance_id"]
+
+    def call(self, path, body=None):
+        return call(self.url + path, body, bearer(self.key))
 
     def metric(self, name):
-        lines = call(self.url + "/metrics").splitlines()
+        lines = self.call("/metrics").splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    def complete(self, prompt):
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        return json.loads(self.call("/v1/completions", body))["usage"]
 
     def kill(self):
         self.process.send_signal(signal.SIGKILL)
@@ -63,8 +77,12 @@ class Worker:
 
 
 class Router:
-    def __init__(self, kind, policy, workers, folder):
-        self.kind, self.workers = kind, workers
+    """`key`: sent to the workers by the router itself, and by the calls of this class, unless they say another one."""
+
+    def __init__(self, kind, policy, workers, folder, key=None):
+        self.kind, self.workers, self.key = kind, workers, key
+        # Where the log was when a worker was started again.
+        self.restarts = {}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"{kind}.log"
@@ -78,13 +96,21 @@ class Router:
             command += ["--worker-startup-check-interval", 1, "--cb-timeout-duration-secs", 1]
             if policy == "kv_aware":
                 command += ["--kv-aware-session-affinity-ttl-secs", 3600]
+            if key:
+                command += ["--api-key", key]
         self.process = subprocess.Popen(list(map(str, command)), stdout=open(self.log, "w"), stderr=subprocess.STDOUT)
         until("the router serves the model", lambda: MODEL in (self.quiet("/v1/models") or ""))
+
+    def restart(self, worker):
+        """Kills a worker and starts it again. The numbers of its messages begin anew."""
+        worker.kill()
+        self.restarts[worker.name] = len(self.text())
+        worker.start()
 
     def quiet(self, path):
         assert self.process.poll() is None, self.log.read_text()[-4000:]
         try:
-            return call(self.url + path)
+            return call(self.url + path, headers=bearer(self.key))
         except OSError:
             return None
 
@@ -97,12 +123,13 @@ class Router:
             return
         for worker in self.workers:
             last = worker.metric("kvist_kv_event_messages_total") - 1
+            until(f"the router has message {last} of {worker.name}", lambda: last <= 0 or self.seen(worker) >= last)
 
-            def has_last():
-                seen = [int(seq) for line in self.text().splitlines()
-                        if worker.name in line and (seq := next(iter(re.findall(r"\bseq=(\d+)", line)), None))]
-                return last <= 0 or max(seen, default=-1) >= last
-            until(f"the router has message {last} of {worker.name}", has_last)
+    def seen(self, worker):
+        """The last number that the router has of a worker."""
+        lines = self.text()[self.restarts.get(worker.name, 0):].splitlines()
+        return max((int(seq) for line in lines if worker.name in line
+                    for seq in re.findall(r"\bseq=(\d+)", line)[:1]), default=-1)
 
     def complete(self, prompt, **more):
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0, **more}

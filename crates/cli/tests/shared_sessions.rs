@@ -140,6 +140,33 @@ fn answers_go_on_without_the_store() {
     assert_eq!(generate(&b, &id), expected[2]);
 }
 
+/// The store has no room and evicts nothing, as it should. After three refusals in a row, as of changes that are made or tried again at the
+/// same time, no session of another worker was found.
+#[test]
+fn a_full_store_is_still_read() {
+    let Some(redis) = Redis::new() else { return };
+    let url = redis.url("kvist");
+    let own = ["--sessions-store", &url, "--tier-grace", "10m"];
+    let (a, b) = (start(&own), start(&own));
+    let ids: Vec<String> = (0..5).map(|_| create(&a)).collect();
+    ids.iter().for_each(|id| until("it is recorded", || show(&b, id).0 == 200));
+    let elsewhere = create(&a);
+    recorded(&a, 6.0);
+    redis.bound(1);
+    for id in &ids {
+        post(&b, &(path(id) + "/append"), &json!({"text": " more"}));
+    }
+    // The second time they are tried together.
+    until("the store has refused all, twice", || figure(&b, "failed_writes") >= 10.0);
+    assert_eq!(show(&b, &elsewhere), show(&a, &elsewhere));
+    // A change of this worker is compared with what the store has, and recorded when there is room.
+    assert_ne!(show(&a, &ids[0]), show(&b, &ids[0]));
+    redis.bound(0);
+    ids.iter().for_each(|id| until("it is recorded", || show(&a, id) == show(&b, id)));
+    assert_eq!(figure(&a, "unanswered") + figure(&b, "unanswered"), 0.0);
+    assert_eq!(figure(&a, "conflicts") + figure(&b, "conflicts"), 0.0);
+}
+
 /// Through a folder: what another process changed in a file is not taken for a session.
 #[test]
 fn a_damaged_record_is_no_session() {

@@ -101,6 +101,7 @@ fn linear_layers_compute_what_they_did() {
         Encoding::Iq4Xs,
         Encoding::Mxfp4,
         Encoding::Table16,
+        Encoding::Int8,
     ];
     let (outputs, inputs) = (37, 512);
     let mut found = Vec::new();

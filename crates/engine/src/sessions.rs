@@ -77,7 +77,7 @@ pub use history::{
 };
 pub use id::SessionId;
 pub use keeper::{KeptSession, SessionKeeper};
-pub use shared::{Arrival, Found, SharedSessionCounts, SharedSessions, SharedStore};
+pub use shared::{Arrival, Found, SharedSessionCounts, SharedSessions, SharedStore, taking_over_bytes};
 pub use store::{NewSession, SessionGuard, SessionInfo, SessionStore, SessionTokens, Timestamp};
 pub use tokenizer::ModelTokenizer;
 

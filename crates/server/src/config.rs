@@ -128,6 +128,14 @@ impl ServerConfig {
         }
     }
 
+    /// The tokens that the largest session counts as which is taken over from another worker
+    /// ([`SharedStore::most_tokens`](kvist_engine::sessions::SharedStore::most_tokens)), for a model of this context length: a quota has room
+    /// for it, and a context or a body may have made it. A conversation counts as a token for 16 bytes in memory, where a body takes several times its length.
+    pub fn most_taken_over(&self, model_context: u32) -> u64 {
+        let made = u64::from(self.text_tokens(model_context)).max(self.limits.max_body_bytes as u64 / 2);
+        self.sessions.max_tokens.min(made)
+    }
+
     /// The names that callers can have, each once.
     fn names(&self) -> Vec<Arc<str>> {
         auth::names(self.keys.iter().map(|key| key.name.as_str()))

@@ -197,7 +197,8 @@ impl From<SessionError> for ApiError {
         match error {
             SessionError::NotFound { .. }
             | SessionError::Deleted { .. }
-            | SessionError::LostRecord { .. } => new(StatusCode::NOT_FOUND, "session_not_found"),
+            | SessionError::LostRecord { .. }
+            | SessionError::LongRecord { .. } => new(StatusCode::NOT_FOUND, "session_not_found"),
             // No 5xx: a router counts those against the worker, which answers everything else, and leaves it out after some.
             SessionError::Unreachable { .. } => {
                 new(StatusCode::FAILED_DEPENDENCY, "session_store_unavailable").retry_after(1)

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tiers::PublicTiers;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
@@ -185,6 +185,7 @@ fn ask_content(engine: Engine, sender: UnboundedSender<Passed>) -> AskContent {
         Box::pin(async move {
             let (answer, content) = oneshot::channel();
             let asked = engine.inspect(move |state| {
+                let began = Instant::now();
                 let cache = state.scheduler.cache_mut();
                 let (mut before, mut events) = (Vec::new(), Vec::new());
                 cache.drain_prefix_events(&mut before);
@@ -195,9 +196,10 @@ fn ask_content(engine: Engine, sender: UnboundedSender<Passed>) -> AskContent {
                 // Without a receiver the answer is dropped, which its asker sees.
                 let _ = sender.send(Passed::Events(before));
                 let _ = sender.send(Passed::Content { events, answer });
+                began.elapsed()
             });
-            asked.await?;
-            content.await.ok().flatten()
+            let took = asked.await?;
+            content.await.ok().flatten().map(|content| (content, took))
         })
     })
 }

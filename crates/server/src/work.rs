@@ -14,6 +14,7 @@ use crate::bodies::{SMALL_BYTES, bodies_bytes};
 use crate::config::ServerConfig;
 use crate::error::{ApiError, PREPARATION_TIME};
 use crate::memory::{BytePool, Permit};
+use kvist_engine::sessions::taking_over_bytes;
 use kvist_engine::speculate::SuffixConfig;
 use kvist_model::halt::{self, Halt};
 use std::cell::RefCell;
@@ -50,7 +51,7 @@ pub(crate) const THREADS: usize = 8;
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
 /// use in addition. Prompts of prepared requests then occupy the queue, and later the batch, with what drafters keep of
-/// them and of finished answers. The sizes of pools, semaphores, queue and batch enforce the bound.
+/// them and of finished answers. Sessions of other workers are read whole before they are taken over. The sizes of pools, semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let max = config.limits.max_body_bytes;
     let texts = max.saturating_mul(THREADS);
@@ -66,7 +67,11 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let drafted =
         drafted.saturating_add(SuffixConfig::default().max_tokens as u64).saturating_mul(DRAFTING_BYTES);
     let drafted = if config.speculation.is_on() { drafted } else { 0 };
-    (ready as u64).saturating_add(queue).saturating_add(batch).saturating_add(drafted)
+    let shares_sessions = config.sessions.shared_store(&config.tiers).is_some();
+    let taken_over =
+        if shares_sessions { taking_over_bytes(config.most_taken_over(model_context)) } else { 0 };
+    let waiting = (ready as u64).saturating_add(queue).saturating_add(taken_over);
+    waiting.saturating_add(batch).saturating_add(drafted)
 }
 
 /// A semaphore hands out at most 2³² permits at a time, so one permit stands for this many bytes.

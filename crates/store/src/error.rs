@@ -21,6 +21,11 @@ pub enum StoreError {
     /// Other callers take all of what may be asked at a time. Says nothing about the store.
     #[error("{store}: not asked, because {lookups} other lookups are on their way already")]
     Busy { store: String, lookups: usize },
+    /// The store has no room and evicts nothing. It still answers reads, and takes blocks again when something goes.
+    #[error(
+        "{store}: cannot {action}, because it is full: {problem}. Give it more room, or remove something"
+    )]
+    Full { store: String, action: &'static str, problem: String },
     /// The block can never fit.
     #[error(
         "{store}: a block of {bytes} bytes does not fit into {capacity_bytes} bytes; give the store more room"

@@ -73,8 +73,8 @@ impl<S: FrameStore> Guarded<S> {
         match result {
             // It was not asked.
             Err(StoreError::Busy { .. }) => drop(pass),
-            // A block that does not fit says nothing about the health of the store.
-            Ok(_) | Err(StoreError::TooLarge { .. }) => pass.report(true, now()),
+            // A store that has no room for a block has answered, and gives those that it has.
+            Ok(_) | Err(StoreError::TooLarge { .. } | StoreError::Full { .. }) => pass.report(true, now()),
             Err(_) => pass.report(false, now()),
         }
         result

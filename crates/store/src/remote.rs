@@ -105,7 +105,13 @@ impl RemoteFrames {
     async fn write(&self, key: BlockKey, frame: Frame) -> Result<(), StoreError> {
         let buffer: Buffer = [frame.head, frame.body].into_iter().collect::<Vec<Bytes>>().into();
         let written = self.operator.write(&path(&key), buffer).await;
-        written.map(|_| ()).map_err(|error| self.failed("write a block", &error))
+        written.map(|_| ()).map_err(|error| match is_full(&error) {
+            true => {
+                let problem = describe(&error);
+                StoreError::Full { store: self.name.into(), action: "write a block", problem }
+            }
+            false => self.failed("write a block", &error),
+        })
     }
 
     async fn delete(&self, key: &BlockKey) -> Result<(), StoreError> {
@@ -128,6 +134,30 @@ fn describe(error: &opendal::Error) -> String {
         source = cause.source();
     }
     text
+}
+
+/// Whether a server or a file system refused to write because it has no room. A server says so in its own words alone.
+fn is_full(error: &opendal::Error) -> bool {
+    const WORDS: [&str; 3] = [
+        // Redis and Valkey, with `maxmemory-policy noeviction`.
+        "command not allowed when used memory > 'maxmemory'",
+        // S3 of Ceph (`QuotaExceeded`) and MinIO (`XMinioAdminBucketQuotaExceeded`, `XMinioStorageFull`). S3 of AWS is never full.
+        "QuotaExceeded",
+        "XMinioStorageFull",
+    ];
+    let text = describe(error);
+    if WORDS.iter().any(|words| text.contains(words)) {
+        return true;
+    }
+    let mut source = std::error::Error::source(error);
+    while let Some(cause) = source {
+        let of_file = cause.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+        if matches!(of_file, Some(std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)) {
+            return true;
+        }
+        source = cause.source();
+    }
+    false
 }
 
 fn with_http(operator: Operator) -> Result<Operator, StoreError> {
@@ -177,5 +207,30 @@ impl FrameStore for RemoteFrames {
 
     fn usage(&self) -> Usage {
         Usage::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+
+    #[test]
+    fn a_store_that_is_full_is_told_from_one_that_fails() {
+        let unexpected = |text: &str| opendal::Error::new(ErrorKind::Unexpected, text);
+        let of_io = |kind: io::ErrorKind| unexpected("write").set_source(io::Error::from(kind));
+        let of_redis = "\"OOM\": command not allowed when used memory > 'maxmemory'.";
+        for (error, expected) in [
+            (unexpected("response error").set_source(io::Error::other(of_redis)), true),
+            (unexpected("S3Error { code: \"QuotaExceeded\", message: \"\" }"), true),
+            (unexpected("S3Error { code: \"XMinioAdminBucketQuotaExceeded\", message: \"\" }"), true),
+            (of_io(io::ErrorKind::StorageFull), true),
+            (of_io(io::ErrorKind::QuotaExceeded), true),
+            (of_io(io::ErrorKind::PermissionDenied), false),
+            (unexpected("S3Error { code: \"SlowDown\", message: \"\" }"), false),
+            (unexpected("response error").set_source(io::Error::other("\"MISCONF\": cannot save")), false),
+        ] {
+            assert_eq!(is_full(&error), expected, "{error:?}");
+        }
     }
 }

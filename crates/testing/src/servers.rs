@@ -73,6 +73,18 @@ impl Redis {
         format!("127.0.0.1:{}", self.port)
     }
 
+    /// From now on it refuses to write beyond so many bytes, as one with `maxmemory` that evicts nothing; 0 for any number.
+    pub fn bound(&self, bytes: u64) {
+        let mut stream = TcpStream::connect(self.address()).unwrap();
+        let set = "CONFIG SET maxmemory";
+        let commands = format!("AUTH secret\r\n{set}-policy noeviction\r\n{set} {bytes}\r\n");
+        stream.write_all(commands.as_bytes()).unwrap();
+        let mut lines = BufReader::new(stream).lines();
+        for _ in 0..3 {
+            assert_eq!(lines.next().unwrap().unwrap(), "+OK");
+        }
+    }
+
     pub fn port(&self) -> u16 {
         self.port
     }

@@ -20,6 +20,12 @@ pub enum SessionError {
          dropped it: send the request to that worker, or create a new session"
     )]
     LostRecord { id: SessionId },
+    /// Another worker has continued the session, and its record is longer than what this one takes over.
+    #[error(
+        "session {id} was continued by another worker, and its record has {bytes} bytes, but this worker takes over \
+         {max} at most: send the request to that worker, or raise `sessions.max_tokens` and `limits.max_body_bytes` here"
+    )]
+    LongRecord { id: SessionId, bytes: u64, max: u64 },
     /// The session is not here, and the shared store does not answer.
     #[error(
         "session {id} is not on this worker, and the shared store does not answer: try again, or send the request to \
@@ -28,8 +34,8 @@ pub enum SessionError {
     Unreachable { id: SessionId },
     /// The shared store has not noted earlier deletions, so what waits for it would grow without a bound.
     #[error(
-        "the shared store does not answer, and {waiting} deletions of this key wait for it already: try again when it \
-         answers"
+        "the shared store does not answer or is full, and {waiting} deletions of this key wait for it already: try \
+         again when it takes them"
     )]
     DeletionsWait { waiting: usize },
     /// A session cannot be created under this id.

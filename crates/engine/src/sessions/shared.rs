@@ -17,11 +17,15 @@
 //! **Use without a change** keeps a session alive in the store too: it is recorded again when half of its time there is over. A session
 //! that expires here is not removed from the store, because another worker may use it.
 //!
+//! **A store without room** still answers. What it has is read and compared as before, changes are recorded when it has room again, and
+//! the epoch stays, because nothing was lost.
+//!
 //! A store that does not answer within the time limit is not waited for: what is here is used, and the changes are recorded later.
 //! A session that is not here cannot be continued then.
 mod record;
 #[cfg(test)]
 mod tests;
+mod turns;
 mod writer;
 
 use super::store::{Adopted, Expected, SharedTask, Stamp};
@@ -38,6 +42,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::watch;
+use turns::Turns;
+pub use turns::taking_over_bytes;
 
 const TARGET: &str = "kvist::server";
 
@@ -49,12 +55,19 @@ pub struct SharedStore {
     pub runtime: Handle,
     /// How long a request waits to learn whether another worker has continued a session.
     pub deadline: Duration,
+    /// A session that counts as more tokens is not taken over: this bounds the memory for it ([`taking_over_bytes`]).
+    pub most_tokens: u64,
 }
 
 impl fmt::Debug for SharedStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { store, deadline, .. } = self;
-        f.debug_struct("SharedStore").field("store", &store.name()).field("deadline", deadline).finish()
+        let Self { store, deadline, most_tokens, .. } = self;
+        let mut shown = f.debug_struct("SharedStore");
+        shown
+            .field("store", &store.name())
+            .field("deadline", deadline)
+            .field("most_tokens", most_tokens)
+            .finish()
     }
 }
 
@@ -68,14 +81,19 @@ pub struct SharedSessions {
 struct Shared {
     store: Arc<dyn BlockStore>,
     deadline: Duration,
+    most_tokens: u64,
     sessions: Arc<SessionStore>,
     fingerprint: Vec<u8>,
     vocab: usize,
     counters: Counters,
+    /// Bounds the memory for states that are being read.
+    turns: Turns,
     /// States that are being read, so that many requests for a session read one state once.
     reading: Mutex<BTreeMap<StateKey, watch::Receiver<Option<StateRead>>>>,
     /// Whether the last call of the store failed, for the log.
     is_failing: AtomicBool,
+    /// Whether it had no room for what was written last, for the log.
+    is_full: AtomicBool,
 }
 
 /// Whether a session is anywhere.
@@ -142,6 +160,11 @@ fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
+/// Whether an error says nothing about what the store has: it has no room for more, or was not asked because others ask it.
+fn has_what_it_had(error: &StoreError) -> bool {
+    matches!(error, StoreError::Full { .. } | StoreError::TooLarge { .. } | StoreError::Busy { .. })
+}
+
 impl SharedSessions {
     /// Shares the sessions of `sessions` from now on, those that are there included. `origin` is what they depend on, as for
     /// [`SessionKeeper`](super::SessionKeeper): workers with another one share nothing. Tokens are below `vocab`.
@@ -156,16 +179,19 @@ impl SharedSessions {
     ) -> Result<Self, Error> {
         let fingerprint =
             serde_json::to_vec(origin).map_err(|error| Error::Usage(format!("shared sessions: {error}")))?;
-        let SharedStore { store, runtime, deadline } = store;
+        let SharedStore { store, runtime, deadline, most_tokens } = store;
         let shared = Arc::new(Shared {
             store,
             deadline,
+            most_tokens,
             sessions: sessions.clone(),
             fingerprint,
             vocab,
             counters: Counters::default(),
+            turns: Turns::new(),
             reading: Mutex::default(),
             is_failing: AtomicBool::new(false),
+            is_full: AtomicBool::new(false),
         });
         runtime.spawn(writer::run(shared.clone(), sessions.share()));
         Ok(SharedSessions { shared, runtime })
@@ -206,7 +232,8 @@ impl SharedSessions {
             Err(
                 SessionError::TooManySessions { .. }
                 | SessionError::TooManyTokens { .. }
-                | SessionError::LostRecord { .. },
+                | SessionError::LostRecord { .. }
+                | SessionError::LongRecord { .. },
             ) => sessions.delete_shared(Timestamp::now(), owner, id),
             Err(error) => Err(error),
         }
@@ -248,24 +275,47 @@ impl Shared {
         Place::new(&self.fingerprint, owner, id)
     }
 
-    /// Logs when the store begins to fail, and when it answers again.
+    /// Logs when the store begins to fail, and when it answers again. After a failure it may have lost anything.
     fn note<T>(&self, result: Result<T, StoreError>) -> Result<T, StoreError> {
         match &result {
-            Ok(_) if self.is_failing.swap(false, Ordering::Relaxed) => {
-                tracing::info!(target: TARGET, "the shared store answers again: sessions are recorded");
+            Ok(_) => {
+                if self.is_failing.swap(false, Ordering::Relaxed) {
+                    tracing::info!(target: TARGET, "the shared store answers again: sessions are recorded");
+                }
             }
-            Err(error) if !self.is_failing.swap(true, Ordering::Relaxed) => {
+            Err(error) if has_what_it_had(error) => {}
+            Err(error) => {
+                let was_failing = self.is_failing.swap(true, Ordering::Relaxed);
+                if !was_failing {
+                    tracing::warn!(
+                        target: TARGET,
+                        "{error}: sessions go on with what this worker has, and are recorded when the store answers again"
+                    );
+                }
+                // While it is not asked nothing is seen there. But those who saw it fail may have been other users of the same store.
+                if !was_failing || !matches!(error, StoreError::Unavailable { .. }) {
+                    self.sessions.store_failed();
+                }
+            }
+        }
+        result
+    }
+
+    /// Logs also when the store has no room, and when it has.
+    fn note_written(&self, result: Result<(), StoreError>) -> Result<(), StoreError> {
+        match &result {
+            Ok(()) if self.is_full.swap(false, Ordering::Relaxed) => {
+                tracing::info!(target: TARGET, "the shared store has room again: sessions are recorded");
+            }
+            Err(error) if has_what_it_had(error) && !self.is_full.swap(true, Ordering::Relaxed) => {
                 tracing::warn!(
                     target: TARGET,
-                    "{error}: sessions go on with what this worker has, and are recorded when the store answers again"
+                    "{error}: sessions are used and found as before; their changes are recorded when the store has room"
                 );
             }
             _ => {}
         }
-        if result.is_err() {
-            self.sessions.store_failed();
-        }
-        result
+        self.note(result)
     }
 
     async fn get(&self, key: BlockKey) -> Result<Option<Bytes>, StoreError> {
@@ -327,6 +377,7 @@ impl Shared {
     }
 
     async fn read_and_adopt(&self, owner: &Arc<str>, id: SessionId, stamp: Stamp) -> StateRead {
+        let _turn = self.turns.take(owner).await;
         let epoch = self.sessions.epoch();
         let here = self.sessions.local(Timestamp::now(), owner, id);
         if here.is_some_and(|here| here.stamp.includes(stamp, here.recorded)) {
@@ -339,6 +390,10 @@ impl Shared {
             Ok(None) => return StateRead::Missing,
             Err(_) => return StateRead::Unanswered,
         };
+        let max = turns::most_record_bytes(self.most_tokens);
+        if bytes.len() as u64 > max {
+            return StateRead::Refused(SessionError::LongRecord { id, bytes: bytes.len() as u64, max });
+        }
         let vocab = self.vocab;
         // A long history takes many milliseconds.
         let read = tokio::task::spawn_blocking(move || place.read(&bytes, vocab));

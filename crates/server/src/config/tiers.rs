@@ -369,11 +369,11 @@ pub struct OpenSessions {
 }
 
 impl OpenSessions {
-    /// `None` if workers share no sessions. The store is not connected to: one that is down now may be up later.
+    /// `None` if workers share no sessions. The store is not connected to: one that is down now may be up later. `model_context`: tokens.
     ///
     /// # Errors
     /// The store cannot be opened as configured.
-    pub fn open(config: &ServerConfig) -> Result<Option<Self>, StoreError> {
+    pub fn open(config: &ServerConfig, model_context: u32) -> Result<Option<Self>, StoreError> {
         let Some(url) = config.sessions.shared_store(&config.tiers) else { return Ok(None) };
         let runtime = start_runtime("sessions")?;
         let store = {
@@ -381,7 +381,8 @@ impl OpenSessions {
             open_shared(url)?
         };
         let deadline = Duration::from_millis(config.tiers.grace_ms);
-        let store = SharedStore { store, runtime: runtime.handle().clone(), deadline };
+        let most_tokens = config.most_taken_over(model_context);
+        let store = SharedStore { store, runtime: runtime.handle().clone(), deadline, most_tokens };
         Ok(Some(OpenSessions { store, runtime: Some(runtime) }))
     }
 

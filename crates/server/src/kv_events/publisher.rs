@@ -8,9 +8,13 @@
 //! so a peer that does not read takes no memory. What has left the log is lost to it, which it sees by the numbers. A replay that
 //! would begin before the log begins with the [`Content`] in their place, so that a router that starts late learns everything:
 //! consumers ask for consecutive numbers, so the first numbers have the content, and those after them up to the log have empty batches.
+mod peers;
+
 use super::wire::{self, Event};
 use super::zmtp::{self, Received};
 use bytes::Bytes;
+use peers::{Peer, Peers};
+use socket2::{SockRef, TcpKeepalive};
 use std::collections::VecDeque;
 use std::io;
 use std::net;
@@ -21,13 +25,17 @@ use std::time::{Duration, SystemTime};
 use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, watch};
-use tokio::time::timeout;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
 
 /// Most bytes of messages that are kept.
 const MAX_KEPT_BYTES: usize = 64 << 20;
-/// Most peers of each socket. Others wait until one has gone.
+/// Most peers of each socket. For another one the peer that has been silent longest is closed; if none is silent, it waits.
 const MAX_PEERS: usize = 64;
+/// After so long without a byte the system asks whether the peer's machine is still there, so often, and closes the connection if it is
+/// not: a consumer that loses its machine or its network says nothing.
+const ALIVE_AFTER: Duration = Duration::from_secs(60);
+const ALIVE_EVERY: Duration = Duration::from_secs(15);
 /// How long a peer may take to say what it is.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(5);
 /// How long a peer may take to read one message. Then its connection is closed, so that it does not keep others out.
@@ -39,6 +47,9 @@ const ACCEPTING_AGAIN: Duration = Duration::from_millis(100);
 const MAX_REPLACED: u64 = 1 << 20;
 /// How often the content is asked for, if it is out of date when it comes.
 const ATTEMPTS: u32 = 3;
+/// After the engine has told the content, it is left alone for so many times as long as that took. Any peer may ask for replays, so this
+/// bounds what they can take of the engine's time: less than a twentieth.
+const PAUSE_FACTOR: u32 = 20;
 /// Most events of a message, and most bytes, unless one event has more: vllm-router 0.1.17 refuses more than 4,096 events, and more than
 /// 16 MiB.
 const MAX_EVENTS: usize = 4_000;
@@ -55,9 +66,19 @@ pub(super) struct Content {
     pub payloads: Vec<Bytes>,
 }
 
+impl Content {
+    /// Whether it fits into the numbers from `from` on. If not, a consumer that asks for these gets the first messages alone.
+    fn fits(&self, from: u64) -> bool {
+        self.payloads.len() as u64 <= self.until.saturating_sub(from)
+    }
+}
+
+/// The content, and for how long the engine thread was kept from its steps to tell it.
+pub(super) type Told = (Content, Duration);
+
 /// Asks for the content of now. `None` if the engine has stopped.
 pub(super) type AskContent =
-    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Option<Content>> + Send>> + Send + Sync>;
+    Arc<dyn Fn() -> Pin<Box<dyn Future<Output = Option<Told>> + Send>> + Send + Sync>;
 
 /// The newest messages. Their numbers are consecutive.
 struct Kept {
@@ -98,8 +119,8 @@ struct Log {
     kept: Mutex<Kept>,
     /// The number of the next message.
     next: watch::Sender<u64>,
-    /// One at a time asks for the content.
-    asking: tokio::sync::Mutex<()>,
+    /// One at a time asks for the content, and not before this moment.
+    asking: tokio::sync::Mutex<Instant>,
 }
 
 impl Log {
@@ -121,9 +142,10 @@ impl Log {
             let (kept, next) = self.kept_and_next();
             let oldest = kept.oldest(next);
             let is_lost = from < oldest && oldest - from <= MAX_REPLACED;
-            (is_lost, kept.content.clone())
+            // What other replays got is of use only where it is not cut short: now there may be more numbers for it.
+            (is_lost, kept.content.clone().filter(|content| content.fits(from)))
         };
-        let _asking = match kept() {
+        let mut asking = match kept() {
             (false, _) => return None,
             (true, Some(content)) => return Some(content),
             (true, None) => self.asking.lock().await,
@@ -134,7 +156,9 @@ impl Log {
             if let (true, Some(content)) = kept() {
                 return Some(content);
             }
-            let content = ask().await?;
+            tokio::time::sleep_until(*asking).await;
+            let (content, took) = ask().await?;
+            *asking = Instant::now() + took.saturating_mul(PAUSE_FACTOR);
             let (mut kept, next) = self.kept_and_next();
             if content.until >= kept.oldest(next) {
                 kept.content = Some(content.clone());
@@ -158,7 +182,7 @@ impl Publisher {
     /// `buffer` is the number of messages to keep.
     pub fn new(topic: &str, buffer: usize) -> Self {
         let kept = Kept { messages: VecDeque::new(), bytes: 0, most: buffer, content: None };
-        let (next, asking) = (watch::Sender::new(0), tokio::sync::Mutex::new(()));
+        let (next, asking) = (watch::Sender::new(0), tokio::sync::Mutex::new(Instant::now()));
         let log = Log { topic: topic.to_string().into(), kept: Mutex::new(kept), next, asking };
         Publisher { log: Arc::new(log) }
     }
@@ -182,15 +206,15 @@ impl Publisher {
     /// Serves subscribers for as long as the runtime lives.
     pub fn serve_subscribers(&self, listener: net::TcpListener) -> io::Result<()> {
         let log = self.log.clone();
-        accept(listener, move |stream| {
+        accept(listener, move |stream, peer| {
             let log = log.clone();
             async move {
                 let (mut reader, mut writer) = stream.into_split();
                 greet(&mut reader, &mut writer, "PUB").await?;
-                let (sender, subscriptions) = watch::channel(0);
+                let (sender, wishes) = watch::channel(Wishes::default());
                 tokio::select! {
-                    read = read_subscriptions(reader, &log.topic, sender) => read,
-                    written = write_news(writer, &log, subscriptions) => written,
+                    read = read_wishes(reader, &log.topic, &peer, sender) => read,
+                    written = write_news(writer, &log, wishes) => written,
                 }
             }
         })
@@ -205,14 +229,19 @@ impl Publisher {
     /// Answers requests for replays for as long as the runtime lives.
     pub fn serve_replays(&self, listener: net::TcpListener, ask: AskContent) -> io::Result<()> {
         let log = self.log.clone();
-        accept(listener, move |stream| {
+        accept(listener, move |stream, peer| {
             let (log, ask) = (log.clone(), ask.clone());
             async move {
                 let (mut reader, mut writer) = stream.into_split();
                 greet(&mut reader, &mut writer, "ROUTER").await?;
                 loop {
-                    if let Some(from) = asked(zmtp::read(&mut reader).await?) {
+                    let received = zmtp::read(&mut reader).await?;
+                    if let Some(context) = received.ping() {
+                        send(&mut writer, &zmtp::pong(context)).await?;
+                    } else if let Some(from) = asked(received) {
+                        peer.set_silent(false);
                         replay(&mut writer, &log, from, &ask).await?;
+                        peer.set_silent(true);
                     }
                 }
             }
@@ -245,23 +274,29 @@ fn batches(events: &[Event]) -> Vec<Bytes> {
 /// Accepts connections, each with a task of its own.
 fn accept<F: Future<Output = io::Result<()>> + Send>(
     listener: net::TcpListener,
-    serve: impl Fn(TcpStream) -> F + Clone + Send + Sync + 'static,
+    serve: impl Fn(TcpStream, Arc<Peer>) -> F + Clone + Send + Sync + 'static,
 ) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let listener = TcpListener::from_std(listener)?;
-    let peers = Arc::new(Semaphore::new(MAX_PEERS));
+    let peers = Arc::new(Peers::new(MAX_PEERS));
     tokio::spawn(async move {
-        while let Ok(place) = peers.clone().acquire_owned().await {
-            let Ok((stream, peer)) = listener.accept().await else {
+        loop {
+            let Ok((stream, address)) = listener.accept().await else {
                 tokio::time::sleep(ACCEPTING_AGAIN).await;
                 continue;
             };
+            let peer = Arc::new(peers.admit().await);
             let serve = serve.clone();
             tokio::spawn(async move {
-                let _place = place;
                 let _ = stream.set_nodelay(true);
-                if let Err(error) = serve(stream).await {
-                    tracing::debug!(target: "kvist::server", %peer, "a consumer of KV events is gone: {error}");
+                let alive = TcpKeepalive::new().with_time(ALIVE_AFTER).with_interval(ALIVE_EVERY);
+                let _ = SockRef::from(&stream).set_tcp_keepalive(&alive);
+                let served = tokio::select! {
+                    served = serve(stream, peer.clone()) => served,
+                    () = peer.closed() => Err(io::Error::other("another one needs its place")),
+                };
+                if let Err(error) = served {
+                    tracing::debug!(target: "kvist::server", peer = %address, "a consumer of KV events is gone: {error}");
                 }
             });
         }
@@ -277,14 +312,33 @@ async fn send(writer: &mut OwnedWriteHalf, message: &[u8]) -> io::Result<()> {
     timeout(READING_TIME, writer.write_all(message)).await?
 }
 
-/// Counts the peer's subscriptions that the topic matches.
-async fn read_subscriptions(
+/// What a subscriber wants.
+#[derive(Clone, Default)]
+struct Wishes {
+    /// Its subscriptions that the topic matches.
+    matching: u32,
+    /// How often it asked whether this end is alive, and what it said the last time: one answer serves all that were sent meanwhile.
+    n_pings: u64,
+    context: Vec<u8>,
+}
+
+/// Reads what a subscriber wants.
+async fn read_wishes(
     mut reader: OwnedReadHalf,
     topic: &[u8],
-    matching: watch::Sender<u32>,
+    peer: &Peer,
+    wishes: watch::Sender<Wishes>,
 ) -> io::Result<()> {
     loop {
-        let (is_new, prefix) = match zmtp::read(&mut reader).await? {
+        let received = zmtp::read(&mut reader).await?;
+        if let Some(context) = received.ping() {
+            wishes.send_modify(|wishes| {
+                wishes.n_pings += 1;
+                wishes.context = context.to_vec();
+            });
+            continue;
+        }
+        let (is_new, prefix) = match received {
             Received::Message(frames) => match frames.first().and_then(|frame| frame.split_first()) {
                 Some((1, prefix)) => (true, prefix.to_vec()),
                 Some((0, prefix)) => (false, prefix.to_vec()),
@@ -300,31 +354,44 @@ async fn read_subscriptions(
             },
         };
         if topic.starts_with(&prefix) {
-            matching.send_modify(|n| *n = if is_new { n.saturating_add(1) } else { n.saturating_sub(1) });
+            wishes.send_modify(|Wishes { matching, .. }| {
+                *matching = if is_new { matching.saturating_add(1) } else { matching.saturating_sub(1) };
+            });
+            peer.set_silent(wishes.borrow().matching == 0);
         }
     }
 }
 
-/// Sends what is published while the peer has a subscription.
+/// Sends what is published while the peer has a subscription, and answers its pings.
 async fn write_news(
     mut writer: OwnedWriteHalf,
     log: &Log,
-    mut subscriptions: watch::Receiver<u32>,
+    mut wishes: watch::Receiver<Wishes>,
 ) -> io::Result<()> {
     let closed = |_| io::Error::from(io::ErrorKind::ConnectionAborted);
     let mut news = log.next.subscribe();
+    // The number of the next message to send, while there is a subscription.
+    let (mut next, mut n_answered) = (None, 0);
     loop {
-        subscriptions.wait_for(|n| *n > 0).await.map_err(closed)?;
-        let mut next = *news.borrow_and_update();
-        while *subscriptions.borrow_and_update() > 0 {
-            while let Some((number, payload)) = log.from(next) {
-                send(&mut writer, &log.message(number, &payload, &[])).await?;
-                next = number + 1;
-            }
-            tokio::select! {
-                changed = news.changed() => changed.map_err(closed)?,
-                changed = subscriptions.changed() => changed.map_err(closed)?,
-            }
+        let Wishes { matching, n_pings, context } = wishes.borrow_and_update().clone();
+        if n_pings != n_answered {
+            send(&mut writer, &zmtp::pong(&context)).await?;
+            n_answered = n_pings;
+        }
+        next = match matching {
+            0 => None,
+            _ => Some(next.unwrap_or_else(|| *news.borrow_and_update())),
+        };
+        while let Some(number) = next
+            && let Some((number, payload)) = log.from(number)
+            && !wishes.has_changed().map_err(closed)?
+        {
+            send(&mut writer, &log.message(number, &payload, &[])).await?;
+            next = Some(number + 1);
+        }
+        tokio::select! {
+            changed = wishes.changed() => changed.map_err(closed)?,
+            changed = news.changed(), if next.is_some() => changed.map_err(closed)?,
         }
     }
 }
@@ -336,15 +403,15 @@ const END: [u8; 8] = [0xff; 8];
 async fn replay(writer: &mut OwnedWriteHalf, log: &Log, from: u64, ask: &AskContent) -> io::Result<()> {
     let mut next = from;
     if let Some(content) = log.content(from, ask).await {
-        let Content { until, payloads } = content;
-        if payloads.len() as u64 > until - from {
+        if !content.fits(from) {
             tracing::debug!(
                 target: "kvist::server",
                 "a consumer lost {} KV events, and what the cache has takes {} messages: it gets the first ones",
-                until - from,
-                payloads.len()
+                content.until - from,
+                content.payloads.len()
             );
         }
+        let Content { until, payloads } = content;
         let mut empty_from = from;
         for (number, payload) in (from..until).zip(&payloads) {
             send(writer, &log.message(number, payload, &[b""])).await?;

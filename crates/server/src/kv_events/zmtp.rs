@@ -11,6 +11,9 @@ const MAX_FRAME: u64 = 1024;
 /// Most frames of a message that a peer sends.
 const MAX_FRAMES: usize = 3;
 
+/// Most bytes of the context of a PING.
+const MAX_CONTEXT: usize = 16;
+
 const MORE: u8 = 1;
 const LONG: u8 = 2;
 const COMMAND: u8 = 4;
@@ -77,6 +80,24 @@ pub(super) enum Received {
     Command(Vec<u8>),
 }
 
+impl Received {
+    /// If this is a PING (ZMTP 3.1, rfc.zeromq.org/spec/37): its context, which the answer repeats.
+    pub fn ping(&self) -> Option<&[u8]> {
+        let Received::Command(command) = self else { return None };
+        // Behind the name: 2 bytes for how long the peer waits, which is its own affair.
+        let context = command.strip_prefix(b"\x04PING")?.get(2..)?;
+        (context.len() <= MAX_CONTEXT).then_some(context)
+    }
+}
+
+/// The answer to a PING.
+pub(super) fn pong(context: &[u8]) -> Vec<u8> {
+    const NAME: &[u8] = b"\x04PONG";
+    // At most 21 bytes.
+    let length = (NAME.len() + context.len()) as u8;
+    [&[COMMAND, length], NAME, context].concat()
+}
+
 /// Not cancel-safe: what was read of a message is lost.
 pub(super) async fn read(reader: &mut (impl AsyncRead + Unpin)) -> io::Result<Received> {
     let mut frames = Vec::new();
@@ -128,6 +149,19 @@ mod tests {
         assert_eq!(read_all(&message(&frames)).await.unwrap(), Received::Message(expected));
         let command = [COMMAND, 3, 2, b'H', b'I'];
         assert_eq!(read_all(&command).await.unwrap(), Received::Command(b"\x02HI".to_vec()));
+    }
+
+    #[tokio::test]
+    async fn a_ping_is_answered_with_its_context() {
+        let ping = |rest: &[u8]| Received::Command([b"\x04PING", rest].concat());
+        assert_eq!(ping(&[0, 10]).ping(), Some(&b""[..]));
+        assert_eq!(ping(&[0, 10, 7, 8]).ping(), Some(&[7, 8][..]));
+        assert_eq!(ping(&[0; 18]).ping().map(<[u8]>::len), Some(16));
+        for other in [ping(&[0]), ping(&[0; 19]), Received::Command(b"\x05READY".to_vec())] {
+            assert_eq!(other.ping(), None);
+        }
+        assert_eq!(Received::Message(vec![b"\x04PING\0\0".to_vec()]).ping(), None);
+        assert_eq!(read_all(&pong(&[7, 8])).await.unwrap(), Received::Command(b"\x04PONG\x07\x08".to_vec()));
     }
 
     /// What a peer may do to the memory: nothing.

@@ -241,3 +241,23 @@ fn all_work_together_has_its_bound() {
     assert!(peak <= work_bytes(MAX_BODY) + RESERVE_BYTES, "{peak}");
     assert!(is_free(&work, &names[0]));
 }
+
+/// Sessions of other workers are read whole, beside everything else; a quota without a bound bounds them no more than a body does.
+#[test]
+fn sessions_that_are_taken_over_are_counted() {
+    let mut config = ServerConfig::default();
+    let without = request_bytes(&config, 4096);
+    config.sessions.store = Some("redis://host/kvist".into());
+    for (max_tokens, most) in [(1000, 1000), (1 << 40, MAX_BODY as u64 / 2)] {
+        config.sessions.max_tokens = max_tokens;
+        assert_eq!(config.most_taken_over(4096), most);
+        let more = request_bytes(&config, 4096) - without;
+        // Four of them, each with tokens and as a conversation of 16 bytes a token.
+        assert!(more >= 4 * most * (4 + 16), "{more}");
+        assert_eq!(more, taking_over_bytes(most));
+    }
+    // A context may be longer than what a body has.
+    config.limits.max_body_bytes = 1024;
+    config.cache.tokens = Some(8192);
+    assert_eq!(config.most_taken_over(4096), 4096);
+}

@@ -4,8 +4,6 @@ use bytes::Bytes;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{Read, Write};
-use std::net::TcpStream;
 use zeromq::{DealerSocket, Socket, SocketRecv, SocketSend, SubSocket, ZmqMessage};
 
 fn tokens(value: &Value) -> Vec<u32> {
@@ -110,7 +108,7 @@ fn what_routers_add_is_accepted_and_other_values_are_refused() {
 }
 
 /// A message of the socket: its number, and the events.
-fn read(message: ZmqMessage, topic: &str) -> (u64, Vec<WireEvent>) {
+pub fn read(message: ZmqMessage, topic: &str) -> (u64, Vec<WireEvent>) {
     let [name, number, payload] = <[_; 3]>::try_from(message.into_vec()).expect("three frames");
     assert_eq!(name, topic);
     let number = u64::from_be_bytes(number.as_ref().try_into().unwrap());
@@ -122,7 +120,7 @@ fn read(message: ZmqMessage, topic: &str) -> (u64, Vec<WireEvent>) {
 /// An event as consumers decode it: all keys, no others.
 #[derive(Debug, Deserialize)]
 #[serde(tag = "type", deny_unknown_fields)]
-enum WireEvent {
+pub enum WireEvent {
     BlockStored {
         block_hashes: Vec<u64>,
         parent_block_hash: Option<u64>,
@@ -178,11 +176,11 @@ impl Router {
 }
 
 /// 100 tokens, which no other `from` has.
-fn prompt(from: u32) -> Vec<u32> {
+pub fn prompt(from: u32) -> Vec<u32> {
     (0..100).map(|i| 300 + (from * 997 + i * 31) % 3000).collect()
 }
 
-fn events_config() -> kvist_server::ServerConfig {
+pub fn events_config() -> kvist_server::ServerConfig {
     let mut config = config();
     config.kv_events.endpoint = Some("tcp://127.0.0.1:0".parse().unwrap());
     config.kv_events.replay_endpoint = Some("tcp://127.0.0.1:0".parse().unwrap());
@@ -192,7 +190,7 @@ fn events_config() -> kvist_server::ServerConfig {
 }
 
 /// Everything that the server has published so far, from its replay socket: any number of messages, without loss.
-async fn replayed(endpoint: &str, from: u64) -> Vec<(u64, Vec<WireEvent>)> {
+pub async fn replayed(endpoint: &str, from: u64) -> Vec<(u64, Vec<WireEvent>)> {
     let mut dealer = DealerSocket::new();
     dealer.connect(endpoint).await.unwrap();
     let request = vec![Bytes::new(), from.to_be_bytes().to_vec().into()];
@@ -317,47 +315,14 @@ fn a_router_that_starts_late_learns_everything() {
         last = Some(next);
     }
     assert!(hits > 0);
-    // One that has missed some of the newest messages is told these alone.
-    let (_, n) = learn(0);
+    // One that has missed some of the newest messages is told these alone. The last prompt's are published after its answer.
+    let (mut router, mut n) = learn(0);
+    while last.as_ref().is_some_and(|last| router.credit(last) < 96) {
+        (router, n) = learn(0);
+    }
     assert_eq!(runtime.block_on(replayed(replays, n as u64 - 1)).len(), 1);
 }
 
-/// A peer can send anything to the ports: it costs that peer its connection, and nothing else.
-#[test]
-fn a_peer_that_sends_garbage_harms_nothing() {
-    let server = Server::start(events_config());
-    let sources = server.get("/kv_event_sources").good()["0"].clone();
-    let mut greeting = [0; 64];
-    (greeting[0], greeting[9], greeting[10]) = (0xff, 0x7f, 3);
-    greeting[12..16].copy_from_slice(b"NULL");
-    let ready = b"\x04\x06\x05READY";
-    for name in ["endpoint", "replay_endpoint"] {
-        let address = sources[name].as_str().unwrap().strip_prefix("tcp://").unwrap().to_string();
-        let huge = [&[2][..], &(1u64 << 45).to_be_bytes()].concat();
-        for garbage in
-            [b"GET / HTTP/1.1\r\n\r\n".to_vec(), huge, vec![0xff; 4096], vec![1, 0, 1, 0, 1, 0, 1, 0]]
-        {
-            for begun in [&[][..], &greeting[..], &[&greeting[..], ready].concat()] {
-                let mut peer = TcpStream::connect(&address).unwrap();
-                let _ = peer.write_all(&[begun, &garbage].concat());
-                let _ = peer.shutdown(std::net::Shutdown::Write);
-                // Until the server has closed it.
-                let _ = peer.read_to_end(&mut Vec::new());
-            }
-        }
-    }
-    // A peer that asks for replays without end and reads none does not keep another from its own.
-    let replays = sources["replay_endpoint"].as_str().unwrap();
-    let mut rude = TcpStream::connect(replays.strip_prefix("tcp://").unwrap()).unwrap();
-    let request = [&[1, 0, 0, 8][..], &[0; 8]].concat();
-    let _ = rude.write_all(&[&greeting[..], ready, &request.repeat(1000)].concat());
-    let runtime = tokio::runtime::Runtime::new().unwrap();
-    let all = runtime.block_on(replayed(replays, 0));
-    assert!(matches!(&all[0].1[..], [WireEvent::AllBlocksCleared]));
-    server.get("/health").good();
-}
-
-/// Without an endpoint there are no sources, and with several names it must be said whose prompts are published.
 /// What llm-d's picker of endpoints reads: each gauge once, as a number, and integers in the labels. It tells workers apart by the topic, and
 /// takes the tier from the medium, in lower case.
 #[test]
@@ -400,6 +365,7 @@ fn an_endpoint_picker_finds_what_it_reads() {
     assert_eq!(topic.split('@').collect::<Vec<_>>(), ["kv", "10.0.0.7:8080", "tiny-rust-7m"]);
 }
 
+/// Without an endpoint there are no sources, and with several names it must be said whose prompts are published.
 #[test]
 fn events_are_off_unless_asked_for() {
     let server = Server::start(config());

@@ -10,6 +10,7 @@ mod harmony;
 mod kept;
 mod limits;
 mod live;
+mod peers;
 mod refusals;
 mod retention;
 mod scores;

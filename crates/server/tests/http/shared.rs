@@ -32,7 +32,9 @@ impl Fleet {
         let cache = &config.engine(model).paged.cache;
         let origin = Origin::new(print, WeightFormat::default(), cache, model);
         let (store, runtime) = (self.store.clone(), self.runtime.handle().clone());
-        server.state.share_sessions(SharedStore { store, runtime, deadline: PATIENCE }, &origin).unwrap();
+        let most_tokens = config.most_taken_over(model.context);
+        let store = SharedStore { store, runtime, deadline: PATIENCE, most_tokens };
+        server.state.share_sessions(store, &origin).unwrap();
         server
     }
 }

@@ -138,6 +138,28 @@ async fn a_dead_redis_fails_and_comes_back() {
     assert_eq!(store.get(&key).await.unwrap().as_deref(), Some(&b"again"[..]));
 }
 
+/// A server without room refused three writes, and then was not even asked for what it has.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_redis_still_answers() {
+    let Some(redis) = Redis::new() else { return };
+    let hour = Duration::from_secs(3600);
+    let limits = Limits { pause: hour, longest_pause: hour, ..PATIENT };
+    let store = Remote::open(&redis.url(""), limits).unwrap();
+    let keys = reference::keys(2);
+    store.put(keys[0], "K and V".into(), None).await.unwrap();
+    redis.bound(1);
+    for _ in 0..10 {
+        let error = store.put(keys[1], "more".into(), None).await.unwrap_err();
+        assert!(matches!(error, StoreError::Full { .. }), "{error}");
+    }
+    assert_eq!(store.get(&keys[0]).await.unwrap().as_deref(), Some(&b"K and V"[..]));
+    assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), 1);
+    store.remove(&keys[0]).await.unwrap();
+    redis.bound(0);
+    store.put(keys[1], "more".into(), None).await.unwrap();
+    assert_eq!(store.get(&keys[1]).await.unwrap().as_deref(), Some(&b"more"[..]));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn s3_keeps_what_the_reference_keeps() {
     let server = Arc::new(S3::default());

@@ -276,7 +276,9 @@ mod tests {
             ("nvme:1GB,order=in-turn,bw=1", TierOrder::InTurn),
             ("disk:1GB,bw=1,shared", TierOrder::Lru),
         ];
-        orders.map(|(text, order)| assert_eq!(text.parse::<TierSpec>().unwrap().order, order, "{text}"));
+        for (text, order) in orders {
+            assert_eq!(text.parse::<TierSpec>().unwrap().order, order, "{text}");
+        }
         for (text, expected) in [
             ("disk:1GB,bw=1,order=fifo", "lru or in-turn"),
             ("disk:1GB,bw=1,order=lru,order=lru", "given twice"),

@@ -53,6 +53,8 @@ pub(super) struct OneStore {
     pub store: Arc<dyn BlockStore>,
     errors: AtomicU64,
     fails: AtomicBool,
+    /// It had no room for what was written last.
+    is_full: AtomicBool,
     stragglers: Arc<Semaphore>,
     /// The smallest object that it has refused as too large.
     too_large_bytes: AtomicU64,
@@ -101,6 +103,11 @@ impl OneStore {
         tokio::time::timeout(limit, work).await.unwrap_or_else(late)
     }
 
+    /// It had room for what was written last.
+    pub(super) fn note_room(&self) {
+        self.is_full.store(false, Relaxed);
+    }
+
     /// It takes no object of so many bytes.
     pub(super) fn note_too_large(&self, bytes: u64) {
         self.too_large_bytes.fetch_min(bytes, Relaxed);
@@ -114,6 +121,17 @@ impl OneStore {
                     tracing::info!(target: "kvist::engine", "the tier {} works again", self.store.name());
                 }
                 Some(value)
+            }
+            // It has answered, so it does not fail.
+            Err(error @ StoreError::Full { .. }) => {
+                self.errors.fetch_add(1, Relaxed);
+                if !self.is_full.swap(true, Relaxed) {
+                    tracing::warn!(
+                        target: "kvist::engine",
+                        "{error}. It is still read; a Redis for blocks should evict: `maxmemory-policy allkeys-lru`"
+                    );
+                }
+                None
             }
             Err(error) => {
                 self.errors.fetch_add(1, Relaxed);
@@ -137,6 +155,7 @@ impl Stores {
             store: store.clone(),
             errors: AtomicU64::new(0),
             fails: AtomicBool::new(false),
+            is_full: AtomicBool::new(false),
             stragglers: Arc::new(Semaphore::new(STRAGGLERS)),
             too_large_bytes: AtomicU64::new(u64::MAX),
         };

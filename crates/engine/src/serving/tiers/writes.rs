@@ -170,6 +170,7 @@ impl Stores {
             one.note_too_large(length); // another attempt does not make it smaller
         }
         if one.note(WRITE, put).is_some() {
+            one.note_room();
             self.remember(key, tier);
             self.keep_written(one, &key);
         }

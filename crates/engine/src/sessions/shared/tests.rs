@@ -1,6 +1,7 @@
-//! Workers over a store in memory. `rules` has what is promised, one by one, `failures` what goes wrong, `limits` quotas and what is
-//! bounded, and `random` compares two workers with a simple model.
+//! Workers over a store in memory. `rules` has what is promised, one by one, `failures` what goes wrong, `full` a store without room,
+//! `limits` quotas and what is bounded, and `random` compares two workers with a simple model.
 mod failures;
+mod full;
 mod limits;
 mod random;
 mod rules;
@@ -20,16 +21,23 @@ use tokio::runtime::Runtime;
 struct Frames {
     frames: Mutex<BTreeMap<BlockKey, Frame>>,
     is_down: AtomicBool,
+    /// It is down, and a breaker says so.
+    is_not_asked: AtomicBool,
+    /// Nothing is written while it has so many objects, as by a Redis that evicts nothing; 0 for any number.
+    most: AtomicU64,
     /// Reads never end.
     hangs: AtomicBool,
     reads: AtomicU64,
-    /// Reads of this object wait until the value is true, and are counted.
-    gate: Mutex<Option<(BlockKey, watch::Receiver<bool>)>>,
+    /// Reads of these objects wait until the value is true, and are counted.
+    gate: Mutex<Option<(Vec<BlockKey>, watch::Receiver<bool>)>>,
     gated_reads: AtomicU64,
 }
 
 impl Frames {
     fn answer(&self) -> Result<(), StoreError> {
+        if self.is_not_asked.load(Ordering::Relaxed) {
+            return Err(StoreError::Unavailable { store: "test".into(), failures: 3, retry_ms: 1 });
+        }
         match self.is_down.load(Ordering::Relaxed) {
             false => Ok(()),
             true => {
@@ -60,7 +68,7 @@ impl FrameStore for Shelf {
                 std::future::pending::<()>().await;
             }
             let gate = self.0.gate.lock().unwrap().clone();
-            if let Some((_, mut is_open)) = gate.filter(|(gated, _)| gated == key) {
+            if let Some((_, mut is_open)) = gate.filter(|(gated, _)| gated.contains(key)) {
                 self.0.gated_reads.fetch_add(1, Ordering::Relaxed);
                 is_open.wait_for(|is_open| *is_open).await.unwrap();
             }
@@ -76,7 +84,12 @@ impl FrameStore for Shelf {
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async move {
             self.0.answer()?;
-            self.0.lock().insert(key, frame);
+            let (mut frames, most) = (self.0.lock(), self.0.most.load(Ordering::Relaxed));
+            if most > 0 && frames.len() as u64 >= most {
+                let (store, problem) = ("test".into(), "it has no room".into());
+                return Err(StoreError::Full { store, action: "write", problem });
+            }
+            frames.insert(key, frame);
             Ok(())
         })
     }
@@ -106,6 +119,9 @@ fn origin(weights: &str, tokenizer: &str) -> Origin {
 
 const LIMITS: SessionLimits =
     SessionLimits { idle: Duration::from_secs(1 << 20), max_sessions: 1000, max_tokens: 100_000 };
+
+/// A session that counts as more is not taken over.
+const MOST_TOKENS: u64 = 1000;
 
 /// A worker of a fleet.
 struct Worker {
@@ -139,7 +155,8 @@ impl Worker {
         let store: Arc<dyn BlockStore> = Arc::new(Framed::over(Shelf(frames.clone())).with_clock(clock));
         // Not a criterion: a store that hangs is told to.
         let deadline = Duration::from_secs(600);
-        let store = SharedStore { store, runtime: runtime.handle().clone(), deadline };
+        let most_tokens = MOST_TOKENS;
+        let store = SharedStore { store, runtime: runtime.handle().clone(), deadline, most_tokens };
         let shared = SharedSessions::open(store, &sessions, origin, 1000).unwrap();
         Worker { sessions, shared, runtime: runtime.handle().clone() }
     }

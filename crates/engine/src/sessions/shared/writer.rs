@@ -138,7 +138,7 @@ async fn record_all(shared: &Arc<Shared>, tasks: BTreeSet<Task>) -> BTreeSet<Tas
 
 impl Shared {
     async fn put(&self, key: BlockKey, bytes: Bytes, ttl: Duration) -> Result<(), StoreError> {
-        self.note(self.store.put(key, bytes, Some(ttl)).await)
+        self.note_written(self.store.put(key, bytes, Some(ttl)).await)
     }
 
     /// Records a session, if the store does not have it as it is here.
@@ -219,7 +219,12 @@ impl Shared {
                 self.put(place.state(stamp), bytes.clone(), settled.left).await?;
             }
         }
-        self.put(place.head(), Head::State(stamp).to_bytes(), settled.left).await?;
+        let put = self.put(place.head(), Head::State(stamp).to_bytes(), settled.left).await;
+        if matches!(put, Err(StoreError::Full { .. })) && before != Some(stamp) {
+            // The state took the last room, and no head names it.
+            let _ = self.note(self.store.remove(&place.state(stamp)).await);
+        }
+        put?;
         self.sessions.set_recorded(id, stamp, epoch, touched);
         count(&self.counters.recorded);
         if let Some(before) = before.filter(|before| *before != stamp) {
@@ -270,10 +275,15 @@ impl Shared {
         let before = self.head(&place).await?;
         // What another worker has of it expires sooner, also if its clock is somewhat behind.
         let ttl = self.sessions.limits().idle.saturating_mul(2);
-        self.put(place.head(), Head::Deleted.to_bytes(), ttl).await?;
-        if let Some(Head::State(before)) = before {
+        let put = self.put(place.head(), Head::Deleted.to_bytes(), ttl).await;
+        let is_full = matches!(put, Err(StoreError::Full { .. }));
+        if let (Some(Head::State(before)), true) = (before, put.is_ok() || is_full) {
             let _ = self.note(self.store.remove(&place.state(before)).await);
         }
-        Ok(())
+        match is_full {
+            // The state that goes makes room for the note. Until it is there, other workers find a head without a state.
+            true => self.put(place.head(), Head::Deleted.to_bytes(), ttl).await,
+            false => put,
+        }
     }
 }

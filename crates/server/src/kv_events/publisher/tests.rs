@@ -82,7 +82,7 @@ async fn lost_messages_are_replaced_by_the_content() {
             let content = publisher.content(&[]);
             Box::pin(async move {
                 tokio::task::yield_now().await;
-                Some(content)
+                Some((content, Duration::ZERO))
             })
         })
     };
@@ -96,6 +96,48 @@ async fn lost_messages_are_replaced_by_the_content() {
     // Too many to replace.
     publisher.log.kept().messages[0].0 = MAX_REPLACED + 1;
     assert_eq!(publisher.log.content(0, &ask).await, None);
+}
+
+/// The content was asked for when there were more numbers before it, for one that lacks many messages. One that lacks few of them was told
+/// to forget everything, and then the first part of what there is.
+#[tokio::test]
+async fn content_that_does_not_fit_any_more_is_asked_for_again() {
+    let publisher = Publisher::new("", 2);
+    let ask: AskContent = {
+        let publisher = publisher.clone();
+        Arc::new(move || {
+            let content = Content { until: publisher.n_messages(), payloads: vec![Bytes::new(); 3] };
+            Box::pin(async move { Some((content, Duration::ZERO)) })
+        })
+    };
+    let until = async |from: u64| publisher.log.content(from, &ask).await.map(|content| content.until);
+    (0..6).for_each(|_| publisher.publish(&[]));
+    assert_eq!(until(0).await, Some(6));
+    (0..2).for_each(|_| publisher.publish(&[]));
+    // Messages 6 and 7 are kept.
+    assert_eq!(until(3).await, Some(6), "three numbers for three messages");
+    assert_eq!(until(5).await, Some(8), "one number is too few");
+    assert_eq!(until(5).await, Some(8));
+}
+
+/// Any peer may ask for replays without end: the engine tells the content no more often than it can spare.
+#[tokio::test(start_paused = true)]
+async fn the_engine_is_left_alone_between_two_contents() {
+    let publisher = Publisher::new("", 1);
+    let ask: AskContent = {
+        let publisher = publisher.clone();
+        Arc::new(move || {
+            let content = publisher.content(&[]);
+            Box::pin(async move { Some((content, Duration::from_millis(100))) })
+        })
+    };
+    let start = Instant::now();
+    for round in 0..5 {
+        (0..2).for_each(|_| publisher.publish(&[]));
+        let both = tokio::join!(publisher.log.content(0, &ask), publisher.log.content(0, &ask));
+        assert!(both.0.is_some() && both.1.is_some());
+        assert_eq!(start.elapsed(), round * Duration::from_secs(2), "round {round}");
+    }
 }
 
 #[test]

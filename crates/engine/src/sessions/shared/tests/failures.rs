@@ -71,7 +71,8 @@ fn a_store_that_is_down_or_hangs_stops_no_request() {
     // A store that hangs is given up after the deadline.
     frames.hangs.store(true, Ordering::Relaxed);
     let store = a.shared.shared.store.clone();
-    let store = SharedStore { store, runtime: runtime.handle().clone(), deadline: Duration::from_millis(1) };
+    let (deadline, most_tokens) = (Duration::from_millis(1), MOST_TOKENS);
+    let store = SharedStore { store, runtime: runtime.handle().clone(), deadline, most_tokens };
     let sessions = SessionStore::new(LIMITS);
     let impatient = SharedSessions::open(store, &sessions, &origin("w", "t"), 1000).unwrap();
     let id = sessions.create(Timestamp::now(), &"ann".into(), NewSession::default()).unwrap().id;

@@ -252,7 +252,7 @@ fn many_requests_read_a_state_once() {
         a.shared.flush();
         let stamp = a.sessions.local(Timestamp::now(), "ann", id).unwrap().stamp;
         let (opener, gate) = watch::channel(false);
-        *frames.gate.lock().unwrap() = Some((a.shared.shared.place("ann", id).state(stamp), gate));
+        *frames.gate.lock().unwrap() = Some((vec![a.shared.shared.place("ann", id).state(stamp)], gate));
         let shared = Arc::new(b.shared);
         let requests: Vec<_> = (0..10)
             .map(|_| {
@@ -281,6 +281,65 @@ fn many_requests_read_a_state_once() {
         assert_eq!((counts.adopted, counts.unanswered), if fails { (0, 10) } else { (1, 0) });
         assert!(shared.shared.reading.lock().unwrap().is_empty());
     }
+}
+
+/// However many sessions are asked for, few states are in memory at a time, and one owner leaves a place to the others.
+#[test]
+fn few_states_are_read_at_a_time() {
+    let runtime = runtime();
+    let (a, b, frames) = two(&runtime);
+    let mut sessions: Vec<(&str, SessionId)> =
+        (0..20).map(|token| ("ann", a.create("ann", &[token]))).collect();
+    sessions.push(("bob", a.create("bob", &[1])));
+    a.shared.flush();
+    let state = |(owner, id): (&str, SessionId)| {
+        let stamp = a.sessions.local(Timestamp::now(), owner, id).unwrap().stamp;
+        a.shared.shared.place(owner, id).state(stamp)
+    };
+    let (opener, gate) = watch::channel(false);
+    *frames.gate.lock().unwrap() = Some((sessions.iter().map(|session| state(*session)).collect(), gate));
+    let shared = Arc::new(b.shared);
+    let before = frames.reads.load(Ordering::Relaxed);
+    let requests: Vec<_> = sessions
+        .iter()
+        .map(|(owner, id)| {
+            let (shared, owner, id) = (shared.clone(), Arc::from(*owner), *id);
+            runtime.spawn(async move { shared.find(&owner, id).await.map(|arrival| arrival.found) })
+        })
+        .collect();
+    // All heads, three states of ann's, and bob's.
+    let expected = sessions.len() as u64 + 4;
+    while frames.reads.load(Ordering::Relaxed) < before + expected {
+        std::thread::yield_now();
+    }
+    // The one thread of the runtime has then done all that it can do without the gate.
+    for _ in 0..100 {
+        runtime.block_on(runtime.spawn(tokio::task::yield_now())).unwrap();
+    }
+    assert_eq!(frames.reads.load(Ordering::Relaxed) - before, expected);
+    assert_eq!(frames.gated_reads.load(Ordering::Relaxed), 4);
+    opener.send_replace(true);
+    for request in requests {
+        assert_eq!(runtime.block_on(request).unwrap().unwrap(), Found::Here);
+    }
+    assert_eq!(shared.counts().adopted, 21);
+}
+
+/// A record that is longer than what memory was set aside for is not parsed; it can be deleted.
+#[test]
+fn a_long_record_is_not_taken_over() {
+    let runtime = runtime();
+    let (a, b, _) = two(&runtime);
+    // Four characters each, in a record that may have forty.
+    let [short, long] = [9_000, 11_000].map(|n| a.create("ann", &vec![999; n]));
+    a.shared.flush();
+    assert_eq!(b.tokens("ann", short).map(|tokens| tokens.len()), Some(9_000));
+    let error = b.find("ann", long).unwrap_err();
+    assert!(matches!(error, SessionError::LongRecord { max: 40_000, .. }), "{error}");
+    assert!(error.to_string().contains("max_tokens"));
+    b.delete("ann", long).unwrap();
+    b.shared.flush();
+    assert_eq!(a.find("ann", long).unwrap(), Found::Deleted);
 }
 
 /// A client that draws an id reads no state to learn that it is taken.
