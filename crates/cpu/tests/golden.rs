@@ -35,6 +35,7 @@ const LINEAR: &[(&str, u64)] = &[
     ("Iq4Xs", 0xec7d04c3a91e9e55),
     ("Mxfp4", 0x20a864ad443eaf25),
     ("Table16", 0x0f43b4c23cbb9409),
+    ("Int8", 0x95c313e9b57e444d),
 ];
 
 /// By storage of K and V.
