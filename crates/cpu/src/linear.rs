@@ -135,6 +135,8 @@ trait Format: 'static {
     const SCALES: usize;
     /// Bytes of scales that all blocks of a panel share.
     const SHARED_SCALES: usize = 0;
+    /// Whether [`multiply`](Self::multiply) reads [`InputFormat::WideCodes`]; others become wide first.
+    const IS_WIDE: bool = false;
     /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
 
@@ -395,7 +397,7 @@ impl Matrix {
         with_format!(self.encoding, F => {
             let format = F::input(compute, n);
             let tiles = compute.isa.tiles().filter(|_| format.is_tiles());
-            let becomes_wide = format == InputFormat::WideCodes && self.encoding != Encoding::Int8;
+            let becomes_wide = format == InputFormat::WideCodes && !F::IS_WIDE;
             let mut rooms = input.take_rooms(compute);
             let inputs = input.prepare(compute, format);
             // Units of about 64 KiB, so that a thread that loses its core causes little delay.

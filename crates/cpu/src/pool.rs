@@ -23,6 +23,8 @@ mod q8;
 pub(crate) mod quantised;
 mod resize;
 mod rows;
+#[cfg(test)]
+mod stored;
 mod t4;
 
 use crate::Growth;

@@ -115,6 +115,15 @@ fn what_kvist_does_not_read_is_refused() {
             |f| f.packing("sparsity_config", json!({"format": "sparse-24-bitmask"})),
             &["sparsity_config.format", "sparse-24-bitmask"],
         ),
+        (
+            "an older file",
+            |f| {
+                let packed = f.config.as_object_mut().unwrap().remove("quantization_config").unwrap();
+                f.config["compression_config"] = packed;
+                f.config["compression_config"]["format"] = json!("pack-quantized");
+            },
+            &["compression_config.format", "pack-quantized"],
+        ),
         ("another method", |f| f.packing("quant_method", json!("awq")), &["quantization_config", "awq"]),
         (
             "no scales",

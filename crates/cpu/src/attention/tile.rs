@@ -255,7 +255,7 @@ impl<'l> Layer<'l> {
         let (slots, tile, mut continues) = (read.slots, read.tile, false);
         for item in read.chain {
             if let Some(piece) = self.piece(item, slots, tile) {
-                gather.add(side, self.slabs, read.head, piece.run(item), piece.at, read.soon, &mut each);
+                gather.add((side, read.soon), self.slabs, read.head, piece.run(item), piece.at, &mut each);
                 continues = piece.seen.end < item.run.len;
             }
         }

@@ -30,6 +30,7 @@ impl Format for Int8 {
     const CODES: usize = Planes::<8, 0>::BYTES;
     const SCALES: usize = 0;
     const SHARED_SCALES: usize = 4 * LANES;
+    const IS_WIDE: bool = true;
     const PANELS: usize = 2;
 
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]) {

@@ -26,7 +26,7 @@ impl Block<'_> {
     /// Fetches the parameters that are read soon. They are few lines far apart, which no prefetcher of the processor follows.
     #[inline(always)]
     pub fn fetch_soon<S: Simd>(&self, s: S) {
-        self.soon.as_chunks::<64>().0.iter().for_each(|line| s.prefetch(line, 0));
+        self.soon.chunks(64).for_each(|line| s.prefetch(&line[0], 0));
     }
 
     /// Parameter `p` of the cell in lane `lane`.
@@ -97,18 +97,17 @@ impl<'b> Gather<'b> {
         Gather { list: [Block::default(); MAX_BLOCKS], n: 0, lanes: 0..0, at: 0, distance: 1 }
     }
 
-    /// Adds the cells `run` of `head`; the first is at place `at` in a line. If they do not continue the blocks
+    /// Adds the cells `run` of `head` of `side`; the first is at place `at` in a line. If they do not continue the blocks
     /// collected so far, `full` is called with those first, and a new stretch begins. `soon` are the rows of the same cells
     /// that are read afterwards.
     #[inline]
     pub fn add(
         &mut self,
-        side: &RowStore,
+        (side, soon): (&RowStore, Option<&RowStore>),
         slabs: &'b [Pages],
         head: usize,
         run: CellRun,
         at: usize,
-        soon: Option<&RowStore>,
         mut full: impl FnMut(&Self),
     ) {
         let shape = &side.shape;

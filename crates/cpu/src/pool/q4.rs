@@ -99,9 +99,10 @@ impl Packed for Q4 {
     ) {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
-        quads.begin::<S, R>(s, lines, query, blocks);
+        // A scale and a minimum per group.
+        quads.begin::<S, R>(s, lines, query, blocks, (n_groups, 2));
         for group in 0..n_groups {
-            quads.pack::<S, R>(s, blocks, 2 * group);
+            quads.pack::<S, R>(s, blocks, group, 2);
             let mut min = [s.splat(0.0); R];
             for (at, block) in blocks.list.iter().enumerate() {
                 let minimum = s.load_f16(&block.params.as_chunks::<32>().0[2 * group + 1]);
@@ -231,7 +232,9 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     let (per_row, per_group) = (blocks.row / 4, blocks.group / 8);
     let mut codes: [&[[u8; 64]]; B] = [&[]; B];
     for b in 0..B {
-        list[b].fetch_soon(s);
+        if query == 0 {
+            list[b].fetch_soon(s);
+        }
         codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
     }
     let mut sums = [[s.splat(0.0); B]; R];

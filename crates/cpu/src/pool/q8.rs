@@ -82,7 +82,9 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     let (per_row, per_group) = (blocks.row / 4, blocks.group / 4);
     let mut codes: [&[[u8; 64]]; B] = [&[]; B];
     for b in 0..B {
-        list[b].fetch_soon(s);
+        if query == 0 {
+            list[b].fetch_soon(s);
+        }
         codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
     }
     let mut sums = [[s.splat(0.0); B]; R];
@@ -132,7 +134,7 @@ fn columns<S: Simd, const R: usize, const C: usize>(
         }
     }
     for r in 0..R {
-        let zero = s.splat_i(i32::from(ZERO) * quads.units[r]);
+        let zero = s.splat_i(i32::from(ZERO).wrapping_mul(quads.units[r]));
         let row = sums.row(query + r, blocks.head_dim);
         for (c, sum) in row[d..].as_chunks_mut::<LANES>().0.iter_mut().enumerate().take(C) {
             let units = s.sub_i(s.add_i(s.times_256(high[r][c]), low[r][c]), zero);
@@ -173,9 +175,9 @@ impl Packed for Q8 {
     ) {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
-        quads.begin::<S, R>(s, lines, query, blocks);
+        quads.begin::<S, R>(s, lines, query, blocks, (n_groups, 1));
         for group in 0..n_groups {
-            quads.pack::<S, R>(s, blocks, group);
+            quads.pack::<S, R>(s, blocks, group, 1);
             let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
             let mut d = first;
             // Two vectors share the weights that they are multiplied with, where registers suffice.

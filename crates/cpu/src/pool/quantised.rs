@@ -5,6 +5,7 @@
 //! costs less than widening the codes.
 use super::{Block, Blocks, Lines, MAX_BLOCKS, Queries, Sums};
 use crate::arch::{LANES, Simd};
+use std::ops::Range;
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
 const LARGEST: f32 = 32_000.0;
@@ -363,20 +364,42 @@ impl PackedQuery {
     }
 }
 
+/// Parameter `param` of a block's lanes, 0 in those that are not visible: they may contain anything.
+#[inline(always)]
+fn scales_of<S: Simd>(s: S, block: &Block<'_>, seen: Range<usize>, param: usize) -> S::F {
+    let scales = s.load_f16(&block.params.as_chunks::<32>().0[param]);
+    if seen.len() == LANES {
+        return scales;
+    }
+    let mut lanes = [0.0; LANES];
+    s.store(scales, &mut lanes);
+    lanes[..seen.start].fill(0.0);
+    lanes[seen.end..].fill(0.0);
+    s.load(&lanes)
+}
+
+/// Most groups of a row whose weights are packed by bounds; rows of more groups take the slow way.
+const MAX_GROUPS: usize = 64;
+
 /// Weights of up to [`MAX_ROWS`] queries for the cells of one call, as pairs of bytes: a query's weight times the scale of
 /// the cell's group.
 ///
-/// The unit of a row and group follows from the largest weight of the row and the largest scale of the group, which take a
-/// pass per row and a pass per group. Their product is at least the largest weight times scale, so nothing overflows; where
-/// it is larger, a bit or two of the fifteen are lost.
+/// The unit of a row and group is bounded for all groups at once. With the largest scale `m[g]` of each group, `c[cell]` is the
+/// largest `scale[g][cell] / m[g]` over the groups, and `b[row]` the largest `weight[row][cell] × c[cell]`. Then no weight times scale of
+/// group `g` is larger than `b[row] × m[g]`. The bound is near: a cell with a large weight and small values, as an attention
+/// sink is, does not make the unit coarse for the others.
 pub struct Quads {
     high: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
     low: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
-    /// Per query: the weights over the largest one.
+    /// Per query: the weights over their bound.
     weights: [[[f32; LANES]; MAX_BLOCKS]; MAX_ROWS],
-    largest: [f32; MAX_ROWS],
-    /// The scales of a group, over the largest one, times [`LARGEST`].
+    bound: [f32; MAX_ROWS],
+    /// The scales of a group; before, `c`.
     scales: [[f32; LANES]; MAX_BLOCKS],
+    /// The largest scale of each group.
+    largest: [f32; MAX_GROUPS],
+    /// Whether bounds can be used.
+    bounded: bool,
     /// Per query: the value of one unit, and (`units`) the sum of the units.
     pub unit: [f32; MAX_ROWS],
     pub units: [i32; MAX_ROWS],
@@ -388,8 +411,10 @@ impl Default for Quads {
             high: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
             low: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
             weights: [[[0.0; LANES]; MAX_BLOCKS]; MAX_ROWS],
-            largest: [0.0; MAX_ROWS],
+            bound: [0.0; MAX_ROWS],
             scales: [[0.0; LANES]; MAX_BLOCKS],
+            largest: [0.0; MAX_GROUPS],
+            bounded: false,
             unit: [0.0; MAX_ROWS],
             units: [0; MAX_ROWS],
         }
@@ -397,7 +422,8 @@ impl Default for Quads {
 }
 
 impl Quads {
-    /// Takes the weights of `R` queries from `query` on.
+    /// Takes the weights of `R` queries from `query` on. The scales of group `g` of `n_groups` are parameter `g × step` of a
+    /// block.
     #[inline(always)]
     pub fn begin<S: Simd, const R: usize>(
         &mut self,
@@ -405,59 +431,75 @@ impl Quads {
         lines: &Lines<'_>,
         query: usize,
         blocks: &Blocks<'_>,
+        (n_groups, step): (usize, usize),
     ) {
         let n = blocks.list.len();
+        let line = |r: usize| {
+            let line = &lines.data[(query + r) * lines.stride + lines.at..][..n * LANES];
+            line.as_chunks::<LANES>().0
+        };
+        self.bounded = !blocks.may_have_nan && n_groups <= MAX_GROUPS;
+        if !self.bounded {
+            for r in 0..R {
+                self.weights[r][..n].copy_from_slice(line(r));
+                self.bound[r] = 1.0;
+            }
+            return;
+        }
+        // All scales are finite here.
+        self.scales[..n].fill([0.0; LANES]);
+        for group in 0..n_groups {
+            let mut largest = s.splat(0.0);
+            for (block, seen) in blocks.seen() {
+                largest = s.max(largest, scales_of(s, block, seen, group * step));
+            }
+            let largest = s.largest(largest);
+            let inverse = s.splat(if largest > 1e-30 { 1.0 / largest } else { 0.0 });
+            for ((block, seen), c) in blocks.seen().zip(&mut self.scales) {
+                let scales = s.mul(scales_of(s, block, seen, group * step), inverse);
+                s.store(s.max(s.load(c), scales), c);
+            }
+            self.largest[group] = largest;
+        }
         for r in 0..R {
-            let line =
-                &lines.data[(query + r) * lines.stride + lines.at..][..n * LANES].as_chunks::<LANES>().0;
-            let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
-            for line in *line {
+            let (mut bound, mut total) = (s.splat(0.0), s.splat(0.0));
+            for (line, c) in line(r).iter().zip(&self.scales) {
                 let weight = s.load(line);
-                largest = s.max(largest, weight);
+                bound = s.max(bound, s.mul(weight, s.load(c)));
                 total = s.add(total, weight);
             }
             // NaN survives a sum; `max` may drop it.
-            let largest = if s.sum(total).is_finite() { s.largest(largest) } else { f32::NAN };
-            let inverse = s.splat(if largest > 1e-30 { 1.0 / largest } else { 0.0 });
-            for (line, out) in line.iter().zip(&mut self.weights[r]) {
+            let bound = if s.sum(total).is_finite() { s.largest(bound) } else { f32::NAN };
+            let inverse = s.splat(if bound > 1e-30 { LARGEST / bound } else { 0.0 });
+            for (line, out) in line(r).iter().zip(&mut self.weights[r]) {
                 s.store(s.mul_nonzero(inverse, s.load(line)), out);
             }
-            self.largest[r] = largest;
+            self.bound[r] = bound;
         }
     }
 
-    /// Packs the weights of `R` queries times the scales of a group, which are parameter `scale` of the blocks.
+    /// Packs the weights of `R` queries times the scales of group `group`.
     #[inline(always)]
-    pub fn pack<S: Simd, const R: usize>(&mut self, s: S, blocks: &Blocks<'_>, scale: usize) {
-        let n = blocks.list.len();
-        let mut largest = s.splat(0.0);
+    pub fn pack<S: Simd, const R: usize>(&mut self, s: S, blocks: &Blocks<'_>, group: usize, step: usize) {
         for ((block, seen), out) in blocks.seen().zip(&mut self.scales) {
-            let mut scales = s.load_f16(&block.params.as_chunks::<32>().0[scale]);
-            if seen.len() < LANES {
-                // What is not visible may be anything.
-                s.store(scales, out);
-                out[..seen.start].fill(0.0);
-                out[seen.end..].fill(0.0);
-                scales = s.load(out);
-            }
-            largest = s.max(largest, scales);
-            s.store(scales, out);
+            s.store(scales_of(s, block, seen, group * step), out);
         }
-        let largest = s.largest(largest);
-        if blocks.may_have_nan || !largest.is_finite() {
+        let n = blocks.list.len();
+        if !self.bounded {
             return self.pack_what_may_be_nan::<S, R>(s, n);
         }
-        let normal = s.splat(if largest > 1e-30 { LARGEST / largest } else { 0.0 });
+        let largest = self.largest[group];
+        let inverse = s.splat(if largest > 1e-30 { 1.0 / largest } else { 0.0 });
         let mut units = [s.splat_i(0); R];
         for b in 0..n {
-            let scales = s.mul(s.load(&self.scales[b]), normal);
+            let scales = s.mul(s.load(&self.scales[b]), inverse);
             for r in 0..R {
                 let weights = s.load(&self.weights[r][b]);
                 units[r] = s.add_i(units[r], self.put(s, r, b, s.to_i32(s.mul(weights, scales))));
             }
         }
         for r in 0..R {
-            self.unit[r] = self.largest[r] * (largest / LARGEST);
+            self.unit[r] = self.bound[r] * (largest / LARGEST);
             self.units[r] = s.sum(s.to_f32(units[r])) as i32; // below 2²⁴: exact
         }
     }
@@ -480,7 +522,7 @@ impl Quads {
                 let n = s.to_i32(s.mul(weight, inverse));
                 units = s.add_i(units, self.put(s, r, b, if broken { s.splat_i(0) } else { n }));
             }
-            self.unit[r] = self.largest[r] * split.unit;
+            self.unit[r] = self.bound[r] * split.unit;
             self.units[r] = s.sum(s.to_f32(units)) as i32;
         }
     }
@@ -508,3 +550,6 @@ impl Quads {
         (at(&self.high[row]), at(&self.low[row]))
     }
 }
+
+#[cfg(test)]
+mod tests;

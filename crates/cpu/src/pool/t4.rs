@@ -131,8 +131,8 @@ impl Packed for T4 {
         quads: &mut Quads,
     ) {
         let head_dim = blocks.head_dim;
-        quads.begin::<S, R>(s, lines, query, blocks);
-        quads.pack::<S, R>(s, blocks, 0);
+        quads.begin::<S, R>(s, lines, query, blocks, (1, 1));
+        quads.pack::<S, R>(s, blocks, 0, 1);
         let half = head_dim.div_ceil(2);
         // Whole vectors of both halves; the high half may be shorter by one element.
         let whole = head_dim / 2 / LANES * LANES;
@@ -157,7 +157,7 @@ impl Packed for T4 {
                 }
             }
             for r in 0..R {
-                let (unit, zero) = (s.splat(quads.unit[r]), s.splat_i(ZERO * quads.units[r]));
+                let (unit, zero) = (s.splat(quads.unit[r]), s.splat_i(ZERO.wrapping_mul(quads.units[r])));
                 let row = sums.row(query + r, head_dim);
                 for (at, high, low) in [(j, acc[r][0], acc[r][1]), (half + j, acc[r][2], acc[r][3])] {
                     let units = s.to_f32(s.sub_i(s.add_i(s.times_256(high), low), zero));
@@ -233,7 +233,9 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     let (per_row, outliers) = (blocks.row / 4, blocks.group / 4);
     let mut codes: [&[[u8; 64]]; B] = [&[]; B];
     for b in 0..B {
-        list[b].fetch_soon(s);
+        if query == 0 {
+            list[b].fetch_soon(s);
+        }
         codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
     }
     let mut sums = [[s.splat(0.0); B]; R];

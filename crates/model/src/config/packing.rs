@@ -22,8 +22,10 @@ pub(super) enum Packing {
 impl Packing {
     /// How the weights are packed, if they are. `whole` is the file, `fields` are those of the text model.
     pub fn of(whole: &Fields<'_>, fields: &Fields<'_>, traits: &Traits) -> Result<Option<Self>, Error> {
-        let field = "quantization_config";
-        let Some(packed) = whole.get(field).or(fields.get(field)) else { return Ok(None) };
+        // Older files of compressed-tensors have the second name.
+        let fields_of = |name| whole.get(name).or(fields.get(name)).map(|packed| (name, packed));
+        let found = fields_of("quantization_config").or_else(|| fields_of("compression_config"));
+        let Some((field, packed)) = found else { return Ok(None) };
         let method = packed.get("quant_method").and_then(Value::as_str).unwrap_or("no quant_method");
         match method {
             "mxfp4" if traits.family == Family::GptOss => Ok(Some(Packing::Mxfp4)),

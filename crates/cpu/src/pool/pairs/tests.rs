@@ -1,7 +1,7 @@
 //! Products of pairs against sums in f64, and the errors of exact ones against those of sums in f32.
 use super::*;
-use crate::pool::rows::param_at;
-use crate::pool::{Block, Codec, Geometry};
+use crate::pool::stored::{Stored, float};
+use crate::pool::{Block, Geometry};
 use half::f16;
 use kvist_device::Side;
 use kvist_testing::SplitMix64;
@@ -22,58 +22,9 @@ fn each(dtype: DType) -> Vec<(Isa, Products)> {
     all
 }
 
-fn float(random: &mut SplitMix64) -> f32 {
-    (random.unit() * 2.0 - 1.0) as f32
-}
-
-/// Blocks of random rows, as one head of a pool stores them.
-struct Stored {
-    geometry: Geometry,
-    codes: Vec<u8>,
-    params: Vec<u8>,
-    /// What the stored rows are.
-    rows: Vec<Vec<f32>>,
-}
-
-impl Stored {
-    fn new(side: Side, storage: &str, head_dim: usize, n_blocks: usize, random: &mut SplitMix64) -> Self {
-        let geometry = Geometry::new(side, storage.parse().unwrap(), 1, head_dim as u32);
-        let mut stored = Stored {
-            geometry,
-            codes: vec![0; n_blocks * geometry.block_codes()],
-            params: vec![0; n_blocks * geometry.block_params()],
-            rows: Vec::new(),
-        };
-        let (mut codes, mut params) = (vec![0; geometry.row], vec![f16::ZERO; geometry.params]);
-        for cell in 0..n_blocks * LANES {
-            let row: Vec<f32> =
-                (0..head_dim).map(|_| float(random) * 2f32.powi(random.below(8) as i32 - 4)).collect();
-            let mut decoded = vec![0.0; head_dim];
-            with_codec!(geometry.storage.dtype, C => {
-                assert!(C::encode(&row, geometry.group, &mut codes, &mut params));
-                C::decode(&codes, &params, geometry.group, &mut decoded);
-            });
-            let (block, lane) = (cell / LANES, cell % LANES);
-            geometry.scatter(&mut stored.codes[block * geometry.block_codes()..], lane, &codes);
-            for (p, param) in params.iter().enumerate() {
-                let at = block * geometry.block_params() + param_at(p, lane).start;
-                stored.params[at..at + 2].copy_from_slice(&param.to_le_bytes());
-            }
-            stored.rows.push(decoded);
-        }
-        stored
-    }
-
-    fn block(&self, i: usize) -> Block<'_> {
-        let part = |bytes: &'_ [u8], len: usize| i * len..(i + 1) * len.min(bytes.len());
-        let codes = &self.codes[part(&self.codes, self.geometry.block_codes())];
-        let params = &self.params[part(&self.params, self.geometry.block_params())];
-        Block { codes, params, ahead: 64, soon: &[] }
-    }
-
-    fn shape(&self) -> Shape {
-        Shape { head_dim: self.geometry.head_dim, row: self.geometry.row, group: self.geometry.group }
-    }
+fn shape(stored: &Stored) -> Shape {
+    let Geometry { head_dim, row, group, .. } = stored.geometry;
+    Shape { head_dim, row, group }
 }
 
 /// The errors of sums of products, of pairs and in f32 one after the other, over the sum of the magnitudes.
@@ -139,7 +90,7 @@ fn scores_are_products() {
                 let keys = Stored::new(Side::K, storage, head_dim, n_blocks, &mut random);
                 let dtype = keys.geometry.storage.dtype;
                 let list: Vec<Block<'_>> = (0..n_blocks).map(|i| keys.block(i)).collect();
-                let Shape { row, group, .. } = keys.shape();
+                let Shape { row, group, .. } = shape(&keys);
                 let blocks = Blocks {
                     head_dim,
                     group,
@@ -240,7 +191,7 @@ fn sums_are_products() {
                             Weights { data: &lines[query * stride..], stride, at, valid: valid.clone() };
                         let sums = Sums { n, data, first: 0, stride: state };
                         let room = Room { packed: &mut packed, split: &mut split };
-                        accumulate(products, dtype, (&places, values.shape()), weights, sums, room);
+                        accumulate(products, dtype, (&places, shape(&values)), weights, sums, room);
                     };
                     let mut sums = before.clone();
                     run(0, n, &mut sums);
