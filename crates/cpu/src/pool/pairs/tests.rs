@@ -2,7 +2,6 @@
 use super::*;
 use crate::pool::stored::{Stored, float};
 use crate::pool::{Block, Geometry};
-use half::f16;
 use kvist_device::Side;
 use kvist_testing::SplitMix64;
 

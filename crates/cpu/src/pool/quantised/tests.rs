@@ -6,6 +6,7 @@ use crate::pool::stored::{Stored, float};
 use crate::pool::{Sums, accumulate as weigh};
 use kvist_device::Side;
 use kvist_testing::SplitMix64;
+use std::ops::Range;
 
 const STORAGES: [&str; 5] = ["q8", "q8-64", "q4", "q4-64", "t4"];
 

@@ -25,8 +25,8 @@ pub(super) struct Name {
     pub told: Option<Arc<TierBlock>>,
 }
 
-/// Of a cached block in the table of names, which has up to twice as many places as entries.
-pub(super) const NAME_BYTES: u64 = 2 * (size_of::<(u32, Name)>() as u64 + 1);
+/// Of a cached block in the table of names. Such a table doubles its places when seven eighths are taken: it has up to 16 for 7 entries.
+pub(super) const NAME_BYTES: u64 = (16 * (size_of::<(u32, Name)>() as u64 + 1)).div_ceil(7);
 
 impl TierDriver {
     /// The number of a cached block.
