@@ -48,14 +48,14 @@ const ATTENTION: &[(&str, u64)] = &[
     ("bf16-rot", 0xda75ab339d87eead),
     ("q8", 0x818cf3cb5350e385),
     ("q8-rot", 0xf215d02df45651d0),
-    ("q8-64", 0x8aaf7ab0ae1957dd),
-    ("q8-64-rot", 0x354f6b017ee8777d),
+    ("q8-64", 0xd97184148a9e431c),
+    ("q8-64-rot", 0x996ff79f981da009),
     ("q4", 0xef1063e344ff6cf0),
     ("q4-rot", 0x9e73fb6a28341e89),
-    ("q4-64", 0xc8a94c9a509c7ae0),
-    ("q4-64-rot", 0xc4a05d3bf6c5c9b5),
-    ("t4", 0x2fe2ea2a4ed05f99),
-    ("t4-o", 0x9aa6781f56526572),
+    ("q4-64", 0x2aed9e825da52528),
+    ("q4-64-rot", 0x01b88eff13b5007c),
+    ("t4", 0xe70161e2923dea84),
+    ("t4-o", 0xa34c2606e35f8e0f),
 ];
 
 /// FNV-1a.

@@ -18,7 +18,7 @@ fn scales_of<S: Simd>(s: S, block: &Block<'_>, seen: Range<usize>, param: usize)
     s.load(&lanes)
 }
 
-/// Most groups of a row whose weights are packed by bounds; rows of more groups take the slow way.
+/// Most groups of a row whose weights are packed by bounds.
 const MAX_GROUPS: usize = 64;
 
 /// Weights of up to [`MAX_ROWS`] queries for the cells of one call, as pairs of bytes: a query's weight times the scale of
@@ -78,7 +78,8 @@ impl Quads {
             let line = &lines.data[(query + r) * lines.stride + lines.at..][..n * LANES];
             line.as_chunks::<LANES>().0
         };
-        self.bounded = !blocks.may_have_nan && n_groups <= MAX_GROUPS;
+        // Of a single group the largest product itself takes no longer to find.
+        self.bounded = !blocks.may_have_nan && (2..=MAX_GROUPS).contains(&n_groups);
         if !self.bounded {
             for r in 0..R {
                 self.weights[r][..n].copy_from_slice(line(r));
@@ -126,7 +127,7 @@ impl Quads {
         }
         let n = blocks.list.len();
         if !self.bounded {
-            return self.pack_what_may_be_nan::<S, R>(s, n);
+            return self.pack_by_largest::<S, R>(s, n);
         }
         let largest = self.largest[group];
         let inverse = s.splat(if largest > 1e-30 { 1.0 / largest } else { 0.0 });
@@ -144,9 +145,10 @@ impl Quads {
         }
     }
 
-    /// The same where cells that a query does not see may have scales that are no numbers: only those that it sees count.
+    /// The same by the largest product, row by row. Cells that a query does not see may have scales that are no numbers: only those
+    /// that it sees count.
     #[inline(always)]
-    fn pack_what_may_be_nan<S: Simd, const R: usize>(&mut self, s: S, n: usize) {
+    fn pack_by_largest<S: Simd, const R: usize>(&mut self, s: S, n: usize) {
         for r in 0..R {
             let (mut largest, mut total) = (s.splat(0.0), s.splat(0.0));
             for b in 0..n {
