@@ -34,7 +34,7 @@ pub trait FrameStore: Send + Sync {
     fn read<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Frame>, StoreError>>;
 
     /// Waits, for as long as it takes, until a frame of so many bytes can be written at once, and holds its place while it is.
-    /// [`Guarded`](crate::Guarded) calls it before the time limit of a write begins.
+    /// `Guarded` calls it before the time limit of a write begins.
     fn turn<'a>(&'a self, bytes: u64) -> BoxFuture<'a, Turn> {
         let _ = bytes;
         Box::pin(std::future::ready(Turn(None)))

@@ -27,7 +27,7 @@ pub struct EngineConfig {
     pub tenants: Vec<Arc<str>>,
     /// Record the logs from which a run can be replayed. Watchers collect them.
     pub record: bool,
-    /// Observers of every step; see [`Engine::add_watcher`].
+    /// Observers of every step; see [`Engine::add_watcher`](super::Engine::add_watcher).
     pub watchers: Vec<Box<dyn Watcher>>,
     /// Largest number of draft tokens in a step, over all its requests. The memory plan has logits for so many more rows.
     pub max_draft_tokens: u32,
