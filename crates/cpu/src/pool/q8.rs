@@ -17,7 +17,7 @@
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
 use super::quantised::{
-    MAX_ROWS, Packed, Units, byte_of, packed_products, param, put_scores, scores_in_pairs,
+    MAX_ROWS, Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, scores_in_pairs,
 };
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -78,15 +78,8 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     lines: &mut Lines<'_>,
 ) {
     let packed = &queries.packed[query..query + R];
-    let Some(list) = blocks.list[at..].first_chunk::<B>() else { return };
+    let Some((list, codes)) = blocks_at::<S, B>(s, blocks, query, at) else { return };
     let (per_row, per_group) = (blocks.row / 4, blocks.group / 4);
-    let mut codes: [&[[u8; 64]]; B] = [&[]; B];
-    for b in 0..B {
-        if query == 0 {
-            list[b].fetch_soon(s);
-        }
-        codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
-    }
     let mut sums = [[s.splat(0.0); B]; R];
     for group in 0..blocks.head_dim.div_ceil(blocks.group) {
         let mut units = Units::<S, R, B>::new(s);

@@ -81,6 +81,28 @@ macro_rules! scores_in_pairs {
 }
 pub(super) use scores_in_pairs;
 
+/// Four codes of every cell of a block.
+type Line = [u8; 4 * LANES];
+
+/// `B` blocks from block `at` on, and the lines of their codes: four of every cell. The first queries fetch what is read soon.
+#[inline(always)]
+pub fn blocks_at<'l, S: Simd, const B: usize>(
+    s: S,
+    blocks: &Blocks<'l>,
+    query: usize,
+    at: usize,
+) -> Option<(&'l [Block<'l>; B], [&'l [Line]; B])> {
+    let list = blocks.list[at..].first_chunk::<B>()?;
+    let mut codes: [&[Line]; B] = [&[]; B];
+    for b in 0..B {
+        if query == 0 {
+            list[b].fetch_soon(s);
+        }
+        codes[b] = &list[b].codes.as_chunks::<64>().0[..blocks.row / 4];
+    }
+    Some((list, codes))
+}
+
 /// Writes the scores of `R` queries over `B` blocks from block `at` on.
 #[inline(always)]
 pub fn put_scores<S: Simd, const R: usize, const B: usize>(

@@ -18,7 +18,9 @@
 //! Levels are looked up as unsigned bytes with 128 added, so that they can use the integer dot products of `q8`.
 //!
 //! Values that do not fit f16 saturate. A NaN or an infinity makes its row NaN, so that the error remains visible.
-use super::quantised::{Packed, Units, byte_of, packed_products, param, put_scores, scores_in_pairs};
+use super::quantised::{
+    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, scores_in_pairs,
+};
 use super::{Blocks, Codec, Lines, Q8, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
@@ -229,15 +231,8 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     lines: &mut Lines<'_>,
 ) {
     let packed = &queries.packed[query..query + R];
-    let Some(list) = blocks.list[at..].first_chunk::<B>() else { return };
+    let Some((list, codes)) = blocks_at::<S, B>(s, blocks, query, at) else { return };
     let (per_row, outliers) = (blocks.row / 4, blocks.group / 4);
-    let mut codes: [&[[u8; 64]]; B] = [&[]; B];
-    for b in 0..B {
-        if query == 0 {
-            list[b].fetch_soon(s);
-        }
-        codes[b] = &list[b].codes.as_chunks::<64>().0[..per_row];
-    }
     let mut sums = [[s.splat(0.0); B]; R];
     // Outliers have a byte each, and are the first group if there are any.
     if outliers > 0 {
