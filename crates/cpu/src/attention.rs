@@ -50,15 +50,13 @@ pub const SPLIT: u32 = 1024;
 const UNIT_ROWS: usize = 256;
 /// Query rows whose scores are kept at once.
 const BLOCK_ROWS: usize = 32;
-/// Cells per tile. Up to `LONG_TILE_ROWS` query rows use the longer tile, so that per-tile work is done less often.
+/// Cells per tile. Up to `LONG_TILE_ROWS` query rows use the longer tile, so that per-tile work is done less often. So do products
+/// of pairs, which want many rows and cells: all rows of a unit are then one block.
 const TILE: usize = 64;
 const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
-/// The same with products of pairs, which want many rows and cells. All rows of a unit are then one block.
-const WIDE_TILE: usize = 128;
 /// Fewest rows that read the same cells for rounded products of pairs.
 const FAST_ROWS: usize = 64;
-const WIDE_LONG_TILE_ROWS: usize = 64;
 
 /// Attention of one layer.
 pub struct Layer<'l> {
@@ -305,8 +303,7 @@ impl<'l> Layer<'l> {
         let n_rows = rows.n_slots * self.per_kv();
         let pairs = [self.keys, self.values].iter().any(|side| self.pairs(compute, side, rows).is_some());
         let (len, block_rows) = match pairs {
-            true if n_rows <= WIDE_LONG_TILE_ROWS => (LONG_TILE, n_rows),
-            true => (WIDE_TILE, n_rows),
+            true => (LONG_TILE, n_rows),
             false if n_rows <= LONG_TILE_ROWS => (LONG_TILE, BLOCK_ROWS),
             false => (TILE, BLOCK_ROWS),
         };

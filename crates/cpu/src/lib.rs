@@ -14,6 +14,7 @@
 #[allow(unsafe_code)]
 pub mod arch;
 mod attention;
+mod buffer;
 mod device;
 mod element;
 mod experts;

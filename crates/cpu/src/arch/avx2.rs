@@ -293,6 +293,11 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
+    fn as_floats(self, x: I) -> F {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe { [_mm256_castsi256_ps(x[0]), _mm256_castsi256_ps(x[1])] }
+    }
+    #[inline(always)]
     fn load_i(self, x: &[u32; 16]) -> I {
         // SAFETY: `detect` checked the CPU features; the array is as long as both vectors.
         unsafe {

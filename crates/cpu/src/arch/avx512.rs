@@ -88,6 +88,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         over_256(x: I) -> I = _mm512_srai_epi32::<8>(x);
         to_f32(x: I) -> F = _mm512_cvtepi32_ps(x);
         to_i32(x: F) -> I = _mm512_cvtps_epi32(x);
+        as_floats(x: I) -> F = _mm512_castsi512_ps(x);
         sum(x: F) -> f32 = _mm512_reduce_add_ps(x);
         largest(x: F) -> f32 = _mm512_reduce_max_ps(x);
     }
@@ -125,6 +126,20 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe {
             let tiny = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(n, _mm512_set1_ps(-126.0));
             _mm512_mask_mov_ps(_mm512_scalef_ps(a, n), tiny, _mm512_setzero_ps())
+        }
+    }
+    // With instructions that take the fraction, of −∞ too, and round the exponent down.
+    #[inline(always)]
+    fn exp2_for_bf16(self, x: F) -> F {
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
+            let p = self.fma(self.splat(0.078_024_52), f, self.splat(0.226_067_17));
+            let p = self.fma(p, f, self.splat(0.695_833_53));
+            let p = self.fma(p, f, self.splat(0.999_925_22));
+            // Not less: NaN stays.
+            let some = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
+            _mm512_maskz_scalef_ps(some, p, x)
         }
     }
     #[inline(always)]

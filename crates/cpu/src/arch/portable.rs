@@ -170,6 +170,10 @@ impl Simd for Portable {
         each(|i| f32::from_bits(x[i].to_bits() & 0xffff_0000))
     }
     #[inline(always)]
+    fn as_floats(self, x: I) -> F {
+        each(|i| f32::from_bits(x[i].cast_unsigned()))
+    }
+    #[inline(always)]
     fn load_i(self, x: &[u32; 16]) -> I {
         each(|i| x[i].cast_signed())
     }

@@ -9,7 +9,7 @@
 //!
 //! So it computes the scores twice more, and no weighted values. The order of additions depends on the step's queries and
 //! not on the threads.
-use super::softmax::{self, NO_SCORE};
+use super::softmax::{self, Form, NO_SCORE};
 use super::tile::Tile;
 use super::{EXTRA, Layer, Rows, SPLIT, Scratch, ThreadScratch};
 use crate::Compute;
@@ -83,8 +83,9 @@ impl Layer<'_> {
                     let first = (slots.start as usize - rows.first_slot) * per_kv;
                     let of_block = first..first + slots.len() * per_kv;
                     let states = &mut states[of_block.start * EXTRA..of_block.end * EXTRA];
-                    if self.weights(compute, rows, &slots, tile, (&mut *states, 0), scratch).is_some() && add
-                    {
+                    let part = self.part(rows, &slots, tile);
+                    let weights = self.weights(compute, part, Form::Floats, (&mut *states, 0), scratch);
+                    if weights.is_some() && add {
                         self.add_weights(
                             compute,
                             (slots, tile),

@@ -1,15 +1,17 @@
 //! Scratch memory of attention, reserved once for the largest step of the largest layer.
 use super::tile_items::TileItems;
-use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS, WIDE_LONG_TILE_ROWS, WIDE_TILE};
+use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::Compute;
 use crate::arch::LANES;
+use crate::buffer::Buffer;
 use crate::pool::pairs::{self, Products};
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
 
-/// Floats of a row's state in addition to its sums: a norm per lane, and the maximum.
-pub const EXTRA: usize = LANES + 1;
+/// Floats of a row's state in addition to its sums: a norm per lane, and the maximum, which takes a vector so that the next row
+/// begins at a cache line.
+pub const EXTRA: usize = 2 * LANES;
 /// Floats before and after a tile in a line of scores.
 pub const PAD: usize = LANES;
 
@@ -18,24 +20,24 @@ pub const SPARE: usize = 2 * PAD;
 
 /// Scratch of one thread.
 pub struct ThreadScratch {
-    pub row: Vec<f32>,     // [head_dim]
-    pub queries: Vec<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
+    pub row: Buffer<f32>,     // [head_dim]
+    pub queries: Buffer<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
     pub packed: Vec<PackedQuery>,
-    pub plain: Vec<f32>, // [rows of a unit, head_dim in whole vectors], if recent keys are read in f16
-    pub partial: Vec<f32>, // [rows of a unit, head_dim + EXTRA]
-    pub lines: Vec<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
+    pub plain: Buffer<f32>, // [rows of a unit, head_dim in whole vectors], if recent keys are read in f16
+    pub partial: Buffer<f32>, // [rows of a unit, head_dim + EXTRA]
+    pub lines: Buffer<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
     pub tile_items: TileItems,
     pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
     // For products of pairs of bf16.
-    pub split_queries: Vec<u32>,
-    pub packed_tiles: Vec<u32>,
-    pub weight_tiles: Vec<u32>,
+    pub split_queries: Buffer<u32>,
+    pub packed_tiles: Buffer<u32>,
+    pub weight_tiles: Buffer<u32>,
 }
 
 /// Scratch of all threads.
 pub struct Scratch {
-    pub states: Vec<f32>, // [units][rows of a unit][head_dim + EXTRA]
+    pub states: Buffer<f32>, // [units][rows of a unit][head_dim + EXTRA]
     pub threads: Vec<ThreadScratch>,
     /// Of [`Layer::mass`](super::Layer::mass): empty until it is asked for, and outside the budget. 4 bytes per KV head and
     /// visible cell of a sequence, eight times that for prompts.
@@ -96,10 +98,7 @@ impl Sizes {
         let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
         let lines = match any {
             None => lines,
-            Some(_) => {
-                let wide = WIDE_LONG_TILE_ROWS.min(unit_rows) * line(LONG_TILE);
-                lines.max(unit_rows * line(WIDE_TILE)).max(wide)
-            }
+            Some(_) => lines.max(unit_rows * line(LONG_TILE)),
         };
         Some(Sizes {
             states: filled.min(rows.max(1).checked_mul(2)?).max(split).checked_mul(state)?,
@@ -125,17 +124,14 @@ impl Sizes {
     }
 
     fn bytes(&self) -> Option<u64> {
-        let floats = self
-            .queries
-            .checked_add(self.partial)?
-            .checked_add(self.lines + self.head_dim + self.weights)?
-            .checked_add(self.plain)?
-            .checked_add(self.split_queries + self.packed_tiles + self.weight_tiles)?
-            .checked_mul(4)?;
+        let add = |total: usize, n: usize| total.checked_add(Buffer::<f32>::bytes(n)?);
+        let floats = [self.head_dim, self.queries, self.plain, self.partial, self.lines];
+        let pairs = [self.split_queries, self.packed_tiles, self.weight_tiles];
+        let buffers = floats.into_iter().chain(pairs).try_fold(0, add)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
-        let thread = floats.checked_add(packed)?.checked_add(size_of::<Quads>())?;
-        let thread = thread.checked_add(TileItems::bytes(self.slots))?;
-        let all = self.states.checked_mul(4)?.checked_add(thread.checked_mul(self.threads)?)?;
+        let thread = buffers.checked_add(self.weights.checked_mul(4)?)?.checked_add(packed)?;
+        let thread = thread.checked_add(size_of::<Quads>() + TileItems::bytes(self.slots))?;
+        let all = Buffer::<f32>::bytes(self.states)?.checked_add(thread.checked_mul(self.threads)?)?;
         u64::try_from(all).ok()
     }
 }
@@ -174,15 +170,9 @@ impl Scratch {
 
     fn of(sizes: &Sizes, reservation: Reservation) -> Result<Self, DeviceError> {
         let bytes = sizes.bytes().ok_or_else(overflow)?;
-        fn buffer<T: Copy + Default>(n: usize, bytes: u64) -> Result<Vec<T>, DeviceError> {
-            let mut all = Vec::new();
-            let refused = |_| DeviceError::OutOfMemory { what: "scratch", bytes };
-            all.try_reserve_exact(n).map_err(refused)?;
-            all.resize(n, T::default());
-            Ok(all)
-        }
-        let floats = |n: usize| buffer::<f32>(n, bytes);
-        let pairs = |n: usize| buffer::<u32>(n, bytes);
+        let refused = |_| DeviceError::OutOfMemory { what: "scratch", bytes };
+        let floats = |n: usize| Buffer::<f32>::new(n).map_err(refused);
+        let pairs = |n: usize| Buffer::<u32>::new(n).map_err(refused);
         let thread = |_| {
             Ok(ThreadScratch {
                 row: floats(sizes.head_dim)?,

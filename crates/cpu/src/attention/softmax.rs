@@ -36,13 +36,23 @@ pub fn sum(lanes: &[f32]) -> f32 {
     ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]))
 }
 
+/// What weights become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Form {
+    /// They stay f32.
+    Floats,
+    /// Rounded to pairs of bf16, as [`RoundWeights`](crate::pool::pairs::RoundWeights) does.
+    Pairs,
+}
+
 /// Turns scores into weights and updates the states.
 pub struct Softmax<'s> {
-    /// One line per row, `stride` apart. The tile's scores are in `vectors`, in units of [`LANES`].
+    /// One line per row, `stride` apart. The tile's scores are in `vectors`, in units of [`LANES`]: an even number for pairs.
     pub lines: &'s mut [f32],
     pub stride: usize,
     pub vectors: std::ops::Range<usize>,
     pub softcap: Option<f32>,
+    pub form: Form,
     /// One state per row: `head_dim` sums, norms by lane, maximum.
     pub states: &'s mut [f32],
     pub head_dim: usize,
@@ -93,16 +103,39 @@ impl Kernel for Softmax<'_> {
                 }
                 tail.iter_mut().for_each(|x| *x *= factor);
             }
-            let (top, one) = (s.splat(max[0]), s.splat(1.0));
-            for scores in vectors {
-                let (mantissa, exponent) = s.exp2_parts(s.max(floor, s.load(scores)));
-                let weight = s.scale_by_power(s.add(mantissa, one), s.sub(exponent, top));
-                norm = s.add(norm, weight);
-                s.store(weight, scores);
-            }
+            let top = s.splat(max[0]);
+            norm = match self.form {
+                Form::Floats => floats(s, vectors, top, norm),
+                Form::Pairs => pairs(s, vectors, top, norm),
+            };
             s.store(norm, norms);
         }
     }
+}
+
+/// Turns the scores of a row into weights relative to the maximum `top`. Returns the norm with them.
+#[inline(always)]
+fn floats<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, mut norm: S::F) -> S::F {
+    let (floor, one) = (s.splat(FLOOR), s.splat(1.0));
+    for scores in vectors {
+        let (mantissa, exponent) = s.exp2_parts(s.max(floor, s.load(scores)));
+        let weight = s.scale_by_power(s.add(mantissa, one), s.sub(exponent, top));
+        norm = s.add(norm, weight);
+        s.store(weight, scores);
+    }
+    norm
+}
+
+/// The same, and the weights become pairs, so they need no more than its bits.
+#[inline(always)]
+fn pairs<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, mut norm: S::F) -> S::F {
+    for [even, odd] in vectors.as_chunks_mut().0 {
+        let a = s.exp2_for_bf16(s.sub(s.load(even), top));
+        let b = s.exp2_for_bf16(s.sub(s.load(odd), top));
+        norm = s.add(s.add(norm, a), b);
+        s.store(s.as_floats(s.round_pairs(a, b)), even);
+    }
+    norm
 }
 
 /// `log₂ e · cap · tanh(x)`, where x is the score over `cap`.

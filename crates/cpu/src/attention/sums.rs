@@ -33,7 +33,7 @@ fn between(borders: &Borders, first: u32) -> impl Iterator<Item = Range<u32>> + 
 
 impl<'l> Layer<'l> {
     /// Adds the values of all cells of a tile, weighted by the lines of `scratch`, to `states`, which begin at the first
-    /// row. `valid` are the vectors of a line that contain weights.
+    /// row. `valid` are the vectors of a line that contain weights, as pairs if they are rounded.
     pub(super) fn sums_of_pairs(
         &self,
         products: Products,
@@ -45,14 +45,14 @@ impl<'l> Layer<'l> {
         let TileRows { slots, tile, stride, .. } = part;
         let ThreadScratch { tile_items, lines, packed_tiles, weight_tiles, .. } = scratch;
         let borders = self.borders(tile_items, slots, tile);
-        let n_groups = tile.indices.len().div_ceil(STEP);
+        let first_place = tile.place(tile.indices.start);
+        let group = |vector: usize| (vector * LANES - first_place) / STEP;
         let mut places = Places::new();
         let mut sum = |slots: Range<u32>, groups: &Range<usize>, places: &Places<'l>| {
             let first = (slots.start - part.slots.start) as usize * self.per_kv();
             let n = slots.len() * self.per_kv();
-            let at = tile.place(tile.indices.start) + groups.start * STEP;
-            let valid = valid.start.max(at / LANES) - at / LANES..valid.end.max(at / LANES) - at / LANES;
-            let weights = Weights { data: &lines[first * stride..], stride, at, valid };
+            let at = first_place + groups.start * STEP;
+            let weights = Weights { data: &lines[first * stride..], stride, at };
             let state = self.state();
             let sums = Sums { n, data: &mut *states, first: first * state, stride: state };
             let group = self.values.shape.group;
@@ -67,9 +67,9 @@ impl<'l> Layer<'l> {
                 room,
             );
         };
-        let mut start = 0;
-        while start < n_groups {
-            let same = borders[start..n_groups].iter().take_while(|b| **b == borders[start]).count();
+        let (mut start, end) = (group(valid.start), group(valid.end));
+        while start < end {
+            let same = borders[start..end].iter().take_while(|b| **b == borders[start]).count();
             let groups = start..start + same;
             start = groups.end;
             for slots in between(&borders[groups.start], slots.start) {

@@ -5,11 +5,11 @@
 //! those places are saved and restored.
 use super::recent::{RecentScores, RecentSums, TileReads};
 use super::scratch::{PAD, SPARE, ThreadScratch};
-use super::softmax::Softmax;
+use super::softmax::{Form, Softmax};
 use super::{Layer, Rows};
 use crate::Compute;
 use crate::arch::{Isa, LANES};
-use crate::pool::pairs::{self, Asked, Products, SplitQueries};
+use crate::pool::pairs::{self, Asked, Precision, Products, RoundWeights, STEP, SplitQueries};
 use crate::pool::{self, Blocks, Gather, Lines, Quads, Queries, RowStore, Sums};
 use crate::recent::RecentReads;
 use kvist_cache::{CellRun, Mask, ReadItem};
@@ -28,24 +28,31 @@ impl<'l> Layer<'l> {
         scratch: &mut ThreadScratch,
     ) {
         let (isa, per_kv, state) = (compute.isa, self.per_kv(), self.state());
-        let stride = tile.stride();
-        let first_row = (slots.start as usize - rows.first_slot) * per_kv;
-        let n_rows = slots.len() * per_kv;
-        let part = TileRows { rows, slots: &slots, tile, stride, first_row };
+        let part = self.part(rows, &slots, tile);
+        let (stride, first_row, n_rows) = (part.stride, part.first_row, slots.len() * per_kv);
         let states = &mut states[first_row * state..(first_row + n_rows) * state];
-        let weights = self.weights(compute, rows, &slots, tile, (&mut *states, self.head_dim), scratch);
+        let recent_reads = self.recent_reads(rows, &slots, tile);
+        let recent_values =
+            self.recent.is_some_and(|recent| recent.has_values()) && recent_reads.clone().next().is_some();
+        let products = self.pairs(compute, self.values, rows);
+        let rounded = products.is_some_and(|products| products.precision() == Precision::Rounded);
+        // Weights of rows that are not read from the pool stay f32.
+        let form = if rounded && !recent_values { Form::Pairs } else { Form::Floats };
+        let weights = self.weights(compute, part, form, (&mut *states, self.head_dim), scratch);
         let Some(vectors) = weights else { return };
 
         let lines = &mut scratch.lines[..n_rows * stride];
-        let recent_reads = self.recent_reads(rows, &slots, tile);
         scratch.weights.clear();
-        if self.recent.is_some_and(|recent| recent.has_values()) {
+        if recent_values {
             for (i, reads) in recent_reads.clone() {
                 let lines = &mut lines[i * per_kv * stride..(i + 1) * per_kv * stride];
                 reads.take_weights(lines, stride, &mut scratch.weights);
             }
+            if rounded {
+                isa.run(RoundWeights { lines, stride, vectors: vectors.clone() });
+            }
         }
-        match self.pairs(compute, self.values, rows) {
+        match products {
             Some(products) => self.sums_of_pairs(products, part, vectors, scratch, states),
             None => self.sums(isa, part, &mut Gather::new(), scratch, states),
         }
@@ -58,32 +65,46 @@ impl<'l> Layer<'l> {
         }
     }
 
+    /// The rows of some of the slots of `rows` in a tile.
+    pub(super) fn part<'t>(&self, rows: Rows, slots: &'t Range<u32>, tile: &'t Tile) -> TileRows<'t> {
+        let first_row = (slots.start as usize - rows.first_slot) * self.per_kv();
+        TileRows { rows, slots, tile, stride: tile.stride(), first_row }
+    }
+
     /// Turns one tile of some slots into weights, in the lines of `scratch`: scores of all cells they see, 0 for other
     /// cells, relative to the maxima in `states`, which have that many sums. Returns which vectors of a line have
-    /// weights; `None` if no slot sees anything.
+    /// weights, in whole [`STEP`]s of places; `None` if no slot sees anything.
     pub(super) fn weights(
         &self,
         compute: &Compute,
-        rows: Rows,
-        slots: &Range<u32>,
-        tile: &Tile,
+        part: TileRows<'_>,
+        form: Form,
         (states, head_dim): (&mut [f32], usize),
         scratch: &mut ThreadScratch,
     ) -> Option<Range<usize>> {
-        let (isa, per_kv, stride) = (compute.isa, self.per_kv(), tile.stride());
-        let first_row = (slots.start as usize - rows.first_slot) * per_kv;
+        let TileRows { rows, slots, tile, stride, first_row } = part;
+        let (isa, per_kv) = (compute.isa, self.per_kv());
         let n_rows = slots.len() * per_kv;
-        let part = TileRows { rows, slots, tile, stride, first_row };
 
-        // The range of places that any slot sees.
-        let pieces = scratch.tile_items.chains().flatten();
-        let pieces = pieces.filter_map(|i| self.piece(&self.reads.items[i], slots, tile));
-        let cells = pieces.map(|piece| piece.cells()).reduce(|a, b| a.start.min(b.start)..a.end.max(b.end));
-        let cells = cells?;
-        let vectors = cells.start / LANES..cells.end.div_ceil(LANES);
-        for line in scratch.lines[..n_rows * stride].chunks_exact_mut(stride) {
-            line[vectors.start * LANES..vectors.end * LANES].fill(f32::NEG_INFINITY);
+        // The places that any slot sees, and whether the same scores are computed for all of them.
+        let mut cells: Option<Range<usize>> = None;
+        let mut all_scored = true;
+        for i in scratch.tile_items.chains().flatten() {
+            let Some(piece) = self.piece(&self.reads.items[i], slots, tile) else { continue };
+            let (new, old) = (piece.cells(), cells.take());
+            all_scored &= piece.slots == *slots && old.as_ref().is_none_or(|old| old.end == new.start);
+            let old = old.unwrap_or(new.clone());
+            cells = Some(old.start.min(new.start)..old.end.max(new.end));
         }
+        let cells = cells?;
+        let step = |place: usize| PAD + (place - PAD) / STEP * STEP;
+        let places = step(cells.start)..step(cells.end + STEP - 1);
+        let scored = if all_scored { cells } else { places.start..places.start };
+        for line in scratch.lines[..n_rows * stride].chunks_exact_mut(stride) {
+            line[places.start..scored.start].fill(f32::NEG_INFINITY);
+            line[scored.end..places.end].fill(f32::NEG_INFINITY);
+        }
+        let vectors = places.start / LANES..places.end / LANES;
 
         self.scores(compute, part, &mut Gather::new(), scratch);
         let lines = &mut scratch.lines[..n_rows * stride];
@@ -98,7 +119,7 @@ impl<'l> Layer<'l> {
         }
 
         let softcap = self.softcap;
-        isa.run(Softmax { lines, stride, vectors: vectors.clone(), softcap, states, head_dim });
+        isa.run(Softmax { lines, stride, vectors: vectors.clone(), softcap, form, states, head_dim });
         Some(vectors)
     }
 

@@ -91,25 +91,14 @@ impl Left for Rounded {
     const PARTS: usize = 1;
 }
 /// Blocks of keys that are cut into parts at once.
-const ABREAST: usize = 4;
+const ABREAST: usize = 8;
 /// Most places per call.
 pub const MAX_PLACES: usize = 256;
 const MAX_STEPS: usize = MAX_PLACES / STEP;
 
-/// The buffer from the first cache line on: a row of a tile that lies in two lines takes two reads. Buffers have room
-/// for what is left out.
-fn whole_lines_mut(buffer: &mut [u32]) -> &mut [u32] {
-    let skipped = buffer.as_ptr().align_offset(64).min(LANES - 1);
-    &mut buffer[skipped..]
-}
-
-fn whole_lines(buffer: &[u32]) -> &[u32] {
-    &buffer[buffer.as_ptr().align_offset(64).min(LANES - 1)..]
-}
-
 /// Pairs of bf16 that [`SplitRow`] writes for rows of `head_dim` elements, if `rows` rows are stored.
 pub fn split_len(head_dim: usize, rows: usize, precision: Precision) -> usize {
-    head_dim.div_ceil(STEP) * left_parts(precision) * plane(rows) + LANES
+    head_dim.div_ceil(STEP) * left_parts(precision) * plane(rows)
 }
 
 /// Parts of a query or of a weight.
@@ -129,12 +118,12 @@ fn plane(rows: usize) -> usize {
 pub fn packed_len(head_dim: usize, dtype: DType, precision: Precision) -> usize {
     let keys = ABREAST * head_dim.div_ceil(STEP);
     let values = head_dim.div_ceil(LANES) * MAX_STEPS;
-    keys.max(values) * parts(dtype, precision).unwrap_or(0) * TILE + LANES
+    keys.max(values) * parts(dtype, precision).unwrap_or(0) * TILE
 }
 
 /// Pairs of bf16 of the weights of a call.
 pub fn weights_len(precision: Precision) -> usize {
-    MAX_STEPS * left_parts(precision) * WEIGHT_ROWS * LANES + LANES
+    MAX_STEPS * left_parts(precision) * WEIGHT_ROWS * LANES
 }
 /// Rows of weights that are cut into parts at once.
 const WEIGHT_ROWS: usize = 32;
@@ -154,7 +143,7 @@ impl Kernel for SplitRow<'_> {
     type Out = ();
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        let (plane, split) = (plane(self.rows), whole_lines_mut(self.split));
+        let (plane, split) = (plane(self.rows), self.split);
         for (step, row) in self.row.chunks(STEP).enumerate() {
             let mut pair = [0.0; STEP];
             pair[..row.len()].copy_from_slice(row);
@@ -231,16 +220,36 @@ pub struct SplitQueries<'q> {
     pub n: usize,
 }
 
-/// Weights of the rows, which become bf16 in this way: lines whose place 0 is at `at`, zero outside `valid`.
+/// Weights of the rows: lines whose place 0 is at `at`. Rounded ones are pairs, as [`RoundWeights`] makes them.
 pub struct Weights<'w> {
     pub data: &'w [f32],
     pub stride: usize,
     pub at: usize,
-    /// Vectors of the places that contain weights; the others may contain anything.
-    pub valid: Range<usize>,
 }
 
-/// Cuts the weights of line `line` into parts: row `row` of `[steps, parts]` tiles.
+/// Rounds weights where they are: the pairs of [`STEP`] places take the room of the first half of them. Pairs are 16 places
+/// apart.
+pub struct RoundWeights<'w> {
+    pub lines: &'w mut [f32],
+    pub stride: usize,
+    /// Vectors of a line: whole steps.
+    pub vectors: Range<usize>,
+}
+
+impl Kernel for RoundWeights<'_> {
+    type Out = ();
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        for line in self.lines.chunks_exact_mut(self.stride) {
+            let vectors = &mut line.as_chunks_mut::<LANES>().0[self.vectors.clone()];
+            for [even, odd] in vectors.as_chunks_mut().0 {
+                s.store(s.as_floats(s.round_pairs(s.load(even), s.load(odd))), even);
+            }
+        }
+    }
+}
+
+/// Writes the weights of line `line`, in parts or as the pairs that they are, to row `row` of `[steps, parts]` tiles.
 #[inline(always)]
 fn split_weights<S: Simd, L: Left>(
     s: S,
@@ -251,28 +260,24 @@ fn split_weights<S: Simd, L: Left>(
     split: &mut [u32],
 ) {
     let vectors = weights.data[line * weights.stride + weights.at..].as_chunks::<LANES>().0;
-    let valid = &weights.valid;
-    for (step, split) in split.chunks_exact_mut(L::PARTS * WEIGHT_ROWS * LANES).enumerate().take(steps) {
-        let (even, odd) = (weight(s, vectors, valid, 2 * step), weight(s, vectors, valid, 2 * step + 1));
+    let steps = vectors.as_chunks().0[..steps].iter();
+    for ([even, odd], split) in steps.zip(split.chunks_exact_mut(L::PARTS * WEIGHT_ROWS * LANES)) {
         match L::EXACT {
-            true => cut::<S, LEFT_PARTS>(s, even, odd, split, WEIGHT_ROWS * LANES, row),
-            false => round(s, even, odd, split, row),
+            true => {
+                cut::<S, LEFT_PARTS>(s, s.load(even), s.load(odd), split, WEIGHT_ROWS * LANES, row);
+            }
+            false => {
+                let pairs = &mut split[row * LANES..][..LANES];
+                pairs.iter_mut().zip(even).for_each(|(pair, bits)| *pair = bits.to_bits());
+            }
         }
-    }
-}
-
-#[inline(always)]
-fn weight<S: Simd>(s: S, vectors: &[[f32; LANES]], valid: &Range<usize>, v: usize) -> S::F {
-    match valid.contains(&v) {
-        true => s.load(&vectors[v]),
-        false => s.splat(0.0),
     }
 }
 
 /// Room for values and weights in parts.
 pub struct Room<'r> {
     pub packed: &'r mut [u32],
-    /// [`weights_len`] pairs.
+    /// [`weights_len`] pairs, if tiles multiply.
     pub split: &'r mut [u32],
 }
 
@@ -304,7 +309,7 @@ pub fn accumulate(
         Products::Tiles(isa, precision) => {
             tiles::accumulate((isa, precision), dtype, values, weights, sums, room);
         }
-        Products::Vectors(isa) => vectors::accumulate(isa, dtype, values, weights, sums, room),
+        Products::Vectors(isa) => vectors::accumulate(isa, dtype, values, weights, sums, room.packed),
     }
 }
 

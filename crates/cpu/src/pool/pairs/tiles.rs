@@ -19,7 +19,7 @@ impl<C: Parts, L: Left, const M: usize> TileKernel for Scores<'_, C, L, M> {
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Rows<M>>>(self, s: S, tiles: &mut T) {
         let Scores { queries, blocks, lines, packed, .. } = self;
-        let (split, packed) = (whole_lines(queries.split), whole_lines_mut(packed));
+        let split = queries.split;
         let (steps, plane, shape) = (blocks.head_dim.div_ceil(STEP), plane(queries.rows), Shape::of(blocks));
         for (i, list) in blocks.list.chunks(ABREAST).enumerate() {
             for (block, out) in list.iter().zip(packed.chunks_mut(steps * L::right::<C>() * TILE)) {
@@ -77,7 +77,6 @@ impl<C: Parts, L: Left, const M: usize> TileKernel for Accumulate<'_, '_, C, L, 
     #[inline(always)]
     fn run<S: Simd, T: Tiles<Rows<M>>>(self, s: S, tiles: &mut T) {
         let Accumulate { places, shape, weights, sums, packed, split, .. } = self;
-        let (packed, split) = (whole_lines_mut(packed), whole_lines_mut(split));
         let (steps, head_dim) = (places.n / STEP, shape.head_dim);
         pack_values::<S, C, L>(s, places, shape, packed);
         let per_tile = steps * L::right::<C>() * TILE;

@@ -12,12 +12,30 @@ use std::marker::PhantomData;
 /// Rows whose sums are kept in registers, with two vectors each.
 const ROWS: usize = 8;
 
+/// A pair of bf16, as integer or as the bits of a float.
+trait Pair: Copy {
+    fn bits(self) -> u32;
+}
+impl Pair for u32 {
+    #[inline(always)]
+    fn bits(self) -> u32 {
+        self
+    }
+}
+impl Pair for f32 {
+    #[inline(always)]
+    fn bits(self) -> u32 {
+        self.to_bits()
+    }
+}
+
 /// Rows of pairs, and tiles of pairs to multiply them with.
 #[derive(Clone, Copy)]
-struct Factors<'f> {
-    /// From the first row on; row `r` of step `t` begins at `t * plane + r * 16`.
-    a: &'f [u32],
+struct Factors<'f, P> {
+    /// From the first row on; row `r` of step `t` begins at `t * plane + r * row`.
+    a: &'f [P],
     plane: usize,
+    row: usize,
     /// `[columns / 16, steps]` tiles, from the first column on.
     b: &'f [u32],
     steps: usize,
@@ -25,21 +43,28 @@ struct Factors<'f> {
 
 /// `sums += a × b`, for `R` rows and `16 * D` columns.
 #[inline(always)]
-fn multiply<S: Simd, const R: usize, const D: usize>(s: S, factors: Factors<'_>, sums: &mut [[S::F; D]; R]) {
-    let Factors { a, plane, b, steps } = factors;
+fn multiply<S: Simd, P: Pair, const R: usize, const D: usize>(
+    s: S,
+    factors: Factors<'_, P>,
+    sums: &mut [[S::F; D]; R],
+) {
+    let Factors { a, plane, row, b, steps } = factors;
     let mut columns: [&[[u32; LANES]]; D] = [&[]; D];
     for (d, column) in columns.iter_mut().enumerate() {
         *column = &b[d * steps * TILE..][..steps * TILE].as_chunks().0[..steps * LANES];
     }
     for step in 0..steps {
-        let rows = &a[step * plane..].as_chunks::<LANES>().0[..R];
+        let mut rows: [&[P]; R] = [&[]; R];
+        for (r, pairs) in rows.iter_mut().enumerate() {
+            *pairs = &a[step * plane + r * row..][..LANES];
+        }
         for k in 0..LANES {
             let mut b = [s.splat_i(0); D];
             for d in 0..D {
                 b[d] = s.load_i(&columns[d][step * LANES + k]);
             }
             for r in 0..R {
-                let a = s.splat_i(rows[r][k].cast_signed());
+                let a = s.splat_i(rows[r][k].bits().cast_signed());
                 for d in 0..D {
                     sums[r][d] = s.dot2(sums[r][d], a, b[d]);
                 }
@@ -92,25 +117,25 @@ impl<C: Parts> Kernel for Scores<'_, C> {
     fn run<S: Simd>(self, s: S) {
         assert!(S::BF16_DOTS || cfg!(test), "multiplying f32 is faster");
         let Scores { asked: Asked { queries, packed }, blocks, lines, .. } = self;
-        let (split, packed) = (whole_lines(queries.split), whole_lines_mut(packed));
+        let split = queries.split;
         let (steps, shape) = (blocks.head_dim.div_ceil(STEP), Shape::of(blocks));
-        let factors = Factors { a: &[], plane: plane(queries.rows), b: &[], steps };
+        let factors = Factors { a: split, plane: plane(queries.rows), row: LANES, b: &[], steps };
         for (i, list) in blocks.list.chunks(ABREAST).enumerate() {
             for (block, out) in list.iter().zip(packed.chunks_mut(steps * TILE)) {
                 pack_keys::<S, C, Rounded>(s, block, shape, out);
             }
             let at = lines.at + i * ABREAST * LANES;
-            for block in (0..list.len()).step_by(2) {
-                let b = &packed[block * steps * TILE..];
-                in_groups!(queries.n, |row, R| {
-                    let factors = Factors { a: &split[(queries.first + row) * LANES..], b, ..factors };
+            in_groups!(queries.n, |row, R| {
+                let a = &split[(queries.first + row) * LANES..];
+                for block in (0..list.len()).step_by(2) {
+                    let factors = Factors { a, b: &packed[block * steps * TILE..], ..factors };
                     let out = &mut lines.data[row * lines.stride + at + block * LANES..];
                     match list.len() - block {
                         1 => scores_of::<S, R, 1>(s, factors, out, lines.stride),
                         _ => scores_of::<S, R, 2>(s, factors, out, lines.stride),
                     }
-                });
-            }
+                }
+            });
         }
     }
 }
@@ -118,7 +143,7 @@ impl<C: Parts> Kernel for Scores<'_, C> {
 #[inline(always)]
 fn scores_of<S: Simd, const R: usize, const D: usize>(
     s: S,
-    factors: Factors<'_>,
+    factors: Factors<'_, u32>,
     out: &mut [f32],
     stride: usize,
 ) {
@@ -142,7 +167,7 @@ struct Accumulate<'k, 'b, C> {
     shape: Shape,
     weights: Weights<'k>,
     sums: Sums<'k>,
-    room: Room<'k>,
+    packed: &'k mut [u32],
     codec: PhantomData<C>,
 }
 
@@ -151,29 +176,23 @@ impl<C: Parts> Kernel for Accumulate<'_, '_, C> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         assert!(S::BF16_DOTS || cfg!(test), "multiplying f32 is faster");
-        let Accumulate { places, shape, weights, sums, room, .. } = self;
-        let (packed, split) = (whole_lines_mut(room.packed), whole_lines_mut(room.split));
+        let Accumulate { places, shape, weights, sums, packed, .. } = self;
         let (steps, head_dim) = (places.n / STEP, shape.head_dim);
         pack_values::<S, C, Rounded>(s, places, shape, packed);
-        let factors = Factors { a: &[], plane: WEIGHT_ROWS * LANES, b: &[], steps };
-        for first in (0..sums.n).step_by(WEIGHT_ROWS) {
-            let n = (sums.n - first).min(WEIGHT_ROWS);
-            for r in 0..n {
-                split_weights::<S, Rounded>(s, &weights, first + r, steps, r, split);
-            }
+        let weights_of = &weights.data[weights.at..];
+        let factors = Factors { a: weights_of, plane: STEP, row: weights.stride, b: &[], steps };
+        in_groups!(sums.n, |row, R| {
+            let a = &weights_of[row * weights.stride..];
+            let data = &mut sums.data[sums.first + row * sums.stride..];
             for d in (0..head_dim.div_ceil(LANES)).step_by(2) {
-                let b = &packed[d * steps * TILE..];
-                in_groups!(n, |row, R| {
-                    let factors = Factors { a: &split[row * LANES..], b, ..factors };
-                    let data = &mut sums.data[sums.first + (first + row) * sums.stride..];
-                    let columns = d * LANES..head_dim.min((d + 2) * LANES);
-                    match columns.len() {
-                        ..=LANES => add_to::<S, R, 1>(s, factors, data, sums.stride, columns),
-                        _ => add_to::<S, R, 2>(s, factors, data, sums.stride, columns),
-                    }
-                });
+                let factors = Factors { a, b: &packed[d * steps * TILE..], ..factors };
+                let columns = d * LANES..head_dim.min((d + 2) * LANES);
+                match columns.len() {
+                    ..=LANES => add_to::<S, R, 1>(s, factors, data, sums.stride, columns),
+                    _ => add_to::<S, R, 2>(s, factors, data, sums.stride, columns),
+                }
             }
-        }
+        });
     }
 }
 
@@ -181,7 +200,7 @@ impl<C: Parts> Kernel for Accumulate<'_, '_, C> {
 #[inline(always)]
 fn add_to<S: Simd, const R: usize, const D: usize>(
     s: S,
-    factors: Factors<'_>,
+    factors: Factors<'_, f32>,
     data: &mut [f32],
     stride: usize,
     columns: Range<usize>,
@@ -235,9 +254,9 @@ pub fn accumulate(
     (places, shape): (&Places<'_>, Shape),
     weights: Weights<'_>,
     sums: Sums<'_>,
-    room: Room<'_>,
+    packed: &mut [u32],
 ) {
     with_codec!(dtype, C => {
-        isa.run(Accumulate::<C> { places, shape, weights, sums, room, codec: PhantomData });
+        isa.run(Accumulate::<C> { places, shape, weights, sums, packed, codec: PhantomData });
     });
 }
