@@ -1,5 +1,6 @@
 //! f32, f16 and bf16 as they are stored in caches and in weights.
 use crate::arch::{LANES, Simd, widen};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 pub struct F32;
@@ -18,8 +19,8 @@ pub trait Element: 'static {
     fn vectors(bytes: &[u8]) -> &[Self::Raw];
     fn widen<S: Simd>(s: S, raw: &Self::Raw) -> S::F;
     fn decode(bytes: &[u8]) -> f32;
-    /// Stores `x`. Returns true if the stored value is finite.
-    fn encode(x: f32, bytes: &mut [u8]) -> bool;
+    /// Stores a row. Returns true if every stored value is finite.
+    fn encode_all(row: &[f32], bytes: &mut [u8]) -> bool;
 }
 
 impl Element for F32 {
@@ -37,9 +38,14 @@ impl Element for F32 {
     fn decode(bytes: &[u8]) -> f32 {
         f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
     }
-    fn encode(x: f32, bytes: &mut [u8]) -> bool {
-        bytes.copy_from_slice(&x.to_le_bytes());
-        x.is_finite()
+    #[inline(always)]
+    fn encode_all(row: &[f32], bytes: &mut [u8]) -> bool {
+        let mut finite = true;
+        for (x, bytes) in row.iter().zip(bytes.as_chunks_mut().0) {
+            *bytes = x.to_le_bytes();
+            finite &= x.is_finite();
+        }
+        finite
     }
 }
 
@@ -61,10 +67,20 @@ macro_rules! two_bytes {
             fn decode(bytes: &[u8]) -> f32 {
                 $decode(u16::from_le_bytes([bytes[0], bytes[1]]))
             }
-            fn encode(x: f32, bytes: &mut [u8]) -> bool {
-                let code = $half::from_f32(x);
-                bytes.copy_from_slice(&code.to_le_bytes());
-                code.is_finite()
+            #[inline(always)]
+            fn encode_all(row: &[f32], bytes: &mut [u8]) -> bool {
+                let mut finite = true;
+                for (row, bytes) in row.chunks(LANES).zip(bytes.chunks_mut(2 * LANES)) {
+                    // Whole vectors: `half` converts them with instructions where there are some.
+                    let (mut wide, mut codes) = ([0.0; LANES], [$half::ZERO; LANES]);
+                    wide[..row.len()].copy_from_slice(row);
+                    codes.convert_from_f32_slice(&wide);
+                    for (code, bytes) in codes.iter().zip(bytes.as_chunks_mut().0) {
+                        *bytes = code.to_le_bytes();
+                        finite &= code.is_finite();
+                    }
+                }
+                finite
             }
         }
     };

@@ -40,6 +40,7 @@ pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
 use rows::param_at;
+use std::marker::PhantomData;
 pub use t4::T4;
 
 /// Evaluates `$body` with the type `$C` that packs `$dtype`. To add a dtype, add a file and a line here.
@@ -86,7 +87,8 @@ pub trait Codec: 'static {
     fn code_bytes(head_dim: usize, group: usize) -> usize;
     /// Number of f16 parameters of a row.
     fn params(head_dim: usize, group: usize) -> usize;
-    /// Packs a row. Returns true if every stored value is finite.
+    /// Packs a row. Returns true if every stored value is finite. Plain code, which the compiler vectorises for the instruction
+    /// set that it is inlined for.
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool;
     fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]);
 
@@ -391,11 +393,10 @@ impl RowStore {
         (cell - segment.cells.start) as usize % LANES
     }
 
-    pub fn write(&mut self, slabs: &mut [Pages], head: usize, cell: u32, row: &[f32]) {
+    pub fn write(&mut self, isa: Isa, slabs: &mut [Pages], head: usize, cell: u32, row: &[f32]) {
         let shape = self.shape;
         let (codes, params) = (&mut self.codes[..], &mut self.params[..]);
-        let finite = with_codec!(shape.storage.dtype, C => C::encode(row, shape.group, codes, params));
-        self.broken |= !finite;
+        self.broken |= !encode(isa, shape.storage.dtype, (row, shape.group), codes, params);
         let segment = self.segment_of(cell);
         let (block, lane) = (self.place(segment, head, cell), Self::lane_of(segment, cell));
         let slab = slabs[block.slab].bytes_mut();
@@ -450,6 +451,33 @@ impl RowStore {
     /// Slab of the newest segment. A concatenating side has only this one.
     pub fn slab(&self) -> Option<usize> {
         self.segments.last().map(|s| s.slab)
+    }
+}
+
+/// [`Codec::encode`].
+fn encode(
+    isa: Isa,
+    dtype: DType,
+    (row, group): (&[f32], usize),
+    codes: &mut [u8],
+    params: &mut [f16],
+) -> bool {
+    with_codec!(dtype, C => isa.run(Encode::<C> { row, group, codes, params, codec: PhantomData }))
+}
+
+struct Encode<'e, C> {
+    row: &'e [f32],
+    group: usize,
+    codes: &'e mut [u8],
+    params: &'e mut [f16],
+    codec: PhantomData<C>,
+}
+
+impl<C: Codec> Kernel for Encode<'_, C> {
+    type Out = bool;
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> bool {
+        C::encode(self.row, self.group, self.codes, self.params)
     }
 }
 

@@ -2,6 +2,7 @@
 mod mapped;
 mod resize;
 
+use crate::arch::Isa;
 use crate::attention::{Layer, Scratch};
 use crate::pages::Pages;
 use crate::pool::{Geometry, RowStore};
@@ -228,7 +229,7 @@ impl CpuPools {
     /// Copies the planned rows of one layer, then writes the new ones.
     fn store(&mut self, owner: usize, group: &GroupPlan, k: Tensor<'_>, v: Tensor<'_>) {
         let layer = self.spec.layout.layers[owner];
-        let head_dim = layer.k_dim as usize;
+        let (head_dim, isa) = (layer.k_dim as usize, self.compute.isa);
         let owned = self.layers[owner].as_mut().expect("the layout was checked: owners own");
         for copy in &group.copies {
             owned.keys.copy(&mut self.slabs, copy.from, copy.to, copy.len);
@@ -240,8 +241,9 @@ impl CpuPools {
         for (token, cell) in cells.enumerate() {
             for head in 0..layer.n_kv_heads {
                 let (k, v) = (k.row(token, head as usize, head_dim), v.row(token, head as usize, head_dim));
-                put(&mut owned.keys, &mut self.slabs, head, cell, k, transformed);
-                let v = put(&mut owned.values, &mut self.slabs, head, cell, v, transformed);
+                let at = (head as usize, cell);
+                put(isa, &mut owned.keys, &mut self.slabs, at, k, transformed);
+                let v = put(isa, &mut owned.values, &mut self.slabs, at, v, transformed);
                 if let Some(recent) = &mut self.recent {
                     recent.write(owner, token, head as usize, k, v);
                 }
@@ -274,20 +276,20 @@ struct Wanted {
 
 /// Stores a row and returns it as it was stored: transformed, if its storage transforms rows.
 fn put<'r>(
+    isa: Isa,
     side: &mut RowStore,
     slabs: &mut [Pages],
-    head: u32,
-    cell: u32,
+    (head, cell): (usize, u32),
     row: &'r [f32],
     transformed: &'r mut [f32],
 ) -> &'r [f32] {
     let row = if side.transforms() {
-        side.transform(head as usize, row, transformed);
+        side.transform(head, row, transformed);
         transformed
     } else {
         row
     };
-    side.write(slabs, head as usize, cell, row);
+    side.write(isa, slabs, head, cell, row);
     row
 }
 

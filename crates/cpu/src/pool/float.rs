@@ -28,12 +28,9 @@ impl<E: Element> Codec for E {
         0
     }
 
+    #[inline(always)]
     fn encode(row: &[f32], _: usize, codes: &mut [u8], _: &mut [f16]) -> bool {
-        let mut finite = true;
-        for (x, code) in row.iter().zip(codes.chunks_exact_mut(E::BYTES)) {
-            finite &= E::encode(*x, code);
-        }
-        finite
+        E::encode_all(row, codes)
     }
     fn decode(codes: &[u8], _: &[f16], _: usize, row: &mut [f32]) {
         for (x, code) in row.iter_mut().zip(codes.chunks_exact(E::BYTES)) {

@@ -34,6 +34,7 @@ impl Codec for Q4 {
         2 * head_dim.div_ceil(group)
     }
 
+    #[inline(always)]
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool {
         let mut finite = true;
         let groups = row.chunks(group).zip(codes.chunks_mut(group / 2)).zip(params.chunks_exact_mut(2));

@@ -36,6 +36,7 @@ impl Codec for Q8 {
         head_dim.div_ceil(group)
     }
 
+    #[inline(always)]
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool {
         let mut finite = true;
         for ((row, codes), scale) in row.chunks(group).zip(codes.chunks_mut(group)).zip(params) {

@@ -49,6 +49,7 @@ fn code(x: f32) -> u8 {
 }
 
 /// Computes scale and codes of the rotated elements.
+#[inline(always)]
 fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
     codes.fill(0);
     let squares: f32 = row.iter().map(|x| x * x).sum();
@@ -65,7 +66,7 @@ fn encode(row: &[f32], codes: &mut [u8], scale: &mut f16) -> bool {
     let (low, high) = row.split_at(row.len().div_ceil(2));
     codes.iter_mut().zip(low).for_each(|(byte, x)| *byte = code(x * inverse));
     codes.iter_mut().zip(high).for_each(|(byte, x)| *byte |= code(x * inverse) << 4);
-    // TokenSampler the scale so that the stored row has the norm of the original, which avoids a bias.
+    // Choose the scale so that the stored row has the norm of the original, which avoids a bias.
     let of_low = codes.iter().zip(low).map(|(byte, _)| level(byte & 15).powi(2));
     let of_high = codes.iter().zip(high).map(|(byte, _)| level(byte >> 4).powi(2));
     let levels: f32 = of_low.sum::<f32>() + of_high.sum::<f32>();
@@ -83,6 +84,7 @@ impl Codec for T4 {
         if outliers > 0 { 2 } else { 1 }
     }
 
+    #[inline(always)]
     fn encode(row: &[f32], outliers: usize, codes: &mut [u8], params: &mut [f16]) -> bool {
         let ((wide, others), (wide_codes, codes)) = (row.split_at(outliers), codes.split_at_mut(outliers));
         match params {

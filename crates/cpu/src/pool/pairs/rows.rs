@@ -135,7 +135,11 @@ fn params<S: Simd>(s: S, block: &Block<'_>, p: usize) -> S::F {
 /// Parameter `p` of a cell.
 #[inline(always)]
 fn param<S: Simd>(s: S, cell: &Cell<'_>, p: usize) -> S::F {
-    s.splat(cell.block.param(p, cell.lane))
+    let mut lanes = [0; 2 * LANES];
+    if let Some(half) = cell.block.params[2 * (p * LANES + cell.lane)..].first_chunk() {
+        lanes.as_chunks_mut::<2>().0.fill(*half);
+    }
+    s.load_f16(&lanes)
 }
 
 /// Sixteen elements, one after the other: where a vector is not a piece of a row's codes. Past the end they are 0.
