@@ -151,6 +151,11 @@ rivals-engines *args:
     bench/rivals/engines/install.sh
     cargo build --release -p kvist -p kvist-random-model
     bench/rivals/engines/compare.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
+# `kvist serve` beside vLLM's server on CPU: conversations of 32 users through aiperf, in turns: `just rivals-serving --users 8`.
+rivals-serving *args:
+    bench/rivals/engines/install.sh
+    cargo build --release -p kvist -p kvist-random-model
+    bench/rivals/engines/serving.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
 # Speculation beside llama.cpp's own, in turns, after `just rivals`: `just rivals-speculate --model FILE.gguf --text FILE`.
 rivals-speculate *args:
     bench/rivals/speculate.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}

@@ -4,10 +4,10 @@ a table of tokens per second and of how many times as fast kvist is.
 
     bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--ik FOLDER]
 
-All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the others
-as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in 8; kvist is measured with the
-same as each rival. An engine that waits is stopped (SIGSTOP), because idle engines spin on the cores. FOLDER has ik_llama.cpp's
-llama-sweep-bench and llama-batched-bench. Medians over the rounds; the load average stands beside each row.
+All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the
+others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in
+8; kvist is measured with the same as each rival. An engine that waits is stopped (SIGSTOP), because idle engines spin on the cores.
+FOLDER has ik_llama.cpp's llama-sweep-bench and llama-batched-bench. Medians over the rounds; the load average stands beside each row.
 """
 import argparse
 import http.client
@@ -17,85 +17,61 @@ import pathlib
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
 
+import common
 import rows
-
-HERE = pathlib.Path(__file__).resolve().parent
-TARGET = HERE.parent.parent / "target"
-MODELS, ENGINES = TARGET / "models", TARGET / "engines"
+from common import ENGINES, HERE, MODELS, Failed, python, run
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--kvist", default=HERE.parents[2] / "target/release/kvist")
+parser.add_argument("--kvist", default=common.ROOT / "target/release/kvist")
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--only", default="", help="rows whose name contains one of these, with commas")
+parser.add_argument("--rivals", default="", help="rivals whose name contains one of these, with commas")
+parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
+parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
 parser.add_argument("--ik", type=pathlib.Path, help="folder of a build of ik_llama.cpp")
 parser.add_argument("--json", type=pathlib.Path, help="every single figure into this file")
 args = parser.parse_args()
 
 
-class Failed(Exception):
-    pass
-
-
-def run(command):
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise Failed(f"{command[0]}: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
-    return done.stdout + done.stderr
-
-
-class Engine:
-    """A rival in a process of its own."""
+class Engine(common.Group):
+    """A rival in a process of its own, which measures rows as rows.py says."""
 
     def __init__(self, name, command):
-        env = dict(os.environ, OMP_NUM_THREADS=str(args.threads), VLLM_CPU_OMP_THREADS_BIND=f"0-{args.threads - 1}")
-        log = open(ENGINES / f"{name}.log", "w")
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen([str(part) for part in command], stdin=pipe, stdout=pipe, stderr=log, text=True, env=env,
-                                        cwd=HERE, start_new_session=True)
-        self.name = name
+        env = {"OMP_NUM_THREADS": str(args.threads), "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}"}
+        super().__init__(name, command, ENGINES / f"{name}.log", env, HERE, talks=True)
         try:
-            self.until("ready")
+            self.until("ready", "it was ready")
         except Failed:
             self.close()
             raise
         self.signal(signal.SIGSTOP)
 
-    def signal(self, number):
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            pass
-
-    def until(self, key):
-        for line in self.process.stdout:
+    def until(self, key, what):
+        deadline = time.monotonic() + args.timeout
+        while True:
             try:
-                found = json.loads(line)
+                found = json.loads(self.line(deadline, what))
             except ValueError:
-                continue
+                continue  # engines print other things, too
             if isinstance(found, dict) and key in found:
                 return found[key]
-        raise Failed(f"{self.name} ended; see {ENGINES / self.name}.log")
 
     def measure(self, row):
         self.signal(signal.SIGCONT)
         try:
             self.process.stdin.write(row + "\n")
             self.process.stdin.flush()
-            return self.until("tokens_per_s")
         except OSError as error:
-            raise Failed(f"{self.name}: {error}") from error
+            raise Failed(f"{self.name} has ended: {error}") from error
+        try:
+            return self.until("tokens_per_s", f"`{row}`")
         finally:
             self.signal(signal.SIGSTOP)
-
-    def close(self):
-        self.signal(signal.SIGKILL)
-        self.process.wait()
 
 
 class Kvist:
@@ -114,35 +90,39 @@ class Kvist:
             return next(entry["tokens_per_s"] for entry in found if "tokens_per_s" in entry)
         command = [args.kvist, "serve", "-m", self.model, "--port", "0", "-q", "--threads", args.threads, "--name", "kvist", "--kv", self.kv,
                    "--context", "40000", "--max-batch", "16", "--max-batch-tokens", "512", *self.fast]
-        server = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
+        server = common.Group("kvist serve", command, ENGINES / "kvist.log", talks=True)
         try:
-            said = server.stdout.readline().split()
-            if not said:
-                raise Failed("kvist serve ended")
-            address = said[-1].removeprefix("http://")
+            said = server.line(time.monotonic() + args.timeout, "it was ready")
+            address = said.split()[-1].removeprefix("http://")
             self.ask(address, [rows.tokens(16)], 4)
             return rows.measure(lambda prompts, n: self.ask(address, prompts, n), row)
         finally:
-            server.terminate()
-            server.wait()
+            server.close()
 
     def ask(self, address, prompts, n):
         first, last, began = [None] * len(prompts), [0.0] * len(prompts), time.monotonic()
+        errors = []
 
         def one(i):
             body = {"model": "kvist", "prompt": prompts[i], "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True}
-            connection = http.client.HTTPConnection(address, timeout=600)
-            connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-            for line in connection.getresponse():
-                if line.startswith(b"data: {") and b'"choices":[{' in line:
-                    last[i] = time.monotonic() - began
-                    first[i] = first[i] or last[i]
+            try:
+                connection = http.client.HTTPConnection(address, timeout=args.timeout)
+                connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise OSError(f"{response.status} {response.read(500).decode(errors='replace')}")
+                for line in response:
+                    if line.startswith(b"data: {") and b'"choices":[{' in line:
+                        last[i] = time.monotonic() - began
+                        first[i] = first[i] or last[i]
+            except (OSError, http.client.HTTPException) as error:
+                errors.append(error)
 
         threads = [threading.Thread(target=one, args=[i]) for i in range(len(prompts))]
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
-        if None in first:
-            raise Failed("kvist serve did not answer")
+        if errors or None in first:
+            raise Failed(f"kvist serve: {errors[0] if errors else 'an answer without text'}; {common.end_of(ENGINES / 'kvist.log')}")
         return first, last
 
 
@@ -153,82 +133,69 @@ class Ik:
         self.model, self.kv = model, kv
 
     def measure(self, row):
-        common = ["-m", self.model, "-b", 512, "-ub", 512, "-t", args.threads, "-fa", "on", "-rtr"]
+        options = ["-m", self.model, "-b", 512, "-ub", 512, "-t", args.threads, "-fa", "on", "-rtr"]
         if row == "8 sequences":
-            text = run([args.ik / "llama-batched-bench", *common, "-c", 2048, "-npp", 16, "-ntg", 32, "-npl", 8])
-            line = [line for line in text.splitlines() if re.match(r"\|\s+16 \|\s+32 \|\s+8 \|", line)][-1]
-            return float(line.split("|")[8])
+            text = run([args.ik / "llama-batched-bench", *options, "-c", 2048, "-npp", 16, "-ntg", 32, "-npl", 8])
+            lines = [line for line in text.splitlines() if re.match(r"\|\s+16 \|\s+32 \|\s+8 \|", line)]
+            if not lines:
+                raise Failed("llama-batched-bench printed no row of 8 sequences")
+            return float(lines[-1].split("|")[8])
         if not row.startswith(("prefill", "decode")):
             raise Failed("not measured")
-        text = run([args.ik / "llama-sweep-bench", *common, "-c", 4608, "-n", 32, "--sweep-stride", 8, "-ctk", self.kv, "-ctv", self.kv,
+        depth = int((row.partition(" at ")[2]) or 0)
+        text = run([args.ik / "llama-sweep-bench", *options, "-c", args.depth + 512, "-n", 32, "--sweep-stride", 8, "-ctk", self.kv, "-ctv", self.kv,
                     "--output-format", "jsonl"])
         found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-        entry = next(entry for entry in found if entry.get("n_kv") == (4096 if row.endswith("4096") else 0))
+        entry = next((entry for entry in found if entry.get("n_kv") == depth), None)
+        if entry is None:
+            raise Failed(f"llama-sweep-bench printed no row at {depth}: --depth must be a multiple of 512")
         return entry["speed_pp" if row.startswith("prefill") else "speed_tg"]
 
 
 def model(dtype):
-    """Random weights, made once."""
-    form = "safetensors" if dtype in ("int8", "bf16") else "gguf"
-    path = MODELS / (f"b-{dtype}" if form == "safetensors" else f"b-{dtype}.gguf")
-    if not path.exists():
-        MODELS.mkdir(parents=True, exist_ok=True)
-        tool = pathlib.Path(args.kvist).with_name("random-model")
-        if not tool.exists():
-            sys.exit(f"compare.py: {tool} is missing: cargo build --release -p kvist -p kvist-random-model")
-        run([tool, "--preset", "b", "--format", form, "--dtype", dtype, path])
-    return path
+    return common.model(dtype, args.kvist)
 
 
-def busy():
-    """The share of all cores that others take now."""
-    def spent():
-        fields = [int(field) for field in open("/proc/stat").readline().split()[1:9]]
-        return sum(fields), fields[3] + fields[4]
-    before = spent()
-    time.sleep(1)
-    after = spent()
-    return 1 - (after[1] - before[1]) / max(1, after[0] - before[0])
-
-
-def python(name):
-    path = ENGINES / name / "bin/python"
-    return path if path.exists() else None
+def ctranslate2():
+    folder = MODELS / "b-ctranslate2"
+    if not folder.exists():
+        converter = python("ctranslate2").with_name("ct2-transformers-converter")
+        run([converter, "--model", model("bf16"), "--quantization", "int8", "--output_dir", folder])
+    return Engine("ctranslate2", [python("ctranslate2"), HERE / "on_ctranslate2.py", folder, args.threads])
 
 
 def rivals():
     """(name, bits of K and V, what it measures, how it is made) of each that is there."""
-    every = rows.ROWS
+    every = rows.names(args.depth)
     if python("vllm"):
         yield "vLLM int8", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model("int8")])
     if python("openvino"):
         yield "OpenVINO q8_0", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model("q8_0"), args.threads])
     if python("ctranslate2"):
-        folder = MODELS / "b-ctranslate2"
-        if not folder.exists():
-            converter = python("ctranslate2").with_name("ct2-transformers-converter")
-            run([converter, "--model", model("bf16"), "--quantization", "int8", "--output_dir", folder])
-        few = [row for row in every if "4096" not in row]
-        yield "CTranslate2 int8", 16, few, lambda: Engine("ctranslate2", [python("ctranslate2"), HERE / "on_ctranslate2.py", folder, args.threads])
+        few = [row for row in every if not row.startswith(("prefill at", "8 on a trunk"))]
+        yield "CTranslate2 int8", 16, few, ctranslate2
     if args.ik:
         few = [row for row in every if row.startswith(("prefill", "decode", "8 seq"))]
         yield "ik_llama.cpp q8_0", 16, few, lambda: Ik(model("q8_0"), "f16")
-        yield "ik_llama.cpp q8_0, 8-bit KV", 8, [row for row in few if "4096" in row], lambda: Ik(model("q8_0"), "q8_0")
+        yield "ik_llama.cpp q8_0, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Ik(model("q8_0"), "q8_0")
 
 
 def main():
-    wanted = [row for row in rows.ROWS if any(part in row for part in args.only.split(","))]
-    chosen = list(rivals())
+    every = rows.names(args.depth)
+    wanted = [row for row in every if any(part in row for part in args.only.split(","))]
+    if not wanted:
+        sys.exit(f"compare.py: no row has `{args.only}` in its name; there are: {', '.join(every)}")
+    chosen = [rival for rival in rivals() if any(part in rival[0] for part in args.rivals.split(","))]
     if not chosen:
         sys.exit(f"compare.py: no engine in {ENGINES}: run bench/rivals/engines/install.sh, or give --ik")
-    others = busy()
+    others = common.busy()
     contestants = {}  # (name, bits of K and V) -> (rows, contestant)
     for bits, kv in ((16, "f16"), (8, "q8")):
         if any(entry[1] == bits for entry in chosen):
             for dtype in ("q8_0", "int8"):
                 for fast in (False, True):
                     name = f"kvist {dtype}" + (" fast" if fast else "")
-                    own = [row for row in rows.ROWS if not fast or not row.startswith("decode")]
+                    own = [row for row in every if not fast or not row.startswith("decode")]
                     contestants[name, bits] = (own, Kvist(model(dtype), kv, fast))
     values, engines = {}, []
     try:

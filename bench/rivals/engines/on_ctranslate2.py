@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """CTranslate2 in this process: `on_ctranslate2.py FOLDER THREADS`, a folder that `ct2-transformers-converter --quantization int8` has
-written. It has no cache of prefixes, so rows of a trunk compute it again, and are left out by compare.py. See rows.py."""
+written. It has no cache of prefixes, so rows of a trunk would compute it again: compare.py leaves them out. See rows.py."""
 import sys
 import time
 

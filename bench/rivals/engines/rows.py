@@ -2,14 +2,18 @@
 the seconds to the first and to the last token of each.
 
 An engine is a process that loads its model, prints `{"ready": true}`, and then measures each row that a line of its standard
-input names.
+input names. The numbers in a row's name are tokens, so they can be other ones: `decode at 512`.
 """
 import json
 import random
 import sys
 
-ROWS = ["prefill", "prefill at 4096", "decode", "decode at 4096", "8 sequences", "8 on a trunk of 4096", "cold prompt of 4128"]
 draw = random.Random()
+
+
+def names(depth):
+    return ["prefill", f"prefill at {depth}", "decode", f"decode at {depth}", "8 sequences", f"8 on a trunk of {depth}",
+            f"cold prompt of {depth + 32}"]
 
 
 def tokens(n):
@@ -19,28 +23,30 @@ def tokens(n):
 
 def measure(run, row):
     """Tokens per second."""
-    if row == "prefill":
+    kind, _, number = row.rpartition(" ") if row[-1:].isdigit() else (row, "", "0")
+    depth = int(number)
+    if kind == "prefill":
         ([first], _) = run([tokens(512)], 1)
         return 512 / first
-    if row == "prefill at 4096":  # whose first tokens are cached
-        trunk = tokens(4096)
+    if kind == "prefill at":  # whose first tokens are cached
+        trunk = tokens(depth)
         run([trunk + tokens(1)], 1)
         ([first], _) = run([trunk + tokens(512)], 1)
         return 512 / first
-    if row in ("decode", "decode at 4096"):
-        ([first], [last]) = run([tokens(1 if row == "decode" else 4096)], 33)
+    if kind in ("decode", "decode at"):
+        ([first], [last]) = run([tokens(max(1, depth))], 33)
         return 32 / (last - first)
-    if row == "8 sequences":
+    if kind == "8 sequences":
         (first, last) = run([tokens(16) for _ in range(8)], 64)
         return 8 * 63 / (max(last) - max(first))
-    if row == "8 on a trunk of 4096":
-        trunk = tokens(4096)
+    if kind == "8 on a trunk of":
+        trunk = tokens(depth)
         run([trunk + tokens(32)], 1)
         (_, last) = run([trunk + tokens(32) for _ in range(8)], 64)
         return 8 * 64 / max(last)
-    if row == "cold prompt of 4128":
-        ([first], _) = run([tokens(4128)], 1)
-        return 4128 / first
+    if kind == "cold prompt of":
+        ([first], _) = run([tokens(depth)], 1)
+        return depth / first
     raise ValueError(f"no row `{row}`")
 
 
