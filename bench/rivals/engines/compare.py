@@ -31,6 +31,7 @@ parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--only", default="", help="rows whose name contains one of these, with commas")
 parser.add_argument("--rivals", default="", help="rivals whose name contains one of these, with commas")
+parser.add_argument("--columns", default="q8_0,q8_0 fast,int8,int8 fast", help="kvist's columns")
 parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
 parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
 parser.add_argument("--ik", type=pathlib.Path, help="folder of a build of ik_llama.cpp")
@@ -183,6 +184,9 @@ def rivals():
 def main():
     every = rows.names(args.depth)
     wanted = [row for row in every if any(part in row for part in args.only.split(","))]
+    columns = args.columns.split(",")
+    if set(columns) - {"q8_0", "q8_0 fast", "int8", "int8 fast"}:
+        parser.error(f"--columns {args.columns}: these are q8_0, q8_0 fast, int8, int8 fast, with commas")
     if not wanted:
         sys.exit(f"compare.py: no row has `{args.only}` in its name; there are: {', '.join(every)}")
     chosen = [rival for rival in rivals() if any(part in rival[0] for part in args.rivals.split(","))]
@@ -192,11 +196,10 @@ def main():
     contestants = {}  # (name, bits of K and V) -> (rows, contestant)
     for bits, kv in ((16, "f16"), (8, "q8")):
         if any(entry[1] == bits for entry in chosen):
-            for dtype in ("q8_0", "int8"):
-                for fast in (False, True):
-                    name = f"kvist {dtype}" + (" fast" if fast else "")
-                    own = [row for row in every if not fast or not row.startswith("decode")]
-                    contestants[name, bits] = (own, Kvist(model(dtype), kv, fast))
+            for column in columns:
+                dtype, _, fast = column.partition(" ")
+                own = [row for row in every if not fast or not row.startswith("decode")]
+                contestants[f"kvist {column}", bits] = (own, Kvist(model(dtype), kv, bool(fast)))
     values, engines = {}, []
     try:
         for name, bits, measured, make in chosen:

@@ -3,11 +3,12 @@
 
     bench/rivals/engines/install.sh && bench/rivals/engines/serving.py [--rounds 3] [--json FILE] > FILE.md
 
-Users talk at once, each with the next turn as soon as the last is answered. A conversation has a system prompt that others share,
-and 2 to 4 turns; lengths are drawn from the seed. Every request is a line of a file that both servers get byte for byte, with an
-answer of a fixed length (`ignore_eos`); the answers in a conversation's history are fixed text as well, so a server computes those
-again. Each round has other texts, so that nothing is cached from the round before. Both have 2 threads, 16-bit K and V in a cache of the
-same size, prefix caching, and the same chat template. The server that waits is stopped (SIGSTOP), because an idle vLLM spins.
+Users arrive in the first seconds (--ramp), and send the next turn as soon as the last is answered. A conversation has a system prompt
+that others share, and 2 to 4 turns; lengths are drawn from the seed. Every request is a line of a file that both servers get byte for
+byte, with an answer of a fixed length (`ignore_eos`); the answers in a conversation's history are fixed text as well, so a server
+computes those again. Each round has other texts, so that nothing is cached from the round before. Both have 2 threads, 16-bit K and V in
+a cache of the same size, prefix caching, and the same chat template. The server that waits is stopped (SIGSTOP), because an idle vLLM
+spins.
 
 A run's figures are aiperf's: output tokens per second from the first request to the end of the last, time to first token (TTFT), and
 time per output token after it (TPOT, a mean per request). Runs in which a request fails, or has another length, are reported as failed.
@@ -36,7 +37,8 @@ parser.add_argument("--model", type=pathlib.Path, help="a Hugging Face folder th
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--users", type=int, default=32)
-parser.add_argument("--conversations", type=int, default=96)
+parser.add_argument("--conversations", type=int, default=64)
+parser.add_argument("--ramp", type=float, default=20, help="seconds in which the users arrive")
 parser.add_argument("--systems", type=int, default=4, help="different system prompts")
 parser.add_argument("--system-tokens", type=int, default=512)
 parser.add_argument("--user-tokens", default="64-256")
@@ -191,11 +193,13 @@ def drive(server, model, requests, expected, tokens):
                "--endpoint-type", "chat", "--streaming", "--use-server-token-count", "--tokenizer", model,
                "--input-file", requests, "--custom-dataset-type", "raw-payload", "--dataset-sampling-strategy", "sequential",
                "--num-conversations", conversations, "--concurrency", args.users, "--random-seed", 1, "--artifact-dir", out,
+               # Without a rate aiperf spins on a core while it waits for answers. At 50 per second a turn waits 20 ms at most.
+               "--request-rate", 50, "--arrival-pattern", "constant", "--concurrency-ramp-duration", args.ramp,
                # The client shares the cores with the server: as little of it as possible.
                "--workers-max", 1, "--record-processors", 1, "--stats-interval", 0, "--ui", "none", "--no-gpu-telemetry",
                "--no-server-metrics"]
     env = dict(os.environ, HOME=str(WORK))  # it looks for its files in the home folder
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, server_before = resource.getrusage(resource.RUSAGE_CHILDREN), server.cpu_s()
     with open(WORK / f"aiperf-{server.name}.log", "w") as log:
         client = subprocess.Popen(common.strings(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, cwd=WORK,
                                   start_new_session=True)
@@ -214,7 +218,8 @@ def drive(server, model, requests, expected, tokens):
     failed = sum(error["count"] for error in report.get("error_summary") or [])
     found = {name: report[of][statistic] for name, (of, statistic, _) in FIGURES.items() if of in report}
     found |= {"requests": report["request_count"]["avg"], "failed": failed, "seconds": report["benchmark_duration"]["avg"],
-              "client CPU, s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
+              "client CPU, s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+              "server CPU, s": server.cpu_s() - server_before}
     made = report["output_sequence_length"]["avg"] * found["requests"]
     if failed or found["requests"] != expected or round(made) != tokens:
         raise Failed(f"{found['requests']:.0f} of {expected} requests were answered, {failed} failed; {made:.0f} of {tokens} tokens came: "
@@ -284,12 +289,12 @@ def table(rounds):
         ratios = [own / other if more else other / own for own, other in pairs]
         cells.append(f"{statistics.median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})" if ratios else "")
         print(f"| {name} | {' | '.join(cells)} |")
-    print("\n| round | server | requests | failed | seconds | client CPU, s | load before, after |")
+    print("\n| round | server | requests | failed | seconds | CPU of the server, of the client, s | load before, after |")
     print("|--:|---|--:|--:|--:|--:|--:|")
     for number, found in enumerate(rounds, 1):
         for who, run in found.items():
-            print(f"| {number} | {who} | {run['requests']:.0f} | {run['failed']} | {run['seconds']:.0f} | {run['client CPU, s']:.0f} "
-                  f"| {run['load before']:.1f}, {run['load after']:.1f} |")
+            print(f"| {number} | {who} | {run['requests']:.0f} | {run['failed']} | {run['seconds']:.0f} "
+                  f"| {run['server CPU, s']:.0f}, {run['client CPU, s']:.0f} | {run['load before']:.1f}, {run['load after']:.1f} |")
 
 
 main()
