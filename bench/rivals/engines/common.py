@@ -13,6 +13,10 @@ ROOT = HERE.parents[2]
 MODELS, ENGINES = ROOT / "bench/target/models", ROOT / "bench/target/engines"
 
 
+# A program that is asked to end leaves no engine behind, stopped or spinning: `finally` runs.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+
+
 class Failed(Exception):
     """A contestant's failure: its row is left out, the others go on."""
 

@@ -31,6 +31,16 @@ import time
 import common
 from common import ENGINES, Failed
 
+
+def span(text):
+    """`64-256`, or `64` for always the same."""
+    low, _, high = text.partition("-")
+    found = (int(low), int(high or low))
+    if not 0 < found[0] <= found[1]:
+        raise ValueError(text)
+    return found
+
+
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--kvist", default=common.ROOT / "target/release/kvist")
 parser.add_argument("--model", type=pathlib.Path, help="a Hugging Face folder that both can read [default: random, 1.1B, W8A8]")
@@ -41,9 +51,9 @@ parser.add_argument("--conversations", type=int, default=64)
 parser.add_argument("--ramp", type=float, default=20, help="seconds in which the users arrive")
 parser.add_argument("--systems", type=int, default=4, help="different system prompts")
 parser.add_argument("--system-tokens", type=int, default=512)
-parser.add_argument("--user-tokens", default="64-256")
-parser.add_argument("--output-tokens", default="64-128")
-parser.add_argument("--turns", default="2-4")
+parser.add_argument("--user-tokens", type=span, default="64-256")
+parser.add_argument("--output-tokens", type=span, default="64-128")
+parser.add_argument("--turns", type=span, default="2-4")
 parser.add_argument("--temperature", type=float, default=0.0)
 parser.add_argument("--step-tokens", type=int, default=512, help="most tokens of a step, of both")
 parser.add_argument("--cache-gib", type=int, default=2, help="K and V, of both")
@@ -54,6 +64,10 @@ parser.add_argument("--vllm-args", default="", help="more arguments of vLLM's se
 parser.add_argument("--timeout", type=float, default=900, help="seconds that a server has to start, and a run")
 parser.add_argument("--json", type=pathlib.Path, help="every single figure into this file")
 args = parser.parse_args()
+if args.users > args.conversations:
+    parser.error(f"--users {args.users}: as many --conversations at least")
+if set(args.only.split(",")) - {"kvist", "vLLM"}:
+    parser.error(f"--only {args.only}: these are kvist and vLLM")
 
 WORK = ENGINES / "serving"
 NAME = "model"
@@ -67,11 +81,6 @@ FIGURES = {  # ours: (aiperf's name, statistic, is more better?)
     "TPOT p50, ms": ("inter_token_latency", "p50", False),
     "TPOT p90, ms": ("inter_token_latency", "p90", False),
 }
-
-
-def span(text):
-    low, _, high = text.partition("-")
-    return int(low), int(high or low)
 
 
 def folder():
@@ -107,9 +116,9 @@ def load(where, seed, conversations):
     requests = tokens = 0
     for number in range(conversations):
         messages, lines = [{"role": "system", "content": systems[number % len(systems)]}], []
-        for _ in range(draw.randint(*span(args.turns))):
-            answer = draw.randint(*span(args.output_tokens))
-            messages.append({"role": "user", "content": text(draw, draw.randint(*span(args.user_tokens)))})
+        for _ in range(draw.randint(*args.turns)):
+            answer = draw.randint(*args.output_tokens)
+            messages.append({"role": "user", "content": text(draw, draw.randint(*args.user_tokens))})
             lines.append(json.dumps({"model": NAME, "messages": messages, "max_tokens": answer, "temperature": args.temperature,
                                      "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}))
             messages.append({"role": "assistant", "content": text(draw, answer)})
@@ -175,7 +184,8 @@ def kvist(model):
 
 
 def vllm(model):
-    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": str(args.cache_gib), "OMP_NUM_THREADS": str(args.threads),
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CACHE_ROOT": str(WORK / "cache"),
+           "VLLM_CPU_KVCACHE_SPACE": str(args.cache_gib), "OMP_NUM_THREADS": str(args.threads),
            "VLLM_CPU_OMP_THREADS_BIND": f"0-{args.threads - 1}"}
     # `vllm serve` looks for a package named vllm, which vllm-cpu is not; this module is what it runs.
     command = [common.python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME,
@@ -216,14 +226,15 @@ def drive(server, model, requests, expected, tokens):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     report = json.loads((out / "profile_export_aiperf.json").read_text())
     failed = sum(error["count"] for error in report.get("error_summary") or [])
-    found = {name: report[of][statistic] for name, (of, statistic, _) in FIGURES.items() if of in report}
-    found |= {"requests": report["request_count"]["avg"], "failed": failed, "seconds": report["benchmark_duration"]["avg"],
+    answered = report.get("request_count", {}).get("avg", 0)
+    made = report.get("output_sequence_length", {}).get("avg", 0) * answered
+    if failed or answered != expected or round(made) != tokens:
+        raise Failed(f"{answered:.0f} of {expected} requests were answered, {failed} failed; {made:.0f} of {tokens} tokens came: "
+                     f"{json.dumps(report.get('error_summary'))[:500]}; {common.end_of(server.log)}")
+    found = {name: report[of][statistic] for name, (of, statistic, _) in FIGURES.items()}
+    found |= {"requests": answered, "failed": failed, "seconds": report["benchmark_duration"]["avg"],
               "client CPU, s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
               "server CPU, s": server.cpu_s() - server_before}
-    made = report["output_sequence_length"]["avg"] * found["requests"]
-    if failed or found["requests"] != expected or round(made) != tokens:
-        raise Failed(f"{found['requests']:.0f} of {expected} requests were answered, {failed} failed; {made:.0f} of {tokens} tokens came: "
-                     f"{json.dumps(report.get('error_summary'))[:500]}")
     return found
 
 
@@ -237,8 +248,6 @@ def main():
         for name, start in (("kvist", kvist), ("vLLM", vllm)):
             if name in args.only.split(","):
                 servers.append(start(model))
-        if not servers:
-            sys.exit("serving.py: --only knows `kvist` and `vLLM`")
         load(WORK / "warm-up", 0, 4)
         lines = [line for file in sorted((WORK / "warm-up").iterdir()) for line in file.read_text().splitlines()]
         counts = {}
@@ -266,8 +275,8 @@ def main():
                 rounds[-1][server.name] = found | {"load before": before, "load after": os.getloadavg()[0]}
                 print(f"round {turn + 1}: {server.name}: {json.dumps({k: round(v, 2) for k, v in rounds[-1][server.name].items()})}",
                       file=sys.stderr, flush=True)
-    except Failed as error:
-        sys.exit(f"serving.py: {error}")
+    except (Failed, OSError, http.client.HTTPException) as error:
+        sys.exit(f"serving.py: {type(error).__name__}: {error}")
     finally:
         for server in servers:
             server.close()
