@@ -47,7 +47,7 @@ class Engine(common.Group):
         super().__init__(name, command, ENGINES / f"{name}.log", env, HERE, talks=True)
         try:
             self.until("ready", "it was ready")
-        except Failed:
+        except BaseException:
             self.close()
             raise
         self.signal(signal.SIGSTOP)

@@ -139,20 +139,25 @@ class Server(common.Group):
     def __init__(self, name, command, env, log):
         self.port = free_port()
         super().__init__(name, [*command, "--host", "127.0.0.1", "--port", self.port], log, env)
-        deadline = time.monotonic() + args.timeout
-        while True:
-            if self.process.poll() is not None:
-                raise Failed(f"{name} ended before it was ready; {common.end_of(log)}")
+        try:
+            self.wait(time.monotonic() + args.timeout)
+        except BaseException:
+            self.close()
+            raise
+        self.signal(signal.SIGSTOP)
+
+    def wait(self, deadline):
+        """Until the server is ready."""
+        while self.process.poll() is None:
             try:
                 if self.ask("GET", "/health", timeout=2)[0] == 200:
-                    break
+                    return
             except (OSError, http.client.HTTPException):
                 pass
             if time.monotonic() > deadline:
-                self.close()
-                raise Failed(f"{name} was not ready after {args.timeout:.0f} s; {common.end_of(log)}")
+                raise Failed(f"{self.name} was not ready after {args.timeout:.0f} s; {common.end_of(self.log)}")
             time.sleep(0.5)
-        self.signal(signal.SIGSTOP)
+        raise Failed(f"{self.name} ended before it was ready; {common.end_of(self.log)}")
 
     def ask(self, method, path, body=None, timeout=300):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
