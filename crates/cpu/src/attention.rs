@@ -160,23 +160,35 @@ impl<'l> Layer<'l> {
             let split = (i % per_unit) as u32;
             let splits = if per_unit > 1 { first + split..first + split + 1 } else { first..end };
             self.unit(compute, rows, splits, states, scratch, query);
+            if per_unit == 1 {
+                self.finish(rows, states);
+            }
         });
         for unit in 0..units {
             let rows = rows(unit);
             let all = &mut states[unit * per_unit * unit_state..(unit + 1) * per_unit * unit_state];
             let (total, others) = all.split_at_mut(unit_state);
-            for other in others.chunks_exact(unit_state) {
-                self.merge(total, other, rows.n_slots * per_kv);
+            if per_unit > 1 {
+                for other in others.chunks_exact(unit_state) {
+                    self.merge(total, other, self.unit_rows(rows));
+                }
+                self.finish(rows, total);
             }
-            for (i, row) in total.chunks_exact_mut(state).take(rows.n_slots * per_kv).enumerate() {
-                let head = rows.head * per_kv + i % per_kv;
-                let (sums, norms) = row.split_at_mut(self.head_dim);
-                let factor = self.factor(head, norms);
-                sums.iter_mut().for_each(|x| *x *= factor);
-                self.values.restore(rows.head, sums);
+            for (i, row) in total.chunks_exact(state).take(self.unit_rows(rows)).enumerate() {
                 let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
-                put(token, head, sums);
+                put(token, rows.head * per_kv + i % per_kv, &row[..self.head_dim]);
             }
+        }
+    }
+
+    /// Turns the sums of a unit into outputs: divides by the norms, and restores the order of the channels.
+    fn finish(&self, rows: Rows, states: &mut [f32]) {
+        let per_kv = self.per_kv();
+        for (i, row) in states.chunks_exact_mut(self.state()).take(self.unit_rows(rows)).enumerate() {
+            let (sums, norms) = row.split_at_mut(self.head_dim);
+            let factor = self.factor(rows.head * per_kv + i % per_kv, norms);
+            sums.iter_mut().for_each(|x| *x *= factor);
+            self.values.restore(rows.head, sums);
         }
     }
 

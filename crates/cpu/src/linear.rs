@@ -201,8 +201,10 @@ impl Panels<'_> {
         if !MANY {
             return Ahead { lines: u8::MAX, bytes: AHEAD };
         }
-        let (whole, tile) = ((n / inputs::TILE).min(8), first / inputs::TILE);
-        let share = (0..8).filter(|line| line % whole == tile);
+        let tiles = n / inputs::TILE;
+        // Whole tiles behind this one, or none of them if it is not whole.
+        let behind = tiles.wrapping_sub(1 + first / inputs::TILE);
+        let share = (0..8).filter(|line| line % tiles.min(8) == behind);
         Ahead { lines: share.fold(0, |lines, line| lines | 1 << line), bytes: self.panel }
     }
 }
@@ -210,8 +212,9 @@ impl Panels<'_> {
 /// Which of the cache lines of a block's codes a tile of tokens prefetches, and how far ahead.
 ///
 /// A single tile reads each panel once, at the speed of memory: it prefetches every line [`AHEAD`]. Several tiles read a
-/// panel one after the other, all but the first from the processor's cache: together the tiles of eight prefetch the
-/// next panel, each its share of every block. So memory and arithmetic are busy at the same time.
+/// panel one after the other, all but the first from the processor's cache: together the last eight tiles prefetch the
+/// next panel, each its share of every block. So memory and arithmetic are busy at the same time. Were they the first eight, the
+/// inputs of many more tiles would take the prefetched lines' place in the second-level cache.
 #[derive(Clone, Copy)]
 struct Ahead {
     /// Bit `i` for line `i`.

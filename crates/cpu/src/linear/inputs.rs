@@ -64,8 +64,11 @@ impl<T: Copy + Default> Buffer<T> {
         if self.format.replace(format) == Some(format) {
             return None;
         }
-        self.data.reserve_exact((len + LANES).saturating_sub(self.data.len()));
-        self.data.resize(len + LANES, T::default());
+        // It does not shrink: growing again would fill it again.
+        if let Some(more) = (len + LANES).checked_sub(self.data.len()) {
+            self.data.reserve_exact(more);
+            self.data.resize(len + LANES, T::default());
+        }
         let first = self.first();
         Some(&mut self.data[first..first + len])
     }
