@@ -86,7 +86,7 @@ class Kvist:
             what, _, depth = row.partition(" at ")
             tokens = ["--tokens", 512] if what == "prefill" else ["--tokens", 32]
             text = run([args.kvist, "bench", what, "-m", self.model, "--depth", depth or 0, "--k", self.kv, "--v", self.kv, *tokens,
-                        "--threads", args.threads, "--runs", 1 if depth else 2, "--json", *self.fast])
+                        "--threads", args.threads, "--runs", 2 if depth else 5, "--json", *self.fast])
             found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
             return next(entry["tokens_per_s"] for entry in found if "tokens_per_s" in entry)
         command = [args.kvist, "serve", "-m", self.model, "--port", "0", "-q", "--threads", args.threads, "--name", "kvist", "--kv", self.kv,

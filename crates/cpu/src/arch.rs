@@ -169,8 +169,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
         }
         (self.mul(p, f), n)
     }
-    /// `2^x` for `x ≤ 127` with a relative error below 8e-5, which is a fiftieth of the last bit of bf16; 0 where `x` is below
-    /// −126, or −∞. NaN passes through.
+    /// `2^x` for `x ≤ 127` with a relative error below 8e-5, which is a fiftieth of the last bit of bf16. Below −126
+    /// it may be 0, and below −127 and for −∞ it is. NaN passes through.
     #[inline(always)]
     fn exp2_for_bf16(self, x: Self::F) -> Self::F {
         let x = self.max(self.splat(-1e30), x);

@@ -71,7 +71,7 @@ macro_rules! two_bytes {
             fn encode_all(row: &[f32], bytes: &mut [u8]) -> bool {
                 let mut finite = true;
                 for (row, bytes) in row.chunks(LANES).zip(bytes.chunks_mut(2 * LANES)) {
-                    // Whole vectors: `half` converts them with instructions where there are some.
+                    // Whole vectors: `half` converts f16 with instructions where there are some, and bf16 in a loop.
                     let (mut wide, mut codes) = ([0.0; LANES], [$half::ZERO; LANES]);
                     wide[..row.len()].copy_from_slice(row);
                     codes.convert_from_f32_slice(&wide);

@@ -202,9 +202,9 @@ impl Panels<'_> {
             return Ahead { lines: u8::MAX, bytes: AHEAD };
         }
         let tiles = n / inputs::TILE;
-        // Whole tiles behind this one, or none of them if it is not whole.
-        let behind = tiles.wrapping_sub(1 + first / inputs::TILE);
-        let share = (0..8).filter(|line| line % tiles.min(8) == behind);
+        // The last tile, if it is not whole, leaves it to the others.
+        let behind = tiles.checked_sub(1 + first / inputs::TILE);
+        let share = (0..8).filter(|line| behind == Some(line % tiles.min(8)));
         Ahead { lines: share.fold(0, |lines, line| lines | 1 << line), bytes: self.panel }
     }
 }
@@ -474,3 +474,19 @@ macro_rules! for_token_tiles {
     }};
 }
 use for_token_tiles;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_tiles_fetch_every_line_once() {
+        let panels = Panels { bytes: &[], n: 0, panel: 0, blocks: 0 };
+        for n in inputs::TILE + 1..200 {
+            let of = |first: usize| panels.ahead::<true>(n, first).lines;
+            let lines: Vec<u8> = (0..n).step_by(inputs::TILE).map(of).filter(|lines| *lines != 0).collect();
+            assert_eq!(lines.iter().map(|lines| lines.count_ones()).sum::<u32>(), 8, "{n} tokens");
+            assert_eq!(lines.iter().fold(0, |all, lines| all | lines), u8::MAX, "{n} tokens");
+        }
+    }
+}

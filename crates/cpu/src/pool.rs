@@ -14,6 +14,7 @@
 //!
 //! One integer dot product combines four bytes of a cell's key with four bytes of the query, or the values of four
 //! cells with their four weights.
+mod encode;
 mod float;
 mod gather;
 mod image;
@@ -40,7 +41,6 @@ pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
 use rows::param_at;
-use std::marker::PhantomData;
 pub use t4::T4;
 
 /// Evaluates `$body` with the type `$C` that packs `$dtype`. To add a dtype, add a file and a line here.
@@ -88,7 +88,7 @@ pub trait Codec: 'static {
     /// Number of f16 parameters of a row.
     fn params(head_dim: usize, group: usize) -> usize;
     /// Packs a row. Returns true if every stored value is finite. Plain code, which the compiler vectorises for the instruction
-    /// set that it is inlined for.
+    /// set of [`encode`](encode::encode): it must be `#[inline(always)]`, and so must everything it calls.
     fn encode(row: &[f32], group: usize, codes: &mut [u8], params: &mut [f16]) -> bool;
     fn decode(codes: &[u8], params: &[f16], group: usize, row: &mut [f32]);
 
@@ -396,7 +396,7 @@ impl RowStore {
     pub fn write(&mut self, isa: Isa, slabs: &mut [Pages], head: usize, cell: u32, row: &[f32]) {
         let shape = self.shape;
         let (codes, params) = (&mut self.codes[..], &mut self.params[..]);
-        self.broken |= !encode(isa, shape.storage.dtype, (row, shape.group), codes, params);
+        self.broken |= !encode::encode(isa, shape.storage.dtype, (row, shape.group), codes, params);
         let segment = self.segment_of(cell);
         let (block, lane) = (self.place(segment, head, cell), Self::lane_of(segment, cell));
         let slab = slabs[block.slab].bytes_mut();
@@ -451,33 +451,6 @@ impl RowStore {
     /// Slab of the newest segment. A concatenating side has only this one.
     pub fn slab(&self) -> Option<usize> {
         self.segments.last().map(|s| s.slab)
-    }
-}
-
-/// [`Codec::encode`].
-fn encode(
-    isa: Isa,
-    dtype: DType,
-    (row, group): (&[f32], usize),
-    codes: &mut [u8],
-    params: &mut [f16],
-) -> bool {
-    with_codec!(dtype, C => isa.run(Encode::<C> { row, group, codes, params, codec: PhantomData }))
-}
-
-struct Encode<'e, C> {
-    row: &'e [f32],
-    group: usize,
-    codes: &'e mut [u8],
-    params: &'e mut [f16],
-    codec: PhantomData<C>,
-}
-
-impl<C: Codec> Kernel for Encode<'_, C> {
-    type Out = bool;
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> bool {
-        C::encode(self.row, self.group, self.codes, self.params)
     }
 }
 

@@ -41,9 +41,9 @@ pub struct Options {
     pub packed: f64,
     /// Stored rows must come back bit for bit, whatever the storage. For backends that store f32 only.
     pub exact_rows: bool,
-    /// CellRun only the case of this number.
+    /// Run only the case of this number.
     pub only: Option<usize>,
-    /// CellRun only every n-th case, for kernels that have passed all of them before.
+    /// Run only every n-th case, for kernels that have passed all of them before.
     pub one_in: usize,
     /// The storages that the backend has, among those of the suite. Any two values of the axes still occur together.
     pub storages: fn(Storage) -> bool,

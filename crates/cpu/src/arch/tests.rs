@@ -134,7 +134,7 @@ fn every_instruction_set_agrees_with_the_portable_one() {
                     // One rounding or two; a sum in another order.
                     let near = (found - expected).abs() <= 2e-7 * (expected.abs() + 1.0) * 200.0;
                     let rounded = matches!(*name, "fma" | "exp2 mantissa" | "exp2 exponent") && near;
-                    // Two polynomials, and two ends.
+                    // Two polynomials; below −126 one may be 0 already.
                     let difference = (found - expected).abs();
                     let coarse = *name == "exp2 for bf16" && difference <= 1.6e-4 * expected.abs() + 3e-38;
                     assert!(
@@ -147,7 +147,8 @@ fn every_instruction_set_agrees_with_the_portable_one() {
     }
 }
 
-/// From −126 to 0 the error is below 8e-5; what a row does not see has no weight.
+/// From −126 to 1/2 the error is below 8e-5 (a maximum is rounded, so a score may be half above it); what a row does not see has no
+/// weight.
 #[test]
 fn powers_for_bf16_are_powers() {
     struct Powers<'x>(&'x [f32; 16]);
@@ -162,7 +163,8 @@ fn powers_for_bf16_are_powers() {
     }
     for isa in Isa::available() {
         for step in 0..20_000 {
-            let x: [f32; 16] = std::array::from_fn(|lane| -((step * 16 + lane) as f32) * 126.0 / 320_000.0);
+            let x: [f32; 16] =
+                std::array::from_fn(|lane| 0.5 - ((step * 16 + lane) as f32) * 126.5 / 320_000.0);
             for (x, found) in x.into_iter().zip(isa.run(Powers(&x))) {
                 let exact = f64::from(x).exp2();
                 assert!((f64::from(found) - exact).abs() < 8e-5 * exact, "{isa}: 2^{x} = {found}");

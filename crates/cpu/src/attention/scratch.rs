@@ -2,15 +2,15 @@
 use super::tile_items::TileItems;
 use super::{BLOCK_ROWS, LONG_TILE, LONG_TILE_ROWS, SPLIT, TILE, UNIT_ROWS};
 use crate::Compute;
+use crate::aligned::Aligned;
 use crate::arch::LANES;
-use crate::buffer::Buffer;
 use crate::pool::pairs::{self, Products};
 use crate::pool::{PackedQuery, QUERY_ROWS, Quads};
 use kvist_device::{DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, Reservation};
 use std::sync::Arc;
 
-/// Floats of a row's state in addition to its sums: a norm per lane, and the maximum, which takes a vector so that the next row
-/// begins at a cache line.
+/// Floats of a row's state in addition to its sums: a norm per lane, and the maximum, which takes a vector so that with
+/// most heads the next row begins at a cache line.
 pub const EXTRA: usize = 2 * LANES;
 /// Floats before and after a tile in a line of scores.
 pub const PAD: usize = LANES;
@@ -20,24 +20,24 @@ pub const SPARE: usize = 2 * PAD;
 
 /// Scratch of one thread.
 pub struct ThreadScratch {
-    pub row: Buffer<f32>,     // [head_dim]
-    pub queries: Buffer<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
+    pub row: Aligned<f32>,     // [head_dim]
+    pub queries: Aligned<f32>, // [rows of a unit / QUERY_ROWS, head_dim, QUERY_ROWS]
     pub packed: Vec<PackedQuery>,
-    pub plain: Buffer<f32>, // [rows of a unit, head_dim in whole vectors], if recent keys are read in f16
-    pub partial: Buffer<f32>, // [rows of a unit, head_dim + EXTRA]
-    pub lines: Buffer<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
+    pub plain: Aligned<f32>, // [rows of a unit, head_dim in whole vectors], if recent keys are read in f16
+    pub partial: Aligned<f32>, // [rows of a unit, head_dim + EXTRA]
+    pub lines: Aligned<f32>, // [rows of a block, tile + 2 * PAD + SPARE]
     pub quads: Box<Quads>,
     pub tile_items: TileItems,
     pub weights: Vec<f32>, // of values read in f16: at most [rows of a block × recent tokens]
     // For products of pairs of bf16.
-    pub split_queries: Buffer<u32>,
-    pub packed_tiles: Buffer<u32>,
-    pub weight_tiles: Buffer<u32>,
+    pub split_queries: Aligned<u32>,
+    pub packed_tiles: Aligned<u32>,
+    pub weight_tiles: Aligned<u32>,
 }
 
 /// Scratch of all threads.
 pub struct Scratch {
-    pub states: Buffer<f32>, // [units][rows of a unit][head_dim + EXTRA]
+    pub states: Aligned<f32>, // [units][rows of a unit][head_dim + EXTRA]
     pub threads: Vec<ThreadScratch>,
     /// Of [`Layer::mass`](super::Layer::mass): empty until it is asked for, and outside the budget. 4 bytes per KV head and
     /// visible cell of a sequence, eight times that for prompts.
@@ -93,7 +93,10 @@ impl Sizes {
         let any = packed(spec.k.dtype).max(packed(spec.v.dtype));
         let split_queries =
             precisions(spec.k.dtype).map(|by| pairs::split_len(head_dim, unit_rows, by)).max();
-        let weight_tiles = precisions(spec.v.dtype).map(pairs::weights_len).max();
+        // Vectors read weights where they are.
+        let tiles = products.into_iter().flatten().filter(|products| matches!(products, Products::Tiles(..)));
+        let tiles = tiles.filter(|products| products.multiply(spec.v.dtype)).map(Products::precision);
+        let weight_tiles = tiles.map(pairs::weights_len).max();
         let block_rows = if any.is_some() { unit_rows } else { BLOCK_ROWS.max(per_kv) };
         let lines = (BLOCK_ROWS.max(per_kv) * line(TILE)).max(LONG_TILE_ROWS * line(LONG_TILE));
         let lines = match any {
@@ -124,14 +127,14 @@ impl Sizes {
     }
 
     fn bytes(&self) -> Option<u64> {
-        let add = |total: usize, n: usize| total.checked_add(Buffer::<f32>::bytes(n)?);
+        let add = |total: usize, n: usize| total.checked_add(Aligned::<f32>::bytes(n)?);
         let floats = [self.head_dim, self.queries, self.plain, self.partial, self.lines];
         let pairs = [self.split_queries, self.packed_tiles, self.weight_tiles];
         let buffers = floats.into_iter().chain(pairs).try_fold(0, add)?;
         let packed = self.packed.checked_mul(size_of::<PackedQuery>() + PackedQuery::bytes(self.head_dim))?;
         let thread = buffers.checked_add(self.weights.checked_mul(4)?)?.checked_add(packed)?;
         let thread = thread.checked_add(size_of::<Quads>() + TileItems::bytes(self.slots))?;
-        let all = Buffer::<f32>::bytes(self.states)?.checked_add(thread.checked_mul(self.threads)?)?;
+        let all = Aligned::<f32>::bytes(self.states)?.checked_add(thread.checked_mul(self.threads)?)?;
         u64::try_from(all).ok()
     }
 }
@@ -171,8 +174,8 @@ impl Scratch {
     fn of(sizes: &Sizes, reservation: Reservation) -> Result<Self, DeviceError> {
         let bytes = sizes.bytes().ok_or_else(overflow)?;
         let refused = |_| DeviceError::OutOfMemory { what: "scratch", bytes };
-        let floats = |n: usize| Buffer::<f32>::new(n).map_err(refused);
-        let pairs = |n: usize| Buffer::<u32>::new(n).map_err(refused);
+        let floats = |n: usize| Aligned::<f32>::new(n).map_err(refused);
+        let pairs = |n: usize| Aligned::<u32>::new(n).map_err(refused);
         let thread = |_| {
             Ok(ThreadScratch {
                 row: floats(sizes.head_dim)?,

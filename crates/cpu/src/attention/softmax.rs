@@ -6,6 +6,9 @@
 //!
 //! About fifteen operations per sixteen weights. A weight is at most √2; a weight 126 powers of two below the maximum
 //! is 0. Norms are summed by lane, that is by position modulo 16, so that their order is that of the sequence.
+//!
+//! Weights that become pairs of bf16 take eight: `w = 2^(s − M')` with a polynomial of degree 3. The difference s − M' is rounded, so
+//! those of another maximum M' differ by more than a power of two.
 use crate::arch::{Kernel, LANES, Simd};
 
 /// The maximum of a row that has seen no score.
@@ -41,6 +44,8 @@ pub fn sum(lanes: &[f32]) -> f32 {
 pub enum Form {
     /// They stay f32.
     Floats,
+    /// The same, from the powers of [`Pairs`](Form::Pairs): some of them become pairs later.
+    FloatsForPairs,
     /// Rounded to pairs of bf16, as [`RoundWeights`](crate::pool::pairs::RoundWeights) does.
     Pairs,
 }
@@ -106,6 +111,7 @@ impl Kernel for Softmax<'_> {
             let top = s.splat(max[0]);
             norm = match self.form {
                 Form::Floats => floats(s, vectors, top, norm),
+                Form::FloatsForPairs => floats_for_pairs(s, vectors, top, norm),
                 Form::Pairs => pairs(s, vectors, top, norm),
             };
             s.store(norm, norms);
@@ -126,9 +132,21 @@ fn floats<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, mut norm: S::F
     norm
 }
 
-/// The same, and the weights become pairs, so they need no more than its bits.
+/// The same, as exact as bf16 needs it.
+#[inline(always)]
+fn floats_for_pairs<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, mut norm: S::F) -> S::F {
+    for scores in vectors {
+        let weight = s.exp2_for_bf16(s.sub(s.load(scores), top));
+        norm = s.add(norm, weight);
+        s.store(weight, scores);
+    }
+    norm
+}
+
+/// The same, and the weights become pairs.
 #[inline(always)]
 fn pairs<S: Simd>(s: S, vectors: &mut [[f32; LANES]], top: S::F, mut norm: S::F) -> S::F {
+    debug_assert!(vectors.len().is_multiple_of(2), "{} vectors are no pairs", vectors.len());
     for [even, odd] in vectors.as_chunks_mut().0 {
         let a = s.exp2_for_bf16(s.sub(s.load(even), top));
         let b = s.exp2_for_bf16(s.sub(s.load(odd), top));

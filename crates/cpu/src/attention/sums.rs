@@ -46,7 +46,7 @@ impl<'l> Layer<'l> {
         let ThreadScratch { tile_items, lines, packed_tiles, weight_tiles, .. } = scratch;
         let borders = self.borders(tile_items, slots, tile);
         let first_place = tile.place(tile.indices.start);
-        let group = |vector: usize| (vector * LANES - first_place) / STEP;
+        let group_of = |vector: usize| (vector * LANES - first_place) / STEP;
         let mut places = Places::new();
         let mut sum = |slots: Range<u32>, groups: &Range<usize>, places: &Places<'l>| {
             let first = (slots.start - part.slots.start) as usize * self.per_kv();
@@ -67,7 +67,7 @@ impl<'l> Layer<'l> {
                 room,
             );
         };
-        let (mut start, end) = (group(valid.start), group(valid.end));
+        let (mut start, end) = (group_of(valid.start), group_of(valid.end));
         while start < end {
             let same = borders[start..end].iter().take_while(|b| **b == borders[start]).count();
             let groups = start..start + same;

@@ -6,15 +6,18 @@
 use super::recent::{RecentScores, RecentSums, TileReads};
 use super::scratch::{PAD, SPARE, ThreadScratch};
 use super::softmax::{Form, Softmax};
-use super::{Layer, Rows};
+use super::{LONG_TILE, Layer, Rows, TILE};
 use crate::Compute;
 use crate::arch::{Isa, LANES};
-use crate::pool::pairs::{self, Asked, Precision, Products, RoundWeights, STEP, SplitQueries};
+use crate::pool::pairs::{self, Asked, MAX_PLACES, Precision, Products, RoundWeights, STEP, SplitQueries};
 use crate::pool::{self, Blocks, Gather, Lines, Quads, Queries, RowStore, Sums};
 use crate::recent::RecentReads;
 use kvist_cache::{CellRun, Mask, ReadItem};
 use kvist_device::DType;
 use std::ops::Range;
+
+// Steps of places begin where tiles do, and the places of a tile fit into a product.
+const _: () = assert!(TILE.is_multiple_of(STEP) && LONG_TILE.is_multiple_of(STEP) && LONG_TILE <= MAX_PLACES);
 
 impl<'l> Layer<'l> {
     /// Computes one tile for some slots: scores of all cells they see, weights, and weighted sums.
@@ -36,8 +39,12 @@ impl<'l> Layer<'l> {
             self.recent.is_some_and(|recent| recent.has_values()) && recent_reads.clone().next().is_some();
         let products = self.pairs(compute, self.values, rows);
         let rounded = products.is_some_and(|products| products.precision() == Precision::Rounded);
-        // Weights of rows that are not read from the pool stay f32.
-        let form = if rounded && !recent_values { Form::Pairs } else { Form::Floats };
+        let form = match (rounded, recent_values) {
+            (true, false) => Form::Pairs,
+            // Weights of rows that are not read from the pool stay f32.
+            (true, true) => Form::FloatsForPairs,
+            (false, _) => Form::Floats,
+        };
         let weights = self.weights(compute, part, form, (&mut *states, self.head_dim), scratch);
         let Some(vectors) = weights else { return };
 
@@ -86,23 +93,32 @@ impl<'l> Layer<'l> {
         let (isa, per_kv) = (compute.isa, self.per_kv());
         let n_rows = slots.len() * per_kv;
 
-        // The places that any slot sees, and whether the same scores are computed for all of them.
+        // The places that any slot sees. If the pieces follow each other without gaps, each for all slots, then the kernels write
+        // a score to every one of these places in every line.
         let mut cells: Option<Range<usize>> = None;
-        let mut all_scored = true;
+        let mut all_written = true;
         for i in scratch.tile_items.chains().flatten() {
             let Some(piece) = self.piece(&self.reads.items[i], slots, tile) else { continue };
-            let (new, old) = (piece.cells(), cells.take());
-            all_scored &= piece.slots == *slots && old.as_ref().is_none_or(|old| old.end == new.start);
-            let old = old.unwrap_or(new.clone());
-            cells = Some(old.start.min(new.start)..old.end.max(new.end));
+            let of_piece = piece.cells();
+            all_written &= piece.slots == *slots;
+            match &mut cells {
+                None => cells = Some(of_piece),
+                Some(cells) => {
+                    all_written &= cells.end == of_piece.start;
+                    *cells = cells.start.min(of_piece.start)..cells.end.max(of_piece.end);
+                }
+            }
         }
         let cells = cells?;
-        let step = |place: usize| PAD + (place - PAD) / STEP * STEP;
-        let places = step(cells.start)..step(cells.end + STEP - 1);
-        let scored = if all_scored { cells } else { places.start..places.start };
+        let round_down = |place: usize| PAD + (place - PAD) / STEP * STEP;
+        let places = round_down(cells.start)..round_down(cells.end + STEP - 1);
+        let written = if all_written { cells } else { places.start..places.start };
         for line in scratch.lines[..n_rows * stride].chunks_exact_mut(stride) {
-            line[places.start..scored.start].fill(f32::NEG_INFINITY);
-            line[scored.end..places.end].fill(f32::NEG_INFINITY);
+            if cfg!(debug_assertions) {
+                line.fill(f32::NAN); // old scores and pairs, which nothing may read
+            }
+            line[places.start..written.start].fill(f32::NEG_INFINITY);
+            line[written.end..places.end].fill(f32::NEG_INFINITY);
         }
         let vectors = places.start / LANES..places.end / LANES;
 

@@ -242,6 +242,7 @@ impl Kernel for RoundWeights<'_> {
     fn run<S: Simd>(self, s: S) {
         for line in self.lines.chunks_exact_mut(self.stride) {
             let vectors = &mut line.as_chunks_mut::<LANES>().0[self.vectors.clone()];
+            debug_assert!(vectors.len().is_multiple_of(2), "{} vectors are no pairs", vectors.len());
             for [even, odd] in vectors.as_chunks_mut().0 {
                 s.store(s.as_floats(s.round_pairs(s.load(even), s.load(odd))), even);
             }

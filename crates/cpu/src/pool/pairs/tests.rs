@@ -1,7 +1,7 @@
 //! Products of pairs against sums in f64, and the errors of exact ones against those of sums in f32.
 use super::*;
 use crate::pool::stored::{Stored, float};
-use crate::pool::{Block, Geometry};
+use crate::pool::{Block, Geometry, MAX_BLOCKS};
 use kvist_device::Side;
 use kvist_testing::SplitMix64;
 
@@ -85,7 +85,7 @@ fn scores_are_products() {
         let mut random = SplitMix64(3);
         for (round, head_dim) in HEAD_DIMS.into_iter().enumerate() {
             for n in [1, 7, 8, 9, 16, 17, 37] {
-                let (n_blocks, first, rows) = (1 + (round + n) % 6, n % 3, n + 3);
+                let (n_blocks, first, rows) = (1 + (2 * round + n) % MAX_BLOCKS, n % 3, n + 3);
                 let keys = Stored::new(Side::K, storage, head_dim, n_blocks, &mut random);
                 let dtype = keys.geometry.storage.dtype;
                 let list: Vec<Block<'_>> = (0..n_blocks).map(|i| keys.block(i)).collect();
