@@ -10,20 +10,21 @@
 //!
 //! After a crash of the process, whole blocks are found again. After a crash of the machine too, as far as they
 //! reached the disk: only notes are synced, because a lost block costs only its computation.
+mod directory;
+mod entry;
 mod room;
 
 use crate::removed::Removed;
 use crate::small::Small;
-use crate::{
-    BlockKey, BoxFuture, Bytes, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Turn, Usage,
-};
+use crate::{BlockKey, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Turn, Usage};
+use directory::{Layout, Lock, prepare};
+use entry::{Key, Stored};
 use foyer::{
-    Age, BlockEngineConfig, Code, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
+    Age, BlockEngineConfig, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
     HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
 use room::{check_room, no_room, remove_regions, reserve};
-use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -33,12 +34,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
 const NAME: &str = "disk";
-const LOCK: &str = "kvist-store.lock";
-const LAYOUT: &str = "kvist-store.layout";
 const PAGE: u64 = 4096;
-/// Above that, regions get larger: each is an open file.
-const MOST_REGIONS: u64 = 512;
-const LEAST_REGIONS: u64 = 8;
 const REGION_BYTES: u64 = 16 << 20;
 /// What foyer stores beside a block: its own header, the key, the index of a region.
 const OVERHEAD_BYTES: u64 = 2 * PAGE;
@@ -134,100 +130,8 @@ impl Drop for Room {
     }
 }
 
-/// Released by the system when the process ends, however it ends.
-struct Lock(#[allow(dead_code)] File);
-
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Key([u8; 32]);
-
-impl Code for Key {
-    fn encode(&self, writer: &mut impl Write) -> foyer::Result<()> {
-        writer.write_all(&self.0).map_err(foyer::Error::io_error)
-    }
-
-    fn decode(reader: &mut impl Read) -> foyer::Result<Self> {
-        let mut key = [0; 32];
-        reader.read_exact(&mut key).map_err(foyer::Error::io_error)?;
-        Ok(Key(key))
-    }
-
-    fn estimated_size(&self) -> usize {
-        self.0.len()
-    }
-}
-
-#[derive(Clone, Debug)]
-struct Stored(Frame);
-
-impl Code for Stored {
-    fn encode(&self, writer: &mut impl Write) -> foyer::Result<()> {
-        writer
-            .write_all(&self.0.head)
-            .and_then(|()| writer.write_all(&self.0.body))
-            .map_err(foyer::Error::io_error)
-    }
-
-    fn decode(reader: &mut impl Read) -> foyer::Result<Self> {
-        // The reader ends where the value ends, so no length has to be believed.
-        let mut bytes = Vec::new();
-        reader.read_to_end(&mut bytes).map_err(foyer::Error::io_error)?;
-        Ok(Stored(Frame::split(Bytes::from(bytes))))
-    }
-
-    fn estimated_size(&self) -> usize {
-        self.0.len()
-    }
-}
-
 fn failed(action: &'static str, error: &dyn std::fmt::Display) -> StoreError {
     StoreError::Failed { store: NAME.into(), action, problem: error.to_string() }
-}
-
-/// How the files are divided: other figures cannot read them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Layout {
-    region_bytes: u64,
-    regions: u64,
-    buffer_bytes: u64,
-}
-
-impl Layout {
-    fn of(options: &DiskOptions) -> Result<Layout, StoreError> {
-        let open = |problem: String, advice: String| StoreError::Open { store: NAME.into(), problem, advice };
-        // foyer addresses a region with 32 bits.
-        let largest = u64::from(u32::MAX) / 2;
-        if options.largest_block_bytes > largest {
-            let problem = format!("blocks of {} bytes are more than {largest}", options.largest_block_bytes);
-            return Err(open(problem, "Take smaller blocks".into()));
-        }
-        let block =
-            (options.largest_block_bytes + Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
-        let region_bytes =
-            block.max(REGION_BYTES).max((options.capacity_bytes / MOST_REGIONS).next_multiple_of(PAGE));
-        if region_bytes > u64::from(u32::MAX) {
-            let most = u64::from(u32::MAX) * MOST_REGIONS;
-            return Err(open(
-                format!("a capacity of {} bytes is more than {most}", options.capacity_bytes),
-                "Take less".into(),
-            ));
-        }
-        let regions = options.capacity_bytes / region_bytes;
-        if regions < LEAST_REGIONS {
-            let problem = format!("a capacity of {} bytes is too small", options.capacity_bytes);
-            return Err(open(problem, format!("Give it {} bytes or more", region_bytes * LEAST_REGIONS)));
-        }
-        Ok(Layout { region_bytes, regions, buffer_bytes: block.max(REGION_BYTES) })
-    }
-
-    /// When so many bytes have been written, every region has been written to: all of them, the one that is being filled, and
-    /// what is buffered at both ends.
-    fn cycle_bytes(&self) -> u64 {
-        self.regions * self.region_bytes + 2 * (self.region_bytes + self.buffer_bytes)
-    }
-
-    fn text(&self) -> String {
-        format!("kvist disk store 1: {} regions of {} bytes\n", self.regions, self.region_bytes)
-    }
 }
 
 impl DiskFrames {
@@ -475,45 +379,6 @@ fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io
     let removed = Removed::open(dir, cycle_bytes, is_here)?;
     removed.keys().iter().for_each(|key| cache.storage().delete(&Key(*key.as_bytes())));
     Ok(removed)
-}
-
-/// Takes the directory, and empties it if its files are of another layout.
-fn prepare(dir: &Path, layout: &Layout) -> Result<Lock, StoreError> {
-    let open = |problem: String, advice: &str| StoreError::Open {
-        store: NAME.into(),
-        problem,
-        advice: advice.into(),
-    };
-    let writable = "Give a directory that this user may write to";
-    fs::create_dir_all(dir)
-        .map_err(|error| open(format!("cannot create {}: {error}", dir.display()), writable))?;
-    let path = dir.join(LOCK);
-    let is_ours = path.exists();
-    let read = |error: io::Error| open(format!("cannot read {}: {error}", dir.display()), writable);
-    if !is_ours && fs::read_dir(dir).map_err(read)?.next().is_some() {
-        let problem = format!("{} contains files that are not a store's", dir.display());
-        return Err(open(problem, "Give an empty directory: old blocks are overwritten"));
-    }
-    let lock = OpenOptions::new().create(true).truncate(false).write(true).open(&path);
-    let lock = lock.map_err(|error| open(format!("cannot write {}: {error}", path.display()), writable))?;
-    match lock.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => {
-            let problem = format!("another process uses {}", dir.display());
-            return Err(open(problem, "Stop it, or give each process a directory of its own"));
-        }
-        Err(TryLockError::Error(error)) => {
-            let problem = format!("cannot lock {}: {error}", path.display());
-            return Err(open(problem, "Give a directory on a local disk"));
-        }
-    }
-    let path = dir.join(LAYOUT);
-    let write = |error: io::Error| open(format!("cannot write {}: {error}", path.display()), writable);
-    if !matches!(fs::read_to_string(&path), Ok(text) if text == layout.text()) {
-        remove_regions(dir).map_err(write)?;
-        fs::write(&path, layout.text()).map_err(write)?;
-    }
-    Ok(Lock(lock))
 }
 
 async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
