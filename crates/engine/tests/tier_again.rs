@@ -3,8 +3,9 @@ mod engines;
 use engines::*;
 use kvist_engine::serving::*;
 use kvist_scheduler::Write;
-use kvist_store::{BlockKey, BlockStore, KeyChain, Ram};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, KeyChain, Ram, StoreError, Usage};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 const MODEL: &[u8] = b"a model";
@@ -62,5 +63,84 @@ async fn what_a_tier_has_dropped_comes_back_from_it_all_the_same() {
         }
         evict().await;
         assert_eq!(serve(&engine, &text).await, (answer, 80), "{write:?}");
+    }
+}
+
+/// A store that takes nothing while it is told so.
+struct Refusing {
+    ram: Ram,
+    refuses: AtomicBool,
+}
+
+impl BlockStore for Refusing {
+    fn name(&self) -> &str {
+        "refusing"
+    }
+    fn lookup<'a>(
+        &'a self,
+        keys: &'a [BlockKey],
+        within: Duration,
+    ) -> BoxFuture<'a, Result<usize, StoreError>> {
+        self.ram.lookup(keys, within)
+    }
+    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
+        self.ram.get(key)
+    }
+    fn put<'a>(
+        &'a self,
+        key: BlockKey,
+        bytes: Bytes,
+        ttl: Option<Duration>,
+    ) -> BoxFuture<'a, Result<(), StoreError>> {
+        Box::pin(async move {
+            match self.refuses.load(SeqCst) {
+                true => Err(StoreError::Failed {
+                    store: "refusing".into(),
+                    action: "write a block",
+                    problem: "it is told so".into(),
+                }),
+                false => self.ram.put(key, bytes, ttl).await,
+            }
+        })
+    }
+    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
+        self.ram.remove(key)
+    }
+    fn usage(&self) -> Usage {
+        self.ram.usage()
+    }
+    fn counts(&self) -> Counts {
+        self.ram.counts()
+    }
+}
+
+/// Regression: with write-through, blocks that were not copied because too much was on its way, and blocks that the tier did not take, were
+/// gone when the cache evicted them, unless a prompt had hit them before.
+#[tokio::test]
+async fn what_no_tier_got_is_copied_when_it_is_evicted() {
+    for (n_in_flight, refuses) in [(3, false), (100, true)] {
+        let config = config(320);
+        let block_bytes = config.paged.block_bytes(model().config());
+        let store = Arc::new(Refusing { ram: Ram::new(1 << 30), refuses: AtomicBool::new(refuses) });
+        let tier = TierStore { store: store.clone(), bytes_per_s: u64::MAX, latency: Duration::ZERO };
+        let tiers = TierConfig {
+            grace: Duration::from_secs(3600),
+            max_bytes_in_flight: n_in_flight * block_bytes,
+            always: true,
+            ..TierConfig::new(vec![tier], MODEL.to_vec())
+        };
+        let engine = engine(EngineConfig { tiers: Some(tiers), ..config });
+        let text = prompt(100, 81);
+        let keys: Vec<BlockKey> = KeyChain::root(MODEL, "").keys(&text[..80], 16);
+        let n_stored = || keys.iter().filter(|key| store.ram.has(key) == Some(true)).count();
+        let (answer, _) = serve(&engine, &text).await;
+        let counters = || engine.stats().tiers.unwrap().counters;
+        assert!(n_stored() < 5 && (refuses || counters().skipped_blocks > 0), "{:?}", counters());
+        store.refuses.store(false, SeqCst);
+        for i in 1..20 {
+            serve(&engine, &prompt(100 + 100 * i, 33)).await;
+        }
+        assert_eq!(n_stored(), 5, "{:?}", counters());
+        assert_eq!(serve(&engine, &text).await, (answer, 80));
     }
 }

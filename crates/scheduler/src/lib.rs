@@ -49,8 +49,8 @@ pub use retain::Retention;
 pub use scheduler::{Duplicate, RequestStatus, Scheduler, SchedulerCounters};
 pub use snapshot::{LiveLoad, LiveRequest, LiveSequence, Snapshot};
 pub use tiers::{
-    BadTiers, CachedTokens, Ends, FindOrder, KeepOrder, LoadOrder, MAX_TIERS, NotLoaded, Order, Recompute,
-    Run, StoreOrder, Tier, TierCounters, Tiers, TransferId, WindowBytes, Write,
+    BadTiers, CachedTokens, Ends, FindOrder, KeepOrder, LoadOrder, MAX_TIERS, NamedBlock, NotLoaded, Order,
+    Recompute, Run, StoreOrder, Tier, TierCounters, Tiers, TransferId, WindowBytes, Write,
 };
 
 /// The example of docs/scheduler.md.

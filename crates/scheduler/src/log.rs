@@ -17,7 +17,7 @@ use crate::drafts::BatchDrafts;
 use crate::executor::Batch;
 use crate::outcome::{Advance, Emitted, Outcome};
 use crate::request::{Request, RequestId};
-use crate::tiers::{Run, TransferId};
+use crate::tiers::{NamedBlock, Run, TransferId};
 use kvist_cache::{Kept, NodeId, SeqId};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write;
@@ -107,6 +107,12 @@ impl Log {
     }
     pub(crate) fn stored(&mut self, n: u64, at_ns: u64, id: TransferId, ok: bool) {
         self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"stored\":{id},\"ok\":{ok}}}"));
+    }
+    pub(crate) fn unsaved(&mut self, n: u64, at_ns: u64, blocks: &[NamedBlock]) {
+        if self.is_on() {
+            let blocks = serde_json::to_string(blocks).unwrap_or_default();
+            self.line(|t| write!(t, "{{\"n\":{n},\"at\":{at_ns},\"unsaved\":{blocks}}}"));
+        }
     }
     pub(crate) fn idle(&mut self, n: u64, at_ns: u64, drafts: &BatchDrafts) {
         self.line(|t| {
@@ -338,7 +344,7 @@ pub(crate) enum Decision<'a> {
         id: RequestId,
         why: &'a str,
     },
-    /// Victims of eviction are copied to a tier.
+    /// So many victims of eviction are evicted ahead of time, and copied to the tiers that lack them.
     Demote {
         blocks: u64,
     },

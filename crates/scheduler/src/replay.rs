@@ -8,7 +8,7 @@ use crate::log::{LOG_VERSION, LoggedAdvance};
 use crate::outcome::{Outcome, Sampled};
 use crate::request::{Request, RequestId};
 use crate::scheduler::Scheduler;
-use crate::tiers::{Run, TransferId};
+use crate::tiers::{NamedBlock, Run, TransferId};
 use kvist_cache::Cache;
 use serde::Deserialize;
 use std::io::BufRead;
@@ -80,6 +80,8 @@ struct Event {
     loaded: Option<TransferId>,
     /// This copy to a tier has ended.
     stored: Option<TransferId>,
+    /// These blocks were not written to a tier.
+    unsaved: Option<Vec<NamedBlock>>,
     #[serde(default)]
     ok: bool,
     /// Of a load that has failed, those that arrived before it did.
@@ -214,13 +216,14 @@ impl Replay {
         }
         let kinds =
             [event.arrive.is_some(), event.cancel.is_some(), event.forget.is_some(), event.steps.is_some()];
-        let of_tiers = [event.found.is_some(), event.loaded.is_some(), event.stored.is_some()];
+        let of_tiers =
+            [event.found.is_some(), event.loaded.is_some(), event.stored.is_some(), event.unsaved.is_some()];
         let of_plans = [event.idle, event.abandoned];
         let of_capacity = [event.resize.is_some(), event.resized.is_some()];
         let n_kinds =
             kinds.into_iter().chain(of_capacity).chain(of_tiers).chain(of_plans).filter(|&is| is).count();
         if n_kinds != 1 {
-            let what = "expected one of arrive, cancel, forget, resize, resized, steps, idle, abandoned, found, loaded and stored";
+            let what = "expected one of arrive, cancel, forget, resize, resized, steps, idle, abandoned, found, loaded, stored and unsaved";
             return Err(wrong(line, what.into()));
         }
         if let Some(request) = event.arrive {
@@ -247,6 +250,8 @@ impl Replay {
             if !scheduler.stored(event.at, id, event.ok) {
                 return Err(wrong(line, format!("copy {id} has ended, but was not started")));
             }
+        } else if let Some(blocks) = event.unsaved {
+            scheduler.unsaved(event.at, &blocks);
         } else {
             let steps = event.steps.unwrap_or(1);
             let drafts = BatchDrafts::of_log(&event.drafts).map_err(|e| wrong(line, e))?;

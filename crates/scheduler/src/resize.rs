@@ -58,6 +58,9 @@ impl Scheduler {
         let Some(Resizing { capacity_tokens, moves }) = self.resizing.take() else { return };
         if moved {
             self.memory.resize(&capacity_tokens, &moves);
+            if let (Some(tiers), Some(naming)) = (&mut self.tiers, self.memory.naming_group()) {
+                tiers.moved(&moves.renamed(), naming);
+            }
         }
         self.shelf.tighten(&mut self.memory.cache, moved.then_some(&moves));
         self.blocked = None;

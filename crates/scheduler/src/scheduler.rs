@@ -131,7 +131,11 @@ impl Scheduler {
     pub fn new(config: Config, cache: Cache, truth: Option<Box<dyn Truth>>) -> Result<Scheduler, BadConfig> {
         config.check()?;
         let memory = Memory::new(cache, config.thinned)?;
-        let tiers = config.tiers.as_ref().map(|tiers| TierState::new(tiers, &memory)).transpose()?;
+        let tiers = config
+            .tiers
+            .as_ref()
+            .map(|tiers| TierState::new(tiers, config.max_batch_tokens, &memory))
+            .transpose()?;
         Ok(Scheduler {
             order: Order::build(&config, truth)?,
             memory,

@@ -16,16 +16,19 @@
 //!
 //! Copies to the tiers either begin as soon as blocks are in the prefix index ([`Write::Through`]), or when free memory
 //! runs low, with the next victims of eviction ([`Write::Back`]). Both pin the blocks. What exceeds
-//! [`Tiers::max_store_bytes`] is not copied. A step that needs memory at once evicts blocks that were not copied.
+//! [`Tiers::max_store_bytes`] is not copied. With `Through`, what was not copied, or was not written ([`Scheduler::unsaved`]), is copied
+//! as with `Back`, when it is a victim. A step that needs memory at once evicts blocks that were not copied.
 mod config;
 mod copies;
 mod cost;
 mod find;
 mod orders;
+mod unsaved;
 
 pub use config::{BadTiers, MAX_TIERS, Recompute, Tier, Tiers, WindowBytes, Write};
 pub use orders::{
-    CachedTokens, Ends, FindOrder, KeepOrder, LoadOrder, NotLoaded, Order, Run, StoreOrder, TransferId,
+    CachedTokens, Ends, FindOrder, KeepOrder, LoadOrder, NamedBlock, NotLoaded, Order, Run, StoreOrder,
+    TransferId,
 };
 
 use crate::config::BadConfig;
@@ -36,9 +39,10 @@ use crate::scheduler::Scheduler;
 use crate::snapshot::LiveLoad;
 use cost::Estimates;
 use find::may_learn;
-use kvist_cache::{GroupId, Loading, Pin};
+use kvist_cache::{BlockId, GroupId, Loading, Pin};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use unsaved::Unsaved;
 
 /// How many waiting requests are considered for a load, from the first on.
 const CONSIDERED: usize = 64;
@@ -97,6 +101,10 @@ pub(crate) struct TierState {
     counters: TierCounters,
     /// A text that the KV cache never evicts, and its salt.
     stays: Option<(Arc<str>, Vec<u32>)>,
+    /// With [`Write::Through`], what is to be copied when it is a victim of eviction. Empty otherwise.
+    unsaved: Unsaved,
+    /// The most tokens of a step: so many cells are kept free while there is something to copy.
+    step_tokens: u32,
 }
 
 /// A load in flight.
@@ -117,6 +125,8 @@ struct Load {
 struct Store {
     pin: Pin,
     n_blocks: u64,
+    /// The blocks, if they stay in the cache.
+    stay: Vec<NamedBlock>,
 }
 
 /// Of the first `n_tokens` tokens from `start` on, those that come from each tier.
@@ -133,7 +143,8 @@ fn first_tokens(runs: &[Run], start: u32, n_tokens: u32) -> [u32; MAX_TIERS] {
 }
 
 impl TierState {
-    pub fn new(config: &Tiers, memory: &Memory) -> Result<TierState, BadConfig> {
+    /// `step_tokens`: the most that a step computes.
+    pub fn new(config: &Tiers, step_tokens: u32, memory: &Memory) -> Result<TierState, BadConfig> {
         if !memory.shares() {
             return Err(BadTiers::NoIndex.into());
         }
@@ -156,6 +167,8 @@ impl TierState {
             changed: false,
             counters: TierCounters::default(),
             stays: None,
+            unsaved: Unsaved::default(),
+            step_tokens,
             config: config.clone(),
         })
     }
@@ -200,12 +213,19 @@ impl TierState {
         Some(load)
     }
 
+    /// Cached blocks have other numbers now. `naming`: the group whose numbers name blocks.
+    pub fn moved(&mut self, renamed: &BTreeMap<BlockId, BlockId>, naming: GroupId) {
+        self.unsaved.moved(renamed, naming);
+    }
+
     /// Cells that must stay free so that a fused run of steps demotes blocks when single steps would.
     pub fn ahead_tokens(&self, capacity: u64) -> u64 {
-        match self.config.write {
-            Write::Through => 0,
-            Write::Back { ahead_tokens } => u64::from(ahead_tokens).min(capacity / 4),
-        }
+        let ahead_tokens = match self.config.write {
+            Write::Through if self.unsaved.is_empty() => 0,
+            Write::Through => self.step_tokens,
+            Write::Back { ahead_tokens } => ahead_tokens,
+        };
+        u64::from(ahead_tokens).min(capacity / 4)
     }
 }
 

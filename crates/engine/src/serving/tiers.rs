@@ -21,7 +21,7 @@ mod test_store;
 mod writes;
 
 use super::thread::Command;
-use arrived::{Arrived, STEP_BYTES};
+use arrived::{Arrivals, Arrived};
 pub use config::{StoreStats, TierConfig, TierStats, TierStore};
 pub use events::{TellTier, TierBlock, TierEvent};
 use find::Found;
@@ -29,13 +29,13 @@ pub use fingerprint::fingerprint;
 pub(crate) use fingerprint::maker;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{HostBlock, Transfer, Transfers};
-use kvist_scheduler::{LoadOrder, Order, RequestId, Scheduler, StoreOrder, TransferId};
+use kvist_scheduler::{LoadOrder, NamedBlock, Order, RequestId, Scheduler, StoreOrder, TransferId};
 use kvist_store::{BlockKey, Bytes};
 use names::Name;
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::time::{Duration, Instant};
@@ -59,6 +59,8 @@ pub(crate) enum Report {
         id: TransferId,
         took: Duration,
     },
+    /// A block that was to be written to a tier was not.
+    Unwritten(NamedBlock),
 }
 
 /// A load whose bytes are on their way.
@@ -99,6 +101,8 @@ enum Copied {
 /// The bytes of a block in some layer groups: what a store has under one key.
 struct Object {
     key: BlockKey,
+    /// What the scheduler calls the block.
+    block: NamedBlock,
     /// Of the salt: its note, and the generation that the key is of.
     of: (BlockKey, u64),
     /// If blocks come in the order of their text.
@@ -174,6 +178,8 @@ enum Ended {
         id: TransferId,
         ok: bool,
     },
+    /// Blocks that were copied, and not written to a tier.
+    Unwritten(Vec<NamedBlock>),
 }
 
 /// The tiers of an engine. Lives on the engine thread.
@@ -186,17 +192,16 @@ pub(crate) struct TierDriver {
     fingerprint: Arc<[u8]>,
     block_parts: Arc<BlockParts>,
     /// Of the cached blocks, by their number in the naming group. Those that are cached no more may stay until their number is
-    /// used again.
+    /// used again, so there are at most as many as the group has blocks.
     names: HashMap<u32, Name>,
-    /// Of blocks that events may tell after the step.
+    /// Of blocks that events may tell after the step: those that it has cached.
     new_names: Vec<(BlockKey, Arc<TierBlock>)>,
-    /// Of prompts that were looked up, until their request ends.
+    /// Of prompts that were looked up, until their request ends ([`TierConfig::request_bytes`]).
     prompts: HashMap<RequestId, Found>,
+    /// As many as their bytes may be in flight.
     loads: BTreeMap<TransferId, Load>,
     /// What has been read and waits to be copied to the cache's memory.
-    arrived: VecDeque<Arrived>,
-    /// So much of it may be copied before the next step.
-    room_bytes: usize,
+    arrived: Arrivals,
     copies: Vec<Copies>,
     ended: Vec<Ended>,
 }
@@ -226,8 +231,7 @@ impl TierDriver {
             new_names: Vec::new(),
             prompts: HashMap::new(),
             loads: BTreeMap::new(),
-            arrived: VecDeque::new(),
-            room_bytes: STEP_BYTES,
+            arrived: Arrivals::default(),
             copies: Vec::new(),
             ended: Vec::new(),
         })
@@ -301,6 +305,8 @@ impl TierDriver {
                 continue;
             }
             let at = store.request.map(|_| InText { block: key, parent });
+            let Some(number) = self.number(cached) else { continue };
+            let block = NamedBlock { block: number, hash: cached.hash };
             let whole: Vec<usize> = block_parts.whole().map(|(group, _)| group).collect();
             // A window has some blocks only.
             let parts = block_parts.windows().map(|(group, _)| group);
@@ -323,7 +329,7 @@ impl TierDriver {
                 match begun.collect::<Option<Vec<Pending>>>() {
                     Some(parts) => {
                         let (of, told) = ((note, generation), told.clone());
-                        objects.push(Object { key, of, at, bytes, parts, told });
+                        objects.push(Object { key, block, of, at, bytes, parts, told });
                     }
                     None => failed = true,
                 }
@@ -354,9 +360,10 @@ impl TierDriver {
             }
             Report::Arrived { id, objects } => {
                 let objects = objects.into_iter().map(|object| Arrived::Object { id, object });
-                self.arrived.extend(objects);
+                self.arrived.add(objects);
             }
-            Report::Fetched { id, took } => self.arrived.push_back(Arrived::All { id, took }),
+            Report::Fetched { id, took } => self.arrived.add([Arrived::All { id, took }]),
+            Report::Unwritten(block) => self.ended.push(Ended::Unwritten(vec![block])),
         }
         self.import_some(transfers);
         self.poll(transfers);
@@ -383,8 +390,11 @@ impl TierDriver {
                     self.ended.push(Ended::Load { id, n_blocks, took });
                 }
                 Copied::Out { objects, failed } => {
-                    self.put(objects);
+                    let unwritten = self.put(objects);
                     self.ended.push(Ended::Store { id, ok: !failed });
+                    if !unwritten.is_empty() {
+                        self.ended.push(Ended::Unwritten(unwritten));
+                    }
                 }
             }
         }
@@ -395,6 +405,7 @@ impl TierDriver {
         let ended = std::mem::take(&mut self.ended);
         for one in &ended {
             match *one {
+                Ended::Unwritten(ref blocks) => scheduler.unsaved(now, blocks),
                 Ended::Load { id, n_blocks, took } => {
                     let took_ns = u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
                     let n_tokens = u32::try_from(n_blocks).unwrap_or(u32::MAX);

@@ -1,4 +1,5 @@
 //! The configuration of tiers.
+use super::unsaved::UNSAVED_BYTES;
 use serde::{Deserialize, Serialize};
 
 /// The most tiers that a cache has below it.
@@ -114,6 +115,9 @@ pub enum BadTiers {
 }
 
 impl Tiers {
+    /// Memory that the scheduler takes at most for each block of the cache to remember that a tier lacks it.
+    pub const UNSAVED_BYTES: u64 = UNSAVED_BYTES;
+
     /// Bytes of a load of `n_tokens` tokens, whole blocks of `block_tokens`.
     pub(crate) fn load_bytes(&self, n_tokens: u32, block_tokens: u32) -> u64 {
         let n_blocks = u64::from(n_tokens / block_tokens);

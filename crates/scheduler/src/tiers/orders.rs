@@ -1,7 +1,7 @@
 //! What the scheduler asks of the driver of the tiers.
 use crate::request::RequestId;
 use crate::retain::Retention;
-use kvist_cache::{CachedBlock, Prompt, SeqId};
+use kvist_cache::{CachedBlock, GroupId, Prompt, SeqId};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -91,6 +91,23 @@ impl NotLoaded {
             NotLoaded::Unanswered => "unanswered",
             NotLoaded::Busy => "busy",
         }
+    }
+}
+
+/// A cached block as an [`Order`] names it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NamedBlock {
+    /// Its number in the first layer group that keeps every token.
+    pub block: u32,
+    /// [`CachedBlock::hash`]. If the cache has other content there by now, that has another one.
+    pub hash: u64,
+}
+
+impl NamedBlock {
+    /// `naming`: the group whose numbers name blocks. `None` if the block has none there.
+    pub(super) fn of(block: &CachedBlock, naming: GroupId) -> Option<NamedBlock> {
+        Some(NamedBlock { block: block.in_group(naming)?, hash: block.hash })
     }
 }
 

@@ -1,10 +1,10 @@
 //! A random driver: it moves "bytes" late, not at all, or wrongly, and compares every cell with what it must contain.
 use super::{BLOCK, mix};
 use kvist_cache::kinds::Visibility;
-use kvist_cache::{BlockUse, Cache, GroupId, SeqId, Step};
+use kvist_cache::{BlockUse, Cache, Content, GroupId, SeqId, Step};
 use kvist_scheduler::*;
 use kvist_testing::reference::SplitMix64 as Random;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// A transfer that the driver has not reported yet.
 enum Moving {
@@ -39,6 +39,11 @@ pub struct Drive {
     pub n_abandoned: u64,
     /// Blocks that moved because the capacity shrank.
     pub n_moved: u64,
+    /// Blocks that were written to the tiers since they were cached or looked up there, by hash: with write-through they are not copied
+    /// once more when they are victims.
+    saved: HashSet<u64>,
+    /// Copied with write-through.
+    pub n_victims: u64,
 }
 
 impl Drive {
@@ -66,6 +71,8 @@ impl Drive {
             n_parts: 0,
             n_abandoned: 0,
             n_moved: 0,
+            saved: HashSet::new(),
+            n_victims: 0,
         }
     }
 
@@ -110,7 +117,10 @@ impl Drive {
             match order {
                 Order::Find(find) => self.asked.push(find.request),
                 Order::Load(load) => self.moving.push(Moving::Load(load)),
-                Order::Store(store) => self.moving.push(Moving::Store(store)),
+                Order::Store(store) => {
+                    self.note_copied(&store);
+                    self.moving.push(Moving::Store(store));
+                }
                 Order::Abandon { load } => self.abandon(load),
                 Order::Forget { .. } | Order::Keep(_) => {}
                 Order::Cached(cached) => self.note_cached(&cached),
@@ -143,6 +153,9 @@ impl Drive {
             *hash = mix(*hash, *token);
             Some(*hash)
         };
+        cached.blocks.iter().for_each(|block| {
+            self.saved.remove(&block.hash);
+        });
         let hashes: Vec<u64> = cached.tokens.iter().scan(cached.salt.len() as u64 + 1, next).collect();
         let n = cached.blocks.len() + usize::from(cached.parent.is_some());
         assert!(cached.parent.is_some() || n * BLOCK as usize == cached.tokens.len());
@@ -159,12 +172,28 @@ impl Drive {
         }
     }
 
+    /// With write-through, victims are copied only if they were not before.
+    fn note_copied(&mut self, store: &StoreOrder) {
+        let is_through = self.scheduler.config().tiers.as_ref().unwrap().write == Write::Through;
+        if store.request.is_none() && is_through {
+            self.n_victims += store.blocks.len() as u64;
+            for block in &store.blocks {
+                assert!(!self.saved.contains(&block.hash), "{block:?} was copied before");
+            }
+        }
+    }
+
     /// Answers one lookup or ends one transfer.
     fn report(&mut self) {
         if !self.asked.is_empty() && (self.moving.is_empty() || self.random.below(2) == 0) {
             let id = self.asked.swap_remove(self.random.index(self.asked.len()));
             if !self.live.contains_key(&id) {
                 return self.scheduler.found(self.now, id, Vec::new());
+            }
+            let request = &self.live[&id];
+            let tokens = self.tokens(id);
+            for hash in self.scheduler.cache().prefix_hashes(&request.salt, &Content::Tokens(&tokens)) {
+                self.saved.remove(&hash);
             }
             let hashes = self.hashes(id);
             let mut runs: Vec<Run> = Vec::new();
@@ -273,6 +302,23 @@ impl Drive {
             self.tiers[full].remove(&keys[self.random.index(keys.len())]);
         }
         assert!(self.scheduler.stored(self.now, store.id, ok));
+        for block in &store.blocks {
+            // A salt was forgotten: the same text may be in another block by now, of which the copy says nothing.
+            let is_cached =
+                block.blocks.iter().all(|id| self.scheduler.cache().hash_of(*id) == Some(block.hash));
+            if ok && is_cached {
+                self.saved.insert(block.hash);
+            } else {
+                self.saved.remove(&block.hash);
+            }
+        }
+        // Writes that fail later.
+        let unwritten = store.blocks.iter().filter(|_| self.random.below(6) == 0);
+        let unwritten: Vec<_> = unwritten.map(|block| self.scheduler.named(block).unwrap()).collect();
+        unwritten.iter().for_each(|block| {
+            self.saved.remove(&block.hash);
+        });
+        self.scheduler.unsaved(self.now, &unwritten);
     }
 
     fn step(&mut self) {

@@ -90,7 +90,7 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
     let (mut done, mut seed) = (0, 0);
     let (mut n_loaded, mut n_failed, mut n_late, mut n_skipped, mut n_demoted, mut n_moved, mut n_regained) =
         (0, 0, 0, 0, 0, 0, 0);
-    let (mut n_loaded_in_windows, mut n_abandoned, mut n_busy, mut n_parts) = (0, 0, 0, 0);
+    let (mut n_loaded_in_windows, mut n_abandoned, mut n_busy, mut n_parts, mut n_victims) = (0, 0, 0, 0, 0);
     while done < ops() {
         for config in configs() {
             seed += 1;
@@ -118,6 +118,7 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
             n_moved += drive.n_moved;
             n_abandoned += drive.n_abandoned;
             n_parts += drive.n_parts;
+            n_victims += drive.n_victims;
             n_busy +=
                 drive.ended.iter().filter(|ended| ended.not_loaded == Some(NotLoaded::Busy)).count() as u64;
             n_failed += counters.failed_loads;
@@ -148,11 +149,12 @@ fn restored_cells_contain_what_was_computed_and_a_replay_decides_the_same() {
         n_loaded_in_windows,
         n_abandoned,
         n_parts,
+        n_victims,
     ];
     assert!(n_busy > 0, "no load found too little room, or none said so");
     assert!(
         counts.iter().all(|n| *n > 20),
-        "loaded, failed, late, skipped, stored, moved, regained, loaded in windows, abandoned, loaded in part: {counts:?}"
+        "loaded, failed, late, skipped, stored, moved, regained, loaded in windows, abandoned, loaded in part, copied as victims: {counts:?}"
     );
 }
 
@@ -563,6 +565,95 @@ fn write_back_copies_the_next_victims() {
     assert_eq!(s.counters().evictions, 0, "no step had to evict");
     let of_first = s.cache().prefix_hashes("", &kvist_cache::Content::Tokens(&(0..20).collect::<Vec<_>>()));
     assert!(of_first.iter().all(|hash| stored.contains(hash)), "the oldest prompt is copied");
+}
+
+/// Regression: with write-through, a block whose copy was left out or failed, and that no prompt hit before its eviction, was gone.
+#[test]
+fn write_through_copies_the_victims_that_the_tiers_lack() {
+    #[derive(Clone, Copy, Debug, PartialEq)]
+    enum How {
+        /// Only two blocks may be on their way.
+        Skipped,
+        /// Every copy of computed blocks fails.
+        Failed,
+        /// It is copied, and cannot be written.
+        Unwritten,
+        Written,
+    }
+    for how in [How::Skipped, How::Failed, How::Unwritten, How::Written] {
+        let max_store_bytes = if how == How::Skipped { 8 } else { 64 };
+        let tiers = Some(Tiers { max_store_bytes, ..tiers(Write::Through) });
+        let mut s = Scheduler::new(Config { tiers, ..Config::default() }, paged(80, 1), None).unwrap();
+        let (mut stored, mut of_victims) = (Vec::new(), 0);
+        for id in 0..8u64 {
+            let now = id * 100_000;
+            let mut request = Request::new(id, now, 20, 1);
+            request.prompt = Prompt::Tokens((0..20).map(|token| token + 100 * id as u32).collect());
+            s.arrive(now, request).unwrap();
+            s.found(now, RequestId(id), Vec::new());
+            for _ in 0..4 {
+                s.iterate(now, &mut machine(1));
+                for order in s.drain_orders() {
+                    let Order::Store(store) = order else { continue };
+                    let is_victim = store.request.is_none();
+                    let ok = is_victim || how != How::Failed;
+                    let is_written = is_victim || matches!(how, How::Skipped | How::Written);
+                    of_victims += if is_victim { store.blocks.len() } else { 0 };
+                    if is_written {
+                        stored.extend(store.blocks.iter().map(|block| block.hash));
+                    }
+                    assert!(s.stored(now, store.id, ok));
+                    if ok && !is_written {
+                        let named: Vec<_> =
+                            store.blocks.iter().map(|block| s.named(block).unwrap()).collect();
+                        s.unsaved(now, &named);
+                    }
+                }
+            }
+        }
+        let of_first =
+            s.cache().prefix_hashes("", &kvist_cache::Content::Tokens(&(0..20).collect::<Vec<_>>()));
+        assert_eq!(of_first.len(), 5);
+        for hash in &of_first {
+            assert_eq!(stored.iter().filter(|one| *one == hash).count(), 1, "{how:?}: the oldest prompt");
+        }
+        // Nothing is evicted ahead of time where the tiers have it all.
+        assert_eq!(
+            (of_victims == 0, s.counters().evictions == 0),
+            (how == How::Written, how != How::Written),
+            "{how:?}"
+        );
+    }
+}
+
+/// A block whose number has other content by now is not copied in its place.
+#[test]
+fn what_is_cached_no_more_is_not_copied() {
+    let mut s = story(config());
+    s.found(0, RequestId(0), Vec::new());
+    s.iterate(0, &mut machine(1));
+    let orders = s.drain_orders();
+    let Some(Order::Store(store)) = orders.last() else { panic!("{orders:?}") };
+    let named: Vec<_> = store.blocks.iter().map(|block| s.named(block).unwrap()).collect();
+    assert!(s.stored(0, store.id, true));
+    s.unsaved(0, &named);
+    assert!(s.forget(1, "") > 0);
+    s.drain_orders();
+    for id in 1..8u64 {
+        let mut request = Request::new(id, id, 20, 1);
+        request.prompt = Prompt::Tokens((0..20).map(|token| token + 100 * id as u32).collect());
+        s.arrive(id, request).unwrap();
+        s.found(id, RequestId(id), Vec::new());
+        for _ in 0..4 {
+            s.iterate(id, &mut machine(1));
+            for order in s.drain_orders() {
+                let Order::Store(store) = order else { continue };
+                assert!(store.request.is_some(), "{store:?}");
+                assert!(s.stored(id, store.id, true));
+            }
+        }
+    }
+    assert!(s.counters().evictions > 0);
 }
 
 /// Copies in flight are memory that comes back: a request that needs it waits instead of being refused.

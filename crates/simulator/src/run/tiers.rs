@@ -17,10 +17,10 @@ pub(crate) use shared::{SharedSpec, SharedStore};
 
 use kvist_cache::Cache;
 use kvist_scheduler::{
-    FindOrder, LoadOrder, MAX_TIERS, Order, RequestId, Run, Scheduler, StoreOrder, TransferId,
+    FindOrder, LoadOrder, MAX_TIERS, NamedBlock, Order, RequestId, Run, Scheduler, StoreOrder, TransferId,
 };
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BTreeSet, BinaryHeap, HashMap, HashSet};
 
 /// A tier of the worker's own.
 struct OwnTier {
@@ -197,7 +197,12 @@ impl SimTiers {
                 Order::Load(load) => self.load(now, &load, &mut shared),
                 Order::Store(store) => {
                     let from_ns = if store.request.is_some() && !store.is_again { end_ns } else { now };
-                    self.store(from_ns, store, &mut shared);
+                    let unwritten = self.store(from_ns, &store, &mut shared);
+                    let blocks: Vec<NamedBlock> =
+                        unwritten.into_iter().filter_map(|i| scheduler.named(&store.blocks[i])).collect();
+                    if !blocks.is_empty() {
+                        scheduler.unsaved(now, &blocks);
+                    }
                 }
                 Order::Abandon { load } => self.abandon(now, load, &mut shared),
                 // No trace forgets a salt, or retains a prompt.
@@ -337,7 +342,13 @@ impl SimTiers {
         self.end(now, Ended::Load { id, arrived: 0, took_ns, hashes, tiers });
     }
 
-    fn store(&mut self, from_ns: u64, store: StoreOrder, shared: &mut Option<Shared<'_>>) {
+    /// Returns which of the order's blocks a slower tier is not given, because too much waits to be written there.
+    fn store(
+        &mut self,
+        from_ns: u64,
+        store: &StoreOrder,
+        shared: &mut Option<Shared<'_>>,
+    ) -> BTreeSet<usize> {
         let id = store.id;
         let hashes: Vec<u64> = store.blocks.iter().map(|block| block.hash).collect();
         if self.tiers.is_empty()
@@ -345,31 +356,38 @@ impl SimTiers {
         {
             let transfer = self.end_later(Ended::Store { id, hashes: Vec::new() });
             self.landing.insert(transfer, from_ns);
-            return store.write(*worker, from_ns, hashes, Some(transfer));
+            store.write(*worker, from_ns, hashes, Some(transfer));
+            return BTreeSet::new();
         }
         let n_new = hashes.iter().filter(|hash| !self.tiers[0].contents.has(**hash)).count() as u64;
         let end_ns = if n_new == 0 { from_ns } else { self.written(0, from_ns, n_new) };
+        let mut unwritten = BTreeSet::new();
         for tier in 1..self.tiers.len() {
-            self.write(tier, from_ns, hashes.clone());
+            let dropped = self.write(tier, from_ns, hashes.clone());
+            unwritten
+                .extend(hashes.iter().enumerate().filter(|(_, hash)| dropped.contains(hash)).map(|(i, _)| i));
         }
         if let Some((store, worker)) = shared {
             store.write(*worker, from_ns, hashes.clone(), None);
         }
         self.end(end_ns, Ended::Store { id, hashes });
+        unwritten
     }
 
     /// Begins to write blocks to a tier, as far as it does not have them. Too many bytes that wait to be written are not
-    /// written, from the last on.
-    fn write(&mut self, tier: usize, from_ns: u64, mut hashes: Vec<u64>) {
+    /// written, from the last on: returns those blocks.
+    fn write(&mut self, tier: usize, from_ns: u64, mut hashes: Vec<u64>) -> HashSet<u64> {
         hashes.retain(|hash| !self.tiers[tier].contents.has(*hash));
         let behind_ns = u128::from(self.tiers[tier].write_free_ns.saturating_sub(from_ns));
         let behind = behind_ns * u128::from(self.config.list[tier].bytes_per_s) / 1_000_000_000;
         let room = u128::from(self.config.max_store_bytes).saturating_sub(behind);
-        hashes.truncate((room / u128::from(self.config.block_bytes.max(1))).min(usize::MAX as u128) as usize);
+        let room = (room / u128::from(self.config.block_bytes.max(1))).min(hashes.len() as u128) as usize;
+        let dropped = hashes.drain(room..).collect();
         if !hashes.is_empty() {
             let end_ns = self.written(tier, from_ns, hashes.len() as u64);
             self.end(end_ns, Ended::Written { tier, hashes });
         }
+        dropped
     }
 
     /// When `n_blocks` that begin to be written to a tier at `from_ns` have been written.

@@ -1,11 +1,13 @@
 //! What tiers an engine has, and what they did.
+use super::events;
 use super::generations::{GENERATIONS_BYTES, UNTOLD_BYTES};
 use super::kept::KEPT_BYTES;
 use super::names::NAME_BYTES;
 use super::parts::{BlockParts, Part};
-use super::recent::Recent;
+use super::recent::{MOST, Recent};
+use super::writes::WRITE_BYTES;
 use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
-use kvist_store::{BlockStore, Counts, Usage};
+use kvist_store::{BlockKey, BlockStore, Counts, Usage};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -41,6 +43,9 @@ pub struct TierConfig {
 }
 
 impl TierConfig {
+    /// Of so many blocks is remembered that tiers have them which do not tell that themselves.
+    pub const REMEMBERED_BLOCKS: u64 = MOST as u64;
+
     /// A quarter of a second.
     pub const GRACE: Duration = Duration::from_millis(250);
 
@@ -58,13 +63,31 @@ impl TierConfig {
     }
 
     /// Memory of the host that so many tiers below a cache of so many blocks take to know what is where, at most: names of cached blocks,
-    /// what was written, dropped, kept and deleted. The stores' own is not part of it, nor what [events](super::TierEvent) need.
-    pub fn bookkeeping_bytes(n_tiers: usize, n_blocks: u64) -> u64 {
-        let of_tiers = UNTOLD_BYTES.saturating_mul(n_tiers as u64);
-        let of_blocks = NAME_BYTES.saturating_mul(n_blocks).saturating_add(4096);
+    /// and which of them no tier has; what was written, dropped, kept and deleted; and for each of `n_in_flight` objects that may wait to
+    /// be written to a tier, the task that does it. The bytes of these objects are not part of it, nor the stores' own memory, nor what
+    /// [events](Self::event_bytes) and [requests](Self::request_bytes) need.
+    pub fn bookkeeping_bytes(n_tiers: usize, n_blocks: u64, n_in_flight: u64) -> u64 {
+        let of_writes = WRITE_BYTES.saturating_mul(n_in_flight);
+        let of_tiers = UNTOLD_BYTES.saturating_add(of_writes).saturating_mul(n_tiers as u64);
+        let of_block = NAME_BYTES + Tiers::UNSAVED_BYTES;
+        let of_blocks = of_block.saturating_mul(n_blocks).saturating_add(4096);
         [2 * Recent::<u8>::BYTES, KEPT_BYTES, GENERATIONS_BYTES, of_tiers, of_blocks]
             .into_iter()
             .fold(0, u64::saturating_add)
+    }
+
+    /// Memory that [events of tiers](super::TierEvent) take at most, besides that. `n_told`: blocks that fit into stores which tell
+    /// themselves what they have; what others have is known of as many as are remembered. `n_blocks`: of the cache.
+    pub fn event_bytes(n_told: u64, n_blocks: u64, block_tokens: u32) -> u64 {
+        events::bytes(n_told, n_blocks, block_tokens)
+    }
+
+    /// Memory that a request of so many tokens takes at most, for what the tiers have of its prompt, and while they are asked: a copy of
+    /// its tokens, and the keys of its blocks for each tier.
+    pub fn request_bytes(n_tiers: usize, n_tokens: u64, block_tokens: u32) -> u64 {
+        let of_block = size_of::<BlockKey>() as u64 * (2 + n_tiers as u64) + 4 * WINDOWS;
+        let of_blocks = of_block.saturating_mul(n_tokens.div_ceil(block_tokens.max(1).into()));
+        n_tokens.saturating_mul(size_of::<u32>() as u64).saturating_add(of_blocks).saturating_add(4096)
     }
 
     /// What the scheduler has to know. `multiply_adds`: of a token, and of a token and a position that it sees.
@@ -96,6 +119,9 @@ impl TierConfig {
         }
     }
 }
+
+/// Layer groups with windows that a model has at most, in practice.
+const WINDOWS: u64 = 2;
 
 /// Of a multiply-add, until the first prompts have been measured: a few cores.
 const GUESSED_NS: f64 = 0.01;
@@ -129,11 +155,10 @@ pub struct StoreStats {
 mod tests {
     use super::*;
     use crate::serving::tiers::names::Name;
-    use crate::serving::tiers::recent::MOST;
     use crate::serving::tiers::task::Stores;
     use crate::serving::tiers::test_store::{TestStore, config};
     use crate::serving::tiers::writes::InText;
-    use kvist_store::{BlockKey, KeyChain, Rank};
+    use kvist_store::{KeyChain, Rank};
     use std::collections::HashMap;
 
     /// Everything that is remembered, at its bound, against what an allocator counts.
@@ -146,7 +171,7 @@ mod tests {
             full.fill(&keys);
             stores = Some(full);
         });
-        let bound = TierConfig::bookkeeping_bytes(0, 0);
+        let bound = TierConfig::bookkeeping_bytes(0, 0, 0);
         let bytes = allocated.bytes_current as u64;
         assert!((bound / 4..bound).contains(&bytes), "{bytes} of {bound}");
         stores.take();

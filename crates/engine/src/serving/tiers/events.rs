@@ -7,6 +7,7 @@
 //! Stores know keys. What a key stands for is known while the block is cached or on its way to a tier, and from then on for as long as
 //! a tier has it.
 use super::TierDriver;
+use super::recent::MOST;
 use super::task::Stores;
 use kvist_scheduler::CachedTokens;
 use kvist_store::BlockKey;
@@ -50,9 +51,9 @@ struct Watched {
     generation: u64,
     /// The tiers whose stores tell themselves what they have, a bit for each.
     exact: u8,
-    /// What the tiers have.
+    /// What the tiers have: of exact ones all that they have room for, of others what is [remembered](super::recent) of them.
     held: HashMap<BlockKey, Held>,
-    /// What keys stand for, as long as a name or a write needs it.
+    /// What keys stand for, as long as a name or a write needs it. At most twice as many as are needed.
     named: HashMap<BlockKey, Weak<TierBlock>>,
     /// With more names, those that nothing needs any more are dropped.
     max_named: usize,
@@ -67,6 +68,31 @@ struct Held {
 }
 
 const MIN_NAMED: usize = 1024;
+
+/// See [`TierConfig::event_bytes`](super::TierConfig::event_bytes).
+pub(super) fn bytes(n_told: u64, n_blocks: u64, block_tokens: u32) -> u64 {
+    // Entries of a hash table that doubles its places when seven eighths are taken.
+    let table = |n: u64, entry: usize| n.saturating_mul(16 * (entry as u64 + 1)).div_ceil(7);
+    let n_held = n_told.saturating_add(MOST as u64);
+    let n_named = n_held.saturating_add(n_blocks);
+    let tokens = u64::from(block_tokens).saturating_mul(size_of::<u32>() as u64);
+    let block = tokens.saturating_add(size_of::<TierBlock>() as u64 + ALLOCATED_BYTES);
+    [
+        table(n_held, size_of::<(BlockKey, Held)>()),
+        table(
+            n_named.saturating_mul(2).saturating_add(MIN_NAMED as u64),
+            size_of::<(BlockKey, Weak<TierBlock>)>(),
+        ),
+        n_named.saturating_mul(block),
+        // A name that nothing needs any more holds the memory of its block, without the tokens.
+        n_named.saturating_mul(size_of::<TierBlock>() as u64 + ALLOCATED_BYTES),
+    ]
+    .into_iter()
+    .fold(0, u64::saturating_add)
+}
+
+/// Counters of an `Arc`, and what an allocator adds to it and to the list of its tokens.
+const ALLOCATED_BYTES: u64 = 16 + 2 * 16;
 
 impl Watched {
     fn change(&mut self, key: &BlockKey, tier: usize, is_here: bool) {
@@ -239,5 +265,48 @@ impl TierDriver {
         for (key, block) in self.new_names.drain(..) {
             self.stores.events.name(&key, &block);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvist_store::KeyChain;
+
+    /// What a store that tells itself has, and what is cached, at the bound, against what an allocator counts.
+    #[test]
+    fn the_bound_of_the_events_holds() {
+        const BLOCK: usize = 16;
+        let (n_held, n_cached) = (MOST + 5000, 9000);
+        let keys =
+            KeyChain::root(b"a model", "").keys(&(0..(n_held + n_cached) as u32).collect::<Vec<_>>(), 1);
+        let mut kept = None;
+        let allocated = allocation_counter::measure(|| {
+            let watched = Watched {
+                tell: Box::new(|_| ()),
+                salt: "".into(),
+                note: keys[0],
+                generation: 0,
+                exact: 1,
+                held: HashMap::new(),
+                named: HashMap::new(),
+                max_named: MIN_NAMED,
+            };
+            let events = TierEvents(Mutex::new(Some(watched)));
+            let mut cached = Vec::new();
+            for (i, key) in keys.iter().enumerate() {
+                // With names that nothing needs any more in between.
+                let tokens = vec![7; BLOCK];
+                let block = Arc::new(TierBlock { hash: i as u64, parent: None, tokens, generation: 0 });
+                events.name(&KeyChain::after(*key).next(&[1]), &Arc::new(TierBlock::clone(&block)));
+                events.name(key, &block);
+                if i < n_held { events.told(key, 0, true) } else { cached.push(block) }
+            }
+            kept = Some((events, cached));
+        });
+        let bound = bytes((n_held - MOST) as u64, n_cached as u64, BLOCK as u32);
+        let measured = allocated.bytes_current as u64;
+        assert!((bound / 3..bound).contains(&measured), "{measured} of {bound}");
+        drop(kept);
     }
 }

@@ -2,11 +2,13 @@
 //!
 //! Each tier has a bound of its own for what waits to be written to it, and each block a task of its own for every tier. So a tier that is
 //! slow delays no other one, and loses only its own blocks: what exceeds the bound is not written, and counted. The blocks that follow
-//! such a block in its text would be found by no lookup, so they are not written to that tier either.
+//! such a block in its text would be found by no lookup, so they are not written to that tier either. The scheduler hears of what was not
+//! written, and has it copied once more when the cache is about to evict it.
 use super::recent::Recent;
 use super::task::{Stores, Wanted};
-use super::{Object, Pending, TierDriver};
-use kvist_scheduler::MAX_TIERS;
+use super::{Object, Pending, Report, TierDriver};
+use crate::serving::thread::Command;
+use kvist_scheduler::{MAX_TIERS, NamedBlock};
 use kvist_store::{BlockKey, Bytes, StoreError};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -17,12 +19,15 @@ use tokio::task::JoinSet;
 /// A write that a store never ends ends here.
 pub(super) const LONGEST_WRITE: Duration = Duration::from_secs(60);
 
+/// What the task that writes an object takes at most, and its key among those that are on their way; without the object's bytes.
+pub(super) const WRITE_BYTES: u64 = 4096;
+
 /// What waits to be written, and what was not written because too much waited.
 pub struct Writes {
     /// That may wait for each tier.
     max_bytes: u64,
     tiers: [Waiting; MAX_TIERS],
-    /// The tiers that each key is on its way to, a bit for each.
+    /// The tiers that each key is on its way to, a bit for each. As many as fit into `max_bytes` of every tier.
     keys: Mutex<HashMap<BlockKey, u8>>,
     /// The tiers that lack a block because it was dropped, a bit for each, as far as it is remembered.
     dropped: Mutex<Recent<u8>>,
@@ -161,25 +166,29 @@ impl Stores {
         }
     }
 
-    async fn put(&self, tier: usize, key: BlockKey, bytes: Bytes) {
+    /// Returns whether another attempt may be of use.
+    async fn put(&self, tier: usize, key: BlockKey, bytes: Bytes) -> bool {
         const WRITE: &str = "write a block";
-        let Some(one) = self.one(tier) else { return };
+        let Some(one) = self.one(tier) else { return false };
         let length = bytes.len() as u64;
         let put = one.within(LONGEST_WRITE, WRITE, one.store.put(key, bytes, None)).await;
-        if let Err(StoreError::TooLarge { .. }) = put {
+        let is_too_large = matches!(put, Err(StoreError::TooLarge { .. }));
+        if is_too_large {
             one.note_too_large(length); // another attempt does not make it smaller
         }
-        if one.note(WRITE, put).is_some() {
+        let is_written = one.note(WRITE, put).is_some();
+        if is_written {
             one.note_room();
             self.remember(key, tier);
             self.keep_written(one, &key);
         }
+        !is_written && !is_too_large
     }
 }
 
-/// Writes an object to a tier.
-pub async fn put(writing: Writing, bytes: Bytes) {
-    writing.stores.put(writing.tier, writing.key, bytes).await;
+/// Writes an object to a tier. Returns whether it failed and another attempt may be of use.
+pub async fn put(writing: Writing, bytes: Bytes) -> bool {
+    writing.stores.put(writing.tier, writing.key, bytes).await
 }
 
 /// The end of a load: faster tiers get what was read from slower ones, and then this returns. The bytes count as those of the load until
@@ -211,20 +220,25 @@ pub(super) async fn copy_up(
 }
 
 impl TierDriver {
-    /// Writes exported blocks to the stores.
-    pub(super) fn put(&self, objects: Vec<Object>) {
+    /// Writes exported blocks to the stores. Returns those that some tier is not given; of writes that fail later a task reports.
+    pub(super) fn put(&self, objects: Vec<Object>) -> Vec<NamedBlock> {
         // What was deleted meanwhile is not written again.
         let is_current =
             |Object { of: (note, generation), .. }: &Object| *generation >= self.stores.generation(note);
-        let mut writes = Vec::new();
+        let (mut writes, mut unwritten) = (Vec::new(), Vec::new());
         for object in objects.into_iter().filter(is_current) {
             let is_part = |part: &Pending| matches!(part, Pending::Done(_));
             if !object.parts.iter().all(is_part) {
                 continue;
             }
             let length = object.bytes as u64;
-            let tiers = (0..self.stores.n()).filter(|&tier| self.stores.lacks(tier, &object.key, length));
-            let writings = self.stores.may_write_to(tiers, object.key, length, object.at);
+            let lacks = |tier: &usize| self.stores.lacks(*tier, &object.key, length);
+            let tiers: Vec<usize> = (0..self.stores.n()).filter(lacks).collect();
+            let n_tiers = tiers.len();
+            let writings = self.stores.may_write_to(tiers.into_iter(), object.key, length, object.at);
+            if writings.len() < n_tiers {
+                unwritten.push(object.block);
+            }
             if writings.is_empty() {
                 continue;
             }
@@ -235,15 +249,20 @@ impl TierDriver {
                 }
             }
             let bytes = Bytes::from(bytes);
-            writes.extend(writings.into_iter().map(|writing| (writing, bytes.clone(), object.told.clone())));
+            let of_object = |writing| (writing, bytes.clone(), object.block, object.told.clone());
+            writes.extend(writings.into_iter().map(of_object));
         }
         // A text's end first: a full tier drops what was written longest ago.
-        for (writing, bytes, told) in writes.into_iter().rev() {
+        for (writing, bytes, block, told) in writes.into_iter().rev() {
+            let reports = self.reports.clone();
             self.tasks.spawn(async move {
-                put(writing, bytes).await;
+                if put(writing, bytes).await {
+                    let _ = reports.send(Command::Tier(Report::Unwritten(block)));
+                }
                 drop(told);
             });
         }
+        unwritten
     }
 }
 

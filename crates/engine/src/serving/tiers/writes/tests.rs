@@ -2,7 +2,7 @@ use super::*;
 use crate::serving::thread::Command;
 use crate::serving::tiers::Report;
 use crate::serving::tiers::task::{Fetch, fetch};
-use crate::serving::tiers::test_store::{TestStore, keys, stores};
+use crate::serving::tiers::test_store::{TestStore, config, keys, stores};
 use kvist_scheduler::TransferId;
 use kvist_store::BlockStore;
 
@@ -71,6 +71,8 @@ async fn a_tier_that_failed_gets_the_block_later() {
     };
     let lack = || [0, 1].map(|tier| two.lacks(tier, &key, BLOCK as u64));
     slow.is_down.store(true, Relaxed);
+    assert!(put(two.may_write(1, keys(2)[1], 1).unwrap(), block()).await, "another attempt may be of use");
+    slow.puts.store(0, Relaxed);
     assert_eq!((write().await, lack()), ((1, 1), [false, true]));
     slow.is_down.store(false, Relaxed);
     assert_eq!((write().await, lack()), ((1, 2), [false, false]), "the other one has it");
@@ -79,7 +81,7 @@ async fn a_tier_that_failed_gets_the_block_later() {
     assert_eq!(two.get(Wanted { tier: 0, key, bytes: BLOCK }).await, None);
     assert_eq!((write().await, lack()), ((2, 2), [false, false]));
     let (large, length) = (keys(2)[1], 2 << 20);
-    two.put(0, large, Bytes::from(vec![7; length])).await;
+    assert!(!two.put(0, large, Bytes::from(vec![7; length])).await, "another attempt is of no use");
     assert!(!two.lacks(0, &large, length as u64) && two.lacks(1, &large, length as u64));
     assert!(two.lacks(0, &large, length as u64 - 1));
 }
@@ -146,4 +148,30 @@ async fn a_slow_tier_loses_its_own_blocks_from_the_first_gap_on() {
     }
     assert_eq!(here(), [true, true, true, true, true, true, true, true, false]);
     assert_eq!(two.stats().iter().map(|one| one.unwritten_blocks).collect::<Vec<_>>(), [0, 4]);
+}
+
+/// Writes that wait for a slow store, against what an allocator counts.
+#[test]
+fn the_bound_of_writes_holds() {
+    const N: usize = 1000;
+    let (runtime, store, keys) = (
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap(),
+        TestStore::new(0),
+        keys(N as u32),
+    );
+    let mut config = config([store.clone()]);
+    config.max_bytes_in_flight = (N * BLOCK) as u64;
+    let (stores, bytes) = (Arc::new(Stores::new(&config)), block());
+    let allocated = allocation_counter::measure(|| {
+        runtime.block_on(async {
+            for &key in &keys {
+                tokio::spawn(put(stores.may_write(0, key, BLOCK as u64).unwrap(), bytes.clone()));
+            }
+            tokio::task::yield_now().await;
+        });
+    });
+    assert_eq!(stores.bytes_being_written(), config.max_bytes_in_flight);
+    assert!(stores.may_write(0, keys[0], 1).is_none());
+    let (bound, measured) = (N as u64 * WRITE_BYTES, allocated.bytes_current as u64);
+    assert!((bound / 16..bound).contains(&measured), "{measured} of {bound}");
 }
