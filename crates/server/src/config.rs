@@ -146,6 +146,13 @@ impl ServerConfig {
         self.limits.max_queue.max(self.names().len())
     }
 
+    /// Memory of the host that the tiers take at most below this model's cache, with what routers are told of them.
+    pub fn tier_bytes(&self, model: &ModelConfig) -> u64 {
+        let paged = self.engine(model).paged;
+        let events = if self.kv_events.tiers { self.tiers.event_bytes(&paged, model) } else { 0 };
+        self.tiers.memory_bytes(&paged, model).saturating_add(events)
+    }
+
     /// The engine configuration for this model, with room for drafts if `speculation` is on. The speculator and the tiers
     /// are added when they are open.
     pub fn engine(&self, model: &ModelConfig) -> EngineConfig {

@@ -12,16 +12,24 @@ use crate::config::{EventEndpoint, KvEventsSection};
 use kvist_cache::{Cache, GroupId, PrefixEvent};
 use kvist_engine::serving::{Engine, EngineState, TierEvent, Watcher};
 use public::PublicBlocks;
-use publisher::{AskContent, Content, Publisher};
+use publisher::{AskContent, Content, MAX_KEPT_BYTES, Publisher};
 use serde_json::{Value, json};
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tiers::PublicTiers;
+pub(crate) use tiers::tier_event_bytes;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 use wire::Event;
+
+/// Memory that it takes at most to publish what a cache of so many blocks has: messages for consumers that have missed some, and what
+/// consumers know.
+pub(crate) fn kept_event_bytes(n_blocks: u64) -> u64 {
+    // The content that replays share is counted like messages. A hash table doubles its places when seven eighths are taken.
+    2 * MAX_KEPT_BYTES as u64 + n_blocks.saturating_mul(16 * (size_of::<u64>() as u64 + 1)).div_ceil(7)
+}
 
 /// Where the events are published, bound before the model is loaded so that a port in use is found early.
 pub struct KvEventSockets {

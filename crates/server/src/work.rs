@@ -13,7 +13,9 @@ use crate::blocking::{CancelOnDrop, take_document};
 use crate::bodies::{SMALL_BYTES, bodies_bytes};
 use crate::config::ServerConfig;
 use crate::error::{ApiError, PREPARATION_TIME};
+use crate::kv_events::kept_event_bytes;
 use crate::memory::{BytePool, Permit};
+use kvist_engine::serving::TierConfig;
 use kvist_engine::sessions::taking_over_bytes;
 use kvist_engine::speculate::SuffixConfig;
 use kvist_model::halt::{self, Halt};
@@ -51,7 +53,8 @@ pub(crate) const THREADS: usize = 8;
 /// Upper bound of the memory that all requests of a server take besides the model, in bytes, for a model of this
 /// context length. It covers bodies and their documents, renderings, tokenizations, and the text that each thread may
 /// use in addition. Prompts of prepared requests then occupy the queue, and later the batch, with what drafters keep of
-/// them and of finished answers. Sessions of other workers are read whole before they are taken over. The sizes of pools, semaphores, queue and batch enforce the bound.
+/// them and of finished answers, and with what the tiers have of them. Sessions of other workers are read whole before they are taken
+/// over. Events for routers are kept for a while. The sizes of pools, semaphores, queue and batch enforce the bound.
 pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let max = config.limits.max_body_bytes;
     let texts = max.saturating_mul(THREADS);
@@ -71,7 +74,13 @@ pub fn request_bytes(config: &ServerConfig, model_context: u32) -> u64 {
     let taken_over =
         if shares_sessions { taking_over_bytes(config.most_taken_over(model_context)) } else { 0 };
     let waiting = (ready as u64).saturating_add(queue).saturating_add(taken_over);
-    waiting.saturating_add(batch).saturating_add(drafted)
+    let n_tiers = config.tiers.n_tiers();
+    let of_tiers = TierConfig::request_bytes(n_tiers, tokens, config.cache.block_tokens);
+    let n_requests = (config.queue_places() as u64).saturating_add(u64::from(config.scheduler.max_batch));
+    let of_tiers = if n_tiers > 0 { of_tiers.saturating_mul(n_requests) } else { 0 };
+    let n_blocks = config.cache_tokens(model_context) / config.cache.block_tokens.max(1);
+    let events = if config.kv_events.endpoint.is_some() { kept_event_bytes(n_blocks.into()) } else { 0 };
+    [waiting, batch, drafted, of_tiers, events].into_iter().fold(0, u64::saturating_add)
 }
 
 /// A semaphore hands out at most 2³² permits at a time, so one permit stands for this many bytes.

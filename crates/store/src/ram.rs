@@ -21,6 +21,9 @@ use std::time::{Duration, SystemTime};
 pub type Ram = Framed<RamFrames>;
 
 impl Ram {
+    /// What a block takes besides its bytes, at most.
+    pub const ENTRY_BYTES: u64 = ENTRY_BYTES;
+
     /// Holds at most `capacity_bytes`, of blocks with their frames and what finding them takes.
     pub fn new(capacity_bytes: u64) -> Self {
         Framed::over(RamFrames { capacity_bytes, blocks: Mutex::default() })

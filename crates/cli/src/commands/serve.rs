@@ -81,7 +81,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         tokens: engine.paged.cache.context_tokens,
         cache: plan.session_bound(),
         requests: requests_bytes,
-        tiers: config.tiers.memory_bytes(&engine.paged, opened.config()),
+        tiers: config.tier_bytes(opened.config()),
         draft: draft_bytes,
         is_apart: !registry.device().info().unified_memory,
     };

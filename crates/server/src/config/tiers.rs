@@ -1,6 +1,7 @@
 //! `[tiers]`: where K and V go that the cache has no room for, and from where they come back.
 use super::check::bad;
 use super::{ConfigError, ServerConfig};
+use crate::kv_events::tier_event_bytes;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
 use kvist_engine::serving::{Engine, PackedStore, TierConfig, TierStore, tier_runtime};
@@ -169,15 +170,32 @@ impl TiersSection {
             return 0;
         }
         let stored_bytes = paged.stored_bytes(model);
-        let n_tiers = u64::from(self.ram_bytes > 0)
-            + u64::from(self.disk_dir.is_some())
-            + u64::from(self.store.is_some());
+        let n_tiers = self.n_tiers();
         let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, stored_bytes) } else { 0 };
         // What is loaded, what is copied out of the cache, and what waits to be written to each tier.
-        let in_flight = (2 + n_tiers).saturating_mul(self.bytes_in_flight());
+        let in_flight = (2 + n_tiers as u64).saturating_mul(self.bytes_in_flight());
         let n_blocks = u64::from(paged.cache.context_tokens.div_ceil(paged.block_tokens.max(1)));
-        let known = TierConfig::bookkeeping_bytes(n_tiers as usize, n_blocks);
+        let n_in_flight = self.bytes_in_flight() / stored_bytes.max(1) + 1;
+        let known = TierConfig::bookkeeping_bytes(n_tiers, n_blocks, n_in_flight);
         [self.ram_bytes, in_flight, disk, known].into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// Memory that it takes at most to know what routers are told of the tiers (`kv_events.tiers`).
+    pub(super) fn event_bytes(&self, paged: &PagedConfig, model: &ModelConfig) -> u64 {
+        let object = paged.stored_bytes(model);
+        let object = if self.ram_packed { object / 64 * 34 } else { object };
+        let n_ram = self.ram_bytes / object.saturating_add(Ram::ENTRY_BYTES);
+        let n_blocks = u64::from(paged.cache.context_tokens.div_ceil(paged.block_tokens.max(1)));
+        let of_engine = TierConfig::event_bytes(n_ram, n_blocks, paged.block_tokens);
+        let published = n_ram + if self.disk_dir.is_some() { TierConfig::REMEMBERED_BLOCKS } else { 0 };
+        of_engine.saturating_add(tier_event_bytes(published))
+    }
+
+    pub(crate) fn n_tiers(&self) -> usize {
+        [self.ram_bytes > 0, self.disk_dir.is_some(), self.store.is_some()]
+            .into_iter()
+            .filter(|is| *is)
+            .count()
     }
 
     /// What the tiers are, in one line, without secrets.

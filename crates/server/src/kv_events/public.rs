@@ -14,7 +14,7 @@ pub(super) struct PublicBlocks {
     /// The layer group whose blocks are published. Routers know one group.
     group: GroupId,
     block_tokens: u32,
-    /// Hashes of the blocks that consumers know.
+    /// Hashes of the blocks that consumers know: of one group, so at most as many as it has blocks.
     known: HashSet<u64>,
 }
 

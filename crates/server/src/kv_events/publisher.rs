@@ -29,7 +29,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
 /// Most bytes of messages that are kept.
-const MAX_KEPT_BYTES: usize = 64 << 20;
+pub(super) const MAX_KEPT_BYTES: usize = 64 << 20;
 /// Most peers of each socket. For another one the peer that has been silent longest is closed; if none is silent, it waits.
 const MAX_PEERS: usize = 64;
 /// After so long without a byte the system asks whether the peer's machine is still there, so often, and closes the connection if it is

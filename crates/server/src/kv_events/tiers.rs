@@ -7,6 +7,13 @@ use kvist_engine::serving::{TierBlock, TierEvent};
 use std::collections::HashMap;
 use std::sync::Arc;
 
+/// Memory that so many published blocks take, besides their names, which the engine keeps.
+pub(crate) fn tier_event_bytes(n_blocks: u64) -> u64 {
+    // A hash table doubles its places when seven eighths are taken.
+    let entry = size_of::<(u64, Arc<TierBlock>)>() as u64 + 1;
+    n_blocks.saturating_mul(16 * entry).div_ceil(7).saturating_add(4096)
+}
+
 /// Turns the events of tiers into events for routers, and keeps what routers know.
 pub(super) struct PublicTiers {
     /// The fastest first.
@@ -17,6 +24,7 @@ pub(super) struct PublicTiers {
 struct PublicTier {
     /// `None` if it is not published.
     medium: Option<Medium>,
+    /// What the tier has, as far as the engine tells it.
     here: HashMap<u64, Arc<TierBlock>>,
 }
 
@@ -208,6 +216,22 @@ mod tests {
                     assert_eq!(late.prefixes[hash], prefix(hash - 100));
                 }
             }
+        }
+    }
+
+    #[test]
+    fn the_bound_of_the_published_blocks_holds() {
+        for n in [500u64, 29_000, 57_345] {
+            let blocks: Vec<_> = (0..n).map(block).collect();
+            let (mut tiers, mut events) = (PublicTiers::new(&["ram".to_owned()], 2), Vec::new());
+            let allocated = allocation_counter::measure(|| {
+                for block in blocks {
+                    tiers.translate(TierEvent::Stored { tier: 0, block }, &mut events);
+                    events = Vec::new();
+                }
+            });
+            let (bound, bytes) = (tier_event_bytes(n), allocated.bytes_current as u64);
+            assert!((bound / 3..bound).contains(&bytes), "{n} blocks: {bytes} of {bound}");
         }
     }
 }

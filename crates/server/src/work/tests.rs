@@ -261,3 +261,20 @@ fn sessions_that_are_taken_over_are_counted() {
     config.cache.tokens = Some(8192);
     assert_eq!(config.most_taken_over(4096), 4096);
 }
+
+/// What the tiers have of each prompt is found while it waits, and what routers are told is kept for them.
+#[test]
+fn lookups_in_tiers_and_events_are_counted() {
+    let config = |ram_bytes, endpoint: Option<&str>| {
+        let mut config = ServerConfig::default();
+        config.tiers.ram_bytes = ram_bytes;
+        config.kv_events.endpoint = endpoint.map(|endpoint| endpoint.parse().unwrap());
+        request_bytes(&config, 4096)
+    };
+    let without = config(0, None);
+    let places = ServerConfig::default();
+    let places = places.queue_places() as u64 + u64::from(places.scheduler.max_batch);
+    // The tokens, and a key of 32 bytes for each of 256 blocks, as found and as asked.
+    assert!(config(1 << 30, None) - without >= places * (4096 * 4 + 2 * 256 * 32));
+    assert!(config(0, Some("tcp://127.0.0.1:5557")) - without >= 64 << 20);
+}

@@ -121,7 +121,7 @@ pub fn show_plan(
     let total = bound.checked_total().context("these sizes overflow: no machine has enough memory")?;
     let requests_bytes = kvist_server::request_bytes(config, opened.config().context);
     let draft_bytes = speculation.as_ref().and_then(|speculation| speculation.draft_model_bytes);
-    let tier_bytes = config.tiers.memory_bytes(&config.engine(opened.config()).paged, opened.config());
+    let tier_bytes = config.tier_bytes(opened.config());
     let total = total.saturating_add(requests_bytes).saturating_add(tier_bytes);
     let total = total.saturating_add(draft_bytes.unwrap_or(0));
     let available = args.model.memory.map(|size| size.0).or_else(host::available);
