@@ -3,9 +3,10 @@
 # Six to twelve minutes a rate on two cores, which nothing else should use. Steps are measured anew before each rate.
 #     bench/tiers/goodput.sh MODEL.gguf [FOLDER-ON-THE-DISK]
 # The load is chats, or with TRACE=conversation_trace.jsonl conversations of Mooncake's trace that have three turns or more
-# (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. BUSY has the shares of the time that the
-# machine is to be busy with the disk, one for each rate: BUSY="0.3 0.5 0.75". A configuration is worth the best goodput that it reaches at any
-# of them, with first tokens within the bound; the last lines compare those of both.
+# (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. DISK=192MiB is a disk that the chats fill, so that
+# it is overwritten. BUSY has the shares of the time that the machine is to be busy with the disk, one for each rate: BUSY="0.3 0.5 0.75".
+# A configuration is worth the best goodput that it reaches at any of them, with first tokens within the bound; the last lines compare those
+# of both.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 model=${1:?give a model: bench/tiers/goodput.sh MODEL.gguf}
@@ -15,7 +16,7 @@ kvist=${KVIST:-target/release/kvist}
 [[ -x $kvist ]] || cargo build --release --quiet --features tiers
 calibrate=(--max-batch 8 --max-batch-tokens 256 --context 1536 --seconds 120)
 rates=${BUSY:-0.75}
-load=(--requests 90 --seed 2 --chats 4s --context 3072 --slo-ttft 3s --tier-disk-size 1GiB)
+load=(--requests 90 --seed 2 --chats 4s --context 3072 --slo-ttft 3s --tier-disk-size "${DISK:-1GiB}")
 if [[ -n ${TRACE:-} ]]; then
     # An id of the trace stands for 512 tokens, of which 8 are left: a block. The working set are 1,614 ids, the cache has 323.
     python3 bench/tiers/conversations.py "$TRACE" --turns 3 --conversations 390 --output "$folder/conversations.jsonl"
