@@ -114,7 +114,7 @@ async fn a_slow_tier_loses_its_own_blocks_from_the_first_gap_on() {
         let tiers = (0..2).filter(|&tier| two.lacks(tier, &keys[i], BLOCK as u64));
         for writing in two.may_write_to(tiers, keys[i], BLOCK as u64, at(i)) {
             match writing.tier {
-                0 => put(writing, block()).await,
+                0 => assert!(!put(writing, block()).await),
                 _ => waiting.push(tokio::spawn(put(writing, block()))),
             }
         }
