@@ -11,8 +11,8 @@
 // Kernels index register tiles by row and vector, in loops that the compiler unrolls.
 #![allow(clippy::needless_range_loop)]
 
-#[allow(unsafe_code)]
 mod aligned;
+#[allow(unsafe_code)]
 pub mod arch;
 mod attention;
 mod device;

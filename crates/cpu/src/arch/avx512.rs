@@ -135,8 +135,8 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
         unsafe {
             let f = _mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(x);
             let p = self.fma(self.splat(0.078_024_52), f, self.splat(0.226_067_17));
-            let p = self.fma(p, f, self.splat(0.695_833_53));
-            let p = self.fma(p, f, self.splat(0.999_925_22));
+            let p = self.fma(p, f, self.splat(0.695_833_5));
+            let p = self.fma(p, f, self.splat(0.999_925_2));
             // Not less: NaN stays.
             let some = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(x, _mm512_set1_ps(-126.0));
             _mm512_maskz_scalef_ps(some, p, x)
