@@ -255,8 +255,14 @@ fn a_recommended_server_has_the_tiers_that_were_asked_for() {
         candidates(plan, command).iter().map(|row| number(row, "total_bytes")).collect()
     };
     let tiers = number(&all, "tier_bytes");
-    let more: Vec<f64> = totals(&without, "serve").iter().map(|total| total + tiers).collect();
-    assert_eq!(totals(&all, "serve"), more);
+    // Writes in flight and lookups of prompts are counted by their number: a packed cache has more of them.
+    for (all, without) in totals(&all, "serve").into_iter().zip(totals(&without, "serve")) {
+        let more = all - without;
+        assert!(
+            more > 64.0 * 1048576.0 && (more - tiers).abs() < 16.0 * 1048576.0,
+            "{more}, {tiers} in the plan"
+        );
+    }
     assert_eq!(totals(&all, "run"), totals(&without, "run"), "a session has no tiers");
 
     let pick = &all["recommendation"]["serve"];
