@@ -198,15 +198,13 @@ async fn an_s3_that_fails_and_cuts_answers_returns_no_wrong_block() {
 /// A prompt of 8,192 tokens has 512 blocks. Looked up 32 at a time, over 30 ms per answer, it was never found in time.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_long_prompt_is_looked_up_in_few_round_trips() {
-    let server = Arc::new(S3::default());
-    let store = Remote::open(&server.start(), PATIENT).unwrap();
     let keys = reference::keys(512);
-    for key in &keys {
-        store.put(*key, Bytes::from_static(b"K and V"), None).await.unwrap();
-    }
     for missing in [512, 300, 9] {
-        if missing < 512 {
-            store.remove(&keys[missing]).await.unwrap();
+        // Of its own: requests that an earlier lookup gave up may arrive late, and would be counted.
+        let server = Arc::new(S3::default());
+        let store = Remote::open(&server.start(), PATIENT).unwrap();
+        for key in keys.iter().filter(|key| Some(*key) != keys.get(missing)) {
+            store.put(*key, Bytes::from_static(b"K and V"), None).await.unwrap();
         }
         server.hold_heads(8, 96);
         assert_eq!(store.lookup(&keys, Duration::MAX).await.unwrap(), missing);
