@@ -539,12 +539,8 @@ fn bytes_in_flight_are_bounded() {
     assert!(s.drain_ended().any(|ended| ended.id == RequestId(2)), "the one without a load is not held up");
 }
 
-/// With write-back, the victims are copied before memory is short, and the hit is gone only then.
-#[test]
-fn write_back_copies_the_next_victims() {
-    let tiers = Some(tiers(Write::Back { ahead_tokens: 20 }));
-    let mut s = Scheduler::new(Config { tiers, ..Config::default() }, paged(80, 1), None).unwrap();
-    let mut stored = Vec::new();
+/// Prompts of 20 tokens that share nothing, one after the other, which no tier has. `copy` is called with every copy to the tiers.
+fn eight_prompts(s: &mut Scheduler, mut copy: impl FnMut(&mut Scheduler, u64, StoreOrder)) {
     for id in 0..8u64 {
         let now = id * 100_000;
         let mut request = Request::new(id, now, 20, 1);
@@ -555,13 +551,24 @@ fn write_back_copies_the_next_victims() {
             s.iterate(now, &mut machine(1));
             for order in s.drain_orders() {
                 if let Order::Store(store) = order {
-                    assert_eq!(store.request, None);
-                    stored.extend(store.blocks.iter().map(|block| block.hash));
-                    assert!(s.stored(now, store.id, true));
+                    copy(s, now, store);
                 }
             }
         }
     }
+}
+
+/// With write-back, the victims are copied before memory is short, and the hit is gone only then.
+#[test]
+fn write_back_copies_the_next_victims() {
+    let tiers = Some(tiers(Write::Back { ahead_tokens: 20 }));
+    let mut s = Scheduler::new(Config { tiers, ..Config::default() }, paged(80, 1), None).unwrap();
+    let mut stored = Vec::new();
+    eight_prompts(&mut s, |s, now, store| {
+        assert_eq!(store.request, None);
+        stored.extend(store.blocks.iter().map(|block| block.hash));
+        assert!(s.stored(now, store.id, true));
+    });
     assert_eq!(s.counters().evictions, 0, "no step had to evict");
     let of_first = s.cache().prefix_hashes("", &kvist_cache::Content::Tokens(&(0..20).collect::<Vec<_>>()));
     assert!(of_first.iter().all(|hash| stored.contains(hash)), "the oldest prompt is copied");
@@ -585,32 +592,20 @@ fn write_through_copies_the_victims_that_the_tiers_lack() {
         let tiers = Some(Tiers { max_store_bytes, ..tiers(Write::Through) });
         let mut s = Scheduler::new(Config { tiers, ..Config::default() }, paged(80, 1), None).unwrap();
         let (mut stored, mut of_victims) = (Vec::new(), 0);
-        for id in 0..8u64 {
-            let now = id * 100_000;
-            let mut request = Request::new(id, now, 20, 1);
-            request.prompt = Prompt::Tokens((0..20).map(|token| token + 100 * id as u32).collect());
-            s.arrive(now, request).unwrap();
-            s.found(now, RequestId(id), Vec::new());
-            for _ in 0..4 {
-                s.iterate(now, &mut machine(1));
-                for order in s.drain_orders() {
-                    let Order::Store(store) = order else { continue };
-                    let is_victim = store.request.is_none();
-                    let ok = is_victim || how != How::Failed;
-                    let is_written = is_victim || matches!(how, How::Skipped | How::Written);
-                    of_victims += if is_victim { store.blocks.len() } else { 0 };
-                    if is_written {
-                        stored.extend(store.blocks.iter().map(|block| block.hash));
-                    }
-                    assert!(s.stored(now, store.id, ok));
-                    if ok && !is_written {
-                        let named: Vec<_> =
-                            store.blocks.iter().map(|block| s.named(block).unwrap()).collect();
-                        s.unsaved(now, &named);
-                    }
-                }
+        eight_prompts(&mut s, |s, now, store| {
+            let is_victim = store.request.is_none();
+            let ok = is_victim || how != How::Failed;
+            let is_written = is_victim || matches!(how, How::Skipped | How::Written);
+            of_victims += if is_victim { store.blocks.len() } else { 0 };
+            if is_written {
+                stored.extend(store.blocks.iter().map(|block| block.hash));
             }
-        }
+            assert!(s.stored(now, store.id, ok));
+            if ok && !is_written {
+                let named: Vec<_> = store.blocks.iter().map(|block| s.named(block).unwrap()).collect();
+                s.unsaved(now, &named);
+            }
+        });
         let of_first =
             s.cache().prefix_hashes("", &kvist_cache::Content::Tokens(&(0..20).collect::<Vec<_>>()));
         assert_eq!(of_first.len(), 5);
