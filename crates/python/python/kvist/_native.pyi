@@ -49,6 +49,7 @@ class _StoreStats(TypedDict):
     capacity_bytes: Optional[int]
     loaded_tokens: int
     errors: int
+    unwritten_blocks: int
     damaged_blocks: int
     evicted_blocks: int
     expired_blocks: int
