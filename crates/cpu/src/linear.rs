@@ -223,10 +223,12 @@ struct Ahead {
 }
 
 impl Ahead {
-    /// Prefetches what lies ahead of the codes of a block: at most eight cache lines.
+    /// Prefetches part `part` of `parts` of what lies ahead of the codes of a block: at most eight cache lines. A core can have
+    /// few misses outstanding, and a burst of them delays the arithmetic that follows: a tile with much arithmetic per line
+    /// spreads them over it.
     #[inline(always)]
-    fn prefetch<S: Simd, const MANY: bool>(self, s: S, codes: &[u8]) {
-        for (i, line) in codes.as_chunks::<64>().0.iter().enumerate() {
+    fn prefetch<S: Simd, const MANY: bool>(self, s: S, codes: &[u8], part: usize, parts: usize) {
+        for (i, line) in codes.as_chunks::<64>().0.iter().enumerate().skip(part).step_by(parts) {
             if !MANY || self.lines >> i & 1 == 1 {
                 s.prefetch(line, self.bytes);
             }

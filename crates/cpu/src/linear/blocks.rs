@@ -228,14 +228,19 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
     let ahead = weights.ahead::<MANY>(inputs.n, first);
     let scales = scales.as_chunks::<{ 2 * LANES }>().0;
     let scales = scales.chunks_exact(if F::ZERO_BITS.is_none() { 2 } else { 1 });
+    // Blocks of fewer lines were slower with prefetches between the tokens.
+    let parts = if F::Codes::BITS == 8 { T } else { 1 };
     let mut sums = [s.splat(0.0); T];
     for ((codes, scales), x) in
         codes.chunks_exact(F::Codes::BYTES).zip(scales).zip(inputs.groups_of::<T>(first))
     {
-        ahead.prefetch::<S, MANY>(s, codes);
+        ahead.prefetch::<S, MANY>(s, codes, 0, parts);
         let w = load::<S, F>(s, codes);
         let factors = factors::<S, F>(s, scales);
         for t in 0..T {
+            if t > 0 && t < parts {
+                ahead.prefetch::<S, MANY>(s, codes, t, parts);
+            }
             let mut units = match F::ZERO_BITS {
                 Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
                 None => s.splat_i(0),

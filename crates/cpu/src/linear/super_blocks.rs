@@ -331,7 +331,7 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
         for (i, x) in x.iter().enumerate() {
             let codes = &codes[i * F::Codes::BYTES..(i + 1) * F::Codes::BYTES];
-            ahead.prefetch::<S, MANY>(s, codes);
+            ahead.prefetch::<S, MANY>(s, codes, 0, 1);
             let w = load::<S, F>(s, codes, table.as_ref());
             if F::HALVES {
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);

@@ -112,8 +112,10 @@ pub trait Bytes<S: Simd, const P: usize> {
     fn codes(&self, panel: usize, step: usize) -> &Step;
     /// The scales of 256 inputs of a panel, number `chunk`.
     fn scale(&self, s: S, panel: usize, chunk: usize) -> S::F;
-    /// Fetches what a tile of tokens wants to have in the cache later.
-    fn prefetch(&self, _: S, _: &Step) {}
+    /// In how many parts a step prefetches: at most one per quad.
+    const PARTS: usize = 1;
+    /// Prefetches part `part` of what a tile of tokens wants to have in the cache later.
+    fn prefetch(&self, _: S, _: &Step, _part: usize) {}
 }
 
 /// Weights that were decoded and rounded.
@@ -214,8 +216,8 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
             }
             let wide = Rounded { codes, scales, width: inputs.width };
             for_token_tiles!(inputs.n, first, T => match n {
-                PANELS => tile::<S, T, PANELS>(s, &wide, inputs, first, panel, out),
-                _ => tile::<S, T, 1>(s, &wide, inputs, first, panel, out),
+                PANELS => tile::<S, _, T, PANELS>(s, &wide, inputs, first, panel, out),
+                _ => tile::<S, _, T, 1>(s, &wide, inputs, first, panel, out),
             });
             panel += n;
         }
@@ -224,9 +226,9 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
 
 /// `T` tokens times `P` panels.
 #[inline(always)]
-pub fn tile<S: Simd, const T: usize, const P: usize>(
+pub fn tile<S: Simd, B: Bytes<S, P>, const T: usize, const P: usize>(
     s: S,
-    weights: &impl Bytes<S, P>,
+    weights: &B,
     inputs: &Inputs,
     first: usize,
     panel: usize,
@@ -250,10 +252,12 @@ pub fn tile<S: Simd, const T: usize, const P: usize>(
             for p in 1..P {
                 w[p] = weights.codes(p, chunk * STEPS + i);
             }
-            for p in 0..P {
-                weights.prefetch(s, w[p]);
-            }
             for q in 0..GROUP / 4 {
+                if q < B::PARTS {
+                    for p in 0..P {
+                        weights.prefetch(s, w[p], q);
+                    }
+                }
                 let mut codes = [s.splat_i(0); P];
                 for p in 0..P {
                     codes[p] = s.load_bytes(&w[p].as_chunks().0[q]);
