@@ -13,7 +13,7 @@ use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{InputFormat, Inputs};
 use super::pair_tiles;
 use super::room::Room;
-use super::{Format, Panels, for_token_tiles, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa};
 use crate::element::Element;
@@ -47,13 +47,13 @@ macro_rules! one_by_one {
                 deterministic: bool,
                 out: &mut Columns<'_, f32>,
             ) {
-                all::<S, Self>(s, weights, inputs, deterministic, out);
+                all::<S, Self, MANY>(s, weights, inputs, deterministic, out);
             }
         }
 
         impl Tile for $F {
             #[inline(always)]
-            fn tile<S: Simd, const T: usize, const P: usize>(
+            fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
                 s: S,
                 weights: &Panels<'_>,
                 inputs: &Inputs,
@@ -61,7 +61,7 @@ macro_rules! one_by_one {
                 first: usize,
                 panel: usize,
             ) -> [[S::F; P]; T] {
-                plain::<S, Self, T, P>(s, weights, inputs, first, panel)
+                plain::<S, Self, T, P, MANY>(s, weights, inputs, first, panel)
             }
         }
     };
@@ -69,8 +69,17 @@ macro_rules! one_by_one {
 one_by_one!(F32);
 one_by_one!(F16);
 
+/// Prefetches what a tile of several tokens reads later: its arithmetic hides the next lines from the processor. One or two
+/// tokens keep memory busy by themselves, and the tiles of many read most of the panel from the cache.
 #[inline(always)]
-fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize>(
+fn fetch<S: Simd, V, const T: usize, const P: usize, const MANY: bool>(s: S, vector: &V) {
+    if T > 2 && !MANY {
+        s.prefetch(vector, AHEAD / P);
+    }
+}
+
+#[inline(always)]
+fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize, const MANY: bool>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -87,6 +96,7 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize>(
     for i in 0..width {
         let mut v = [s.splat(0.0); P];
         for p in 0..P {
+            fetch::<S, _, T, P, MANY>(s, &w[p][i]);
             v[p] = F::widen(s, &w[p][i]);
         }
         for t in 0..T {
@@ -139,13 +149,13 @@ impl Format for BF16 {
         deterministic: bool,
         out: &mut Columns<'_, f32>,
     ) {
-        all::<S, Self>(s, weights, inputs, deterministic, out);
+        all::<S, Self, MANY>(s, weights, inputs, deterministic, out);
     }
 }
 
 impl Tile for BF16 {
     #[inline(always)]
-    fn tile<S: Simd, const T: usize, const P: usize>(
+    fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,
         inputs: &Inputs,
@@ -163,6 +173,7 @@ impl Tile for BF16 {
             let x = &inputs.rows_of::<T>(first).as_chunks::<2>().0[..half];
             for i in 0..half {
                 for p in 0..P {
+                    fetch::<S, _, T, P, MANY>(s, &w[p][i]);
                     let (even, odd) = s.widen_pairs(s.load_bytes(&w[p][i]));
                     for t in 0..T {
                         sums[t][p] = s.fma(even, s.splat(x[i][0][t]), sums[t][p]);
@@ -203,7 +214,7 @@ impl Decode for BF16 {
 /// The differences between the float types.
 trait Tile {
     /// Sums of `T` tokens, starting at `first`, times `P` panels, starting at `panel`.
-    fn tile<S: Simd, const T: usize, const P: usize>(
+    fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,
         inputs: &Inputs,
@@ -215,7 +226,7 @@ trait Tile {
 
 /// Multiplies all panels, in groups of four and one, with all tokens.
 #[inline(always)]
-fn all<S: Simd, F: Tile>(
+fn all<S: Simd, F: Tile, const MANY: bool>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -228,21 +239,21 @@ fn all<S: Simd, F: Tile>(
             for_token_tiles!(inputs.n, first, T => if T > 2 * S::ACCUMULATORS.min(8) / 4 {
                 // Eight tokens times four panels would not fit the registers: use two panels at a time.
                 for half in [0, 2] {
-                    one::<S, F, T, 2>(s, weights, inputs, deterministic, first, panel + half, out);
+                    one::<S, F, T, 2, MANY>(s, weights, inputs, deterministic, first, panel + half, out);
                 }
             } else {
-                one::<S, F, T, 4>(s, weights, inputs, deterministic, first, panel, out);
+                one::<S, F, T, 4, MANY>(s, weights, inputs, deterministic, first, panel, out);
             });
             4
         } else {
-            for_token_tiles!(inputs.n, first, T => one::<S, F, T, 1>(s, weights, inputs, deterministic, first, panel, out));
+            for_token_tiles!(inputs.n, first, T => one::<S, F, T, 1, MANY>(s, weights, inputs, deterministic, first, panel, out));
             1
         };
     }
 }
 
 #[inline(always)]
-fn one<S: Simd, F: Tile, const T: usize, const P: usize>(
+fn one<S: Simd, F: Tile, const T: usize, const P: usize, const MANY: bool>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
@@ -251,7 +262,7 @@ fn one<S: Simd, F: Tile, const T: usize, const P: usize>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let sums = F::tile::<S, T, P>(s, weights, inputs, deterministic, first, panel);
+    let sums = F::tile::<S, T, P, MANY>(s, weights, inputs, deterministic, first, panel);
     for t in 0..T {
         for p in 0..P {
             put(s, out, first + t, panel + p, sums[t][p]);
