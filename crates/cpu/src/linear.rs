@@ -35,9 +35,9 @@ use room::Room;
 use std::fmt;
 use std::ops::Range;
 
-/// Prefetch distance for packed weights in bytes. Hardware prefetching stops at every 4 KiB page, and a few bytes keep
-/// a core busy. A thread's parts are adjacent, so it later uses what it prefetched past the end of one. Float weights
-/// are streams that the hardware prefetcher follows.
+/// Prefetch distance of a tile of tokens in bytes, of all panels that it reads side by side. Hardware prefetching stops at
+/// every 4 KiB page, and a few bytes keep a core busy. A thread's parts are adjacent, so it later uses what it prefetched past
+/// the end of one. With one or two tokens, float weights are streams that the hardware prefetcher follows.
 const AHEAD: usize = 8192;
 
 /// The encodings that have kernels.
