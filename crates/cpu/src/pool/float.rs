@@ -213,9 +213,10 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
     for r in 0..R {
         let at = (query + r) * lines.stride + lines.at;
         weights[r] = &lines.data[at + lanes.start..][..n];
-        let (row, _) = sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks();
-        for (acc, row) in acc[r].iter_mut().zip(row) {
-            *acc = s.load(row);
+        let row = &sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks().0[..D];
+        // By index, here and below: where an iterator is not inlined the accumulators leave their registers.
+        for j in 0..D {
+            acc[r][j] = s.load(&row[j]);
         }
     }
     let mut first = 0;
@@ -241,10 +242,10 @@ fn accumulate_tile<S: Simd, E: Element, const R: usize, const D: usize>(
         }
         first += lanes.len();
     }
-    for (r, acc) in acc.iter().enumerate() {
-        let (row, _) = sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks_mut();
-        for (acc, row) in acc.iter().zip(row) {
-            s.store(*acc, row);
+    for r in 0..R {
+        let row = &mut sums.row(query + r, blocks.head_dim)[d * LANES..].as_chunks_mut().0[..D];
+        for j in 0..D {
+            s.store(acc[r][j], &mut row[j]);
         }
     }
 }

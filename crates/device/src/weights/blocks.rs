@@ -25,16 +25,19 @@ pub trait Block: 'static {
     /// The codes before the table look-up.
     fn codes(block: &[u8]) -> Group;
     /// The scale: f16 or bf16. Blocks begin with it.
+    #[inline]
     fn scale(block: &[u8]) -> [u8; 2] {
         pair(block)
     }
     /// The minimum, an f16, of encodings that have one.
+    #[inline]
     fn minimum(block: &[u8]) -> [u8; 2] {
         pair(&block[2..])
     }
 }
 
 /// The first two bytes, which are an f16.
+#[inline]
 pub(super) fn pair(bytes: &[u8]) -> [u8; 2] {
     [bytes[0], bytes[1]]
 }
@@ -59,6 +62,7 @@ pub fn nibbles(bytes: &[u8]) -> Group {
 }
 
 /// The same, with one more bit per element in four bytes.
+#[inline]
 fn fives(upper: &[u8], bytes: &[u8]) -> Group {
     let low = nibbles(bytes);
     std::array::from_fn(|i| low[i] | (upper[i / 8] >> (i % 8) & 1) << 4)
@@ -68,6 +72,7 @@ pub struct Q4_0;
 impl Block for Q4_0 {
     const BYTES: usize = 18;
     const ZERO_BITS: Option<u32> = Some(3);
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[2..])
     }
@@ -77,6 +82,7 @@ pub struct Q4_1;
 impl Block for Q4_1 {
     const BYTES: usize = 20;
     const ZERO_BITS: Option<u32> = None;
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[4..])
     }
@@ -86,6 +92,7 @@ pub struct Q5_0;
 impl Block for Q5_0 {
     const BYTES: usize = 22;
     const ZERO_BITS: Option<u32> = Some(4);
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         fives(&block[2..6], &block[6..])
     }
@@ -95,6 +102,7 @@ pub struct Q5_1;
 impl Block for Q5_1 {
     const BYTES: usize = 24;
     const ZERO_BITS: Option<u32> = None;
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         fives(&block[4..8], &block[8..])
     }
@@ -104,6 +112,7 @@ pub struct Q8_0;
 impl Block for Q8_0 {
     const BYTES: usize = 34;
     const ZERO_BITS: Option<u32> = Some(7);
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         std::array::from_fn(|i| block[2 + i] ^ 128)
     }
@@ -128,6 +137,7 @@ impl Block for Iq4Nl {
     const BYTES: usize = 18;
     const ZERO_BITS: Option<u32> = Some(7);
     const TABLE: Option<[u8; 16]> = Some(IQ4);
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[2..])
     }
@@ -140,10 +150,12 @@ impl Block for Mxfp4 {
     const ZERO_BITS: Option<u32> = Some(7);
     const BF16_SCALE: bool = true;
     const TABLE: Option<[u8; 16]> = Some(unsigned([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12]));
+    #[inline]
     fn codes(block: &[u8]) -> Group {
         nibbles(&block[1..])
     }
     /// 2^(e − 128) as bf16, whose exponent has the same number of bits; the two smallest are subnormal there.
+    #[inline]
     fn scale(block: &[u8]) -> [u8; 2] {
         let e = u16::from(block[0]);
         let bits = if e < 2 { 0x20 << e } else { (e - 1) << 7 };

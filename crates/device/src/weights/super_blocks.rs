@@ -37,10 +37,12 @@ pub trait SuperBlock: 'static {
     fn scale(block: &[u8], i: usize) -> (i8, u8);
     /// d and dmin in f16. Encodings without minima have only d; those with their own table have d in f32. Most blocks
     /// begin with these.
+    #[inline]
     fn factors(block: &[u8]) -> [[u8; 2]; 2] {
         [pair(block), pair(&block[2..])]
     }
     /// The super-block's own table, if any.
+    #[inline]
     fn table(_: &[u8]) -> [u8; 16] {
         [0; 16]
     }
@@ -88,6 +90,7 @@ fn fours(bytes: &[u8], i: usize) -> Group {
 }
 
 /// Scale and minimum of group `i` from the 12 bytes of q4_K and q5_K.
+#[inline]
 fn scale_min(q: &[u8], i: usize) -> (i8, u8) {
     let (scale, minimum) = if i < 4 {
         (q[i] & 63, q[i + 4] & 63)
@@ -103,12 +106,15 @@ impl SuperBlock for Q2K {
     const BYTES: usize = 84;
     const ZERO_BITS: Option<u32> = None;
     const HALVES: bool = true;
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         twos(&block[16..80], i)
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         ((block[i] & 15).cast_signed(), block[i] >> 4)
     }
+    #[inline]
     fn factors(block: &[u8]) -> [[u8; 2]; 2] {
         [pair(&block[80..]), pair(&block[82..])]
     }
@@ -120,16 +126,19 @@ impl SuperBlock for Q3K {
     const BYTES: usize = 110;
     const ZERO_BITS: Option<u32> = Some(2);
     const HALVES: bool = true;
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         let low = twos(&block[32..96], i);
         std::array::from_fn(|l| low[l] | (block[l] >> i & 1) << 2)
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         let scales = &block[96..108];
         let low = scales[i % 8] >> (4 * (i / 8)) & 15;
         let upper = scales[8 + i % 4] >> (2 * (i / 4)) & 3;
         ((low | upper << 4).cast_signed() - 32, 0)
     }
+    #[inline]
     fn factors(block: &[u8]) -> [[u8; 2]; 2] {
         [pair(&block[108..]), [0; 2]]
     }
@@ -141,9 +150,11 @@ impl SuperBlock for Q4K {
     const BYTES: usize = 144;
     const ZERO_BITS: Option<u32> = None;
     const HALVES: bool = false;
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         fours(&block[16..], i)
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         scale_min(&block[4..16], i)
     }
@@ -155,10 +166,12 @@ impl SuperBlock for Q5K {
     const BYTES: usize = 176;
     const ZERO_BITS: Option<u32> = None;
     const HALVES: bool = false;
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         let low = fours(&block[48..], i);
         std::array::from_fn(|l| low[l] | (block[16 + l] >> i & 1) << 4)
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         scale_min(&block[4..16], i)
     }
@@ -170,6 +183,7 @@ impl SuperBlock for Q6K {
     const BYTES: usize = 210;
     const ZERO_BITS: Option<u32> = Some(5);
     const HALVES: bool = true;
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         let (half, quarter) = (i / 4, i % 4);
         std::array::from_fn(|l| {
@@ -177,9 +191,11 @@ impl SuperBlock for Q6K {
             low | (block[128 + half * 32 + l] >> (2 * quarter) & 3) << 4
         })
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         (block[192 + i].cast_signed(), 0)
     }
+    #[inline]
     fn factors(block: &[u8]) -> [[u8; 2]; 2] {
         [pair(&block[208..]), [0; 2]]
     }
@@ -192,9 +208,11 @@ impl SuperBlock for Iq4Xs {
     const ZERO_BITS: Option<u32> = Some(7);
     const HALVES: bool = false;
     const VALUES: Values = Values::Table(IQ4);
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         nibbles(&block[8 + 16 * i..])
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         let low = block[4 + i / 2] >> (4 * (i % 2)) & 15;
         let upper = block[2 + i / 4] >> (2 * (i % 4)) & 3;
@@ -209,12 +227,15 @@ impl SuperBlock for Table16 {
     const ZERO_BITS: Option<u32> = Some(7);
     const HALVES: bool = true;
     const VALUES: Values = Values::OwnTable;
+    #[inline]
     fn codes(block: &[u8], i: usize) -> Group {
         nibbles(&block[36 + 16 * i..])
     }
+    #[inline]
     fn scale(block: &[u8], i: usize) -> (i8, u8) {
         (block[20 + i].cast_signed(), 0)
     }
+    #[inline]
     fn table(block: &[u8]) -> [u8; 16] {
         std::array::from_fn(|i| block[4 + i])
     }
