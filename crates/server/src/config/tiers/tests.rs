@@ -3,7 +3,7 @@ use crate::ServerConfig;
 use kvist_engine::devices;
 use kvist_engine::serving::{Event, GenerationHandle, Job};
 use kvist_scheduler::NotLoaded;
-use kvist_store::{BlockKey, BoxFuture, Bytes, Counts, Usage};
+use kvist_store::{BlockKey, BoxFuture, Bytes, StoreOver, Usage};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use tokio::sync::Semaphore;
 
@@ -65,16 +65,9 @@ impl Gated {
     }
 }
 
-impl BlockStore for Gated {
-    fn name(&self) -> &str {
-        "gated"
-    }
-    fn lookup<'a>(
-        &'a self,
-        keys: &'a [BlockKey],
-        within: Duration,
-    ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys, within)
+impl StoreOver for Gated {
+    fn below(&self) -> &dyn BlockStore {
+        &*self.store
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
@@ -95,17 +88,11 @@ impl BlockStore for Gated {
             self.store.put(key, bytes, ttl).await
         })
     }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.store.remove(key)
-    }
     fn usage(&self) -> Usage {
         if self.questions_until_writes.fetch_sub(1, SeqCst) == 1 {
             self.writes.add_permits(OPEN);
         }
         self.store.usage()
-    }
-    fn counts(&self) -> Counts {
-        self.store.counts()
     }
 }
 
