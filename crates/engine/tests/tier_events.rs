@@ -28,6 +28,9 @@ impl StoreOver for Silent {
     fn below(&self) -> &dyn BlockStore {
         &self.0
     }
+    fn name(&self) -> &str {
+        "silent"
+    }
     fn has(&self, _: &BlockKey) -> Option<bool> {
         None
     }
