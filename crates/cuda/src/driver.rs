@@ -334,6 +334,7 @@ impl CudaDriver {
 
 impl Driver for CudaDriver {
     const NAME: &'static str = "cuda";
+    const HAS_ARENAS: bool = true;
     type Buffer = Buf;
     type Recorder = Recording;
     type Submission = Submission;

@@ -51,9 +51,13 @@ impl AsRef<[u8]> for Kept {
 fn blocks_in_pinned_memory_are_copied_by_the_device_alone() {
     let Some(device) = device() else { return };
     // The last two are larger than a part; of the very last not even the largest part holds all cells of a side.
-    for (storage, head_dim, n_layers, len) in
-        [("f16", 64, 2, 16), ("q8", 64, 2, 16), ("f16", 33, 2, 1), ("f32", 512, 12, 16), ("f32", 2048, 2, 120)]
-    {
+    for (storage, head_dim, n_layers, len) in [
+        ("f16", 64, 2, 16),
+        ("q8", 64, 2, 16),
+        ("f16", 33, 2, 1),
+        ("f32", 512, 12, 16),
+        ("f32", 2048, 2, 120),
+    ] {
         let name = format!("{storage} {head_dim} {n_layers} {len}");
         let spec = model(storage, head_dim, n_layers).spec(vec![CELLS]);
         let mut pools = device.pools(&spec).unwrap();
@@ -91,9 +95,7 @@ fn blocks_in_pinned_memory_are_copied_by_the_device_alone() {
             let mut larger = pinned(first);
             larger.bytes_mut()[first..].copy_from_slice(&content);
             let larger = Arc::new(larger);
-            let kept = |first: usize| {
-                HostBlock::shared(Arc::new(Kept(larger.clone(), first..first + bytes)))
-            };
+            let kept = |first: usize| HostBlock::shared(Arc::new(Kept(larger.clone(), first..first + bytes)));
             let began = pools.import(Ticket::START, G, of(40), kept(first));
             finish(&mut *pools, began);
             check(&*pools, is_direct && first % 4 == 0, "import of a part");
@@ -129,7 +131,10 @@ fn lent_memory_comes_back() {
     // A copy is in ordinary memory.
     assert!(blocks[0].is_lent() && !blocks[0].clone().is_lent());
     blocks.iter_mut().enumerate().for_each(|(i, block)| block.bytes_mut().fill(i as u8));
-    assert!(blocks.iter().enumerate().all(|(i, block)| block.bytes() == vec![i as u8; bytes]), "none overlap");
+    assert!(
+        blocks.iter().enumerate().all(|(i, block)| block.bytes() == vec![i as u8; bytes]),
+        "none overlap"
+    );
     blocks.drain(3..5);
     assert!(arena.block(2 * bytes).is_some(), "neighbours are one piece");
     drop((pools, device));
@@ -147,7 +152,9 @@ fn a_refusal_leaves_the_device_as_it_was() {
     let spec = model("f16", 64, 2).spec(vec![CELLS]);
     let mut pools = device.pools(&spec).unwrap();
     match pools.pin_host(1 << 20) {
-        Err(DeviceError::OutOfMemory { what: "pinned memory of blocks", bytes }) => assert_eq!(bytes, 1 << 20),
+        Err(DeviceError::OutOfMemory { what: "pinned memory of blocks", bytes }) => {
+            assert_eq!(bytes, 1 << 20)
+        }
         other => panic!("{:?}", other.map(|arena| arena.is_some())),
     }
     kvist_gpu::Driver::check(device.driver()).unwrap();

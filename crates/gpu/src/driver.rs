@@ -20,6 +20,8 @@ const UPLOAD_CHUNK: usize = 32 << 20;
 pub trait Driver: Debug + Send + Sync + Sized + 'static {
     /// The name of the device in errors, plans and logs.
     const NAME: &'static str;
+    /// Whether it has [`arena`](Self::arena)s.
+    const HAS_ARENAS: bool = false;
     /// Memory on the device, or memory of the host that results are copied to ([`staging`](Self::staging)).
     type Buffer: Debug + Send + Sync;
     type Recorder: Recorder;
