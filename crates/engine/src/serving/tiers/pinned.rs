@@ -82,3 +82,104 @@ impl BlockMemory {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kvist_device::LentMemory;
+    use std::sync::Mutex;
+
+    /// Lends so many bytes at a time, of the heap.
+    #[derive(Default)]
+    struct Lender(Mutex<ArenaUsage>);
+
+    struct Lent {
+        bytes: Vec<u8>,
+        lender: Arc<Lender>,
+    }
+
+    impl AsRef<[u8]> for Lent {
+        fn as_ref(&self) -> &[u8] {
+            &self.bytes
+        }
+    }
+    impl AsMut<[u8]> for Lent {
+        fn as_mut(&mut self) -> &mut [u8] {
+            &mut self.bytes
+        }
+    }
+    impl LentMemory for Lent {}
+    impl Drop for Lent {
+        fn drop(&mut self) {
+            self.lender.0.lock().unwrap().lent_bytes -= self.bytes.len() as u64;
+        }
+    }
+
+    struct Arena(Arc<Lender>);
+
+    impl HostArena for Arena {
+        fn block(&self, len: usize) -> Option<HostBlock> {
+            let mut usage = self.0.0.lock().unwrap();
+            if usage.lent_bytes + len as u64 > usage.bytes {
+                usage.refused_blocks += 1;
+                return None;
+            }
+            usage.lent_bytes += len as u64;
+            Some(HostBlock::lent(Box::new(Lent { bytes: vec![0xee; len], lender: self.0.clone() })))
+        }
+        fn usage(&self) -> ArenaUsage {
+            *self.0.0.lock().unwrap()
+        }
+    }
+
+    fn memory(bytes: u64) -> BlockMemory {
+        let usage = ArenaUsage { bytes, ..ArenaUsage::default() };
+        BlockMemory { arena: Some(Arc::new(Arena(Arc::new(Lender(Mutex::new(usage)))))), is_refused: false }
+    }
+
+    fn filled(memory: &BlockMemory, with: &[u8]) -> HostBlock {
+        let mut block = memory.block(with.len()).unwrap();
+        block.bytes_mut().copy_from_slice(with);
+        block
+    }
+
+    #[test]
+    fn an_object_has_the_bytes_of_its_parts_wherever_they_are() {
+        // Room for nothing, for the first part, for both, for both and the object.
+        for room in [0, 3, 5, 10] {
+            let memory = memory(room);
+            let parts = [&b"abc"[..], b"de"].map(|part| filled(&memory, part)).to_vec();
+            let joined = memory.joined(parts).unwrap();
+            assert_eq!(joined, b"abcde"[..], "{room}");
+            // The parts have given theirs back.
+            let expected = if room == 10 { 5 } else { 0 };
+            assert_eq!(memory.usage().unwrap().lent_bytes, expected, "{room}");
+        }
+        let memory = memory(10);
+        assert!(memory.joined(Vec::new()).unwrap().is_empty());
+        // One part is the object, in the same place.
+        let block = filled(&memory, b"abc");
+        let at = block.bytes().as_ptr();
+        let joined = memory.joined(vec![block]).unwrap();
+        assert_eq!((joined.as_ptr(), joined.len()), (at, 3));
+        let half = joined.slice(1..);
+        drop(joined);
+        assert_eq!(memory.usage().unwrap().lent_bytes, 3, "a slice keeps all of it");
+        drop(half);
+        assert_eq!(memory.usage().unwrap().lent_bytes, 0);
+    }
+
+    #[test]
+    fn what_came_from_elsewhere_is_copied_if_there_is_room() {
+        let memory = memory(5);
+        let bytes = Bytes::from_static(b"abc");
+        let pinned = memory.pinned(bytes.clone());
+        assert!(pinned == bytes && pinned.as_ptr() != bytes.as_ptr());
+        assert_eq!(memory.pinned(bytes.clone()).as_ptr(), bytes.as_ptr(), "no room");
+        let usage = ArenaUsage { bytes: 5, lent_bytes: 3, refused_blocks: 1 };
+        assert_eq!(memory.usage(), Some(usage));
+        let none = BlockMemory::default();
+        assert_eq!(none.pinned(bytes.clone()).as_ptr(), bytes.as_ptr());
+        assert_eq!((none.usage(), none.block(4).unwrap().bytes()), (None, &[0; 4][..]));
+    }
+}

@@ -39,6 +39,28 @@ fn what_is_always_loaded_is_estimated_like_any_load() {
     assert_eq!((read.grace_ms, TiersSection::default().grace_ms), (2000, 250));
 }
 
+/// What is locked for the tier in RAM is part of what the plan counts: its capacity, and what waits to be written there.
+#[test]
+fn locked_memory_is_that_of_the_plan() {
+    let mib = 1 << 20;
+    for (section, expected) in [
+        (TiersSection::default(), 0),
+        (TiersSection { ram_bytes: 512 * mib, ..TiersSection::default() }, 576 * mib),
+        (
+            TiersSection { ram_bytes: 512 * mib, store: Some("redis://h".into()), ..TiersSection::default() },
+            768 * mib,
+        ),
+        (TiersSection { ram_bytes: 512 * mib, ram_packed: true, ..TiersSection::default() }, 0),
+        (TiersSection { store: Some("redis://h".into()), ..TiersSection::default() }, 0),
+    ] {
+        assert_eq!(section.pinned_bytes(), expected, "{section:?}");
+        let model = models::f32_model();
+        let paged =
+            ServerConfig { tiers: section.clone(), ..ServerConfig::default() }.engine(model.config()).paged;
+        assert!(section.memory_bytes(&paged, model.config()) >= expected, "{section:?}");
+    }
+}
+
 /// A store in memory whose reads and writes wait for permits.
 struct Gated {
     store: Arc<Ram>,
