@@ -19,7 +19,8 @@ use tokio::runtime::Runtime;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TiersSection {
-    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU.
+    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU. Over CUDA they are
+    /// locked when the server starts.
     pub ram_bytes: u64,
     /// Store blocks in that memory as q8, which takes half of what f16 takes. What is loaded from there is rounded.
     pub ram_packed: bool,
