@@ -84,7 +84,7 @@ cuda:
     features=kvist-engine/cuda-experimental,kvist/cuda-experimental
     cargo clippy -p kvist-cuda -p kvist-engine -p kvist --features $features --all-targets -- -D warnings
     KVIST_REQUIRE_CUDA=1 cargo test -p kvist-cuda
-    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda-experimental --test cuda
+    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda-experimental --test cuda --test serving_cuda
 
 # The emulated kernels under AddressSanitizer and UndefinedBehaviorSanitizer: every access, shared memory included.
 cuda-asan:

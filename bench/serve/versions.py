@@ -7,11 +7,14 @@ Both servers live for the whole run; one of them is asked at a time, and who beg
 loads: prompts that are new, with short answers (so blocks are stored and evicted all the time), short prompts with long answers, and
 prompts whose beginning is cached. The figures are tokens per second, of prompts and answers, and medians over the rounds; beside them the
 median of the rounds' own ratios, which neighbours on the machine disturb less, and the same of the processor time of the servers, which
-they disturb least (with `--threads 1`: threads of a step wait for each other, in part by spinning). Only the standard library is needed.
+they disturb least (with `--threads 1`: threads of a step wait for each other, in part by spinning). In brackets: the interval that has the
+true median with 95% (by order statistics, so nothing is assumed of how rounds differ; of fewer than 6 rounds it has all of them and
+less than 95%). Only the standard library is needed.
 """
 import argparse
 import http.client
 import json
+import math
 import os
 import random
 import statistics
@@ -90,10 +93,21 @@ finally:
         server.process.terminate()
 
 
+def interval(n):
+    """How many of n sorted values to leave out at either end: the median lies between the others with at least 95%."""
+    left_out, outside = 0, 2 * 0.5**n
+    while (outside := outside + 2 * math.comb(n, left_out + 1) * 0.5**n) <= 0.05:
+        left_out += 1
+    return left_out
+
+
 def ratios(sides):
-    """The median of the rounds' ratios, and the extremes."""
+    """The median of the rounds' ratios, and its interval."""
     all = sorted(after / before for before, after in zip(sides["before"], sides["after"]) if before > 0)
-    return f"{statistics.median(all):.3f} ({all[0]:.3f} to {all[-1]:.3f})"
+    if not all:
+        return "too short to measure"
+    left_out = interval(len(all))
+    return f"{statistics.median(all):.3f} ({all[left_out]:.3f} to {all[-1 - left_out]:.3f})"
 
 
 print(

@@ -1,39 +1,44 @@
 #!/usr/bin/env bash
 # What a disk is worth: the same load, whose working set is five times the cache, without and with a disk, served and simulated.
 # Six to twelve minutes a rate on two cores, which nothing else should use. Steps are measured anew before each rate.
-#     bench/tiers/goodput.sh MODEL.gguf [FOLDER-ON-THE-DISK]
+#     bench/tiers/goodput.sh MODEL.gguf [FOLDER-ON-THE-DISK]     MODEL: embedded is the one that is built in
+#     QUICK=1 BUSY="0.3 0.6" bench/tiers/goodput.sh embedded     tries the script itself, in a minute a rate; its figures mean nothing
 # The load is chats, or with TRACE=conversation_trace.jsonl conversations of Mooncake's trace that have three turns or more
-# (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. DISK=192MiB is a disk that the chats fill, so that
-# it is overwritten. BUSY has the shares of the time that the machine is to be busy with the disk, one for each rate: BUSY="0.3 0.5 0.75".
+# (conversations.py; https://github.com/kvcache-ai/Mooncake), one token for 64 of its own. DISK=192MiB is a disk that the chats of
+# a model like SmolLM2 135M fill (23 KiB a token), so that it is overwritten: every rate begins with a line that says so. BUSY has the shares of the time that the machine is to be busy with the disk, one for each rate: BUSY="0.3 0.5 0.75".
 # A configuration is worth the best goodput that it reaches at any of them, with first tokens within the bound; the last lines compare those
 # of both.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-model=${1:?give a model: bench/tiers/goodput.sh MODEL.gguf}
+model=(--model "${1:?give a model: bench/tiers/goodput.sh MODEL.gguf}")
+[[ $1 != embedded ]] || model=()
 folder=$(mktemp -d "${2:-/tmp}/kvist-goodput.XXXXXX")
 trap 'rm -rf "$folder"' EXIT
 kvist=${KVIST:-target/release/kvist}
 [[ -x $kvist ]] || cargo build --release --quiet --features tiers
-calibrate=(--max-batch 8 --max-batch-tokens 256 --context 1536 --seconds 120)
+seconds=${QUICK:+10} requests=${QUICK:+20}
+calibrate=(--max-batch 8 --max-batch-tokens 256 --context 1536 --seconds "${seconds:-120}")
 rates=${BUSY:-0.75}
-load=(--requests 90 --seed 2 --chats 4s --context 3072 --slo-ttft 3s --tier-disk-size "${DISK:-1GiB}")
+load=(--requests "${requests:-90}" --seed 2 --chats 4s --context 3072 --slo-ttft 3s --tier-disk-size "${DISK:-1GiB}")
 if [[ -n ${TRACE:-} ]]; then
     # An id of the trace stands for 512 tokens, of which 8 are left: a block. The working set are 1,614 ids, the cache has 323.
     python3 bench/tiers/conversations.py "$TRACE" --turns 3 --conversations 390 --output "$folder/conversations.jsonl"
-    calibrate=(--max-batch 8 --max-batch-tokens 256 --context 2584 --block-tokens 8 --seconds 135)
+    calibrate=(--max-batch 8 --max-batch-tokens 256 --context 2584 --block-tokens 8 --seconds "${seconds:-135}")
     rates=${BUSY:-0.6}
-    load=(--load "$folder/conversations.jsonl" --scale-tokens 1/64 --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
+    load=(${requests:+--requests "$requests"} --load "$folder/conversations.jsonl" --scale-tokens 1/64 --context 2584 --slo-ttft 2s --tier-disk-size 6GiB)
 fi
+token_bytes=$("$kvist" plan "${model[@]}" --kv f16 --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["kv_bytes_per_token"])')
 for busy in $rates; do
-    "$kvist" bench calibrate --model "$model" "${calibrate[@]}" -o "$folder/costs.json"
+    "$kvist" bench calibrate "${model[@]}" "${calibrate[@]}" -o "$folder/costs.json"
     rm -rf "$folder/blocks"
-    "$kvist" bench predict --model "$model" --costs "$folder/costs.json" "${load[@]}" --busy "$busy" --tier-disk "$folder/blocks" --json \
+    "$kvist" bench predict "${model[@]}" --costs "$folder/costs.json" "${load[@]}" --busy "$busy" --tier-disk "$folder/blocks" --json \
         > "$folder/$busy.json"
-    python3 - "$folder/$busy.json" <<'PYTHON'
+    python3 - "$folder/$busy.json" "$token_bytes" <<'PYTHON'
 import json, sys
 with open(sys.argv[1]) as file:
     run = json.load(file)
-print(run["load"])
+takes, disk = run["distinct_tokens"] * int(sys.argv[2]) / 2**20, run["disk"]["capacity_bytes"] / 2**20
+print(f"{run['load']}: different blocks take {takes:.0f} MiB, the disk has {disk:.0f} and is {'' if takes > disk else 'not '}overwritten")
 for name, figures in (("without the disk", run["without_tier"]), ("with the disk", run["figures"])):
     for figure in figures:
         print(f"  {name:17} {figure['figure']:24} served {figure['served']:10.3f}  simulated {figure['simulated']:10.3f} {figure['unit']}")

@@ -6,7 +6,7 @@ mod buffer;
 
 use crate::compiler::Compiler;
 use crate::devices::{driver, summary};
-use crate::ffi::{Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
+use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
 use crate::{Installation, failed, kernels};
 pub use buffer::Buf;
 use buffer::Memory;
@@ -273,6 +273,12 @@ impl CudaDriver {
             (Memory::Device(from), Memory::Results(to)) => {
                 self.stream.download(from, from_byte, to, to_byte, bytes)
             }
+            (Memory::Device(from), Memory::Arena(to)) => {
+                self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
+            }
+            (Memory::Arena(from), Memory::Device(to)) => {
+                self.stream.upload(from.memory(), from_byte as usize, to, to_byte, bytes as usize)
+            }
             (Memory::Source(from), Memory::Device(to)) => {
                 let (first, len) = (from_byte as usize, bytes as usize);
                 self.stream.upload(&lock(from), first, to, to_byte, len)
@@ -328,6 +334,7 @@ impl CudaDriver {
 
 impl Driver for CudaDriver {
     const NAME: &'static str = "cuda";
+    const HAS_ARENAS: bool = true;
     type Buffer = Buf;
     type Recorder = Recording;
     type Submission = Submission;
@@ -461,6 +468,24 @@ impl Driver for CudaDriver {
     fn host_buffer(&self, what: &'static str, bytes: u64, _: HostMemory) -> Result<Buf, DeviceError> {
         let memory = self.context.pin(bytes.max(16)).map_err(|code| self.out_of_memory(what, bytes, code))?;
         Ok(Buf(Arc::new(Memory::Source(Mutex::new(memory)))))
+    }
+
+    fn arena(&self, bytes: u64) -> Result<Option<kvist_gpu::Arena<Self>>, DeviceError> {
+        self.check()?;
+        // A refusal harms nothing that runs, so it is not kept.
+        let arena = Arena::new(&self.context, bytes.max(16)).map_err(|code| match code {
+            Code::OUT_OF_MEMORY => DeviceError::OutOfMemory { what: "pinned memory of blocks", bytes },
+            other => failed(format!("pinned memory of blocks: {}", self.context.text(other))),
+        })?;
+        let buffer = Buf(Arc::new(Memory::Arena(arena.clone())));
+        Ok(Some(kvist_gpu::Arena { buffer, blocks: Arc::new(arena) }))
+    }
+
+    fn place(&self, arena: &Buf, bytes: &[u8]) -> Option<u64> {
+        match &*arena.0 {
+            Memory::Arena(arena) => arena.place(bytes),
+            _ => None,
+        }
     }
 
     fn fill(&self, buffer: &Buf, bytes: &[u8]) -> Result<(), DeviceError> {

@@ -2,9 +2,12 @@
 //!
 //! Result codes stay numbers: a driver may return codes that are newer than this program. Every symbol is looked up at the
 //! start, so that a library that is too old is an error that names the symbol.
+mod arena;
 mod context;
 mod nvrtc;
+mod ranges;
 
+pub use arena::Arena;
 pub use context::{Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};

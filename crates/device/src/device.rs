@@ -155,6 +155,12 @@ pub trait Footprint: Send + Sync {
         false
     }
 
+    /// Whether blocks can be in memory of the host that is locked for them, and that the device copies from and to by itself
+    /// ([`Pools::pin_host`](crate::Pools::pin_host)).
+    fn pins_blocks(&self) -> bool {
+        false
+    }
+
     /// The name of the GPU; `None` for the CPU.
     fn adapter(&self) -> Option<&str> {
         None

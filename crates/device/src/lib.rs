@@ -52,7 +52,9 @@ pub use session::{AttendRows, Session, SessionStep, compact, resize};
 pub use step_io::*;
 pub use storage::{DType, Storage};
 pub use tensor::{Tensor, TensorMut};
-pub use transfer::{FinishedTransfers, HostBlock, Transfer, TransferRefused};
+pub use transfer::{
+    ArenaUsage, FinishedTransfers, HostArena, HostBlock, LentMemory, Transfer, TransferRefused,
+};
 
 /// Compiles the example in docs/device.md.
 #[cfg(doctest)]

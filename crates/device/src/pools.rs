@@ -9,7 +9,7 @@ use crate::recent::Recent;
 use crate::step_io::Ticket;
 use crate::storage::Storage;
 use crate::tensor::{Tensor, TensorMut};
-use crate::transfer::{HostBlock, Transfer, TransferRefused};
+use crate::transfer::{HostArena, HostBlock, Transfer, TransferRefused};
 use kvist_cache::{CellRun, GroupId, LayerId, MovePlan, StepPlan};
 use std::sync::Arc;
 
@@ -106,6 +106,9 @@ pub struct KvCounters {
     pub bytes_written: u64,
     /// Stored bytes moved by copies, compaction, exports and imports.
     pub bytes_moved: u64,
+    /// Of exports and imports of a device with memory of its own: bytes that the host copied between blocks and the memory that the device
+    /// copies to and from. None of blocks in a [`HostArena`].
+    pub bytes_staged: u64,
 }
 
 /// The K and V bytes of one cache. Plans say which cells to read and write.
@@ -167,6 +170,17 @@ pub trait Pools: Send {
 
     /// The length of a [`HostBlock`] for `cells` cells of a layer group. `None` if there is no such group, or on overflow.
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize>;
+
+    /// Locks `bytes` of the host's memory in place for blocks of these pools. An export to a block in it, and an import from bytes in it,
+    /// are copied by the device alone. `None` if this device gains nothing by such memory, or its API cannot lend any. Blocks in the
+    /// memory of an earlier call are ordinary ones from then on.
+    ///
+    /// # Errors
+    /// The system refuses to lock so much. Nothing has changed then.
+    fn pin_host(&mut self, bytes: u64) -> Result<Option<Arc<dyn HostArena>>, DeviceError> {
+        let _ = bytes;
+        Ok(None)
+    }
 
     /// Starts to copy the stored bytes of `cells` into a block, once the submission `after` has finished. The cells must not
     /// be written until the transfer has [`finished`](Self::finished).

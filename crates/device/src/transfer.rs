@@ -37,10 +37,44 @@ pub struct HostBlock {
     memory: Memory,
 }
 
-#[derive(Clone)]
 enum Memory {
     Own(Vec<u8>),
     Shared(Arc<dyn AsRef<[u8]> + Send + Sync>),
+    Lent(Box<dyn LentMemory>),
+}
+
+impl Clone for Memory {
+    /// A copy of lent memory is ordinary memory.
+    fn clone(&self) -> Self {
+        match self {
+            Memory::Own(bytes) => Memory::Own(bytes.clone()),
+            Memory::Shared(bytes) => Memory::Shared(bytes.clone()),
+            Memory::Lent(lent) => Memory::Own((**lent).as_ref().to_vec()),
+        }
+    }
+}
+
+/// Memory of a [`HostArena`] that one block uses. Dropping it gives it back.
+pub trait LentMemory: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
+
+/// Memory of the host that is locked in place (pinned), so that a device copies to and from blocks in it by itself. It lives as long as
+/// its blocks, which may outlive the pools.
+pub trait HostArena: Send + Sync {
+    /// A block in this memory, whose bytes mean nothing yet. `None` if there is no room for it: an ordinary block does as well, and is
+    /// copied once more.
+    fn block(&self, len: usize) -> Option<HostBlock>;
+
+    fn usage(&self) -> ArenaUsage;
+}
+
+/// How much of a [`HostArena`] is in use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ArenaUsage {
+    pub bytes: u64,
+    /// Of them, those of blocks.
+    pub lent_bytes: u64,
+    /// How many blocks had no room.
+    pub refused_blocks: u64,
 }
 
 impl fmt::Debug for HostBlock {
@@ -74,10 +108,21 @@ impl HostBlock {
         HostBlock { memory: Memory::Shared(bytes) }
     }
 
+    /// A block in lent memory. For implementations of [`HostArena`].
+    pub fn lent(memory: Box<dyn LentMemory>) -> Self {
+        HostBlock { memory: Memory::Lent(memory) }
+    }
+
+    /// Whether it is alone in memory of a [`HostArena`].
+    pub fn is_lent(&self) -> bool {
+        matches!(self.memory, Memory::Lent(_))
+    }
+
     pub fn bytes(&self) -> &[u8] {
         match &self.memory {
             Memory::Own(bytes) => bytes,
             Memory::Shared(bytes) => (**bytes).as_ref(),
+            Memory::Lent(lent) => (**lent).as_ref(),
         }
     }
 
@@ -87,8 +132,16 @@ impl HostBlock {
         }
         match &mut self.memory {
             Memory::Own(bytes) => bytes,
+            Memory::Lent(lent) => (**lent).as_mut(),
             Memory::Shared(_) => unreachable!("it was copied above"),
         }
+    }
+}
+
+/// So that a block can be kept as bytes of others ([`shared`](HostBlock::shared), `Bytes::from_owner`), wherever its memory is.
+impl AsRef<[u8]> for HostBlock {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
     }
 }
 

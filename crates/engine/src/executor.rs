@@ -15,7 +15,7 @@ use crate::runner::Runner;
 use crate::saved::CacheRows;
 use crate::serving::ResizeError;
 use crate::serving::thread::Command;
-use crate::serving::tiers::{BlockParts, Report, Stores, TellTier, TierDriver};
+use crate::serving::tiers::{BlockMemory, BlockParts, Report, Stores, TellTier, TierDriver};
 use crate::serving::{TierConfig, TierStats};
 use crate::speculate::{Counts, Speculator, Verified, verify};
 use drafting::Drafting;
@@ -184,7 +184,8 @@ impl ModelExecutor {
         let bytes = |group| transfers.block_bytes(group, block_tokens).unwrap_or(0);
         let parts = BlockParts::new(block_tokens, groups, bytes);
         let tiers = config.scheduled(&parts, multiply_adds);
-        let driver = TierDriver::new(config, parts, reports);
+        let memory = BlockMemory::pin(self.runner.network.pools_mut(), config.pinned_bytes);
+        let driver = TierDriver::new(config, parts, memory, reports);
         let cannot = |error| Error::Usage(format!("tiers: cannot start their threads: {error}"));
         self.tiers = Some(driver.map_err(cannot)?);
         Ok(tiers)

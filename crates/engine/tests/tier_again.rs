@@ -3,7 +3,7 @@ mod engines;
 use engines::*;
 use kvist_engine::serving::*;
 use kvist_scheduler::Write;
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, KeyChain, Ram, StoreError, Usage};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, KeyChain, Ram, StoreError, StoreOver};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
@@ -72,19 +72,9 @@ struct Refusing {
     refuses: AtomicBool,
 }
 
-impl BlockStore for Refusing {
-    fn name(&self) -> &str {
-        "refusing"
-    }
-    fn lookup<'a>(
-        &'a self,
-        keys: &'a [BlockKey],
-        within: Duration,
-    ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.ram.lookup(keys, within)
-    }
-    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        self.ram.get(key)
+impl StoreOver for Refusing {
+    fn below(&self) -> &dyn BlockStore {
+        &self.ram
     }
     fn put<'a>(
         &'a self,
@@ -92,25 +82,16 @@ impl BlockStore for Refusing {
         bytes: Bytes,
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
-        Box::pin(async move {
-            match self.refuses.load(SeqCst) {
-                true => Err(StoreError::Failed {
+        match self.refuses.load(SeqCst) {
+            true => Box::pin(async {
+                Err(StoreError::Failed {
                     store: "refusing".into(),
                     action: "write a block",
                     problem: "it is told so".into(),
-                }),
-                false => self.ram.put(key, bytes, ttl).await,
-            }
-        })
-    }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.ram.remove(key)
-    }
-    fn usage(&self) -> Usage {
-        self.ram.usage()
-    }
-    fn counts(&self) -> Counts {
-        self.ram.counts()
+                })
+            }),
+            false => self.ram.put(key, bytes, ttl),
+        }
     }
 }
 

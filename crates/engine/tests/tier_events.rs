@@ -3,7 +3,7 @@ mod engines;
 use engines::*;
 use kvist_engine::serving::*;
 use kvist_scheduler::Write;
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, KeyChain, Ram, StoreError};
+use kvist_store::{BlockKey, BlockStore, KeyChain, Ram, StoreOver, Watcher};
 use kvist_testing::SplitMix64;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -24,36 +24,18 @@ fn text(i: usize) -> Vec<u32> {
 /// A store that does not tell what it has, as a disk that evicts by itself.
 struct Silent(Ram);
 
-impl BlockStore for Silent {
+impl StoreOver for Silent {
+    fn below(&self) -> &dyn BlockStore {
+        &self.0
+    }
     fn name(&self) -> &str {
         "silent"
     }
-    fn lookup<'a>(
-        &'a self,
-        keys: &'a [BlockKey],
-        within: Duration,
-    ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.0.lookup(keys, within)
+    fn has(&self, _: &BlockKey) -> Option<bool> {
+        None
     }
-    fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
-        self.0.get(key)
-    }
-    fn put<'a>(
-        &'a self,
-        key: BlockKey,
-        bytes: Bytes,
-        ttl: Option<Duration>,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.0.put(key, bytes, ttl)
-    }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.0.remove(key)
-    }
-    fn usage(&self) -> kvist_store::Usage {
-        self.0.usage()
-    }
-    fn counts(&self) -> Counts {
-        self.0.counts()
+    fn watch(&self, _: Watcher) -> bool {
+        false
     }
 }
 

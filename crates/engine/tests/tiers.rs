@@ -7,7 +7,7 @@ use kvist_engine::devices;
 use kvist_engine::serving::*;
 use kvist_model::ModelFile;
 use kvist_scheduler::{NotLoaded, Preempted, TierCounters, Write};
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, Usage};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, StoreOver};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
@@ -63,7 +63,10 @@ impl Faulty {
     }
 }
 
-impl BlockStore for Faulty {
+impl StoreOver for Faulty {
+    fn below(&self) -> &dyn BlockStore {
+        &self.store
+    }
     fn name(&self) -> &str {
         match self.fault {
             Fault::Silent | Fault::Stuck => "unanswered",
@@ -108,14 +111,8 @@ impl BlockStore for Faulty {
             self.store.put(key, bytes, ttl).await
         })
     }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.store.remove(key)
-    }
-    fn usage(&self) -> Usage {
-        self.store.usage()
-    }
-    fn counts(&self) -> kvist_store::Counts {
-        self.store.counts()
+    fn has(&self, _: &BlockKey) -> Option<bool> {
+        None // it would know without a fault
     }
 }
 
@@ -154,16 +151,9 @@ impl Drop for Reading<'_> {
     }
 }
 
-impl BlockStore for Gated {
-    fn name(&self) -> &str {
-        "gated"
-    }
-    fn lookup<'a>(
-        &'a self,
-        keys: &'a [BlockKey],
-        within: Duration,
-    ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys, within)
+impl StoreOver for Gated {
+    fn below(&self) -> &dyn BlockStore {
+        &*self.store
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
@@ -173,23 +163,6 @@ impl BlockStore for Gated {
             self.gate.acquire().await.unwrap().forget();
             self.store.get(key).await
         })
-    }
-    fn put<'a>(
-        &'a self,
-        key: BlockKey,
-        bytes: Bytes,
-        ttl: Option<Duration>,
-    ) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.store.put(key, bytes, ttl)
-    }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.store.remove(key)
-    }
-    fn usage(&self) -> Usage {
-        self.store.usage()
-    }
-    fn counts(&self) -> kvist_store::Counts {
-        self.store.counts()
     }
 }
 

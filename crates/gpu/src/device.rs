@@ -94,6 +94,10 @@ impl<D: Driver> Footprint for GpuDevice<D> {
         sum.checked_add(StreamBytes::new(shape, limits)?.total()?)
     }
 
+    fn pins_blocks(&self) -> bool {
+        D::HAS_ARENAS
+    }
+
     fn host_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
         StreamBytes::new(shape, limits)?.host()
     }

@@ -3,9 +3,10 @@
 //! The kernels of every driver compute the same: [`Kernel`] names them with their constants, and says what each one
 //! binds. `crates/wgpu/src/kernels` begins every file with what the kernel computes.
 use crate::kernels::Kernel;
-use kvist_device::DeviceError;
+use kvist_device::{DeviceError, HostArena};
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Words of immediates that the largest kernel has.
 pub const IMMEDIATE_WORDS: usize = 16;
@@ -19,6 +20,8 @@ const UPLOAD_CHUNK: usize = 32 << 20;
 pub trait Driver: Debug + Send + Sync + Sized + 'static {
     /// The name of the device in errors, plans and logs.
     const NAME: &'static str;
+    /// Whether it has [`arena`](Self::arena)s.
+    const HAS_ARENAS: bool = false;
     /// Memory on the device, or memory of the host that results are copied to ([`staging`](Self::staging)).
     type Buffer: Debug + Send + Sync;
     type Recorder: Recorder;
@@ -131,6 +134,22 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     /// The device has failed.
     fn fill(&self, buffer: &Self::Buffer, bytes: &[u8]) -> Result<(), DeviceError>;
 
+    /// Memory of the host, locked in place, to lend blocks from. `None`: the API has no memory that the host may use at any time, while
+    /// the device copies other parts of it.
+    ///
+    /// # Errors
+    /// There is no memory for it.
+    fn arena(&self, bytes: u64) -> Result<Option<Arena<Self>>, DeviceError> {
+        let _ = bytes;
+        Ok(None)
+    }
+
+    /// The byte of an [`Arena::buffer`] at which `bytes` begin; `None` if they lie elsewhere.
+    fn place(&self, arena: &Self::Buffer, bytes: &[u8]) -> Option<u64> {
+        let _ = (arena, bytes);
+        None
+    }
+
     /// Records that the device notes the time when it gets here. Does nothing on a device without a clock.
     fn mark(&self, recorder: &mut Self::Recorder) {
         let _ = recorder;
@@ -187,6 +206,14 @@ pub enum HostMemory {
     Pinned,
     /// Memory that kernels read, without any copy.
     Mapped,
+}
+
+/// Pinned memory of blocks, as the two that use it know it.
+pub struct Arena<D: Driver> {
+    /// What copies from and to it name. Kernels do not bind it.
+    pub buffer: D::Buffer,
+    /// Lends the blocks.
+    pub blocks: Arc<dyn HostArena>,
 }
 
 /// What a GPU can do.

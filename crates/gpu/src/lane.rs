@@ -1,8 +1,9 @@
 //! Bytes on their way between the host and cells of pools, beside the steps that compute.
 //!
 //! An upload packs rows into memory of the host that the device reads, copies them to the device in one piece, and a
-//! kernel scatters them to their cells. A download is the reverse. A lane has a few slots, so that the host packs one
-//! while the device copies another; nothing waits until a slot or a result is needed.
+//! kernel scatters them to their cells. A download is the reverse. Rows that lie in pinned memory already, or are to, are copied
+//! by the device alone ([`Pinned`]). A lane has a few slots, so that the host packs one while the device copies another;
+//! nothing waits until a slot or a result is needed.
 use crate::driver::{Args, BufferCopy, Driver, HostMemory, Recorder};
 use crate::kernels::Kernel;
 use kvist_device::DeviceError;
@@ -39,6 +40,31 @@ impl<D: Driver> Section<'_, D> {
     }
 }
 
+/// Bytes of an arena's buffer ([`Driver::arena`]), which the device copies from or to by itself. The caller leaves them alone until the
+/// transfer has ended.
+#[derive(Debug)]
+pub struct Pinned<'a, D: Driver> {
+    pub buffer: &'a D::Buffer,
+    /// A multiple of four, as is the number of bytes.
+    pub first_byte: u64,
+    pub bytes: u64,
+}
+
+/// Where the rows of an upload are.
+enum Source<'a, D: Driver> {
+    Host(&'a [u8]),
+    Pinned(&'a Pinned<'a, D>),
+}
+
+impl<D: Driver> Source<'_, D> {
+    fn bytes(&self) -> u64 {
+        match self {
+            Source::Host(block) => block.len() as u64,
+            Source::Pinned(pinned) => pinned.bytes,
+        }
+    }
+}
+
 /// Names a transfer of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Job(u64);
@@ -61,7 +87,7 @@ struct Running<D: Driver> {
     job: Job,
     slot: Slot<D>,
     submission: D::Submission,
-    /// Bytes to read; 0 for an upload.
+    /// Bytes to read; 0 for an upload, and for a download to pinned memory.
     download: u64,
 }
 
@@ -180,22 +206,39 @@ impl<D: Driver> Lane<D> {
         sections: &[Section<'_, D>],
         marks: bool,
     ) -> Result<Job, DeviceError> {
-        self.check(block.len() as u64, cells)?;
+        self.upload_from(&Source::Host(block), cells, sections, marks)
+    }
+
+    /// The same for rows in pinned memory, of which the host copies nothing.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload).
+    pub fn upload_pinned(
+        &mut self,
+        rows: &Pinned<'_, D>,
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+    ) -> Result<Job, DeviceError> {
+        self.upload_from(&Source::Pinned(rows), cells, sections, false)
+    }
+
+    fn upload_from(
+        &mut self,
+        rows: &Source<'_, D>,
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+        marks: bool,
+    ) -> Result<Job, DeviceError> {
+        self.check(rows.bytes(), cells)?;
         let slot = self.slot()?;
-        match self.start_upload(&slot, block, cells, sections, marks) {
-            Ok(submission) => Ok(self.run(slot, submission, 0)),
-            Err(error) => {
-                self.recorder.restart();
-                self.free.push(slot);
-                Err(error)
-            }
-        }
+        let started = self.start_upload(&slot, rows, cells, sections, marks);
+        self.run_or_free(slot, started, 0)
     }
 
     fn start_upload(
         &mut self,
         slot: &Slot<D>,
-        block: &[u8],
+        rows: &Source<'_, D>,
         cells: &[u32],
         sections: &[Section<'_, D>],
         marks: bool,
@@ -209,19 +252,24 @@ impl<D: Driver> Lane<D> {
             }
         };
         mark(recorder);
-        let from = match (self.memory, &slot.host) {
-            (HostMemory::Mapped, Some(host)) => {
+        let from = match (rows, self.memory, &slot.host) {
+            (Source::Pinned(Pinned { buffer, first_byte, bytes }), ..) => {
+                let (from, from_byte, bytes) = (*buffer, *first_byte, *bytes);
+                gpu.copy(recorder, &BufferCopy { from, from_byte, to: &slot.block, to_byte: 0, bytes });
+                &slot.block
+            }
+            (Source::Host(block), HostMemory::Mapped, Some(host)) => {
                 gpu.fill(host, block)?;
                 host
             }
-            (HostMemory::Pinned, Some(host)) => {
+            (Source::Host(block), HostMemory::Pinned, Some(host)) => {
                 gpu.fill(host, block)?;
                 let bytes = (block.len() as u64).next_multiple_of(4);
                 let copy = BufferCopy { from: host, from_byte: 0, to: &slot.block, to_byte: 0, bytes };
                 gpu.copy(recorder, &copy);
                 &slot.block
             }
-            _ => {
+            (Source::Host(block), ..) => {
                 gpu.write(&slot.block, 0, block);
                 &slot.block
             }
@@ -250,33 +298,68 @@ impl<D: Driver> Lane<D> {
     ) -> Result<Job, DeviceError> {
         self.check(bytes, cells)?;
         let mut slot = self.slot()?;
-        let started = (|| {
-            let gpu = &*self.gpu;
-            let table: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
-            if slot.download.is_none() {
-                slot.download = Some(gpu.staging("blocks on their way to the host", self.block_bytes)?);
-            }
-            let (block, Some(staging)) = (&slot.block, &slot.download) else {
-                return Err(DeviceError::UnknownTransfer);
-            };
-            gpu.write(&slot.table, 0, &table);
-            for section in sections {
-                let rows = cells.len() as u64 * u64::from(section.block_heads);
-                let words = (rows * u64::from(section.row_bytes)).div_ceil(4);
-                let groups = words.div_ceil(64);
-                let groups = [groups.min(65_535) as u32, groups.div_ceil(65_535) as u32, 1];
-                let buffers = [Some(section.pool), Some(&slot.table), Some(block)];
-                let args = section.args().u32(cells.len() as u32);
-                gpu.record(&mut self.recorder, &Kernel::Gather, &buffers, args, groups);
-            }
-            let bytes = bytes.next_multiple_of(4);
-            let copy = BufferCopy { from: block, from_byte: 0, to: staging, to_byte: 0, bytes };
-            let submission = gpu.submit(&mut self.recorder, &[copy]);
-            gpu.check()?;
-            Ok(submission)
-        })();
+        let staging = slot.download.take();
+        let staging =
+            staging.map_or_else(|| self.gpu.staging("blocks on their way to the host", self.block_bytes), Ok);
+        let started = staging.and_then(|staging| {
+            let to = slot.download.insert(staging);
+            self.start_download((&slot.block, &slot.table), (to, 0), bytes, cells, sections)
+        });
+        self.run_or_free(slot, started, bytes.max(1))
+    }
+
+    /// Starts to copy rows of cells to pinned memory. [`wait`](Self::wait) for it, as for an upload: there is nothing to read.
+    ///
+    /// # Errors
+    /// As [`download`](Self::download).
+    pub fn download_pinned(
+        &mut self,
+        rows: &Pinned<'_, D>,
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+    ) -> Result<Job, DeviceError> {
+        self.check(rows.bytes, cells)?;
+        let slot = self.slot()?;
+        let to = (rows.buffer, rows.first_byte);
+        let started = self.start_download((&slot.block, &slot.table), to, rows.bytes, cells, sections);
+        self.run_or_free(slot, started, 0)
+    }
+
+    fn start_download(
+        &mut self,
+        (block, table): (&D::Buffer, &D::Buffer),
+        (to, to_byte): (&D::Buffer, u64),
+        bytes: u64,
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+    ) -> Result<D::Submission, DeviceError> {
+        let gpu = &*self.gpu;
+        let numbers: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
+        gpu.write(table, 0, &numbers);
+        for section in sections {
+            let rows = cells.len() as u64 * u64::from(section.block_heads);
+            let words = (rows * u64::from(section.row_bytes)).div_ceil(4);
+            let groups = words.div_ceil(64);
+            let groups = [groups.min(65_535) as u32, groups.div_ceil(65_535) as u32, 1];
+            let buffers = [Some(section.pool), Some(table), Some(block)];
+            let args = section.args().u32(cells.len() as u32);
+            gpu.record(&mut self.recorder, &Kernel::Gather, &buffers, args, groups);
+        }
+        let bytes = bytes.next_multiple_of(4);
+        let copy = BufferCopy { from: block, from_byte: 0, to, to_byte, bytes };
+        let submission = gpu.submit(&mut self.recorder, &[copy]);
+        gpu.check()?;
+        Ok(submission)
+    }
+
+    fn run_or_free(
+        &mut self,
+        slot: Slot<D>,
+        started: Result<D::Submission, DeviceError>,
+        download: u64,
+    ) -> Result<Job, DeviceError> {
         match started {
-            Ok(submission) => Ok(self.run(slot, submission, bytes.max(1))),
+            Ok(submission) => Ok(self.run(slot, submission, download)),
             Err(error) => {
                 self.recorder.restart();
                 self.free.push(slot);

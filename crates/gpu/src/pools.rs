@@ -430,6 +430,10 @@ impl<D: Driver> Pools for GpuPools<D> {
         self.spec.block_bytes(group, cells)
     }
 
+    fn pin_host(&mut self, bytes: u64) -> Result<Option<Arc<dyn HostArena>>, DeviceError> {
+        self.transfers.pin_host(bytes)
+    }
+
     fn export(
         &mut self,
         _: Ticket,

@@ -212,6 +212,9 @@ pub fn stats<'py>(py: Python<'py>, tiers: &TierStats) -> PyResult<Bound<'py, PyD
     dict.set_item("skipped_blocks", c.skipped_blocks)?;
     dict.set_item("load_bytes", tiers.load_bytes)?;
     dict.set_item("store_bytes", tiers.store_bytes)?;
+    dict.set_item("pinned_bytes", tiers.pinned.map(|pinned| pinned.bytes))?;
+    dict.set_item("pinned_used_bytes", tiers.pinned.map(|pinned| pinned.lent_bytes))?;
+    dict.set_item("unpinned_blocks", tiers.pinned.map(|pinned| pinned.refused_blocks))?;
     let stores = tiers.stores.iter().zip(c.loaded_tokens).map(|(store, loaded_tokens)| {
         let one = PyDict::new(py);
         one.set_item("name", &store.name)?;

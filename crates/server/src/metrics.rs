@@ -181,6 +181,21 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
         gauge("kvist_tier_load_bytes", "Bytes on their way from tiers.", tiers.load_bytes),
         gauge("kvist_tier_store_bytes", "Bytes on their way to tiers.", tiers.store_bytes),
     ];
+    if let Some(pinned) = &tiers.pinned {
+        readings.extend([
+            gauge(
+                "kvist_tier_pinned_bytes",
+                "Memory locked for blocks of the tier in RAM; 0 if the system has refused it.",
+                pinned.bytes,
+            ),
+            gauge("kvist_tier_pinned_used_bytes", "Of it, that of blocks.", pinned.lent_bytes),
+            count(
+                "kvist_tier_unpinned_blocks_total",
+                "Blocks that had no room in it, so that the host copied them once more.",
+                pinned.refused_blocks,
+            ),
+        ]);
+    }
     for (store, loaded_tokens) in tiers.stores.iter().zip(c.loaded_tokens) {
         let of = |name, kind, help, value: u64| {
             Reading(name, kind, help, value as f64, vec![("tier", store.name.clone())])

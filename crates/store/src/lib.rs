@@ -23,6 +23,7 @@ mod guard;
 mod key;
 #[cfg(feature = "remote")]
 mod lookups;
+mod over;
 mod ram;
 #[cfg(feature = "remote")]
 mod remote;
@@ -40,6 +41,7 @@ pub use framed::{Counts, FrameStore, Framed, Turn};
 #[cfg(any(feature = "disk", feature = "remote"))]
 pub use guard::{Guarded, Limits};
 pub use key::{BlockKey, KeyChain};
+pub use over::StoreOver;
 pub use ram::{Ram, RamFrames};
 #[cfg(feature = "remote")]
 pub use remote::{Remote, RemoteFrames};

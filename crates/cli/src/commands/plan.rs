@@ -167,7 +167,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Tiers belong to the server; its cache may have other dtypes than that of `kvist run`.
     let served = recommendation.as_ref().and_then(|r| r.serve.as_ref());
     let served = served.map_or(&config, |pick| &pick.candidate.cache);
-    let tiers = Tiers::of(&tiers, served, &size.config);
+    let tiers = Tiers::of(&tiers, served, &size.config, registry.device());
 
     let visible = plan.kv_bytes_visible(&size.config, &config);
     let read = size.read_per_token.saturating_add(visible);

@@ -1,5 +1,5 @@
 //! Memory that recorded operations and callers share.
-use crate::ffi::{DeviceMemory, PinnedMemory};
+use crate::ffi::{Arena, DeviceMemory, PinnedMemory};
 use kvist_gpu::lock;
 use std::sync::{Arc, Mutex};
 
@@ -14,13 +14,15 @@ pub(super) enum Memory {
     Results(PinnedMemory),
     /// The host fills it, and the device copies from it.
     Source(Mutex<PinnedMemory>),
+    /// Blocks of the host, which the device copies from and to.
+    Arena(Arena),
 }
 
 impl Buf {
     pub(super) fn device(&self) -> Option<&DeviceMemory> {
         match &*self.0 {
             Memory::Device(memory) => Some(memory),
-            Memory::Results(_) | Memory::Source(_) => None,
+            Memory::Results(_) | Memory::Source(_) | Memory::Arena(_) => None,
         }
     }
 
@@ -30,6 +32,7 @@ impl Buf {
             Memory::Device(memory) => memory.address,
             Memory::Results(memory) => memory.address(),
             Memory::Source(memory) => lock(memory).address(),
+            Memory::Arena(arena) => arena.memory().address(),
         }
     }
 }

@@ -83,8 +83,8 @@ impl Drop for DeviceMemory {
 #[derive(Debug)]
 pub struct PinnedMemory {
     context: Arc<Context>,
-    raw: *mut u8,
-    bytes: usize,
+    pub(super) raw: *mut u8,
+    pub(super) bytes: usize,
 }
 
 // SAFETY: memory of the host. It is written through `&mut` or by copies whose end the caller has waited for.
@@ -308,10 +308,15 @@ impl Stream {
         len: usize,
     ) -> Result<(), Code> {
         let cuda = self.context.enter()?;
-        let bytes = from.bytes().get(first..).and_then(|bytes| bytes.get(..len)).ok_or(Code(1))?;
+        if first.checked_add(len).is_none_or(|end| end > from.bytes) {
+            return Err(Code(1));
+        }
         inside(to, at, len as u64)?;
-        // SAFETY: both ranges have been checked; pinned memory is freed only when the context is idle.
-        check(unsafe { (cuda.cuMemcpyHtoDAsync_v2)(to.address + at, bytes.as_ptr().cast(), len, self.raw) })
+        // SAFETY: both ranges have been checked; pinned memory is freed only when the context is idle. There is no reference to all of it,
+        // because others may write to other parts.
+        check(unsafe {
+            (cuda.cuMemcpyHtoDAsync_v2)(to.address + at, from.raw.add(first).cast(), len, self.raw)
+        })
     }
 
     /// Copies `len` bytes of the device to pinned memory. The caller reads them after the copy has ended.

@@ -14,6 +14,7 @@ mod kept;
 mod names;
 mod packed;
 mod parts;
+mod pinned;
 mod recent;
 mod task;
 #[cfg(test)]
@@ -35,6 +36,7 @@ use names::Name;
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
+pub(crate) use pinned::BlockMemory;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -210,6 +212,7 @@ impl TierDriver {
     pub fn new(
         config: TierConfig,
         block_parts: BlockParts,
+        memory: BlockMemory,
         reports: Sender<Command>,
     ) -> std::io::Result<TierDriver> {
         let (runtime, tasks) = match &config.runtime {
@@ -221,7 +224,7 @@ impl TierDriver {
             }
         };
         Ok(TierDriver {
-            stores: Arc::new(Stores::new(&config)),
+            stores: Arc::new(Stores::new(&config).with_memory(memory)),
             tasks,
             runtime,
             reports,
@@ -322,7 +325,7 @@ impl TierDriver {
                 }
                 let begun = groups.iter().map(|&group| {
                     let bytes = block_parts.part(group)?.bytes;
-                    let (group, host) = (GroupId(group as u16), HostBlock::new(bytes).ok()?);
+                    let (group, host) = (GroupId(group as u16), self.stores.memory.block(bytes).ok()?);
                     let cells = cells(cached.in_group(group)?, block_parts.block_tokens);
                     transfers.export(group, cells, host).ok().map(Pending::Begun)
                 });
@@ -433,7 +436,8 @@ impl TierDriver {
     pub fn stats(&self, scheduler: &Scheduler) -> TierStats {
         let (load_bytes, store_bytes) = scheduler.bytes_in_flight();
         let counters = scheduler.tier_counters().unwrap_or_default();
-        TierStats { counters, load_bytes, store_bytes, stores: Vec::new() }
+        let pinned = self.stores.memory.usage();
+        TierStats { counters, load_bytes, store_bytes, pinned, stores: Vec::new() }
     }
 
     pub fn stores(&self) -> Arc<Stores> {

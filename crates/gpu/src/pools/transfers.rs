@@ -1,14 +1,17 @@
 //! Blocks that leave pools or enter them while steps run, by a [`Lane`].
 //!
-//! A lane's slots have a fixed size, which plans and the budget count. A larger block is moved in parts of whole cells.
+//! A lane's slots have a fixed size, which plans and the budget count. A larger block is moved in parts: some sides of all its cells,
+//! which lie together in the block, or where not even a side fits, some cells of all sides. A part that is one piece of a block
+//! in pinned memory ([`Pools::pin_host`]) is copied by the device alone; others pass through the slot's own.
 use super::GpuPools;
-use crate::driver::{Driver, HostMemory};
-use crate::lane::{Job, Lane, Section, lane_bytes, lane_host_bytes};
+use crate::driver::{Arena, Driver, HostMemory};
+use crate::lane::{Job, Lane, Pinned, Section, lane_bytes, lane_host_bytes};
 use crate::side::PoolSide;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::*;
 use std::borrow::Cow;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Parts that are on their way at once. Further ones wait for the oldest.
@@ -29,13 +32,13 @@ fn part_cells(spec: &PoolSpec, group: GroupId) -> Option<u32> {
 fn slot_size(spec: &PoolSpec) -> Option<(u64, u32)> {
     // Every side of a part begins at a whole word.
     let padding = 8 * spec.layout.layers.len() as u64;
-    let groups = (0..spec.layout.n_groups()).map(|g| {
+    let bytes = (0..spec.layout.n_groups()).map(|g| {
         let group = GroupId(g as u16);
-        let cells = part_cells(spec, group)?;
-        Some(((spec.block_bytes(group, cells)? as u64).checked_add(padding)?, cells))
+        (spec.block_bytes(group, part_cells(spec, group)?)? as u64).checked_add(padding)
     });
-    let groups = groups.collect::<Option<Vec<_>>>()?;
-    Some((groups.iter().map(|group| group.0).max()?, groups.iter().map(|group| group.1).max()?))
+    let bytes = bytes.collect::<Option<Vec<_>>>()?.into_iter().max()?;
+    // Parts of few sides have more cells than those of all.
+    Some((bytes, PART_CELLS.min(spec.capacity_cells.iter().copied().max()?).max(1)))
 }
 
 /// Bytes of the buffers that transfers use. `None` on overflow.
@@ -55,6 +58,8 @@ pub struct Transfers<D: Driver> {
     gpu: Arc<D>,
     /// Made by the first transfer, of memory that was reserved with the pools.
     lane: Option<Lane<D>>,
+    /// Pinned memory of blocks.
+    arena: Option<D::Buffer>,
     /// In the order in which they began.
     begun: Vec<(Transfer, HostBlock, State)>,
 }
@@ -70,7 +75,7 @@ enum State {
 #[derive(Debug)]
 struct Part {
     job: Job,
-    /// Where its rows lie; of downloads alone.
+    /// Where its rows lie; of downloads that the host copies to the block, alone.
     places: Option<Vec<Place>>,
 }
 
@@ -84,16 +89,22 @@ struct Place {
 
 impl<D: Driver> Transfers<D> {
     pub fn new(gpu: &Arc<D>) -> Self {
-        Transfers { gpu: gpu.clone(), lane: None, begun: Vec::new() }
+        Transfers { gpu: gpu.clone(), lane: None, arena: None, begun: Vec::new() }
     }
 
-    /// The lane, with a slot for one more part. `block` and `parts` are of the transfer that is about to begin.
-    fn lane(
+    pub fn pin_host(&mut self, bytes: u64) -> Result<Option<Arc<dyn HostArena>>, DeviceError> {
+        let Some(Arena { buffer, blocks }) = self.gpu.arena(bytes)? else { return Ok(None) };
+        self.arena = Some(buffer);
+        Ok(Some(blocks))
+    }
+
+    /// Makes the lane, and room for one more part. `block` and `parts` are of the transfer that is about to begin.
+    fn make_room(
         &mut self,
         spec: &PoolSpec,
         block: &mut HostBlock,
         parts: &mut VecDeque<Part>,
-    ) -> Result<&mut Lane<D>, DeviceError> {
+    ) -> Result<(), DeviceError> {
         if self.lane.is_none() {
             let overflow = DeviceError::OutOfMemory { what: "blocks in transfer", bytes: u64::MAX };
             let (bytes, cells) = slot_size(spec).ok_or(overflow)?;
@@ -104,7 +115,7 @@ impl<D: Driver> Transfers<D> {
                 settle_part(self.lane.as_mut(), block, parts)?;
             }
         }
-        self.lane.as_mut().ok_or(DeviceError::UnknownTransfer)
+        Ok(())
     }
 
     /// Waits for a download and copies its bytes to its block. `false` if there is none.
@@ -197,14 +208,18 @@ struct Sections<'a, D: Driver> {
 }
 
 impl<'a, D: Driver> Sections<'a, D> {
-    /// Those of `n` cells from cell `first` on of a block of `of` cells. `None` if a row is too large for the kernels, which
-    /// count bytes in 32 bits.
-    fn new(sides: impl Iterator<Item = &'a PoolSide<D>>, (first, n, of): (u32, u32, u32)) -> Option<Self> {
+    /// Those of a part of a block of `of` cells. `None` if a row is too large for the kernels, which count bytes in 32 bits.
+    fn new(sides: impl Iterator<Item = &'a PoolSide<D>>, part: &Split, of: u32) -> Option<Self> {
         let mut sections = Sections { all: Vec::new(), places: Vec::new(), bytes: 0 };
         let mut side_at = 0u64;
-        for side in sides {
+        for (i, side) in sides.enumerate().take_while(|(i, _)| *i < part.sides.end) {
             let row_bytes = u32::try_from(side.storage.row_bytes(side.dim)).ok()?;
             let cell = u64::from(row_bytes) * u64::from(side.heads);
+            let dense = usize::try_from(side_at + cell * u64::from(part.first)).ok()?;
+            side_at += cell * u64::from(of);
+            if i < part.sides.start {
+                continue;
+            }
             let first_byte = u32::try_from(sections.bytes).ok()?;
             sections.all.extend(side.parts.iter().map(|(first_head, heads, pool)| Section {
                 first_byte,
@@ -216,21 +231,27 @@ impl<'a, D: Driver> Sections<'a, D> {
                 cells: side.cells,
                 pool,
             }));
-            let len = cell * u64::from(n);
-            let dense = usize::try_from(side_at + cell * u64::from(first)).ok()?;
+            let len = cell * u64::from(part.n);
             let len_bytes = usize::try_from(len).ok()?;
             sections.places.push(Place { dense, aligned: first_byte as usize, len: len_bytes });
-            side_at += cell * u64::from(of);
             sections.bytes += len.next_multiple_of(4);
         }
         u32::try_from(sections.bytes).ok()?;
         Some(sections)
     }
 
+    /// The bytes of the block that are those of the part, if they lie there as in the part.
+    fn run(&self) -> Option<Range<usize>> {
+        let (first, last) = (self.places.first()?.dense, self.places.last()?);
+        let len = last.aligned + last.len;
+        let alike = self.places.iter().all(|place| place.dense == first + place.aligned);
+        (alike && len as u64 == self.bytes).then_some(first..first + len)
+    }
+
     /// The bytes of the part, out of the block.
     fn pack<'b>(&self, block: &'b [u8]) -> Cow<'b, [u8]> {
-        if self.bytes == block.len() as u64 {
-            return block.into(); // the whole block, and every side is whole words
+        if let Some(run) = self.run() {
+            return block[run].into();
         }
         let mut part = vec![0; self.bytes as usize];
         for Place { dense, aligned, len } in &self.places {
@@ -238,11 +259,46 @@ impl<'a, D: Driver> Sections<'a, D> {
         }
         part.into()
     }
+
+    /// The part in pinned memory, if it is one piece there.
+    fn pinned<'b>(&self, gpu: &D, arena: Option<&'b D::Buffer>, block: &[u8]) -> Option<Pinned<'b, D>> {
+        let (buffer, run) = (arena?, self.run()?);
+        let first_byte = gpu.place(buffer, &block[run])?;
+        first_byte.is_multiple_of(4).then_some(Pinned { buffer, first_byte, bytes: self.bytes })
+    }
 }
 
-/// A run of cells in parts of `most`: the first cell of the run, and how many.
-fn split(cells: CellRun, most: u32) -> impl Iterator<Item = (u32, u32)> {
-    (0..cells.len).step_by(most as usize).map(move |first| (first, most.min(cells.len - first)))
+/// What is moved at once: `n` cells of some sides, from cell `first` of a block on.
+#[derive(Clone, Debug, PartialEq)]
+struct Split {
+    sides: Range<usize>,
+    first: u32,
+    n: u32,
+}
+
+/// Parts of a block of `cells` cells: of as many whole sides as fit into a slot of `(bytes, cells)`; if a side does not, of all sides and
+/// at most `part_cells` cells. `side_cells`: bytes of a cell of each side.
+fn split(side_cells: &[u64], cells: u32, slot: (u64, u32), part_cells: u32) -> Vec<Split> {
+    let bytes = |cell: &u64| cell.saturating_mul(cells.into()).next_multiple_of(4);
+    let all = 0..side_cells.len();
+    if cells > slot.1 || side_cells.iter().any(|cell| bytes(cell) > slot.0) {
+        let part = |first| Split { sides: all.clone(), first, n: part_cells.min(cells - first) };
+        return (0..cells).step_by(part_cells as usize).map(part).collect();
+    }
+    let (mut parts, mut taken) = (Vec::<Split>::new(), 0);
+    for (i, cell) in side_cells.iter().enumerate() {
+        match parts.last_mut() {
+            Some(part) if taken + bytes(cell) <= slot.0 => {
+                part.sides.end = i + 1;
+                taken += bytes(cell);
+            }
+            _ => {
+                parts.push(Split { sides: i..i + 1, first: 0, n: cells });
+                taken = bytes(cell);
+            }
+        }
+    }
+    parts
 }
 
 impl<D: Driver> GpuPools<D> {
@@ -312,24 +368,70 @@ impl<D: Driver> GpuPools<D> {
         let len = block.bytes().len();
         let too_large = || DeviceError::OutOfMemory { what: "blocks in transfer", bytes: len as u64 };
         let most = part_cells(&self.spec, group).ok_or_else(too_large)?;
-        let GpuPools { spec, layers, transfers, .. } = self;
+        let slot = slot_size(&self.spec).ok_or_else(too_large)?;
+        let GpuPools { spec, layers, transfers, counters, .. } = self;
+        let cell_bytes = |side: &PoolSide<D>| side.storage.row_bytes(side.dim) * u64::from(side.heads);
+        let side_cells: Vec<u64> = super::sides_of(spec, layers, group).map(cell_bytes).collect();
         // Layers that own nothing have nothing to move.
-        for (first, n) in split(cells, most).filter(|_| len > 0) {
+        let splits = if len > 0 { split(&side_cells, cells.len, slot, most) } else { Vec::new() };
+        for part in splits {
             let sides = super::sides_of(spec, layers, group);
-            let sections = Sections::new(sides, (first, n, cells.len)).ok_or_else(too_large)?;
-            let table: Vec<u32> = (cells.start + first..cells.start + first + n).collect();
-            let lane = transfers.lane(spec, block, parts)?;
-            parts.push_back(match out {
-                true => {
-                    let job = lane.download(sections.bytes, &table, &sections.all)?;
-                    Part { job, places: Some(sections.places) }
-                }
-                false => {
-                    let bytes = sections.pack(block.bytes());
-                    Part { job: lane.upload(&bytes, &table, &sections.all, false)?, places: None }
-                }
-            });
+            let sections = Sections::new(sides, &part, cells.len).ok_or_else(too_large)?;
+            let first = cells.start + part.first;
+            let table: Vec<u32> = (first..first + part.n).collect();
+            transfers.make_room(spec, block, parts)?;
+            let Transfers { gpu, lane: Some(lane), arena, .. } = transfers else {
+                return Err(DeviceError::UnknownTransfer);
+            };
+            // What others have too is not written to.
+            let arena = arena.as_ref().filter(|_| !out || block.is_lent());
+            let pinned = sections.pinned(gpu, arena, block.bytes());
+            if pinned.is_none() {
+                counters.bytes_staged += sections.bytes;
+            }
+            let job = match (out, &pinned) {
+                (true, Some(pinned)) => lane.download_pinned(pinned, &table, &sections.all)?,
+                (true, None) => lane.download(sections.bytes, &table, &sections.all)?,
+                (false, Some(pinned)) => lane.upload_pinned(pinned, &table, &sections.all)?,
+                (false, None) => lane.upload(&sections.pack(block.bytes()), &table, &sections.all, false)?,
+            };
+            let places = (out && pinned.is_none()).then_some(sections.places);
+            parts.push_back(Part { job, places });
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Every byte is moved once, no part is larger than a slot, and parts of whole sides are as few as can be in order.
+    #[test]
+    fn parts_cover_a_block() {
+        for (side_cells, cells, slot, part_cells, expected) in [
+            (&[100, 100, 100, 100][..], 16, (3200, 64), 8, 2),
+            (&[100, 100, 100], 16, (3200, 64), 8, 2),
+            (&[100, 30, 100, 30], 16, (2100, 64), 8, 2),
+            // A side that is too large, and too many cells.
+            (&[300, 100], 16, (3200, 64), 8, 2),
+            (&[1, 1], 65, (3200, 64), 64, 2),
+            (&[5, 7, 3], 1, (20, 1), 1, 1),
+            (&[5, 7, 3], 1, (15, 1), 1, 2),
+            (&[], 16, (100, 64), 8, 0),
+        ] {
+            let parts = split(side_cells, cells, slot, part_cells);
+            assert_eq!(parts.len(), expected, "{side_cells:?} {parts:?}");
+            let mut moved = vec![0; side_cells.len() * cells as usize];
+            for Split { sides, first, n } in parts {
+                assert!(n <= slot.1 && n > 0);
+                let bytes = |i: usize| (side_cells[i] * u64::from(n)).next_multiple_of(4);
+                assert!(n == part_cells || sides.clone().map(bytes).sum::<u64>() <= slot.0);
+                for side in sides {
+                    (first..first + n).for_each(|cell| moved[side * cells as usize + cell as usize] += 1);
+                }
+            }
+            assert!(moved.iter().all(|times| *times == 1), "{side_cells:?}");
+        }
     }
 }

@@ -67,6 +67,9 @@ class _TierStats(TypedDict):
     skipped_blocks: int
     load_bytes: int
     store_bytes: int
+    pinned_bytes: int | None
+    pinned_used_bytes: int | None
+    unpinned_blocks: int | None
     stores: list[_StoreStats]
 
 class _BatchStats(TypedDict, total=False):

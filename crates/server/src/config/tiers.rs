@@ -19,7 +19,8 @@ use tokio::runtime::Runtime;
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TiersSection {
-    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU.
+    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU. Over CUDA they are
+    /// locked when the server starts.
     pub ram_bytes: u64,
     /// Store blocks in that memory as q8, which takes half of what f16 takes. What is loaded from there is rounded.
     pub ram_packed: bool,
@@ -163,6 +164,16 @@ impl TiersSection {
         if self.outlives_process() { most } else { (self.ram_bytes / 8).clamp(16 << 20, most) }
     }
 
+    /// Of [`memory_bytes`](Self::memory_bytes) what is locked in place if the cache is on a device that copies from such memory by itself:
+    /// that of the blocks in RAM, and of those that wait to be written there. Packed blocks are made by the host, in ordinary memory.
+    pub fn pinned_bytes(&self) -> u64 {
+        if self.ram_bytes == 0 || self.ram_packed {
+            0
+        } else {
+            self.ram_bytes.saturating_add(self.bytes_in_flight())
+        }
+    }
+
     /// Memory of the host that the tiers take below this cache: what they hold, what is on its way, what a store on a disk needs to find
     /// and to write it, and what the engine remembers.
     pub fn memory_bytes(&self, paged: &PagedConfig, model: &ModelConfig) -> u64 {
@@ -263,6 +274,7 @@ impl TiersSection {
             max_bytes_in_flight: self.bytes_in_flight(),
             grace: Duration::from_millis(self.grace_ms),
             always: self.load == LoadRule::Always,
+            pinned_bytes: self.pinned_bytes(),
             runtime: Some(runtime.handle().clone()),
             ..TierConfig::new(stores, fingerprint)
         };

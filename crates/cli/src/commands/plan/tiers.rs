@@ -2,7 +2,7 @@
 use super::{Args, candidates};
 use crate::commands::serve::tiers as served;
 use crate::options::{CacheArgs, wrong_usage};
-use kvist_device::Bytes;
+use kvist_device::{Bytes, Footprint};
 use kvist_engine::memory::CacheConfig;
 use kvist_model::config::ModelConfig;
 use kvist_server::config::TiersSection;
@@ -13,6 +13,9 @@ use serde::Serialize;
 pub struct Tiers {
     /// Memory of the host: what the tiers hold there, what is on its way, and what a disk's store needs.
     pub tier_bytes: u64,
+    /// Of them, those that are locked in place for the GPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tier_pinned_bytes: Option<u64>,
     /// What the tier on a disk takes there, all of it from the start.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tier_disk_bytes: Option<u64>,
@@ -65,12 +68,19 @@ pub fn check(
 
 impl Tiers {
     /// Of a server with this cache. `None` without tiers.
-    pub fn of(section: &TiersSection, cache: &CacheConfig, model: &ModelConfig) -> Option<Tiers> {
+    pub fn of(
+        section: &TiersSection,
+        cache: &CacheConfig,
+        model: &ModelConfig,
+        device: &dyn Footprint,
+    ) -> Option<Tiers> {
         let tier_bytes = section.memory_bytes(&candidates::server(cache, section).engine(model).paged, model);
+        let tier_pinned_bytes = served::pinned_bytes(section, device);
         section.is_on().then(|| Tiers {
             tier_bytes,
+            tier_pinned_bytes,
             tier_disk_bytes: section.disk_dir.is_some().then_some(section.disk_bytes),
-            line: served::line(section, tier_bytes),
+            line: served::line(section, tier_bytes, tier_pinned_bytes),
         })
     }
 

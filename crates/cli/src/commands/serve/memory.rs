@@ -28,6 +28,9 @@ struct Plan {
     /// Memory of the host for tiers below the cache, and for what is on its way; absent without tiers.
     #[serde(skip_serializing_if = "Option::is_none")]
     tier_bytes: Option<u64>,
+    /// Of them, those that are locked in place for the GPU; absent if none are.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    tier_pinned_bytes: Option<u64>,
     /// What a tier takes on a disk; absent without one.
     #[serde(skip_serializing_if = "Option::is_none")]
     tier_disk_bytes: Option<u64>,
@@ -137,6 +140,7 @@ pub fn show_plan(
         max_batch_tokens: config.scheduler.max_batch_tokens,
         speculation,
         tier_bytes: config.tiers.is_on().then_some(tier_bytes),
+        tier_pinned_bytes: tiers::pinned_bytes(&config.tiers, registry.device()),
         tier_disk_bytes: config.tiers.disk_dir.is_some().then_some(config.tiers.disk_bytes),
         bound: bound.into(),
         requests_bytes,
@@ -172,7 +176,7 @@ pub fn show_plan(
             );
         }
         if let Some(bytes) = report.tier_bytes {
-            lines.push(tiers::line(&config.tiers, bytes));
+            lines.push(tiers::line(&config.tiers, bytes, report.tier_pinned_bytes));
         }
         if let Some(bytes) = draft_bytes {
             lines.push(format!("draft model      {}", Bytes(bytes)));

@@ -3,7 +3,7 @@
 use crate::commands::simulate::spec::duration;
 use crate::options::{Size, TierLoad, wrong_usage};
 use clap::{ValueEnum, ValueHint};
-use kvist_device::{Bytes, Registry};
+use kvist_device::{Bytes, Footprint, Registry};
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::{EngineConfig, fingerprint};
 use kvist_model::Opened;
@@ -89,9 +89,17 @@ impl TierFlags {
     }
 }
 
-/// The tiers as a line of a memory plan. `memory_bytes`: of the host, as [`TiersSection::memory_bytes`] has them.
-pub fn line(tiers: &TiersSection, memory_bytes: u64) -> String {
-    format!("tiers            {}: {}, written {}", Bytes(memory_bytes), tiers.describe(), tiers.write.name())
+/// The tiers as a line of a memory plan. `memory_bytes`: of the host, as [`TiersSection::memory_bytes`] has them; `pinned_bytes`: of them,
+/// those that are [locked](pinned_bytes).
+pub fn line(tiers: &TiersSection, memory_bytes: u64, pinned_bytes: Option<u64>) -> String {
+    let locked = pinned_bytes.map_or(String::new(), |bytes| format!(" ({} locked)", Bytes(bytes)));
+    let (memory, stores, write) = (Bytes(memory_bytes), tiers.describe(), tiers.write.name());
+    format!("tiers            {memory}{locked}: {stores}, written {write}")
+}
+
+/// Memory of the host that a server locks in place for its tiers; `None` if it locks none.
+pub fn pinned_bytes(tiers: &TiersSection, device: &dyn Footprint) -> Option<u64> {
+    Some(tiers.pinned_bytes()).filter(|bytes| *bytes > 0 && device.pins_blocks())
 }
 
 /// The word for a choice.

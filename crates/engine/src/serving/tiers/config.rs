@@ -6,6 +6,7 @@ use super::names::NAME_BYTES;
 use super::parts::{BlockParts, Part};
 use super::recent::{MOST, Recent};
 use super::writes::WRITE_BYTES;
+use kvist_device::ArenaUsage;
 use kvist_scheduler::{Recompute, Tier, TierCounters, Tiers, WindowBytes, Write};
 use kvist_store::{BlockKey, BlockStore, Counts, Usage};
 use std::sync::Arc;
@@ -37,6 +38,9 @@ pub struct TierConfig {
     pub grace: Duration,
     /// Load all that a tier has, even where computing is expected to be faster.
     pub always: bool,
+    /// Memory of the host to lock in place for blocks of the first tier, a store in RAM, and for those on their way there, where the cache
+    /// is on a device that copies from and to such memory by itself; elsewhere it means nothing. 0 for none.
+    pub pinned_bytes: u64,
     /// Where the stores' tasks run; `None` starts a runtime of two threads that ends with the engine. Stores that were opened on a
     /// runtime need that one.
     pub runtime: Option<tokio::runtime::Handle>,
@@ -58,6 +62,7 @@ impl TierConfig {
             max_bytes_in_flight: 256 << 20,
             grace: Self::GRACE,
             always: false,
+            pinned_bytes: 0,
             runtime: None,
         }
     }
@@ -133,6 +138,8 @@ pub struct TierStats {
     /// Bytes on their way from and to the tiers.
     pub load_bytes: u64,
     pub store_bytes: u64,
+    /// Pinned memory of blocks ([`TierConfig::pinned_bytes`]); of no bytes if the system has refused it, `None` if it is not asked for.
+    pub pinned: Option<ArenaUsage>,
     /// Fastest first.
     pub stores: Vec<StoreStats>,
 }

@@ -1,7 +1,7 @@
 //! A tier that stores f16 blocks in q8: as much memory has almost twice as many of them.
 use half::f16;
 use half::slice::{HalfBitsSliceExt, HalfFloatSliceExt};
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, Rank, StoreError, Usage, Watcher};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, StoreError, StoreOver};
 use std::time::Duration;
 
 /// Numbers that share a scale.
@@ -22,19 +22,9 @@ impl<S: BlockStore> PackedStore<S> {
     }
 }
 
-impl<S: BlockStore> BlockStore for PackedStore<S> {
-    fn name(&self) -> &str {
-        self.store.name()
-    }
-    fn lookup<'a>(
-        &'a self,
-        keys: &'a [BlockKey],
-        within: Duration,
-    ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys, within)
-    }
-    fn has(&self, key: &BlockKey) -> Option<bool> {
-        self.store.has(key)
+impl<S: BlockStore> StoreOver for PackedStore<S> {
+    fn below(&self) -> &dyn BlockStore {
+        &self.store
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move { Ok(self.store.get(key).await?.map(|bytes| Bytes::from(unpack(&bytes)))) })
@@ -46,24 +36,6 @@ impl<S: BlockStore> BlockStore for PackedStore<S> {
         ttl: Option<Duration>,
     ) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(async move { self.store.put(key, Bytes::from(pack(&bytes)), ttl).await })
-    }
-    fn keep(&self, keys: &[BlockKey], rank: Rank, within: Duration) -> bool {
-        self.store.keep(keys, rank, within)
-    }
-    fn release(&self, keys: &[BlockKey]) {
-        self.store.release(keys);
-    }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.store.remove(key)
-    }
-    fn watch(&self, watcher: Watcher) -> bool {
-        self.store.watch(watcher)
-    }
-    fn usage(&self) -> Usage {
-        self.store.usage()
-    }
-    fn counts(&self) -> Counts {
-        self.store.counts()
     }
 }
 
@@ -142,7 +114,7 @@ mod tests {
     #[test]
     fn the_store_below_tells_what_it_has() {
         let store = PackedStore::new(kvist_store::Ram::new(1 << 20));
-        assert!(store.watch(Box::new(|_, _| {})));
+        assert!(BlockStore::watch(&store, Box::new(|_, _| {})));
     }
 
     /// NaN became 0.

@@ -2,6 +2,7 @@
 use super::events::TierEvents;
 use super::generations::{Generations, Untold};
 use super::kept::Kept;
+use super::pinned::BlockMemory;
 use super::recent::Recent;
 use super::writes::{Writes, copy_up};
 use super::{Report, StoreStats, TierConfig};
@@ -44,6 +45,7 @@ pub struct Stores {
     pub(super) untold: Untold,
     pub(super) events: TierEvents,
     pub(super) kept: Kept,
+    pub(super) memory: BlockMemory,
     /// How long a request waits for what the tiers have.
     patience: Duration,
     longest_read: Duration,
@@ -168,9 +170,15 @@ impl Stores {
             untold: Untold::default(),
             events: TierEvents::default(),
             kept: Kept::default(),
+            memory: BlockMemory::default(),
             patience: config.grace,
             longest_read: LONGEST_READ,
         }
+    }
+
+    /// Blocks get this memory.
+    pub fn with_memory(self, memory: BlockMemory) -> Stores {
+        Stores { memory, ..self }
     }
 
     pub fn stats(&self) -> Vec<StoreStats> {

@@ -1,7 +1,7 @@
 //! A store in memory that does what a test tells it.
 use super::task::Stores;
 use super::{TierConfig, TierStore};
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Counts, KeyChain, Ram, StoreError, Usage};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, KeyChain, Ram, StoreError, StoreOver};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
@@ -43,7 +43,7 @@ impl TestStore {
         match self.is_down.load(Relaxed) {
             false => Ok(()),
             true => Err(StoreError::Failed {
-                store: self.name().into(),
+                store: "test".into(),
                 action: "work",
                 problem: "it is told to fail".into(),
             }),
@@ -51,7 +51,10 @@ impl TestStore {
     }
 }
 
-impl BlockStore for TestStore {
+impl StoreOver for TestStore {
+    fn below(&self) -> &dyn BlockStore {
+        &self.ram
+    }
     fn name(&self) -> &str {
         "test"
     }
@@ -92,12 +95,6 @@ impl BlockStore for TestStore {
             self.answer(&AtomicBool::new(false)).await?;
             self.ram.remove(key).await
         })
-    }
-    fn usage(&self) -> Usage {
-        self.ram.usage()
-    }
-    fn counts(&self) -> Counts {
-        self.ram.counts()
     }
 }
 

@@ -212,6 +212,8 @@ pub(super) async fn copy_up(
     let of_tier = |copies: Vec<(Writing, Bytes)>| async move {
         // From the text's end, because what was written first goes first.
         for (writing, bytes) in copies.into_iter().rev() {
+            let memory = &writing.stores.memory;
+            let bytes = if writing.tier == 0 { memory.pinned(bytes) } else { bytes };
             put(writing, bytes).await;
         }
     };
@@ -242,13 +244,12 @@ impl TierDriver {
             if writings.is_empty() {
                 continue;
             }
-            let mut bytes = Vec::with_capacity(object.bytes);
-            for part in &object.parts {
-                if let Pending::Done(host) = part {
-                    bytes.extend_from_slice(host.bytes());
-                }
-            }
-            let bytes = Bytes::from(bytes);
+            let done = |part| if let Pending::Done(host) = part { Some(host) } else { None };
+            let Ok(bytes) = self.stores.memory.joined(object.parts.into_iter().filter_map(done).collect())
+            else {
+                unwritten.push(object.block);
+                continue;
+            };
             let of_object = |writing| (writing, bytes.clone(), object.block, object.told.clone());
             writes.extend(writings.into_iter().map(of_object));
         }

@@ -3,7 +3,7 @@ use crate::ServerConfig;
 use kvist_engine::devices;
 use kvist_engine::serving::{Event, GenerationHandle, Job};
 use kvist_scheduler::NotLoaded;
-use kvist_store::{BlockKey, BoxFuture, Bytes, Counts, Usage};
+use kvist_store::{BlockKey, BoxFuture, Bytes, StoreOver, Usage};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use tokio::sync::Semaphore;
 
@@ -39,6 +39,28 @@ fn what_is_always_loaded_is_estimated_like_any_load() {
     assert_eq!((read.grace_ms, TiersSection::default().grace_ms), (2000, 250));
 }
 
+/// What is locked for the tier in RAM is part of what the plan counts: its capacity, and what waits to be written there.
+#[test]
+fn locked_memory_is_that_of_the_plan() {
+    let mib = 1 << 20;
+    for (section, expected) in [
+        (TiersSection::default(), 0),
+        (TiersSection { ram_bytes: 512 * mib, ..TiersSection::default() }, 576 * mib),
+        (
+            TiersSection { ram_bytes: 512 * mib, store: Some("redis://h".into()), ..TiersSection::default() },
+            768 * mib,
+        ),
+        (TiersSection { ram_bytes: 512 * mib, ram_packed: true, ..TiersSection::default() }, 0),
+        (TiersSection { store: Some("redis://h".into()), ..TiersSection::default() }, 0),
+    ] {
+        assert_eq!(section.pinned_bytes(), expected, "{section:?}");
+        let model = models::f32_model();
+        let paged =
+            ServerConfig { tiers: section.clone(), ..ServerConfig::default() }.engine(model.config()).paged;
+        assert!(section.memory_bytes(&paged, model.config()) >= expected, "{section:?}");
+    }
+}
+
 /// A store in memory whose reads and writes wait for permits.
 struct Gated {
     store: Arc<Ram>,
@@ -65,16 +87,9 @@ impl Gated {
     }
 }
 
-impl BlockStore for Gated {
-    fn name(&self) -> &str {
-        "gated"
-    }
-    fn lookup<'a>(
-        &'a self,
-        keys: &'a [BlockKey],
-        within: Duration,
-    ) -> BoxFuture<'a, Result<usize, StoreError>> {
-        self.store.lookup(keys, within)
+impl StoreOver for Gated {
+    fn below(&self) -> &dyn BlockStore {
+        &*self.store
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {
@@ -95,17 +110,11 @@ impl BlockStore for Gated {
             self.store.put(key, bytes, ttl).await
         })
     }
-    fn remove<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
-        self.store.remove(key)
-    }
     fn usage(&self) -> Usage {
         if self.questions_until_writes.fetch_sub(1, SeqCst) == 1 {
             self.writes.add_permits(OPEN);
         }
         self.store.usage()
-    }
-    fn counts(&self) -> Counts {
-        self.store.counts()
     }
 }
 
