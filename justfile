@@ -42,11 +42,11 @@ tiers:
 
 # Files that are damaged and processes that are killed, far more often than `cargo test` does it, in release mode: changed bits and
 # cuts of sessions and prefixes, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`
-# takes half an hour on two cores beside the builds.
+# takes half an hour on two cores beside the builds. Without LTO, which costs minutes and changes nothing that is tested here.
 proofs flips="100000" kills="1000":
     #!/usr/bin/env bash
     set -euo pipefail
-    export KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
+    export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
     proof() { cargo test --release -p kvist -p kvist-engine -p kvist-store --features kvist-store/disk --test "$1" -- --nocapture "$2"; }
     # 200,000 files of each kind: a disk would only slow that down.
     memory=$(test -w /dev/shm && echo /dev/shm || echo "${TMPDIR:-/tmp}")
