@@ -228,8 +228,8 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
     let ahead = weights.ahead::<MANY>(inputs.n, first);
     let scales = scales.as_chunks::<{ 2 * LANES }>().0;
     let scales = scales.chunks_exact(if F::ZERO_BITS.is_none() { 2 } else { 1 });
-    // Blocks of fewer lines were slower with prefetches between the tokens.
-    let parts = if F::Codes::BITS == 8 { T } else { 1 };
+    // Blocks of fewer lines were slower with prefetches between the tokens, and many tokens prefetch on a condition.
+    let parts = if F::Codes::BITS == 8 && !MANY { T } else { 1 };
     let mut sums = [s.splat(0.0); T];
     for ((codes, scales), x) in
         codes.chunks_exact(F::Codes::BYTES).zip(scales).zip(inputs.groups_of::<T>(first))

@@ -96,7 +96,9 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize, const MAN
     for i in 0..width {
         let mut v = [s.splat(0.0); P];
         for p in 0..P {
-            fetch::<S, _, T, P, MANY>(s, &w[p][i]);
+            if i.is_multiple_of(F::PER_LINE) {
+                fetch::<S, _, T, P, MANY>(s, &w[p][i]);
+            }
             v[p] = F::widen(s, &w[p][i]);
         }
         for t in 0..T {
