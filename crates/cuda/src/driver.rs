@@ -10,7 +10,7 @@ use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, Function, Parameters
 use crate::{Installation, failed, kernels};
 pub use buffer::Buf;
 use buffer::Memory;
-use kvist_device::DeviceError;
+use kvist_device::{DeviceError, HostBlock};
 use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits, Recorder, lock};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -23,9 +23,10 @@ const MAX_PART_BYTES: u64 = (1 << 32) - 16;
 /// Pinned memory that writes pass through.
 const STAGING_BYTES: usize = 4 << 20;
 
-/// A point behind what was submitted; `None` if that failed.
+/// What was submitted.
 #[derive(Clone, Debug)]
 pub struct Submission {
+    /// A point behind it; `None` if there was no event for it, and what was submitted has ended.
     end: Option<Arc<Event>>,
     marks: Arc<Vec<Event>>,
 }
@@ -271,7 +272,7 @@ impl CudaDriver {
                 self.stream.copy(from, from_byte, to, to_byte, bytes)
             }
             (Memory::Device(from), Memory::Results(to)) => {
-                self.stream.download(from, from_byte, to, to_byte, bytes)
+                self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
             }
             (Memory::Device(from), Memory::Arena(to)) => {
                 self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
@@ -281,7 +282,7 @@ impl CudaDriver {
             }
             (Memory::Source(from), Memory::Device(to)) => {
                 let (first, len) = (from_byte as usize, bytes as usize);
-                self.stream.upload(&lock(from), first, to, to_byte, len)
+                self.stream.upload(lock(from).memory(), first, to, to_byte, len)
             }
             _ => return Err(self.fail("a copy between buffers of the host".into())),
         };
@@ -300,7 +301,7 @@ impl CudaDriver {
             let first = staging.used;
             staging.memory.bytes_mut()[first..first + chunk.len()].copy_from_slice(chunk);
             staging.used += chunk.len();
-            self.kept("upload", self.stream.upload(&staging.memory, first, to, at, chunk.len()))?;
+            self.kept("upload", self.stream.upload(staging.memory.memory(), first, to, at, chunk.len()))?;
             at += chunk.len() as u64;
         }
         Ok(())
@@ -310,8 +311,14 @@ impl CudaDriver {
     fn until_done(&self, event: &Event) -> Result<(), DeviceError> {
         let start = Instant::now();
         loop {
-            if self.kept("a submission failed", event.is_done())? {
-                return self.check();
+            match event.is_done() {
+                Ok(true) => return self.check(),
+                Ok(false) => {}
+                Err(code) => {
+                    let error = self.kept("a submission failed", Err(code));
+                    let _ = self.stream.synchronise(); // nothing else tells when what still runs ends
+                    return error;
+                }
             }
             match start.elapsed() {
                 short if short < Duration::from_millis(20) => std::thread::yield_now(),
@@ -328,6 +335,10 @@ impl CudaDriver {
     /// Now: behind everything that was given to the stream.
     fn submission(&self, marks: Vec<Event>) -> Submission {
         let end = self.kept("submission", self.stream.event(false)).ok().map(Arc::new);
+        if end.is_none() {
+            // Nothing could tell the caller when the copies end whose memory it keeps.
+            let _ = self.kept("submission", self.stream.synchronise());
+        }
         Submission { end, marks: Arc::new(marks) }
     }
 }
@@ -426,11 +437,9 @@ impl Driver for CudaDriver {
                 self.copy_now(copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
             })
         };
-        // After a failure nothing more is launched: the caller's next `check` returns it.
-        let submission = match run() {
-            Ok(()) => self.submission(marks),
-            Err(_) => Submission { end: None, marks: Arc::default() },
-        };
+        // After a failure nothing more is launched: the caller's next `check` returns it. What was launched before is waited for as ever.
+        let ran = run();
+        let submission = self.submission(if ran.is_ok() { marks } else { Vec::new() });
         // A buffer that nothing else refers to is freed here, once the device is idle.
         recorder.operations.clear();
         submission
@@ -479,6 +488,13 @@ impl Driver for CudaDriver {
         })?;
         let buffer = Buf(Arc::new(Memory::Arena(arena.clone())));
         Ok(Some(kvist_gpu::Arena { buffer, blocks: Arc::new(arena) }))
+    }
+
+    fn lease(&self, arena: &Buf, block: &HostBlock) -> Option<u64> {
+        match &*arena.0 {
+            Memory::Arena(arena) => arena.lease(block),
+            _ => None,
+        }
     }
 
     fn place(&self, arena: &Buf, bytes: &[u8]) -> Option<u64> {

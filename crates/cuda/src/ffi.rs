@@ -5,10 +5,9 @@
 mod arena;
 mod context;
 mod nvrtc;
-mod ranges;
 
 pub use arena::Arena;
-pub use context::{Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
+pub use context::{Context, DeviceMemory, Event, Function, LockedMemory, Parameters, PinnedMemory, Stream};
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;

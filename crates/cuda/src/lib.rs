@@ -14,6 +14,7 @@ mod driver;
 #[allow(unsafe_code)]
 mod ffi;
 pub mod kernels;
+mod ranges;
 
 pub use compiler::{CompileError, Compiler};
 pub use devices::{DeviceSummary, devices};

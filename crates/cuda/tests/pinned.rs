@@ -5,6 +5,7 @@ mod decoding;
 use common::{device, emulation};
 use decoding::Model;
 use kvist_cache::{CellRun, GroupId};
+use kvist_cuda::CudaDevice;
 use kvist_device::*;
 use kvist_testing::SplitMix64;
 use std::sync::Arc;
@@ -45,18 +46,28 @@ impl AsRef<[u8]> for Kept {
     }
 }
 
+/// An emulated device whose copies to the host arrive as late as they may.
+fn late(settings: &[(&str, &str)]) -> Option<CudaDevice> {
+    let settings = [&[("KVIST_EMULATION_LATE", "1")], settings].concat();
+    Some(kvist_cuda::open(&emulation(&settings)?, None, u64::MAX).unwrap())
+}
+
 /// Through pinned memory come the same bytes as through ordinary memory, and the host copies none of them, however large a block is. Where
 /// sides are no whole words, and from an odd byte on, it does.
 #[test]
 fn blocks_in_pinned_memory_are_copied_by_the_device_alone() {
-    let Some(device) = device() else { return };
-    // The last two are larger than a part; of the very last not even the largest part holds all cells of a side.
+    [device(), late(&[])].into_iter().flatten().for_each(|device| copied_by_the_device_alone(&device));
+}
+
+fn copied_by_the_device_alone(device: &CudaDevice) {
+    // From the fourth on they are larger than a part. Of the last two, no part holds all cells of a side: too many bytes, too many cells.
     for (storage, head_dim, n_layers, len) in [
         ("f16", 64, 2, 16),
         ("q8", 64, 2, 16),
         ("f16", 33, 2, 1),
         ("f32", 512, 12, 16),
         ("f32", 2048, 2, 120),
+        ("q8", 66, 2, 131),
     ] {
         let name = format!("{storage} {head_dim} {n_layers} {len}");
         let spec = model(storage, head_dim, n_layers).spec(vec![CELLS]);
@@ -68,7 +79,7 @@ fn blocks_in_pinned_memory_are_copied_by_the_device_alone() {
         let content: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
         let of = |start| CellRun { start, len };
         // Of a row of 66 bytes, a multiple of three, one cell is no whole number of words.
-        let is_direct = head_dim != 33 && len < 64;
+        let is_direct = head_dim != 33;
         let mut staged = 0;
         let mut check = |pools: &dyn Pools, is_direct: bool, what: &str| {
             let now = pools.counters().bytes_staged;
@@ -140,6 +151,54 @@ fn lent_memory_comes_back() {
     drop((pools, device));
     std::thread::spawn(move || drop(blocks)).join().unwrap();
     assert_eq!(arena.usage(), ArenaUsage { lent_bytes: 0, ..full });
+}
+
+/// A block whose copy failed gives its memory back when the device writes to it no more: late copies harm no other block there.
+#[test]
+fn memory_of_failed_copies_comes_back_when_they_have_ended() {
+    // Two parts, each of twelve sides.
+    let (spec, len) = (model("f32", 512, 12).spec(vec![CELLS]), 16);
+    let bytes = spec.block_bytes(G, len).unwrap();
+    for call in ["cuEventRecord", "cuEventQuery", "cuLaunchKernel", "cuMemcpyDtoHAsync_v2"] {
+        let mut n_failed = 0;
+        let numbers = [0, 1, 2, 3, 4, 5, 6, 7, 8, 30, 40, 60, 1000];
+        for after in numbers {
+            let Some(device) = late(&[("KVIST_EMULATION_FAIL", &format!("{call}:1:{after}"))]) else {
+                return;
+            };
+            let mut pools = device.pools(&spec).unwrap();
+            let arena = pools.pin_host(2 * bytes as u64).unwrap().unwrap();
+            let ended = |pools: &mut dyn Pools, begun: Result<Transfer, TransferRefused>| {
+                let transfer = begun?;
+                loop {
+                    if let Some(ended) = pools.finished(&transfer) {
+                        return ended.map(drop);
+                    }
+                }
+            };
+            let mut moved = Ok(());
+            for out in [false, true, true] {
+                let (cells, block) = (CellRun { start: 3, len }, arena.block(bytes).unwrap());
+                let begun = match out {
+                    true => pools.export(Ticket::START, G, cells, block),
+                    false => pools.import(Ticket::START, G, cells, block),
+                };
+                moved = moved.and(ended(&mut *pools, begun));
+            }
+            match moved {
+                Ok(()) => assert_eq!(pools.counters().bytes_staged, 0),
+                Err(DeviceError::Failed { .. }) => n_failed += 1,
+                Err(other) => panic!("{call} {after}: {other}"),
+            }
+            assert_eq!(arena.usage().lent_bytes, 0, "{call} {after}");
+            let mut others: Vec<HostBlock> = (0..2).map(|_| arena.block(bytes).unwrap()).collect();
+            others.iter_mut().for_each(|block| block.bytes_mut().fill(0x11));
+            drop((pools, device));
+            let is_whole = |block: &HostBlock| block.bytes().iter().all(|byte| *byte == 0x11);
+            assert!(others.iter().all(is_whole), "{call} {after}");
+        }
+        assert!(n_failed > 0 && n_failed < numbers.len(), "{call} {n_failed}");
+    }
 }
 
 /// What the system does not lock is an error that changes nothing.

@@ -171,6 +171,11 @@ pub trait Pools: Send {
     /// The length of a [`HostBlock`] for `cells` cells of a layer group. `None` if there is no such group, or on overflow.
     fn block_bytes(&self, group: GroupId, cells: u32) -> Option<usize>;
 
+    /// Whether [`pin_host`](Self::pin_host) locks memory.
+    fn pins_host(&self) -> bool {
+        false
+    }
+
     /// Locks `bytes` of the host's memory in place for blocks of these pools. An export to a block in it, and an import from bytes in it,
     /// are copied by the device alone. `None` if this device gains nothing by such memory, or its API cannot lend any. Blocks in the
     /// memory of an earlier call are ordinary ones from then on.

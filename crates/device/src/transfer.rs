@@ -2,6 +2,7 @@
 use crate::error::DeviceError;
 use crate::pools::PoolSpec;
 use kvist_cache::{CellRun, GroupId};
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -54,8 +55,12 @@ impl Clone for Memory {
     }
 }
 
-/// Memory of a [`HostArena`] that one block uses. Dropping it gives it back.
-pub trait LentMemory: AsRef<[u8]> + AsMut<[u8]> + Send + Sync {}
+/// Memory of a [`HostArena`] that one block uses. Dropping it gives it back. A device writes to memory of its own type alone
+/// ([`HostBlock::lent_memory`]), whatever other types do.
+pub trait LentMemory: Any + AsRef<[u8]> + AsMut<[u8]> + Send + Sync {
+    /// How many bytes it has. Makes no reference to them, as a device may be writing them.
+    fn n_bytes(&self) -> usize;
+}
 
 /// Memory of the host that is locked in place (pinned), so that a device copies to and from blocks in it by itself. It lives as long as
 /// its blocks, which may outlive the pools.
@@ -79,7 +84,7 @@ pub struct ArenaUsage {
 
 impl fmt::Debug for HostBlock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostBlock({} bytes)", self.bytes().len())
+        write!(f, "HostBlock({} bytes)", self.n_bytes())
     }
 }
 
@@ -113,9 +118,26 @@ impl HostBlock {
         HostBlock { memory: Memory::Lent(memory) }
     }
 
+    /// The memory of a [`HostArena`] that the block has for itself. A device knows its own by the type, which it alone makes.
+    pub fn lent_memory(&self) -> Option<&dyn Any> {
+        match &self.memory {
+            Memory::Lent(lent) => Some(&**lent),
+            Memory::Own(_) | Memory::Shared(_) => None,
+        }
+    }
+
     /// Whether it is alone in memory of a [`HostArena`].
     pub fn is_lent(&self) -> bool {
-        matches!(self.memory, Memory::Lent(_))
+        self.lent_memory().is_some()
+    }
+
+    /// How many bytes it has.
+    pub fn n_bytes(&self) -> usize {
+        match &self.memory {
+            Memory::Own(bytes) => bytes.len(),
+            Memory::Shared(bytes) => (**bytes).as_ref().len(),
+            Memory::Lent(lent) => lent.n_bytes(),
+        }
     }
 
     pub fn bytes(&self) -> &[u8] {
@@ -171,7 +193,7 @@ impl Transfer {
 #[derive(Debug)]
 pub struct TransferRefused {
     pub error: DeviceError,
-    /// The caller's block, unchanged.
+    /// The caller's block, unchanged. Empty if the device hangs while it copies from the block or to it.
     pub block: HostBlock,
 }
 

@@ -35,7 +35,7 @@ struct Seen {
     pinned: Option<ArenaUsage>,
 }
 
-/// Serves a text, then others for which it has to go, then it again. The last tier given is the one that it comes back from.
+/// Serves a text, then others for which it has to go, then it again, which comes back from the first tier that has it.
 async fn come_back(
     (model, registry): &(Arc<Model>, Registry),
     stores: &[Arc<Ram>],

@@ -3,7 +3,9 @@ mod engines;
 use engines::*;
 use kvist_engine::serving::*;
 use kvist_scheduler::Write;
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, KeyChain, Ram, StoreError, StoreOver};
+use kvist_store::{
+    BlockKey, BlockStore, BoxFuture, Bytes, KeyChain, Ram, Rank, StoreError, StoreOver, Watcher,
+};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
@@ -75,6 +77,16 @@ struct Refusing {
 impl StoreOver for Refusing {
     fn below(&self) -> &dyn BlockStore {
         &self.ram
+    }
+    // As a store that tells nothing, so that the engine goes by what it remembers.
+    fn has(&self, _: &BlockKey) -> Option<bool> {
+        None
+    }
+    fn keep(&self, _: &[BlockKey], _: Rank, _: Duration) -> bool {
+        false
+    }
+    fn watch(&self, _: Watcher) -> bool {
+        false
     }
     fn put<'a>(
         &'a self,

@@ -7,7 +7,7 @@ use kvist_engine::devices;
 use kvist_engine::serving::*;
 use kvist_model::ModelFile;
 use kvist_scheduler::{NotLoaded, Preempted, TierCounters, Write};
-use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, StoreError, StoreOver};
+use kvist_store::{BlockKey, BlockStore, BoxFuture, Bytes, Ram, Rank, StoreError, StoreOver, Watcher};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
@@ -154,6 +154,16 @@ impl Drop for Reading<'_> {
 impl StoreOver for Gated {
     fn below(&self) -> &dyn BlockStore {
         &*self.store
+    }
+    // As a store that tells nothing, so that the engine goes by what it remembers.
+    fn has(&self, _: &BlockKey) -> Option<bool> {
+        None
+    }
+    fn keep(&self, _: &[BlockKey], _: Rank, _: Duration) -> bool {
+        false
+    }
+    fn watch(&self, _: Watcher) -> bool {
+        false
     }
     fn get<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<Option<Bytes>, StoreError>> {
         Box::pin(async move {

@@ -3,7 +3,7 @@
 //! The kernels of every driver compute the same: [`Kernel`] names them with their constants, and says what each one
 //! binds. `crates/wgpu/src/kernels` begins every file with what the kernel computes.
 use crate::kernels::Kernel;
-use kvist_device::{DeviceError, HostArena};
+use kvist_device::{DeviceError, HostArena, HostBlock};
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
@@ -144,7 +144,14 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         Ok(None)
     }
 
-    /// The byte of an [`Arena::buffer`] at which `bytes` begin; `None` if they lie elsewhere.
+    /// The byte of an [`Arena::buffer`] at which a block begins that the arena itself has lent, and that has this memory alone: the device
+    /// may write there. `None` for any other block. Makes no reference to the block's bytes.
+    fn lease(&self, arena: &Self::Buffer, block: &HostBlock) -> Option<u64> {
+        let _ = (arena, block);
+        None
+    }
+
+    /// The byte of an [`Arena::buffer`] at which `bytes` begin, for the device to read them; `None` if they lie elsewhere.
     fn place(&self, arena: &Self::Buffer, bytes: &[u8]) -> Option<u64> {
         let _ = (arena, bytes);
         None

@@ -41,7 +41,7 @@ impl<D: Driver> Section<'_, D> {
 }
 
 /// Bytes of an arena's buffer ([`Driver::arena`]), which the device copies from or to by itself. The caller leaves them alone until the
-/// transfer has ended.
+/// transfer has ended, and for ever if the lane [hangs](Lane::hangs).
 #[derive(Debug)]
 pub struct Pinned<'a, D: Driver> {
     pub buffer: &'a D::Buffer,
@@ -102,6 +102,7 @@ pub struct Lane<D: Driver> {
     running: VecDeque<Running<D>>,
     recorder: D::Recorder,
     next: u64,
+    hangs: bool,
 }
 
 /// Bytes of the host and of the device that a lane of so many slots allocates, downloads included. `None` on overflow.
@@ -142,6 +143,7 @@ impl<D: Driver> Lane<D> {
             running: VecDeque::new(),
             recorder: D::Recorder::default(),
             next: 0,
+            hangs: false,
             gpu: gpu.clone(),
             memory,
             block_bytes,
@@ -166,29 +168,44 @@ impl<D: Driver> Lane<D> {
         self.free.is_empty() && self.running.iter().all(|running| running.download > 0)
     }
 
-    /// A slot that no transfer uses: waits for the oldest upload if there is none.
+    /// Whether a submission did not end though it was waited for. It may run for ever, so what it reads and writes is never used again.
+    pub fn hangs(&self) -> bool {
+        self.hangs
+    }
+
+    /// Waits for a submission. Once one hangs, the others are not waited for.
+    fn end(&mut self, submission: &D::Submission) -> Result<(), DeviceError> {
+        if self.hangs {
+            self.gpu.check()?;
+        }
+        let ended = self.gpu.wait(submission);
+        self.hangs |= ended.is_err() && !self.gpu.is_done(submission);
+        ended
+    }
+
+    /// A slot that no transfer uses: waits for the oldest one that nothing is read of if there is none.
     fn slot(&mut self) -> Result<Slot<D>, DeviceError> {
         self.collect();
         if self.free.is_empty() {
             let oldest = self.running.iter().position(|running| running.download == 0);
-            let running = oldest.and_then(|at| self.running.remove(at)).ok_or_else(|| {
+            let oldest = oldest.and_then(|at| self.running.get(at)).ok_or_else(|| {
                 DeviceError::Unsupported(
                     "every slot has a download that was not read: read one before the next transfer".into(),
                 )
             })?;
-            self.gpu.wait(&running.submission)?;
-            self.free.push(running.slot);
+            self.wait(oldest.job)?;
         }
         self.free.pop().ok_or(DeviceError::UnknownTransfer)
     }
 
-    /// Takes back the slots of uploads that have ended.
+    /// Takes back the slots of transfers that have ended, of which nothing is read: uploads, and downloads to pinned memory.
     fn collect(&mut self) {
         let mut at = 0;
         while let Some(running) = self.running.get(at) {
             if running.download > 0 || !self.gpu.is_done(&running.submission) {
                 at += 1;
             } else if let Some(running) = self.running.remove(at) {
+                let _ = self.gpu.wait(&running.submission); // the device keeps its error, which `wait` of the job returns
                 self.free.push(running.slot);
             }
         }
@@ -281,9 +298,7 @@ impl<D: Driver> Lane<D> {
             gpu.record(recorder, &Kernel::Scatter, &buffers, section.args(), groups);
         }
         mark(recorder);
-        let submission = gpu.submit(recorder, &[]);
-        gpu.check()?;
-        Ok(submission)
+        Ok(gpu.submit(recorder, &[]))
     }
 
     /// Starts to copy rows of cells to the host.
@@ -301,7 +316,7 @@ impl<D: Driver> Lane<D> {
         let staging = slot.download.take();
         let staging =
             staging.map_or_else(|| self.gpu.staging("blocks on their way to the host", self.block_bytes), Ok);
-        let started = staging.and_then(|staging| {
+        let started = staging.map(|staging| {
             let to = slot.download.insert(staging);
             self.start_download((&slot.block, &slot.table), (to, 0), bytes, cells, sections)
         });
@@ -322,7 +337,7 @@ impl<D: Driver> Lane<D> {
         let slot = self.slot()?;
         let to = (rows.buffer, rows.first_byte);
         let started = self.start_download((&slot.block, &slot.table), to, rows.bytes, cells, sections);
-        self.run_or_free(slot, started, 0)
+        self.run_or_free(slot, Ok(started), 0)
     }
 
     fn start_download(
@@ -332,7 +347,7 @@ impl<D: Driver> Lane<D> {
         bytes: u64,
         cells: &[u32],
         sections: &[Section<'_, D>],
-    ) -> Result<D::Submission, DeviceError> {
+    ) -> D::Submission {
         let gpu = &*self.gpu;
         let numbers: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
         gpu.write(table, 0, &numbers);
@@ -347,9 +362,7 @@ impl<D: Driver> Lane<D> {
         }
         let bytes = bytes.next_multiple_of(4);
         let copy = BufferCopy { from: block, from_byte: 0, to, to_byte, bytes };
-        let submission = gpu.submit(&mut self.recorder, &[copy]);
-        gpu.check()?;
-        Ok(submission)
+        gpu.submit(&mut self.recorder, &[copy])
     }
 
     fn run_or_free(
@@ -358,9 +371,15 @@ impl<D: Driver> Lane<D> {
         started: Result<D::Submission, DeviceError>,
         download: u64,
     ) -> Result<Job, DeviceError> {
-        match started {
-            Ok(submission) => Ok(self.run(slot, submission, download)),
-            Err(error) => {
+        match (started, self.gpu.check()) {
+            (Ok(submission), Ok(())) => Ok(self.run(slot, submission, download)),
+            (Ok(submission), Err(error)) => {
+                // Some of it may have been submitted. It ends before the caller uses the memory of the rows for anything else.
+                let _ = self.end(&submission);
+                self.run(slot, submission, 0);
+                Err(error)
+            }
+            (Err(error), _) => {
                 self.recorder.restart();
                 self.free.push(slot);
                 Err(error)
@@ -381,16 +400,18 @@ impl<D: Driver> Lane<D> {
         running.is_none_or(|running| self.gpu.is_done(&running.submission))
     }
 
-    /// Waits for an upload, and returns the times of its marks in nanoseconds; none if it was collected before.
+    /// Waits for an upload, or a download to pinned memory, and returns the times of its marks in nanoseconds; none if it was collected
+    /// before.
     ///
     /// # Errors
-    /// The device has failed.
+    /// The device has failed. If the lane [hangs](Self::hangs) now, the transfer may still run.
     pub fn wait(&mut self, job: Job) -> Result<Vec<f64>, DeviceError> {
         let Some(at) = self.running.iter().position(|running| running.job == job) else {
             return self.gpu.check().map(|()| Vec::new());
         };
-        self.gpu.wait(&self.running[at].submission)?;
-        let marks = self.gpu.marks(&self.running[at].submission)?;
+        let submission = self.running[at].submission.clone();
+        self.end(&submission)?;
+        let marks = self.gpu.marks(&submission)?;
         if let Some(running) = self.running.remove(at) {
             self.free.push(running.slot);
         }
@@ -406,7 +427,7 @@ impl<D: Driver> Lane<D> {
         let running = at.and_then(|at| self.running.remove(at)).ok_or(DeviceError::UnknownTransfer)?;
         let Some(staging) = &running.slot.download else { return Err(DeviceError::UnknownTransfer) };
         let bytes = running.download.next_multiple_of(4);
-        let done = self.gpu.wait(&running.submission).and_then(|()| self.gpu.read(staging, 0..bytes, read));
+        let done = self.end(&running.submission).and_then(|()| self.gpu.read(staging, 0..bytes, read));
         self.free.push(running.slot);
         done
     }
@@ -416,9 +437,8 @@ impl<D: Driver> Lane<D> {
     /// # Errors
     /// The device has failed.
     pub fn wait_all(&mut self) -> Result<(), DeviceError> {
-        for running in &self.running {
-            self.gpu.wait(&running.submission)?;
-        }
+        let submissions: Vec<_> = self.running.iter().map(|running| running.submission.clone()).collect();
+        submissions.iter().try_for_each(|submission| self.end(submission))?;
         self.collect();
         self.recorder.forget();
         Ok(())

@@ -430,6 +430,10 @@ impl<D: Driver> Pools for GpuPools<D> {
         self.spec.block_bytes(group, cells)
     }
 
+    fn pins_host(&self) -> bool {
+        D::HAS_ARENAS
+    }
+
     fn pin_host(&mut self, bytes: u64) -> Result<Option<Arc<dyn HostArena>>, DeviceError> {
         self.transfers.pin_host(bytes)
     }

@@ -185,7 +185,7 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
         readings.extend([
             gauge(
                 "kvist_tier_pinned_bytes",
-                "Memory locked for blocks of the tier in RAM; 0 if the system has refused it.",
+                "Memory locked for blocks of the tier in RAM and those on their way there; 0 if the system has refused it.",
                 pinned.bytes,
             ),
             gauge("kvist_tier_pinned_used_bytes", "Of it, that of blocks.", pinned.lent_bytes),

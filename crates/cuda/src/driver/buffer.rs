@@ -30,8 +30,8 @@ impl Buf {
     pub(super) fn address(&self) -> u64 {
         match &*self.0 {
             Memory::Device(memory) => memory.address,
-            Memory::Results(memory) => memory.address(),
-            Memory::Source(memory) => lock(memory).address(),
+            Memory::Results(memory) => memory.memory().address(),
+            Memory::Source(memory) => lock(memory).memory().address(),
             Memory::Arena(arena) => arena.memory().address(),
         }
     }

@@ -1,6 +1,6 @@
 //! Pinned memory that is lent in pieces.
-use super::ranges::Ranges;
-use super::{Code, Context, PinnedMemory};
+use super::{Code, Context, LockedMemory};
+use crate::ranges::Ranges;
 use kvist_device::{ArenaUsage, HostArena, HostBlock, LentMemory};
 use kvist_gpu::lock;
 use std::ops::Range;
@@ -15,7 +15,8 @@ pub struct Arena(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
-    memory: PinnedMemory,
+    /// No reference to all of it exists: at any time blocks have parts of it, and the device writes others.
+    memory: LockedMemory,
     lent: Mutex<Lent>,
 }
 
@@ -25,7 +26,7 @@ struct Lent {
     refused_blocks: u64,
 }
 
-/// A piece that one block has for itself.
+/// A piece that one block has for itself. Only [`Arena::block`] makes one, and it cannot be cloned.
 #[derive(Debug)]
 struct Lease {
     arena: Arc<Shared>,
@@ -37,14 +38,20 @@ struct Lease {
 impl Arena {
     /// Locks `bytes` of the host's memory, and writes to all of it.
     pub fn new(context: &Arc<Context>, bytes: u64) -> Result<Self, Code> {
-        let memory = context.pin(bytes)?;
+        let memory = context.lock(bytes)?;
         let ranges = Ranges::new(memory.bytes / ALIGN * ALIGN);
         Ok(Arena(Arc::new(Shared { memory, lent: Mutex::new(Lent { ranges, refused_blocks: 0 }) })))
     }
 
     /// What the stream copies from and to.
-    pub fn memory(&self) -> &PinnedMemory {
+    pub fn memory(&self) -> &LockedMemory {
         &self.0.memory
+    }
+
+    /// The byte at which a block begins that has a piece of this memory for itself.
+    pub fn lease(&self, block: &HostBlock) -> Option<u64> {
+        let lease = block.lent_memory()?.downcast_ref::<Lease>()?;
+        Arc::ptr_eq(&lease.arena, &self.0).then_some(lease.range.start as u64)
     }
 
     /// The byte of this memory at which `bytes` begin; `None` if not all of them lie in it.
@@ -79,8 +86,10 @@ impl HostArena for Arena {
 
 impl AsRef<[u8]> for Lease {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: the range lies in the memory, which is initialised and lives as long as this value. No other lease has a part of it, so
-        // that only `as_mut` of this value and copies of the device write to it; pools keep the block while those run.
+        // SAFETY: the range lies in the memory, which is initialised and lives as long as this value. No other lease has a part of it, and
+        // nothing refers to all of the memory, so the host writes here through `as_mut` of this value alone. The device writes here only
+        // for pools that own the block (`Arena::lease`): they call neither method before their copies have ended, and give the block away,
+        // or drop it, after that; if a copy does not end, they forget the block.
         unsafe { std::slice::from_raw_parts(self.arena.memory.raw.add(self.range.start), self.len) }
     }
 }
@@ -92,7 +101,11 @@ impl AsMut<[u8]> for Lease {
     }
 }
 
-impl LentMemory for Lease {}
+impl LentMemory for Lease {
+    fn n_bytes(&self) -> usize {
+        self.len
+    }
+}
 
 impl Drop for Lease {
     fn drop(&mut self) {

@@ -79,20 +79,21 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Memory of the host that the device copies to and from by itself. Freed when dropped.
+/// Memory of the host, locked in place, that the device copies to and from by itself. It is an address and a length: whoever makes a
+/// reference to bytes of it says why nothing else writes to them. Freed when dropped.
 #[derive(Debug)]
-pub struct PinnedMemory {
+pub struct LockedMemory {
     context: Arc<Context>,
     pub(super) raw: *mut u8,
     pub(super) bytes: usize,
 }
 
-// SAFETY: memory of the host. It is written through `&mut` or by copies whose end the caller has waited for.
-unsafe impl Send for PinnedMemory {}
+// SAFETY: memory of the host, which is freed once, on any thread; no method reads or writes it.
+unsafe impl Send for LockedMemory {}
 // SAFETY: as above.
-unsafe impl Sync for PinnedMemory {}
+unsafe impl Sync for LockedMemory {}
 
-impl Drop for PinnedMemory {
+impl Drop for LockedMemory {
     fn drop(&mut self) {
         if let Ok(cuda) = self.context.enter() {
             // SAFETY: no copy runs once the context is idle.
@@ -104,21 +105,32 @@ impl Drop for PinnedMemory {
     }
 }
 
-impl PinnedMemory {
+impl LockedMemory {
     /// Where kernels find it.
     pub fn address(&self) -> u64 {
         self.raw as u64
+    }
+}
+
+/// Locked memory with one use at a time: the host fills it and the device copies from it, or the other way round.
+#[derive(Debug)]
+pub struct PinnedMemory(LockedMemory);
+
+impl PinnedMemory {
+    /// What the stream copies from and to.
+    pub fn memory(&self) -> &LockedMemory {
+        &self.0
     }
     /// The bytes, of which no copy that still runs writes any.
     pub fn bytes(&self) -> &[u8] {
         // SAFETY: allocated with so many bytes, and written at the start. The stream's methods that write it are called
         // with what the caller waits for before reading.
-        unsafe { std::slice::from_raw_parts(self.raw, self.bytes) }
+        unsafe { std::slice::from_raw_parts(self.0.raw, self.0.bytes) }
     }
     /// The bytes, of which no copy that still runs reads any.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and nothing else refers to them.
-        unsafe { std::slice::from_raw_parts_mut(self.raw, self.bytes) }
+        unsafe { std::slice::from_raw_parts_mut(self.0.raw, self.0.bytes) }
     }
 }
 
@@ -234,12 +246,17 @@ impl Context {
 
     /// Zeroed memory of the host, which kernels address as the host does (unified addressing, on every 64-bit system).
     pub fn pin(self: &Arc<Self>, bytes: u64) -> Result<PinnedMemory, Code> {
+        Ok(PinnedMemory(self.lock(bytes)?))
+    }
+
+    /// The same, to be lent in pieces.
+    pub fn lock(self: &Arc<Self>, bytes: u64) -> Result<LockedMemory, Code> {
         let cuda = self.enter()?;
         let bytes = usize::try_from(bytes).map_err(|_| Code::OUT_OF_MEMORY)?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: the driver writes one pointer; no flags.
         check(unsafe { (cuda.cuMemHostAlloc)(&mut raw, bytes, 0) })?;
-        let memory = PinnedMemory { context: self.clone(), raw: raw.cast(), bytes };
+        let memory = LockedMemory { context: self.clone(), raw: raw.cast(), bytes };
         // SAFETY: allocated with so many bytes.
         unsafe { memory.raw.write_bytes(0, bytes) };
         Ok(memory)
@@ -292,6 +309,13 @@ impl Stream {
         Ok(event)
     }
 
+    /// Waits for everything that was given to the stream.
+    pub fn synchronise(&self) -> Result<(), Code> {
+        let cuda = self.context.enter()?;
+        // SAFETY: the stream exists.
+        check(unsafe { (cuda.cuStreamSynchronize)(self.raw) })
+    }
+
     pub fn zero(&self, memory: &DeviceMemory) -> Result<(), Code> {
         let cuda = self.context.enter()?;
         // SAFETY: the memory has so many bytes.
@@ -301,7 +325,7 @@ impl Stream {
     /// Copies `len` bytes of pinned memory to the device. The caller leaves them alone until the copy has ended.
     pub fn upload(
         &self,
-        from: &PinnedMemory,
+        from: &LockedMemory,
         first: usize,
         to: &DeviceMemory,
         at: u64,
@@ -324,7 +348,7 @@ impl Stream {
         &self,
         from: &DeviceMemory,
         at: u64,
-        to: &PinnedMemory,
+        to: &LockedMemory,
         first: u64,
         len: u64,
     ) -> Result<(), Code> {

@@ -1,10 +1,11 @@
 // CUDA's driver and NVRTC for tests without a GPU: the functions that src/ffi.rs loads, over the host's memory.
 //
 // NVRTC compiles with the host's C++ compiler (KVIST_CXX, KVIST_CXXFLAGS) to a shared library in KVIST_EMULATION, and its
-// "cubin" is that library's path. Everything runs at once, so every event is done. Memory of the device is poisoned when
-// it is allocated, and limited to KVIST_EMULATION_BYTES. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
+// "cubin" is that library's path. Everything runs at once, so every event is done; with KVIST_EMULATION_LATE=1 copies to the
+// host arrive late, though. Memory of the device is poisoned when it is allocated, and limited to KVIST_EMULATION_BYTES. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
 // and the context with it, as an illegal address would.
 #include <chrono>
+#include <deque>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -43,6 +44,21 @@ int sticky; // the error that broke the context
 std::string message = "emulated";
 thread_local bool has_context;
 int contexts;
+
+// With KVIST_EMULATION_LATE=1: copies to the host that have not arrived. They arrive when an event behind them is found done, or when the
+// stream or the context is waited for.
+struct LateCopy {
+    void* to;
+    std::string bytes;
+};
+std::deque<LateCopy> late;
+uint64_t n_arrived;
+
+struct Event {
+    std::chrono::steady_clock::time_point at;
+    uint64_t n_before; // copies to the host before it
+    bool was_asked;
+};
 
 uint64_t hash(const std::string& text) {
     uint64_t h = 0xcbf29ce484222325;
@@ -90,6 +106,14 @@ int enter(const char* function) {
     if (!has_context) { return 201; }
     if (sticky) { return sticky; }
     return wanted_failure(function);
+}
+
+// The copies to the host up to one number, or all of them, arrive.
+void arrive(uint64_t up_to = UINT64_MAX) {
+    for (; !late.empty() && n_arrived < up_to; n_arrived++) {
+        memcpy(late.front().to, late.front().bytes.data(), late.front().bytes.size());
+        late.pop_front();
+    }
 }
 
 // Whether a range lies in one allocation.
@@ -179,7 +203,8 @@ API int cuCtxSetCurrent(void* context) {
     return 0;
 }
 API int cuCtxSynchronize() {
-    BEGIN return 0;
+    BEGIN arrive();
+    return 0;
 }
 
 API int cuMemGetInfo_v2(size_t* free, size_t* total) {
@@ -227,7 +252,11 @@ API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*)
 }
 API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
     BEGIN if (!inside(from, bytes)) { return 1; }
-    memcpy(to, reinterpret_cast<void*>(from), bytes);
+    if (environment("KVIST_EMULATION_LATE", "") == "1") {
+        late.push_back({to, std::string(reinterpret_cast<const char*>(from), bytes)});
+    } else {
+        memcpy(to, reinterpret_cast<void*>(from), bytes);
+    }
     return 0;
 }
 API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
@@ -241,30 +270,38 @@ API int cuStreamCreate(void** stream, unsigned) {
     return 0;
 }
 API int cuStreamSynchronize(void*) {
-    BEGIN return 0;
+    BEGIN arrive();
+    return 0;
 }
 API int cuStreamDestroy_v2(void* stream) {
     free(stream);
     return 0;
 }
 API int cuEventCreate(void** event, unsigned) {
-    BEGIN* event = new std::chrono::steady_clock::time_point;
+    BEGIN* event = new Event{};
     return 0;
 }
 API int cuEventRecord(void* event, void*) {
-    BEGIN* static_cast<std::chrono::steady_clock::time_point*>(event) = std::chrono::steady_clock::now();
+    BEGIN* static_cast<Event*>(event) = {std::chrono::steady_clock::now(), n_arrived + late.size(), false};
     return 0;
 }
-API int cuEventQuery(void*) {
-    BEGIN return 0;
+API int cuEventQuery(void* raw) {
+    BEGIN Event* event = static_cast<Event*>(raw);
+    // The first question comes too early.
+    if (n_arrived < event->n_before && !event->was_asked) {
+        event->was_asked = true;
+        return 600;
+    }
+    arrive(event->n_before);
+    return 0;
 }
 API int cuEventElapsedTime(float* elapsed, void* first, void* last) {
-    BEGIN auto at = [](void* event) { return *static_cast<std::chrono::steady_clock::time_point*>(event); };
+    BEGIN auto at = [](void* event) { return static_cast<Event*>(event)->at; };
     *elapsed = std::chrono::duration<float, std::milli>(at(last) - at(first)).count();
     return 0;
 }
 API int cuEventDestroy_v2(void* event) {
-    delete static_cast<std::chrono::steady_clock::time_point*>(event);
+    delete static_cast<Event*>(event);
     return 0;
 }
 

@@ -37,6 +37,7 @@ pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
 pub(crate) use pinned::BlockMemory;
+use pinned::PINNED_TIER;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -319,23 +320,24 @@ impl TierDriver {
                 let bytes = groups.iter().filter_map(|&group| Some(block_parts.part(group)?.bytes)).sum();
                 // What was copied before, and a tier that fails cannot say that it has it.
                 let may_lack = |tier: &usize| !store.is_again || self.stores.works(*tier);
-                let mut tiers = (0..self.stores.n()).filter(may_lack);
-                if !tiers.any(|tier| self.stores.lacks(tier, &key, bytes as u64)) {
+                let lacks = |tier: &usize| self.stores.lacks(*tier, &key, bytes as u64);
+                let lacking: Vec<usize> = (0..self.stores.n()).filter(may_lack).filter(lacks).collect();
+                if lacking.is_empty() {
                     continue;
                 }
+                let is_for_pinned_tier = lacking.contains(&PINNED_TIER);
                 let begun = groups.iter().map(|&group| {
                     let bytes = block_parts.part(group)?.bytes;
-                    let (group, host) = (GroupId(group as u16), self.stores.memory.block(bytes).ok()?);
+                    let host = self.stores.memory.block(bytes, is_for_pinned_tier).ok()?;
+                    let group = GroupId(group as u16);
                     let cells = cells(cached.in_group(group)?, block_parts.block_tokens);
                     transfers.export(group, cells, host).ok().map(Pending::Begun)
                 });
-                match begun.collect::<Option<Vec<Pending>>>() {
-                    Some(parts) => {
-                        let (of, told) = ((note, generation), told.clone());
-                        objects.push(Object { key, block, of, at, bytes, parts, told });
-                    }
-                    None => failed = true,
-                }
+                // If one is refused, the others are still collected when they end: the pools keep their memory until then.
+                let parts: Vec<Pending> = begun.map(|begun| begun.unwrap_or(Pending::Failed)).collect();
+                failed |= parts.iter().any(|part| matches!(part, Pending::Failed));
+                let (of, told) = ((note, generation), told.clone());
+                objects.push(Object { key, block, of, at, bytes, parts, told });
             }
         }
         self.copies.push(Copies { id: store.id, what: Copied::Out { objects, failed } });

@@ -1,8 +1,8 @@
 //! Blocks that leave pools or enter them while steps run, by a [`Lane`].
 //!
 //! A lane's slots have a fixed size, which plans and the budget count. A larger block is moved in parts: some sides of all its cells,
-//! which lie together in the block, or where not even a side fits, some cells of all sides. A part that is one piece of a block
-//! in pinned memory ([`Pools::pin_host`]) is copied by the device alone; others pass through the slot's own.
+//! which lie together in the block, or where not even a side fits, some cells of all sides. In pinned memory ([`Pools::pin_host`]) those
+//! are some cells of one side, so that a part is one piece there, which the device copies alone; others pass through the slot's own.
 use super::GpuPools;
 use crate::driver::{Arena, Driver, HostMemory};
 use crate::lane::{Job, Lane, Pinned, Section, lane_bytes, lane_host_bytes};
@@ -64,6 +64,13 @@ pub struct Transfers<D: Driver> {
     begun: Vec<(Transfer, HostBlock, State)>,
 }
 
+impl<D: Driver> Drop for Transfers<D> {
+    /// The device copies from and to the blocks until their transfers have ended: only then do they give their memory back.
+    fn drop(&mut self) {
+        self.settle_all();
+    }
+}
+
 #[derive(Debug)]
 enum State {
     /// The parts that have not ended, in order.
@@ -120,8 +127,11 @@ impl<D: Driver> Transfers<D> {
 
     /// Waits for a download and copies its bytes to its block. `false` if there is none.
     fn settle_oldest_download(&mut self) -> bool {
-        let downloads = |(_, _, state): &&mut (_, _, State)| matches!(state, State::Running(parts) if parts.iter().any(|part| part.places.is_some()));
-        let oldest = self.begun.iter_mut().find(downloads);
+        let is_download = |state: &State| match state {
+            State::Running(parts) => parts.iter().any(|part| part.places.is_some()),
+            State::Ended(_) => false,
+        };
+        let oldest = self.begun.iter_mut().find(|(_, _, state)| is_download(state));
         let found = oldest.is_some();
         if let Some((_, block, state)) = oldest {
             settle(self.lane.as_mut(), block, state);
@@ -170,18 +180,25 @@ impl<D: Driver> Transfers<D> {
     }
 }
 
-/// Waits for a transfer.
+/// Waits for a transfer. `block`, which may be in pinned memory, is empty afterwards if the lane hangs.
 fn settle<D: Driver>(mut lane: Option<&mut Lane<D>>, block: &mut HostBlock, state: &mut State) {
     let State::Running(parts) = state else { return };
     let mut ended = Ok(());
     while !parts.is_empty() {
-        // The others are waited for after an error, too: their slots become free.
+        // The others are waited for after an error, too: their slots become free, and the device is done with the block.
         ended = ended.and(settle_part(lane.as_deref_mut(), block, parts));
+        if lane.as_ref().is_some_and(|lane| lane.hangs()) {
+            break;
+        }
     }
     *state = State::Ended(ended);
+    if D::HAS_ARENAS && lane.is_some_and(|lane| lane.hangs()) {
+        // The device may still copy from the block or to it, at any time: its memory is never used again.
+        std::mem::forget(std::mem::replace(block, HostBlock::shared(Arc::new([]))));
+    }
 }
 
-/// Waits for the first part of a transfer.
+/// Waits for the first part of a transfer. Before the host writes to the block, the copies of the device to it have ended.
 fn settle_part<D: Driver>(
     lane: Option<&mut Lane<D>>,
     block: &mut HostBlock,
@@ -192,11 +209,17 @@ fn settle_part<D: Driver>(
     };
     match part.places {
         None => lane.wait(part.job).map(|_| ()),
-        Some(places) => lane.read(part.job, |bytes| {
-            for Place { dense, aligned, len } in places {
-                block.bytes_mut()[dense..dense + len].copy_from_slice(&bytes[aligned..aligned + len]);
+        Some(places) => {
+            for pinned in parts.iter().filter(|part| part.places.is_none()) {
+                lane.wait(pinned.job)?;
             }
-        }),
+            lane.read(part.job, |bytes| {
+                let block = block.bytes_mut();
+                for Place { dense, aligned, len } in places {
+                    block[dense..dense + len].copy_from_slice(&bytes[aligned..aligned + len]);
+                }
+            })
+        }
     }
 }
 
@@ -260,10 +283,9 @@ impl<'a, D: Driver> Sections<'a, D> {
         part.into()
     }
 
-    /// The part in pinned memory, if it is one piece there.
-    fn pinned<'b>(&self, gpu: &D, arena: Option<&'b D::Buffer>, block: &[u8]) -> Option<Pinned<'b, D>> {
-        let (buffer, run) = (arena?, self.run()?);
-        let first_byte = gpu.place(buffer, &block[run])?;
+    /// The part of a block at this byte of pinned memory, if it is one piece there.
+    fn pinned<'b>(&self, buffer: &'b D::Buffer, block_at: u64) -> Option<Pinned<'b, D>> {
+        let first_byte = block_at + self.run()?.start as u64;
         first_byte.is_multiple_of(4).then_some(Pinned { buffer, first_byte, bytes: self.bytes })
     }
 }
@@ -276,14 +298,30 @@ struct Split {
     n: u32,
 }
 
-/// Parts of a block of `cells` cells: of as many whole sides as fit into a slot of `(bytes, cells)`; if a side does not, of all sides and
-/// at most `part_cells` cells. `side_cells`: bytes of a cell of each side.
-fn split(side_cells: &[u64], cells: u32, slot: (u64, u32), part_cells: u32) -> Vec<Split> {
+/// Cells of a part of one side, whose cells have so many bytes, for a slot of `(bytes, cells)`. A multiple of four if it can be, so that
+/// the next part begins at a whole word of the block.
+fn run_cells(side_cell: u64, slot: (u64, u32)) -> u32 {
+    let most = u32::try_from(slot.0 / 4 * 4 / side_cell.max(1)).unwrap_or(u32::MAX).clamp(1, slot.1);
+    if most < 4 { most } else { most / 4 * 4 }
+}
+
+/// Parts of a block of `cells` cells: of as many whole sides as fit into a slot of `(bytes, cells)`. If a side does not, of all sides and
+/// at most `part_cells` cells, which are the fewest parts; of one side each if the block is in pinned memory. `side_cells`: bytes of a cell
+/// of each side.
+fn split(side_cells: &[u64], cells: u32, slot: (u64, u32), part_cells: u32, is_pinned: bool) -> Vec<Split> {
     let bytes = |cell: &u64| cell.saturating_mul(cells.into()).next_multiple_of(4);
-    let all = 0..side_cells.len();
     if cells > slot.1 || side_cells.iter().any(|cell| bytes(cell) > slot.0) {
-        let part = |first| Split { sides: all.clone(), first, n: part_cells.min(cells - first) };
-        return (0..cells).step_by(part_cells as usize).map(part).collect();
+        let parts = |sides: Range<usize>, most: u32| {
+            let part = move |first| Split { sides: sides.clone(), first, n: most.min(cells - first) };
+            (0..cells).step_by(most as usize).map(part)
+        };
+        return match is_pinned {
+            false => parts(0..side_cells.len(), part_cells).collect(),
+            true => {
+                let runs = |(i, cell): (usize, &u64)| parts(i..i + 1, run_cells(*cell, slot));
+                side_cells.iter().enumerate().flat_map(runs).collect()
+            }
+        };
     }
     let (mut parts, mut taken) = (Vec::<Split>::new(), 0);
     for (i, cell) in side_cells.iter().enumerate() {
@@ -339,7 +377,8 @@ impl<D: Driver> GpuPools<D> {
         }
     }
 
-    /// Starts to copy cells to a block, or from it, part by part. After an error nothing of it is on its way.
+    /// Starts to copy cells to a block, or from it, part by part. After an error nothing of it is on its way, or the block is empty, because
+    /// the device hangs.
     fn move_parts(
         &mut self,
         group: GroupId,
@@ -348,12 +387,13 @@ impl<D: Driver> GpuPools<D> {
         out: bool,
     ) -> Result<VecDeque<Part>, DeviceError> {
         let mut parts = VecDeque::new();
+        let bytes = block.n_bytes() as u64;
         let moved = self.try_move_parts(group, cells, block, out, &mut parts);
         if let Err(error) = moved {
             settle(self.transfers.lane.as_mut(), block, &mut State::Running(parts));
             return Err(error);
         }
-        self.counters.bytes_moved += block.bytes().len() as u64;
+        self.counters.bytes_moved += bytes;
         Ok(parts)
     }
 
@@ -365,27 +405,32 @@ impl<D: Driver> GpuPools<D> {
         out: bool,
         parts: &mut VecDeque<Part>,
     ) -> Result<(), DeviceError> {
-        let len = block.bytes().len();
+        let len = block.n_bytes();
         let too_large = || DeviceError::OutOfMemory { what: "blocks in transfer", bytes: len as u64 };
         let most = part_cells(&self.spec, group).ok_or_else(too_large)?;
         let slot = slot_size(&self.spec).ok_or_else(too_large)?;
         let GpuPools { spec, layers, transfers, counters, .. } = self;
         let cell_bytes = |side: &PoolSide<D>| side.storage.row_bytes(side.dim) * u64::from(side.heads);
         let side_cells: Vec<u64> = super::sides_of(spec, layers, group).map(cell_bytes).collect();
+        // Where it lies in pinned memory. Asked before the first part is on its way: from then on the host makes no reference to bytes that
+        // the device may be writing.
+        let place = transfers.arena.as_ref().and_then(|arena| match out {
+            // What others have too is not written to.
+            true => transfers.gpu.lease(arena, block),
+            false => transfers.gpu.place(arena, block.bytes()),
+        });
         // Layers that own nothing have nothing to move.
-        let splits = if len > 0 { split(&side_cells, cells.len, slot, most) } else { Vec::new() };
+        let splits =
+            if len > 0 { split(&side_cells, cells.len, slot, most, place.is_some()) } else { Vec::new() };
         for part in splits {
             let sides = super::sides_of(spec, layers, group);
             let sections = Sections::new(sides, &part, cells.len).ok_or_else(too_large)?;
             let first = cells.start + part.first;
             let table: Vec<u32> = (first..first + part.n).collect();
             transfers.make_room(spec, block, parts)?;
-            let Transfers { gpu, lane: Some(lane), arena, .. } = transfers else {
-                return Err(DeviceError::UnknownTransfer);
-            };
-            // What others have too is not written to.
-            let arena = arena.as_ref().filter(|_| !out || block.is_lent());
-            let pinned = sections.pinned(gpu, arena, block.bytes());
+            let Some(lane) = &mut transfers.lane else { return Err(DeviceError::UnknownTransfer) };
+            let arena = transfers.arena.as_ref();
+            let pinned = arena.zip(place).and_then(|(arena, at)| sections.pinned(arena, at));
             if pinned.is_none() {
                 counters.bytes_staged += sections.bytes;
             }
@@ -409,29 +454,34 @@ mod tests {
     /// Every byte is moved once, no part is larger than a slot, and parts of whole sides are as few as can be in order.
     #[test]
     fn parts_cover_a_block() {
-        for (side_cells, cells, slot, part_cells, expected) in [
-            (&[100, 100, 100, 100][..], 16, (3200, 64), 8, 2),
-            (&[100, 100, 100], 16, (3200, 64), 8, 2),
-            (&[100, 30, 100, 30], 16, (2100, 64), 8, 2),
+        for (side_cells, cells, slot, part_cells, expected, expected_pinned) in [
+            (&[100, 100, 100, 100][..], 16, (3200, 64), 8, 2, 2),
+            (&[100, 100, 100], 16, (3200, 64), 8, 2, 2),
+            (&[100, 30, 100, 30], 16, (2100, 64), 8, 2, 2),
             // A side that is too large, and too many cells.
-            (&[300, 100], 16, (3200, 64), 8, 2),
-            (&[1, 1], 65, (3200, 64), 64, 2),
-            (&[5, 7, 3], 1, (20, 1), 1, 1),
-            (&[5, 7, 3], 1, (15, 1), 1, 2),
-            (&[], 16, (100, 64), 8, 0),
+            (&[300, 100], 16, (3200, 64), 8, 2, 3),
+            (&[300, 100], 16, (300, 64), 1, 16, 22),
+            (&[1, 1], 65, (3200, 64), 64, 2, 4),
+            (&[66, 66], 130, (1 << 20, 64), 64, 3, 6),
+            (&[5, 7, 3], 1, (20, 1), 1, 1, 1),
+            (&[5, 7, 3], 1, (15, 1), 1, 2, 2),
+            (&[], 16, (100, 64), 8, 0, 0),
         ] {
-            let parts = split(side_cells, cells, slot, part_cells);
-            assert_eq!(parts.len(), expected, "{side_cells:?} {parts:?}");
-            let mut moved = vec![0; side_cells.len() * cells as usize];
-            for Split { sides, first, n } in parts {
-                assert!(n <= slot.1 && n > 0);
-                let bytes = |i: usize| (side_cells[i] * u64::from(n)).next_multiple_of(4);
-                assert!(n == part_cells || sides.clone().map(bytes).sum::<u64>() <= slot.0);
-                for side in sides {
-                    (first..first + n).for_each(|cell| moved[side * cells as usize + cell as usize] += 1);
+            for (is_pinned, expected) in [(false, expected), (true, expected_pinned)] {
+                let parts = split(side_cells, cells, slot, part_cells, is_pinned);
+                assert_eq!(parts.len(), expected, "{side_cells:?} {parts:?}");
+                assert!(!is_pinned || cells <= slot.1 || parts.iter().all(|part| part.sides.len() == 1));
+                let mut moved = vec![0; side_cells.len() * cells as usize];
+                for Split { sides, first, n } in parts {
+                    assert!(n <= slot.1 && n > 0);
+                    let bytes = |i: usize| (side_cells[i] * u64::from(n)).next_multiple_of(4);
+                    assert!(n == part_cells || sides.clone().map(bytes).sum::<u64>() <= slot.0);
+                    for side in sides {
+                        (first..first + n).for_each(|cell| moved[side * cells as usize + cell as usize] += 1);
+                    }
                 }
+                assert!(moved.iter().all(|times| *times == 1), "{side_cells:?}");
             }
-            assert!(moved.iter().all(|times| *times == 1), "{side_cells:?}");
         }
     }
 }

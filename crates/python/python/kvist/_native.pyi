@@ -67,9 +67,9 @@ class _TierStats(TypedDict):
     skipped_blocks: int
     load_bytes: int
     store_bytes: int
-    pinned_bytes: int | None
-    pinned_used_bytes: int | None
-    unpinned_blocks: int | None
+    pinned_bytes: Optional[int]
+    pinned_used_bytes: Optional[int]
+    unpinned_blocks: Optional[int]
     stores: list[_StoreStats]
 
 class _BatchStats(TypedDict, total=False):

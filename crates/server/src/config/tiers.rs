@@ -165,12 +165,13 @@ impl TiersSection {
     }
 
     /// Of [`memory_bytes`](Self::memory_bytes) what is locked in place if the cache is on a device that copies from such memory by itself:
-    /// that of the blocks in RAM, and of those that wait to be written there. Packed blocks are made by the host, in ordinary memory.
+    /// that of the blocks in RAM, of those that are copied out of the cache, and of those that wait to be written to RAM. Packed blocks are
+    /// made by the host, in ordinary memory.
     pub fn pinned_bytes(&self) -> u64 {
         if self.ram_bytes == 0 || self.ram_packed {
             0
         } else {
-            self.ram_bytes.saturating_add(self.bytes_in_flight())
+            self.ram_bytes.saturating_add(2 * self.bytes_in_flight())
         }
     }
 

@@ -38,8 +38,10 @@ pub struct TierConfig {
     pub grace: Duration,
     /// Load all that a tier has, even where computing is expected to be faster.
     pub always: bool,
-    /// Memory of the host to lock in place for blocks of the first tier, a store in RAM, and for those on their way there, where the cache
-    /// is on a device that copies from and to such memory by itself; elsewhere it means nothing. 0 for none.
+    /// Memory of the host to lock in place for blocks of the first tier, a store in RAM, where the cache is on a device that copies from and
+    /// to such memory by itself; elsewhere it means nothing. All fit if it is the store's capacity and twice
+    /// [`max_bytes_in_flight`](Self::max_bytes_in_flight): of blocks that are copied out of the cache, and of those that wait to be
+    /// written to the store. A block that does not fit is in ordinary memory. 0 for none.
     pub pinned_bytes: u64,
     /// Where the stores' tasks run; `None` starts a runtime of two threads that ends with the engine. Stores that were opened on a
     /// runtime need that one.

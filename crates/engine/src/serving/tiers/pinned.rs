@@ -4,6 +4,9 @@ use kvist_device::{ArenaUsage, Bytes as Size, DeviceError, HostArena, HostBlock,
 use kvist_store::Bytes;
 use std::sync::Arc;
 
+/// The tier whose blocks are kept in pinned memory: the fastest one, in RAM ([`TierConfig::pinned_bytes`](super::TierConfig::pinned_bytes)).
+pub const PINNED_TIER: usize = 0;
+
 /// Where blocks that leave the cache get their memory.
 #[derive(Clone, Default)]
 pub struct BlockMemory {
@@ -16,21 +19,18 @@ impl BlockMemory {
     /// Locks `bytes` of the host's memory for blocks of these pools, if they copy from it. If the system refuses, a line of the log says
     /// so, and blocks are in ordinary memory.
     pub fn pin(pools: &mut dyn Pools, bytes: u64) -> BlockMemory {
-        if bytes == 0 {
+        if bytes == 0 || !pools.pins_host() {
             return BlockMemory::default();
         }
+        // Said before, because it takes a while.
+        tracing::info!(target: "kvist::engine", "locking {} of memory for blocks of the tier in RAM", Size(bytes));
         match pools.pin_host(bytes) {
-            Ok(arena) => {
-                if arena.is_some() {
-                    tracing::info!(target: "kvist::engine", "locked {} of memory for blocks of the tier in RAM", Size(bytes));
-                }
-                BlockMemory { arena, is_refused: false }
-            }
+            Ok(arena) => BlockMemory { arena, is_refused: false },
             Err(error) => {
                 tracing::warn!(
                     target: "kvist::engine",
                     "cannot lock {} of memory for the tier in RAM ({error}): its blocks are in ordinary memory, from which the host copies \
-                     them once more; give it less (--tier-ram), or allow this user more locked memory (ulimit -l)",
+                     them once more; give it less (--tier-ram)",
                     Size(bytes)
                 );
                 BlockMemory { arena: None, is_refused: true }
@@ -38,12 +38,14 @@ impl BlockMemory {
         }
     }
 
-    /// Memory for a block, whose bytes mean nothing yet.
+    /// Memory for a block, whose bytes mean nothing yet. Ordinary memory if the block is not for the [tier](PINNED_TIER) in pinned memory:
+    /// others would hold what that tier needs until they have written it.
     ///
     /// # Errors
     /// There is neither pinned nor ordinary memory.
-    pub fn block(&self, len: usize) -> Result<HostBlock, DeviceError> {
-        let pinned = self.arena.as_ref().and_then(|arena| arena.block(len));
+    pub fn block(&self, len: usize, is_for_pinned_tier: bool) -> Result<HostBlock, DeviceError> {
+        let arena = self.arena.as_ref().filter(|_| is_for_pinned_tier);
+        let pinned = arena.and_then(|arena| arena.block(len));
         pinned.map_or_else(|| HostBlock::new(len), Ok)
     }
 
@@ -56,13 +58,14 @@ impl BlockMemory {
         Bytes::from_owner(block)
     }
 
-    /// The parts of an object, one after the other. Nothing is copied if there is one.
+    /// The parts of an object, one after the other, in [memory](Self::block) for it. Nothing is copied if there is one.
     ///
     /// # Errors
     /// There is no memory.
-    pub fn joined(&self, mut parts: Vec<HostBlock>) -> Result<Bytes, DeviceError> {
+    pub fn joined(&self, mut parts: Vec<HostBlock>, is_for_pinned_tier: bool) -> Result<Bytes, DeviceError> {
         if parts.len() != 1 {
-            let mut whole = self.block(parts.iter().map(|part| part.bytes().len()).sum())?;
+            let len = parts.iter().map(|part| part.bytes().len()).sum();
+            let mut whole = self.block(len, is_for_pinned_tier)?;
             let mut to = whole.bytes_mut();
             for part in parts.drain(..) {
                 let (here, rest) = to.split_at_mut(part.bytes().len());
@@ -108,7 +111,11 @@ mod tests {
             &mut self.bytes
         }
     }
-    impl LentMemory for Lent {}
+    impl LentMemory for Lent {
+        fn n_bytes(&self) -> usize {
+            self.bytes.len()
+        }
+    }
     impl Drop for Lent {
         fn drop(&mut self) {
             self.lender.0.lock().unwrap().lent_bytes -= self.bytes.len() as u64;
@@ -138,7 +145,7 @@ mod tests {
     }
 
     fn filled(memory: &BlockMemory, with: &[u8]) -> HostBlock {
-        let mut block = memory.block(with.len()).unwrap();
+        let mut block = memory.block(with.len(), true).unwrap();
         block.bytes_mut().copy_from_slice(with);
         block
     }
@@ -149,19 +156,24 @@ mod tests {
         for room in [0, 3, 5, 10] {
             let memory = memory(room);
             let parts = [&b"abc"[..], b"de"].map(|part| filled(&memory, part)).to_vec();
-            let joined = memory.joined(parts).unwrap();
+            let joined = memory.joined(parts, true).unwrap();
             assert_eq!(joined, b"abcde"[..], "{room}");
             // The parts have given theirs back.
             let expected = if room == 10 { 5 } else { 0 };
             assert_eq!(memory.usage().unwrap().lent_bytes, expected, "{room}");
         }
         let memory = memory(10);
-        assert!(memory.joined(Vec::new()).unwrap().is_empty());
+        assert!(memory.joined(Vec::new(), true).unwrap().is_empty());
         // One part is the object, in the same place.
         let block = filled(&memory, b"abc");
         let at = block.bytes().as_ptr();
-        let joined = memory.joined(vec![block]).unwrap();
+        let joined = memory.joined(vec![block], true).unwrap();
         assert_eq!((joined.as_ptr(), joined.len()), (at, 3));
+        // What is for other tiers takes nothing of it.
+        assert!(!memory.block(3, false).unwrap().is_lent());
+        let other =
+            memory.joined(vec![HostBlock::new(1).unwrap(), HostBlock::new(1).unwrap()], false).unwrap();
+        assert_eq!((other.len(), memory.usage().unwrap().lent_bytes), (2, 3));
         let half = joined.slice(1..);
         drop(joined);
         assert_eq!(memory.usage().unwrap().lent_bytes, 3, "a slice keeps all of it");
@@ -180,6 +192,6 @@ mod tests {
         assert_eq!(memory.usage(), Some(usage));
         let none = BlockMemory::default();
         assert_eq!(none.pinned(bytes.clone()).as_ptr(), bytes.as_ptr());
-        assert_eq!((none.usage(), none.block(4).unwrap().bytes()), (None, &[0; 4][..]));
+        assert_eq!((none.usage(), none.block(4, true).unwrap().bytes()), (None, &[0; 4][..]));
     }
 }

@@ -4,6 +4,7 @@
 //! slow delays no other one, and loses only its own blocks: what exceeds the bound is not written, and counted. The blocks that follow
 //! such a block in its text would be found by no lookup, so they are not written to that tier either. The scheduler hears of what was not
 //! written, and has it copied once more when the cache is about to evict it.
+use super::pinned::PINNED_TIER;
 use super::recent::Recent;
 use super::task::{Stores, Wanted};
 use super::{Object, Pending, Report, TierDriver};
@@ -213,7 +214,7 @@ pub(super) async fn copy_up(
         // From the text's end, because what was written first goes first.
         for (writing, bytes) in copies.into_iter().rev() {
             let memory = &writing.stores.memory;
-            let bytes = if writing.tier == 0 { memory.pinned(bytes) } else { bytes };
+            let bytes = if writing.tier == PINNED_TIER { memory.pinned(bytes) } else { bytes };
             put(writing, bytes).await;
         }
     };
@@ -245,8 +246,9 @@ impl TierDriver {
                 continue;
             }
             let done = |part| if let Pending::Done(host) = part { Some(host) } else { None };
-            let Ok(bytes) = self.stores.memory.joined(object.parts.into_iter().filter_map(done).collect())
-            else {
+            let is_for_pinned_tier = writings.iter().any(|writing| writing.tier == PINNED_TIER);
+            let parts = object.parts.into_iter().filter_map(done).collect();
+            let Ok(bytes) = self.stores.memory.joined(parts, is_for_pinned_tier) else {
                 unwritten.push(object.block);
                 continue;
             };
