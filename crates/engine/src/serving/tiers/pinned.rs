@@ -155,7 +155,7 @@ mod tests {
         // Room for nothing, for the first part, for both, for both and the object.
         for room in [0, 3, 5, 10] {
             let memory = memory(room);
-            let parts = [&b"abc"[..], b"de"].map(|part| filled(&memory, part)).to_vec();
+            let parts = Vec::from([&b"abc"[..], b"de"].map(|part| filled(&memory, part)));
             let joined = memory.joined(parts, true).unwrap();
             assert_eq!(joined, b"abcde"[..], "{room}");
             // The parts have given theirs back.
