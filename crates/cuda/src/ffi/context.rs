@@ -79,8 +79,8 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// Memory of the host, locked in place, that the device copies to and from by itself. It is an address and a length: whoever makes a
-/// reference to bytes of it says why nothing else writes to them. Freed when dropped.
+/// Memory of the host, locked in place, that the device copies to and from by itself. It is an address and a length: code that makes a
+/// reference to bytes of it has to show that nothing else writes to them. Freed when dropped.
 #[derive(Debug)]
 pub struct LockedMemory {
     context: Arc<Context>,
