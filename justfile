@@ -76,6 +76,17 @@ wgpu:
     # In one build.
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test serving_wgpu --test gpu
 
+# The kernels for 64-bit ARM, emulated: whether they are right, not how fast. Debian: `apt install qemu-user gcc-aarch64-linux-gnu`;
+# rustup: `rustup target add aarch64-unknown-linux-gnu`.
+arm:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    target=aarch64-unknown-linux-gnu
+    export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
+    export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max"
+    cargo clippy -p kvist-cpu --target $target --all-targets -- -D warnings
+    cargo test -p kvist-cpu --target $target
+
 # The device over CUDA, without a GPU: compiles every kernel with NVRTC from PyPI (60 MB, kept in target/), then emulates them.
 cuda:
     #!/usr/bin/env bash

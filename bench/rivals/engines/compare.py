@@ -169,7 +169,7 @@ def rivals():
     """(name, bits of K and V, what it measures, how it is made) of each that is there."""
     every = rows.names(args.depth)
     if python("vllm"):
-        yield "vLLM int8", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model("int8")])
+        yield "vLLM int8", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model("int8"), args.depth])
     if python("openvino"):
         yield "OpenVINO q8_0", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model("q8_0"), args.threads])
     if python("ctranslate2"):

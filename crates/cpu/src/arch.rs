@@ -11,6 +11,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod mapped;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod portable;
 mod share;
 mod threads;
@@ -23,6 +25,8 @@ use avx2::Avx2;
 #[cfg(target_arch = "x86_64")]
 use avx512::Avx512;
 pub use mapped::copy_on_write;
+#[cfg(target_arch = "aarch64")]
+use neon::{DOTPROD, I8MM, Neon, WORDS};
 use portable::Portable;
 pub use portable::widen;
 pub use share::Columns;
@@ -222,13 +226,21 @@ pub enum Isa {
     /// `Portable` with tiles in plain loops, for tests of the kernels over tiles.
     EmulatedTiles(Portable),
     #[cfg(target_arch = "x86_64")]
-    Avx2(Avx2),
+    Avx2(Avx2<false>),
+    #[cfg(target_arch = "x86_64")]
+    Avx2Vnni(Avx2<true>),
     #[cfg(target_arch = "x86_64")]
     Avx512(Avx512<false>),
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16(Avx512<true>),
     #[cfg(target_arch = "x86_64")]
     Amx(Amx),
+    #[cfg(target_arch = "aarch64")]
+    Neon(Neon<WORDS>),
+    #[cfg(target_arch = "aarch64")]
+    NeonDotprod(Neon<DOTPROD>),
+    #[cfg(target_arch = "aarch64")]
+    NeonI8mm(Neon<I8MM>),
 }
 
 impl Isa {
@@ -237,10 +249,17 @@ impl Isa {
         let mut all = vec![Isa::Portable(Portable)];
         #[cfg(target_arch = "x86_64")]
         {
-            all.extend(Avx2::detect().map(Isa::Avx2));
+            all.extend(Avx2::<false>::detect().map(Isa::Avx2));
+            all.extend(Avx2::<true>::detect().map(Isa::Avx2Vnni));
             all.extend(Avx512::<false>::detect().map(Isa::Avx512));
             all.extend(Avx512::<true>::detect().map(Isa::Avx512Bf16));
             all.extend(Amx::detect().map(Isa::Amx));
+        }
+        #[cfg(target_arch = "aarch64")]
+        {
+            all.extend(Neon::<WORDS>::detect().map(Isa::Neon));
+            all.extend(Neon::<DOTPROD>::detect().map(Isa::NeonDotprod));
+            all.extend(Neon::<I8MM>::detect().map(Isa::NeonI8mm));
         }
         all
     }
@@ -273,11 +292,19 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(_) => "avx2",
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni(_) => "avx2-vnni",
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512(_) => "avx512",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16(_) => "avx512-bf16",
             #[cfg(target_arch = "x86_64")]
             Isa::Amx(_) => "amx",
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon(_) => "neon",
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDotprod(_) => "neon-dotprod",
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm(_) => "neon-i8mm",
         }
     }
 
@@ -289,11 +316,19 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
+            Isa::Avx2Vnni(s) => s.run(kernel),
+            #[cfg(target_arch = "x86_64")]
             Isa::Avx512(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Amx(amx) => amx.vectors().run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon(s) => s.run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDotprod(s) => s.run(kernel),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonI8mm(s) => s.run(kernel),
         }
     }
 

@@ -1,22 +1,29 @@
-//! AVX2 with FMA and F16C (Haswell, Zen and later). A vector takes two registers.
+//! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
+//! later, which have no AVX-512, and Zen 5). A vector takes two registers.
 use super::{Kernel, Simd};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Avx2(());
+pub struct Avx2<const VNNI: bool>(());
 
-impl Avx2 {
+impl<const VNNI: bool> Avx2<VNNI> {
     pub fn detect() -> Option<Self> {
         let has = is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
-            && is_x86_feature_detected!("f16c");
+            && is_x86_feature_detected!("f16c")
+            && (!VNNI || is_x86_feature_detected!("avxvnni"));
         has.then_some(Self(()))
     }
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn enter<K: Kernel>(s: Avx2, kernel: K) -> K::Out {
+fn plain<const VNNI: bool, K: Kernel>(s: Avx2<VNNI>, kernel: K) -> K::Out {
+    kernel.run(s)
+}
+
+#[target_feature(enable = "avx2,avxvnni,fma,f16c")]
+fn with_vnni<const VNNI: bool, K: Kernel>(s: Avx2<VNNI>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
@@ -36,15 +43,16 @@ macro_rules! ops {
     };
 }
 
-impl Simd for Avx2 {
+impl<const VNNI: bool> Simd for Avx2<VNNI> {
     type F = F;
     type I = I;
     const ACCUMULATORS: usize = 4;
+    const BYTE_DOTS: bool = VNNI;
 
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
-        // SAFETY: `detect` found every feature that the function is compiled for.
-        unsafe { enter(self, kernel) }
+        // SAFETY: `detect` found every feature that the functions are compiled for.
+        unsafe { if VNNI { with_vnni(self, kernel) } else { plain(self, kernel) } }
     }
 
     #[inline(always)]
@@ -158,9 +166,18 @@ impl Simd for Avx2 {
             [_mm256_loadu_si256(x), _mm256_loadu_si256(x.add(1))]
         }
     }
-    // `maddubs` would saturate for codes above 127, so bytes are widened to words first.
+    // Without VNNI bytes are widened to words first: `maddubs` would saturate for codes above 127.
     #[inline(always)]
     fn dot4(self, acc: I, unsigned: I, signed: I) -> I {
+        if VNNI {
+            // SAFETY: `detect` checked the CPU features, VNNI included.
+            return unsafe {
+                [
+                    _mm256_dpbusd_avx_epi32(acc[0], unsigned[0], signed[0]),
+                    _mm256_dpbusd_avx_epi32(acc[1], unsigned[1], signed[1]),
+                ]
+            };
+        }
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let low = _mm256_set1_epi16(255);

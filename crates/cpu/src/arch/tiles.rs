@@ -82,7 +82,9 @@ impl TileIsa {
         match self {
             TileIsa::Emulated(s) => {
                 let mut tiles = EmulatedTiles { tiles: [[[0; 64]; 16]; 8], shapes: PhantomData };
-                kernel.run(s, &mut tiles)
+                let out = kernel.run(s, &mut tiles);
+                drop(in_use);
+                out
             }
             #[cfg(target_arch = "x86_64")]
             TileIsa::Amx(amx) => amx.run_tiles(kernel, &in_use),
