@@ -82,6 +82,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_bytes(self, x: &[u8; 64]) -> Self::I;
     /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
+    /// Per lane: `Σ (code − zero) · x` over quads of codes, four in a lane. All lanes have the same `x`, of −127 to 127. Codes have
+    /// `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
+    #[inline(always)]
+    fn dot_codes(self, bits: u32, codes: &[Self::I], x: impl Fn(usize) -> i32, start: i32) -> Self::I {
+        let _ = bits;
+        let mut sum = self.splat_i(start);
+        for (q, codes) in codes.iter().enumerate() {
+            sum = self.dot4(sum, *codes, self.splat_i(x(q)));
+        }
+        sum
+    }
     /// Per lane, for bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
     /// Byte `N` of every lane, unsigned.

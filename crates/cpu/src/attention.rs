@@ -56,6 +56,8 @@ const BLOCK_ROWS: usize = 32;
 const TILE: usize = 64;
 const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
+/// Floats of states that one thread merges in less time than it takes to wake others.
+const MERGED_ALONE: usize = 1 << 14;
 /// Fewest rows that read the same cells for rounded products of pairs.
 const FAST_ROWS: usize = 64;
 
@@ -165,17 +167,28 @@ impl<'l> Layer<'l> {
                 self.finish(rows, states);
             }
         });
-        for unit in 0..units {
-            let rows = rows(unit);
-            let all = &mut states[unit * per_unit * unit_state..(unit + 1) * per_unit * unit_state];
-            let (total, others) = all.split_at_mut(unit_state);
-            if per_unit > 1 {
+        let of_unit = per_unit * unit_state;
+        if per_unit > 1 {
+            let merge = |unit: usize, all: &mut [f32]| {
+                let (total, others) = all.split_at_mut(unit_state);
                 for other in others.chunks_exact(unit_state) {
-                    self.merge(total, other, self.unit_rows(rows));
+                    self.merge(total, other, self.unit_rows(rows(unit)));
                 }
-                self.finish(rows, total);
+                self.finish(rows(unit), total);
+            };
+            match states.len() >= MERGED_ALONE {
+                true => {
+                    let mut no_scratch = vec![(); compute.threads.n()]; // takes no memory
+                    compute.threads.parts(states, of_unit, &mut no_scratch, |unit, all, ()| merge(unit, all));
+                }
+                false => {
+                    states.chunks_exact_mut(of_unit).enumerate().for_each(|(unit, all)| merge(unit, all));
+                }
             }
-            for (i, row) in total.chunks_exact(state).take(self.unit_rows(rows)).enumerate() {
+        }
+        for (unit, all) in states.chunks_exact(of_unit).enumerate() {
+            let rows = rows(unit);
+            for (i, row) in all.chunks_exact(state).take(self.unit_rows(rows)).enumerate() {
                 let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
                 put(token, rows.head * per_kv + i % per_kv, &row[..self.head_dim]);
             }

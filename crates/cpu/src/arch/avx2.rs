@@ -192,6 +192,46 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
             [dot(acc[0], unsigned[0], signed[0]), dot(acc[1], unsigned[1], signed[1])]
         }
     }
+    // Without VNNI: sums of two products fit into words if the codes have seven bits, and those of several quads if they have fewer.
+    // Codes of 8 bits are signed numbers, whose signs move to x.
+    #[inline(always)]
+    fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: i32) -> I {
+        if VNNI {
+            let mut sum = self.splat_i(start);
+            for (q, codes) in codes.iter().enumerate() {
+                sum = self.dot4(sum, *codes, self.splat_i(x(q)));
+            }
+            return sum;
+        }
+        let per_word = (i16::MAX as usize) / (2 * 127 * ((1 << bits) - 1));
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let (zero, ones) = (_mm256_setzero_si256(), _mm256_set1_epi16(1));
+            let mut sum = self.splat_i(if bits == 8 { 0 } else { start });
+            let mut q = 0;
+            while q < codes.len() {
+                let mut words = [zero; 2];
+                let end = codes.len().min(q + per_word.max(1));
+                while q < end {
+                    let x = _mm256_set1_epi32(x(q));
+                    for (words, codes) in words.iter_mut().zip(codes[q]) {
+                        let products = if bits == 8 {
+                            let codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+                            _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
+                        } else {
+                            _mm256_maddubs_epi16(codes, x)
+                        };
+                        *words = _mm256_add_epi16(*words, products);
+                    }
+                    q += 1;
+                }
+                for (sum, words) in sum.iter_mut().zip(words) {
+                    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(words, ones));
+                }
+            }
+            sum
+        }
+    }
     #[inline(always)]
     fn dot2(self, acc: F, a: I, b: I) -> F {
         let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));

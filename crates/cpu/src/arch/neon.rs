@@ -275,6 +275,27 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
             })
         }
     }
+    // Codes of less than 8 bits are signed numbers, too; those of 8 bits are without their zero.
+    #[inline(always)]
+    fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: i32) -> I {
+        let mut sum = self.splat_i(if BYTES == DOTPROD && bits == 8 { 0 } else { start });
+        for (q, codes) in codes.iter().enumerate() {
+            let x = self.splat_i(x(q));
+            if BYTES != DOTPROD {
+                sum = self.dot4(sum, *codes, x);
+                continue;
+            }
+            for ((sum, codes), x) in sum.iter_mut().zip(codes).zip(x) {
+                // SAFETY: `detect` checked the CPU features, `dotprod` included.
+                unsafe {
+                    let codes = vreinterpretq_u8_s32(*codes);
+                    let codes = if bits == 8 { veorq_u8(codes, vdupq_n_u8(128)) } else { codes };
+                    *sum = sdot(*sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_s32(x));
+                }
+            }
+        }
+        sum
+    }
     #[inline(always)]
     fn dot2(self, acc: F, a: I, b: I) -> F {
         let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));

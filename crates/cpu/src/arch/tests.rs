@@ -48,6 +48,27 @@ impl Kernel for Everything<'_> {
         // Integers of up to 24 bits survive a conversion to f32.
         let low = |x: S::I| s.to_f32(s.byte::<0>(x));
         put("dot4", s.to_f32(s.dot4(s.splat_i(-77), a, b)));
+        let ys = self.more.map(|x| if x == 128 { 129 } else { x }).as_chunks::<4>().0[..8].to_vec();
+        let sum: i32 = ys.as_flattened().iter().map(|x| i32::from(x.cast_signed())).sum();
+        for (name, bits) in [
+            ("codes of 1", 1),
+            ("codes of 4", 4),
+            ("codes of 5", 5),
+            ("codes of 6", 6),
+            ("codes of 7", 7),
+            ("codes of 8", 8),
+        ] {
+            let quad = |q: i32| s.field(s.xor(a, s.splat_i(q * 0x3b7f_1d05)), 0, bits, 0);
+            let quads: [S::I; 8] = [0, 1, 2, 3, 4, 5, 6, 7].map(quad);
+            let start = -(sum << (bits - 1));
+            for n in [8, 4, 1] {
+                let start = match bits {
+                    8 => ys[..n].as_flattened().iter().map(|x| -128 * i32::from(x.cast_signed())).sum(),
+                    _ => start,
+                };
+                put(name, s.to_f32(s.dot_codes(bits, &quads[..n], |q| i32::from_le_bytes(ys[q]), start)));
+            }
+        }
         put("byte 1", s.to_f32(s.byte::<1>(a)));
         put("byte 2", s.to_f32(s.byte::<2>(a)));
         put("byte 3", s.to_f32(s.byte::<3>(a)));

@@ -203,6 +203,17 @@ impl<F: PackedBlock> Decode for Blocks<F> {
     }
 }
 
+/// Bits of what [`load`] returns: what codes stand for in a table has eight.
+const fn bits_of<F: PackedBlock>() -> u32 {
+    const {
+        assert!(
+            F::Codes::BITS < 8 && F::TABLE.is_none() || matches!(F::ZERO_BITS, Some(7)),
+            "the zero of 8 bits is 128"
+        )
+    };
+    if F::TABLE.is_some() { 8 } else { F::Codes::BITS }
+}
+
 /// The codes of a block, or what they stand for in the table.
 #[inline(always)]
 fn load<S: Simd, F: PackedBlock>(s: S, codes: &[u8]) -> [S::I; 8] {
@@ -241,13 +252,8 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
             if t > 0 && t < parts {
                 ahead.prefetch::<S, MANY>(s, codes, t, parts);
             }
-            let mut units = match F::ZERO_BITS {
-                Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
-                None => s.splat_i(0),
-            };
-            for q in 0..8 {
-                units = s.dot4(units, w[q], s.splat_i(x[q][t]));
-            }
+            let start = F::ZERO_BITS.map_or(0, |bits| x[NEGATIVE_SUM][t] << bits);
+            let units = s.dot_codes(bits_of::<F>(), &w, |q| x[q][t], start);
             let scale = scale_of(x, t);
             add::<S, F>(s, units, factors, [scale, -x[NEGATIVE_SUM][t] as f32 * scale], &mut sums[t]);
         }

@@ -299,6 +299,13 @@ fn add<S: Simd>(s: S, units: S::I, scale: S::F, x: f32, scaled: &mut S::F) {
     *scaled = s.fma(s.mul(s.to_f32(units), scale), s.splat(x), *scaled);
 }
 
+/// Bits of what [`load`] returns: what codes stand for in a table has eight.
+const fn bits_of<F: PackedSuperBlock>() -> u32 {
+    let codes = matches!(F::VALUES, Values::Codes);
+    const { assert!(F::Codes::BITS < 8 || matches!(F::ZERO_BITS, Some(7)), "the zero of 8 bits is 128") };
+    if codes { F::Codes::BITS } else { 8 }
+}
+
 /// The codes of a group of 32, or what they stand for in the table.
 #[inline(always)]
 fn load<S: Simd, F: PackedSuperBlock>(s: S, codes: &[u8], table: Option<&[u8; 16]>) -> [S::I; 8] {
@@ -338,13 +345,8 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
             } else {
                 let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, i);
                 for t in 0..T {
-                    let mut units = match F::ZERO_BITS {
-                        Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
-                        None => s.splat_i(0),
-                    };
-                    for q in 0..8 {
-                        units = s.dot4(units, w[q], s.splat_i(x[q][t]));
-                    }
+                    let start = F::ZERO_BITS.map_or(0, |bits| x[NEGATIVE_SUM][t] << bits);
+                    let units = s.dot_codes(bits_of::<F>(), &w, |q| x[q][t], start);
                     add(s, units, scale, scale_of(x, t), &mut scaled[t]);
                     if F::ZERO_BITS.is_none() {
                         let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
@@ -375,13 +377,12 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
         let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
         for t in 0..T {
             let minus_32_sum = x[MINUS_32_SUMS + half][t];
-            let mut units = s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
+            let start = F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
                 Some(more) => minus_32_sum << more,
                 None => minus_32_sum >> (5 - bits),
-            }));
-            for q in 4 * half..4 * half + 4 {
-                units = s.dot4(units, w[q], s.splat_i(x[q][t]));
-            }
+            });
+            let units =
+                s.dot_codes(bits_of::<F>(), &w[4 * half..4 * half + 4], |q| x[4 * half + q][t], start);
             add(s, units, scale, scale_of(x, t), &mut scaled[t]);
             if F::ZERO_BITS.is_none() {
                 let sum = minus_32_sum as f32 * (scale_of(x, t) / -32.0);
