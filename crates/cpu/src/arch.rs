@@ -48,7 +48,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const ACCUMULATORS: usize;
     /// True if products of bf16 pairs ([`dot2`](Self::dot2)) exist and are faster than widening.
     const BF16_DOTS: bool = false;
-    /// True if products of bytes ([`dot4`](Self::dot4)) are one instruction.
+    /// True if products of bytes ([`dot4`](Self::dot4)) are one instruction, and fastest with as few scales as possible.
     const BYTE_DOTS: bool = false;
 
     /// Runs `kernel` in a function compiled for this instruction set.
@@ -82,12 +82,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_bytes(self, x: &[u8; 64]) -> Self::I;
     /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
+    /// The same for unsigned bytes below 16.
+    #[inline(always)]
+    fn dot4_nibbles(self, acc: Self::I, nibbles: Self::I, signed: Self::I) -> Self::I {
+        self.dot4(acc, nibbles, signed)
+    }
     /// Per lane: `Σ (code − zero) · x` over quads of codes, four in a lane. All lanes have the same `x`, of −127 to 127. Codes have
     /// `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
     #[inline(always)]
-    fn dot_codes(self, bits: u32, codes: &[Self::I], x: impl Fn(usize) -> i32, start: i32) -> Self::I {
+    fn dot_codes(self, bits: u32, codes: &[Self::I], x: impl Fn(usize) -> i32, start: Self::I) -> Self::I {
         let _ = bits;
-        let mut sum = self.splat_i(start);
+        let mut sum = start;
         for (q, codes) in codes.iter().enumerate() {
             sum = self.dot4(sum, *codes, self.splat_i(x(q)));
         }

@@ -134,7 +134,6 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
     type F = F;
     type I = I;
     const ACCUMULATORS: usize = 4;
-    const BYTE_DOTS: bool = BYTES == I8MM;
 
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
@@ -277,8 +276,8 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
     }
     // Codes of less than 8 bits are signed numbers, too; those of 8 bits are without their zero.
     #[inline(always)]
-    fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: i32) -> I {
-        let mut sum = self.splat_i(if BYTES == DOTPROD && bits == 8 { 0 } else { start });
+    fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: I) -> I {
+        let mut sum = if BYTES == DOTPROD && bits == 8 { self.splat_i(0) } else { start };
         for (q, codes) in codes.iter().enumerate() {
             let x = self.splat_i(x(q));
             if BYTES != DOTPROD {

@@ -48,6 +48,7 @@ impl Kernel for Everything<'_> {
         // Integers of up to 24 bits survive a conversion to f32.
         let low = |x: S::I| s.to_f32(s.byte::<0>(x));
         put("dot4", s.to_f32(s.dot4(s.splat_i(-77), a, b)));
+        put("dot4 of nibbles", s.to_f32(s.dot4_nibbles(s.splat_i(-77), s.low_nibbles(a), b)));
         let ys = self.more.map(|x| if x == 128 { 129 } else { x }).as_chunks::<4>().0[..8].to_vec();
         let sum: i32 = ys.as_flattened().iter().map(|x| i32::from(x.cast_signed())).sum();
         for (name, bits) in [
@@ -66,7 +67,10 @@ impl Kernel for Everything<'_> {
                     8 => ys[..n].as_flattened().iter().map(|x| -128 * i32::from(x.cast_signed())).sum(),
                     _ => start,
                 };
-                put(name, s.to_f32(s.dot_codes(bits, &quads[..n], |q| i32::from_le_bytes(ys[q]), start)));
+                put(
+                    name,
+                    s.to_f32(s.dot_codes(bits, &quads[..n], |q| i32::from_le_bytes(ys[q]), s.splat_i(start))),
+                );
             }
         }
         put("byte 1", s.to_f32(s.byte::<1>(a)));

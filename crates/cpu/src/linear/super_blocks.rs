@@ -345,7 +345,10 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
             } else {
                 let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, i);
                 for t in 0..T {
-                    let start = F::ZERO_BITS.map_or(0, |bits| x[NEGATIVE_SUM][t] << bits);
+                    let start = match F::ZERO_BITS {
+                        Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
+                        None => s.splat_i(0),
+                    };
                     let units = s.dot_codes(bits_of::<F>(), &w, |q| x[q][t], start);
                     add(s, units, scale, scale_of(x, t), &mut scaled[t]);
                     if F::ZERO_BITS.is_none() {
@@ -377,10 +380,10 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
         let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
         for t in 0..T {
             let minus_32_sum = x[MINUS_32_SUMS + half][t];
-            let start = F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
+            let start = s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
                 Some(more) => minus_32_sum << more,
                 None => minus_32_sum >> (5 - bits),
-            });
+            }));
             let units =
                 s.dot_codes(bits_of::<F>(), &w[4 * half..4 * half + 4], |q| x[4 * half + q][t], start);
             add(s, units, scale, scale_of(x, t), &mut scaled[t]);

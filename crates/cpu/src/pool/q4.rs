@@ -139,10 +139,10 @@ impl Packed for Q4 {
                         for r in 0..R {
                             let (h, l) = quads.quad(r, at * LANES / 4 + quad);
                             let (h, l) = (s.splat_i(h), s.splat_i(l));
-                            acc[r][0] = s.dot4(acc[r][0], a, h);
-                            acc[r][1] = s.dot4(acc[r][1], a, l);
-                            acc[r][2] = s.dot4(acc[r][2], b, h);
-                            acc[r][3] = s.dot4(acc[r][3], b, l);
+                            acc[r][0] = s.dot4_nibbles(acc[r][0], a, h);
+                            acc[r][1] = s.dot4_nibbles(acc[r][1], a, l);
+                            acc[r][2] = s.dot4_nibbles(acc[r][2], b, h);
+                            acc[r][3] = s.dot4_nibbles(acc[r][3], b, l);
                         }
                     }
                 }
@@ -245,8 +245,8 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
                 (a[i], b[i]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
             }
             // The quads of a group's low halves, then those of its high halves.
-            units.multiply(s, packed, quads.start + quad, &a);
-            units.multiply(s, packed, quads.end + quad, &b);
+            units.multiply::<4>(s, packed, quads.start + quad, &a);
+            units.multiply::<4>(s, packed, quads.end + quad, &b);
         }
         for b in 0..B {
             let params = list[b].params.as_chunks::<32>().0;

@@ -90,7 +90,7 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
                 s.prefetch(&codes[b][quad], list[b].ahead);
                 bytes[b] = s.load_bytes(&codes[b][quad]);
             }
-            units.multiply(s, packed, quad, &bytes);
+            units.multiply::<8>(s, packed, quad, &bytes);
         }
         units.add(s, packed, group, list, i32::from(ZERO), &mut sums);
     }

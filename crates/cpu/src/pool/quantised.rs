@@ -132,14 +132,24 @@ impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
         Units { high: [[s.splat_i(0); B]; R], low: [[s.splat_i(0); B]; R] }
     }
 
-    /// Adds four codes of every cell times quad `quad` of the queries.
+    /// Adds four codes of every cell, of `BITS` bits, times quad `quad` of the queries.
     #[inline(always)]
-    pub fn multiply(&mut self, s: S, packed: &[PackedQuery], quad: usize, codes: &[S::I; B]) {
+    pub fn multiply<const BITS: u32>(
+        &mut self,
+        s: S,
+        packed: &[PackedQuery],
+        quad: usize,
+        codes: &[S::I; B],
+    ) {
         for r in 0..R {
             let (high, low) = (s.splat_i(packed[r].high[quad]), s.splat_i(packed[r].low[quad]));
             for b in 0..B {
-                self.high[r][b] = s.dot4(self.high[r][b], codes[b], high);
-                self.low[r][b] = s.dot4(self.low[r][b], codes[b], low);
+                for (units, x) in [(&mut self.high[r][b], high), (&mut self.low[r][b], low)] {
+                    *units = match BITS {
+                        4 => s.dot4_nibbles(*units, codes[b], x),
+                        _ => s.dot4(*units, codes[b], x),
+                    };
+                }
             }
         }
     }

@@ -245,7 +245,7 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
                 s.prefetch(&codes[b][quad], list[b].ahead);
                 bytes[b] = s.load_bytes(&codes[b][quad]);
             }
-            units.multiply(s, packed, quad, &bytes);
+            units.multiply::<8>(s, packed, quad, &bytes);
         }
         units.add(s, packed, 0, list, ZERO, &mut sums);
     }
@@ -259,8 +259,8 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
             b[i] = s.lookup(&LEVELS, s.high_nibbles(bytes));
         }
         // The quads of the low halves, then those of the high halves.
-        units.multiply(s, packed, quad, &a);
-        units.multiply(s, packed, per_row - outliers + quad, &b);
+        units.multiply::<8>(s, packed, quad, &a);
+        units.multiply::<8>(s, packed, per_row - outliers + quad, &b);
     }
     units.add(s, packed, usize::from(outliers > 0), list, ZERO, &mut sums);
     put_scores(s, lines, query, at, &sums);
