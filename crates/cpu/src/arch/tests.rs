@@ -59,7 +59,7 @@ impl Kernel for Everything<'_> {
             ("codes of 7", 7),
             ("codes of 8", 8),
         ] {
-            let quad = |q: i32| s.field(s.xor(a, s.splat_i(q * 0x3b7f_1d05)), 0, bits, 0);
+            let quad = |q: i32| s.field(s.xor(a, s.splat_i(q.wrapping_mul(0x3b7f_1d05))), 0, bits, 0);
             let quads: [S::I; 8] = [0, 1, 2, 3, 4, 5, 6, 7].map(quad);
             let start = -(sum << (bits - 1));
             for n in [8, 4, 1] {
