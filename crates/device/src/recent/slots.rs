@@ -244,10 +244,14 @@ impl Group {
     }
 
     /// Assigns slots to the new rows that later steps read. Rows of the last full group are kept too, in case the
-    /// sequence is truncated there.
+    /// sequence is truncated there, but only in slots that are left: the slots that this step reads cannot be taken.
     pub fn keep(&mut self, step: &StepTokens<'_>) {
         self.kept.clear();
-        for (token, bounds) in step.bounds.iter().enumerate().filter(|(_, bounds)| bounds.kept) {
+        let kept = |incomplete| {
+            let all = step.bounds.iter().enumerate();
+            all.filter(move |(_, bounds)| bounds.kept && bounds.incomplete == incomplete)
+        };
+        for (token, bounds) in kept(true).chain(kept(false)) {
             let position = step.positions[token];
             let slot = self.take_free().or_else(|| if bounds.incomplete { self.take_oldest() } else { None });
             let Some(slot) = slot else { continue };
@@ -365,6 +369,19 @@ mod tests {
         [0, 1].into_iter().for_each(|row| group.note(row, true));
         again(&mut group, 2, true);
         assert_eq!(rows(&group), [0, 1]);
+    }
+
+    /// Regression: a step that ended a group took its slots first for the group before, and none was left for its newest tokens. So
+    /// what they were read as depended on the chunks of a text.
+    #[test]
+    fn rows_of_the_newest_tokens_come_before_those_of_the_full_group() {
+        let mut group = Group::new(2, 0);
+        group.reach(4);
+        group.written = vec![0, 1, 2];
+        let bounds =
+            [false, false, true].map(|incomplete| Bounds { low: 0, high: 1, incomplete, kept: true });
+        group.keep(&StepTokens { tokens: 16, positions: &[0, 1, 2], bounds: &bounds });
+        assert_eq!(rows(&group), [0, 2]);
     }
 
     #[test]
