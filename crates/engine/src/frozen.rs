@@ -7,7 +7,7 @@ mod file;
 
 pub use file::FrozenPrefix;
 
-use crate::saved::{CacheRows, GroupRows, Origin, check_storage, ends};
+use crate::saved::{CacheRows, GroupRows, Origin, ends};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
@@ -93,7 +93,7 @@ pub fn freeze(
         )));
     }
     let (k, v) = (session.config().k, session.config().v);
-    check_storage((k, v))?;
+    let origin = &origin.in_cache(session.model(), k)?;
     let maker = maker(&session.model().device().numerics());
     let mut rows = session.rows();
     let pools = |rows: &CacheRows<'_>| rows.runner.network.pools().image_layout();
@@ -146,7 +146,7 @@ pub fn begin_with(
     origin: &Origin,
     most: usize,
 ) -> Result<usize, Error> {
-    prefix.check(origin)?;
+    prefix.check(&origin.in_cache(session.model(), session.config().k)?)?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: a prefix comes first"))),
@@ -182,7 +182,7 @@ pub struct EnginePrefix {
 /// As [`begin_with`]; and the cache has no prefix index, or the prefix has less than a block.
 pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u32) -> Result<Pin, Error> {
     let (prefix, seq, at) = (&of.prefix, SeqId(0), Moment { now_ns: 0 });
-    prefix.check(&of.origin)?;
+    prefix.check(&of.origin.in_cache(&rows.runner.model, rows.config.k)?)?;
     crate::check_prompt(rows.config, prefix.tokens().len())?;
     rows.runner.check_tokens(prefix.tokens())?;
     let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.path().display()));
@@ -195,7 +195,11 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
     let no_index = || refused("the cache has no prefix index");
     rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, &of.salt, &prompt.content(n), at)?;
     if place(rows, seq, prefix, n)? == 0 {
-        return Err(refused("a window has left positions behind that a request would see: use a float --kv"));
+        let len = prefix.tokens().len();
+        return Err(refused(&format!(
+            "requests begin with whole blocks of {block_tokens}, and where the last one of these {len} tokens ends, they would see \
+             what a window has left behind: freeze a text with so many tokens more or fewer that it ends with a block"
+        )));
     }
     rows.cache.prefixes().ok_or_else(no_index)?.store(seq, &prompt.content(n), at)?;
     let groups = (0..rows.runner.model.layout().n_groups()).map(|g| GroupId(g as u16));
@@ -211,7 +215,6 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
 
 /// Places the first tokens, at most `most`. Returns how many are there. The sequence is to be cleared if there are none.
 fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32) -> Result<usize, Error> {
-    check_storage((rows.config.k, rows.config.v))?;
     prefix.check_layout(rows.runner.network.pools().image_layout().ok_or_else(no_images)?)?;
     let (mut groups, mut recent, mut sides) = (Vec::new(), Vec::new(), Vec::new());
     for (g, mapped) in maps(rows).into_iter().enumerate() {

@@ -22,7 +22,7 @@ use crate::session::ModelSession;
 pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::{StepError, Storage};
+use kvist_device::StepError;
 use kvist_model::Error;
 use kvist_model::template::Message;
 use serde::{Deserialize, Serialize};
@@ -75,7 +75,7 @@ pub fn save(
             text.tokens.len()
         )));
     }
-    check_storage((session.config().k, session.config().v))?;
+    let origin = origin.in_cache(session.model(), session.config().k)?;
     let (stored, groups) = match session.rows().copy_rows(seq, stored) {
         // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
         Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
@@ -95,18 +95,7 @@ pub fn save(
     let recent = session.rows().copy_recent(seq, stored)?;
     let layout = session.model().layout().clone();
     let storages = (session.config().k, session.config().v);
-    file::write(path, text, stored, origin, &layout, storages, (&groups, &recent))
-}
-
-/// The order of the channels of outliers is measured by each process, so rows in it mean nothing to another one.
-pub(crate) fn check_storage((k, v): (Storage, Storage)) -> Result<(), Error> {
-    match [k, v].into_iter().find(|storage| storage.outliers) {
-        Some(storage) => Err(Error::Usage(format!(
-            "sessions with K or V in {storage} cannot be saved: use {}",
-            storage.dtype.name()
-        ))),
-        None => Ok(()),
-    }
+    file::write(path, text, stored, &origin, &layout, storages, (&groups, &recent))
 }
 
 /// The positions that the query at position `at` sees before itself, ascending.
@@ -130,8 +119,7 @@ pub fn resume(
     origin: &Origin,
     most: usize,
 ) -> Result<usize, Error> {
-    saved.check(origin)?;
-    check_storage((session.config().k, session.config().v))?;
+    saved.check(&origin.in_cache(session.model(), session.config().k)?)?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: resume into an empty one"))),
@@ -141,7 +129,9 @@ pub fn resume(
     let layout = session.model().layout().clone();
     let storages = (session.config().k, session.config().v);
     let (stored, recent) = (saved.rows(&layout, storages)?, saved.recent_rows(&layout, storages)?);
-    let most = most.min(saved.stored() as usize) as u32;
+    // The next query needs a cell, too.
+    let room = session.config().context_tokens.saturating_sub(1);
+    let most = (most.min(saved.stored() as usize) as u32).min(room);
     session.check_tokens(&saved.tokens()[..most as usize])?;
     let stored: Vec<GroupRows> = stored.into_iter().map(GroupRows::Copied).collect();
     for n in ends(session.config(), session.model().config(), most, (&stored, &recent)) {

@@ -17,7 +17,7 @@ use kvist_testing::SplitMix64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const STORAGES: [&str; 6] = ["f32", "f16", "bf16", "q8", "q4", "t4"];
+const STORAGES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "t4", "t4-o"];
 
 struct Rig {
     model: Arc<Model>,
@@ -33,7 +33,7 @@ impl Rig {
     fn config(&self, kind: &str, storage: &str, chunk: u32) -> CacheConfig {
         let storage: Storage = storage.parse().unwrap();
         let window = (kind == "ring").then_some(64);
-        CacheConfig { k: storage, v: storage, window, max_rows: 1, ..exact(kind, 256, chunk) }
+        CacheConfig { k: storage, v: storage.for_values(), window, max_rows: 1, ..exact(kind, 256, chunk) }
     }
     /// With room for these tokens and one more.
     fn tight(&self, tokens: u32) -> CacheConfig {
@@ -154,6 +154,32 @@ fn a_chat_without_a_template_goes_on_after_the_prefix() {
         let mut resumed = Chat::new(session(&rig.model, &config), None);
         resumed.resume(&saved, &rig.origin(&config)).unwrap();
         assert_eq!(say(&mut resumed, " that").0, say(&mut again, " that").0, "{storage}");
+    }
+}
+
+/// Files of older versions of kvist lack the f16 rows of packed storages, and another order of channels is refused.
+#[test]
+fn older_files_and_other_channels() {
+    let (rig, other) = (Rig::new(&ModelFile::Embedded), Rig::new(&ModelFile::Embedded));
+    other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
+    let tokens = rig.tokens(110);
+    let (all, more) = tokens.split_at(100);
+    let config = rig.config("cells", "t4-o", 16);
+    let (_, prefix) = rig.frozen(&config, all);
+    let mut begun = session(&other.model, &config);
+    let error = begin_with(&mut begun, SeqId::ONLY, &prefix, &other.origin(&config), 99).unwrap_err();
+    assert!(error.to_string().contains("p.kvp: it was made with an order of channels of hash"), "{error}");
+    assert_eq!(begun.cache().next_position(SeqId::ONLY), Some(0));
+
+    // In a ring every row is copied. Position 100 reads those from 96 on in f16, and position 96 none.
+    for (len, expected) in [(100, 0), (96, 96)] {
+        let config = rig.config("ring", "q8", 16);
+        let (mut before, _) = rig.frozen(&config, &tokens[..len]);
+        with_other_tensors(&rig.path(), |tensors| tensors.retain(|name, _| !name.contains("recent")));
+        let (mut begun, n) = rig.begun(&config, &FrozenPrefix::open(&rig.path()).unwrap());
+        assert_eq!((n, begun.cache().next_position(SeqId::ONLY)), (expected, Some(expected as u32)));
+        begun.prefill(SeqId::ONLY, &tokens[n..len], &mut |_| true).unwrap();
+        assert_eq!(go_on(&mut begun, more), go_on(&mut before, more));
     }
 }
 

@@ -16,7 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 const KINDS: [&str; 5] = ["contiguous", "ring", "cells", "tree", "paged"];
-const STORAGES: [&str; 6] = ["f32", "f16", "bf16", "q8", "q4", "t4"];
+const STORAGES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "t4", "t4-o"];
 const FULL_KINDS: [&str; 4] = ["contiguous", "cells", "tree", "paged"];
 const CHUNKS: [u32; 3] = [1, 7, 32];
 const CONTEXT: u32 = 256;
@@ -37,7 +37,13 @@ impl Rig {
         let storage: Storage = storage.parse().unwrap();
         // A ring needs a window. This one forgets.
         let window = (kind == "ring").then_some(64);
-        CacheConfig { k: storage, v: storage, window, max_rows: 1, ..exact(kind, CONTEXT, chunk) }
+        CacheConfig {
+            k: storage,
+            v: storage.for_values(),
+            window,
+            max_rows: 1,
+            ..exact(kind, CONTEXT, chunk)
+        }
     }
     fn text(&self, n: usize) -> Vec<u32> {
         let vocab = self.model.config().vocab as u32;
@@ -161,7 +167,7 @@ fn packed_caches_are_resumed_at_every_length() {
         let tokens = rig.text(90);
         for case in 0..40 {
             let mut of = |list: &[&'static str]| list[random.below(list.len() as u32) as usize];
-            let (kind, k) = (of(&KINDS), of(&["q8", "q8-64-rot", "q4", "t4", "f16", "t4"]));
+            let (kind, k) = (of(&KINDS), of(&["q8", "q8-64-rot", "q4", "t4", "f16", "t4-o"]));
             let v = of(&["q8", "q4-rot", "t4", "f32"]);
             let mut config = rig.config(kind, k, 1 + random.below(32));
             config.v = v.parse().unwrap();
@@ -298,6 +304,57 @@ fn less_is_resumed_if_less_is_wanted() {
     }
 }
 
+/// The last token leaves room for the query that goes on.
+#[test]
+fn a_text_as_long_as_the_cache_is_resumed() {
+    let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
+    let path = folder.path().join("s.kvs");
+    for (kind, storage) in FULL_KINDS.into_iter().flat_map(|kind| [(kind, "f32"), (kind, "q8")]) {
+        let config = rig.config(kind, storage, 16);
+        saved_at(&rig, &config, &text(48), 48, &path);
+        let saved = SavedSession::open(&path).unwrap();
+        let tight = CacheConfig { context_tokens: 48, ..config.clone() };
+        let mut after = session(&rig.model, &tight);
+        let n = resume(&mut after, SeqId::ONLY, &saved, &rig.origin(&tight), usize::MAX).unwrap();
+        assert_eq!(n, 47, "{kind} {storage}");
+        let mut fresh = session(&rig.model, &config);
+        assert_eq!(feed(&mut after, &text(48)[n..]), feed(&mut fresh, &text(48)), "{kind} {storage}");
+    }
+}
+
+/// The strongest channels of the keys come first in t4-o. A process that has measured another order takes nothing over, and the same
+/// order is measured by each.
+#[test]
+fn another_order_of_channels_is_refused() {
+    let (rig, same, other, folder) = (Rig::new(), Rig::new(), Rig::new(), tempfile::tempdir().unwrap());
+    other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
+    let path = folder.path().join("s.kvs");
+    let config = rig.config("cells", "t4-o", 16);
+    let mut before = saved_at(&rig, &config, &text(41), 40, &path);
+    let saved = SavedSession::open(&path).unwrap();
+    assert!(saved.origin().cache.channels.is_some());
+    // Which order is measured is not known before a cache opens: all else is compared by then.
+    saved.check(&other.origin(&config)).unwrap();
+    let mut refused = session(&other.model, &config);
+    let error = resume(&mut refused, SeqId::ONLY, &saved, &other.origin(&config), 99).unwrap_err();
+    assert!(error.to_string().contains("s.kvs: it was made with an order of channels of hash"), "{error}");
+    assert_eq!(refused.cache().next_position(SeqId::ONLY), Some(0));
+
+    let mut after = session(&same.model, &rig.config("cells", "t4-o", 7));
+    assert_eq!(resume(&mut after, SeqId::ONLY, &saved, &same.origin(&config), 99).unwrap(), 40);
+    assert_eq!(go_on(&mut after, &text(60)[40..]), go_on(&mut before, &text(60)[40..]));
+
+    // A storage without outliers does not care.
+    for storage in ["q8", "t4"] {
+        let config = rig.config("cells", storage, 16);
+        saved_at(&rig, &config, &text(41), 40, &path);
+        let saved = SavedSession::open(&path).unwrap();
+        assert_eq!(saved.origin().cache.channels, None);
+        let mut after = session(&other.model, &config);
+        assert_eq!(resume(&mut after, SeqId::ONLY, &saved, &other.origin(&config), 99).unwrap(), 40);
+    }
+}
+
 /// Rows that are not the model's are refused by name, though every hash is right.
 #[test]
 fn f16_rows_that_do_not_fit_are_refused() {
@@ -376,7 +433,8 @@ fn changed_and_torn_files_are_refused() {
     let mut random = SplitMix64(seed());
     let flips: u32 = std::env::var("KVIST_FLIPS").ok().and_then(|n| n.parse().ok()).unwrap_or(400);
     let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
-    let tensors = SafeTensors::read_metadata(&whole).unwrap().1.tensors();
+    let (_, metadata) = SafeTensors::read_metadata(&whole).unwrap();
+    let tensors = metadata.tensors();
     let recent = tensors.iter().filter(|(name, _)| name.contains("recent"));
     let recent: Vec<_> =
         recent.map(|(_, info)| (header + info.data_offsets.0)..(header + info.data_offsets.1)).collect();

@@ -100,11 +100,11 @@ impl<D: Driver> Recents<D> {
     /// Where a slot's rows are, in every layer of a group that owns K and V.
     pub fn places(&self, slot: u32, layout: &Layout, group: GroupId) -> Vec<RowPlace<'_, D>> {
         let owners = layout.layers.iter().zip(&self.layers).filter(|(layer, _)| layer.group == group);
-        let place = |(buffer, shape): &'_ (D::Buffer, Shape)| {
+        let places = owners.filter_map(|(_, layer)| layer.as_ref()).map(|(buffer, shape)| {
             let n_bytes = 4 * u64::from(shape.row_words);
             let (padded, dim) = (4 * shape.dim.div_ceil(2) as usize, 2 * shape.dim as usize);
             RowPlace { buffer, first_byte: u64::from(slot) * n_bytes, n_bytes, head_bytes: (padded, dim) }
-        };
-        owners.filter_map(|(_, layer)| layer.as_ref()).map(place).collect()
+        });
+        places.collect()
     }
 }
