@@ -69,8 +69,8 @@ pub(super) type Found = (SessionRecord, History);
 
 impl SessionFiles {
     /// Opens or creates a directory, and reads its sessions. Removes the blocks that none of them needs, and those that another version
-    /// of kvist or device has computed (they have another `fingerprint`): a text is not continued from K and V that this process would not have computed,
-    /// and none get into a tier. A session whose file is damaged is left out, and its file renamed.
+    /// of kvist or device has computed (they have another `fingerprint`): a text is not continued from K and V that this process would
+    /// not have computed, and none get into a tier. A session whose file is damaged is left out, and its file renamed.
     pub fn open(
         dir: &Path,
         (origin, fingerprint): (&Origin, Vec<u8>),
