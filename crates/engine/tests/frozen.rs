@@ -163,9 +163,8 @@ fn older_files_and_other_channels() {
     let (rig, other) = (Rig::new(&ModelFile::Embedded), Rig::new(&ModelFile::Embedded));
     other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
     let tokens = rig.tokens(110);
-    let (all, more) = tokens.split_at(100);
     let config = rig.config("cells", "t4-o", 16);
-    let (_, prefix) = rig.frozen(&config, all);
+    let (_, prefix) = rig.frozen(&config, &tokens[..100]);
     let mut begun = session(&other.model, &config);
     let error = begin_with(&mut begun, SeqId::ONLY, &prefix, &other.origin(&config), 99).unwrap_err();
     assert!(error.to_string().contains("p.kvp: it was made with an order of channels of hash"), "{error}");
@@ -178,8 +177,10 @@ fn older_files_and_other_channels() {
         with_other_tensors(&rig.path(), |tensors| tensors.retain(|name, _| !name.contains("recent")));
         let (mut begun, n) = rig.begun(&config, &FrozenPrefix::open(&rig.path()).unwrap());
         assert_eq!((n, begun.cache().next_position(SeqId::ONLY)), (expected, Some(expected as u32)));
-        begun.prefill(SeqId::ONLY, &tokens[n..len], &mut |_| true).unwrap();
-        assert_eq!(go_on(&mut begun, more), go_on(&mut before, more));
+        if n < len {
+            begun.prefill(SeqId::ONLY, &tokens[n..len], &mut |_| true).unwrap();
+        }
+        assert_eq!(go_on(&mut begun, &tokens[len..]), go_on(&mut before, &tokens[len..]));
     }
 }
 
