@@ -6,7 +6,7 @@ use changed::changed;
 use kvist_engine::devices;
 use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze};
 use kvist_engine::kvist_cache::SeqId;
-use kvist_engine::kvist_device::MemoryBudget;
+use kvist_engine::kvist_device::{MemoryBudget, Storage};
 use kvist_engine::kvist_model::{LoadOptions, Model, ModelFile, Opened, hash};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{LateOrigin, Origin, SavedMessage, SavedSession, SavedText, resume, save};
@@ -42,8 +42,14 @@ static RIG: LazyLock<Rig> = LazyLock::new(|| {
     let budget = MemoryBudget::unlimited();
     let model = devices::load(opened, &compute, &LoadOptions::default(), &budget, &mut |_, _| {});
     let model = Arc::new(model.expect("a small model"));
-    let config =
-        CacheConfig { kind: "paged".into(), max_step_tokens: 8, max_rows: 1, ..CacheConfig::new(64) };
+    // K are packed, so that the files have f16 rows of the newest tokens.
+    let config = CacheConfig {
+        kind: "paged".into(),
+        k: Storage::Q8,
+        max_step_tokens: 8,
+        max_rows: 1,
+        ..CacheConfig::new(64)
+    };
     let origin = late.of(&model, &config).expect("it has all tensors");
     let mut of = ModelSession::new(&model, &devices::all(), &config).expect("a small cache");
     of.prefill(SeqId::ONLY, &TOKENS, &mut |_| true).expect("room");

@@ -835,7 +835,7 @@ kvist_status kvist_session_save(struct kvist_session *session,
 
 // Goes on where a sequence was saved: puts its tokens into the empty sequence `seq`, and begins a text that `kvist_session_next` or
 // `kvist_session_prompt` continues. The next logits are the same to the bit, on the same machine with the same kvist. `n_resumed`
-// (may be null) gets the number of tokens that were not computed: all but the last, and with packed storages up to 16 fewer.
+// (may be null) gets the number of tokens that were not computed: all but the last (docs/formats/session.md has the exceptions).
 // Null `options` are those of `kvist_greedy`; `progress` is not called. `KVIST_BAD_FILE` if the file is torn, has changed, or
 // was made with other weights or storages: the text names the first difference. On an error the sequence is empty.
 //
@@ -873,7 +873,7 @@ kvist_status kvist_prefix_free(struct kvist_prefix *prefix);
 
 // Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended in the
 // file: all processes that use it share one copy in memory, and none computes it. `n_begun` (may be null) gets the number of tokens
-// that were not computed: all, and with packed storages up to 16 fewer. `KVIST_BAD_FILE` if the prefix was made with other
+// that were not computed: all (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
 // weights or storages. On an error the sequence is empty.
 //
 // # Safety

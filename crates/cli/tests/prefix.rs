@@ -121,7 +121,6 @@ fn what_does_not_fit_is_refused() {
     refused(&["run", "--prefix", &path("none"), "x"], 1, &["cannot read", "none"]);
     refused(&["prefix", "freeze", "--text", &path("none"), "--out", &file], 1, &["cannot read", "none"]);
     refused(&["prefix", "freeze", "--text", &rules, "--out", "/no/such/p.kvp"], 1, &["--out", "no folder"]);
-    refused(&[&freeze[..], &["--kv", "t4-o"]].concat(), 1, &["t4-o", "t4"]);
     let record = path("r.jsonl");
     refused(&["serve", "--prefix", &file, "--record", &record], 2, &["--prefix", "--record"]);
     let keys = path("s.toml");

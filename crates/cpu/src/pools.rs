@@ -1,6 +1,7 @@
 //! The KV pools of one cache: growth, writes, attention, moves.
 mod mapped;
 mod resize;
+mod transfers;
 
 use crate::arch::Isa;
 use crate::attention::{Layer, Scratch};
@@ -182,42 +183,6 @@ impl CpuPools {
                     owned.values.moved_to(old);
                 }
             }
-        }
-        Ok(())
-    }
-
-    /// Copies the stored rows of `cells` to a block, layer by layer.
-    fn copy_out(&mut self, group: GroupId, cells: CellRun, mut block: &mut [u8]) -> Result<(), DeviceError> {
-        let have = cells_of(&self.spec.layout, &self.layers, group);
-        self.spec.check_transfer(group, cells, have, block.len())?;
-        self.counters.bytes_moved += block.len() as u64;
-        for (layer, owned) in self.spec.layout.layers.iter().zip(&self.layers) {
-            let Some(owned) = owned.as_ref().filter(|_| layer.group == group) else { continue };
-            for side in [&owned.keys, &owned.values] {
-                let rows =
-                    block.split_off_mut(..side.shape.bytes_outside(cells)).expect("the length was checked");
-                side.export(&self.slabs, cells, rows);
-            }
-        }
-        Ok(())
-    }
-
-    /// Copies the rows of a block to `cells`, after growing to them.
-    fn copy_in(&mut self, group: GroupId, cells: CellRun, mut block: &[u8]) -> Result<(), DeviceError> {
-        let capacity = self.spec.capacity_cells.get(usize::from(group.0)).copied().unwrap_or(0);
-        self.spec.check_transfer(group, cells, capacity, block.len())?;
-        self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
-        self.counters.bytes_moved += block.len() as u64;
-        for (layer, owned) in self.spec.layout.layers.iter().zip(&mut self.layers) {
-            let Some(owned) = owned.as_mut().filter(|_| layer.group == group) else { continue };
-            for side in [&mut owned.keys, &mut owned.values] {
-                let rows =
-                    block.split_off(..side.shape.bytes_outside(cells)).expect("the length was checked");
-                side.import(&mut self.slabs, cells, rows);
-            }
-        }
-        if let Some(recent) = &mut self.recent {
-            recent.forget(group, cells);
         }
         Ok(())
     }
@@ -443,6 +408,23 @@ impl Pools for CpuPools {
 
     fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.transfers.take(transfer)
+    }
+
+    fn read_recent(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        rows: &mut [u8],
+    ) -> Result<bool, DeviceError> {
+        self.copy_recent_out(group, token, rows)
+    }
+    fn write_recent(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        rows: &[u8],
+    ) -> Result<bool, DeviceError> {
+        self.copy_recent_in(group, token, rows)
     }
 
     fn image_layout(&self) -> Option<&'static str> {

@@ -5,7 +5,7 @@ use half::f16;
 use half::slice::HalfFloatSliceExt;
 use kvist_cache::{CellCopy, CellRun, GroupId, StepPlan};
 use kvist_device::{
-    DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, RecentPlan, RecentRead, Reservation,
+    CellPosition, DeviceError, Layout, MemoryBudget, PoolSpec, Purpose, RecentPlan, RecentRead, Reservation,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -34,7 +34,8 @@ struct Layer {
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     heads: usize,
-    /// Vectors per head and row.
+    /// Elements of a row, and the vectors that they fill.
+    dim: usize,
     vectors: usize,
     keys: bool,
     values: bool,
@@ -71,8 +72,8 @@ impl Sizes {
         let slots = RecentPlan::slots_of(spec)? as usize;
         let Layout { layers, .. } = &spec.layout;
         let shape = |(l, layer): (usize, &kvist_device::LayerSpec)| {
-            let (heads, vectors) = (layer.n_kv_heads as usize, (layer.k_dim as usize).div_ceil(LANES));
-            spec.layout.owns(l).then_some(Shape { heads, vectors, keys, values })
+            let (heads, dim) = (layer.n_kv_heads as usize, layer.k_dim as usize);
+            spec.layout.owns(l).then_some(Shape { heads, dim, vectors: dim.div_ceil(LANES), keys, values })
         };
         let shapes: Vec<Option<Shape>> = layers.iter().enumerate().map(shape).collect();
         let tokens = spec.max_step_tokens as usize;
@@ -148,6 +149,48 @@ impl RecentRows {
     /// Drops the rows of `cells`: other tokens are in these cells from now on.
     pub fn forget(&mut self, group: GroupId, cells: CellRun) {
         self.plan.forget(group, cells);
+    }
+
+    /// Copies the rows of a token to `rows`, as [`kvist_device::Pools::read_recent`] describes them: those that a slot keeps.
+    /// `false` if none does.
+    pub fn read(&self, group: GroupId, token: CellPosition, layout: &Layout, mut rows: &mut [u8]) -> bool {
+        let Some(slot) = self.plan.slot_of(group, token) else { return false };
+        for (layer, kept) in layout.layers.iter().zip(&self.layers) {
+            let Some(Layer { shape, slots, .. }) = kept.as_ref().filter(|_| layer.group == group) else {
+                continue;
+            };
+            let first = slot as usize * shape.row();
+            for row in slots[first..first + shape.row()].chunks_exact(shape.vectors) {
+                let out = rows.split_off_mut(..2 * shape.dim).expect("the length was checked");
+                out.copy_from_slice(&row.as_flattened()[..2 * shape.dim]);
+            }
+        }
+        true
+    }
+
+    /// Keeps rows from [`read`](Self::read) for a token that was imported. `cells` is the capacity of its group's pools.
+    /// `false` if there are no slots.
+    pub fn adopt(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        cells: u32,
+        layout: &Layout,
+        mut rows: &[u8],
+    ) -> bool {
+        let Some(slot) = self.plan.adopt(group, token, cells) else { return false };
+        for (layer, kept) in layout.layers.iter().zip(&mut self.layers) {
+            let Some(Layer { shape, slots, .. }) = kept.as_mut().filter(|_| layer.group == group) else {
+                continue;
+            };
+            let (first, shape) = (slot as usize * shape.row(), *shape);
+            // What fills the last vector of a row up stays zero.
+            for row in slots[first..first + shape.row()].chunks_exact_mut(shape.vectors) {
+                let from = rows.split_off(..2 * shape.dim).expect("the length was checked");
+                row.as_flattened_mut()[..2 * shape.dim].copy_from_slice(from);
+            }
+        }
+        true
     }
 
     /// Writes the row of `head` for the step's `token`-th token in f16: keys in their original form, values transformed

@@ -96,14 +96,86 @@ fn a_block_has_the_documented_bytes() {
     }
 }
 
-/// Writes 40 random tokens.
-fn fill(model: &Model, mut cache: Cache, pools: &mut dyn Pools) {
+/// The f16 rows of recent tokens, decoded as `Pools::read_recent` documents them.
+#[test]
+fn recent_rows_have_the_documented_bytes() {
+    for (k, v) in [("q8", "q4"), ("f16", "q8"), ("t4-o", "f32"), ("q4-rot", "t4"), ("f32", "f16")] {
+        for head_dim in [35, 64] {
+            let (k, v): (Storage, Storage) = (k.parse().unwrap(), v.parse().unwrap());
+            let model = Model { k, v, heads: (6, 3), head_dim, ..Model::default() };
+            let cache = model.cache("contiguous", 60);
+            let (spec, d) = (model.spec(cache.capacity_cells()), head_dim as usize);
+            let mut pools = Cpu::default().pools(&spec).unwrap();
+            let written = fill(&model, cache, &mut *pools);
+            let what = format!("K in {k}, V in {v}, {head_dim}");
+            let (packed_k, packed_v) = (k.dtype.is_quantised(), v.dtype.is_quantised());
+            let sides = usize::from(packed_k) + usize::from(packed_v);
+            assert_eq!(spec.recent_row_bytes(GroupId(0)), Some(2 * 3 * sides * d * 2), "{what}");
+            let mut rows = vec![7; 2 * 3 * sides * d * 2];
+            // The row of a token far back is gone, and cells have the positions that they have.
+            for (cell, position, kept) in
+                [(33, 33, sides > 0), (20, 20, sides > 0), (33, 34, false), (3, 3, false)]
+            {
+                let found =
+                    pools.read_recent(GroupId(0), CellPosition { cell, position }, &mut rows).unwrap();
+                assert_eq!(found, kept, "{what} {cell} {position}");
+            }
+            let token = CellPosition { cell: 33, position: 33 };
+            if sides == 0 || !pools.read_recent(GroupId(0), token, &mut rows).unwrap() {
+                continue;
+            }
+            let mut values = rows.chunks_exact(2).map(|x| f16::from_le_bytes([x[0], x[1]]).to_f32());
+            for [keys, vectors] in &written {
+                for (rows, packed, turned) in
+                    [(keys, packed_k, false), (vectors, packed_v, v.rotate || v.dtype == DType::T4)]
+                {
+                    for head in 0..if packed { 3 } else { 0 } {
+                        let at = (33 * 3 + head) * d;
+                        let found: Vec<f32> = values.by_ref().take(d).collect();
+                        let expected: Vec<f32> =
+                            rows[at..at + d].iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+                        if turned {
+                            let length = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>().sqrt();
+                            let (a, b) = (length(&found), length(&expected));
+                            assert!((a - b).abs() <= 1e-2 * b && found != expected, "{what}: {a} {b}");
+                        } else {
+                            assert_eq!(found, expected, "{what}");
+                        }
+                    }
+                }
+            }
+            assert_eq!(values.next(), None, "{what}");
+        }
+    }
+}
+
+#[test]
+fn recent_rows_that_do_not_fit_are_refused() {
+    let q8 = Storage::Q8;
+    let model = Model { k: q8, v: q8, ..Model::default() };
+    let cache = model.cache("contiguous", 60);
+    let spec = model.spec(cache.capacity_cells());
+    let mut pools = Cpu::default().pools(&spec).unwrap();
+    fill(&model, cache, &mut *pools);
+    let len = spec.recent_row_bytes(GroupId(0)).unwrap();
+    let token = |cell| CellPosition { cell, position: 33 };
+    for (group, cell, len) in [(1, 33, len), (0, 60, len), (0, 33, len - 1), (0, 33, len + 1), (0, 33, 0)] {
+        let mut rows = vec![0; len];
+        assert!(pools.read_recent(GroupId(group), token(cell), &mut rows).is_err(), "{group} {cell} {len}");
+        assert!(pools.write_recent(GroupId(group), token(cell), &rows).is_err(), "{group} {cell} {len}");
+    }
+    assert_eq!(spec.recent_row_bytes(GroupId(1)), None);
+}
+
+/// Writes 40 random tokens, and returns K and V of each layer: `[40, KV heads, head_dim]`.
+fn fill(model: &Model, mut cache: Cache, pools: &mut dyn Pools) -> Vec<[Vec<f32>; 2]> {
     let (mut plan, mut random) = (StepPlan::default(), kvist_testing::SplitMix64(5));
     let spans = [Span::chain(A, 0, 40)];
     let mut step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
     let plan = step.with_reads();
     pools.begin(plan).unwrap();
     let (heads, kv_heads, d) = (model.heads.0 as usize, model.heads.1 as usize, model.head_dim as usize);
+    let mut written = Vec::new();
     for layer in 0..model.n_layers {
         let mut rows = |heads: usize| -> Vec<f32> {
             (0..40 * heads * d).map(|_| (random.unit() * 2.0 - 1.0) as f32).collect()
@@ -120,6 +192,8 @@ fn fill(model: &Model, mut cache: Cache, pools: &mut dyn Pools) {
             sinks: None,
         };
         pools.attend(plan, call).unwrap();
+        written.push([k, v]);
     }
     step.commit();
+    written
 }

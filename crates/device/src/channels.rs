@@ -31,6 +31,16 @@ impl ChannelOrder {
         self.layers.get(layer).map_or(&[], Vec::as_slice)
     }
 
+    /// The order as bytes, for a hash that tells two orders apart: for every layer the number of its channels as a u32, then each as a
+    /// u16, little-endian.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let layer = |order: &Vec<u16>| {
+            let channels = order.iter().flat_map(|channel| channel.to_le_bytes());
+            (order.len() as u32).to_le_bytes().into_iter().chain(channels).collect::<Vec<_>>()
+        };
+        self.layers.iter().flat_map(layer).collect()
+    }
+
     /// Whether this orders the channels of every layer of `layout`.
     pub fn fits(&self, layout: &Layout) -> bool {
         let fits = |(l, order): (usize, &Vec<u16>)| {
@@ -78,6 +88,8 @@ mod tests {
         assert_eq!(order.layer(0), [1, 3, 0, 2, 0, 2, 1, 3]);
         assert_eq!((order.layer(1), order.layer(2)), (&[][..], &[0, 1, 2, 3, 0, 1, 2, 3][..]));
         assert!(order.fits(&layout(4)) && !order.fits(&layout(8)));
+        let bytes = order.to_bytes();
+        assert_eq!((bytes.len(), &bytes[..8]), (3 * 4 + 2 * 16, &[8, 0, 0, 0, 1, 0, 3, 0][..]));
     }
 
     #[test]

@@ -44,7 +44,7 @@ pub use mapped::{Image, MappedRows, MappedSide};
 pub use mass::{AttentionMass, GroupMass, MassQueries};
 pub use network::*;
 pub use pools::*;
-pub use recent::{Recent, RecentPlan, RecentRead, RecentReads};
+pub use recent::{CellPosition, Recent, RecentPlan, RecentRead, RecentReads};
 pub use registry::{BuildError, Registry};
 pub use rows::{DeviceRow, RowOutput, RowResult, StepOutput, WantedRow};
 pub use sampling::{HostSampler, NoToken, SampleParams};

@@ -5,7 +5,7 @@ use crate::error::DeviceError;
 use crate::layout::{LayerSpec, Layout};
 use crate::mapped::{Image, MappedRows, no_images};
 use crate::mass::AttentionMass;
-use crate::recent::Recent;
+use crate::recent::{CellPosition, Recent};
 use crate::step_io::Ticket;
 use crate::storage::Storage;
 use crate::tensor::{Tensor, TensorMut};
@@ -204,8 +204,8 @@ pub trait Pools: Send {
     /// Starts to copy a block into `cells`, once the submission `after` has finished; grows the pools if necessary, as
     /// [`begin`](Self::begin) does. The cells must be neither read nor written until the transfer has
     /// [`finished`](Self::finished). Later steps read imported rows as they are stored: the f16 rows of
-    /// [recent](Recent) tokens are not part of a block, and those of the tokens that were in these cells before are
-    /// dropped.
+    /// [recent](Recent) tokens are not part of a block ([`write_recent`](Self::write_recent) adds them), and those of the
+    /// tokens that were in these cells before are dropped.
     ///
     /// # Errors
     /// There is no such group, the cells lie past its capacity, the block has another length than
@@ -223,6 +223,41 @@ pub trait Pools: Send {
     /// # Errors
     /// The device could not copy all bytes: what was imported must not be read. Or these pools have no such transfer.
     fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>>;
+
+    /// Copies the f16 rows of a [recent](Recent) token to `rows`, after everything that was submitted before, and waits. Returns
+    /// `false`, and leaves `rows` as they were, if there are none: they were dropped, or these pools keep none.
+    ///
+    /// The bytes are the same on every device: for every layer of the group that owns K and V, in order of layers, K of all KV
+    /// heads, then V; packed sides alone. A row is `k_dim` or `v_dim` little-endian f16 ([`PoolSpec::recent_row_bytes`]): keys as
+    /// they came, values rotated if their storage rotates them.
+    ///
+    /// # Errors
+    /// There is no such group, the pools have not grown to this cell, `rows` has another length, or the device has failed.
+    fn read_recent(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        rows: &mut [u8],
+    ) -> Result<bool, DeviceError> {
+        let _ = (group, token, rows);
+        Ok(false)
+    }
+
+    /// Gives a token that was [imported](Self::import) f16 rows from [`read_recent`](Self::read_recent): later queries of its recent group
+    /// read them as if the token had been computed here. The rows of the least recently read tokens go if there is no other place.
+    /// Returns `false` if these pools keep none. Call it between steps.
+    ///
+    /// # Errors
+    /// As [`read_recent`](Self::read_recent). Nothing has changed then.
+    fn write_recent(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        rows: &[u8],
+    ) -> Result<bool, DeviceError> {
+        let _ = (group, token, rows);
+        Ok(false)
+    }
 
     /// The layout of [`image`](Self::image)'s bytes; `None` if these pools map no files. Files of one layout can be mapped on
     /// every machine whose pools name the same.

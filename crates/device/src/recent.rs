@@ -3,7 +3,10 @@ mod plan;
 mod slots;
 
 use crate::error::DeviceError;
+use crate::layout::Values;
+use crate::pools::PoolSpec;
 use crate::storage::Storage;
+use kvist_cache::GroupId;
 pub use plan::{RecentPlan, RecentRead, RecentReads};
 
 /// Makes queries read the newest tokens of every sequence as f16, although they are also stored quantised. A query
@@ -56,6 +59,51 @@ impl Recent {
                 "{n} recent tokens in f16: use a power of two up to {}, or 0",
                 Self::MAX_TOKENS
             ))),
+        }
+    }
+}
+
+/// A token in a cache: where it is stored, and where it stands in its sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CellPosition {
+    pub cell: u32,
+    pub position: u32,
+}
+
+impl PoolSpec {
+    /// Bytes of a token's f16 rows in a layer group, as [`Pools::read_recent`](crate::Pools::read_recent) has them: 0 if both
+    /// sides are floats. `None` if there is no such group, or on overflow.
+    pub fn recent_row_bytes(&self, group: GroupId) -> Option<usize> {
+        if usize::from(group.0) >= self.layout.n_groups() {
+            return None;
+        }
+        let packed =
+            |storage: Storage, dim: u32| if storage.dtype.is_quantised() { u64::from(dim) } else { 0 };
+        let mut elements = 0u64;
+        for (_, layer) in self.layout.owners().filter(|(_, layer)| layer.group == group) {
+            let values = if layer.values == Values::Stored { packed(self.v, layer.v_dim) } else { 0 };
+            let head = packed(self.k, layer.k_dim) + values;
+            elements = elements.checked_add(u64::from(layer.n_kv_heads).checked_mul(head)?)?;
+        }
+        usize::try_from(elements.checked_mul(2)?).ok()
+    }
+
+    /// Checks the f16 rows of a token, of `len` bytes, in a cell below `end`.
+    ///
+    /// # Errors
+    /// There is no such group or cell, or the rows have another length.
+    pub fn check_recent(&self, group: GroupId, cell: u32, end: u32, len: usize) -> Result<(), DeviceError> {
+        let n_groups = self.layout.n_groups();
+        if usize::from(group.0) >= n_groups {
+            let index = group.0.into();
+            return Err(DeviceError::OutOfRange { what: "layer group", index, len: n_groups });
+        }
+        if cell >= end {
+            return Err(DeviceError::OutOfRange { what: "cell", index: cell as usize, len: end as usize });
+        }
+        match self.recent_row_bytes(group) {
+            Some(expected) if expected == len => Ok(()),
+            expected => Err(DeviceError::BlockSize { expected: expected.unwrap_or(usize::MAX), got: len }),
         }
     }
 }

@@ -1,11 +1,13 @@
 //! Finds the strongest channels of a model's keys by running a short text. A few K channels are many times larger than
 //! the others in every token (KVQuant: Hooper et al., 2024); storages with outliers keep these in more bits. Costs one
-//! prefill of [`TOKENS`] tokens per model and always gives the same order.
+//! prefill of [`TOKENS`] tokens per model. The order is the same in every process on the same device with the same kvist; another
+//! device may round otherwise, and order channels otherwise that are about equally strong. So what is stored in this order is
+//! only reused with the order's hash.
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
 use kvist_cache::{LayerId, SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::*;
-use kvist_model::{Error, Model};
+use kvist_model::{Error, Model, hash};
 use std::sync::Arc;
 
 /// Tokens to measure.
@@ -35,6 +37,11 @@ pub(crate) fn channel_order(
     Ok(Some(model.channels().get_or_init(|| found).clone()))
 }
 
+/// A hash that tells this order from another one.
+pub(crate) fn hash_of(order: &ChannelOrder) -> String {
+    hash(&[&order.to_bytes()])
+}
+
 /// Runs a prefill and sums the squares of the stored keys per channel.
 fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Result<ChannelOrder, Error> {
     let architecture = model.config();
@@ -42,7 +49,8 @@ fn measure(model: &Arc<Model>, registry: &Registry, wanted: &CacheConfig) -> Res
     let context = CONTEXT.min(architecture.context);
     let config = CacheConfig {
         backend: wanted.backend.clone(),
-        max_step_tokens: context.min(wanted.max_step_tokens),
+        // Not `wanted`'s: where rows depend on their batch, the order would depend on `--chunk`.
+        max_step_tokens: context,
         ..CacheConfig::new(context)
     };
     let groups = config.groups(architecture);

@@ -8,7 +8,7 @@
 mod drafting;
 mod paged;
 
-use crate::channels::channel_order;
+use crate::channels::{channel_order, hash_of};
 use crate::keep::{KeepConfig, Keeping};
 use crate::memory::CacheConfig;
 use crate::runner::Runner;
@@ -174,12 +174,16 @@ impl ModelExecutor {
     /// From now on, moves K and V to and from tiers. Returns what the scheduler has to know of them.
     pub(crate) fn open_tiers(
         &mut self,
-        config: TierConfig,
+        mut config: TierConfig,
         groups: &[Visibility],
         block_tokens: u32,
         multiply_adds: (f64, f64),
         reports: Sender<Command>,
     ) -> Result<Tiers, Error> {
+        // Measured when the cache opened, after the fingerprint was made.
+        if let Some(order) = &self.runner.channels {
+            config.fingerprint.extend(hash_of(order).into_bytes());
+        }
         let transfers = self.runner.transfers();
         let bytes = |group| transfers.block_bytes(group, block_tokens).unwrap_or(0);
         let parts = BlockParts::new(block_tokens, groups, bytes);

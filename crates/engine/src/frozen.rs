@@ -7,7 +7,7 @@ mod file;
 
 pub use file::FrozenPrefix;
 
-use crate::saved::{CacheRows, GroupRows, Origin, check_storage};
+use crate::saved::{CacheRows, GroupRows, Origin, ends};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
@@ -93,7 +93,7 @@ pub fn freeze(
         )));
     }
     let (k, v) = (session.config().k, session.config().v);
-    check_storage((k, v))?;
+    let origin = &origin.in_cache(session.model(), k)?;
     let maker = maker(&session.model().device().numerics());
     let mut rows = session.rows();
     let pools = |rows: &CacheRows<'_>| rows.runner.network.pools().image_layout();
@@ -115,6 +115,9 @@ pub fn freeze(
     for (g, copied) in rows.copy_rows(seq, stored)?.into_iter().enumerate().filter(|(g, _)| !mapped[*g]) {
         writer.rows(g, &rows.sides_of(g), (k, v), copied);
     }
+    for (g, recent) in rows.copy_recent(seq, stored)?.into_iter().enumerate() {
+        writer.recent(g, &rows.recent_sides_of(g), recent);
+    }
     writer.write(path)
 }
 
@@ -130,8 +133,8 @@ fn no_images() -> Error {
 }
 
 /// Begins the empty sequence `seq` of a new session with a frozen prefix. Returns how many of its tokens need not be computed:
-/// at most `most`, and as many as can be continued as if they had been computed here (with packed storages up to a recent group).
-/// It is 0 if a window has left positions behind that a query would see now. On `Err` the session is empty.
+/// at most `most`, and as many as can be continued as if they had been computed here ([`saved::resume`](crate::saved::resume)).
+/// On `Err` the session is empty.
 ///
 /// # Errors
 /// The prefix depends on something else ([`FrozenPrefix::check`]), the kind of cache does not store positions in order, the
@@ -143,7 +146,7 @@ pub fn begin_with(
     origin: &Origin,
     most: usize,
 ) -> Result<usize, Error> {
-    prefix.check(origin)?;
+    prefix.check(&origin.in_cache(session.model(), session.config().k)?)?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: a prefix comes first"))),
@@ -154,9 +157,9 @@ pub fn begin_with(
         return Err(Error::Usage("another sequence of this session has tokens: a prefix comes first".into()));
     }
     crate::check_prompt(session.config(), prefix.tokens().len())?;
-    let n = session.config().cut_before(most.min(prefix.tokens().len()) as u32);
     session.check_tokens(prefix.tokens())?;
-    let begun = place(&mut session.rows(), seq, prefix, n);
+    let most = most.min(prefix.tokens().len()) as u32;
+    let begun = place(&mut session.rows(), seq, prefix, most);
     if !matches!(begun, Ok(n) if n > 0) {
         session.clear()?;
     }
@@ -179,7 +182,7 @@ pub struct EnginePrefix {
 /// As [`begin_with`]; and the cache has no prefix index, or the prefix has less than a block.
 pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u32) -> Result<Pin, Error> {
     let (prefix, seq, at) = (&of.prefix, SeqId(0), Moment { now_ns: 0 });
-    prefix.check(&of.origin)?;
+    prefix.check(&of.origin.in_cache(&rows.runner.model, rows.config.k)?)?;
     crate::check_prompt(rows.config, prefix.tokens().len())?;
     rows.runner.check_tokens(prefix.tokens())?;
     let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.path().display()));
@@ -192,7 +195,11 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
     let no_index = || refused("the cache has no prefix index");
     rows.cache.prefixes().ok_or_else(no_index)?.open_again(seq, &of.salt, &prompt.content(n), at)?;
     if place(rows, seq, prefix, n)? == 0 {
-        return Err(refused("a window has left positions behind that a request would see: use a float --kv"));
+        let len = prefix.tokens().len();
+        return Err(refused(&format!(
+            "requests begin with whole blocks of {block_tokens}, and where the last one of these {len} tokens ends, they would see \
+             what a window has left behind: freeze a text with so many tokens more or fewer that it ends with a block"
+        )));
     }
     rows.cache.prefixes().ok_or_else(no_index)?.store(seq, &prompt.content(n), at)?;
     let groups = (0..rows.runner.model.layout().n_groups()).map(|g| GroupId(g as u16));
@@ -206,11 +213,10 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
     Ok(pin)
 }
 
-/// Places the first `n` tokens. Returns how many are there: all or 0. The sequence is to be cleared if there are none.
-fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, n: u32) -> Result<usize, Error> {
-    check_storage((rows.config.k, rows.config.v))?;
+/// Places the first tokens, at most `most`. Returns how many are there. The sequence is to be cleared if there are none.
+fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32) -> Result<usize, Error> {
     prefix.check_layout(rows.runner.network.pools().image_layout().ok_or_else(no_images)?)?;
-    let (mut groups, mut sides) = (Vec::new(), Vec::new());
+    let (mut groups, mut recent, mut sides) = (Vec::new(), Vec::new(), Vec::new());
     for (g, mapped) in maps(rows).into_iter().enumerate() {
         groups.push(if mapped {
             for side in layer_sides(rows.runner.model.layout(), g) {
@@ -220,13 +226,16 @@ fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, n: u32) ->
         } else {
             GroupRows::Copied(prefix.rows(g, &rows.sides_of(g))?)
         });
+        recent.push(prefix.recent_rows(g, &rows.recent_sides_of(g))?);
     }
-    if n == 0 || !rows.place_rows(seq, n, &groups)? {
+    let ends = ends(rows.config, rows.runner.model.config(), most, (&groups, &recent));
+    let Some(&n) = ends.first() else { return Ok(0) };
+    if !rows.place_rows(seq, n, &groups)? {
         return Ok(0);
     }
     if !sides.is_empty() {
         let mapped = MappedRows { file: prefix.file(), len: prefix.len(), cells: prefix.cells(), sides };
         rows.runner.network.pools_mut().map(&mapped)?;
     }
-    Ok(n as usize)
+    Ok(if rows.place_recent(seq, n, &recent)? { n as usize } else { 0 })
 }

@@ -9,6 +9,8 @@ use std::sync::Arc;
 pub(crate) struct Runner {
     pub model: Arc<Model>,
     pub network: Box<dyn Network>,
+    /// The order in which the pools store the channels of keys, if it is not their own.
+    pub channels: Option<Arc<ChannelOrder>>,
     max_rows: usize,
     _activation_bytes: Reservation,
 }
@@ -34,10 +36,15 @@ impl Runner {
         })?;
         let activations = budget.reserve(Purpose::Activations, plan.usage.of(Purpose::Activations))?;
         let capacity_cells = cache.capacity_cells();
-        let spec = PoolSpec { capacity_cells, channels, ..config.pool_spec(model.layout(), budget) };
+        let spec = PoolSpec {
+            capacity_cells,
+            channels: channels.clone(),
+            ..config.pool_spec(model.layout(), budget)
+        };
         let limits = config.step_limits();
         Ok(Runner {
             network: model.open(backend, &spec, &limits)?,
+            channels,
             model: model.clone(),
             max_rows: limits.max_rows,
             _activation_bytes: activations,

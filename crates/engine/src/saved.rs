@@ -8,18 +8,21 @@
 mod copy;
 mod file;
 mod origin;
+mod recent;
 
 pub use file::SavedSession;
 pub(crate) use file::{
-    FileFormat, HEADER, HEADER_HASH, le_bytes, positions_name, replace, side_name, tensor_type, words_of,
+    FileFormat, HEADER, HEADER_HASH, le_bytes, positions_name, recent_name, recent_positions_name, replace,
+    side_name, tensor_type, words_of,
 };
 pub use origin::{CacheOrigin, LateOrigin, Origin};
+pub(crate) use recent::ends;
 
 use crate::session::ModelSession;
 pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
 use kvist_cache::{Refused, SeqId};
-use kvist_device::{StepError, Storage};
+use kvist_device::StepError;
 use kvist_model::Error;
 use kvist_model::template::Message;
 use serde::{Deserialize, Serialize};
@@ -72,7 +75,7 @@ pub fn save(
             text.tokens.len()
         )));
     }
-    check_storage((session.config().k, session.config().v))?;
+    let origin = origin.in_cache(session.model(), session.config().k)?;
     let (stored, groups) = match session.rows().copy_rows(seq, stored) {
         // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
         Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
@@ -81,29 +84,18 @@ pub fn save(
         }
         copied => (stored, copied?),
     };
-    let architecture = session.model().config();
-    let visible = session.config().groups(architecture).into_iter().map(|group| group.visibility);
-    for (visibility, rows) in visible.zip(&groups) {
-        if !rows.positions.iter().copied().eq(seen_by(visibility, stored)) {
+    let seen = session.config().groups(session.model().config());
+    for (group, rows) in seen.iter().zip(&groups) {
+        if !rows.positions.iter().copied().eq(seen_by(group.visibility, stored)) {
             return Err(Error::Usage(
                 "tokens in the middle of the text were removed from the cache: such a session cannot be saved".into(),
             ));
         }
     }
+    let recent = session.rows().copy_recent(seq, stored)?;
     let layout = session.model().layout().clone();
     let storages = (session.config().k, session.config().v);
-    file::write(path, text, stored, origin, &layout, storages, &groups)
-}
-
-/// The order of the channels of outliers is measured by each process, so rows in it mean nothing to another one.
-pub(crate) fn check_storage((k, v): (Storage, Storage)) -> Result<(), Error> {
-    match [k, v].into_iter().find(|storage| storage.outliers) {
-        Some(storage) => Err(Error::Usage(format!(
-            "sessions with K or V in {storage} cannot be saved: use {}",
-            storage.dtype.name()
-        ))),
-        None => Ok(()),
-    }
+    file::write(path, text, stored, &origin, &layout, storages, (&groups, &recent))
 }
 
 /// The positions that the query at position `at` sees before itself, ascending.
@@ -113,9 +105,10 @@ fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
 }
 
 /// Puts K and V of a saved session's first positions into the empty sequence `seq`. Returns how many: at most `most`, and as
-/// many as can be continued as if they had been computed here (all but the last for the next token's logits, and with packed
-/// storages up to a recent group). It is 0 if a window has left positions behind that a query would see now. The caller
-/// computes the tokens after them. On `Err` the sequence is empty; others are as they were.
+/// many as can be continued as if they had been computed here. That is all of them, unless the file lacks rows that the next query
+/// reads: f16 rows of a packed storage (then it is a multiple of [`Recent::tokens`](kvist_device::Recent)), or positions that a window
+/// left behind before the text was shortened to `most` (then it may be 0). The caller computes the tokens after them; who needs logits
+/// without adding a token passes one less than the text has. On `Err` the sequence is empty; others are as they were.
 ///
 /// # Errors
 /// The session depends on something else ([`SavedSession::check`]), its bytes have changed, or the cache has no room.
@@ -126,8 +119,7 @@ pub fn resume(
     origin: &Origin,
     most: usize,
 ) -> Result<usize, Error> {
-    saved.check(origin)?;
-    check_storage((session.config().k, session.config().v))?;
+    saved.check(&origin.in_cache(session.model(), session.config().k)?)?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: resume into an empty one"))),
@@ -135,17 +127,23 @@ pub fn resume(
     }
     crate::check_prompt(session.config(), saved.tokens().len())?;
     let layout = session.model().layout().clone();
-    let rows: Vec<Rows> = saved.rows(&layout, (session.config().k, session.config().v))?;
-    let groups: Vec<GroupRows> = rows.into_iter().map(GroupRows::Copied).collect();
-    let most = most.min(saved.stored() as usize).min(saved.tokens().len().saturating_sub(1));
-    let n = session.config().cut_before(most as u32);
-    session.check_tokens(&saved.tokens()[..n as usize])?;
-    match session.rows().place_rows(seq, n, &groups) {
-        Ok(true) => Ok(n as usize),
-        Ok(false) => session.truncate(seq, 0).map(|_| 0),
-        Err(error) => {
-            session.truncate(seq, 0)?;
-            Err(error)
+    let storages = (session.config().k, session.config().v);
+    let (stored, recent) = (saved.rows(&layout, storages)?, saved.recent_rows(&layout, storages)?);
+    // The next query needs a cell, too.
+    let room = session.config().context_tokens.saturating_sub(1);
+    let most = (most.min(saved.stored() as usize) as u32).min(room);
+    session.check_tokens(&saved.tokens()[..most as usize])?;
+    let stored: Vec<GroupRows> = stored.into_iter().map(GroupRows::Copied).collect();
+    for n in ends(session.config(), session.model().config(), most, (&stored, &recent)) {
+        let mut rows = session.rows();
+        let placed =
+            rows.place_rows(seq, n, &stored).and_then(|all| Ok(all && rows.place_recent(seq, n, &recent)?));
+        if matches!(placed, Ok(true)) {
+            return Ok(n as usize);
         }
+        session.truncate(seq, 0)?;
+        // Without an error, the device keeps no f16 rows.
+        placed?;
     }
+    Ok(0)
 }

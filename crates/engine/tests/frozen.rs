@@ -17,7 +17,7 @@ use kvist_testing::SplitMix64;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-const STORAGES: [&str; 6] = ["f32", "f16", "bf16", "q8", "q4", "t4"];
+const STORAGES: [&str; 7] = ["f32", "f16", "bf16", "q8", "q4", "t4", "t4-o"];
 
 struct Rig {
     model: Arc<Model>,
@@ -33,7 +33,7 @@ impl Rig {
     fn config(&self, kind: &str, storage: &str, chunk: u32) -> CacheConfig {
         let storage: Storage = storage.parse().unwrap();
         let window = (kind == "ring").then_some(64);
-        CacheConfig { k: storage, v: storage, window, max_rows: 1, ..exact(kind, 256, chunk) }
+        CacheConfig { k: storage, v: storage.for_values(), window, max_rows: 1, ..exact(kind, 256, chunk) }
     }
     /// With room for these tokens and one more.
     fn tight(&self, tokens: u32) -> CacheConfig {
@@ -87,26 +87,9 @@ fn a_text_goes_on_to_the_bit_after_a_frozen_prefix() {
             let expected = go_on(&mut before, more);
             let config = rig.config(kind, storage, [1, 7, 32][i % 3]);
             let (mut after, n) = rig.begun(&config, &prefix);
-            let packed = ["q8", "q4", "t4"].contains(&storage);
-            assert_eq!(
-                n,
-                if !packed {
-                    all.len()
-                } else if kind == "ring" && all.len() % 16 != 0 {
-                    0
-                } else {
-                    all.len() / 16 * 16
-                }
-            );
-            if n == 0 {
-                assert_eq!(after.cache().next_position(SeqId::ONLY), Some(0));
-                continue;
-            }
+            assert_eq!(n, all.len(), "{kind} {storage}");
             if kind != "ring" {
                 assert_eq!(after.kv_bytes(), 0, "nothing was copied");
-            }
-            if n < all.len() {
-                after.prefill(SeqId::ONLY, &all[n..], &mut |_| true).unwrap();
             }
             assert_eq!(go_on(&mut after, more), expected, "{kind} {storage}");
         }
@@ -120,7 +103,9 @@ fn models_with_windows_have_prefixes() {
         let rig = Rig::new(&ModelFile::Path(fixtures("parity").join(name)));
         let tokens = rig.tokens(50);
         let (all, more) = tokens.split_at(37);
-        for (kind, storage) in [("paged", "f16"), ("cells", "f32")] {
+        for (kind, storage) in
+            [("paged", "f16"), ("cells", "f32"), ("tree", "q8"), ("paged", "t4"), ("contiguous", "q4")]
+        {
             let config = rig.config(kind, storage, 8);
             let (mut before, prefix) = rig.frozen(&config, all);
             let (mut after, n) = rig.begun(&config, &prefix);
@@ -153,7 +138,7 @@ fn a_chat_without_a_template_goes_on_after_the_prefix() {
         let mut whole = Chat::new(session(&rig.model, &config), None);
         let mut begun = Chat::new(session(&rig.model, &config), None);
         let n = begun.begin_with(&prefix, &rig.origin(&config)).unwrap();
-        assert_eq!(n, if storage == "q8" { tokens.len() / 16 * 16 } else { tokens.len() });
+        assert_eq!(n, tokens.len());
         let (expected, _) = say(&mut whole, &format!("{rules} is a part"));
         assert_eq!(say(&mut begun, " is a part"), (expected, n), "{storage}");
         assert_eq!(say(&mut begun, " and then").0, say(&mut whole, " and then").0, "{storage}");
@@ -169,6 +154,33 @@ fn a_chat_without_a_template_goes_on_after_the_prefix() {
         let mut resumed = Chat::new(session(&rig.model, &config), None);
         resumed.resume(&saved, &rig.origin(&config)).unwrap();
         assert_eq!(say(&mut resumed, " that").0, say(&mut again, " that").0, "{storage}");
+    }
+}
+
+/// Files of older versions of kvist lack the f16 rows of packed storages, and another order of channels is refused.
+#[test]
+fn older_files_and_other_channels() {
+    let (rig, other) = (Rig::new(&ModelFile::Embedded), Rig::new(&ModelFile::Embedded));
+    other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
+    let tokens = rig.tokens(110);
+    let config = rig.config("cells", "t4-o", 16);
+    let (_, prefix) = rig.frozen(&config, &tokens[..100]);
+    let mut begun = session(&other.model, &config);
+    let error = begin_with(&mut begun, SeqId::ONLY, &prefix, &other.origin(&config), 99).unwrap_err();
+    assert!(error.to_string().contains("p.kvp: it was made with an order of channels of hash"), "{error}");
+    assert_eq!(begun.cache().next_position(SeqId::ONLY), Some(0));
+
+    // In a ring every row is copied. Position 100 reads those from 96 on in f16, and position 96 none.
+    for (len, expected) in [(100, 0), (96, 96)] {
+        let config = rig.config("ring", "q8", 16);
+        let (mut before, _) = rig.frozen(&config, &tokens[..len]);
+        with_other_tensors(&rig.path(), |tensors| tensors.retain(|name, _| !name.contains("recent")));
+        let (mut begun, n) = rig.begun(&config, &FrozenPrefix::open(&rig.path()).unwrap());
+        assert_eq!((n, begun.cache().next_position(SeqId::ONLY)), (expected, Some(expected as u32)));
+        if n < len {
+            begun.prefill(SeqId::ONLY, &tokens[n..len], &mut |_| true).unwrap();
+        }
+        assert_eq!(go_on(&mut begun, &tokens[len..]), go_on(&mut before, &tokens[len..]));
     }
 }
 

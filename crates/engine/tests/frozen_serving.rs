@@ -67,4 +67,14 @@ fn an_engine_refuses_what_does_not_fit() {
     assert!(start(|_, prefix| prefix.origin.model.weights = "0".repeat(64), 40).contains("weights"));
     assert!(start(|config, _| config.paged.prefix = None, 40).contains("no prefix index"));
     assert!(start(|config, _| config.paged.cache.context_tokens = 32, 40).contains("--context"));
+    // The file has what a query at the end of the prefix sees, and a request begins at the end of a block.
+    for (n, fits) in [(96, true), (100, false)] {
+        let mut config = config_of("f32".parse().unwrap());
+        config.paged.cache.window = Some(24);
+        config.prefix = Some(frozen(&random_tokens(n, 3), &config));
+        let error =
+            Engine::start(model().clone(), &devices::all(), config).err().map(|error| error.to_string());
+        assert_eq!(error.is_none(), fits, "{error:?}");
+        assert!(error.is_none_or(|error| error.contains("whole blocks of 16")));
+    }
 }

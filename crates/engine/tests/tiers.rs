@@ -370,18 +370,20 @@ async fn the_same_texts_in_conversations_that_fork() {
 async fn the_same_texts_of_packed_numbers() {
     let (model, registry) = deterministic();
     let prompts = prompts();
-    for recent in [0, 16] {
+    for (k, recent) in
+        [(Storage::Q8, 0), (Storage::Q8, 16), (Storage::Q4, 16), (Storage::T4, 16), (Storage::T4_O, 16)]
+    {
         let run = async |stores: Option<Vec<TierStore>>| {
             let mut config = small(stores.map(|stores| (Write::Through, stores)), Preempted::Recompute);
-            config.paged.cache.k = Storage::Q8;
-            config.paged.cache.v = Storage::Q8.for_values();
+            config.paged.cache.k = k;
+            config.paged.cache.v = k.for_values();
             config.paged.cache.recent.tokens = recent;
             config.fit();
             serve(Engine::start(model.clone(), registry, config).unwrap(), &prompts).await
         };
         let (expected, ..) = run(None).await;
         let (texts, _, loaded) = run(Some(vec![tier(Ram::new(1 << 30))])).await;
-        assert_eq!(texts, expected, "{recent} recent rows");
+        assert_eq!(texts, expected, "{k}, {recent} recent rows");
         assert!(loaded > 0);
     }
 }

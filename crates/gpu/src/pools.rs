@@ -10,6 +10,7 @@
 mod inspect;
 mod layer;
 mod memory;
+mod recent_rows;
 mod resize;
 mod transfers;
 
@@ -460,6 +461,23 @@ impl<D: Driver> Pools for GpuPools<D> {
 
     fn finished(&mut self, transfer: &Transfer) -> Option<Result<HostBlock, DeviceError>> {
         self.transfers.finished(transfer)
+    }
+
+    fn read_recent(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        rows: &mut [u8],
+    ) -> Result<bool, DeviceError> {
+        self.download_recent(group, token, rows)
+    }
+    fn write_recent(
+        &mut self,
+        group: GroupId,
+        token: CellPosition,
+        rows: &[u8],
+    ) -> Result<bool, DeviceError> {
+        self.upload_recent(group, token, rows)
     }
 
     fn inspect(

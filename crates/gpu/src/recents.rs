@@ -3,7 +3,8 @@
 //! A layer's buffer is `[slots + tokens of a step, keys of all heads, values of all heads]`; only packed sides are there,
 //! and rows are whole words. Every token of a step has its row behind the slots, and in a slot if it is kept.
 use crate::driver::Driver;
-use kvist_device::{DeviceError, LayerSpec, PoolSpec, RecentPlan};
+use kvist_cache::GroupId;
+use kvist_device::{DeviceError, LayerSpec, Layout, PoolSpec, RecentPlan};
 
 #[derive(Debug)]
 pub struct Recents<D: Driver> {
@@ -35,6 +36,18 @@ impl<D: Driver> Copy for LayerRecents<'_, D> {}
 struct Shape {
     row_words: u32,
     first_value: u32,
+    /// Elements of the row of a head.
+    dim: u32,
+}
+
+/// The place of a row in a layer's buffer.
+#[derive(Debug)]
+pub struct RowPlace<'r, D: Driver> {
+    pub buffer: &'r D::Buffer,
+    pub first_byte: u64,
+    pub n_bytes: u64,
+    /// Of the row of a head: bytes with its padding, and without.
+    pub head_bytes: (usize, usize),
 }
 
 impl Shape {
@@ -42,7 +55,7 @@ impl Shape {
         let side = layer.n_kv_heads.checked_mul(layer.k_dim.div_ceil(2))?;
         let first_value = if spec.k.dtype.is_quantised() { side } else { 0 };
         let values = if spec.v.dtype.is_quantised() { side } else { 0 };
-        Some(Shape { row_words: first_value.checked_add(values)?, first_value })
+        Some(Shape { row_words: first_value.checked_add(values)?, first_value, dim: layer.k_dim })
     }
     fn bytes(&self, spec: &PoolSpec, slots: u32) -> Option<u64> {
         let rows = u64::from(slots).checked_add(spec.max_step_tokens.into())?;
@@ -80,7 +93,18 @@ impl<D: Driver> Recents<D> {
     /// The recent rows of an owner.
     pub fn of(&self, owner: usize) -> Option<LayerRecents<'_, D>> {
         let (rows, shape) = self.layers.get(owner)?.as_ref()?;
-        let Shape { row_words, first_value } = *shape;
+        let Shape { row_words, first_value, .. } = *shape;
         Some(LayerRecents { rows, n_slots: self.plan.n_slots(), row_words, first_value })
+    }
+
+    /// Where a slot's rows are, in every layer of a group that owns K and V.
+    pub fn places(&self, slot: u32, layout: &Layout, group: GroupId) -> Vec<RowPlace<'_, D>> {
+        let owners = layout.layers.iter().zip(&self.layers).filter(|(layer, _)| layer.group == group);
+        let places = owners.filter_map(|(_, layer)| layer.as_ref()).map(|(buffer, shape)| {
+            let n_bytes = 4 * u64::from(shape.row_words);
+            let (padded, dim) = (4 * shape.dim.div_ceil(2) as usize, 2 * shape.dim as usize);
+            RowPlace { buffer, first_byte: u64::from(slot) * n_bytes, n_bytes, head_bytes: (padded, dim) }
+        });
+        places.collect()
     }
 }

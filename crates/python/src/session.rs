@@ -361,7 +361,7 @@ impl Session {
     ///
     /// Raises:
     ///     FileError: the file cannot be written.
-    ///     ArgumentError: nothing is computed yet, tokens in the middle were removed, or K are stored with outliers.
+    ///     ArgumentError: nothing is computed yet, or tokens in the middle were removed.
     #[pyo3(signature = (path, *, messages=None))]
     fn save(&self, py: Python<'_>, path: PathBuf, messages: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let messages = crate::saved::messages(messages)?;

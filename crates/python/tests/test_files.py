@@ -15,7 +15,7 @@ import pytest
 
 TEXT = "The borrow checker is a part of the compiler that checks every reference, and it knows how long each one lives."
 MORE = " A reference never outlives"
-KVS = ["f32", "f16", "q8", "q4", "t4"]
+KVS = ["f32", "f16", "q8", "q4", "t4", "t4-o"]
 KINDS = [kind for kind in kvist.cache.KINDS if kind != "ring"]
 
 
@@ -32,9 +32,8 @@ def test_a_resumed_session_goes_on_to_the_bit(model, tmp_path, kind, kv):
     session.save(tmp_path / "s.kvs")
     resumed = model.resume(tmp_path / "s.kvs", kind=kind)
     assert resumed.tokens == session.tokens and resumed.kind == kind
-    packed = kv in ("q8", "q4", "t4")
-    known = len(session) - 1
-    assert resumed.cached_tokens == (known // 16 * 16 if packed else known), "nothing else is computed again"
+    packed = kv in ("q8", "q4", "t4", "t4-o")
+    assert resumed.cached_tokens == len(session) - 1, "nothing else is computed again"
     tokens = model.encode(MORE, special=False)
     np.testing.assert_array_equal(go_on(resumed, tokens), go_on(session, tokens))
     if not packed:
@@ -84,10 +83,6 @@ def test_what_cannot_be_saved(model, tmp_path):
     path = tmp_path / "s.kvs"
     with pytest.raises(kvist.ArgumentError, match="nothing is computed yet"):
         model.session().save(path)
-    outliers = model.session(kv="t4-o", context=256)
-    outliers.forward(TEXT)
-    with pytest.raises(kvist.ArgumentError, match="cannot be saved"):
-        outliers.save(path)
     session = model.session()
     session.forward(TEXT)
     with pytest.raises(kvist.FileError, match="no-such-folder"):
@@ -194,9 +189,8 @@ def test_a_session_begins_with_a_prefix_to_the_bit(model, tmp_path, kind, kv):
     assert prefix.tokens == tokens and len(prefix) == len(tokens) and prefix.system is None
     assert prefix.nbytes == (tmp_path / "p.kvp").stat().st_size and "p.kvp" in repr(prefix)
     session = model.session(kind=kind, prefix=prefix)
-    packed = kv in ("q8", "q4", "t4")
     assert session.tokens == tokens
-    assert session.cached_tokens == (len(tokens) // 16 * 16 if packed else len(tokens))
+    assert session.cached_tokens == len(tokens)
     assert session.kv_bytes == 0, "nothing was copied"
     alone = model.session(kind=kind, kv=kv)
     alone.forward(TEXT)
@@ -230,8 +224,6 @@ def test_a_prefix_of_something_else_is_refused(model, tmp_path):
         model.freeze_prefix([], path)
     with pytest.raises(ValueError, match="vocabulary"):
         model.freeze_prefix([10**7], path)
-    with pytest.raises(kvist.ArgumentError, match="cannot be saved"):
-        model.freeze_prefix(TEXT, path, kv="t4-o")
     with pytest.raises(kvist.FileError, match="no-such-folder"):
         model.freeze_prefix(TEXT, tmp_path / "no-such-folder" / "p.kvp")
     session = model.session(kv="f16")

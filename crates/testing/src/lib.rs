@@ -14,3 +14,13 @@ pub mod reference;
 pub mod servers;
 
 pub use reference::SplitMix64;
+
+/// An order of the channels of a model's keys, other than the one that is measured: with the last pairs first.
+pub fn other_channels(layout: &kvist_device::Layout) -> kvist_device::ChannelOrder {
+    let layer = |(l, layer): (usize, &kvist_device::LayerSpec)| match layout.owns(l) {
+        true => (0..layer.n_kv_heads * layer.k_dim).map(f64::from).collect(),
+        false => Vec::new(),
+    };
+    let energies: Vec<Vec<f64>> = layout.layers.iter().enumerate().map(layer).collect();
+    kvist_device::ChannelOrder::of_energies(layout, &energies).expect("there is one for every layout")
+}

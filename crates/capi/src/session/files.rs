@@ -48,7 +48,9 @@ impl Session {
     pub(super) fn resume(&mut self, seq: SeqId, saved: &SavedSession, config: TextConfig) -> Outcome<u32> {
         let mut sampler = Sampler::new(config.sampler)?;
         let origin = self.origin()?;
-        let n = saved::resume(&mut self.session, seq, saved, &origin, usize::MAX).map_err(bad_file)?;
+        // The last token is computed: the next one is drawn from its logits.
+        let most = saved.tokens().len() - 1;
+        let n = saved::resume(&mut self.session, seq, saved, &origin, most).map_err(bad_file)?;
         self.compute_rest(seq, saved.tokens(), n)?;
         sampler.observe(saved.tokens());
         self.begin_text(seq, saved.tokens(), sampler, config)?;

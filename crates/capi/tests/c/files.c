@@ -60,13 +60,13 @@ static uint32_t length(kvist_session *session, uint32_t seq) {
 
 static uint32_t some[100];
 
-static void to_the_bit(const char *kind, const char *k, uint32_t again) {
+static void to_the_bit(const char *kind, const char *k) {
     kvist_session *a = begin(kind, k), *b = begin(kind, k);
     OK(kvist_session_prompt_tokens(a, 0, some, 41, NULL));
     uint32_t n;
     OK(kvist_session_save(a, 0, saved));
     OK(kvist_session_resume(b, 0, saved, NULL, &n));
-    MUST(n == 41 - again && length(b, 0) == 41);
+    MUST(n == 40 && length(b, 0) == 41); /* the last token's logits choose the next one */
     uint32_t tokens[41];
     size_t n_tokens;
     EXPECT(kvist_session_tokens(b, 0, tokens, 40, &n_tokens), KVIST_INVALID_ARGUMENT, "tokens holds 40");
@@ -83,7 +83,7 @@ static void to_the_bit(const char *kind, const char *k, uint32_t again) {
     OK(kvist_session_freeze(a, 0, frozen));
     OK(kvist_prefix_open(frozen, &prefix));
     OK(kvist_session_begin_with(b, 0, prefix, &n));
-    MUST(n == (again == 1 ? 41 : 41 - again) && length(b, 0) == 41);
+    MUST(n == 41 && length(b, 0) == 41);
     OK(kvist_prefix_free(prefix));
     same(a, 0, b, 0);
     OK(kvist_session_free(a));
@@ -207,10 +207,6 @@ static void files(void) {
     EXPECT(kvist_session_resume(a, 0, saved, NULL, NULL), KVIST_CACHE_FULL, NULL);
     EXPECT(kvist_session_begin_with(a, 0, prefix, NULL), KVIST_CACHE_FULL, NULL);
     OK(kvist_session_free(a));
-    a = begin("cells", "t4-o");
-    OK(kvist_session_prompt_tokens(a, 0, some, 30, NULL));
-    EXPECT(kvist_session_save(a, 0, saved), KVIST_INVALID_ARGUMENT, "cannot be saved");
-    OK(kvist_session_free(a));
     OK(kvist_prefix_free(prefix));
 }
 
@@ -223,8 +219,9 @@ int main(int argc, char **argv) {
     OK(kvist_model_open(NULL, NULL, &model));
     const char *kinds[] = {"contiguous", "cells", "tree", "paged"};
     for (int i = 0; i < 4; i++) {
-        to_the_bit(kinds[i], "q8", 9); /* 32 of 41: whole groups of 16 */
-        to_the_bit(kinds[i], "f16", 1);
+        to_the_bit(kinds[i], "q8");
+        to_the_bit(kinds[i], "t4-o");
+        to_the_bit(kinds[i], "f16");
     }
     texts();
     trees();

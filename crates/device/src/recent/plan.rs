@@ -3,6 +3,7 @@
 //! A row is written once, when its token is new. It is kept in a slot if later steps may read it. Cells refer to slots,
 //! so forks and copies share them. A slot is free once all its cells have been overwritten. If none is free, slots of
 //! full groups are reused first, then the least recently read slots. A cell that lost its slot is read from the pool.
+use super::CellPosition;
 use super::slots::{Bounds, Group, Slot, StepTokens};
 use crate::pools::PoolSpec;
 use kvist_cache::{CellCopy, CellRun, GroupId, SpanKind, StepPlan};
@@ -133,6 +134,20 @@ impl RecentPlan {
     /// Drops the rows of `cells`: other tokens are in these cells from now on.
     pub fn forget(&mut self, group: GroupId, cells: CellRun) {
         self.groups[usize::from(group.0)].forget(cells);
+    }
+
+    /// The slot that keeps the row of this token, if one does.
+    pub fn slot_of(&self, group: GroupId, token: CellPosition) -> Option<u32> {
+        let (slot, position) = self.groups[usize::from(group.0)].slot_of(token.cell)?;
+        (position == token.position).then_some(slot)
+    }
+
+    /// Chooses a slot for the row of a token that no step here has written. `None` if there are no slots. `cells` is the
+    /// current capacity of the group's pools.
+    pub fn adopt(&mut self, group: GroupId, token: CellPosition, cells: u32) -> Option<u32> {
+        let group = &mut self.groups[usize::from(group.0)];
+        group.reach(cells);
+        group.adopt(token.cell, token.position)
     }
 
     /// The tokens of the step whose rows are kept, with their slots.

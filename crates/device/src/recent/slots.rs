@@ -199,9 +199,35 @@ impl Group {
         if let Some(writer) = self.token_of_cell.get(cell as usize)?.checked_sub(1) {
             return Some((self.slots.len() as u32 + writer, *positions.get(writer as usize)?));
         }
+        self.slot_of(cell)
+    }
+
+    /// The slot of a cell, if it has one, and the position of its token.
+    pub fn slot_of(&self, cell: u32) -> Option<(u32, u32)> {
         let Place { slot, generation } = *self.places.get(cell as usize)?;
         let found = self.slots.get(slot as usize)?;
         (generation > 0 && found.generation == generation).then_some((slot, found.position))
+    }
+
+    /// Gives `cell` a slot for the row of a token that no step has written. `None` if there are no slots.
+    pub fn adopt(&mut self, cell: u32, position: u32) -> Option<u32> {
+        // As a step would: what it does not read makes room.
+        self.step += 1;
+        self.set(cell, Place::default());
+        let slot = self.take_free().or_else(|| self.take_oldest())?;
+        let place = self.occupy(slot, position);
+        self.set(cell, place);
+        Some(slot)
+    }
+
+    /// Makes a slot that was taken the place of a row of this step.
+    fn occupy(&mut self, slot: u32, position: u32) -> Place {
+        let Slot { generation, queued, .. } = self.slots[slot as usize];
+        let generation = generation.wrapping_add(1).max(1);
+        let (used, incomplete) = (self.step, self.step);
+        self.slots[slot as usize] =
+            Slot { position, generation, used, incomplete, queued, ..Slot::default() };
+        Place { slot, generation }
     }
 
     /// Records that this step reads `row`.
@@ -218,22 +244,22 @@ impl Group {
     }
 
     /// Assigns slots to the new rows that later steps read. Rows of the last full group are kept too, in case the
-    /// sequence is truncated there.
+    /// sequence is truncated there, but only in slots that are left: the slots that this step reads cannot be taken.
     pub fn keep(&mut self, step: &StepTokens<'_>) {
         self.kept.clear();
-        for (token, bounds) in step.bounds.iter().enumerate().filter(|(_, bounds)| bounds.kept) {
+        let kept = |incomplete| {
+            let all = step.bounds.iter().enumerate();
+            all.filter(move |(_, bounds)| bounds.kept && bounds.incomplete == incomplete)
+        };
+        for (token, bounds) in kept(true).chain(kept(false)) {
             let position = step.positions[token];
             let slot = self.take_free().or_else(|| if bounds.incomplete { self.take_oldest() } else { None });
             let Some(slot) = slot else { continue };
-            let Slot { generation, queued, .. } = self.slots[slot as usize];
-            let generation = generation.wrapping_add(1).max(1);
-            let (used, incomplete) = (self.step, self.step);
-            self.slots[slot as usize] =
-                Slot { position, generation, used, incomplete, queued, ..Slot::default() };
+            let place = self.occupy(slot, position);
             if !bounds.incomplete {
                 self.fill(slot);
             }
-            self.set(self.written[token], Place { slot, generation });
+            self.set(self.written[token], place);
             self.kept.push((token as u32, slot));
         }
         for i in 0..self.read.len() {
@@ -345,6 +371,19 @@ mod tests {
         assert_eq!(rows(&group), [0, 1]);
     }
 
+    /// Regression: a step that ended a group took its slots first for the group before, and none was left for its newest tokens. So
+    /// what they were read as depended on the chunks of a text.
+    #[test]
+    fn rows_of_the_newest_tokens_come_before_those_of_the_full_group() {
+        let mut group = Group::new(2, 0);
+        group.reach(4);
+        group.written = vec![0, 1, 2];
+        let bounds =
+            [false, false, true].map(|incomplete| Bounds { low: 0, high: 1, incomplete, kept: true });
+        group.keep(&StepTokens { tokens: 16, positions: &[0, 1, 2], bounds: &bounds });
+        assert_eq!(rows(&group), [0, 2]);
+    }
+
     #[test]
     fn a_slot_is_free_once_all_its_cells_were_filled_anew() {
         let mut group = two();
@@ -355,6 +394,22 @@ mod tests {
         assert_eq!((rows(&group), group.free.len()), (vec![0], 1));
         put(&mut group, 2, true);
         assert_eq!(rows(&group), [0, 2]);
+    }
+
+    #[test]
+    fn an_adopted_row_takes_a_slot_as_a_step_would() {
+        let mut group = two();
+        // Cell 0 was read longest ago.
+        group.note(1, true);
+        let adopted = group.adopt(3, 9);
+        assert_eq!(adopted.map(|slot| group.slots[slot as usize].position), Some(9));
+        assert_eq!(group.slot_of(3), adopted.map(|slot| (slot, 9)));
+        assert_eq!((group.slot_of(0), group.slot_of(1).is_some()), (None, true));
+        // Its own slot is free, and the first one that it gets back.
+        assert_eq!(group.adopt(3, 10), adopted);
+        let mut without_slots = Group::new(0, 0);
+        without_slots.reach(4);
+        assert_eq!(without_slots.adopt(3, 9), None);
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The file of a frozen prefix: safetensors, whose first tensors are images of pools and begin at a page.
 use super::{BLOCK, FrozenText};
 use crate::saved::{
-    FileFormat, HEADER, HEADER_HASH, Origin, Rows, SideSpec, le_bytes, positions_name, replace, side_name,
-    tensor_type, words_of,
+    FileFormat, HEADER, HEADER_HASH, Origin, Rows, SideSpec, le_bytes, positions_name, recent_name,
+    recent_positions_name, replace, side_name, tensor_type, words_of,
 };
 use kvist_device::{Image, MappedRows, MappedSide, Side, Storage};
 use kvist_model::{Error, Fingerprint, hash};
@@ -117,6 +117,19 @@ impl Writer {
             };
             let shape = vec![n, side.heads as usize, row];
             self.rows.push(Named { name: side_name(side), dtype, shape, bytes });
+        }
+    }
+
+    /// Adds the f16 rows of the newest tokens of a group, if it has any.
+    pub fn recent(&mut self, group: usize, sides: &[SideSpec], rows: Rows) {
+        if rows.positions.is_empty() {
+            return;
+        }
+        self.word(recent_positions_name(group), &rows.positions);
+        let n = rows.positions.len();
+        for (side, bytes) in sides.iter().zip(rows.sides) {
+            let shape = vec![n, side.heads as usize, side.dim as usize];
+            self.rows.push(Named { name: recent_name(side), dtype: "F16", shape, bytes });
         }
     }
 
@@ -291,14 +304,33 @@ impl FrozenPrefix {
 
     /// The rows of a layer group with a window. The origin has been checked.
     pub(super) fn rows(&self, group: usize, sides: &[SideSpec]) -> Result<Rows, Error> {
-        let tensor = |name: String| self.others.get(&name).ok_or_else(|| self.misfit());
-        let positions = words_of(tensor(positions_name(group))?).ok_or_else(|| self.misfit())?;
+        self.rows_of(&positions_name(group), sides, side_name)
+    }
+
+    /// The f16 rows of the newest tokens of a layer group, if the file has any. The origin has been checked.
+    pub(super) fn recent_rows(&self, group: usize, sides: &[SideSpec]) -> Result<Rows, Error> {
+        let name = recent_positions_name(group);
+        match self.others.contains_key(&name) {
+            true => self.rows_of(&name, sides, recent_name),
+            false => Ok(Rows::default()),
+        }
+    }
+
+    /// The positions in the tensor `positions`, and the rows of each side at these positions.
+    fn rows_of(
+        &self,
+        positions: &str,
+        sides: &[SideSpec],
+        name: impl Fn(&SideSpec) -> String,
+    ) -> Result<Rows, Error> {
+        let tensor = |name: &str| self.others.get(name).ok_or_else(|| self.misfit());
+        let positions = words_of(tensor(positions)?).ok_or_else(|| self.misfit())?;
         let ascending = positions.is_sorted_by(|a, b| a < b);
         if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
             return Err(self.misfit());
         }
         let side = |side: &SideSpec| {
-            let bytes = tensor(side_name(side))?;
+            let bytes = tensor(&name(side))?;
             let fits = bytes.len() == positions.len() * side.width();
             fits.then(|| bytes.clone()).ok_or_else(|| self.misfit())
         };

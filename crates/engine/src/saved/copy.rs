@@ -13,6 +13,21 @@ pub struct Rows {
     pub sides: Vec<Vec<u8>>,
 }
 
+impl Rows {
+    pub fn has(&self, position: u32) -> bool {
+        self.positions.binary_search(&position).is_ok()
+    }
+}
+
+impl GroupRows {
+    pub fn has(&self, position: u32) -> bool {
+        match self {
+            GroupRows::Copied(rows) => rows.has(position),
+            GroupRows::InPlace => true,
+        }
+    }
+}
+
 /// Where the rows of a layer group come from.
 #[derive(Clone, Debug, PartialEq)]
 pub enum GroupRows {
@@ -93,7 +108,7 @@ fn rows_at_once(width: usize) -> usize {
 }
 
 /// The parts of a block that belong to each side: (side, first byte, bytes).
-fn parts(sides: &[SideSpec], rows: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
+pub fn parts(sides: &[SideSpec], rows: usize) -> impl Iterator<Item = (usize, usize, usize)> + '_ {
     let mut first = 0;
     sides.iter().enumerate().map(move |(i, side)| {
         let part = (i, first, rows * side.width());
@@ -186,12 +201,10 @@ impl CacheRows<'_> {
             self.place_chunk(seq, start, len, groups)?;
         }
         let needed = self.seen_at_end(seq, n)?;
-        Ok(needed.iter().zip(groups).all(|(needed, rows)| match rows {
-            GroupRows::Copied(rows) => {
-                needed.iter().all(|(position, _)| rows.positions.binary_search(position).is_ok())
-            }
-            GroupRows::InPlace => true,
-        }))
+        Ok(needed
+            .iter()
+            .zip(groups)
+            .all(|(needed, rows)| needed.iter().all(|(position, _)| rows.has(*position))))
     }
 
     fn place_chunk(&mut self, seq: SeqId, start: u32, len: u32, groups: &[GroupRows]) -> Result<(), Error> {

@@ -1,5 +1,6 @@
 //! The file of a session: safetensors, with a header of its own in the metadata.
 use super::copy::{Rows, SideSpec, sides};
+use super::recent::recent_sides;
 use super::{Origin, SavedMessage, SavedText};
 use kvist_cache::GroupId;
 use kvist_device::{DType, Layout, Storage};
@@ -93,6 +94,14 @@ pub(crate) fn side_name(side: &SideSpec) -> String {
     format!("layer.{}.{}", side.layer, if side.keys { "k" } else { "v" })
 }
 
+/// The f16 rows of the newest tokens, which files of packed storages have.
+pub(crate) fn recent_name(side: &SideSpec) -> String {
+    format!("{}.recent", side_name(side))
+}
+pub(crate) fn recent_positions_name(group: usize) -> String {
+    format!("group.{group}.recent")
+}
+
 pub(crate) fn positions_name(group: usize) -> String {
     format!("group.{group}.positions")
 }
@@ -122,7 +131,7 @@ pub fn write(
     origin: &Origin,
     layout: &Layout,
     (k, v): (Storage, Storage),
-    groups: &[Rows],
+    (groups, recent): (&[Rows], &[Rows]),
 ) -> Result<(), Error> {
     let mut tensors: Vec<Named<'_>> = Vec::new();
     tensors.push(("tokens".into(), Dtype::U32, vec![text.tokens.len()], le_bytes(text.tokens).into()));
@@ -132,6 +141,14 @@ pub fn write(
         for (side, bytes) in sides(layout, (k, v), GroupId(g as u16)).iter().zip(&rows.sides) {
             let (dtype, row) = tensor_type(if side.keys { k } else { v }, side);
             tensors.push((side_name(side), dtype, vec![n, side.heads as usize, row], bytes.into()));
+        }
+    }
+    for (g, rows) in recent.iter().enumerate().filter(|(_, rows)| !rows.positions.is_empty()) {
+        let n = rows.positions.len();
+        tensors.push((recent_positions_name(g), Dtype::U32, vec![n], le_bytes(&rows.positions).into()));
+        for (side, bytes) in recent_sides(layout, (k, v), GroupId(g as u16)).iter().zip(&rows.sides) {
+            let shape = vec![n, side.heads as usize, side.dim as usize];
+            tensors.push((recent_name(side), Dtype::F16, shape, bytes.into()));
         }
     }
     let header = Header {
@@ -270,25 +287,62 @@ impl SavedSession {
 
     /// The rows of every layer group. The origin has been checked.
     pub(super) fn rows(&self, layout: &Layout, storages: (Storage, Storage)) -> Result<Vec<Rows>, Error> {
-        let what = "its tensors do not fit the model";
-        let bad = || Error::Malformed { file: self.path.display().to_string(), what: what.into() };
-        let tensors = SafeTensors::deserialize(&self.bytes).map_err(|_| bad())?;
+        let tensors = self.tensors()?;
         let group = |g: usize| {
-            let positions = words(&tensors, &positions_name(g)).ok_or_else(bad)?;
-            let ascending = positions.is_sorted_by(|a, b| a < b);
-            if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
-                return Err(bad());
-            }
-            let side = |side: &SideSpec| {
-                let bytes = tensors.tensor(&side_name(side)).map_err(|_| bad())?.data();
-                let fits = bytes.len() == positions.len() * side.width();
-                fits.then(|| bytes.to_vec()).ok_or_else(bad)
-            };
-            let sides =
-                sides(layout, storages, GroupId(g as u16)).iter().map(side).collect::<Result<_, Error>>()?;
-            Ok(Rows { positions, sides })
+            let sides = sides(layout, storages, GroupId(g as u16));
+            self.rows_of(&tensors, &positions_name(g), &sides, side_name)
         };
         (0..layout.n_groups()).map(group).collect()
+    }
+
+    /// The f16 rows of the newest tokens of every layer group: none if the storages are floats, the cache had dropped them, or an
+    /// older version of kvist wrote the file. The origin has been checked.
+    pub(super) fn recent_rows(
+        &self,
+        layout: &Layout,
+        storages: (Storage, Storage),
+    ) -> Result<Vec<Rows>, Error> {
+        let tensors = self.tensors()?;
+        let group = |g: usize| {
+            let name = recent_positions_name(g);
+            if tensors.tensor(&name).is_err() {
+                return Ok(Rows::default());
+            }
+            let sides = recent_sides(layout, storages, GroupId(g as u16));
+            self.rows_of(&tensors, &name, &sides, recent_name)
+        };
+        (0..layout.n_groups()).map(group).collect()
+    }
+
+    fn misfit(&self) -> Error {
+        let what = "its tensors do not fit the model".into();
+        Error::Malformed { file: self.path.display().to_string(), what }
+    }
+
+    fn tensors(&self) -> Result<SafeTensors<'_>, Error> {
+        SafeTensors::deserialize(&self.bytes).map_err(|_| self.misfit())
+    }
+
+    /// The positions in the tensor `positions`, and the rows of each side at these positions.
+    fn rows_of(
+        &self,
+        tensors: &SafeTensors<'_>,
+        positions: &str,
+        sides: &[SideSpec],
+        name: impl Fn(&SideSpec) -> String,
+    ) -> Result<Rows, Error> {
+        let bad = || self.misfit();
+        let positions = words(tensors, positions).ok_or_else(bad)?;
+        let ascending = positions.is_sorted_by(|a, b| a < b);
+        if !ascending || positions.last().is_some_and(|last| *last >= self.header.stored) {
+            return Err(bad());
+        }
+        let side = |side: &SideSpec| {
+            let bytes = tensors.tensor(&name(side)).map_err(|_| bad())?.data();
+            let fits = bytes.len() == positions.len() * side.width();
+            fits.then(|| bytes.to_vec()).ok_or_else(bad)
+        };
+        Ok(Rows { sides: sides.iter().map(side).collect::<Result<_, Error>>()?, positions })
     }
 }
 

@@ -1,5 +1,7 @@
 //! What K and V depend on.
+use crate::channels::hash_of;
 use crate::memory::CacheConfig;
+use kvist_device::Storage;
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{Error, Fingerprint, LateFingerprint, Model, Opened, hash};
@@ -27,6 +29,10 @@ pub struct CacheOrigin {
     /// Of each layer group: the positions that a query sees, if it does not see all, and the first positions, which stay
     /// visible.
     pub groups: Vec<(Option<u32>, u32)>,
+    /// The hash of the order of K's channels, if K are stored with outliers. It is measured when a model's first cache opens
+    /// ([`Origin::in_cache`]), so it is `None` before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub channels: Option<String>,
 }
 
 impl Origin {
@@ -42,10 +48,28 @@ impl Origin {
             v: config.v.to_string(),
             recent: config.recent.of_storages(config.k, config.v).tokens,
             groups: groups.iter().map(|group| (group.visibility.window, group.visibility.sinks)).collect(),
+            channels: None,
         };
         let frequencies = architecture.ropes.iter().flat_map(|rope| rope.inv_freq(config.context_tokens));
         let frequencies: Vec<u8> = frequencies.flat_map(f32::to_le_bytes).collect();
         Origin { model, weights: format.to_string(), rope: hash(&[&frequencies]), cache }
+    }
+
+    /// The same, with what is known only once a cache of `model` with keys in `k` has opened.
+    ///
+    /// # Errors
+    /// None has.
+    pub fn in_cache(&self, model: &Model, k: Storage) -> Result<Origin, Error> {
+        let order = match (k.outliers, model.channels().get()) {
+            (false, _) => None,
+            (true, Some(order)) => Some(hash_of(order)),
+            (true, None) => {
+                return Err(Error::Usage(format!(
+                    "no cache in {k} has opened, so the order of its channels is not known"
+                )));
+            }
+        };
+        Ok(Origin { cache: CacheOrigin { channels: order, ..self.cache.clone() }, ..self.clone() })
     }
 
     /// Compares the models alone, before anything is known of the cache.
@@ -57,7 +81,8 @@ impl Origin {
         self.check(file, &same_cache)
     }
 
-    /// Compares with what is used now.
+    /// Compares with what is used now. As long as no cache has opened, the order of channels is not compared: it is when the
+    /// stored K and V are used.
     ///
     /// # Errors
     /// Names the first difference, with both values.
@@ -105,6 +130,14 @@ impl Origin {
                 &now,
                 "give the same --window and --sinks",
             );
+        }
+        if let Some(now) = &now.cache.channels {
+            let saved = self.cache.channels.as_deref().unwrap_or("none");
+            if saved != now {
+                let (saved, now) = (short(saved), short(now));
+                let advice = "another device or instruction set ranks the strongest channels of K otherwise: use the one that made it";
+                return differs("an order of channels of hash", &saved, &now, advice);
+            }
         }
         Ok(())
     }

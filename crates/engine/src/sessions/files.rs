@@ -15,7 +15,6 @@ use super::store::SessionRecord;
 use super::{History, SessionId};
 use crate::Error;
 use crate::saved::Origin;
-use crate::serving::fingerprint;
 use kvist_model::hash;
 use kvist_store::{BlockKey, Bytes, Check, Frame, KeyChain, Opened};
 use serde::{Deserialize, Serialize};
@@ -70,11 +69,11 @@ pub(super) type Found = (SessionRecord, History);
 
 impl SessionFiles {
     /// Opens or creates a directory, and reads its sessions. Removes the blocks that none of them needs, and those that another version
-    /// of kvist or device (`numerics`) has computed: a text is not continued from K and V that this process would not have computed,
-    /// and none get into a tier. A session whose file is damaged is left out, and its file renamed.
+    /// of kvist or device has computed (they have another `fingerprint`): a text is not continued from K and V that this process would
+    /// not have computed, and none get into a tier. A session whose file is damaged is left out, and its file renamed.
     pub fn open(
         dir: &Path,
-        (origin, numerics): (&Origin, &str),
+        (origin, fingerprint): (&Origin, Vec<u8>),
         (block_tokens, n_groups): (u32, u16),
         vocab: usize,
     ) -> Result<(Self, Vec<Found>), Error> {
@@ -108,7 +107,7 @@ impl SessionFiles {
         let json = serde_json::to_string(origin).map_err(|error| Error::Usage(error.to_string()))?;
         let files = SessionFiles {
             dir: dir.to_path_buf(),
-            fingerprint: fingerprint(origin, block_tokens, numerics)?,
+            fingerprint,
             block_tokens: block_tokens.max(1) as usize,
             n_groups,
             blocks: Mutex::default(),

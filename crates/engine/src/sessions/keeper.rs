@@ -10,8 +10,8 @@ use super::store::{Change, SessionRecord};
 use super::{SessionError, SessionId, SessionInfo, SessionStore, Timestamp};
 use crate::Error;
 use crate::executor::PagedConfig;
-use crate::saved::{Origin, check_storage};
-use crate::serving::{Begun, Engine, TextBlocks};
+use crate::saved::Origin;
+use crate::serving::{Begun, Engine, TextBlocks, fingerprint};
 use kvist_store::BlockKey;
 use std::collections::BTreeSet;
 use std::iter::Peekable;
@@ -54,7 +54,7 @@ impl SessionKeeper {
     ///
     /// # Errors
     /// The directory cannot be written to, has other files, belongs to another process, or its sessions were saved with
-    /// another model or other storages; a storage cannot be saved; the engine has no prefix index.
+    /// another model or other storages; the engine has no prefix index.
     pub fn open(
         dir: &Path,
         engine: &Engine,
@@ -62,14 +62,16 @@ impl SessionKeeper {
         (origin, numerics): (&Origin, &str),
         paged: &PagedConfig,
     ) -> Result<Self, Error> {
-        check_storage((paged.cache.k, paged.cache.v))?;
         if paged.prefix.is_none() {
             return Err(Error::Usage("sessions can be kept only in a cache with a prefix index".into()));
         }
         let model = engine.model().config();
         let groups = paged.cache.groups(model);
         let shape = (paged.block_tokens, u16::try_from(groups.len()).unwrap_or(u16::MAX));
-        let (files, found) = SessionFiles::open(dir, (origin, numerics), shape, model.vocab)?;
+        // Blocks in another order of channels are not found, as those of another machine are not.
+        let computed = origin.in_cache(engine.model(), paged.cache.k)?;
+        let fingerprint = fingerprint(&computed, paged.block_tokens, numerics)?;
+        let (files, found) = SessionFiles::open(dir, (origin, fingerprint), shape, model.vocab)?;
         if !found.is_empty() {
             tracing::info!(target: TARGET, "{} sessions of an earlier run are in {}", found.len(), dir.display());
         }

@@ -8,6 +8,8 @@ use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
 use kvist_model::Model;
 use safetensors::SafeTensors;
+use safetensors::tensor::{Dtype, TensorView};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -118,4 +120,30 @@ pub fn as_a_newer_version(path: &Path) {
         bytes[at..at + new.len()].copy_from_slice(new.as_bytes());
     }
     std::fs::write(path, bytes).unwrap();
+}
+
+/// The tensors of a file by name: type, shape and bytes.
+pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
+
+/// Changes the tensors of a session's file, and makes its hashes right.
+pub fn with_other_tensors(path: &Path, change: impl FnOnce(&mut Tensors)) {
+    let bytes = std::fs::read(path).unwrap();
+    let metadata = SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone().unwrap();
+    let mut header: serde_json::Value = serde_json::from_str(&metadata["kvist"]).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let tensors = file.tensors().into_iter();
+    let mut tensors: Tensors = tensors
+        .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
+        .collect();
+    change(&mut tensors);
+    let hashes =
+        tensors.iter().map(|(name, (_, _, bytes))| (name.clone(), kvist_model::hash(&[bytes]).into()));
+    header["blake3"] = serde_json::Value::Object(hashes.collect());
+    let header = header.to_string();
+    let entries = [("blake3", kvist_model::hash(&[header.as_bytes()])), ("kvist", header)];
+    let metadata = entries.map(|(key, value)| (key.to_owned(), value)).into_iter().collect();
+    let views = tensors
+        .iter()
+        .map(|(name, (dtype, shape, bytes))| (name, TensorView::new(*dtype, shape.clone(), bytes).unwrap()));
+    std::fs::write(path, safetensors::serialize(views, Some(metadata)).unwrap()).unwrap();
 }

@@ -27,14 +27,14 @@ pub use models::{f32_model as model, fixtures, load_f32};
 /// The weights as stored in the file, with sums in an order that does not depend on the rest of the batch.
 pub fn deterministic() -> &'static (Arc<Model>, Registry) {
     static MODEL: OnceLock<(Arc<Model>, Registry)> = OnceLock::new();
-    MODEL.get_or_init(|| {
-        let compute = Compute::default().deterministic(true);
-        let options = LoadOptions::default();
-        let budget = MemoryBudget::unlimited();
-        let device = Cpu::new(compute.clone());
-        let model = Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {}).unwrap();
-        (Arc::new(model), devices::on(&compute))
-    })
+    MODEL.get_or_init(|| (load_deterministic(), devices::on(&Compute::default().deterministic(true))))
+}
+
+/// The model of [`deterministic`], loaded anew.
+pub fn load_deterministic() -> Arc<Model> {
+    let device = Cpu::new(Compute::default().deterministic(true));
+    let (options, budget) = (LoadOptions::default(), MemoryBudget::unlimited());
+    Arc::new(Model::load(&ModelFile::Embedded, device, &options, &budget, &mut |_, _| {}).unwrap())
 }
 
 pub fn tokens(text: &str) -> Vec<u32> {

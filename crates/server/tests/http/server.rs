@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 #[path = "../../../model/tests/common/mod.rs"]
 mod models;
 #[allow(unused_imports)] // `sessions` does not load others
-pub use models::{f32_model as model, load_f32};
+pub use models::{compute, f32_model as model, load as load_model, load_f32};
 
 /// Only ends tests that would hang; nothing is measured against it.
 pub const PATIENCE: Duration = Duration::from_secs(600);

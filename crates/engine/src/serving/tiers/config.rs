@@ -28,7 +28,8 @@ pub struct TierConfig {
     /// Fastest first.
     pub stores: Vec<TierStore>,
     /// Identifies everything that K and V depend on besides the tokens and the salt: the model, how its weights are
-    /// computed with, the storage of K and V. Blocks are only found by engines with the same one.
+    /// computed with, the storage of K and V. Blocks are only found by engines with the same one. An engine adds the order in
+    /// which its cache stores the channels of keys, if it is not their own (`t4-o`).
     pub fingerprint: Vec<u8>,
     pub write: Write,
     /// Bytes that may be on their way from the tiers at a time, as many that may be copied out of the cache, and as many that may wait to

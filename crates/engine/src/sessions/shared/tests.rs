@@ -112,7 +112,8 @@ fn runtime() -> Runtime {
 }
 
 fn origin(weights: &str, tokenizer: &str) -> Origin {
-    let cache = CacheOrigin { k: "f32".into(), v: "f32".into(), recent: 0, groups: vec![(None, 0)] };
+    let cache =
+        CacheOrigin { k: "f32".into(), v: "f32".into(), recent: 0, groups: vec![(None, 0)], channels: None };
     let model = Fingerprint { weights: weights.into(), tokenizer: tokenizer.into(), config: "c".into() };
     Origin { model, weights: "f32".into(), rope: "r".into(), cache }
 }
