@@ -72,6 +72,15 @@ class _TierStats(TypedDict):
     unpinned_blocks: Optional[int]
     stores: list[_StoreStats]
 
+class _Retention(TypedDict, total=False):
+    pin: Optional[bool]
+    ttl_s: Optional[float]
+    priority: Optional[int]
+
+class _Forgotten(TypedDict):
+    deleted_blocks: int
+    pending_tiers: list[str]
+
 class _BatchStats(TypedDict, total=False):
     running: Required[int]
     waiting: Required[int]
@@ -81,6 +90,7 @@ class _BatchStats(TypedDict, total=False):
     free_cells: Required[int]
     stored_blocks: Required[int]
     evicted_blocks: Required[int]
+    retained_tokens: Required[int]
     recent_hit_tokens: Required[int]
     recent_prompt_tokens: Required[int]
     kv_bytes: Required[int]
@@ -245,9 +255,19 @@ class Batch:
         tiers: Optional[Tiers] = None,
         **options: Unpack[_Storage],
     ) -> Self: ...
-    def submit(self, prompt: Prompt, *, priority: int = 0, **options: Unpack[_Sampling]) -> BatchGeneration: ...
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        cache: Optional[_Retention] = None,
+        **options: Unpack[_Sampling],
+    ) -> BatchGeneration: ...
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[_Sampling]) -> list[str]: ...
     def stats(self) -> _BatchStats: ...
+    def forget(self, salt: str = "") -> _Forgotten: ...
+    def resize(self, tokens: int, *, timeout: float = 30.0) -> int: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
