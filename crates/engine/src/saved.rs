@@ -15,6 +15,7 @@ pub(crate) use file::{
 };
 pub use origin::{CacheOrigin, LateOrigin, Origin};
 
+use crate::memory::CacheConfig;
 use crate::session::ModelSession;
 pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
@@ -65,6 +66,7 @@ pub fn save(
     origin: &Origin,
     path: &Path,
 ) -> Result<(), Error> {
+    check_whole(session.config())?;
     let stored = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
     if stored as usize > text.tokens.len() || stored == 0 {
         return Err(Error::Usage(format!(
@@ -93,6 +95,16 @@ pub fn save(
     let layout = session.model().layout().clone();
     let storages = (session.config().k, session.config().v);
     file::write(path, text, stored, origin, &layout, storages, &groups)
+}
+
+/// A thinned text is not the text that a file is of.
+pub(crate) fn check_whole(config: &CacheConfig) -> Result<(), Error> {
+    match config.keep {
+        None => Ok(()),
+        Some(keep) => Err(Error::Usage(format!(
+            "a session that keeps only {keep} is not saved, resumed or frozen, and begins with no prefix: its text has gaps"
+        ))),
+    }
 }
 
 /// The order of the channels of outliers is measured by each process, so rows in it mean nothing to another one.
@@ -127,6 +139,7 @@ pub fn resume(
     most: usize,
 ) -> Result<usize, Error> {
     saved.check(origin)?;
+    check_whole(session.config())?;
     check_storage((session.config().k, session.config().v))?;
     match session.cache().next_position(seq) {
         Some(0) => {}

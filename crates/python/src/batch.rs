@@ -1,5 +1,5 @@
 //! Many texts at once: the serving engine without HTTP.
-use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config};
+use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep};
 use crate::batch_generation::BatchGeneration;
 use crate::errors::{Class, argument, engine, file};
 use crate::model::Model;
@@ -33,6 +33,8 @@ use std::time::Duration;
 ///     prefix: a `Prefix`, or its path, that is in the prefix index from the start, in whole blocks, and stays there. `kv` is then
 ///         that of the file unless given.
 ///     tiers: `Tiers` below the cache.
+///     keep: which tokens stay of each text, as for `Model.session`. A text may be longer than the cache then. There is no prefix
+///         index: texts share nothing. Not with `prefix` and `tiers`.
 ///
 /// Raises:
 ///     OutOfMemory: the cache, or what the tiers take of memory, does not fit.
@@ -124,7 +126,7 @@ impl Batch {
     #[new]
     #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, tiers=None, **options))]
     #[pyo3(
-        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, window=None, sinks=0, recent=16)"
+        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, keep=None, window=None, sinks=0, recent=16)"
     )]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
@@ -141,6 +143,12 @@ impl Batch {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let mut options = Options::of("Batch", options)?;
+        let keep = keep(&mut options)?;
+        if keep.is_some() && (prefix.is_some() || tiers.is_some()) {
+            return Err(argument(
+                "`keep`: what it leaves of a text is in no index, prefix or tier: leave out `keep`, or `prefix` and `tiers`",
+            ));
+        }
         let prefix = prefix.map(|prefix| prefix.get(py)).transpose()?;
         let mut defaults = CacheDefaults::new(CONTEXT);
         if let Some(prefix) = &prefix {
@@ -161,6 +169,9 @@ impl Batch {
         config.scheduler.check().map_err(|why| argument(why.to_string()))?;
         config.max_queue = max_queue;
         config.fit();
+        if let Some(keep) = keep {
+            config.keep_only(keep);
+        }
         let (registry, tiers) = (model.registry(), tiers.map(|tiers| tiers.clone()));
         let running = py.detach(|| {
             if let Some(prefix) = prefix {
@@ -206,7 +217,9 @@ impl Batch {
         options.end()?;
         let retain = cache.map(|cache| retention(&cache)).transpose()?;
         if retain.is_some() && !self.with(|running| running.has_prefix_index)? {
-            return Err(argument("`cache` keeps prompts in the prefix index: leave `prefix_cache` on"));
+            return Err(argument(
+                "`cache` keeps prompts in the prefix index: leave `prefix_cache` on, and `keep` out",
+            ));
         }
         self.send(prompt, &wanted, Place { priority, salt: salt.into(), retain })
     }
@@ -231,7 +244,7 @@ impl Batch {
     }
 
     /// Counters, and occupancy in cells, at the end of the last step; hits are those of recent prompts. With tiers, `tiers` has
-    /// what they did, and in `stores` the figures of each.
+    /// what they did, and in `stores` the figures of each. With `keep` there is `removed_tokens`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.engine()?.stats();
         let dict = PyDict::new(py);
@@ -249,6 +262,9 @@ impl Batch {
         dict.set_item("kv_bytes", stats.kv_bytes)?;
         dict.set_item("kv_bytes_read", stats.kv_bytes_read)?;
         dict.set_item("busy_s", stats.busy_ns as f64 / 1e9)?;
+        if let Some(removed) = stats.removed_tokens {
+            dict.set_item("removed_tokens", removed)?;
+        }
         if let Some(tiers) = &stats.tiers {
             dict.set_item("tiers", tiers::stats(py, tiers)?)?;
         }

@@ -43,6 +43,12 @@ class _Steps(_Storage, total=False):
     chunk: int
     max_rows: int
 
+class _Session(_Steps, total=False):
+    keep: Optional[str]
+
+class _BatchStorage(_Storage, total=False):
+    keep: Optional[str]
+
 class _StoreStats(TypedDict):
     name: str
     bytes: Optional[int]
@@ -96,9 +102,10 @@ class _BatchStats(TypedDict, total=False):
     kv_bytes: Required[int]
     kv_bytes_read: Required[int]
     busy_s: Required[float]
+    removed_tokens: int
     tiers: _TierStats
 
-class _SamplingAndStorage(_Sampling, _Steps, total=False): ...
+class _SamplingAndStorage(_Sampling, _Session, total=False): ...
 
 @final
 class Model:
@@ -134,7 +141,7 @@ class Model:
         *,
         kind: str = "cells",
         prefix: Optional[Union[Prefix, _Path]] = None,
-        **options: Unpack[_Steps],
+        **options: Unpack[_Session],
     ) -> Session: ...
     def resume(
         self,
@@ -189,6 +196,8 @@ class Session:
     def text(self) -> str: ...
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def removed_tokens(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
     @property
@@ -253,7 +262,7 @@ class Batch:
         max_queue: int = 4096,
         prefix: Optional[Union[Prefix, _Path]] = None,
         tiers: Optional[Tiers] = None,
-        **options: Unpack[_Storage],
+        **options: Unpack[_BatchStorage],
     ) -> Self: ...
     def submit(
         self,
