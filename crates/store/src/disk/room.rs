@@ -23,8 +23,11 @@ fn regions(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-pub(super) fn remove_regions(dir: &Path) -> io::Result<()> {
-    regions(dir)?.into_iter().try_for_each(fs::remove_file)
+/// Removes all regions but the first `kept`.
+pub(super) fn remove_regions(dir: &Path, kept: u64) -> io::Result<()> {
+    let number = |path: &Path| path.file_name()?.to_str()?.strip_prefix(REGIONS)?.parse::<u64>().ok();
+    let goes = |path: &PathBuf| number(path).is_none_or(|number| number >= kept);
+    regions(dir)?.into_iter().filter(goes).try_for_each(fs::remove_file)
 }
 
 /// Asks first: taking room that is not there would fill the disk before it fails.
