@@ -320,7 +320,7 @@ impl Batch {
     /// Cancels what runs, ends the thread, and writes what is on its way to the tiers, for two seconds at most. Their directory is
     /// free then. Can be called again.
     fn close(&self, py: Python<'_>) {
-        let Some(Running { engine, tiers }) = lock(&self.running).take() else { return };
+        let Some(Running { engine, tiers, .. }) = lock(&self.running).take() else { return };
         py.detach(|| {
             engine.drain();
             engine.cancel_all();

@@ -140,7 +140,7 @@ impl BatchGeneration {
     }
 
     /// Waits for the rest and returns the whole text.
-    fn result(&self, py: Python<'_>) -> PyResult<String> {
+    pub fn result(&self, py: Python<'_>) -> PyResult<String> {
         while self.next_piece(py)?.is_some() {}
         self.text()
     }
