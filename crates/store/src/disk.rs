@@ -383,6 +383,8 @@ fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io
 async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
     let size =
         |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
+    // Through the page cache: memory that nothing else needs makes blocks that were written or read lately as fast as a tier in RAM, and a
+    // write waits for memory alone. foyer could open the files with O_DIRECT; its O_NOATIME then refuses files of another user.
     let device = FsDeviceBuilder::new(dir).with_capacity(size(layout.regions * layout.region_bytes)?).build();
     let device: Arc<dyn Device> = device.map_err(|error| error.to_string())?;
     let engine = BlockEngineConfig::new(device)

@@ -4,7 +4,7 @@
 //! With other options than before, blocks stay as far as there is room. Each region is a file that foyer reads by itself, up to where
 //! its blocks end. So there may be more of them later, or fewer, and they may get longer. They cannot get shorter, because that would
 //! cut blocks off: if fewer than [`LEAST_REGIONS`] of the old length fit, the store begins empty.
-use super::room::{check_room, remove_regions};
+use super::room::{check_room, leave_one_empty, remove_regions};
 use super::{DiskOptions, NAME, OVERHEAD_BYTES, PAGE, REGION_BYTES};
 use crate::{Frame, StoreError};
 use std::fs::{self, File, OpenOptions, TryLockError};
@@ -170,6 +170,7 @@ pub fn prepare(options: &DiskOptions) -> Result<Prepared, StoreError> {
     let Plan { layout, kept, loss } = Plan::of(dir, options.capacity_bytes, wanted, before.as_deref());
     check_room(options, &layout)?;
     remove_regions(dir, kept).map_err(write)?;
+    leave_one_empty(dir, layout.regions).map_err(write)?;
     if let Some(loss) = loss {
         tracing::warn!(target: "kvist::store", "{loss}");
     }

@@ -293,7 +293,7 @@ async fn blocks_stay_as_far_as_another_capacity_has_room() {
     let store = open(9, 1 << 20).await;
     let left = here(&store).await;
     assert_eq!(regions(dir.path()).len(), 8, "as long as they were, so one less fits");
-    assert!(left.len() >= 60 && left.len() < 150 && !left.contains(&7), "{left:?}");
+    assert!(left.len() >= 50 && left.len() < 150 && !left.contains(&7), "{left:?}");
     put(&store, 180..240).await;
     assert!(here(&store).await.ends_with(&(180..240).collect::<Vec<_>>()));
     store.close().await.unwrap();
@@ -301,6 +301,30 @@ async fn blocks_stay_as_far_as_another_capacity_has_room() {
     // So few that none of the files is of use.
     let store = open(8, 1 << 20).await;
     assert_eq!((here(&store).await, regions(dir.path()).len()), (vec![], 8));
+}
+
+/// Regression: no block was ever written again after a kill between the moment when foyer takes the last empty region and that when it has
+/// emptied the next one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_without_an_empty_region_is_written_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(200);
+    let store = open(dir.path()).await;
+    for key in &keys[..180] {
+        store.put(*key, vec![7; 1 << 20].into(), None).await.unwrap();
+    }
+    store.close().await.unwrap();
+    let is_empty = |path: &PathBuf| fs::read(path).unwrap()[..4096].iter().all(|byte| *byte == 0);
+    let (empty, full): (Vec<PathBuf>, Vec<PathBuf>) = regions(dir.path()).into_iter().partition(is_empty);
+    assert!(!empty.is_empty() && full.len() >= 5, "{empty:?} {full:?}");
+    for path in empty {
+        fs::copy(&full[0], path).unwrap();
+    }
+    let store = open(dir.path()).await;
+    for key in &keys[180..] {
+        store.put(*key, vec![8; 1 << 20].into(), None).await.unwrap();
+        assert_eq!(store.get(key).await.unwrap(), Some(vec![8; 1 << 20].into()));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
