@@ -440,7 +440,11 @@ async fn a_resize_that_is_not_waited_for_is_told() {
     let engine = engine(config(512));
     let mut resize = Box::pin(engine.resize(1024, PATIENCE));
     // Polled once: the engine has the order.
-    std::future::poll_fn(|context| std::task::Poll::Ready(drop(resize.as_mut().poll(context)))).await;
+    let sent = |context: &mut std::task::Context<'_>| {
+        let _ = resize.as_mut().poll(context);
+        std::task::Poll::Ready(())
+    };
+    std::future::poll_fn(sent).await;
     drop(resize);
     assert_eq!(engine.inspect(|state| state.scheduler.free_cells()).await, Some(1024));
     assert_eq!(engine.capacity_tokens(), 1024);
