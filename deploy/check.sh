@@ -47,7 +47,8 @@ else
     echo "deploy: NOT CHECKED: compose.yaml by Docker Compose, which is neither installed nor to be had" >&2
 fi
 
-"$KVIST" serve --port 0 -q >"$work/address" 2>&1 &
+# With tiers, which have metrics of their own.
+"$KVIST" serve --port 0 -q --tier-ram 64MiB --tier-disk "$work/blocks" --tier-disk-size 128MiB >"$work/address" 2>&1 &
 server=$!
 until grep -q '^serving ' "$work/address"; do
     kill -0 "$server" 2>/dev/null || { cat "$work/address" >&2; exit 1; }
@@ -57,6 +58,6 @@ url=$(sed -n 's/^serving .* on //p' "$work/address")
 curl -sSf "$url/v1/completions" -H 'content-type: application/json' -d '{"prompt": "a", "max_tokens": 2}' >/dev/null
 curl -sSf "$url/metrics" >"$work/metrics"
 for name in $(grep -oE '(vllm:|kvist_)[a-z_]+' "$here/compose/dashboard.json" | sort -u); do
-    grep -q "^$name" "$work/metrics" || { echo "deploy: dashboard.json asks for $name, which /metrics does not have" >&2; exit 1; }
+    grep -qE "^$name[ {]" "$work/metrics" || { echo "deploy: dashboard.json asks for $name, which /metrics does not have" >&2; exit 1; }
 done
 echo "deploy: fine"

@@ -8,9 +8,14 @@ A prompt has --tokens tokens in whole blocks, which can be found, and one more, 
 found costs its way and one step. `kvist` has to be built with `--features tiers`. Redis is left out if `redis-server` is not installed. The cache has room for one
 prompt alone, so that two prompts that take turns are never found there. The figure is the median over --rounds. Beside it stands
 the time of one decode step at that depth, and, for the disk, what direct reads of as many bytes of the same files take in the
-same run. Only the standard library is needed.
+same run.
+
+The store reads its files through the page cache, so there are two rows of the disk: `disk, cold` after the files have left the page
+cache, which is what direct reads compare with, and `disk, warm` when each prompt has been loaded once since. The first load of a new
+process, which touches memory for the first time, is a row of its own, with warm files. Only the standard library is needed.
 """
 import argparse
+import ctypes
 import http.client
 import json
 import mmap
@@ -103,12 +108,50 @@ class Server:
             time.sleep(0.05)
 
 
+def store_files(folder):
+    return sorted(p for p in pathlib.Path(folder).iterdir() if p.name.startswith("foyer"))
+
+
+def in_page_cache(folder):
+    """The share of the store's files that is in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    found = pages = 0
+    for path in store_files(folder):
+        size = path.stat().st_size
+        state = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        handle = os.open(path, os.O_RDONLY)
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, handle, 0)
+        os.close(handle)
+        if address == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), f"cannot map {path}")
+        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), state) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot look at the pages of {path}")
+        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
+        found += sum(page & 1 for page in state)
+        pages += len(state)
+    return found / pages
+
+
+def leave_page_cache(folder):
+    """Writes the store's files out, and drops them from the page cache."""
+    for path in store_files(folder):
+        handle = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(handle)
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+    if (share := in_page_cache(folder)) > 0.01:
+        raise SystemExit(f"{share:.0%} of the files in {folder} stay in the page cache: give --dir on a disk, not on a tmpfs")
+
+
 def direct_read(folder, n_bytes, n_chunk=8 << 20):
     """Seconds for n_bytes of the store's files, read directly, several at a time as the store does."""
-    files = sorted(p for p in pathlib.Path(folder).iterdir() if p.name.startswith("foyer"))
     buffer = mmap.mmap(-1, n_chunk)
     began, left = time.perf_counter(), n_bytes
-    for path in files:
+    for path in store_files(folder):
         handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
         try:
             at = 0
@@ -167,9 +210,15 @@ def main():
                 seconds, _, cached, source = server.complete(prompts[i % 2])
                 note("cache", seconds, cached, source)
         with Server(args.kvist, args.model, args.tokens, *disk) as server:
-            for i in range(args.rounds):
-                seconds, _, cached, source = server.complete(prompts[i % 2])
-                note("tier: disk", seconds, cached, source)
+            seconds, _, cached, source = server.complete(prompts[1])
+            note("disk, first", seconds, cached, source)
+            for _ in range((args.rounds + 1) // 2):
+                leave_page_cache(folder + "/blocks")
+                for row in ("disk, cold", "disk, warm"):
+                    for prompt in prompts:
+                        seconds, _, cached, source = server.complete(prompt)
+                        note(row, seconds, cached, source)
+                leave_page_cache(folder + "/blocks")
                 note("direct reads", direct_read(folder + "/blocks", cached * token_bytes), cached, "")
         if redis:
             with Server(args.kvist, args.model, args.tokens, "--tier-store", redis_url) as server:
@@ -192,7 +241,8 @@ def main():
             print(f"{name:14} {seconds * 1e3:9.1f} ms  {medians['computed'] / seconds:8.1f} x computed   "
                   f"{seconds / step:6.2f} steps")
         bound = step + 1.4 * direct
-        print(f"disk: {medians['tier: disk'] / bound:.2f} of one step + 1.4 x direct reads")
+        for row in ("disk, cold", "disk, warm"):
+            print(f"{row}: {medians[row] / bound:.2f} of one step + 1.4 x direct reads")
         if args.json:
             pathlib.Path(args.json).write_text(json.dumps({"figures": figures, "token_bytes": token_bytes}, indent=1))
     finally:

@@ -357,6 +357,10 @@ typedef struct kvist_session_options {
   uint32_t window;
   // First positions that stay visible outside of the window.
   uint32_t sinks;
+  // Which tokens stay of a text that outgrows its cache, such as "sinks=4,recent=1024,top=2048"; null keeps all. Others are removed, so
+  // answers change. `context_tokens` is then the longest text, and 0 the model's context. For kinds "cells", "tree" and
+  // "paged" (null is "cells"); the session has one sequence, and neither saves nor resumes.
+  const char *keep;
 } kvist_session_options;
 
 // How a text is generated. `kvist_greedy` gives a valid one to start from.
@@ -797,7 +801,7 @@ kvist_status kvist_session_accept(struct kvist_session *session,
                                   const uint32_t *path,
                                   size_t n_nodes);
 
-// Writes the number of tokens that a sequence has in the cache.
+// Writes the number of tokens that a sequence has in the cache. Those that `keep` has removed count.
 //
 // # Safety
 // `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
@@ -809,6 +813,13 @@ kvist_status kvist_session_length(struct kvist_session *session, uint32_t seq, u
 // `session` came from `kvist_session_new`; `bytes` is a place for the result.
 kvist_status kvist_session_kv_bytes(struct kvist_session *session,
                                     uint64_t *bytes);
+
+// Writes how many tokens were removed so far because the session keeps only some (`keep`).
+//
+// # Safety
+// `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
+kvist_status kvist_session_removed_tokens(struct kvist_session *session,
+                                          uint64_t *n_tokens);
 
 // Copies the tokens that a sequence has in the cache, and writes their number to `n_tokens`. The token that `kvist_session_next` gave
 // last is not among them: it is computed with the next pass. If `capacity` does not hold them all, it fails with

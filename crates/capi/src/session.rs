@@ -1,5 +1,6 @@
 //! Sessions: a model with its own cache, batches of sequences, and texts that are generated step by step.
 mod ffi;
+mod figures_ffi;
 mod files;
 mod files_ffi;
 mod known;
@@ -212,11 +213,24 @@ impl Session {
         self.session.cache().next_position(seq).ok_or_else(|| Refused::UnknownSequence(seq).into())
     }
 
+    /// Refuses a second sequence in a session that keeps only some tokens: its cache has room for one text.
+    fn only_one(&mut self) -> Outcome<()> {
+        let Some(keep) = self.session.config().keep else { return Ok(()) };
+        match self.session.report().iter().any(|group| !group.sequences.is_empty()) {
+            false => Ok(()),
+            true => Err(Failure::unsupported(format!(
+                "a session that keeps only {keep} has one sequence: for several, leave keep out"
+            ))),
+        }
+    }
+
     fn open(&mut self, seq: SeqId) -> Outcome<()> {
+        self.only_one()?;
         Ok(self.sequences()?.seq_new(seq)?)
     }
 
     fn fork(&mut self, from: SeqId, to: SeqId) -> Outcome<()> {
+        self.only_one()?;
         if self.session.cache().next_position(to).is_some() {
             return Err(Refused::SequenceExists(to).into());
         }

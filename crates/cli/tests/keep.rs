@@ -46,6 +46,44 @@ fn a_prompt_of_ten_times_the_budget_runs_in_the_memory_of_the_budget() {
     }
 }
 
+/// What the process has resident at most, and not only what it counts.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_text_of_ten_times_the_budget_takes_the_memory_of_the_budget() {
+    let folder = tempfile::tempdir().unwrap();
+    let keep = ["--keep", "sinks=4,recent=200,top=196"];
+    let peak = |n_sentences: usize, more: &[&str]| {
+        let file = folder.path().join("text.txt");
+        let text: String =
+            (0..n_sentences).map(|i| format!("{i}. The capacity of a vector is its space. ")).collect();
+        fs::write(&file, text).unwrap();
+        let args = [
+            "run",
+            "-q",
+            "--raw",
+            "--greedy",
+            "--json",
+            "--ignore-eos",
+            "-n",
+            "8",
+            "--context",
+            "8192",
+            "--file",
+        ];
+        let args = [&args[..], &[file.to_str().unwrap(), "--kv", "f32", "--chunk", "64"], more].concat();
+        let report = json(&args);
+        (report["prompt_tokens"].as_u64().unwrap(), report["process_peak_bytes"].as_u64().unwrap())
+    };
+    let (few, short) = peak(40, &keep);
+    let (many, long) = peak(400, &keep);
+    assert!((400..800).contains(&few) && many > 10 * 400, "{few} and {many} tokens");
+    let (_, whole) = peak(400, &[]);
+    // K and V of the tokens that are more take at least so much, in f32.
+    let more = (many - few) * 2 * TOKEN_BYTES;
+    assert!(long < short + more / 8, "{short} bytes at most for {few} tokens, {long} for {many}");
+    assert!(whole > short + more * 3 / 4, "without a budget {whole}, which {more} should be seen in");
+}
+
 #[test]
 fn a_text_within_the_budget_is_the_whole_one() {
     let args = ["run", "-q", "--raw", "--greedy", "--json", "--ignore-eos", "-n", "20", "The borrow checker"];

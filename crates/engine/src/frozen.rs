@@ -7,7 +7,7 @@ mod file;
 
 pub use file::FrozenPrefix;
 
-use crate::saved::{CacheRows, GroupRows, Origin, ends};
+use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends};
 use crate::serving::tiers::maker;
 use crate::session::ModelSession;
 use kvist_cache::{BlockId, GroupId, Moment, Pin, Prompt, Refused, SeqId};
@@ -85,6 +85,7 @@ pub fn freeze(
     origin: &Origin,
     path: &Path,
 ) -> Result<(), Error> {
+    check_whole(session.config())?;
     let stored = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
     if stored as usize != text.tokens.len() || stored == 0 {
         let n = text.tokens.len();
@@ -147,6 +148,7 @@ pub fn begin_with(
     most: usize,
 ) -> Result<usize, Error> {
     prefix.check(&origin.in_cache(session.model(), session.config().k)?)?;
+    check_whole(session.config())?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: a prefix comes first"))),

@@ -18,6 +18,7 @@ pub(crate) use file::{
 pub use origin::{CacheOrigin, LateOrigin, Origin};
 pub(crate) use recent::ends;
 
+use crate::memory::CacheConfig;
 use crate::session::ModelSession;
 pub(crate) use copy::{CacheRows, GroupRows, Rows, SideSpec};
 use kvist_cache::kinds::Visibility;
@@ -59,7 +60,7 @@ pub struct SavedText<'a> {
 /// `path` has either what it had or the whole session. The cache is not changed, except that a full one loses its last token.
 ///
 /// # Errors
-/// The sequence does not store the beginning of the text, tokens in its middle were removed
+/// The session keeps only some tokens, the sequence does not store the beginning of the text, tokens in its middle were removed
 /// or the file cannot be written.
 pub fn save(
     session: &mut ModelSession,
@@ -68,6 +69,7 @@ pub fn save(
     origin: &Origin,
     path: &Path,
 ) -> Result<(), Error> {
+    check_whole(session.config())?;
     let stored = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
     if stored as usize > text.tokens.len() || stored == 0 {
         return Err(Error::Usage(format!(
@@ -98,6 +100,16 @@ pub fn save(
     file::write(path, text, stored, &origin, &layout, storages, (&groups, &recent))
 }
 
+/// A thinned text is not the text that a file is of.
+pub(crate) fn check_whole(config: &CacheConfig) -> Result<(), Error> {
+    match config.keep {
+        None => Ok(()),
+        Some(keep) => Err(Error::Usage(format!(
+            "a session that keeps only {keep} is not saved, resumed or frozen, and begins with no prefix: its text has gaps"
+        ))),
+    }
+}
+
 /// The positions that the query at position `at` sees before itself, ascending.
 fn seen_by(visibility: Visibility, at: u32) -> impl Iterator<Item = u32> {
     let first = visibility.window.map_or(0, |window| (at + 1).saturating_sub(window));
@@ -120,6 +132,7 @@ pub fn resume(
     most: usize,
 ) -> Result<usize, Error> {
     saved.check(&origin.in_cache(session.model(), session.config().k)?)?;
+    check_whole(session.config())?;
     match session.cache().next_position(seq) {
         Some(0) => {}
         Some(_) => return Err(Error::Usage(format!("sequence {seq} has tokens: resume into an empty one"))),

@@ -7,12 +7,15 @@ use kvist_cache::{Cache, GroupId, SeqId, Span, Step, StepPlan, StepRequest, kind
 use kvist_device::reference::Reference;
 use kvist_device::*;
 use kvist_engine::chat::Chat;
+use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze};
 use kvist_engine::generate::{GenerateArgs, GenerationEnd, Limits, generate};
 use kvist_engine::keep::{KeepBy, KeepConfig, OBSERVED, POOLED};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
+use kvist_engine::saved::{self, Origin, SavedSession, SavedText};
 use kvist_engine::session::{LogitRows, ModelSession, SequenceInput};
-use kvist_model::{Model, ModelFile};
+use kvist_model::weights::WeightFormat;
+use kvist_model::{Model, ModelFile, Opened};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -233,6 +236,44 @@ fn a_text_ends_at_its_context() {
     assert_eq!((done.finish, done.tokens.len()), (GenerationEnd::CacheFull, 21));
     let error = kvist_engine::check_prompt(&config, 61).unwrap_err().to_string();
     assert!(error.contains("60"), "{error}");
+}
+
+/// Files hold whole texts, with what was removed later.
+#[test]
+fn a_session_that_keeps_only_some_tokens_is_in_no_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("kept");
+    let text = tokens(20);
+    let plain = exact("cells", 100, 16);
+    let kept = CacheConfig { keep: keep("recent=40"), ..plain.clone() };
+    let opened = Opened::open(&ModelFile::Embedded, true).unwrap();
+    let origin = Origin::new(opened.fingerprint().unwrap(), WeightFormat::F32, &plain, model().config());
+    let saved = || SavedText { tokens: &text, messages: &[] };
+    let frozen = || FrozenText { tokens: &text, system: None };
+    let filled = |config: &CacheConfig| {
+        let mut session = session(model(), config);
+        session.prefill(ONLY, &text, &mut |_| true).unwrap();
+        session
+    };
+    let mut thin = filled(&kept);
+    for refused in [
+        saved::save(&mut thin, ONLY, saved(), &origin, &path).unwrap_err(),
+        freeze(&mut thin, ONLY, frozen(), &origin, &path).unwrap_err(),
+    ] {
+        assert!(refused.to_string().contains("keeps only sinks=0,recent=40"), "{refused}");
+        assert!(!path.exists());
+    }
+    let mut whole = filled(&plain);
+    saved::save(&mut whole, ONLY, saved(), &origin, &path).unwrap();
+    let file = SavedSession::open(&path).unwrap();
+    let mut thin = session(model(), &kept);
+    let refused = saved::resume(&mut thin, ONLY, &file, &origin, usize::MAX).unwrap_err();
+    assert!(refused.to_string().contains("keeps only"), "{refused}");
+    freeze(&mut whole, ONLY, frozen(), &origin, &path).unwrap();
+    let file = Arc::new(FrozenPrefix::open(&path).unwrap());
+    let refused = begin_with(&mut thin, ONLY, &file, &origin, usize::MAX).unwrap_err();
+    assert!(refused.to_string().contains("keeps only"), "{refused}");
+    assert_eq!(thin.cache().next_position(ONLY), Some(0));
 }
 
 #[test]

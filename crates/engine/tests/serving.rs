@@ -433,3 +433,19 @@ async fn a_repetition_penalty_looks_at_the_prompt() {
     assert!(heard.tokens.iter().all(|token| !prompt.contains(token)), "{:?}", heard.tokens);
     assert!(heard.tokens[0] != heard.tokens[1] && heard.tokens[1] != heard.tokens[2], "{:?}", heard.tokens);
 }
+
+/// A client that hangs up in mid-resize changed the cache, and the engine went on to tell the old capacity.
+#[tokio::test]
+async fn a_resize_that_is_not_waited_for_is_told() {
+    let engine = engine(config(512));
+    let mut resize = Box::pin(engine.resize(1024, PATIENCE));
+    // Polled once: the engine has the order.
+    let sent = |context: &mut std::task::Context<'_>| {
+        let _ = resize.as_mut().poll(context);
+        std::task::Poll::Ready(())
+    };
+    std::future::poll_fn(sent).await;
+    drop(resize);
+    assert_eq!(engine.inspect(|state| state.scheduler.free_cells()).await, Some(1024));
+    assert_eq!(engine.capacity_tokens(), 1024);
+}

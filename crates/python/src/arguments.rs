@@ -2,6 +2,7 @@
 use crate::errors::{argument, engine};
 use kvist_device::{Recent, Storage};
 use kvist_engine::generate::Limits;
+use kvist_engine::keep::KeepConfig;
 use kvist_engine::memory::{CacheConfig, RECENT_SEQUENCES, RECENT_TOKENS};
 use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::saved::CacheOrigin;
@@ -154,6 +155,12 @@ impl CacheDefaults {
         let recent = if origin.recent > 0 { origin.recent } else { self.recent };
         CacheDefaults { context: self.context.max(needed), k, v, recent }
     }
+}
+
+/// `keep`: which tokens stay of a text that outgrows its cache.
+pub fn keep(options: &mut Options<'_>) -> PyResult<Option<KeepConfig>> {
+    let text: Option<String> = options.take("keep")?;
+    text.map(|text| text.parse().map_err(|why| argument(format!("`keep`: {why}")))).transpose()
 }
 
 /// How a cache stores K and V.

@@ -1,22 +1,22 @@
 //! Many texts at once: the serving engine without HTTP.
-use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config};
+use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep};
+use crate::batch_generation::BatchGeneration;
 use crate::errors::{Class, argument, engine, file};
 use crate::model::Model;
+use crate::retained::retention;
 use crate::saved::PrefixArgument;
 use crate::session::Beginning;
 use crate::tiers::{self, BatchTiers, Tiers};
-use crate::wait::{PATIENCE, exclusive, lock, ready_within};
+use crate::wait::{PATIENCE, block_on, lock, ready_within};
+use kvist_device::DeviceError;
 use kvist_engine::frozen::EnginePrefix;
-use kvist_engine::serving::{
-    Done, Engine, EngineConfig, Event, Failure, FinishReason, GenerationHandle, Job, Rejected,
-};
+use kvist_engine::serving::{Engine, EngineConfig, Job, Rejected, ResizeError};
 use kvist_engine::text::Stops;
-use kvist_scheduler::MAX_TIERS;
+use kvist_scheduler::Retention;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 /// A model that serves many texts at a time, in a thread of its own: continuous batching, chunked prefill, and a paged
 /// cache whose prefix index shares equal beginnings. A context manager.
@@ -33,6 +33,8 @@ use std::sync::{Arc, Mutex};
 ///     prefix: a `Prefix`, or its path, that is in the prefix index from the start, in whole blocks, and stays there. `kv` is then
 ///         that of the file unless given.
 ///     tiers: `Tiers` below the cache.
+///     keep: which tokens stay of each text, as for `Model.session`. A text may be longer than the cache then. There is no prefix
+///         index: texts share nothing. Not with `prefix` and `tiers`.
 ///
 /// Raises:
 ///     OutOfMemory: the cache, or what the tiers take of memory, does not fit.
@@ -47,53 +49,76 @@ pub struct Batch {
 struct Running {
     engine: Engine,
     tiers: Option<BatchTiers>,
+    has_prefix_index: bool,
+}
+
+/// What a text asks of the batch beside its sampling.
+#[derive(Default)]
+struct Place {
+    priority: i32,
+    salt: Arc<str>,
+    retain: Option<Retention>,
 }
 
 /// Tokens of the cache over all requests, unless given.
 const CONTEXT: u32 = 8192;
 
+/// The largest capacity in tokens, as for `kvist serve`.
+const MAX_CONTEXT: i64 = (u32::MAX / 2) as i64;
+
+/// The longest that `resize` may wait: a day.
+const MAX_TIMEOUT_S: f64 = 86_400.0;
+
 impl Batch {
-    /// The engine, and the names of the tiers.
-    fn engine(&self) -> PyResult<(Engine, Option<Arc<[String]>>)> {
+    /// Calls `get` with the engine and the tiers, unless the batch is closed.
+    fn with<T>(&self, get: impl FnOnce(&Running) -> T) -> PyResult<T> {
         let running = lock(&self.running);
-        let running = running.as_ref().ok_or_else(|| Class::Error.with("the batch is closed"))?;
-        Ok((running.engine.clone(), running.tiers.as_ref().map(|tiers| tiers.names.clone())))
+        running.as_ref().map(get).ok_or_else(closed)
     }
 
-    fn send(&self, prompt: Prompt, wanted: &Wanted, priority: i32) -> PyResult<BatchGeneration> {
+    fn engine(&self) -> PyResult<Engine> {
+        self.with(|running| running.engine.clone())
+    }
+
+    fn send(&self, prompt: Prompt, wanted: &Wanted, place: Place) -> PyResult<BatchGeneration> {
         let prompt = prompt.encode(&self.model, true)?;
         if prompt.is_empty() {
             return Err(engine(kvist_model::Error::EmptyPrompt));
         }
         let n_prompt = prompt.len();
+        let Place { priority, salt, retain } = place;
         let job = Job {
             sampling: wanted.sampling,
             stop: Arc::new(Stops::new(&wanted.limits.stop)),
             ignore_eos: wanted.limits.ignore_eos,
             priority,
+            salt,
+            retain,
             ..Job::new(prompt, u32::try_from(wanted.limits.max_tokens).unwrap_or(u32::MAX))
         };
-        let (engine, tiers) = self.engine()?;
+        let (engine, tiers) = self.with(|running| {
+            (running.engine.clone(), running.tiers.as_ref().map(|tiers| tiers.names.clone()))
+        })?;
         let handle = engine.submit(job).map_err(|why| match why {
             Rejected::Full { .. } => Class::Busy.with(why.to_string()),
-            Rejected::Draining => Class::Error.with("the batch is closed"),
+            Rejected::Draining => closed(),
         })?;
-        let inner = Inner {
-            handle: Some(handle),
-            text: String::new(),
-            tokens: Vec::new(),
-            cached: 0,
-            loaded: [0; MAX_TIERS],
-            end: None,
-        };
-        Ok(BatchGeneration {
-            inner: Mutex::new(inner),
-            closed: AtomicBool::new(false),
-            n_prompt,
-            tiers,
-            max_tokens: wanted.limits.max_tokens,
-        })
+        Ok(BatchGeneration::new(handle, n_prompt, wanted.limits.max_tokens, tiers))
     }
+}
+
+fn closed() -> PyErr {
+    Class::Error.with("the batch is closed")
+}
+
+fn not_resized(before: u64, why: &ResizeError) -> PyErr {
+    let class = match why {
+        ResizeError::Ended => return closed(),
+        ResizeError::Refused(_) => Class::Refused,
+        ResizeError::Device(DeviceError::OutOfBudget(_)) => Class::OutOfMemory,
+        ResizeError::Device(_) => Class::Error,
+    };
+    class.with(format!("the cache keeps its {before} tokens: {why}"))
 }
 
 #[pymethods]
@@ -101,7 +126,7 @@ impl Batch {
     #[new]
     #[pyo3(signature = (model, *, max_batch=32, batch_tokens=512, block_tokens=16, policy="fcfs", prefix_cache=true, max_queue=4096, prefix=None, tiers=None, **options))]
     #[pyo3(
-        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, window=None, sinks=0, recent=16)"
+        text_signature = "(model, *, context=8192, kv='f16', kv_v=None, max_batch=32, batch_tokens=512, block_tokens=16, policy='fcfs', prefix_cache=True, max_queue=4096, prefix=None, tiers=None, keep=None, window=None, sinks=0, recent=16)"
     )]
     #[allow(clippy::too_many_arguments)] // keyword arguments
     fn new(
@@ -118,6 +143,12 @@ impl Batch {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Self> {
         let mut options = Options::of("Batch", options)?;
+        let keep = keep(&mut options)?;
+        if keep.is_some() && (prefix.is_some() || tiers.is_some()) {
+            return Err(argument(
+                "`keep`: what it leaves of a text is in no index, prefix or tier: leave out `keep`, or `prefix` and `tiers`",
+            ));
+        }
         let prefix = prefix.map(|prefix| prefix.get(py)).transpose()?;
         let mut defaults = CacheDefaults::new(CONTEXT);
         if let Some(prefix) = &prefix {
@@ -138,6 +169,9 @@ impl Batch {
         config.scheduler.check().map_err(|why| argument(why.to_string()))?;
         config.max_queue = max_queue;
         config.fit();
+        if let Some(keep) = keep {
+            config.keep_only(keep);
+        }
         let (registry, tiers) = (model.registry(), tiers.map(|tiers| tiers.clone()));
         let running = py.detach(|| {
             if let Some(prefix) = prefix {
@@ -148,28 +182,46 @@ impl Batch {
             }
             let tiers =
                 tiers.map(|tiers| BatchTiers::open(&tiers, model, &registry, &mut config)).transpose()?;
+            let has_prefix_index = config.paged.prefix.is_some();
             let engine = Engine::start(model.model.clone(), &registry, config).map_err(file)?;
-            Ok::<_, PyErr>(Running { engine, tiers })
+            Ok::<_, PyErr>(Running { engine, tiers, has_prefix_index })
         })?;
         Ok(Batch { model: model.model.clone(), running: Mutex::new(Some(running)) })
     }
 
-    /// Queues a prompt and returns a `BatchGeneration` at once. The options are those of `Session.generate`; a larger
-    /// `priority` is more urgent, with the policy "priority".
-    #[pyo3(signature = (prompt, *, priority=0, **options))]
+    /// Queues a prompt and returns a `BatchGeneration` at once. The options are those of `Session.generate`, and:
+    ///
+    /// Args:
+    ///     priority: larger is more urgent, with the policy "priority".
+    ///     salt: only prompts with the same salt share cached beginnings; `forget` drops what a salt has.
+    ///     cache: keeps the prompt in the cache after its text has ended, in whole blocks: a dict with `ttl_s`, seconds from then on
+    ///         (an hour); `priority`, 0 to 255: a smaller one gives way first when room is short (0); `pin`: gives way last, and only to
+    ///         a text that could not be generated otherwise (False).
+    ///
+    /// Raises:
+    ///     Busy: as many texts wait as may.
+    #[pyo3(signature = (prompt, *, priority=0, salt="", cache=None, **options))]
     #[pyo3(
-        text_signature = "($self, prompt, *, priority=0, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False)"
+        text_signature = "($self, prompt, *, priority=0, salt='', cache=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False)"
     )]
     fn submit(
         &self,
         prompt: Prompt,
         priority: i32,
+        salt: &str,
+        cache: Option<Bound<'_, PyDict>>,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<BatchGeneration> {
         let mut options = Options::of("submit", options)?;
         let wanted = Wanted::take(&mut options, &self.model)?;
         options.end()?;
-        self.send(prompt, &wanted, priority)
+        let retain = cache.map(|cache| retention(&cache)).transpose()?;
+        if retain.is_some() && !self.with(|running| running.has_prefix_index)? {
+            return Err(argument(
+                "`cache` keeps prompts in the prefix index: leave `prefix_cache` on, and `keep` out",
+            ));
+        }
+        self.send(prompt, &wanted, Place { priority, salt: salt.into(), retain })
     }
 
     /// Generates the texts of all prompts, and returns them in the order of the prompts.
@@ -186,15 +238,15 @@ impl Batch {
         let mut options = Options::of("generate", options)?;
         let wanted = Wanted::take(&mut options, &self.model)?;
         options.end()?;
-        let sent = prompts.into_iter().map(|prompt| self.send(prompt, &wanted, 0));
+        let sent = prompts.into_iter().map(|prompt| self.send(prompt, &wanted, Place::default()));
         let sent = sent.collect::<PyResult<Vec<_>>>()?;
         sent.iter().map(|generation| generation.result(py)).collect()
     }
 
     /// Counters, and occupancy in cells, at the end of the last step; hits are those of recent prompts. With tiers, `tiers` has
-    /// what they did, and in `stores` the figures of each.
+    /// what they did, and in `stores` the figures of each. With `keep` there is `removed_tokens`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = self.engine()?.0.stats();
+        let stats = self.engine()?.stats();
         let dict = PyDict::new(py);
         dict.set_item("running", stats.running)?;
         dict.set_item("waiting", stats.waiting)?;
@@ -204,21 +256,71 @@ impl Batch {
         dict.set_item("free_cells", stats.free_cells)?;
         dict.set_item("stored_blocks", stats.stored_blocks)?;
         dict.set_item("evicted_blocks", stats.evicted_blocks)?;
+        dict.set_item("retained_tokens", stats.retained_tokens)?;
         dict.set_item("recent_hit_tokens", stats.recent_hits.hit_tokens)?;
         dict.set_item("recent_prompt_tokens", stats.recent_hits.prompt_tokens)?;
         dict.set_item("kv_bytes", stats.kv_bytes)?;
         dict.set_item("kv_bytes_read", stats.kv_bytes_read)?;
         dict.set_item("busy_s", stats.busy_ns as f64 / 1e9)?;
+        if let Some(removed) = stats.removed_tokens {
+            dict.set_item("removed_tokens", removed)?;
+        }
         if let Some(tiers) = &stats.tiers {
             dict.set_item("tiers", tiers::stats(py, tiers)?)?;
         }
         Ok(dict)
     }
 
+    /// Drops what the cache has of prompts under a salt, kept ones too, as `DELETE /v1/cache` of `kvist serve` does. Blocks that texts use
+    /// now stay until they are evicted. What tiers have is not found any more: by this batch at once, and by others when they
+    /// read the note that each tier gets. Waits for these notes, two seconds at most.
+    ///
+    /// Returns:
+    ///     dict: `deleted_blocks`, and in `pending_tiers` the names of tiers that have not got their note yet. They get it when they work
+    ///         again, unless the batch is closed first; then other batches find what such a tier has.
+    #[pyo3(signature = (salt=""))]
+    fn forget<'py>(&self, py: Python<'py>, salt: &str) -> PyResult<Bound<'py, PyDict>> {
+        let engine = self.engine()?;
+        let forgotten = block_on(py, engine.forget(salt))?.ok_or_else(closed)?;
+        let dict = PyDict::new(py);
+        dict.set_item("deleted_blocks", forgotten.blocks)?;
+        dict.set_item("pending_tiers", forgotten.untold)?;
+        Ok(dict)
+    }
+
+    /// Gives the cache room for another number of tokens, between two steps. Texts that run go on and stay the same: what a smaller
+    /// cache has no room for is evicted, or computed again. After Ctrl-C the cache may have either capacity.
+    ///
+    /// Args:
+    ///     tokens: over all texts; rounded up to whole blocks.
+    ///     timeout: seconds that copies to and from tiers may take to end.
+    ///
+    /// Returns:
+    ///     int: the new capacity in tokens.
+    ///
+    /// Raises:
+    ///     Refused: a text that waits or runs needs more, or copies took too long. The capacity stays what it was.
+    ///     OutOfMemory: the model's memory has no room for it.
+    #[pyo3(signature = (tokens, *, timeout=30.0))]
+    fn resize(&self, py: Python<'_>, tokens: i64, timeout: f64) -> PyResult<u64> {
+        if !(1..=MAX_CONTEXT).contains(&tokens) {
+            return Err(argument(format!("`tokens`: {tokens} is not a number from 1 to {MAX_CONTEXT}")));
+        }
+        if !(0.0..=MAX_TIMEOUT_S).contains(&timeout) {
+            return Err(argument(format!(
+                "`timeout`: {timeout} is not a time from 0 to {MAX_TIMEOUT_S} seconds"
+            )));
+        }
+        let engine = self.engine()?;
+        let before = engine.capacity_tokens();
+        let resized = block_on(py, engine.resize(tokens as u32, Duration::from_secs_f64(timeout)))?;
+        resized.map_err(|why| not_resized(before, &why))
+    }
+
     /// Cancels what runs, ends the thread, and writes what is on its way to the tiers, for two seconds at most. Their directory is
     /// free then. Can be called again.
     fn close(&self, py: Python<'_>) {
-        let Some(Running { engine, tiers }) = lock(&self.running).take() else { return };
+        let Some(Running { engine, tiers, .. }) = lock(&self.running).take() else { return };
         py.detach(|| {
             engine.drain();
             engine.cancel_all();
@@ -240,169 +342,5 @@ impl Batch {
     #[pyo3(signature = (*_exception))]
     fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, pyo3::types::PyTuple>) {
         self.close(py);
-    }
-}
-
-/// The pieces of a text that a batch generates.
-#[pyclass(frozen, module = "kvist")]
-pub struct BatchGeneration {
-    inner: Mutex<Inner>,
-    closed: AtomicBool,
-    n_prompt: usize,
-    /// Their names, the fastest first.
-    tiers: Option<Arc<[String]>>,
-    max_tokens: usize,
-}
-
-struct Inner {
-    /// `None` once the text has ended or was closed; dropping it cancels the job.
-    handle: Option<GenerationHandle>,
-    text: String,
-    tokens: Vec<u32>,
-    cached: u32,
-    /// By tier.
-    loaded: [u32; MAX_TIERS],
-    end: Option<Result<FinishReason, Failure>>,
-}
-
-const GENERATION: &str = "generation";
-
-fn failed(failure: &Failure) -> PyErr {
-    match failure {
-        Failure::NeverFits { .. } | Failure::UnknownToken { .. } => argument(failure.to_string()),
-        other => Class::Error.with(other.to_string()),
-    }
-}
-
-impl BatchGeneration {
-    /// The next piece; `None` at the end.
-    fn next_piece(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        loop {
-            py.check_signals()?;
-            let piece = py.detach(|| self.wait())?;
-            if let Some(piece) = piece {
-                return Ok(Some(piece).filter(|piece| !piece.is_empty()));
-            }
-        }
-    }
-
-    /// Waits for a while: a piece, an empty one at the end, `None` if there is none yet.
-    fn wait(&self) -> PyResult<Option<String>> {
-        let mut inner = exclusive(GENERATION, &self.inner)?;
-        let inner = &mut *inner;
-        loop {
-            if self.closed.load(SeqCst) {
-                inner.handle = None;
-            }
-            let Some(handle) = &mut inner.handle else {
-                return match &inner.end {
-                    Some(Err(failure)) => Err(failed(failure)),
-                    _ => Ok(Some(String::new())),
-                };
-            };
-            let Some(event) = ready_within(PATIENCE, handle.next()) else { return Ok(None) };
-            let piece = match event {
-                Some(Event::Admitted { cached_tokens, loaded_tokens, .. }) => {
-                    (inner.cached, inner.loaded) = (cached_tokens, loaded_tokens);
-                    continue;
-                }
-                Some(Event::Prompt(_)) => continue,
-                Some(Event::Token(token)) => {
-                    inner.tokens.push(token.id);
-                    token.text
-                }
-                Some(Event::Done(Done { finish, text, .. })) => {
-                    (inner.handle, inner.end) = (None, Some(Ok(finish)));
-                    text
-                }
-                Some(Event::Failed(failure)) => {
-                    (inner.handle, inner.end) = (None, Some(Err(failure)));
-                    continue;
-                }
-                None => {
-                    (inner.handle, inner.end) = (None, Some(Ok(FinishReason::Cancelled)));
-                    continue;
-                }
-            };
-            inner.text += &piece;
-            if !piece.is_empty() {
-                return Ok(Some(piece));
-            }
-        }
-    }
-}
-
-#[pymethods]
-impl BatchGeneration {
-    fn __iter__(this: Py<Self>) -> Py<Self> {
-        this
-    }
-    fn __next__(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.next_piece(py)
-    }
-    fn __aiter__(this: Py<Self>) -> Py<Self> {
-        this
-    }
-    fn __anext__<'py>(this: Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
-        this.py().import("kvist._asynchronous")?.call_method1("next_piece", (this,))
-    }
-    fn _next(&self, py: Python<'_>) -> PyResult<Option<String>> {
-        self.next_piece(py)
-    }
-
-    /// Waits for the rest and returns the whole text.
-    fn result(&self, py: Python<'_>) -> PyResult<String> {
-        while self.next_piece(py)?.is_some() {}
-        self.text()
-    }
-
-    /// Cancels the generation: its memory is free before the next step.
-    fn close(&self) {
-        self.closed.store(true, SeqCst);
-        if let Ok(mut inner) = self.inner.try_lock() {
-            inner.handle = None;
-        } // else the thread that waits drops it
-    }
-
-    /// The text so far.
-    #[getter]
-    fn text(&self) -> PyResult<String> {
-        Ok(exclusive(GENERATION, &self.inner)?.text.clone())
-    }
-    /// The generated token ids so far.
-    #[getter]
-    fn tokens(&self) -> PyResult<Vec<u32>> {
-        Ok(exclusive(GENERATION, &self.inner)?.tokens.clone())
-    }
-    /// Tokens of the prompt.
-    #[getter]
-    fn prompt_tokens(&self) -> usize {
-        self.n_prompt
-    }
-    /// Tokens of the prompt that the prefix index or a tier had.
-    #[getter]
-    fn cached_tokens(&self) -> PyResult<u32> {
-        Ok(exclusive(GENERATION, &self.inner)?.cached)
-    }
-    /// Those of them that came from each tier, by its name: `ram`, `disk`, `redis`, `s3` or `fs`. Empty without tiers.
-    #[getter]
-    fn loaded_tokens(&self) -> PyResult<BTreeMap<String, u32>> {
-        let loaded = exclusive(GENERATION, &self.inner)?.loaded;
-        Ok(self.tiers.iter().flat_map(|names| names.iter().cloned()).zip(loaded).collect())
-    }
-    /// Why the text has ended; `None` while it goes on.
-    #[getter]
-    fn finish_reason(&self) -> PyResult<Option<&'static str>> {
-        let inner = exclusive(GENERATION, &self.inner)?;
-        Ok(match &inner.end {
-            Some(Ok(FinishReason::EndOfText)) => Some("end_of_text"),
-            Some(Ok(FinishReason::Stop(_))) => Some("stop"),
-            Some(Ok(FinishReason::Length)) if inner.tokens.len() >= self.max_tokens => Some("max_tokens"),
-            Some(Ok(FinishReason::Length)) => Some("cache_full"),
-            Some(Ok(FinishReason::Cancelled | FinishReason::Deadline)) => Some("cancelled"),
-            Some(Err(_)) => Some("failed"),
-            None if inner.handle.is_none() => Some("cancelled"),
-            None => None,
-        })
     }
 }

@@ -7,12 +7,14 @@
 mod arguments;
 mod attention;
 mod batch;
+mod batch_generation;
 mod bookkeeping;
 mod errors;
 mod ffi;
 mod generation;
 mod model;
 mod program;
+mod retained;
 mod saved;
 mod session;
 mod simulator;
@@ -32,7 +34,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<saved::Prefix>()?;
     module.add_class::<generation::Generation>()?;
     module.add_class::<batch::Batch>()?;
-    module.add_class::<batch::BatchGeneration>()?;
+    module.add_class::<batch_generation::BatchGeneration>()?;
     module.add_class::<tiers::Tiers>()?;
     module.add_class::<bookkeeping::Cache>()?;
     module.add_class::<step::Step>()?;

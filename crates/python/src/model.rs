@@ -1,5 +1,5 @@
 //! A loaded model.
-use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, to_json, tokenizer};
+use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep, to_json, tokenizer};
 use crate::errors::{Class, argument, engine, file};
 use crate::generation::Generation;
 use crate::saved::{Prefix, PrefixArgument, SavedArgument};
@@ -214,6 +214,9 @@ impl Model {
     ///     chunk: tokens of the largest pass.
     ///     recent: tokens of a group that packed storages also keep in f16; 0 for none.
     ///     max_rows: rows of logits that a pass can return.
+    ///     keep: which tokens stay of a text that outgrows its cache, such as "sinks=4,recent=1024,top=2048": the first, the newest, and
+    ///         those between them that matter most. Others are removed, so answers change. `context` is then the longest text,
+    ///         by default the model's context. The kind is cells, tree or paged; the session has one branch, and is not saved.
     ///     prefix: a `Prefix`, or its path, that the text begins with: it is not computed, and its memory is shared. `kv` is then
     ///         that of the file unless given.
     ///
@@ -222,7 +225,7 @@ impl Model {
     ///     FileError, MismatchError: the prefix cannot be used.
     #[pyo3(signature = (*, kind="cells", prefix=None, **options))]
     #[pyo3(
-        text_signature = "($self, *, kind='cells', prefix=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend='cpu')"
+        text_signature = "($self, *, kind='cells', prefix=None, keep=None, kv='f16', kv_v=None, context=None, window=None, sinks=0, chunk=256, recent=16, max_rows=1, backend='cpu')"
     )]
     fn session(
         &self,
@@ -232,10 +235,18 @@ impl Model {
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Session> {
         let mut options = Options::of("session", options)?;
+        let keep = keep(&mut options)?;
         if let Some(prefix) = prefix {
+            if keep.is_some() {
+                return Err(argument("`keep`: a prefix is kept whole: leave out `keep` or `prefix`"));
+            }
             return self.session_of(py, &Beginning::Prefix(prefix.get(py)?), kind, options);
         }
-        let config = cache_config(&mut options, kind, &self.defaults())?;
+        let defaults = match keep {
+            Some(_) => CacheDefaults::new(self.model.config().context),
+            None => self.defaults(),
+        };
+        let config = CacheConfig { keep, ..cache_config(&mut options, kind, &defaults)? };
         options.end()?;
         self.open(py, &config)
     }
@@ -333,7 +344,7 @@ impl Model {
     /// those of its cache.
     #[pyo3(signature = (prompt, **options))]
     #[pyo3(
-        text_signature = "($self, prompt, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None)"
+        text_signature = "($self, prompt, *, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None, keep=None)"
     )]
     fn generate(
         &self,
@@ -356,7 +367,7 @@ impl Model {
     ///     template: further variables of the template, such as {"enable_thinking": False}.
     #[pyo3(signature = (messages, *, tools=None, template=None, **options))]
     #[pyo3(
-        text_signature = "($self, messages, *, tools=None, template=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None)"
+        text_signature = "($self, messages, *, tools=None, template=None, max_tokens=256, temperature=None, top_k=None, top_p=None, min_p=None, repeat_penalty=None, repeat_last=None, seed=None, stop=(), ignore_eos=False, kv='f16', kv_v=None, context=None, keep=None)"
     )]
     fn chat(
         &self,
@@ -470,7 +481,9 @@ impl Model {
     ) -> PyResult<Session> {
         let needed = prompt.saturating_add(wanted.limits.max_tokens).max(1);
         let context = u32::try_from(needed).unwrap_or(u32::MAX).min(self.model.config().context);
-        let config = cache_config(&mut options, "contiguous", &CacheDefaults::new(context))?;
+        let keep = keep(&mut options)?;
+        let kind = if keep.is_some() { "cells" } else { "contiguous" };
+        let config = CacheConfig { keep, ..cache_config(&mut options, kind, &CacheDefaults::new(context))? };
         options.end()?;
         self.open(py, &config)
     }

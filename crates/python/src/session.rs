@@ -338,6 +338,11 @@ impl Session {
             let branch = exclusive(SESSION, &self.branch)?;
             let mut core = branch.pool.lock();
             let seq = SeqId(core.next_seq);
+            if let Some(keep) = core.session.config().keep {
+                return Err(argument(format!(
+                    "the cache has room for one text that keeps {keep}: a session without `keep` can fork"
+                )));
+            }
             let sequences = core.session.cache().sequences();
             let mut sequences = sequences.ok_or_else(|| {
                 argument("this kind of cache holds one sequence: use kind=\"cells\", \"tree\" or \"paged\" to fork")
@@ -361,7 +366,7 @@ impl Session {
     ///
     /// Raises:
     ///     FileError: the file cannot be written.
-    ///     ArgumentError: nothing is computed yet, or tokens in the middle were removed.
+    ///     ArgumentError: nothing is computed yet, the session keeps only some tokens, or some in the middle were removed.
     #[pyo3(signature = (path, *, messages=None))]
     fn save(&self, py: Python<'_>, path: PathBuf, messages: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let messages = crate::saved::messages(messages)?;
@@ -416,13 +421,19 @@ impl Session {
         let tokens = self.tokens()?;
         crate::arguments::tokenizer(&self.model)?.decode(&tokens).map_err(engine)
     }
-    /// Number of tokens that the cache holds. The others of the text are computed in the next pass.
+    /// Number of tokens that are computed; the others of the text are in the next pass. With `keep` the cache has
+    /// removed some of them.
     #[getter]
     fn cached_tokens(&self, py: Python<'_>) -> PyResult<usize> {
         py.detach(|| {
             let branch = exclusive(SESSION, &self.branch)?;
             Ok(branch.held(&mut branch.pool.lock()))
         })
+    }
+    /// Number of tokens that were removed from the cache to `keep` only some; 0 without it.
+    #[getter]
+    fn removed_tokens(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| Ok(exclusive(SESSION, &self.branch)?.pool.lock().session.removed_tokens()))
     }
     /// Bytes of K and V that the session and its branches reserve now.
     #[getter]

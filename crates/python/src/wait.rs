@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
+use tokio::runtime::Builder;
 
 /// How long a wait may take until it looks for Ctrl-C again.
 pub const PATIENCE: Duration = Duration::from_millis(50);
@@ -34,6 +35,20 @@ pub fn ready_within<T>(limit: Duration, future: impl Future<Output = T>) -> Opti
             return None;
         }
         std::thread::park_timeout(left);
+    }
+}
+
+/// The future's output, waited for without the GIL. The future may use timers. The error of a signal comes at once, and drops the future.
+pub fn block_on<T: Send>(py: Python<'_>, future: impl Future<Output = T> + Send) -> PyResult<T> {
+    let runtime = Builder::new_current_thread().enable_time().build();
+    let runtime = runtime.map_err(|why| Class::Error.with(format!("cannot wait for the batch: {why}")))?;
+    let mut future = pin!(future);
+    loop {
+        let some_time = async { tokio::time::timeout(PATIENCE, future.as_mut()).await.ok() };
+        if let Some(output) = py.detach(|| runtime.block_on(some_time)) {
+            return Ok(output);
+        }
+        py.check_signals()?;
     }
 }
 

@@ -1,11 +1,14 @@
 """The Python lines of the guides and the example run as they are written."""
 
+import ast
+import inspect
 import pathlib
 import re
 import runpy
 
 import kvist
 import pytest
+from kvist import _native
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 CRATE = pathlib.Path(__file__).resolve().parents[1]
@@ -54,3 +57,29 @@ def test_every_public_name_has_a_docstring():
                 public = [it for it in vars(thing) if not it.startswith("_")]
                 missing = [it for it in public if not getattr(thing, it).__doc__]
                 assert not missing or issubclass(thing, BaseException), (name, missing)
+
+
+def test_the_stub_has_what_the_module_has():
+    """Every public name of every class, and the parameters that `_native.pyi` names one by one."""
+    stub = ast.parse((pathlib.Path(kvist.__file__).parent / "_native.pyi").read_text(encoding="utf-8"))
+    classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
+    compared = 0
+    for name, thing in vars(_native).items():
+        if not isinstance(thing, type):
+            continue
+        body = classes[name].body
+        functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+        fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign)}
+        public = {it for it in vars(thing) if not it.startswith("_")}
+        assert {it for it in functions if not it.startswith("_")} | fields == public, name
+        for function in public & functions.keys():
+            if not callable(getattr(thing, function)) or functions[function].decorator_list:
+                continue
+            arguments = functions[function].args
+            named = {it.arg for it in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+            there = inspect.signature(getattr(thing, function)).parameters
+            assert named <= there.keys() | {"self"}, (name, function)
+            if arguments.kwarg is None:
+                assert there.keys() - named == set(), (name, function)
+            compared += 1
+    assert compared > 40

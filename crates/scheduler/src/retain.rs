@@ -148,8 +148,9 @@ impl Scheduler {
         }
         while self.shelf.list.len() >= MOST || self.shelf.n_tokens + u64::from(n_tokens) > most {
             let gives_way = self.shelf.first(now.now_ns).filter(|&(i, is_pinned)| {
-                let there = self.shelf.list[i].retention;
-                retention.pin || !is_pinned && there.priority <= retention.priority
+                let there = &self.shelf.list[i];
+                let is_over = there.until_ns <= now.now_ns;
+                is_over || retention.pin || !is_pinned && there.retention.priority <= retention.priority
             });
             let Some((i, _)) = gives_way else { return };
             self.give_way(now, i);

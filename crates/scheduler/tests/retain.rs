@@ -95,6 +95,17 @@ fn at_most_half_of_the_cache_is_retained() {
     assert_eq!(s.retained_tokens(), 8, "it does not displace what has a higher priority");
 }
 
+/// Regression: a prompt whose time was over kept others of a lower priority from being retained.
+#[test]
+fn what_is_over_displaces_nothing() {
+    let mut s = scheduler();
+    serve(&mut s, 0, 1, 1, 33, Some(Retention { ttl_ns: 10, priority: 200, pin: true }));
+    serve(&mut s, 9, 2, 2, 9, Some(LONG));
+    assert_eq!(s.retained_tokens(), 32, "the first one is still pinned");
+    serve(&mut s, 11, 3, 3, 9, Some(LONG));
+    assert_eq!(s.retained_tokens(), 8, "it was, until 10 ns after its end");
+}
+
 #[test]
 fn what_is_forgotten_is_no_hit() {
     let mut s = scheduler();

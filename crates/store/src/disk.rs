@@ -3,8 +3,8 @@
 //!
 //! What foyer leaves to its user is here. One process at a time has a directory (a lock). The files take all of
 //! their room when the store is opened, so a disk that fills up later harms nothing. `put` returns when the block
-//! is written, and says so if it was not: foyer drops blocks while its buffer is full, so puts wait for room. Other
-//! options than those of the files begin with empty regions.
+//! is written, and says so if it was not: foyer drops blocks while its buffer is full, so puts wait for room. With
+//! [another capacity](directory) than before, blocks stay as far as they fit.
 //!
 //! Blocks of a few bytes, which are notes, have a [file of their own](crate::small), so that they outlive all others.
 //!
@@ -17,13 +17,13 @@ mod room;
 use crate::removed::Removed;
 use crate::small::Small;
 use crate::{BlockKey, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Turn, Usage};
-use directory::{Layout, Lock, prepare};
+use directory::{Layout, Lock, Prepared, prepare};
 use entry::{Key, Stored};
 use foyer::{
     Age, BlockEngineConfig, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
     HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
-use room::{check_room, no_room, remove_regions, reserve};
+use room::{no_room, remove_regions, reserve};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -69,7 +69,8 @@ impl DiskOptions {
 pub type Disk = Framed<Guarded<DiskFrames>>;
 
 impl Disk {
-    /// Opens or creates a store. Reads the indexes of all regions. Call it on a tokio runtime, where the store then
+    /// Opens or creates a store. Reads the indexes of all regions. If the files are of another capacity, blocks stay as far as they fit, and
+    /// the log says if some do not. Call it on a tokio runtime, where the store then
     /// runs its tasks.
     ///
     /// # Errors
@@ -136,9 +137,7 @@ fn failed(action: &'static str, error: &dyn std::fmt::Display) -> StoreError {
 
 impl DiskFrames {
     async fn open(options: DiskOptions) -> Result<DiskFrames, StoreError> {
-        let layout = Layout::of(&options)?;
-        let lock = prepare(&options.dir, &layout)?;
-        check_room(&options, &layout)?;
+        let Prepared { lock, layout, kept } = prepare(&options)?;
         let cache = match build(&options.dir, &layout).await {
             Ok(cache) => cache,
             Err(problem) => {
@@ -152,8 +151,8 @@ impl DiskFrames {
         };
         if let Err(error) = reserve(&options.dir, layout.region_bytes) {
             let _ = cache.close().await;
-            // The room that the disk has is of more use elsewhere.
-            let _ = remove_regions(&options.dir);
+            // The room that the disk has is of more use elsewhere; but what was there before stays.
+            let _ = remove_regions(&options.dir, kept);
             return Err(no_room(&options, &error.to_string()));
         }
         let lists = removed(&options.dir, layout.cycle_bytes(), &cache)
@@ -384,6 +383,8 @@ fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io
 async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
     let size =
         |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
+    // Through the page cache: memory that nothing else needs makes blocks that were written or read lately as fast as a tier in RAM, and a
+    // write waits for memory alone. foyer could open the files with O_DIRECT; its O_NOATIME then refuses files of another user.
     let device = FsDeviceBuilder::new(dir).with_capacity(size(layout.regions * layout.region_bytes)?).build();
     let device: Arc<dyn Device> = device.map_err(|error| error.to_string())?;
     let engine = BlockEngineConfig::new(device)

@@ -36,6 +36,10 @@ pub struct kvist_session_options {
     pub window: u32,
     /// First positions that stay visible outside of the window.
     pub sinks: u32,
+    /// Which tokens stay of a text that outgrows its cache, such as "sinks=4,recent=1024,top=2048"; null keeps all. Others are removed, so
+    /// answers change. `context_tokens` is then the longest text, and 0 the model's context. For kinds "cells", "tree" and
+    /// "paged" (null is "cells"); the session has one sequence, and neither saves nor resumes.
+    pub keep: *const c_char,
 }
 
 /// How a text is generated. `kvist_greedy` gives a valid one to start from.
@@ -152,11 +156,16 @@ pub unsafe extern "C" fn kvist_session_new(
         let mut config = CacheConfig::new(4096);
         if let Some(options) = options {
             // SAFETY: valid options hold null-terminated strings or nulls.
-            let (kind, k, v) = unsafe {
-                let kind = optional_text(options.kind, "kind")?;
-                (kind, optional_text(options.k, "k")?, optional_text(options.v, "v")?)
+            let (kind, k, v, keep) = unsafe {
+                let (kind, k) = (optional_text(options.kind, "kind")?, optional_text(options.k, "k")?);
+                (kind, k, optional_text(options.v, "v")?, optional_text(options.keep, "keep")?)
             };
             (config.k, config.v) = storages(k, v)?;
+            if let Some(keep) = keep {
+                let keep = keep.parse().map_err(|why| Failure::argument(format!("keep: {why}")))?;
+                (config.keep, config.kind) = (Some(keep), "cells".into());
+                config.context_tokens = model.weights.config().context;
+            }
             config.kind = kind.unwrap_or(&config.kind).to_owned();
             let or = |n: u32, otherwise: u32| if n == 0 { otherwise } else { n };
             config.context_tokens = or(options.context_tokens, config.context_tokens);
@@ -436,43 +445,6 @@ pub unsafe extern "C" fn kvist_session_accept(
         // SAFETY: the caller keeps the contract above.
         let path: Vec<NodeId> = unsafe { slice(path, n_nodes, "path") }?.iter().map(|n| NodeId(*n)).collect();
         session.accept(SeqId(seq), &path)
-    };
-    // SAFETY: the caller keeps the contract above.
-    unsafe { with_session(session, run) }
-}
-
-/// Writes the number of tokens that a sequence has in the cache.
-///
-/// # Safety
-/// `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvist_session_length(
-    session: *mut kvist_session,
-    seq: u32,
-    n_tokens: *mut u32,
-) -> kvist_status {
-    let run = |session: &mut Session| {
-        // SAFETY: the caller keeps the contract above.
-        unsafe { out(n_tokens, "n_tokens") }?.write(session.length(SeqId(seq))?);
-        Ok(())
-    };
-    // SAFETY: the caller keeps the contract above.
-    unsafe { with_session(session, run) }
-}
-
-/// Writes the bytes of K and V that the session has reserved now: they follow the tokens in the cache, not its capacity.
-///
-/// # Safety
-/// `session` came from `kvist_session_new`; `bytes` is a place for the result.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvist_session_kv_bytes(
-    session: *mut kvist_session,
-    bytes: *mut u64,
-) -> kvist_status {
-    let run = |session: &mut Session| {
-        // SAFETY: the caller keeps the contract above.
-        unsafe { out(bytes, "bytes") }?.write(session.session.kv_bytes());
-        Ok(())
     };
     // SAFETY: the caller keeps the contract above.
     unsafe { with_session(session, run) }

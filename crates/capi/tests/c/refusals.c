@@ -135,6 +135,59 @@ static void sessions(void) {
     EXPECT(kvist_session_length(NULL, 0, &n), KVIST_INVALID_ARGUMENT, "session is null");
 }
 
+/* A text of ten times the budget, in the memory of the budget. */
+static void keeps(void) {
+    kvist_session_options options = {.keep = "sinks=4"};
+    EXPECT(kvist_session_new(model, &options, &session), KVIST_INVALID_ARGUMENT, "keep: `recent` is missing");
+    options.keep = "\xff";
+    EXPECT(kvist_session_new(model, &options, &session), KVIST_INVALID_ARGUMENT, "keep is not UTF-8");
+    options.keep = "sinks=4,recent=20,top=16", options.kind = "contiguous";
+    EXPECT(kvist_session_new(model, &options, &session), KVIST_INVALID_ARGUMENT, "cells, tree or paged");
+    options.kind = NULL, options.max_step_tokens = 16;
+    OK(kvist_session_new(model, &options, &session));
+    uint32_t tokens[400], n;
+    uint64_t removed, bytes[2];
+    for (uint32_t i = 0; i < 400; i++) tokens[i] = 300 + i * 31 % 3000;
+    kvist_text_options text = kvist_greedy();
+    text.ignore_end = true;
+    OK(kvist_session_prompt_tokens(session, 0, tokens, 30, &text));
+    OK(kvist_session_removed_tokens(session, &removed));
+    if (removed != 0) exit(1);
+    EXPECT(kvist_session_open(session, 1), KVIST_UNSUPPORTED, "keeps only sinks=4,recent=20,top=16,by=last has one sequence");
+    EXPECT(kvist_session_fork(session, 0, 1), KVIST_UNSUPPORTED, "one sequence");
+    EXPECT(kvist_session_save(session, 0, "/nowhere/kept.kvs"), KVIST_INVALID_ARGUMENT, "is not saved");
+    EXPECT(kvist_session_freeze(session, 0, "/nowhere/kept.kvp"), KVIST_INVALID_ARGUMENT, "is not saved");
+    for (int i = 0; i < 2; i++) {
+        OK(kvist_session_prompt_tokens(session, 0, tokens, 400, &text));
+        OK(kvist_session_kv_bytes(session, &bytes[i]));
+    }
+    kvist_piece piece;
+    for (int i = 0; i < 20; i++) {
+        OK(kvist_session_next(session, 0, &piece));
+        if (!piece.has_token || piece.finish != KVIST_GOES_ON) exit(1);
+    }
+    OK(kvist_session_length(session, 0, &n));
+    OK(kvist_session_removed_tokens(session, &removed));
+    if (n != 849 || n - removed > 56 || n - removed < 36 || bytes[0] != bytes[1]) {
+        fprintf(stderr, "%u tokens, %llu removed, %llu and %llu bytes\n", n, (unsigned long long)removed,
+                (unsigned long long)bytes[0], (unsigned long long)bytes[1]);
+        exit(1);
+    }
+    OK(kvist_session_remove(session, 0));
+    OK(kvist_session_open(session, 0));
+    OK(kvist_session_free(session));
+    /* The longest text is told by context_tokens. */
+    options.context_tokens = 100;
+    OK(kvist_session_new(model, &options, &session));
+    EXPECT(kvist_session_prompt_tokens(session, 0, tokens, 101, NULL), KVIST_CACHE_FULL, "101");
+    OK(kvist_session_prompt_tokens(session, 0, tokens, 99, &text));
+    do {
+        OK(kvist_session_next(session, 0, &piece));
+    } while (piece.finish == KVIST_GOES_ON);
+    if (piece.finish != KVIST_NO_ROOM) exit(1);
+    OK(kvist_session_free(session));
+}
+
 static int copies_seen;
 static int count_copies(void *user, uint32_t group, const kvist_copy *copies, size_t n) {
     kvist_cache *cache = user;
@@ -267,6 +320,7 @@ static void rows(void) {
 int main(void) {
     models();
     sessions();
+    keeps();
     OK(kvist_model_free(model));
     caches();
     rows();

@@ -2,6 +2,7 @@
 use super::Engine;
 use kvist_device::DeviceError;
 use kvist_scheduler::ResizeRefused;
+use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
@@ -24,13 +25,14 @@ const PAUSE: Duration = Duration::from_millis(20);
 impl Engine {
     /// Gives the cache room for `tokens` tokens in every layer group, rounded up to whole blocks, between two steps. Running jobs go on and
     /// their texts stay the same: what a smaller cache has no room for is evicted or computed again. Waits up to `patience` for copies
-    /// to and from tiers. Returns the new capacity in tokens.
+    /// to and from tiers. Returns the new capacity in tokens. If this future is dropped, the cache may have either one.
     ///
     /// # Errors
     /// See [`ResizeError`]. The capacity stays what it was.
     pub async fn resize(&self, tokens: u32, patience: Duration) -> Result<u64, ResizeError> {
         let until = Instant::now() + patience;
         loop {
+            let shared = Arc::downgrade(&self.shared);
             let resized = self.inspect(move |state| {
                 let cache = state.scheduler.cache();
                 let whole =
@@ -41,13 +43,15 @@ impl Engine {
                 state.give_up_imports();
                 state.executor.resize(&mut state.scheduler, now_ns, &capacities)?;
                 let scheduler = &state.scheduler;
-                Ok(scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells())
+                let capacity = scheduler.used_cells() + scheduler.evictable_cells() + scheduler.free_cells();
+                // Here, because the caller may not wait any more: a client that hangs up, Ctrl-C.
+                if let Some(shared) = shared.upgrade() {
+                    shared.capacity_tokens.store(capacity, SeqCst);
+                }
+                Ok(capacity)
             });
             match resized.await.ok_or(ResizeError::Ended)? {
-                Ok(capacity) => {
-                    self.shared.capacity_tokens.store(capacity, SeqCst);
-                    return Ok(capacity);
-                }
+                Ok(capacity) => return Ok(capacity),
                 Err(ResizeError::Refused(ResizeRefused::InTransfer)) if Instant::now() < until => {
                     tokio::time::sleep(PAUSE).await;
                 }

@@ -43,6 +43,12 @@ class _Steps(_Storage, total=False):
     chunk: int
     max_rows: int
 
+class _Session(_Steps, total=False):
+    keep: Optional[str]
+
+class _BatchStorage(_Storage, total=False):
+    keep: Optional[str]
+
 class _StoreStats(TypedDict):
     name: str
     bytes: Optional[int]
@@ -72,6 +78,15 @@ class _TierStats(TypedDict):
     unpinned_blocks: Optional[int]
     stores: list[_StoreStats]
 
+class _Retention(TypedDict, total=False):
+    pin: Optional[bool]
+    ttl_s: Optional[float]
+    priority: Optional[int]
+
+class _Forgotten(TypedDict):
+    deleted_blocks: int
+    pending_tiers: list[str]
+
 class _BatchStats(TypedDict, total=False):
     running: Required[int]
     waiting: Required[int]
@@ -81,14 +96,16 @@ class _BatchStats(TypedDict, total=False):
     free_cells: Required[int]
     stored_blocks: Required[int]
     evicted_blocks: Required[int]
+    retained_tokens: Required[int]
     recent_hit_tokens: Required[int]
     recent_prompt_tokens: Required[int]
     kv_bytes: Required[int]
     kv_bytes_read: Required[int]
     busy_s: Required[float]
+    removed_tokens: int
     tiers: _TierStats
 
-class _SamplingAndStorage(_Sampling, _Steps, total=False): ...
+class _SamplingAndStorage(_Sampling, _Session, total=False): ...
 
 @final
 class Model:
@@ -124,7 +141,7 @@ class Model:
         *,
         kind: str = "cells",
         prefix: Optional[Union[Prefix, _Path]] = None,
-        **options: Unpack[_Steps],
+        **options: Unpack[_Session],
     ) -> Session: ...
     def resume(
         self,
@@ -179,6 +196,8 @@ class Session:
     def text(self) -> str: ...
     @property
     def cached_tokens(self) -> int: ...
+    @property
+    def removed_tokens(self) -> int: ...
     @property
     def kv_bytes(self) -> int: ...
     @property
@@ -243,11 +262,21 @@ class Batch:
         max_queue: int = 4096,
         prefix: Optional[Union[Prefix, _Path]] = None,
         tiers: Optional[Tiers] = None,
-        **options: Unpack[_Storage],
+        **options: Unpack[_BatchStorage],
     ) -> Self: ...
-    def submit(self, prompt: Prompt, *, priority: int = 0, **options: Unpack[_Sampling]) -> BatchGeneration: ...
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        cache: Optional[_Retention] = None,
+        **options: Unpack[_Sampling],
+    ) -> BatchGeneration: ...
     def generate(self, prompts: Sequence[Prompt], **options: Unpack[_Sampling]) -> list[str]: ...
     def stats(self) -> _BatchStats: ...
+    def forget(self, salt: str = "") -> _Forgotten: ...
+    def resize(self, tokens: int, *, timeout: float = 30.0) -> int: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(

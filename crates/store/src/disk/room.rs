@@ -1,12 +1,10 @@
 //! The room of the regions: a file for each, which has all of it from the start.
-use super::{DiskOptions, Layout, NAME};
+use super::{DiskOptions, Layout, NAME, PAGE};
 use crate::StoreError;
-use std::fs;
 #[cfg(target_os = "linux")]
 use std::fs::OpenOptions;
-use std::io;
-#[cfg(target_os = "linux")]
-use std::io::ErrorKind;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 /// foyer names them so.
@@ -23,8 +21,29 @@ fn regions(dir: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-pub(super) fn remove_regions(dir: &Path) -> io::Result<()> {
-    regions(dir)?.into_iter().try_for_each(fs::remove_file)
+/// Removes all regions but the first `kept`.
+pub(super) fn remove_regions(dir: &Path, kept: u64) -> io::Result<()> {
+    let number = |path: &Path| path.file_name()?.to_str()?.strip_prefix(REGIONS)?.parse::<u64>().ok();
+    let goes = |path: &PathBuf| number(path).is_none_or(|number| number >= kept);
+    regions(dir)?.into_iter().filter(goes).try_for_each(fs::remove_file)
+}
+
+/// Removes the last of so many regions if none of them is empty. foyer empties a region when it takes the last empty one, and never
+/// writes again if it finds none when it is opened: after a kill between the two, or with fewer regions than before.
+pub(super) fn leave_one_empty(dir: &Path, n_regions: u64) -> io::Result<()> {
+    let path = |number: u64| dir.join(format!("{REGIONS}{number:08}"));
+    for number in 0..n_regions {
+        let mut page = Vec::new();
+        match File::open(path(number)) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+            file => file?.take(PAGE).read_to_end(&mut page)?,
+        };
+        // A region is empty if it does not begin with an index of blocks.
+        if page.iter().all(|byte| *byte == 0) {
+            return Ok(());
+        }
+    }
+    fs::remove_file(path(n_regions.saturating_sub(1)))
 }
 
 /// Asks first: taking room that is not there would fill the disk before it fails.

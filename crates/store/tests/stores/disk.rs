@@ -239,18 +239,92 @@ async fn puts_have_room_while_blocks_that_are_read_are_written_again() {
     assert!(n_read > 100, "{n_read}");
 }
 
-/// Another layout would read the files wrongly: the store begins anew, and says nothing false.
+/// A directory that was opened with another capacity began empty, without a word.
 #[tokio::test(flavor = "multi_thread")]
-async fn other_options_begin_an_empty_store() {
+async fn blocks_stay_as_far_as_another_capacity_has_room() {
     let dir = tempfile::tempdir().unwrap();
-    let keys = reference::keys(1);
-    let store = open(dir.path()).await;
-    store.put(keys[0], block(0), None).await.unwrap();
+    let keys = reference::keys(240);
+    let body = |at: usize| -> Bytes { vec![at as u8; 900_000].into() };
+    let open = async |regions: u64, largest_block_bytes: u64| {
+        let capacity_bytes = regions * (16 << 20);
+        let options = DiskOptions { capacity_bytes, largest_block_bytes, ..options(dir.path()) };
+        Disk::open(options).await.unwrap()
+    };
+    let here = async |store: &Disk| {
+        let mut here = Vec::new();
+        for (at, key) in keys.iter().enumerate() {
+            let found = store.get(key).await.unwrap();
+            assert!(found.is_none() || found == Some(body(at)), "{at} has changed");
+            here.extend(found.map(|_| at));
+        }
+        here
+    };
+    let put = async |store: &Disk, range: std::ops::Range<usize>| {
+        for at in range {
+            store.put(keys[at], body(at), None).await.unwrap();
+        }
+    };
+    // Half of the regions.
+    let store = open(8, 1 << 20).await;
+    put(&store, 0..60).await;
+    store.remove(&keys[7]).await.unwrap();
     store.close().await.unwrap();
-    let store =
-        Disk::open(DiskOptions { capacity_bytes: CAPACITY * 2, ..options(dir.path()) }).await.unwrap();
-    assert_eq!(store.get(&keys[0]).await.unwrap(), None);
-    assert_eq!(regions(dir.path()).len(), 16);
+    let all: Vec<usize> = (0..60).filter(|at| *at != 7).collect();
+
+    // More regions.
+    let store = open(20, 1 << 20).await;
+    assert_eq!((here(&store).await, regions(dir.path()).len()), (all.clone(), 20));
+    put(&store, 60..180).await;
+    let all: Vec<usize> = (0..180).filter(|at| *at != 7).collect();
+    assert_eq!(here(&store).await, all);
+    store.close().await.unwrap();
+
+    // Larger ones, because of larger blocks. `16 << 20` and what is stored beside a block are more than a region had.
+    let store = open(24, 16 << 20).await;
+    let lengths: Vec<u64> =
+        regions(dir.path()).iter().map(|path| fs::metadata(path).unwrap().len()).collect();
+    assert!(lengths.len() == 23 && lengths.iter().all(|n| *n > 16 << 20), "{lengths:?}");
+    assert_eq!(here(&store).await, all);
+    store.put(BlockKey::from_bytes([1; 32]), vec![5; 16 << 20].into(), None).await.unwrap();
+    assert!(store.get(&BlockKey::from_bytes([1; 32])).await.unwrap().is_some());
+    store.close().await.unwrap();
+
+    // Fewer: what is left is right, and what was removed stays away.
+    let store = open(9, 1 << 20).await;
+    let left = here(&store).await;
+    assert_eq!(regions(dir.path()).len(), 8, "as long as they were, so one less fits");
+    assert!(left.len() >= 50 && left.len() < 150 && !left.contains(&7), "{left:?}");
+    put(&store, 180..240).await;
+    assert!(here(&store).await.ends_with(&(180..240).collect::<Vec<_>>()));
+    store.close().await.unwrap();
+
+    // So few that none of the files is of use.
+    let store = open(8, 1 << 20).await;
+    assert_eq!((here(&store).await, regions(dir.path()).len()), (vec![], 8));
+}
+
+/// Regression: no block was ever written again after a kill between the moment when foyer takes the last empty region and that when it has
+/// emptied the next one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_store_without_an_empty_region_is_written_to() {
+    let dir = tempfile::tempdir().unwrap();
+    let keys = reference::keys(200);
+    let store = open(dir.path()).await;
+    for key in &keys[..180] {
+        store.put(*key, vec![7; 1 << 20].into(), None).await.unwrap();
+    }
+    store.close().await.unwrap();
+    let is_empty = |path: &PathBuf| fs::read(path).unwrap()[..4096].iter().all(|byte| *byte == 0);
+    let (empty, full): (Vec<PathBuf>, Vec<PathBuf>) = regions(dir.path()).into_iter().partition(is_empty);
+    assert!(!empty.is_empty() && full.len() >= 5, "{empty:?} {full:?}");
+    for path in empty {
+        fs::copy(&full[0], path).unwrap();
+    }
+    let store = open(dir.path()).await;
+    for key in &keys[180..] {
+        store.put(*key, vec![8; 1 << 20].into(), None).await.unwrap();
+        assert_eq!(store.get(key).await.unwrap(), Some(vec![8; 1 << 20].into()));
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
