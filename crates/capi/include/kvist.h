@@ -805,7 +805,9 @@ kvist_status kvist_session_accept(struct kvist_session *session,
 //
 // # Safety
 // `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
-kvist_status kvist_session_length(struct kvist_session *session, uint32_t seq, uint32_t *n_tokens);
+kvist_status kvist_session_length(struct kvist_session *session,
+                                  uint32_t seq,
+                                  uint32_t *n_tokens);
 
 // Writes the bytes of K and V that the session has reserved now: they follow the tokens in the cache, not its capacity.
 //
@@ -818,8 +820,7 @@ kvist_status kvist_session_kv_bytes(struct kvist_session *session,
 //
 // # Safety
 // `session` came from `kvist_session_new`; `n_tokens` is a place for the result.
-kvist_status kvist_session_removed_tokens(struct kvist_session *session,
-                                          uint64_t *n_tokens);
+kvist_status kvist_session_removed_tokens(struct kvist_session *session, uint64_t *n_tokens);
 
 // Copies the tokens that a sequence has in the cache, and writes their number to `n_tokens`. The token that `kvist_session_next` gave
 // last is not among them: it is computed with the next pass. If `capacity` does not hold them all, it fails with

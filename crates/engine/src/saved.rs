@@ -60,7 +60,7 @@ pub struct SavedText<'a> {
 /// `path` has either what it had or the whole session. The cache is not changed, except that a full one loses its last token.
 ///
 /// # Errors
-/// The session keeps only some tokens, the sequence does not store the beginning of the text, tokens in its middle were removed
+/// The sequence does not store the beginning of the text, tokens in its middle were removed
 /// or the file cannot be written.
 pub fn save(
     session: &mut ModelSession,

@@ -366,7 +366,7 @@ impl Session {
     ///
     /// Raises:
     ///     FileError: the file cannot be written.
-    ///     ArgumentError: nothing is computed yet, the session keeps only some tokens, or some in the middle were removed.
+    ///     ArgumentError: nothing is computed yet, or the session keeps only some tokens.
     #[pyo3(signature = (path, *, messages=None))]
     fn save(&self, py: Python<'_>, path: PathBuf, messages: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let messages = crate::saved::messages(messages)?;
