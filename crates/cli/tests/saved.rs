@@ -89,8 +89,5 @@ fn a_conversation_goes_on() {
     chat(&["--save-session", path], "Hello\n");
     let resumed = chat(&["--resume", path], "And then\n");
     assert_eq!(resumed[0]["text"], whole[1]["text"]);
-    assert_eq!(
-        resumed[0]["prompt_tokens"].as_u64().unwrap(),
-        whole[1]["prompt_tokens"].as_u64().unwrap() + 1
-    );
+    assert_eq!(resumed[0]["prompt_tokens"], whole[1]["prompt_tokens"], "nothing before it is computed again");
 }
