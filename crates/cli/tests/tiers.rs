@@ -232,54 +232,6 @@ fn an_s3_that_dies_in_mid_load_changes_no_text() {
     }
 }
 
-/// Two servers, and their store is killed while one of them reads it, with all that it has: both go on, right to the token. It comes back,
-/// and what the first computes is a hit of the second again.
-#[test]
-fn two_servers_outlive_their_s3() {
-    let s3 = Arc::new(S3::default());
-    let url = s3.start();
-    let plain = start("512", &[&FLOAT]);
-    // So small that every prompt displaces the last one.
-    let [first, second] = [0, 1].map(|_| start("160", &[&FLOAT, &["--tier-store", &url]]));
-    let ask = |server: &Server, prompt: &str| {
-        let (text, loaded) = complete(server, prompt, "s3");
-        assert_eq!(text, complete(&plain, prompt, "").0);
-        loaded
-    };
-    let (mut n, began) = (0, std::time::Instant::now());
-    // What nothing has computed before. A store that was down is tried again after a pause.
-    let mut shared = || loop {
-        n += 1;
-        let prompt = format!("{n}. {TEXT}");
-        assert_eq!(ask(&first, &prompt), 0);
-        settle(&first, 0.0);
-        if ask(&second, &prompt) >= 32 {
-            return prompt;
-        }
-        assert!(
-            began.elapsed() < program::server::PATIENCE,
-            "prompt {n}: the second finds nothing of the first"
-        );
-    };
-    for round in 1..=2 {
-        let (prompt, other) = (shared(), shared());
-        s3.hold_gets();
-        std::thread::scope(|scope| {
-            let answer = scope.spawn(|| explain(&second, &prompt, "s3"));
-            s3.wait_for_get();
-            s3.kill();
-            let (text, loaded, why) = answer.join().unwrap();
-            let expected = complete(&plain, &prompt, "").0;
-            assert_eq!((text, loaded, why.as_deref()), (expected, 0, Some("failed")), "round {round}");
-        });
-        for server in [&first, &second] {
-            assert_eq!([&prompt, &other].map(|prompt| ask(server, prompt)), [0, 0], "round {round}");
-        }
-        s3.again();
-    }
-    shared();
-}
-
 #[test]
 fn two_servers_share_an_s3_that_fails_now_and_then() {
     let (expected, s3) = (expected(), Arc::new(S3::default()));
