@@ -92,11 +92,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn dot_codes(self, bits: u32, codes: &[Self::I], x: impl Fn(usize) -> i32, start: Self::I) -> Self::I {
         let _ = bits;
-        let mut sum = start;
-        for (q, codes) in codes.iter().enumerate() {
-            sum = self.dot4(sum, *codes, self.splat_i(x(q)));
-        }
-        sum
+        dot_quads(self, codes, x, start)
     }
     /// Per lane, for bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
@@ -226,6 +222,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let numerator = self.fma(mantissa, power, self.sub(power, one));
         self.div(numerator, self.add(numerator, self.splat(2.0)))
     }
+}
+
+/// [`Simd::dot_codes`] where [`dot4`](Simd::dot4) is the fastest product of any codes.
+#[inline(always)]
+fn dot_quads<S: Simd>(s: S, codes: &[S::I], x: impl Fn(usize) -> i32, start: S::I) -> S::I {
+    let mut sum = start;
+    for (q, codes) in codes.iter().enumerate() {
+        sum = s.dot4(sum, *codes, s.splat_i(x(q)));
+    }
+    sum
 }
 
 /// Code that is compiled for each instruction set. `run` must be `#[inline(always)]`, and so must everything it calls:

@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
 //! later, which have no AVX-512, and Zen 5). A vector takes two registers.
-use super::{Kernel, Simd};
+use super::{Kernel, Simd, dot_quads};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect).
@@ -212,11 +212,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     #[inline(always)]
     fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: I) -> I {
         if VNNI {
-            let mut sum = start;
-            for (q, codes) in codes.iter().enumerate() {
-                sum = self.dot4(sum, *codes, self.splat_i(x(q)));
-            }
-            return sum;
+            return dot_quads(self, codes, x, start);
         }
         let per_word = (i16::MAX as usize) / (2 * 127 * ((1 << bits) - 1));
         // SAFETY: `detect` checked the CPU features.

@@ -3,7 +3,7 @@
 //! Products of bytes are one instruction where both sides are signed (`dotprod`: Armv8.2, Apple's M1) or where one is unsigned
 //! (`i8mm`: Armv8.6, Apple's M2, Graviton 3). They are assembly, as is the conversion of f16, because
 //! Rust's intrinsics for them are not stable or too new for kvist's oldest Rust.
-use super::{Kernel, Simd};
+use super::{Kernel, Simd, dot_quads};
 use std::arch::aarch64::*;
 use std::arch::{asm, is_aarch64_feature_detected};
 
@@ -277,14 +277,12 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
     // Codes of less than 8 bits are signed numbers, too; those of 8 bits are without their zero.
     #[inline(always)]
     fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: I) -> I {
-        let mut sum = if BYTES == DOTPROD && bits == 8 { self.splat_i(0) } else { start };
+        if BYTES != DOTPROD {
+            return dot_quads(self, codes, x, start);
+        }
+        let mut sum = if bits == 8 { self.splat_i(0) } else { start };
         for (q, codes) in codes.iter().enumerate() {
-            let x = self.splat_i(x(q));
-            if BYTES != DOTPROD {
-                sum = self.dot4(sum, *codes, x);
-                continue;
-            }
-            for ((sum, codes), x) in sum.iter_mut().zip(codes).zip(x) {
+            for ((sum, codes), x) in sum.iter_mut().zip(codes).zip(self.splat_i(x(q))) {
                 // SAFETY: `detect` checked the CPU features, `dotprod` included.
                 unsafe {
                     let codes = vreinterpretq_u8_s32(*codes);
