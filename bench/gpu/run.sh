@@ -8,7 +8,7 @@
 # Programs, with KVIST: what is not given is left out, and the table says so.
 #   KVIST=PATH            kvist, built with --features cuda-experimental,wgpu
 #   ATTENTION=PATH        cargo build --release -p kvist-cuda --example attention
-#   RANDOM_MODEL=PATH     cargo build --release -p random-model; without it models must lie in MODELS
+#   RANDOM_MODEL=PATH     cargo build --release -p kvist-random-model; without it models must lie in MODELS
 #   TESTS="PATH …"        test programs of `cargo test --no-run`; they run in crates/cuda
 #   KVIST_NVRTC=PATH      libnvrtc.so, if the system has none
 #   LLAMA_BENCH=PATH      llama.cpp's llama-bench, built for this GPU: decodes the same files
@@ -49,7 +49,7 @@ else
     features=wgpu
     if [[ -n $name ]]; then features=wgpu,cuda-experimental; fi
     cargo build --release -p kvist --features $features
-    cargo build --release -p random-model
+    cargo build --release -p kvist-random-model
     kvist=$target/release/kvist random_model=$target/release/random-model attention=
     if [[ -n $name ]]; then
         cargo build --release -p kvist-cuda --example attention

@@ -7,7 +7,7 @@
 //! not, and would show the cache's bandwidth.
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{GroupId, LayerId, SeqId, Span, StepRequest};
-use kvist_cuda::{CudaDevice, Installation, open};
+use kvist_cuda::{CudaDevice, Installation, Options as Opening, open};
 use kvist_device::*;
 use kvist_gpu::{BufferCopy, Driver};
 use std::error::Error;
@@ -25,6 +25,7 @@ struct Options {
     v: Storage,
     branches: usize,
     copy_bytes: u64,
+    deterministic: bool,
 }
 
 fn options() -> Result<Options, Box<dyn Error>> {
@@ -35,6 +36,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
         v: Storage::F16,
         branches: 1,
         copy_bytes: 1 << 30,
+        deterministic: false,
     };
     let mut args = std::env::args().skip(1);
     while let Some(name) = args.next() {
@@ -45,6 +47,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
             "--k" => options.k = value.parse()?,
             "--v" => options.v = value.parse()?,
             "--branches" => options.branches = value.parse::<usize>()?.max(1),
+            "--deterministic" => options.deterministic = value.parse()?,
             "--copy-bytes" => options.copy_bytes = value.parse::<u64>()? / 4 * 4,
             _ => return Err(format!("unknown option {name}").into()),
         }
@@ -173,7 +176,8 @@ fn main() {
 
 fn run() -> Result<(), Box<dyn Error>> {
     let options = options()?;
-    let device = open(&Installation::of_system(), options.gpu, u64::MAX)?;
+    let opening = Opening { deterministic: options.deterministic, ..Default::default() };
+    let device = open(&Installation::of_system(), options.gpu, opening)?;
     let copy = copy_rate(device.driver(), options.copy_bytes)?;
     let (nanoseconds, bytes) = attention(&device, &options)?;
     let Options { tokens, k, v, branches, .. } = options;

@@ -7,7 +7,8 @@ mod buffer;
 use crate::compiler::Compiler;
 use crate::devices::{driver, summary};
 use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
-use crate::{Installation, failed, kernels};
+use crate::kernels::{self, Target};
+use crate::{Installation, Options, failed};
 pub use buffer::Buf;
 use buffer::Memory;
 use kvist_device::{DeviceError, HostBlock};
@@ -98,15 +99,14 @@ struct Meter {
 }
 
 impl CudaDriver {
-    /// Opens GPU `index`, or the first one that can run models. Weights and pools are split into parts of at most
-    /// `max_part_bytes`.
+    /// Opens GPU `index`, or the first one that can run models.
     ///
     /// # Errors
     /// There is no driver, no NVRTC, no such GPU, or it lacks something.
     pub fn open(
         installation: &Installation,
         index: Option<usize>,
-        max_part_bytes: u64,
+        options: Options,
     ) -> Result<Self, DeviceError> {
         let cuda = driver(installation)?;
         let error = |code: Code| failed(cuda.text(code));
@@ -142,9 +142,10 @@ impl CudaDriver {
             compiler,
             limits: Limits {
                 max_binding_bytes: MAX_PART_BYTES,
-                max_part_bytes: MAX_PART_BYTES.min(max_part_bytes),
+                max_part_bytes: MAX_PART_BYTES.min(options.max_part_bytes),
                 max_workgroup_bytes: found.max_shared_bytes,
                 max_attend_rows: kernels::ROWS,
+                batch_invariant: options.deterministic,
                 unified_memory: found.integrated,
                 adapter: found.name,
             },
@@ -206,12 +207,18 @@ impl CudaDriver {
         self.kernels.get(kernel, || self.load(kernel).map_err(|what| self.fail(what)).ok())
     }
 
+    /// What kernels are compiled for.
+    fn target(&self) -> Target {
+        Target { max_shared_bytes: self.limits.max_workgroup_bytes, fast: !self.limits.batch_invariant }
+    }
+
     fn load(&self, kernel: &Kernel) -> Result<Arc<Loaded>, String> {
-        let (name, max_bytes) = (kernels::function(kernel), self.limits.max_workgroup_bytes);
-        let shared_bytes = kernels::shared_bytes(kernel, max_bytes).ok_or_else(|| {
+        let (name, target) = (kernels::function(kernel), self.target());
+        let shared_bytes = target.shared_bytes(kernel).ok_or_else(|| {
+            let max_bytes = target.max_shared_bytes;
             format!("the kernel {name} needs more shared memory than a block has ({max_bytes} bytes)")
         })?;
-        let source = kernels::source(kernel, max_bytes);
+        let source = target.source(kernel);
         let load = |anew: bool| {
             let image = self.compiler.image(name, &source, anew).map_err(|what| what.to_string())?;
             let function = self.context.load(&image.bytes, name, shared_bytes);
@@ -224,7 +231,7 @@ impl CudaDriver {
         }
         let function = function
             .map_err(|code| format!("the kernel {name} cannot be loaded: {}", self.context.text(code)))?;
-        Ok(Arc::new(Loaded { function, name, threads: kernels::threads(kernel), shared_bytes }))
+        Ok(Arc::new(Loaded { function, name, threads: target.threads(kernel), shared_bytes }))
     }
 
     /// Gives an operation to the stream.
@@ -352,6 +359,10 @@ impl Driver for CudaDriver {
 
     fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
+        self.target().product_tile(kernel)
     }
 
     /// What the GPU's memory has in use, by other processes too.

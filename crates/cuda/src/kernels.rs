@@ -10,6 +10,99 @@ const ATTEND_THREADS: u32 = 128;
 /// Its query rows.
 pub const ROWS: u32 = ATTEND_ROWS[0];
 
+/// What kernels are compiled for.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Bytes of shared memory that a block can have.
+    pub max_shared_bytes: u32,
+    /// Whether a row's last bits may depend on its batch: kernels of their own, mostly on tensor cores, where they are faster.
+    pub fast: bool,
+}
+
+impl Target {
+    /// Whether the kernel is one of those that [`fast`](Self::fast) allows. The others are the same either way.
+    pub fn is_fast(&self, kernel: &Kernel) -> bool {
+        self.fast
+            && match kernel {
+                Kernel::Matmul { .. } | Kernel::Gemm { .. } | Kernel::Attend { .. } => false, // none yet
+                _ => false,
+            }
+    }
+
+    /// Output rows and tokens of a block of a linear layer.
+    pub fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
+        kvist_gpu::product_tile(kernel)
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self, kernel: &Kernel) -> u32 {
+        match kernel {
+            Kernel::Matmul { .. } | Kernel::Norm { .. } => 128,
+            Kernel::Attend { .. } => ATTEND_THREADS,
+            Kernel::Gemm { .. } => 256,
+            Kernel::Top => 512,
+            _ => 64,
+        }
+    }
+
+    /// Bytes of dynamic shared memory. `None` if the device has not so many.
+    pub fn shared_bytes(&self, kernel: &Kernel) -> Option<u32> {
+        match *kernel {
+            Kernel::Attend { k, v, dim, recent, .. } => {
+                Tile::new(k, v, dim, recent, self.max_shared_bytes).map(|tile| tile.bytes)
+            }
+            _ => Some(0),
+        }
+    }
+
+    /// The whole source: constants, shared functions, the kernel.
+    pub fn source(&self, kernel: &Kernel) -> String {
+        let mut source = String::new();
+        let mut define = |name: &str, n: u32| source += &format!("#define {name} {n}\n");
+        for (name, value) in kernel.constants() {
+            match value {
+                Constant::Flag(is) => define(&name, u32::from(is)),
+                Constant::Number(n) => define(&name, n),
+            }
+        }
+        if let Kernel::Attend { k, v, dim, recent, .. } = *kernel {
+            // Without a tile the kernel is refused before it is compiled.
+            let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
+            let tile = Tile::new(k, v, dim, recent, self.max_shared_bytes).unwrap_or(smallest);
+            define("CELLS", tile.cells);
+            define("STAGES", tile.stages);
+        }
+        source += include_str!("kernels/prelude.cu");
+        self.parts(kernel).iter().fold(source, |source, part| source + part + "\n")
+    }
+
+    /// The files of a kernel, in order.
+    fn parts(&self, kernel: &Kernel) -> &'static [&'static str] {
+        match kernel {
+            Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
+            Kernel::Matmul { .. } => {
+                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")]
+            }
+            Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/gemm.cu")],
+            Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
+            Kernel::Rope => &[include_str!("kernels/rope.cu")],
+            Kernel::Gated => &[MATH, include_str!("kernels/gated.cu")],
+            Kernel::Add => &[include_str!("kernels/add.cu")],
+            Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
+            Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
+            Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
+            Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
+            Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
+            Kernel::Attend { .. } => {
+                &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
+            }
+            Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
+            Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
+            Kernel::Gather => &[include_str!("kernels/gather.cu")],
+        }
+    }
+}
+
 /// How attention goes through cells: so many at a time, in one or two buffers of shared memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tile {
@@ -47,27 +140,6 @@ pub fn function(kernel: &Kernel) -> &'static str {
     }
 }
 
-/// Threads of a block.
-pub fn threads(kernel: &Kernel) -> u32 {
-    match kernel {
-        Kernel::Matmul { .. } | Kernel::Norm { .. } => 128,
-        Kernel::Attend { .. } => ATTEND_THREADS,
-        Kernel::Gemm { .. } => 256,
-        Kernel::Top => 512,
-        _ => 64,
-    }
-}
-
-/// Bytes of dynamic shared memory. `None` if the device has not so many.
-pub fn shared_bytes(kernel: &Kernel, max_bytes: u32) -> Option<u32> {
-    match *kernel {
-        Kernel::Attend { k, v, dim, recent, .. } => {
-            Tile::new(k, v, dim, recent, max_bytes).map(|tile| tile.bytes)
-        }
-        _ => Some(0),
-    }
-}
-
 const MATH: &str = include_str!("kernels/math.cu");
 const BYTES: &str = include_str!("kernels/bytes.cu");
 const WEIGHTS: &str = include_str!("kernels/weights.cu");
@@ -77,51 +149,6 @@ const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");
 const SINKS: &str = include_str!("kernels/sinks.cu");
-
-/// The files of a kernel, in order.
-fn parts(kernel: &Kernel) -> &'static [&'static str] {
-    match kernel {
-        Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
-        Kernel::Matmul { .. } => &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")],
-        Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/gemm.cu")],
-        Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
-        Kernel::Rope => &[include_str!("kernels/rope.cu")],
-        Kernel::Gated => &[MATH, include_str!("kernels/gated.cu")],
-        Kernel::Add => &[include_str!("kernels/add.cu")],
-        Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
-        Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
-        Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
-        Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
-        Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
-        Kernel::Attend { .. } => {
-            &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
-        }
-        Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
-        Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
-        Kernel::Gather => &[include_str!("kernels/gather.cu")],
-    }
-}
-
-/// The whole source: constants, shared functions, the kernel.
-pub fn source(kernel: &Kernel, max_bytes: u32) -> String {
-    let mut source = String::new();
-    let mut define = |name: &str, n: u32| source += &format!("#define {name} {n}\n");
-    for (name, value) in kernel.constants() {
-        match value {
-            Constant::Flag(is) => define(&name, u32::from(is)),
-            Constant::Number(n) => define(&name, n),
-        }
-    }
-    if let Kernel::Attend { k, v, dim, recent, .. } = *kernel {
-        // Without a tile the kernel is refused before it is compiled.
-        let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
-        let tile = Tile::new(k, v, dim, recent, max_bytes).unwrap_or(smallest);
-        define("CELLS", tile.cells);
-        define("STAGES", tile.stages);
-    }
-    source += include_str!("kernels/prelude.cu");
-    parts(kernel).iter().fold(source, |source, part| source + part + "\n")
-}
 
 /// Every storage of K, in an order in which neighbours differ.
 const STORAGES: [&str; 16] = [
@@ -225,12 +252,13 @@ mod tests {
     #[test]
     fn kernels_take_what_a_launch_passes() {
         for kernel in all(&[33, 128], &[64]) {
-            let source = source(&kernel, 99 << 10);
+            let target = Target { max_shared_bytes: 99 << 10, fast: false };
+            let source = target.source(&kernel);
             assert_eq!(parameters(&source, function(&kernel)), (kernel.writes().len(), true), "{kernel:?}");
             let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
             let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
             assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");
-            assert_eq!(threads(&kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
+            assert_eq!(target.threads(&kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
         }
     }
 

@@ -49,17 +49,31 @@ impl Installation {
     }
 }
 
-/// Opens GPU `index` of [`devices`], or the first one that can run models. Weights and pools are split into parts of at most
-/// `max_part_bytes`; tests ask for less than a GPU can address.
+/// How a GPU is used.
+#[derive(Clone, Copy, Debug)]
+pub struct Options {
+    /// A row's result depends on nothing but the row: kernels of tensor cores, whose sums depend on the rest of a batch, are not used.
+    pub deterministic: bool,
+    /// Weights and pools are split into parts of at most so many bytes; tests ask for less than a GPU can address.
+    pub max_part_bytes: u64,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options { deterministic: false, max_part_bytes: u64::MAX }
+    }
+}
+
+/// Opens GPU `index` of [`devices`], or the first one that can run models.
 ///
 /// # Errors
 /// There is no driver, no NVRTC or no such GPU, or one of them is too old. The text says what to install or to try.
 pub fn open(
     installation: &Installation,
     index: Option<usize>,
-    max_part_bytes: u64,
+    options: Options,
 ) -> Result<CudaDevice, DeviceError> {
-    Ok(GpuDevice::new(CudaDriver::open(installation, index, max_part_bytes)?))
+    Ok(GpuDevice::new(CudaDriver::open(installation, index, options)?))
 }
 
 fn failed(what: impl Into<String>) -> DeviceError {

@@ -1,7 +1,10 @@
 //! NVRTC compiles every kernel that the engine can ask for. Needs no GPU: `KVIST_NVRTC` names libnvrtc.so.13, `just cuda` fetches
 //! it. To PTX; with `KVIST_PTXAS=1` to machine code, which takes twice as long, and prints registers and spilled bytes of every
 //! kernel that spills.
-use kvist_cuda::{Compiler, Installation, kernels};
+use kvist_cuda::{
+    Compiler, Installation,
+    kernels::{self, Target},
+};
 use kvist_gpu::Kernel;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex};
@@ -40,19 +43,18 @@ fn every_kernel_compiles() {
         assert_eq!(compiler.target(), format!("sm_{}{}", capability.0, capability.1));
         let mut sources: Vec<(String, &'static str, String)> = Vec::new();
         for kernel in &all {
-            for bytes in SHARED_BYTES {
-                let mut source = kernels::source(kernel, bytes);
-                if let (Kernel::Attend { .. }, Some(bytes)) = (kernel, kernels::shared_bytes(kernel, bytes)) {
+            let both = |bytes| [false, true].map(|fast| Target { max_shared_bytes: bytes, fast });
+            for target in SHARED_BYTES.into_iter().flat_map(both) {
+                let mut source = target.source(kernel);
+                if let (Kernel::Attend { .. }, false, Some(bytes)) =
+                    (kernel, target.is_fast(kernel), target.shared_bytes(kernel))
+                {
                     // What a launch asks for is what the kernel uses.
                     let used = "4u * (STAGES * TILE_WORDS + (1u + PLAIN) * ROWS * Q_STRIDE)";
                     source += &format!("static_assert({used} == {bytes}u, \"dynamic shared memory\");\n");
                 }
                 if !sources.iter().any(|(_, _, other)| *other == source) {
-                    sources.push((
-                        format!("{kernel:?} with {bytes} bytes"),
-                        kernels::function(kernel),
-                        source,
-                    ));
+                    sources.push((format!("{kernel:?} for {target:?}"), kernels::function(kernel), source));
                 }
             }
         }

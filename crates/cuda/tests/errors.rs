@@ -1,14 +1,14 @@
 //! What goes wrong outside of this program is an error that says what to do: no driver, no compiler, no GPU, no memory, a kernel
 //! that fails. After a failure nothing is computed, and no result is read.
 mod common;
-use common::emulation;
+use common::{DETERMINISTIC, emulation};
 use kvist_cuda::{CudaDriver, Installation, devices};
 use kvist_device::DeviceError;
 use kvist_gpu::{Args, Driver, Kernel};
 
 fn message(settings: &[(&str, &str)]) -> Option<String> {
     let installation = emulation(settings)?;
-    Some(CudaDriver::open(&installation, None, u64::MAX).map(drop).unwrap_err().to_string())
+    Some(CudaDriver::open(&installation, None, DETERMINISTIC).map(drop).unwrap_err().to_string())
 }
 
 #[test]
@@ -20,9 +20,9 @@ fn what_is_missing_is_named_with_advice() {
 
     let Some(emulated) = emulation(&[]) else { return };
     let no_compiler = Installation { nvrtc: Some("/no/libnvrtc".into()), ..emulated.clone() };
-    let error = CudaDriver::open(&no_compiler, None, u64::MAX).map(drop).unwrap_err().to_string();
+    let error = CudaDriver::open(&no_compiler, None, DETERMINISTIC).map(drop).unwrap_err().to_string();
     assert!(error.contains("/no/libnvrtc") && error.contains("pip install nvidia-cuda-nvrtc"), "{error}");
-    let error = CudaDriver::open(&emulated, Some(3), u64::MAX).map(drop).unwrap_err().to_string();
+    let error = CudaDriver::open(&emulated, Some(3), DETERMINISTIC).map(drop).unwrap_err().to_string();
     assert!(error.contains("no GPU 3, the machine has 1"), "{error}");
 
     for (settings, expected) in [
@@ -56,7 +56,7 @@ fn devices_are_listed_with_their_memory() {
 #[test]
 fn memory_is_refused_zeroed_and_given_back() {
     let Some(installation) = emulation(&[("KVIST_EMULATION_BYTES", "1000000")]) else { return };
-    let gpu = CudaDriver::open(&installation, None, u64::MAX).unwrap();
+    let gpu = CudaDriver::open(&installation, None, DETERMINISTIC).unwrap();
     let before = gpu.memory().unwrap();
     for _ in 0..1000 {
         let buffer = gpu.buffer("test", 900_000).unwrap();
@@ -101,7 +101,7 @@ fn a_failure_is_kept_and_nothing_is_read_after_it() {
         ("cuMemcpyDtoHAsync_v2:700:1", "copy: CUDA_ERROR_ILLEGAL_ADDRESS"),
     ] {
         let Some(installation) = emulation(&[("KVIST_EMULATION_FAIL", failure)]) else { return };
-        let gpu = CudaDriver::open(&installation, None, u64::MAX).unwrap();
+        let gpu = CudaDriver::open(&installation, None, DETERMINISTIC).unwrap();
         let mut results = (0..12).map(|_| add(&gpu));
         let error = results.find_map(Result::err).unwrap_or_else(|| panic!("{failure} did not show"));
         assert!(error.to_string().contains(expected), "{failure}: {error}");
@@ -109,7 +109,7 @@ fn a_failure_is_kept_and_nothing_is_read_after_it() {
         assert_eq!(again.to_string(), error.to_string(), "{failure}: the first error is kept");
     }
     if let Some(installation) = emulation(&[]) {
-        let gpu = CudaDriver::open(&installation, None, u64::MAX).unwrap();
+        let gpu = CudaDriver::open(&installation, None, DETERMINISTIC).unwrap();
         assert_eq!(add(&gpu).unwrap(), [3.0; 16], "without a failure it adds");
     }
 }
@@ -120,7 +120,7 @@ fn compiled_kernels_are_kept() {
     let Some(installation) = emulation(&[]) else { return };
     let folder = tempfile::tempdir().unwrap();
     let cached = Installation { cache: Some(folder.path().join("deep").join("er")), ..installation };
-    let open = |installation: &Installation| CudaDriver::open(installation, None, u64::MAX).unwrap();
+    let open = |installation: &Installation| CudaDriver::open(installation, None, DETERMINISTIC).unwrap();
     let files = || -> Vec<_> {
         std::fs::read_dir(cached.cache.as_ref().unwrap()).unwrap().map(|file| file.unwrap().path()).collect()
     };

@@ -2,7 +2,7 @@
 mod common;
 #[path = "../../cpu/tests/decoding/mod.rs"]
 mod decoding;
-use common::{device, emulation};
+use common::{DETERMINISTIC, device, emulation};
 use decoding::Model;
 use kvist_cache::{CellRun, GroupId};
 use kvist_cuda::CudaDevice;
@@ -49,7 +49,7 @@ impl AsRef<[u8]> for Kept {
 /// An emulated device whose copies to the host arrive as late as they may.
 fn late(settings: &[(&str, &str)]) -> Option<CudaDevice> {
     let settings = [&[("KVIST_EMULATION_LATE", "1")], settings].concat();
-    Some(kvist_cuda::open(&emulation(&settings)?, None, u64::MAX).unwrap())
+    Some(kvist_cuda::open(&emulation(&settings)?, None, DETERMINISTIC).unwrap())
 }
 
 /// Through pinned memory come the same bytes as through ordinary memory, and the host copies none of them, however large a block is. Where
@@ -129,7 +129,7 @@ fn copied_by_the_device_alone(device: &CudaDevice) {
 #[test]
 fn lent_memory_comes_back() {
     let Some(installation) = emulation(&[]) else { return };
-    let device = kvist_cuda::open(&installation, None, u64::MAX).unwrap();
+    let device = kvist_cuda::open(&installation, None, DETERMINISTIC).unwrap();
     let spec = model("f16", 64, 2).spec(vec![CELLS]);
     let mut pools = device.pools(&spec).unwrap();
     let bytes = spec.block_bytes(G, 16).unwrap();
@@ -207,7 +207,7 @@ fn a_refusal_leaves_the_device_as_it_was() {
     // The first allocation is the driver's own.
     let settings = [("KVIST_EMULATION_FAIL", "cuMemHostAlloc:2:1")];
     let Some(installation) = emulation(&settings) else { return };
-    let device = kvist_cuda::open(&installation, None, u64::MAX).unwrap();
+    let device = kvist_cuda::open(&installation, None, DETERMINISTIC).unwrap();
     let spec = model("f16", 64, 2).spec(vec![CELLS]);
     let mut pools = device.pools(&spec).unwrap();
     match pools.pin_host(1 << 20) {

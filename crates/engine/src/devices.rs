@@ -2,8 +2,8 @@
 pub use kvist_cpu::{Compute, Cpu};
 #[cfg(feature = "cuda-experimental")]
 pub use kvist_cuda::{
-    CudaDevice, DeviceSummary as CudaSummary, Installation as CudaInstallation, devices as cuda_devices,
-    open as open_cuda,
+    CudaDevice, DeviceSummary as CudaSummary, Installation as CudaInstallation, Options as CudaOptions,
+    devices as cuda_devices, open as open_cuda,
 };
 use kvist_device::{DeviceError, MemoryBudget, Registry};
 #[cfg(any(feature = "wgpu", feature = "cuda-experimental"))]
@@ -50,7 +50,7 @@ impl Place {
             );
             number.parse::<usize>().map_err(|_| DeviceError::Unsupported(what))
         });
-        open(index.transpose()?).map(|place| (place, name.into()))
+        open(index.transpose()?, compute).map(|place| (place, name.into()))
     }
 
     /// The memory to plan with where the user has given none, if `host` bytes are free on the host (`None`: unknown): what is
@@ -78,22 +78,23 @@ impl Place {
     }
 
     #[cfg(feature = "cuda-experimental")]
-    fn cuda(index: Option<usize>) -> Result<Place, DeviceError> {
-        open_cuda(&CudaInstallation::of_system(), index, u64::MAX).map(Place::Cuda)
+    fn cuda(index: Option<usize>, compute: &Compute) -> Result<Place, DeviceError> {
+        let options = CudaOptions { deterministic: compute.deterministic, ..Default::default() };
+        open_cuda(&CudaInstallation::of_system(), index, options).map(Place::Cuda)
     }
     #[cfg(not(feature = "cuda-experimental"))]
-    fn cuda(_: Option<usize>) -> Result<Place, DeviceError> {
+    fn cuda(_: Option<usize>, _: &Compute) -> Result<Place, DeviceError> {
         let what = "this kvist was built without CUDA: build it with `--features cuda-experimental`, or use `--backend wgpu` \
                     or `--backend cpu`";
         Err(DeviceError::Unsupported(what.into()))
     }
 
     #[cfg(feature = "wgpu")]
-    fn wgpu(index: Option<usize>) -> Result<Place, DeviceError> {
+    fn wgpu(index: Option<usize>, _: &Compute) -> Result<Place, DeviceError> {
         open_wgpu(index).map(Place::Wgpu)
     }
     #[cfg(not(feature = "wgpu"))]
-    fn wgpu(_: Option<usize>) -> Result<Place, DeviceError> {
+    fn wgpu(_: Option<usize>, _: &Compute) -> Result<Place, DeviceError> {
         let what =
             "this kvist was built without GPUs: build it with `--features wgpu`, or use `--backend cpu`";
         Err(DeviceError::Unsupported(what.into()))
@@ -198,6 +199,7 @@ mod tests {
             max_part_bytes: 1 << 30,
             max_workgroup_bytes: 32 << 10,
             max_attend_rows: 32,
+            batch_invariant: true,
             unified_memory,
             adapter: "a test's GPU".into(),
         };

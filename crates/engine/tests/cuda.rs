@@ -5,7 +5,7 @@ mod common;
 #[path = "../../cuda/tests/common/mod.rs"]
 mod emulated;
 mod gpu;
-use emulated::device;
+use emulated::{DETERMINISTIC, device};
 use kvist_engine::devices::{CudaDevice as Gpu, Place};
 
 const NAME: &str = "cuda";
@@ -18,7 +18,7 @@ fn place(device: &Gpu) -> Place {
 fn device_of_its_own() -> Option<Gpu> {
     match emulated::index() {
         Some(_) => emulated::device_in_parts(u64::MAX),
-        None => emulated::emulation(&[]).map(|own| kvist_cuda::open(&own, None, u64::MAX).unwrap()),
+        None => emulated::emulation(&[]).map(|own| kvist_cuda::open(&own, None, DETERMINISTIC).unwrap()),
     }
 }
 

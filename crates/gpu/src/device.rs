@@ -4,7 +4,7 @@
 //! compute pass. `submit` ends it, appends copies of the results to a buffer that the host can read, and submits.
 //! `wait` reads that buffer: logits of rows that ask for them or for a sample, otherwise only tokens.
 use crate::GpuDevice;
-use crate::driver::{Args, Driver, Recorder};
+use crate::driver::{Args, Driver, Limits, Recorder};
 use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
 use crate::linear::{Product, copy_rows, groups};
@@ -62,9 +62,9 @@ impl<D: Driver> GpuDevice<D> {
 }
 
 impl<D: Driver> Footprint for GpuDevice<D> {
-    /// A row's sums have the same order in every batch. So results do not depend on the batch.
     fn info(&self) -> DeviceInfo {
-        DeviceInfo { name: D::NAME, batch_invariant: true, unified_memory: self.gpu.limits().unified_memory }
+        let Limits { batch_invariant, unified_memory, .. } = *self.gpu.limits();
+        DeviceInfo { name: D::NAME, batch_invariant, unified_memory }
     }
 
     fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError> {
@@ -111,7 +111,9 @@ impl<D: Driver> Footprint for GpuDevice<D> {
     }
 
     fn numerics(&self) -> String {
-        format!("{} {}, kernels {}", self.info().name, self.gpu.limits().adapter, crate::NUMERICS)
+        let Limits { adapter, batch_invariant, .. } = self.gpu.limits();
+        let fast = if *batch_invariant { "" } else { ", fast" };
+        format!("{} {adapter}, kernels {}{fast}", D::NAME, crate::NUMERICS)
     }
 }
 

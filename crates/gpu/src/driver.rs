@@ -2,7 +2,8 @@
 //!
 //! The kernels of every driver compute the same: [`Kernel`] names them with their constants, and says what each one
 //! binds. `crates/wgpu/src/kernels` begins every file with what the kernel computes.
-use crate::kernels::Kernel;
+use crate::form::Form;
+use crate::kernels::{self, Kernel};
 use kvist_device::{DeviceError, HostArena, HostBlock};
 use std::fmt::Debug;
 use std::ops::Range;
@@ -29,6 +30,17 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     type Submission: Clone + Debug + Send + Sync;
 
     fn limits(&self) -> &Limits;
+
+    /// Output rows and tokens that a workgroup of [`Kernel::Matmul`] or [`Kernel::Gemm`] has.
+    fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
+        kernels::product_tile(kernel)
+    }
+
+    /// Query rows of a workgroup of [`Kernel::Attend`] with these keys and values, for tiles of `wanted` rows: all of them, as far as the
+    /// device's workgroup memory goes, so that the cells are read once for all.
+    fn attend_rows(&self, wanted: u32, (k, _): (Form, Form), dim: u32, recent: bool) -> u32 {
+        kernels::attend_rows(self.limits(), wanted, k, dim, recent)
+    }
 
     /// Bytes that are allocated on the device, by the API's own report; `None` if it has none.
     fn allocated_bytes(&self) -> Option<u64> {
@@ -233,6 +245,8 @@ pub struct Limits {
     pub max_workgroup_bytes: u32,
     /// Query rows that a workgroup of attention can have at most: one of [`ATTEND_ROWS`](crate::ATTEND_ROWS).
     pub max_attend_rows: u32,
+    /// Whether a row's result does not depend on the rest of its batch, on where chunks end, or on what sequences share.
+    pub batch_invariant: bool,
     pub unified_memory: bool,
     /// The GPU's name.
     pub adapter: String,

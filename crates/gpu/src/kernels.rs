@@ -131,8 +131,15 @@ pub fn attend_workgroup_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64
     4 * ((rows + plain) * dim + rows * CELLS + rows * 8 + 3 * CELLS + rows / 4 * CELLS + 5 * rows)
 }
 
-/// Query rows of a workgroup for tiles of `wanted` rows: all of them, as far as the device's workgroup memory goes, so that
-/// the cells are read once for all.
+/// Output rows and tokens of a workgroup of [`Kernel::Matmul`] or [`Kernel::Gemm`], unless a driver has others.
+pub fn product_tile(kernel: &Kernel) -> (u32, u32) {
+    match kernel {
+        Kernel::Matmul { tokens, .. } => (MATMUL_OUTPUTS, *tokens),
+        _ => (GEMM_TILE, GEMM_TILE),
+    }
+}
+
+/// [`Driver::attend_rows`](crate::Driver::attend_rows), unless a driver has a kernel of its own.
 pub fn attend_rows(limits: &Limits, wanted: u32, k: Form, dim: u32, recent: bool) -> u32 {
     let fits = |rows: u32| {
         rows <= limits.max_attend_rows

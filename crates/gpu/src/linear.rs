@@ -1,6 +1,6 @@
 //! Linear layers, and copies of rows.
 use crate::driver::{Args, Driver};
-use crate::kernels::{GEMM_TILE, Kernel, MATMUL_OUTPUTS, Routed, RowsOp};
+use crate::kernels::{Kernel, Routed, RowsOp};
 use crate::weights::Linear;
 
 /// Workgroups of 64 invocations for so many elements, in two dimensions.
@@ -44,10 +44,11 @@ impl<D: Driver> Product<'_, D> {
             (Some(_), true) => Routed::Added,
         };
         let encoding = layer.encoding;
-        let (kernel, outputs, tokens) = match n >= MANY_TOKENS {
-            true => (Kernel::Gemm { encoding, routed }, GEMM_TILE, GEMM_TILE),
-            false => (Kernel::Matmul { encoding, tokens, routed }, MATMUL_OUTPUTS, tokens),
+        let kernel = match n >= MANY_TOKENS {
+            true => Kernel::Gemm { encoding, routed },
+            false => Kernel::Matmul { encoding, tokens, routed },
         };
+        let (outputs, tokens) = gpu.product_tile(&kernel);
         for part in &layer.parts {
             let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
                 .u32(layer.inputs)

@@ -4,7 +4,7 @@
 //! Nothing here is needed when K and V are computed on the device. It is the way of blocks that come from the host's
 //! memory or from disk, through the same [`Lane`].
 use crate::driver::{Args, BufferCopy, Driver, HostMemory};
-use crate::kernels::{Kernel, MATMUL_OUTPUTS, Routed, encoding_number};
+use crate::kernels::{Kernel, Routed, encoding_number};
 use crate::lane::{Job, Lane, Section};
 use kvist_device::weights::Encoding;
 use kvist_device::{DeviceError, f16};
@@ -144,11 +144,12 @@ impl<D: Driver> Measurement<D> {
         let encoding = encoding_number(Encoding::F16).unwrap_or(0);
         let kernel = Kernel::Matmul { encoding, tokens: 1, routed: Routed::No };
         let args = Args::new(&[COMPUTE / 4, 0, 0, COMPUTE, COMPUTE, 0, COMPUTE, 1]).f32(1.0);
+        let outputs = self.gpu.product_tile(&kernel).0;
         self.gpu.mark(recorder);
         for i in 0..n {
             let (x, y) = if i % 2 == 0 { (&self.x, &self.y) } else { (&self.y, &self.x) };
             let buffers = [Some(&self.weights), Some(x), None, Some(y), None];
-            self.gpu.record(recorder, &kernel, &buffers, args, [COMPUTE / MATMUL_OUTPUTS, 1, 1]);
+            self.gpu.record(recorder, &kernel, &buffers, args, [COMPUTE.div_ceil(outputs), 1, 1]);
         }
         self.gpu.mark(recorder);
     }

@@ -16,7 +16,7 @@ mod transfers;
 
 use crate::driver::{Driver, Recorder};
 use crate::form::Form;
-use crate::kernels::{ATTEND_ROWS, attend_rows, attend_workgroup_bytes};
+use crate::kernels::{ATTEND_ROWS, attend_workgroup_bytes};
 use crate::recents::Recents;
 use crate::side::{PoolSide, copy_cells};
 use crate::tables::{Lowering, Tables};
@@ -109,8 +109,8 @@ impl<D: Driver> GpuPools<D> {
             let per_kv = layers().map(|layer| spec.layout.n_heads / layer.n_kv_heads).min().unwrap_or(1);
             let recent = spec.recent.of_storages(spec.k, spec.v).tokens > 0;
             let rows = layers().map(|layer| {
-                let k = Form::new(spec.k, layer.k_dim)?;
-                Ok(attend_rows(gpu.limits(), u32::MAX, k, layer.k_dim, recent))
+                let forms = (Form::new(spec.k, layer.k_dim)?, Form::new(spec.v.for_values(), layer.v_dim)?);
+                Ok(gpu.attend_rows(u32::MAX, forms, layer.k_dim, recent))
             });
             let rows = rows.collect::<Result<Vec<_>, DeviceError>>()?.into_iter().min();
             let rows = rows.unwrap_or(ATTEND_ROWS[0]);

@@ -157,6 +157,7 @@ impl Wgpu {
                 max_part_bytes: binding_bytes(&limits).min(options.max_part_bytes),
                 max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
                 max_attend_rows: 32,
+                batch_invariant: true,
                 unified_memory,
                 adapter: name,
             },

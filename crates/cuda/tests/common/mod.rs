@@ -1,6 +1,6 @@
 //! The GPU that tests run on: the emulation in `tests/emulation`, or GPU N of this machine if `KVIST_CUDA=N`.
 #![allow(dead_code)] // each test uses a part of this
-use kvist_cuda::{CudaDevice, CudaDriver, Installation};
+use kvist_cuda::{CudaDevice, CudaDriver, Installation, Options};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -100,19 +100,22 @@ pub fn installation() -> Option<(Installation, Option<usize>)> {
 /// The API that tests run on.
 pub type Api = CudaDriver;
 
-fn open(max_part_bytes: u64) -> Option<CudaDriver> {
+/// Tests compare bits unless they say otherwise.
+pub const DETERMINISTIC: Options = Options { deterministic: true, max_part_bytes: u64::MAX };
+
+fn open(options: Options) -> Option<CudaDriver> {
     let (installation, index) = installation()?;
-    Some(CudaDriver::open(&installation, index, max_part_bytes).unwrap_or_else(|error| panic!("{error}")))
+    Some(CudaDriver::open(&installation, index, options).unwrap_or_else(|error| panic!("{error}")))
 }
 
 /// The API under [`device`], opened for itself.
 pub fn driver() -> Option<Arc<CudaDriver>> {
-    open(u64::MAX).map(Arc::new)
+    open(DETERMINISTIC).map(Arc::new)
 }
 
 /// A device with weights and pools in parts of at most so many bytes.
 pub fn device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
-    open(max_part_bytes).map(CudaDevice::new)
+    open(Options { max_part_bytes, ..DETERMINISTIC }).map(CudaDevice::new)
 }
 
 pub fn device() -> Option<CudaDevice> {

@@ -1,7 +1,7 @@
 //! One layer of a step: copies of cells, new rows, attention.
 use super::{GpuPools, Group, Owned};
 use crate::driver::{Args, Driver};
-use crate::kernels::{Kernel, RecentForm, attend_rows};
+use crate::kernels::{Kernel, RecentForm};
 use crate::recents::LayerRecents;
 use crate::side::{PoolSide, copy_cells};
 use kvist_cache::{GroupPlan, LayerId, StepPlan};
@@ -111,7 +111,7 @@ impl<D: Driver> LayerOf<'_, D> {
             None => call.scale * std::f32::consts::LOG2_E,
         };
         let (k, recent, wanted) = (owned.k.form, recents.is_some(), tables.max_slots * (heads / kv_heads));
-        let rows = attend_rows(gpu.limits(), wanted, k, dim, recent);
+        let rows = gpu.attend_rows(wanted, (k, form), dim, recent);
         let kernel = Kernel::Attend { k, v: form, dim, rows, recent };
         // K and V are split alike if their rows are equally long. If not, the finer split decides.
         let mut first = 0;
