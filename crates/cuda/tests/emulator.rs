@@ -13,6 +13,11 @@ fn run(kernel: &str) -> Option<String> {
 
 /// The same, compiled with more flags. `None` if the compiler has no such flags.
 fn run_with(kernel: &str, flags: &[&str], shared_bytes: u32) -> Option<String> {
+    run_behind("", kernel, flags, shared_bytes)
+}
+
+/// The same, with functions in front of the kernel.
+fn run_behind(functions: &str, kernel: &str, flags: &[&str], shared_bytes: u32) -> Option<String> {
     let folder = tempfile::tempdir().unwrap();
     let source = folder.path().join("kernel.cpp");
     let header = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/emulation/cuda.h");
@@ -27,7 +32,7 @@ fn run_with(kernel: &str, flags: &[&str], shared_bytes: u32) -> Option<String> {
          for (float x : out) {{ printf(\"%g \", x); }}\n}}"
     );
     let text = format!(
-        "extern \"C\" __global__ void kernel(float* out) {{\n{kernel}\n}}\nKVIST_ENTRY(kernel)\n{main}\n"
+        "{functions}extern \"C\" __global__ void kernel(float* out) {{\n{kernel}\n}}\nKVIST_ENTRY(kernel)\n{main}\n"
     );
     std::fs::write(&source, text).unwrap();
     let program = folder.path().join("kernel");
@@ -92,4 +97,58 @@ fn a_sanitizer_sees_shared_memory() {
     let behind = "float x[4] = {1, 2, 3, 4};\nfloat* at = x + threadIdx.x / 8;\n__syncthreads();\nout[threadIdx.x] = *at;";
     let found = run_with(behind, &asan, 0).unwrap();
     assert!(found.contains("stack-buffer-overflow"), "{found}");
+}
+
+/// The functions of mma.cu against plain loops: both ways to load B, both formats, and how values are packed.
+#[test]
+fn tensor_cores_multiply_matrices() {
+    if emulation(&[]).is_none() {
+        return;
+    }
+    let functions = [
+        include_str!("../src/kernels/prelude.cu"),
+        include_str!("../src/kernels/math.cu"),
+        include_str!("../src/kernels/mma.cu"),
+    ]
+    .join("\n");
+    for (mma, pack) in [("mma_f16_16816", "pack_half2"), ("mma_bf16_16816", "pack_bf162")] {
+        // Small whole numbers: every product and sum is exact in either format. Both warps compute the same from copies of their own.
+        let kernel = format!(
+            "__shared__ uint4 a[2][16][2], b[2][16][2], across[2][16][2]; // A; B transposed, B: 16 columns\n\
+             u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;\n\
+             auto left = [](u32 i, u32 k) {{ return (float)(int)(i * 5 + k * 3) - 40.0f; }};\n\
+             auto right = [](u32 k, u32 j) {{ return (float)(int)(k * k % 7 + j) - 9.0f; }};\n\
+             if (lane < 16) {{\n\
+               for (u32 k = 0; k < 16; k += 2) {{\n\
+                 reinterpret_cast<u32*>(a[warp][lane])[k / 2] = {pack}(left(lane, k), left(lane, k + 1));\n\
+                 reinterpret_cast<u32*>(b[warp][lane])[k / 2] = {pack}(right(k, lane), right(k + 1, lane));\n\
+                 reinterpret_cast<u32*>(across[warp][lane])[k / 2] = {pack}(right(lane, k), right(lane, k + 1));\n\
+               }}\n\
+             }}\n\
+             __syncthreads();\n\
+             u32 fa[4], fb[4], fc[4];\n\
+             ldmatrix_x4(fa, &a[warp][lane % 16][lane / 16]);\n\
+             ldmatrix_x4(fb, &b[warp][lane % 8 + lane / 16 * 8][lane / 8 % 2]);\n\
+             ldmatrix_x4_trans(fc, &across[warp][lane % 16][lane / 16]);\n\
+             u32 g = lane / 4, t = lane % 4, wrong = 0;\n\
+             for (u32 half = 0; half < 2; half++) {{\n\
+               float d[4] = {{1, 2, 3, 4}}, e[4] = {{1, 2, 3, 4}};\n\
+               {mma}(d, fa, {{fb[2 * half], fb[2 * half + 1]}});\n\
+               {mma}(e, fa, {{fc[2 * half], fc[2 * half + 1]}});\n\
+               for (u32 i = 0; i < 4; i++) {{\n\
+                 float sum = i + 1;\n\
+                 for (u32 k = 0; k < 16; k++) {{\n\
+                   sum += left(g + 8 * (i / 2), k) * right(k, 8 * half + 2 * t + i % 2);\n\
+                 }}\n\
+                 wrong += (d[i] != sum) + (e[i] != sum);\n\
+               }}\n\
+             }}\n\
+             float passed = __shfl_sync(0xffffffffu, (float)lane, (lane + 5) % 32);\n\
+             out[threadIdx.x] = wrong + (passed != (float)((lane + 5) % 32));"
+        );
+        assert_eq!(run_behind(&functions, &kernel, &[], 0).unwrap(), "0 ".repeat(64), "{mma}");
+    }
+    let packed = "u32 half = pack_half2(1.5f, 1e6f), wide = pack_bf162(-2.0f, 1.00390625f);\n\
+                  out[threadIdx.x] = half == 0x7c003e00u && wide == 0x3f80c000u;";
+    assert_eq!(run_behind(&functions, packed, &[], 0).unwrap(), "1 ".repeat(64));
 }

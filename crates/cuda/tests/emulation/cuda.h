@@ -291,6 +291,24 @@ static T shuffle_xor(unsigned mask, T value, unsigned lanes, int line) {
     return kvist_bits<T>(static_cast<unsigned>(fibers[current ^ lanes].given[turn]));
 }
 
+template <class T>
+static T shuffle(unsigned mask, T value, unsigned lane, int line) {
+    static_assert(sizeof(T) == 4, "a shuffle of 32 bits");
+    unsigned turn = exchange(mask, kvist_bits<unsigned>(value), line);
+    return kvist_bits<T>(static_cast<unsigned>(fibers[current / 32 * 32 + lane % 32].given[turn]));
+}
+
+// What every lane of the warp has, for instructions that a whole warp computes.
+template <class T>
+static void all_lanes(T (&all)[32], const T& mine, int line) {
+    unsigned turn = exchange(0xffffffffu, reinterpret_cast<uint64_t>(&mine), line);
+    for (unsigned lane = 0; lane < 32; lane++) {
+        all[lane] = *reinterpret_cast<const T*>(fibers[current / 32 * 32 + lane].given[turn]);
+    }
+    // `mine` lies on this fiber's stack: nobody may go on before all have read it.
+    exchange(0xffffffffu, 0, line);
+}
+
 [[maybe_unused]] static bool any(unsigned mask, bool value, int line) {
     unsigned turn = exchange(mask, value, line);
     bool result = false;
@@ -360,6 +378,8 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 
 #define __syncthreads() kvist::pause(kvist::AT_BARRIER, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) kvist::shuffle_xor(mask, value, lanes, __LINE__)
+#define __shfl_sync(mask, value, lane) kvist::shuffle(mask, value, lane, __LINE__)
+#define kvist_all_lanes(all, mine) kvist::all_lanes(all, mine, __LINE__)
 #define __any_sync(mask, value) kvist::any(mask, value, __LINE__)
 
 // The one function that a compiled kernel shows. Null, or what went wrong.
