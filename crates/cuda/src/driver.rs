@@ -12,7 +12,9 @@ use crate::{Installation, Options, failed};
 pub use buffer::Buf;
 use buffer::Memory;
 use kvist_device::{DeviceError, HostBlock};
-use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits, Recorder, lock};
+use kvist_gpu::{
+    Args, BufferCopy, Compiled, Driver, Failure, Form, HostMemory, Kernel, Limits, Recorder, lock,
+};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -363,6 +365,10 @@ impl Driver for CudaDriver {
 
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         self.target().product_tile(kernel)
+    }
+
+    fn attend_rows(&self, wanted: u32, forms: (Form, Form), dim: u32, recent: bool) -> u32 {
+        self.target().attend_rows(wanted, forms, dim, recent)
     }
 
     /// What the GPU's memory has in use, by other processes too.

@@ -2,6 +2,7 @@
 //!
 //! A kernel's constants are `#define`s in front of its source, so that the compiler unrolls loops over them. Its
 //! arguments are the buffers, in the order of [`Kernel::writes`], and a struct with the words of `Args`.
+use crate::tiles::{MmaTile, RECENT_STAGES, Tile};
 use kvist_device::{Storage, weights::Encoding};
 use kvist_gpu::{ATTEND_ROWS, Constant, Form, Kernel, RecentForm, Routed, RowsOp};
 
@@ -24,7 +25,8 @@ impl Target {
     pub fn is_fast(&self, kernel: &Kernel) -> bool {
         self.fast
             && match kernel {
-                Kernel::Matmul { .. } | Kernel::Gemm { .. } | Kernel::Attend { .. } => false, // none yet
+                Kernel::Attend { .. } => self.mma_tile(kernel).is_some(),
+                Kernel::Matmul { .. } | Kernel::Gemm { .. } => false, // none yet
                 _ => false,
             }
     }
@@ -37,16 +39,38 @@ impl Target {
     /// Threads of a block.
     pub fn threads(&self, kernel: &Kernel) -> u32 {
         match kernel {
-            Kernel::Matmul { .. } | Kernel::Norm { .. } => 128,
+            Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
-            Kernel::Gemm { .. } => 256,
+            Kernel::Gemm { .. } | Kernel::Norm { .. } => 256,
             Kernel::Top => 512,
             _ => 64,
         }
     }
 
+    /// Query rows of a block of attention for tiles of `wanted` rows.
+    pub fn attend_rows(&self, wanted: u32, (k, v): (Form, Form), dim: u32, recent: bool) -> u32 {
+        let fits = |rows: &u32| {
+            self.fast && MmaTile::new((k, v), dim, *rows, recent, self.max_shared_bytes).is_some()
+        };
+        let fitting = || ATTEND_ROWS.into_iter().filter(fits);
+        fitting().find(|rows| *rows >= wanted).or_else(|| fitting().max()).unwrap_or(ROWS)
+    }
+
+    /// How attention on tensor cores goes through cells, if it computes this kernel.
+    fn mma_tile(&self, kernel: &Kernel) -> Option<MmaTile> {
+        match *kernel {
+            Kernel::Attend { k, v, dim, rows, recent } if self.fast => {
+                MmaTile::new((k, v), dim, rows, recent, self.max_shared_bytes)
+            }
+            _ => None,
+        }
+    }
+
     /// Bytes of dynamic shared memory. `None` if the device has not so many.
     pub fn shared_bytes(&self, kernel: &Kernel) -> Option<u32> {
+        if let Some(tile) = self.mma_tile(kernel) {
+            return Some(tile.bytes);
+        }
         match *kernel {
             Kernel::Attend { k, v, dim, recent, .. } => {
                 Tile::new(k, v, dim, recent, self.max_shared_bytes).map(|tile| tile.bytes)
@@ -65,7 +89,10 @@ impl Target {
                 Constant::Number(n) => define(&name, n),
             }
         }
-        if let Kernel::Attend { k, v, dim, recent, .. } = *kernel {
+        if let Some(tile) = self.mma_tile(kernel) {
+            define("STAGES", tile.stages);
+            define("RECENT_STAGES", RECENT_STAGES);
+        } else if let Kernel::Attend { k, v, dim, recent, .. } = *kernel {
             // Without a tile the kernel is refused before it is compiled.
             let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
             let tile = Tile::new(k, v, dim, recent, self.max_shared_bytes).unwrap_or(smallest);
@@ -93,6 +120,9 @@ impl Target {
             Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
             Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
             Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
+            Kernel::Attend { .. } if self.is_fast(kernel) => {
+                &[MATH, PAIRS, MMA, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
+            }
             Kernel::Attend { .. } => {
                 &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
             }
@@ -100,35 +130,6 @@ impl Target {
             Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
             Kernel::Gather => &[include_str!("kernels/gather.cu")],
         }
-    }
-}
-
-/// How attention goes through cells: so many at a time, in one or two buffers of shared memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tile {
-    pub cells: u32,
-    pub stages: u32,
-    /// Of dynamic shared memory.
-    pub bytes: u32,
-}
-
-impl Tile {
-    /// The largest that fits into so many bytes of shared memory. Two buffers are worth more than many cells: the next cells
-    /// are copied while these are computed. `None` if not even the smallest fits.
-    pub fn new(k: Form, v: Form, dim: u32, recent: bool, max_bytes: u32) -> Option<Tile> {
-        // As in attend.cu.
-        let lane_words = if k.dtype < 3 { 16 } else { 4 };
-        let k_stride = (k.words(dim) + 31 - lane_words) / 32 * 32 + lane_words;
-        let v_stride = v.words(dim).next_multiple_of(4);
-        let copies = if k.needs_plain_queries(recent) { 2 } else { 1 };
-        let queries = copies * ROWS * dim.next_multiple_of(8);
-        let sizes = [(32, 2), (16, 2), (8, 2), (8, 1)].map(|(cells, stages)| {
-            let bytes = 4 * (stages * cells * (k_stride + v_stride) + queries);
-            Tile { cells, stages, bytes }
-        });
-        // What the kernel declares besides: scores, cells, and the state of each row.
-        let fixed = |tile: &Tile| 4 * (tile.cells * (ROWS + 7) + 5 * ROWS + 1);
-        sizes.into_iter().find(|tile| tile.bytes + fixed(tile) <= max_bytes)
     }
 }
 
@@ -148,10 +149,12 @@ const PRODUCT: &str = include_str!("kernels/product.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");
+const PAIRS: &str = include_str!("kernels/pairs.cu");
+const MMA: &str = include_str!("kernels/mma.cu");
 const SINKS: &str = include_str!("kernels/sinks.cu");
 
 /// Every storage of K, in an order in which neighbours differ.
-const STORAGES: [&str; 16] = [
+pub(crate) const STORAGES: [&str; 16] = [
     "f32",
     "q8",
     "f16",
@@ -182,8 +185,9 @@ fn attention(dim: u32) -> Vec<Kernel> {
             let Ok(v_form) = Form::new(v.for_values(), dim) else { continue };
             let packed = k_form.is_packed() || v_form.is_packed();
             for recent in [false, true] {
-                if packed || !recent {
-                    all.push(Kernel::Attend { k: k_form, v: v_form, dim, rows: ROWS, recent });
+                // Without tensor cores a block has `ROWS`, whatever the tile.
+                for rows in ATTEND_ROWS.into_iter().filter(|_| packed || !recent) {
+                    all.push(Kernel::Attend { k: k_form, v: v_form, dim, rows, recent });
                 }
             }
             all.push(Kernel::Merge { v: v_form, dim });
@@ -252,27 +256,18 @@ mod tests {
     #[test]
     fn kernels_take_what_a_launch_passes() {
         for kernel in all(&[33, 128], &[64]) {
-            let target = Target { max_shared_bytes: 99 << 10, fast: false };
-            let source = target.source(&kernel);
-            assert_eq!(parameters(&source, function(&kernel)), (kernel.writes().len(), true), "{kernel:?}");
-            let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
-            let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
-            assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");
-            assert_eq!(target.threads(&kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
-        }
-    }
-
-    /// Every size of heads gets a tile, in two buffers up to 256 elements, on the GPUs with the least shared memory.
-    #[test]
-    fn every_head_has_a_tile() {
-        for text in STORAGES {
-            let storage: Storage = text.parse().unwrap();
-            for dim in [1, 20, 64, 128, 256, 512] {
-                let Ok(form) = Form::new(storage, dim) else { continue };
-                let tile =
-                    Tile::new(form, form, dim, true, 99 << 10).unwrap_or_else(|| panic!("{text} {dim}"));
-                assert!(tile.bytes <= 99 << 10 && 128 % tile.cells == 0, "{text} {dim}: {tile:?}");
-                assert!(tile.stages == 2 || dim > 256, "{text} {dim}: {tile:?}");
+            let target = |fast| Target { max_shared_bytes: 99 << 10, fast };
+            for target in [false, true].map(target) {
+                let source = target.source(&kernel);
+                assert_eq!(
+                    parameters(&source, function(&kernel)),
+                    (kernel.writes().len(), true),
+                    "{kernel:?}"
+                );
+                let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
+                let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
+                assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");
+                assert_eq!(target.threads(&kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
             }
         }
     }

@@ -15,6 +15,7 @@ mod driver;
 mod ffi;
 pub mod kernels;
 mod ranges;
+mod tiles;
 
 pub use compiler::{CompileError, Compiler};
 pub use devices::{DeviceSummary, devices};

@@ -45,6 +45,10 @@ fn every_kernel_compiles() {
         for kernel in &all {
             let both = |bytes| [false, true].map(|fast| Target { max_shared_bytes: bytes, fast });
             for target in SHARED_BYTES.into_iter().flat_map(both) {
+                if matches!(kernel, Kernel::Attend { rows, .. } if *rows > kernels::ROWS && !target.is_fast(kernel))
+                {
+                    continue; // the driver asks for no such blocks
+                }
                 let mut source = target.source(kernel);
                 if let (Kernel::Attend { .. }, false, Some(bytes)) =
                     (kernel, target.is_fast(kernel), target.shared_bytes(kernel))

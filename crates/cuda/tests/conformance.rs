@@ -30,6 +30,20 @@ fn cuda_conforms() {
     }
 }
 
+/// Attention on tensor cores, which round weights to f16, and packed keys and values too.
+#[test]
+fn tensor_cores_conform() {
+    let Some(device) = common::fast_device() else { return };
+    let takes = |storage: Storage| {
+        [DType::F16, DType::BF16, DType::Q8, DType::Q4].contains(&storage.dtype) && !storage.outliers
+    };
+    let options = Options { attention: 5e-4, packed: 8e-4, storages: takes, ..options() };
+    match conformance::run(&device, &options) {
+        Ok(report) => println!("{report}"),
+        Err(table) => panic!("{table}"),
+    }
+}
+
 /// Pools in several buffers: one head of the largest cases just fits into a part, and K and V in different dtypes are
 /// split differently.
 #[test]

@@ -1,9 +1,14 @@
 // Adds up the states of the splits of a row, in order, as `attend` does within a work item.
 //
-//   total = state 0;  total = total 2^(Mt - M*) + state 2^(M - M*) for the others;  out = as in `attend`,
-//   rotated back if values are stored rotated
+//   peak = max Mi;  total = sum of state i 2^(Mi - peak), in order;  out = as in `attend`, rotated back if values are stored rotated
+//
+// The maxima are integers, so the factors are exact, and the sum has the bits of one that is rescaled state by state. The loads of a
+// thread do not depend on each other, so that many are on their way at the same time.
 
 #define NO_SCORE -1e30f
+#define THREADS 128u
+#define CHUNK 64u // states whose factors are in shared memory
+#define PER_THREAD ((DIM + THREADS - 1u) / THREADS)
 
 struct Args {
     u32 heads;
@@ -13,41 +18,64 @@ struct Args {
     u32 has_sinks;
 };
 
-extern "C" __global__ void merge(
+extern "C" __global__ void __launch_bounds__(128) merge(
     const float* __restrict__ states,
     const u32* __restrict__ plan,
     const float* __restrict__ sinks,
     float* __restrict__ out,
     Args args) {
+    __shared__ float tops[THREADS / 32u];
+    __shared__ float factors[CHUNK]; // below 0: a state without cells
+    __shared__ float norms[CHUNK];
+    __shared__ u32 numbers[CHUNK];
+    __shared__ float turned[DIM];
     const u32* merge = plan + args.merges + 4u * blockIdx.x;
     u32 head = blockIdx.y;
     u32 token = plan[args.order + merge[0]];
+    const u32* list = plan + args.lists + merge[1];
     u32 n = merge[2];
-    __shared__ float turned[DIM];
-    for (u32 e = threadIdx.x; e < DIM; e += 64u) {
-        float total_max = NO_SCORE;
-        float total_norm = 0.0f;
-        float total = 0.0f;
-        for (u32 i = 0u; i < n; i++) {
-            const float* state = states + (plan[args.lists + merge[1] + i] * args.heads + head) * (DIM + 2u);
-            float top = state[DIM];
-            if (top == NO_SCORE) { continue; }
-            if (total_max == NO_SCORE) {
-                total = state[e];
-                total_norm = state[DIM + 1u];
-                total_max = top;
-            } else {
-                float peak = fmaxf(total_max, top);
-                float a = power(total_max - peak);
-                float b = power(top - peak);
-                total = total * a + state[e] * b;
-                total_norm = total_norm * a + state[DIM + 1u] * b;
-                total_max = peak;
-            }
+    auto state = [&](u32 number) { return states + (size_t)(number * args.heads + head) * (DIM + 2u); };
+
+    float peak = NO_SCORE;
+    for (u32 i = threadIdx.x; i < n; i += THREADS) { peak = fmaxf(peak, state(list[i])[DIM]); }
+    for (u32 lanes = 16u; lanes > 0u; lanes /= 2u) { peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, lanes)); }
+    if (threadIdx.x % 32u == 0u) { tops[threadIdx.x / 32u] = peak; }
+    __syncthreads();
+    for (u32 i = 0u; i < THREADS / 32u; i++) { peak = fmaxf(peak, tops[i]); }
+
+    float total[PER_THREAD];
+    for (u32 j = 0u; j < PER_THREAD; j++) { total[j] = 0.0f; }
+    float norm = 0.0f;
+    for (u32 first = 0u; first < n; first += CHUNK) {
+        u32 here = min(CHUNK, n - first);
+        if (threadIdx.x < here) {
+            numbers[threadIdx.x] = list[first + threadIdx.x];
+            const float* from = state(numbers[threadIdx.x]);
+            float top = from[DIM];
+            factors[threadIdx.x] = top == NO_SCORE ? -1.0f : power(top - peak);
+            norms[threadIdx.x] = from[DIM + 1u];
         }
-        turned[e] = total * final_factor(sinks, args.has_sinks, total_max, total_norm, head);
+        __syncthreads();
+#pragma unroll 8
+        for (u32 i = 0u; i < here; i++) {
+            float factor = factors[i];
+            const float* from = state(numbers[i]);
+#pragma unroll
+            for (u32 j = 0u; j < PER_THREAD; j++) {
+                u32 e = threadIdx.x + THREADS * j;
+                float x = e < DIM ? from[e] : 0.0f;
+                total[j] = factor < 0.0f ? total[j] : total[j] + x * factor;
+            }
+            norm = factor < 0.0f ? norm : norm + norms[i] * factor;
+        }
+        __syncthreads();
+    }
+    float factor = final_factor(sinks, args.has_sinks, peak, norm, head);
+    for (u32 j = 0u; j < PER_THREAD; j++) {
+        u32 e = threadIdx.x + THREADS * j;
+        if (e < DIM) { turned[e] = total[j] * factor; }
     }
     __syncthreads();
     turn_rows_back(turned, DIM, 1u, V_TURN, V_WIDE);
-    for (u32 e = threadIdx.x; e < DIM; e += 64u) { out[(token * args.heads + head) * DIM + e] = turned[e]; }
+    for (u32 e = threadIdx.x; e < DIM; e += THREADS) { out[(size_t)(token * args.heads + head) * DIM + e] = turned[e]; }
 }

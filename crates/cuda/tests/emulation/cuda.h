@@ -52,6 +52,11 @@ static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 static inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+static inline int min(int a, int b) { return a < b ? a : b; }
+static inline int max(int a, int b) { return a > b ? a : b; }
+// As CUDA has them: a mixed pair is unsigned.
+static inline unsigned min(int a, unsigned b) { return min(static_cast<unsigned>(a), b); }
+static inline unsigned min(unsigned a, int b) { return min(a, static_cast<unsigned>(b)); }
 template <class To, class From>
 static inline To kvist_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
@@ -305,7 +310,7 @@ static void all_lanes(T (&all)[32], const T& mine, int line) {
     for (unsigned lane = 0; lane < 32; lane++) {
         all[lane] = *reinterpret_cast<const T*>(fibers[current / 32 * 32 + lane].given[turn]);
     }
-    // `mine` lies on this fiber's stack: nobody may go on before all have read it.
+    // `mine` lies on this fiber's stack: all have to read it before any goes on.
     exchange(0xffffffffu, 0, line);
 }
 
@@ -378,6 +383,7 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 
 #define __syncthreads() kvist::pause(kvist::AT_BARRIER, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) kvist::shuffle_xor(mask, value, lanes, __LINE__)
+#define __syncwarp() ((void)kvist::exchange(0xffffffffu, 0, __LINE__))
 #define __shfl_sync(mask, value, lane) kvist::shuffle(mask, value, lane, __LINE__)
 #define kvist_all_lanes(all, mine) kvist::all_lanes(all, mine, __LINE__)
 #define __any_sync(mask, value) kvist::any(mask, value, __LINE__)
