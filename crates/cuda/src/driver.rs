@@ -23,6 +23,8 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(600);
 /// Kernels count words in 32 bits, and 4 GiB are enough for one part.
 const MAX_PART_BYTES: u64 = (1 << 32) - 16;
+/// Of attention on tensor cores, on a multiprocessor at the same time ([`MmaTile`](crate::tiles::MmaTile)).
+const BLOCKS_OF_ATTENTION: u32 = 2;
 /// Pinned memory that writes pass through.
 const STAGING_BYTES: usize = 4 << 20;
 
@@ -137,6 +139,7 @@ impl CudaDriver {
         let device = cuda.device(found.index).map_err(error)?;
         let context = Context::new(&cuda, device).map_err(error)?;
         let memory = context.pin(STAGING_BYTES as u64).map_err(error)?;
+        let blocks = BLOCKS_OF_ATTENTION * u32::try_from(found.multiprocessors).unwrap_or(1);
         Ok(CudaDriver {
             kernels: Compiled::default(),
             staging: Mutex::new(Staging { memory, used: 0 }),
@@ -148,6 +151,7 @@ impl CudaDriver {
                 max_workgroup_bytes: found.max_shared_bytes,
                 max_attend_rows: kernels::ROWS,
                 batch_invariant: options.deterministic,
+                attend_blocks: (!options.deterministic).then_some(blocks),
                 unified_memory: found.integrated,
                 adapter: found.name,
             },

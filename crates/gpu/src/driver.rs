@@ -247,6 +247,8 @@ pub struct Limits {
     pub max_attend_rows: u32,
     /// Whether a row's result does not depend on the rest of its batch, on where chunks end, or on what sequences share.
     pub batch_invariant: bool,
+    /// Workgroups of attention that the GPU runs at the same time, if results may depend on the batch.
+    pub attend_blocks: Option<u32>,
     pub unified_memory: bool,
     /// The GPU's name.
     pub adapter: String,

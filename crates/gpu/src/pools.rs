@@ -81,6 +81,8 @@ struct Group<D: Driver> {
     per_kv: u32,
     /// Query rows that a workgroup of attention can have: the least of the group's layers.
     rows: u32,
+    /// See [`Lowering::units`].
+    units: Option<u32>,
 }
 
 impl<D: Driver> GpuPools<D> {
@@ -114,7 +116,9 @@ impl<D: Driver> GpuPools<D> {
             });
             let rows = rows.collect::<Result<Vec<_>, DeviceError>>()?.into_iter().min();
             let rows = rows.unwrap_or(ATTEND_ROWS[0]);
-            Ok(Group { tables: Tables::default(), plan, capacity_words: bytes / 4, per_kv, rows })
+            let kv_heads = layers().map(|layer| layer.n_kv_heads).min().unwrap_or(1);
+            let units = gpu.limits().attend_blocks.map(|blocks| blocks / kv_heads.max(1));
+            Ok(Group { tables: Tables::default(), plan, capacity_words: bytes / 4, per_kv, rows, units })
         };
         let groups = bytes.plans.iter().enumerate().map(group).collect::<Result<_, DeviceError>>()?;
         let rows = |bytes| gpu.buffer("rows of attention", bytes);
@@ -213,6 +217,7 @@ impl<D: Driver> GpuPools<D> {
                 spans: plan.spans(),
                 per_kv: group.per_kv,
                 rows: group.rows,
+                units: group.units,
                 recent: self.recents.as_ref().map(|recents| (&recents.plan, id)),
             });
             let words = group.tables.words.len() as u64;

@@ -16,8 +16,8 @@
 //! ```
 //!
 //! A tile is up to eight neighbouring query slots. A unit is a tile and a split of 1,024 positions of the sequence, with the
-//! parts of the reads' items that its slots see, in order of the sequence. Splits end at fixed positions, and are added
-//! up in order, whether one work item goes through all units of a tile or every unit has a work item of its own. The
+//! parts of the reads' items that its slots see, in order of the sequence. Splits end at fixed positions (unless results may depend
+//! on the batch: then they are as long as it takes to fill the GPU with units), and are added up in order, whether one work item goes through all units of a tile or every unit has a work item of its own. The
 //! latter happens in steps of few queries, whose tiles alone would not fill a GPU.
 //!
 //! Tiles end where spans end, except in splits where several spans read the same cells: there one tile of all of them
@@ -28,16 +28,21 @@ mod schedule;
 mod tests;
 
 use entries::{Entry, Tile, distribute, push_bits};
-use kvist_cache::{GroupId, GroupPlan, PlannedSpan};
+use kvist_cache::{GroupId, GroupPlan, PlannedSpan, ReadItem, Reads};
 use kvist_device::RecentPlan;
 use schedule::{Schedule, Wide};
 
-/// Positions per split.
+/// Positions per split, where results must not depend on what else a step reads.
 const SPLIT: u32 = 1024;
+/// Splits of other steps: at least so many positions, and whole tiles of them.
+const SHORTEST_SPLIT: u32 = 128;
+const SPLIT_STEP: u32 = 64;
 /// Query slots per tile.
 pub const TILE: u32 = 8;
 /// Slots of partial states.
 pub const PARTIAL_SLOTS: u32 = 512;
+/// Units whose partial states there is room for, if their tiles are full, with some to spare for sequences that end within a split.
+const MOST_UNITS: u32 = PARTIAL_SLOTS / TILE * 7 / 8;
 const DIRECT: u32 = u32::MAX;
 const NONE: u32 = u32::MAX;
 /// Words of an entry.
@@ -52,6 +57,9 @@ pub struct Lowering<'p> {
     pub per_kv: u32,
     /// Query rows of a workgroup.
     pub rows: u32,
+    /// Units that fill the GPU; splits are as long as that takes. `None`: they end at fixed positions, so that results do not depend on
+    /// the batch.
+    pub units: Option<u32>,
     pub recent: Option<(&'p RecentPlan, GroupId)>,
 }
 
@@ -97,6 +105,18 @@ pub fn usual_words(capacity: u32, max_step_tokens: u32, recent_tokens: u32) -> u
     ENTRY as u64 * entries + recents
 }
 
+/// Positions per split: so many that `units` tiles of splits are about what the step reads.
+fn split(reads: &Reads, n_tiles: usize, units: Option<u32>) -> u32 {
+    let Some(units) = units.map(|units| units.clamp(1, MOST_UNITS)) else { return SPLIT };
+    if n_tiles >= units as usize {
+        return SPLIT; // the tiles fill the GPU
+    }
+    let tiles_of = |item: &ReadItem| u64::from(item.n_queries.div_ceil(TILE));
+    let cells: u64 = reads.items.iter().map(|item| u64::from(item.run.len) * tiles_of(item)).sum();
+    let positions = cells.div_ceil(units.into()).next_multiple_of(SPLIT_STEP.into());
+    u32::try_from(positions).unwrap_or(u32::MAX / 2).clamp(SHORTEST_SPLIT, 1 << 24)
+}
+
 impl Tables {
     /// Lowers the plan of a group.
     pub fn lower(&mut self, plan: Lowering<'_>) {
@@ -104,8 +124,9 @@ impl Tables {
         let (reads, order) = (&plan.group.reads, &plan.group.reads.order);
         push_bits(reads, bits, first_bits);
         schedule::cut(reads, plan.spans, linked, tiles, wide);
-        distribute(reads, first_bits, tiles);
-        distribute(reads, first_bits, wide);
+        let split = split(reads, tiles.len(), plan.units);
+        distribute(reads, first_bits, split, tiles);
+        distribute(reads, first_bits, split, wide);
         recents.clear();
         if let Some((recent, _)) = plan.recent {
             recents.extend(order.iter().map(|token| recent.group_of(*token)));

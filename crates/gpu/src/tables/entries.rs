@@ -1,5 +1,5 @@
 //! The parts of the reads' items that a tile sees.
-use super::{ENTRY, NONE, SPLIT};
+use super::{ENTRY, NONE};
 use kvist_cache::{Mask, ReadItem, Reads};
 
 /// Consecutive cells of one item; the words are those of the table.
@@ -127,8 +127,8 @@ fn mask_words(item: &ReadItem, first_bit: u32) -> [u32; 3] {
     }
 }
 
-/// Gives every tile the parts that its slots see, split by split. Tiles are in order of their slots.
-pub fn distribute(reads: &Reads, first_bits: &[u32], tiles: &mut [impl AsMut<Tile>]) {
+/// Gives every tile the parts that its slots see, by splits of so many positions. Tiles are in order of their slots.
+pub fn distribute(reads: &Reads, first_bits: &[u32], positions: u32, tiles: &mut [impl AsMut<Tile>]) {
     tiles.iter_mut().for_each(|tile| tile.as_mut().parts.clear());
     for (item, first_bit) in reads.items.iter().zip(first_bits) {
         let [kind, a, b] = mask_words(item, *first_bit);
@@ -145,8 +145,8 @@ pub fn distribute(reads: &Reads, first_bits: &[u32], tiles: &mut [impl AsMut<Til
             let end = reads.span_of(item, last).end;
             while at < end {
                 let index = item.first_index + at;
-                let split = index / SPLIT;
-                let len = (end - at).min((split + 1) * SPLIT - index);
+                let split = index / positions;
+                let len = (end - at).min((split + 1) * positions - index);
                 let slots = item.n_queries | kind << 24;
                 let words =
                     [len, item.run.start + at, at, item.run.len, item.first_query, slots, a, b, index];

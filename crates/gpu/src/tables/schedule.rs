@@ -5,7 +5,7 @@
 //! once per workgroup. Every slot meets the same cells in the same order either way, and sums of splits are added up in
 //! order, so its result has the same bits.
 use super::entries::{Entry, Part, Tile};
-use super::{DIRECT, PARTIAL_SLOTS, SPLIT, TILE};
+use super::{DIRECT, PARTIAL_SLOTS, TILE};
 use kvist_cache::{PlannedSpan, Reads};
 use std::ops::Range;
 
@@ -232,7 +232,6 @@ impl Schedule {
     fn unit(&mut self, tile: &Tile, split: u32, push: &mut impl FnMut(&Entry, u32, &mut Vec<Entry>)) {
         let first = self.entries.len();
         for part in tile.of_split(split) {
-            debug_assert_eq!(part.index / SPLIT, split);
             push(&part.entry, tile.low, &mut self.entries);
         }
         // The first word becomes the number of cells before the entry.

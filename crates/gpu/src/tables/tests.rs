@@ -97,12 +97,15 @@ fn step_with(cache: &mut Cache, spans: &[Span<'_>], per_kv: u32, rows: u32) -> W
     let plan = step.with_reads();
     let group = plan.group(GroupId(0));
     let mut tables = Tables::default();
-    // Twice: what a step leaves behind must not matter.
-    for _ in 0..2 {
-        tables.lower(Lowering { group, spans: plan.spans(), per_kv, rows, recent: None });
+    // Fixed splits last, and twice: what a step leaves behind must not matter.
+    let mut walked = None;
+    for units in [Some(33), Some(1), None, None] {
+        tables.lower(Lowering { group, spans: plan.spans(), per_kv, rows, units, recent: None });
+        let walk = walk(&tables, group.reads.order.len());
+        assert_eq!(walk.seen, expected(group), "{spans:?}, units {units:?}");
+        walked = Some(walk);
     }
-    let walk = walk(&tables, group.reads.order.len());
-    assert_eq!(walk.seen, expected(group), "{spans:?}");
+    let walk = walked.unwrap();
     step.commit();
     walk
 }
