@@ -58,3 +58,41 @@ fn the_devices_part_of_a_plan_is_what_the_device_allocates() {
         assert_eq!(taken, plan.session_bound() - plan.host_bytes, "{storage}: {plan:?}");
     }
 }
+
+/// The kernels whose sums depend on the batch, over models: logits near those of the invariant kernels, in every chunk.
+#[test]
+fn fast_kernels_agree_with_the_invariant_ones() {
+    use common::*;
+    use kvist_device::{MemoryBudget, Storage};
+    use kvist_engine::memory::CacheConfig;
+    use kvist_engine::session::ModelSession;
+    use kvist_model::ModelFile;
+    let (Some(device), Some(fast)) = (emulated::device(), emulated::fast_device()) else { return };
+    let files = ["parity/llama-gqa", "gguf/llama-q8_0", "gguf/llama-q4_k", "gguf/qwen3-moe-f32"];
+    let mut n = 0;
+    for name in files {
+        let case = fixtures(name);
+        let gguf = case.join("model.gguf");
+        let file = ModelFile::Path(if gguf.exists() { gguf } else { case });
+        let tokens: Vec<u32> = (0..40).map(|i| i * 11 % 50 + 3).collect();
+        for storage in [Storage::F16, Storage::Q8] {
+            let run = |device: &Gpu, kind: &str, chunk: u32| {
+                let model = gpu::load_on(device, &file, &MemoryBudget::unlimited());
+                let config = gpu::on(CacheConfig { k: storage, v: storage, ..exact(kind, 64, chunk) });
+                let mut session = ModelSession::new(&model, &place(device).registry(), &config).unwrap();
+                logits(&mut session, &tokens)
+            };
+            let expected = run(&device, "contiguous", 40);
+            let size = expected.iter().fold(0f32, |most, x| most.max(x.abs()));
+            for (kind, chunk) in [("contiguous", 40), ("paged", 1), ("cells", 7)] {
+                let difference = max_difference(&run(&fast, kind, chunk), &expected);
+                assert!(
+                    difference <= 1e-2 * size,
+                    "{name} {storage} {kind} by {chunk}: {difference} of {size}"
+                );
+                n += 1;
+            }
+        }
+    }
+    assert_eq!(n, 24);
+}
