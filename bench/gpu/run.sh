@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What needs a real GPU: the tests on it, decode attention beside the copy bandwidth, branches of one trunk, decoding with random
-# models over every backend of the GPU, transfers beside the link. Writes a table and what it says about the goals.
+# What needs a real GPU: the tests on it, decode attention beside the copy bandwidth, branches of one trunk, linear layers, decoding
+# and prompts with random models over every backend of the GPU, llama.cpp and torch beside them, transfers beside the link. Writes a
+# table and what it says about the goals.
 #
 #   bench/gpu/run.sh                         builds everything, on the first GPU of NVIDIA, over CUDA and over wgpu
 #   KVIST=./kvist bench/gpu/run.sh           takes programs that were built elsewhere: needs neither cargo nor the network
@@ -8,14 +9,18 @@
 # Programs, with KVIST: what is not given is left out, and the table says so.
 #   KVIST=PATH            kvist, built with --features cuda-experimental,wgpu
 #   ATTENTION=PATH        cargo build --release -p kvist-cuda --example attention
+#   LINEAR=PATH           the same with --example linear
 #   RANDOM_MODEL=PATH     cargo build --release -p kvist-random-model; without it models must lie in MODELS
 #   TESTS="PATH …"        test programs of `cargo test --no-run`; they run in crates/cuda
 #   KVIST_NVRTC=PATH      libnvrtc.so, if the system has none
-#   LLAMA_BENCH=PATH      llama.cpp's llama-bench, built for this GPU: decodes the same files
+#   LLAMA_BENCH=PATH      llama.cpp's llama-bench, built for this GPU: decodes the same files, and evaluates prompts
+#   TORCH=python3         a Python with torch for CUDA: decodes models of the same sizes in bf16 (bench/gpu/torch_steps.py)
 # What to measure:
 #   BACKENDS="cuda:0 wgpu:0"   as `kvist devices` lists them; GPU=1 is short for the second GPU over CUDA
 #   MODELS=FOLDER         1.1b-q8_0.gguf and 8b-q8_0.gguf are made there (10 GB) unless they exist
 #   SIZES="1.1b 8b"       WEIGHTS="q8_0"       KV="f16 q8"       DEPTHS=0,8192       TOKENS=32768
+#   PROMPTS=512,2048      tokens of the prompts; PROMPTS= leaves them out. CHUNK=512: tokens of a step of a prompt
+#   LOCK_CLOCKS=0         leaves the GPU's clocks alone; otherwise they are locked while this runs, where that is permitted
 #   OUT=FILE.md           SMOKE=1 takes a model of 134M, short contexts and one run: does this script work here?
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -26,12 +31,13 @@ have() { command -v "$1" >/dev/null 2>&1; }
 absolute() { if [[ -n $1 ]]; then realpath "$1"; fi; }
 
 if [[ -n ${SMOKE:-} ]]; then
-    SIZES=${SIZES:-134m} DEPTHS=${DEPTHS:-0,32} TOKENS=${TOKENS:-2048} runs=1 new_tokens=8 copy_bytes=1048576
+    SIZES=${SIZES:-134m} DEPTHS=${DEPTHS:-0,32} TOKENS=${TOKENS:-2048} PROMPTS=${PROMPTS-32} runs=1 new_tokens=8 copy_bytes=1048576
 else
-    SIZES=${SIZES:-1.1b 8b} DEPTHS=${DEPTHS:-0,8192} TOKENS=${TOKENS:-32768} runs=5 new_tokens=128 copy_bytes=1073741824
+    SIZES=${SIZES:-1.1b 8b} DEPTHS=${DEPTHS:-0,8192} TOKENS=${TOKENS:-32768} PROMPTS=${PROMPTS-512,2048} runs=5 new_tokens=128 copy_bytes=1073741824
 fi
 WEIGHTS=${WEIGHTS:-q8_0}
 KV=${KV:-f16 q8}
+CHUNK=${CHUNK:-512}
 models=${MODELS:-$target/gpu-models}
 
 # The GPU of NVIDIA, if there is one; another GPU is measured over wgpu alone.
@@ -43,17 +49,22 @@ if [[ -z $name && -z ${BACKENDS:-} ]]; then
 fi
 
 if [[ -n ${KVIST:-} ]]; then
-    kvist=$(absolute "$KVIST") attention=$(absolute "${ATTENTION:-}") random_model=$(absolute "${RANDOM_MODEL:-}")
+    kvist=$(absolute "$KVIST") attention=$(absolute "${ATTENTION:-}") linear=$(absolute "${LINEAR:-}")
+    random_model=$(absolute "${RANDOM_MODEL:-}")
 else
     have cargo || { say "cargo is needed to build kvist (install Rust with rustup), or KVIST=PATH of a kvist that was built elsewhere"; exit 1; }
     features=wgpu
     if [[ -n $name ]]; then features=wgpu,cuda-experimental; fi
     cargo build --release -p kvist --features $features
     cargo build --release -p kvist-random-model
-    kvist=$target/release/kvist random_model=$target/release/random-model attention=
+    kvist=$target/release/kvist random_model=$target/release/random-model attention= linear=
     if [[ -n $name ]]; then
         cargo build --release -p kvist-cuda --example attention
         attention=$target/release/examples/attention
+        if [[ -f crates/cuda/examples/linear.rs ]]; then
+            cargo build --release -p kvist-cuda --example linear
+            linear=$target/release/examples/linear
+        fi
     fi
 fi
 "$kvist" --version >/dev/null || { say "$kvist does not run here"; exit 1; }
@@ -73,9 +84,9 @@ out=${OUT:-bench/gpu/results-$(tr -cs 'A-Za-z0-9' '-' <<<"$name" | sed 's/-$//')
 say "$name, over $BACKENDS"
 failed=0
 
-# Clocks are locked where that is permitted.
+# Clocks are locked where that is permitted, unless they are to be left alone.
 locked=no
-if have nvidia-smi && nvidia-smi --id="$gpu" --lock-gpu-clocks=tdp,tdp >/dev/null 2>&1; then
+if [[ ${LOCK_CLOCKS:-1} != 0 ]] && have nvidia-smi && nvidia-smi --id="$gpu" --lock-gpu-clocks=tdp,tdp >/dev/null 2>&1; then
     locked=yes
     trap 'nvidia-smi --id="$gpu" --reset-gpu-clocks >/dev/null' EXIT
 fi
@@ -163,14 +174,14 @@ else
     done
 fi
 
-say "== decoding"
-{
-    echo
-    echo "Decoding with random models: \`kvist bench decode\`, $new_tokens tokens, the median of $runs runs."
-    echo
-    echo "| model | weights | backend | K and V | tokens before | tokens/s |"
-    echo "|---|---|---|---|--:|--:|"
-} >>"$out"
+say "== linear layers"
+if [[ $BACKENDS == *cuda* && -n $linear ]]; then
+    { echo; echo "Linear layers by the GPU's clock: the example \`linear\`."; echo; } >>"$out"
+    "$linear" --gpu "$gpu" 2>"$goals.error" | tee -a "$out" || { failed=1; echo "failed: $(tail -n 1 "$goals.error")" | tee -a "$out"; }
+elif [[ $BACKENDS == *cuda* ]]; then
+    { echo; echo "Linear layers by the GPU's clock were not measured: give LINEAR."; } >>"$out"
+fi
+
 mkdir -p "$models"
 make_model() { # size, dtype, file
     local sizes
@@ -183,24 +194,34 @@ make_model() { # size, dtype, file
     # Under another name until it is whole.
     "$random_model" "${sizes[@]}" --dtype "$2" "$3.part.gguf" >&2 && mv "$3.part.gguf" "$3"
 }
-decode() { # size, dtype, file
-    local backend kv rows row
+# Rows of `kvist bench WHAT`, over every backend and storage of K and V; the field of the JSON that goes before tokens/s.
+bench() { # what, field, size, dtype, file, arguments…
+    local what=$1 counted=$2 size=$3 dtype=$4 file=$5 backend kv rows row
+    shift 5
     for backend in $BACKENDS; do
         for kv in $KV; do
-            args=(--quiet --json --model "$3" --backend "$backend" --k "$kv" --v "$kv" --depth "$DEPTHS" --tokens $new_tokens --runs $runs)
-            if rows=$("$kvist" bench decode "${args[@]}" 2>"$goals.error"); then
+            args=(--quiet --json --model "$file" --backend "$backend" --k "$kv" --v "$kv" --runs $runs "$@")
+            if rows=$("$kvist" bench "$what" "${args[@]}" 2>"$goals.error"); then
                 while read -r row; do
-                    printf '| %s | %s | %s | %s | %s | %.1f |\n' "$1" "$2" "$backend" "$kv" "$(field depth <<<"$row")" \
+                    printf '| %s | %s | %s | %s | %s | %.1f |\n' "$size" "$dtype" "$backend" "$kv" "$(field "$counted" <<<"$row")" \
                         "$(field tokens_per_s <<<"$row")" | tee -a "$out"
                 done <<<"$rows"
             else
                 failed=1
-                echo "| $1 | $2 | $backend | $kv | | failed: $(tail -n 1 "$goals.error") |" | tee -a "$out"
+                echo "| $size | $dtype | $backend | $kv | | failed: $(tail -n 1 "$goals.error") |" | tee -a "$out"
             fi
         done
     done
 }
-files=()
+say "== decoding"
+{
+    echo
+    echo "Decoding with random models: \`kvist bench decode\`, $new_tokens tokens, the median of $runs runs."
+    echo
+    echo "| model | weights | backend | K and V | tokens before | tokens/s |"
+    echo "|---|---|---|---|--:|--:|"
+} >>"$out"
+measured=() files=()
 for size in $SIZES; do
     for dtype in $WEIGHTS; do
         file=$models/$size-$dtype.gguf
@@ -209,16 +230,45 @@ for size in $SIZES; do
             continue
         fi
         [[ -f $file ]] || make_model "$size" "$dtype" "$file"
-        decode "$size" "$dtype" "$file"
-        files+=("$file")
+        bench decode depth "$size" "$dtype" "$file" --depth "$DEPTHS" --tokens $new_tokens
+        measured+=("$size $dtype") files+=("$file")
     done
 done
+if [[ -n $PROMPTS && ${#files[@]} -gt 0 ]]; then
+    say "== prompts"
+    {
+        echo
+        echo "Prompts with the same models: \`kvist bench prefill\` in steps of $CHUNK tokens, the median of $runs runs."
+        echo
+        echo "| model | weights | backend | K and V | tokens of the prompt | tokens/s |"
+        echo "|---|---|---|---|--:|--:|"
+    } >>"$out"
+    for i in "${!files[@]}"; do
+        read -r size dtype <<<"${measured[i]}"
+        bench prefill tokens "$size" "$dtype" "${files[i]}" --tokens "$PROMPTS" --chunk "$CHUNK"
+    done
+fi
 if [[ -n ${LLAMA_BENCH:-} && ${#files[@]} -gt 0 ]]; then
     say "== llama.cpp"
     { echo; echo "llama.cpp on the same files, all layers on the GPU:"; echo; } >>"$out"
     for file in "${files[@]}"; do
-        "$LLAMA_BENCH" -m "$file" -ngl 99 -p 0 -n $new_tokens -d "$DEPTHS" -r $runs -o md | tee -a "$out" || failed=1
+        "$LLAMA_BENCH" -m "$file" -ngl 99 -p "${PROMPTS:-0}" -n $new_tokens -d "$DEPTHS" -r $runs -o md | tee -a "$out" || failed=1
     done
+elif [[ -z ${LLAMA_BENCH:-} ]]; then
+    { echo; echo "llama.cpp was not measured: give LLAMA_BENCH."; } >>"$out"
+fi
+if [[ -z ${TORCH:-} ]]; then
+    { echo; echo "torch was not measured: give TORCH."; } >>"$out"
+elif [[ $BACKENDS != *cuda* && -z ${SMOKE:-} ]]; then
+    { echo; echo "torch was not measured: that is of CUDA."; } >>"$out"
+else
+    say "== torch"
+    torch=(--sizes "$SIZES" --depth "$DEPTHS" --prompts "$PROMPTS" --tokens $new_tokens --runs $runs)
+    torch+=(--attention --attention-tokens "$TOKENS" --copy-bytes $copy_bytes)
+    if [[ $BACKENDS == *cuda* ]]; then torch+=(--device "cuda:$gpu"); else torch+=(--device cpu); fi
+    { echo; echo "torch on models of the same sizes, and attention of one decode step alone: \`bench/gpu/torch_steps.py\`."; } >>"$out"
+    "$TORCH" bench/gpu/torch_steps.py "${torch[@]}" 2>"$goals.error" | tee -a "$out" ||
+        { failed=1; { echo; echo "torch failed: $(tail -n 1 "$goals.error")"; } | tee -a "$out"; }
 fi
 
 say "== transfers"
