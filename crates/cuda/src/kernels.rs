@@ -255,6 +255,7 @@ mod tests {
             let target = Target { max_shared_bytes: 99 << 10, fast: false };
             let source = target.source(&kernel);
             assert_eq!(parameters(&source, function(&kernel)), (kernel.writes().len(), true), "{kernel:?}");
+            assert!(kernel.writes().len() <= crate::ffi::MAX_BUFFERS, "{kernel:?}");
             let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
             let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
             assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");
