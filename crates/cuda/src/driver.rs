@@ -3,19 +3,22 @@
 //! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
 //! them. Everything is on one stream, in order. The first error is kept, and `check` returns it from then on.
 mod buffer;
+mod graphs;
+mod recording;
 
 use crate::compiler::Compiler;
 use crate::devices::{driver, summary};
-use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
+use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, PinnedMemory, Stream};
 use crate::kernels::{self, Target};
 use crate::{Installation, Options, failed};
 pub use buffer::Buf;
 use buffer::Memory;
 use kvist_device::{DeviceError, HostBlock};
-use kvist_gpu::{
-    Args, BufferCopy, Compiled, Driver, Failure, Form, HostMemory, Kernel, Limits, Recorder, lock,
-};
+use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, Form, HostMemory, Kernel, Limits, lock};
+pub use recording::Recording;
+use recording::{Call, Loaded, Other};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -34,36 +37,6 @@ pub struct Submission {
     /// A point behind it; `None` if there was no event for it, and what was submitted has ended.
     end: Option<Arc<Event>>,
     marks: Arc<Vec<Event>>,
-}
-
-/// One operation of a submission. It keeps its buffers alive.
-#[derive(Debug)]
-enum Operation {
-    Launch { kernel: Arc<Loaded>, buffers: Vec<Option<Buf>>, args: Args, groups: [u32; 3] },
-    Copy { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64 },
-    Mark,
-}
-
-/// Operations that were recorded and not submitted yet.
-#[derive(Debug, Default)]
-pub struct Recording {
-    operations: Vec<Operation>,
-}
-
-impl Recorder for Recording {
-    fn restart(&mut self) {
-        self.operations.clear();
-    }
-    /// Nothing outlives a submission.
-    fn forget(&mut self) {}
-}
-
-#[derive(Debug)]
-struct Loaded {
-    function: Function,
-    name: &'static str,
-    threads: u32,
-    shared_bytes: u32,
 }
 
 /// Pinned memory in which writes wait for their copies.
@@ -85,6 +58,22 @@ pub struct CudaDriver {
     limits: Limits,
     failure: Failure,
     meter: Mutex<Option<Meter>>,
+    /// Whether steps that repeat are launched as graphs.
+    graphs: bool,
+    counted: [AtomicU64; 4],
+}
+
+/// What was given to the device since it was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Launches of a kernel alone.
+    pub launches: u64,
+    /// Launches of graphs.
+    pub graphs: u64,
+    /// Graphs that were built.
+    pub graphs_built: u64,
+    /// Nodes of graphs that got other numbers or buffers.
+    pub nodes_changed: u64,
 }
 
 /// The time that a kernel took.
@@ -155,9 +144,11 @@ impl CudaDriver {
                 unified_memory: found.integrated,
                 adapter: found.name,
             },
+            graphs: options.graphs && context.has_graphs(),
             context,
             failure: Failure::new(Self::NAME),
             meter: Mutex::default(),
+            counted: Default::default(),
         })
     }
 
@@ -169,8 +160,22 @@ impl CudaDriver {
         self.context.memory().map_err(|code| failed(self.context.text(code)))
     }
 
+    /// How the kernels of all submissions were launched.
+    pub fn counts(&self) -> Counts {
+        let [launches, graphs, graphs_built, nodes_changed] =
+            self.counted.each_ref().map(|count| count.load(Ordering::Relaxed));
+        Counts { launches, graphs, graphs_built, nodes_changed }
+    }
+
+    fn count(&self, more: Counts) {
+        let more = [more.launches, more.graphs, more.graphs_built, more.nodes_changed];
+        for (count, more) in self.counted.iter().zip(more) {
+            count.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
     /// From now on launches every kernel `repeats` times, one after the other, and notes the times before and after; 0 stops
-    /// that. For measurements of kernels that may run twice: attention and stores may, sums in place may not.
+    /// that. For measurements of kernels that may run twice: attention and stores may, sums in place may not. There are no graphs meanwhile.
     pub fn measure(&self, repeats: u32) {
         *lock(&self.meter) = (repeats > 0).then(|| Meter { repeats, launches: Vec::new() });
     }
@@ -240,36 +245,64 @@ impl CudaDriver {
         Ok(Arc::new(Loaded { function, name, threads: target.threads(kernel), shared_bytes }))
     }
 
-    /// Gives an operation to the stream.
-    fn run(&self, operation: &Operation, marks: &mut Vec<Event>) -> Result<(), DeviceError> {
-        match operation {
-            Operation::Launch { kernel, buffers, args, groups } => {
-                // What a kernel does not use is null.
-                let address = |buffer: &Option<Buf>| buffer.as_ref().map_or(0, Buf::address);
-                let addresses: Vec<u64> = buffers.iter().map(address).collect();
-                let parameters = Parameters { addresses: &addresses, words: args.words() };
-                let Loaded { function, threads, shared_bytes, name } = &**kernel;
-                let launch = || {
-                    let launched =
-                        self.stream.launch(function, *groups, *threads, *shared_bytes, &parameters);
-                    self.kept(&format!("launch of {name}"), launched)
-                };
-                let mut meter = lock(&self.meter);
-                let Some(meter) = meter.as_mut() else { return launch() };
-                let event = || self.kept("mark", self.stream.event(true));
-                let start = event()?;
-                (0..meter.repeats).try_for_each(|_| launch())?;
-                meter.launches.push((name, start, event()?));
-                Ok(())
-            }
-            Operation::Copy { from, from_byte, to, to_byte, bytes } => {
-                self.copy_now(from, *from_byte, to, *to_byte, *bytes)
-            }
-            Operation::Mark => {
-                marks.push(self.kept("mark", self.stream.event(true))?);
-                Ok(())
+    /// Gives what was recorded to the stream.
+    fn run(&self, recording: &mut Recording, marks: &mut Vec<Event>) -> Result<(), DeviceError> {
+        let mut meter = lock(&self.meter);
+        if meter.is_none() && self.run_as_graph(recording)? {
+            return Ok(());
+        }
+        let (mut launches, mut n) = (recording.launches(), 0);
+        for (before, other) in recording.others() {
+            launches.by_ref().take(before - n).try_for_each(|launch| self.launch(launch, &mut meter))?;
+            n = *before;
+            match other {
+                Other::Copy { from, from_byte, to, to_byte, bytes } => {
+                    self.copy_now(from, *from_byte, to, *to_byte, *bytes)?;
+                }
+                Other::Mark => marks.push(self.kept("mark", self.stream.event(true))?),
             }
         }
+        launches.try_for_each(|launch| self.launch(launch, &mut meter))?;
+        self.count(Counts { launches: recording.launches().len() as u64, ..Counts::default() });
+        Ok(())
+    }
+
+    /// Launches a graph of what was recorded, if there is one. Otherwise nothing has been launched.
+    fn run_as_graph(&self, recording: &mut Recording) -> Result<bool, DeviceError> {
+        if !self.graphs || !recording.others().is_empty() {
+            return Ok(false);
+        }
+        let (graphs, kernels, calls, repeats) = recording.graphed();
+        match graphs.ready(&self.context, kernels, calls, repeats) {
+            Ok(None) => Ok(false),
+            Ok(Some(ready)) => {
+                self.kept("launch of a graph", self.stream.launch_graph(ready.graph))?;
+                let graphs_built = u64::from(ready.changed.is_none());
+                let nodes_changed = ready.changed.unwrap_or(0);
+                self.count(Counts { launches: 0, graphs: 1, graphs_built, nodes_changed });
+                Ok(true)
+            }
+            // If the device has failed, plain launches tell.
+            Err(code) => {
+                let what = self.context.text(code);
+                tracing::warn!(target: "kvist::cuda", "steps are launched kernel by kernel, not as graphs: {what}");
+                Ok(false)
+            }
+        }
+    }
+
+    fn launch(&self, (kernel, call): (&Loaded, &Call), meter: &mut Option<Meter>) -> Result<(), DeviceError> {
+        let launch = || {
+            self.stream
+                .launch(&call.launch(kernel))
+                .map_err(|code| self.fail(format!("launch of {}: {}", kernel.name, self.context.text(code))))
+        };
+        let Some(meter) = meter else { return launch() };
+        let event = || self.kept("mark", self.stream.event(true));
+        let start = event()?;
+        (0..meter.repeats).try_for_each(|_| launch())?;
+        meter.launches.push((kernel.name, start, event()?));
+        Ok(())
     }
 
     fn copy_now(
@@ -422,25 +455,19 @@ impl Driver for CudaDriver {
         if groups.contains(&0) {
             return;
         }
-        if let Some(kernel) = self.kernel(kernel) {
-            let buffers = buffers.iter().map(|buffer| buffer.cloned()).collect();
-            recorder.operations.push(Operation::Launch { kernel, buffers, args, groups });
+        match Call::new(buffers, &args, groups) {
+            Some(call) => recorder.call(kernel, || self.kernel(kernel), buffers, call),
+            None => drop(self.fail(format!("{} buffers for the kernel {}", buffers.len(), kernel.name()))),
         }
     }
 
     fn copy(&self, recorder: &mut Recording, copy: &BufferCopy<'_, Self>) {
         let BufferCopy { from, from_byte, to, to_byte, bytes } = *copy;
-        recorder.operations.push(Operation::Copy {
-            from: from.clone(),
-            from_byte,
-            to: to.clone(),
-            to_byte,
-            bytes,
-        });
+        recorder.other(Other::Copy { from: from.clone(), from_byte, to: to.clone(), to_byte, bytes });
     }
 
     fn mark(&self, recorder: &mut Recording) {
-        recorder.operations.push(Operation::Mark);
+        recorder.other(Other::Mark);
     }
 
     fn marks(&self, submission: &Submission) -> Result<Vec<f64>, DeviceError> {
@@ -453,7 +480,7 @@ impl Driver for CudaDriver {
         let mut marks = Vec::new();
         let mut run = || -> Result<(), DeviceError> {
             self.check()?;
-            recorder.operations.iter().try_for_each(|operation| self.run(operation, &mut marks))?;
+            self.run(recorder, &mut marks)?;
             copies.iter().try_for_each(|copy| {
                 self.copy_now(copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
             })
@@ -461,8 +488,7 @@ impl Driver for CudaDriver {
         // After a failure nothing more is launched: the caller's next `check` returns it. What was launched before is waited for as ever.
         let ran = run();
         let submission = self.submission(if ran.is_ok() { marks } else { Vec::new() });
-        // A buffer that nothing else refers to is freed here, once the device is idle.
-        recorder.operations.clear();
+        recorder.submitted();
         submission
     }
 

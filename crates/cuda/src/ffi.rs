@@ -4,10 +4,14 @@
 //! start, so that a library that is too old is an error that names the symbol.
 mod arena;
 mod context;
+mod graph;
 mod nvrtc;
 
 pub use arena::Arena;
-pub use context::{Context, DeviceMemory, Event, Function, LockedMemory, Parameters, PinnedMemory, Stream};
+pub use context::{
+    Context, DeviceMemory, Event, Function, Launch, LockedMemory, MAX_BUFFERS, PinnedMemory, Stream,
+};
+pub use graph::Graph;
 use libloading::Library;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
@@ -25,6 +29,7 @@ impl Code {
     pub const OUT_OF_MEMORY: Code = Code(2);
     pub const NO_DEVICE: Code = Code(100);
     pub const NOT_READY: Code = Code(600);
+    pub const NOT_SUPPORTED: Code = Code(801);
 }
 
 /// A library that could not be loaded.

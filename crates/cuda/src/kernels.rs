@@ -264,6 +264,7 @@ mod tests {
                     (kernel.writes().len(), true),
                     "{kernel:?}"
                 );
+                assert!(kernel.writes().len() <= crate::ffi::MAX_BUFFERS, "{kernel:?}");
                 let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
                 let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
                 assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");

@@ -19,7 +19,7 @@ mod tiles;
 
 pub use compiler::{CompileError, Compiler};
 pub use devices::{DeviceSummary, devices};
-pub use driver::{CudaDriver, KernelTime};
+pub use driver::{Counts, CudaDriver, KernelTime};
 use kvist_device::DeviceError;
 use kvist_gpu::{Driver, GpuDevice};
 use std::path::PathBuf;
@@ -55,13 +55,17 @@ impl Installation {
 pub struct Options {
     /// A row's result depends on nothing but the row: kernels of tensor cores, whose sums depend on the rest of a batch, are not used.
     pub deterministic: bool,
+    /// Steps that repeat are launched as graphs.
+    pub graphs: bool,
     /// Weights and pools are split into parts of at most so many bytes; tests ask for less than a GPU can address.
     pub max_part_bytes: u64,
 }
 
 impl Default for Options {
+    /// Without `KVIST_CUDA_GRAPHS=0` in the environment, there are graphs.
     fn default() -> Self {
-        Options { deterministic: false, max_part_bytes: u64::MAX }
+        let graphs = std::env::var_os("KVIST_CUDA_GRAPHS").is_none_or(|value| value != "0");
+        Options { deterministic: false, graphs, max_part_bytes: u64::MAX }
     }
 }
 

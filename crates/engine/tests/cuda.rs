@@ -35,7 +35,10 @@ fn the_devices_part_of_a_plan_is_what_the_device_allocates() {
     if emulated::index().is_some() {
         return; // a real driver allocates in pages
     }
-    let Some(device) = device_of_its_own() else { return };
+    // Graphs are the driver's own, and not in the budget.
+    let Some(own) = emulated::emulation(&[]) else { return };
+    let options = kvist_cuda::Options { graphs: false, ..DETERMINISTIC };
+    let device = kvist_cuda::open(&own, None, options).unwrap();
     let file = ModelFile::Path(fixtures("parity/llama-shared-kv"));
     let model = gpu::load_on(&device, &file, &MemoryBudget::unlimited());
     let registry = place(&device).registry();
@@ -95,4 +98,36 @@ fn fast_kernels_agree_with_the_invariant_ones() {
         }
     }
     assert_eq!(n, 24);
+}
+
+/// Models decode over graphs with the bits of kernels that are launched one by one.
+#[test]
+fn graphs_change_no_bit_of_a_model() {
+    use common::*;
+    use kvist_device::MemoryBudget;
+    use kvist_engine::memory::CacheConfig;
+    use kvist_engine::session::ModelSession;
+    use kvist_model::ModelFile;
+    let Some((installation, index)) = emulated::installation() else { return };
+    let open = |graphs| {
+        kvist_cuda::open(&installation, index, kvist_cuda::Options { graphs, ..DETERMINISTIC }).unwrap()
+    };
+    let devices = [open(true), open(false)];
+    for (case, kind, storage, chunk) in
+        [("parity/llama-shared-kv", "contiguous", "f16", 1), ("parity/llama-shared-kv", "paged", "q8", 3)]
+    {
+        let file = ModelFile::Path(fixtures(case));
+        let tokens: Vec<u32> = (0..60).map(|i| i * 7 % 40 + 3).collect();
+        let storage = storage.parse().unwrap();
+        let bits = devices.each_ref().map(|device| {
+            let model = gpu::load_on(device, &file, &MemoryBudget::unlimited());
+            let config = CacheConfig { k: storage, v: storage, ..gpu::on(exact(kind, 64, chunk)) };
+            let mut session = ModelSession::new(&model, &place(device).registry(), &config).unwrap();
+            logits(&mut session, &tokens).iter().map(|x| x.to_bits()).collect::<Vec<u32>>()
+        });
+        assert!(bits[0] == bits[1], "{case} {kind} by {chunk}");
+    }
+    let [with, without] = devices.each_ref().map(|device| device.driver().counts());
+    assert_eq!((with.graphs, without.graphs), (59 + 19, 0), "all steps but the first of each: {with:?}");
+    assert!(with.launches < without.launches / 10, "{with:?} and {without:?}");
 }

@@ -9,6 +9,7 @@ use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
 use crate::linear::{Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
+use crate::shared::bytes_of;
 use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
 use crate::weights::{self, Linear};
 use kvist_cache::StepPlan;
@@ -186,9 +187,8 @@ impl<D: Driver> Device for GpuDevice<D> {
             s.generation = pools.generation;
         }
         s.n_tokens = plan.n_tokens();
-        let tokens: Vec<u8> = inputs.tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
-        if !tokens.is_empty() {
-            self.gpu.write(&s.tokens, 0, &tokens);
+        if !inputs.tokens.is_empty() {
+            self.gpu.write(&s.tokens, 0, &bytes_of(inputs.tokens));
         }
         plan.positions(&mut s.positions);
         s.upload_angles(&*self.gpu);

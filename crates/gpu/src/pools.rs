@@ -18,6 +18,7 @@ use crate::driver::{Driver, Recorder};
 use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, attend_workgroup_bytes};
 use crate::recents::Recents;
+use crate::shared::bytes_of;
 use crate::side::{PoolSide, copy_cells};
 use crate::tables::{Lowering, Tables};
 use inspect::Mirror;
@@ -235,9 +236,8 @@ impl<D: Driver> GpuPools<D> {
                 self.generation += 1;
                 self.recorder.forget();
             }
-            let bytes: Vec<u8> = group.tables.words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            if !bytes.is_empty() {
-                self.gpu.write(&group.plan, 0, &bytes);
+            if !group.tables.words.is_empty() {
+                self.gpu.write(&group.plan, 0, &bytes_of(&group.tables.words));
             }
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! What every driver keeps: its first failure, and the kernels that it has compiled.
+//! What every driver keeps: its first failure, and the kernels that it has compiled. And how words become bytes.
 use crate::kernels::Kernel;
 use kvist_device::DeviceError;
 use std::collections::HashMap;
@@ -7,6 +7,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Locks, also after a panic of another thread: what is behind these locks is whole at any time.
 pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Words as the device has them. Tables of long contexts are many words in every step, so this is a plain copy.
+pub fn bytes_of(words: &[u32]) -> Vec<u8> {
+    let mut bytes = vec![0; 4 * words.len()];
+    for (to, word) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(words) {
+        *to = word.to_le_bytes();
+    }
+    bytes
 }
 
 /// The first failure of a device. Everything computed after it is void, so it is never cleared. Clones share it.

@@ -210,8 +210,19 @@ impl<D: Driver> Stream<D> {
         let row = u64::from(self.vocab) * 4;
         let n = self.top.len() as u64;
         let mut copies = Vec::new();
-        for i in (0..n).filter(|i| self.top[*i as usize] == 0) {
-            copies.push(copy(&self.logits, i * row, &self.staging, i * row, row));
+        // Rows of logits that are neighbours are one copy.
+        let mut first = 0;
+        for run in self.top.chunk_by(|a, b| (*a == 0) == (*b == 0)) {
+            if run[0] == 0 {
+                copies.push(copy(
+                    &self.logits,
+                    first * row,
+                    &self.staging,
+                    first * row,
+                    run.len() as u64 * row,
+                ));
+            }
+            first += run.len() as u64;
         }
         if self.top.iter().any(|k| *k > 0) {
             let answers = n * u64::from(ANSWER) * 4;

@@ -1,4 +1,5 @@
 //! What belongs to a GPU: memory, events, kernels, a stream. Each frees itself when it is dropped, and keeps its context alive.
+use super::graph::GraphCalls;
 use super::{Code, Cuda, Handle, check};
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::fmt;
@@ -7,6 +8,8 @@ use std::sync::Arc;
 /// A device's primary context. Released when dropped.
 pub struct Context {
     cuda: Arc<Cuda>,
+    /// `None` if the driver lacks one of them.
+    pub(super) graphs: Option<GraphCalls>,
     device: c_int,
     raw: Handle,
 }
@@ -35,11 +38,12 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the driver checks the device, and writes one handle.
         check(unsafe { (cuda.cuDevicePrimaryCtxRetain)(&mut raw, device) })?;
-        Ok(Arc::new(Context { cuda: cuda.clone(), device, raw }))
+        let graphs = GraphCalls::find(&cuda._library);
+        Ok(Arc::new(Context { cuda: cuda.clone(), graphs, device, raw }))
     }
 
     /// Makes it current on this thread.
-    fn enter(&self) -> Result<&Cuda, Code> {
+    pub(super) fn enter(&self) -> Result<&Cuda, Code> {
         // SAFETY: the context is retained.
         check(unsafe { (self.cuda.cuCtxSetCurrent)(self.raw) })?;
         Ok(&self.cuda)
@@ -182,7 +186,7 @@ impl Event {
 pub struct Function {
     context: Arc<Context>,
     module: Handle,
-    raw: Handle,
+    pub(super) raw: Handle,
 }
 
 // SAFETY: as `Context`.
@@ -202,18 +206,39 @@ impl Drop for Function {
     }
 }
 
-/// A kernel's arguments: addresses of buffers, then one struct of words.
-#[derive(Clone, Debug)]
-pub struct Parameters<'a> {
+/// Most buffers that a kernel has.
+pub const MAX_BUFFERS: usize = 9;
+
+/// A launch of a kernel of this crate.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch<'a> {
+    pub function: &'a Function,
+    pub groups: [u32; 3],
+    pub threads: u32,
+    pub shared_bytes: u32,
+    /// The kernel's arguments: addresses of at most [`MAX_BUFFERS`] buffers, then one struct of words. The buffers outlive the launch:
+    /// [`DeviceMemory`] is freed only when the context is idle.
     pub addresses: &'a [u64],
     pub words: &'a [u32; 16],
+}
+
+impl Launch<'_> {
+    /// Pointers to the arguments, which the driver copies from.
+    pub(super) fn arguments(&self) -> Result<[*mut c_void; MAX_BUFFERS + 1], Code> {
+        let mut pointers = [std::ptr::null_mut(); MAX_BUFFERS + 1];
+        *pointers.get_mut(self.addresses.len()).ok_or(Code(1))? = self.words.as_ptr().cast_mut().cast();
+        for (pointer, address) in pointers.iter_mut().zip(self.addresses) {
+            *pointer = std::ptr::from_ref(address).cast_mut().cast();
+        }
+        Ok(pointers)
+    }
 }
 
 /// Operations that run one after the other. Destroyed when dropped.
 #[derive(Debug)]
 pub struct Stream {
-    context: Arc<Context>,
-    raw: Handle,
+    pub(super) context: Arc<Context>,
+    pub(super) raw: Handle,
 }
 
 // SAFETY: as `Context`.
@@ -381,34 +406,24 @@ impl Stream {
         })
     }
 
-    /// Launches a kernel of this crate. The addresses are those of buffers that outlive the launch: [`DeviceMemory`] is
-    /// freed only when the context is idle.
-    pub fn launch(
-        &self,
-        function: &Function,
-        [x, y, z]: [u32; 3],
-        threads: u32,
-        shared_bytes: u32,
-        parameters: &Parameters<'_>,
-    ) -> Result<(), Code> {
+    pub fn launch(&self, launch: &Launch<'_>) -> Result<(), Code> {
         let cuda = self.context.enter()?;
-        let address = |address: &u64| std::ptr::from_ref(address).cast_mut().cast::<c_void>();
-        let mut pointers: Vec<*mut c_void> = parameters.addresses.iter().map(address).collect();
-        pointers.push(parameters.words.as_ptr().cast_mut().cast());
+        let mut arguments = launch.arguments()?;
+        let [x, y, z] = launch.groups;
         // SAFETY: the driver copies as many arguments as the kernel has, which are those of `Kernel::writes` and a struct of
         // at most 16 words (a test compares them with the sources); it does so before the call returns.
         check(unsafe {
             (cuda.cuLaunchKernel)(
-                function.raw,
+                launch.function.raw,
                 x,
                 y,
                 z,
-                threads,
+                launch.threads,
                 1,
                 1,
-                shared_bytes,
+                launch.shared_bytes,
                 self.raw,
-                pointers.as_mut_ptr(),
+                arguments.as_mut_ptr(),
                 std::ptr::null_mut(),
             )
         })

@@ -364,6 +364,13 @@ static void run_kernel(void (*kernel)(T...)) {
     call<KERNEL>(kernel, std::index_sequence_for<T...>{});
 }
 
+// The sizes of a kernel's arguments, then 0.
+template <class... T>
+static const size_t* sizes(void (*)(T...)) {
+    static const size_t all[] = {sizeof(T)..., 0};
+    return all;
+}
+
 template <auto KERNEL>
 static const char* run_grid(void** given, const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     // Emulated GPUs that run at the same time share a loaded kernel, and so all of the state above.
@@ -388,9 +395,10 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 #define kvist_all_lanes(all, mine) kvist::all_lanes(all, mine, __LINE__)
 #define __any_sync(mask, value) kvist::any(mask, value, __LINE__)
 
-// The one function that a compiled kernel shows. Null, or what went wrong.
+// What a compiled kernel shows: `kvist_launch`, which returns null or what went wrong, and the sizes of its arguments.
 #define KVIST_ENTRY(kernel)                                                                                          \
     extern "C" __attribute__((visibility("default"))) const char* kvist_launch(                                      \
         void** params, const unsigned* grid, const unsigned* block, size_t shared_bytes) {                           \
         return kvist::run_grid<kernel>(params, grid, block, shared_bytes);                                           \
-    }
+    }                                                                                                                \
+    extern "C" __attribute__((visibility("default"))) const size_t* kvist_sizes() { return kvist::sizes(kernel); }

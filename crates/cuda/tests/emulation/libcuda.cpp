@@ -3,7 +3,8 @@
 // NVRTC compiles with the host's C++ compiler (KVIST_CXX, KVIST_CXXFLAGS) to a shared library in KVIST_EMULATION, and its
 // "cubin" is that library's path. Everything runs at once, so every event is done; with KVIST_EMULATION_LATE=1 copies to the
 // host arrive late, though. Memory of the device is poisoned when it is allocated, and limited to KVIST_EMULATION_BYTES. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
-// and the context with it, as an illegal address would.
+// and the context with it, as an illegal address would. `node` instead of a function is a kernel in a graph. Graphs are lists of launches,
+// and take memory of the device while they exist.
 #include <chrono>
 #include <deque>
 #include <cstdint>
@@ -13,7 +14,9 @@
 #include <dlfcn.h>
 #include <fstream>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <string>
 #include <sys/stat.h>
@@ -25,10 +28,12 @@
 namespace {
 
 typedef const char* (*Launch)(void**, const unsigned*, const unsigned*, size_t);
+typedef const size_t* (*Sizes)();
 
 struct Module {
     void* library;
     Launch launch;
+    Sizes sizes;
     std::string name;
     size_t dynamic_bytes;
 };
@@ -148,7 +153,8 @@ API int cuGetErrorName(int code, const char** text) {
     static const std::map<int, const char*> names = {
         {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"}, {100, "CUDA_ERROR_NO_DEVICE"},
         {200, "CUDA_ERROR_INVALID_IMAGE"}, {201, "CUDA_ERROR_INVALID_CONTEXT"}, {600, "CUDA_ERROR_NOT_READY"},
-        {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {719, "CUDA_ERROR_LAUNCH_FAILED"}};
+        {700, "CUDA_ERROR_ILLEGAL_ADDRESS"}, {719, "CUDA_ERROR_LAUNCH_FAILED"},
+        {910, "CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE"}};
     auto found = names.find(code);
     *text = found == names.end() ? nullptr : found->second;
     return found == names.end() ? 1 : 0;
@@ -311,7 +317,8 @@ API int cuModuleLoadDataEx(void** module, const void* image, unsigned, int*, voi
     void* library = dlopen(path + 9, RTLD_NOW | RTLD_LOCAL);
     if (!library) { return 200; }
     auto launch = reinterpret_cast<Launch>(dlsym(library, "kvist_launch"));
-    *module = new Module{library, launch, "", 0};
+    auto sizes = reinterpret_cast<Sizes>(dlsym(library, "kvist_sizes"));
+    *module = new Module{library, launch, sizes, "", 0};
     return 0;
 }
 API int cuModuleUnload(void* module) {
@@ -330,15 +337,15 @@ API int cuFuncSetAttribute(void* function, int attribute, int value) {
     static_cast<Module*>(function)->dynamic_bytes = value;
     return 0;
 }
-API int cuLaunchKernel(
-    void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y, unsigned block_z,
-    unsigned shared_bytes, void*, void** params, void**) {
-    BEGIN Module* kernel = static_cast<Module*>(function);
-    // A GPU's limits.
-    if (x == 0 || y == 0 || z == 0 || x > 0x7fffffff || y > 65535 || z > 65535) { return 1; }
-    if (shared_bytes > kernel->dynamic_bytes && shared_bytes > 48 << 10) { return 1; }
-    unsigned grid[3] = {x, y, z};
-    unsigned block[3] = {block_x, block_y, block_z};
+namespace {
+
+// A GPU's limits.
+bool can_launch(const Module* kernel, const unsigned* grid, unsigned shared_bytes) {
+    bool fits = shared_bytes <= kernel->dynamic_bytes || shared_bytes <= 48 << 10;
+    return fits && grid[0] && grid[1] && grid[2] && grid[0] <= 0x7fffffff && grid[1] <= 65535 && grid[2] <= 65535;
+}
+
+int run(Module* kernel, const unsigned* grid, const unsigned* block, unsigned shared_bytes, void** params) {
     if (const char* what = kernel->launch(params, grid, block, shared_bytes)) {
         message = kernel->name + ": " + what;
         sticky = 719;
@@ -346,6 +353,19 @@ API int cuLaunchKernel(
     }
     return 0;
 }
+
+} // namespace
+
+API int cuLaunchKernel(
+    void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y, unsigned block_z,
+    unsigned shared_bytes, void*, void** params, void**) {
+    BEGIN Module* kernel = static_cast<Module*>(function);
+    unsigned grid[3] = {x, y, z};
+    unsigned block[3] = {block_x, block_y, block_z};
+    return can_launch(kernel, grid, shared_bytes) ? run(kernel, grid, block, shared_bytes, params) : 1;
+}
+
+#include "graphs.h"
 
 // ---- NVRTC
 

@@ -21,8 +21,6 @@ pub struct Tile {
 #[derive(Clone, Copy, Debug)]
 pub struct Part {
     pub split: u32,
-    /// Position of the first cell.
-    pub index: u32,
     pub entry: Entry,
 }
 
@@ -150,7 +148,7 @@ pub fn distribute(reads: &Reads, first_bits: &[u32], positions: u32, tiles: &mut
                 let slots = item.n_queries | kind << 24;
                 let words =
                     [len, item.run.start + at, at, item.run.len, item.first_query, slots, a, b, index];
-                tile.parts.push(Part { split, index, entry: Entry(words) });
+                tile.parts.push(Part { split, entry: Entry(words) });
                 at += len;
             }
         }
