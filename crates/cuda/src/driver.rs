@@ -12,7 +12,9 @@ use crate::{Installation, Options, failed};
 pub use buffer::Buf;
 use buffer::Memory;
 use kvist_device::{DeviceError, HostBlock};
-use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits, Recorder, lock};
+use kvist_gpu::{
+    Args, BufferCopy, Compiled, Driver, Failure, GemmTile, HostMemory, Kernel, Limits, Recorder, Routed, lock,
+};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -359,6 +361,14 @@ impl Driver for CudaDriver {
 
     fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        self.target().gemm_tile(encoding, routed, tokens, outputs)
+    }
+
+    fn has_halves(&self) -> bool {
+        self.target().fast
     }
 
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {

@@ -1,0 +1,108 @@
+//! How `gemm_fast` divides a linear layer among blocks, warps and shared memory.
+use kvist_gpu::{GemmTile, Routed};
+
+/// Outputs that a block can have.
+pub const OUTPUTS: [u32; 3] = [128, 64, 32];
+/// Tokens.
+pub const TOKENS: [u32; 4] = [16, 32, 64, 128];
+/// Blocks that occupy a GPU.
+const ENOUGH_BLOCKS: u32 = 128;
+/// Shared memory that the kernel declares itself, and what a block costs besides, rounded up.
+const FIXED_BYTES: u32 = 2 << 10;
+
+/// What a tile is compiled with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    tile: GemmTile,
+    /// Parts of the outputs, of the tokens, and of the inputs of a step that warps have.
+    warps: [u32; 3],
+    /// Buffers for the inputs of steps.
+    stages: u32,
+    /// That run on a multiprocessor at the same time.
+    blocks: u32,
+    /// Of dynamic shared memory.
+    pub bytes: u32,
+}
+
+impl Plan {
+    /// `None` if not even the smallest buffers fit.
+    pub fn new(tile: GemmTile, max_shared_bytes: u32) -> Option<Plan> {
+        let most = max_shared_bytes.checked_sub(FIXED_BYTES)?;
+        let two = max_shared_bytes / 2 - FIXED_BYTES.min(max_shared_bytes / 2);
+        // 128 sums and more per thread take all of the registers that a thread can have.
+        let blocks = if Plan::smallest(tile).sums() >= 128 { [1, 1] } else { [2, 1] };
+        let plans = blocks.into_iter().flat_map(|blocks| [4, 3, 2].map(|stages| (blocks, stages)));
+        let plans = plans.map(|(blocks, stages)| Plan::with(tile, stages, blocks));
+        plans.into_iter().find(|plan| plan.bytes <= if plan.blocks == 2 { two } else { most })
+    }
+
+    /// With the smallest buffers.
+    pub fn smallest(tile: GemmTile) -> Plan {
+        Plan::with(tile, 2, 1)
+    }
+
+    fn with(tile: GemmTile, stages: u32, blocks: u32) -> Plan {
+        // A warp has 32 or 64 outputs and up to 64 tokens, or shared memory would be read too often.
+        let (m, n) = (if tile.outputs > 32 { 2 } else { 1 }, if tile.tokens > 64 { 2 } else { 1 });
+        let plan = Plan { tile, warps: [m, n, 8 / (m * n)], stages, blocks, bytes: 0 };
+        // Weights of two steps of 8,192 and inputs, in f16. At the end half of the sums of every thread.
+        let steps = 2 * (2 * 8192 + stages * tile.tokens * (8192 / tile.outputs));
+        Plan { bytes: steps.max(256 * 4 * plan.sums() / 2), ..plan }
+    }
+
+    /// Sums of a thread.
+    fn sums(&self) -> u32 {
+        let [m, n, _] = self.warps;
+        self.tile.outputs * self.tile.tokens / (m * n) / 32
+    }
+
+    pub fn constants(&self) -> [(&'static str, u32); 7] {
+        let [m, n, k] = self.warps;
+        [
+            ("TILE_OUTPUTS", self.tile.outputs),
+            ("TILE_TOKENS", self.tile.tokens),
+            ("WARPS_M", m),
+            ("WARPS_N", n),
+            ("WARPS_K", k),
+            ("STAGES", self.stages),
+            ("BLOCKS_PER_SM", self.blocks),
+        ]
+    }
+}
+
+/// The tile for so many tokens and outputs: as many tokens as there are, so that weights are decoded once for all, and as many
+/// outputs as leave work for the whole GPU. `None` if none fits into a block's shared memory.
+pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
+    // Of an expert few tokens are left.
+    let most = if routed == Routed::No { 128 } else { 64 };
+    let wide = TOKENS.into_iter().find(|wide| *wide >= tokens.min(most)).unwrap_or(most);
+    let tiles = OUTPUTS.map(|outputs| GemmTile { outputs, tokens: wide, halves: true });
+    let fit = || tiles.into_iter().filter(|tile| Plan::new(*tile, max_shared_bytes).is_some());
+    let n_blocks =
+        |tile: &GemmTile| outputs.div_ceil(tile.outputs).saturating_mul(tokens.div_ceil(tile.tokens));
+    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().next_back())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_gpu_has_tiles() {
+        for bytes in [99 << 10, 163 << 10, 227 << 10] {
+            for tokens in [12, 16, 17, 64, 100, 128, 129, 5000] {
+                for outputs in [1, 4096, 14336, 128_000] {
+                    let tile = tile(bytes, Routed::No, tokens, outputs).unwrap();
+                    let plan = Plan::new(tile, bytes).unwrap();
+                    assert!(plan.blocks * (plan.bytes + FIXED_BYTES) <= bytes, "{plan:?}");
+                    assert!(tile.tokens >= tokens.min(128), "{plan:?}");
+                    let [m, n, k] = plan.warps;
+                    assert_eq!(m * n * k, 8, "{plan:?}");
+                }
+            }
+        }
+        let tile = |tokens, outputs| tile(227 << 10, Routed::No, tokens, outputs).unwrap();
+        assert_eq!((tile(2048, 4096).outputs, tile(2048, 4096).tokens), (128, 128));
+        assert_eq!((tile(16, 4096).outputs, tile(16, 4096).tokens), (32, 16));
+    }
+}
