@@ -21,7 +21,7 @@ pub fn scale(encoding: Encoding, bytes: &[u8]) -> f32 {
     };
     // 2^exponent <= largest < 2^(exponent + 1); the largest times 2^(14 - exponent) is in [2^14, 2^15).
     let exponent = (largest.to_bits() >> 23) as i32 - 127;
-    let wanted = (14 - exponent).clamp(-100, 100);
+    let wanted = (14 - exponent).clamp(-126, 126);
     if largest > 0.0 { f32::from_bits(((wanted + 127) as u32) << 23) } else { 1.0 }
 }
 

@@ -45,9 +45,10 @@ impl Plan {
         // A warp has 32 or 64 outputs and up to 64 tokens, or shared memory would be read too often.
         let (m, n) = (if tile.outputs > 32 { 2 } else { 1 }, if tile.tokens > 64 { 2 } else { 1 });
         let plan = Plan { tile, warps: [m, n, 8 / (m * n)], stages, blocks, bytes: 0 };
-        // Weights of two steps of 8,192 and inputs, in f16. At the end half of the sums of every thread.
+        // Weights of two steps of 8,192 and inputs, in f16. At the end half of the sums of every thread, and then the tile's.
         let steps = 2 * (2 * 8192 + stages * tile.tokens * (8192 / tile.outputs));
-        Plan { bytes: steps.max(256 * 4 * plan.sums() / 2), ..plan }
+        let sums = 4 * (256 * plan.sums() / 2).max(tile.tokens * (tile.outputs + 4));
+        Plan { bytes: steps.max(sums), ..plan }
     }
 
     /// Sums of a thread.

@@ -21,6 +21,8 @@
 #define N_TILES (TILE_TOKENS / WARPS_N / 8u)   // 8 tokens each
 #define PART (STEP / WARPS_K)                  // inputs of a step that a warp has
 #define SUMS (M_TILES * N_TILES * 4u)          // of a thread
+#define X_ROWS (THREADS / CHUNKS)              // rows of inputs that are copied at a time
+#define SUM_STRIDE (TILE_OUTPUTS + 4u)         // no two lanes that write meet in a bank
 #define AHEAD 4u                               // steps that memory is asked for weights before they are loaded
 #define GROUP 8u                    // tiles of tokens that are computed at about the same time
 
@@ -52,24 +54,22 @@ __device__ __forceinline__ void add_warps(float* acc, u32 k, u32 warp, float* sh
     }
 }
 
-// Decodes a block of weights to a row of shared memory. Zeros behind the end of a row, or of the matrix.
-__device__ __forceinline__ void put_block(const Block& block, bool is_there, float scale, uint4* to, u32 row, u32 b) {
-    uint4 halves[4];
-#pragma unroll
-    for (u32 j = 0u; j < 4u; j++) { halves[j] = make_uint4(0u, 0u, 0u, 0u); }
-    if (is_there) { decode_block(block, scale, halves); }
-#pragma unroll
-    for (u32 j = 0u; j < 4u; j++) { to[row * CHUNKS + place(row, 4u * b + j)] = halves[j]; }
+// 16 bytes, to an address of mma.cu.
+__device__ __forceinline__ void copy_16(shared_address to, const uint4* from) {
+#ifdef __CUDA_ARCH__
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+    put_shared(to, *from);
+#endif
 }
 
-// Which tokens the tile has, those from number `first` on among the expert's. Returns how many.
-__device__ __forceinline__ u32 find_tokens(const float* routes, const Args& args, u32 first, u32* tokens) {
+// Which tokens the tile has, those from number `first` on among the expert's. Returns how many. `counts`: a number per warp.
+__device__ __forceinline__ u32 find_tokens(const float* routes, const Args& args, u32 first, u32* tokens, u32* counts) {
     if (!ROUTED) {
         for (u32 i = threadIdx.x; i < TILE_TOKENS; i += THREADS) { tokens[i] = min(first + i, args.tokens - 1u); }
         return min(TILE_TOKENS, args.tokens - first);
     }
     // Every warp counts the tokens of its part, then numbers them.
-    __shared__ u32 counts[THREADS / 32u];
     u32 lane = threadIdx.x % 32u;
     u32 warp = threadIdx.x / 32u;
     u32 each = (args.tokens + THREADS - 1u) / THREADS * 32u;
@@ -112,9 +112,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     const float* __restrict__ routes, // [tokens, experts], 0: not routed
     Args args) {
     DYNAMIC_SHARED(shared);
-    uint4* weights = shared;                              // [2, TILE_OUTPUTS, CHUNKS]
-    uint4* values = shared + 2u * TILE_OUTPUTS * CHUNKS;  // [STAGES, TILE_TOKENS, CHUNKS]
     __shared__ u32 tokens[TILE_TOKENS];
+    __shared__ u32 counts[THREADS / 32u];
     // Blocks that run at the same time share weights and inputs: GROUP tiles of tokens with every tile of outputs.
     u32 number = blockIdx.y * gridDim.x + blockIdx.x;
     u32 group = number / (GROUP * gridDim.x);
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     u32 height = min(GROUP, gridDim.y - group * GROUP);
     u32 tile_output = in_group / height * TILE_OUTPUTS;
     u32 tile_token = (group * GROUP + in_group % height) * TILE_TOKENS;
-    u32 n_tokens = find_tokens(routes, args, tile_token, tokens);
+    u32 n_tokens = find_tokens(routes, args, tile_token, tokens, counts);
     if (n_tokens == 0u) { return; } // the whole block
     __syncthreads();
 
@@ -133,34 +132,47 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     u32 first_token = warp / WARPS_M % WARPS_N * (TILE_TOKENS / WARPS_N);
     u32 steps = (args.inputs + STEP - 1u) / STEP;
     u32 x_stride = (args.inputs + 255u) / 256u * 32u + 1u;
+    uint4* weights = shared;                             // [2, TILE_OUTPUTS, CHUNKS]
+    uint4* values = shared + 2u * TILE_OUTPUTS * CHUNKS; // [STAGES, TILE_TOKENS, CHUNKS]
 
-    // This thread's block of weights in each step.
-    u32 w_row = threadIdx.x / BLOCKS;
+    // This thread's block of weights in each step. Behind the end of a row it is the last one, because inputs are 0 there; of rows behind
+    // the last one nothing is kept.
+    u32 w_row = min(tile_output + threadIdx.x / BLOCKS, args.outputs - 1u);
     u32 w_b = threadIdx.x % BLOCKS;
-    bool has_row = tile_output + w_row < args.outputs;
+    u32 last_block = (args.form.quads + 7u) / 8u - 1u;
+    shared_address w_to[4];
+#pragma unroll
+    for (u32 j = 0u; j < 4u; j++) {
+        w_to[j] = shared_at(weights + threadIdx.x / BLOCKS * CHUNKS + place(threadIdx.x / BLOCKS, 4u * w_b + j));
+    }
     Block block;
-    auto is_there = [&](u32 step) { return has_row && 8u * (step * BLOCKS + w_b) < args.form.quads; };
     auto load = [&](u32 step) {
-        if (is_there(step)) { block = load_block(w, args.form, tile_output + w_row, step * BLOCKS + w_b); }
-        if (is_there(step + AHEAD)) {
-            prefetch_block(w, args.form, tile_output + w_row, (step + AHEAD) * BLOCKS + w_b);
-        }
+        block = load_block(w, args.form, w_row, min(step * BLOCKS + w_b, last_block));
+        // With many tokens the next steps are far away in time.
+        if (TILE_TOKENS <= 64u) { prefetch_block(w, args.form, w_row, min((step + AHEAD) * BLOCKS + w_b, last_block)); }
     };
-    // Writes the weights of a step, and loads those of the next one.
+    // Writes the weights of a step, and loads those of the next one. Behind the last step it writes what nobody reads.
     auto decode = [&](u32 step) {
-        if (step >= steps) { return; }
-        put_block(block, is_there(step), args.scale, weights + step % 2u * TILE_OUTPUTS * CHUNKS, w_row, w_b);
+        uint4 halves[4];
+        decode_block(block, args.scale, halves);
+#pragma unroll
+        for (u32 j = 0u; j < 4u; j++) { put_shared(w_to[j] + step % 2u * (TILE_OUTPUTS * CHUNKS * 16u), halves[j]); }
         load(step + 1u);
     };
+
+    // This thread's chunk of rows of inputs, X_ROWS from one row to the next.
+    u32 x_row = threadIdx.x / CHUNKS;
+    u32 x_chunk = threadIdx.x % CHUNKS;
+    shared_address x_to = shared_at(values + x_row * CHUNKS + place(x_row, x_chunk));
     auto copy_inputs = [&](u32 step) {
         if (step < steps) {
-            uint4* to = values + step % STAGES * TILE_TOKENS * CHUNKS;
+            shared_address to = x_to + step % STAGES * (TILE_TOKENS * CHUNKS * 16u);
+            const uint4* from = x + step * CHUNKS + x_chunk;
 #pragma unroll
-            for (u32 i = threadIdx.x; i < TILE_TOKENS * CHUNKS; i += THREADS) {
-                u32 row = i / CHUNKS;
-                u32 c = i % CHUNKS;
-                const uint4* from = x + (size_t)tokens[row] * x_stride + step * CHUNKS + c;
-                copy_words<4u>(reinterpret_cast<u32*>(to + row * CHUNKS + place(row, c)), reinterpret_cast<const u32*>(from));
+            for (u32 i = 0u; i < (TILE_TOKENS + X_ROWS - 1u) / X_ROWS; i++) {
+                if (TILE_TOKENS % X_ROWS == 0u || x_row + i * X_ROWS < TILE_TOKENS) {
+                    copy_16(to + i * (X_ROWS * CHUNKS * 16u), from + (size_t)tokens[x_row + i * X_ROWS] * x_stride);
+                }
             }
         }
         end_group(); // an empty one keeps the count
@@ -175,23 +187,27 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
             for (u32 i = 0u; i < 4u; i++) { acc[m][n][i] = 0.0f; }
         }
     }
+    // What this lane gives to ldmatrix: a row of each, and a chunk, of which further ones differ in bits of their own.
+    u32 w_at = first_output + lane % 16u;
+    u32 x_at = first_token + lane % 8u + lane / 16u * 8u;
+    shared_address w_rows = shared_at(weights + w_at * CHUNKS);
+    shared_address x_rows = shared_at(values + x_at * CHUNKS);
+    u32 w_chunk = 16u * place(w_at, warp_k * (PART / 8u) + lane / 16u);
+    u32 x_chunks = 16u * place(x_at, warp_k * (PART / 8u) + lane / 8u % 2u);
     auto multiply = [&](u32 step) {
-        u32 w_at = first_output + lane % 16u;
-        u32 x_at = first_token + lane % 8u + lane / 16u * 8u;
-        const uint4* w_rows = weights + (step % 2u * TILE_OUTPUTS + w_at) * CHUNKS;
-        const uint4* x_rows = values + (step % STAGES * TILE_TOKENS + x_at) * CHUNKS;
+        shared_address w_step = w_rows + step % 2u * (TILE_OUTPUTS * CHUNKS * 16u);
+        shared_address x_step = x_rows + step % STAGES * (TILE_TOKENS * CHUNKS * 16u);
 #pragma unroll
         for (u32 k = 0u; k < PART / 16u; k++) {
-            u32 c = warp_k * (PART / 8u) + 2u * k;
-            u32 w_c = place(w_at, c + lane / 16u);
-            u32 x_c = place(x_at, c + lane / 8u % 2u);
+            shared_address w_from = w_step + (w_chunk ^ (32u * k));
+            shared_address x_from = x_step + (x_chunks ^ (32u * k));
             u32 a[M_TILES][4];
 #pragma unroll
-            for (u32 m = 0u; m < M_TILES; m++) { ldmatrix_x4(a[m], w_rows + m * 16u * CHUNKS + w_c); }
+            for (u32 m = 0u; m < M_TILES; m++) { ldmatrix_x4(a[m], w_from + m * (16u * CHUNKS * 16u)); }
 #pragma unroll
             for (u32 n = 0u; n < N_TILES; n += 2u) {
                 u32 b[4];
-                ldmatrix_x4(b, x_rows + n * 8u * CHUNKS + x_c);
+                ldmatrix_x4(b, x_from + n * (8u * CHUNKS * 16u));
                 u32 low[2] = {b[0], b[1]};
                 u32 high[2] = {b[2], b[3]};
 #pragma unroll
@@ -218,18 +234,25 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
         if (!early) { decode(step + 1u); }
     }
 
-    float* sums = &acc[0][0][0];
     wait_groups<0>();
-    add_warps<SUMS, WARPS_K / 2u>(sums, warp_k, warp, reinterpret_cast<float*>(shared));
+    float* sums = reinterpret_cast<float*>(shared); // [TILE_TOKENS, SUM_STRIDE]
+    add_warps<SUMS, WARPS_K / 2u>(&acc[0][0][0], warp_k, warp, sums);
+    __syncthreads();
 #pragma unroll
     for (u32 i = 0u; i < SUMS / WARPS_K; i++) {
         u32 sum = warp_k * (SUMS / WARPS_K) + i;
         u32 tile = sum / 4u;
-        u32 o = tile_output + first_output + tile / N_TILES * 16u + sum / 2u % 2u * 8u + lane / 4u;
+        u32 o = first_output + tile / N_TILES * 16u + sum / 2u % 2u * 8u + lane / 4u;
         u32 t = first_token + tile % N_TILES * 8u + lane % 4u * 2u + sum % 2u;
-        if (o >= args.outputs || t >= n_tokens) { continue; }
-        u32 token = tokens[t];
+        sums[t * SUM_STRIDE + o] = (&acc[0][0][0])[i];
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < n_tokens * TILE_OUTPUTS; i += THREADS) {
+        u32 o = tile_output + i % TILE_OUTPUTS;
+        if (o >= args.outputs) { continue; }
+        u32 token = tokens[i / TILE_OUTPUTS];
         float back = __uint_as_float(x[(size_t)token * x_stride + x_stride - 1u].x);
-        put(args, bias, routes, out, o, token, sums[i] * row_scale(w, args.form, o, args.scale) * back);
+        float sum = sums[i / TILE_OUTPUTS * SUM_STRIDE + i % TILE_OUTPUTS];
+        put(args, bias, routes, out, o, token, sum * row_scale(w, args.form, o, args.scale) * back);
     }
 }
