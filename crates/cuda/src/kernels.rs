@@ -261,12 +261,11 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
         match Encoding::RESIDENT[encoding as usize] {
             Encoding::F32 => {}
             Encoding::Q8_0 => {
-                let each = |outputs| gemm::TOKENS.map(|tokens| fast(outputs, tokens, Routed::No));
-                all.extend(gemm::OUTPUTS.into_iter().flat_map(each));
+                all.extend(gemm::TILES.map(|(outputs, tokens)| fast(outputs, tokens, Routed::No)));
                 all.push(fast(64, 64, Routed::Only));
             }
             _ => all.extend([
-                fast(128, 128, Routed::No),
+                fast(128, 256, Routed::No),
                 fast(32, 16, Routed::No),
                 fast(64, 64, Routed::Added),
             ]),

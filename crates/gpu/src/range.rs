@@ -35,7 +35,7 @@ fn bound(encoding: Encoding, block: &[u8]) -> f32 {
         Encoding::Q5_0 => 16.0 * magnitude(0),
         Encoding::Q5_1 => 31.0 * magnitude(0) + magnitude(2),
         Encoding::Iq4Nl => 127.0 * magnitude(0),
-        Encoding::Mxfp4 => 12.0 * (f32::from(block[0]) - 128.0).exp2(),
+        Encoding::Mxfp4 => (12.0 * (f32::from(block[0]) - 128.0).exp2()).min(f32::MAX),
         // Scales and minimums of groups have 4 or 6 bits, or 6 or 8 with a sign.
         Encoding::Q2K => 3.0 * 15.0 * magnitude(80) + 15.0 * magnitude(82),
         Encoding::Q3K => 4.0 * 32.0 * magnitude(108),
@@ -44,7 +44,8 @@ fn bound(encoding: Encoding, block: &[u8]) -> f32 {
         Encoding::Q6K => 32.0 * 128.0 * magnitude(208),
         Encoding::Iq4Xs => 127.0 * 32.0 * magnitude(0),
         Encoding::Table16 => {
-            128.0 * 128.0 * f32::from_le_bytes([block[0], block[1], block[2], block[3]]).abs()
+            let scale = f32::from_le_bytes([block[0], block[1], block[2], block[3]]).abs();
+            if scale.is_finite() { (128.0 * 128.0 * scale).min(f32::MAX) } else { scale }
         }
         _ => 0.0,
     }

@@ -1,10 +1,22 @@
 //! How `gemm_fast` divides a linear layer among blocks, warps and shared memory.
 use kvist_gpu::{GemmTile, Routed};
 
-/// Outputs that a block can have.
-pub const OUTPUTS: [u32; 3] = [128, 64, 32];
-/// Tokens.
-pub const TOKENS: [u32; 4] = [16, 32, 64, 128];
+/// Outputs and tokens that a block can have.
+pub const TILES: [(u32, u32); 13] = [
+    (128, 256),
+    (128, 128),
+    (64, 128),
+    (32, 128),
+    (128, 64),
+    (64, 64),
+    (32, 64),
+    (128, 32),
+    (64, 32),
+    (32, 32),
+    (128, 16),
+    (64, 16),
+    (32, 16),
+];
 /// Blocks that occupy a GPU.
 const ENOUGH_BLOCKS: u32 = 128;
 /// Shared memory that the kernel declares itself, and what a block costs besides, rounded up.
@@ -29,8 +41,9 @@ impl Plan {
     pub fn new(tile: GemmTile, max_shared_bytes: u32) -> Option<Plan> {
         let most = max_shared_bytes.checked_sub(FIXED_BYTES)?;
         let two = max_shared_bytes / 2 - FIXED_BYTES.min(max_shared_bytes / 2);
-        // 128 sums and more per thread take all of the registers that a thread can have.
-        let blocks = if Plan::smallest(tile).sums() >= 128 { [1, 1] } else { [2, 1] };
+        // 128 sums per thread take all of the registers that a thread can have, and 64 with four tiles of outputs more than half of them.
+        let sums = Plan::smallest(tile).sums();
+        let blocks = if sums >= 128 || (sums >= 64 && tile.outputs == 128) { [1, 1] } else { [2, 1] };
         let plans = blocks.into_iter().flat_map(|blocks| [4, 3, 2].map(|stages| (blocks, stages)));
         let plans = plans.map(|(blocks, stages)| Plan::with(tile, stages, blocks));
         plans.into_iter().find(|plan| plan.bytes <= if plan.blocks == 2 { two } else { most })
@@ -43,7 +56,7 @@ impl Plan {
 
     fn with(tile: GemmTile, stages: u32, blocks: u32) -> Plan {
         // A warp has 32 or 64 outputs and up to 64 tokens, or shared memory would be read too often.
-        let (m, n) = (if tile.outputs > 32 { 2 } else { 1 }, if tile.tokens > 64 { 2 } else { 1 });
+        let (m, n) = (if tile.outputs > 32 { 2 } else { 1 }, tile.tokens.div_ceil(64));
         let plan = Plan { tile, warps: [m, n, 8 / (m * n)], stages, blocks, bytes: 0 };
         // Weights of two steps of 8,192 and inputs, in f16. At the end half of the sums of every thread, and then the tile's.
         let steps = 2 * (2 * 8192 + stages * tile.tokens * (8192 / tile.outputs));
@@ -76,12 +89,14 @@ impl Plan {
 pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
     // Of an expert few tokens are left.
     let most = if routed == Routed::No { 128 } else { 64 };
-    let wide = TOKENS.into_iter().find(|wide| *wide >= tokens.min(most)).unwrap_or(most);
-    let tiles = OUTPUTS.map(|outputs| GemmTile { outputs, tokens: wide, halves: true });
-    let fit = || tiles.into_iter().filter(|tile| Plan::new(*tile, max_shared_bytes).is_some());
+    let least = tokens.min(most).next_power_of_two().max(16);
+    let wide = |tile: &GemmTile| tile.tokens == least || least == 128 && tile.tokens > 128 && tokens > 128;
+    let tiles = TILES.map(|(outputs, tokens)| GemmTile { outputs, tokens, halves: true });
+    let tiles = tiles.into_iter().filter(wide);
+    let fit = || tiles.clone().filter(|tile| Plan::new(*tile, max_shared_bytes).is_some());
     let n_blocks =
         |tile: &GemmTile| outputs.div_ceil(tile.outputs).saturating_mul(tokens.div_ceil(tile.tokens));
-    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().next_back())
+    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().last())
 }
 
 #[cfg(test)]
@@ -103,7 +118,8 @@ mod tests {
             }
         }
         let tile = |tokens, outputs| tile(227 << 10, Routed::No, tokens, outputs).unwrap();
-        assert_eq!((tile(2048, 4096).outputs, tile(2048, 4096).tokens), (128, 128));
+        assert_eq!((tile(2048, 4096).outputs, tile(2048, 4096).tokens), (128, 256));
+        assert_eq!((tile(512, 4096).outputs, tile(512, 4096).tokens), (128, 128));
         assert_eq!((tile(16, 4096).outputs, tile(16, 4096).tokens), (32, 16));
     }
 }

@@ -148,8 +148,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     Block block;
     auto load = [&](u32 step) {
         block = load_block(w, args.form, w_row, min(step * BLOCKS + w_b, last_block));
-        // With many tokens the next steps are far away in time.
-        if (TILE_TOKENS <= 64u) { prefetch_block(w, args.form, w_row, min((step + AHEAD) * BLOCKS + w_b, last_block)); }
+        prefetch_block(w, args.form, w_row, min((step + AHEAD) * BLOCKS + w_b, last_block));
     };
     // Writes the weights of a step, and loads those of the next one. Behind the last step it writes what nobody reads.
     auto decode = [&](u32 step) {
