@@ -14,7 +14,9 @@ use crate::{Installation, Options, failed};
 pub use buffer::Buf;
 use buffer::Memory;
 use kvist_device::{DeviceError, HostBlock};
-use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, Form, HostMemory, Kernel, Limits, lock};
+use kvist_gpu::{
+    Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed, lock,
+};
 pub use recording::Recording;
 use recording::{Call, Loaded, Other};
 use std::ops::Range;
@@ -398,6 +400,14 @@ impl Driver for CudaDriver {
 
     fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        self.target().gemm_tile(encoding, routed, tokens, outputs)
+    }
+
+    fn has_halves(&self) -> bool {
+        self.target().fast
     }
 
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {

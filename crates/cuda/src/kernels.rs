@@ -2,9 +2,12 @@
 //!
 //! A kernel's constants are `#define`s in front of its source, so that the compiler unrolls loops over them. Its
 //! arguments are the buffers, in the order of [`Kernel::writes`], and a struct with the words of `Args`.
+pub mod gemm;
+
 use crate::tiles::{MmaTile, RECENT_STAGES, Tile};
+use gemm::Plan;
 use kvist_device::{Storage, weights::Encoding};
-use kvist_gpu::{ATTEND_ROWS, Constant, Form, Kernel, RecentForm, Routed, RowsOp};
+use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, RecentForm, Routed, RowsOp};
 
 /// Threads of a block of `attend`.
 const ATTEND_THREADS: u32 = 128;
@@ -23,12 +26,20 @@ pub struct Target {
 impl Target {
     /// Whether the kernel is one of those that [`fast`](Self::fast) allows. The others are the same either way.
     pub fn is_fast(&self, kernel: &Kernel) -> bool {
-        self.fast
-            && match kernel {
-                Kernel::Attend { .. } => self.mma_tile(kernel).is_some(),
-                Kernel::Matmul { .. } | Kernel::Gemm { .. } => false, // none yet
-                _ => false,
-            }
+        match kernel {
+            Kernel::Gemm { tile, .. } => tile.halves, // see `gemm_tile`
+            Kernel::Attend { .. } => self.mma_tile(kernel).is_some(),
+            Kernel::Matmul { .. } => false, // none yet
+            _ => false,
+        }
+    }
+
+    /// What a block of [`Kernel::Gemm`] computes. f32 stays exact.
+    pub fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        let is_exact = Encoding::RESIDENT.get(encoding as usize) == Some(&Encoding::F32);
+        let found =
+            (self.fast && !is_exact).then(|| gemm::tile(self.max_shared_bytes, routed, tokens, outputs));
+        found.flatten().unwrap_or(GemmTile::USUAL)
     }
 
     /// Output rows and tokens of a block of a linear layer.
@@ -41,7 +52,7 @@ impl Target {
         match kernel {
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
-            Kernel::Gemm { .. } | Kernel::Norm { .. } => 256,
+            Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
             Kernel::Top => 512,
             _ => 64,
         }
@@ -75,6 +86,9 @@ impl Target {
             Kernel::Attend { k, v, dim, recent, .. } => {
                 Tile::new(k, v, dim, recent, self.max_shared_bytes).map(|tile| tile.bytes)
             }
+            Kernel::Gemm { tile, .. } if self.is_fast(kernel) => {
+                Plan::new(tile, self.max_shared_bytes).map(|plan| plan.bytes)
+            }
             _ => Some(0),
         }
     }
@@ -99,6 +113,13 @@ impl Target {
             define("CELLS", tile.cells);
             define("STAGES", tile.stages);
         }
+        if let Kernel::Gemm { tile, .. } = *kernel
+            && self.is_fast(kernel)
+        {
+            // As above.
+            let plan = Plan::new(tile, self.max_shared_bytes).unwrap_or(Plan::smallest(tile));
+            plan.constants().into_iter().for_each(|(name, n)| define(name, n));
+        }
         source += include_str!("kernels/prelude.cu");
         self.parts(kernel).iter().fold(source, |source, part| source + part + "\n")
     }
@@ -108,9 +129,17 @@ impl Target {
         match kernel {
             Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
             Kernel::Matmul { .. } => {
-                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")]
+                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/matmul.cu")]
             }
-            Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/gemm.cu")],
+            Kernel::Gemm { .. } if self.is_fast(kernel) => {
+                const BLOCKS: &str = include_str!("kernels/blocks.cu");
+                const GEMM: &str = include_str!("kernels/gemm_fast.cu");
+                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, ASYNC, BLOCKS, GEMM]
+            }
+            Kernel::Gemm { .. } => {
+                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/gemm.cu")]
+            }
+            Kernel::Halves => &[MATH, INPUTS, MMA, include_str!("kernels/halves.cu")],
             Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
             Kernel::Rope => &[include_str!("kernels/rope.cu")],
             Kernel::Gated => &[MATH, include_str!("kernels/gated.cu")],
@@ -121,10 +150,10 @@ impl Target {
             Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
             Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
             Kernel::Attend { .. } if self.is_fast(kernel) => {
-                &[MATH, PAIRS, MMA, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
+                &[MATH, PAIRS, MMA, ASYNC, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
             }
             Kernel::Attend { .. } => {
-                &[MATH, BYTES, LEVELS, LANES, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
+                &[MATH, BYTES, LEVELS, LANES, ASYNC, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
             }
             Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
             Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
@@ -145,12 +174,14 @@ const MATH: &str = include_str!("kernels/math.cu");
 const BYTES: &str = include_str!("kernels/bytes.cu");
 const WEIGHTS: &str = include_str!("kernels/weights.cu");
 const LANES: &str = include_str!("kernels/lanes.cu");
+const INPUTS: &str = include_str!("kernels/inputs.cu");
+const MMA: &str = include_str!("kernels/mma.cu");
+const ASYNC: &str = include_str!("kernels/async.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");
 const PAIRS: &str = include_str!("kernels/pairs.cu");
-const MMA: &str = include_str!("kernels/mma.cu");
 const SINKS: &str = include_str!("kernels/sinks.cu");
 
 /// Every storage of K, in an order in which neighbours differ.
@@ -213,6 +244,7 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
         Kernel::Add,
         Kernel::Route,
         Kernel::Top,
+        Kernel::Halves,
         Kernel::Scatter,
         Kernel::Gather,
     ];
@@ -223,7 +255,23 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
         all.push(Kernel::Embed { encoding });
         for routed in [Routed::No, Routed::Only, Routed::Added] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));
-            all.push(Kernel::Gemm { encoding, routed });
+            all.push(Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL });
+        }
+        let fast = |outputs, tokens, routed| {
+            let tile = GemmTile { outputs, tokens, halves: true };
+            Kernel::Gemm { encoding, routed, tile }
+        };
+        match Encoding::RESIDENT[encoding as usize] {
+            Encoding::F32 => {}
+            Encoding::Q8_0 => {
+                all.extend(gemm::TILES.map(|(outputs, tokens)| fast(outputs, tokens, Routed::No)));
+                all.push(fast(64, 64, Routed::Only));
+            }
+            _ => all.extend([
+                fast(128, 256, Routed::No),
+                fast(32, 16, Routed::No),
+                fast(64, 64, Routed::Added),
+            ]),
         }
     }
     all.extend(dims.iter().flat_map(|dim| attention(*dim)));

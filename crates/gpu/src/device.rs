@@ -7,7 +7,7 @@ use crate::GpuDevice;
 use crate::driver::{Args, Driver, Limits, Recorder};
 use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
-use crate::linear::{Product, copy_rows, groups};
+use crate::linear::{Halves, Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
 use crate::shared::bytes_of;
 use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
@@ -92,7 +92,7 @@ impl<D: Driver> Footprint for GpuDevice<D> {
         let sum = buffers
             .into_iter()
             .try_fold(0u64, |sum, (rows, width)| sum.checked_add(f32s(rows.max(limits), *width)?))?;
-        sum.checked_add(StreamBytes::new(shape, limits)?.total()?)
+        sum.checked_add(StreamBytes::new(shape, limits, self.gpu.has_halves())?.total()?)
     }
 
     fn pins_blocks(&self) -> bool {
@@ -100,7 +100,7 @@ impl<D: Driver> Footprint for GpuDevice<D> {
     }
 
     fn host_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
-        StreamBytes::new(shape, limits)?.host()
+        StreamBytes::new(shape, limits, self.gpu.has_halves())?.host()
     }
 
     fn check(&self) -> Result<(), DeviceError> {
@@ -240,9 +240,12 @@ impl<D: Driver> Device for GpuDevice<D> {
 
     fn matmul(&self, s: &mut Stream<D>, x: &Buffer<D>, outs: &mut [(&Linear<D>, &mut Buffer<D>)]) {
         let n = s.n(x.rows);
+        let Some(x) = x.get() else { return };
+        let layers: Vec<&Linear<D>> = outs.iter().map(|(layer, _)| *layer).collect();
+        let halves = Halves::write(s.halves[0].as_ref(), &*self.gpu, &mut s.recorder, (x, n), &layers, None);
         for (layer, out) in outs {
-            let (Some(x), Some(out)) = (x.get(), out.get()) else { continue };
-            let product = Product { x, layer, out, n, cap: None, expert: None, added: false };
+            let Some(out) = out.get() else { continue };
+            let product = Product { x, layer, out, n, cap: None, expert: None, added: false, halves };
             product.record(&*self.gpu, &mut s.recorder);
         }
     }
@@ -282,11 +285,15 @@ impl<D: Driver> Device for GpuDevice<D> {
             return s.fail(DeviceError::Unsupported("experts in a model that was said to have none".into()));
         };
         let (gpu, recorder) = (&*self.gpu, &mut s.recorder);
+        let [of_layer, of_expert] = s.halves.each_ref().map(Option::as_ref);
         let Routing { n_experts, used, renormalise, .. } = layer.routing;
         let n_experts = n_experts as u32;
-        let whole =
-            Product { x, layer: &layer.router, out: &rows.odds, n, cap: None, expert: None, added: false };
-        whole.record(gpu, recorder);
+        let firsts = layer.experts.iter().flat_map(|expert| [&expert.gate, &expert.up]);
+        let layers: Vec<&Linear<D>> = std::iter::once(&layer.router).chain(firsts).collect();
+        let halves = Halves::write(of_layer, gpu, recorder, (x, n), &layers, None);
+        let (router, odds) = (&layer.router, &rows.odds);
+        Product { x, layer: router, out: odds, n, cap: None, expert: None, added: false, halves }
+            .record(gpu, recorder);
         let args = Args::new(&[n, n_experts, used as u32, u32::from(renormalise)]);
         gpu.record(
             recorder,
@@ -299,13 +306,16 @@ impl<D: Driver> Device for GpuDevice<D> {
         for (number, expert) in (0u32..).zip(&layer.experts) {
             let expert_of = Some((&rows.routes, number, n_experts));
             for (layer, out) in [(&expert.gate, &rows.gate), (&expert.up, &rows.up)] {
-                let product = Product { x, layer, out, n, cap: None, expert: expert_of, added: false };
+                let product =
+                    Product { x, layer, out, n, cap: None, expert: expert_of, added: false, halves };
                 product.record(gpu, recorder);
             }
             let elements = u64::from(n) * u64::from(expert.gate.outputs);
             self.gate(recorder, activation, &rows.gate, &rows.up, elements);
             let (x, layer) = (&rows.gate, &expert.down);
-            Product { x, layer, out, n, cap: None, expert: expert_of, added: true }.record(gpu, recorder);
+            let halves = Halves::write(of_expert, gpu, recorder, (x, n), &[layer], expert_of);
+            Product { x, layer, out, n, cap: None, expert: expert_of, added: true, halves }
+                .record(gpu, recorder);
         }
     }
 
@@ -389,7 +399,9 @@ impl<D: Driver> Device for GpuDevice<D> {
             )));
         }
         let Some(x) = x.get() else { return };
-        let product = Product { x, layer: head, out: &s.logits, n, cap: softcap, expert: None, added: false };
+        let halves = Halves::write(s.halves[0].as_ref(), &*self.gpu, &mut s.recorder, (x, n), &[head], None);
+        let out = &s.logits;
+        let product = Product { x, layer: head, out, n, cap: softcap, expert: None, added: false, halves };
         product.record(&*self.gpu, &mut s.recorder);
     }
 

@@ -3,7 +3,7 @@
 //! The kernels of every driver compute the same: [`Kernel`] names them with their constants, and says what each one
 //! binds. `crates/wgpu/src/kernels` begins every file with what the kernel computes.
 use crate::form::Form;
-use crate::kernels::{self, Kernel};
+use crate::kernels::{self, GemmTile, Kernel, Routed};
 use kvist_device::{DeviceError, HostArena, HostBlock};
 use std::fmt::Debug;
 use std::ops::Range;
@@ -34,6 +34,18 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     /// Output rows and tokens that a workgroup of [`Kernel::Matmul`] or [`Kernel::Gemm`] has.
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         kernels::product_tile(kernel)
+    }
+
+    /// What a workgroup of [`Kernel::Gemm`] has, for so many tokens and outputs. Tiles with [`GemmTile::halves`] are for drivers with
+    /// [`has_halves`](Self::has_halves).
+    fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        let _ = (encoding, routed, tokens, outputs);
+        GemmTile::USUAL
+    }
+
+    /// Whether it has [`Kernel::Halves`]: steps then have memory for inputs of linear layers in f16.
+    fn has_halves(&self) -> bool {
+        false
     }
 
     /// Query rows of a workgroup of [`Kernel::Attend`] with these keys and values, for tiles of `wanted` rows: all of them, as far as the

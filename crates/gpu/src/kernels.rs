@@ -20,7 +20,10 @@ pub enum Kernel {
     Gemm {
         encoding: u32,
         routed: Routed,
+        tile: GemmTile,
     },
+    /// Rows of inputs as [`GemmTile::halves`] wants them.
+    Halves,
     Norm {
         in_place: bool,
     },
@@ -79,6 +82,26 @@ pub enum Routed {
     Added,
 }
 
+/// What a workgroup of [`Kernel::Gemm`] computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct GemmTile {
+    pub outputs: u32,
+    pub tokens: u32,
+    /// Its inputs are rows of [`Kernel::Halves`], and its sums are those of tensor cores.
+    pub halves: bool,
+}
+
+impl GemmTile {
+    /// The kernel that every driver has.
+    pub const USUAL: GemmTile = GemmTile { outputs: GEMM_TILE, tokens: GEMM_TILE, halves: false };
+}
+
+/// Bytes of `rows` rows of [`Kernel::Halves`].
+pub fn halves_bytes(rows: usize, inputs: usize) -> Option<u64> {
+    let row = inputs.checked_next_multiple_of(256)?.checked_mul(2)?.checked_add(16)?;
+    u64::try_from(rows.checked_mul(row)?).ok()
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum RowsOp {
     Copy,
@@ -135,6 +158,7 @@ pub fn attend_workgroup_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64
 pub fn product_tile(kernel: &Kernel) -> (u32, u32) {
     match kernel {
         Kernel::Matmul { tokens, .. } => (MATMUL_OUTPUTS, *tokens),
+        Kernel::Gemm { tile, .. } => (tile.outputs, tile.tokens),
         _ => (GEMM_TILE, GEMM_TILE),
     }
 }
@@ -156,6 +180,7 @@ impl Kernel {
             Kernel::Embed { .. } => "embed",
             Kernel::Matmul { .. } => "matmul",
             Kernel::Gemm { .. } => "gemm",
+            Kernel::Halves => "halves",
             Kernel::Norm { .. } => "norm",
             Kernel::Rope => "rope",
             Kernel::Gated => "gated",
@@ -183,9 +208,9 @@ impl Kernel {
                 add("TOKENS", tokens.into());
                 add("OUTPUTS", MATMUL_OUTPUTS.into());
             }
-            Kernel::Gemm { encoding, .. } => {
+            Kernel::Gemm { encoding, tile, .. } => {
                 add("ENCODING", encoding.into());
-                add("TILE", GEMM_TILE.into());
+                add("TILE", tile.outputs.into());
             }
             Kernel::Norm { in_place } => {
                 add("IN_PLACE", in_place.into());
@@ -217,7 +242,7 @@ impl Kernel {
                 v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
             }
             Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route | Kernel::Top => {}
-            Kernel::Scatter | Kernel::Gather => {}
+            Kernel::Halves | Kernel::Scatter | Kernel::Gather => {}
         }
         if let Kernel::Matmul { routed, .. } | Kernel::Gemm { routed, .. } = *self {
             add("LANES", SUM_LANES.into());
@@ -233,7 +258,7 @@ impl Kernel {
             Kernel::Embed { .. } | Kernel::Top => &[false, false, true],
             Kernel::Store { .. } => &[false, false, false, true, true],
             Kernel::Matmul { .. } | Kernel::Gemm { .. } => &[false, false, false, true, false],
-            Kernel::Norm { .. } | Kernel::Rows(_) => &[false, true, false],
+            Kernel::Norm { .. } | Kernel::Rows(_) | Kernel::Halves => &[false, true, false],
             Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route => &[false, true],
             Kernel::Copy { .. } => &[true, false],
             Kernel::Attend { .. } => &[false, false, false, false, false, true, true, false, false],

@@ -1,7 +1,8 @@
 //! Linear layers, and copies of rows.
 use crate::driver::{Args, Driver};
-use crate::kernels::{Kernel, Routed, RowsOp};
+use crate::kernels::{GemmTile, Kernel, Routed, RowsOp, halves_bytes};
 use crate::weights::Linear;
+use kvist_device::DeviceError;
 
 /// Workgroups of 64 invocations for so many elements, in two dimensions.
 pub fn groups(elements: u64) -> Option<[u32; 3]> {
@@ -32,6 +33,52 @@ pub struct Product<'a, D: Driver> {
     /// For the layer of an expert: routes, number of the expert, number of experts.
     pub expert: Option<(&'a D::Buffer, u32, u32)>,
     pub added: bool,
+    /// `x` as [`Kernel::Halves`] writes it.
+    pub halves: Option<&'a D::Buffer>,
+}
+
+/// Memory for rows of [`Kernel::Halves`].
+#[derive(Debug)]
+pub struct Halves<D: Driver> {
+    data: D::Buffer,
+    bytes: u64,
+}
+
+impl<D: Driver> Halves<D> {
+    /// `None` for no bytes.
+    pub fn new(gpu: &D, bytes: u64) -> Result<Option<Self>, DeviceError> {
+        let data = (bytes > 0).then(|| gpu.buffer("inputs of linear layers", bytes)).transpose()?;
+        Ok(data.map(|data| Halves::of(data, bytes)))
+    }
+
+    /// A buffer of so many bytes.
+    pub fn of(data: D::Buffer, bytes: u64) -> Self {
+        Halves { data, bytes }
+    }
+
+    /// Writes `n` rows of `x` for these layers, if one of them wants them and they fit. `expert`: as in [`Product`].
+    pub fn write<'a>(
+        halves: Option<&'a Self>,
+        gpu: &D,
+        recorder: &mut D::Recorder,
+        (x, n): (&D::Buffer, u32),
+        layers: &[&Linear<D>],
+        expert: Option<(&D::Buffer, u32, u32)>,
+    ) -> Option<&'a D::Buffer> {
+        let Halves { data, bytes } = halves?;
+        let inputs = layers.first()?.inputs;
+        let routed = if expert.is_some() { Routed::Only } else { Routed::No };
+        let wanted = |layer: &&Linear<D>| gpu.gemm_tile(layer.encoding, routed, n, layer.outputs).halves;
+        let fits = halves_bytes(n as usize, inputs as usize).is_some_and(|needed| needed <= *bytes);
+        if n < MANY_TOKENS || !fits || !layers.iter().any(wanted) {
+            return None;
+        }
+        let args =
+            Args::new(&[inputs, expert.map_or(0, |expert| expert.1), expert.map_or(0, |expert| expert.2)]);
+        let buffers = [Some(x), Some(data), expert.map(|expert| expert.0)];
+        gpu.record(recorder, &Kernel::Halves, &buffers, args, [n, 1, 1]);
+        Some(data)
+    }
 }
 
 impl<D: Driver> Product<'_, D> {
@@ -45,10 +92,24 @@ impl<D: Driver> Product<'_, D> {
         };
         let encoding = layer.encoding;
         let kernel = match n >= MANY_TOKENS {
-            true => Kernel::Gemm { encoding, routed },
+            true => {
+                let tile = gpu.gemm_tile(encoding, routed, n, layer.outputs);
+                let tile = if tile.halves && self.halves.is_none() { GemmTile::USUAL } else { tile };
+                Kernel::Gemm { encoding, routed, tile }
+            }
             false => Kernel::Matmul { encoding, tokens, routed },
         };
-        let (outputs, tokens) = gpu.product_tile(&kernel);
+        self.record_as(gpu, recorder, &kernel);
+    }
+
+    /// Records a kernel for it, [`Kernel::Matmul`] or [`Kernel::Gemm`].
+    pub fn record_as(&self, gpu: &D, recorder: &mut D::Recorder, kernel: &Kernel) {
+        let Product { layer, n, .. } = *self;
+        let x = match kernel {
+            Kernel::Gemm { tile, .. } if tile.halves => self.halves,
+            _ => Some(self.x),
+        };
+        let (outputs, tokens) = gpu.product_tile(kernel);
         for part in &layer.parts {
             let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
                 .u32(layer.inputs)
@@ -60,16 +121,17 @@ impl<D: Driver> Product<'_, D> {
                 .f32(self.cap.unwrap_or(0.0))
                 .u32(u32::from(layer.bias.is_some()))
                 .u32(self.expert.map_or(0, |expert| expert.1))
-                .u32(self.expert.map_or(0, |expert| expert.2));
+                .u32(self.expert.map_or(0, |expert| expert.2))
+                .f32(layer.scale);
             let buffers = [
                 Some(&part.buffer),
-                Some(self.x),
+                x,
                 layer.bias.as_ref(),
                 Some(self.out),
                 self.expert.map(|expert| expert.0),
             ];
             let groups = [part.rows.div_ceil(outputs), n.div_ceil(tokens), 1];
-            gpu.record(recorder, &kernel, &buffers, args, groups);
+            gpu.record(recorder, kernel, &buffers, args, groups);
         }
     }
 }

@@ -1,5 +1,7 @@
 //! The buffers of a step: its inputs, its activations, and results on their way to the host.
 use crate::driver::{BufferCopy, Driver};
+use crate::kernels::halves_bytes;
+use crate::linear::Halves;
 use kvist_cache::StepId;
 use kvist_device::*;
 use std::ops::Range;
@@ -60,6 +62,8 @@ pub struct Stream<D: Driver> {
     pub answers: D::Buffer, // [max_rows, ANSWER]
     pub staging: D::Buffer, // logits, then answers
     pub experts: Option<ExpertRows<D>>,
+    /// The inputs of a linear layer, and those of an expert's last layer.
+    pub halves: [Option<Halves<D>>; 2],
     pub taps: Vec<Option<Tap<D>>>,
     pub vocab: u32,
     /// Per wanted row: how many tokens the device finds; 0 if the host reads its logits.
@@ -84,6 +88,8 @@ pub struct StreamBytes {
     pub answers: u64,
     /// Odds, routes, gate and up of routed layers.
     pub experts: [u64; 4],
+    /// [`Stream::halves`], on drivers that have them.
+    pub halves: [u64; 2],
 }
 
 pub fn f32s(rows: usize, width: usize) -> Option<u64> {
@@ -91,7 +97,7 @@ pub fn f32s(rows: usize, width: usize) -> Option<u64> {
 }
 
 impl StreamBytes {
-    pub fn new(shape: &ModelShape, limits: &StepLimits) -> Option<Self> {
+    pub fn new(shape: &ModelShape, limits: &StepLimits, has_halves: bool) -> Option<Self> {
         let (tokens, rows) = (limits.max_tokens, limits.max_rows);
         let pairs = shape.rope_pairs.iter().try_fold(0usize, |sum, n| sum.checked_add(*n))?;
         let experts = match shape.routing {
@@ -101,6 +107,15 @@ impl StreamBytes {
             }
             None => [0; 4],
         };
+        let halves = match has_halves {
+            true => {
+                let widest = shape.buffers().iter().map(|(_, width)| *width).max()?;
+                let of_expert =
+                    shape.routing.as_ref().map_or(Some(0), |routing| halves_bytes(tokens, routing.width));
+                [halves_bytes(tokens, widest)?, of_expert?]
+            }
+            false => [0; 2],
+        };
         Some(StreamBytes {
             tokens: f32s(tokens, 1)?,
             angles: f32s(tokens, pairs.checked_mul(2)?)?,
@@ -108,6 +123,7 @@ impl StreamBytes {
             logits: f32s(rows, shape.vocab)?,
             answers: f32s(rows, ANSWER as usize)?,
             experts,
+            halves,
         })
     }
     /// Bytes in the host's memory: staging of what is uploaded, and of what is read back.
@@ -116,9 +132,12 @@ impl StreamBytes {
         all.iter().try_fold(0u64, |sum, bytes| sum.checked_add(*bytes))
     }
     pub fn total(&self) -> Option<u64> {
-        // All but the experts' rows twice: once more on the host.
+        // All but the experts' rows and the halves twice: once more on the host.
         let host = self.host()?;
-        self.experts.iter().try_fold(host.checked_mul(2)?, |sum, bytes| sum.checked_add(*bytes))
+        self.experts
+            .iter()
+            .chain(&self.halves)
+            .try_fold(host.checked_mul(2)?, |sum, bytes| sum.checked_add(*bytes))
     }
 }
 
@@ -130,7 +149,7 @@ impl<D: Driver> Stream<D> {
         limits: &StepLimits,
     ) -> Result<Self, DeviceError> {
         let overflow = || DeviceError::OutOfMemory { what: "activations", bytes: u64::MAX };
-        let bytes = StreamBytes::new(shape, limits).ok_or_else(overflow)?;
+        let bytes = StreamBytes::new(shape, limits, gpu.has_halves()).ok_or_else(overflow)?;
         let buffer = |bytes| gpu.buffer("inputs and results of a step", bytes);
         let [odds, routes, gate, up] = bytes.experts;
         let experts = match shape.routing {
@@ -157,6 +176,7 @@ impl<D: Driver> Stream<D> {
             answers: buffer(bytes.answers)?,
             staging: gpu.staging("results of a step", bytes.logits + bytes.answers)?,
             experts,
+            halves: [Halves::new(gpu, bytes.halves[0])?, Halves::new(gpu, bytes.halves[1])?],
             taps: Vec::new(),
             vocab: u32::try_from(shape.vocab).map_err(|_| overflow())?,
             top: Vec::new(),

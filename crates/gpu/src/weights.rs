@@ -5,6 +5,7 @@
 //! of whole rows.
 use crate::driver::Driver;
 use crate::kernels::{MATMUL_OUTPUTS, encoding_number};
+use crate::range;
 use kvist_device::DeviceError;
 use kvist_device::weights::Encoding;
 use std::ops::Range;
@@ -17,6 +18,8 @@ pub struct Linear<D: Driver> {
     /// The encoding's number in `weights.wgsl`.
     pub encoding: u32,
     pub factor: f32,
+    /// A power of two that brings the weights into the range of f16, see [`range::scale`](crate::range::scale).
+    pub scale: f32,
     pub parts: Vec<Part<D>>,
     pub bias: Option<D::Buffer>, // [outputs]
 }
@@ -150,6 +153,7 @@ impl<D: Driver> Linear<D> {
         let row =
             row.ok_or_else(|| bad(format!("{} bytes are not {outputs} rows of {inputs}", bytes.len())))?;
         let width = |n: usize| u32::try_from(n).map_err(|_| bad(format!("{n} rows or columns are too many")));
+        let scale = if gpu.has_halves() { range::scale(encoding, bytes) } else { 1.0 };
         let mut made = Vec::new();
         for (i, (first, layout)) in parts.iter().enumerate() {
             let end = parts.get(i + 1).map_or(outputs, |next| next.0);
@@ -163,6 +167,7 @@ impl<D: Driver> Linear<D> {
             outputs: width(outputs)?,
             encoding: number,
             factor,
+            scale,
             parts: made,
             bias,
         })

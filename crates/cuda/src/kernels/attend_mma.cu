@@ -306,37 +306,6 @@ __device__ __forceinline__ Cell find_cell(const Job& job, const Args& args, cons
     return cell;
 }
 
-template <u32 WORDS>
-__device__ __forceinline__ void copy_words(u32* to, const u32* from) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    u32 at = (u32)__cvta_generic_to_shared(to);
-    if (WORDS == 4u) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from) : "memory");
-    } else if (WORDS == 2u) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(at), "l"(from) : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from) : "memory");
-    }
-#else
-    for (u32 i = 0u; i < WORDS; i++) { to[i] = from[i]; }
-#endif
-}
-
-// Ends a set of copies of this thread.
-__device__ __forceinline__ void end_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Waits for this thread's sets of copies, but for the last N.
-template <int N>
-__device__ __forceinline__ void wait_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-#endif
-}
-
 // Starts to copy the rows of a group; lane i has the number of row i % 16 in `number`.
 template <class SIDE>
 __device__ __forceinline__ void copy_rows(u32* tile, const u32* rows, u32 pitch, u32 number) {
@@ -531,13 +500,13 @@ __device__ __forceinline__ void go_through(
             asked++;
             break;
         }
-        end_copies();
+        end_group();
     };
 #pragma unroll
     for (int i = 0; i < DEPTH - 1; i++) { fetch(); }
     begin();
     for (u32 done = 0u; done < asked; done++) {
-        wait_copies<DEPTH - 2>();
+        wait_groups<DEPTH - 2>();
         // What the other lanes have copied; and all of them have done with the group that the next one replaces.
         __syncwarp();
         fetch();
@@ -547,7 +516,7 @@ __device__ __forceinline__ void go_through(
         add_group<KEYS, VALUES>(
             args, state, ring + (stage * WARPS + warp) * words, queries, scales, seen, live);
     }
-    wait_copies<0>();
+    wait_groups<0>();
 }
 
 // ---- queries and results

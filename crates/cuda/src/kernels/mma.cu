@@ -8,6 +8,9 @@
 //   ldmatrix_x4_trans(r, row)  the same, each matrix transposed
 //   pack_half2(low, high)    two f32 as f16, `low` in the lower half of the word. Too large becomes infinite.
 //   pack_bf162(low, high)    the same as bf16
+// Addresses in shared memory are pointers, or of the type shared_address: a number of bytes, which takes one register and no
+// conversion. `shared_at(pointer)` makes one that the compiler keeps instead of computing it again at every use.
+//   put_shared(to, v)        writes 16 bytes there
 //
 // Which elements a lane has, with g = lane / 4 and t = lane % 4. A register has two neighbours, the first in its lower half:
 //   a matrix [8, 8] of ldmatrix: row g, columns 2t and 2t + 1; transposed: rows 2t and 2t + 1 of column g
@@ -49,6 +52,24 @@ __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], const void* row) 
                  : "memory");
 }
 
+typedef u32 shared_address;
+
+__device__ __forceinline__ shared_address shared_at(const void* at) {
+    // The compiler cannot see through a shuffle.
+    return __shfl_sync(0xffffffffu, (u32)__cvta_generic_to_shared(at), threadIdx.x % 32u);
+}
+
+__device__ __forceinline__ void put_shared(shared_address to, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], shared_address row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row)
+                 : "memory");
+}
+
 __device__ __forceinline__ u32 pack_half2(float low, float high) {
     u32 both;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -62,6 +83,16 @@ __device__ __forceinline__ u32 pack_bf162(float low, float high) {
 }
 
 #else // The emulation has no such instructions.
+
+typedef char* shared_address;
+
+__device__ __forceinline__ shared_address shared_at(void* at) {
+    return static_cast<char*>(at);
+}
+
+__device__ __forceinline__ void put_shared(shared_address to, uint4 v) {
+    *reinterpret_cast<uint4*>(to) = v;
+}
 
 struct Operands {
     u32 a[4], b[2];

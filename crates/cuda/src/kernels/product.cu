@@ -1,11 +1,11 @@
-// A linear layer, or a part of its outputs, as `matmul` and `gemm` compute it.
+// A linear layer, or a part of its outputs, as `matmul`, `gemm` and `gemm_fast` compute it.
 //
 //   for each output row o of this part, for each token t:
 //     y = factor * (x[t] . W[o]) + bias[o];  with a softcap: y = cap * tanh(y / cap)
 //     out[t, first + o] = y
 //   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
 //
-// x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
+// In `matmul` and `gemm` x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
 // added as a binary tree. So a token's result is the same in both kernels, and in every batch.
 
 struct Args {
@@ -20,17 +20,8 @@ struct Args {
     u32 has_bias;
     u32 expert;
     u32 experts;
+    float scale; // a power of two that brings every weight into the range of f16, for `gemm_fast`
 };
-
-// Elements 4c .. 4c + 3 of a row that begins at x. Behind the end of a row lie those of another token: 0 instead.
-__device__ __forceinline__ float4 inputs4(const float* x, u32 inputs, u32 c) {
-    const float* at = x + 4u * c;
-    // Rows of whole quads are aligned: buffers are.
-    if (inputs % 4u == 0u) { return *reinterpret_cast<const float4*>(at); }
-    u32 left = inputs - 4u * c;
-    if (left >= 4u) { return make_float4(at[0], at[1], at[2], at[3]); }
-    return make_float4(at[0], left > 1u ? at[1] : 0.0f, left > 2u ? at[2] : 0.0f, 0.0f);
-}
 
 // sum + a . b, one after the other
 __device__ __forceinline__ float add_product(float sum, float4 a, float4 b) {

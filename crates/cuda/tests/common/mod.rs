@@ -113,6 +113,11 @@ pub fn driver() -> Option<Arc<CudaDriver>> {
     open(DETERMINISTIC).map(Arc::new)
 }
 
+/// The same, with kernels whose results may depend on the batch.
+pub fn fast_driver() -> Option<CudaDriver> {
+    open(Options { deterministic: false, ..DETERMINISTIC })
+}
+
 /// A device with weights and pools in parts of at most so many bytes.
 pub fn device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
     open(Options { max_part_bytes, ..DETERMINISTIC }).map(CudaDevice::new)

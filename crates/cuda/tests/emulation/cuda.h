@@ -67,6 +67,8 @@ static inline To kvist_bits(From from) {
 static inline float __uint_as_float(unsigned x) { return kvist_bits<float>(x); }
 static inline unsigned __float_as_uint(float x) { return kvist_bits<unsigned>(x); }
 
+static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
 static uint3_ threadIdx, blockIdx, blockDim, gridDim;
 
 namespace kvist {
@@ -323,6 +325,15 @@ static void all_lanes(T (&all)[32], const T& mine, int line) {
     return result;
 }
 
+[[maybe_unused]] static unsigned ballot(unsigned mask, bool value, int line) {
+    unsigned turn = exchange(mask, value, line);
+    unsigned result = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        if (mask >> lane & 1) { result |= static_cast<unsigned>(fibers[current / 32 * 32 + lane].given[turn]) << lane; }
+    }
+    return result;
+}
+
 static const char* launch(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     if (block[0] > MOST || block[1] != 1 || block[2] != 1) { return "a block has one dimension of at most 1024 threads"; }
     n_threads = block[0];
@@ -393,6 +404,7 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 #define __syncwarp() ((void)kvist::exchange(0xffffffffu, 0, __LINE__))
 #define __shfl_sync(mask, value, lane) kvist::shuffle(mask, value, lane, __LINE__)
 #define kvist_all_lanes(all, mine) kvist::all_lanes(all, mine, __LINE__)
+#define __ballot_sync(mask, value) kvist::ballot(mask, value, __LINE__)
 #define __any_sync(mask, value) kvist::any(mask, value, __LINE__)
 
 // What a compiled kernel shows: `kvist_launch`, which returns null or what went wrong, and the sizes of its arguments.

@@ -2,7 +2,8 @@
 //
 // NVRTC compiles with the host's C++ compiler (KVIST_CXX, KVIST_CXXFLAGS) to a shared library in KVIST_EMULATION, and its
 // "cubin" is that library's path. Everything runs at once, so every event is done; with KVIST_EMULATION_LATE=1 copies to the
-// host arrive late, though. Memory of the device is poisoned when it is allocated, and limited to KVIST_EMULATION_BYTES. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
+// host arrive late, though. Memory of the device is poisoned when it is allocated, and limited to KVIST_EMULATION_BYTES; a
+// block has KVIST_EMULATION_SHARED bytes of shared memory. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
 // and the context with it, as an illegal address would. `node` instead of a function is a kernel in a graph. Graphs are lists of launches,
 // and take memory of the device while they exist.
 #include <chrono>
@@ -95,6 +96,11 @@ size_t total_bytes() {
     return strtoull(environment("KVIST_EMULATION_BYTES", "8589934592").c_str(), nullptr, 10);
 }
 
+// Of a block: by default as on Ampere's small GPUs.
+int max_shared_bytes() {
+    return atoi(environment("KVIST_EMULATION_SHARED", "101376").c_str());
+}
+
 // The error that the environment wants from a function, after some calls of it.
 int wanted_failure(const char* function) {
     static std::map<std::string, int> calls;
@@ -185,7 +191,7 @@ API int cuDeviceGetAttribute(int* value, int attribute, int) {
     case 18: *value = 0; return 0; // integrated
     case 75: *value = capability / 10; return 0;
     case 76: *value = capability % 10; return 0;
-    case 97: *value = 99 << 10; return 0; // shared memory of a block: that of Ampere's small GPUs
+    case 97: *value = max_shared_bytes(); return 0;
     default: return 1;
     }
 }
@@ -333,7 +339,7 @@ API int cuModuleGetFunction(void** function, void* module, const char* name) {
     return 0;
 }
 API int cuFuncSetAttribute(void* function, int attribute, int value) {
-    BEGIN if (attribute != 8 || value > 99 << 10) { return 1; }
+    BEGIN if (attribute != 8 || value > max_shared_bytes()) { return 1; }
     static_cast<Module*>(function)->dynamic_bytes = value;
     return 0;
 }

@@ -1,0 +1,125 @@
+//! How `gemm_fast` divides a linear layer among blocks, warps and shared memory.
+use kvist_gpu::{GemmTile, Routed};
+
+/// Outputs and tokens that a block can have.
+pub const TILES: [(u32, u32); 13] = [
+    (128, 256),
+    (128, 128),
+    (64, 128),
+    (32, 128),
+    (128, 64),
+    (64, 64),
+    (32, 64),
+    (128, 32),
+    (64, 32),
+    (32, 32),
+    (128, 16),
+    (64, 16),
+    (32, 16),
+];
+/// Blocks that occupy a GPU.
+const ENOUGH_BLOCKS: u32 = 128;
+/// Shared memory that the kernel declares itself, and what a block costs besides, rounded up.
+const FIXED_BYTES: u32 = 2 << 10;
+
+/// What a tile is compiled with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Plan {
+    tile: GemmTile,
+    /// Parts of the outputs, of the tokens, and of the inputs of a step that warps have.
+    warps: [u32; 3],
+    /// Buffers for the inputs of steps.
+    stages: u32,
+    /// That run on a multiprocessor at the same time.
+    blocks: u32,
+    /// Of dynamic shared memory.
+    pub bytes: u32,
+}
+
+impl Plan {
+    /// `None` if not even the smallest buffers fit.
+    pub fn new(tile: GemmTile, max_shared_bytes: u32) -> Option<Plan> {
+        let most = max_shared_bytes.checked_sub(FIXED_BYTES)?;
+        let two = max_shared_bytes / 2 - FIXED_BYTES.min(max_shared_bytes / 2);
+        // 128 sums per thread take all of the registers that a thread can have, and 64 with four tiles of outputs more than half of them.
+        let sums = Plan::smallest(tile).sums();
+        let blocks = if sums >= 128 || (sums >= 64 && tile.outputs == 128) { [1, 1] } else { [2, 1] };
+        let plans = blocks.into_iter().flat_map(|blocks| [4, 3, 2].map(|stages| (blocks, stages)));
+        let plans = plans.map(|(blocks, stages)| Plan::with(tile, stages, blocks));
+        plans.into_iter().find(|plan| plan.bytes <= if plan.blocks == 2 { two } else { most })
+    }
+
+    /// With the smallest buffers.
+    pub fn smallest(tile: GemmTile) -> Plan {
+        Plan::with(tile, 2, 1)
+    }
+
+    fn with(tile: GemmTile, stages: u32, blocks: u32) -> Plan {
+        // A warp has 32 or 64 outputs and up to 64 tokens, or shared memory would be read too often.
+        let (m, n) = (if tile.outputs > 32 { 2 } else { 1 }, tile.tokens.div_ceil(64));
+        let plan = Plan { tile, warps: [m, n, 8 / (m * n)], stages, blocks, bytes: 0 };
+        // Weights of two steps of 8,192 and inputs, in f16. At the end half of the sums of every thread, and then the tile's.
+        let steps = 2 * (2 * 8192 + stages * tile.tokens * (8192 / tile.outputs));
+        let sums = 4 * (256 * plan.sums() / 2).max(tile.tokens * (tile.outputs + 4));
+        Plan { bytes: steps.max(sums), ..plan }
+    }
+
+    /// Sums of a thread.
+    fn sums(&self) -> u32 {
+        let [m, n, _] = self.warps;
+        self.tile.outputs * self.tile.tokens / (m * n) / 32
+    }
+
+    pub fn constants(&self) -> [(&'static str, u32); 7] {
+        let [m, n, k] = self.warps;
+        [
+            ("TILE_OUTPUTS", self.tile.outputs),
+            ("TILE_TOKENS", self.tile.tokens),
+            ("WARPS_M", m),
+            ("WARPS_N", n),
+            ("WARPS_K", k),
+            ("STAGES", self.stages),
+            ("BLOCKS_PER_SM", self.blocks),
+        ]
+    }
+}
+
+/// The tile for so many tokens and outputs: as many tokens as there are, so that weights are decoded once for all, and as many
+/// outputs as leave work for the whole GPU. `None` if none fits into a block's shared memory.
+pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
+    // Of an expert few tokens are left.
+    let most = if routed == Routed::No { 128 } else { 64 };
+    let least = tokens.min(most).next_power_of_two().max(16);
+    let wide = |tile: &GemmTile| tile.tokens == least || least == 128 && tile.tokens > 128 && tokens > 128;
+    let tiles = TILES.map(|(outputs, tokens)| GemmTile { outputs, tokens, halves: true });
+    let tiles = tiles.into_iter().filter(wide);
+    let fit = || tiles.clone().filter(|tile| Plan::new(*tile, max_shared_bytes).is_some());
+    let n_blocks =
+        |tile: &GemmTile| outputs.div_ceil(tile.outputs).saturating_mul(tokens.div_ceil(tile.tokens));
+    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().last())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_gpu_has_tiles() {
+        for bytes in [99 << 10, 163 << 10, 227 << 10] {
+            for tokens in [12, 16, 17, 64, 100, 128, 129, 5000] {
+                for outputs in [1, 4096, 14336, 128_000] {
+                    let tile = tile(bytes, Routed::No, tokens, outputs).unwrap();
+                    let plan = Plan::new(tile, bytes).unwrap();
+                    assert!(plan.blocks * (plan.bytes + FIXED_BYTES) <= bytes, "{plan:?}");
+                    assert!(tile.tokens >= tokens.min(128), "{plan:?}");
+                    let [m, n, k] = plan.warps;
+                    assert_eq!(m * n * k, 8, "{plan:?}");
+                }
+            }
+        }
+        let tile = |tokens, outputs| tile(227 << 10, Routed::No, tokens, outputs).unwrap();
+        assert_eq!((tile(2048, 4096).outputs, tile(2048, 4096).tokens), (128, 256));
+        assert_eq!((tile(512, 4096).outputs, tile(512, 4096).tokens), (128, 128));
+        assert_eq!((tile(16, 4096).outputs, tile(16, 4096).tokens), (32, 16));
+    }
+}
