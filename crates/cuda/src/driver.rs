@@ -62,6 +62,8 @@ pub struct CudaDriver {
     meter: Mutex<Option<Meter>>,
     /// Whether steps that repeat are launched as graphs.
     graphs: bool,
+    /// Whether the launches of a graph overlap.
+    overlap: bool,
     counted: [AtomicU64; 4],
 }
 
@@ -147,6 +149,7 @@ impl CudaDriver {
                 adapter: found.name,
             },
             graphs: options.graphs && context.has_graphs(),
+            overlap: options.overlap && context.has_overlap() && found.compute_capability.0 >= 9,
             context,
             failure: Failure::new(Self::NAME),
             meter: Mutex::default(),
@@ -274,8 +277,8 @@ impl CudaDriver {
         if !self.graphs || !recording.others().is_empty() {
             return Ok(false);
         }
-        let (graphs, kernels, calls, repeats) = recording.graphed();
-        match graphs.ready(&self.context, kernels, calls, repeats) {
+        let (graphs, step) = recording.graphed();
+        match graphs.ready((&self.context, self.overlap), step) {
             Ok(None) => Ok(false),
             Ok(Some(ready)) => {
                 self.kept("launch of a graph", self.stream.launch_graph(ready.graph))?;
@@ -287,7 +290,7 @@ impl CudaDriver {
             // If the device has failed, plain launches tell.
             Err(code) => {
                 let what = self.context.text(code);
-                tracing::warn!(target: "kvist::cuda", "steps are launched kernel by kernel, not as graphs: {what}");
+                tracing::warn!(target: "kvist::cuda", "the driver refuses a graph of a step: {what}");
                 Ok(false)
             }
         }

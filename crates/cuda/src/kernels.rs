@@ -121,7 +121,8 @@ impl Target {
             plan.constants().into_iter().for_each(|(name, n)| define(name, n));
         }
         source += include_str!("kernels/prelude.cu");
-        self.parts(kernel).iter().fold(source, |source, part| source + part + "\n")
+        let source = self.parts(kernel).iter().fold(source, |source, part| source + part + "\n");
+        begun(&source)
     }
 
     /// The files of a kernel, in order.
@@ -162,6 +163,15 @@ impl Target {
     }
 }
 
+/// The source with a wait for the kernel before as the function's first statement: whoever writes a kernel cannot forget it.
+fn begun(source: &str) -> String {
+    let (before, function) = source.split_once(FUNCTION).unwrap_or((source, ""));
+    match function.split_once(") {") {
+        Some((head, body)) => format!("{before}{FUNCTION}{head}) {{\n    after_the_kernel_before();{body}"),
+        None => source.into(),
+    }
+}
+
 /// The name of a kernel's function. NVRTC has functions of its own, `norm` among them.
 pub fn function(kernel: &Kernel) -> &'static str {
     match kernel {
@@ -169,6 +179,9 @@ pub fn function(kernel: &Kernel) -> &'static str {
         other => other.name(),
     }
 }
+
+/// What the function of a kernel begins with.
+const FUNCTION: &str = "extern \"C\" __global__ void";
 
 const MATH: &str = include_str!("kernels/math.cu");
 const BYTES: &str = include_str!("kernels/bytes.cu");
@@ -312,6 +325,10 @@ mod tests {
                     (kernel.writes().len(), true),
                     "{kernel:?}"
                 );
+                let function = source.split(FUNCTION).nth(1).unwrap();
+                let body = function.split_once(") {").unwrap().1.trim_start();
+                assert!(body.starts_with("after_the_kernel_before();"), "{kernel:?}: {body}");
+                assert!(!function.split_once(") {").unwrap().0.contains('{'), "{kernel:?}: another brace");
                 assert!(kernel.writes().len() <= crate::ffi::MAX_BUFFERS, "{kernel:?}");
                 let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
                 let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };

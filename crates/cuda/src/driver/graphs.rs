@@ -13,13 +13,16 @@ const MOST_GRAPHS: usize = 4;
 /// One launch is as cheap without a graph.
 const LEAST_LAUNCHES: usize = 2;
 
+const MOST_REFUSALS: u32 = 2;
+
 /// The graphs of a recorder.
 #[derive(Debug, Default)]
 pub struct Graphs {
     /// The one that was used last comes last.
     kept: Vec<Kept>,
-    /// The driver has refused to build or to change one. The next would fare no better.
-    refused: bool,
+    /// How often the driver has refused to build or to change one. After the first time launches do not overlap any more, and after the
+    /// second there are no graphs.
+    refusals: u32,
 }
 
 #[derive(Debug)]
@@ -28,6 +31,15 @@ struct Kept {
     kernels: Vec<Arc<Loaded>>,
     /// What its nodes have now.
     calls: Vec<Call>,
+}
+
+/// The launches of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct Step<'a> {
+    pub kernels: &'a [(Kernel, Arc<Loaded>)],
+    pub calls: &'a [Call],
+    /// The last step had the same kernels.
+    pub repeats: bool,
 }
 
 /// A graph with the numbers of a step, to be launched.
@@ -59,19 +71,18 @@ impl Kept {
 }
 
 impl Graphs {
-    /// The graph of these calls, if there is one or the calls are worth one: building takes longer than launching them, so their kernels
-    /// must have come in the last step as well (`repeats`).
+    /// The graph of a step, if there is one or the step is worth one: building takes longer than launching the kernels one by one, so they
+    /// must have come in the last step as well.
     ///
     /// # Errors
-    /// The driver refuses. Nothing was launched, and there will be no graphs from now on.
+    /// The driver refuses. Nothing was launched.
     pub fn ready(
         &mut self,
-        context: &Arc<Context>,
-        kernels: &[(Kernel, Arc<Loaded>)],
-        calls: &[Call],
-        repeats: bool,
+        (context, overlap): (&Arc<Context>, bool),
+        step: Step<'_>,
     ) -> Result<Option<Ready<'_>>, Code> {
-        if self.refused || calls.len() < LEAST_LAUNCHES {
+        let Step { kernels, calls, repeats } = step;
+        if self.refusals >= MOST_REFUSALS || calls.len() < LEAST_LAUNCHES {
             return Ok(None);
         }
         let found = self.kept.iter().position(|kept| kept.has(kernels));
@@ -83,14 +94,14 @@ impl Graphs {
                     self.kept.remove(0);
                 }
                 let launches = kernels.iter().zip(calls).map(|((_, kernel), call)| call.launch(kernel));
-                context.graph(launches).map(|graph| {
+                context.graph(launches, overlap && self.refusals == 0).map(|graph| {
                     let kernels = kernels.iter().map(|(_, kernel)| kernel.clone()).collect();
                     (Kept { graph, kernels, calls: calls.to_vec() }, None)
                 })
             }
         };
         let (kept, changed) = made.inspect_err(|_| {
-            self.refused = true;
+            self.refusals += 1;
             self.kept.clear();
         })?;
         self.kept.push(kept);

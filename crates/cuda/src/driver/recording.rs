@@ -1,6 +1,6 @@
 //! What was recorded and not submitted yet.
 use super::Buf;
-use super::graphs::Graphs;
+use super::graphs::{Graphs, Step};
 use crate::ffi::{Function, Launch, MAX_BUFFERS};
 use kvist_gpu::{Args, IMMEDIATE_WORDS, Kernel, Recorder};
 use std::sync::Arc;
@@ -117,11 +117,11 @@ impl Recording {
         &self.others
     }
 
-    /// The graphs of this recorder, the kernels, the calls, and whether the last submission had the same kernels.
-    pub fn graphed(&mut self) -> (&mut Graphs, &[(Kernel, Arc<Loaded>)], &[Call], bool) {
-        let kernels = &self.kernels[..self.calls.len()];
-        let repeats = self.repeats && self.kernels.len() == self.calls.len();
-        (&mut self.graphs, kernels, &self.calls, repeats)
+    /// The graphs of this recorder, and the launches as these see them.
+    pub fn graphed(&mut self) -> (&mut Graphs, Step<'_>) {
+        let (kernels, calls) = (&self.kernels[..self.calls.len()], &self.calls[..]);
+        let repeats = self.repeats && self.kernels.len() == calls.len();
+        (&mut self.graphs, Step { kernels, calls, repeats })
     }
 
     /// After a submission: lets go of everything but the kernels and the graphs.

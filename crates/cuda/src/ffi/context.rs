@@ -1,5 +1,5 @@
 //! What belongs to a GPU: memory, events, kernels, a stream. Each frees itself when it is dropped, and keeps its context alive.
-use super::graph::GraphCalls;
+use super::graph::{EdgeCalls, GraphCalls};
 use super::{Code, Cuda, Handle, check};
 use std::ffi::{CString, c_int, c_uint, c_void};
 use std::fmt;
@@ -10,6 +10,7 @@ pub struct Context {
     cuda: Arc<Cuda>,
     /// `None` if the driver lacks one of them.
     pub(super) graphs: Option<GraphCalls>,
+    pub(super) edges: Option<EdgeCalls>,
     device: c_int,
     raw: Handle,
 }
@@ -38,8 +39,8 @@ impl Context {
         let mut raw = std::ptr::null_mut();
         // SAFETY: the driver checks the device, and writes one handle.
         check(unsafe { (cuda.cuDevicePrimaryCtxRetain)(&mut raw, device) })?;
-        let graphs = GraphCalls::find(&cuda._library);
-        Ok(Arc::new(Context { cuda: cuda.clone(), graphs, device, raw }))
+        let (graphs, edges) = (GraphCalls::find(&cuda._library), EdgeCalls::find(&cuda._library));
+        Ok(Arc::new(Context { cuda: cuda.clone(), graphs, edges, device, raw }))
     }
 
     /// Makes it current on this thread.

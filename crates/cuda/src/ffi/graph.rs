@@ -2,6 +2,10 @@
 //!
 //! They are made node by node, because the parameters are at hand, and their nodes get other parameters between launches. What is here
 //! exists since CUDA 12.0. A driver without it works without graphs.
+//!
+//! Launches of a graph may overlap (programmatic dependent launch): the device starts the blocks of one while the last blocks of the one
+//! before still run. Every kernel of this crate begins with a wait until everything before it has ended, so all that overlaps is the
+//! way to the first instruction, which takes about as long as a small kernel.
 use super::context::{Context, Launch, Stream};
 use super::{Code, Handle, check};
 use libloading::Library;
@@ -26,20 +30,27 @@ struct NodeParameters {
 const _: () =
     assert!(size_of::<NodeParameters>() == 72 && std::mem::offset_of!(NodeParameters, arguments) == 40);
 
+/// `CUgraphEdgeData` of launches that overlap: from the kernel's programmatic port (1), to all of the next (0), a programmatic
+/// dependency (1).
+const OVERLAPPING: [u8; 8] = [1, 0, 1, 0, 0, 0, 0, 0];
+
 macro_rules! functions {
-    ($name:ident { $($function:ident($($kind:ty),*);)* }) => {
+    ($(#[$doc:meta])* $name:ident { $($function:ident($($kind:ty),*);)* }) => {
+        $(#[$doc])*
         #[allow(non_snake_case)] // the names of the C API
         pub(super) struct $name {
             $($function: unsafe extern "C" fn($($kind),*) -> c_int,)*
         }
         impl $name {
             /// `None` if the library lacks one of them. They may be called while it is loaded.
+            #[allow(non_snake_case)]
             pub(super) fn find(library: &Library) -> Option<Self> {
                 // SAFETY: the types are those of the API's headers, which never change for a symbol. The context has the pointers,
                 // and keeps the library loaded.
-                Some($name {
-                    $($function: unsafe { *library.get(concat!(stringify!($function), "\0").as_bytes()).ok()? },)*
-                })
+                $(let $function = unsafe {
+                    *library.get(concat!(stringify!($function), "\0").as_bytes()).ok()?
+                };)*
+                Some($name { $($function,)* })
             }
         }
     };
@@ -54,6 +65,13 @@ functions! {
         cuGraphLaunch(Handle, Handle);
         cuGraphExecDestroy(Handle);
         cuGraphDestroy(Handle);
+    }
+}
+
+functions! {
+    /// Since CUDA 12.3.
+    EdgeCalls {
+        cuGraphAddDependencies_v2(Handle, *const Handle, *const Handle, *const [u8; 8], usize);
     }
 }
 
@@ -115,10 +133,16 @@ impl Context {
         self.graphs.is_some()
     }
 
-    /// A graph of these launches. The caller keeps their functions loaded.
+    /// Whether launches of its graphs can overlap, if the device can do that too.
+    pub fn has_overlap(&self) -> bool {
+        self.edges.is_some()
+    }
+
+    /// A graph of these launches. The caller keeps their functions loaded. With `overlap` every kernel waits for the one before by itself.
     pub fn graph<'a>(
         self: &Arc<Self>,
         launches: impl ExactSizeIterator<Item = Launch<'a>>,
+        overlap: bool,
     ) -> Result<Graph, Code> {
         self.enter()?;
         let calls = self.graphs.as_ref().ok_or(Code::NOT_SUPPORTED)?;
@@ -127,17 +151,23 @@ impl Context {
         let mut graph = Graph { context: self.clone(), raw: null, executable: null, nodes };
         // SAFETY: the driver writes one handle; there are no flags.
         check(unsafe { (calls.cuGraphCreate)(&mut graph.raw, 0) })?;
+        let edges = self.edges.as_ref().filter(|_| overlap);
         for launch in launches {
-            let (before, n_before) = match graph.nodes.last() {
-                Some(node) => (std::ptr::from_ref(node), 1),
-                None => (std::ptr::null(), 0),
-            };
+            let before = graph.nodes.last().map_or(std::ptr::null(), std::ptr::from_ref);
+            let n_before = usize::from(!before.is_null());
             let mut node = null;
+            let n = if edges.is_some() { 0 } else { n_before };
             // SAFETY: the graph and the node before exist. The driver writes one handle, and copies as many arguments as the kernel has, as
             // in `Stream::launch`.
             with_parameters(&launch, |parameters| unsafe {
-                (calls.cuGraphAddKernelNode_v2)(&mut node, graph.raw, before, n_before, parameters)
+                (calls.cuGraphAddKernelNode_v2)(&mut node, graph.raw, before, n, parameters)
             })?;
+            if let Some(edges) = edges.filter(|_| n_before > 0) {
+                // SAFETY: the graph and both nodes exist, and the edge is one of those that the header defines.
+                check(unsafe {
+                    (edges.cuGraphAddDependencies_v2)(graph.raw, before, &node, &OVERLAPPING, n_before)
+                })?;
+            }
             graph.nodes.push(node);
         }
         // SAFETY: the graph exists, and the driver writes one handle; no flags.

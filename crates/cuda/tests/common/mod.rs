@@ -101,7 +101,8 @@ pub fn installation() -> Option<(Installation, Option<usize>)> {
 pub type Api = CudaDriver;
 
 /// Tests compare bits unless they say otherwise.
-pub const DETERMINISTIC: Options = Options { deterministic: true, graphs: true, max_part_bytes: u64::MAX };
+pub const DETERMINISTIC: Options =
+    Options { deterministic: true, graphs: true, overlap: true, max_part_bytes: u64::MAX };
 
 fn open(options: Options) -> Option<CudaDriver> {
     let (installation, index) = installation()?;

@@ -14,6 +14,7 @@ struct NodeParams {
 // A launch with copies of its arguments.
 struct Node {
     Module* kernel;
+    const Node* after = nullptr; // which comes before it
     unsigned grid[3], block[3], shared_bytes;
     std::vector<std::vector<uint64_t>> arguments;
 
@@ -59,18 +60,31 @@ API int cuGraphCreate(void** graph, unsigned flags) {
 API int cuGraphAddKernelNode_v2(void** node, void* raw, void* const* before, size_t n_before, const NodeParams* params) {
     BEGIN Graph* graph = static_cast<Graph*>(raw);
     if (!graphs.count(graph)) { return 1; }
-    auto& nodes = graph->nodes;
-    // Real graphs may have any shape. Those of kvist are a chain.
-    bool is_next = nodes.empty() ? n_before == 0 : n_before == 1 && *before == nodes.back().get();
     auto added = std::make_unique<Node>();
-    if (!is_next || !added->set(*params)) { return 1; }
+    if (n_before > 1 || !added->set(*params)) { return 1; }
+    added->after = n_before ? static_cast<const Node*>(*before) : nullptr;
     *node = added.get();
-    nodes.push_back(std::move(added));
+    graph->nodes.push_back(std::move(added));
+    return 0;
+}
+API int cuGraphAddDependencies_v2(void* graph, void* const* from, void* const* to, const unsigned char* edge, size_t n) {
+    BEGIN if (!graphs.count(static_cast<Graph*>(graph)) || n != 1) { return 1; }
+    // Programmatic: from that port, to all of the node.
+    static const unsigned char PROGRAMMATIC[8] = {1, 0, 1};
+    Node* node = static_cast<Node*>(*to);
+    if (memcmp(edge, PROGRAMMATIC, 8) != 0 || node->after) { return 1; }
+    node->after = static_cast<const Node*>(*from);
     return 0;
 }
 API int cuGraphInstantiateWithFlags(void** executable, void* raw, unsigned long long flags) {
     BEGIN Graph* graph = static_cast<Graph*>(raw);
     if (!graphs.count(graph) || flags != 0) { return 1; }
+    // Real graphs may have any shape. Those of kvist are a chain.
+    const Node* last = nullptr;
+    for (auto& node : graph->nodes) {
+        if (node->after != last) { return 1; }
+        last = node.get();
+    }
     if (EXECUTABLE_BYTES > total_bytes() - used_bytes) { return 2; }
     used_bytes += EXECUTABLE_BYTES;
     auto made = new Executable{graph, {}};
