@@ -29,6 +29,7 @@ pub use driver::*;
 pub use form::Form;
 pub use kernels::*;
 use kvist_device::{Backend, DeviceError, PoolSpec, Pools, Usage};
+pub use linear::Product;
 pub use lane::{Job, Lane, Pinned, Section, lane_bytes};
 pub use measure::*;
 pub use pools::GpuPools;

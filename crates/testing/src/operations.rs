@@ -130,7 +130,7 @@ macro_rules! both {
 const ROWS: [usize; 7] = [1, 2, 4, 9, 12, 33, 70];
 
 /// Random blocks with scales of the usual size.
-fn encoded(encoding: Encoding, rows: usize, inputs: usize, seed: u64) -> Vec<u8> {
+pub fn encoded(encoding: Encoding, rows: usize, inputs: usize, seed: u64) -> Vec<u8> {
     let mut random_ = SplitMix64(seed);
     let scale = |random: &mut SplitMix64| f16::from_f32(0.01 + random.unit() as f32 * 0.02).to_le_bytes();
     let values = || random(seed, rows * inputs, 1.0);
