@@ -24,19 +24,34 @@ impl Target {
     pub fn is_fast(&self, kernel: &Kernel) -> bool {
         self.fast
             && match kernel {
-                Kernel::Matmul { .. } | Kernel::Gemm { .. } | Kernel::Attend { .. } => false, // none yet
+                Kernel::Matmul { .. } => true,
+                Kernel::Gemm { .. } | Kernel::Attend { .. } => false, // none yet
                 _ => false,
             }
     }
 
     /// Output rows and tokens of a block of a linear layer.
     pub fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
-        kvist_gpu::product_tile(kernel)
+        match (kernel, self.fast_matmul(kernel)) {
+            (Kernel::Matmul { tokens, .. }, Some(fast)) => (fast.rows(), *tokens),
+            _ => kvist_gpu::product_tile(kernel),
+        }
+    }
+
+    fn fast_matmul(&self, kernel: &Kernel) -> Option<FastMatmul> {
+        match *kernel {
+            Kernel::Matmul { encoding, tokens, .. } if self.is_fast(kernel) => {
+                let encoding = *Encoding::RESIDENT.get(encoding as usize)?;
+                Some(if encoding.is_float() { FastMatmul::Floats } else { FastMatmul::Blocks { tokens } })
+            }
+            _ => None,
+        }
     }
 
     /// Threads of a block.
     pub fn threads(&self, kernel: &Kernel) -> u32 {
         match kernel {
+            Kernel::Matmul { .. } if self.is_fast(kernel) => 32 * FastMatmul::WARPS,
             Kernel::Matmul { .. } | Kernel::Norm { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
             Kernel::Gemm { .. } => 256,
@@ -51,7 +66,7 @@ impl Target {
             Kernel::Attend { k, v, dim, recent, .. } => {
                 Tile::new(k, v, dim, recent, self.max_shared_bytes).map(|tile| tile.bytes)
             }
-            _ => Some(0),
+            _ => Some(self.fast_matmul(kernel).map_or(0, |fast| fast.shared_bytes())),
         }
     }
 
@@ -72,6 +87,10 @@ impl Target {
             define("CELLS", tile.cells);
             define("STAGES", tile.stages);
         }
+        if let Some(fast) = self.fast_matmul(kernel) {
+            define("ROWS", fast.rows());
+            define("WARPS", FastMatmul::WARPS);
+        }
         source += include_str!("kernels/prelude.cu");
         self.parts(kernel).iter().fold(source, |source, part| source + part + "\n")
     }
@@ -80,6 +99,17 @@ impl Target {
     fn parts(&self, kernel: &Kernel) -> &'static [&'static str] {
         match kernel {
             Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
+            Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
+                Some(FastMatmul::Blocks { .. }) => {
+                    const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
+                    const SEGMENTS: &str = include_str!("kernels/segments.cu");
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, HALVES, LOADS, SEGMENTS, BLOCKS]
+                }
+                _ => {
+                    const FLOATS: &str = include_str!("kernels/matmul_floats.cu");
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, HALVES, LOADS, FLOATS]
+                }
+            },
             Kernel::Matmul { .. } => {
                 &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, include_str!("kernels/matmul.cu")]
             }
@@ -99,6 +129,36 @@ impl Target {
             Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
             Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
             Kernel::Gather => &[include_str!("kernels/gather.cu")],
+        }
+    }
+}
+
+/// The fast kernels of linear layers for a few tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FastMatmul {
+    /// matmul_floats.cu
+    Floats,
+    /// matmul_blocks.cu
+    Blocks { tokens: u32 },
+}
+
+impl FastMatmul {
+    const WARPS: u32 = 8;
+
+    /// Output rows of a block.
+    fn rows(self) -> u32 {
+        match self {
+            FastMatmul::Floats => 4,
+            FastMatmul::Blocks { .. } => 16,
+        }
+    }
+
+    /// Every warp has a tile of every token, in the words that matmul_blocks.cu says.
+    fn shared_bytes(self) -> u32 {
+        const TOKEN_WORDS: u32 = 8 * 36 + 16;
+        match self {
+            FastMatmul::Floats => 0,
+            FastMatmul::Blocks { tokens } => 4 * Self::WARPS * tokens * TOKEN_WORDS,
         }
     }
 }
@@ -145,6 +205,8 @@ const BYTES: &str = include_str!("kernels/bytes.cu");
 const WEIGHTS: &str = include_str!("kernels/weights.cu");
 const LANES: &str = include_str!("kernels/lanes.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
+const HALVES: &str = include_str!("kernels/halves.cu");
+const LOADS: &str = include_str!("kernels/loads.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");
@@ -251,14 +313,15 @@ mod tests {
     /// A launch passes as many addresses as a kernel binds, then the words of its arguments.
     #[test]
     fn kernels_take_what_a_launch_passes() {
-        for kernel in all(&[33, 128], &[64]) {
-            let target = Target { max_shared_bytes: 99 << 10, fast: false };
-            let source = target.source(&kernel);
-            assert_eq!(parameters(&source, function(&kernel)), (kernel.writes().len(), true), "{kernel:?}");
+        let targets = [false, true].map(|fast| Target { max_shared_bytes: 99 << 10, fast });
+        let all = all(&[33, 128], &[64]);
+        for (kernel, target) in all.iter().flat_map(|kernel| targets.map(|target| (kernel, target))) {
+            let source = target.source(kernel);
+            assert_eq!(parameters(&source, function(kernel)), (kernel.writes().len(), true), "{kernel:?}");
             let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;
             let words = args.matches(';').count() + if args.contains("Form form;") { 2 } else { 0 };
             assert!(words <= kvist_gpu::IMMEDIATE_WORDS, "{kernel:?}: {words} words");
-            assert_eq!(target.threads(&kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
+            assert_eq!(target.threads(kernel) % 32, 0, "{kernel:?}: shuffles are of whole warps");
         }
     }
 

@@ -62,6 +62,17 @@ static inline To kvist_bits(From from) {
 static inline float __uint_as_float(unsigned x) { return kvist_bits<float>(x); }
 static inline unsigned __float_as_uint(float x) { return kvist_bits<unsigned>(x); }
 
+// Bytes of two words, each chosen by three bits of the selector.
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned byte = both >> (8 * (selector >> (4 * i) & 7)) & 0xff;
+        result |= byte << (8 * i);
+    }
+    return result;
+}
+
 static uint3_ threadIdx, blockIdx, blockDim, gridDim;
 
 namespace kvist {
@@ -300,6 +311,30 @@ static T shuffle_xor(unsigned mask, T value, unsigned lanes, int line) {
     return result;
 }
 
+[[maybe_unused]] static unsigned reduce_max(unsigned mask, unsigned value, int line) {
+    unsigned turn = exchange(mask, value, line);
+    unsigned result = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        if (mask >> lane & 1) {
+            result = max(result, static_cast<unsigned>(fibers[current / 32 * 32 + lane].given[turn]));
+        }
+    }
+    return result;
+}
+
+// Shows the words of every lane of a warp to all of them: `use` gets where each lane's begin.
+template <class Use>
+static void together(const unsigned* words, int line, Use use) {
+    unsigned turn = exchange(0xffffffffu, reinterpret_cast<uintptr_t>(words), line);
+    const unsigned* lanes[32];
+    for (unsigned lane = 0; lane < 32; lane++) {
+        lanes[lane] = reinterpret_cast<const unsigned*>(fibers[current / 32 * 32 + lane].given[turn]);
+    }
+    use(lanes);
+    // A lane that goes on takes its words away.
+    exchange(0xffffffffu, 0, line);
+}
+
 static const char* launch(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     if (block[0] > MOST || block[1] != 1 || block[2] != 1) { return "a block has one dimension of at most 1024 threads"; }
     n_threads = block[0];
@@ -360,6 +395,8 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 
 #define __syncthreads() kvist::pause(kvist::AT_BARRIER, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) kvist::shuffle_xor(mask, value, lanes, __LINE__)
+#define __syncwarp() kvist::exchange(0xffffffffu, 0, __LINE__)
+#define __reduce_max_sync(mask, value) kvist::reduce_max(mask, value, __LINE__)
 #define __any_sync(mask, value) kvist::any(mask, value, __LINE__)
 
 // The one function that a compiled kernel shows. Null, or what went wrong.
