@@ -16,3 +16,20 @@ fn linear_layers_in_parts() {
         operations::linear_layers(&device, 251);
     }
 }
+
+/// The same with the fast kernels, whose sums have another order: every operation but the one that compares bits.
+#[test]
+fn fast_operations_agree_with_the_reference() {
+    let Some(device) = common::fast_device() else { return };
+    operations::linear_layers(&device, 13);
+    operations::experts_of_every_token(&device);
+    operations::logits_of_the_wanted_rows(&device);
+    operations::ties_and_nan_among_logits(&device);
+}
+
+#[test]
+fn fast_linear_layers_in_parts() {
+    if let Some(device) = common::fast_device_in_parts(10_400) {
+        operations::linear_layers(&device, 251);
+    }
+}

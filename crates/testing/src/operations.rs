@@ -27,7 +27,7 @@ fn shape() -> ModelShape {
     }
 }
 
-fn random(seed: u64, n: usize, amplitude: f32) -> Vec<f32> {
+pub fn random(seed: u64, n: usize, amplitude: f32) -> Vec<f32> {
     let mut random = SplitMix64(seed);
     (0..n).map(|_| amplitude * (random.unit() * 2.0 - 1.0) as f32).collect()
 }
@@ -170,7 +170,7 @@ pub fn encoded(encoding: Encoding, rows: usize, inputs: usize, seed: u64) -> Vec
 }
 
 /// What kernels decode. No file is in `Table16`: instead of it, encodings that become it.
-fn encodings() -> Vec<Encoding> {
+pub fn encodings() -> Vec<Encoding> {
     let mut all = Encoding::RESIDENT.to_vec();
     all.retain(|encoding| *encoding != Encoding::Table16);
     all.extend([Encoding::Iq2Xxs, Encoding::Tq2_0, Encoding::Q1_0]);

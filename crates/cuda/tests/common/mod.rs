@@ -113,6 +113,19 @@ pub fn driver() -> Option<Arc<CudaDriver>> {
     open(DETERMINISTIC).map(Arc::new)
 }
 
+/// What is fast where a test does not ask for the same bits in every batch.
+pub const FAST: Options = Options { deterministic: false, max_part_bytes: u64::MAX };
+
+/// A device with the fast kernels.
+pub fn fast_device() -> Option<CudaDevice> {
+    fast_device_in_parts(u64::MAX)
+}
+
+/// The same with weights and pools in parts of at most so many bytes.
+pub fn fast_device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
+    open(Options { max_part_bytes, ..FAST }).map(CudaDevice::new)
+}
+
 /// A device with weights and pools in parts of at most so many bytes.
 pub fn device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
     open(Options { max_part_bytes, ..DETERMINISTIC }).map(CudaDevice::new)
