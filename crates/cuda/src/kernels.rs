@@ -149,13 +149,14 @@ impl FastMatmul {
     fn rows(self) -> u32 {
         match self {
             FastMatmul::Floats => 4,
-            FastMatmul::Blocks { .. } => 16,
+            FastMatmul::Blocks { tokens: 1 } => 16,
+            FastMatmul::Blocks { .. } => 32,
         }
     }
 
-    /// Every warp has a tile of every token, in the words that matmul_blocks.cu says.
+    /// Every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.
     fn shared_bytes(self) -> u32 {
-        const TOKEN_WORDS: u32 = 8 * 36 + 16;
+        const TOKEN_WORDS: u32 = 8 * 36 + 16 + 4;
         match self {
             FastMatmul::Floats => 0,
             FastMatmul::Blocks { tokens } => 4 * Self::WARPS * tokens * TOKEN_WORDS,

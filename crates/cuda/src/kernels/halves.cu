@@ -53,7 +53,7 @@ __device__ __forceinline__ u32 fma_pairs(u32 a, u32 b, u32 c) {
 //   of the sum: of rows g (x, y) and g + 8 (z, w) columns 2t, 2t + 1
 __device__ __forceinline__ void add_tile(float4& sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #ifdef __CUDA_ARCH__
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));

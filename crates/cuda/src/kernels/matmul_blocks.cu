@@ -1,5 +1,7 @@
 // A linear layer for a few tokens with weights of encodings in blocks (see product.cu and segments.cu), in sums of any order, on
-// tensor cores. A block has ROWS = 16 output rows. Its warps share their inputs: warp i has the tiles i, i + WARPS, ... of all rows.
+// tensor cores. A block has 16 output rows, or 32 for several tokens. Its warps share the rows' inputs: slice i of SLICES has the
+// tiles i, i + SLICES, ... For several tokens a slice is a pair of warps: each has 16 of the rows, and prepares the inputs
+// of half of the tokens for both.
 //
 // A tensor core multiplies f16 alone. An input x is scaled by a power of two that its tile shares, so that it is below 2^14, and
 // split into two f16, high + low: 22 bits, nearly those of f32. Codes are f16 exactly, and products and sums are f32. A scale of
@@ -7,12 +9,27 @@
 // columns of their own: column 2t has high, and 2t + 1 low, where the other lanes have 0. In turn, lane t receives just
 // these two columns.
 
-#define THREADS (32u * WARPS)
-// Words of shared memory for a token's tile: eight times two quads of each (t, high or low), with a gap; the segments' sums.
+#define PAIRED (TOKENS > 1u)
+#define GROUPS (PAIRED ? 2u : 1u) // of 16 rows
+#define SLICES (WARPS / GROUPS)
+static_assert(ROWS == 16u * GROUPS, "the rows of a block");
+// Words of shared memory for a token's tile: eight times two quads of each (t, high or low), with a gap; the segments' sums; the
+// power of two.
 #define PAIR_WORDS 36u
 #define SUM_WORDS (8u * PAIR_WORDS)
-#define TOKEN_WORDS (SUM_WORDS + 16u)
-#define AT_ONCE (TOKENS > 1u ? 2u : 1u) // tokens whose inputs are loaded together
+#define POWER_WORD (SUM_WORDS + 16u)
+#define TOKEN_WORDS (POWER_WORD + 4u)
+#define TILE_WORDS (TOKENS * TOKEN_WORDS)
+#define AT_ONCE (PAIRED ? 2u : 1u) // tokens that are loaded and multiplied together
+
+// Waits for the other warp of a pair, and shows it what was written to shared memory.
+__device__ __forceinline__ void meet(u32 slice) {
+#ifdef __CUDA_ARCH__
+    asm volatile("bar.sync %0, 64;" : : "r"(slice + 1u) : "memory");
+#else
+    kvist::meet(slice + 1u, 64u, __LINE__);
+#endif
+}
 
 // The inputs 4 lane .. 4 lane + 3 of both halves of a tile.
 struct Inputs {
@@ -34,8 +51,21 @@ __device__ __forceinline__ float largest(float4 x) {
     return fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w)));
 }
 
-// Splits a token's tile to shared memory. Returns the power of two that it was divided by.
-__device__ __forceinline__ float split_inputs(u32* to, const Inputs& x, u32 lane) {
+// The words at which a lane's inputs of both halves of a tile go.
+__device__ __forceinline__ u32 place_of_inputs(u32 i, u32 lane) {
+    u32 quad = 32u * i + lane;
+    uint2 place = place_of(quad / 4u); // t, k
+    return (2u * place.y + quad % 4u / 2u) * PAIR_WORDS + place.x * 8u + quad % 2u * 2u;
+}
+
+// The word at which the sum of the inputs goes that four lanes have.
+__device__ __forceinline__ u32 place_of_sum(u32 i, u32 lane) {
+    uint2 place = place_of(8u * i + lane / 4u);
+    return SUM_WORDS + place.x * 4u + place.y;
+}
+
+// Splits a token's tile to shared memory, with the power of two that it is divided by.
+__device__ __forceinline__ void split_inputs(u32* to, const Inputs& x, const u32* places, u32 lane) {
     float most = fmaxf(largest(x.half[0]), largest(x.half[1]));
     // Exponents of positive numbers have the order of their bits. 14: both powers are normal.
     u32 exponent = max(__reduce_max_sync(WARP, __float_as_uint(most)) >> 23, 14u);
@@ -47,22 +77,20 @@ __device__ __forceinline__ float split_inputs(u32* to, const Inputs& x, u32 lane
         uint2 high = make_uint2(pair(y.x, y.z), pair(y.y, y.w));
         float2 even = unpair(high.x), odd = unpair(high.y);
         uint2 low = make_uint2(pair(y.x - even.x, y.z - even.y), pair(y.y - odd.x, y.w - odd.y));
-        u32 quad = 32u * i + lane;
-        uint2 place = place_of(quad / 4u); // t, k
-        u32* at = to + (2u * place.y + quad % 4u / 2u) * PAIR_WORDS + place.x * 8u + quad % 2u * 2u;
+        u32* at = to + places[i];
         *reinterpret_cast<uint2*>(at) = high;
         *reinterpret_cast<uint2*>(at + 4u) = low;
         if (HAS_OFFSET) {
             float sum = (value.x + value.y) + (value.z + value.w);
             sum += __shfl_xor_sync(WARP, sum, 1u);
             sum += __shfl_xor_sync(WARP, sum, 2u);
-            if (lane % 4u == 0u) { to[SUM_WORDS + place.x * 4u + place.y] = __float_as_uint(sum); }
+            if (lane % 4u == 0u) { to[places[2u + i]] = __float_as_uint(sum); }
         }
     }
-    return __uint_as_float((exponent - 13u) << 23);
+    if (lane == 0u) { to[places[4]] = (exponent - 13u) << 23; }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 2) matmul(
+extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
     const u32* __restrict__ w,
     const float* __restrict__ x,      // [tokens, inputs]
     const float* __restrict__ bias,   // [width]
@@ -70,96 +98,131 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul(
     const float* __restrict__ routes, // [tokens, experts], 0: not routed
     Args args) {
     DYNAMIC_SHARED(shared);
-    __shared__ float sums[WARPS * ROWS * TOKENS];
-    u32 lane = threadIdx.x % 32u;
-    u32 warp = threadIdx.x / 32u;
-    u32 t = lane % 4u;
+    __shared__ float sums[SLICES * ROWS * TOKENS];
+    u32 lane = kept(threadIdx.x % 32u);
+    u32 warp = __reduce_max_sync(WARP, threadIdx.x / 32u); // which the compiler then knows to be that of all lanes
+    u32 slice = warp % SLICES;
+    u32 group = warp / SLICES;
+    u32 t = kept(lane % 4u);
     u32 g = lane / 4u;
-    u32 first_row = blockIdx.x * ROWS;
+    u32 first_row = blockIdx.x * ROWS + group * 16u;
     u32 first_token = blockIdx.y * TOKENS;
     if (ROUTED && !any_routed(routes, args, first_token, TOKENS)) { return; } // of the whole block
     u32 n = min(TOKENS, args.tokens - first_token);
     Form form = args.form;
     u32 tiles = (form.quads + 63u) / 64u;
     // Rows behind the last one are computed like it, and not written.
-    u32 rows[2] = {min(first_row + g, args.outputs - 1u), min(first_row + g + 8u, args.outputs - 1u)};
-    Raw raw[DEPTH][2];
-#pragma unroll
-    for (u32 d = 0u; d < DEPTH; d++) {
-        u32 tile = warp + d * WARPS;
-        if (tile >= tiles) { continue; }
+    u32 last = args.outputs - 1u;
+    u32 before[2] = {
+        kept(min(first_row + g, last) * form.quads), kept(min(first_row + g + 8u, last) * form.quads)};
+    Raw raw[2];
+    if (slice < tiles) {
 #pragma unroll
         for (u32 k = 0u; k < 4u; k++) {
-            fetch(raw[d][0], w, form, rows[0], tile, k, t);
-            fetch(raw[d][1], w, form, rows[1], tile, k, t);
+            fetch(raw[0], w, form, before[0], slice, k, t);
+            fetch(raw[1], w, form, before[1], slice, k, t);
         }
     }
-    u32* split = reinterpret_cast<u32*>(shared) + warp * TOKENS * TOKEN_WORDS;
+    u32* split = reinterpret_cast<u32*>(shared);
+    u32 own = slice * GROUPS * TILE_WORDS; // the first word of this slice; a pair has two tiles in turn
+    u32 places[5];
+#pragma unroll
+    for (u32 i = 0u; i < 2u; i++) {
+        places[i] = kept(own + place_of_inputs(i, lane));
+        places[2u + i] = kept(own + place_of_sum(i, lane));
+    }
+    places[4] = kept(own + POWER_WORD);
+    u32 own_columns = kept(own + g * 4u);
+    u32 own_sums = kept(own + SUM_WORDS + t * 4u);
+    u32 base = BEFORE_BYTES + (args.tokens == 0u); // unknown to the compiler: there is a token
     bool mine = g / 2u == t; // whether column g is this lane's
-    uint4 columns[2] = {make_uint4(0u, 0u, 0u, 0u), make_uint4(0u, 0u, 0u, 0u)};
+    uint4 columns[AT_ONCE][2];
+#pragma unroll
+    for (u32 j = 0u; j < AT_ONCE; j++) { columns[j][0] = columns[j][1] = make_uint4(0u, 0u, 0u, 0u); }
     float acc[2u * TOKENS]; // [rows, tokens]
 #pragma unroll
     for (u32 i = 0u; i < 2u * TOKENS; i++) { acc[i] = 0.0f; }
-    for (u32 first = warp; first < tiles; first += DEPTH * WARPS) {
+    u32 turn = 0u; // words to the tile of shared memory that is in use
+    for (u32 tile = slice; tile < tiles; tile += SLICES) {
+        u32* here = split + turn;
 #pragma unroll
-        for (u32 d = 0u; d < DEPTH; d++) {
-            u32 tile = first + d * WARPS;
-            if (tile >= tiles) { continue; } // of the whole warp
-            float powers[TOKENS];
-            float part[2u * TOKENS];
+        for (u32 i = 0u; i < TOKENS; i += AT_ONCE) {
+            if ((i > 0u && i >= n) || (PAIRED && i / 2u % 2u != group)) { continue; }
+            Inputs loaded[AT_ONCE];
+#pragma unroll
+            for (u32 j = 0u; j < AT_ONCE; j++) {
+                const float* row = x + min(first_token + i + j, args.tokens - 1u) * args.inputs;
+                loaded[j] = load_inputs(row, form.quads, tile, lane);
+            }
+#pragma unroll
+            for (u32 j = 0u; j < AT_ONCE; j++) { split_inputs(here + (i + j) * TOKEN_WORDS, loaded[j], places, lane); }
+        }
+        if (PAIRED) {
+            meet(slice);
+        } else {
+            __syncwarp();
+        }
+        float part[2u * TOKENS];
+#pragma unroll
+        for (u32 i = 0u; i < 2u * TOKENS; i++) { part[i] = 0.0f; }
+        u32 next = tile + SLICES;
+#pragma unroll
+        for (u32 k = 0u; k < 4u; k++) {
+            Segment a = decode(raw[0], k, t, base);
+            Segment b = decode(raw[1], k, t, base);
+            if (next < tiles) {
+                fetch(raw[0], w, form, before[0], next, k, t);
+                fetch(raw[1], w, form, before[1], next, k, t);
+            }
 #pragma unroll
             for (u32 i = 0u; i < TOKENS; i += AT_ONCE) {
                 if (i > 0u && i >= n) { continue; }
-                Inputs loaded[AT_ONCE];
+                const u32* from = here + i * TOKEN_WORDS;
+                float4 sum[AT_ONCE];
 #pragma unroll
                 for (u32 j = 0u; j < AT_ONCE; j++) {
-                    const float* row = x + min(first_token + i + j, args.tokens - 1u) * args.inputs;
-                    loaded[j] = load_inputs(row, form.quads, tile, lane);
-                }
-#pragma unroll
-                for (u32 j = 0u; j < AT_ONCE; j++) {
-                    powers[i + j] = split_inputs(split + (i + j) * TOKEN_WORDS, loaded[j], lane);
-                    part[i + j] = part[TOKENS + i + j] = 0.0f;
-                }
-            }
-            __syncwarp();
-            u32 next = tile + DEPTH * WARPS;
-#pragma unroll
-            for (u32 k = 0u; k < 4u; k++) {
-                Segment a = decode(raw[d][0], k, t);
-                Segment b = decode(raw[d][1], k, t);
-                if (next < tiles) {
-                    fetch(raw[d][0], w, form, rows[0], next, k, t);
-                    fetch(raw[d][1], w, form, rows[1], next, k, t);
-                }
-#pragma unroll
-                for (u32 i = 0u; i < TOKENS; i++) {
-                    if (i > 0u && i >= n) { continue; }
-                    const u32* from = split + i * TOKEN_WORDS;
+                    const u32* at = from + j * TOKEN_WORDS + own_columns + 2u * k * PAIR_WORDS;
                     if (mine) {
-                        columns[0] = *reinterpret_cast<const uint4*>(from + 2u * k * PAIR_WORDS + g * 4u);
-                        columns[1] = *reinterpret_cast<const uint4*>(from + (2u * k + 1u) * PAIR_WORDS + g * 4u);
+                        columns[j][0] = *reinterpret_cast<const uint4*>(at);
+                        columns[j][1] = *reinterpret_cast<const uint4*>(at + PAIR_WORDS);
                     }
-                    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                    add_tile(sum, a.codes[0], b.codes[0], a.codes[1], b.codes[1], columns[0].x, columns[0].y);
-                    add_tile(sum, a.codes[2], b.codes[2], a.codes[3], b.codes[3], columns[0].z, columns[0].w);
-                    add_tile(sum, a.codes[4], b.codes[4], a.codes[5], b.codes[5], columns[1].x, columns[1].y);
-                    add_tile(sum, a.codes[6], b.codes[6], a.codes[7], b.codes[7], columns[1].z, columns[1].w);
-                    part[i] = fmaf(a.scale, sum.x + sum.y, part[i]);
-                    part[TOKENS + i] = fmaf(b.scale, sum.z + sum.w, part[TOKENS + i]);
+                    sum[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                }
+                // Quad by quad; the sums of two tokens do not wait for each other.
+#pragma unroll
+                for (u32 q = 0u; q < 4u; q++) {
+#pragma unroll
+                    for (u32 j = 0u; j < AT_ONCE; j++) {
+                        uint4 two = columns[j][q / 2u];
+                        add_tile(
+                            sum[j], a.codes[2u * q], b.codes[2u * q], a.codes[2u * q + 1u], b.codes[2u * q + 1u],
+                            q % 2u == 0u ? two.x : two.z, q % 2u == 0u ? two.y : two.w);
+                    }
+                }
+#pragma unroll
+                for (u32 j = 0u; j < AT_ONCE; j++) {
+                    u32 token = i + j;
+                    part[token] = fmaf(a.scale, sum[j].x + sum[j].y, part[token]);
+                    part[TOKENS + token] = fmaf(b.scale, sum[j].z + sum[j].w, part[TOKENS + token]);
                     if (HAS_OFFSET) {
-                        float inputs = __uint_as_float(from[SUM_WORDS + t * 4u + k]);
-                        acc[i] = fmaf(a.offset, inputs, acc[i]);
-                        acc[TOKENS + i] = fmaf(b.offset, inputs, acc[TOKENS + i]);
+                        float inputs = __uint_as_float(from[j * TOKEN_WORDS + own_sums + k]);
+                        acc[token] = fmaf(a.offset, inputs, acc[token]);
+                        acc[TOKENS + token] = fmaf(b.offset, inputs, acc[TOKENS + token]);
                     }
                 }
             }
+        }
 #pragma unroll
-            for (u32 i = 0u; i < TOKENS; i++) {
-                if (i > 0u && i >= n) { continue; }
-                acc[i] = fmaf(part[i], powers[i], acc[i]);
-                acc[TOKENS + i] = fmaf(part[TOKENS + i], powers[i], acc[TOKENS + i]);
-            }
+        for (u32 i = 0u; i < TOKENS; i++) {
+            if (i >= AT_ONCE && i / AT_ONCE * AT_ONCE >= n) { continue; }
+            float power = __uint_as_float(here[i * TOKEN_WORDS + places[4]]);
+            acc[i] = fmaf(part[i], power, acc[i]);
+            acc[TOKENS + i] = fmaf(part[TOKENS + i], power, acc[TOKENS + i]);
+        }
+        if (PAIRED) {
+            // The other warp may still read this tile, while this one prepares the next.
+            turn = TILE_WORDS - turn;
+        } else {
             __syncwarp(); // the next tile takes this one's place
         }
     }
@@ -169,14 +232,14 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul(
 #pragma unroll
     for (u32 i = 0u; i < EACH; i++) {
         u32 sum = TOKENS > 1u ? t * EACH + i : t / 2u;
-        u32 row = g + sum / TOKENS * 8u;
-        if (TOKENS > 1u || t % 2u == 0u) { sums[(warp * TOKENS + sum % TOKENS) * ROWS + row] = acc[i]; }
+        u32 row = group * 16u + g + sum / TOKENS * 8u;
+        if (TOKENS > 1u || t % 2u == 0u) { sums[(slice * TOKENS + sum % TOKENS) * ROWS + row] = acc[i]; }
     }
     __syncthreads();
-    for (u32 i = threadIdx.x; i < ROWS * TOKENS; i += THREADS) {
+    for (u32 i = threadIdx.x; i < ROWS * TOKENS; i += 32u * WARPS) {
         float sum = 0.0f;
 #pragma unroll
-        for (u32 j = 0u; j < WARPS; j++) { sum += sums[j * ROWS * TOKENS + i]; }
-        put(args, bias, routes, out, first_row + i % ROWS, first_token + i / ROWS, sum);
+        for (u32 j = 0u; j < SLICES; j++) { sum += sums[j * ROWS * TOKENS + i]; }
+        put(args, bias, routes, out, blockIdx.x * ROWS + i % ROWS, first_token + i / ROWS, sum);
     }
 }

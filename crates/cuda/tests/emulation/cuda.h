@@ -77,13 +77,14 @@ static uint3_ threadIdx, blockIdx, blockDim, gridDim;
 
 namespace kvist {
 
-enum State { READY, AT_BARRIER, IN_WARP, ENDED };
+enum State { READY, AT_BARRIER, AT_NAMED, IN_WARP, ENDED };
 
 struct Fiber {
     void* stack_pointer;
     State state;
     int line;          // of the barrier or exchange it waits at
     unsigned mask;     // of the exchange
+    unsigned named[2]; // the number of the barrier AT_NAMED, and of its threads
     unsigned exchanges; // that it has joined
     uint64_t given[2]; // what it gave to the last two exchanges
 };
@@ -214,7 +215,7 @@ static void prepare(unsigned t) {
     memset(top, 0, 160);
     top[11] = reinterpret_cast<void*>(&begin_fiber);
 #endif
-    fibers[t] = Fiber{top, READY, 0, 0, 0, {0, 0}};
+    fibers[t] = Fiber{top, READY, 0, 0, {0, 0}, 0, {0, 0}};
 }
 
 // Lets the fibers continue that wait for each other and are all there. False if there are none, with the reason.
@@ -238,6 +239,20 @@ static bool release() {
             any = true;
         }
     }
+    for (unsigned t = 0; t < n_threads; t++) {
+        if (fibers[t].state != AT_NAMED) { continue; }
+        auto waits = [&](const Fiber& fiber) {
+            return fiber.state == AT_NAMED && fiber.named[0] == fibers[t].named[0] && fiber.named[1] == fibers[t].named[1];
+        };
+        unsigned n = 0;
+        for (unsigned other = 0; other < n_threads; other++) { n += waits(fibers[other]); }
+        if (n != fibers[t].named[1]) { continue; }
+        for (unsigned other = n_threads; other-- > 0;) {
+            if (other != t && waits(fibers[other])) { fibers[other].state = READY; }
+        }
+        fibers[t].state = READY;
+        any = true;
+    }
     if (any) { return true; }
     unsigned waiting = 0, ended = 0, line = 0;
     for (unsigned t = 0; t < n_threads; t++) {
@@ -245,6 +260,11 @@ static bool release() {
         if (fiber.state == IN_WARP) {
             snprintf(error, sizeof error, "line %d: not every lane of the mask %08x joins the exchange of thread %u",
                      fiber.line, fiber.mask, t);
+            return false;
+        }
+        if (fiber.state == AT_NAMED) {
+            snprintf(error, sizeof error, "line %d: not all of %u threads come to barrier %u", fiber.line, fiber.named[1],
+                     fiber.named[0]);
             return false;
         }
         ended += fiber.state == ENDED;
@@ -263,6 +283,13 @@ static bool release() {
     }
     for (unsigned t = 0; t < n_threads; t++) { fibers[t].state = READY; }
     return true;
+}
+
+// Waits at barrier `number` until `n` threads of the block do.
+[[maybe_unused]] static void meet(unsigned number, unsigned n, int line) {
+    fibers[current].named[0] = number;
+    fibers[current].named[1] = n;
+    pause(AT_NAMED, line);
 }
 
 static bool run_block() {
