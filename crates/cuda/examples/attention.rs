@@ -5,11 +5,12 @@
 //! The shape is one layer of a Llama 3 8B: 32 query heads on 8 KV heads of 128. Every kernel is launched 20 times between two
 //! marks, so the marks cost nothing. K and V of 32k tokens in f16 are larger than the L2 cache of any GPU; smaller ones are
 //! not, and would show the cache's bandwidth.
+mod common;
+use common::copy_rate;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::{GroupId, LayerId, SeqId, Span, StepRequest};
 use kvist_cuda::{CudaDevice, Installation, Options as Opening, open};
 use kvist_device::*;
-use kvist_gpu::{BufferCopy, Driver};
 use std::error::Error;
 
 const HEADS: usize = 32;
@@ -53,23 +54,6 @@ fn options() -> Result<Options, Box<dyn Error>> {
         }
     }
     Ok(options)
-}
-
-/// Bytes per second that a copy within the device's memory reads and writes, together.
-fn copy_rate(gpu: &impl Driver, bytes: u64) -> Result<f64, DeviceError> {
-    let (from, to) = (gpu.buffer("copy", bytes)?, gpu.buffer("copy", bytes)?);
-    let copy = |recorder: &mut _| {
-        gpu.copy(recorder, &BufferCopy { from: &from, from_byte: 0, to: &to, to_byte: 0, bytes });
-    };
-    let mut recorder = Default::default();
-    (0..3).for_each(|_| copy(&mut recorder));
-    gpu.mark(&mut recorder);
-    (0..REPEATS).for_each(|_| copy(&mut recorder));
-    gpu.mark(&mut recorder);
-    let submission = gpu.submit(&mut recorder, &[]);
-    gpu.wait(&submission)?;
-    let marks = gpu.marks(&submission)?;
-    Ok(2.0 * bytes as f64 * f64::from(REPEATS) / (marks[1] - marks[0]) * 1e9)
 }
 
 /// Random numbers of which it matters only that they are not all alike.

@@ -29,7 +29,7 @@ impl Target {
         match kernel {
             Kernel::Gemm { tile, .. } => tile.halves, // see `gemm_tile`
             Kernel::Attend { .. } => self.mma_tile(kernel).is_some(),
-            Kernel::Matmul { .. } => false, // none yet
+            Kernel::Matmul { .. } => self.fast,
             _ => false,
         }
     }
@@ -44,12 +44,26 @@ impl Target {
 
     /// Output rows and tokens of a block of a linear layer.
     pub fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
-        kvist_gpu::product_tile(kernel)
+        match (kernel, self.fast_matmul(kernel)) {
+            (Kernel::Matmul { tokens, .. }, Some(fast)) => (fast.rows(), *tokens),
+            _ => kvist_gpu::product_tile(kernel),
+        }
+    }
+
+    fn fast_matmul(&self, kernel: &Kernel) -> Option<FastMatmul> {
+        match *kernel {
+            Kernel::Matmul { encoding, tokens, .. } if self.is_fast(kernel) => {
+                let encoding = *Encoding::RESIDENT.get(encoding as usize)?;
+                Some(if encoding.is_float() { FastMatmul::Floats } else { FastMatmul::Blocks { tokens } })
+            }
+            _ => None,
+        }
     }
 
     /// Threads of a block.
     pub fn threads(&self, kernel: &Kernel) -> u32 {
         match kernel {
+            Kernel::Matmul { .. } if self.is_fast(kernel) => 32 * FastMatmul::WARPS,
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
             Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
@@ -89,7 +103,7 @@ impl Target {
             Kernel::Gemm { tile, .. } if self.is_fast(kernel) => {
                 Plan::new(tile, self.max_shared_bytes).map(|plan| plan.bytes)
             }
-            _ => Some(0),
+            _ => Some(self.fast_matmul(kernel).map_or(0, |fast| fast.shared_bytes())),
         }
     }
 
@@ -120,6 +134,10 @@ impl Target {
             let plan = Plan::new(tile, self.max_shared_bytes).unwrap_or(Plan::smallest(tile));
             plan.constants().into_iter().for_each(|(name, n)| define(name, n));
         }
+        if let Some(fast) = self.fast_matmul(kernel) {
+            define("ROWS", fast.rows());
+            define("WARPS", FastMatmul::WARPS);
+        }
         source += include_str!("kernels/prelude.cu");
         let source = self.parts(kernel).iter().fold(source, |source, part| source + part + "\n");
         begun(&source)
@@ -129,6 +147,17 @@ impl Target {
     fn parts(&self, kernel: &Kernel) -> &'static [&'static str] {
         match kernel {
             Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
+            Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
+                Some(FastMatmul::Blocks { .. }) => {
+                    const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
+                    const SEGMENTS: &str = include_str!("kernels/segments.cu");
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, PRODUCTS, LOADS, SEGMENTS, BLOCKS]
+                }
+                _ => {
+                    const FLOATS: &str = include_str!("kernels/matmul_floats.cu");
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, PRODUCTS, LOADS, FLOATS]
+                }
+            },
             Kernel::Matmul { .. } => {
                 &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/matmul.cu")]
             }
@@ -172,6 +201,37 @@ fn begun(source: &str) -> String {
     }
 }
 
+/// The fast kernels of linear layers for a few tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum FastMatmul {
+    /// matmul_floats.cu
+    Floats,
+    /// matmul_blocks.cu
+    Blocks { tokens: u32 },
+}
+
+impl FastMatmul {
+    const WARPS: u32 = 8;
+
+    /// Output rows of a block.
+    fn rows(self) -> u32 {
+        match self {
+            FastMatmul::Floats => 4,
+            FastMatmul::Blocks { tokens: 1 } => 16,
+            FastMatmul::Blocks { .. } => 32,
+        }
+    }
+
+    /// Every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.
+    fn shared_bytes(self) -> u32 {
+        const TOKEN_WORDS: u32 = 8 * 36 + 16 + 4;
+        match self {
+            FastMatmul::Floats => 0,
+            FastMatmul::Blocks { tokens } => 4 * Self::WARPS * tokens * TOKEN_WORDS,
+        }
+    }
+}
+
 /// The name of a kernel's function. NVRTC has functions of its own, `norm` among them.
 pub fn function(kernel: &Kernel) -> &'static str {
     match kernel {
@@ -191,6 +251,8 @@ const INPUTS: &str = include_str!("kernels/inputs.cu");
 const MMA: &str = include_str!("kernels/mma.cu");
 const ASYNC: &str = include_str!("kernels/async.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
+const PRODUCTS: &str = include_str!("kernels/products.cu");
+const LOADS: &str = include_str!("kernels/loads.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");

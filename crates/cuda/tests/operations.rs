@@ -1,6 +1,5 @@
 //! Every operation of the device against the scalar reference.
 mod common;
-use kvist_cuda::CudaDevice;
 use kvist_testing::operations;
 
 #[test]
@@ -10,19 +9,27 @@ fn operations_agree_with_the_reference() {
     }
 }
 
-/// Kernels on tensor cores: what linear layers, experts and logits do around them.
-#[test]
-fn linear_layers_of_a_fast_device() {
-    let Some(device) = common::fast_driver().map(CudaDevice::new) else { return };
-    operations::linear_layers(&device, 13);
-    operations::experts_of_every_token(&device);
-    operations::logits_of_the_wanted_rows(&device);
-}
-
 /// Matrices in several buffers, with a few rows in each.
 #[test]
 fn linear_layers_in_parts() {
     if let Some(device) = common::device_in_parts(10_400) {
+        operations::linear_layers(&device, 251);
+    }
+}
+
+/// The same with the fast kernels, whose sums have another order: every operation but the one that compares bits.
+#[test]
+fn fast_operations_agree_with_the_reference() {
+    let Some(device) = common::fast_device() else { return };
+    operations::linear_layers(&device, 13);
+    operations::experts_of_every_token(&device);
+    operations::logits_of_the_wanted_rows(&device);
+    operations::ties_and_nan_among_logits(&device);
+}
+
+#[test]
+fn fast_linear_layers_in_parts() {
+    if let Some(device) = common::fast_device_in_parts(10_400) {
         operations::linear_layers(&device, 251);
     }
 }

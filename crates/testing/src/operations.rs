@@ -173,7 +173,7 @@ pub fn encoded(encoding: Encoding, rows: usize, inputs: usize, seed: u64) -> Vec
 }
 
 /// What kernels decode. No file is in `Table16`: instead of it, encodings that become it.
-fn encodings() -> Vec<Encoding> {
+pub fn encodings() -> Vec<Encoding> {
     let mut all = Encoding::RESIDENT.to_vec();
     all.retain(|encoding| *encoding != Encoding::Table16);
     all.extend([Encoding::Iq2Xxs, Encoding::Tq2_0, Encoding::Q1_0]);

@@ -119,14 +119,22 @@ pub fn fast_driver() -> Option<CudaDriver> {
     open(Options { deterministic: false, ..DETERMINISTIC })
 }
 
+/// What is fast where a test does not ask for the same bits in every batch.
+pub const FAST: Options = Options { deterministic: false, ..DETERMINISTIC };
+
+/// A device with the fast kernels.
+pub fn fast_device() -> Option<CudaDevice> {
+    fast_device_in_parts(u64::MAX)
+}
+
+/// The same with weights and pools in parts of at most so many bytes.
+pub fn fast_device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
+    open(Options { max_part_bytes, ..FAST }).map(CudaDevice::new)
+}
+
 /// A device with weights and pools in parts of at most so many bytes.
 pub fn device_in_parts(max_part_bytes: u64) -> Option<CudaDevice> {
     open(Options { max_part_bytes, ..DETERMINISTIC }).map(CudaDevice::new)
-}
-
-/// A device with the kernels whose sums depend on the batch.
-pub fn fast_device() -> Option<CudaDevice> {
-    open(Options::default()).map(CudaDevice::new)
 }
 
 pub fn device() -> Option<CudaDevice> {

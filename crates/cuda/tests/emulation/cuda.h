@@ -68,18 +68,29 @@ static inline float __uint_as_float(unsigned x) { return kvist_bits<float>(x); }
 static inline unsigned __float_as_uint(float x) { return kvist_bits<unsigned>(x); }
 
 static inline int __popc(unsigned x) { return __builtin_popcount(x); }
+// Bytes of two words, each chosen by three bits of the selector.
+static inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    uint64_t both = static_cast<uint64_t>(y) << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) {
+        unsigned byte = both >> (8 * (selector >> (4 * i) & 7)) & 0xff;
+        result |= byte << (8 * i);
+    }
+    return result;
+}
 
 static uint3_ threadIdx, blockIdx, blockDim, gridDim;
 
 namespace kvist {
 
-enum State { READY, AT_BARRIER, IN_WARP, ENDED };
+enum State { READY, AT_BARRIER, AT_NAMED, IN_WARP, ENDED };
 
 struct Fiber {
     void* stack_pointer;
     State state;
     int line;          // of the barrier or exchange it waits at
     unsigned mask;     // of the exchange
+    unsigned named[2]; // the number of the barrier AT_NAMED, and of its threads
     unsigned exchanges; // that it has joined
     uint64_t given[2]; // what it gave to the last two exchanges
 };
@@ -210,7 +221,7 @@ static void prepare(unsigned t) {
     memset(top, 0, 160);
     top[11] = reinterpret_cast<void*>(&begin_fiber);
 #endif
-    fibers[t] = Fiber{top, READY, 0, 0, 0, {0, 0}};
+    fibers[t] = Fiber{top, READY, 0, 0, {0, 0}, 0, {0, 0}};
 }
 
 // Lets the fibers continue that wait for each other and are all there. False if there are none, with the reason.
@@ -234,6 +245,20 @@ static bool release() {
             any = true;
         }
     }
+    for (unsigned t = 0; t < n_threads; t++) {
+        if (fibers[t].state != AT_NAMED) { continue; }
+        auto waits = [&](const Fiber& fiber) {
+            return fiber.state == AT_NAMED && fiber.named[0] == fibers[t].named[0] && fiber.named[1] == fibers[t].named[1];
+        };
+        unsigned n = 0;
+        for (unsigned other = 0; other < n_threads; other++) { n += waits(fibers[other]); }
+        if (n != fibers[t].named[1]) { continue; }
+        for (unsigned other = n_threads; other-- > 0;) {
+            if (other != t && waits(fibers[other])) { fibers[other].state = READY; }
+        }
+        fibers[t].state = READY;
+        any = true;
+    }
     if (any) { return true; }
     unsigned waiting = 0, ended = 0, line = 0;
     for (unsigned t = 0; t < n_threads; t++) {
@@ -241,6 +266,11 @@ static bool release() {
         if (fiber.state == IN_WARP) {
             snprintf(error, sizeof error, "line %d: not every lane of the mask %08x joins the exchange of thread %u",
                      fiber.line, fiber.mask, t);
+            return false;
+        }
+        if (fiber.state == AT_NAMED) {
+            snprintf(error, sizeof error, "line %d: not all of %u threads come to barrier %u", fiber.line, fiber.named[1],
+                     fiber.named[0]);
             return false;
         }
         ended += fiber.state == ENDED;
@@ -259,6 +289,13 @@ static bool release() {
     }
     for (unsigned t = 0; t < n_threads; t++) { fibers[t].state = READY; }
     return true;
+}
+
+// Waits at barrier `number` until `n` threads of the block do.
+[[maybe_unused]] static void meet(unsigned number, unsigned n, int line) {
+    fibers[current].named[0] = number;
+    fibers[current].named[1] = n;
+    pause(AT_NAMED, line);
 }
 
 static bool run_block() {
@@ -334,6 +371,30 @@ static void all_lanes(T (&all)[32], const T& mine, int line) {
     return result;
 }
 
+[[maybe_unused]] static unsigned reduce_max(unsigned mask, unsigned value, int line) {
+    unsigned turn = exchange(mask, value, line);
+    unsigned result = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        if (mask >> lane & 1) {
+            result = max(result, static_cast<unsigned>(fibers[current / 32 * 32 + lane].given[turn]));
+        }
+    }
+    return result;
+}
+
+// Shows the words of every lane of a warp to all of them: `use` gets where each lane's begin.
+template <class Use>
+static void together(const unsigned* words, int line, Use use) {
+    unsigned turn = exchange(0xffffffffu, reinterpret_cast<uintptr_t>(words), line);
+    const unsigned* lanes[32];
+    for (unsigned lane = 0; lane < 32; lane++) {
+        lanes[lane] = reinterpret_cast<const unsigned*>(fibers[current / 32 * 32 + lane].given[turn]);
+    }
+    use(lanes);
+    // A lane that goes on takes its words away.
+    exchange(0xffffffffu, 0, line);
+}
+
 static const char* launch(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     if (block[0] > MOST || block[1] != 1 || block[2] != 1) { return "a block has one dimension of at most 1024 threads"; }
     n_threads = block[0];
@@ -405,6 +466,7 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 #define __shfl_sync(mask, value, lane) kvist::shuffle(mask, value, lane, __LINE__)
 #define kvist_all_lanes(all, mine) kvist::all_lanes(all, mine, __LINE__)
 #define __ballot_sync(mask, value) kvist::ballot(mask, value, __LINE__)
+#define __reduce_max_sync(mask, value) kvist::reduce_max(mask, value, __LINE__)
 #define __any_sync(mask, value) kvist::any(mask, value, __LINE__)
 
 // What a compiled kernel shows: `kvist_launch`, which returns null or what went wrong, and the sizes of its arguments.
