@@ -328,7 +328,7 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
     all.extend([RowsOp::Copy, RowsOp::Gather, RowsOp::Zero].map(Kernel::Rows));
     for encoding in 0..Encoding::RESIDENT.len() as u32 {
         all.push(Kernel::Embed { encoding });
-        for routed in [Routed::No, Routed::Only, Routed::Added] {
+        for routed in [Routed::No, Routed::Sum, Routed::Only, Routed::Added] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));
             all.push(Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL });
         }

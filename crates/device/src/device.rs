@@ -370,7 +370,7 @@ pub trait Device: Footprint + Sized + 'static {
         self.rms_norm(stream, x, norm, h);
         self.matmul(stream, h, outs);
     }
-    /// `sum += norm(x·Wᵀ + b)`; `projected` receives the product before the norm. Most models have no norm here.
+    /// `sum += norm(x·Wᵀ + b)`; `projected` is scratch, for the product before the norm. Most models have no norm here.
     fn matmul_add(
         &self,
         stream: &mut Self::Stream,

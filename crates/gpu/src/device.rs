@@ -250,6 +250,28 @@ impl<D: Driver> Device for GpuDevice<D> {
         }
     }
 
+    /// Without a norm the kernel adds its results to the residual stream by itself.
+    fn matmul_add(
+        &self,
+        s: &mut Stream<D>,
+        x: &Buffer<D>,
+        layer: &Linear<D>,
+        norm: Option<Norm<'_, Self>>,
+        projected: &mut Buffer<D>,
+        sum: &mut Buffer<D>,
+    ) {
+        if let Some(norm) = norm {
+            self.matmul(s, x, &mut [(layer, projected)]);
+            self.norm_in_place(s, projected, norm);
+            return self.add(s, sum, projected);
+        }
+        let (n, gpu) = (s.n(x.rows), &*self.gpu);
+        let (Some(x), Some(out)) = (x.get(), sum.get()) else { return };
+        let halves = Halves::write(s.halves[0].as_ref(), gpu, &mut s.recorder, (x, n), &[layer], None);
+        let product = Product { x, layer, out, n, cap: None, expert: None, added: true, halves };
+        product.record(gpu, &mut s.recorder);
+    }
+
     fn rope(&self, s: &mut Stream<D>, x: &mut Buffer<D>, head_dim: usize, rope: usize) {
         let Some(data) = x.get() else { return };
         let pairs = |table: &RopeTable| table.inverse_frequencies.len() as u32;

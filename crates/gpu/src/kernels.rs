@@ -76,6 +76,8 @@ pub enum RecentForm {
 pub enum Routed {
     /// Not a layer of an expert.
     No,
+    /// Nor this, and it adds the result to what is there: to the residual stream.
+    Sum,
     /// Only tokens that use the expert.
     Only,
     /// And adds the weighted result.
@@ -246,8 +248,8 @@ impl Kernel {
         }
         if let Kernel::Matmul { routed, .. } | Kernel::Gemm { routed, .. } = *self {
             add("LANES", SUM_LANES.into());
-            add("ROUTED", (routed != Routed::No).into());
-            add("ADDED", (routed == Routed::Added).into());
+            add("ROUTED", matches!(routed, Routed::Only | Routed::Added).into());
+            add("ADDED", matches!(routed, Routed::Sum | Routed::Added).into());
         }
         all
     }

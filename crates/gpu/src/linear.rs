@@ -32,6 +32,7 @@ pub struct Product<'a, D: Driver> {
     pub cap: Option<f32>,
     /// For the layer of an expert: routes, number of the expert, number of experts.
     pub expert: Option<(&'a D::Buffer, u32, u32)>,
+    /// Whether the result is added to what is in `out`, for an expert with its weight.
     pub added: bool,
     /// `x` as [`Kernel::Halves`] writes it.
     pub halves: Option<&'a D::Buffer>,
@@ -86,7 +87,8 @@ impl<D: Driver> Product<'_, D> {
         let Product { layer, n, .. } = *self;
         let tokens = tokens_at_once(n);
         let routed = match (self.expert, self.added) {
-            (None, _) => Routed::No,
+            (None, false) => Routed::No,
+            (None, true) => Routed::Sum,
             (Some(_), false) => Routed::Only,
             (Some(_), true) => Routed::Added,
         };

@@ -215,6 +215,9 @@ pub fn linear_layers(device: &impl Runs, outputs: usize) {
                         let layer = s.device.linear(tensor(0.5), WeightFormat::AsStored, bias.clone());
                         let (layer, x, mut out) = (layer.unwrap(), s.buffer(&x), s.out(outputs));
                         s.device.matmul(&mut s.stream, &x, &mut [(&layer, &mut out)]);
+                        // Once more, to what is there.
+                        let mut scratch = s.out(outputs);
+                        s.device.matmul_add(&mut s.stream, &x, &layer, None, &mut scratch, &mut out);
                         s.tap(&out);
                     }
                 };

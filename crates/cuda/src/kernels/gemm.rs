@@ -88,7 +88,7 @@ impl Plan {
 /// outputs as leave work for the whole GPU. `None` if none fits into a block's shared memory.
 pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
     // Of an expert few tokens are left.
-    let most = if routed == Routed::No { 128 } else { 64 };
+    let most = if matches!(routed, Routed::No | Routed::Sum) { 128 } else { 64 };
     let least = tokens.min(most).next_power_of_two().max(16);
     let wide = |tile: &GemmTile| tile.tokens == least || least == 128 && tile.tokens > 128 && tokens > 128;
     let tiles = TILES.map(|(outputs, tokens)| GemmTile { outputs, tokens, halves: true });

@@ -3,7 +3,7 @@
 //   for each output row o of this part, for each token t:
 //     y = factor * (x[t] . W[o]) + bias[o];  with a softcap: y = cap * tanh(y / cap)
 //     out[t, first + o] = y
-//   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
+//   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y, or += y if not ROUTED
 //
 // In `matmul` and `gemm` x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
 // added as a binary tree. So a token's result is the same in both kernels, and in every batch.
@@ -58,6 +58,6 @@ __device__ __forceinline__ void put(
         float weight = routes[token * args.experts + args.expert];
         if (weight != 0.0f) { out[at] = ADDED ? fmaf(weight, y, out[at]) : y; }
     } else {
-        out[at] = y;
+        out[at] = ADDED ? out[at] + y : y;
     }
 }

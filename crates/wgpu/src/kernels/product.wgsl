@@ -3,7 +3,7 @@
 //   for each output row o of this part, for each token t:
 //     y = factor * (x[t] . W[o]) + bias[o];  with a softcap: y = cap * tanh(y / cap)
 //     out[t, first + o] = y
-//   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
+//   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y, or += y if not ROUTED
 //
 // x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the lanes are
 // added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch.
@@ -63,6 +63,8 @@ fn put(o: u32, token: u32, sum: f32) {
         if (weight != 0.0) {
             if (ADDED) { out[at] = fma(weight, y, out[at]); } else { out[at] = y; }
         }
+    } else if (ADDED) {
+        out[at] += y;
     } else {
         out[at] = y;
     }
