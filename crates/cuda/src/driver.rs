@@ -1,7 +1,8 @@
 //! A GPU that was opened: buffers, compiled kernels, one stream, and what went wrong.
 //!
 //! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
-//! them. Everything is on one stream, in order. The first error is kept, and `check` returns it from then on.
+//! them. Everything is on one stream, in order, but for copies of blocks from the host (`copy_ahead`), which have a stream of their own. The
+//! first error is kept, and `check` returns it from then on.
 mod buffer;
 
 use crate::compiler::Compiler;
@@ -39,6 +40,8 @@ pub struct Submission {
 enum Operation {
     Launch { kernel: Arc<Loaded>, buffers: Vec<Option<Buf>>, args: Args, groups: [u32; 3] },
     Copy { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64 },
+    /// On the stream of copies; the other one waits for it here.
+    CopyAhead { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64, marks: bool },
     Mark,
 }
 
@@ -78,6 +81,8 @@ pub struct CudaDriver {
     kernels: Compiled<Option<Arc<Loaded>>>,
     staging: Mutex<Staging>,
     stream: Stream,
+    /// Copies that wait for nothing on `stream` but the zeroing of their buffer. What uses their bytes is on `stream`, behind them.
+    copies: Stream,
     context: Arc<Context>,
     compiler: Compiler,
     limits: Limits,
@@ -141,6 +146,7 @@ impl CudaDriver {
             kernels: Compiled::default(),
             staging: Mutex::new(Staging { memory, used: 0 }),
             stream: context.stream().map_err(error)?,
+            copies: context.stream().map_err(error)?,
             compiler,
             limits: Limits {
                 max_binding_bytes: MAX_PART_BYTES,
@@ -259,7 +265,22 @@ impl CudaDriver {
                 Ok(())
             }
             Operation::Copy { from, from_byte, to, to_byte, bytes } => {
-                self.copy_now(from, *from_byte, to, *to_byte, *bytes)
+                self.copy_now(&self.stream, from, *from_byte, to, *to_byte, *bytes)
+            }
+            Operation::CopyAhead { from, from_byte, to, to_byte, bytes, marks: marked } => {
+                let event = |clock| self.kept("copy", self.copies.event(clock));
+                let mut run = || {
+                    let start = marked.then(|| event(true)).transpose()?;
+                    self.copy_now(&self.copies, from, *from_byte, to, *to_byte, *bytes)?;
+                    let end = event(*marked)?;
+                    self.kept("copy", self.stream.wait(&end))?;
+                    marks.extend(start.map(|start| [start, end]).into_iter().flatten());
+                    Ok(())
+                };
+                run().inspect_err(|_| {
+                    // The end of the submission is not behind the copy, so the caller could not wait for it.
+                    let _ = self.copies.synchronise();
+                })
             }
             Operation::Mark => {
                 marks.push(self.kept("mark", self.stream.event(true))?);
@@ -270,6 +291,7 @@ impl CudaDriver {
 
     fn copy_now(
         &self,
+        stream: &Stream,
         from: &Buf,
         from_byte: u64,
         to: &Buf,
@@ -278,20 +300,20 @@ impl CudaDriver {
     ) -> Result<(), DeviceError> {
         let copied = match (&*from.0, &*to.0) {
             (Memory::Device(from), Memory::Device(to)) => {
-                self.stream.copy(from, from_byte, to, to_byte, bytes)
+                stream.copy(from, from_byte, to, to_byte, bytes)
             }
             (Memory::Device(from), Memory::Results(to)) => {
-                self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
+                stream.download(from, from_byte, to.memory(), to_byte, bytes)
             }
             (Memory::Device(from), Memory::Arena(to)) => {
-                self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
+                stream.download(from, from_byte, to.memory(), to_byte, bytes)
             }
             (Memory::Arena(from), Memory::Device(to)) => {
-                self.stream.upload(from.memory(), from_byte as usize, to, to_byte, bytes as usize)
+                stream.upload(from.memory(), from_byte as usize, to, to_byte, bytes as usize)
             }
             (Memory::Source(from), Memory::Device(to)) => {
                 let (first, len) = (from_byte as usize, bytes as usize);
-                self.stream.upload(lock(from).memory(), first, to, to_byte, len)
+                stream.upload(lock(from).memory(), first, to, to_byte, len)
             }
             _ => return Err(self.fail("a copy between buffers of the host".into())),
         };
@@ -326,6 +348,7 @@ impl CudaDriver {
                 Err(code) => {
                     let error = self.kept("a submission failed", Err(code));
                     let _ = self.stream.synchronise(); // nothing else tells when what still runs ends
+                    let _ = self.copies.synchronise();
                     return error;
                 }
             }
@@ -347,6 +370,7 @@ impl CudaDriver {
         if end.is_none() {
             // Nothing could tell the caller when the copies end whose memory it keeps.
             let _ = self.kept("submission", self.stream.synchronise());
+            let _ = self.copies.synchronise();
         }
         Submission { end, marks: Arc::new(marks) }
     }
@@ -365,6 +389,14 @@ impl Driver for CudaDriver {
 
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         self.target().product_tile(kernel)
+    }
+
+    fn scatter_groups(&self, words: u32, n: u32) -> [u32; 3] {
+        kernels::move_groups(u64::from(words) * u64::from(n))
+    }
+
+    fn gather_groups(&self, words: u64) -> [u32; 3] {
+        kernels::move_groups(words)
     }
 
     fn attend_rows(&self, wanted: u32, forms: (Form, Form), dim: u32, recent: bool) -> u32 {
@@ -391,6 +423,9 @@ impl Driver for CudaDriver {
         let size = bytes.next_multiple_of(4).max(16);
         let memory = self.context.allocate(size).map_err(|code| self.out_of_memory(what, bytes, code))?;
         self.kept("zeroing of a buffer", self.stream.zero(&memory))?;
+        // A copy ahead of what is on the stream comes after it.
+        let zeroed = self.kept("zeroing of a buffer", self.stream.event(false))?;
+        self.kept("zeroing of a buffer", self.copies.wait(&zeroed))?;
         Ok(Buf(Arc::new(Memory::Device(memory))))
     }
 
@@ -435,6 +470,12 @@ impl Driver for CudaDriver {
         });
     }
 
+    fn copy_ahead(&self, recorder: &mut Recording, copy: &BufferCopy<'_, Self>, marks: bool) {
+        let BufferCopy { from, from_byte, to, to_byte, bytes } = *copy;
+        let (from, to) = (from.clone(), to.clone());
+        recorder.operations.push(Operation::CopyAhead { from, from_byte, to, to_byte, bytes, marks });
+    }
+
     fn mark(&self, recorder: &mut Recording) {
         recorder.operations.push(Operation::Mark);
     }
@@ -451,7 +492,7 @@ impl Driver for CudaDriver {
             self.check()?;
             recorder.operations.iter().try_for_each(|operation| self.run(operation, &mut marks))?;
             copies.iter().try_for_each(|copy| {
-                self.copy_now(copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
+                self.copy_now(&self.stream, copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
             })
         };
         // After a failure nothing more is launched: the caller's next `check` returns it. What was launched before is waited for as ever.
@@ -522,14 +563,21 @@ impl Driver for CudaDriver {
     }
 
     fn fill(&self, buffer: &Buf, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.fill_with(buffer, bytes.len(), &mut Vec::new(), |to| to.copy_from_slice(bytes))
+    }
+
+    fn fill_with(
+        &self,
+        buffer: &Buf,
+        len: usize,
+        _: &mut Vec<u8>,
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<(), DeviceError> {
         self.check()?;
         let filled = match &*buffer.0 {
-            Memory::Source(memory) => {
-                let mut memory = lock(memory);
-                memory.bytes_mut().get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes))
-            }
+            Memory::Source(memory) => lock(memory).bytes_mut().get_mut(..len).map(write),
             _ => None,
         };
-        filled.ok_or_else(|| self.fail(format!("{} bytes do not fit into a buffer of the host", bytes.len())))
+        filled.ok_or_else(|| self.fail(format!("{len} bytes do not fit into a buffer of the host")))
     }
 }
