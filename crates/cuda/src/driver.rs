@@ -3,15 +3,19 @@
 //! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
 //! them. Everything is on one stream, in order, but for copies of blocks from the host (`copy_ahead`), which have a stream of their own. The
 //! first error is kept, and `check` returns it from then on.
+mod ahead;
 mod buffer;
+mod clock;
 
 use crate::compiler::Compiler;
 use crate::devices::{driver, summary};
 use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, Function, Parameters, PinnedMemory, Stream};
 use crate::kernels::{self, Target};
 use crate::{Installation, Options, failed};
+use ahead::{Ahead, Copies};
 pub use buffer::Buf;
 use buffer::Memory;
+use clock::Clock;
 use kvist_device::{DeviceError, HostBlock};
 use kvist_gpu::{
     Args, BufferCopy, Compiled, Driver, Failure, Form, HostMemory, Kernel, Limits, Recorder, lock,
@@ -38,10 +42,21 @@ pub struct Submission {
 /// One operation of a submission. It keeps its buffers alive.
 #[derive(Debug)]
 enum Operation {
-    Launch { kernel: Arc<Loaded>, buffers: Vec<Option<Buf>>, args: Args, groups: [u32; 3] },
-    Copy { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64 },
+    Launch {
+        kernel: Arc<Loaded>,
+        buffers: Vec<Option<Buf>>,
+        args: Args,
+        groups: [u32; 3],
+    },
+    Copy {
+        from: Buf,
+        from_byte: u64,
+        to: Buf,
+        to_byte: u64,
+        bytes: u64,
+    },
     /// On the stream of copies; the other one waits for it here.
-    CopyAhead { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64, marks: bool },
+    CopyAhead(Ahead),
     Mark,
 }
 
@@ -82,12 +97,13 @@ pub struct CudaDriver {
     staging: Mutex<Staging>,
     stream: Stream,
     /// Copies that wait for nothing on `stream` but the zeroing of their buffer. What uses their bytes is on `stream`, behind them.
-    copies: Stream,
+    copies: Copies,
     context: Arc<Context>,
     compiler: Compiler,
     limits: Limits,
     failure: Failure,
     meter: Mutex<Option<Meter>>,
+    clock: Mutex<Option<Clock>>,
 }
 
 /// The time that a kernel took.
@@ -146,7 +162,7 @@ impl CudaDriver {
             kernels: Compiled::default(),
             staging: Mutex::new(Staging { memory, used: 0 }),
             stream: context.stream().map_err(error)?,
-            copies: context.stream().map_err(error)?,
+            copies: Copies::new(context.stream().map_err(error)?),
             compiler,
             limits: Limits {
                 max_binding_bytes: MAX_PART_BYTES,
@@ -160,6 +176,7 @@ impl CudaDriver {
             context,
             failure: Failure::new(Self::NAME),
             meter: Mutex::default(),
+            clock: Mutex::default(),
         })
     }
 
@@ -264,24 +281,10 @@ impl CudaDriver {
                 meter.launches.push((name, start, event()?));
                 Ok(())
             }
-            Operation::Copy { from, from_byte, to, to_byte, bytes } => {
-                self.copy_now(&self.stream, from, *from_byte, to, *to_byte, *bytes)
+            &Operation::Copy { ref from, from_byte, ref to, to_byte, bytes } => {
+                self.copy_now(&BufferCopy { from, from_byte, to, to_byte, bytes })
             }
-            Operation::CopyAhead { from, from_byte, to, to_byte, bytes, marks: marked } => {
-                let event = |clock| self.kept("copy", self.copies.event(clock));
-                let mut run = || {
-                    let start = marked.then(|| event(true)).transpose()?;
-                    self.copy_now(&self.copies, from, *from_byte, to, *to_byte, *bytes)?;
-                    let end = event(*marked)?;
-                    self.kept("copy", self.stream.wait(&end))?;
-                    marks.extend(start.map(|start| [start, end]).into_iter().flatten());
-                    Ok(())
-                };
-                run().inspect_err(|_| {
-                    // The end of the submission is not behind the copy, so the caller could not wait for it.
-                    let _ = self.copies.synchronise();
-                })
-            }
+            Operation::CopyAhead(copy) => self.run_ahead(copy, marks),
             Operation::Mark => {
                 marks.push(self.kept("mark", self.stream.event(true))?);
                 Ok(())
@@ -289,19 +292,19 @@ impl CudaDriver {
         }
     }
 
-    fn copy_now(
+    fn copy_now(&self, copy: &BufferCopy<'_, Self>) -> Result<(), DeviceError> {
+        self.copy_on(&self.stream, (copy.from, copy.from_byte), (copy.to, copy.to_byte), copy.bytes)
+    }
+
+    fn copy_on(
         &self,
         stream: &Stream,
-        from: &Buf,
-        from_byte: u64,
-        to: &Buf,
-        to_byte: u64,
+        (from, from_byte): (&Buf, u64),
+        (to, to_byte): (&Buf, u64),
         bytes: u64,
     ) -> Result<(), DeviceError> {
         let copied = match (&*from.0, &*to.0) {
-            (Memory::Device(from), Memory::Device(to)) => {
-                stream.copy(from, from_byte, to, to_byte, bytes)
-            }
+            (Memory::Device(from), Memory::Device(to)) => stream.copy(from, from_byte, to, to_byte, bytes),
             (Memory::Device(from), Memory::Results(to)) => {
                 stream.download(from, from_byte, to.memory(), to_byte, bytes)
             }
@@ -348,7 +351,7 @@ impl CudaDriver {
                 Err(code) => {
                     let error = self.kept("a submission failed", Err(code));
                     let _ = self.stream.synchronise(); // nothing else tells when what still runs ends
-                    let _ = self.copies.synchronise();
+                    let _ = self.copies.stream.synchronise();
                     return error;
                 }
             }
@@ -370,7 +373,6 @@ impl CudaDriver {
         if end.is_none() {
             // Nothing could tell the caller when the copies end whose memory it keeps.
             let _ = self.kept("submission", self.stream.synchronise());
-            let _ = self.copies.synchronise();
         }
         Submission { end, marks: Arc::new(marks) }
     }
@@ -423,9 +425,7 @@ impl Driver for CudaDriver {
         let size = bytes.next_multiple_of(4).max(16);
         let memory = self.context.allocate(size).map_err(|code| self.out_of_memory(what, bytes, code))?;
         self.kept("zeroing of a buffer", self.stream.zero(&memory))?;
-        // A copy ahead of what is on the stream comes after it.
-        let zeroed = self.kept("zeroing of a buffer", self.stream.event(false))?;
-        self.kept("zeroing of a buffer", self.copies.wait(&zeroed))?;
+        self.copies.zeroed();
         Ok(Buf(Arc::new(Memory::Device(memory))))
     }
 
@@ -473,7 +473,7 @@ impl Driver for CudaDriver {
     fn copy_ahead(&self, recorder: &mut Recording, copy: &BufferCopy<'_, Self>, marks: bool) {
         let BufferCopy { from, from_byte, to, to_byte, bytes } = *copy;
         let (from, to) = (from.clone(), to.clone());
-        recorder.operations.push(Operation::CopyAhead { from, from_byte, to, to_byte, bytes, marks });
+        recorder.operations.push(Operation::CopyAhead(Ahead { from, from_byte, to, to_byte, bytes, marks }));
     }
 
     fn mark(&self, recorder: &mut Recording) {
@@ -481,9 +481,7 @@ impl Driver for CudaDriver {
     }
 
     fn marks(&self, submission: &Submission) -> Result<Vec<f64>, DeviceError> {
-        let Some(first) = submission.marks.first() else { return Ok(Vec::new()) };
-        let since = |mark: &Event| self.kept("time of a mark", mark.since(first));
-        submission.marks.iter().map(|mark| Ok(f64::from(since(mark)?) * 1e6)).collect()
+        self.times(submission)
     }
 
     fn submit(&self, recorder: &mut Recording, copies: &[BufferCopy<'_, Self>]) -> Submission {
@@ -491,9 +489,7 @@ impl Driver for CudaDriver {
         let mut run = || -> Result<(), DeviceError> {
             self.check()?;
             recorder.operations.iter().try_for_each(|operation| self.run(operation, &mut marks))?;
-            copies.iter().try_for_each(|copy| {
-                self.copy_now(&self.stream, copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
-            })
+            copies.iter().try_for_each(|copy| self.copy_now(copy))
         };
         // After a failure nothing more is launched: the caller's next `check` returns it. What was launched before is waited for as ever.
         let ran = run();
