@@ -1,8 +1,11 @@
 //! A GPU that was opened: buffers, compiled kernels, one stream, and what went wrong.
 //!
 //! Operations are recorded as a list and launched by `submit`, so a write that comes in between reaches the device before
-//! them. Everything is on one stream, in order. The first error is kept, and `check` returns it from then on.
+//! them. Everything is on one stream, in order, but for copies of blocks from the host (`copy_ahead`), which have a stream of their own. The
+//! first error is kept, and `check` returns it from then on.
+mod ahead;
 mod buffer;
+mod clock;
 mod graphs;
 mod recording;
 
@@ -11,8 +14,10 @@ use crate::devices::{driver, summary};
 use crate::ffi::{Arena, Code, Context, DeviceMemory, Event, PinnedMemory, Stream};
 use crate::kernels::{self, Target};
 use crate::{Installation, Options, failed};
+use ahead::{Ahead, Copies};
 pub use buffer::Buf;
 use buffer::Memory;
+use clock::Clock;
 use kvist_device::{DeviceError, HostBlock};
 use kvist_gpu::{
     Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed, lock,
@@ -55,6 +60,8 @@ pub struct CudaDriver {
     kernels: Compiled<Option<Arc<Loaded>>>,
     staging: Mutex<Staging>,
     stream: Stream,
+    /// Copies that wait for nothing on `stream` but the zeroing of their buffer. What uses their bytes is on `stream`, behind them.
+    copies: Copies,
     context: Arc<Context>,
     compiler: Compiler,
     limits: Limits,
@@ -65,6 +72,7 @@ pub struct CudaDriver {
     /// Whether the launches of a graph overlap.
     overlap: bool,
     counted: [AtomicU64; 4],
+    clock: Mutex<Option<Clock>>,
 }
 
 /// What was given to the device since it was opened.
@@ -137,6 +145,7 @@ impl CudaDriver {
             kernels: Compiled::default(),
             staging: Mutex::new(Staging { memory, used: 0 }),
             stream: context.stream().map_err(error)?,
+            copies: Copies::new(context.stream().map_err(error)?),
             compiler,
             limits: Limits {
                 max_binding_bytes: MAX_PART_BYTES,
@@ -154,6 +163,7 @@ impl CudaDriver {
             failure: Failure::new(Self::NAME),
             meter: Mutex::default(),
             counted: Default::default(),
+            clock: Mutex::default(),
         })
     }
 
@@ -261,9 +271,10 @@ impl CudaDriver {
             launches.by_ref().take(before - n).try_for_each(|launch| self.launch(launch, &mut meter))?;
             n = *before;
             match other {
-                Other::Copy { from, from_byte, to, to_byte, bytes } => {
-                    self.copy_now(from, *from_byte, to, *to_byte, *bytes)?;
+                &Other::Copy { ref from, from_byte, ref to, to_byte, bytes } => {
+                    self.copy_now(&BufferCopy { from, from_byte, to, to_byte, bytes })?;
                 }
+                Other::CopyAhead(copy) => self.run_ahead(copy, marks)?,
                 Other::Mark => marks.push(self.kept("mark", self.stream.event(true))?),
             }
         }
@@ -310,30 +321,31 @@ impl CudaDriver {
         Ok(())
     }
 
-    fn copy_now(
+    fn copy_now(&self, copy: &BufferCopy<'_, Self>) -> Result<(), DeviceError> {
+        self.copy_on(&self.stream, (copy.from, copy.from_byte), (copy.to, copy.to_byte), copy.bytes)
+    }
+
+    fn copy_on(
         &self,
-        from: &Buf,
-        from_byte: u64,
-        to: &Buf,
-        to_byte: u64,
+        stream: &Stream,
+        (from, from_byte): (&Buf, u64),
+        (to, to_byte): (&Buf, u64),
         bytes: u64,
     ) -> Result<(), DeviceError> {
         let copied = match (&*from.0, &*to.0) {
-            (Memory::Device(from), Memory::Device(to)) => {
-                self.stream.copy(from, from_byte, to, to_byte, bytes)
-            }
+            (Memory::Device(from), Memory::Device(to)) => stream.copy(from, from_byte, to, to_byte, bytes),
             (Memory::Device(from), Memory::Results(to)) => {
-                self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
+                stream.download(from, from_byte, to.memory(), to_byte, bytes)
             }
             (Memory::Device(from), Memory::Arena(to)) => {
-                self.stream.download(from, from_byte, to.memory(), to_byte, bytes)
+                stream.download(from, from_byte, to.memory(), to_byte, bytes)
             }
             (Memory::Arena(from), Memory::Device(to)) => {
-                self.stream.upload(from.memory(), from_byte as usize, to, to_byte, bytes as usize)
+                stream.upload(from.memory(), from_byte as usize, to, to_byte, bytes as usize)
             }
             (Memory::Source(from), Memory::Device(to)) => {
                 let (first, len) = (from_byte as usize, bytes as usize);
-                self.stream.upload(lock(from).memory(), first, to, to_byte, len)
+                stream.upload(lock(from).memory(), first, to, to_byte, len)
             }
             _ => return Err(self.fail("a copy between buffers of the host".into())),
         };
@@ -368,6 +380,7 @@ impl CudaDriver {
                 Err(code) => {
                     let error = self.kept("a submission failed", Err(code));
                     let _ = self.stream.synchronise(); // nothing else tells when what still runs ends
+                    let _ = self.copies.stream.synchronise();
                     return error;
                 }
             }
@@ -417,6 +430,14 @@ impl Driver for CudaDriver {
         self.target().product_tile(kernel)
     }
 
+    fn scatter_groups(&self, words: u32, n: u32) -> [u32; 3] {
+        kernels::move_groups(u64::from(words) * u64::from(n))
+    }
+
+    fn gather_groups(&self, words: u64) -> [u32; 3] {
+        kernels::move_groups(words)
+    }
+
     fn attend_rows(&self, wanted: u32, forms: (Form, Form), dim: u32, recent: bool) -> u32 {
         self.target().attend_rows(wanted, forms, dim, recent)
     }
@@ -441,6 +462,7 @@ impl Driver for CudaDriver {
         let size = bytes.next_multiple_of(4).max(16);
         let memory = self.context.allocate(size).map_err(|code| self.out_of_memory(what, bytes, code))?;
         self.kept("zeroing of a buffer", self.stream.zero(&memory))?;
+        self.copies.zeroed();
         Ok(Buf(Arc::new(Memory::Device(memory))))
     }
 
@@ -479,14 +501,18 @@ impl Driver for CudaDriver {
         recorder.other(Other::Copy { from: from.clone(), from_byte, to: to.clone(), to_byte, bytes });
     }
 
+    fn copy_ahead(&self, recorder: &mut Recording, copy: &BufferCopy<'_, Self>, marks: bool) {
+        let BufferCopy { from, from_byte, to, to_byte, bytes } = *copy;
+        let (from, to) = (from.clone(), to.clone());
+        recorder.other(Other::CopyAhead(Ahead { from, from_byte, to, to_byte, bytes, marks }));
+    }
+
     fn mark(&self, recorder: &mut Recording) {
         recorder.other(Other::Mark);
     }
 
     fn marks(&self, submission: &Submission) -> Result<Vec<f64>, DeviceError> {
-        let Some(first) = submission.marks.first() else { return Ok(Vec::new()) };
-        let since = |mark: &Event| self.kept("time of a mark", mark.since(first));
-        submission.marks.iter().map(|mark| Ok(f64::from(since(mark)?) * 1e6)).collect()
+        self.times(submission)
     }
 
     fn submit(&self, recorder: &mut Recording, copies: &[BufferCopy<'_, Self>]) -> Submission {
@@ -494,9 +520,7 @@ impl Driver for CudaDriver {
         let mut run = || -> Result<(), DeviceError> {
             self.check()?;
             self.run(recorder, &mut marks)?;
-            copies.iter().try_for_each(|copy| {
-                self.copy_now(copy.from, copy.from_byte, copy.to, copy.to_byte, copy.bytes)
-            })
+            copies.iter().try_for_each(|copy| self.copy_now(copy))
         };
         // After a failure nothing more is launched: the caller's next `check` returns it. What was launched before is waited for as ever.
         let ran = run();
@@ -565,14 +589,21 @@ impl Driver for CudaDriver {
     }
 
     fn fill(&self, buffer: &Buf, bytes: &[u8]) -> Result<(), DeviceError> {
+        self.fill_with(buffer, bytes.len(), &mut Vec::new(), |to| to.copy_from_slice(bytes))
+    }
+
+    fn fill_with(
+        &self,
+        buffer: &Buf,
+        len: usize,
+        _: &mut Vec<u8>,
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<(), DeviceError> {
         self.check()?;
         let filled = match &*buffer.0 {
-            Memory::Source(memory) => {
-                let mut memory = lock(memory);
-                memory.bytes_mut().get_mut(..bytes.len()).map(|to| to.copy_from_slice(bytes))
-            }
+            Memory::Source(memory) => lock(memory).bytes_mut().get_mut(..len).map(write),
             _ => None,
         };
-        filled.ok_or_else(|| self.fail(format!("{} bytes do not fit into a buffer of the host", bytes.len())))
+        filled.ok_or_else(|| self.fail(format!("{len} bytes do not fit into a buffer of the host")))
     }
 }

@@ -123,6 +123,7 @@ library! {
         cuMemcpyDtoDAsync_v2(u64, u64, usize, Handle);
         cuStreamCreate(*mut Handle, c_uint);
         cuStreamSynchronize(Handle);
+        cuStreamWaitEvent(Handle, Handle, c_uint);
         cuStreamDestroy_v2(Handle);
         cuEventCreate(*mut Handle, c_uint);
         cuEventRecord(Handle, Handle);

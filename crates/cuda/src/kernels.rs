@@ -14,6 +14,16 @@ const ATTEND_THREADS: u32 = 128;
 /// Its query rows.
 pub const ROWS: u32 = ATTEND_ROWS[0];
 
+/// Threads of a block of `scatter` and `gather`.
+const MOVE_THREADS: u32 = 256;
+
+/// Blocks of `scatter` and `gather` for so many words: a thread has sixteen bytes, or where these do not lie at a multiple of sixteen, its
+/// words one after the other.
+pub fn move_groups(words: u64) -> [u32; 3] {
+    let groups = words.div_ceil(4 * u64::from(MOVE_THREADS));
+    [u32::try_from(groups).unwrap_or(u32::MAX).clamp(1, i32::MAX as u32), 1, 1]
+}
+
 /// What kernels are compiled for.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
@@ -67,6 +77,7 @@ impl Target {
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
             Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
+            Kernel::Scatter | Kernel::Gather => MOVE_THREADS,
             Kernel::Top => 512,
             _ => 64,
         }

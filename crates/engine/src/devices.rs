@@ -9,7 +9,9 @@ use kvist_device::{DeviceError, MemoryBudget, Registry};
 #[cfg(any(feature = "wgpu", feature = "cuda-experimental"))]
 use kvist_gpu::Driver as _;
 use kvist_gpu::Limits;
-pub use kvist_gpu::{HostMemory, MeasureTransfers, MeasuredSteps, StepSpans, TransferCase};
+pub use kvist_gpu::{
+    HostMemory, MeasureTransfers, MeasuredSteps, PartSpans, RowsFrom, StepSpans, TransferCase,
+};
 use kvist_model::{Error, LoadOptions, Model, Opened};
 #[cfg(feature = "wgpu")]
 pub use kvist_wgpu::{AdapterSummary, WgpuDevice, adapters, open as open_wgpu};

@@ -48,6 +48,17 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
+    /// Workgroups of [`Kernel::Scatter`] for rows of `n` cells, of which each cell has `words` words in the pool.
+    fn scatter_groups(&self, words: u32, n: u32) -> [u32; 3] {
+        [words.div_ceil(64), n, 1]
+    }
+
+    /// Workgroups of [`Kernel::Gather`] for so many words of a block.
+    fn gather_groups(&self, words: u64) -> [u32; 3] {
+        let groups = words.div_ceil(64);
+        [groups.min(65_535) as u32, groups.div_ceil(65_535) as u32, 1]
+    }
+
     /// Query rows of a workgroup of [`Kernel::Attend`] with these keys and values, for tiles of `wanted` rows: all of them, as far as the
     /// device's workgroup memory goes, so that the cells are read once for all.
     fn attend_rows(&self, wanted: u32, (k, _): (Form, Form), dim: u32, recent: bool) -> u32 {
@@ -111,6 +122,19 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     /// Records a copy between buffers, in order with the dispatches.
     fn copy(&self, recorder: &mut Self::Recorder, copy: &BufferCopy<'_, Self>);
 
+    /// The same for a copy from the host's memory to a buffer that nothing uses any more that was submitted before: it need not wait for
+    /// that, and what is recorded next waits for the copy. With `marks` the device notes the time before and after it.
+    fn copy_ahead(&self, recorder: &mut Self::Recorder, copy: &BufferCopy<'_, Self>, marks: bool) {
+        let mark = |recorder: &mut Self::Recorder| {
+            if marks {
+                self.mark(recorder);
+            }
+        };
+        mark(recorder);
+        self.copy(recorder, copy);
+        mark(recorder);
+    }
+
     /// Submits what was recorded, then copies between buffers.
     fn submit(&self, recorder: &mut Self::Recorder, copies: &[BufferCopy<'_, Self>]) -> Self::Submission;
 
@@ -157,6 +181,23 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     /// # Errors
     /// The device has failed.
     fn fill(&self, buffer: &Self::Buffer, bytes: &[u8]) -> Result<(), DeviceError>;
+
+    /// The same for `len` bytes that `write` writes, whatever they were before: to the buffer itself where the API allows that, else to
+    /// `scratch` first.
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill).
+    fn fill_with(
+        &self,
+        buffer: &Self::Buffer,
+        len: usize,
+        scratch: &mut Vec<u8>,
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<(), DeviceError> {
+        scratch.resize(len, 0);
+        write(scratch);
+        self.fill(buffer, scratch)
+    }
 
     /// Memory of the host, locked in place, to lend blocks from. `None`: the API has no memory that the host may use at any time, while
     /// the device copies other parts of it.

@@ -3,7 +3,8 @@
 //! An upload packs rows into memory of the host that the device reads, copies them to the device in one piece, and a
 //! kernel scatters them to their cells. A download is the reverse. Rows that lie in pinned memory already, or are to, are copied
 //! by the device alone ([`Pinned`]). A lane has a few slots, so that the host packs one while the device copies another;
-//! nothing waits until a slot or a result is needed.
+//! nothing waits until a slot or a result is needed. A slot is free when its transfer has ended, so the copy of an upload need not wait
+//! for what the device does otherwise ([`Driver::copy_ahead`]); the kernels that scatter do.
 use crate::driver::{Args, BufferCopy, Driver, HostMemory, Recorder};
 use crate::kernels::Kernel;
 use kvist_device::DeviceError;
@@ -34,9 +35,10 @@ pub struct Section<'a, D: Driver> {
 }
 
 impl<D: Driver> Section<'_, D> {
-    fn args(&self) -> Args {
+    /// For rows of `n` cells.
+    fn args(&self, n: u32) -> Args {
         let Section { row_bytes, block_heads, first_head, heads, words, cells, .. } = *self;
-        Args::new(&[self.first_byte / 4, row_bytes, block_heads, first_head, heads, words, cells])
+        Args::new(&[self.first_byte / 4, row_bytes, block_heads, first_head, heads, words, cells, n])
     }
 }
 
@@ -52,14 +54,15 @@ pub struct Pinned<'a, D: Driver> {
 
 /// Where the rows of an upload are.
 enum Source<'a, D: Driver> {
-    Host(&'a [u8]),
+    /// So many bytes, which the closure writes.
+    Host(usize, &'a mut dyn FnMut(&mut [u8])),
     Pinned(&'a Pinned<'a, D>),
 }
 
 impl<D: Driver> Source<'_, D> {
     fn bytes(&self) -> u64 {
         match self {
-            Source::Host(block) => block.len() as u64,
+            Source::Host(len, _) => *len as u64,
             Source::Pinned(pinned) => pinned.bytes,
         }
     }
@@ -89,6 +92,8 @@ struct Running<D: Driver> {
     submission: D::Submission,
     /// Bytes to read; 0 for an upload, and for a download to pinned memory.
     download: u64,
+    /// Whether there are times to read.
+    marks: bool,
 }
 
 /// Transfers of blocks of up to so many bytes and cells.
@@ -101,6 +106,8 @@ pub struct Lane<D: Driver> {
     free: Vec<Slot<D>>,
     running: VecDeque<Running<D>>,
     recorder: D::Recorder,
+    /// Rows that the host has packed, where it cannot write to the memory that the device reads.
+    packed: Vec<u8>,
     next: u64,
     hangs: bool,
 }
@@ -142,6 +149,7 @@ impl<D: Driver> Lane<D> {
             free: (0..slots.max(1)).map(slot).collect::<Result<_, DeviceError>>()?,
             running: VecDeque::new(),
             recorder: D::Recorder::default(),
+            packed: Vec::new(),
             next: 0,
             hangs: false,
             gpu: gpu.clone(),
@@ -198,11 +206,11 @@ impl<D: Driver> Lane<D> {
         self.free.pop().ok_or(DeviceError::UnknownTransfer)
     }
 
-    /// Takes back the slots of transfers that have ended, of which nothing is read: uploads, and downloads to pinned memory.
+    /// Takes back the slots of transfers that have ended, of which nothing is read: uploads without marks, and downloads to pinned memory.
     fn collect(&mut self) {
         let mut at = 0;
         while let Some(running) = self.running.get(at) {
-            if running.download > 0 || !self.gpu.is_done(&running.submission) {
+            if running.download > 0 || running.marks || !self.gpu.is_done(&running.submission) {
                 at += 1;
             } else if let Some(running) = self.running.remove(at) {
                 let _ = self.gpu.wait(&running.submission); // the device keeps its error, which `wait` of the job returns
@@ -223,7 +231,23 @@ impl<D: Driver> Lane<D> {
         sections: &[Section<'_, D>],
         marks: bool,
     ) -> Result<Job, DeviceError> {
-        self.upload_from(&Source::Host(block), cells, sections, marks)
+        self.upload_packed(block.len(), &mut |to| to.copy_from_slice(block), cells, sections, marks)
+    }
+
+    /// The same for a block of `len` bytes that `pack` writes, all of them: where the API allows it to the memory that the device reads. It is
+    /// called at most once.
+    ///
+    /// # Errors
+    /// As [`upload`](Self::upload).
+    pub fn upload_packed(
+        &mut self,
+        len: usize,
+        pack: &mut dyn FnMut(&mut [u8]),
+        cells: &[u32],
+        sections: &[Section<'_, D>],
+        marks: bool,
+    ) -> Result<Job, DeviceError> {
+        self.upload_from(Source::Host(len, pack), cells, sections, marks)
     }
 
     /// The same for rows in pinned memory, of which the host copies nothing.
@@ -235,13 +259,14 @@ impl<D: Driver> Lane<D> {
         rows: &Pinned<'_, D>,
         cells: &[u32],
         sections: &[Section<'_, D>],
+        marks: bool,
     ) -> Result<Job, DeviceError> {
-        self.upload_from(&Source::Pinned(rows), cells, sections, false)
+        self.upload_from(Source::Pinned(rows), cells, sections, marks)
     }
 
     fn upload_from(
         &mut self,
-        rows: &Source<'_, D>,
+        rows: Source<'_, D>,
         cells: &[u32],
         sections: &[Section<'_, D>],
         marks: bool,
@@ -249,18 +274,18 @@ impl<D: Driver> Lane<D> {
         self.check(rows.bytes(), cells)?;
         let slot = self.slot()?;
         let started = self.start_upload(&slot, rows, cells, sections, marks);
-        self.run_or_free(slot, started, 0)
+        self.run_or_free(slot, started, 0, marks)
     }
 
     fn start_upload(
         &mut self,
         slot: &Slot<D>,
-        rows: &Source<'_, D>,
+        rows: Source<'_, D>,
         cells: &[u32],
         sections: &[Section<'_, D>],
         marks: bool,
     ) -> Result<D::Submission, DeviceError> {
-        let (gpu, recorder) = (&*self.gpu, &mut self.recorder);
+        let (gpu, recorder, packed) = (&*self.gpu, &mut self.recorder, &mut self.packed);
         let table: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
         gpu.write(&slot.table, 0, &table);
         let mark = |recorder: &mut D::Recorder| {
@@ -268,34 +293,41 @@ impl<D: Driver> Lane<D> {
                 gpu.mark(recorder);
             }
         };
-        mark(recorder);
+        // The slot's last transfer has ended, so nothing reads or writes its block: the copy need not wait.
+        let copy = |recorder: &mut D::Recorder, from, from_byte, bytes| {
+            let copy = BufferCopy { from, from_byte, to: &slot.block, to_byte: 0, bytes };
+            gpu.copy_ahead(recorder, &copy, marks);
+        };
         let from = match (rows, self.memory, &slot.host) {
             (Source::Pinned(Pinned { buffer, first_byte, bytes }), ..) => {
-                let (from, from_byte, bytes) = (*buffer, *first_byte, *bytes);
-                gpu.copy(recorder, &BufferCopy { from, from_byte, to: &slot.block, to_byte: 0, bytes });
+                copy(recorder, buffer, *first_byte, *bytes);
                 &slot.block
             }
-            (Source::Host(block), HostMemory::Mapped, Some(host)) => {
-                gpu.fill(host, block)?;
+            (Source::Host(len, pack), HostMemory::Mapped, Some(host)) => {
+                mark(recorder);
+                gpu.fill_with(host, len, packed, pack)?;
+                mark(recorder);
                 host
             }
-            (Source::Host(block), HostMemory::Pinned, Some(host)) => {
-                gpu.fill(host, block)?;
-                let bytes = (block.len() as u64).next_multiple_of(4);
-                let copy = BufferCopy { from: host, from_byte: 0, to: &slot.block, to_byte: 0, bytes };
-                gpu.copy(recorder, &copy);
+            (Source::Host(len, pack), HostMemory::Pinned, Some(host)) => {
+                gpu.fill_with(host, len, packed, pack)?;
+                copy(recorder, host, 0, (len as u64).next_multiple_of(4));
                 &slot.block
             }
-            (Source::Host(block), ..) => {
-                gpu.write(&slot.block, 0, block);
+            (Source::Host(len, pack), ..) => {
+                mark(recorder);
+                packed.resize(len, 0);
+                pack(packed);
+                gpu.write(&slot.block, 0, packed);
+                mark(recorder);
                 &slot.block
             }
         };
-        mark(recorder);
         for section in sections {
-            let groups = [(section.heads * section.words).div_ceil(64), cells.len() as u32, 1];
+            let n = cells.len() as u32;
+            let groups = gpu.scatter_groups(section.heads * section.words, n);
             let buffers = [Some(from), Some(&slot.table), Some(section.pool)];
-            gpu.record(recorder, &Kernel::Scatter, &buffers, section.args(), groups);
+            gpu.record(recorder, &Kernel::Scatter, &buffers, section.args(n), groups);
         }
         mark(recorder);
         Ok(gpu.submit(recorder, &[]))
@@ -320,7 +352,7 @@ impl<D: Driver> Lane<D> {
             let to = slot.download.insert(staging);
             self.start_download((&slot.block, &slot.table), (to, 0), bytes, cells, sections)
         });
-        self.run_or_free(slot, started, bytes.max(1))
+        self.run_or_free(slot, started, bytes.max(1), false)
     }
 
     /// Starts to copy rows of cells to pinned memory. [`wait`](Self::wait) for it, as for an upload: there is nothing to read.
@@ -337,7 +369,7 @@ impl<D: Driver> Lane<D> {
         let slot = self.slot()?;
         let to = (rows.buffer, rows.first_byte);
         let started = self.start_download((&slot.block, &slot.table), to, rows.bytes, cells, sections);
-        self.run_or_free(slot, Ok(started), 0)
+        self.run_or_free(slot, Ok(started), 0, false)
     }
 
     fn start_download(
@@ -354,10 +386,9 @@ impl<D: Driver> Lane<D> {
         for section in sections {
             let rows = cells.len() as u64 * u64::from(section.block_heads);
             let words = (rows * u64::from(section.row_bytes)).div_ceil(4);
-            let groups = words.div_ceil(64);
-            let groups = [groups.min(65_535) as u32, groups.div_ceil(65_535) as u32, 1];
+            let groups = gpu.gather_groups(words);
             let buffers = [Some(section.pool), Some(table), Some(block)];
-            let args = section.args().u32(cells.len() as u32);
+            let args = section.args(cells.len() as u32);
             gpu.record(&mut self.recorder, &Kernel::Gather, &buffers, args, groups);
         }
         let bytes = bytes.next_multiple_of(4);
@@ -370,13 +401,14 @@ impl<D: Driver> Lane<D> {
         slot: Slot<D>,
         started: Result<D::Submission, DeviceError>,
         download: u64,
+        marks: bool,
     ) -> Result<Job, DeviceError> {
         match (started, self.gpu.check()) {
-            (Ok(submission), Ok(())) => Ok(self.run(slot, submission, download)),
+            (Ok(submission), Ok(())) => Ok(self.run(slot, submission, download, marks)),
             (Ok(submission), Err(error)) => {
                 // Some of it may have been submitted. It ends before the caller uses the memory of the rows for anything else.
                 let _ = self.end(&submission);
-                self.run(slot, submission, 0);
+                self.run(slot, submission, 0, false);
                 Err(error)
             }
             (Err(error), _) => {
@@ -387,10 +419,10 @@ impl<D: Driver> Lane<D> {
         }
     }
 
-    fn run(&mut self, slot: Slot<D>, submission: D::Submission, download: u64) -> Job {
+    fn run(&mut self, slot: Slot<D>, submission: D::Submission, download: u64, marks: bool) -> Job {
         let job = Job(self.next);
         self.next += 1;
-        self.running.push_back(Running { job, slot, submission, download });
+        self.running.push_back(Running { job, slot, submission, download, marks });
         job
     }
 

@@ -2,14 +2,26 @@
 //! computes or in turns with it.
 //!
 //! Nothing here is needed when K and V are computed on the device. It is the way of blocks that come from the host's
-//! memory or from disk, through the same [`Lane`].
+//! memory or from disk, through the same [`Lane`](crate::Lane). A step's rows go in parts, so that the host packs one while the device
+//! copies the one before.
+mod path;
+
 use crate::driver::{Args, BufferCopy, Driver, HostMemory};
 use crate::kernels::{Kernel, Routed, encoding_number};
-use crate::lane::{Job, Lane, Section};
+use kvist_device::DeviceError;
 use kvist_device::weights::Encoding;
-use kvist_device::{DeviceError, f16};
+use path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+/// Where the rows of a step are before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowsFrom {
+    /// The host has computed them, and packs them into this memory.
+    Host(HostMemory),
+    /// They lie in pinned memory as a block, like those of the tier in RAM: the device copies them, and the host packs nothing.
+    Blocks,
+}
 
 /// What a step transfers, and how.
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +33,7 @@ pub struct TransferCase {
     pub tokens: u32,
     /// Tokens per block of the page table.
     pub block_tokens: u32,
-    pub memory: HostMemory,
+    pub from: RowsFrom,
     /// Whether the next step's rows are packed and copied while a step computes.
     pub overlap: bool,
     /// Matrix products of a step's computation ([`MeasureTransfers::unit`]).
@@ -39,20 +51,35 @@ impl TransferCase {
 /// Beginning and end, since the first step began.
 pub type Span = (Duration, Duration);
 
-/// When the parts of a step ran. Those on the device are missing where it has no clock.
+/// When a part of a step's rows moved. What happened on the device is missing where it has no clock.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct StepSpans {
-    /// The host makes rows of f16 and orders them as a block.
+pub struct PartSpans {
+    /// The host makes rows of f16 and orders them as a block; where the API allows it in the memory that the device reads. Empty for blocks.
     pub pack: Span,
-    /// The host copies the block to memory that the device reads, and submits.
+    /// The host copies them to memory that the device reads, unless they are there, and submits.
     pub stage: Span,
-    /// When the host knew that the rows had arrived.
-    pub arrived: Duration,
-    /// The device copies the block. Empty if kernels read the host's memory, and where the API copies by itself.
+    /// The device copies the part. Empty if kernels read the host's memory, and where the API copies by itself.
     pub copy: Option<Span>,
     /// A kernel writes the rows to their cells.
     pub scatter: Option<Span>,
+}
+
+/// When a step did what.
+#[derive(Clone, Debug, Default)]
+pub struct StepSpans {
+    /// Of its rows, in their order. A part is copied while the next one is packed.
+    pub parts: Vec<PartSpans>,
+    /// When the host knew that the rows had arrived.
+    pub arrived: Duration,
+    /// Missing where the device has no clock.
     pub compute: Option<Span>,
+}
+
+impl StepSpans {
+    /// From the beginning of the first part until the rows have arrived.
+    pub fn transfer(&self) -> Span {
+        (self.parts.first().map_or(self.arrived, |part| part.pack.0), self.arrived)
+    }
 }
 
 /// Steps that were measured.
@@ -65,8 +92,6 @@ pub struct MeasuredSteps {
 
 /// Rows and columns of the matrix of a step's computation.
 const COMPUTE: u32 = 1024;
-/// Cells of the pool that steps write to, at least.
-const CELLS: u32 = 1024;
 
 /// A measurement of any GPU.
 pub trait MeasureTransfers {
@@ -201,19 +226,22 @@ impl<D: Driver> MeasureTransfers for Measurement<D> {
         let n = warmups + runs;
         let mut epoch = Epoch { began: Instant::now(), device: None };
         let mut starts = Vec::new();
-        let mut steps: Vec<(StepSpans, Vec<f64>, Vec<f64>)> = Vec::new(); // spans of the host; marks: transfer, compute
+        let mut steps = Vec::new();
         let mut next = None;
         for step in 0..n {
             starts.push(Instant::now());
-            let (mut spans, job) = match next.take() {
+            let started = match next.take() {
                 Some(started) => started,
                 None => path.transfer(&epoch, step)?,
             };
             // A step computes with its rows: they have arrived before.
-            let moved = path.lane.wait(job)?;
-            let arrived = Instant::now();
-            epoch.learn(&moved, arrived);
-            spans.arrived = epoch.host(epoch.began, arrived).1;
+            let mut parts = Vec::with_capacity(started.len());
+            for (spans, job) in started {
+                let moved = path.wait(job)?;
+                epoch.learn(&moved, Instant::now());
+                parts.push((spans, moved));
+            }
+            let arrived = epoch.host(epoch.began, Instant::now()).1;
             self.compute(&mut recorder, case.compute);
             let computed = self.gpu.submit(&mut recorder, &[]);
             if case.overlap {
@@ -224,109 +252,27 @@ impl<D: Driver> MeasureTransfers for Measurement<D> {
             let waited = Instant::now();
             let marks = self.gpu.marks(&computed)?;
             epoch.learn(&marks, waited);
-            steps.push((spans, moved, marks));
+            steps.push((parts, arrived, marks));
         }
         starts.push(Instant::now());
         let starts = &starts[warmups as usize..];
-        // Times count from the first step that is measured.
-        let zero = steps.get(warmups as usize).map_or(Duration::ZERO, |(spans, ..)| spans.pack.0);
-        let since = |(from, to): Span| (from.saturating_sub(zero), to.saturating_sub(zero));
         let times = starts.windows(2).map(|pair| pair[1].duration_since(pair[0])).collect();
-        let spans = steps.into_iter().skip(warmups as usize).map(|(host, moved, computed)| StepSpans {
+        // Times count from the first step that is measured.
+        let first = steps.get(warmups as usize).and_then(|(parts, ..)| parts.first());
+        let zero = first.map_or(Duration::ZERO, |(host, _)| host.pack.0);
+        let since = |(from, to): Span| (from.saturating_sub(zero), to.saturating_sub(zero));
+        let is_copied = matches!(case.from, RowsFrom::Blocks | RowsFrom::Host(HostMemory::Pinned));
+        let part = |(host, moved): &(PartSpans, Vec<f64>)| PartSpans {
             pack: since(host.pack),
             stage: since(host.stage),
-            arrived: host.arrived.saturating_sub(zero),
-            copy: epoch.device(&moved, 0).filter(|_| case.memory == HostMemory::Pinned).map(since),
-            scatter: epoch.device(&moved, 1).map(since),
-            compute: epoch.device(&computed, 0).map(since),
+            copy: epoch.device(moved, 0).filter(|_| is_copied).map(since),
+            scatter: epoch.device(moved, 1).map(since),
+        };
+        let spans = steps.iter().skip(warmups as usize).map(|(parts, arrived, computed)| StepSpans {
+            parts: parts.iter().map(part).collect(),
+            arrived: arrived.saturating_sub(zero),
+            compute: epoch.device(computed, 0).map(since),
         });
         Ok(MeasuredSteps { times, spans: spans.collect() })
-    }
-}
-
-/// The way of a step's rows.
-struct Path<D: Driver> {
-    case: TransferCase,
-    lane: Lane<D>,
-    /// K and V of each layer: `[heads, cells, row]`.
-    pools: Vec<D::Buffer>,
-    cells: u32,
-    /// First cell of each block of the page table, in the order of positions: no two neighbours lie beside each other.
-    blocks: Vec<u32>,
-    rows: Vec<f32>, // [tokens, heads, dim]: what the host computed for one side of a layer
-    block: Vec<u8>,
-}
-
-impl<D: Driver> Path<D> {
-    fn new(gpu: &Arc<D>, case: &TransferCase) -> Result<Self, DeviceError> {
-        let too_much = || DeviceError::OutOfMemory { what: "KV cache", bytes: u64::MAX };
-        let blocks = CELLS.max(2 * case.tokens).div_ceil(case.block_tokens).next_power_of_two().max(4);
-        let cells = blocks.checked_mul(case.block_tokens).ok_or_else(too_much)?;
-        // Kernels count bytes of a block in 32 bits.
-        let bytes = case.bytes();
-        if bytes > u64::from(u32::MAX / 2) {
-            return Err(DeviceError::Unsupported(format!(
-                "{bytes} bytes in a step: less than 2 GiB are possible"
-            )));
-        }
-        let row_words = case.head_dim.div_ceil(2);
-        let words = [case.kv_heads, cells, row_words];
-        let words =
-            words.iter().try_fold(1u64, |n, by| n.checked_mul(u64::from(*by))).ok_or_else(too_much)?;
-        // Odd numbers are coprime to a power of two, so every block is named once.
-        let order = |i: u32| {
-            (u64::from(i) * u64::from(blocks / 2 + 1) % u64::from(blocks)) as u32 * case.block_tokens
-        };
-        Ok(Path {
-            lane: Lane::new(gpu, case.memory, 3, case.bytes() + 8 * u64::from(case.layers), case.tokens)?,
-            pools: (0..2 * case.layers)
-                .map(|_| gpu.buffer("KV cache", words * 4))
-                .collect::<Result<_, _>>()?,
-            cells,
-            blocks: (0..blocks).map(order).collect(),
-            rows: vec![0.5; (case.tokens * case.kv_heads * case.head_dim) as usize],
-            block: Vec::with_capacity(case.bytes() as usize),
-            case: *case,
-        })
-    }
-
-    /// Packs, stages and submits the rows of a step.
-    fn transfer(&mut self, epoch: &Epoch, step: u32) -> Result<(StepSpans, Job), DeviceError> {
-        let case = self.case;
-        let began = Instant::now();
-        self.block.clear();
-        for side in 0..2 * case.layers {
-            self.rows[0] = (step * 64 + side) as f32;
-            self.block.extend(self.rows.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()));
-            self.block.resize(self.block.len().next_multiple_of(4), 0);
-        }
-        let cell = |token: u32| {
-            let position = u64::from(step) * u64::from(case.tokens) + u64::from(token);
-            let position = (position % u64::from(self.cells)) as u32;
-            self.blocks[(position / case.block_tokens) as usize] + position % case.block_tokens
-        };
-        let cells: Vec<u32> = (0..case.tokens).map(cell).collect();
-        let packed = Instant::now();
-        let row_bytes = 2 * case.head_dim;
-        let side = (case.tokens * case.kv_heads * row_bytes).next_multiple_of(4);
-        let section = |(i, pool)| Section {
-            first_byte: i * side,
-            row_bytes,
-            block_heads: case.kv_heads,
-            first_head: 0,
-            heads: case.kv_heads,
-            words: row_bytes.div_ceil(4),
-            cells: self.cells,
-            pool,
-        };
-        let sections: Vec<_> = (0u32..).zip(&self.pools).map(section).collect();
-        let job = self.lane.upload(&self.block, &cells, &sections, true)?;
-        let staged = Instant::now();
-        let spans = StepSpans {
-            pack: epoch.host(began, packed),
-            stage: epoch.host(packed, staged),
-            ..StepSpans::default()
-        };
-        Ok((spans, job))
     }
 }

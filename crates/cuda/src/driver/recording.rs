@@ -1,5 +1,6 @@
 //! What was recorded and not submitted yet.
 use super::Buf;
+use super::ahead::Ahead;
 use super::graphs::{Graphs, Step};
 use crate::ffi::{Function, Launch, MAX_BUFFERS};
 use kvist_gpu::{Args, IMMEDIATE_WORDS, Kernel, Recorder};
@@ -26,7 +27,15 @@ pub struct Call {
 /// What is not a launch.
 #[derive(Debug)]
 pub enum Other {
-    Copy { from: Buf, from_byte: u64, to: Buf, to_byte: u64, bytes: u64 },
+    Copy {
+        from: Buf,
+        from_byte: u64,
+        to: Buf,
+        to_byte: u64,
+        bytes: u64,
+    },
+    /// On the stream of copies; the other one waits for it here.
+    CopyAhead(Ahead),
     Mark,
 }
 

@@ -342,6 +342,13 @@ impl Stream {
         check(unsafe { (cuda.cuStreamSynchronize)(self.raw) })
     }
 
+    /// What is given to the stream from now on waits for an event, which may be of another stream.
+    pub fn wait(&self, event: &Event) -> Result<(), Code> {
+        let cuda = self.context.enter()?;
+        // SAFETY: stream and event exist, and the event may be destroyed while it is waited for; no flags.
+        check(unsafe { (cuda.cuStreamWaitEvent)(self.raw, event.raw, 0) })
+    }
+
     pub fn zero(&self, memory: &DeviceMemory) -> Result<(), Code> {
         let cuda = self.context.enter()?;
         // SAFETY: the memory has so many bytes.

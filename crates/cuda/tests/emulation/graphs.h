@@ -108,9 +108,10 @@ API int cuGraphExecKernelNodeSetParams_v2(void* raw, void* node, const NodeParam
     }
     return 1;
 }
-API int cuGraphLaunch(void* raw, void*) {
+API int cuGraphLaunch(void* raw, void* stream) {
     BEGIN Executable* executable = static_cast<Executable*>(raw);
     if (!executables.count(executable)) { return 1; }
+    upload(stream);
     for (Node& node : executable->nodes) {
         if (int code = wanted_failure("node")) { return sticky = code; }
         std::vector<void*> params;

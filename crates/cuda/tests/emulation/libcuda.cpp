@@ -2,10 +2,10 @@
 //
 // NVRTC compiles with the host's C++ compiler (KVIST_CXX, KVIST_CXXFLAGS) to a shared library in KVIST_EMULATION, and its
 // "cubin" is that library's path. Everything runs at once, so every event is done; with KVIST_EMULATION_LATE=1 copies to the
-// host arrive late, though. Memory of the device is poisoned when it is allocated, and limited to KVIST_EMULATION_BYTES; a
-// block has KVIST_EMULATION_SHARED bytes of shared memory. KVIST_EMULATION_FAIL=function:number[:after] makes a function fail,
-// and the context with it, as an illegal address would. `node` instead of a function is a kernel in a graph. Graphs are lists of launches,
-// and take memory of the device while they exist.
+// host arrive late, though, and copies from the host begin late. Memory of the device is poisoned when it is allocated, and limited to
+// KVIST_EMULATION_BYTES; a block has KVIST_EMULATION_SHARED bytes of shared memory. KVIST_EMULATION_FAIL=function:number[:after] makes a
+// function fail, and the context with it, as an illegal address would. `node` instead of a function is a kernel in a graph. Graphs are
+// lists of launches, and take memory of the device while they exist.
 #include <chrono>
 #include <deque>
 #include <cstdint>
@@ -60,10 +60,23 @@ struct LateCopy {
 std::deque<LateCopy> late;
 uint64_t n_arrived;
 
+// And copies from the host that have not begun. They read what is there when the next operation of their stream runs, when another stream
+// waits for an event behind them, when such an event is found done, or when the stream or the context is waited for.
+struct LateUpload {
+    void* stream;
+    uint64_t number, to;
+    const void* from;
+    size_t bytes;
+};
+std::deque<LateUpload> uploads;
+uint64_t n_uploads;
+
 struct Event {
     std::chrono::steady_clock::time_point at;
     uint64_t n_before; // copies to the host before it
     bool was_asked;
+    void* stream;
+    uint64_t uploads_before; // the number of the first copy from the host that is not before it
 };
 
 uint64_t hash(const std::string& text) {
@@ -125,6 +138,22 @@ void arrive(uint64_t up_to = UINT64_MAX) {
         memcpy(late.front().to, late.front().bytes.data(), late.front().bytes.size());
         late.pop_front();
     }
+}
+
+// A stream's copies from the host up to one number, or all of them, have run.
+void upload(void* stream, uint64_t up_to = UINT64_MAX) {
+    std::deque<LateUpload> others;
+    for (const LateUpload& copy : uploads) {
+        if (copy.stream == stream && copy.number < up_to) {
+            memcpy(reinterpret_cast<void*>(copy.to), copy.from, copy.bytes);
+        } else {
+            others.push_back(copy);
+        }
+    }
+    uploads.swap(others);
+}
+void upload_all() {
+    while (!uploads.empty()) { upload(uploads.front().stream); }
 }
 
 // Whether a range lies in one allocation.
@@ -215,7 +244,9 @@ API int cuCtxSetCurrent(void* context) {
     return 0;
 }
 API int cuCtxSynchronize() {
-    BEGIN arrive();
+    if (sticky) { uploads.clear(); }
+    BEGIN upload_all();
+    arrive();
     return 0;
 }
 
@@ -252,18 +283,25 @@ API int cuMemFreeHost(void* address) {
     free(address);
     return 0;
 }
-API int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void*) {
+API int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, void* stream) {
     BEGIN if (!inside(address, bytes)) { return 1; }
+    upload(stream);
     memset(reinterpret_cast<void*>(address), value, bytes);
     return 0;
 }
-API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*) {
+API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
     BEGIN if (!inside(to, bytes)) { return 1; }
-    memcpy(reinterpret_cast<void*>(to), from, bytes);
+    upload(stream);
+    if (environment("KVIST_EMULATION_LATE", "") == "1") {
+        uploads.push_back({stream, n_uploads++, to, from, bytes});
+    } else {
+        memcpy(reinterpret_cast<void*>(to), from, bytes);
+    }
     return 0;
 }
-API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
+API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
     BEGIN if (!inside(from, bytes)) { return 1; }
+    upload(stream);
     if (environment("KVIST_EMULATION_LATE", "") == "1") {
         late.push_back({to, std::string(reinterpret_cast<const char*>(from), bytes)});
     } else {
@@ -271,8 +309,9 @@ API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void*) {
     }
     return 0;
 }
-API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void*) {
+API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
     BEGIN if (!inside(from, bytes) || !inside(to, bytes)) { return 1; }
+    upload(stream);
     memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
     return 0;
 }
@@ -281,8 +320,14 @@ API int cuStreamCreate(void** stream, unsigned) {
     BEGIN* stream = malloc(1);
     return 0;
 }
-API int cuStreamSynchronize(void*) {
-    BEGIN arrive();
+API int cuStreamSynchronize(void* stream) {
+    BEGIN upload(stream);
+    arrive();
+    return 0;
+}
+API int cuStreamWaitEvent(void*, void* raw, unsigned) {
+    BEGIN Event* event = static_cast<Event*>(raw);
+    upload(event->stream, event->uploads_before);
     return 0;
 }
 API int cuStreamDestroy_v2(void* stream) {
@@ -293,8 +338,9 @@ API int cuEventCreate(void** event, unsigned) {
     BEGIN* event = new Event{};
     return 0;
 }
-API int cuEventRecord(void* event, void*) {
-    BEGIN* static_cast<Event*>(event) = {std::chrono::steady_clock::now(), n_arrived + late.size(), false};
+API int cuEventRecord(void* event, void* stream) {
+    BEGIN* static_cast<Event*>(event) = {
+        std::chrono::steady_clock::now(), n_arrived + late.size(), false, stream, n_uploads};
     return 0;
 }
 API int cuEventQuery(void* raw) {
@@ -304,6 +350,7 @@ API int cuEventQuery(void* raw) {
         event->was_asked = true;
         return 600;
     }
+    upload(event->stream, event->uploads_before);
     arrive(event->n_before);
     return 0;
 }
@@ -364,8 +411,9 @@ int run(Module* kernel, const unsigned* grid, const unsigned* block, unsigned sh
 
 API int cuLaunchKernel(
     void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y, unsigned block_z,
-    unsigned shared_bytes, void*, void** params, void**) {
+    unsigned shared_bytes, void* stream, void** params, void**) {
     BEGIN Module* kernel = static_cast<Module*>(function);
+    upload(stream);
     unsigned grid[3] = {x, y, z};
     unsigned block[3] = {block_x, block_y, block_z};
     return can_launch(kernel, grid, shared_bytes) ? run(kernel, grid, block, shared_bytes, params) : 1;

@@ -437,7 +437,7 @@ impl<D: Driver> GpuPools<D> {
             let job = match (out, &pinned) {
                 (true, Some(pinned)) => lane.download_pinned(pinned, &table, &sections.all)?,
                 (true, None) => lane.download(sections.bytes, &table, &sections.all)?,
-                (false, Some(pinned)) => lane.upload_pinned(pinned, &table, &sections.all)?,
+                (false, Some(pinned)) => lane.upload_pinned(pinned, &table, &sections.all, false)?,
                 (false, None) => lane.upload(&sections.pack(block.bytes()), &table, &sections.all, false)?,
             };
             let places = (out && pinned.is_none()).then_some(sections.places);

@@ -77,10 +77,24 @@ fn blocks_reach_their_cells_and_come_back() {
             Err(error) => panic!("{error}"),
         };
         let mut random = SplitMix64(7);
-        // 1 and 3: several rows in a word; 34 and 66: q8 of 32 and 64; 6: f16 of 3.
-        for row_bytes in [1, 2, 3, 4, 6, 34, 64, 66] {
+        // 1 and 3: several rows in a word; 34 and 66: q8 of 32 and 64; 6: f16 of 3; 64 and 256: whole pieces of sixteen bytes, of which the
+        // second side begins at a word between them if the first one does not end with one.
+        for (row_bytes, second) in [
+            (1, 2),
+            (2, 3),
+            (3, 4),
+            (4, 5),
+            (6, 7),
+            (34, 35),
+            (64, 65),
+            (66, 67),
+            (64, 256),
+            (256, 16),
+            (6, 64),
+            (20, 32),
+        ] {
             let heads = 3;
-            let mut sides = [Side::new(&gpu, heads, row_bytes), Side::new(&gpu, heads, row_bytes + 1)];
+            let mut sides = [Side::new(&gpu, heads, row_bytes), Side::new(&gpu, heads, second)];
             for n in [1, 5, 16, 2, CELLS as usize] {
                 let cells = cells(&mut random, n);
                 // Two sections; the second begins at the next word.

@@ -9,7 +9,9 @@ use crate::{interrupt, json, output, progress};
 use clap::{ValueEnum, ValueHint};
 use kvist_cpu::Compute;
 use kvist_device::DeviceError;
-use kvist_engine::devices::{HostMemory, MeasureTransfers, MeasuredSteps, StepSpans, TransferCase};
+use kvist_engine::devices::{
+    HostMemory, MeasureTransfers, MeasuredSteps, PartSpans, RowsFrom, StepSpans, TransferCase,
+};
 use kvist_simulator::statistics::percentile;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -29,8 +31,13 @@ pub struct Args {
     /// Tokens whose K and V arrive in a step; one row for each
     #[arg(long, value_name = "T,T,…", default_value = "1,8,64", value_parser = parse_lengths)]
     tokens: std::vec::Vec<u32>,
-    /// Memory that the rows are staged in
-    #[arg(long, value_name = "HOW,HOW,…", default_value = "pageable,pinned,mapped", value_delimiter = ',')]
+    /// Memory that the rows are staged in; what the GPU has not is left out, with a line that says so
+    #[arg(
+        long,
+        value_name = "HOW,HOW,…",
+        default_value = "pageable,pinned,mapped,blocks",
+        value_delimiter = ','
+    )]
     staging: Vec<Staging>,
     /// Tokens per block of the page table
     #[arg(long, default_value_t = 16, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -60,14 +67,17 @@ enum Staging {
     Pinned,
     /// Memory that kernels read
     Mapped,
+    /// None: the rows lie in blocks of the RAM tier, in pinned memory that the device copies from; nothing is packed
+    Blocks,
 }
 
 impl Staging {
-    fn memory(self) -> HostMemory {
+    fn rows(self) -> RowsFrom {
         match self {
-            Staging::Pageable => HostMemory::Pageable,
-            Staging::Pinned => HostMemory::Pinned,
-            Staging::Mapped => HostMemory::Mapped,
+            Staging::Pageable => RowsFrom::Host(HostMemory::Pageable),
+            Staging::Pinned => RowsFrom::Host(HostMemory::Pinned),
+            Staging::Mapped => RowsFrom::Host(HostMemory::Mapped),
+            Staging::Blocks => RowsFrom::Blocks,
         }
     }
     fn name(self) -> &'static str {
@@ -75,12 +85,13 @@ impl Staging {
             Staging::Pageable => "pageable",
             Staging::Pinned => "pinned",
             Staging::Mapped => "mapped",
+            Staging::Blocks => "blocks",
         }
     }
 }
 
-/// Medians of milliseconds. Those on the device are null where it has no clock, and `copy_ms` where nothing is copied, or
-/// where the driver copies by itself.
+/// Medians of milliseconds, of all parts of a step together. Those on the device are null where it has no clock, and `copy_ms` where
+/// nothing is copied, or where the driver copies by itself.
 #[derive(Serialize)]
 struct Parts {
     pack_ms: f64,
@@ -111,7 +122,7 @@ struct Row {
     spread: Spread,
     #[serde(flatten)]
     parts: Parts,
-    /// From staging to arrival; null with overlap.
+    /// From the first row that is packed, or for blocks submitted, to the arrival of all; null with overlap.
     transfer_ms: Option<f64>,
     /// Bytes of a step over `transfer_ms`.
     gb_per_s: Option<f64>,
@@ -134,19 +145,18 @@ fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 
 impl Parts {
     fn of(steps: &MeasuredSteps) -> Self {
-        let spans = || steps.spans.iter();
-        let host = |of: fn(&StepSpans) -> (Duration, Duration)| {
-            median(spans().map(of).map(|(from, to)| ms(to.saturating_sub(from)))).unwrap_or_default()
-        };
-        let device = |of: fn(&StepSpans) -> Option<(Duration, Duration)>| {
-            median(spans().filter_map(of).map(|(from, to)| ms(to.saturating_sub(from))))
+        let length = |(from, to): (Duration, Duration)| ms(to.saturating_sub(from));
+        let all = |of: fn(&PartSpans) -> Option<(Duration, Duration)>| {
+            let sum =
+                |step: &StepSpans| step.parts.iter().map(|part| of(part).map(length)).sum::<Option<f64>>();
+            median(steps.spans.iter().filter_map(sum))
         };
         Parts {
-            pack_ms: host(|step| step.pack),
-            stage_ms: host(|step| step.stage),
-            copy_ms: device(|step| step.copy),
-            scatter_ms: device(|step| step.scatter),
-            compute_ms: device(|step| step.compute),
+            pack_ms: all(|part| Some(part.pack)).unwrap_or_default(),
+            stage_ms: all(|part| Some(part.stage)).unwrap_or_default(),
+            copy_ms: all(|part| part.copy),
+            scatter_ms: all(|part| part.scatter),
+            compute_ms: median(steps.spans.iter().filter_map(|step| step.compute).map(length)),
         }
     }
 }
@@ -166,7 +176,7 @@ impl Bench<'_> {
             head_dim: self.shape.head_dim,
             tokens,
             block_tokens: self.args.block,
-            memory: staging.memory(),
+            from: staging.rows(),
             overlap,
             compute,
         }
@@ -209,9 +219,10 @@ impl Bench<'_> {
     }
 }
 
-/// Milliseconds of each step from staging to arrival.
+/// Milliseconds of each step from the first row to the arrival of all.
 fn transfers(steps: &MeasuredSteps) -> impl Iterator<Item = f64> + '_ {
-    steps.spans.iter().map(|step| ms(step.arrived.saturating_sub(step.stage.0)))
+    let transfer = |step: &StepSpans| step.transfer().1.saturating_sub(step.transfer().0);
+    steps.spans.iter().map(transfer).map(ms)
 }
 
 impl Row {

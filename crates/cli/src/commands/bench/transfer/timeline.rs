@@ -1,5 +1,5 @@
 //! The picture of measured transfers: what the host and the device do, and when.
-use kvist_engine::devices::{MeasuredSteps, StepSpans, TransferCase};
+use kvist_engine::devices::{MeasuredSteps, PartSpans, StepSpans, TransferCase};
 use std::fmt::Write;
 use std::time::Duration;
 
@@ -21,20 +21,28 @@ const PARTS: [(&str, usize, &str); 5] = [
 ];
 const ROWS: [&str; 4] = ["host", "copy", "scatter", "compute"];
 
-fn spans(step: &StepSpans) -> [Option<(Duration, Duration)>; 5] {
-    [Some(step.pack), Some(step.stage), step.copy, step.scatter, step.compute]
+/// What a step did, as numbers of `PARTS`, and when.
+fn spans(step: &StepSpans) -> Vec<(usize, (Duration, Duration))> {
+    let of = |part: &PartSpans| [Some(part.pack), Some(part.stage), part.copy, part.scatter, None];
+    let compute = [None, None, None, None, step.compute];
+    let all = step.parts.iter().map(of).chain([compute]);
+    // Blocks are not packed, so that would be a line without width.
+    all.flat_map(|spans| spans.into_iter().enumerate())
+        .filter_map(|(part, span)| span.map(|span| (part, span)))
+        .filter(|(_, (from, to))| from < to)
+        .collect()
 }
 
 /// Steps from the middle of the run, a panel for each case.
 pub fn svg(title: &str, cases: &[(&TransferCase, &MeasuredSteps)]) -> String {
     let shown = |steps: &MeasuredSteps| {
         let first = steps.spans.len().saturating_sub(STEPS) / 2;
-        steps.spans[first..].iter().take(STEPS).copied().collect::<Vec<_>>()
+        steps.spans[first..].iter().take(STEPS).cloned().collect::<Vec<_>>()
     };
     let ends = |steps: &[StepSpans]| {
-        let all = || steps.iter().flat_map(spans).flatten();
-        let from = all().map(|span| span.0).min().unwrap_or_default();
-        (from, all().map(|span| span.1).max().unwrap_or_default())
+        let all = || steps.iter().flat_map(spans);
+        let from = all().map(|(_, span)| span.0).min().unwrap_or_default();
+        (from, all().map(|(_, span)| span.1).max().unwrap_or_default())
     };
     // All panels have the same scale.
     let longest = cases.iter().map(|(_, steps)| {
@@ -93,8 +101,8 @@ fn panel(svg: &mut String, top: f64, case: &TransferCase, steps: &[StepSpans], z
         );
     }
     for (i, step) in steps.iter().enumerate() {
-        for ((name, row, colour), span) in PARTS.iter().zip(spans(step)) {
-            let Some((from, to)) = span else { continue };
+        for (part, (from, to)) in spans(step) {
+            let (name, row, colour) = PARTS[part];
             // Too short a part would not be seen.
             let width = (x(to) - x(from)).max(1.0);
             let _ = writeln!(
@@ -102,7 +110,7 @@ fn panel(svg: &mut String, top: f64, case: &TransferCase, steps: &[StepSpans], z
                 "<rect x=\"{:.1}\" y=\"{:.1}\" width=\"{width:.1}\" height=\"{:.1}\" fill=\"{colour}\" \
                  fill-opacity=\"{}\"><title>step {i}: {name}, {:.3} ms</title></rect>",
                 x(from),
-                y(*row) + 2.0,
+                y(row) + 2.0,
                 ROW - 6.0,
                 if i % 2 == 0 { "1" } else { "0.6" },
                 to.saturating_sub(from).as_secs_f64() * 1e3
