@@ -59,12 +59,8 @@ else
     cargo build --release -p kvist-random-model
     kvist=$target/release/kvist random_model=$target/release/random-model attention= linear=
     if [[ -n $name ]]; then
-        cargo build --release -p kvist-cuda --example attention
-        attention=$target/release/examples/attention
-        if [[ -f crates/cuda/examples/linear.rs ]]; then
-            cargo build --release -p kvist-cuda --example linear
-            linear=$target/release/examples/linear
-        fi
+        cargo build --release -p kvist-cuda --example attention --example linear
+        attention=$target/release/examples/attention linear=$target/release/examples/linear
     fi
 fi
 "$kvist" --version >/dev/null || { say "$kvist does not run here"; exit 1; }
@@ -175,11 +171,26 @@ else
 fi
 
 say "== linear layers"
-if [[ $BACKENDS == *cuda* && -n $linear ]]; then
-    { echo; echo "Linear layers by the GPU's clock: the example \`linear\`."; echo; } >>"$out"
-    "$linear" --gpu "$gpu" 2>"$goals.error" | tee -a "$out" || { failed=1; echo "failed: $(tail -n 1 "$goals.error")" | tee -a "$out"; }
-elif [[ $BACKENDS == *cuda* ]]; then
+if [[ $BACKENDS == *cuda* && -z $linear ]]; then
     { echo; echo "Linear layers by the GPU's clock were not measured: give LINEAR."; } >>"$out"
+elif [[ $BACKENDS == *cuda* ]]; then
+    {
+        echo
+        echo "Linear layers, of the sizes of a Llama 3 8B, by the GPU's clock."
+        echo
+        echo "| GPU | weights | inputs x outputs | tokens | a layer | weights read | copy (read and written) | share | operations |"
+        echo "|---|---|---|--:|--:|--:|--:|--:|--:|"
+    } >>"$out"
+    for dtype in $WEIGHTS; do
+        for layer in "4096 4096" "4096 14336" "14336 4096"; do
+            read -r inputs outputs <<<"$layer"
+            args=(--gpu "$gpu" --encoding "$dtype" --inputs "$inputs" --outputs "$outputs" --tokens 1,8,64,512,2048)
+            "$linear" "${args[@]}" --copy-bytes $copy_bytes ${SMOKE:+--bytes 1048576} 2>"$goals.error" | tee -a "$out" || {
+                failed=1
+                echo "| $name | $dtype | ${inputs}x$outputs | | $(tail -n 1 "$goals.error") | | | | |" | tee -a "$out"
+            }
+        done
+    done
 fi
 
 mkdir -p "$models"
