@@ -131,6 +131,11 @@ __device__ __forceinline__ Block load_block(const u32* __restrict__ w, const For
     u32 group = number % 8u; // in a block of 256
     switch (ENCODING) {
     case F16: case BF16: {
+        if (form.quads % 8u == 0u) {
+#pragma unroll
+            for (u32 i = 0u; i < 4u; i++) { block.codes[i] = wide[i]; }
+            break;
+        }
         // Rows need not end with a whole block, or begin at a multiple of 16 bytes.
         u32 quads = form.quads - 8u * b;
 #pragma unroll
