@@ -98,7 +98,7 @@ pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) ->
     let fit = || tiles.clone().filter(|tile| Plan::new(*tile, max_shared_bytes).is_some());
     let n_blocks =
         |tile: &GemmTile| outputs.div_ceil(tile.outputs).saturating_mul(tokens.div_ceil(tile.tokens));
-    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().last())
+    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().next_back())
 }
 
 #[cfg(test)]
