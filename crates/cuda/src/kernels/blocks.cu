@@ -318,7 +318,9 @@ __device__ __forceinline__ void prefetch_block(const u32* w, const Form& form, u
     u32 number = row * (form.quads / 8u) + b;
     const u32* at = codes_at(w, form, row, b);
     switch (ENCODING) {
-    case F16: case BF16: prefetch(at + 8); break;
+    case F16: case BF16:
+        if (form.quads % 8u == 0u) { prefetch(at + 8); } // or the block may end before
+        break;
     // Each thread another part of the 256 weights.
     case Q4_K: at += number % 8u * 5u; break;
     case Q5_K: at += number % 8u * 6u; break;
