@@ -105,7 +105,7 @@ cuda-asan:
     # Rust's own allocations are not leaks of the kernels.
     export ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libubsan.so)"
     cargo_without() { env -u LD_PRELOAD cargo "$@"; }
-    for test in operations conformance; do
+    for test in operations gemm conformance; do
         program=$(cargo_without test -p kvist-cuda --test $test --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
         (cd crates/cuda && "$program")
     done

@@ -131,6 +131,11 @@ __device__ __forceinline__ Block load_block(const u32* __restrict__ w, const For
     u32 group = number % 8u; // in a block of 256
     switch (ENCODING) {
     case F16: case BF16: {
+        if (form.quads % 8u == 0u) {
+#pragma unroll
+            for (u32 i = 0u; i < 4u; i++) { block.codes[i] = wide[i]; }
+            break;
+        }
         // Rows need not end with a whole block, or begin at a multiple of 16 bytes.
         u32 quads = form.quads - 8u * b;
 #pragma unroll
@@ -313,7 +318,9 @@ __device__ __forceinline__ void prefetch_block(const u32* w, const Form& form, u
     u32 number = row * (form.quads / 8u) + b;
     const u32* at = codes_at(w, form, row, b);
     switch (ENCODING) {
-    case F16: case BF16: prefetch(at + 8); break;
+    case F16: case BF16:
+        if (form.quads % 8u == 0u) { prefetch(at + 8); } // or the block may end before
+        break;
     // Each thread another part of the 256 weights.
     case Q4_K: at += number % 8u * 5u; break;
     case Q5_K: at += number % 8u * 6u; break;

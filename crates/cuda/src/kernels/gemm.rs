@@ -90,13 +90,15 @@ pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) ->
     // Of an expert few tokens are left.
     let most = if matches!(routed, Routed::No | Routed::Sum) { 128 } else { 64 };
     let least = tokens.min(most).next_power_of_two().max(16);
-    let wide = |tile: &GemmTile| tile.tokens == least || least == 128 && tile.tokens > 128 && tokens > 128;
+    // The widest one where it has no more idle tokens than two of the next one.
+    let pairs = tokens > 1024 || tokens.div_ceil(128).is_multiple_of(2);
+    let wide = |tile: &GemmTile| tile.tokens == least || least == 128 && tile.tokens == 256 && pairs;
     let tiles = TILES.map(|(outputs, tokens)| GemmTile { outputs, tokens, halves: true });
     let tiles = tiles.into_iter().filter(wide);
     let fit = || tiles.clone().filter(|tile| Plan::new(*tile, max_shared_bytes).is_some());
     let n_blocks =
         |tile: &GemmTile| outputs.div_ceil(tile.outputs).saturating_mul(tokens.div_ceil(tile.tokens));
-    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().last())
+    fit().find(|tile| n_blocks(tile) >= ENOUGH_BLOCKS).or_else(|| fit().next_back())
 }
 
 #[cfg(test)]
@@ -119,6 +121,7 @@ mod tests {
         }
         let tile = |tokens, outputs| tile(227 << 10, Routed::No, tokens, outputs).unwrap();
         assert_eq!((tile(2048, 4096).outputs, tile(2048, 4096).tokens), (128, 256));
+        assert_eq!((tile(300, 14336).outputs, tile(300, 14336).tokens), (128, 128));
         assert_eq!((tile(512, 4096).outputs, tile(512, 4096).tokens), (128, 128));
         assert_eq!((tile(16, 4096).outputs, tile(16, 4096).tokens), (32, 16));
     }
