@@ -6,7 +6,8 @@
 //   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y
 //
 // x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
-// added as a binary tree. So a token's result is the same in both kernels, and in every batch.
+// added as a binary tree. So a token's result is the same in both kernels, and in every batch. `matmul_floats` and `matmul_blocks`
+// add up in another order, which depends on the number of tokens.
 
 struct Args {
     Form form;
