@@ -170,10 +170,6 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
         for (u32 k = 0u; k < 4u; k++) {
             Segment a = decode(raw[0], k, t, base);
             Segment b = decode(raw[1], k, t, base);
-            if (next < tiles) {
-                fetch(raw[0], w, form, before[0], next, k, t);
-                fetch(raw[1], w, form, before[1], next, k, t);
-            }
 #pragma unroll
             for (u32 i = 0u; i < TOKENS; i += AT_ONCE) {
                 if (i > 0u && i >= n) { continue; }
@@ -210,6 +206,11 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
                         acc[TOKENS + token] = fmaf(b.offset, inputs, acc[TOKENS + token]);
                     }
                 }
+            }
+            // Behind the products: before them these loads would need registers of their own.
+            if (next < tiles) {
+                fetch(raw[0], w, form, before[0], next, k, t);
+                fetch(raw[1], w, form, before[1], next, k, t);
             }
         }
 #pragma unroll

@@ -7,6 +7,7 @@
 //
 // In `matmul` and `gemm` x[t] . W[o] has 16 lanes. Lane l adds up the quads l, l + 16, ... of the row, one fma after the other; the lanes are
 // added as a binary tree. So a token's result is the same in both kernels, and in every batch.
+// The fast kernels add up in other orders, which depend on the number of tokens.
 
 struct Args {
     Form form;
