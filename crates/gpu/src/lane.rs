@@ -54,16 +54,40 @@ pub struct Pinned<'a, D: Driver> {
 
 /// Where the rows of an upload are.
 enum Source<'a, D: Driver> {
+    Host(&'a [u8]),
     /// So many bytes, which the closure writes.
-    Host(usize, &'a mut dyn FnMut(&mut [u8])),
+    Packed(usize, &'a mut dyn FnMut(&mut [u8])),
     Pinned(&'a Pinned<'a, D>),
 }
 
 impl<D: Driver> Source<'_, D> {
     fn bytes(&self) -> u64 {
         match self {
-            Source::Host(len, _) => *len as u64,
+            Source::Host(block) => block.len() as u64,
+            Source::Packed(len, _) => *len as u64,
             Source::Pinned(pinned) => pinned.bytes,
+        }
+    }
+
+    /// Copies what the host has to memory that the device reads.
+    fn fill(self, gpu: &D, host: &D::Buffer, scratch: &mut Vec<u8>) -> Result<(), DeviceError> {
+        match self {
+            Source::Host(block) => gpu.fill(host, block),
+            Source::Packed(len, pack) => gpu.fill_with(host, len, scratch, pack),
+            Source::Pinned(_) => Ok(()),
+        }
+    }
+
+    /// The same by the API, to the device.
+    fn write(self, gpu: &D, to: &D::Buffer, scratch: &mut Vec<u8>) {
+        match self {
+            Source::Host(block) => gpu.write(to, 0, block),
+            Source::Packed(len, pack) => {
+                scratch.resize(len, 0);
+                pack(scratch);
+                gpu.write(to, 0, scratch);
+            }
+            Source::Pinned(_) => {}
         }
     }
 }
@@ -106,7 +130,7 @@ pub struct Lane<D: Driver> {
     free: Vec<Slot<D>>,
     running: VecDeque<Running<D>>,
     recorder: D::Recorder,
-    /// Rows that the host has packed, where it cannot write to the memory that the device reads.
+    /// Where [`upload_packed`](Lane::upload_packed) packs rows if the host cannot write to the memory that the device reads.
     packed: Vec<u8>,
     next: u64,
     hangs: bool,
@@ -231,7 +255,7 @@ impl<D: Driver> Lane<D> {
         sections: &[Section<'_, D>],
         marks: bool,
     ) -> Result<Job, DeviceError> {
-        self.upload_packed(block.len(), &mut |to| to.copy_from_slice(block), cells, sections, marks)
+        self.upload_from(Source::Host(block), cells, sections, marks)
     }
 
     /// The same for a block of `len` bytes that `pack` writes, all of them: where the API allows it to the memory that the device reads. It is
@@ -247,7 +271,7 @@ impl<D: Driver> Lane<D> {
         sections: &[Section<'_, D>],
         marks: bool,
     ) -> Result<Job, DeviceError> {
-        self.upload_from(Source::Host(len, pack), cells, sections, marks)
+        self.upload_from(Source::Packed(len, pack), cells, sections, marks)
     }
 
     /// The same for rows in pinned memory, of which the host copies nothing.
@@ -303,22 +327,21 @@ impl<D: Driver> Lane<D> {
                 copy(recorder, buffer, *first_byte, *bytes);
                 &slot.block
             }
-            (Source::Host(len, pack), HostMemory::Mapped, Some(host)) => {
+            (rows, HostMemory::Mapped, Some(host)) => {
                 mark(recorder);
-                gpu.fill_with(host, len, packed, pack)?;
+                rows.fill(gpu, host, packed)?;
                 mark(recorder);
                 host
             }
-            (Source::Host(len, pack), HostMemory::Pinned, Some(host)) => {
-                gpu.fill_with(host, len, packed, pack)?;
-                copy(recorder, host, 0, (len as u64).next_multiple_of(4));
+            (rows, HostMemory::Pinned, Some(host)) => {
+                let bytes = rows.bytes().next_multiple_of(4);
+                rows.fill(gpu, host, packed)?;
+                copy(recorder, host, 0, bytes);
                 &slot.block
             }
-            (Source::Host(len, pack), ..) => {
+            (rows, ..) => {
                 mark(recorder);
-                packed.resize(len, 0);
-                pack(packed);
-                gpu.write(&slot.block, 0, packed);
+                rows.write(gpu, &slot.block, packed);
                 mark(recorder);
                 &slot.block
             }

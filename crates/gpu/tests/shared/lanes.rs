@@ -112,7 +112,12 @@ fn blocks_reach_their_cells_and_come_back() {
                     .zip(&firsts)
                     .flat_map(|(side, first)| side.sections(*first, heads))
                     .collect();
-                let upload = lane.upload(&block, &cells, &sections, true).unwrap();
+                let mut pack = |to: &mut [u8]| to.copy_from_slice(&block);
+                let upload = match n % 2 {
+                    0 => lane.upload(&block, &cells, &sections, true),
+                    _ => lane.upload_packed(block.len(), &mut pack, &cells, &sections, true),
+                };
+                let upload = upload.unwrap();
                 let download = lane.download(block.len() as u64, &cells, &sections).unwrap();
                 assert!(lane.wait(upload).unwrap().is_sorted(), "time goes on");
                 lane.read(download, |bytes| {
