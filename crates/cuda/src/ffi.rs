@@ -1,7 +1,7 @@
 //! CUDA's driver and NVRTC, loaded when a device is opened. Unsafe code is here and in `ffi/` alone.
 //!
 //! Result codes stay numbers: a driver may return codes that are newer than this program. Every symbol is looked up at the
-//! start, so that a library that is too old is an error that names the symbol.
+//! start, so that a library that is too old is an error that names the symbol. Only the functions of graphs may be missing (`graph.rs`).
 mod arena;
 mod context;
 mod graph;
