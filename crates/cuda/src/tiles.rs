@@ -60,7 +60,7 @@ impl MmaTile {
         // As in attend_mma.cu.
         let floats = |padding: u32| dim / 2 + padding;
         let stride = |form: Form, padding: u32| match form.is_packed() {
-            true => (form.words(dim) + 3) / 8 * 8 + 4,
+            true => form.words(dim),
             false => floats(padding),
         };
         let stage = WARPS * GROUP * (stride(k, 8) + stride(v, 4));

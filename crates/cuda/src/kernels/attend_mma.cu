@@ -63,8 +63,9 @@ struct Side {
     static constexpr u32 WORDS = ROW_WORDS;
     static constexpr bool BF16 = TYPE == 2u;
     static constexpr bool PACKED = TYPE >= 3u;
-    // Words of a row in a tile, such that the lanes of a read are in different banks.
-    static constexpr u32 STRIDE = PACKED ? (WORDS + 3u) / 8u * 8u + 4u : DIM / 2u + (KEYS ? 8u : 4u);
+    // Words of a row in a tile: of floats such that the lanes of a read are in different banks. Packed rows lie as in memory, so that a
+    // run of them is copied 16 bytes at a time; at most two lanes of a read meet in a bank.
+    static constexpr u32 STRIDE = PACKED ? WORDS : DIM / 2u + (KEYS ? 8u : 4u);
 
     static __device__ __forceinline__ u32 scale_bits(const u32* row, u32 p) {
         return reinterpret_cast<const unsigned short*>(row)[CODES / 2u + p];
@@ -192,38 +193,6 @@ typedef Side<V_RECENT ? 1u : V_DTYPE, V_GROUP, V_CODES, V_RECENT ? DIM / 2u : V_
 
 // ---- groups of cells
 
-// A warp's place in the units of its work item. The same in all of its lanes.
-struct Cursor {
-    u32 unit;
-    u32 end_unit;
-    u32 group;
-    u32 n_cells;
-    u32 first_entry;
-    u32 end_entry;
-
-    __device__ __forceinline__ void open(const u32* plan, const Args& args) {
-        n_cells = 0u;
-        if (unit < end_unit) {
-            first_entry = plan[args.units + 4u * unit + 2u];
-            end_entry = plan[args.units + 4u * unit + 3u];
-            n_cells = plan[args.entries + ENTRY * end_entry];
-        }
-    }
-    // Skips units without cells for this warp.
-    __device__ __forceinline__ void settle(const u32* plan, const Args& args) {
-        while (unit < end_unit && group * GROUP >= n_cells) {
-            unit++;
-            group = threadIdx.x / 32u;
-            open(plan, args);
-        }
-    }
-    __device__ __forceinline__ bool more() const { return unit < end_unit; }
-    __device__ __forceinline__ void next(const u32* plan, const Args& args) {
-        group += WARPS;
-        settle(plan, args);
-    }
-};
-
 // A cell of a group, and the query rows that read it, a bit each: from the pool, and from a row of `recent`.
 struct Cell {
     u32 number;
@@ -268,13 +237,88 @@ __device__ __forceinline__ u32 rows_that_see(const Job& job, const Args& args, u
     }
 }
 
+// A warp's place in the units of its work item. The same in all of its lanes.
+struct Cursor {
+    u32 unit;
+    u32 end_unit;
+    u32 group;
+    u32 n_cells; // of the unit
+    u32 entry;   // that has the group's first cell
+    u32 end_entry;
+    u32 first; // cell of the unit that is the entry's first
+    u32 end;
+    u32 cell; // its number
+    u32 rows; // that see every cell of the entry; none if that differs between cells, or some of them have recent rows
+    bool even;
+
+    __device__ __forceinline__ void open(const u32* plan, const Args& args) {
+        n_cells = 0u;
+        if (unit < end_unit) {
+            entry = plan[args.units + 4u * unit + 2u];
+            end_entry = plan[args.units + 4u * unit + 3u];
+            n_cells = plan[args.entries + ENTRY * end_entry];
+            end = 0u; // not loaded yet
+        }
+    }
+    // Skips units without cells for this warp.
+    __device__ __forceinline__ void settle(const u32* plan, const Args& args) {
+        while (unit < end_unit && group * GROUP >= n_cells) {
+            unit++;
+            group = threadIdx.x / 32u;
+            open(plan, args);
+        }
+    }
+    __device__ __forceinline__ bool more() const { return unit < end_unit; }
+    __device__ __forceinline__ void next(const u32* plan, const Args& args) {
+        group += WARPS;
+        settle(plan, args);
+    }
+    // The first word of an entry, and how many cells of the unit come before it.
+    __device__ __forceinline__ u32 word(const Args& args, u32 entry) const { return args.entries + ENTRY * entry; }
+
+    // Finds the entry of the group's first cell. Mostly it is this one or a near one.
+    __device__ __forceinline__ void find_entry(const Job& job, const Args& args) {
+        const u32* plan = job.plan;
+        u32 flat = group * GROUP;
+        if (end > flat) { return; }
+        u32 steps = 0u;
+        if (end == 0u) {
+            end = plan[word(args, entry + 1u)];
+        }
+        while (end <= flat && steps < 8u) {
+            entry++;
+            steps++;
+            end = plan[word(args, entry + 1u)];
+        }
+        if (end <= flat) {
+            u32 high = end_entry;
+            while (high - entry > 1u) {
+                u32 middle = (entry + high) / 2u;
+                if (plan[word(args, middle)] <= flat) {
+                    entry = middle;
+                } else {
+                    high = middle;
+                }
+            }
+            end = plan[word(args, entry + 1u)];
+        }
+        u32 at = word(args, entry);
+        first = plan[at];
+        cell = plan[at + 1u];
+        u32 kind = plan[at + 5u];
+        even = kind >> 24 == 0u && (!RECENT || plan[at + 8u] == NONE);
+        int slot = (int)plan[at + 4u] - (int)job.first_slot;
+        rows = even ? rows_of_slots(job, slot, slot + (int)(kind & 0xffffffu)) : 0u;
+    }
+};
+
 // Cell `lane % 16` of the cursor's group. Behind the last cell of a unit it is the last one, which no row sees again.
 __device__ __forceinline__ Cell find_cell(const Job& job, const Args& args, const Cursor& at) {
     const u32* plan = job.plan;
     u32 flat = at.group * GROUP + threadIdx.x % GROUP;
     bool exists = flat < at.n_cells;
     flat = min(flat, at.n_cells - 1u);
-    u32 low = at.first_entry;
+    u32 low = at.entry; // no cell of the group lies before it
     u32 high = at.end_entry;
     while (high - low > 1u) {
         u32 middle = (low + high) / 2u;
@@ -314,7 +358,7 @@ __device__ __forceinline__ void copy_rows(u32* tile, const u32* rows, u32 pitch,
     constexpr u32 PER_ROW = WORDS / AT_ONCE;
     constexpr u32 ALL = GROUP * PER_ROW;
     u32 lane = threadIdx.x % 32u;
-#pragma unroll 8
+#pragma unroll 1
     for (u32 first = 0u; first < ALL; first += 32u) {
         u32 i = first + lane;
         u32 row = min(i / PER_ROW, GROUP - 1u);
@@ -323,6 +367,29 @@ __device__ __forceinline__ void copy_rows(u32* tile, const u32* rows, u32 pitch,
             u32 word = i % PER_ROW * AT_ONCE;
             copy_words<AT_ONCE>(tile + row * SIDE::STRIDE + word, rows + (size_t)from * pitch + word);
         }
+    }
+}
+
+// To 16 bytes.
+__device__ __forceinline__ bool aligned(const u32* at) {
+    return reinterpret_cast<size_t>(at) % 16u == 0u;
+}
+
+// The same for rows that lie one behind the other, from an aligned address on.
+template <class SIDE>
+__device__ __forceinline__ void copy_run(u32* tile, const u32* rows) {
+    constexpr u32 ALL = GROUP * SIDE::WORDS / 4u;
+    u32 lane = threadIdx.x % 32u;
+#pragma unroll
+    for (u32 first = 0u; first < ALL; first += 32u) {
+        u32 i = first + lane;
+        if (ALL % 32u != 0u && i >= ALL) { break; }
+        u32 to = 4u * i;
+        if (!SIDE::PACKED) {
+            constexpr u32 PER_ROW = SIDE::WORDS / 4u;
+            to = i / PER_ROW * SIDE::STRIDE + i % PER_ROW * 4u;
+        }
+        copy_words<4u>(tile + to, rows + 4u * i);
     }
 }
 
@@ -484,25 +551,39 @@ __device__ __forceinline__ void go_through(
     auto fetch = [&]() {
         // The second pass takes only groups with recent rows.
         while (at.more()) {
+            at.find_entry(job, args);
+            u32 run = at.cell + (at.group * GROUP - at.first);
+            const u32* keys = from.k + (size_t)run * KEYS::WORDS;
+            const u32* values = from.v + (size_t)run * VALUES::WORDS;
+            bool is_run = !SECOND && at.even && at.group * GROUP + GROUP <= at.end && aligned(keys) && aligned(values);
+            u32 stage = asked % (u32)DEPTH;
+            u32* tile = ring + (stage * WARPS + warp) * words;
+            u32* seen = seen_by + (stage * WARPS + warp) * GROUP;
+            if (is_run) {
+                copy_run<KEYS>(tile, keys);
+                copy_run<VALUES>(tile + GROUP * KEYS::STRIDE, values);
+                if (lane < GROUP) { seen[lane] = at.rows; }
+                at.next(job.plan, args);
+                asked++;
+                break;
+            }
             Cell cell = find_cell(job, args, at);
             u32 rows = SECOND ? cell.recent_rows : cell.rows;
             bool any_recent = RECENT && __any_sync(WARP, cell.recent_rows != 0u);
             if (!SECOND && any_recent && !recent.more()) { recent = at; }
             at.next(job.plan, args);
             if (SECOND && !any_recent) { continue; }
-            u32 stage = asked % (u32)DEPTH;
-            u32* tile = ring + (stage * WARPS + warp) * words;
             // A cell without a recent row is copied as the first one, and no row reads it.
             u32 near = cell.recent == NONE ? 0u : cell.recent;
             copy_rows<KEYS>(tile, from.k, from.k_pitch, SECOND && from.k_recent ? near : cell.number);
             copy_rows<VALUES>(tile + GROUP * KEYS::STRIDE, from.v, from.v_pitch, SECOND && from.v_recent ? near : cell.number);
-            if (lane < GROUP) { seen_by[(stage * WARPS + warp) * GROUP + lane] = rows; }
+            if (lane < GROUP) { seen[lane] = rows; }
             asked++;
             break;
         }
         end_group();
     };
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < DEPTH - 1; i++) { fetch(); }
     begin();
     for (u32 done = 0u; done < asked; done++) {
