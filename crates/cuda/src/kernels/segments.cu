@@ -4,8 +4,8 @@
 // 256 elements of a row, 16 segments of 16 elements. Four lanes share it; lane t decodes four segments, k = 0 .. 3, chosen so
 // that the four lanes load bytes that lie together. Whole numbers become f16, exactly; scale and offset are for the sum.
 //
-// A whole number n >= 0 becomes an f16 by nothing but its place: the bits of n are those of the subnormal number 2^-24 n. Numbers that
-// may be negative are made from 1024 + n, whose bits are 0x6400 | n. q4_0 takes the first way, and its 8 are a part of the
+// A whole number n >= 0 becomes an f16 by nothing but its place: the bits of n are those of the subnormal number 2^-24 n. Numbers
+// that may be negative are made from 1024 + n, whose bits are 0x6400 | n. q4_0 takes the first way, and its 8 are a part of the
 // offset: a sum of 16 products loses less than three bits by that. Larger numbers would lose more.
 
 #if ENCODING == Q4_0 || ENCODING == Q4_1 || ENCODING == Q5_1 || ENCODING == Q2_K || ENCODING == Q4_K || ENCODING == Q5_K
@@ -44,9 +44,9 @@ __device__ __forceinline__ uint4 words4(const u32* __restrict__ w, u32 word) {
     return make_uint4(load1(w, word), load1(w, word + 1u), load1(w, word + 2u), load1(w, word + 3u));
 }
 
-// Loads what segment k needs and the next ones do not have yet. To be called for k = 0 .. 3, each as soon as that segment of the
-// last tile has been decoded: what two segments share is loaded at the second one. `before`: quads of the rows before this one.
-// Behind the end of a row the codes stay as they are: inputs are 0 there.
+// Loads what segment k of a tile needs. To be called for k = 0 .. 3, each when that segment of the tile before is done: what several
+// segments share is loaded at the last of them. `before`: quads of the rows before this one. Behind the end of a row codes and
+// scales stay as they are: inputs are 0 there.
 __device__ __forceinline__ void fetch(Raw& raw, const u32* __restrict__ w, Form form, u32 before, u32 tile, u32 k, u32 t) {
     u32 m = k / 2u;
     u32 super_block = before / 64u + tile;
@@ -302,7 +302,7 @@ __device__ __forceinline__ Segment decode(const Raw& raw, u32 k, u32 t, u32 base
         break;
     }
     case MXFP4: {
-        // 2^(e - 127 + 14), where 2^(e - 128) is subnormal below e = 2.
+        // 2^(e - 127 + 14), infinite from e = 241 on, which no weights have; 2^(e - 128) is subnormal below e = 2.
         u32 e = raw.scales[m];
         to.scale = 32768.0f * __uint_as_float(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
         break;
