@@ -64,7 +64,13 @@ impl Target {
         match *kernel {
             Kernel::Matmul { encoding, tokens, .. } if self.is_fast(kernel) => {
                 let encoding = *Encoding::RESIDENT.get(encoding as usize)?;
-                Some(if encoding.is_float() { FastMatmul::Floats } else { FastMatmul::Blocks { tokens } })
+                Some(match encoding {
+                    encoding if encoding.is_float() => FastMatmul::Floats,
+                    encoding if tokens == 1 && FastMatmul::is_of_bytes(encoding) => {
+                        FastMatmul::Bytes { chunk: FastMatmul::chunk(self.max_shared_bytes), encoding }
+                    }
+                    _ => FastMatmul::Blocks { tokens },
+                })
             }
             _ => None,
         }
@@ -148,6 +154,9 @@ impl Target {
         if let Some(fast) = self.fast_matmul(kernel) {
             define("ROWS", fast.rows());
             define("WARPS", FastMatmul::WARPS);
+            if let FastMatmul::Bytes { chunk, .. } = fast {
+                define("CHUNK", chunk);
+            }
         }
         source += include_str!("kernels/prelude.cu");
         let source = self.parts(kernel).iter().fold(source, |source, part| source + part + "\n");
@@ -159,6 +168,10 @@ impl Target {
         match kernel {
             Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
+                Some(FastMatmul::Bytes { .. }) => {
+                    const BYTES_OF_ROWS: &str = include_str!("kernels/matmul_bytes.cu");
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, PRODUCTS, LOADS, BYTES_OF_ROWS]
+                }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
                     const SEGMENTS: &str = include_str!("kernels/segments.cu");
@@ -203,11 +216,15 @@ impl Target {
     }
 }
 
-/// The source with a wait for the kernel before as the function's first statement: whoever writes a kernel cannot forget it.
+/// The source with a wait for the kernel before as the function's first statement: whoever writes a kernel cannot forget it. A kernel that
+/// first reads what no kernel writes has the wait itself, behind that.
 fn begun(source: &str) -> String {
     let (before, function) = source.split_once(FUNCTION).unwrap_or((source, ""));
+    if function.contains(WAIT) {
+        return source.into();
+    }
     match function.split_once(") {") {
-        Some((head, body)) => format!("{before}{FUNCTION}{head}) {{\n    after_the_kernel_before();{body}"),
+        Some((head, body)) => format!("{before}{FUNCTION}{head}) {{\n    {WAIT}{body}"),
         None => source.into(),
     }
 }
@@ -219,6 +236,8 @@ enum FastMatmul {
     Floats,
     /// matmul_blocks.cu
     Blocks { tokens: u32 },
+    /// matmul_bytes.cu
+    Bytes { encoding: Encoding, chunk: u32 },
 }
 
 impl FastMatmul {
@@ -228,17 +247,32 @@ impl FastMatmul {
     fn rows(self) -> u32 {
         match self {
             FastMatmul::Floats => 4,
-            FastMatmul::Blocks { tokens: 1 } => 16,
+            FastMatmul::Blocks { tokens: 1 } | FastMatmul::Bytes { .. } => 16,
             FastMatmul::Blocks { .. } => 32,
         }
     }
 
-    /// Every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.
+    /// Whether matmul_bytes.cu computes it for one token.
+    fn is_of_bytes(encoding: Encoding) -> bool {
+        use Encoding::*;
+        matches!(encoding, Q8_0 | Int8 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q4K | Q5K | Q6K)
+    }
+
+    /// Inputs that a block of matmul_bytes.cu has in shared memory at a time: three blocks share a multiprocessor, which has about as much as a
+    /// block can have at most.
+    fn chunk(max_shared_bytes: u32) -> u32 {
+        if max_shared_bytes >= 3 * (68 << 10) { 16 << 10 } else { 4 << 10 }
+    }
+
+    /// Of matmul_blocks.cu: every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.
     fn shared_bytes(self) -> u32 {
         const TOKEN_WORDS: u32 = 8 * 36 + 16 + 4;
         match self {
             FastMatmul::Floats => 0,
             FastMatmul::Blocks { tokens } => 4 * Self::WARPS * tokens * TOKEN_WORDS,
+            // Codes of eight bits have no offset, and need no sums of inputs.
+            FastMatmul::Bytes { encoding: Encoding::Q8_0 | Encoding::Int8, chunk } => 4 * chunk,
+            FastMatmul::Bytes { chunk, .. } => 4 * (chunk + chunk / 16),
         }
     }
 }
@@ -253,6 +287,9 @@ pub fn function(kernel: &Kernel) -> &'static str {
 
 /// What the function of a kernel begins with.
 const FUNCTION: &str = "extern \"C\" __global__ void";
+
+/// Waits for the kernel before.
+const WAIT: &str = "after_the_kernel_before();";
 
 const MATH: &str = include_str!("kernels/math.cu");
 const BYTES: &str = include_str!("kernels/bytes.cu");
@@ -400,7 +437,9 @@ mod tests {
                 );
                 let function = source.split(FUNCTION).nth(1).unwrap();
                 let body = function.split_once(") {").unwrap().1.trim_start();
-                assert!(body.starts_with("after_the_kernel_before();"), "{kernel:?}: {body}");
+                let own =
+                    target.fast_matmul(&kernel).is_some_and(|fast| matches!(fast, FastMatmul::Bytes { .. }));
+                assert!(body.starts_with(WAIT) || (own && body.contains(WAIT)), "{kernel:?}: {body}");
                 assert!(!function.split_once(") {").unwrap().0.contains('{'), "{kernel:?}: another brace");
                 assert!(kernel.writes().len() <= crate::ffi::MAX_BUFFERS, "{kernel:?}");
                 let args = source.split("struct Args {").nth(1).unwrap().split_once("};").unwrap().0;

@@ -212,3 +212,35 @@ fn inputs_of_every_size() {
         }
     }
 }
+
+/// One token has kernels of its own: rows of more chunks than one, units that are not whole rounds, inputs of any size.
+#[test]
+fn one_token() {
+    let Some((fast, invariant)) = devices() else { return };
+    for encoding in encodings().into_iter().filter(|encoding| !encoding.is_float()) {
+        let block = encoding.block().0;
+        let shapes = [(17, 2 * 4096 + 1024 + block), (16, 3 * block), (3, 11 * 256)];
+        for (outputs, inputs) in shapes {
+            let case = Case { encoding, outputs, inputs, bias: outputs == 17, cap: None };
+            let layers = (case.layer(&fast), case.layer(&invariant));
+            for size in [1e-36, 1.0, 1e30, 0.0f32] {
+                let mut x = random(11, inputs, 1.0);
+                x.iter_mut().for_each(|x| *x *= size);
+                x[inputs / 2] *= 100.0;
+                let before = poisoned(1, outputs);
+                let run = Run { x: &x, n: 1, cap: None, routes: None, before: &before };
+                let what = format!("{} by one token of {size}", case.name());
+                compare(&what, &run.on(&fast, &layers.0), &run.on(&invariant, &layers.1));
+            }
+            for wrong in [f32::NAN, f32::INFINITY] {
+                let mut x = random(4, inputs, 1.0);
+                x[inputs - 2] = wrong;
+                let before = poisoned(1, outputs);
+                let found =
+                    Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, &layers.0);
+                let row = &found[..outputs];
+                assert!(row.iter().all(|x| !x.is_finite()), "{}: {wrong} in {row:?}", case.name());
+            }
+        }
+    }
+}
