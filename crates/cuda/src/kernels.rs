@@ -180,7 +180,7 @@ impl Target {
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
                 Some(FastMatmul::Bytes { .. }) => {
                     const ONE: &str = include_str!("kernels/matmul_bytes.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, UNITS, ONE]
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, ASYNC, UNITS, ONE]
                 }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
@@ -197,7 +197,7 @@ impl Target {
             }
             Kernel::Several { .. } => {
                 const SEVERAL: &str = include_str!("kernels/several.cu");
-                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, UNITS, SEVERAL]
+                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, ASYNC, UNITS, SEVERAL]
             }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const BLOCKS: &str = include_str!("kernels/blocks.cu");
@@ -275,7 +275,11 @@ impl FastMatmul {
     /// Inputs that a block of units.cu has in shared memory at a time: three blocks share a multiprocessor, which has about as much as a
     /// block can have at most.
     fn chunk(max_shared_bytes: u32) -> u32 {
-        if max_shared_bytes >= 3 * (68 << 10) { 16 << 10 } else { 4 << 10 }
+        match max_shared_bytes {
+            bytes if bytes >= 3 * (69 << 10) => 16 << 10,
+            bytes if bytes >= 3 * (35 << 10) => 8 << 10,
+            _ => 4 << 10,
+        }
     }
 
     /// Of matmul_blocks.cu: every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.

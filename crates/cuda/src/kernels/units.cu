@@ -10,10 +10,10 @@
 
 #define EACH 2u
 #define HAS_BYTES (ENCODING == Q8_0 || ENCODING == INT8)
-#define HAS_PAIRS (ENCODING == Q5_0 || ENCODING == Q5_1 || ENCODING == Q5_K || ENCODING == Q6_K) // codes of more than 4 bits
+#define HAS_FURTHER (ENCODING == Q5_0 || ENCODING == Q5_1 || ENCODING == Q5_K || ENCODING == Q6_K) // codes of more than 4 bits
 #define IS_WIDE (ENCODING == Q4_K || ENCODING == Q5_K) // two loads of 16 bytes: more codes for a scale
 #define LOADS (IS_WIDE ? 2u : 1u)
-#define DEPTH (ENCODING == Q5_K ? 1u : (IS_WIDE || HAS_PAIRS ? 2u : 4u))
+#define DEPTH (ENCODING == Q5_K ? 1u : (IS_WIDE || HAS_FURTHER ? 2u : 4u))
 #define UNIT_QUADS (HAS_BYTES ? 4u : 8u * LOADS)
 #define CHUNK_UNITS (CHUNK / (4u * UNIT_QUADS))
 static_assert(ROWS == EACH * WARPS, "the rows of a block");
@@ -214,16 +214,20 @@ __device__ __forceinline__ void add_units(
         u32 quads = (end - start) * UNIT_QUADS;
         const float4* from = reinterpret_cast<const float4*>(x) + start * UNIT_QUADS;
         if (start > 0u) { __syncthreads(); } // no warp reads the last chunk any more
-        u32 most = 0u; // the bits of the largest input: those of positive numbers have the order of the numbers
-#pragma unroll 4
         for (u32 quad = threadIdx.x; quad < quads; quad += 32u * WARPS) {
-            float4 value = from[quad];
-            inputs[place_of(quad)] = value;
-            float size = fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w)));
-            most = max(most, __float_as_uint(size));
+            copy_words<4u>(reinterpret_cast<u32*>(inputs + place_of(quad)), reinterpret_cast<const u32*>(from + quad));
         }
+        end_group();
+        wait_groups<0>();
         int shift = 0;
         if (!HAS_BYTES) {
+            u32 most = 0u; // the bits of the largest input: those of positive numbers have the order of the numbers
+            // What this thread has copied it may read.
+            for (u32 quad = threadIdx.x; quad < quads; quad += 32u * WARPS) {
+                float4 value = inputs[place_of(quad)];
+                float size = fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w)));
+                most = max(most, __float_as_uint(size));
+            }
             most = __reduce_max_sync(WARP, most);
             if (lane == 0u) { largest[warp] = most; }
             __syncthreads();
@@ -294,7 +298,7 @@ __device__ __forceinline__ void add_units(
 #pragma unroll
                         for (u32 r = 0u; r < EACH; r++) {
                             u32 word = word_of(raw[d][r].codes[i / 4u], i % 4u);
-                            if (HAS_PAIRS) {
+                            if (HAS_FURTHER) {
                                 u32 first_word = (word & 0x0f0f0f0fu) | further(raw[d][r], u, i, false);
                                 u32 second_word = (word >> 4 & 0x0f0f0f0fu) | further(raw[d][r], u, i, true);
                                 add_codes(even[0][r], odd[0][r], first_word, 0xffu, low);
@@ -315,7 +319,7 @@ __device__ __forceinline__ void add_units(
                         float4 scales = scales_of(raw[d][r], u);
                         float low = fmaf(odd[0][r], 0.00390625f, even[0][r]);
                         float high = fmaf(odd[1][r], 0.00390625f, even[1][r]);
-                        if (!HAS_PAIRS) { high *= 0.0625f; }
+                        if (!HAS_FURTHER) { high *= 0.0625f; }
                         acc[r] = fmaf(scales.x, low, acc[r]);
                         acc[r] = fmaf(scales.y, low_inputs, acc[r]);
                         acc[r] = fmaf(scales.z, high, acc[r]);
