@@ -304,6 +304,10 @@ impl Driver for CudaDriver {
         self.target().fast
     }
 
+    fn has_several(&self, encoding: u32) -> bool {
+        self.target().has_several(encoding)
+    }
+
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         self.target().product_tile(kernel)
     }

@@ -56,21 +56,30 @@ impl Target {
     pub fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         match (kernel, self.fast_matmul(kernel)) {
             (Kernel::Matmul { tokens, .. }, Some(fast)) => (fast.rows(), *tokens),
+            (Kernel::Several { .. }, Some(fast)) => (fast.rows(), 1),
             _ => kvist_gpu::product_tile(kernel),
         }
     }
 
+    /// Whether [`Kernel::Several`] computes layers with such weights.
+    pub fn has_several(&self, encoding: u32) -> bool {
+        self.fast && Encoding::RESIDENT.get(encoding as usize).is_some_and(|e| FastMatmul::is_of_bytes(*e))
+    }
+
     fn fast_matmul(&self, kernel: &Kernel) -> Option<FastMatmul> {
+        let of_bytes =
+            |encoding| FastMatmul::Bytes { chunk: FastMatmul::chunk(self.max_shared_bytes), encoding };
         match *kernel {
             Kernel::Matmul { encoding, tokens, .. } if self.is_fast(kernel) => {
                 let encoding = *Encoding::RESIDENT.get(encoding as usize)?;
                 Some(match encoding {
                     encoding if encoding.is_float() => FastMatmul::Floats,
-                    encoding if tokens == 1 && FastMatmul::is_of_bytes(encoding) => {
-                        FastMatmul::Bytes { chunk: FastMatmul::chunk(self.max_shared_bytes), encoding }
-                    }
+                    encoding if tokens == 1 && FastMatmul::is_of_bytes(encoding) => of_bytes(encoding),
                     _ => FastMatmul::Blocks { tokens },
                 })
+            }
+            Kernel::Several { encoding, .. } => {
+                Encoding::RESIDENT.get(encoding as usize).copied().map(of_bytes)
             }
             _ => None,
         }
@@ -80,6 +89,7 @@ impl Target {
     pub fn threads(&self, kernel: &Kernel) -> u32 {
         match kernel {
             Kernel::Matmul { .. } if self.is_fast(kernel) => 32 * FastMatmul::WARPS,
+            Kernel::Several { .. } => 32 * FastMatmul::WARPS,
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
             Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
@@ -169,8 +179,8 @@ impl Target {
             Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.cu")],
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
                 Some(FastMatmul::Bytes { .. }) => {
-                    const BYTES_OF_ROWS: &str = include_str!("kernels/matmul_bytes.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, PRODUCTS, LOADS, BYTES_OF_ROWS]
+                    const ONE: &str = include_str!("kernels/matmul_bytes.cu");
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, ASYNC, UNITS, ONE]
                 }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
@@ -185,6 +195,10 @@ impl Target {
             Kernel::Matmul { .. } => {
                 &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/matmul.cu")]
             }
+            Kernel::Several { .. } => {
+                const SEVERAL: &str = include_str!("kernels/several.cu");
+                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, ASYNC, UNITS, SEVERAL]
+            }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const BLOCKS: &str = include_str!("kernels/blocks.cu");
                 const GEMM: &str = include_str!("kernels/gemm_fast.cu");
@@ -196,7 +210,7 @@ impl Target {
             Kernel::Halves => &[MATH, INPUTS, MMA, include_str!("kernels/halves.cu")],
             Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
             Kernel::Rope => &[include_str!("kernels/rope.cu")],
-            Kernel::Gated => &[MATH, include_str!("kernels/gated.cu")],
+            Kernel::Gated => &[MATH, GATE, include_str!("kernels/gated.cu")],
             Kernel::Add => &[include_str!("kernels/add.cu")],
             Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
             Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
@@ -236,7 +250,7 @@ enum FastMatmul {
     Floats,
     /// matmul_blocks.cu
     Blocks { tokens: u32 },
-    /// matmul_bytes.cu
+    /// matmul_bytes.cu and several.cu
     Bytes { encoding: Encoding, chunk: u32 },
 }
 
@@ -252,16 +266,20 @@ impl FastMatmul {
         }
     }
 
-    /// Whether matmul_bytes.cu computes it for one token.
+    /// Whether units.cu has this encoding.
     fn is_of_bytes(encoding: Encoding) -> bool {
         use Encoding::*;
         matches!(encoding, Q8_0 | Int8 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q4K | Q5K | Q6K)
     }
 
-    /// Inputs that a block of matmul_bytes.cu has in shared memory at a time: three blocks share a multiprocessor, which has about as much as a
+    /// Inputs that a block of units.cu has in shared memory at a time: three blocks share a multiprocessor, which has about as much as a
     /// block can have at most.
     fn chunk(max_shared_bytes: u32) -> u32 {
-        if max_shared_bytes >= 3 * (68 << 10) { 16 << 10 } else { 4 << 10 }
+        match max_shared_bytes {
+            bytes if bytes >= 3 * (69 << 10) => 16 << 10,
+            bytes if bytes >= 3 * (35 << 10) => 8 << 10,
+            _ => 4 << 10,
+        }
     }
 
     /// Of matmul_blocks.cu: every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.
@@ -301,6 +319,8 @@ const ASYNC: &str = include_str!("kernels/async.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const PRODUCTS: &str = include_str!("kernels/products.cu");
 const LOADS: &str = include_str!("kernels/loads.cu");
+const UNITS: &str = include_str!("kernels/units.cu");
+const GATE: &str = include_str!("kernels/gate.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");
@@ -376,6 +396,9 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
     all.extend([RowsOp::Copy, RowsOp::Gather, RowsOp::Zero].map(Kernel::Rows));
     for encoding in 0..Encoding::RESIDENT.len() as u32 {
         all.push(Kernel::Embed { encoding });
+        if FastMatmul::is_of_bytes(Encoding::RESIDENT[encoding as usize]) {
+            all.extend([false, true].map(|gated| Kernel::Several { encoding, gated }));
+        }
         for routed in [Routed::No, Routed::Sum, Routed::Only, Routed::Added] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));
             all.push(Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL });

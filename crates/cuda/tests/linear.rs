@@ -2,9 +2,9 @@
 //! shapes, experts. Outputs are NaN before, and what lies behind them stays as it is.
 mod common;
 use kvist_cuda::{CudaDevice, CudaDriver};
-use kvist_device::Device;
 use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
-use kvist_gpu::{Driver, Linear, Product};
+use kvist_device::{Activation, Device};
+use kvist_gpu::{Args, Driver, Kernel, Linear, Product, Several};
 use kvist_testing::operations::{encoded, encodings, random};
 
 /// Words behind the outputs.
@@ -50,6 +50,15 @@ fn floats(gpu: &CudaDriver, values: &[f32]) -> <CudaDriver as Driver>::Buffer {
     gpu.filled("rows", &bytes).unwrap()
 }
 
+fn read(gpu: &CudaDriver, buffer: &<CudaDriver as Driver>::Buffer, n: usize) -> Vec<f32> {
+    let mut found = Vec::new();
+    gpu.read_back(&[(buffer, 0, 4 * n as u64)], |bytes| {
+        found = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+    })
+    .unwrap();
+    found
+}
+
 impl Run<'_> {
     fn on(&self, device: &CudaDevice, layer: &Linear<CudaDriver>) -> Vec<f32> {
         let gpu = device.driver();
@@ -69,13 +78,7 @@ impl Run<'_> {
         product.record(gpu, &mut recorder);
         let submission = gpu.submit(&mut recorder, &[]);
         gpu.wait(&submission).unwrap();
-        let mut found = Vec::new();
-        let bytes = self.before.len() as u64 * 4;
-        gpu.read_back(&[(&out, 0, bytes)], |bytes| {
-            found = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
-        })
-        .unwrap();
-        found
+        read(gpu, &out, self.before.len())
     }
 }
 
@@ -243,4 +246,70 @@ fn one_token() {
             }
         }
     }
+}
+
+/// Layers in one launch have the bits that each has by itself, and the gate of an MLP those of its own kernel.
+#[test]
+fn several_layers_in_one_launch() {
+    let Some((fast, _)) = devices() else { return };
+    let gpu = fast.driver();
+    let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let encodings = encodings().into_iter();
+    for encoding in encodings.filter(|e| e.block().0 > 1) {
+        let inputs = 2048 + encoding.block().0;
+        let layer = |outputs: usize| {
+            Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None }.layer(&fast)
+        };
+        let x = random(3, inputs, 1.0);
+        let alone = |layer: &Linear<CudaDriver>| {
+            let before = poisoned(1, layer.outputs as usize);
+            Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, layer)
+        };
+        let row = floats(gpu, &x);
+        for sizes in [&[35, 16, 1][..], &[2, 33]] {
+            let layers: Vec<_> = sizes.iter().map(|outputs| layer(*outputs)).collect();
+            if !gpu.has_several(layers[0].encoding) {
+                continue;
+            }
+            let outs: Vec<_> = sizes.iter().map(|outputs| floats(gpu, &poisoned(1, *outputs))).collect();
+            let pairs: Vec<_> = layers.iter().zip(&outs).collect();
+            let mut recorder = Default::default();
+            Several { x: &row, layers: &pairs, activation: None }.record(gpu, &mut recorder);
+            gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+            for (layer, out) in pairs {
+                let found = read(gpu, out, layer.outputs as usize + BEHIND);
+                assert_eq!(bits(&found), bits(&alone(layer)), "{} {sizes:?}", encoding.name());
+            }
+        }
+        let pair = [layer(21), layer(21)];
+        let activations = [Activation::Silu, Activation::Gelu, Activation::Clamped { limit: 0.5 }];
+        for activation in activations.into_iter().filter(|_| gpu.has_several(pair[0].encoding)) {
+            let outs = [floats(gpu, &poisoned(1, 21)), floats(gpu, &poisoned(1, 21))];
+            let layers = [(&pair[0], &outs[0]), (&pair[1], &outs[1])];
+            let mut recorder = Default::default();
+            Several { x: &row, layers: &layers, activation: Some(activation) }.record(gpu, &mut recorder);
+            gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+            let found = read(gpu, &outs[0], 21 + BEHIND);
+            assert!(read(gpu, &outs[1], 21 + BEHIND).iter().all(|x| x.is_nan()), "not written");
+            let expected = gated(gpu, activation, &alone(&pair[0])[..21], &alone(&pair[1])[..21]);
+            assert_eq!(bits(&found[..21]), bits(&expected), "{} {activation:?}", encoding.name());
+            assert!(found[21..].iter().all(|x| x.is_nan()), "behind the outputs");
+        }
+    }
+}
+
+/// The gate's own kernel.
+fn gated(gpu: &CudaDriver, activation: Activation, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let (number, limit) = match activation {
+        Activation::Silu => (0, 0.0),
+        Activation::Gelu => (1, 0.0),
+        Activation::Clamped { limit } => (2, limit),
+    };
+    let (out, up) = (floats(gpu, gate), floats(gpu, up));
+    let mut recorder = Default::default();
+    let args = Args::new(&[gate.len() as u32, number]).f32(limit);
+    let groups = [gate.len().div_ceil(64) as u32, 1, 1];
+    gpu.record(&mut recorder, &Kernel::Gated, &[Some(&up), Some(&out)], args, groups);
+    gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+    read(gpu, &out, gate.len())
 }

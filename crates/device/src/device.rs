@@ -370,6 +370,20 @@ pub trait Device: Footprint + Sized + 'static {
         self.rms_norm(stream, x, norm, h);
         self.matmul(stream, h, outs);
     }
+    /// `h = norm(x)`, and then the gate of an MLP: `gate = activation(h·Wᵀ + b, up)`, where `up` is the other layer of `h`. What is in
+    /// `up` afterwards is undefined.
+    fn norm_gated(
+        &self,
+        stream: &mut Self::Stream,
+        x: &Self::Buffer,
+        norm: Norm<'_, Self>,
+        h: &mut Self::Buffer,
+        activation: Activation,
+        [gate, up]: [(&Self::Linear, &mut Self::Buffer); 2],
+    ) {
+        self.norm_matmul(stream, x, norm, h, &mut [(gate.0, &mut *gate.1), (up.0, &mut *up.1)]);
+        self.gated(stream, activation, gate.1, up.1);
+    }
     /// `sum += norm(x·Wᵀ + b)`; `projected` is scratch, for the product before the norm. Most models have no norm here.
     fn matmul_add(
         &self,

@@ -9,6 +9,7 @@ use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
 use crate::linear::{Halves, Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
+use crate::several::{self, Several, numbers, together};
 use crate::shared::bytes_of;
 use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
 use crate::weights::{self, Linear};
@@ -50,11 +51,7 @@ impl<D: Driver> GpuDevice<D> {
         up: &D::Buffer,
         elements: u64,
     ) {
-        let (number, limit) = match activation {
-            Activation::Silu => (0, 0.0),
-            Activation::Gelu => (1, 0.0),
-            Activation::Clamped { limit } => (2, limit),
-        };
+        let (number, limit) = numbers(activation);
         if let Some(groups) = groups(elements) {
             let args = Args::new(&[elements as u32, number]).f32(limit);
             self.gpu.record(recorder, &Kernel::Gated, &[Some(up), Some(gate)], args, groups);
@@ -243,11 +240,36 @@ impl<D: Driver> Device for GpuDevice<D> {
         let Some(x) = x.get() else { return };
         let layers: Vec<&Linear<D>> = outs.iter().map(|(layer, _)| *layer).collect();
         let halves = Halves::write(s.halves[0].as_ref(), &*self.gpu, &mut s.recorder, (x, n), &layers, None);
-        for (layer, out) in outs {
-            let Some(out) = out.get() else { continue };
-            let product = Product { x, layer, out, n, cap: None, expert: None, added: false, halves };
-            product.record(&*self.gpu, &mut s.recorder);
+        let outs: Vec<_> = outs.iter().filter_map(|(layer, out)| Some((*layer, out.get()?))).collect();
+        let runs = outs.chunk_by(|a, b| together(&*self.gpu, n, a.0, b.0));
+        for run in runs.flat_map(|run| run.chunks(several::MOST)) {
+            if let [(layer, out)] = *run {
+                let product = Product { x, layer, out, n, cap: None, expert: None, added: false, halves };
+                product.record(&*self.gpu, &mut s.recorder);
+            } else {
+                Several { x, layers: run, activation: None }.record(&*self.gpu, &mut s.recorder);
+            }
         }
+    }
+
+    /// For one token in one launch, if the driver has that.
+    fn norm_gated(
+        &self,
+        s: &mut Stream<D>,
+        x: &Buffer<D>,
+        norm: Norm<'_, Self>,
+        h: &mut Buffer<D>,
+        activation: Activation,
+        [gate, up]: [(&Linear<D>, &mut Buffer<D>); 2],
+    ) {
+        self.rms_norm(s, x, norm, h);
+        let pairs = gate.0.outputs == up.0.outputs && together(&*self.gpu, s.n(h.rows), gate.0, up.0);
+        if let (true, Some(x), Some(out), Some(unused)) = (pairs, h.get(), gate.1.get(), up.1.get()) {
+            let layers = &[(gate.0, out), (up.0, unused)];
+            return Several { x, layers, activation: Some(activation) }.record(&*self.gpu, &mut s.recorder);
+        }
+        self.matmul(s, h, &mut [(gate.0, &mut *gate.1), (up.0, &mut *up.1)]);
+        self.gated(s, activation, gate.1, up.1);
     }
 
     /// Without a norm the kernel adds its results to the residual stream by itself.

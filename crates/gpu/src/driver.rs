@@ -31,7 +31,7 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
 
     fn limits(&self) -> &Limits;
 
-    /// Output rows and tokens that a workgroup of [`Kernel::Matmul`] or [`Kernel::Gemm`] has.
+    /// Output rows and tokens that a workgroup of [`Kernel::Matmul`], [`Kernel::Several`] or [`Kernel::Gemm`] has.
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         kernels::product_tile(kernel)
     }
@@ -45,6 +45,12 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
 
     /// Whether it has [`Kernel::Halves`]: steps then have memory for inputs of linear layers in f16.
     fn has_halves(&self) -> bool {
+        false
+    }
+
+    /// Whether it has [`Kernel::Several`] for weights in this encoding, with the bits of [`Kernel::Matmul`] for one token.
+    fn has_several(&self, encoding: u32) -> bool {
+        let _ = encoding;
         false
     }
 

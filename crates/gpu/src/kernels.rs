@@ -16,6 +16,12 @@ pub enum Kernel {
         tokens: u32,
         routed: Routed,
     },
+    /// [`Kernel::Matmul`] for one token and up to three layers with the same inputs and encoding. `gated`: for two, whose results become
+    /// `activation(first, second)`.
+    Several {
+        encoding: u32,
+        gated: bool,
+    },
     /// [`Kernel::Matmul`] for many tokens, with the same bits.
     Gemm {
         encoding: u32,
@@ -181,6 +187,7 @@ impl Kernel {
         match self {
             Kernel::Embed { .. } => "embed",
             Kernel::Matmul { .. } => "matmul",
+            Kernel::Several { .. } => "several",
             Kernel::Gemm { .. } => "gemm",
             Kernel::Halves => "halves",
             Kernel::Norm { .. } => "norm",
@@ -209,6 +216,13 @@ impl Kernel {
                 add("ENCODING", encoding.into());
                 add("TOKENS", tokens.into());
                 add("OUTPUTS", MATMUL_OUTPUTS.into());
+            }
+            Kernel::Several { encoding, gated } => {
+                add("ENCODING", encoding.into());
+                add("GATED", gated.into());
+                add("ROUTED", false.into());
+                add("ADDED", false.into());
+                add("LANES", SUM_LANES.into());
             }
             Kernel::Gemm { encoding, tile, .. } => {
                 add("ENCODING", encoding.into());
@@ -260,6 +274,7 @@ impl Kernel {
             Kernel::Embed { .. } | Kernel::Top => &[false, false, true],
             Kernel::Store { .. } => &[false, false, false, true, true],
             Kernel::Matmul { .. } | Kernel::Gemm { .. } => &[false, false, false, true, false],
+            Kernel::Several { .. } => &[false, false, false, false, false, false, false, true, true, true],
             Kernel::Norm { .. } | Kernel::Rows(_) | Kernel::Halves => &[false, true, false],
             Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route => &[false, true],
             Kernel::Copy { .. } => &[true, false],

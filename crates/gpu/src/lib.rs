@@ -19,6 +19,7 @@ mod measure;
 mod pools;
 mod range;
 mod recents;
+mod several;
 mod shared;
 mod side;
 mod stream;
@@ -34,6 +35,7 @@ pub use lane::{Job, Lane, Pinned, Section, lane_bytes};
 pub use linear::{Halves, Product};
 pub use measure::*;
 pub use pools::GpuPools;
+pub use several::Several;
 pub use shared::*;
 use std::sync::Arc;
 pub use stream::{Buffer, Stream};
@@ -43,7 +45,7 @@ pub use weights::Linear;
 /// [`Footprint::numerics`](kvist_device::Footprint::numerics), and so of the keys under which K and V are stored: another process reuses
 /// them only if it would have computed the same ones. Raise it with every change that changes a bit of a result. No test can tell:
 /// adapters differ.
-pub const NUMERICS: u32 = 3;
+pub const NUMERICS: u32 = 4;
 
 /// A GPU: a device for models, and a backend for attention alone. Clones share it.
 #[derive(Debug)]

@@ -280,9 +280,8 @@ impl<D: Device> Running<D> {
         let post_norm = layer.mlp_post_norm.as_ref().map(|norm| decoder.norm(norm));
         match &layer.mlp {
             Mlp::Dense(mlp) => {
-                let outs = &mut [(&mlp.gate, &mut a.gate), (&mlp.up, &mut a.up)];
-                device.norm_matmul(stream, &a.x, norm, &mut a.h, outs);
-                device.gated(stream, activation, &mut a.gate, &a.up);
+                let layers = [(&mlp.gate, &mut a.gate), (&mlp.up, &mut a.up)];
+                device.norm_gated(stream, &a.x, norm, &mut a.h, activation, layers);
                 device.matmul_add(stream, &a.gate, &mlp.down, post_norm, &mut a.projected, &mut a.x);
             }
             Mlp::Routed(experts) => {
