@@ -3,11 +3,13 @@
 //! A kernel's constants are `#define`s in front of its source, so that the compiler unrolls loops over them. Its
 //! arguments are the buffers, in the order of [`Kernel::writes`], and a struct with the words of `Args`.
 pub mod gemm;
+mod matmul;
 
 use crate::tiles::{MmaTile, RECENT_STAGES, Tile};
 use gemm::Plan;
 use kvist_device::{Storage, weights::Encoding};
 use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, RecentForm, Routed, RowsOp};
+use matmul::FastMatmul;
 
 /// Threads of a block of `attend`.
 const ATTEND_THREADS: u32 = 128;
@@ -67,8 +69,7 @@ impl Target {
     }
 
     fn fast_matmul(&self, kernel: &Kernel) -> Option<FastMatmul> {
-        let of_bytes =
-            |encoding| FastMatmul::Bytes { chunk: FastMatmul::chunk(self.max_shared_bytes), encoding };
+        let of_bytes = |encoding| FastMatmul::Bytes { encoding };
         match *kernel {
             Kernel::Matmul { encoding, tokens, .. } if self.is_fast(kernel) => {
                 let encoding = *Encoding::RESIDENT.get(encoding as usize)?;
@@ -87,9 +88,10 @@ impl Target {
 
     /// Threads of a block.
     pub fn threads(&self, kernel: &Kernel) -> u32 {
+        if let Some(fast) = self.fast_matmul(kernel) {
+            return 32 * fast.warps();
+        }
         match kernel {
-            Kernel::Matmul { .. } if self.is_fast(kernel) => 32 * FastMatmul::WARPS,
-            Kernel::Several { .. } => 32 * FastMatmul::WARPS,
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
             Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
@@ -163,10 +165,8 @@ impl Target {
         }
         if let Some(fast) = self.fast_matmul(kernel) {
             define("ROWS", fast.rows());
-            define("WARPS", FastMatmul::WARPS);
-            if let FastMatmul::Bytes { chunk, .. } = fast {
-                define("CHUNK", chunk);
-            }
+            define("WARPS", fast.warps());
+            define("BLOCKS", fast.blocks());
         }
         source += include_str!("kernels/prelude.cu");
         let source = self.parts(kernel).iter().fold(source, |source, part| source + part + "\n");
@@ -180,7 +180,7 @@ impl Target {
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
                 Some(FastMatmul::Bytes { .. }) => {
                     const ONE: &str = include_str!("kernels/matmul_bytes.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, ASYNC, UNITS, ONE]
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, UNITS, ONE]
                 }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
@@ -197,7 +197,7 @@ impl Target {
             }
             Kernel::Several { .. } => {
                 const SEVERAL: &str = include_str!("kernels/several.cu");
-                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, ASYNC, UNITS, SEVERAL]
+                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, UNITS, SEVERAL]
             }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const BLOCKS: &str = include_str!("kernels/blocks.cu");
@@ -240,58 +240,6 @@ fn begun(source: &str) -> String {
     match function.split_once(") {") {
         Some((head, body)) => format!("{before}{FUNCTION}{head}) {{\n    {WAIT}{body}"),
         None => source.into(),
-    }
-}
-
-/// The fast kernels of linear layers for a few tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum FastMatmul {
-    /// matmul_floats.cu
-    Floats,
-    /// matmul_blocks.cu
-    Blocks { tokens: u32 },
-    /// matmul_bytes.cu and several.cu
-    Bytes { encoding: Encoding, chunk: u32 },
-}
-
-impl FastMatmul {
-    const WARPS: u32 = 8;
-
-    /// Output rows of a block.
-    fn rows(self) -> u32 {
-        match self {
-            FastMatmul::Floats => 4,
-            FastMatmul::Blocks { tokens: 1 } | FastMatmul::Bytes { .. } => 16,
-            FastMatmul::Blocks { .. } => 32,
-        }
-    }
-
-    /// Whether units.cu has this encoding.
-    fn is_of_bytes(encoding: Encoding) -> bool {
-        use Encoding::*;
-        matches!(encoding, Q8_0 | Int8 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q4K | Q5K | Q6K)
-    }
-
-    /// Inputs that a block of units.cu has in shared memory at a time: three blocks share a multiprocessor, which has about as much as a
-    /// block can have at most.
-    fn chunk(max_shared_bytes: u32) -> u32 {
-        match max_shared_bytes {
-            bytes if bytes >= 3 * (69 << 10) => 16 << 10,
-            bytes if bytes >= 3 * (35 << 10) => 8 << 10,
-            _ => 4 << 10,
-        }
-    }
-
-    /// Of matmul_blocks.cu: every warp has a tile of every token, and every pair of warps has two, in the words that matmul_blocks.cu says.
-    fn shared_bytes(self) -> u32 {
-        const TOKEN_WORDS: u32 = 8 * 36 + 16 + 4;
-        match self {
-            FastMatmul::Floats => 0,
-            FastMatmul::Blocks { tokens } => 4 * Self::WARPS * tokens * TOKEN_WORDS,
-            // Codes of eight bits have no offset, and need no sums of inputs.
-            FastMatmul::Bytes { encoding: Encoding::Q8_0 | Encoding::Int8, chunk } => 4 * chunk,
-            FastMatmul::Bytes { chunk, .. } => 4 * (chunk + chunk / 16),
-        }
     }
 }
 

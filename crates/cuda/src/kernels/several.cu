@@ -25,7 +25,7 @@ __device__ __forceinline__ float finished(float sum, float factor, bool has_bias
     return has_bias ? fmaf(sum, factor, bias[o]) : sum * factor;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3) several(
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) several(
     const u32* __restrict__ w0,
     const u32* __restrict__ w1,
     const u32* __restrict__ w2,
@@ -37,8 +37,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) several(
     float* __restrict__ out1,
     float* __restrict__ out2,
     SeveralArgs args) {
-    u32 lane = threadIdx.x % 32u;
-    u32 warp = threadIdx.x / 32u;
+    __shared__ float sums[SUMS];
     u32 layer = 0u;
     u32 block = blockIdx.x;
     if (!GATED) {
@@ -52,39 +51,31 @@ extern "C" __global__ void __launch_bounds__(256, 3) several(
         }
     }
     u32 outputs = one_of(layer, args.outputs[0], args.outputs[1], args.outputs[2]);
-    // GATED: a warp has the same row of both layers.
-    u32 first_row = GATED ? block * WARPS + warp : block * ROWS + warp * EACH;
-    Row rows[EACH];
-    // Rows behind the last one are computed like it, and not written.
+    Rows rows;
 #pragma unroll
-    for (u32 r = 0u; r < EACH; r++) {
-        u32 of = GATED ? r : layer;
-        u32 row = min(first_row + (GATED ? 0u : r), outputs - 1u);
-        rows[r].w = one_of(of, w0, w1, w2);
-        rows[r].form.quads = args.quads;
-        rows[r].form.b = one_of(of, args.b[0], args.b[1], args.b[2]);
-        rows[r].form.s = one_of(of, args.s[0], args.s[1], args.s[2]);
-        rows[r].before = row * args.quads;
+    for (u32 i = 0u; i < SIDES; i++) {
+        u32 of = GATED ? i : layer;
+        rows.sides[i].w = one_of(of, w0, w1, w2);
+        rows.sides[i].form.quads = args.quads;
+        rows.sides[i].form.b = one_of(of, args.b[0], args.b[1], args.b[2]);
+        rows.sides[i].form.s = one_of(of, args.s[0], args.s[1], args.s[2]);
     }
-    Raw raw[DEPTH][EACH];
-    fetch_first(raw, rows); // no kernel writes weights
+    rows.first = block * ROWS_OF_SIDE;
+    rows.last = outputs - 1u;
+    Raw raw[ROWS];
+    fetch_units(raw, rows, threadIdx.x, args.quads / UNIT_QUADS); // no kernel writes weights
     after_the_kernel_before();
-    float total[EACH];
-    add_units(total, raw, rows, x);
+    add_units(sums, raw, rows, x);
+    u32 o = rows.first + threadIdx.x;
+    if (threadIdx.x >= ROWS_OF_SIDE || o >= outputs) { return; }
     if (GATED) {
-        float up = __shfl_sync(WARP, total[0], 16u);
-        if (lane == 0u && first_row < outputs) {
-            float g = finished(total[0], args.factors[0], (args.biases & 1u) != 0u, bias0, first_row);
-            float u = finished(up, args.factors[1], (args.biases & 2u) != 0u, bias1, first_row);
-            out0[first_row] = gated_(g, u, args.outputs[2], args.factors[2]);
-        }
+        float g = finished(sums[threadIdx.x], args.factors[0], (args.biases & 1u) != 0u, bias0, o);
+        float u = finished(sums[ROWS_OF_SIDE + threadIdx.x], args.factors[1], (args.biases & 2u) != 0u, bias1, o);
+        out0[o] = gated_(g, u, args.outputs[2], args.factors[2]);
         return;
     }
-    u32 o = first_row + lane / 16u;
-    if (lane % 16u == 0u && o < outputs) {
-        bool has_bias = (args.biases >> layer & 1u) != 0u;
-        float factor = one_of(layer, args.factors[0], args.factors[1], args.factors[2]);
-        float* out = one_of(layer, out0, out1, out2);
-        out[o] = finished(total[0], factor, has_bias, one_of(layer, bias0, bias1, bias2), o);
-    }
+    bool has_bias = (args.biases >> layer & 1u) != 0u;
+    float factor = one_of(layer, args.factors[0], args.factors[1], args.factors[2]);
+    float* out = one_of(layer, out0, out1, out2);
+    out[o] = finished(sums[threadIdx.x], factor, has_bias, one_of(layer, bias0, bias1, bias2), o);
 }

@@ -1,26 +1,23 @@
-// Sums of a warp's rows of weights in blocks times the inputs of one token, without tensor cores, for kernels that wait for memory
-// alone. A warp has EACH rows, and its lanes go through them side by side. A lane has a unit of each of these rows at a time, 16
-// or 32 bytes of codes, and DEPTH units are under way. All warps of a block share the inputs in shared memory, up to CHUNK of
-// them at a time.
+// Sums of rows of weights in blocks times the inputs of one token, without tensor cores, for kernels that wait for memory alone. A block
+// has ROWS rows, and its threads go through them side by side: each has a unit of every row at a time, 16 or 32 bytes of codes.
+// Inputs that were loaded are used for all of these rows. Blocks are small and many, so that a GPU is full of them to the end; while
+// one waits for its first weights, others on the same multiprocessor compute.
 //
-// Codes of 8 bits become floats by a byte's place in 2^23 + n. Fewer bits take a cheaper way: the bits of n are those of the
-// subnormal number 2^-149 n, and as bits of any place of the mantissa they are a power of two more. So a code is one mask and one fma,
-// which computes with subnormal numbers as fast as with others. Inputs are scaled by a power of two, so that the products
-// are normal numbers: the largest input of a chunk is near 2^120. Offsets of codes are for the sum of the inputs.
+// Codes become floats by a byte's place in 2^23 + n, which is faster than a conversion. Offsets of codes are for the sum of the inputs.
 
-#define EACH 2u
 #define HAS_BYTES (ENCODING == Q8_0 || ENCODING == INT8)
 #define HAS_FURTHER (ENCODING == Q5_0 || ENCODING == Q5_1 || ENCODING == Q5_K || ENCODING == Q6_K) // codes of more than 4 bits
 #define IS_WIDE (ENCODING == Q4_K || ENCODING == Q5_K) // two loads of 16 bytes: more codes for a scale
 #define LOADS (IS_WIDE ? 2u : 1u)
-#define DEPTH (ENCODING == Q5_K ? 1u : (IS_WIDE || HAS_FURTHER ? 2u : 4u))
 #define UNIT_QUADS (HAS_BYTES ? 4u : 8u * LOADS)
-#define CHUNK_UNITS (CHUNK / (4u * UNIT_QUADS))
-static_assert(ROWS == EACH * WARPS, "the rows of a block");
-static_assert(32u * UNIT_QUADS % 128u == 0u, "units of a warp are whole periods of place_of");
-static_assert(CHUNK_UNITS % (32u * DEPTH) == 0u, "a chunk is whole rounds");
+#define THREADS (32u * WARPS)
+#ifndef GATED
+#define GATED 0
+#endif
+#define SIDES (GATED ? 2u : 1u) // GATED: half of the rows are of another matrix
+#define ROWS_OF_SIDE (ROWS / SIDES)
 
-// What a lane has loaded of a unit. An encoding uses a part of it.
+// What a thread has loaded of a unit. An encoding uses a part of it.
 struct Raw {
     uint4 codes[LOADS];
     uint4 high[LOADS];
@@ -29,17 +26,26 @@ struct Raw {
     u32 more;
 };
 
-// A row of a matrix.
-struct Row {
+struct Matrix {
     const u32* w;
     Form form;
-    u32 before; // quads of the rows before this one
 };
 
-__device__ __forceinline__ Raw fetch(const Row& row, u32 unit) {
-    const u32* w = row.w;
-    Form form = row.form;
-    u32 before = row.before;
+// The rows of a block: those from `first` on of each side. Rows behind the last one are computed like it, and not written.
+struct Rows {
+    Matrix sides[SIDES];
+    u32 first;
+    u32 last;
+
+    // Quads before a row.
+    __device__ __forceinline__ u32 before(u32 r) const {
+        return min(first + r % ROWS_OF_SIDE, last) * sides[0].form.quads;
+    }
+};
+
+__device__ __forceinline__ Raw fetch(const Matrix& matrix, u32 before, u32 unit) {
+    const u32* w = matrix.w;
+    const Form& form = matrix.form;
     Raw raw;
     u32 u = unit % 8u;
     u32 super_block = before / 64u + unit / (64u / UNIT_QUADS);
@@ -87,17 +93,6 @@ __device__ __forceinline__ Raw fetch(const Row& row, u32 unit) {
 }
 
 // Loads the first units of every row.
-__device__ __forceinline__ void fetch_first(Raw (&raw)[DEPTH][EACH], const Row (&rows)[EACH]) {
-#pragma unroll
-    for (u32 d = 0u; d < DEPTH; d++) {
-        u32 unit = 32u * d + threadIdx.x % 32u;
-#pragma unroll
-        for (u32 r = 0u; r < EACH; r++) {
-            if (unit < rows[r].form.quads / UNIT_QUADS) { raw[d][r] = fetch(rows[r], unit); }
-        }
-    }
-}
-
 // The quad of the row at which a unit's elements begin: those of codes in the low four bits, and how far behind it those in the
 // high four bits begin.
 __device__ __forceinline__ u32 first_quad(u32 unit) {
@@ -108,16 +103,6 @@ __device__ __forceinline__ u32 first_quad(u32 unit) {
     }
 }
 #define TO_HIGH (ENCODING == Q6_K ? 16u : 4u * LOADS)
-
-// Where a quad of inputs lies in shared memory: eight neighbouring lanes, which read at once, then have eight different banks
-// of four words, for every encoding.
-__device__ __forceinline__ u32 place_of(u32 quad) {
-    return quad ^ (quad >> 3 & 3u) ^ (quad >> 5 & 1u) * 7u ^ (quad >> 6 & 1u);
-}
-
-__device__ __forceinline__ float power_of_two(int n) {
-    return __uint_as_float((u32)(n + 127) << 23);
-}
 
 __device__ __forceinline__ u32 word_of(uint4 words, u32 i) {
     return i == 0u ? words.x : (i == 1u ? words.y : (i == 2u ? words.z : words.w));
@@ -131,15 +116,6 @@ __device__ __forceinline__ float byte_less(u32 word, u32 i) {
 // A whole number below 2^23 as float: faster than a conversion.
 __device__ __forceinline__ float small(u32 n) {
     return __uint_as_float(0x4b000000u | n) - 8388608.0f;
-}
-
-// sum + codes . x, with codes as subnormal numbers in the bits of `mask` of a word and of its upper half: even elements, then odd ones.
-__device__ __forceinline__ void add_codes(float& even, float& odd, u32 word, u32 mask, float4 x) {
-    u32 upper = word >> 16;
-    even = fmaf(__uint_as_float(word & mask), x.x, even);
-    odd = fmaf(__uint_as_float(word & (mask << 8)), x.y, odd);
-    even = fmaf(__uint_as_float(upper & mask), x.z, even);
-    odd = fmaf(__uint_as_float(upper & (mask << 8)), x.w, odd);
 }
 
 // The further bits of four codes, in the bits from 4 on of four bytes: those of the low codes, then of the high ones.
@@ -188,155 +164,97 @@ __device__ __forceinline__ float4 scales_of(const Raw& raw, u32 u) {
     }
 }
 
-// The sums of the rows, whose first units are loaded. In the lower half of a warp `total[0]` is that of its first row, in the upper half
-// that of the second. For all threads of a block.
-__device__ __forceinline__ void add_units(
-    float (&total)[EACH], Raw (&raw)[DEPTH][EACH], const Row (&rows)[EACH], const float* __restrict__ x) {
-    DYNAMIC_SHARED(shared); // CHUNK inputs, then the sums of 16 each
-    __shared__ u32 largest[WARPS];
-    float4* inputs = reinterpret_cast<float4*>(shared);
-    float* sums = reinterpret_cast<float*>(inputs + CHUNK / 4u);
+// sum + (four bytes) . x
+__device__ __forceinline__ float add_bytes(float sum, u32 word, float4 x) {
+    sum = fmaf(small(word & 0xffu), x.x, sum);
+    sum = fmaf(small(word >> 8 & 0xffu), x.y, sum);
+    sum = fmaf(small(word >> 16 & 0xffu), x.z, sum);
+    return fmaf(small(word >> 24), x.w, sum);
+}
+
+__device__ __forceinline__ float sum_of(float4 x) {
+    return (x.x + x.y) + (x.z + x.w);
+}
+
+__device__ __forceinline__ void fetch_units(Raw (&raw)[ROWS], const Rows& rows, u32 unit, u32 units) {
+    if (unit >= units) { return; }
+#pragma unroll
+    for (u32 r = 0u; r < ROWS; r++) { raw[r] = fetch(rows.sides[r / ROWS_OF_SIDE], rows.before(r), unit); }
+}
+
+// Adds the products of a unit of every row.
+__device__ __forceinline__ void add_unit(float (&sums)[ROWS], const Raw (&raw)[ROWS], u32 unit, const float4* x) {
+    u32 u = unit % 8u;
+    const float4* from = x + first_quad(unit);
+    if (HAS_BYTES) {
+        float4 inputs[4];
+#pragma unroll
+        for (u32 i = 0u; i < 4u; i++) { inputs[i] = from[i]; }
+#pragma unroll
+        for (u32 r = 0u; r < ROWS; r++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (u32 i = 0u; i < 4u; i++) {
+                u32 word = word_of(raw[r].codes[0], i) ^ 0x80808080u;
+                float4 codes =
+                    make_float4(byte_less(word, 0u), byte_less(word, 1u), byte_less(word, 2u), byte_less(word, 3u));
+                sum = add_product(sum, codes, inputs[i]);
+            }
+            u32 bits = raw[r].scale;
+            sums[r] = fmaf(ENCODING == Q8_0 ? half_(bits) : __uint_as_float(bits), sum, sums[r]);
+        }
+        return;
+    }
+    float low[ROWS], high[ROWS]; // of the codes in the low four bits, and in the high ones
+#pragma unroll
+    for (u32 r = 0u; r < ROWS; r++) { low[r] = high[r] = 0.0f; }
+    float low_inputs = 0.0f, high_inputs = 0.0f;
+#pragma unroll
+    for (u32 i = 0u; i < 4u * LOADS; i++) {
+        float4 a = from[i];
+        float4 b = from[TO_HIGH + i];
+        low_inputs += sum_of(a);
+        high_inputs += sum_of(b);
+#pragma unroll
+        for (u32 r = 0u; r < ROWS; r++) {
+            u32 word = word_of(raw[r].codes[i / 4u], i % 4u);
+            low[r] = add_bytes(low[r], (word & 0x0f0f0f0fu) | further(raw[r], u, i, false), a);
+            high[r] = add_bytes(high[r], (word >> 4 & 0x0f0f0f0fu) | further(raw[r], u, i, true), b);
+        }
+    }
+#pragma unroll
+    for (u32 r = 0u; r < ROWS; r++) {
+        float4 scales = scales_of(raw[r], u);
+        float sum = fmaf(scales.x, low[r], sums[r]);
+        sum = fmaf(scales.y, low_inputs, sum);
+        sum = fmaf(scales.z, high[r], sum);
+        sums[r] = fmaf(scales.w, high_inputs, sum);
+    }
+}
+
+// The sums of the rows; `raw` has each thread's first units. For all threads of a block: afterwards the first ROWS of the SUMS words of shared
+// memory are the sums of the rows, and the first warp may read them.
+#define SUMS ((WARPS + 1u) * ROWS)
+__device__ __forceinline__ void add_units(float* of_rows, Raw (&raw)[ROWS], const Rows& rows, const float* __restrict__ x) {
+    float* of_warps = of_rows + ROWS;
     u32 lane = threadIdx.x % 32u;
-    u32 warp = threadIdx.x / 32u;
-    u32 units = rows[0].form.quads / UNIT_QUADS;
-    u32 quad = first_quad(lane);
-    u32 places[2u * LOADS]; // of a unit's inputs, 16 by 16
+    u32 units = rows.sides[0].form.quads / UNIT_QUADS;
+    float sums[ROWS];
 #pragma unroll
-    for (u32 i = 0u; i < LOADS; i++) {
-        places[i] = kept(place_of(quad + 4u * i));
-        places[LOADS + i] = kept(place_of(quad + TO_HIGH + 4u * i));
+    for (u32 r = 0u; r < ROWS; r++) { sums[r] = 0.0f; }
+    for (u32 unit = threadIdx.x; unit < units; unit += THREADS) {
+        add_unit(sums, raw, unit, reinterpret_cast<const float4*>(x));
+        fetch_units(raw, rows, unit + THREADS, units);
     }
-    u32 u = lane % 8u;
+    add_up<ROWS, 16u>(sums, lane);
+    constexpr u32 SHARING = 32u / ROWS; // lanes with the same row
+    if (lane % SHARING == 0u) { of_warps[threadIdx.x / 32u * ROWS + lane / SHARING] = sums[0]; }
+    __syncthreads();
+    if (threadIdx.x < ROWS) {
+        float sum = 0.0f;
 #pragma unroll
-    for (u32 r = 0u; r < EACH; r++) { total[r] = 0.0f; }
-    for (u32 start = 0u; start < units; start += CHUNK_UNITS) {
-        u32 end = min(units, start + CHUNK_UNITS);
-        u32 quads = (end - start) * UNIT_QUADS;
-        const float4* from = reinterpret_cast<const float4*>(x) + start * UNIT_QUADS;
-        if (start > 0u) { __syncthreads(); } // no warp reads the last chunk any more
-        for (u32 quad = threadIdx.x; quad < quads; quad += 32u * WARPS) {
-            copy_words<4u>(reinterpret_cast<u32*>(inputs + place_of(quad)), reinterpret_cast<const u32*>(from + quad));
-        }
-        end_group();
-        wait_groups<0>();
-        int shift = 0;
-        if (!HAS_BYTES) {
-            u32 most = 0u; // the bits of the largest input: those of positive numbers have the order of the numbers
-            // What this thread has copied it may read.
-            for (u32 quad = threadIdx.x; quad < quads; quad += 32u * WARPS) {
-                float4 value = inputs[place_of(quad)];
-                float size = fmaxf(fmaxf(fabsf(value.x), fabsf(value.y)), fmaxf(fabsf(value.z), fabsf(value.w)));
-                most = max(most, __float_as_uint(size));
-            }
-            most = __reduce_max_sync(WARP, most);
-            if (lane == 0u) { largest[warp] = most; }
-            __syncthreads();
-#pragma unroll
-            for (u32 i = 0u; i < WARPS; i++) { most = max(most, largest[i]); }
-            shift = 247 - (int)(most >> 23);
-            float power = power_of_two(shift / 2), rest = power_of_two(shift - shift / 2);
-            // Whole warps: quads are a multiple of 8, and four lanes add up their sums.
-            for (u32 first = 32u * warp; first < quads; first += 32u * WARPS) {
-                u32 quad = first + lane;
-                float sum = 0.0f;
-                if (quad < quads) {
-                    float4 value = inputs[place_of(quad)];
-                    value.x = value.x * power * rest;
-                    value.y = value.y * power * rest;
-                    value.z = value.z * power * rest;
-                    value.w = value.w * power * rest;
-                    inputs[place_of(quad)] = value;
-                    sum = (value.x + value.y) + (value.z + value.w);
-                }
-                sum += __shfl_xor_sync(WARP, sum, 1u);
-                sum += __shfl_xor_sync(WARP, sum, 2u);
-                // Times 2^-149, as the codes.
-                if (lane % 4u == 0u && quad < quads) {
-                    sums[quad / 4u] = sum * power_of_two(-75) * power_of_two(-74);
-                }
-            }
-        }
-        __syncthreads();
-        float acc[EACH];
-#pragma unroll
-        for (u32 r = 0u; r < EACH; r++) { acc[r] = 0.0f; }
-        u32 ahead = 0u; // quads of inputs to this round's: whole periods of `place_of`
-        for (u32 first = start; first < end; first += 32u * DEPTH, ahead += 32u * DEPTH * UNIT_QUADS) {
-#pragma unroll
-            for (u32 d = 0u; d < DEPTH; d++) {
-                u32 unit = first + 32u * d + lane;
-                if (unit >= end) { continue; }
-                u32 step = ahead + 32u * UNIT_QUADS * d;
-                if (HAS_BYTES) {
-                    float sum[EACH];
-#pragma unroll
-                    for (u32 r = 0u; r < EACH; r++) { sum[r] = 0.0f; }
-#pragma unroll
-                    for (u32 i = 0u; i < 4u; i++) {
-                        float4 value = inputs[(places[0] + step) ^ i];
-#pragma unroll
-                        for (u32 r = 0u; r < EACH; r++) {
-                            u32 word = word_of(raw[d][r].codes[0], i) ^ 0x80808080u;
-                            float4 codes = make_float4(
-                                byte_less(word, 0u), byte_less(word, 1u), byte_less(word, 2u), byte_less(word, 3u));
-                            sum[r] = add_product(sum[r], codes, value);
-                        }
-                    }
-#pragma unroll
-                    for (u32 r = 0u; r < EACH; r++) {
-                        u32 bits = raw[d][r].scale;
-                        acc[r] = fmaf(ENCODING == Q8_0 ? half_(bits) : __uint_as_float(bits), sum[r], acc[r]);
-                    }
-                } else {
-                    float even[2][EACH], odd[2][EACH]; // of the low and the high codes
-#pragma unroll
-                    for (u32 r = 0u; r < EACH; r++) { even[0][r] = even[1][r] = odd[0][r] = odd[1][r] = 0.0f; }
-#pragma unroll
-                    for (u32 i = 0u; i < 4u * LOADS; i++) {
-                        float4 low = inputs[(places[i / 4u] + step) ^ i % 4u];
-                        float4 high = inputs[(places[LOADS + i / 4u] + step) ^ i % 4u];
-#pragma unroll
-                        for (u32 r = 0u; r < EACH; r++) {
-                            u32 word = word_of(raw[d][r].codes[i / 4u], i % 4u);
-                            if (HAS_FURTHER) {
-                                u32 first_word = (word & 0x0f0f0f0fu) | further(raw[d][r], u, i, false);
-                                u32 second_word = (word >> 4 & 0x0f0f0f0fu) | further(raw[d][r], u, i, true);
-                                add_codes(even[0][r], odd[0][r], first_word, 0xffu, low);
-                                add_codes(even[1][r], odd[1][r], second_word, 0xffu, high);
-                            } else {
-                                add_codes(even[0][r], odd[0][r], word, 0x0fu, low);
-                                add_codes(even[1][r], odd[1][r], word, 0xf0u, high);
-                            }
-                        }
-                    }
-                    float low_inputs = sums[(quad + step) / 4u], high_inputs = sums[(quad + step + TO_HIGH) / 4u];
-                    if (IS_WIDE) {
-                        low_inputs += sums[(quad + step) / 4u + 1u];
-                        high_inputs += sums[(quad + step + TO_HIGH) / 4u + 1u];
-                    }
-#pragma unroll
-                    for (u32 r = 0u; r < EACH; r++) {
-                        float4 scales = scales_of(raw[d][r], u);
-                        float low = fmaf(odd[0][r], 0.00390625f, even[0][r]);
-                        float high = fmaf(odd[1][r], 0.00390625f, even[1][r]);
-                        if (!HAS_FURTHER) { high *= 0.0625f; }
-                        acc[r] = fmaf(scales.x, low, acc[r]);
-                        acc[r] = fmaf(scales.y, low_inputs, acc[r]);
-                        acc[r] = fmaf(scales.z, high, acc[r]);
-                        acc[r] = fmaf(scales.w, high_inputs, acc[r]);
-                    }
-                }
-                u32 next = unit + 32u * DEPTH;
-#pragma unroll
-                for (u32 r = 0u; r < EACH; r++) {
-                    if (next < units) { raw[d][r] = fetch(rows[r], next); }
-                }
-            }
-        }
-        int back = 149 - shift;
-        float power = power_of_two(back / 2), rest = power_of_two(back - back / 2);
-#pragma unroll
-        for (u32 r = 0u; r < EACH; r++) { total[r] += HAS_BYTES ? acc[r] : acc[r] * power * rest; }
+        for (u32 i = 0u; i < WARPS; i++) { sum += of_warps[i * ROWS + threadIdx.x]; }
+        of_rows[threadIdx.x] = sum;
     }
-    add_up<EACH, 16u>(total, lane);
+    __syncwarp(); // the rows are those of one warp
 }
