@@ -304,6 +304,10 @@ impl Driver for CudaDriver {
         self.target().fast
     }
 
+    fn stores_both(&self) -> bool {
+        true
+    }
+
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         self.target().product_tile(kernel)
     }

@@ -9,12 +9,14 @@ use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
 use crate::linear::{Halves, Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
+use crate::rotation::Rotation;
 use crate::shared::bytes_of;
 use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
 use crate::weights::{self, Linear};
 use kvist_cache::StepPlan;
 use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::*;
+use std::sync::Arc;
 
 /// A norm's weights, or attention sinks.
 #[derive(Debug)]
@@ -25,6 +27,7 @@ pub struct Vector<D: Driver> {
 
 impl<D: Driver> GpuDevice<D> {
     fn norm(&self, s: &mut Stream<D>, x: Option<&Buffer<D>>, norm: Norm<'_, Self>, out: &Buffer<D>) {
+        s.rotate_if_of(&*self.gpu, [x.unwrap_or(out), out]);
         let Some(data) = out.get() else { return };
         let from = x.and_then(Buffer::get);
         let width = norm.weight.len.max(1);
@@ -142,7 +145,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer<D>, DeviceError> {
         let overflow = || DeviceError::OutOfMemory { what: "activations", bytes: u64::MAX };
         let bytes = f32s(rows.max(limits), width).ok_or_else(overflow)?;
-        let data = (width > 0).then(|| self.gpu.buffer("activations", bytes)).transpose()?;
+        let data = (width > 0).then(|| self.gpu.buffer("activations", bytes)).transpose()?.map(Arc::new);
         Ok(Buffer { rows, width: u32::try_from(width).map_err(|_| overflow())?, data })
     }
 
@@ -178,6 +181,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         s.step = None;
         s.failed = None;
         s.recorder.restart();
+        s.rotations.clear();
         if pools.grows(plan) {
             s.recorder.forget(); // or the bind groups would keep every smaller buffer
         }
@@ -204,7 +208,8 @@ impl<D: Driver> Device for GpuDevice<D> {
         s.want_rows(&*self.gpu, rows);
     }
 
-    fn upload(&self, _: &mut Stream<D>, rows: &[f32], out: &mut Buffer<D>) {
+    fn upload(&self, s: &mut Stream<D>, rows: &[f32], out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_le_bytes()).collect();
         if let Some(out) = out.get().filter(|_| !bytes.is_empty()) {
             self.gpu.write(out, 0, &bytes);
@@ -212,6 +217,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn embed(&self, s: &mut Stream<D>, table: &Linear<D>, scale: f32, out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let Some(out) = out.get() else { return };
         for part in &table.parts {
             let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
@@ -239,6 +245,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn matmul(&self, s: &mut Stream<D>, x: &Buffer<D>, outs: &mut [(&Linear<D>, &mut Buffer<D>)]) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let Some(x) = x.get() else { return };
         let layers: Vec<&Linear<D>> = outs.iter().map(|(layer, _)| *layer).collect();
@@ -260,6 +267,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         projected: &mut Buffer<D>,
         sum: &mut Buffer<D>,
     ) {
+        s.rotate(&*self.gpu);
         if let Some(norm) = norm {
             self.matmul(s, x, &mut [(layer, projected)]);
             self.norm_in_place(s, projected, norm);
@@ -273,17 +281,13 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn rope(&self, s: &mut Stream<D>, x: &mut Buffer<D>, head_dim: usize, rope: usize) {
-        let Some(data) = x.get() else { return };
-        let pairs = |table: &RopeTable| table.inverse_frequencies.len() as u32;
-        let first: u32 = s.ropes[..rope].iter().map(|table| 2 * pairs(table) * s.n_tokens).sum();
-        let pairs = pairs(&s.ropes[rope]);
-        let heads = x.width / head_dim as u32;
-        let args = Args::new(&[heads, head_dim as u32, pairs, first, s.n_tokens]);
-        let groups = [(heads * pairs).div_ceil(64), s.n_tokens, 1];
-        self.gpu.record(&mut s.recorder, &Kernel::Rope, &[Some(&s.angles), Some(data)], args, groups);
+        s.rotate_if_of(&*self.gpu, [x, x]);
+        let rotation = Rotation::new(s, x, head_dim as u32, rope);
+        s.rotations.extend(rotation);
     }
 
     fn gated(&self, s: &mut Stream<D>, activation: Activation, gate: &mut Buffer<D>, up: &Buffer<D>) {
+        s.rotate(&*self.gpu);
         let elements = u64::from(s.n(gate.rows)) * u64::from(gate.width);
         if let (Some(gate), Some(up)) = (gate.get(), up.get()) {
             self.gate(&mut s.recorder, activation, gate, up, elements);
@@ -300,6 +304,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         activation: Activation,
         out: &mut Buffer<D>,
     ) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let width = out.width;
         let (Some(x), Some(out)) = (x.get(), out.get()) else { return };
@@ -342,6 +347,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn concat(&self, s: &mut Stream<D>, a: &Buffer<D>, b: &Buffer<D>, out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let n = s.n(out.rows);
         let Some(data) = out.get() else { return };
         for (x, column) in [(a, 0), (b, a.width)] {
@@ -351,6 +357,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn add(&self, s: &mut Stream<D>, x: &mut Buffer<D>, y: &Buffer<D>) {
+        s.rotate(&*self.gpu);
         let elements = u64::from(s.n(x.rows)) * u64::from(x.width);
         if let (Some(x), Some(y), Some(groups)) = (x.get(), y.get(), groups(elements)) {
             let args = Args::new(&[elements as u32]);
@@ -370,8 +377,12 @@ impl<D: Driver> Device for GpuDevice<D> {
             Some((k, v)) => Some((k.get().ok_or_else(missing)?, v.get().ok_or_else(missing)?)),
             None => None,
         };
+        let together = call.kv.filter(|_| pools.stores_both(call.layer));
+        let angles = together.and_then(|(k, _)| s.take_rotation((call.q, k), call.head_dim));
+        s.rotate(&*self.gpu);
         let rows = DeviceRows {
             layer: call.layer,
+            rotation: angles.map(|angles| (&s.angles, angles)),
             q: call.q.get().ok_or_else(missing)?,
             kv,
             out: call.out.get().ok_or_else(missing)?,
@@ -383,6 +394,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn tap(&self, s: &mut Stream<D>, i: usize, x: &Buffer<D>) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let Some(from) = x.get() else { return };
         if s.taps.len() <= i {
@@ -406,6 +418,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn wanted_rows(&self, s: &mut Stream<D>, x: &Buffer<D>, out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let n = s.n(RowsOf::Wanted);
         let Some(data) = out.get() else { return };
         let op = (RowsOp::Gather, Some(&s.wanted));
@@ -413,6 +426,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn logits(&self, s: &mut Stream<D>, x: &Buffer<D>, head: &Linear<D>, softcap: Option<f32>) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         if head.outputs != s.vocab {
             let (rows, vocab) = (head.outputs, s.vocab);
@@ -437,6 +451,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn submit(&self, s: &mut Stream<D>) -> Result<Ticket, DeviceError> {
+        s.rotate(&*self.gpu);
         if let Some(error) = s.failed.take() {
             s.recorder.restart();
             return Err(error);

@@ -48,6 +48,11 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
+    /// Whether it has [`Kernel::StoreBoth`].
+    fn stores_both(&self) -> bool {
+        false
+    }
+
     /// Workgroups of [`Kernel::Scatter`] for rows of `n` cells, of which each cell has `words` words in the pool.
     fn scatter_groups(&self, words: u32, n: u32) -> [u32; 3] {
         [words.div_ceil(64), n, 1]

@@ -39,6 +39,14 @@ pub enum Kernel {
         dim: u32,
         recent: RecentForm,
     },
+    /// [`Kernel::Rope`] for queries and keys, if they are rotated, and [`Kernel::Store`] for keys and values, in one launch with the
+    /// same bits. `recent`: packed sides have recent rows.
+    StoreBoth {
+        k: Form,
+        v: Form,
+        dim: u32,
+        recent: bool,
+    },
     Copy {
         within: bool,
     },
@@ -191,6 +199,7 @@ impl Kernel {
             Kernel::Route => "route",
             Kernel::Top => "top",
             Kernel::Store { .. } => "store",
+            Kernel::StoreBoth { .. } => "store_both",
             Kernel::Copy { .. } => "copy",
             Kernel::Attend { .. } => "attend",
             Kernel::Merge { .. } => "merge",
@@ -228,6 +237,13 @@ impl Kernel {
                 add("RECENT", (recent != RecentForm::No).into());
                 add("PLAIN_RECENT", (recent == RecentForm::Plain).into());
             }
+            Kernel::StoreBoth { k, v, dim, recent } => {
+                add("DIM", dim.into());
+                k.constants(dim).into_iter().for_each(|(name, n)| add(&format!("K_{name}"), n.into()));
+                v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
+                add("K_RECENT", (recent && k.is_packed()).into());
+                add("V_RECENT", (recent && v.is_packed()).into());
+            }
             Kernel::Copy { within } => add("WITHIN", within.into()),
             Kernel::Attend { k, v, dim, rows, recent } => {
                 add("DIM", dim.into());
@@ -259,6 +275,7 @@ impl Kernel {
         match self {
             Kernel::Embed { .. } | Kernel::Top => &[false, false, true],
             Kernel::Store { .. } => &[false, false, false, true, true],
+            Kernel::StoreBoth { .. } => &[false, true, true, false, false, false, true, true, true],
             Kernel::Matmul { .. } | Kernel::Gemm { .. } => &[false, false, false, true, false],
             Kernel::Norm { .. } | Kernel::Rows(_) | Kernel::Halves => &[false, true, false],
             Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route => &[false, true],

@@ -19,6 +19,7 @@ mod measure;
 mod pools;
 mod range;
 mod recents;
+mod rotation;
 mod shared;
 mod side;
 mod stream;

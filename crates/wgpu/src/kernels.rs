@@ -33,6 +33,8 @@ fn parts(kernel: &Kernel, lanes: &'static str) -> Vec<Cow<'static, str>> {
         Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, include_str!("kernels/gemm.wgsl")],
         // No driver without tensor cores asks for it.
         Kernel::Halves => &[],
+        // Nor one that says so.
+        Kernel::StoreBoth { .. } => &[],
         Kernel::Norm { .. } => &[lanes, include_str!("kernels/norm.wgsl")],
         Kernel::Rope => &[include_str!("kernels/rope.wgsl")],
         Kernel::Gated => &[MATH, include_str!("kernels/gated.wgsl")],
