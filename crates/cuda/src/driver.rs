@@ -304,6 +304,10 @@ impl Driver for CudaDriver {
         self.target().fast
     }
 
+    fn norm_rows(&self, width: u32) -> u32 {
+        kernels::norm_rows(width)
+    }
+
     fn stores_both(&self) -> bool {
         true
     }

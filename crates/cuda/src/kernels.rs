@@ -14,6 +14,15 @@ const ATTEND_THREADS: u32 = 128;
 /// Its query rows.
 pub const ROWS: u32 = ATTEND_ROWS[0];
 
+/// Threads of a block of `norm`: one row, or a warp for each of several rows of up to `NARROW_NORM` elements.
+const NORM_THREADS: u32 = 512;
+const NARROW_NORM: u32 = 512;
+
+/// Rows of a block of `norm`.
+pub fn norm_rows(width: u32) -> u32 {
+    if width <= NARROW_NORM { NORM_THREADS / 32 } else { 1 }
+}
+
 /// Threads of a block of `scatter` and `gather`.
 const MOVE_THREADS: u32 = 256;
 
@@ -76,8 +85,9 @@ impl Target {
             Kernel::Matmul { .. } if self.is_fast(kernel) => 32 * FastMatmul::WARPS,
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
-            Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
+            Kernel::Gemm { .. } | Kernel::Halves => 256,
             Kernel::Top => 512,
+            Kernel::Norm { .. } => NORM_THREADS,
             Kernel::Scatter | Kernel::Gather => MOVE_THREADS,
             _ => 64,
         }
@@ -127,6 +137,9 @@ impl Target {
                 Constant::Flag(is) => define(&name, u32::from(is)),
                 Constant::Number(n) => define(&name, n),
             }
+        }
+        if let Kernel::Norm { .. } = kernel {
+            define("NARROW", NARROW_NORM);
         }
         if let Some(tile) = self.mma_tile(kernel) {
             define("STAGES", tile.stages);

@@ -33,7 +33,8 @@ impl<D: Driver> GpuDevice<D> {
         let width = norm.weight.len.max(1);
         let rows = (u64::from(s.n(out.rows)) * u64::from(out.width) / u64::from(width)) as u32;
         let args = Args::new(&[width, rows]).f32(norm.eps);
-        let groups = [rows.min(NORM_ROWS), rows.div_ceil(NORM_ROWS), 1];
+        let groups = rows.div_ceil(self.gpu.norm_rows(width));
+        let groups = [groups.min(NORM_ROWS), groups.div_ceil(NORM_ROWS), 1];
         let kernel = Kernel::Norm { in_place: x.is_none() };
         self.gpu.record(
             &mut s.recorder,

@@ -48,6 +48,12 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
+    /// Rows of so many elements that a workgroup of [`Kernel::Norm`] has.
+    fn norm_rows(&self, width: u32) -> u32 {
+        let _ = width;
+        1
+    }
+
     /// Whether it has [`Kernel::StoreBoth`].
     fn stores_both(&self) -> bool {
         false

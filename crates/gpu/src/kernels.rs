@@ -129,7 +129,7 @@ pub const SUM_LANES: u32 = 16;
 pub const MATMUL_OUTPUTS: u32 = 8;
 /// Output rows, and tokens, of a workgroup of [`Kernel::Gemm`].
 pub const GEMM_TILE: u32 = 32;
-/// Workgroups of [`Kernel::Norm`] in x; those of further rows follow in y.
+/// Workgroups of [`Kernel::Norm`] in x; further ones follow in y.
 pub const NORM_ROWS: u32 = 32_768;
 
 /// The value of a constant that a kernel is compiled with.
