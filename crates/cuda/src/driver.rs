@@ -308,6 +308,14 @@ impl Driver for CudaDriver {
         self.target().has_several(encoding)
     }
 
+    fn norm_rows(&self, width: u32) -> u32 {
+        kernels::norm_rows(width)
+    }
+
+    fn stores_both(&self) -> bool {
+        true
+    }
+
     fn product_tile(&self, kernel: &Kernel) -> (u32, u32) {
         self.target().product_tile(kernel)
     }

@@ -16,6 +16,15 @@ const ATTEND_THREADS: u32 = 128;
 /// Its query rows.
 pub const ROWS: u32 = ATTEND_ROWS[0];
 
+/// Threads of a block of `norm`: one row, or a warp for each of several rows of up to `NARROW_NORM` elements.
+const NORM_THREADS: u32 = 512;
+const NARROW_NORM: u32 = 512;
+
+/// Rows of a block of `norm`.
+pub fn norm_rows(width: u32) -> u32 {
+    if width <= NARROW_NORM { NORM_THREADS / 32 } else { 1 }
+}
+
 /// Threads of a block of `scatter` and `gather`.
 const MOVE_THREADS: u32 = 256;
 
@@ -94,9 +103,10 @@ impl Target {
         match kernel {
             Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
-            Kernel::Gemm { .. } | Kernel::Halves | Kernel::Norm { .. } => 256,
-            Kernel::Scatter | Kernel::Gather => MOVE_THREADS,
+            Kernel::Gemm { .. } | Kernel::Halves => 256,
             Kernel::Top => 512,
+            Kernel::Norm { .. } => NORM_THREADS,
+            Kernel::Scatter | Kernel::Gather => MOVE_THREADS,
             _ => 64,
         }
     }
@@ -145,6 +155,9 @@ impl Target {
                 Constant::Flag(is) => define(&name, u32::from(is)),
                 Constant::Number(n) => define(&name, n),
             }
+        }
+        if let Kernel::Norm { .. } = kernel {
+            define("NARROW", NARROW_NORM);
         }
         if let Some(tile) = self.mma_tile(kernel) {
             define("STAGES", tile.stages);
@@ -209,13 +222,19 @@ impl Target {
             }
             Kernel::Halves => &[MATH, INPUTS, MMA, include_str!("kernels/halves.cu")],
             Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
-            Kernel::Rope => &[include_str!("kernels/rope.cu")],
+            Kernel::Rope => &[ROTATION, include_str!("kernels/rope.cu")],
             Kernel::Gated => &[MATH, GATE, include_str!("kernels/gated.cu")],
             Kernel::Add => &[include_str!("kernels/add.cu")],
             Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
             Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
             Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
-            Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.cu")],
+            Kernel::Store { .. } => {
+                &[MATH, BYTES, LEVELS, TURN, STORE_ROWS, include_str!("kernels/store.cu")]
+            }
+            Kernel::StoreBoth { .. } => {
+                const BOTH: &str = include_str!("kernels/store_both.cu");
+                &[MATH, BYTES, LEVELS, TURN, ROTATION, STORE_ROWS, BOTH]
+            }
             Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
             Kernel::Attend { .. } if self.is_fast(kernel) => {
                 &[MATH, PAIRS, MMA, ASYNC, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
@@ -271,6 +290,8 @@ const UNITS: &str = include_str!("kernels/units.cu");
 const GATE: &str = include_str!("kernels/gate.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
+const ROTATION: &str = include_str!("kernels/rotation.cu");
+const STORE_ROWS: &str = include_str!("kernels/store_rows.cu");
 const CELLS: &str = include_str!("kernels/cells.cu");
 const PAIRS: &str = include_str!("kernels/pairs.cu");
 const SINKS: &str = include_str!("kernels/sinks.cu");
@@ -308,6 +329,9 @@ fn attention(dim: u32) -> Vec<Kernel> {
             let packed = k_form.is_packed() || v_form.is_packed();
             for recent in [false, true] {
                 // Without tensor cores a block has `ROWS`, whatever the tile.
+                if packed || !recent {
+                    all.push(Kernel::StoreBoth { k: k_form, v: v_form, dim, recent });
+                }
                 for rows in ATTEND_ROWS.into_iter().filter(|_| packed || !recent) {
                     all.push(Kernel::Attend { k: k_form, v: v_form, dim, rows, recent });
                 }
@@ -374,6 +398,7 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
             all.push(Kernel::Attend { k: form, v: form, dim: *dim, rows: ROWS, recent: false });
             all.push(Kernel::Merge { v: form, dim: *dim });
             all.push(Kernel::Store { form, dim: *dim, recent: RecentForm::No });
+            all.push(Kernel::StoreBoth { k: form, v: form, dim: *dim, recent: false });
         }
     }
     let mut seen = std::collections::HashSet::new();

@@ -9,6 +9,7 @@ use crate::form::Form;
 use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
 use crate::linear::{Halves, Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
+use crate::rotation::Rotation;
 use crate::several::{self, Several, numbers, together};
 use crate::shared::bytes_of;
 use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
@@ -16,6 +17,7 @@ use crate::weights::{self, Linear};
 use kvist_cache::StepPlan;
 use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::*;
+use std::sync::Arc;
 
 /// A norm's weights, or attention sinks.
 #[derive(Debug)]
@@ -26,12 +28,14 @@ pub struct Vector<D: Driver> {
 
 impl<D: Driver> GpuDevice<D> {
     fn norm(&self, s: &mut Stream<D>, x: Option<&Buffer<D>>, norm: Norm<'_, Self>, out: &Buffer<D>) {
+        s.rotate_if_of(&*self.gpu, [x.unwrap_or(out), out]);
         let Some(data) = out.get() else { return };
         let from = x.and_then(Buffer::get);
         let width = norm.weight.len.max(1);
         let rows = (u64::from(s.n(out.rows)) * u64::from(out.width) / u64::from(width)) as u32;
         let args = Args::new(&[width, rows]).f32(norm.eps);
-        let groups = [rows.min(NORM_ROWS), rows.div_ceil(NORM_ROWS), 1];
+        let groups = rows.div_ceil(self.gpu.norm_rows(width));
+        let groups = [groups.min(NORM_ROWS), groups.div_ceil(NORM_ROWS), 1];
         let kernel = Kernel::Norm { in_place: x.is_none() };
         self.gpu.record(
             &mut s.recorder,
@@ -139,7 +143,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Buffer<D>, DeviceError> {
         let overflow = || DeviceError::OutOfMemory { what: "activations", bytes: u64::MAX };
         let bytes = f32s(rows.max(limits), width).ok_or_else(overflow)?;
-        let data = (width > 0).then(|| self.gpu.buffer("activations", bytes)).transpose()?;
+        let data = (width > 0).then(|| self.gpu.buffer("activations", bytes)).transpose()?.map(Arc::new);
         Ok(Buffer { rows, width: u32::try_from(width).map_err(|_| overflow())?, data })
     }
 
@@ -175,6 +179,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         s.step = None;
         s.failed = None;
         s.recorder.restart();
+        s.rotations.clear();
         if pools.grows(plan) {
             s.recorder.forget(); // or the bind groups would keep every smaller buffer
         }
@@ -201,7 +206,8 @@ impl<D: Driver> Device for GpuDevice<D> {
         s.want_rows(&*self.gpu, rows);
     }
 
-    fn upload(&self, _: &mut Stream<D>, rows: &[f32], out: &mut Buffer<D>) {
+    fn upload(&self, s: &mut Stream<D>, rows: &[f32], out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let bytes: Vec<u8> = rows.iter().flat_map(|x| x.to_le_bytes()).collect();
         if let Some(out) = out.get().filter(|_| !bytes.is_empty()) {
             self.gpu.write(out, 0, &bytes);
@@ -209,6 +215,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn embed(&self, s: &mut Stream<D>, table: &Linear<D>, scale: f32, out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let Some(out) = out.get() else { return };
         for part in &table.parts {
             let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
@@ -236,6 +243,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn matmul(&self, s: &mut Stream<D>, x: &Buffer<D>, outs: &mut [(&Linear<D>, &mut Buffer<D>)]) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let Some(x) = x.get() else { return };
         let layers: Vec<&Linear<D>> = outs.iter().map(|(layer, _)| *layer).collect();
@@ -282,6 +290,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         projected: &mut Buffer<D>,
         sum: &mut Buffer<D>,
     ) {
+        s.rotate(&*self.gpu);
         if let Some(norm) = norm {
             self.matmul(s, x, &mut [(layer, projected)]);
             self.norm_in_place(s, projected, norm);
@@ -295,17 +304,13 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn rope(&self, s: &mut Stream<D>, x: &mut Buffer<D>, head_dim: usize, rope: usize) {
-        let Some(data) = x.get() else { return };
-        let pairs = |table: &RopeTable| table.inverse_frequencies.len() as u32;
-        let first: u32 = s.ropes[..rope].iter().map(|table| 2 * pairs(table) * s.n_tokens).sum();
-        let pairs = pairs(&s.ropes[rope]);
-        let heads = x.width / head_dim as u32;
-        let args = Args::new(&[heads, head_dim as u32, pairs, first, s.n_tokens]);
-        let groups = [(heads * pairs).div_ceil(64), s.n_tokens, 1];
-        self.gpu.record(&mut s.recorder, &Kernel::Rope, &[Some(&s.angles), Some(data)], args, groups);
+        s.rotate_if_of(&*self.gpu, [x, x]);
+        let rotation = Rotation::new(s, x, head_dim as u32, rope);
+        s.rotations.extend(rotation);
     }
 
     fn gated(&self, s: &mut Stream<D>, activation: Activation, gate: &mut Buffer<D>, up: &Buffer<D>) {
+        s.rotate(&*self.gpu);
         let elements = u64::from(s.n(gate.rows)) * u64::from(gate.width);
         if let (Some(gate), Some(up)) = (gate.get(), up.get()) {
             self.gate(&mut s.recorder, activation, gate, up, elements);
@@ -322,6 +327,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         activation: Activation,
         out: &mut Buffer<D>,
     ) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let width = out.width;
         let (Some(x), Some(out)) = (x.get(), out.get()) else { return };
@@ -364,6 +370,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn concat(&self, s: &mut Stream<D>, a: &Buffer<D>, b: &Buffer<D>, out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let n = s.n(out.rows);
         let Some(data) = out.get() else { return };
         for (x, column) in [(a, 0), (b, a.width)] {
@@ -373,6 +380,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn add(&self, s: &mut Stream<D>, x: &mut Buffer<D>, y: &Buffer<D>) {
+        s.rotate(&*self.gpu);
         let elements = u64::from(s.n(x.rows)) * u64::from(x.width);
         if let (Some(x), Some(y), Some(groups)) = (x.get(), y.get(), groups(elements)) {
             let args = Args::new(&[elements as u32]);
@@ -392,8 +400,12 @@ impl<D: Driver> Device for GpuDevice<D> {
             Some((k, v)) => Some((k.get().ok_or_else(missing)?, v.get().ok_or_else(missing)?)),
             None => None,
         };
+        let together = call.kv.filter(|_| pools.stores_both(call.layer));
+        let angles = together.and_then(|(k, _)| s.take_rotation((call.q, k), call.head_dim));
+        s.rotate(&*self.gpu);
         let rows = DeviceRows {
             layer: call.layer,
+            rotation: angles.map(|angles| (&s.angles, angles)),
             q: call.q.get().ok_or_else(missing)?,
             kv,
             out: call.out.get().ok_or_else(missing)?,
@@ -405,6 +417,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn tap(&self, s: &mut Stream<D>, i: usize, x: &Buffer<D>) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         let Some(from) = x.get() else { return };
         if s.taps.len() <= i {
@@ -428,6 +441,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn wanted_rows(&self, s: &mut Stream<D>, x: &Buffer<D>, out: &mut Buffer<D>) {
+        s.rotate(&*self.gpu);
         let n = s.n(RowsOf::Wanted);
         let Some(data) = out.get() else { return };
         let op = (RowsOp::Gather, Some(&s.wanted));
@@ -435,6 +449,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn logits(&self, s: &mut Stream<D>, x: &Buffer<D>, head: &Linear<D>, softcap: Option<f32>) {
+        s.rotate(&*self.gpu);
         let n = s.n(x.rows);
         if head.outputs != s.vocab {
             let (rows, vocab) = (head.outputs, s.vocab);
@@ -459,6 +474,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     }
 
     fn submit(&self, s: &mut Stream<D>) -> Result<Ticket, DeviceError> {
+        s.rotate(&*self.gpu);
         if let Some(error) = s.failed.take() {
             s.recorder.restart();
             return Err(error);

@@ -54,6 +54,17 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
+    /// Rows of so many elements that a workgroup of [`Kernel::Norm`] has.
+    fn norm_rows(&self, width: u32) -> u32 {
+        let _ = width;
+        1
+    }
+
+    /// Whether it has [`Kernel::StoreBoth`].
+    fn stores_both(&self) -> bool {
+        false
+    }
+
     /// Workgroups of [`Kernel::Scatter`] for rows of `n` cells, of which each cell has `words` words in the pool.
     fn scatter_groups(&self, words: u32, n: u32) -> [u32; 3] {
         [words.div_ceil(64), n, 1]

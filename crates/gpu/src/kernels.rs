@@ -45,6 +45,14 @@ pub enum Kernel {
         dim: u32,
         recent: RecentForm,
     },
+    /// [`Kernel::Rope`] for queries and keys, if they are rotated, and [`Kernel::Store`] for keys and values, in one launch with the
+    /// same bits. `recent`: packed sides have recent rows.
+    StoreBoth {
+        k: Form,
+        v: Form,
+        dim: u32,
+        recent: bool,
+    },
     Copy {
         within: bool,
     },
@@ -127,7 +135,7 @@ pub const SUM_LANES: u32 = 16;
 pub const MATMUL_OUTPUTS: u32 = 8;
 /// Output rows, and tokens, of a workgroup of [`Kernel::Gemm`].
 pub const GEMM_TILE: u32 = 32;
-/// Workgroups of [`Kernel::Norm`] in x; those of further rows follow in y.
+/// Workgroups of [`Kernel::Norm`] in x; further ones follow in y.
 pub const NORM_ROWS: u32 = 32_768;
 
 /// The value of a constant that a kernel is compiled with.
@@ -198,6 +206,7 @@ impl Kernel {
             Kernel::Route => "route",
             Kernel::Top => "top",
             Kernel::Store { .. } => "store",
+            Kernel::StoreBoth { .. } => "store_both",
             Kernel::Copy { .. } => "copy",
             Kernel::Attend { .. } => "attend",
             Kernel::Merge { .. } => "merge",
@@ -242,6 +251,13 @@ impl Kernel {
                 add("RECENT", (recent != RecentForm::No).into());
                 add("PLAIN_RECENT", (recent == RecentForm::Plain).into());
             }
+            Kernel::StoreBoth { k, v, dim, recent } => {
+                add("DIM", dim.into());
+                k.constants(dim).into_iter().for_each(|(name, n)| add(&format!("K_{name}"), n.into()));
+                v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
+                add("K_RECENT", (recent && k.is_packed()).into());
+                add("V_RECENT", (recent && v.is_packed()).into());
+            }
             Kernel::Copy { within } => add("WITHIN", within.into()),
             Kernel::Attend { k, v, dim, rows, recent } => {
                 add("DIM", dim.into());
@@ -273,6 +289,7 @@ impl Kernel {
         match self {
             Kernel::Embed { .. } | Kernel::Top => &[false, false, true],
             Kernel::Store { .. } => &[false, false, false, true, true],
+            Kernel::StoreBoth { .. } => &[false, true, true, false, false, false, true, true, true],
             Kernel::Matmul { .. } | Kernel::Gemm { .. } => &[false, false, false, true, false],
             Kernel::Several { .. } => &[false, false, false, false, false, false, false, true, true, true],
             Kernel::Norm { .. } | Kernel::Rows(_) | Kernel::Halves => &[false, true, false],

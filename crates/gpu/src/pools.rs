@@ -41,6 +41,13 @@ struct Owned<D: Driver> {
     order: Option<(Vec<u32>, D::Buffer)>,
 }
 
+impl<D: Driver> Owned<D> {
+    /// Whether each side is one buffer.
+    fn is_whole(&self) -> bool {
+        self.k.parts.len() == 1 && self.v.parts.len() == 1
+    }
+}
+
 /// Buffers for rows in host memory.
 #[derive(Debug)]
 struct HostRows<D: Driver> {
@@ -385,6 +392,7 @@ impl<D: Driver> Pools for GpuPools<D> {
                 layer: call.layer,
                 q: &rows.q,
                 kv: call.kv.is_some().then_some((&rows.k, &rows.v)),
+                rotation: None,
                 out: &rows.out,
                 scale: call.scale,
                 softcap: call.softcap,

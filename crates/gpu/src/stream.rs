@@ -2,9 +2,11 @@
 use crate::driver::{BufferCopy, Driver};
 use crate::kernels::halves_bytes;
 use crate::linear::Halves;
+use crate::rotation::Rotation;
 use kvist_cache::StepId;
 use kvist_device::*;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Most tokens that the device finds for [`RowOutput::TopK`]; for more, the host reads the logits.
 pub const MAX_TOP: u32 = 32;
@@ -16,13 +18,13 @@ pub const ANSWER: u32 = 1 + 2 * MAX_TOP;
 pub struct Buffer<D: Driver> {
     pub rows: RowsOf,
     pub width: u32,
-    pub data: Option<D::Buffer>,
+    pub data: Option<Arc<D::Buffer>>,
 }
 
 impl<D: Driver> Buffer<D> {
     /// The buffer; an operation on rows without elements does nothing.
     pub fn get(&self) -> Option<&D::Buffer> {
-        self.data.as_ref()
+        self.data.as_deref()
     }
 }
 
@@ -55,6 +57,8 @@ pub struct Stream<D: Driver> {
     pub n_tokens: u32,
     pub positions: Vec<u32>,
     pub ropes: Vec<RopeTable>,
+    /// Rotary embeddings that are not recorded yet, in order.
+    pub rotations: Vec<Rotation<D>>,
     pub tokens: D::Buffer,
     pub angles: D::Buffer,
     pub wanted: D::Buffer,  // [max_rows] rows, then [max_rows] numbers of tokens
@@ -169,6 +173,7 @@ impl<D: Driver> Stream<D> {
             n_tokens: 0,
             positions: Vec::with_capacity(limits.max_tokens),
             ropes: ropes.to_vec(),
+            rotations: Vec::new(),
             tokens: buffer(bytes.tokens)?,
             angles: buffer(bytes.angles)?,
             wanted: buffer(bytes.wanted)?,

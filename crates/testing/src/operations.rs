@@ -314,7 +314,9 @@ pub fn embeddings_in_every_encoding<D: Runs>(device: &D) {
 }
 
 pub fn norms_of_rows_and_heads<D: Runs>(device: &D) {
-    for (n, width, len) in [(1, 40, 40), (5, 300, 300), (16, 60, 20), (3, 257, 257), (2, 1, 1)] {
+    for (n, width, len) in
+        [(1, 40, 40), (5, 300, 300), (16, 60, 20), (3, 257, 257), (2, 1, 1), (2, 2052, 2052), (1, 9004, 9004)]
+    {
         let (x, weight) = (random(1, n * width, 3.0), random(2, len, 1.0));
         macro_rules! norm {
             ($in_place:expr) => {

@@ -31,8 +31,8 @@ fn parts(kernel: &Kernel, lanes: &'static str) -> Vec<Cow<'static, str>> {
         Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.wgsl")],
         Kernel::Matmul { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, lanes, include_str!("kernels/matmul.wgsl")],
         Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, include_str!("kernels/gemm.wgsl")],
-        // Nobody asks this driver for them.
-        Kernel::Halves | Kernel::Several { .. } => &[],
+        // Only drivers that say so are asked for them.
+        Kernel::Halves | Kernel::Several { .. } | Kernel::StoreBoth { .. } => &[],
         Kernel::Norm { .. } => &[lanes, include_str!("kernels/norm.wgsl")],
         Kernel::Rope => &[include_str!("kernels/rope.wgsl")],
         Kernel::Gated => &[MATH, include_str!("kernels/gated.wgsl")],

@@ -8,6 +8,7 @@
 #define NO_SCORE -1e30f
 #define THREADS 128u
 #define CHUNK 64u // states whose factors are in shared memory
+#define AHEAD 8u  // states whose elements are loaded before their factors are known
 #define PER_THREAD ((DIM + THREADS - 1u) / THREADS)
 
 struct Args {
@@ -35,7 +36,18 @@ extern "C" __global__ void __launch_bounds__(128) merge(
     const u32* list = plan + args.lists + merge[1];
     u32 n = merge[2];
     auto state = [&](u32 number) { return states + (size_t)(number * args.heads + head) * (DIM + 2u); };
+    auto element = [&](u32 number, u32 j) {
+        u32 e = threadIdx.x + THREADS * j;
+        return e < DIM ? state(number)[e] : 0.0f;
+    };
 
+    float ahead[AHEAD][PER_THREAD];
+#pragma unroll
+    for (u32 i = 0u; i < AHEAD; i++) {
+        u32 number = list[min(i, n - 1u)];
+#pragma unroll
+        for (u32 j = 0u; j < PER_THREAD; j++) { ahead[i][j] = i < n ? element(number, j) : 0.0f; }
+    }
     float peak = NO_SCORE;
     for (u32 i = threadIdx.x; i < n; i += THREADS) { peak = fmaxf(peak, state(list[i])[DIM]); }
     for (u32 lanes = 16u; lanes > 0u; lanes /= 2u) { peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, lanes)); }
@@ -56,17 +68,24 @@ extern "C" __global__ void __launch_bounds__(128) merge(
             norms[threadIdx.x] = from[DIM + 1u];
         }
         __syncthreads();
-#pragma unroll 8
-        for (u32 i = 0u; i < here; i++) {
+        auto add = [&](u32 i, const float(&x)[PER_THREAD]) {
             float factor = factors[i];
-            const float* from = state(numbers[i]);
 #pragma unroll
-            for (u32 j = 0u; j < PER_THREAD; j++) {
-                u32 e = threadIdx.x + THREADS * j;
-                float x = e < DIM ? from[e] : 0.0f;
-                total[j] = factor < 0.0f ? total[j] : total[j] + x * factor;
-            }
+            for (u32 j = 0u; j < PER_THREAD; j++) { total[j] = factor < 0.0f ? total[j] : total[j] + x[j] * factor; }
             norm = factor < 0.0f ? norm : norm + norms[i] * factor;
+        };
+        if (first == 0u) {
+#pragma unroll
+            for (u32 i = 0u; i < AHEAD; i++) {
+                if (i < here) { add(i, ahead[i]); }
+            }
+        }
+#pragma unroll 8
+        for (u32 i = first == 0u ? AHEAD : 0u; i < here; i++) {
+            float x[PER_THREAD];
+#pragma unroll
+            for (u32 j = 0u; j < PER_THREAD; j++) { x[j] = element(numbers[i], j); }
+            add(i, x);
         }
         __syncthreads();
     }

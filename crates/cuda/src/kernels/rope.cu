@@ -26,6 +26,7 @@ extern "C" __global__ void rope(
     u32 high = low + args.pairs;
     float a = x[low];
     float b = x[high];
-    x[low] = a * cos - b * sin;
-    x[high] = b * cos + a * sin;
+    float2 y = rotated_pair(a, b, cos, sin);
+    x[low] = y.x;
+    x[high] = y.y;
 }

@@ -3,6 +3,7 @@ use super::{GpuPools, Group, Owned};
 use crate::driver::{Args, Driver};
 use crate::kernels::{Kernel, RecentForm};
 use crate::recents::LayerRecents;
+use crate::rotation::Angles;
 use crate::side::{PoolSide, copy_cells};
 use kvist_cache::{GroupPlan, LayerId, StepPlan};
 use kvist_device::*;
@@ -12,6 +13,8 @@ pub struct DeviceRows<'a, D: Driver> {
     pub layer: LayerId,
     pub q: &'a D::Buffer,
     pub kv: Option<(&'a D::Buffer, &'a D::Buffer)>,
+    /// How queries and keys are rotated before, on layers with [`GpuPools::stores_both`]; `None`: they have been, if at all.
+    pub rotation: Option<(&'a D::Buffer, Angles)>,
     pub out: &'a D::Buffer,
     pub scale: f32,
     pub softcap: Option<f32>,
@@ -31,6 +34,12 @@ struct LayerOf<'p, D: Driver> {
 }
 
 impl<D: Driver> GpuPools<D> {
+    /// Whether new rows of a layer are written by [`Kernel::StoreBoth`]: each side is one buffer.
+    pub fn stores_both(&self, layer: LayerId) -> bool {
+        let owned = self.layers.get(usize::from(layer.0)).and_then(Option::as_ref);
+        self.gpu.stores_both() && owned.is_some_and(Owned::is_whole)
+    }
+
     /// Records one layer: copies, writes, attention. The rows have been checked.
     pub fn record(
         &mut self,
@@ -62,8 +71,13 @@ impl<D: Driver> GpuPools<D> {
         let group = plan.group(layer.group);
         let row_bytes = u64::from(layer.n_kv_heads) * layer.cell_bytes(self.spec.k, self.spec.v);
         if let Some((k, v)) = call.kv {
-            for (side, rows) in [(Side::K, k), (Side::V, v)] {
-                of.write(recorder, group, plan.n_tokens(), side, rows);
+            let n = plan.n_tokens();
+            match self.stores_both(call.layer) {
+                true => of.write_both(recorder, group, n, call, (k, v)),
+                false => {
+                    of.write(recorder, group, n, Side::K, k);
+                    of.write(recorder, group, n, Side::V, v);
+                }
             }
             let copied: u64 = group.copies.iter().map(|copy| u64::from(copy.len)).sum();
             self.counters.bytes_written += u64::from(plan.n_tokens()) * row_bytes;
@@ -100,6 +114,46 @@ impl<D: Driver> LayerOf<'_, D> {
             let buffers = [Some(rows), Some(words), order, Some(buffer), recent];
             gpu.record(recorder, &kernel, &buffers, args, [*heads, n, 1]);
         }
+    }
+
+    /// The same for both sides, of which each is one buffer. Rotates queries and keys before, if that is to be done.
+    fn write_both(
+        &self,
+        recorder: &mut D::Recorder,
+        group: &GroupPlan,
+        n: u32,
+        call: &DeviceRows<'_, D>,
+        (k, v): (&D::Buffer, &D::Buffer),
+    ) {
+        let LayerOf { gpu, owned, group: Group { tables, plan: words, .. }, heads, .. } = *self;
+        for side in [&owned.k, &owned.v] {
+            group.copies.iter().for_each(|copy| copy_cells(gpu, recorder, side, copy));
+        }
+        let (k_form, v_form, dim) = (owned.k.form, owned.v.form, owned.k.dim);
+        let recent = self.recents.filter(|_| k_form.is_packed() || v_form.is_packed());
+        let kernel = Kernel::StoreBoth { k: k_form, v: v_form, dim, recent: recent.is_some() };
+        let angles = call.rotation.map_or(Angles { pairs: 0, first: 0 }, |rotation| rotation.1);
+        let args = Args::new(&[heads, owned.k.heads, angles.pairs, angles.first, n])
+            .u32(owned.k.cells)
+            .u32(owned.v.cells)
+            .u32(tables.written)
+            .u32(tables.kept)
+            .u32(recent.map_or(0, |recent| recent.n_slots))
+            .u32(recent.map_or(0, |recent| recent.row_words))
+            .u32(recent.map_or(0, |recent| recent.first_value));
+        let buffers = [
+            call.rotation.map(|rotation| rotation.0),
+            Some(call.q),
+            Some(k),
+            Some(v),
+            Some(words),
+            owned.order.as_ref().map(|order| &order.1),
+            owned.k.parts.first().map(|part| &part.2),
+            owned.v.parts.first().map(|part| &part.2),
+            recent.map(|recent| recent.rows),
+        ];
+        let groups = [2 * owned.k.heads + (heads * angles.pairs).div_ceil(64), n, 1];
+        gpu.record(recorder, &kernel, &buffers, args, groups);
     }
 
     fn attend(&self, recorder: &mut D::Recorder, call: &DeviceRows<'_, D>) -> Result<(), DeviceError> {
