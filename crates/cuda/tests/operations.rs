@@ -33,3 +33,10 @@ fn fast_linear_layers_in_parts() {
         operations::linear_layers(&device, 251);
     }
 }
+
+#[test]
+fn fast_linear_layers_together() {
+    if let Some(device) = common::fast_device() {
+        operations::linear_layers_together(&device);
+    }
+}

@@ -183,6 +183,7 @@ pub fn encodings() -> Vec<Encoding> {
 /// Every operation.
 pub fn all<D: Runs>(device: &D) {
     linear_layers(device, 13);
+    linear_layers_together(device);
     linear_layers_give_a_row_the_same_bits_in_every_batch(device);
     embeddings_in_every_encoding(device);
     norms_of_rows_and_heads(device);
@@ -225,6 +226,43 @@ pub fn linear_layers(device: &impl Runs, outputs: usize) {
             // The reference multiplies its weights by no factor: it is in them.
             both!(*device, what, *n, product!());
         }
+    }
+}
+
+/// Layers that share their inputs, of one encoding and of two, and the gate of an MLP.
+pub fn linear_layers_together<D: Runs>(device: &D) {
+    let inputs = 512;
+    let names = [Encoding::Q4K, Encoding::Q8_0, Encoding::Q8_0, Encoding::Q8_0, Encoding::Q8_0];
+    let sizes = [7, 18, 18, 3, 33];
+    let weights: Vec<_> =
+        names.iter().zip(sizes).map(|(encoding, outputs)| encoded(*encoding, outputs, inputs, 8)).collect();
+    for n in [1, 2] {
+        let (x, scale) = (random(79, n * inputs, 1.0), random(80, inputs, 1.0));
+        macro_rules! together {
+            () => {
+                |s| {
+                    let layer = |i: usize| {
+                        let (shape, bytes) = ([sizes[i], inputs], (&weights[i][..]).into());
+                        let tensor =
+                            FileTensor { name: "w", shape: &shape, encoding: names[i], bytes, factor: 1.0 };
+                        s.device.linear(tensor, WeightFormat::AsStored, None).unwrap()
+                    };
+                    let layers = [0, 1, 2, 3, 4].map(layer);
+                    let (x, mut h) = (s.buffer(&x), s.out(inputs));
+                    let mut outs = sizes.map(|outputs| s.out(outputs));
+                    let mut pairs: Vec<_> = layers.iter().zip(&mut outs).collect();
+                    s.device.matmul(&mut s.stream, &x, &mut pairs);
+                    outs.iter().for_each(|out| s.tap(out));
+                    let weight = s.device.vector(scale.clone()).unwrap();
+                    let norm = Norm { weight: &weight, eps: 1e-5 };
+                    let [mut gate, mut up] = [s.out(18), s.out(18)];
+                    let layers = [(&layers[1], &mut gate), (&layers[2], &mut up)];
+                    s.device.norm_gated(&mut s.stream, &x, norm, &mut h, Activation::Silu, layers);
+                    s.tap(&gate);
+                }
+            };
+        }
+        both!(*device, format!("layers together by {n}"), n, together!());
     }
 }
 
