@@ -1,7 +1,9 @@
 //! New rows in one launch against one launch for each part of that: the same bits in queries, keys, pools and recent rows.
 mod common;
-use kvist_cuda::CudaDriver;
-use kvist_device::Storage;
+use kvist_cache::kinds::{self, GroupSpec, Visibility};
+use kvist_cache::*;
+use kvist_cuda::{CudaDevice, CudaDriver};
+use kvist_device::*;
 use kvist_gpu::{Args, Driver, Form, Kernel, RecentForm};
 use kvist_testing::operations::random;
 
@@ -170,5 +172,112 @@ fn one_launch_gives_the_bits_of_four() {
                 }
             }
         }
+    }
+}
+
+/// What is rotated before attention.
+#[derive(Clone, Copy, Debug)]
+enum Rotated {
+    Both,
+    /// Queries and keys by different embeddings.
+    Apart,
+    Queries,
+    /// Both, but the queries twice.
+    Twice,
+    Neither,
+}
+
+/// The bits of queries, keys and results of attention.
+fn attended(device: &CudaDevice, rotated: Rotated) -> Vec<u32> {
+    let (n, heads, kv_heads, dim) = (TOKENS as usize, HEADS as usize, KV_HEADS as usize, 16);
+    let group = GroupSpec { capacity_tokens: 64, visibility: Visibility::FULL, max_step_tokens: 8 };
+    let mut cache = Cache::new(vec![kinds::build("contiguous", &group).unwrap()]);
+    let layer = LayerSpec::new(GroupId(0), LayerId(0), KV_HEADS, dim as u32);
+    let spec = PoolSpec {
+        layout: Layout { n_heads: HEADS, layers: vec![layer] },
+        k: Storage::F16,
+        v: Storage::F32,
+        capacity_cells: cache.capacity_cells(),
+        max_step_tokens: 8,
+        budget: MemoryBudget::unlimited(),
+        channels: None,
+        recent: Recent::default(),
+    };
+    let shape = ModelShape {
+        hidden: heads * dim,
+        n_heads: heads,
+        n_kv_heads: kv_heads,
+        head_dim: dim,
+        vocab: 8,
+        intermediate: 16,
+        routing: None,
+        rope_pairs: vec![3, 8],
+        features: 0,
+    };
+    let limits = StepLimits { max_tokens: 8, max_rows: 1 };
+    let ropes = [3, 8].map(|pairs| RopeTable {
+        inverse_frequencies: (0..pairs).map(|i| 1.0 / (1.0 + i as f32)).collect(),
+        attention_factor: 1.25,
+    });
+    let mut pools = device.kv_pools(device, &spec).unwrap();
+    let mut stream = device.stream(&shape, &ropes, &limits).unwrap();
+    let s = &mut stream;
+    let mut plan = StepPlan::default();
+    let spans = [Span::chain(SeqId::ONLY, 0, TOKENS)];
+    let mut step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
+    let taps = [LayerId(0); 3];
+    let inputs = StepInputs { tokens: &[1, 2, 3], rows: &[], taps: &taps, given: Given::Nothing, mass: None };
+    let plan = step.with_reads();
+    device.begin(s, &mut pools, plan, &inputs).unwrap();
+    let mut buffer = |seed, heads: usize| {
+        let mut buffer = device.buffer(RowsOf::Tokens, heads * dim, &limits).unwrap();
+        device.upload(s, &random(seed, n * heads * dim, 1.0), &mut buffer);
+        buffer
+    };
+    let (mut q, mut k, v) = (buffer(1, heads), buffer(2, kv_heads), buffer(3, kv_heads));
+    let mut out = buffer(4, heads);
+    let weight = device.vector(vec![0.5; dim]).unwrap();
+    let s = &mut stream;
+    match rotated {
+        Rotated::Neither => {}
+        Rotated::Queries => device.rope(s, &mut q, dim, 1),
+        Rotated::Apart | Rotated::Both | Rotated::Twice => {
+            if matches!(rotated, Rotated::Twice) {
+                device.rope(s, &mut q, dim, 1);
+            }
+            device.rope(s, &mut q, dim, 1);
+            // Of another buffer than the one that waits.
+            device.norm_in_place(s, &mut k, Norm { weight: &weight, eps: 1e-5 });
+            device.rope(s, &mut k, dim, usize::from(!matches!(rotated, Rotated::Apart)));
+        }
+    }
+    let call = LayerAttention {
+        layer: LayerId(0),
+        q: &q,
+        kv: Some((&k, &v)),
+        out: &mut out,
+        head_dim: dim,
+        scale: 0.25,
+        softcap: None,
+        sinks: None,
+    };
+    device.attend(s, &mut pools, plan, call).unwrap();
+    [&q, &k, &out].into_iter().enumerate().for_each(|(i, x)| device.tap(s, i, x));
+    let ticket = device.submit(s).unwrap();
+    device.wait(s, ticket).unwrap();
+    CudaDevice::output(s).taps.iter().flatten().map(|x| x.to_bits()).collect()
+}
+
+/// Embeddings that wait for attention give the bits of those that do not: in pools in parts they have a launch of their own.
+#[test]
+fn embeddings_wait_for_attention() {
+    let Some(whole) = common::device() else { return };
+    let Some(in_parts) = common::device_in_parts(64 * 16 * 4) else { return };
+    let mut all = Vec::new();
+    for rotated in [Rotated::Both, Rotated::Apart, Rotated::Queries, Rotated::Twice, Rotated::Neither] {
+        let found = attended(&whole, rotated);
+        assert!(found == attended(&in_parts, rotated), "{rotated:?}");
+        assert!(!all.contains(&found), "{rotated:?} is another case");
+        all.push(found);
     }
 }
