@@ -72,7 +72,8 @@ impl MmaTile {
                 + if v.is_packed() { floats(4) } else { stride(v, 4) });
         let second_pass = if recent { RECENT_STAGES * recent_stage } else { 0 };
         let of_stages = |stages: u32| {
-            let ring = (stages * stage).max((stages - 1) * stage + results).max(second_pass);
+            let ring =
+                (stages * stage).max((stages - 1) * stage + results).max(WARPS * results).max(second_pass);
             // What the kernel declares besides: which rows read a cell; scales, maxima and norms of rows.
             let fixed = 4 * (stages * WARPS * GROUP + rows + 2 * WARPS * rows + 4);
             (MmaTile { stages, bytes: 4 * (operands + ring) }, fixed)

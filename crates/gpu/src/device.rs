@@ -270,6 +270,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         activation: Activation,
         [gate, up]: [(&Linear<D>, &mut Buffer<D>); 2],
     ) {
+        s.rotate(&*self.gpu);
         self.rms_norm(s, x, norm, h);
         let pairs = gate.0.outputs == up.0.outputs && together(&*self.gpu, s.n(h.rows), gate.0, up.0);
         if let (true, Some(x), Some(out), Some(unused)) = (pairs, h.get(), gate.1.get(), up.1.get()) {

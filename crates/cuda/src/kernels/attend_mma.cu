@@ -248,17 +248,34 @@ struct Cursor {
     u32 first; // cell of the unit that is the entry's first
     u32 end;
     u32 cell; // its number
-    u32 rows; // that see every cell of the entry; none if that differs between cells, or some of them have recent rows
-    bool even;
+    u32 slot; // the item's first
+    u32 kind; // its slots and their mask
+    bool even; // every slot of the item sees every cell, and none has a recent row
+
+    // The first word of an entry.
+    __device__ __forceinline__ u32 word(const Args& args, u32 number) const { return args.entries + ENTRY * number; }
 
     __device__ __forceinline__ void open(const u32* plan, const Args& args) {
         n_cells = 0u;
         if (unit < end_unit) {
-            entry = plan[args.units + 4u * unit + 2u];
-            end_entry = plan[args.units + 4u * unit + 3u];
-            n_cells = plan[args.entries + ENTRY * end_entry];
-            end = 0u; // not loaded yet
+            begin(plan, args, plan[args.units + 4u * unit + 2u], plan[args.units + 4u * unit + 3u]);
         }
+    }
+    // Begins with the entries of a unit. No load waits for another one.
+    __device__ __forceinline__ void begin(const u32* plan, const Args& args, u32 first_entry, u32 last_entry) {
+        entry = first_entry;
+        end_entry = last_entry;
+        n_cells = plan[word(args, end_entry)];
+        load(plan, args);
+    }
+    __device__ __forceinline__ void load(const u32* plan, const Args& args) {
+        u32 at = word(args, entry);
+        first = plan[at];
+        cell = plan[at + 1u];
+        slot = plan[at + 4u];
+        kind = plan[at + 5u];
+        even = kind >> 24 == 0u && (!RECENT || plan[at + 8u] == NONE);
+        end = plan[at + ENTRY];
     }
     // Skips units without cells for this warp.
     __device__ __forceinline__ void settle(const u32* plan, const Args& args) {
@@ -273,18 +290,11 @@ struct Cursor {
         group += WARPS;
         settle(plan, args);
     }
-    // The first word of an entry, and how many cells of the unit come before it.
-    __device__ __forceinline__ u32 word(const Args& args, u32 entry) const { return args.entries + ENTRY * entry; }
-
     // Finds the entry of the group's first cell. Mostly it is this one or a near one.
-    __device__ __forceinline__ void find_entry(const Job& job, const Args& args) {
-        const u32* plan = job.plan;
+    __device__ __forceinline__ void find_entry(const u32* plan, const Args& args) {
         u32 flat = group * GROUP;
         if (end > flat) { return; }
         u32 steps = 0u;
-        if (end == 0u) {
-            end = plan[word(args, entry + 1u)];
-        }
         while (end <= flat && steps < 8u) {
             entry++;
             steps++;
@@ -300,15 +310,13 @@ struct Cursor {
                     high = middle;
                 }
             }
-            end = plan[word(args, entry + 1u)];
         }
-        u32 at = word(args, entry);
-        first = plan[at];
-        cell = plan[at + 1u];
-        u32 kind = plan[at + 5u];
-        even = kind >> 24 == 0u && (!RECENT || plan[at + 8u] == NONE);
-        int slot = (int)plan[at + 4u] - (int)job.first_slot;
-        rows = even ? rows_of_slots(job, slot, slot + (int)(kind & 0xffffffu)) : 0u;
+        load(plan, args);
+    }
+    // The rows that see the cells of an even entry.
+    __device__ __forceinline__ u32 rows(const Job& job) const {
+        int from = (int)slot - (int)job.first_slot;
+        return rows_of_slots(job, from, from + (int)(kind & 0xffffffu));
     }
 };
 
@@ -551,7 +559,7 @@ __device__ __forceinline__ void go_through(
     auto fetch = [&]() {
         // The second pass takes only groups with recent rows.
         while (at.more()) {
-            at.find_entry(job, args);
+            at.find_entry(job.plan, args);
             u32 run = at.cell + (at.group * GROUP - at.first);
             const u32* keys = from.k + (size_t)run * KEYS::WORDS;
             const u32* values = from.v + (size_t)run * VALUES::WORDS;
@@ -562,7 +570,8 @@ __device__ __forceinline__ void go_through(
             if (is_run) {
                 copy_run<KEYS>(tile, keys);
                 copy_run<VALUES>(tile + GROUP * KEYS::STRIDE, values);
-                if (lane < GROUP) { seen[lane] = at.rows; }
+                u32 rows = at.rows(job);
+                if (lane < GROUP) { seen[lane] = rows; }
                 at.next(job.plan, args);
                 asked++;
                 break;
@@ -607,26 +616,74 @@ __device__ __forceinline__ void go_through(
 template <class KEYS>
 __device__ __forceinline__ void load_queries(
     const Job& job, const Args& args, const float* q, u32 first_query_head, bool turned, float* rows, uint4* queries, float* scales) {
-    for (u32 i = threadIdx.x; i < ROWS * DIM; i += THREADS) {
-        u32 r = i / DIM;
-        u32 row = job.row0 + min(r, job.rows - 1u);
-        u32 token = job.plan[args.order + job.first_slot + row / job.per_kv];
-        rows[r * OUT_STRIDE + i % DIM] =
-            q[(size_t)(token * args.heads + first_query_head + row % job.per_kv) * DIM + i % DIM] * args.scale;
-    }
-    __syncthreads();
-    if (turned) { turn_rows(rows, OUT_STRIDE, ROWS, K_TURN, K_WIDE); }
+    constexpr u32 EACH = ROWS / WARPS; // rows of a warp
+    constexpr u32 QUADS = (DIM + 127u) / 128u;
     u32 lane = threadIdx.x % 32u;
-    for (u32 r = threadIdx.x / 32u; r < ROWS; r += WARPS) {
+    u32 warp = threadIdx.x / 32u;
+    float4 x[EACH][QUADS];
+    u32 token[EACH];
+#pragma unroll
+    for (u32 i = 0u; i < EACH; i++) {
+        u32 row = job.row0 + min(warp + WARPS * i, job.rows - 1u);
+        token[i] = job.plan[args.order + job.first_slot + row / job.per_kv];
+    }
+#pragma unroll
+    for (u32 i = 0u; i < EACH; i++) {
+        u32 r = warp + WARPS * i;
+        u32 head = first_query_head + (job.row0 + r) % job.per_kv;
+        const float4* from = reinterpret_cast<const float4*>(q + (size_t)(token[i] * args.heads + head) * DIM);
+#pragma unroll
+        for (u32 j = 0u; j < QUADS; j++) {
+            u32 at = lane + 32u * j;
+            x[i][j] = r < job.rows && at < DIM / 4u ? from[at] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
+    }
+    if (turned && K_TURN != 0u) {
+#pragma unroll
+        for (u32 i = 0u; i < EACH; i++) {
+#pragma unroll
+            for (u32 j = 0u; j < QUADS; j++) {
+                u32 at = lane + 32u * j;
+                float4* to = reinterpret_cast<float4*>(rows + (warp + WARPS * i) * OUT_STRIDE);
+                if (at < DIM / 4u) { to[at] = x[i][j]; }
+            }
+        }
+        __syncthreads();
+        turn_rows(rows, OUT_STRIDE, ROWS, K_TURN, K_WIDE);
+#pragma unroll
+        for (u32 i = 0u; i < EACH; i++) {
+#pragma unroll
+            for (u32 j = 0u; j < QUADS; j++) {
+                u32 at = lane + 32u * j;
+                const float4* from = reinterpret_cast<const float4*>(rows + (warp + WARPS * i) * OUT_STRIDE);
+                if (at < DIM / 4u) { x[i][j] = from[at]; }
+            }
+        }
+        __syncthreads();
+    }
+#pragma unroll
+    for (u32 i = 0u; i < EACH; i++) {
         float most = 0.0f;
-        for (u32 i = lane; i < DIM; i += 32u) { most = fmaxf(most, fabsf(rows[r * OUT_STRIDE + i])); }
+#pragma unroll
+        for (u32 j = 0u; j < QUADS; j++) {
+            float4& v = x[i][j];
+            v = make_float4(v.x * args.scale, v.y * args.scale, v.z * args.scale, v.w * args.scale);
+            most = fmaxf(fmaxf(most, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
+        }
         for (u32 lanes = 16u; lanes > 0u; lanes /= 2u) { most = fmaxf(most, __shfl_xor_sync(WARP, most, lanes)); }
         // 2^e with 2^e <= most; far from the ends of f32, and 1 for a row of zeros or of what is not finite.
         u32 exponent = __float_as_uint(most) >> 23;
         bool usual = exponent > 10u && exponent < 245u;
+        u32 r = warp + WARPS * i;
         if (lane == 0u) { scales[r] = usual ? __uint_as_float(exponent << 23) : 1.0f; }
         float by = usual ? __uint_as_float((254u - exponent) << 23) : 1.0f;
-        for (u32 i = lane; i < DIM; i += 32u) { rows[r * OUT_STRIDE + i] *= by; }
+#pragma unroll
+        for (u32 j = 0u; j < QUADS; j++) {
+            u32 at = lane + 32u * j;
+            float4 v = x[i][j];
+            float4* to = reinterpret_cast<float4*>(rows + r * OUT_STRIDE);
+            if (at < DIM / 4u) { to[at] = make_float4(v.x * by, v.y * by, v.z * by, v.w * by); }
+        }
     }
     __syncthreads();
     for (u32 i = threadIdx.x; i < TILES * STEPS * 32u; i += THREADS) {
@@ -751,66 +808,56 @@ extern "C" __global__ void __launch_bounds__(128, 2) attend(
             }
         }
     }
-    __syncthreads();
-    float* results = reinterpret_cast<float*>(ring); // [ROWS, OUT_STRIDE]
-    for (u32 turn = 0u; turn < WARPS; turn++) {
-        if (warp == turn) {
+    __syncthreads(); // no copy to the ring is on its way, and no warp reads it
+    float* results = reinterpret_cast<float*>(ring); // [WARPS, ROWS, OUT_STRIDE], and the sums in the first of them
 #pragma unroll
-            for (u32 t = 0u; t < TILES; t++) {
+    for (u32 t = 0u; t < TILES; t++) {
 #pragma unroll
-                for (u32 j = 0u; j < 2u; j++) {
-                    u32 r = 8u * t + 2u * c + j;
-                    float top = NO_SCORE;
-                    for (u32 w = 0u; w < WARPS; w++) { top = fmaxf(top, tops[w * ROWS + r]); }
-                    float factor = power(state.top[t][j] - top);
+        for (u32 j = 0u; j < 2u; j++) {
+            float* to = results + (warp * ROWS + 8u * t + 2u * c + j) * OUT_STRIDE;
 #pragma unroll
-                    for (u32 m = 0u; m < STEPS; m++) {
+            for (u32 m = 0u; m < STEPS; m++) {
 #pragma unroll
-                        for (u32 half = 0u; half < 2u; half++) {
-                            float* to = results + r * OUT_STRIDE + Values::element(m, half, g);
-                            float x = state.out[t][m][2u * half + j] * factor;
-                            *to = turn == 0u ? x : *to + x;
-                        }
-                    }
+                for (u32 half = 0u; half < 2u; half++) {
+                    to[Values::element(m, half, g)] = state.out[t][m][2u * half + j];
                 }
             }
         }
-        __syncthreads();
-    }
-    // One thread per row finishes its maximum and norm.
-    if (threadIdx.x < ROWS) {
-        u32 r = threadIdx.x;
-        float top = NO_SCORE;
-        float norm = 0.0f;
-        for (u32 w = 0u; w < WARPS; w++) { top = fmaxf(top, tops[w * ROWS + r]); }
-        for (u32 w = 0u; w < WARPS; w++) { norm += norms[w * ROWS + r] * power(tops[w * ROWS + r] - top); }
-        tops[r] = top;
-        norms[r] = norm;
     }
     __syncthreads();
-    if (partial == DIRECT) {
-        for (u32 i = threadIdx.x; i < job.rows * DIM; i += THREADS) {
-            u32 r = i / DIM;
-            u32 head = first_query_head + (job.row0 + r) % job.per_kv;
-            results[r * OUT_STRIDE + i % DIM] *= final_factor(sinks, args.has_sinks, tops[r], norms[r], head);
-        }
-        __syncthreads();
-        turn_rows_back(results, OUT_STRIDE, ROWS, V_TURN, V_WIDE);
-    }
     for (u32 i = threadIdx.x; i < job.rows * DIM; i += THREADS) {
-        u32 row = job.row0 + i / DIM;
-        u32 head = first_query_head + row % job.per_kv;
-        float x = results[i / DIM * OUT_STRIDE + i % DIM];
+        u32 r = i / DIM;
+        float top = NO_SCORE;
+#pragma unroll
+        for (u32 w = 0u; w < WARPS; w++) { top = fmaxf(top, tops[w * ROWS + r]); }
+        float sum = 0.0f;
+        float norm = 0.0f;
+#pragma unroll
+        for (u32 w = 0u; w < WARPS; w++) {
+            float factor = power(tops[w * ROWS + r] - top);
+            sum += results[(w * ROWS + r) * OUT_STRIDE + i % DIM] * factor;
+            norm += norms[w * ROWS + r] * factor;
+        }
+        u32 head = first_query_head + (job.row0 + r) % job.per_kv;
         if (partial == DIRECT) {
-            u32 token = plan[args.order + job.first_slot + row / job.per_kv];
-            out[(size_t)(token * args.heads + head) * DIM + i % DIM] = x;
+            results[r * OUT_STRIDE + i % DIM] = sum * final_factor(sinks, args.has_sinks, top, norm, head);
         } else {
-            float* state_of_row = states + (size_t)((partial + row / job.per_kv) * args.heads + head) * (DIM + 2u);
-            state_of_row[i % DIM] = x;
+            u32 slot = partial + (job.row0 + r) / job.per_kv;
+            float* state_of_row = states + (size_t)(slot * args.heads + head) * (DIM + 2u);
+            state_of_row[i % DIM] = sum;
             if (i % DIM == 0u) {
-                state_of_row[DIM] = tops[i / DIM];
-                state_of_row[DIM + 1u] = norms[i / DIM];
+                state_of_row[DIM] = top;
+                state_of_row[DIM + 1u] = norm;
             }
         }
+    }
+    if (partial != DIRECT) { return; }
+    __syncthreads();
+    turn_rows_back(results, OUT_STRIDE, ROWS, V_TURN, V_WIDE);
+    for (u32 i = threadIdx.x; i < job.rows * DIM; i += THREADS) {
+        u32 row = job.row0 + i / DIM;
+        u32 token = plan[args.order + job.first_slot + row / job.per_kv];
+        u32 head = first_query_head + row % job.per_kv;
+        out[(size_t)(token * args.heads + head) * DIM + i % DIM] = results[i / DIM * OUT_STRIDE + i % DIM];
     }
 }
