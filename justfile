@@ -92,10 +92,10 @@ cuda:
     #!/usr/bin/env bash
     set -euo pipefail
     source bench/gpu/nvrtc.sh
-    features=kvist-engine/cuda-experimental,kvist/cuda-experimental
+    features=kvist-engine/cuda,kvist/cuda
     cargo clippy -p kvist-cuda -p kvist-engine -p kvist --features $features --all-targets -- -D warnings
     KVIST_REQUIRE_CUDA=1 cargo test -p kvist-cuda
-    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda-experimental --test cuda --test serving_cuda
+    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda --test cuda --test serving_cuda
 
 # The emulated kernels under AddressSanitizer and UndefinedBehaviorSanitizer: every access, shared memory included.
 cuda-asan:

@@ -7,7 +7,7 @@
 #   KVIST=./kvist bench/gpu/run.sh           takes programs that were built elsewhere: needs neither cargo nor the network
 #
 # Programs, with KVIST: what is not given is left out, and the table says so.
-#   KVIST=PATH            kvist, built with --features cuda-experimental,wgpu
+#   KVIST=PATH            kvist, built with --features cuda,wgpu
 #   ATTENTION=PATH        cargo build --release -p kvist-cuda --example attention
 #   LINEAR=PATH           the same with --example linear
 #   RANDOM_MODEL=PATH     cargo build --release -p kvist-random-model; without it models must lie in MODELS
@@ -54,7 +54,7 @@ if [[ -n ${KVIST:-} ]]; then
 else
     have cargo || { say "cargo is needed to build kvist (install Rust with rustup), or KVIST=PATH of a kvist that was built elsewhere"; exit 1; }
     features=wgpu
-    if [[ -n $name ]]; then features=wgpu,cuda-experimental; fi
+    if [[ -n $name ]]; then features=wgpu,cuda; fi
     cargo build --release -p kvist --features $features
     cargo build --release -p kvist-random-model
     kvist=$target/release/kvist random_model=$target/release/random-model attention= linear=
@@ -109,7 +109,7 @@ tests() {
     elif [[ -z ${KVIST:-} && $BACKENDS == *cuda* ]]; then
         export KVIST_CUDA=$gpu KVIST_REQUIRE_CUDA=1
         cargo test --release -p kvist-cuda --test operations --test conformance --test sharing --test long -- --nocapture >&2 || return 1
-        cargo test --release -p kvist-engine --features cuda-experimental --test cuda -- --nocapture >&2 || return 1
+        cargo test --release -p kvist-engine --features cuda --test cuda -- --nocapture >&2 || return 1
     else
         return 2
     fi

@@ -235,7 +235,7 @@ pub struct ComputeArgs {
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
-    /// q4 caches, slower with bf16 weights. On GPUs it always is, so the flag changes nothing there
+    /// q4 caches, slower with bf16 weights. Over CUDA prompts take some ten times as long; over wgpu a text always is
     #[arg(long)]
     pub deterministic: bool,
     /// Compute prompts with fewer bits where the CPU has AMX or AVX-512: attention in bf16 (AMX, AVX-512 with bf16), packed
@@ -283,7 +283,7 @@ pub fn parse_recent(text: &str) -> Result<u32, String> {
 #[derive(Args, Clone, Debug)]
 pub struct CacheArgs {
     /// Where models run and K and V are stored: cpu, reference (slow, for comparison), wgpu or wgpu:N (GPUs), cuda or
-    /// cuda:N (GPUs of NVIDIA, experimental), if this program has them; `kvist devices` lists them
+    /// cuda:N (GPUs of NVIDIA), if this program has them; `kvist devices` lists them
     #[arg(long, default_value = "cpu")]
     pub backend: String,
     /// How cells are allocated: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a

@@ -1,12 +1,12 @@
 //! The devices and backends compiled into this engine. Programs choose a device only here.
 pub use kvist_cpu::{Compute, Cpu};
-#[cfg(feature = "cuda-experimental")]
+#[cfg(feature = "cuda")]
 pub use kvist_cuda::{
     CudaDevice, DeviceSummary as CudaSummary, Installation as CudaInstallation, Options as CudaOptions,
     devices as cuda_devices, open as open_cuda,
 };
 use kvist_device::{DeviceError, MemoryBudget, Registry};
-#[cfg(any(feature = "wgpu", feature = "cuda-experimental"))]
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 use kvist_gpu::Driver as _;
 use kvist_gpu::Limits;
 pub use kvist_gpu::{
@@ -25,8 +25,8 @@ pub enum Place {
     /// An adapter of the machine's GPUs.
     #[cfg(feature = "wgpu")]
     Wgpu(WgpuDevice),
-    /// A GPU of NVIDIA. Experimental.
-    #[cfg(feature = "cuda-experimental")]
+    /// A GPU of NVIDIA.
+    #[cfg(feature = "cuda")]
     Cuda(CudaDevice),
 }
 
@@ -71,7 +71,7 @@ impl Place {
                 let total = found.filter(|_| !limits.unified_memory).map(|memory| memory.total_bytes);
                 default_memory(limits, found.and_then(|memory| memory.free_bytes).or(total), host)
             }
-            #[cfg(feature = "cuda-experimental")]
+            #[cfg(feature = "cuda")]
             Place::Cuda(device) => {
                 let (free, _) = device.driver().memory()?;
                 default_memory(device.driver().limits(), Some(free), host)
@@ -79,14 +79,14 @@ impl Place {
         }
     }
 
-    #[cfg(feature = "cuda-experimental")]
+    #[cfg(feature = "cuda")]
     fn cuda(index: Option<usize>, compute: &Compute) -> Result<Place, DeviceError> {
         let options = CudaOptions { deterministic: compute.deterministic, ..Default::default() };
         open_cuda(&CudaInstallation::of_system(), index, options).map(Place::Cuda)
     }
-    #[cfg(not(feature = "cuda-experimental"))]
+    #[cfg(not(feature = "cuda"))]
     fn cuda(_: Option<usize>, _: &Compute) -> Result<Place, DeviceError> {
-        let what = "this kvist was built without CUDA: build it with `--features cuda-experimental`, or use `--backend wgpu` \
+        let what = "this kvist was built without CUDA: build it with `--features cuda`, or use `--backend wgpu` \
                     or `--backend cpu`";
         Err(DeviceError::Unsupported(what.into()))
     }
@@ -114,7 +114,7 @@ impl Place {
             Place::Cpu(compute) => opened.load(Cpu::new(compute.clone()), options, budget, progress),
             #[cfg(feature = "wgpu")]
             Place::Wgpu(device) => opened.load(device.clone(), options, budget, progress),
-            #[cfg(feature = "cuda-experimental")]
+            #[cfg(feature = "cuda")]
             Place::Cuda(device) => opened.load(device.clone(), options, budget, progress),
         }
     }
@@ -130,7 +130,7 @@ impl Place {
             )),
             #[cfg(feature = "wgpu")]
             Place::Wgpu(device) => Ok(Box::new(device.measurement()?)),
-            #[cfg(feature = "cuda-experimental")]
+            #[cfg(feature = "cuda")]
             Place::Cuda(device) => Ok(Box::new(device.measurement()?)),
         }
     }
@@ -141,14 +141,14 @@ impl Place {
             Place::Cpu(compute) => growing_by(compute, 0),
             #[cfg(feature = "wgpu")]
             Place::Wgpu(device) => Registry::of(device.clone()).with(Box::new(device.clone())),
-            #[cfg(feature = "cuda-experimental")]
+            #[cfg(feature = "cuda")]
             Place::Cuda(device) => Registry::of(device.clone()).with(Box::new(device.clone())),
         }
     }
 }
 
 /// [`Place::default_memory`] of a GPU with these limits, on which `free` bytes are free.
-#[cfg_attr(not(any(test, feature = "wgpu", feature = "cuda-experimental")), expect(dead_code))]
+#[cfg_attr(not(any(test, feature = "wgpu", feature = "cuda")), expect(dead_code))]
 fn default_memory(limits: &Limits, free: Option<u64>, host: Option<u64>) -> Result<Option<u64>, DeviceError> {
     match (free, limits.unified_memory) {
         (Some(free), false) => Ok(Some(free)),

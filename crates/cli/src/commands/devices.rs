@@ -70,7 +70,7 @@ struct Adapter {
 }
 
 /// The GPUs of NVIDIA, and why there are none.
-#[cfg(feature = "cuda-experimental")]
+#[cfg(feature = "cuda")]
 fn nvidia() -> (Vec<Device>, Option<String>) {
     use kvist_engine::devices::{CudaInstallation, CudaSummary, cuda_devices};
     let device = |found: CudaSummary| Device {
@@ -91,7 +91,7 @@ fn nvidia() -> (Vec<Device>, Option<String>) {
         Err(error) => (Vec::new(), Some(error.to_string())),
     }
 }
-#[cfg(not(feature = "cuda-experimental"))]
+#[cfg(not(feature = "cuda"))]
 fn nvidia() -> (Vec<Device>, Option<String>) {
     (Vec::new(), None)
 }
@@ -146,7 +146,7 @@ impl Cuda {
     fn text(&self) -> String {
         let bytes = kvist_device::Bytes;
         let mut text = format!(
-            "         CUDA (experimental), compute capability {}, {}; {} multiprocessors, {} of shared memory\n",
+            "         CUDA, compute capability {}, {}; {} multiprocessors, {} of shared memory\n",
             self.compute_capability,
             memory_text(Some(self.total_bytes), self.free_bytes),
             self.multiprocessors,
