@@ -99,17 +99,18 @@ fi
 } >"$out"
 
 say "== tests"
+# One at a time: some compare what the driver says is allocated before and after.
 tests() {
     if [[ -n ${TESTS:-} ]]; then
         local test
         for test in $TESTS; do
             test=$(absolute "$test")
-            (cd crates/cuda && KVIST_CUDA=$gpu KVIST_REQUIRE_CUDA=1 "$test" --nocapture) >&2 || return 1
+            (cd crates/cuda && KVIST_CUDA=$gpu KVIST_REQUIRE_CUDA=1 "$test" --nocapture --test-threads=1) >&2 || return 1
         done
     elif [[ -z ${KVIST:-} && $BACKENDS == *cuda* ]]; then
         export KVIST_CUDA=$gpu KVIST_REQUIRE_CUDA=1
-        cargo test --release -p kvist-cuda --test operations --test conformance --test sharing --test long -- --nocapture >&2 || return 1
-        cargo test --release -p kvist-engine --features cuda --test cuda -- --nocapture >&2 || return 1
+        cargo test --release -p kvist-cuda --test operations --test linear --test gemm --test conformance --test sharing --test long --test store --test graphs -- --nocapture --test-threads=1 >&2 || return 1
+        cargo test --release -p kvist-engine --features cuda --test cuda -- --nocapture --test-threads=1 >&2 || return 1
     else
         return 2
     fi

@@ -193,16 +193,16 @@ impl Target {
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
                 Some(FastMatmul::Bytes { .. }) => {
                     const ONE: &str = include_str!("kernels/matmul_bytes.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, UNITS, ONE]
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, ONE]
                 }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
                     const SEGMENTS: &str = include_str!("kernels/segments.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, PRODUCTS, LOADS, SEGMENTS, BLOCKS]
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, MMA, PAIRS, LOADS, SEGMENTS, BLOCKS]
                 }
                 _ => {
                     const FLOATS: &str = include_str!("kernels/matmul_floats.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, PRODUCTS, LOADS, FLOATS]
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, MMA, PAIRS, LOADS, FLOATS]
                 }
             },
             Kernel::Matmul { .. } => {
@@ -210,7 +210,7 @@ impl Target {
             }
             Kernel::Several { .. } => {
                 const SEVERAL: &str = include_str!("kernels/several.cu");
-                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, PRODUCTS, LOADS, UNITS, SEVERAL]
+                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, SEVERAL]
             }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const BLOCKS: &str = include_str!("kernels/blocks.cu");
@@ -237,7 +237,7 @@ impl Target {
             }
             Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
             Kernel::Attend { .. } if self.is_fast(kernel) => {
-                &[MATH, PAIRS, MMA, ASYNC, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
+                &[MATH, MMA, PAIRS, ASYNC, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
             }
             Kernel::Attend { .. } => {
                 &[MATH, BYTES, LEVELS, LANES, ASYNC, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
@@ -284,7 +284,6 @@ const INPUTS: &str = include_str!("kernels/inputs.cu");
 const MMA: &str = include_str!("kernels/mma.cu");
 const ASYNC: &str = include_str!("kernels/async.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
-const PRODUCTS: &str = include_str!("kernels/products.cu");
 const LOADS: &str = include_str!("kernels/loads.cu");
 const UNITS: &str = include_str!("kernels/units.cu");
 const GATE: &str = include_str!("kernels/gate.cu");

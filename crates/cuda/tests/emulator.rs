@@ -60,10 +60,6 @@ fn barriers_and_exchanges_are_checked() {
     assert_eq!(run(any).unwrap(), format!("{}{}", "0 ".repeat(32), "1 ".repeat(32)));
     let largest = "out[threadIdx.x] = __reduce_max_sync(0xffffffffu, threadIdx.x * 3u);";
     assert_eq!(run(largest).unwrap(), format!("{}{}", "93 ".repeat(32), "189 ".repeat(32)));
-    let words = "unsigned words[2] = {threadIdx.x, 1u};\n\
-                 kvist::together(words, __LINE__, [&](const unsigned* const* lanes) {\n\
-                 for (int i = 0; i < 32; i++) { out[threadIdx.x] += lanes[i][0] * lanes[i][1]; }\n});";
-    assert_eq!(run(words).unwrap(), format!("{}{}", "496 ".repeat(32), "1520 ".repeat(32)));
     let met = "__shared__ float x[64];\nx[threadIdx.x] = threadIdx.x;\nkvist::meet(3u, 64u, __LINE__);\n\
                out[threadIdx.x] = x[63u - threadIdx.x] + threadIdx.x;";
     assert_eq!(run(met).unwrap(), "63 ".repeat(64));

@@ -82,12 +82,14 @@ impl Run<'_> {
     }
 }
 
-/// Both results within rounding, and alike where nothing is written.
+/// Both results within rounding, and alike where nothing is written. Real tensor cores drop bits of sums that the emulation keeps; where
+/// offsets of weights cancel large products (q2_K) that was 4e-5 of the largest result on an H100.
 fn compare(what: &str, fast: &[f32], invariant: &[f32]) {
     let finite = invariant.iter().filter(|x| x.is_finite());
     let largest = finite.fold(f32::MIN_POSITIVE, |most, x| most.max(x.abs()));
+    let tolerance = if common::index().is_some() { 2e-4 } else { 4e-6 };
     for (i, (x, y)) in fast.iter().zip(invariant).enumerate() {
-        let near = (x - y).abs() <= 4e-6 * largest || x.to_bits() == y.to_bits();
+        let near = (x - y).abs() <= tolerance * largest || x.to_bits() == y.to_bits();
         assert!(near, "{what}: element {i} is {x}, not {y}");
     }
 }

@@ -80,10 +80,10 @@ struct Side {
     }
     // Pairs of codes, a byte each in the low bytes of halves, as numbers; then with their scales.
     static __device__ __forceinline__ u32 number(u32 bytes) {
-        return sub_half2(bytes | 0x64006400u, TYPE == 3u ? 0x64806480u : 0x64006400u);
+        return add_pairs(bytes | 0x64006400u, TYPE == 3u ? 0xe480e480u : 0xe400e400u);
     }
     static __device__ __forceinline__ u32 value(u32 bytes, u32 scale, u32 offset) {
-        return TYPE == 3u ? mul_half2(number(bytes), scale) : fma_half2(number(bytes), scale, offset);
+        return TYPE == 3u ? mul_pairs(number(bytes), scale) : fma_pairs(number(bytes), scale, offset);
     }
 
     // Elements 4c .. 4c + 3 of step `step` of rows g and g + 8: A[cells, elements].
@@ -100,8 +100,8 @@ struct Side {
                 u32 p = 16u * step / EACH;
                 u32 scale = scale_bits(row, TYPE == 3u ? p : 2u * p) * 0x10001u;
                 u32 offset = TYPE == 3u ? 0u : scale_bits(row, 2u * p + 1u) * 0x10001u;
-                a[i] = value(pick_bytes(word, 0u, 0x4140u), scale, offset);
-                a[i + 2u] = value(pick_bytes(word, 0u, 0x4342u), scale, offset);
+                a[i] = value(__byte_perm(word, 0u, 0x4140u), scale, offset);
+                a[i + 2u] = value(__byte_perm(word, 0u, 0x4342u), scale, offset);
             }
         }
     }
@@ -114,10 +114,10 @@ struct Side {
                 const u32* first = tile + (2u * c + 8u * i) * STRIDE + 16u * block + 2u * g;
                 uint2 x = *reinterpret_cast<const uint2*>(first);
                 uint2 y = *reinterpret_cast<const uint2*>(first + STRIDE);
-                a[0][2u * i] = pick_bytes(x.x, y.x, 0x5410u);
-                a[0][2u * i + 1u] = pick_bytes(x.x, y.x, 0x7632u);
-                a[1][2u * i] = pick_bytes(x.y, y.y, 0x5410u);
-                a[1][2u * i + 1u] = pick_bytes(x.y, y.y, 0x7632u);
+                a[0][2u * i] = __byte_perm(x.x, y.x, 0x5410u);
+                a[0][2u * i + 1u] = __byte_perm(x.x, y.x, 0x7632u);
+                a[1][2u * i] = __byte_perm(x.y, y.y, 0x5410u);
+                a[1][2u * i + 1u] = __byte_perm(x.y, y.y, 0x7632u);
             }
             return;
         }
@@ -139,7 +139,7 @@ struct Side {
             u32 y = codes(second, 32u * block + 4u * g);
 #pragma unroll
             for (u32 e = 0u; e < 4u; e++) {
-                u32 bytes = pick_bytes(x, y, 0x0400u + e * 0x0101u) & 0x00ff00ffu;
+                u32 bytes = __byte_perm(x, y, 0x0400u + e * 0x0101u) & 0x00ff00ffu;
                 // Element e is row g or g + 8 of operand e / 2.
                 a[e / 2u][e % 2u + 2u * i] = value(bytes, scale, offset);
             }

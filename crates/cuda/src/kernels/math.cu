@@ -37,6 +37,17 @@ __device__ __forceinline__ float exp_2(float x) {
     return is_nan(x) ? x : result;
 }
 
+// 2^x within 2^-22 of its value, and 0 far below.
+__device__ __forceinline__ float exp_2_near(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp_2(x);
+#endif
+}
+
 // 2^(x - n) for an integral n >= x - 1/2. The same bits for every n, times a power of two: x - n is never rounded.
 __device__ __forceinline__ float exp_2_less(float x, float n) {
     float whole = rintf(x);

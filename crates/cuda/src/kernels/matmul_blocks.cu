@@ -74,9 +74,9 @@ __device__ __forceinline__ void split_inputs(u32* to, const Inputs& x, const u32
     for (u32 i = 0u; i < 2u; i++) {
         float4 value = x.half[i];
         float4 y = make_float4(value.x * scale, value.y * scale, value.z * scale, value.w * scale);
-        uint2 high = make_uint2(pair(y.x, y.z), pair(y.y, y.w));
+        uint2 high = make_uint2(pack_half2(y.x, y.z), pack_half2(y.y, y.w));
         float2 even = unpair(high.x), odd = unpair(high.y);
-        uint2 low = make_uint2(pair(y.x - even.x, y.z - even.y), pair(y.y - odd.x, y.w - odd.y));
+        uint2 low = make_uint2(pack_half2(y.x - even.x, y.z - even.y), pack_half2(y.y - odd.x, y.w - odd.y));
         u32* at = to + places[i];
         *reinterpret_cast<uint2*>(at) = high;
         *reinterpret_cast<uint2*>(at + 4u) = low;
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
             for (u32 i = 0u; i < TOKENS; i += AT_ONCE) {
                 if (i > 0u && i >= n) { continue; }
                 const u32* from = here + i * TOKEN_WORDS;
-                float4 sum[AT_ONCE];
+                float sum[AT_ONCE][4];
 #pragma unroll
                 for (u32 j = 0u; j < AT_ONCE; j++) {
                     const u32* at = from + j * TOKEN_WORDS + own_columns + 2u * k * PAIR_WORDS;
@@ -182,7 +182,8 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
                         columns[j][0] = *reinterpret_cast<const uint4*>(at);
                         columns[j][1] = *reinterpret_cast<const uint4*>(at + PAIR_WORDS);
                     }
-                    sum[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+                    for (u32 e = 0u; e < 4u; e++) { sum[j][e] = 0.0f; }
                 }
                 // Quad by quad; the sums of two tokens do not wait for each other.
 #pragma unroll
@@ -190,16 +191,17 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
 #pragma unroll
                     for (u32 j = 0u; j < AT_ONCE; j++) {
                         uint4 two = columns[j][q / 2u];
-                        add_tile(
-                            sum[j], a.codes[2u * q], b.codes[2u * q], a.codes[2u * q + 1u], b.codes[2u * q + 1u],
-                            q % 2u == 0u ? two.x : two.z, q % 2u == 0u ? two.y : two.w);
+                        u32 codes[4] = {
+                            a.codes[2u * q], b.codes[2u * q], a.codes[2u * q + 1u], b.codes[2u * q + 1u]};
+                        u32 column[2] = {q % 2u == 0u ? two.x : two.z, q % 2u == 0u ? two.y : two.w};
+                        mma_f16_16816(sum[j], codes, column);
                     }
                 }
 #pragma unroll
                 for (u32 j = 0u; j < AT_ONCE; j++) {
                     u32 token = i + j;
-                    part[token] = fmaf(a.scale, sum[j].x + sum[j].y, part[token]);
-                    part[TOKENS + token] = fmaf(b.scale, sum[j].z + sum[j].w, part[TOKENS + token]);
+                    part[token] = fmaf(a.scale, sum[j][0] + sum[j][1], part[token]);
+                    part[TOKENS + token] = fmaf(b.scale, sum[j][2] + sum[j][3], part[TOKENS + token]);
                     if (HAS_OFFSET) {
                         float inputs = __uint_as_float(from[j * TOKEN_WORDS + own_sums + k]);
                         acc[token] = fmaf(a.offset, inputs, acc[token]);

@@ -6,6 +6,7 @@
 //   ldmatrix_x4(r, row)      four matrices [8, 8] of two-byte elements from shared memory. Lane 8i + j gives the address of row j of
 //                            matrix i: 16 bytes, aligned to 16. Register i of a lane gets its pair of matrix i.
 //   ldmatrix_x4_trans(r, row)  the same, each matrix transposed
+//   transpose_8x8(word)      a matrix [8, 8] in registers, as ldmatrix leaves it, transposed
 //   pack_half2(low, high)    two f32 as f16, `low` in the lower half of the word. Too large becomes infinite.
 //   pack_bf162(low, high)    the same as bf16
 // Addresses in shared memory are pointers, or of the type shared_address: a number of bytes, which takes one register and no
@@ -169,3 +170,21 @@ __device__ __forceinline__ u32 pack_bf162(float low, float high) {
 }
 
 #endif
+
+// A matrix of 8 x 8 halves, row l / 4 and columns 2 (l % 4) and the next one in lane l: transposed. The whole warp calls it.
+__device__ __forceinline__ u32 transpose_8x8(u32 word) {
+#ifdef __CUDA_ARCH__
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(word));
+    return d;
+#else
+    u32 lane = threadIdx.x % 32u;
+    u32 row = lane / 4u;
+    u32 column = lane % 4u * 2u;
+    // Element (column, row) is in lane 4 column + row / 2.
+    u32 first = __shfl_sync(0xffffffffu, word, 4u * column + row / 2u);
+    u32 second = __shfl_sync(0xffffffffu, word, 4u * column + 4u + row / 2u);
+    u32 shift = 16u * (row % 2u);
+    return (first >> shift & 0xffffu) | (second >> shift & 0xffffu) << 16;
+#endif
+}

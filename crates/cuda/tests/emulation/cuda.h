@@ -382,19 +382,6 @@ static void all_lanes(T (&all)[32], const T& mine, int line) {
     return result;
 }
 
-// Shows the words of every lane of a warp to all of them: `use` gets where each lane's begin.
-template <class Use>
-static void together(const unsigned* words, int line, Use use) {
-    unsigned turn = exchange(0xffffffffu, reinterpret_cast<uintptr_t>(words), line);
-    const unsigned* lanes[32];
-    for (unsigned lane = 0; lane < 32; lane++) {
-        lanes[lane] = reinterpret_cast<const unsigned*>(fibers[current / 32 * 32 + lane].given[turn]);
-    }
-    use(lanes);
-    // A lane that goes on takes its words away.
-    exchange(0xffffffffu, 0, line);
-}
-
 static const char* launch(const unsigned* grid, const unsigned* block, size_t shared_bytes) {
     if (block[0] > MOST || block[1] != 1 || block[2] != 1) { return "a block has one dimension of at most 1024 threads"; }
     n_threads = block[0];
