@@ -159,7 +159,7 @@ fn inputs(encoding: Encoding) -> [usize; 3] {
 fn every_encoding_agrees_with_fixed_sums() {
     let Some(gpu) = fast_driver() else { return };
     let tiles = tiles(&gpu);
-    for (i, encoding) in Encoding::RESIDENT.into_iter().enumerate() {
+    for (i, encoding) in common::some(Encoding::RESIDENT.into_iter().enumerate()) {
         if encoding == Encoding::F32 {
             continue;
         }

@@ -27,7 +27,7 @@ pub fn together<D: Driver>(gpu: &D, n: u32, a: &Linear<D>, b: &Linear<D>) -> boo
         && gpu.has_several(a.encoding)
 }
 
-/// Two or three layers over one row of `x`, of which each is [`together`] with the others.
+/// Two or three layers over one row of `x`, of which each is `together` with the others.
 pub struct Several<'a, D: Driver> {
     pub x: &'a D::Buffer,
     pub layers: &'a [(&'a Linear<D>, &'a D::Buffer)],

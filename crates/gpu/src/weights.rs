@@ -18,7 +18,7 @@ pub struct Linear<D: Driver> {
     /// The encoding's number in `weights.wgsl`.
     pub encoding: u32,
     pub factor: f32,
-    /// A power of two that brings the weights into the range of f16, see [`range::scale`](crate::range::scale).
+    /// A power of two that brings the weights into the range of f16, see `range::scale`.
     pub scale: f32,
     pub parts: Vec<Part<D>>,
     pub bias: Option<D::Buffer>, // [outputs]

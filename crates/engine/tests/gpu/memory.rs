@@ -21,7 +21,7 @@ fn a_thousand_sessions_leave_nothing_behind() {
         let config = CacheConfig { k: storage, v: storage, ..on(exact(KINDS[i as usize % 5], 24, 4)) };
         let mut session = ModelSession::new(&model, &registry, &config).unwrap();
         // Some sessions have steps that repeat.
-        for token in 0..if i % 5 == 0 { 3 } else { 1 } {
+        for token in 0..if i.is_multiple_of(5) { 3 } else { 1 } {
             let tokens = [(i + token) % 40 + 3];
             session.forward(&[SequenceInput::chain(SeqId::ONLY, &tokens)], LogitRows::None).unwrap();
         }
