@@ -235,7 +235,7 @@ pub struct ComputeArgs {
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
-    /// q4 caches, slower with bf16 weights. Over CUDA prompts take some ten times as long; over wgpu a text always is
+    /// q4 caches, slower with bf16 weights. Over CUDA prompts take several times as long; over wgpu a text always is
     #[arg(long)]
     pub deterministic: bool,
     /// Compute prompts with fewer bits where the CPU has AMX or AVX-512: attention in bf16 (AMX, AVX-512 with bf16), packed

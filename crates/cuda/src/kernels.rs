@@ -249,7 +249,7 @@ impl Target {
     }
 }
 
-/// The source with a wait for the kernel before as the function's first statement: whoever writes a kernel cannot forget it. A kernel that
+/// The source with a wait for the kernel before as the function's first statement, so that no kernel lacks it. A kernel that
 /// first reads what no kernel writes has the wait itself, behind that.
 fn begun(source: &str) -> String {
     let (before, function) = source.split_once(FUNCTION).unwrap_or((source, ""));

@@ -53,7 +53,8 @@ impl Installation {
 /// How a GPU is used.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// A row's result depends on nothing but the row: kernels of tensor cores, whose sums depend on the rest of a batch, are not used.
+    /// A row's result depends on nothing but the row: the faster kernels, whose sums depend on the rest of a batch, are not used, and
+    /// splits of attention end at fixed positions.
     pub deterministic: bool,
     /// Steps that repeat are launched as graphs.
     pub graphs: bool,

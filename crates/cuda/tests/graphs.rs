@@ -277,12 +277,15 @@ fn failures_of_graphs() {
 /// Decoding: pools that grow, tables that grow, one sequence and two, few tokens and many.
 #[test]
 fn decoding_over_graphs_has_the_same_bits() {
-    let (Some(one), Some(other)) = (own(&[]), own(&[])) else { return };
-    let open = |installation: &Installation, graphs: bool| -> CudaDevice {
-        kvist_cuda::open(installation, common::index(), Options { graphs, ..DETERMINISTIC }).unwrap()
-    };
-    let devices = [open(&one, true), open(&other, false)];
-    for (kind, storage) in [("paged", "q8"), ("cells", "f16")] {
+    for (kind, storage, deterministic) in
+        [("paged", "q8", true), ("cells", "f16", true), ("paged", "q8", false)]
+    {
+        let (Some(one), Some(other)) = (own(&[]), own(&[])) else { return };
+        let open = |installation: &Installation, graphs: bool| -> CudaDevice {
+            let options = Options { graphs, deterministic, ..DETERMINISTIC };
+            kvist_cuda::open(installation, common::index(), options).unwrap()
+        };
+        let devices = [open(&one, true), open(&other, false)];
         let storage = storage.parse().unwrap();
         let model = Model { k: storage, v: storage, n_layers: 1, ..Model::default() };
         let mut sessions: Vec<Session> =
@@ -309,8 +312,8 @@ fn decoding_over_graphs_has_the_same_bits() {
         (0..6).for_each(|_| step([170, 0]));
         (0..20).for_each(|_| step([1, 1]));
         (0..20).for_each(|_| step([0, 1]));
+        let [with, without] = devices.each_ref().map(|device| device.driver().counts());
+        assert!(with.graphs > 60 && with.nodes_changed > 0, "{with:?}");
+        assert_eq!(without.graphs, 0);
     }
-    let [with, without] = devices.each_ref().map(|device| device.driver().counts());
-    assert!(with.graphs > 150 && with.nodes_changed > 0, "{with:?}");
-    assert_eq!(without.graphs, 0);
 }

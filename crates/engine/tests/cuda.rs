@@ -109,13 +109,19 @@ fn graphs_change_no_bit_of_a_model() {
     use kvist_engine::session::ModelSession;
     use kvist_model::ModelFile;
     let Some((installation, index)) = emulated::installation() else { return };
-    let open = |graphs| {
-        kvist_cuda::open(&installation, index, kvist_cuda::Options { graphs, ..DETERMINISTIC }).unwrap()
+    let open = |graphs, deterministic| {
+        let options = kvist_cuda::Options { graphs, deterministic, ..DETERMINISTIC };
+        kvist_cuda::open(&installation, index, options).unwrap()
     };
-    let devices = [open(true), open(false)];
-    for (case, kind, storage, chunk) in
-        [("parity/llama-shared-kv", "contiguous", "f16", 1), ("parity/llama-shared-kv", "paged", "q8", 3)]
-    {
+    let pairs = [true, false].map(|deterministic| [open(true, deterministic), open(false, deterministic)]);
+    for (case, kind, storage, chunk, deterministic) in [
+        ("parity/llama-shared-kv", "contiguous", "f16", 1, true),
+        ("parity/llama-shared-kv", "paged", "q8", 3, true),
+        // Kernels that load weights before they wait.
+        ("gguf/llama-q8_0/model.gguf", "paged", "f16", 1, false),
+        ("gguf/llama-q4_0/model.gguf", "contiguous", "q8", 6, false),
+    ] {
+        let devices = &pairs[usize::from(!deterministic)];
         let file = ModelFile::Path(fixtures(case));
         let tokens: Vec<u32> = (0..60).map(|i| i * 7 % 40 + 3).collect();
         let storage = storage.parse().unwrap();
@@ -127,7 +133,9 @@ fn graphs_change_no_bit_of_a_model() {
         });
         assert!(bits[0] == bits[1], "{case} {kind} by {chunk}");
     }
-    let [with, without] = devices.each_ref().map(|device| device.driver().counts());
+    let [with, without] = pairs[0].each_ref().map(|device| device.driver().counts());
     assert_eq!((with.graphs, without.graphs), (59 + 19, 0), "all steps but the first of each: {with:?}");
+    let fast = pairs[1].each_ref().map(|device| device.driver().counts().graphs);
+    assert!(fast[0] > 50 && fast[1] == 0, "{fast:?}");
     assert!(with.launches < without.launches / 10, "{with:?} and {without:?}");
 }

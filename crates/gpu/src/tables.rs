@@ -15,10 +15,11 @@
 //! bits                 masks of draft trees
 //! ```
 //!
-//! A tile is up to eight neighbouring query slots. A unit is a tile and a split of 1,024 positions of the sequence, with the
-//! parts of the reads' items that its slots see, in order of the sequence. Splits end at fixed positions (unless results may depend
-//! on the batch: then they are as long as it takes to fill the GPU with units), and are added up in order, whether one work item goes through all units of a tile or every unit has a work item of its own. The
-//! latter happens in steps of few queries, whose tiles alone would not fill a GPU.
+//! A tile is up to eight neighbouring query slots. A unit is a tile and a split of the sequence's positions, with the parts of the
+//! reads' items that its slots see, in order of the sequence. Splits are added up in order, whether one work item goes through all units
+//! of a tile or every unit has a work item of its own. The latter happens in steps of few queries, whose tiles alone would not fill a
+//! GPU. A split has 1,024 positions, so that it does not depend on the batch where it ends; where that may be, splits are as long as it
+//! takes to fill the GPU with units.
 //!
 //! Tiles end where spans end, except in splits where several spans read the same cells: there one tile of all of them
 //! reads the cells once, if that is less work (`schedule.rs`).

@@ -2,7 +2,8 @@
 use super::{Buf, CudaDriver};
 use crate::ffi::{Event, Stream};
 use kvist_device::DeviceError;
-use std::sync::atomic::{AtomicBool, Ordering};
+use kvist_gpu::lock;
+use std::sync::Mutex;
 
 /// A copy to a buffer that nothing uses any more that was submitted before.
 #[derive(Debug)]
@@ -20,16 +21,16 @@ pub struct Ahead {
 pub struct Copies {
     pub stream: Stream,
     /// Whether buffers were zeroed on the driver's stream since this one last waited for it.
-    zeroes: AtomicBool,
+    zeroes: Mutex<bool>,
 }
 
 impl Copies {
     pub fn new(stream: Stream) -> Self {
-        Copies { stream, zeroes: AtomicBool::new(false) }
+        Copies { stream, zeroes: Mutex::default() }
     }
     /// A buffer is zeroed on the driver's stream: a copy to it comes behind that.
     pub fn zeroed(&self) {
-        self.zeroes.store(true, Ordering::Release);
+        *lock(&self.zeroes) = true;
     }
 }
 
@@ -44,10 +45,14 @@ impl CudaDriver {
 
     fn try_run_ahead(&self, copy: &Ahead, marks: &mut Vec<Event>) -> Result<(), DeviceError> {
         let Copies { stream, zeroes } = &self.copies;
-        if zeroes.swap(false, Ordering::AcqRel) {
+        // Locked until the wait is on the stream: another thread's copy may need it too.
+        let mut zeroes = lock(zeroes);
+        if *zeroes {
             let zeroed = self.kept("copy ahead", self.stream.event(false))?;
             self.kept("copy ahead", stream.wait(&zeroed))?;
+            *zeroes = false;
         }
+        drop(zeroes);
         let event = || self.kept("copy ahead", stream.event(copy.marks));
         let start = copy.marks.then(event).transpose()?;
         self.copy_on(stream, (&copy.from, copy.from_byte), (&copy.to, copy.to_byte), copy.bytes)?;

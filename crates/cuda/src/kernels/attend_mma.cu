@@ -7,7 +7,7 @@
 //   at the end the warps' states are added up in the order of the warps
 //
 // (Dao, 2023, FlashAttention-2, with cells instead of queries as the rows of a product: decoding has few queries.) No warp waits for
-// another one before the end. The running maximum is an integer, so that `merge` takes the states of both kernels.
+// another one but between the passes and at the end. The running maximum is an integer, so that `merge` takes the states of both kernels.
 // Sums depend on where groups begin, so on the batch: this is no kernel for --deterministic.
 // A weight of 0 must not meet a value that is not finite, of another query's token: see `hide_bad_values`.
 // Recent rows come in a second pass, which reads f16 instead of the packed rows for the cells that have them.
@@ -151,13 +151,16 @@ struct Side {
         return IN_FOURS ? m / 2u * 32u + 4u * g + m % 2u * 2u + half : 16u * m + 8u * half + g;
     }
 
-    // Whether words `first`, `first + 2`, ... of a row have an exponent of ones, which only Inf and NaN have.
+    // Whether words `first`, `first + 2`, ... of a row may become infinite or NaN: floats with an exponent of ones, and scales with which
+    // some code exceeds the range of f16 (as such a value does when an f16 cache stores it).
     static __device__ __forceinline__ bool is_bad(const u32* row, u32 first) {
-        constexpr u32 ONES = BF16 ? 0x7f80u : 0x7c00u;
+        // 128 codes from 512 on; 15 codes below 2,048 and a minimum below 32,768 stay in range.
+        constexpr u32 LOW = TYPE == 3u ? 0x6000u : (TYPE == 4u ? 0x6800u : (BF16 ? 0x7f80u : 0x7c00u));
+        constexpr u32 HIGH = TYPE == 4u ? 0x7800u : LOW;
         bool bad = false;
         for (u32 i = (PACKED ? CODES / 4u : 0u) + first; i < WORDS; i += 2u) {
             // Behind the scales of a packed row may be half a word of padding, which is 0.
-            bad = bad || (row[i] & ONES) == ONES || (row[i] >> 16 & ONES) == ONES;
+            bad = bad || (row[i] & 0x7fffu) >= LOW || (row[i] >> 16 & 0x7fffu) >= HIGH;
         }
         return bad;
     }

@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
         block = load_block(w, args.form, w_row, min(step * BLOCKS + w_b, last_block));
         prefetch_block(w, args.form, w_row, min((step + AHEAD) * BLOCKS + w_b, last_block));
     };
-    // Writes the weights of a step, and loads those of the next one. Behind the last step it writes what nobody reads.
+    // Writes the weights of a step, and loads those of the next one. Behind the last step it writes what no thread reads.
     auto decode = [&](u32 step) {
         uint4 halves[4];
         decode_block(block, args.scale, halves);
@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     bool early = warp < 4u; // warps w and w + 4 share a tensor core
     for (u32 step = 0u; step < steps; step++) {
         wait_groups<STAGES - 2>();
-        // Everybody's copies and weights of this step are there, and nobody reads those of the last step any more.
+        // The copies and weights of all threads for this step are there, and no thread reads those of the last step any more.
         __syncthreads();
         copy_inputs(step + STAGES - 1u);
         if (early) { decode(step + 1u); }

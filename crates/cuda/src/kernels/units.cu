@@ -1,15 +1,12 @@
 // Sums of rows of weights in blocks times the inputs of one token, without tensor cores, for kernels that wait for memory alone. A block
-// has ROWS rows, and its threads go through them side by side: each has a unit of every row at a time, 16 or 32 bytes of codes.
+// has ROWS rows, and its threads go through them side by side: each has a unit of every row at a time, 16 bytes of codes.
 // Inputs that were loaded are used for all of these rows. Blocks are small and many, so that a GPU is full of them to the end; while
 // one waits for its first weights, others on the same multiprocessor compute.
 //
 // Codes become floats by a byte's place in 2^23 + n, which is faster than a conversion. Offsets of codes are for the sum of the inputs.
 
 #define HAS_BYTES (ENCODING == Q8_0 || ENCODING == INT8)
-#define HAS_FURTHER (ENCODING == Q5_0 || ENCODING == Q5_1 || ENCODING == Q5_K || ENCODING == Q6_K) // codes of more than 4 bits
-#define IS_WIDE (ENCODING == Q4_K || ENCODING == Q5_K) // two loads of 16 bytes: more codes for a scale
-#define LOADS (IS_WIDE ? 2u : 1u)
-#define UNIT_QUADS (HAS_BYTES ? 4u : 8u * LOADS)
+#define UNIT_QUADS (HAS_BYTES ? 4u : 8u)
 #define THREADS (32u * WARPS)
 #ifndef GATED
 #define GATED 0
@@ -19,9 +16,9 @@
 
 // What a thread has loaded of a unit. An encoding uses a part of it.
 struct Raw {
-    uint4 codes[LOADS];
-    uint4 high[LOADS];
-    uint4 head;
+    uint4 codes;
+    uint4 high;
+    u32 head;
     u32 scale;
     u32 more;
 };
@@ -54,34 +51,22 @@ __device__ __forceinline__ Raw fetch(const Matrix& matrix, u32 before, u32 unit)
     case Q8_0:
     case INT8: {
         u32 quad = before + 4u * unit;
-        raw.codes[0] = load4(w, quad);
+        raw.codes = load4(w, quad);
         raw.scale = ENCODING == Q8_0 ? load_half(w, form.s, quad / 8u) : load1(w, form.s + quad / 8u);
-        break;
-    }
-    case Q4_K:
-    case Q5_K: {
-        u32 at = super_block * (ENCODING == Q4_K ? 36u : 44u);
-        u32 codes = at + (ENCODING == Q4_K ? 4u : 12u) + 8u * (unit % 4u);
-#pragma unroll
-        for (u32 i = 0u; i < LOADS; i++) {
-            raw.codes[i] = load4(w, codes + 4u * i);
-            if (ENCODING == Q5_K) { raw.high[i] = load4(w, at + 4u + 4u * i); }
-        }
-        raw.head = load4(w, at);
         break;
     }
     case Q6_K: {
         u32 at = super_block * 52u;
-        raw.codes[0] = load4(w, at + 4u * u);
-        raw.high[0] = load4(w, at + 32u + u / 4u * 8u + u % 2u * 4u);
+        raw.codes = load4(w, at + 4u * u);
+        raw.high = load4(w, at + 32u + u / 4u * 8u + u % 2u * 4u);
         uint2 scales = load2(w, at + 48u + u / 4u * 2u);
         raw.scale = scales.x;
         raw.more = scales.y;
-        raw.head.x = load_half(w, form.s, super_block);
+        raw.head = load_half(w, form.s, super_block);
         break;
     }
     default:
-        raw.codes[0] = load4(w, block * 4u);
+        raw.codes = load4(w, block * 4u);
         if (ENCODING == Q5_0 || ENCODING == Q5_1) { raw.more = load1(w, form.b + block); }
         if (ENCODING == Q4_1 || ENCODING == Q5_1) {
             raw.scale = load1(w, form.s + block);
@@ -92,7 +77,6 @@ __device__ __forceinline__ Raw fetch(const Matrix& matrix, u32 before, u32 unit)
     return raw;
 }
 
-// Loads the first units of every row.
 // The quad of the row at which a unit's elements begin: those of codes in the low four bits, and how far behind it those in the
 // high four bits begin.
 __device__ __forceinline__ u32 first_quad(u32 unit) {
@@ -102,7 +86,7 @@ __device__ __forceinline__ u32 first_quad(u32 unit) {
     default: return unit * UNIT_QUADS;
     }
 }
-#define TO_HIGH (ENCODING == Q6_K ? 16u : 4u * LOADS)
+#define TO_HIGH (ENCODING == Q6_K ? 16u : 4u)
 
 __device__ __forceinline__ u32 word_of(uint4 words, u32 i) {
     return i == 0u ? words.x : (i == 1u ? words.y : (i == 2u ? words.z : words.w));
@@ -123,8 +107,7 @@ __device__ __forceinline__ u32 further(const Raw& raw, u32 u, u32 i, bool high) 
     switch (ENCODING) {
     case Q5_0:
     case Q5_1: return ((raw.more >> (4u * i + (high ? 16u : 0u)) & 15u) * 0x02040810u) & 0x10101010u;
-    case Q5_K: return (word_of(raw.high[i / 4u], i % 4u) >> (u % 4u * 2u + (high ? 1u : 0u)) & 0x01010101u) << 4;
-    case Q6_K: return (word_of(raw.high[0], i) >> (u / 2u % 2u * 2u + (high ? 4u : 0u)) & 0x03030303u) << 4;
+    case Q6_K: return (word_of(raw.high, i) >> (u / 2u % 2u * 2u + (high ? 4u : 0u)) & 0x03030303u) << 4;
     default: return 0u;
     }
 }
@@ -144,23 +127,12 @@ __device__ __forceinline__ float4 scales_of(const Raw& raw, u32 u) {
     }
     case Q6_K: {
         u32 shift = u % 4u * 8u;
-        float d = half_(raw.head.x);
+        float d = half_(raw.head);
         float low = d * (small((raw.scale >> shift & 255u) ^ 128u) - 128.0f);
         float high = d * (small((raw.more >> shift & 255u) ^ 128u) - 128.0f);
         return make_float4(low, -32.0f * low, high, -32.0f * high);
     }
-    default: { // q4_K and q5_K
-        // Bytes for two groups, in the low half: those of groups 0 .. 3 as they are, the others are put together.
-        u32 shift = u % 2u * 16u;
-        u32 low = raw.head.y >> shift, mid = raw.head.z >> shift, last = raw.head.w >> shift;
-        bool first = u % 4u < 2u;
-        u32 scales = first ? low & 0x3f3fu : (last & 0x0f0fu) | (low >> 2 & 0x3030u);
-        u32 minima = first ? mid & 0x3f3fu : (last >> 4 & 0x0f0fu) | (mid >> 2 & 0x3030u);
-        float2 d = unpair(raw.head.x);
-        return make_float4(
-            d.x * small(scales & 255u), -(d.y * small(minima & 255u)), d.x * small(scales >> 8),
-            -(d.y * small(minima >> 8)));
-    }
+    default: return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 }
 
@@ -195,7 +167,7 @@ __device__ __forceinline__ void add_unit(float (&sums)[ROWS], const Raw (&raw)[R
             float sum = 0.0f;
 #pragma unroll
             for (u32 i = 0u; i < 4u; i++) {
-                u32 word = word_of(raw[r].codes[0], i) ^ 0x80808080u;
+                u32 word = word_of(raw[r].codes, i) ^ 0x80808080u;
                 float4 codes =
                     make_float4(byte_less(word, 0u), byte_less(word, 1u), byte_less(word, 2u), byte_less(word, 3u));
                 sum = add_product(sum, codes, inputs[i]);
@@ -210,14 +182,14 @@ __device__ __forceinline__ void add_unit(float (&sums)[ROWS], const Raw (&raw)[R
     for (u32 r = 0u; r < ROWS; r++) { low[r] = high[r] = 0.0f; }
     float low_inputs = 0.0f, high_inputs = 0.0f;
 #pragma unroll
-    for (u32 i = 0u; i < 4u * LOADS; i++) {
+    for (u32 i = 0u; i < 4u; i++) {
         float4 a = from[i];
         float4 b = from[TO_HIGH + i];
         low_inputs += sum_of(a);
         high_inputs += sum_of(b);
 #pragma unroll
         for (u32 r = 0u; r < ROWS; r++) {
-            u32 word = word_of(raw[r].codes[i / 4u], i % 4u);
+            u32 word = word_of(raw[r].codes, i);
             low[r] = add_bytes(low[r], (word & 0x0f0f0f0fu) | further(raw[r], u, i, false), a);
             high[r] = add_bytes(high[r], (word >> 4 & 0x0f0f0f0fu) | further(raw[r], u, i, true), b);
         }
