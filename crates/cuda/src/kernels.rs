@@ -237,7 +237,10 @@ impl Target {
             }
             Kernel::Copy { .. } => &[include_str!("kernels/copy.cu")],
             Kernel::Attend { .. } if self.is_fast(kernel) => {
-                &[MATH, MMA, PAIRS, ASYNC, TURN, SINKS, include_str!("kernels/attend_mma.cu")]
+                const SIDES: &str = include_str!("kernels/attend_sides.cu");
+                const GROUPS: &str = include_str!("kernels/attend_groups.cu");
+                const ATTEND: &str = include_str!("kernels/attend_mma.cu");
+                &[MATH, MMA, PAIRS, ASYNC, TURN, SINKS, SIDES, GROUPS, ATTEND]
             }
             Kernel::Attend { .. } => {
                 &[MATH, BYTES, LEVELS, LANES, ASYNC, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
