@@ -215,7 +215,7 @@ impl Target {
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const BLOCKS: &str = include_str!("kernels/blocks.cu");
                 const GEMM: &str = include_str!("kernels/gemm_fast.cu");
-                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, ASYNC, BLOCKS, GEMM]
+                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, GEMM]
             }
             Kernel::Gemm { .. } => {
                 &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/gemm.cu")]

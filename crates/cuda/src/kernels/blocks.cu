@@ -19,59 +19,14 @@ struct Block {
     u32 at; // block in the row
 };
 
-// ---- arithmetic of two f16 in a word
-
-#ifdef __CUDA_ARCH__
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
-    u32 c;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
-    u32 c;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
-    return c;
-}
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-// Bytes of a and b, chosen by the nibbles of `which`.
-__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 which) {
-    return __byte_perm(a, b, which);
-}
 // Begins to bring memory closer that is read some steps later.
 __device__ __forceinline__ void prefetch(const void* at) {
+#ifdef __CUDA_ARCH__
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-#else
-template <class F>
-__device__ __forceinline__ u32 each2(F f) {
-    return pack_half2(f(0u), f(16u));
-}
-__device__ __forceinline__ float half_of(u32 word, u32 shift) {
-    return half_((word >> shift) & 0xffffu);
-}
-__device__ __forceinline__ u32 sub2(u32 a, u32 b) {
-    return each2([=](u32 i) { return half_of(a, i) - half_of(b, i); });
-}
-__device__ __forceinline__ u32 mul2(u32 a, u32 b) {
-    return each2([=](u32 i) { return half_of(a, i) * half_of(b, i); });
-}
-__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {
-    return each2([=](u32 i) { return fmaf(half_of(a, i), half_of(b, i), half_of(c, i)); });
-}
-__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 which) {
-    u32 result = 0u;
-    for (u32 i = 0u; i < 4u; i++) {
-        u32 byte = (which >> (4u * i)) & 7u;
-        result |= byte_of(byte < 4u ? a : b, byte & 3u) << (8u * i);
-    }
-    return result;
-}
-__device__ __forceinline__ void prefetch(const void*) {}
 #endif
+}
+
+// ---- bytes to f16
 
 // The f16 in both halves of a word.
 __device__ __forceinline__ u32 twice(float x) {
@@ -80,8 +35,10 @@ __device__ __forceinline__ u32 twice(float x) {
 
 // Four bytes as f16, less `middle`.
 __device__ __forceinline__ uint2 halves_of(u32 bytes, u32 middle) {
-    u32 offset = (0x6400u + middle) * 0x10001u; // 1024 + middle
-    return make_uint2(sub2(bytes_of(bytes, 0x64646464u, 0x4140u), offset), sub2(bytes_of(bytes, 0x64646464u, 0x4342u), offset));
+    u32 offset = (0xe400u + middle) * 0x10001u; // -(1024 + middle)
+    u32 low = __byte_perm(bytes, 0x64646464u, 0x4140u);
+    u32 high = __byte_perm(bytes, 0x64646464u, 0x4342u);
+    return make_uint2(add_pairs(low, offset), add_pairs(high, offset));
 }
 
 // Bits `i .. i + 3` of a word, bit `to` of a byte each.
@@ -92,9 +49,9 @@ __device__ __forceinline__ u32 spread(u32 word, u32 i, u32 to) {
 // Of four bytes below 16 the bytes that a table of 16 has for them.
 __device__ __forceinline__ u32 looked_up(u32 a, u32 b, u32 c, u32 d, u32 codes) {
     u32 which = codes | (codes >> 4);
-    which = bytes_of(which, 0u, 0x0020u) & 0x7777u; // the lowest three bits of each code in a nibble
+    which = __byte_perm(which, 0u, 0x0020u) & 0x7777u; // the lowest three bits of each code in a nibble
     u32 upper = ((codes >> 3) & 0x01010101u) * 255u;
-    return (bytes_of(c, d, which) & upper) | (bytes_of(a, b, which) & ~upper);
+    return (__byte_perm(c, d, which) & upper) | (__byte_perm(a, b, which) & ~upper);
 }
 
 // ---- loading
@@ -295,10 +252,10 @@ __device__ __forceinline__ void decode_block(const Block& block, float scale, ui
         }
         }
         if (ENCODING == Q4_1 || ENCODING == Q5_1 || ENCODING == Q4_K || ENCODING == Q5_K) {
-            quad = make_uint2(fma2(quad.x, scale2, offset2), fma2(quad.y, scale2, offset2));
+            quad = make_uint2(fma_pairs(quad.x, scale2, offset2), fma_pairs(quad.y, scale2, offset2));
         } else if (ENCODING != BF16 && ENCODING != INT8 && !QUADS) {
             u32 factor = ENCODING == Q6_K && i >= 4u ? upper2 : scale2;
-            quad = make_uint2(mul2(quad.x, factor), mul2(quad.y, factor));
+            quad = make_uint2(mul_pairs(quad.x, factor), mul_pairs(quad.y, factor));
         }
         pairs[2u * i] = quad.x;
         pairs[2u * i + 1u] = quad.y;
