@@ -17,6 +17,8 @@ mod portable;
 mod share;
 mod threads;
 mod tiles;
+pub mod transpose;
+pub mod uncached;
 
 #[cfg(target_arch = "x86_64")]
 use amx::Amx;

@@ -18,6 +18,7 @@ mod encode;
 mod float;
 mod gather;
 mod image;
+mod lanes;
 pub(crate) mod pairs;
 mod q4;
 mod q8;

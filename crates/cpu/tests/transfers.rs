@@ -6,8 +6,6 @@ use kvist_cache::*;
 use kvist_cpu::Cpu;
 use kvist_device::*;
 
-const CELLS: CellRun = CellRun { start: 13, len: 21 };
-
 /// The code of element `i` of a group of `len` elements with two to a byte.
 fn nibble(codes: &[u8], i: usize, len: usize) -> u8 {
     let half = len.div_ceil(2);
@@ -55,8 +53,17 @@ fn decode(storage: Storage, d: usize, row: &[u8]) -> Vec<f32> {
     }
 }
 
+/// The stored rows of some cells.
+fn exported(pools: &mut dyn Pools, spec: &PoolSpec, cells: CellRun) -> HostBlock {
+    let block = HostBlock::new(spec.block_bytes(GroupId(0), cells.len).unwrap()).unwrap();
+    let transfer = pools.export(Ticket::START, GroupId(0), cells, block).unwrap();
+    pools.finished(&transfer).unwrap().unwrap()
+}
+
+/// Whole blocks of sixteen cells, halves and quarters of them, and runs that begin and end anywhere.
 #[test]
 fn a_block_has_the_documented_bytes() {
+    let runs = [(13, 21), (0, 40), (8, 16), (4, 4), (20, 11)].map(|(start, len)| CellRun { start, len });
     for storage in storages() {
         for head_dim in [35, 64, 80] {
             let model = Model { k: storage, v: storage, heads: (6, 3), head_dim, ..Model::default() };
@@ -64,34 +71,71 @@ fn a_block_has_the_documented_bytes() {
             let (spec, d) = (model.spec(cache.capacity_cells()), head_dim as usize);
             let mut pools = Cpu::default().pools(&spec).unwrap();
             fill(&model, cache, &mut *pools);
-            let len = spec.block_bytes(GroupId(0), CELLS.len).unwrap();
-            let block = HostBlock::new(len).unwrap();
-            let transfer = pools.export(Ticket::START, GroupId(0), CELLS, block).unwrap();
-            let block = pools.finished(&transfer).unwrap().unwrap();
-
-            let mut bytes = block.bytes();
-            let mut inspected = vec![0.0; d];
-            for layer in 0..2 {
-                for (side, storage) in [(Side::K, spec.k), (Side::V, spec.v)] {
-                    for (cell, head) in CELLS.cells().flat_map(|cell| (0..3).map(move |head| (cell, head))) {
-                        let (row, rest) = bytes.split_at(storage.row_bytes(head_dim) as usize);
-                        bytes = rest;
-                        let row = decode(storage, d, row);
-                        pools.inspect(LayerId(layer), side, head, cell, &mut inspected).unwrap();
-                        let what =
-                            format!("{storage} {head_dim} layer {layer} {side:?} cell {cell} head {head}");
-                        if storage.rotate || storage.dtype == DType::T4 {
-                            // Only the length of a rotated row is known without rotating it back.
-                            let length = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>().sqrt();
-                            let (a, b) = (length(&row), length(&inspected));
-                            assert!((a - b).abs() <= 1e-4 * a, "{what}: {a} {b}");
-                        } else {
-                            assert_eq!(row, inspected, "{what}");
+            for cells in runs {
+                let block = exported(&mut *pools, &spec, cells);
+                let mut bytes = block.bytes();
+                let mut inspected = vec![0.0; d];
+                for layer in 0..2 {
+                    for (side, storage) in [(Side::K, spec.k), (Side::V, spec.v)] {
+                        for (cell, head) in
+                            cells.cells().flat_map(|cell| (0..3).map(move |head| (cell, head)))
+                        {
+                            let (row, rest) = bytes.split_at(storage.row_bytes(head_dim) as usize);
+                            bytes = rest;
+                            let row = decode(storage, d, row);
+                            pools.inspect(LayerId(layer), side, head, cell, &mut inspected).unwrap();
+                            let what = format!(
+                                "{storage} {head_dim} layer {layer} {side:?} cell {cell} head {head}"
+                            );
+                            if storage.rotate || storage.dtype == DType::T4 {
+                                // Only the length of a rotated row is known without rotating it back.
+                                let length = |row: &[f32]| row.iter().map(|x| x * x).sum::<f32>().sqrt();
+                                let (a, b) = (length(&row), length(&inspected));
+                                assert!((a - b).abs() <= 1e-4 * a, "{what}: {a} {b}");
+                            } else {
+                                assert_eq!(row, inspected, "{what}");
+                            }
                         }
                     }
                 }
+                assert!(bytes.is_empty(), "{storage} {head_dim}");
             }
-            assert!(bytes.is_empty(), "{storage} {head_dim}");
+        }
+    }
+}
+
+/// Random runs of random bytes go into any cells, and all other cells keep theirs.
+#[test]
+fn an_import_changes_its_cells_alone() {
+    const CELLS: u32 = 75; // the last sixteen are not all there
+    let mut random = kvist_testing::SplitMix64(9);
+    for storage in storages() {
+        for head_dim in [35, 64, 80] {
+            let model = Model { k: storage, v: storage, heads: (6, 3), head_dim, ..Model::default() };
+            let spec = model.spec(model.cache("contiguous", CELLS).capacity_cells());
+            let mut pools = Cpu::default().pools(&spec).unwrap();
+            // K and V of two layers: the bytes of all heads, by cell.
+            let rows = [spec.k, spec.v, spec.k, spec.v].map(|side| 3 * side.row_bytes(head_dim) as usize);
+            let mut expected = rows.map(|row| vec![0; CELLS as usize * row]);
+            for n in 0..12 {
+                let start = random.index(CELLS as usize) as u32;
+                let cells = match n {
+                    0 => CellRun { start: 0, len: CELLS },
+                    _ => CellRun { start, len: 1 + random.index((CELLS - start) as usize) as u32 },
+                };
+                let mut block = HostBlock::new(spec.block_bytes(GroupId(0), cells.len).unwrap()).unwrap();
+                block.bytes_mut().iter_mut().for_each(|byte| *byte = random.index(256) as u8);
+                let mut bytes = block.bytes();
+                for (expected, row) in expected.iter_mut().zip(rows) {
+                    let (side, rest) = bytes.split_at(cells.len as usize * row);
+                    expected[cells.start as usize * row..][..side.len()].copy_from_slice(side);
+                    bytes = rest;
+                }
+                let transfer = pools.import(Ticket::START, GroupId(0), cells, block).unwrap();
+                pools.finished(&transfer).unwrap().unwrap();
+                let found = exported(&mut *pools, &spec, CellRun { start: 0, len: CELLS });
+                assert!(found.bytes() == expected.concat(), "{storage} {head_dim} {cells:?}");
+            }
         }
     }
 }

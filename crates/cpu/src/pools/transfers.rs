@@ -1,5 +1,6 @@
 //! Stored rows that leave the pools or enter them, and the f16 rows of recent tokens.
 use super::{CpuPools, cells_of};
+use crate::arch::uncached::Uncached;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{CellPosition, DeviceError};
 
@@ -14,13 +15,13 @@ impl CpuPools {
         let have = cells_of(&self.spec.layout, &self.layers, group);
         self.spec.check_transfer(group, cells, have, block.len())?;
         self.counters.bytes_moved += block.len() as u64;
-        for (layer, owned) in self.spec.layout.layers.iter().zip(&self.layers) {
-            let Some(owned) = owned.as_ref().filter(|_| layer.group == group) else { continue };
-            for side in [&owned.keys, &owned.values] {
-                let rows =
-                    block.split_off_mut(..side.shape.bytes_outside(cells)).expect("the length was checked");
-                side.export(&self.slabs, cells, rows);
-            }
+        let layers = self.spec.layout.layers.iter().zip(&self.layers);
+        let layers = layers.filter(|(layer, _)| layer.group == group).filter_map(|(_, owned)| owned.as_ref());
+        let mut sides = layers.flat_map(|owned| [&owned.keys, &owned.values]).peekable();
+        while let Some(side) = sides.next() {
+            let rows =
+                block.split_off_mut(..side.shape.bytes_outside(cells)).expect("the length was checked");
+            side.export(&self.slabs, cells, rows, sides.peek().copied());
         }
         Ok(())
     }
@@ -36,14 +37,16 @@ impl CpuPools {
         self.spec.check_transfer(group, cells, capacity, block.len())?;
         self.grow(|grown| if grown == group { cells.end() } else { 0 })?;
         self.counters.bytes_moved += block.len() as u64;
-        for (layer, owned) in self.spec.layout.layers.iter().zip(&mut self.layers) {
-            let Some(owned) = owned.as_mut().filter(|_| layer.group == group) else { continue };
-            for side in [&mut owned.keys, &mut owned.values] {
+        let layers = self.spec.layout.layers.iter().zip(&mut self.layers);
+        let layers = layers.filter(|(layer, _)| layer.group == group).filter_map(|(_, owned)| owned.as_mut());
+        let mut scratch = Vec::new();
+        Uncached::run(|uncached| {
+            for side in layers.flat_map(|owned| [&mut owned.keys, &mut owned.values]) {
                 let rows =
                     block.split_off(..side.shape.bytes_outside(cells)).expect("the length was checked");
-                side.import(&mut self.slabs, cells, rows);
+                side.import(&mut self.slabs, cells, rows, (uncached, &mut scratch));
             }
-        }
+        });
         if let Some(recent) = &mut self.recent {
             recent.forget(group, cells);
         }
