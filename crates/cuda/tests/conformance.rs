@@ -10,7 +10,7 @@ use kvist_testing::conformance::{self, Ends, Options};
 fn options() -> Options {
     let wanted =
         std::env::var("KVIST_ONE_IN").ok().map(|text| text.parse().expect("KVIST_ONE_IN is a number"));
-    let emulated = if std::env::var_os("KVIST_REQUIRE_CUDA").is_some() { 9 } else { 60 };
+    let emulated = if std::env::var_os("KVIST_REQUIRE_CUDA").is_some() { 9 } else { 120 };
     let one_in = wanted.unwrap_or(if common::index().is_some() { 1 } else { emulated });
     Options { one_in, ..Options::from_env() }
 }

@@ -1,11 +1,16 @@
 //! Every operation of the device against the scalar reference.
 mod common;
+use kvist_device::weights::Encoding;
 use kvist_testing::operations;
+
+fn encodings() -> Vec<Encoding> {
+    common::some(operations::encodings()).collect()
+}
 
 #[test]
 fn operations_agree_with_the_reference() {
     if let Some(device) = common::device() {
-        operations::all(&device);
+        operations::all(&device, &encodings());
     }
 }
 
@@ -13,7 +18,7 @@ fn operations_agree_with_the_reference() {
 #[test]
 fn linear_layers_in_parts() {
     if let Some(device) = common::device_in_parts(10_400) {
-        operations::linear_layers(&device, 251);
+        operations::linear_layers(&device, &encodings(), 251);
     }
 }
 
@@ -21,7 +26,7 @@ fn linear_layers_in_parts() {
 #[test]
 fn fast_operations_agree_with_the_reference() {
     let Some(device) = common::fast_device() else { return };
-    operations::linear_layers(&device, 13);
+    operations::linear_layers(&device, &encodings(), 13);
     operations::experts_of_every_token(&device);
     operations::logits_of_the_wanted_rows(&device);
     operations::ties_and_nan_among_logits(&device);
@@ -30,7 +35,7 @@ fn fast_operations_agree_with_the_reference() {
 #[test]
 fn fast_linear_layers_in_parts() {
     if let Some(device) = common::fast_device_in_parts(10_400) {
-        operations::linear_layers(&device, 251);
+        operations::linear_layers(&device, &encodings(), 251);
     }
 }
 

@@ -180,12 +180,12 @@ pub fn encodings() -> Vec<Encoding> {
     all
 }
 
-/// Every operation.
-pub fn all<D: Runs>(device: &D) {
-    linear_layers(device, 13);
+/// Every operation, with weights in these encodings.
+pub fn all<D: Runs>(device: &D, encodings: &[Encoding]) {
+    linear_layers(device, encodings, 13);
     linear_layers_together(device);
-    linear_layers_give_a_row_the_same_bits_in_every_batch(device);
-    embeddings_in_every_encoding(device);
+    linear_layers_give_a_row_the_same_bits_in_every_batch(device, encodings);
+    embeddings(device, encodings);
     norms_of_rows_and_heads(device);
     rope_gates_sums_and_columns(device);
     experts_of_every_token(device);
@@ -193,9 +193,9 @@ pub fn all<D: Runs>(device: &D) {
     ties_and_nan_among_logits(device);
 }
 
-/// Linear layers in every encoding, with so many outputs.
-pub fn linear_layers(device: &impl Runs, outputs: usize) {
-    for (i, encoding) in encodings().into_iter().enumerate() {
+/// Linear layers with so many outputs.
+pub fn linear_layers(device: &impl Runs, encodings: &[Encoding], outputs: usize) {
+    for (i, &encoding) in encodings.iter().enumerate() {
         let inputs = match encoding.block().0 {
             1 => [37, 40 + i][i % 2],
             32 => 96,
@@ -267,8 +267,11 @@ pub fn linear_layers_together<D: Runs>(device: &D) {
 }
 
 /// One row at a time, a few at a time or tile by tile: a row's sums have the same order.
-pub fn linear_layers_give_a_row_the_same_bits_in_every_batch<D: Runs>(device: &D) {
-    for (i, encoding) in encodings().into_iter().enumerate() {
+pub fn linear_layers_give_a_row_the_same_bits_in_every_batch<D: Runs>(
+    device: &D,
+    encodings: &[Encoding],
+) {
+    for (i, &encoding) in encodings.iter().enumerate() {
         let (outputs, inputs) = (45, encoding.block().0.max(5) * 3);
         let weights = encoded(encoding, outputs, inputs, i as u64 + 9);
         let shape = [outputs, inputs];
@@ -330,8 +333,8 @@ pub fn bits_of_sums<D: Runs>(device: &D) -> Vec<(String, Vec<u32>)> {
     all
 }
 
-pub fn embeddings_in_every_encoding<D: Runs>(device: &D) {
-    for (i, encoding) in encodings().into_iter().enumerate() {
+pub fn embeddings<D: Runs>(device: &D, encodings: &[Encoding]) {
+    for (i, &encoding) in encodings.iter().enumerate() {
         let width = encoding.block().0.max(45);
         let weights = encoded(encoding, VOCAB, width.next_multiple_of(encoding.block().0), i as u64);
         let shape = [VOCAB, width.next_multiple_of(encoding.block().0)];

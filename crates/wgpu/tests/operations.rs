@@ -6,7 +6,7 @@ use kvist_testing::operations;
 #[test]
 fn operations_agree_with_the_reference() {
     if let Some(device) = device() {
-        operations::all(&device);
+        operations::all(&device, &operations::encodings());
     }
 }
 
@@ -14,6 +14,6 @@ fn operations_agree_with_the_reference() {
 #[test]
 fn linear_layers_in_parts() {
     if device().is_some() {
-        operations::linear_layers(&common::in_parts(10_400), 251);
+        operations::linear_layers(&common::in_parts(10_400), &operations::encodings(), 251);
     }
 }

@@ -33,7 +33,7 @@ fn sums_have_the_same_bits() {
 #[test]
 fn operations_agree_with_the_reference_without_subgroups() {
     if let Some([_, without]) = both() {
-        operations::all(&without);
+        operations::all(&without, &operations::encodings());
     }
 }
 

@@ -100,11 +100,11 @@ pub fn installation() -> Option<(Installation, Option<usize>)> {
 /// The API that tests run on.
 pub type Api = CudaDriver;
 
-/// Every encoding on a GPU and where the tests of CUDA are asked for (`just cuda`). Emulated among all other tests one in three: each
-/// kernel takes the C++ compiler a second.
-pub fn some<T>(encodings: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+/// All forms of a kernel on a GPU and where the tests of CUDA are asked for (`just cuda`). Emulated among all other tests one in six: each
+/// takes the C++ compiler a second or two.
+pub fn some<T>(forms: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     let all = index().is_some() || std::env::var_os("KVIST_REQUIRE_CUDA").is_some();
-    encodings.into_iter().step_by(if all { 1 } else { 3 })
+    forms.into_iter().step_by(if all { 1 } else { 6 })
 }
 
 /// Tests compare bits unless they say otherwise.
