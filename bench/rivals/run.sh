@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bench/rivals/install.sh
-cargo build --release --quiet -p kvist -p kvist-random-model
+cargo build --release --quiet -p kvist
+cargo build --release --quiet --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
 built=${CARGO_TARGET_DIR:-target}/release
 models=bench/target/models
 mkdir -p $models

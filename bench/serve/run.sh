@@ -9,7 +9,8 @@ if [ ! -x "$build/bin/llama-server" ]; then
     cmake "$build" -DLLAMA_BUILD_SERVER=ON -DLLAMA_BUILD_UI=OFF >"$build/server-cmake.log"
     cmake --build "$build" -j"${JOBS:-$(nproc)}" --target llama-server >"$build/server-build.log"
 fi
-cargo build --release --quiet -p kvist -p kvist-random-model
+cargo build --release --quiet -p kvist
+cargo build --release --quiet --manifest-path tools/random-model/Cargo.toml --target-dir "${CARGO_TARGET_DIR:-target}"
 built=${CARGO_TARGET_DIR:-target}/release
 models=bench/target/models
 mkdir -p $models

@@ -116,7 +116,7 @@ def model(dtype, kvist):
         MODELS.mkdir(parents=True, exist_ok=True)
         tool = pathlib.Path(kvist).with_name("random-model")
         if not tool.exists():
-            sys.exit(f"{path} and {tool}, which makes it, are missing: cargo build --release -p kvist -p kvist-random-model")
+            sys.exit(f"{path} and {tool}, which makes it, are missing: cargo build --release -p kvist && cargo build --release --manifest-path tools/random-model/Cargo.toml --target-dir target")
         run([tool, "--preset", "b", "--format", form, "--dtype", dtype, path])
     return path
 
