@@ -3,7 +3,7 @@
 # and prompts with random models over every backend of the GPU, llama.cpp and torch beside them, transfers beside the link. Writes a
 # table and what it says about the goals.
 #
-#   bench/gpu/run.sh                         builds everything, on the first GPU of NVIDIA, over CUDA and over wgpu
+#   bench/gpu/run.sh                         builds everything, on the first NVIDIA GPU, over CUDA and over wgpu
 #   KVIST=./kvist bench/gpu/run.sh           takes programs that were built elsewhere: needs neither cargo nor the network
 #
 # Programs, with KVIST: what is not given is left out, and the table says so.
@@ -40,7 +40,7 @@ KV=${KV:-f16 q8}
 CHUNK=${CHUNK:-512}
 models=${MODELS:-$target/gpu-models}
 
-# The GPU of NVIDIA, if there is one; another GPU is measured over wgpu alone.
+# The NVIDIA GPU, if there is one; another GPU is measured over wgpu alone.
 name=
 if have nvidia-smi; then name=$(nvidia-smi --id="$gpu" --query-gpu=name --format=csv,noheader 2>/dev/null) || name=; fi
 if [[ -z $name && -z ${BACKENDS:-} ]]; then

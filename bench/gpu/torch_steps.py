@@ -265,7 +265,7 @@ def main():
     device = torch.device(args.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            sys.exit("torch finds no GPU of NVIDIA")
+            sys.exit("torch finds no NVIDIA GPU")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     torch.manual_seed(0)

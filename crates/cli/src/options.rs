@@ -283,7 +283,7 @@ pub fn parse_recent(text: &str) -> Result<u32, String> {
 #[derive(Args, Clone, Debug)]
 pub struct CacheArgs {
     /// Where models run and K and V are stored: cpu, reference (slow, for comparison), wgpu or wgpu:N (GPUs), cuda or
-    /// cuda:N (GPUs of NVIDIA), if this program has them; `kvist devices` lists them
+    /// cuda:N (NVIDIA GPUs), if this program has them; `kvist devices` lists them
     #[arg(long, default_value = "cpu")]
     pub backend: String,
     /// How cells are allocated: contiguous, ring (needs --window), cells, tree, paged; without it contiguous, in a

@@ -1,4 +1,4 @@
-//! A device over CUDA, for GPUs of NVIDIA. Its kernels were run on an H100, and are compiled and emulated by tests without a GPU.
+//! A device over CUDA, for NVIDIA GPUs. Its kernels were run on an H100, and are compiled and emulated by tests without a GPU.
 //!
 //! `kvist-gpu` drives models, pools and attention. This crate has what it asks of an API: buffers, launches and one
 //! stream (`driver.rs`), devices (`devices.rs`), the kernels in CUDA C++ (`kernels/`), which NVRTC compiles at their first

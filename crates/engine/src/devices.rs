@@ -25,14 +25,14 @@ pub enum Place {
     /// An adapter of the machine's GPUs.
     #[cfg(feature = "wgpu")]
     Wgpu(WgpuDevice),
-    /// A GPU of NVIDIA.
+    /// An NVIDIA GPU.
     #[cfg(feature = "cuda")]
     Cuda(CudaDevice),
 }
 
 impl Place {
     /// The device that a backend runs on, and the backend's id: `wgpu` and `wgpu:1` are adapters of GPUs, `cuda` and `cuda:1`
-    /// GPUs of NVIDIA, every other backend runs with models on the CPU. Opens the adapter.
+    /// NVIDIA GPUs, every other backend runs with models on the CPU. Opens the adapter.
     ///
     /// # Errors
     /// The program was built without GPUs, there is no such adapter, or it cannot run models.
@@ -125,9 +125,11 @@ impl Place {
     /// This is the CPU, or there is no memory on the device.
     pub fn measure_transfers(&self) -> Result<Box<dyn MeasureTransfers>, DeviceError> {
         match self {
-            Place::Cpu(_) => Err(DeviceError::Unsupported(
-                "the CPU computes in the host's memory, so nothing is transferred: use --backend wgpu".into(),
-            )),
+            Place::Cpu(_) => {
+                let what = "the CPU computes in the host's memory, so nothing is transferred: use --backend cuda \
+                            or --backend wgpu";
+                Err(DeviceError::Unsupported(what.into()))
+            }
             #[cfg(feature = "wgpu")]
             Place::Wgpu(device) => Ok(Box::new(device.measurement()?)),
             #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! Models on a GPU of NVIDIA if `KVIST_CUDA` numbers one, otherwise the CUDA kernels emulated on the host.
+//! Models on an NVIDIA GPU if `KVIST_CUDA` numbers one, otherwise the CUDA kernels emulated on the host.
 //!
 //! Without a C++ compiler the tests print that nothing was tested; `KVIST_REQUIRE_CUDA=1` makes that a failure.
 mod common;

@@ -69,7 +69,7 @@ struct Adapter {
     why_not: Option<String>,
 }
 
-/// The GPUs of NVIDIA, and why there are none.
+/// The NVIDIA GPUs, and why there are none.
 #[cfg(feature = "cuda")]
 fn nvidia() -> (Vec<Device>, Option<String>) {
     use kvist_engine::devices::{CudaInstallation, CudaSummary, cuda_devices};

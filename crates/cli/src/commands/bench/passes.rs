@@ -27,7 +27,8 @@ pub struct Common {
     model: ModelArgs,
     #[command(flatten)]
     kv: KvArgs,
-    /// Where the model runs: cpu, or wgpu or wgpu:N (GPUs, if this program has them; `kvist devices` lists them)
+    /// Where the model runs: cpu, or wgpu, wgpu:N, cuda or cuda:N (GPUs, if this program has them; `kvist devices` lists
+    /// them)
     #[arg(long, default_value = "cpu")]
     backend: String,
     /// Plot tokens per second over depth or length

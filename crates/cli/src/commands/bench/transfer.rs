@@ -23,7 +23,7 @@ const MAX_TOKENS: u32 = 65_535;
 #[derive(clap::Args)]
 #[command(mut_arg("runs", |runs| runs.default_value("20")), mut_arg("shape", |shape| shape.default_value("llama-3-8b")))]
 pub struct Args {
-    /// The GPU: wgpu, wgpu:1, … (`kvist devices` lists them)
+    /// The GPU: wgpu, wgpu:1, cuda, cuda:1, … (`kvist devices` lists them)
     #[arg(long, default_value = "wgpu", value_name = "NAME")]
     backend: String,
     #[command(flatten)]

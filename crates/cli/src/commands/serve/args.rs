@@ -17,7 +17,7 @@ pub struct Args {
     pub config: Option<PathBuf>,
     #[command(flatten)]
     pub model: ModelArgs,
-    /// Where the model runs and K and V are stored: cpu, wgpu or wgpu:N (GPUs), cuda or cuda:N (GPUs of NVIDIA),
+    /// Where the model runs and K and V are stored: cpu, wgpu or wgpu:N (GPUs), cuda or cuda:N (NVIDIA GPUs),
     /// if this program has them; `kvist devices` lists them
     #[arg(long, default_value = "cpu")]
     pub backend: String,
