@@ -267,10 +267,7 @@ pub fn linear_layers_together<D: Runs>(device: &D) {
 }
 
 /// One row at a time, a few at a time or tile by tile: a row's sums have the same order.
-pub fn linear_layers_give_a_row_the_same_bits_in_every_batch<D: Runs>(
-    device: &D,
-    encodings: &[Encoding],
-) {
+pub fn linear_layers_give_a_row_the_same_bits_in_every_batch<D: Runs>(device: &D, encodings: &[Encoding]) {
     for (i, &encoding) in encodings.iter().enumerate() {
         let (outputs, inputs) = (45, encoding.block().0.max(5) * 3);
         let weights = encoded(encoding, outputs, inputs, i as u64 + 9);
