@@ -69,14 +69,25 @@ bench-goodput model:
     bench/tiers/goodput.sh {{model}}
 
 # The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Builds wgpu first, for minutes.
-wgpu:
+wgpu: wgpu-kernels
     cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings
+    # In one build.
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test serving_wgpu --test gpu
+
+# The crate alone.
+wgpu-kernels:
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu
     # lavapipe's subgroups have 8 lanes; these runs give them 4 and 16. A GPU ignores it.
     LP_NATIVE_VECTOR_WIDTH=128 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
     LP_NATIVE_VECTOR_WIDTH=512 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
-    # In one build.
-    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test serving_wgpu --test gpu
+
+# What CI runs of `just tiers` and `just wgpu`: engine, server and program are built once for both.
+tiers-and-wgpu: wgpu-kernels
+    #!/usr/bin/env bash
+    set -euo pipefail
+    of="-p kvist-store -p kvist-engine -p kvist --features kvist-store/disk,kvist-store/remote,kvist-engine/wgpu,kvist/wgpu,kvist/tiers"
+    cargo clippy -p kvist-wgpu $of,kvist-wgpu/wgpu --all-targets -- -D warnings
+    KVIST_REQUIRE_WGPU=1 cargo test $of --test stores --test tiers --test shared_sessions --test wgpu --test serving_wgpu --test gpu
 
 # The kernels for 64-bit ARM, emulated: whether they are right, not how fast. Debian: `apt install qemu-user gcc-aarch64-linux-gnu`;
 # rustup: `rustup target add aarch64-unknown-linux-gnu`.
