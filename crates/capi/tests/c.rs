@@ -93,12 +93,17 @@ fn a_prompt_comes_back_from_a_tier() {
 }
 
 #[test]
+fn batches_and_their_jobs() {
+    assert!(run("tests/c/batch.c", &[&folder("batch").display().to_string()]).ends_with("ok\n"));
+}
+
+#[test]
 fn batches_and_their_tiers() {
-    let folder = folder("batch").display().to_string();
+    let folder = folder("batch-tiers").display().to_string();
     let built = [("disk", cfg!(feature = "disk-tier")), ("store", cfg!(feature = "shared-tier"))];
     let built = built.into_iter().filter_map(|(name, is_built)| is_built.then_some(name));
     let arguments: Vec<&str> = [&*folder].into_iter().chain(built).collect();
-    assert!(run("tests/c/batch.c", &arguments).ends_with("ok\n"));
+    assert!(run("tests/c/batch_tiers.c", &arguments).ends_with("ok\n"));
 }
 
 #[test]

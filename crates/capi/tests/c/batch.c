@@ -1,93 +1,10 @@
-/* Batches: the texts of sessions, jobs that are read, cancelled and left, tiers below the cache, and every refusal.
+/* Batches: the texts of sessions, jobs that are read, cancelled and left, and every refusal.
  *
- *     batch DIR [disk] [store]: an empty folder, and the tiers that the library was built with.
+ *     batch DIR: an empty folder.
  */
 #include <math.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <time.h>
-#include "kvist.h"
-
-static void expect(kvist_status found, kvist_status wanted, const char *text, const char *what) {
-    if (found != wanted || (text != NULL && strstr(kvist_last_error(), text) == NULL)) {
-        fprintf(stderr, "%s: status %d (expected %d), \"%s\" (expected \"%s\")\n", what, found, wanted, kvist_last_error(), text);
-        exit(1);
-    }
-}
-#define OK(call) expect(call, KVIST_OK, NULL, #call)
-#define EXPECT(call, status, text) expect(call, status, text, #call)
-#define MUST(what)                                                    \
-    do {                                                              \
-        if (!(what)) {                                                \
-            fprintf(stderr, "line %d: not so: %s\n", __LINE__, #what); \
-            exit(1);                                                  \
-        }                                                             \
-    } while (0)
-
-#define PROMPT 100
-#define TEXT 12
-/* Longer than it takes to cancel it, mostly: what must happen meanwhile is tried again until it does. */
-#define LONG 3000
-
-static kvist_model *model;
-static uint32_t some[PROMPT];
-
-static void pause_ms(long ms) {
-    struct timespec time = {.tv_nsec = ms * 1000000};
-    nanosleep(&time, NULL);
-}
-
-static kvist_batch *start(const kvist_batch_options *options) {
-    kvist_batch *batch;
-    OK(kvist_batch_new(model, options, &batch));
-    return batch;
-}
-
-/* A prompt of its own for each `which`. */
-static kvist_job *submit(kvist_batch *batch, uint32_t which, uint32_t max_tokens, const char *salt) {
-    uint32_t tokens[PROMPT];
-    for (uint32_t i = 0; i < PROMPT; i++) tokens[i] = 5 + (some[i] + which * (i + 1)) % 200;
-    kvist_text_options text = kvist_greedy();
-    text.max_tokens = max_tokens;
-    text.ignore_end = true;
-    kvist_job_options options = {.text = &text, .salt = salt};
-    kvist_job *job;
-    OK(kvist_batch_submit_tokens(batch, tokens, PROMPT, &options, &job));
-    return job;
-}
-
-/* Reads a job to its end: at most `capacity` tokens of it are kept. */
-static kvist_finish read_all(kvist_job *job, uint32_t timeout_ms, uint32_t *tokens, size_t capacity, size_t *n) {
-    kvist_piece piece;
-    *n = 0;
-    do {
-        OK(kvist_job_next(job, timeout_ms, &piece));
-        MUST(piece.text != NULL && piece.text[piece.text_bytes] == 0);
-        MUST(!piece.has_token || piece.finish == KVIST_GOES_ON);
-        if (piece.has_token) {
-            if (*n < capacity) tokens[*n] = piece.token;
-            ++*n;
-        }
-    } while (piece.finish == KVIST_GOES_ON);
-    kvist_piece again;
-    OK(kvist_job_next(job, KVIST_FOREVER, &again));
-    MUST(!again.has_token && again.text_bytes == 0 && again.finish == piece.finish);
-    return piece.finish;
-}
-
-/* The text of a prompt, and what was not computed of it. */
-static kvist_job_info text_of(kvist_batch *batch, uint32_t which, const char *salt, uint32_t *tokens) {
-    kvist_job *job = submit(batch, which, TEXT, salt);
-    size_t n;
-    MUST(read_all(job, KVIST_FOREVER, tokens, TEXT, &n) == KVIST_MAX_TOKENS && n == TEXT);
-    kvist_job_info info;
-    OK(kvist_job_describe(job, &info));
-    MUST(info.prompt_tokens == PROMPT && info.text_tokens == TEXT && info.has_begun);
-    OK(kvist_job_free(job));
-    return info;
-}
+#include "batch.h"
 
 static void texts(void) {
     kvist_batch_options options = {.k = "f32", .context_tokens = 2048, .max_batch = 3, .batch_tokens = 64};
@@ -299,139 +216,7 @@ static void cancels(void) {
     }
 }
 
-/* Waits until the tiers have what was copied for them. */
-static kvist_batch_stats stored(kvist_batch *batch, uint64_t n_blocks) {
-    kvist_batch_stats stats;
-    for (;;) {
-        OK(kvist_batch_describe(batch, &stats));
-        if (stats.copied_blocks >= n_blocks && stats.store_bytes == 0) return stats;
-        pause_ms(1);
-    }
-}
-
-#define BLOCKS (PROMPT / 16)
-
-/* A prompt that others evict comes back from a tier, and its text is the same. */
-static void comes_back(kvist_batch *batch, const char *tier) {
-    uint32_t first[TEXT], again[TEXT];
-    MUST(text_of(batch, 0, "ann", first).cached_tokens == 0);
-    stored(batch, BLOCKS);
-    for (uint32_t i = 1; i < 6; i++) {
-        text_of(batch, i, "ann", again);
-        stored(batch, BLOCKS * (i + 1));
-    }
-    kvist_job_info info = text_of(batch, 0, "ann", again);
-    MUST(info.cached_tokens == BLOCKS * 16 && info.loaded_tokens[0] == BLOCKS * 16 && info.loaded_tokens[1] == 0);
-    MUST(memcmp(first, again, sizeof first) == 0);
-    kvist_batch_stats stats;
-    OK(kvist_batch_describe(batch, &stats));
-    MUST(stats.n_tiers == 1 && strcmp(stats.tiers[0].name, tier) == 0 && stats.loads >= 1 && stats.load_s > 0);
-    MUST(stats.tiers[0].loaded_tokens >= BLOCKS * 16 && stats.failed_loads == 0 && stats.tiers[0].errors == 0);
-}
-
-static kvist_batch_options tiny(void) {
-    /* Room for two prompts. A busy machine is late: wait. */
-    return (kvist_batch_options){.k = "f32", .context_tokens = 256, .tier_load_always = true, .tier_grace_ms = 3600000};
-}
-
-static void ram(void) {
-    for (int back = 0; back < 2; back++) {
-        kvist_batch_options options = tiny();
-        options.tier_ram_bytes = 64 << 20;
-        options.tier_write_back = back;
-        if (back) { /* only blocks that are evicted are copied */
-            kvist_batch *batch = start(&options);
-            uint32_t text[TEXT];
-            for (uint32_t i = 0; i < 6; i++) text_of(batch, i, NULL, text);
-            MUST(stored(batch, 1).tiers[0].bytes > 0);
-            OK(kvist_batch_free(batch));
-            continue;
-        }
-        kvist_batch *batch = start(&options);
-        comes_back(batch, "ram");
-        kvist_batch_stats stats;
-        OK(kvist_batch_describe(batch, &stats));
-        MUST(stats.tiers[0].bytes > 0 && stats.tiers[0].capacity_bytes == 64 << 20);
-        /* A salt that is forgotten is not loaded. */
-        size_t pending;
-        OK(kvist_batch_forget(batch, "ann", NULL, &pending));
-        uint32_t text[TEXT];
-        MUST(pending == 0 && text_of(batch, 0, "ann", text).cached_tokens == 0);
-        OK(kvist_batch_free(batch));
-    }
-    kvist_batch_options packed = tiny();
-    packed.k = "f16";
-    packed.tier_ram_bytes = 1 << 20;
-    packed.tier_ram_packed = true;
-    kvist_batch *batch = start(&packed);
-    uint32_t text[TEXT];
-    text_of(batch, 0, NULL, text);
-    OK(kvist_batch_free(batch));
-    packed.k = "q8";
-    EXPECT(kvist_batch_new(model, &packed, &batch), KVIST_INVALID_ARGUMENT, "packs a cache in f16, and this one has q8");
-}
-
 static char path[4096];
-
-static void disk(const char *dir, int is_built) {
-    snprintf(path, sizeof path, "%s/blocks", dir);
-    kvist_batch_options options = tiny();
-    options.tier_disk_dir = path;
-    kvist_batch *batch = NULL, *other = NULL;
-    EXPECT(kvist_batch_new(model, &options, &batch), KVIST_INVALID_ARGUMENT, "tier_disk_bytes is 0");
-    options.tier_disk_bytes = 128 << 20;
-    if (!is_built) {
-        EXPECT(kvist_batch_new(model, &options, &batch), KVIST_UNSUPPORTED, "--features disk-tier");
-        MUST(batch == NULL);
-        return;
-    }
-    uint32_t first[TEXT], again[TEXT];
-    batch = start(&options);
-    comes_back(batch, "disk");
-    EXPECT(kvist_batch_new(model, &options, &other), KVIST_BAD_FILE, "tier_disk_dir: ");
-    MUST(other == NULL);
-    text_of(batch, 0, "ann", first);
-    OK(kvist_batch_free(batch));
-
-    /* Another batch finds them, as another process does. */
-    batch = start(&options);
-    kvist_job_info info = text_of(batch, 0, "ann", again);
-    MUST(info.loaded_tokens[0] == BLOCKS * 16 && memcmp(first, again, sizeof first) == 0);
-    OK(kvist_batch_free(batch));
-
-    snprintf(path, sizeof path, "%s/file", dir);
-    FILE *file = fopen(path, "w");
-    MUST(file != NULL && fclose(file) == 0);
-    EXPECT(kvist_batch_new(model, &options, &batch), KVIST_BAD_FILE, "tier_disk_dir: ");
-    snprintf(path, sizeof path, "%s/small", dir);
-    options.tier_disk_bytes = 1 << 20;
-    EXPECT(kvist_batch_new(model, &options, &batch), KVIST_BAD_FILE, "tier_disk_dir: ");
-}
-
-static void store(const char *dir, int is_built) {
-    kvist_batch_options options = tiny();
-    options.tier_store = path;
-    snprintf(path, sizeof path, "fs://%s/shared", dir);
-    kvist_batch *batch = NULL;
-    if (!is_built) {
-        EXPECT(kvist_batch_new(model, &options, &batch), KVIST_UNSUPPORTED, "--features shared-tier");
-        MUST(batch == NULL);
-        return;
-    }
-    batch = start(&options);
-    comes_back(batch, "fs");
-    kvist_batch_stats stats;
-    OK(kvist_batch_describe(batch, &stats));
-    MUST(stats.tiers[0].capacity_bytes == KVIST_UNKNOWN);
-    /* Two at once share it. */
-    kvist_batch *other = start(&options);
-    uint32_t text[TEXT];
-    MUST(text_of(other, 0, "ann", text).loaded_tokens[0] == BLOCKS * 16);
-    OK(kvist_batch_free(other));
-    OK(kvist_batch_free(batch));
-    snprintf(path, sizeof path, "gopher://nowhere");
-    EXPECT(kvist_batch_new(model, &options, &batch), KVIST_INVALID_ARGUMENT, "tier_store: ");
-}
 
 static void prefixes(const char *dir) {
     snprintf(path, sizeof path, "%s/p.kvp", dir);
@@ -572,21 +357,12 @@ static void refusals(void) {
 
 int main(int argc, char **argv) {
     if (argc < 2) return 2;
-    int has_disk = 0, has_store = 0;
-    for (int i = 2; i < argc; i++) {
-        has_disk |= strcmp(argv[i], "disk") == 0;
-        has_store |= strcmp(argv[i], "store") == 0;
-    }
-    OK(kvist_model_open(NULL, NULL, &model));
-    for (uint32_t i = 0; i < PROMPT; i++) some[i] = 5 + i * i % 150;
+    begin();
     refusals();
     texts();
     keeps_prompts();
     cancels();
-    ram();
     prefixes(argv[1]);
-    disk(argv[1], has_disk);
-    store(argv[1], has_store);
     for (int i = 0; i < 20; i++) { /* nothing is left of them */
         kvist_batch *batch = start(NULL);
         kvist_job *job = submit(batch, i, LONG, NULL);
