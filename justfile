@@ -133,7 +133,15 @@ c:
     cargo clippy --all-targets -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
     cargo test
-# The same under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
+# Batches in a library with all tiers, which `just c` does not build: minutes the first time.
+c-tiers:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
+    cd crates/capi
+    cargo clippy --all-targets --features tiers -- -D warnings
+    cargo test --features tiers --test c batches
+# What `just c` runs, under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
 c-asan:
     #!/usr/bin/env bash
     set -euo pipefail

@@ -1,16 +1,16 @@
-/* kvist for C: models, sessions, and the cache alone.
+/* kvist for C: models, sessions, batches of many texts, and the cache alone.
  *
  * Made by cbindgen from crates/capi; do not edit. docs/c.md explains how to use it.
  *
  * Errors. Functions return a kvist_status. Where it is not KVIST_OK, kvist_last_error has a text for the calling thread, and
  * nothing has changed unless the function says otherwise. No function unwinds into C.
  *
- * Handles. kvist_model, kvist_session and kvist_cache are opaque. Whatever a *_new or *_open function gave is freed by the *_free
- * function of its type, once.
+ * Handles. kvist_model, kvist_session, kvist_batch, kvist_job and kvist_cache are opaque. Whatever a *_new, *_open or *_submit function
+ * gave is freed by the *_free function of its type, once.
  *
- * Threads. A handle may be used from any thread. A model may be used by any number of threads at once. A session or a cache is
- * used by one call at a time: a second thread that calls with it meanwhile, or a callback that does, gets KVIST_BUSY. Freeing a
- * handle while another thread begins a call with it is a defect of the caller.
+ * Threads. A handle may be used from any thread. A model or a batch may be used by any number of threads at once. A session, a job or a
+ * cache is used by one call at a time: a second thread that calls with it meanwhile, or a callback that does, gets KVIST_BUSY; but any
+ * thread may cancel a job. Freeing a handle while another thread begins a call with it is a defect of the caller.
  *
  * Pointers that functions give are valid until the next call with the same handle, unless they say otherwise. Strings are UTF-8.
  */
@@ -24,6 +24,15 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+// Most tiers that a batch can have.
+#define KVIST_MAX_TIERS 4
+
+// For timeouts: wait until there is something.
+#define KVIST_FOREVER 4294967295
+
+// A figure that a tier does not tell.
+#define KVIST_UNKNOWN 18446744073709551615ull
+
 // What became of a call. Every function returns one, unless it says otherwise. Where it is not `KVIST_OK`,
 // `kvist_last_error` has a text, and nothing has changed unless the function says otherwise.
 enum kvist_status
@@ -35,7 +44,7 @@ enum kvist_status
   KVIST_OK = 0,
   // An argument is null, not UTF-8, out of range, or does not fit the others.
   KVIST_INVALID_ARGUMENT = 1,
-  // Another thread, or a callback further up on this one, is using the handle.
+  // Another thread, or a callback further up on this one, is using the handle. Or as many texts wait in a batch as may.
   KVIST_BUSY = 2,
   // A model's files cannot be read, or kvist does not support the model.
   KVIST_BAD_MODEL = 3,
@@ -49,12 +58,12 @@ enum kvist_status
   KVIST_WRONG_ORDER = 7,
   // This kind of cache, backend or model does not support the call.
   KVIST_UNSUPPORTED = 8,
-  // A callback stopped the call. What had been computed until then stays in the cache.
+  // A callback stopped the call. What had been computed until then stays in the cache. Or a job was ended because nobody reads it.
   KVIST_STOPPED = 9,
   // A defect of kvist. The handle of the call can only be freed.
   KVIST_INTERNAL_ERROR = 10,
   // A saved session or a frozen prefix cannot be read or written, is torn, has changed, or was made with something else.
-  // Nothing of it is used.
+  // Nothing of it is used. Or the directory of a tier cannot be used.
   KVIST_BAD_FILE = 11,
 };
 #ifndef __cplusplus
@@ -81,6 +90,8 @@ enum kvist_finish
   KVIST_MAX_TOKENS = 3,
   // The cache has no room for another token.
   KVIST_NO_ROOM = 4,
+  // The job was cancelled, or its batch was freed.
+  KVIST_CANCELLED = 5,
 };
 #ifndef __cplusplus
 #if __STDC_VERSION__ >= 202311L
@@ -120,23 +131,225 @@ typedef enum kvist_keep {
   KVIST_KEEP_PATH = 2,
 } kvist_keep;
 
+// A model that serves many texts at a time, in a thread of its own: continuous batching, chunked prefill, and a paged cache whose prefix
+// index shares equal beginnings. Any number of threads may use it at once. Its jobs outlive it.
+typedef struct kvist_batch kvist_batch;
+
 // A cache without a model: which cell holds which token, and with a backend also the K and V, with attention over them. At
 // most one step is in flight; everything else waits until it is committed or dropped. A second thread that uses the cache at
 // the same time gets `KVIST_BUSY`. Kinds with one sequence call it 0; the others start without sequences.
 typedef struct kvist_cache kvist_cache;
 
+// A text that a batch generates. One thread reads it at a time; any thread may cancel it meanwhile.
+typedef struct kvist_job kvist_job;
+
 // A loaded model. It never changes, so any number of threads may use it at once, and sessions keep what they need of it:
 // it may be freed before them.
 typedef struct kvist_model kvist_model;
 
-// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions keep what they need of
-// it: it may be freed before them. The file must not change as long as a session uses it.
+// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions and batches keep what they
+// need of it: it may be freed before them. The file must not change as long as one of them uses it.
 typedef struct kvist_prefix kvist_prefix;
 
 // A model with a cache of its own, for one sequence or a batch of them. Different sessions may be used by different threads
 // at once; a second thread that uses this one meanwhile gets `KVIST_BUSY`. Kinds with one sequence call it 0; in the others,
 // sequence 0 exists from the start.
 typedef struct kvist_session kvist_session;
+
+// How a batch stores K and V, what it computes at once, and the tiers below its cache. All zeros and nulls are the defaults.
+typedef struct kvist_batch_options {
+  // How K is stored, as in `kvist_session_options`; null is "f16", or as in the file of `prefix`.
+  const char *k;
+  // How V is stored; null is as K.
+  const char *v;
+  // Tokens that the cache holds, over all texts; 0 is 8192.
+  uint32_t context_tokens;
+  // Positions that a query sees, in addition to the model's own windows; 0 is all.
+  uint32_t window;
+  // First positions that stay visible outside of the window.
+  uint32_t sinks;
+  // Sequences of the largest step; 0 is 32.
+  uint32_t max_batch;
+  // Tokens of the largest step; longer prompts are read in chunks. 0 is 512.
+  uint32_t batch_tokens;
+  // Tokens of a block of the cache; 0 is 16.
+  uint32_t block_tokens;
+  // Order of the queue: "fcfs" (null), "sjf", "srpt", "edf", "laxity" or "priority".
+  const char *policy;
+  // Texts that may wait; more are refused with `KVIST_BUSY`. 0 is 4096.
+  size_t max_queue;
+  // Do not share equal beginnings of prompts.
+  bool no_prefix_index;
+  // A prefix that is in the prefix index from the start, in whole blocks, and stays there; null is none.
+  const struct kvist_prefix *prefix;
+  // Which tokens stay of each text, as in `kvist_session_options`; null keeps all. A text may be longer than the cache then. There is no
+  // prefix index: texts share nothing. Not with `prefix` and tiers.
+  const char *keep;
+  // Bytes of this machine's memory for blocks that the cache evicts; 0 is no such tier. On a CPU a larger `context_tokens` does the same
+  // without copies.
+  uint64_t tier_ram_bytes;
+  // Store blocks there as q8, half of what f16 takes. What is loaded is rounded, so texts can differ.
+  bool tier_ram_packed;
+  // A directory for blocks, which is created if it is missing; null is no such tier. What it has is found again by later processes. One
+  // batch at a time uses it. `KVIST_UNSUPPORTED` in a library that was built without its feature "disk-tier".
+  const char *tier_disk_dir;
+  // What the directory takes, all of it at once: at least 128 MiB.
+  uint64_t tier_disk_bytes;
+  // The URL of a store that several machines share: redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH; null is
+  // none. `KVIST_UNSUPPORTED` in a library that was built without its feature "shared-tier".
+  const char *tier_store;
+  // Copy blocks to the tiers shortly before they are evicted. Otherwise they are copied as soon as they are computed.
+  bool tier_write_back;
+  // Load all that a tier has. Otherwise what comes sooner than it would be computed.
+  bool tier_load_always;
+  // Milliseconds that a text waits for a tier to say what it has. A load may take this much longer than four times its estimate; then
+  // its tokens are computed. 0 is 250.
+  uint32_t tier_grace_ms;
+} kvist_batch_options;
+
+// How a text is generated. `kvist_greedy` gives a valid one to start from.
+typedef struct kvist_text_options {
+  // 0 takes the most likely token.
+  float temperature;
+  // Keep the K most likely tokens; 0 keeps all.
+  uint32_t top_k;
+  // Keep the most likely tokens that together reach this probability; 1 keeps all.
+  float top_p;
+  // Drop tokens less likely than this share of the most likely one; 0 drops none.
+  float min_p;
+  // Divides the logits of tokens that the text has already; 1 is off.
+  float repetition_penalty;
+  // The same seed and options give the same text.
+  uint64_t seed;
+  // Tokens to generate at most; 0 is no limit.
+  uint32_t max_tokens;
+  // Go on after tokens that end a text.
+  bool ignore_end;
+  // `n_stop` strings that end the text; null if `n_stop` is 0.
+  const char *const *stop;
+  // Number of stop strings.
+  size_t n_stop;
+  // Called after every chunk of the prompt, with the tokens read so far and those of the prompt. 0 stops the prompt. Null
+  // is never called. It must not use the session. Batches never call it.
+  int (*progress)(void *user, size_t done, size_t total);
+  // Passed to `progress`.
+  void *user;
+} kvist_text_options;
+
+// What a text asks of its batch. All zeros and nulls are the defaults.
+typedef struct kvist_job_options {
+  // How the text is generated; null is as `kvist_greedy`. Without `max_tokens` it ends when the cache is full.
+  const struct kvist_text_options *text;
+  // Only prompts with the same salt share cached beginnings; null is "". `kvist_batch_forget` drops what a salt has.
+  const char *salt;
+  // Larger is more urgent, with the policy "priority".
+  int32_t priority;
+  // Seconds that the prompt stays in the cache after its text has ended, in whole blocks, at most 2592000 (30 days); 0 retains nothing.
+  double retain_s;
+  // Of retained prompts a smaller priority gives way first when room is short. Needs `retain_s`.
+  uint8_t retain_priority;
+  // The retained prompt gives way last, and only to a text that could not be generated otherwise. Needs `retain_s`.
+  bool retain_pin;
+} kvist_job_options;
+
+// The next token of a text.
+typedef struct kvist_piece {
+  // The token; only if `has_token`.
+  uint32_t token;
+  // Whether there is a token. At the end of a text there may be none.
+  bool has_token;
+  // Whether the text has ended, and why.
+  kvist_finish finish;
+  // Text that is now final, in UTF-8, `text_bytes` long and followed by a zero byte: whole characters, no part of a stop
+  // string. Often empty. Never null; valid until the next call with this session or job.
+  const char *text;
+  // Length of `text`.
+  size_t text_bytes;
+} kvist_piece;
+
+// What is known of a job, as of its last `kvist_job_next`.
+typedef struct kvist_job_info {
+  // Tokens of the prompt.
+  uint32_t prompt_tokens;
+  // Tokens of the text that `kvist_job_next` has returned.
+  uint32_t text_tokens;
+  // Whether the batch has begun with it. Before, the figures below are 0.
+  bool has_begun;
+  // Tokens of the prompt that were not computed: the prefix index or a tier had them.
+  uint32_t cached_tokens;
+  // Those of them that came from each tier, in the order of `kvist_batch_stats.tiers`.
+  uint32_t loaded_tokens[KVIST_MAX_TIERS];
+} kvist_job_info;
+
+// What a tier holds, and what happened to it.
+typedef struct kvist_tier_stats {
+  // "ram", "disk", "redis", "s3" or "fs"; null-terminated.
+  char name[16];
+  // Bytes that it holds, and that it can hold; `KVIST_UNKNOWN` if it does not tell.
+  uint64_t bytes;
+  uint64_t capacity_bytes;
+  // Tokens that came from it.
+  uint64_t loaded_tokens;
+  // Operations that failed.
+  uint64_t errors;
+  // Blocks that were not written to it, because too much was on its way.
+  uint64_t unwritten_blocks;
+  // Blocks that were found damaged, evicted, or older than their time, and dropped.
+  uint64_t damaged_blocks;
+  uint64_t evicted_blocks;
+  uint64_t expired_blocks;
+} kvist_tier_stats;
+
+// Counters since the start, and occupancy at the end of the last step. Cells hold a token each.
+typedef struct kvist_batch_stats {
+  // Texts that are computed, and that wait.
+  size_t running;
+  size_t waiting;
+  // Cells of the cache, and of them those that texts use, those that are cached for later prompts, and those that are free.
+  uint64_t capacity_cells;
+  uint64_t used_cells;
+  uint64_t evictable_cells;
+  uint64_t free_cells;
+  // Blocks that the prefix index stored, and that were evicted from it.
+  uint64_t stored_blocks;
+  uint64_t evicted_blocks;
+  // Tokens of prompts that stay because of `retain_s`.
+  uint64_t retained_tokens;
+  // Of recent prompts: their tokens, and those that the prefix index had.
+  uint64_t recent_prompt_tokens;
+  uint64_t recent_hit_tokens;
+  // Tokens that `keep` has removed.
+  uint64_t removed_tokens;
+  // Bytes reserved for K and V, and bytes that attention has read.
+  uint64_t kv_bytes;
+  uint64_t kv_bytes_read;
+  // Seconds spent in steps.
+  double busy_s;
+  // Number of tiers. The figures below are 0 without them.
+  size_t n_tiers;
+  // Of each tier, the fastest first.
+  struct kvist_tier_stats tiers[KVIST_MAX_TIERS];
+  // Loads that began, and of them those that failed or were late.
+  uint64_t loads;
+  uint64_t failed_loads;
+  uint64_t late_loads;
+  // Tokens of such loads, which were computed.
+  uint64_t wasted_tokens;
+  // Tokens that a tier had and that were computed because that was expected to be faster.
+  uint64_t declined_tokens;
+  // Loaded tokens of preempted texts, which had lost them.
+  uint64_t regained_tokens;
+  // Seconds that loads took.
+  double load_s;
+  // Blocks that were copied out of the cache for the tiers, that could not be copied, and that were left out because too much was on
+  // its way.
+  uint64_t copied_blocks;
+  uint64_t failed_blocks;
+  uint64_t skipped_blocks;
+  // Bytes on their way from and to the tiers now.
+  uint64_t load_bytes;
+  uint64_t store_bytes;
+} kvist_batch_stats;
 
 // Rows in the caller's memory: a tensor with the sizes and strides that PyTorch and DLPack give it, its axes in the order
 // batch, tokens, heads, elements. Strides count elements and are not negative. The elements of a row are contiguous.
@@ -363,50 +576,6 @@ typedef struct kvist_session_options {
   const char *keep;
 } kvist_session_options;
 
-// How a text is generated. `kvist_greedy` gives a valid one to start from.
-typedef struct kvist_text_options {
-  // 0 takes the most likely token.
-  float temperature;
-  // Keep the K most likely tokens; 0 keeps all.
-  uint32_t top_k;
-  // Keep the most likely tokens that together reach this probability; 1 keeps all.
-  float top_p;
-  // Drop tokens less likely than this share of the most likely one; 0 drops none.
-  float min_p;
-  // Divides the logits of tokens that the text has already; 1 is off.
-  float repetition_penalty;
-  // The same seed and options give the same text.
-  uint64_t seed;
-  // Tokens to generate at most; 0 is no limit.
-  uint32_t max_tokens;
-  // Go on after tokens that end a text.
-  bool ignore_end;
-  // `n_stop` strings that end the text; null if `n_stop` is 0.
-  const char *const *stop;
-  // Number of stop strings.
-  size_t n_stop;
-  // Called after every chunk of the prompt, with the tokens read so far and those of the prompt. 0 stops the prompt. Null
-  // is never called. It must not use the session.
-  int (*progress)(void *user, size_t done, size_t total);
-  // Passed to `progress`.
-  void *user;
-} kvist_text_options;
-
-// The next token of a text.
-typedef struct kvist_piece {
-  // The token; only if `has_token`.
-  uint32_t token;
-  // Whether there is a token. At the end of a text there may be none.
-  bool has_token;
-  // Whether the text has ended, and why.
-  kvist_finish finish;
-  // Text that is now final, in UTF-8, `text_bytes` long and followed by a zero byte: whole characters, no part of a stop
-  // string. Often empty. Never null; valid until the next call with this session.
-  const char *text;
-  // Length of `text`.
-  size_t text_bytes;
-} kvist_piece;
-
 // New tokens of one sequence in a pass.
 typedef struct kvist_input {
   // The sequence that they extend.
@@ -422,6 +591,111 @@ typedef struct kvist_input {
 #ifdef __cplusplus
 extern "C" {
 #endif // __cplusplus
+
+// Makes a batch and starts its thread. Null `options` are the defaults. What the cache takes at most is set aside in the model's budget, so
+// that no text is refused memory later. `KVIST_OUT_OF_MEMORY` if the cache, or what the tiers take of memory, does not fit;
+// `KVIST_BAD_FILE` if the prefix or the directory of a tier cannot be used. A shared store that cannot be reached now is no error: it costs
+// hits and no text. On an error nothing is started, but a directory of a tier may have been created.
+//
+// # Safety
+// `model` came from `kvist_model_open`, `options` is null or valid: its strings are null or null-terminated, and its `prefix` is null or
+// came from `kvist_prefix_open`. `batch` is a place for a pointer.
+kvist_status kvist_batch_new(const struct kvist_model *model,
+                             const struct kvist_batch_options *options,
+                             struct kvist_batch **batch);
+
+// Cancels what runs, ends the thread, and writes what is on its way to the tiers, for two seconds at most; then frees the batch. The
+// directory of a tier is free for another one then. Jobs stay: their texts end with `KVIST_CANCELLED`, unless they have ended. Null is
+// nothing. `KVIST_BUSY` if a call is using the batch: it is not freed then, and goes on.
+//
+// # Safety
+// `batch` is null, or came from `kvist_batch_new`, was not freed before, and no call with it begins meanwhile.
+kvist_status kvist_batch_free(struct kvist_batch *batch);
+
+// Queues a prompt of tokens, and gives a job, whose text `kvist_job_next` returns. Never waits. Null `options` are the defaults.
+// `KVIST_BUSY` if as many texts wait as may. What the cache can never hold is told by `kvist_job_next`.
+//
+// # Safety
+// `batch` came from `kvist_batch_new`, `tokens` has `n_tokens` elements, `options` is null or valid with all that it points to, and `job`
+// is a place for a pointer.
+kvist_status kvist_batch_submit_tokens(const struct kvist_batch *batch,
+                                       const uint32_t *tokens,
+                                       size_t n_tokens,
+                                       const struct kvist_job_options *options,
+                                       struct kvist_job **job);
+
+// `kvist_batch_submit_tokens` with a text, which is tokenized first, with the tokens that the model expects at the start of one.
+//
+// # Safety
+// As `kvist_batch_submit_tokens`; `prompt` is null-terminated.
+kvist_status kvist_batch_submit(const struct kvist_batch *batch,
+                                const char *prompt,
+                                const struct kvist_job_options *options,
+                                struct kvist_job **job);
+
+// Drops what the cache has of prompts under a salt, retained ones too; null is "". Blocks that texts use now stay until they are evicted.
+// What tiers have is not found any more: by this batch at once, and by others when they read the note that each tier gets. Waits for these
+// notes, two seconds at most. `deleted_blocks` (may be null) gets the number of blocks that left the cache, `pending_tiers` (may be null)
+// that of tiers that have not got their note yet. They get it when they work again, unless the batch is freed first; then other batches
+// find what such a tier has.
+//
+// # Safety
+// `batch` came from `kvist_batch_new`, `salt` is null or null-terminated, the others are null or places for the results.
+kvist_status kvist_batch_forget(const struct kvist_batch *batch,
+                                const char *salt,
+                                size_t *deleted_blocks,
+                                size_t *pending_tiers);
+
+// Gives the cache room for another number of tokens over all texts, rounded up to whole blocks, between two steps. Texts that run go on and
+// stay the same: what a smaller cache has no room for is evicted, or computed again. Copies to and from tiers may take `timeout_ms`
+// milliseconds to end. `capacity_tokens` (may be null) gets the new capacity. `KVIST_REFUSED` if a text that waits or runs needs more,
+// or copies took too long, `KVIST_OUT_OF_MEMORY` if the model's budget has no room: the capacity stays what it was.
+//
+// # Safety
+// `batch` came from `kvist_batch_new`, `capacity_tokens` is null or a place for the number.
+kvist_status kvist_batch_resize(const struct kvist_batch *batch,
+                                uint32_t tokens,
+                                uint32_t timeout_ms,
+                                uint64_t *capacity_tokens);
+
+// Waits for the next token of a job's text, `timeout_ms` milliseconds at most: 0 looks and does not wait, `KVIST_FOREVER` waits until there
+// is one. A piece without a token and with `KVIST_GOES_ON` says that the time is up. After the text's end it keeps saying why it ended, or
+// why it failed: `KVIST_CACHE_FULL` if the cache can never hold prompt and answer, `KVIST_STOPPED` if too many tokens waited to be read,
+// `KVIST_INTERNAL_ERROR` if the model or the batch has failed. Tokens that are there already come before the end, also after a cancel.
+//
+// # Safety
+// `job` came from `kvist_batch_submit` or `kvist_batch_submit_tokens`; `piece` is a place for the result.
+kvist_status kvist_job_next(struct kvist_job *job,
+                            uint32_t timeout_ms,
+                            struct kvist_piece *piece);
+
+// Writes what is known of a job.
+//
+// # Safety
+// `job` came from `kvist_batch_submit` or `kvist_batch_submit_tokens`; `info` is a place for the result.
+kvist_status kvist_job_describe(const struct kvist_job *job,
+                                struct kvist_job_info *info);
+
+// Cancels a job, from any thread, also while another one waits for its next token: its memory is free before the next step of the batch,
+// and its text ends with `KVIST_CANCELLED`, unless it has ended before. The handle stays, and is to be freed.
+//
+// # Safety
+// `job` came from `kvist_batch_submit` or `kvist_batch_submit_tokens`, and is not freed during the call.
+kvist_status kvist_job_cancel(const struct kvist_job *job);
+
+// Cancels a job if its text has not ended, and frees it; null is nothing. It may be freed before or after its batch. `KVIST_BUSY` if a
+// thread waits for its next token: it is not freed then. Cancel it first.
+//
+// # Safety
+// `job` is null, or came from `kvist_batch_submit` or `kvist_batch_submit_tokens`, was not freed before, and no call with it begins
+// meanwhile.
+kvist_status kvist_job_free(struct kvist_job *job);
+
+// Writes the figures of a batch. Never waits.
+//
+// # Safety
+// `batch` came from `kvist_batch_new`; `stats` is a place for the result.
+kvist_status kvist_batch_describe(const struct kvist_batch *batch, struct kvist_batch_stats *stats);
 
 // Runs one layer of the step in flight: writes its K and V, then attends over exactly what each token may see. Every layer
 // runs once; a layer that borrows K and V runs after the one that it borrows from. On an error the layer has not run, and the

@@ -1,6 +1,6 @@
 //! The boundary: arguments from C are checked and turned into references here, and no panic leaves it.
 #![allow(unsafe_code)]
-use crate::handle::Handle;
+use crate::handle::Idle;
 use crate::status::{Failure, Outcome, kvist_status, last_error, set_last_error};
 use std::ffi::{CStr, c_char};
 use std::mem::MaybeUninit;
@@ -123,7 +123,7 @@ pub(crate) fn give<T>(value: T) -> *mut T {
 ///
 /// # Safety
 /// `pointer` is null, or came from [`give`] and was not freed since.
-pub(crate) unsafe fn free<T, H: Send>(pointer: *mut T, handle: impl Fn(&T) -> &Handle<H>) -> Outcome<()> {
+pub(crate) unsafe fn free<T, H: Idle>(pointer: *mut T, handle: impl Fn(&T) -> &H) -> Outcome<()> {
     // SAFETY: as the caller promises.
     let Some(value) = (unsafe { pointer.as_ref() }) else { return Ok(()) };
     if !handle(value).is_idle() {
@@ -140,6 +140,7 @@ pub(crate) unsafe fn free<T, H: Send>(pointer: *mut T, handle: impl Fn(&T) -> &H
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::handle::Handle;
 
     fn last() -> String {
         // SAFETY: the text lives until the next failing call of this thread.

@@ -5,6 +5,7 @@
 //! thread gets an error instead of a race. Pointers from C are read in the `ffi.rs` files alone.
 #![deny(unsafe_code)]
 
+mod batch;
 mod cache;
 mod ffi;
 mod handle;

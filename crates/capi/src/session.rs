@@ -5,7 +5,8 @@ mod files;
 mod files_ffi;
 mod known;
 
-pub(crate) use ffi::parents_of;
+pub(crate) use ffi::{kvist_piece, kvist_text_options, parents_of, shown, text_config};
+pub(crate) use files_ffi::{kvist_prefix, prefix_of};
 
 use crate::model::{Model, tokenizer};
 use crate::status::{Failure, Outcome, kvist_status};
@@ -37,16 +38,18 @@ pub enum kvist_finish {
     KVIST_MAX_TOKENS = 3,
     /// The cache has no room for another token.
     KVIST_NO_ROOM = 4,
+    /// The job was cancelled, or its batch was freed.
+    KVIST_CANCELLED = 5,
 }
 use kvist_finish::*;
 
 /// How a text is generated.
-struct TextConfig {
-    sampler: SamplerConfig,
+pub(crate) struct TextConfig {
+    pub sampler: SamplerConfig,
     /// 0 is no limit.
-    max_tokens: u32,
-    stop: Vec<String>,
-    ignore_end: bool,
+    pub max_tokens: u32,
+    pub stop: Vec<String>,
+    pub ignore_end: bool,
 }
 
 /// Whether the last token of a text is in the cache.
@@ -82,9 +85,9 @@ pub(crate) struct Session {
 }
 
 /// A token of a text, and its end.
-struct Piece {
-    token: Option<u32>,
-    finish: kvist_finish,
+pub(crate) struct Piece {
+    pub token: Option<u32>,
+    pub finish: kvist_finish,
 }
 
 fn storage(name: Option<&str>, otherwise: Storage) -> Outcome<Storage> {

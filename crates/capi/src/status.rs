@@ -16,7 +16,7 @@ pub enum kvist_status {
     KVIST_OK = 0,
     /// An argument is null, not UTF-8, out of range, or does not fit the others.
     KVIST_INVALID_ARGUMENT = 1,
-    /// Another thread, or a callback further up on this one, is using the handle.
+    /// Another thread, or a callback further up on this one, is using the handle. Or as many texts wait in a batch as may.
     KVIST_BUSY = 2,
     /// A model's files cannot be read, or kvist does not support the model.
     KVIST_BAD_MODEL = 3,
@@ -30,19 +30,19 @@ pub enum kvist_status {
     KVIST_WRONG_ORDER = 7,
     /// This kind of cache, backend or model does not support the call.
     KVIST_UNSUPPORTED = 8,
-    /// A callback stopped the call. What had been computed until then stays in the cache.
+    /// A callback stopped the call. What had been computed until then stays in the cache. Or a job was ended because nobody reads it.
     KVIST_STOPPED = 9,
     /// A defect of kvist. The handle of the call can only be freed.
     KVIST_INTERNAL_ERROR = 10,
     /// A saved session or a frozen prefix cannot be read or written, is torn, has changed, or was made with something else.
-    /// Nothing of it is used.
+    /// Nothing of it is used. Or the directory of a tier cannot be used.
     KVIST_BAD_FILE = 11,
 }
 
 use kvist_status::*;
 
 /// Why a call failed.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub status: kvist_status,
     pub text: String,

@@ -79,6 +79,34 @@ fn sessions_and_prefixes_in_files() {
 }
 
 #[test]
+fn a_prompt_comes_back_from_a_tier() {
+    let text = run("examples/tiers.c", &[]);
+    let of = |what: &str| text.lines().filter(|line| line.starts_with(what)).collect::<Vec<_>>();
+    let (first, again) = (of("first"), of("again"));
+    let generated = |lines: &[&str]| lines[0].split_once(':').unwrap().1.to_owned();
+    assert!(generated(&first).len() > 12 && generated(&first) == generated(&again), "{text}");
+    assert!(first[1].ends_with(" tokens: 0 from the cache, 0 from the tier"), "{text}");
+    let numbers = again[1].split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<u32>().ok());
+    let [tokens, cached, loaded] = numbers.collect::<Vec<_>>()[..] else { panic!("{text}") };
+    // All whole blocks, and a token is always computed.
+    assert!(tokens > 128 && (cached, loaded) == (0, (tokens - 1) / 16 * 16), "{text}");
+}
+
+#[test]
+fn batches_and_their_jobs() {
+    assert!(run("tests/c/batch.c", &[&folder("batch").display().to_string()]).ends_with("ok\n"));
+}
+
+#[test]
+fn batches_and_their_tiers() {
+    let folder = folder("batch-tiers").display().to_string();
+    let built = [("disk", cfg!(feature = "disk-tier")), ("store", cfg!(feature = "shared-tier"))];
+    let built = built.into_iter().filter_map(|(name, is_built)| is_built.then_some(name));
+    let arguments: Vec<&str> = [&*folder].into_iter().chain(built).collect();
+    assert!(run("tests/c/batch_tiers.c", &arguments).ends_with("ok\n"));
+}
+
+#[test]
 fn wrong_uses_are_refused() {
     run("tests/c/refusals.c", &[]);
 }

@@ -30,7 +30,7 @@ pub mod tools;
 
 pub use kvist_model::Error;
 // The types of these crates appear in the interface above: a program that embeds the engine needs no other dependency.
-pub use {kvist_cache, kvist_device, kvist_model, kvist_scheduler};
+pub use {kvist_cache, kvist_device, kvist_model, kvist_scheduler, kvist_store};
 
 /// Refuses an empty prompt, and a prompt that does not fit into the cache, before any work is done. A ring accepts any
 /// length.

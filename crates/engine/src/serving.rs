@@ -41,6 +41,7 @@ mod below;
 mod blocks;
 mod config;
 mod forget;
+mod handle;
 mod imports;
 mod job;
 mod quota;
@@ -48,6 +49,7 @@ mod request;
 mod resize;
 pub(crate) mod thread;
 pub(crate) mod tiers;
+mod wait;
 
 use crate::Error;
 use crate::executor::ModelExecutor;
@@ -57,6 +59,8 @@ pub use below::BlocksBelow;
 pub use blocks::TextBlocks;
 pub use config::EngineConfig;
 pub use forget::Forgotten;
+use handle::UnreadEvents;
+pub use handle::{Canceller, GenerationHandle};
 use imports::Imports;
 pub use imports::{Begun, ImportId};
 pub use job::*;
@@ -77,10 +81,11 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
 pub use tiers::{
-    PackedStore, StoreStats, TellTier, TierBlock, TierConfig, TierEvent, TierStats, TierStore, fingerprint,
-    tier_runtime,
+    LoadRule, OpenTiers, PackedStore, StoreStats, TellTier, TierBlock, TierConfig, TierEvent, TierOptions,
+    TierStats, TierStore, WriteTime, fingerprint, open_shared_store, store_runtime,
 };
 use tokio::sync::{mpsc, watch};
+pub use wait::ready_within;
 
 /// Observes the scheduler and the cache after every step. Runs on the engine thread, so it must be fast.
 pub trait Watcher: Send {
@@ -199,53 +204,6 @@ impl Drop for Shared {
     fn drop(&mut self) {
         // The thread may have ended already.
         let _ = self.commands.send(Command::Stop);
-    }
-}
-
-/// Events that the engine sent and the client has not received yet, and the number of tokens among them.
-struct UnreadEvents {
-    events: mpsc::UnboundedReceiver<Event>,
-    n: Arc<AtomicUsize>,
-}
-
-/// A job in the queue or the batch. Dropping it cancels the job: its memory is free before the next step.
-pub struct GenerationHandle {
-    pub id: RequestId,
-    events: UnreadEvents,
-    ended: bool,
-    shared: Arc<Shared>,
-}
-
-impl GenerationHandle {
-    /// The next event. `None` after the last one, or if the engine thread died.
-    pub async fn next(&mut self) -> Option<Event> {
-        let event = self.events.events.recv().await;
-        self.received(event)
-    }
-
-    /// The next event, for callers without an async runtime: blocks this thread until there is one.
-    ///
-    /// # Panics
-    /// If it is called on a thread that runs an async task.
-    pub fn blocking_next(&mut self) -> Option<Event> {
-        let event = self.events.events.blocking_recv();
-        self.received(event)
-    }
-
-    fn received(&mut self, event: Option<Event>) -> Option<Event> {
-        if matches!(event, Some(Event::Token(_))) {
-            self.events.n.fetch_sub(1, SeqCst);
-        }
-        self.ended |= matches!(event, None | Some(Event::Done(_) | Event::Failed(_)));
-        event
-    }
-}
-
-impl Drop for GenerationHandle {
-    fn drop(&mut self) {
-        if !self.ended {
-            let _ = self.shared.commands.send(Command::Cancel(self.id));
-        }
     }
 }
 

@@ -1,42 +1,15 @@
 //! Waiting without the GIL, so that other threads go on and Ctrl-C is heard.
 use crate::errors::Class;
+pub use kvist_engine::serving::ready_within;
 use pyo3::prelude::*;
 use std::future::Future;
 use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::task::{Context, Poll, Wake, Waker};
-use std::thread::Thread;
-use std::time::{Duration, Instant};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Duration;
 use tokio::runtime::Builder;
 
 /// How long a wait may take until it looks for Ctrl-C again.
 pub const PATIENCE: Duration = Duration::from_millis(50);
-
-struct Unpark(Thread);
-
-impl Wake for Unpark {
-    fn wake(self: Arc<Self>) {
-        self.0.unpark();
-    }
-}
-
-/// The future's output, if it is ready within `limit`. Blocks this thread.
-pub fn ready_within<T>(limit: Duration, future: impl Future<Output = T>) -> Option<T> {
-    let until = Instant::now() + limit;
-    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
-    let mut context = Context::from_waker(&waker);
-    let mut future = pin!(future);
-    loop {
-        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
-            return Some(output);
-        }
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return None;
-        }
-        std::thread::park_timeout(left);
-    }
-}
 
 /// The future's output, waited for without the GIL. The future may use timers. The error of a signal comes at once, and drops the future.
 pub fn block_on<T: Send>(py: Python<'_>, future: impl Future<Output = T> + Send) -> PyResult<T> {

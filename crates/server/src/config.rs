@@ -106,7 +106,7 @@ impl ServerConfig {
         check::model(self)?;
         check::cache_and_scheduler(self)?;
         check::speculation(self)?;
-        self.tiers.check([self.cache.kv, self.cache.values()])?;
+        tiers::check(&self.tiers, [self.cache.kv, self.cache.values()])?;
         self.kv_events.check(self)?;
         check::limits(self)?;
         check::sessions(self)?;
@@ -149,7 +149,7 @@ impl ServerConfig {
     /// Memory of the host that the tiers take at most below this model's cache, with what routers are told of them.
     pub fn tier_bytes(&self, model: &ModelConfig) -> u64 {
         let paged = self.engine(model).paged;
-        let events = if self.kv_events.tiers { self.tiers.event_bytes(&paged, model) } else { 0 };
+        let events = if self.kv_events.tiers { tiers::event_bytes(&self.tiers, &paged, model) } else { 0 };
         self.tiers.memory_bytes(&paged, model).saturating_add(events)
     }
 

@@ -1,6 +1,6 @@
 //! The exported functions of sessions.
 #![allow(unsafe_code, non_camel_case_types)]
-use super::{Session, TextConfig, kvist_finish, storages};
+use super::{Piece, Session, TextConfig, kvist_finish, storages};
 use crate::ffi::{free, give, guard, optional_text, out, reference, slice, text};
 use crate::handle::Handle;
 use crate::model::{kvist_model, model_of};
@@ -67,7 +67,7 @@ pub struct kvist_text_options {
     /// Number of stop strings.
     pub n_stop: usize,
     /// Called after every chunk of the prompt, with the tokens read so far and those of the prompt. 0 stops the prompt. Null
-    /// is never called. It must not use the session.
+    /// is never called. It must not use the session. Batches never call it.
     pub progress: Option<unsafe extern "C" fn(user: *mut c_void, done: usize, total: usize) -> c_int>,
     /// Passed to `progress`.
     pub user: *mut c_void,
@@ -84,7 +84,7 @@ pub struct kvist_piece {
     /// Whether the text has ended, and why.
     pub finish: kvist_finish,
     /// Text that is now final, in UTF-8, `text_bytes` long and followed by a zero byte: whole characters, no part of a stop
-    /// string. Often empty. Never null; valid until the next call with this session.
+    /// string. Often empty. Never null; valid until the next call with this session or job.
     pub text: *const c_char,
     /// Length of `text`.
     pub text_bytes: usize,
@@ -210,7 +210,7 @@ pub extern "C" fn kvist_greedy() -> kvist_text_options {
 
 /// # Safety
 /// `options` is null, or valid with all that it points to.
-pub(super) unsafe fn text_config(
+pub(crate) unsafe fn text_config(
     options: *const kvist_text_options,
 ) -> Outcome<(TextConfig, kvist_text_options)> {
     // SAFETY: as the caller promises.
@@ -288,6 +288,19 @@ pub unsafe extern "C" fn kvist_session_prompt(
     unsafe { with_session(session, run) }
 }
 
+/// A piece for C, whose text lives as long as `text` is not changed.
+pub(crate) fn shown(piece: &Piece, text: &mut String) -> kvist_piece {
+    let text_bytes = text.len();
+    text.push('\0');
+    kvist_piece {
+        token: piece.token.unwrap_or_default(),
+        has_token: piece.token.is_some(),
+        finish: piece.finish,
+        text: text.as_ptr().cast(),
+        text_bytes,
+    }
+}
+
 /// Generates the next token of a sequence's text. After the text's end it keeps saying why it ended.
 ///
 /// # Safety
@@ -302,15 +315,7 @@ pub unsafe extern "C" fn kvist_session_next(
         // SAFETY: the caller keeps the contract above.
         let piece = unsafe { out(piece, "piece") }?;
         let next = session.next(SeqId(seq))?;
-        let text_bytes = session.piece.len();
-        session.piece.push('\0');
-        piece.write(kvist_piece {
-            token: next.token.unwrap_or_default(),
-            has_token: next.token.is_some(),
-            finish: next.finish,
-            text: session.piece.as_ptr().cast(),
-            text_bytes,
-        });
+        piece.write(shown(&next, &mut session.piece));
         Ok(())
     };
     // SAFETY: the caller keeps the contract above.

@@ -12,12 +12,21 @@ use std::ffi::c_char;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions keep what they need of
-/// it: it may be freed before them. The file must not change as long as a session uses it.
+/// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions and batches keep what they
+/// need of it: it may be freed before them. The file must not change as long as one of them uses it.
 pub struct kvist_prefix {
     prefix: Arc<FrozenPrefix>,
     /// A prefix is never in use; the handle is what `free` asks.
     idle: Handle<()>,
+}
+
+/// The prefix of a handle.
+///
+/// # Safety
+/// `prefix` came from `kvist_prefix_open` and is not freed during the call, or is null: then there is none.
+pub(crate) unsafe fn prefix_of(prefix: *const kvist_prefix) -> Option<Arc<FrozenPrefix>> {
+    // SAFETY: as the caller promises.
+    unsafe { prefix.as_ref() }.map(|handle| handle.prefix.clone())
 }
 
 /// Copies the tokens that a sequence has in the cache, and writes their number to `n_tokens`. The token that `kvist_session_next` gave

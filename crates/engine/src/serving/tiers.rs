@@ -12,6 +12,7 @@ mod fingerprint;
 mod generations;
 mod kept;
 mod names;
+mod options;
 mod packed;
 mod parts;
 mod pinned;
@@ -33,6 +34,8 @@ use kvist_device::{HostBlock, Transfer, Transfers};
 use kvist_scheduler::{LoadOrder, NamedBlock, Order, RequestId, Scheduler, StoreOrder, TransferId};
 use kvist_store::{BlockKey, Bytes};
 use names::Name;
+use options::tier_runtime;
+pub use options::{LoadRule, OpenTiers, TierOptions, WriteTime, open_shared_store, store_runtime};
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;
@@ -454,18 +457,6 @@ impl Drop for TierDriver {
             runtime.shutdown_background();
         }
     }
-}
-
-/// A runtime for the tasks that talk to stores: they mostly wait, and check what they read.
-///
-/// # Errors
-/// The system starts no more threads.
-pub fn tier_runtime() -> std::io::Result<tokio::runtime::Runtime> {
-    tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .thread_name("kvist-tiers")
-        .enable_all()
-        .build()
 }
 
 fn cells(block: u32, block_tokens: u32) -> CellRun {

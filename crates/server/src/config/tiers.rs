@@ -1,394 +1,71 @@
-//! `[tiers]`: where K and V go that the cache has no room for, and from where they come back.
+//! `[tiers]`: where K and V go that the cache has no room for, and from where they come back. The section is the engine's `TierOptions`.
 use super::check::bad;
 use super::{ConfigError, ServerConfig};
 use crate::kv_events::tier_event_bytes;
 use kvist_device::Storage;
 use kvist_engine::executor::PagedConfig;
-use kvist_engine::serving::{Engine, PackedStore, TierConfig, TierStore, tier_runtime};
+pub use kvist_engine::serving::{LoadRule, OpenTiers, TierOptions as TiersSection, WriteTime};
+use kvist_engine::serving::{TierConfig, open_shared_store, store_runtime};
 use kvist_engine::sessions::SharedStore;
 use kvist_model::config::ModelConfig;
-use kvist_scheduler::{Config, Write};
-use kvist_store::{BlockStore, Ram, StoreError};
-use serde::Deserialize;
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use kvist_store::{Ram, StoreError};
+use std::time::Duration;
 use tokio::runtime::Runtime;
 
-/// Tiers below the cache, from the fastest on. Answers are the same as without.
-#[derive(Clone, Debug, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TiersSection {
-    /// Bytes of the host's memory for evicted blocks; 0 for none. Of use where the cache is in the memory of a GPU. Over CUDA they are
-    /// locked when the server starts.
-    pub ram_bytes: u64,
-    /// Store blocks in that memory as q8, which takes half of what f16 takes. What is loaded from there is rounded.
-    pub ram_packed: bool,
-    /// A directory for blocks, which are found again after a restart. One process at a time uses it.
-    pub disk_dir: Option<PathBuf>,
-    /// What `disk_dir` takes, all of it from the start.
-    pub disk_bytes: u64,
-    /// The URL of a store that several servers share; `kvist_store::Remote::open` has its forms. May contain a password.
-    pub store: Option<String>,
-    /// When blocks are copied to the tiers.
-    pub write: WriteTime,
-    /// Which blocks are loaded.
-    pub load: LoadRule,
-    /// How long a request waits for a tier to say what it has, and for a load beyond four times its estimate. Then its prompt is
-    /// computed.
-    pub grace_ms: u64,
+/// Refuses tiers that cannot be. `kv`: the storages of K and V.
+pub fn check(tiers: &TiersSection, kv: [Storage; 2]) -> Result<(), ConfigError> {
+    if tiers.ram_packed {
+        if tiers.ram_bytes == 0 {
+            return Err(bad("tiers.ram_packed", true, "tiers.ram_bytes (--tier-ram) too"));
+        }
+        if let Some(other) = kv.into_iter().find(|&kv| kv != Storage::F16) {
+            let expected = format!("a cache in f16, but cache.kv or cache.kv_v is {other}");
+            return Err(bad("tiers.ram_packed", true, expected));
+        }
+    }
+    if tiers.grace_ms == 0 {
+        let expected = "1 ms at least (--tier-grace): without a wait nothing is ever loaded";
+        return Err(bad("tiers.grace_ms", 0, expected));
+    }
+    match &tiers.disk_dir {
+        None if tiers.disk_bytes > 0 => {
+            return Err(bad("tiers.disk_bytes", tiers.disk_bytes, "tiers.disk_dir (--tier-disk) too"));
+        }
+        Some(dir) if tiers.disk_bytes == 0 => {
+            let expected =
+                format!("the size of {} (--tier-disk-size), which it takes at once", dir.display());
+            return Err(bad("tiers.disk_bytes", 0, expected));
+        }
+        Some(dir) if !TiersSection::HAS_DISK => {
+            let dir = dir.display();
+            return Err(bad("tiers.disk_dir (--tier-disk)", dir, not_built("tiers on a disk", "disk-tier")));
+        }
+        _ => {}
+    }
+    if tiers.store.is_some() && !TiersSection::HAS_STORE {
+        return Err(bad("tiers.store (--tier-store)", "a URL", no_remote_stores()));
+    }
+    Ok(())
 }
 
-impl Default for TiersSection {
-    fn default() -> Self {
-        TiersSection {
-            ram_bytes: 0,
-            ram_packed: false,
-            disk_dir: None,
-            disk_bytes: 0,
-            store: None,
-            write: WriteTime::default(),
-            load: LoadRule::default(),
-            grace_ms: u64::try_from(TierConfig::GRACE.as_millis()).unwrap_or(u64::MAX),
-        }
-    }
-}
-
-/// Which blocks of the tiers are loaded.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LoadRule {
-    /// Those that are expected to be there sooner than they would be computed.
-    #[default]
-    Auto,
-    /// All that a tier has: less work for the device, even if a prompt takes longer.
-    Always,
-}
-
-/// When blocks are copied to the tiers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum WriteTime {
-    /// As soon as they are cached.
-    #[default]
-    Through,
-    /// Shortly before they are evicted.
-    Back,
-}
-
-impl WriteTime {
-    pub fn name(self) -> &'static str {
-        match self {
-            WriteTime::Through => "through",
-            WriteTime::Back => "back",
-        }
-    }
-}
-
-/// First guesses; what loads take is measured.
-mod guess {
-    use std::time::Duration;
-
-    pub struct Speed {
-        pub bytes_per_s: u64,
-        pub latency: Duration,
-    }
-
-    pub const RAM: Speed = Speed { bytes_per_s: 2_000_000_000, latency: Duration::from_micros(200) };
-    pub const DISK: Speed = Speed { bytes_per_s: 500_000_000, latency: Duration::from_micros(500) };
-    /// Over a network of 10 Gbit/s, or within the machine.
-    pub const REDIS: Speed = Speed { bytes_per_s: 300_000_000, latency: Duration::from_millis(1) };
-    pub const FOLDER: Speed = Speed { bytes_per_s: 200_000_000, latency: Duration::from_millis(2) };
-    pub const S3: Speed = Speed { bytes_per_s: 100_000_000, latency: Duration::from_millis(30) };
-}
-
-impl TiersSection {
-    /// Whether this program was built with tiers on a disk.
-    pub const HAS_DISK: bool = cfg!(feature = "disk-tier");
-    /// Whether this program was built with stores on servers.
-    pub const HAS_STORE: bool = cfg!(feature = "shared-tier");
-
-    pub fn is_on(&self) -> bool {
-        self.ram_bytes > 0 || self.outlives_process()
-    }
-
-    /// Whether blocks are found by other processes than this one, so that they need a fingerprint of what they depend on.
-    pub fn outlives_process(&self) -> bool {
-        self.disk_dir.is_some() || self.store.is_some()
-    }
-
-    /// `kv`: the storages of K and V.
-    pub(super) fn check(&self, kv: [Storage; 2]) -> Result<(), ConfigError> {
-        if self.ram_packed {
-            if self.ram_bytes == 0 {
-                return Err(bad("tiers.ram_packed", true, "tiers.ram_bytes (--tier-ram) too"));
-            }
-            if let Some(other) = kv.into_iter().find(|&kv| kv != Storage::F16) {
-                let expected = format!("a cache in f16, but cache.kv or cache.kv_v is {other}");
-                return Err(bad("tiers.ram_packed", true, expected));
-            }
-        }
-        if self.grace_ms == 0 {
-            let expected = "1 ms at least (--tier-grace): without a wait nothing is ever loaded";
-            return Err(bad("tiers.grace_ms", 0, expected));
-        }
-        match &self.disk_dir {
-            None if self.disk_bytes > 0 => {
-                return Err(bad("tiers.disk_bytes", self.disk_bytes, "tiers.disk_dir (--tier-disk) too"));
-            }
-            Some(dir) if self.disk_bytes == 0 => {
-                let expected =
-                    format!("the size of {} (--tier-disk-size), which it takes at once", dir.display());
-                return Err(bad("tiers.disk_bytes", 0, expected));
-            }
-            Some(dir) if !Self::HAS_DISK => {
-                let dir = dir.display();
-                return Err(bad(
-                    "tiers.disk_dir (--tier-disk)",
-                    dir,
-                    not_built("tiers on a disk", "disk-tier"),
-                ));
-            }
-            _ => {}
-        }
-        if self.store.is_some() && !Self::HAS_STORE {
-            return Err(bad("tiers.store (--tier-store)", "a URL", no_remote_stores()));
-        }
-        Ok(())
-    }
-
-    /// Bytes that may be on their way from the tiers at a time, as many that may be copied out of the cache, and as many that may wait to
-    /// be written to each tier.
-    fn bytes_in_flight(&self) -> u64 {
-        let most = 256 << 20;
-        if self.outlives_process() { most } else { (self.ram_bytes / 8).clamp(16 << 20, most) }
-    }
-
-    /// Of [`memory_bytes`](Self::memory_bytes) what is locked in place if the cache is on a device that copies from such memory by itself:
-    /// that of the blocks in RAM, of those that are copied out of the cache, and of those that wait to be written to RAM. Packed blocks are
-    /// made by the host, in ordinary memory.
-    pub fn pinned_bytes(&self) -> u64 {
-        if self.ram_bytes == 0 || self.ram_packed {
-            0
-        } else {
-            self.ram_bytes.saturating_add(2 * self.bytes_in_flight())
-        }
-    }
-
-    /// Memory of the host that the tiers take below this cache: what they hold, what is on its way, what a store on a disk needs to find
-    /// and to write it, and what the engine remembers.
-    pub fn memory_bytes(&self, paged: &PagedConfig, model: &ModelConfig) -> u64 {
-        if !self.is_on() {
-            return 0;
-        }
-        let stored_bytes = paged.stored_bytes(model);
-        let n_tiers = self.n_tiers();
-        let disk = if self.disk_dir.is_some() { disk_memory(self.disk_bytes, stored_bytes) } else { 0 };
-        // What is loaded, what is copied out of the cache, and what waits to be written to each tier.
-        let in_flight = (2 + n_tiers as u64).saturating_mul(self.bytes_in_flight());
-        let n_blocks = u64::from(paged.cache.context_tokens.div_ceil(paged.block_tokens.max(1)));
-        let n_in_flight = self.bytes_in_flight() / stored_bytes.max(1) + 1;
-        let known = TierConfig::bookkeeping_bytes(n_tiers, n_blocks, n_in_flight);
-        [self.ram_bytes, in_flight, disk, known].into_iter().fold(0, u64::saturating_add)
-    }
-
-    /// Memory that it takes at most to know what routers are told of the tiers (`kv_events.tiers`).
-    pub(super) fn event_bytes(&self, paged: &PagedConfig, model: &ModelConfig) -> u64 {
-        let object = paged.stored_bytes(model);
-        let object = if self.ram_packed { object / 64 * 34 } else { object };
-        let n_ram = self.ram_bytes / object.saturating_add(Ram::ENTRY_BYTES);
-        let n_blocks = u64::from(paged.cache.context_tokens.div_ceil(paged.block_tokens.max(1)));
-        let of_engine = TierConfig::event_bytes(n_ram, n_blocks, paged.block_tokens);
-        let published = n_ram + if self.disk_dir.is_some() { TierConfig::REMEMBERED_BLOCKS } else { 0 };
-        of_engine.saturating_add(tier_event_bytes(published))
-    }
-
-    pub(crate) fn n_tiers(&self) -> usize {
-        [self.ram_bytes > 0, self.disk_dir.is_some(), self.store.is_some()]
-            .into_iter()
-            .filter(|is| *is)
-            .count()
-    }
-
-    /// What the tiers are, in one line, without secrets.
-    pub fn describe(&self) -> String {
-        let mut parts = Vec::new();
-        if self.ram_bytes > 0 {
-            let packed = if self.ram_packed { ", packed" } else { "" };
-            parts.push(format!("{} of RAM{packed}", kvist_device::Bytes(self.ram_bytes)));
-        }
-        if let Some(dir) = &self.disk_dir {
-            parts.push(format!("{} on disk in {}", kvist_device::Bytes(self.disk_bytes), dir.display()));
-        }
-        if let Some(url) = &self.store {
-            parts.push(format!("a shared store ({})", url.split(':').next().unwrap_or_default()));
-        }
-        parts.join(", ")
-    }
-
-    /// Opens the stores. `block_bytes`: of a block of the cache. `fingerprint`: see [`TierConfig::fingerprint`].
-    ///
-    /// # Errors
-    /// A store cannot be opened as configured. A shared store that cannot be reached now is no error.
-    pub fn open(
-        &self,
-        scheduler: &Config,
-        block_bytes: u64,
-        fingerprint: Vec<u8>,
-    ) -> Result<Option<OpenTiers>, StoreError> {
-        if !self.is_on() {
-            return Ok(None);
-        }
-        let runtime = start_runtime("tiers")?;
-        let mut stores = Vec::new();
-        let mut add = |store: Arc<dyn BlockStore>, guess: guess::Speed| {
-            let guess::Speed { bytes_per_s, latency } = guess;
-            stores.push(TierStore { store, bytes_per_s, latency });
-        };
-        match self.ram_bytes {
-            0 => {}
-            bytes if self.ram_packed => add(Arc::new(PackedStore::new(Ram::new(bytes))), guess::RAM),
-            bytes => add(Arc::new(Ram::new(bytes)), guess::RAM),
-        }
-        if let Some(dir) = &self.disk_dir {
-            add(runtime.block_on(open_disk(dir, self.disk_bytes, block_bytes))?, guess::DISK);
-        }
-        if let Some(url) = &self.store {
-            let _within = runtime.enter();
-            let store = open_shared(url)?;
-            let guess = match store.name() {
-                "redis" => guess::REDIS,
-                "s3" => guess::S3,
-                _ => guess::FOLDER,
-            };
-            add(store, guess);
-        }
-        let write = match self.write {
-            WriteTime::Through => Write::Through,
-            WriteTime::Back => Write::Back { ahead_tokens: scheduler.max_batch_tokens },
-        };
-        // What follows rounded K and V is other than what follows the ones that were computed.
-        let rounded = if self.ram_packed { &b"rounded to q8"[..] } else { b"" };
-        let fingerprint = [&fingerprint, rounded].concat();
-        let config = TierConfig {
-            write,
-            max_bytes_in_flight: self.bytes_in_flight(),
-            grace: Duration::from_millis(self.grace_ms),
-            always: self.load == LoadRule::Always,
-            pinned_bytes: self.pinned_bytes(),
-            runtime: Some(runtime.handle().clone()),
-            ..TierConfig::new(stores, fingerprint)
-        };
-        Ok(Some(OpenTiers { config, runtime: Some(runtime) }))
-    }
-}
-
-fn start_runtime(of: &str) -> Result<Runtime, StoreError> {
-    tier_runtime().map_err(|error| StoreError::Open {
-        store: of.into(),
-        problem: format!("cannot start threads: {error}"),
-        advice: "Allow this user more threads (ulimit -u)".into(),
-    })
+/// Memory that it takes at most to know what routers are told of the tiers (`kv_events.tiers`).
+pub fn event_bytes(tiers: &TiersSection, paged: &PagedConfig, model: &ModelConfig) -> u64 {
+    let object = paged.stored_bytes(model);
+    let object = if tiers.ram_packed { object / 64 * 34 } else { object };
+    let n_ram = tiers.ram_bytes / object.saturating_add(Ram::ENTRY_BYTES);
+    let n_blocks = u64::from(paged.cache.context_tokens.div_ceil(paged.block_tokens.max(1)));
+    let of_engine = TierConfig::event_bytes(n_ram, n_blocks, paged.block_tokens);
+    let published = n_ram + if tiers.disk_dir.is_some() { TierConfig::REMEMBERED_BLOCKS } else { 0 };
+    of_engine.saturating_add(tier_event_bytes(published))
 }
 
 /// What a program without stores on servers expects instead of a URL.
-pub(super) fn no_remote_stores() -> String {
+pub fn no_remote_stores() -> String {
     not_built("stores on a server", "shared-tier")
 }
 
 fn not_built(what: &str, feature: &str) -> String {
     format!("a kvist that was built with {what}: cargo build --release --features {feature}")
-}
-
-#[cfg(feature = "disk-tier")]
-async fn open_disk(
-    dir: &Path,
-    capacity_bytes: u64,
-    block_bytes: u64,
-) -> Result<Arc<dyn BlockStore>, StoreError> {
-    use kvist_store::{Disk, DiskOptions, Limits};
-    let dir = dir.to_path_buf();
-    let limits = Limits::default();
-    Ok(Arc::new(
-        Disk::open(DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }).await?,
-    ))
-}
-
-#[cfg(feature = "disk-tier")]
-fn disk_memory(capacity_bytes: u64, block_bytes: u64) -> u64 {
-    kvist_store::DiskOptions::memory_bytes(capacity_bytes, block_bytes)
-}
-
-// `check` refuses these sections before anything is opened.
-#[cfg(not(feature = "disk-tier"))]
-async fn open_disk(dir: &Path, _: u64, _: u64) -> Result<Arc<dyn BlockStore>, StoreError> {
-    Err(StoreError::Open {
-        store: "disk".into(),
-        problem: format!("cannot open {}", dir.display()),
-        advice: not_built("tiers on a disk", "disk-tier"),
-    })
-}
-
-#[cfg(not(feature = "disk-tier"))]
-fn disk_memory(_: u64, _: u64) -> u64 {
-    0
-}
-
-#[cfg(feature = "shared-tier")]
-fn open_shared(url: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
-    Ok(Arc::new(kvist_store::Remote::open(url, kvist_store::Limits::default())?))
-}
-
-#[cfg(not(feature = "shared-tier"))]
-fn open_shared(_: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
-    Err(StoreError::Open {
-        store: "remote store".into(),
-        problem: "cannot be opened".into(),
-        advice: no_remote_stores(),
-    })
-}
-
-/// Tiers whose stores are open. Their tasks end when this is dropped; the engine then computes what it would have loaded.
-pub struct OpenTiers {
-    config: TierConfig,
-    /// `None` while it is being dropped.
-    runtime: Option<Runtime>,
-}
-
-impl OpenTiers {
-    /// For [`EngineConfig::tiers`](kvist_engine::serving::EngineConfig::tiers).
-    pub fn config(&self) -> TierConfig {
-        self.config.clone()
-    }
-
-    /// Waits until `engine`, which computes nothing any more, has written what is on its way to the tiers, or the time is up:
-    /// what is not written is computed again some day.
-    pub fn flush(&self, engine: &Engine, most: Duration) {
-        let started = Instant::now();
-        let is_writing = || {
-            // The engine thread updates the figure when something is reported to it.
-            engine.blocking_inspect(|_| ());
-            engine.stats().tiers.is_some_and(|tiers| tiers.store_bytes > 0)
-        };
-        while started.elapsed() < most && is_writing() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
-
-    /// Ends the stores' tasks and closes the stores, once the engine's thread has ended. Then another one may open them.
-    pub fn close(mut self, most: Duration) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_timeout(most);
-        }
-    }
-}
-
-impl Drop for OpenTiers {
-    fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
-        }
-    }
 }
 
 /// The store in which workers share sessions, opened for them: its failures and its counts are not those of a tier, and its threads do not
@@ -406,10 +83,10 @@ impl OpenSessions {
     /// The store cannot be opened as configured.
     pub fn open(config: &ServerConfig, model_context: u32) -> Result<Option<Self>, StoreError> {
         let Some(url) = config.sessions.shared_store(&config.tiers) else { return Ok(None) };
-        let runtime = start_runtime("sessions")?;
+        let runtime = store_runtime("sessions")?;
         let store = {
             let _within = runtime.enter();
-            open_shared(url)?
+            open_shared_store(url)?
         };
         let deadline = Duration::from_millis(config.tiers.grace_ms);
         let most_tokens = config.most_taken_over(model_context);

@@ -229,6 +229,7 @@ async fn a_store_that_is_down_is_asked_as_seldom_after_many_deletions_as_after_o
     let noted = slow.ram.get(&note("999")).await.unwrap();
     assert_eq!(number(&noted), latest, "the later of two generations");
     assert_eq!(slow.puts.load(Relaxed), 1000, "each salt once");
+    assert_eq!(Arc::weak_count(&one), 0, "what wrote the notes has ended, and nothing of it is left");
     // It ends with the engine.
     slow.is_down.store(true, Relaxed);
     one.tell(&Handle::current(), note("a"), one.next_generation(note("a")));

@@ -154,12 +154,12 @@ impl Drop for Served {
 /// Tells a tier, again and again, until it has been told everything or the engine has ended.
 async fn serve(engine: Weak<Stores>, tier: usize) {
     let mut pause = PAUSE;
-    let served = Served { engine: engine.clone(), tier };
+    let mut served = Served { engine: engine.clone(), tier };
     while let Some(stores) = engine.upgrade() {
         let Some(one) = stores.one(tier) else { return };
         if stores.tell_all(tier, one).await {
             // The queue says so already, and another task may serve it by now.
-            std::mem::forget(served);
+            served.engine = Weak::new();
             return;
         }
         drop(stores);
