@@ -147,8 +147,8 @@ typedef struct kvist_job kvist_job;
 // it may be freed before them.
 typedef struct kvist_model kvist_model;
 
-// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions and batches keep what they
-// need of it: it may be freed before them. The file must not change as long as one of them uses it.
+// The beginning of texts with its K and V, in a file or in memory. Any number of threads may use it at once, and sessions and batches
+// keep what they need of it: it may be freed before them. A file must not change as long as one of them uses it.
 typedef struct kvist_prefix kvist_prefix;
 
 // A model with a cache of its own, for one sequence or a batch of them. Different sessions may be used by different threads
@@ -534,7 +534,7 @@ typedef struct kvist_model_options {
   uint32_t threads;
   // Tokens of the longest text, for models whose rope depends on it (LongRoPE); 0 is their original context.
   uint32_t context_tokens;
-  // Bytes that the weights and all sessions of the model may take together; 0 is no limit.
+  // Bytes that the weights, all sessions of the model and its prefixes in memory may take together; 0 is no limit.
   uint64_t memory_bytes;
   // Read the files instead of mapping them. Mapped files must not change while the model or a session of it is used.
   bool no_mmap;
@@ -1143,6 +1143,16 @@ kvist_status kvist_session_freeze(struct kvist_session *session,
                                   uint32_t seq,
                                   const char *path);
 
+// As `kvist_session_freeze`, but without a file: sessions of this process that begin with `prefix` share its memory, which is freed when
+// the prefix and the last of them are freed, in any order. Until then it counts as memory of the model; `KVIST_OUT_OF_MEMORY` if there is no
+// room for it. On an error `prefix` is not written.
+//
+// # Safety
+// `session` came from `kvist_session_new`, and `prefix` is a place for a pointer.
+kvist_status kvist_session_share(struct kvist_session *session,
+                                 uint32_t seq,
+                                 struct kvist_prefix **prefix);
+
 // Opens a file of `kvist_session_freeze` or `kvist prefix freeze`. Reads it once and compares every hash; `KVIST_BAD_FILE` if it is
 // torn or has changed.
 //
@@ -1154,16 +1164,16 @@ kvist_status kvist_prefix_open(const char *path,
 // Frees a prefix. Its sessions go on; null is nothing.
 //
 // # Safety
-// `prefix` is null, or came from `kvist_prefix_open`, was not freed before, and no other thread is using it.
+// `prefix` is null, or came from `kvist_prefix_open` or `kvist_session_share`, was not freed before, and no other thread is using it.
 kvist_status kvist_prefix_free(struct kvist_prefix *prefix);
 
-// Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended in the
-// file: all processes that use it share one copy in memory, and none computes it. `n_begun` (may be null) gets the number of tokens
+// Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended where they
+// are: all processes that use a file, and all sessions that use a prefix in memory, share one copy, and none computes it. `n_begun` (may be null) gets the number of tokens
 // that were not computed: all (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
 // weights or storages. On an error the sequence is empty.
 //
 // # Safety
-// `session` came from `kvist_session_new`, `prefix` from `kvist_prefix_open`; `n_begun` is null or a place for the number.
+// `session` came from `kvist_session_new`, `prefix` from `kvist_prefix_open` or `kvist_session_share`; `n_begun` is null or a place for the number.
 kvist_status kvist_session_begin_with(struct kvist_session *session,
                                       uint32_t seq,
                                       const struct kvist_prefix *prefix,

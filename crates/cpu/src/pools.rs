@@ -433,6 +433,9 @@ impl Pools for CpuPools {
     fn image(&self, layer: LayerId, side: Side, cells: u32) -> Result<Image, DeviceError> {
         self.image_of(layer, side, cells)
     }
+    fn image_bytes(&self, layer: LayerId, side: Side, cells: u32) -> Result<u64, DeviceError> {
+        self.bytes_of_image(layer, side, cells)
+    }
     fn map(&mut self, rows: &MappedRows<'_>) -> Result<(), DeviceError> {
         self.map_rows(rows)
     }

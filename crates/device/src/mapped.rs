@@ -1,8 +1,10 @@
 //! K and V in a file that pools map into memory and attend in place.
+use crate::budget::Reservation;
 use crate::error::DeviceError;
 use crate::pools::Side;
 use kvist_cache::LayerId;
 use std::fs::File;
+use std::sync::Arc;
 
 /// K and V of the first cells of some layers, in a file. Processes that map the same file share its pages.
 ///
@@ -16,6 +18,8 @@ pub struct MappedRows<'f> {
     pub cells: u32,
     /// Where K and V of each layer begin in the file: multiples of [`MappedRows::ALIGNMENT`].
     pub sides: Vec<MappedSide>,
+    /// What a file that lies in memory takes of the budget. Pools keep it as long as they map the file.
+    pub memory: Option<Arc<Reservation>>,
 }
 
 /// K or V of a layer that owns its K and V.

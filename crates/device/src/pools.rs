@@ -274,6 +274,15 @@ pub trait Pools: Send {
         Err(no_images())
     }
 
+    /// How many bytes [`image`](Self::image) copies.
+    ///
+    /// # Errors
+    /// These pools map no files, or the layer borrows K and V.
+    fn image_bytes(&self, layer: LayerId, side: Side, cells: u32) -> Result<u64, DeviceError> {
+        let _ = (layer, side, cells);
+        Err(no_images())
+    }
+
     /// Uses K and V of a file as the first cells of some layers, without copying them. Call it before anything is stored in them. The
     /// file must not change while these pools exist. What is written to these cells later stays in this process.
     ///

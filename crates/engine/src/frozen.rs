@@ -1,11 +1,15 @@
 //! A prompt's beginning in a file, with its K and V as the pools of a device store them: programs map the file into memory and
-//! attend it in place. However many processes use it, there is one copy in memory, and none of them computes it.
+//! attend it in place. However many processes use it, there is one copy in memory, and none of them computes it. The caches of one
+//! process need no file on a disk for that: a [`SharedPrefix`] lies in memory.
 //!
 //! Layer groups that see everything are mapped. Of groups with a window the file has the rows that later queries see, as
 //! [saved sessions](crate::saved) have, and every process copies those. docs/formats/prefix.md describes the file.
 mod file;
+mod memory;
+mod shared;
 
 pub use file::FrozenPrefix;
+pub use shared::{SharedPrefix, share, shared_bytes};
 
 use crate::saved::{CacheRows, GroupRows, Origin, check_whole, ends};
 use crate::serving::tiers::maker;
@@ -85,6 +89,16 @@ pub fn freeze(
     origin: &Origin,
     path: &Path,
 ) -> Result<(), Error> {
+    collect(session, seq, text, origin)?.write(path)
+}
+
+/// The parts of a prefix, copied out of a cache.
+fn collect(
+    session: &mut ModelSession,
+    seq: SeqId,
+    text: FrozenText<'_>,
+    origin: &Origin,
+) -> Result<file::Writer, Error> {
     check_whole(session.config())?;
     let stored = session.cache().next_position(seq).ok_or(Refused::UnknownSequence(seq))?;
     if stored as usize != text.tokens.len() || stored == 0 {
@@ -113,13 +127,15 @@ pub fn freeze(
             writer.image(side, image?);
         }
     }
-    for (g, copied) in rows.copy_rows(seq, stored)?.into_iter().enumerate().filter(|(g, _)| !mapped[*g]) {
-        writer.rows(g, &rows.sides_of(g), (k, v), copied);
+    for (g, copied) in rows.copy_rows(seq, stored, |g| !mapped[g])?.into_iter().enumerate() {
+        if !mapped[g] {
+            writer.rows(g, &rows.sides_of(g), (k, v), copied);
+        }
     }
     for (g, recent) in rows.copy_recent(seq, stored)?.into_iter().enumerate() {
         writer.recent(g, &rows.recent_sides_of(g), recent);
     }
-    writer.write(path)
+    Ok(writer)
 }
 
 fn in_order(n: u32) -> impl Iterator<Item = (u32, u32)> {
@@ -170,7 +186,7 @@ pub fn begin_with(
 
 /// A prefix that requests of a serving engine may begin with.
 pub struct EnginePrefix {
-    pub prefix: Arc<FrozenPrefix>,
+    pub prefix: SharedPrefix,
     /// The salt of these requests: salts share nothing.
     pub salt: Arc<str>,
     /// What the engine's cache depends on.
@@ -187,7 +203,7 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
     prefix.check(&of.origin.in_cache(&rows.runner.model, rows.config.k)?)?;
     crate::check_prompt(rows.config, prefix.tokens().len())?;
     rows.runner.check_tokens(prefix.tokens())?;
-    let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.path().display()));
+    let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.name()));
     let n = rows.config.cut_before(prefix.tokens().len() as u32) / block_tokens * block_tokens;
     if n == 0 {
         let len = prefix.tokens().len();
@@ -236,7 +252,13 @@ fn place(rows: &mut CacheRows<'_>, seq: SeqId, prefix: &FrozenPrefix, most: u32)
         return Ok(0);
     }
     if !sides.is_empty() {
-        let mapped = MappedRows { file: prefix.file(), len: prefix.len(), cells: prefix.cells(), sides };
+        let mapped = MappedRows {
+            file: prefix.file(),
+            len: prefix.len(),
+            cells: prefix.cells(),
+            sides,
+            memory: prefix.memory(),
+        };
         rows.runner.network.pools_mut().map(&mapped)?;
     }
     Ok(if rows.place_recent(seq, n, &recent)? { n as usize } else { 0 })

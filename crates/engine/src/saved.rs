@@ -78,11 +78,11 @@ pub fn save(
         )));
     }
     let origin = origin.in_cache(session.model(), session.config().k)?;
-    let (stored, groups) = match session.rows().copy_rows(seq, stored) {
+    let (stored, groups) = match session.rows().copy_rows(seq, stored, |_| true) {
         // A full cache has no cell for that query: the last token leaves, and is computed again after a resume.
         Err(Error::Step(StepError::Refused(Refused::NoSpace { .. }))) if stored > 1 => {
             let stored = session.truncate(seq, stored - 1)?;
-            (stored, session.rows().copy_rows(seq, stored)?)
+            (stored, session.rows().copy_rows(seq, stored, |_| true)?)
         }
         copied => (stored, copied?),
     };
@@ -97,7 +97,8 @@ pub fn save(
     let recent = session.rows().copy_recent(seq, stored)?;
     let layout = session.model().layout().clone();
     let storages = (session.config().k, session.config().v);
-    file::write(path, text, stored, &origin, &layout, storages, (&groups, &recent))
+    let cache = (session.config().kind.as_str(), stored);
+    file::write(path, text, cache, &origin, &layout, storages, (&groups, &recent))
 }
 
 /// A thinned text is not the text that a file is of.

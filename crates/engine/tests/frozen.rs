@@ -1,11 +1,11 @@
-//! Frozen prefixes: what follows is the same to the bit as if the prefix had been computed, or the file is refused.
+//! Frozen prefixes, in files and in memory: what follows is the same to the bit as if the prefix had been computed, or it is refused.
 mod common;
 use common::*;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::Error;
 use kvist_engine::chat::Chat;
-use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze};
+use kvist_engine::frozen::{FrozenPrefix, FrozenText, SharedPrefix, begin_with, freeze, share};
 use kvist_engine::generate::Limits;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::sampler::{Sampler, SamplerConfig};
@@ -49,12 +49,21 @@ impl Rig {
         let (mut random, vocab) = (SplitMix64(3), self.model.config().vocab as u32);
         (0..n).map(|_| random.below(vocab)).collect()
     }
-    fn frozen(&self, config: &CacheConfig, tokens: &[u32]) -> (ModelSession, FrozenPrefix) {
+    /// A session with these tokens, and the prefix that it froze: in a file, and in memory.
+    fn frozen(&self, config: &CacheConfig, tokens: &[u32]) -> (ModelSession, [SharedPrefix; 2]) {
         let mut session = session(&self.model, config);
         session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
-        let text = FrozenText { tokens, system: Some("be brief") };
-        freeze(&mut session, SeqId::ONLY, text, &self.origin(config), &self.path()).unwrap();
-        (session, FrozenPrefix::open(&self.path()).unwrap())
+        let both = self.both(&mut session, FrozenText { tokens, system: Some("be brief") });
+        (session, both)
+    }
+    fn both(&self, session: &mut ModelSession, text: FrozenText) -> [SharedPrefix; 2] {
+        let origin = self.origin(session.config());
+        freeze(session, SeqId::ONLY, text, &origin, &self.path()).unwrap();
+        let file = FrozenPrefix::open(&self.path()).unwrap();
+        let memory = share(session, SeqId::ONLY, text, &origin).unwrap();
+        assert_eq!((file.path(), memory.path()), (Some(&*self.path()), None));
+        assert_eq!((file.len(), file.tokens()), (memory.len(), memory.tokens()));
+        [Arc::new(file), memory]
     }
     /// A new session that begins with the prefix, and the tokens that it has.
     fn begun(&self, config: &CacheConfig, prefix: &FrozenPrefix) -> (ModelSession, usize) {
@@ -82,16 +91,19 @@ fn a_text_goes_on_to_the_bit_after_a_frozen_prefix() {
         for (j, storage) in STORAGES.into_iter().enumerate() {
             // With and without whole blocks at the end.
             let (all, more) = tokens.split_at([101, 112, 96][j % 3]);
-            let (mut before, prefix) = rig.frozen(&rig.config(kind, storage, 32), all);
-            assert_eq!((prefix.tokens(), prefix.system()), (all, Some("be brief")));
+            let (mut before, both) = rig.frozen(&rig.config(kind, storage, 32), all);
             let expected = go_on(&mut before, more);
             let config = rig.config(kind, storage, [1, 7, 32][i % 3]);
-            let (mut after, n) = rig.begun(&config, &prefix);
-            assert_eq!(n, all.len(), "{kind} {storage}");
-            if kind != "ring" {
-                assert_eq!(after.kv_bytes(), 0, "nothing was copied");
+            for prefix in both {
+                assert_eq!((prefix.tokens(), prefix.system()), (all, Some("be brief")));
+                let what = format!("{kind} {storage}, {}", prefix.name());
+                let (mut after, n) = rig.begun(&config, &prefix);
+                assert_eq!(n, all.len(), "{what}");
+                if kind != "ring" {
+                    assert_eq!(after.kv_bytes(), 0, "nothing was copied");
+                }
+                assert_eq!(go_on(&mut after, more), expected, "{what}");
             }
-            assert_eq!(go_on(&mut after, more), expected, "{kind} {storage}");
         }
     }
 }
@@ -107,10 +119,13 @@ fn models_with_windows_have_prefixes() {
             [("paged", "f16"), ("cells", "f32"), ("tree", "q8"), ("paged", "t4"), ("contiguous", "q4")]
         {
             let config = rig.config(kind, storage, 8);
-            let (mut before, prefix) = rig.frozen(&config, all);
-            let (mut after, n) = rig.begun(&config, &prefix);
-            assert_eq!(n, 37, "{name} {kind}");
-            assert_eq!(go_on(&mut after, more), go_on(&mut before, more), "{name} {kind}");
+            let (mut before, both) = rig.frozen(&config, all);
+            let expected = go_on(&mut before, more);
+            for prefix in both {
+                let (mut after, n) = rig.begun(&config, &prefix);
+                assert_eq!(n, 37, "{name} {kind}, {}", prefix.name());
+                assert_eq!(go_on(&mut after, more), expected, "{name} {kind}, {}", prefix.name());
+            }
         }
     }
 }
@@ -122,13 +137,11 @@ fn a_chat_without_a_template_goes_on_after_the_prefix() {
     let tokenizer = rig.model.tokenizer().unwrap();
     let rules = "The cache stores the keys and values of every token. The borrow checker";
     let tokens = tokenizer.encode(rules, true).unwrap();
-    for storage in ["f32", "q8"] {
+    for (storage, way) in [("f32", 0), ("q8", 0), ("q8", 1)] {
         let config = rig.config("cells", storage, 32);
         let mut frozen = session(&rig.model, &config);
         frozen.prefill(SeqId::ONLY, &tokens, &mut |_| true).unwrap();
-        let text = FrozenText { tokens: &tokens, system: None };
-        freeze(&mut frozen, SeqId::ONLY, text, &rig.origin(&config), &rig.path()).unwrap();
-        let prefix = FrozenPrefix::open(&rig.path()).unwrap();
+        let prefix = &rig.both(&mut frozen, FrozenText { tokens: &tokens, system: None })[way];
         let mut sampler = Sampler::new(SamplerConfig::greedy()).unwrap();
         let limits = Limits { max_tokens: 9, stop: vec![], ignore_eos: true, no_cache: false };
         let mut say = |chat: &mut Chat, text: &str| {
@@ -137,7 +150,7 @@ fn a_chat_without_a_template_goes_on_after_the_prefix() {
         };
         let mut whole = Chat::new(session(&rig.model, &config), None);
         let mut begun = Chat::new(session(&rig.model, &config), None);
-        let n = begun.begin_with(&prefix, &rig.origin(&config)).unwrap();
+        let n = begun.begin_with(prefix, &rig.origin(&config)).unwrap();
         assert_eq!(n, tokens.len());
         let (expected, _) = say(&mut whole, &format!("{rules} is a part"));
         assert_eq!(say(&mut begun, " is a part"), (expected, n), "{storage}");
@@ -164,11 +177,13 @@ fn older_files_and_other_channels() {
     other.model.channels().set(kvist_testing::other_channels(other.model.layout()).into()).unwrap();
     let tokens = rig.tokens(110);
     let config = rig.config("cells", "t4-o", 16);
-    let (_, prefix) = rig.frozen(&config, &tokens[..100]);
-    let mut begun = session(&other.model, &config);
-    let error = begin_with(&mut begun, SeqId::ONLY, &prefix, &other.origin(&config), 99).unwrap_err();
-    assert!(error.to_string().contains("p.kvp: it was made with an order of channels of hash"), "{error}");
-    assert_eq!(begun.cache().next_position(SeqId::ONLY), Some(0));
+    for prefix in rig.frozen(&config, &tokens[..100]).1 {
+        let mut begun = session(&other.model, &config);
+        let error = begin_with(&mut begun, SeqId::ONLY, &prefix, &other.origin(&config), 99).unwrap_err();
+        let expected = format!("{}: it was made with an order of channels of hash", prefix.name());
+        assert!(error.to_string().contains(&expected), "{error}");
+        assert_eq!(begun.cache().next_position(SeqId::ONLY), Some(0));
+    }
 
     // In a ring every row is copied. Position 100 reads those from 96 on in f16, and position 96 none.
     for (len, expected) in [(100, 0), (96, 96)] {
@@ -191,19 +206,25 @@ fn users_of_a_prefix_do_not_see_each_other() {
     let (tokens, other) = (rig.tokens(120), rig.tokens(60)[20..].to_vec());
     for kind in ["cells", "paged"] {
         let config = rig.config(kind, "f16", 32);
-        let (mut before, prefix) = rig.frozen(&config, &tokens[..100]);
+        let (mut before, both) = rig.frozen(&config, &tokens[..100]);
         let file = std::fs::read(rig.path()).unwrap();
         let expected = go_on(&mut before, &tokens[100..]);
-        let (mut a, _) = rig.begun(&config, &prefix);
-        let (mut b, _) = rig.begun(&config, &prefix);
-        a.truncate(SeqId::ONLY, 3).unwrap();
         let mut fresh = session(&rig.model, &config);
         fresh.prefill(SeqId::ONLY, &tokens[..3], &mut |_| true).unwrap();
-        assert_eq!(go_on(&mut a, &other), go_on(&mut fresh, &other), "{kind}: written over");
-        assert_eq!(go_on(&mut b, &tokens[100..]), expected, "{kind}: beside it");
+        let written_over = go_on(&mut fresh, &other);
+        for prefix in both {
+            let what = format!("{kind}, {}", prefix.name());
+            let (mut a, _) = rig.begun(&config, &prefix);
+            let (mut b, _) = rig.begun(&config, &prefix);
+            a.truncate(SeqId::ONLY, 3).unwrap();
+            assert_eq!(go_on(&mut a, &other), written_over, "{what}: written over");
+            let (mut c, _) = rig.begun(&config, &prefix);
+            drop(prefix);
+            assert_eq!(go_on(&mut b, &tokens[100..]), expected, "{what}: beside it, when its handle is gone");
+            drop(a);
+            assert_eq!(go_on(&mut c, &tokens[100..]), expected, "{what}: when another user is gone");
+        }
         assert!(std::fs::read(rig.path()).unwrap() == file, "{kind}: the file");
-        drop(prefix);
-        assert_eq!(go_on(&mut b, &other).len(), other.len(), "{kind}: the map outlives its value");
     }
 }
 
@@ -211,10 +232,11 @@ fn users_of_a_prefix_do_not_see_each_other() {
 fn less_is_used_if_less_is_wanted() {
     let rig = Rig::new(&ModelFile::Embedded);
     let (tokens, config) = (rig.tokens(60), rig.config("paged", "f16", 16));
-    let (_, prefix) = rig.frozen(&config, &tokens);
-    for most in [60, 59, 31, 1, 0] {
+    let (_, both) = rig.frozen(&config, &tokens);
+    for (most, prefix) in [60, 59, 31, 1, 0].into_iter().flat_map(|most| both.each_ref().map(|it| (most, it)))
+    {
         let mut begun = session(&rig.model, &config);
-        let n = begin_with(&mut begun, SeqId::ONLY, &prefix, &rig.origin(&config), most).unwrap();
+        let n = begin_with(&mut begun, SeqId::ONLY, prefix, &rig.origin(&config), most).unwrap();
         assert_eq!(n, most);
         let mut fresh = session(&rig.model, &config);
         fresh.prefill(SeqId::ONLY, &tokens[..n.max(1)], &mut |_| true).unwrap();
@@ -233,10 +255,13 @@ fn a_cache_may_end_with_the_prefix() {
     for n in [63, 64, 65, 100] {
         let tokens = rig.tokens(n + 1);
         let config = rig.tight(n as u32);
-        let (mut before, prefix) = rig.frozen(&config, &tokens[..n]);
-        let (mut after, begun) = rig.begun(&config, &prefix);
-        assert_eq!(begun, n);
-        assert_eq!(go_on(&mut after, &tokens[n..]), go_on(&mut before, &tokens[n..]));
+        let (mut before, both) = rig.frozen(&config, &tokens[..n]);
+        let expected = go_on(&mut before, &tokens[n..]);
+        for prefix in both {
+            let (mut after, begun) = rig.begun(&config, &prefix);
+            assert_eq!(begun, n);
+            assert_eq!(go_on(&mut after, &tokens[n..]), expected);
+        }
     }
 }
 
@@ -244,20 +269,23 @@ fn a_cache_may_end_with_the_prefix() {
 fn what_does_not_fit_is_refused() {
     let rig = Rig::new(&ModelFile::Embedded);
     let (tokens, config) = (rig.tokens(60), rig.config("paged", "f16", 16));
-    let (mut used, prefix) = rig.frozen(&config, &tokens);
-    let refusal = |config: &CacheConfig| {
-        let mut begun = session(&rig.model, config);
-        let error = begin_with(&mut begun, SeqId::ONLY, &prefix, &rig.origin(config), 99).unwrap_err();
-        assert_eq!(begun.cache().next_position(SeqId::ONLY), Some(0));
-        error.to_string()
-    };
-    assert!(refusal(&rig.config("paged", "q8", 16)).contains("--kv f16"));
-    assert!(refusal(&CacheConfig { window: Some(9), ..config.clone() }).contains("--window"));
-    let small = CacheConfig { k: config.k, v: config.v, ..exact("paged", 32, 16) };
-    assert!(refusal(&small).contains("--context"));
-    // A sequence that has begun.
-    let error = begin_with(&mut used, SeqId::ONLY, &prefix, &rig.origin(&config), 99).unwrap_err();
-    assert!(error.to_string().contains("comes first"), "{error}");
+    let (mut used, both) = rig.frozen(&config, &tokens);
+    for prefix in &both {
+        let refusal = |config: &CacheConfig| {
+            let mut begun = session(&rig.model, config);
+            let error = begin_with(&mut begun, SeqId::ONLY, prefix, &rig.origin(config), 99).unwrap_err();
+            assert_eq!(begun.cache().next_position(SeqId::ONLY), Some(0));
+            error.to_string()
+        };
+        let other = refusal(&rig.config("paged", "q8", 16));
+        assert!(other.contains(&prefix.name()) && other.contains("--kv f16"), "{other}");
+        assert!(refusal(&CacheConfig { window: Some(9), ..config.clone() }).contains("--window"));
+        let small = CacheConfig { k: config.k, v: config.v, ..exact("paged", 32, 16) };
+        assert!(refusal(&small).contains("--context"));
+        // A sequence that has begun.
+        let error = begin_with(&mut used, SeqId::ONLY, prefix, &rig.origin(&config), 99).unwrap_err();
+        assert!(error.to_string().contains("comes first"), "{error}");
+    }
     // Other tokens than those of the cache.
     let text = FrozenText { tokens: &tokens[..9], system: None };
     let before = std::fs::read(rig.path()).unwrap();
@@ -266,6 +294,9 @@ fn what_does_not_fit_is_refused() {
         Err(Error::Usage(_))
     ));
     assert!(std::fs::read(rig.path()).unwrap() == before);
+    let taken = rig.model.budget().usage();
+    assert!(matches!(share(&mut used, SeqId::ONLY, text, &rig.origin(&config)), Err(Error::Usage(_))));
+    assert_eq!(rig.model.budget().usage(), taken);
 }
 
 #[test]

@@ -24,12 +24,15 @@ async fn an_engine_begins_with_a_prefix() {
     for (storage, len, cached) in [("f32", 120, 112), ("f16", 96, 96), ("q8", 100, 96)] {
         let storage: Storage = storage.parse().unwrap();
         let tokens = random_tokens(len + 9, 3);
-        let mut begun = config_of(storage);
-        begun.prefix = Some(frozen(&tokens[..len], &begun));
-        let (with, without) = (engine(begun), engine(config_of(storage)));
+        let begun = |prefix: fn(&[u32], &EngineConfig) -> EnginePrefix| {
+            let mut config = config_of(storage);
+            config.prefix = Some(prefix(&tokens[..len], &config));
+            engine(config)
+        };
+        let (with, without, in_memory) = (begun(frozen), engine(config_of(storage)), begun(shared));
         for round in 0..3 {
             let mut texts = Vec::new();
-            for (engine, least) in [(&with, cached), (&without, 0)] {
+            for (engine, least) in [(&with, cached), (&without, 0), (&in_memory, cached)] {
                 let received = receive(&mut engine.submit(greedy(&tokens, 12)).unwrap()).await;
                 let (found, _) = received.admitted.unwrap();
                 assert!(found >= least, "{found} of {least} tokens were cached");
@@ -38,6 +41,7 @@ async fn an_engine_begins_with_a_prefix() {
             // Packed caches depend on the chunks that a prompt is computed in.
             if storage.dtype != DType::Q8 {
                 assert_eq!(texts[0], texts[1], "{storage} {round}");
+                assert_eq!(texts[2], texts[1], "{storage} {round}: in memory");
             }
             // Other prompts fill the cache: everything that may be evicted is.
             for other in 0..3 {

@@ -7,7 +7,7 @@ use kvist_cache::{Cache, GroupId, SeqId, Span, Step, StepPlan, StepRequest, kind
 use kvist_device::reference::Reference;
 use kvist_device::*;
 use kvist_engine::chat::Chat;
-use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze};
+use kvist_engine::frozen::{FrozenPrefix, FrozenText, begin_with, freeze, share};
 use kvist_engine::generate::{GenerateArgs, GenerationEnd, Limits, generate};
 use kvist_engine::keep::{KeepBy, KeepConfig, OBSERVED, POOLED};
 use kvist_engine::memory::{CacheConfig, MemoryPlan};
@@ -259,6 +259,7 @@ fn a_session_that_keeps_only_some_tokens_is_in_no_file() {
     for refused in [
         saved::save(&mut thin, ONLY, saved(), &origin, &path).unwrap_err(),
         freeze(&mut thin, ONLY, frozen(), &origin, &path).unwrap_err(),
+        share(&mut thin, ONLY, frozen(), &origin).unwrap_err(),
     ] {
         assert!(refused.to_string().contains("keeps only sinks=0,recent=40"), "{refused}");
         assert!(!path.exists());

@@ -107,6 +107,7 @@ fn a_resumed_session_goes_on_to_the_bit() {
             assert_eq!(go_on(&mut never_saved, &[&all[100..], more].concat()), expected, "{kind} {storage}");
             let saved = SavedSession::open(&path).unwrap();
             assert_eq!((saved.tokens(), saved.stored(), saved.messages().len()), (all, 100, 1));
+            assert_eq!(saved.kind(), Some(*kind));
             // Where the window is the same, another kind too, with one chunk.
             let other = if *kind == "ring" { kind } else { ["cells", "tree", "paged", "contiguous"][i % 4] };
             let same_kind = CHUNKS.map(|chunk| (*kind, chunk));
@@ -200,9 +201,10 @@ fn packed_caches_are_resumed_at_every_length() {
     }
 }
 
-/// Files of older versions of kvist lack the f16 rows of packed storages: what they would be read for is computed again.
+/// Files of older versions of kvist lack the f16 rows of packed storages: what they would be read for is computed again. They do
+/// not say what kind of cache they come from either.
 #[test]
-fn a_file_without_f16_rows_is_resumed_as_before() {
+fn a_file_of_an_older_version_is_resumed_as_before() {
     let (rig, folder) = (Rig::new(), tempfile::tempdir().unwrap());
     let path = folder.path().join("s.kvs");
     let tokens = text(110);
@@ -210,13 +212,15 @@ fn a_file_without_f16_rows_is_resumed_as_before() {
     for (kind, expected_n) in [("cells", 96), ("ring", 0)] {
         let config = rig.config(kind, "q8", 32);
         let mut before = saved_at(&rig, &config, all, 100, &path);
-        with_other_tensors(&path, |tensors| {
+        with_other_content(&path, |header, tensors| {
+            assert_eq!(header.as_object_mut().unwrap().shift_remove("kind"), Some(kind.into()));
             let n = tensors.len();
             tensors.retain(|name, _| !name.contains("recent"));
             let layers = rig.model.config().layers.len();
             assert_eq!(n - tensors.len(), 2 * layers + 1);
         });
         let saved = SavedSession::open(&path).unwrap();
+        assert_eq!(saved.kind(), None);
         let mut after = session(&rig.model, &config);
         let n = resume(&mut after, SeqId::ONLY, &saved, &rig.origin(&config), usize::MAX).unwrap();
         assert_eq!(n, expected_n, "{kind}");

@@ -13,6 +13,7 @@ mod errors;
 mod ffi;
 mod generation;
 mod model;
+mod prefix;
 mod program;
 mod retained;
 mod saved;

@@ -2,16 +2,16 @@
 use crate::arguments::{CacheDefaults, Options, Prompt, Wanted, cache_config, keep, to_json, tokenizer};
 use crate::errors::{Class, argument, engine, file};
 use crate::generation::Generation;
+use crate::prefix::{self, Place};
 use crate::saved::{Prefix, PrefixArgument, SavedArgument};
 use crate::session::{Beginning, Session, Text};
 use crate::wait::without_gil;
 use kvist_cache::SeqId;
 use kvist_device::{MemoryBudget, Registry};
 use kvist_engine::devices::{self, Compute};
-use kvist_engine::frozen::{FrozenText, freeze, system_tokens};
+use kvist_engine::frozen::{freeze, share};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::LateOrigin;
-use kvist_engine::session::ModelSession;
 use kvist_hub::{Hub, Progress, Settings};
 use kvist_model::template::Conversation;
 use kvist_model::{LoadOptions, ModelFile, Opened};
@@ -218,7 +218,7 @@ impl Model {
     ///         those between them that matter most. Others are removed, so answers change. `context` is then the longest text,
     ///         by default the model's context. The kind is cells, tree or paged; the session has one branch, and is not saved.
     ///     prefix: a `Prefix`, or its path, that the text begins with: it is not computed, and its memory is shared. `kv` is then
-    ///         that of the file unless given.
+    ///         that of the prefix unless given.
     ///
     /// Raises:
     ///     OutOfMemory: the bound on the session's memory does not fit; nothing was allocated.
@@ -303,41 +303,41 @@ impl Model {
         system: bool,
         options: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Prefix> {
-        let (tokens, system) = match prompt {
-            Prompt::Text(text) if system => {
-                let template = self.model.chat_template().ok_or_else(|| {
-                    argument(
-                        "this model has no chat template, so it has no system message: leave `system` out",
-                    )
-                })?;
-                let tokens = system_tokens(tokenizer(&self.model)?, template, &text).map_err(engine)?;
-                (tokens, Some(text))
-            }
-            Prompt::Tokens(_) if system => return Err(argument("`prompt`: a system message is a string")),
-            prompt => (prompt.encode(&self.model, true)?, None),
-        };
-        let mut options = Options::of("freeze_prefix", options)?;
-        let context = u32::try_from(tokens.len()).unwrap_or(u32::MAX).saturating_add(1);
-        let config = cache_config(&mut options, "contiguous", &CacheDefaults::new(context))?;
-        options.end()?;
-        kvist_engine::check_prompt(&config, tokens.len()).map_err(engine)?;
-        let registry = self.registry();
-        without_gil(py, || {
-            let mut session = ModelSession::new(&self.model, &registry, &config).map_err(engine)?;
-            let mut interrupted = None;
-            let watched = session.prefill(SeqId::ONLY, &tokens, &mut |_| {
-                interrupted = Python::attach(|py| py.check_signals()).err();
-                interrupted.is_none()
-            });
-            watched.map_err(engine)?;
-            if let Some(interrupted) = interrupted {
-                return Err(interrupted);
-            }
-            let origin = self.origin.of(&self.model, &config).map_err(engine)?;
-            let text = FrozenText { tokens: &tokens, system: system.as_deref() };
-            freeze(&mut session, SeqId::ONLY, text, &origin, &path).map_err(file)
+        let options = Options::of("freeze_prefix", options)?;
+        prefix::compute(py, self, (prompt, system), options, Place::File, |session, text, origin| {
+            freeze(session, SeqId::ONLY, text, origin, &path).map_err(file)
         })?;
         Prefix::open(py, path)
+    }
+
+    /// Computes the beginning of prompts as `freeze_prefix` does, and keeps it in memory instead of a file. All sessions and batches
+    /// of this process that begin with it share its memory, which is freed when the `Prefix` and the last of them are gone, in any
+    /// order.
+    ///
+    /// Args:
+    ///     prompt, system, kv, kv_v, window, sinks, chunk, recent: as for `freeze_prefix`.
+    ///
+    /// Returns:
+    ///     Prefix: its `path` is `None`.
+    ///
+    /// Raises:
+    ///     OutOfMemory: the model's `memory` has no room for the prefix and for the session that computes it; nothing was computed.
+    #[pyo3(signature = (prompt, *, system=false, **options))]
+    #[pyo3(
+        text_signature = "($self, prompt, *, system=False, kv='f16', kv_v=None, window=None, sinks=0, chunk=256, recent=16)"
+    )]
+    fn share_prefix(
+        &self,
+        py: Python<'_>,
+        prompt: Prompt,
+        system: bool,
+        options: Option<&Bound<'_, PyDict>>,
+    ) -> PyResult<Prefix> {
+        let options = Options::of("share_prefix", options)?;
+        prefix::compute(py, self, (prompt, system), options, Place::Memory, |session, text, origin| {
+            let prefix = share(session, SeqId::ONLY, text, origin).map_err(file)?;
+            Ok(Prefix { prefix })
+        })
     }
 
     /// Continues a prompt in a session of its own. See `Session.generate` for the options of a text, and `session` for

@@ -1,12 +1,12 @@
-//! Texts in files, with their K and V: saved sessions, and frozen prefixes, which processes share.
+//! Texts with their K and V: saved sessions in files, and frozen prefixes, which processes or the sessions of one share.
 use crate::arguments::{from_json, to_json};
 use crate::errors::{argument, file};
 use crate::wait::without_gil;
-use kvist_engine::frozen::FrozenPrefix;
+use kvist_engine::frozen::{FrozenPrefix, SharedPrefix};
 use kvist_engine::saved::{self, SavedMessage};
 use pyo3::prelude::*;
 use serde_json::{Value, json};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// A file of `Session.save`, for `Model.resume`. Opening it reads it once and compares every hash.
@@ -48,6 +48,11 @@ impl SavedSession {
         let messages: Vec<Value> = self.saved.messages().iter().map(message).collect();
         from_json(py, &Value::from(messages).to_string())
     }
+    /// The kind of cache that it was saved from; `None` in files of older versions. It is resumed in any other.
+    #[getter]
+    fn kind(&self) -> Option<&str> {
+        self.saved.kind()
+    }
     fn __len__(&self) -> usize {
         self.saved.tokens().len()
     }
@@ -58,7 +63,7 @@ impl SavedSession {
 
 /// The beginning of prompts in a file, with its K and V: `Model.freeze_prefix` writes one. Sessions and batches that begin with it
 /// attend the file in place and do not compute it; all processes that use it share one copy in memory. Opening it reads it once
-/// and compares every hash. The file must not change while it is used.
+/// and compares every hash. The file must not change while it is used. `Model.share_prefix` makes one without a file.
 ///
 /// Args:
 ///     path: the file.
@@ -67,7 +72,7 @@ impl SavedSession {
 ///     FileError: it cannot be read, is no prefix, is torn or has changed.
 #[pyclass(frozen, module = "kvist")]
 pub struct Prefix {
-    pub prefix: Arc<FrozenPrefix>,
+    pub prefix: SharedPrefix,
 }
 
 impl Prefix {
@@ -85,10 +90,10 @@ impl Prefix {
         Prefix::open(py, path)
     }
 
-    /// The file.
+    /// The file; `None` if the prefix lies in memory.
     #[getter]
-    fn path(&self) -> PathBuf {
-        self.prefix.path().to_path_buf()
+    fn path(&self) -> Option<PathBuf> {
+        self.prefix.path().map(Path::to_path_buf)
     }
     /// The token ids of the prefix.
     #[getter]
@@ -100,7 +105,7 @@ impl Prefix {
     fn system(&self) -> Option<&str> {
         self.prefix.system()
     }
-    /// Bytes of the file.
+    /// Bytes of the file, also of one in memory.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.prefix.len()
@@ -109,7 +114,7 @@ impl Prefix {
         self.prefix.tokens().len()
     }
     fn __repr__(&self) -> String {
-        format!("<kvist.Prefix {:?}, {} tokens>", self.prefix.path().display().to_string(), self.__len__())
+        format!("<kvist.Prefix {:?}, {} tokens>", self.prefix.name(), self.__len__())
     }
 }
 
@@ -137,7 +142,7 @@ pub enum PrefixArgument<'py> {
 }
 
 impl PrefixArgument<'_> {
-    pub fn get(self, py: Python<'_>) -> PyResult<Arc<FrozenPrefix>> {
+    pub fn get(self, py: Python<'_>) -> PyResult<SharedPrefix> {
         match self {
             PrefixArgument::Open(prefix) => Ok(prefix.prefix.clone()),
             PrefixArgument::Path(path) => Ok(Prefix::open(py, path)?.prefix),

@@ -7,7 +7,7 @@ use crate::wait::{exclusive, lock, without_gil};
 use kvist_cache::SeqId;
 use kvist_device::Registry;
 use kvist_engine::Error;
-use kvist_engine::frozen::{self, FrozenPrefix};
+use kvist_engine::frozen::{self, SharedPrefix};
 use kvist_engine::generate::Stepwise;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{self, LateOrigin, SavedSession, SavedText};
@@ -180,10 +180,10 @@ impl Session {
     }
 }
 
-/// A file that a session begins with.
+/// What a session begins with.
 pub enum Beginning {
     Saved(Arc<SavedSession>),
-    Prefix(Arc<FrozenPrefix>),
+    Prefix(SharedPrefix),
 }
 
 impl Beginning {

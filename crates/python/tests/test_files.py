@@ -1,7 +1,9 @@
-"""Saved sessions and frozen prefixes: what follows is the same to the bit, or the file is refused."""
+"""Saved sessions and frozen prefixes: what follows is the same to the bit, or they are refused."""
 
+import gc
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -52,7 +54,7 @@ def test_a_saved_session_says_what_it_has(model, tmp_path):
     session.save(path, messages=messages)
     saved = kvist.SavedSession(path)
     assert saved.messages == messages and saved.tokens == session.tokens and len(saved) == len(session)
-    assert saved.path == path and "s.kvs" in repr(saved)
+    assert saved.path == path and "s.kvs" in repr(saved) and saved.kind == session.kind
     assert model.resume(saved).tokens == session.tokens
     if os.name == "posix":
         assert path.stat().st_mode & 0o777 == 0o600, "a text is private"
@@ -204,6 +206,92 @@ def test_a_session_begins_with_a_prefix_to_the_bit(model, tmp_path, kind, kv):
     text = again.generate(MORE, max_tokens=8, temperature=0).result()
     alone.rollback(0)
     assert alone.generate(tokens + more, max_tokens=8, temperature=0).result() == text
+
+
+def mapped(name):
+    """How often this process maps the memory of a shared prefix; `None` where the system does not say so."""
+    if sys.platform != "linux":
+        return None
+    with open("/proc/self/maps") as maps:
+        return sum(line.endswith(f"/memfd:{name} (deleted)\n") for line in maps)
+
+
+@pytest.mark.parametrize("kv", KVS)
+def test_sessions_share_a_prefix_without_a_file(model, kv):
+    prefix = model.share_prefix(TEXT, kv=kv)
+    tokens, more = model.encode(TEXT), model.encode(MORE, special=False)
+    assert prefix.tokens == tokens and prefix.path is None and prefix.system is None and prefix.nbytes > 0
+    name = re.search(r'"(shared prefix \d+)", \d+ tokens', repr(prefix)).group(1)
+    alone = model.session(kind="cells", kv=kv)
+    alone.forward(TEXT)
+    expected = go_on(alone, more)
+    sessions = [model.session(kind=kind, prefix=prefix) for kind in KINDS]
+    assert all(it.tokens == tokens and it.kv_bytes == 0 for it in sessions), "nothing was computed or copied"
+    assert mapped(name) in (len(sessions), None)
+    del prefix
+    for session in sessions:
+        np.testing.assert_array_equal(go_on(session, more), expected)
+    del session
+    sessions[0].rollback(3)
+    sessions.pop(), sessions.pop(0)
+    gc.collect()
+    assert mapped(name) in (len(sessions), None)
+    sessions.clear()
+    gc.collect()
+    assert mapped(name) in (0, None), "its memory is free"
+
+
+def test_a_shared_prefix_of_something_else_is_refused(model):
+    prefix = model.share_prefix(TEXT, kv="f16")
+    for options, name in [({"kv": "q8"}, "`kv` f16"), ({"window": 9}, "`window`")]:
+        with pytest.raises(kvist.MismatchError, match=f"shared prefix .*{name}"):
+            model.session(prefix=prefix, **options)
+        with pytest.raises(kvist.MismatchError, match=name):
+            kvist.Batch(model, prefix=prefix, **options)
+    with pytest.raises(kvist.MismatchError, match="weights"):
+        kvist.Model(weights="f32").session(prefix=prefix)
+    with pytest.raises(ValueError, match="chat template"):
+        model.share_prefix(TEXT, system=True)
+    with pytest.raises(ValueError, match="no tokens"):
+        model.share_prefix([])
+    with pytest.raises(ValueError, match="vocabulary"):
+        model.share_prefix([10**7])
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        model.share_prefix(TEXT, contxt=8)
+
+
+def test_a_shared_prefix_is_in_the_budget(tmp_path):
+    """The least memory that computes a prefix into a file has no room for one in memory."""
+
+    def fits(memory, use):
+        try:
+            use(kvist.Model(memory=memory))
+            return True
+        except kvist.OutOfMemory:
+            return False
+
+    def least(use):
+        too_little, enough = 0, 1 << 30
+        while enough - too_little > 1024:
+            half = (too_little + enough) // 2
+            too_little, enough = (too_little, half) if fits(half, use) else (half, enough)
+        return enough
+
+    tokens = [5 + i for i in range(200)]
+    in_file = least(lambda model: model.freeze_prefix(tokens, tmp_path / "p.kvp"))
+    in_memory = least(lambda model: model.share_prefix(tokens))
+    nbytes = kvist.Prefix(tmp_path / "p.kvp").nbytes
+    assert nbytes - 1024 < in_memory - in_file < nbytes + (64 << 10)
+
+
+def test_batches_share_a_prefix_without_a_file(model):
+    prefix = model.share_prefix(TEXT, kv="f32")
+    expected = model.generate(TEXT + MORE, max_tokens=8, temperature=0, kv="f32").result()
+    with kvist.Batch(model, context=512, prefix=prefix) as a, kvist.Batch(model, context=512, prefix=prefix) as b:
+        for batch in (a, b):
+            generation = batch.submit(TEXT + MORE, max_tokens=8, temperature=0)
+            assert generation.result() == expected
+            assert generation.cached_tokens >= len(prefix) // 16 * 16, "from the first request on"
 
 
 def test_a_prefix_of_something_else_is_refused(model, tmp_path):

@@ -1,7 +1,7 @@
-//! Sessions in files: a sequence with its text, and frozen prefixes.
+//! Sessions in files: a sequence with its text, and frozen prefixes, which need no file.
 use super::{Last, Session, Text, TextConfig};
 use crate::status::{Failure, Outcome, bad_file};
-use kvist_engine::frozen::{self, FrozenPrefix, FrozenText};
+use kvist_engine::frozen::{self, FrozenPrefix, FrozenText, SharedPrefix};
 use kvist_engine::kvist_cache::SeqId;
 use kvist_engine::sampler::Sampler;
 use kvist_engine::saved::{self, Origin, SavedSession, SavedText};
@@ -80,14 +80,25 @@ impl Session {
         Ok(())
     }
 
-    /// Freezes a sequence.
+    /// Freezes a sequence in a file.
     pub(super) fn freeze(&mut self, seq: SeqId, path: &Path) -> Outcome<()> {
+        let (tokens, origin) = self.to_freeze(seq)?;
+        let text = FrozenText { tokens: &tokens, system: None };
+        frozen::freeze(&mut self.session, seq, text, &origin, path).map_err(bad_file)
+    }
+
+    /// Freezes a sequence in memory.
+    pub(super) fn share(&mut self, seq: SeqId) -> Outcome<SharedPrefix> {
+        let (tokens, origin) = self.to_freeze(seq)?;
+        let text = FrozenText { tokens: &tokens, system: None };
+        frozen::share(&mut self.session, seq, text, &origin).map_err(bad_file)
+    }
+
+    fn to_freeze(&mut self, seq: SeqId) -> Outcome<(Vec<u32>, Origin)> {
         let tokens = self.tokens(seq)?.to_vec();
         if tokens.is_empty() {
             return Err(Failure::order(format!("sequence {seq} has no tokens to freeze")));
         }
-        let origin = self.origin()?;
-        let text = FrozenText { tokens: &tokens, system: None };
-        frozen::freeze(&mut self.session, seq, text, &origin, path).map_err(bad_file)
+        Ok((tokens, self.origin()?))
     }
 }

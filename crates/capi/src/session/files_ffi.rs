@@ -5,17 +5,17 @@ use crate::ffi::{free, give, guard, out, reference, slice_mut, text};
 use crate::handle::Handle;
 use crate::session::Session;
 use crate::status::{Failure, bad_file, kvist_status};
-use kvist_engine::frozen::FrozenPrefix;
+use kvist_engine::frozen::{FrozenPrefix, SharedPrefix};
 use kvist_engine::kvist_cache::SeqId;
 use kvist_engine::saved::SavedSession;
 use std::ffi::c_char;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The beginning of texts in a file, with its K and V. Any number of threads may use it at once, and sessions and batches keep what they
-/// need of it: it may be freed before them. The file must not change as long as one of them uses it.
+/// The beginning of texts with its K and V, in a file or in memory. Any number of threads may use it at once, and sessions and batches
+/// keep what they need of it: it may be freed before them. A file must not change as long as one of them uses it.
 pub struct kvist_prefix {
-    prefix: Arc<FrozenPrefix>,
+    prefix: SharedPrefix,
     /// A prefix is never in use; the handle is what `free` asks.
     idle: Handle<()>,
 }
@@ -128,6 +128,29 @@ pub unsafe extern "C" fn kvist_session_freeze(
     unsafe { with_session(session, run) }
 }
 
+/// As `kvist_session_freeze`, but without a file: sessions of this process that begin with `prefix` share its memory, which is freed when
+/// the prefix and the last of them are freed, in any order. Until then it counts as memory of the model; `KVIST_OUT_OF_MEMORY` if there is no
+/// room for it. On an error `prefix` is not written.
+///
+/// # Safety
+/// `session` came from `kvist_session_new`, and `prefix` is a place for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvist_session_share(
+    session: *mut kvist_session,
+    seq: u32,
+    prefix: *mut *mut kvist_prefix,
+) -> kvist_status {
+    let run = |session: &mut Session| {
+        // SAFETY: the caller keeps the contract above.
+        let place = unsafe { out(prefix, "prefix")? };
+        let prefix = session.share(SeqId(seq))?;
+        place.write(give(kvist_prefix { prefix, idle: Handle::new(()) }));
+        Ok(())
+    };
+    // SAFETY: the caller keeps the contract above.
+    unsafe { with_session(session, run) }
+}
+
 /// Opens a file of `kvist_session_freeze` or `kvist prefix freeze`. Reads it once and compares every hash; `KVIST_BAD_FILE` if it is
 /// torn or has changed.
 ///
@@ -150,20 +173,20 @@ pub unsafe extern "C" fn kvist_prefix_open(
 /// Frees a prefix. Its sessions go on; null is nothing.
 ///
 /// # Safety
-/// `prefix` is null, or came from `kvist_prefix_open`, was not freed before, and no other thread is using it.
+/// `prefix` is null, or came from `kvist_prefix_open` or `kvist_session_share`, was not freed before, and no other thread is using it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvist_prefix_free(prefix: *mut kvist_prefix) -> kvist_status {
     // SAFETY: the caller keeps the contract above.
     guard(|| unsafe { free(prefix, |prefix| &prefix.idle) })
 }
 
-/// Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended in the
-/// file: all processes that use it share one copy in memory, and none computes it. `n_begun` (may be null) gets the number of tokens
+/// Begins the sequence `seq` of a new session with a prefix, which `kvist_session_prompt` continues. Its K and V are attended where they
+/// are: all processes that use a file, and all sessions that use a prefix in memory, share one copy, and none computes it. `n_begun` (may be null) gets the number of tokens
 /// that were not computed: all (docs/formats/session.md has the exceptions). `KVIST_BAD_FILE` if the prefix was made with other
 /// weights or storages. On an error the sequence is empty.
 ///
 /// # Safety
-/// `session` came from `kvist_session_new`, `prefix` from `kvist_prefix_open`; `n_begun` is null or a place for the number.
+/// `session` came from `kvist_session_new`, `prefix` from `kvist_prefix_open` or `kvist_session_share`; `n_begun` is null or a place for the number.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvist_session_begin_with(
     session: *mut kvist_session,

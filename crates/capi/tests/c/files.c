@@ -52,6 +52,13 @@ static void same(kvist_session *a, uint32_t seq_a, kvist_session *b, uint32_t se
     }
 }
 
+/* `a` has gone on, and `b` has not: it does the same steps. */
+static void same_again(kvist_session *a, kvist_session *b) {
+    size_t n;
+    for (uint32_t token = 5; token < 9; token++) free(after(b, 0, token, &n));
+    same(a, 0, b, 0);
+}
+
 static uint32_t length(kvist_session *session, uint32_t seq) {
     uint32_t n;
     OK(kvist_session_length(session, seq, &n));
@@ -86,8 +93,26 @@ static void to_the_bit(const char *kind, const char *k) {
     MUST(n == 41 && length(b, 0) == 41);
     OK(kvist_prefix_free(prefix));
     same(a, 0, b, 0);
-    OK(kvist_session_free(a));
     OK(kvist_session_free(b));
+
+    /* Without a file. The prefix and the session that made it go first. */
+    OK(kvist_session_rollback(a, 0, 0));
+    OK(kvist_session_prompt_tokens(a, 0, some, 41, NULL));
+    OK(kvist_session_share(a, 0, &prefix));
+    b = begin(kind, k);
+    OK(kvist_session_begin_with(b, 0, prefix, &n));
+    MUST(n == 41 && length(b, 0) == 41);
+    uint64_t bytes;
+    OK(kvist_session_kv_bytes(b, &bytes));
+    MUST(bytes == 0); /* nothing was copied */
+    kvist_session *c = begin(kind, k);
+    OK(kvist_session_begin_with(c, 0, prefix, NULL));
+    OK(kvist_prefix_free(prefix));
+    same(a, 0, b, 0);
+    OK(kvist_session_free(a));
+    same_again(b, c);
+    OK(kvist_session_free(b));
+    OK(kvist_session_free(c));
 }
 
 /* The token that was shown last is saved too; other sequences of the session are left alone. */
@@ -117,6 +142,11 @@ static void texts(void) {
     EXPECT(kvist_session_freeze(session, 4, frozen), KVIST_INVALID_ARGUMENT, "in order");
     /* A prefix takes the first cells, so it comes before everything else. */
     kvist_prefix *prefix;
+    EXPECT(kvist_session_share(session, 5, &prefix), KVIST_WRONG_ORDER, "no tokens to freeze");
+    EXPECT(kvist_session_share(session, 4, &prefix), KVIST_INVALID_ARGUMENT, "in order");
+    EXPECT(kvist_session_share(session, 9, &prefix), KVIST_REFUSED, "no sequence 9");
+    EXPECT(kvist_session_share(session, 4, NULL), KVIST_INVALID_ARGUMENT, "prefix is null");
+    EXPECT(kvist_session_share(NULL, 4, &prefix), KVIST_INVALID_ARGUMENT, "session is null");
     OK(kvist_prefix_open(frozen, &prefix));
     EXPECT(kvist_session_begin_with(session, 5, prefix, NULL), KVIST_INVALID_ARGUMENT, "comes first");
     EXPECT(kvist_session_begin_with(session, 5, NULL, NULL), KVIST_INVALID_ARGUMENT, "prefix is null");
@@ -176,10 +206,11 @@ static void damage(const char *path, size_t at, int cut) {
 
 static void files(void) {
     kvist_session *a = begin("cells", "f16");
-    kvist_prefix *prefix;
+    kvist_prefix *prefix, *shared;
     OK(kvist_session_prompt_tokens(a, 0, some, 30, NULL));
     OK(kvist_session_save(a, 0, saved));
     OK(kvist_session_freeze(a, 0, frozen));
+    OK(kvist_session_share(a, 0, &shared));
     EXPECT(kvist_session_save(a, 0, "/no/such/folder/s.kvs"), KVIST_BAD_FILE, "/no/such/folder");
     EXPECT(kvist_session_save(a, 0, NULL), KVIST_INVALID_ARGUMENT, "path is null");
     EXPECT(kvist_session_save(a, 0, "\xff"), KVIST_INVALID_ARGUMENT, "not UTF-8");
@@ -201,13 +232,43 @@ static void files(void) {
     OK(kvist_prefix_open(frozen, &prefix));
     EXPECT(kvist_session_resume(a, 0, saved, NULL, NULL), KVIST_BAD_FILE, "--kv f16");
     EXPECT(kvist_session_begin_with(a, 0, prefix, NULL), KVIST_BAD_FILE, "--kv f16");
+    EXPECT(kvist_session_begin_with(a, 0, shared, NULL), KVIST_BAD_FILE, "--kv f16");
     OK(kvist_session_free(a));
     kvist_session_options small = {.kind = "cells", .k = "f16", .context_tokens = 16, .max_step_tokens = 8};
     OK(kvist_session_new(model, &small, &a));
     EXPECT(kvist_session_resume(a, 0, saved, NULL, NULL), KVIST_CACHE_FULL, NULL);
     EXPECT(kvist_session_begin_with(a, 0, prefix, NULL), KVIST_CACHE_FULL, NULL);
+    EXPECT(kvist_session_begin_with(a, 0, shared, NULL), KVIST_CACHE_FULL, NULL);
     OK(kvist_session_free(a));
     OK(kvist_prefix_free(prefix));
+    OK(kvist_prefix_free(shared));
+}
+
+/* The least memory for a model and a session has no room for a prefix beside them. */
+static void no_room(void) {
+    kvist_model *small;
+    kvist_session *session;
+    kvist_session_options options = {.kind = "cells", .k = "f16", .context_tokens = 128, .max_step_tokens = 16};
+    uint64_t too_little = 0, enough = 1 << 30;
+    while (enough - too_little > 1024) {
+        uint64_t bytes = too_little + (enough - too_little) / 2;
+        int fits = 0;
+        if (kvist_model_open(NULL, &(kvist_model_options){.memory_bytes = bytes}, &small) == KVIST_OK) {
+            fits = kvist_session_new(small, &options, &session) == KVIST_OK;
+            if (fits) OK(kvist_session_free(session));
+            OK(kvist_model_free(small));
+        }
+        if (fits) enough = bytes;
+        else too_little = bytes;
+    }
+    kvist_prefix *prefix = NULL;
+    OK(kvist_model_open(NULL, &(kvist_model_options){.memory_bytes = enough}, &small));
+    OK(kvist_session_new(small, &options, &session));
+    OK(kvist_session_prompt_tokens(session, 0, some, 41, NULL));
+    EXPECT(kvist_session_share(session, 0, &prefix), KVIST_OUT_OF_MEMORY, "do not fit");
+    MUST(prefix == NULL && length(session, 0) == 41);
+    OK(kvist_session_free(session));
+    OK(kvist_model_free(small));
 }
 
 int main(int argc, char **argv) {
@@ -226,6 +287,7 @@ int main(int argc, char **argv) {
     texts();
     trees();
     files();
+    no_room();
     OK(kvist_model_free(model));
     return 0;
 }

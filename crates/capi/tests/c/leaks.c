@@ -20,6 +20,14 @@ static long resident_kib(void) {
     return resident * (sysconf(_SC_PAGESIZE) / 1024);
 }
 
+/* The number of the next file that is opened. */
+static int next_file(void) {
+    int file = dup(2);
+    if (file < 0) exit(1);
+    close(file);
+    return file;
+}
+
 static kvist_model *model;
 
 static void once(int i) {
@@ -31,6 +39,13 @@ static void once(int i) {
         CHECK(kvist_session_prompt_tokens(session, 0, (uint32_t[]){1, 2, 3}, 3, NULL));
         kvist_piece piece;
         CHECK(kvist_session_next(session, 0, &piece));
+        kvist_prefix *prefix;
+        kvist_session *begun;
+        CHECK(kvist_session_share(session, 0, &prefix));
+        CHECK(kvist_session_new(model, &options, &begun));
+        CHECK(kvist_session_begin_with(begun, 0, prefix, NULL));
+        CHECK(i % 32 ? kvist_session_free(begun) : kvist_prefix_free(prefix));
+        CHECK(i % 32 ? kvist_prefix_free(prefix) : kvist_session_free(begun));
     }
     CHECK(kvist_session_free(session));
 
@@ -52,8 +67,10 @@ int main(int argc, char **argv) {
     CHECK(kvist_model_open(NULL, NULL, &model));
     for (int i = 0; i < n / 10; i++) once(i); /* the allocator and the threads have what they keep now */
     long before = resident_kib();
+    int file = next_file();
     for (int i = 0; i < n; i++) once(i);
     long after = resident_kib();
+    if (next_file() != file) return 2; /* files in memory are closed */
     CHECK(kvist_model_free(model));
     printf("%d sessions and caches: %ld KiB resident before, %ld after\n", n, before, after);
     /* 2 MiB: 200 bytes per session would show. Fewer sessions are for sanitizers, which find leaks themselves. */

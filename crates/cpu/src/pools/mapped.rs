@@ -3,6 +3,7 @@ use super::CpuPools;
 use crate::Growth;
 use crate::arch::LANES;
 use crate::pages::Pages;
+use crate::pool::RowStore;
 use kvist_cache::LayerId;
 use kvist_device::{DeviceError, Image, MappedRows, Side};
 
@@ -14,16 +15,26 @@ fn refused(what: String) -> DeviceError {
 }
 
 impl CpuPools {
-    pub(super) fn image_of(&self, layer: LayerId, side: Side, cells: u32) -> Result<Image, DeviceError> {
+    /// K or V of a layer that owns its K and V.
+    fn owned_side(&self, layer: LayerId, side: Side) -> Result<&RowStore, DeviceError> {
         let n_layers = self.layers.len();
         let owned =
             self.layers.get(usize::from(layer.0)).ok_or(DeviceError::UnknownLayer { layer, n_layers })?;
         let owned =
             owned.as_ref().ok_or_else(|| refused(format!("layer {layer} has no K and V of its own")))?;
-        let rows = match side {
+        Ok(match side {
             Side::K => &owned.keys,
             Side::V => &owned.values,
-        };
+        })
+    }
+
+    pub(super) fn bytes_of_image(&self, layer: LayerId, side: Side, cells: u32) -> Result<u64, DeviceError> {
+        let bytes = self.owned_side(layer, side)?.shape.bytes(cells);
+        bytes.ok_or_else(|| refused(format!("an image of {cells} cells has more bytes than can be counted")))
+    }
+
+    pub(super) fn image_of(&self, layer: LayerId, side: Side, cells: u32) -> Result<Image, DeviceError> {
+        let rows = self.owned_side(layer, side)?;
         // The last block is there as a whole.
         if cells > rows.cells().next_multiple_of(LANES as u32) {
             let (index, len) = (cells as usize, rows.cells() as usize);
@@ -40,7 +51,7 @@ impl CpuPools {
         let bytes = rows.len;
         let len =
             usize::try_from(bytes).map_err(|_| refused(format!("{bytes} bytes cannot be mapped here")))?;
-        let pages = Pages::of_file(rows.file, len)
+        let pages = Pages::of_file(rows.file, len, rows.memory.clone())
             .map_err(|error| refused(format!("the file cannot be mapped into memory: {error}")))?;
         let slab = self.slabs.len();
         self.slabs.push(pages);

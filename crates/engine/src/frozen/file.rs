@@ -1,10 +1,10 @@
 //! The file of a frozen prefix: safetensors, whose first tensors are images of pools and begin at a page.
-use super::{BLOCK, FrozenText};
+use super::{BLOCK, FrozenText, memory};
 use crate::saved::{
     FileFormat, HEADER, HEADER_HASH, Origin, Rows, SideSpec, le_bytes, positions_name, recent_name,
     recent_positions_name, replace, side_name, tensor_type, words_of,
 };
-use kvist_device::{Image, MappedRows, MappedSide, Side, Storage};
+use kvist_device::{Image, MappedRows, MappedSide, Reservation, Side, Storage};
 use kvist_model::{Error, Fingerprint, hash};
 use safetensors::tensor::{Dtype, Metadata};
 use serde::{Deserialize, Serialize};
@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 const FORMAT: FileFormat = FileFormat {
     format: "kvist-prefix",
@@ -135,6 +136,30 @@ impl Writer {
 
     /// Writes a temporary file beside `path`, syncs and renames it.
     pub fn write(self, path: &Path) -> Result<(), Error> {
+        let whole = self.whole(path)?;
+        replace(path, |file| whole.write_to(file))
+            .map_err(|source| Error::Write { path: path.to_path_buf(), source })
+    }
+
+    /// Writes a file in memory, which errors call `name`, and opens it. `room` shrinks to what the prefix takes.
+    pub fn into_memory(self, name: &str, mut room: Reservation) -> Result<FrozenPrefix, Error> {
+        let path = Path::new(name);
+        let beside: usize = self.words.iter().chain(&self.rows).map(|tensor| tensor.bytes.len()).sum();
+        let whole = self.whole(path)?;
+        let bytes = whole.len().next_multiple_of(PAGE) + beside as u64;
+        room.grow(bytes.saturating_sub(room.bytes()))?;
+        room.shrink(room.bytes() - bytes);
+        let write = || {
+            let mut file = memory::create(name)?;
+            whole.write_to(&mut file)?;
+            memory::seal(&file)?;
+            Ok(file)
+        };
+        let file = write().map_err(|source| Error::Write { path: path.to_path_buf(), source })?;
+        FrozenPrefix::of(file, path, Some(Arc::new(room)))
+    }
+
+    fn whole(self, path: &Path) -> Result<Whole, Error> {
         let bad = |what: String| Error::Malformed { file: path.display().to_string(), what };
         let Writer { mut header, images, words, rows } = self;
         let tensors: Vec<Named> = images.into_iter().chain(words).chain(rows).collect();
@@ -154,12 +179,27 @@ impl Writer {
         let mut json = serde_json::to_vec(&json).map_err(|error| bad(error.to_string()))?;
         let begin = (json.len() as u64 + 8).next_multiple_of(PAGE);
         json.resize(begin as usize - 8, b' '); // readers skip spaces
-        let write = |file: &mut File| {
-            file.write_all(&(begin - 8).to_le_bytes())?;
-            file.write_all(&json)?;
-            tensors.iter().try_for_each(|tensor| file.write_all(&tensor.bytes))
-        };
-        replace(path, write).map_err(|source| Error::Write { path: path.to_path_buf(), source })
+        Ok(Whole { json, tensors })
+    }
+}
+
+/// All that a file consists of: its JSON, padded so that the tensors begin at a page.
+struct Whole {
+    json: Vec<u8>,
+    tensors: Vec<Named>,
+}
+
+impl Whole {
+    fn len(&self) -> u64 {
+        let tensors: usize = self.tensors.iter().map(|tensor| tensor.bytes.len()).sum();
+        (8 + self.json.len() + tensors) as u64
+    }
+
+    /// Frees every tensor as soon as it is written: a file in memory takes its place.
+    fn write_to(self, file: &mut File) -> std::io::Result<()> {
+        file.write_all(&(self.json.len() as u64).to_le_bytes())?;
+        file.write_all(&self.json)?;
+        self.tensors.into_iter().try_for_each(|tensor| file.write_all(&tensor.bytes))
     }
 }
 
@@ -173,8 +213,11 @@ struct Place {
 /// A frozen prefix whose bytes are those that were written.
 #[derive(Debug)]
 pub struct FrozenPrefix {
+    /// The name of a prefix in memory, if it has no path.
     path: PathBuf,
     file: File,
+    /// What a prefix in memory takes of the budget. Those who map it keep it too.
+    memory: Option<Arc<Reservation>>,
     len: u64,
     header: Header,
     tokens: Vec<u32>,
@@ -189,11 +232,17 @@ impl FrozenPrefix {
     /// # Errors
     /// The file cannot be read, is no prefix, was written by a newer version, is torn or has changed.
     pub fn open(path: &Path) -> Result<Self, Error> {
+        let file = File::open(path).map_err(|source| Error::Read { path: path.to_path_buf(), source })?;
+        FrozenPrefix::of(file, path, None)
+    }
+
+    /// Reads `file` as [`open`](Self::open) does. Errors call it `path`.
+    fn of(mut file: File, path: &Path, memory: Option<Arc<Reservation>>) -> Result<Self, Error> {
         let failed = |source| Error::Read { path: path.to_path_buf(), source };
         let name = path.display().to_string();
         let broken = |what: &str| FORMAT.broken(&name, what);
         let none = || FORMAT.none(&name);
-        let mut file = File::open(path).map_err(failed)?;
+        file.rewind().map_err(failed)?;
         let len = file.metadata().map_err(failed)?.len();
         let json = read_json(&mut file, len).map_err(failed)?.ok_or_else(none)?;
         let metadata: Metadata = serde_json::from_slice(&json[8..]).map_err(|_| none())?;
@@ -224,11 +273,16 @@ impl FrozenPrefix {
         let tokens = others.get("tokens").and_then(|bytes| words_of(bytes));
         let tokens = tokens.filter(|tokens| tokens.len() == header.stored as usize && !tokens.is_empty());
         let tokens = tokens.ok_or_else(|| broken("its tokens are not those that were frozen"))?;
-        Ok(FrozenPrefix { path: path.to_path_buf(), file, len, header, tokens, images, others })
+        Ok(FrozenPrefix { path: path.to_path_buf(), memory, file, len, header, tokens, images, others })
     }
 
-    pub fn path(&self) -> &Path {
-        &self.path
+    /// The file; `None` if the prefix lies in memory.
+    pub fn path(&self) -> Option<&Path> {
+        self.memory.is_none().then_some(&self.path)
+    }
+    /// What errors call it: its path, or the name of a prefix in memory.
+    pub fn name(&self) -> String {
+        self.path.display().to_string()
     }
     pub fn tokens(&self) -> &[u32] {
         &self.tokens
@@ -246,7 +300,7 @@ impl FrozenPrefix {
         let Header { maker: computed, blake3, .. } = &self.header;
         (computed != maker).then(|| format!("behind a prefix of {computed} with {blake3:?}"))
     }
-    /// Bytes of the file, which all its users share.
+    /// Bytes of the file, also of one in memory. All its users share them.
     pub fn len(&self) -> u64 {
         self.len
     }
@@ -260,7 +314,7 @@ impl FrozenPrefix {
     /// # Errors
     /// Names the first difference.
     pub fn check_model(&self, now: &Fingerprint) -> Result<(), Error> {
-        self.header.origin.check_model(&self.path.display().to_string(), now)
+        self.header.origin.check_model(&self.name(), now)
     }
 
     /// Compares what the prefix depends on with what is used now.
@@ -268,11 +322,11 @@ impl FrozenPrefix {
     /// # Errors
     /// Names the first difference.
     pub fn check(&self, now: &Origin) -> Result<(), Error> {
-        self.header.origin.check(&self.path.display().to_string(), now)
+        self.header.origin.check(&self.name(), now)
     }
 
     pub(super) fn check_layout(&self, now: &str) -> Result<(), Error> {
-        let (file, frozen) = (self.path.display().to_string(), &self.header.layout);
+        let (file, frozen) = (self.name(), &self.header.layout);
         if frozen == now {
             return Ok(());
         }
@@ -285,13 +339,16 @@ impl FrozenPrefix {
     pub(super) fn file(&self) -> &File {
         &self.file
     }
+    pub(super) fn memory(&self) -> Option<Arc<Reservation>> {
+        self.memory.clone()
+    }
     pub(super) fn cells(&self) -> u32 {
         self.header.stored.next_multiple_of(BLOCK)
     }
 
     fn misfit(&self) -> Error {
         let what = "its tensors do not fit the model".into();
-        Error::Malformed { file: self.path.display().to_string(), what }
+        Error::Malformed { file: self.name(), what }
     }
 
     /// Where K or V of a layer lies. The origin has been checked.

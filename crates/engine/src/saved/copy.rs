@@ -164,11 +164,20 @@ impl CacheRows<'_> {
         Ok(seen(step.with_reads(), end))
     }
 
-    /// Copies the rows that a query at the end of `seq`, at position `end`, sees.
-    pub(crate) fn copy_rows(&mut self, seq: SeqId, end: u32) -> Result<Vec<Rows>, Error> {
+    /// Copies the rows that a query at the end of `seq`, at position `end`, sees, of the layer groups that are `wanted`.
+    pub(crate) fn copy_rows(
+        &mut self,
+        seq: SeqId,
+        end: u32,
+        wanted: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Rows>, Error> {
         let groups = self.seen_at_end(seq, end)?;
         let mut all = Vec::new();
         for (g, seen) in groups.iter().enumerate() {
+            if !wanted(g) {
+                all.push(Rows::default());
+                continue;
+            }
             let sides = self.sides_of(g);
             let width: usize = sides.iter().map(SideSpec::width).sum();
             let mut rows = Rows {

@@ -83,6 +83,9 @@ struct Header {
     format: String,
     version: u32,
     origin: Origin,
+    /// The kind of cache that it was saved from, for people: it is resumed in any other. Older files do not say it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    kind: Option<String>,
     /// Positions whose K and V were in the cache.
     stored: u32,
     messages: Vec<SavedMessage>,
@@ -123,11 +126,11 @@ pub(crate) fn le_bytes(words: &[u32]) -> Vec<u8> {
 /// A tensor to write: name, type, shape, bytes.
 type Named<'a> = (String, Dtype, Vec<usize>, Cow<'a, [u8]>);
 
-/// Writes a session. See [`save`](super::save).
+/// Writes a session, of a cache of this kind with so many positions. See [`save`](super::save).
 pub fn write(
     path: &Path,
     text: SavedText<'_>,
-    stored: u32,
+    (kind, stored): (&str, u32),
     origin: &Origin,
     layout: &Layout,
     (k, v): (Storage, Storage),
@@ -155,6 +158,7 @@ pub fn write(
         format: FORMAT.format.into(),
         version: FORMAT.version,
         origin: origin.clone(),
+        kind: Some(kind.into()),
         stored,
         messages: text.messages.to_vec(),
         blake3: tensors.iter().map(|(name, _, _, bytes)| (name.clone(), hash(&[bytes]))).collect(),
@@ -261,6 +265,10 @@ impl SavedSession {
     /// Positions whose K and V were in the cache: the first so many tokens.
     pub fn stored(&self) -> u32 {
         self.header.stored
+    }
+    /// The kind of cache that it was saved from; `None` in files of older versions. It may be resumed in any other.
+    pub fn kind(&self) -> Option<&str> {
+        self.header.kind.as_deref()
     }
     pub fn messages(&self) -> &[SavedMessage] {
         &self.header.messages

@@ -127,6 +127,11 @@ pub type Tensors = BTreeMap<String, (Dtype, Vec<usize>, Vec<u8>)>;
 
 /// Changes the tensors of a session's file, and makes its hashes right.
 pub fn with_other_tensors(path: &Path, change: impl FnOnce(&mut Tensors)) {
+    with_other_content(path, |_, tensors| change(tensors));
+}
+
+/// The same for its header too.
+pub fn with_other_content(path: &Path, change: impl FnOnce(&mut serde_json::Value, &mut Tensors)) {
     let bytes = std::fs::read(path).unwrap();
     let metadata = SafeTensors::read_metadata(&bytes).unwrap().1.metadata().clone().unwrap();
     let mut header: serde_json::Value = serde_json::from_str(&metadata["kvist"]).unwrap();
@@ -135,7 +140,7 @@ pub fn with_other_tensors(path: &Path, change: impl FnOnce(&mut Tensors)) {
     let mut tensors: Tensors = tensors
         .map(|(name, view)| (name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())))
         .collect();
-    change(&mut tensors);
+    change(&mut header, &mut tensors);
     let hashes =
         tensors.iter().map(|(name, (_, _, bytes))| (name.clone(), kvist_model::hash(&[bytes]).into()));
     header["blake3"] = serde_json::Value::Object(hashes.collect());

@@ -5,7 +5,7 @@ use kvist_cpu::{Compute, Cpu};
 use kvist_device::{MemoryBudget, Registry, Storage};
 use kvist_engine::devices;
 use kvist_engine::executor::PagedConfig;
-use kvist_engine::frozen::{EnginePrefix, FrozenPrefix, FrozenText, freeze};
+use kvist_engine::frozen::{EnginePrefix, FrozenPrefix, FrozenText, SharedPrefix, freeze, share};
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::Origin;
 use kvist_engine::serving::*;
@@ -128,6 +128,11 @@ pub fn frozen(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
     frozen_with(tokens, engine, |_| ())
 }
 
+/// The same, without a file.
+pub fn shared(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
+    computed(tokens, engine, |session, text, origin| share(session, SeqId::ONLY, text, origin).unwrap())
+}
+
 /// The same, as if another machine had computed it.
 pub fn frozen_elsewhere(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
     frozen_with(tokens, engine, |path| {
@@ -150,14 +155,24 @@ pub fn frozen_elsewhere(tokens: &[u32], engine: &EngineConfig) -> EnginePrefix {
 fn frozen_with(tokens: &[u32], engine: &EngineConfig, change: impl FnOnce(&Path)) -> EnginePrefix {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("p.kvp");
+    computed(tokens, engine, |session, text, origin| {
+        freeze(session, SeqId::ONLY, text, origin, &path).unwrap();
+        change(&path);
+        Arc::new(FrozenPrefix::open(&path).unwrap())
+    })
+}
+
+fn computed(
+    tokens: &[u32],
+    engine: &EngineConfig,
+    frozen: impl FnOnce(&mut ModelSession, FrozenText<'_>, &Origin) -> SharedPrefix,
+) -> EnginePrefix {
     let aligned = engine.paged.block_aligned();
     let fingerprint = Opened::open(&ModelFile::Embedded, true).unwrap().fingerprint().unwrap();
     let origin = Origin::new(fingerprint, WeightFormat::AsStored, &aligned, model().config());
     let config = CacheConfig { kind: "cells".into(), max_step_tokens: 32, max_rows: 1, ..aligned };
     let mut session = ModelSession::new(model(), &devices::all(), &config).unwrap();
     session.prefill(SeqId::ONLY, tokens, &mut |_| true).unwrap();
-    freeze(&mut session, SeqId::ONLY, FrozenText { tokens, system: None }, &origin, &path).unwrap();
-    change(&path);
-    let prefix = Arc::new(FrozenPrefix::open(&path).unwrap());
+    let prefix = frozen(&mut session, FrozenText { tokens, system: None }, &origin);
     EnginePrefix { prefix, salt: "".into(), origin }
 }
