@@ -6,7 +6,8 @@
 
 static inline void expect(kvist_status found, kvist_status wanted, const char *text, const char *what) {
     if (found != wanted || (text != NULL && strstr(kvist_last_error(), text) == NULL)) {
-        fprintf(stderr, "%s: status %d (expected %d), \"%s\" (expected \"%s\")\n", what, found, wanted, kvist_last_error(), text);
+        fprintf(stderr, "%s: status %d (expected %d), \"%s\" (expected \"%s\")\n", what, found, wanted, kvist_last_error(),
+                text == NULL ? "" : text);
         exit(1);
     }
 }
