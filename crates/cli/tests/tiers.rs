@@ -133,95 +133,146 @@ fn two_servers_share_a_redis() {
     }
 }
 
-/// The store is killed while a load is in flight, and comes back: every text stays right, and it is used again.
+/// Two servers over one store. The first has room for all prompts, and has computed them. The second is so small that every prompt
+/// displaces the last one, and is loaded again.
+struct Pair {
+    first: Server,
+    second: Server,
+    tier: &'static str,
+    prompts: Vec<String>,
+    expected: Vec<String>,
+    began: std::time::Instant,
+    /// Prompts so far that nobody had asked for.
+    n_new: usize,
+}
+
+impl Pair {
+    /// With the URLs by which each finds the store. What the first has computed is a hit of the second when it asks for the first time.
+    fn start(tier: &'static str, first: &str, second: &str) -> Pair {
+        let first = start("512", &[&FLOAT, &["--tier-store", first]]);
+        let second = start("160", &[&FLOAT, &["--tier-store", second]]);
+        let (prompts, expected, began) = (prompts(), expected(), std::time::Instant::now());
+        let pair = Pair { first, second, tier, prompts, expected, began, n_new: 0 };
+        pair.ask_first();
+        settle(&pair.first, 16.0);
+        for i in 0..4 {
+            let loaded = pair.ask(i);
+            assert!(loaded >= 32, "prompt {i}: {loaded} tokens of what the first server has computed");
+        }
+        pair
+    }
+
+    /// Asks the second server for a prompt. Returns how many of its tokens were loaded.
+    fn ask(&self, i: usize) -> u64 {
+        let (text, loaded) = complete(&self.second, &self.prompts[i], self.tier);
+        assert_eq!(text, self.expected[i]);
+        loaded
+    }
+
+    /// Asks the first server for all prompts. What it has in its cache it does not read from the store; so no read of its own is held.
+    fn ask_first(&self) {
+        for (prompt, expected) in self.prompts.iter().zip(&self.expected) {
+            assert_eq!(&complete(&self.first, prompt, self.tier).0, expected);
+        }
+    }
+
+    /// Waits until the second server loads prompt 1, and displaces it again. A store that was down is tried again after a pause.
+    fn until_it_is_used(&self) {
+        loop {
+            let loaded = self.ask(1);
+            (2..4).for_each(|i| {
+                self.ask(i);
+            });
+            if loaded >= 32 {
+                return;
+            }
+            assert!(self.began.elapsed() < program::server::PATIENCE, "the store is not used");
+        }
+    }
+
+    /// Waits until the second server loads what the first has just computed: both have to try the store again.
+    fn until_it_is_shared(&mut self) {
+        loop {
+            self.n_new += 1;
+            let prompt = format!("New {}. {TEXT}", self.n_new);
+            let (expected, loaded) = complete(&self.first, &prompt, self.tier);
+            assert_eq!(loaded, 0, "nobody has computed this prompt");
+            settle(&self.first, 0.0);
+            let (text, loaded) = complete(&self.second, &prompt, self.tier);
+            assert_eq!(text, expected);
+            if loaded >= 32 {
+                return;
+            }
+            assert!(self.began.elapsed() < program::server::PATIENCE, "the store is not shared");
+        }
+    }
+}
+
+/// The store is killed while a load is in flight, and comes back: every text of both servers stays right, and it is used again.
 #[test]
 fn a_redis_that_dies_in_mid_load_changes_no_text() {
     let Some(redis) = Redis::new() else { return };
-    let (expected, gate) = (expected(), Arc::new(Gate::default()));
-    let url = format!("redis://:secret@127.0.0.1:{}/kvist", gate.before(redis.port()));
+    let gate = Arc::new(Gate::default());
+    let held = format!("redis://:secret@127.0.0.1:{}/kvist", gate.before(redis.port()));
+    // Only what the second server reads passes the gate.
+    let mut pair = Pair::start("redis", &redis.url("kvist"), &held);
     let mut redis = Some(redis);
-    // So small that every prompt displaces the last one, and is loaded again.
-    let server = start("160", &[&FLOAT, &["--tier-store", &url]]);
-    let (prompts, began) = (prompts(), std::time::Instant::now());
-    let ask = |i: usize| {
-        let (text, loaded) = complete(&server, &prompts[i], "redis");
-        assert_eq!(text, expected[i]);
-        loaded
-    };
     for round in 1..=2 {
-        // A store that was down is tried again after a pause.
-        loop {
-            let loaded = ask(1);
-            (2..4).for_each(|i| {
-                ask(i);
-            });
-            if loaded >= 32 {
-                break;
-            }
-            assert!(began.elapsed() < program::server::PATIENCE, "round {round}: it is not used");
-        }
-        let loads = figure(&server, "kvist_tier_loads_total");
+        pair.until_it_is_used();
+        let loads = figure(&pair.second, "kvist_tier_loads_total");
         gate.hold();
         std::thread::scope(|scope| {
-            let answer = scope.spawn(|| explain(&server, &prompts[1], "redis"));
+            let answer = scope.spawn(|| explain(&pair.second, &pair.prompts[1], "redis"));
             // A read of it is held from now on; the figures follow.
             gate.wait_for_read();
-            while figure(&server, "kvist_tier_loads_total") <= loads {
-                assert!(began.elapsed() < program::server::PATIENCE, "round {round}: no load has begun");
+            while figure(&pair.second, "kvist_tier_loads_total") <= loads {
+                assert!(pair.began.elapsed() < program::server::PATIENCE, "round {round}: no load has begun");
                 std::thread::sleep(std::time::Duration::from_millis(5));
             }
             let port = redis.take().map(Redis::kill);
             gate.open();
             let (text, loaded, why) = answer.join().unwrap();
-            assert_eq!((&text, loaded, why.as_deref()), (&expected[1], 0, Some("failed")), "round {round}");
-            (0..4).for_each(|i| assert_eq!(ask(i), 0, "round {round}: loaded from a store that is down"));
+            let expected = &pair.expected[1];
+            assert_eq!((&text, loaded, why.as_deref()), (expected, 0, Some("failed")), "round {round}");
+            pair.ask_first();
+            (0..4)
+                .for_each(|i| assert_eq!(pair.ask(i), 0, "round {round}: loaded from a store that is down"));
             redis = port.and_then(Redis::again);
         });
+        pair.ask_first();
+        pair.until_it_is_shared();
     }
 }
 
-/// The store is killed while it is read, with all that it has, and comes back: every text stays right, and it is used again.
+/// The store is killed while it is read, with all that it has, and comes back: every text of both servers stays right, and it is used
+/// again.
 #[test]
 fn an_s3_that_dies_in_mid_load_changes_no_text() {
-    let (expected, s3) = (expected(), Arc::new(S3::default()));
+    let s3 = Arc::new(S3::default());
     let url = s3.start();
-    // So small that every prompt displaces the last one, and is loaded again.
-    let server = start("160", &[&FLOAT, &["--tier-store", &url]]);
-    let (prompts, began) = (prompts(), std::time::Instant::now());
-    let ask = |i: usize| {
-        let (text, loaded) = complete(&server, &prompts[i], "s3");
-        assert_eq!(text, expected[i]);
-        loaded
-    };
+    let mut pair = Pair::start("s3", &url, &url);
     for round in 1..=2 {
-        // A store that was down is tried again after a pause.
-        loop {
-            let loaded = ask(1);
-            (2..4).for_each(|i| {
-                ask(i);
-            });
-            if loaded >= 32 {
-                break;
-            }
-            assert!(began.elapsed() < program::server::PATIENCE, "round {round}: it is not used");
-        }
-        let failed = figure(&server, "kvist_tier_failed_loads_total");
+        pair.until_it_is_used();
+        let failed = figure(&pair.second, "kvist_tier_failed_loads_total");
         s3.hold_gets();
         std::thread::scope(|scope| {
-            let answer = scope.spawn(|| explain(&server, &prompts[1], "s3"));
+            let answer = scope.spawn(|| explain(&pair.second, &pair.prompts[1], "s3"));
             s3.wait_for_get();
             s3.kill();
             let (text, loaded, why) = answer.join().unwrap();
-            assert_eq!((&text, loaded, why.as_deref()), (&expected[1], 0, Some("failed")));
+            assert_eq!((&text, loaded, why.as_deref()), (&pair.expected[1], 0, Some("failed")));
         });
         assert!(
-            figure(&server, "kvist_tier_failed_loads_total") > failed,
+            figure(&pair.second, "kvist_tier_failed_loads_total") > failed,
             "round {round}: no load has failed"
         );
-        (0..4).for_each(|i| assert_eq!(ask(i), 0, "round {round}: loaded from a store that is down"));
+        pair.ask_first();
+        (0..4).for_each(|i| assert_eq!(pair.ask(i), 0, "round {round}: loaded from a store that is down"));
         s3.again();
+        pair.ask_first();
+        pair.until_it_is_shared();
     }
-    let (_, metrics) = server.send("GET", "/metrics", "");
+    let (_, metrics) = pair.second.send("GET", "/metrics", "");
     for name in ["damaged", "evicted", "expired"] {
         let name = format!("kvist_tier_{name}_blocks_total{{");
         let mut lines = metrics.lines();

@@ -13,10 +13,15 @@
 mod directory;
 mod entry;
 mod room;
+#[cfg(test)]
+mod tests;
 
+use crate::regions::{OVERHEAD_BYTES, PAGE, REGION_BYTES, room_bytes};
 use crate::removed::Removed;
 use crate::small::Small;
-use crate::{BlockKey, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, StoreError, Turn, Usage};
+use crate::{
+    BlockKey, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, Regions, StoreError, Turn, Usage,
+};
 use directory::{Layout, Lock, Prepared, prepare};
 use entry::{Key, Stored};
 use foyer::{
@@ -34,10 +39,6 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::task::JoinHandle;
 
 const NAME: &str = "disk";
-const PAGE: u64 = 4096;
-const REGION_BYTES: u64 = 16 << 20;
-/// What foyer stores beside a block: its own header, the key, the index of a region.
-const OVERHEAD_BYTES: u64 = 2 * PAGE;
 
 /// Of a block in foyer's index in memory: a hash, an address, and what the table leaves free.
 const INDEX_BYTES: u64 = 96;
@@ -57,8 +58,7 @@ pub struct DiskOptions {
 impl DiskOptions {
     /// Memory that such a store takes: buffers of writes, an index of what is on disk, and notes.
     pub fn memory_bytes(capacity_bytes: u64, block_bytes: u64) -> u64 {
-        let block =
-            block_bytes.saturating_add(Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
+        let block = room_bytes(block_bytes);
         let blocks = capacity_bytes / block;
         let buffers = block.max(REGION_BYTES).saturating_mul(2);
         buffers.saturating_add(blocks.saturating_mul(INDEX_BYTES)).saturating_add(crate::small::MOST_BYTES)
@@ -137,7 +137,12 @@ fn failed(action: &'static str, error: &dyn std::fmt::Display) -> StoreError {
 
 impl DiskFrames {
     async fn open(options: DiskOptions) -> Result<DiskFrames, StoreError> {
-        let Prepared { lock, layout, kept } = prepare(&options)?;
+        let prepared = prepare(&options)?;
+        DiskFrames::open_prepared(options, prepared).await
+    }
+
+    async fn open_prepared(options: DiskOptions, prepared: Prepared) -> Result<DiskFrames, StoreError> {
+        let Prepared { lock, layout, kept } = prepared;
         let cache = match build(&options.dir, &layout).await {
             Ok(cache) => cache,
             Err(problem) => {
@@ -307,7 +312,7 @@ impl DiskFrames {
         let load = self.cache.storage().load(&Key(*key.as_bytes())).await;
         Ok(match load.map_err(|error| failed("read a block", &error))? {
             Load::Entry { value, populated, .. } => {
-                // Its region is among the next to be overwritten: a block that is used stays.
+                // Its region is one of the next to be overwritten: a block that is used stays.
                 if populated.age == Age::Old
                     && let Ok(pages) =
                         self.buffer.clone().try_acquire_many_owned(self.pages(value.0.body.len() as u64))
@@ -380,6 +385,13 @@ fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io
     Ok(removed)
 }
 
+/// Which makes the [next to go](Regions::n_old) old. foyer rounds the number of regions down, and the region that it empties when it
+/// marks them is one of them.
+fn probation_ratio(layout: &Layout) -> f64 {
+    let regions = Regions { n: layout.regions, bytes: layout.region_bytes };
+    ((regions.n_old() as f64 + 1.5) / regions.n as f64).min(1.0)
+}
+
 async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
     let size =
         |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
@@ -391,7 +403,7 @@ async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, 
         .with_block_size(size(layout.region_bytes)?)
         .with_buffer_pool_size(size(layout.buffer_bytes)?)
         // In turn: what was removed is in no region when all have been written to. What it finds at the start it queues in any order.
-        .with_eviction_pickers(vec![Box::new(FifoPicker::default())])
+        .with_eviction_pickers(vec![Box::new(FifoPicker::new(probation_ratio(layout)))])
         // `room` is the bound.
         .with_submit_queue_size_threshold(usize::MAX);
     HybridCacheBuilder::new()

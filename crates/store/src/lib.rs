@@ -25,6 +25,7 @@ mod key;
 mod lookups;
 mod over;
 mod ram;
+mod regions;
 #[cfg(feature = "remote")]
 mod remote;
 #[cfg(feature = "disk")]
@@ -43,6 +44,7 @@ pub use guard::{Guarded, Limits};
 pub use key::{BlockKey, KeyChain};
 pub use over::StoreOver;
 pub use ram::{Ram, RamFrames};
+pub use regions::Regions;
 #[cfg(feature = "remote")]
 pub use remote::{Remote, RemoteFrames};
 

@@ -5,17 +5,16 @@
 //! its blocks end. So there may be more of them later, or fewer, and they may get longer. They cannot get shorter, because that would
 //! cut blocks off: if fewer than [`LEAST_REGIONS`] of the old length fit, the store begins empty.
 use super::room::{check_room, leave_one_empty, remove_regions};
-use super::{DiskOptions, NAME, OVERHEAD_BYTES, PAGE, REGION_BYTES};
-use crate::{Frame, StoreError};
+use super::{DiskOptions, NAME};
+use crate::regions::{MOST_REGIONS, PAGE, REGION_BYTES, room_bytes};
+use crate::{Regions, StoreError};
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
 use std::path::Path;
 
 const LOCK: &str = "kvist-store.lock";
 const LAYOUT: &str = "kvist-store.layout";
-/// Above that, regions get larger: each is an open file.
-const MOST_REGIONS: u64 = 512;
-const LEAST_REGIONS: u64 = 8;
+const LEAST_REGIONS: u64 = Regions::LEAST;
 
 /// Released by the system when the process ends, however it ends.
 pub struct Lock(#[allow(dead_code)] File);
@@ -37,10 +36,8 @@ impl Layout {
             let problem = format!("blocks of {} bytes are more than {largest}", options.largest_block_bytes);
             return Err(open(problem, "Take smaller blocks".into()));
         }
-        let block =
-            (options.largest_block_bytes + Frame::HEAD_BYTES as u64 + OVERHEAD_BYTES).next_multiple_of(PAGE);
-        let region_bytes =
-            block.max(REGION_BYTES).max((options.capacity_bytes / MOST_REGIONS).next_multiple_of(PAGE));
+        let Regions { n: regions, bytes: region_bytes } =
+            Regions::new(options.capacity_bytes, options.largest_block_bytes);
         if region_bytes > u64::from(u32::MAX) {
             let most = u64::from(u32::MAX) * MOST_REGIONS;
             return Err(open(
@@ -48,12 +45,15 @@ impl Layout {
                 "Take less".into(),
             ));
         }
-        let regions = options.capacity_bytes / region_bytes;
         if regions < LEAST_REGIONS {
             let problem = format!("a capacity of {} bytes is too small", options.capacity_bytes);
             return Err(open(problem, format!("Give it {} bytes or more", region_bytes * LEAST_REGIONS)));
         }
-        Ok(Layout { region_bytes, regions, buffer_bytes: block.max(REGION_BYTES) })
+        Ok(Layout {
+            region_bytes,
+            regions,
+            buffer_bytes: room_bytes(options.largest_block_bytes).max(REGION_BYTES),
+        })
     }
 
     /// When so many bytes have been written, every region has been written to: all of them, the one that is being filled, and

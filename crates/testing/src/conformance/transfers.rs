@@ -1,8 +1,9 @@
-//! Cells that are exported and imported: into pools with other content, into empty ones, and at other places.
+//! Cells that are exported and imported: into pools with other content, into empty ones, at other places, and into a cache of
+//! another kind.
 use super::cases::Case;
 use crate::SplitMix64;
 use crate::reference::Choices;
-use kvist_cache::kinds::{self, GroupSpec, Visibility};
+use kvist_cache::kinds::{self, GroupSpec, KindEntry, Visibility};
 use kvist_cache::*;
 use kvist_device::*;
 use std::sync::Arc;
@@ -33,14 +34,19 @@ struct World {
 /// Pools, and what their activations depend on.
 type Seeded<'p> = (&'p mut Box<dyn Pools>, u64);
 
+/// Kinds that remove any one position.
+const REMOVING: [&str; 2] = ["cells", "tree"];
+
 impl World {
-    fn new(case: &Case, capacity: u32) -> Self {
-        let group =
-            GroupSpec { capacity_tokens: capacity, visibility: Visibility::FULL, max_step_tokens: capacity };
-        let build = || kinds::build("cells", &group).unwrap_or_else(|e| panic!("{group:?}: {e}"));
+    fn new(case: &Case, kind: &KindEntry, capacity: u32) -> Self {
+        // Of a bounded kind a window without end: nothing is overwritten, and every query sees what it sees elsewhere.
+        let window = kind.traits.bounded.then_some(capacity);
+        let visibility = Visibility { window, sinks: 0 };
+        let group = GroupSpec { capacity_tokens: capacity, visibility, max_step_tokens: capacity };
+        let build = || (kind.build)(&group).unwrap_or_else(|e| panic!("{} {group:?}: {e}", kind.name));
         let mut cache = Cache::new((0..case.n_groups()).map(|_| build()).collect());
-        for seq in [A, B] {
-            cache.sequences().expect("cells have sequences").seq_new(seq).expect("it is new");
+        if let Some(mut sequences) = cache.sequences() {
+            [A, B].into_iter().for_each(|seq| sequences.seq_new(seq).expect("it is new"));
         }
         let spec = PoolSpec {
             layout: case.layout(),
@@ -59,15 +65,21 @@ impl World {
         self.cache.next_position(seq).expect("both sequences exist")
     }
 
-    /// Appends tokens to A in chunks, and to B in between.
-    fn fill(&mut self, case: &Case, length: u32, choices: &mut Choices<'_>, pools: Seeded<'_>) {
+    /// Appends tokens to A in chunks, and to B in between, if the kind has several sequences.
+    fn fill(
+        &mut self,
+        case: &Case,
+        (length, nan): (u32, Option<u32>),
+        choices: &mut Choices<'_>,
+        pools: Seeded<'_>,
+    ) {
         while self.next(A) < length {
             let b = choices.below(4);
-            if b > 0 {
+            if b > 0 && self.cache.sequences().is_some() {
                 self.step(case, B, b, None, &mut [(&mut *pools.0, pools.1)]);
             }
             let n = (1 + choices.below(length)).min(length - self.next(A));
-            self.step(case, A, n, nan_token(case, length), &mut [(&mut *pools.0, pools.1)]);
+            self.step(case, A, n, nan, &mut [(&mut *pools.0, pools.1)]);
         }
     }
 
@@ -130,10 +142,23 @@ impl World {
         outputs
     }
 
-    /// Removes positions of A.
-    fn remove(&mut self, from: u32, until: u32) {
-        let mut sequences = self.cache.sequences().expect("cells have sequences");
-        sequences.seq_rm(A, from, until).expect("cells remove any range");
+    /// Removes a position of A.
+    fn remove(&mut self, position: u32) {
+        let mut sequences = self.cache.sequences().expect("a kind that removes has sequences");
+        sequences.seq_rm(A, position, position + 1).expect("it removes any range");
+    }
+
+    fn can_shorten(&mut self) -> bool {
+        self.cache.sequences().is_some() || self.cache.rewinds().is_some()
+    }
+
+    /// Makes A end at a position.
+    fn shorten(&mut self, length: u32) {
+        let done = match self.cache.rewinds() {
+            Some(mut rewinds) => rewinds.rewind(length),
+            None => self.cache.sequences().expect("it can").seq_rm(A, length, u32::MAX),
+        };
+        done.expect("A is longer than that");
     }
 
     /// The longest run of cells that stores tokens of A from `token` on.
@@ -145,7 +170,7 @@ impl World {
 }
 
 /// The token of A whose K and V are NaN, in every third case that is long enough. Kernels must not multiply it by a
-/// weight of zero once it is removed.
+/// weight of zero once it is removed. Not if one of the kinds cannot remove it.
 fn nan_token(case: &Case, length: u32) -> Option<u32> {
     (case.length.is_multiple_of(3) && length > 2).then_some(length / 2)
 }
@@ -248,6 +273,16 @@ fn move_recent(
     true
 }
 
+/// Two kinds, the same one in a third of the cases or more. In half of the cases that want to remove a position, both can.
+fn kinds_of(choices: &mut Choices<'_>, wants_removal: bool) -> [&'static KindEntry; 2] {
+    let removing = wants_removal && choices.one_in(2);
+    let all: Vec<&KindEntry> =
+        kinds::KINDS.iter().filter(|kind| !removing || REMOVING.contains(&kind.name)).collect();
+    let source = choices.below(all.len() as u32) as usize;
+    let target = if choices.one_in(3) { source } else { choices.below(all.len() as u32) as usize };
+    [all[source], all[target]]
+}
+
 /// Runs one case; one line per failure.
 pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
     let mut case = case.clone();
@@ -260,17 +295,19 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
     // Where cells are elsewhere, the pools are larger, too.
     let elsewhere = choices.one_in(2);
     let capacity = 5 * length + 2 * NEW + 20;
-    let mut source = World::new(&case, capacity);
-    let mut target = World::new(&case, if elsewhere { capacity + 300 } else { capacity });
+    let kinds = kinds_of(&mut choices, nan_token(&case, length).is_some());
+    let nan = nan_token(&case, length).filter(|_| kinds.iter().all(|kind| REMOVING.contains(&kind.name)));
+    let mut source = World::new(&case, kinds[0], capacity);
+    let mut target = World::new(&case, kinds[1], if elsewhere { capacity + 300 } else { capacity });
     let pools = |backend: &dyn Backend, world: &World| backend.pools(&world.spec).expect("pools");
     let mut exported = pools(ends.from, &source);
     let (mut full, mut empty) = (pools(ends.to, &target), pools(ends.to, &target));
     // The same choices place A in the same cells.
     let script = u64::from(choices.below(u32::MAX));
-    source.fill(&case, length, &mut Choices::from_seed(script, u64::MAX), (&mut exported, 1));
+    source.fill(&case, (length, nan), &mut Choices::from_seed(script, u64::MAX), (&mut exported, 1));
     let script = script + u64::from(elsewhere);
-    let whole = Case { length: 1, ..case.clone() }; // without NaN
-    target.fill(&whole, length, &mut Choices::from_seed(script, u64::MAX), (&mut full, 2));
+    target.fill(&case, (length, None), &mut Choices::from_seed(script, u64::MAX), (&mut full, 2));
+    let names = kinds.map(|kind| kind.name).join(" to ");
 
     let mut bad = transfer_all(
         &mut choices,
@@ -281,25 +318,25 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
         [&mut *full, &mut *empty],
     );
     if !bad.is_empty() {
-        return bad;
+        return bad.into_iter().map(|line| format!("{names}: {line}")).collect();
     }
     let worlds = (&source, &target);
     same_rows(&case, worlds, &*exported, &*full, "other content", &mut bad);
     same_rows(&case, worlds, &*exported, &*empty, "no content", &mut bad);
 
     // A step after the transfer, after the last token or after one in the middle of a recent group.
-    let shorter = choices.one_in(3) && length > 1;
+    let shorter = choices.one_in(3) && length > 1 && source.can_shorten() && target.can_shorten();
     for world in [&mut source, &mut target] {
-        if let Some(token) = nan_token(&case, length) {
-            world.remove(token, token + 1);
+        if let Some(token) = nan {
+            world.remove(token);
         }
         if shorter {
-            world.remove(length - 1, u32::MAX);
+            world.shorten(length - 1);
         }
     }
     // The tokens that the next query reads in f16.
     let recent = (length - 1) / group * group..length - 1;
-    let recent = recent.filter(|token| nan_token(&case, length) != Some(*token));
+    let recent = recent.filter(|token| nan != Some(*token));
     let has_recent = shorter
         && choices.one_in(2)
         && move_recent((&source, &target), recent, &mut *exported, [&mut *full, &mut *empty], &mut bad);
@@ -316,13 +353,14 @@ pub fn run(ends: Ends<'_>, case: &Case, seed: u64) -> Vec<String> {
     }
     // The source reads the rows of the last group in f16, if the sequence was shortened.
     let comparable = !shorter || case.recent == 0 || float || has_recent;
-    let exact = ends.same_bits && (float || !elsewhere);
+    let same_places = !elsewhere && source.cells == target.cells;
+    let exact = ends.same_bits && (float || same_places);
     if comparable && (!near(&expected, &from_full) || exact && bits(&expected) != bits(&from_full)) {
         bad.push(format!(
-            "attention over imported cells differs (elsewhere: {elsewhere}, shorter: {shorter}, f16 rows: {has_recent})"
+            "attention over imported cells differs (same cells: {same_places}, shorter: {shorter}, f16 rows: {has_recent})"
         ));
     }
-    bad
+    bad.into_iter().map(|line| format!("{names}: {line}")).collect()
 }
 
 fn near(a: &[f32], b: &[f32]) -> bool {
@@ -357,5 +395,22 @@ fn same_rows(
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn cells_go_from_every_kind_to_every_kind() {
+        let drawn = |wants_removal: bool| -> BTreeSet<[&str; 2]> {
+            let of = |seed| kinds_of(&mut Choices::from_seed(seed, u64::MAX), wants_removal);
+            (0..300).map(|seed| of(seed).map(|kind| kind.name)).collect()
+        };
+        assert_eq!(drawn(false).len(), kinds::KINDS.len().pow(2));
+        let removing = drawn(true).into_iter().filter(|pair| pair.iter().all(|kind| REMOVING.contains(kind)));
+        assert_eq!(removing.count(), 4);
     }
 }

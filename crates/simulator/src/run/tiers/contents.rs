@@ -1,4 +1,5 @@
 //! Which blocks a tier has, and which of them go when it is full.
+use kvist_store::Regions;
 use std::collections::{BTreeMap, HashMap};
 
 /// In which order a full tier drops its blocks.
@@ -8,7 +9,7 @@ pub enum TierOrder {
     #[default]
     Lru,
     /// In the order in which they were written, as a log on a disk does: it is a ring of regions, each of which is emptied at once before
-    /// it is written again. A block that is read from one of the next tenth of regions to go is written again.
+    /// it is written again. A block that is read from one of the next regions to go, a tenth of them and two at least, is written again.
     InTurn,
 }
 
@@ -26,35 +27,34 @@ pub(crate) struct Contents {
     pub counts: TierCounts,
 }
 
-/// A log of blocks, of which each write takes the next place.
+/// A log of blocks, of which each write takes the next place. Its regions are those of a server's disk.
 #[derive(Clone, Copy)]
 struct Ring {
-    n_regions: u64,
+    regions: Regions,
     region_blocks: u64,
 }
 
-/// As of the disk of a server: more regions make larger ones.
-const REGION_BYTES: u64 = 16 << 20;
-const MOST_REGIONS: u64 = 512;
-
 impl Ring {
     fn new(capacity_bytes: u64, block_bytes: u64) -> Ring {
-        let region_bytes = REGION_BYTES.max(capacity_bytes / MOST_REGIONS).max(block_bytes);
-        Ring {
-            n_regions: (capacity_bytes / region_bytes).max(2),
-            region_blocks: (region_bytes / block_bytes.max(1)).max(1),
-        }
+        let mut regions = Regions::new(capacity_bytes, block_bytes);
+        // A server's disk is not as small as that.
+        regions.n = regions.n.max(2);
+        Ring { regions, region_blocks: regions.blocks_each(block_bytes).max(1) }
     }
 
-    /// Regions before this one are empty, when the place `tick` is written: one is kept empty, to be written next.
-    fn first_region(&self, tick: u64) -> u64 {
-        (tick / self.region_blocks + 2).saturating_sub(self.n_regions)
+    /// The region of a place; places are counted from 1 on.
+    fn region(&self, place: u64) -> u64 {
+        place.saturating_sub(1) / self.region_blocks
+    }
+
+    /// Whether what was written `at` a place is still there when the place `tick` is written.
+    fn stays(&self, at: u64, tick: u64) -> bool {
+        self.region(at) >= self.regions.first(self.region(tick))
     }
 
     /// Whether what was written `at` a place goes soon.
     fn goes_soon(&self, at: u64, tick: u64) -> bool {
-        // Nothing goes before all regions have been written to.
-        at / self.region_blocks + self.n_regions < tick / self.region_blocks + 2 + self.n_regions / 10
+        self.regions.is_old(self.region(at), self.region(tick))
     }
 }
 
@@ -138,7 +138,7 @@ impl Contents {
     fn make_room(&mut self) {
         while let Some((&at, _)) = self.order.first_key_value() {
             let stays = match self.ring {
-                Some(ring) => at / ring.region_blocks >= ring.first_region(self.tick),
+                Some(ring) => ring.stays(at, self.tick),
                 None => self.order.len() as u64 <= self.capacity_blocks,
             };
             if stays {
@@ -163,20 +163,23 @@ mod tests {
     use kvist_testing::SplitMix64;
     use std::collections::VecDeque;
 
-    /// A log against a plain one: regions in a queue, of which the oldest is emptied.
+    /// A log against a plain one: regions in a queue, of which the oldest is emptied when the last empty one is taken.
     #[test]
     fn a_log_is_overwritten_in_turn() {
-        const BLOCK: u64 = 1 << 20; // 16 in a region
-        for (n_regions, seed) in [(4, 1), (12, 2), (24, 3), (40, 4)] {
+        const REGION_BYTES: u64 = 16 << 20;
+        const BLOCK: u64 = 1_000_000; // 16 in a region, beside what a disk stores with them
+        for (n_regions, n_old, seed) in [(8, 2, 1), (12, 2, 2), (24, 2, 3), (40, 4, 4)] {
             let mut random = SplitMix64(seed);
             let mut contents = Contents::new(Some(n_regions * REGION_BYTES), BLOCK, TierOrder::InTurn);
-            // Places are counted from 1 on, so the first region has one less.
-            let mut regions = VecDeque::from([vec![u64::MAX]]);
+            let mut regions = VecDeque::from([Vec::new()]);
             let (mut n_rewritten, mut n_dropped) = (0, 0);
-            let mut write = |regions: &mut VecDeque<Vec<u64>>, hash: u64| {
+            // Those that are old are so from the moment when a region is emptied.
+            let mut is_full = false;
+            let mut write = |regions: &mut VecDeque<Vec<u64>>, is_full: &mut bool, hash: u64| {
                 if regions.back().unwrap().len() == 16 {
                     regions.push_back(Vec::new());
                     if regions.len() as u64 == n_regions {
+                        *is_full = true;
                         let gone = regions.pop_front().unwrap();
                         n_dropped += gone.iter().filter(|hash| **hash != u64::MAX).count();
                     }
@@ -190,33 +193,43 @@ mod tests {
                 match at {
                     Some(at) => {
                         contents.read(&[hash]);
-                        // Which regions go next is known when as many are full as there may be.
-                        let n_empty = (n_regions - 1).saturating_sub(regions.len() as u64);
-                        if at as u64 + n_empty < n_regions / 10 {
+                        if is_full && at < n_old {
                             regions[at]
                                 .iter_mut()
                                 .filter(|one| **one == hash)
                                 .for_each(|one| *one = u64::MAX);
-                            write(&mut regions, hash);
+                            write(&mut regions, &mut is_full, hash);
                             n_rewritten += 1;
                         }
                     }
                     None => {
                         contents.place(&[hash]);
-                        write(&mut regions, hash);
+                        write(&mut regions, &mut is_full, hash);
                     }
                 }
             }
             assert_eq!(contents.counts.dropped_blocks, n_dropped as u64, "{n_regions} regions");
-            assert!(n_dropped > 500 && (n_rewritten > 50) == (n_regions >= 10), "{n_dropped} {n_rewritten}");
+            assert!(n_dropped > 500 && n_rewritten > 50, "{n_dropped} {n_rewritten}");
         }
+    }
+
+    /// What a disk stores beside a block took no room: blocks of 1 MiB were 16 in a region of 16 MiB.
+    #[test]
+    fn a_region_has_room_for_less_than_its_bytes() {
+        let ring = Ring::new(1 << 30, 1 << 20);
+        assert_eq!((ring.regions.n, ring.region_blocks), (64, 15));
+        // Small blocks take whole pages.
+        assert_eq!(Ring::new(1 << 30, 100).region_blocks, 4_072);
+        // One that is larger than a region makes larger ones.
+        assert_eq!(Ring::new(1 << 30, 20 << 20).region_blocks, 1);
+        assert_eq!(Ring::new(10, 20).region_blocks, 4_072);
     }
 
     /// Uses keep a block in memory, and not in a log.
     #[test]
     fn a_lookup_is_a_use_of_memory_alone() {
         for (order, stays) in [(TierOrder::Lru, true), (TierOrder::InTurn, false)] {
-            let mut contents = Contents::new(Some(4 * REGION_BYTES), REGION_BYTES / 4, order);
+            let mut contents = Contents::new(Some(64 << 20), 4 << 20, order);
             contents.place(&[1, 2]);
             for hash in 10..40 {
                 contents.look_up(&[1, 2]);
