@@ -82,19 +82,19 @@ impl Session {
 
     /// Freezes a sequence in a file.
     pub(super) fn freeze(&mut self, seq: SeqId, path: &Path) -> Outcome<()> {
-        let (tokens, origin) = self.to_freeze(seq)?;
+        let (tokens, origin) = self.text_and_origin(seq)?;
         let text = FrozenText { tokens: &tokens, system: None };
         frozen::freeze(&mut self.session, seq, text, &origin, path).map_err(bad_file)
     }
 
     /// Freezes a sequence in memory.
     pub(super) fn share(&mut self, seq: SeqId) -> Outcome<SharedPrefix> {
-        let (tokens, origin) = self.to_freeze(seq)?;
+        let (tokens, origin) = self.text_and_origin(seq)?;
         let text = FrozenText { tokens: &tokens, system: None };
         frozen::share(&mut self.session, seq, text, &origin).map_err(bad_file)
     }
 
-    fn to_freeze(&mut self, seq: SeqId) -> Outcome<(Vec<u32>, Origin)> {
+    fn text_and_origin(&mut self, seq: SeqId) -> Outcome<(Vec<u32>, Origin)> {
         let tokens = self.tokens(seq)?.to_vec();
         if tokens.is_empty() {
             return Err(Failure::order(format!("sequence {seq} has no tokens to freeze")));
