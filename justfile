@@ -43,17 +43,20 @@ tiers:
     cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers --test shared_sessions
 
 # Files that are damaged and processes that are killed, far more often than `cargo test` does it, in release mode: changed bits and
-# cuts of sessions and prefixes, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`
+# cuts of sessions, prefixes and blocks, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`
 # takes half an hour on two cores beside the builds. Without LTO, which costs minutes and changes nothing that is tested here.
 proofs flips="100000" kills="1000":
     #!/usr/bin/env bash
     set -euo pipefail
     export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
-    proof() { cargo test --release -p kvist -p kvist-engine -p kvist-store --features kvist-store/disk --test "$1" -- --nocapture "$2"; }
+    proofs() { cargo test --release -p kvist -p kvist-engine -p kvist-store --features kvist-store/disk "$@"; }
+    proof() { proofs --test "$1" -- --nocapture "$2"; }
     # 200,000 files of each kind: a disk would only slow that down.
     memory=$(test -w /dev/shm && echo /dev/shm || echo "${TMPDIR:-/tmp}")
     TMPDIR=$memory proof saved changed_and_torn_files_are_refused
     TMPDIR=$memory proof frozen changed_and_torn_files_are_refused
+    TMPDIR=$memory proofs --lib -- --nocapture damaged_files_are_set_aside_and_change_no_token
+    proof stores cut_frames_are_refused
     TMPDIR=$memory proof stores damaged_files_lose_blocks_and_return_none_of_them
     proof stores a_kill_loses_no_written_block
     proof kills a_kill_in_mid_save_leaves_the_old_or_the_new_session

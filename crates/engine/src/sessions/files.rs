@@ -26,6 +26,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
+#[cfg(test)]
+mod tests;
+
 const FORMAT: &str = "kvist-server-session";
 const VERSION: u64 = 1;
 const PARTIAL: &str = ".partial";

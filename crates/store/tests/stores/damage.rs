@@ -1,7 +1,7 @@
 //! Damaged bytes are misses: nothing of them is reused.
 use crate::reference::{self, block};
 use kvist_store::{
-    BlockKey, BlockStore, BoxFuture, Bytes, Check, Damage, Frame, FrameStore, Framed, Ram, RamFrames,
+    BlockKey, BlockStore, BoxFuture, Bytes, Check, Damage, Frame, FrameStore, Framed, Opened, Ram, RamFrames,
     StoreError, Usage,
 };
 use kvist_testing::SplitMix64;
@@ -91,6 +91,45 @@ fn damaged_blocks_are_removed<S: FrameStore>(store: &Framed<S>) {
     assert!(unchanged < 5_000, "{unchanged}");
     assert_eq!(store.counts().damaged, 100_000 - unchanged);
     assert_eq!(store.counts().misses, 100_000 - unchanged);
+}
+
+/// A frame that ends early is refused, also if zeros or an older frame of the same length follow there, as in a file of which not all
+/// was written. `KVIST_FLIPS=100000` cuts more.
+#[test]
+fn cut_frames_are_refused() {
+    let cuts = std::env::var("KVIST_FLIPS").map_or(2_000, |n| n.parse().expect("KVIST_FLIPS is a number"));
+    let (mut random, keys) = (SplitMix64(17), reference::keys(1));
+    let (now, mut n_refused) = (SystemTime::now(), 0);
+    for cut in 0..cuts {
+        let body = block(&mut random, if cut % 10 == 0 { 20_000 } else { 300 });
+        // The older frame has the same key: only the hash tells them apart.
+        let old: Bytes = body.iter().map(|byte| byte.wrapping_add(1)).collect::<Vec<u8>>().into();
+        for check in [Check::Blake3, Check::Xxh3] {
+            let stored = Frame::new(&keys[0], body.clone(), None, check).to_bytes();
+            let old = Frame::new(&keys[0], old.clone(), None, check).to_bytes();
+            // A third of the cuts is in the head, which is short.
+            let at = random.index(if cut % 3 == 0 { Frame::HEAD_BYTES } else { stored.len() });
+            let front = &stored[..at];
+            let zeros = vec![0; stored.len() - at];
+            for bytes in [front.to_vec(), [front, &zeros[..]].concat(), [front, &old[at..]].concat()] {
+                if bytes[..] == stored[..] {
+                    continue; // what is missing were zeros
+                }
+                let is_old = bytes[..] == old[..];
+                let opened = Frame::split(bytes.into()).open(&keys[0], now, check);
+                // The cut is before all that differs: this is the older frame, whole.
+                match is_old {
+                    true => assert!(
+                        matches!(opened, Ok(Opened::Block(found)) if found[..] == old[Frame::HEAD_BYTES..])
+                    ),
+                    false => drop(opened.expect_err("a cut frame")),
+                }
+                n_refused += usize::from(!is_old);
+            }
+        }
+    }
+    println!("{cuts} cuts: {n_refused} frames refused");
+    assert!(n_refused > cuts * 4, "{n_refused}");
 }
 
 /// Every bit of a frame is checked, and every length.
