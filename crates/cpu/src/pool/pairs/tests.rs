@@ -84,7 +84,7 @@ fn scores_are_products() {
         let mut errors = Errors::default();
         let mut random = SplitMix64(3);
         for (round, head_dim) in HEAD_DIMS.into_iter().enumerate() {
-            for n in [1, 8, 9, 17, 37] {
+            for n in [1, 7, 8, 9, 16, 17, 37] {
                 let (n_blocks, first, rows) = (1 + (2 * round + n) % MAX_BLOCKS, n % 3, n + 3);
                 let keys = Stored::new(Side::K, storage, head_dim, n_blocks, &mut random);
                 let dtype = keys.geometry.storage.dtype;
@@ -149,7 +149,7 @@ fn sums_are_products() {
         let mut errors = Errors::default();
         let mut random = SplitMix64(4);
         for (round, head_dim) in HEAD_DIMS.into_iter().enumerate() {
-            for n in [1, 8, 9, 17, 37] {
+            for n in [1, 7, 8, 9, 16, 17, 37] {
                 let n_places = STEP * (1 + (round + n) % MAX_STEPS);
                 let n_blocks = n_places / 8;
                 let values = Stored::new(Side::V, storage, head_dim, n_blocks, &mut random);
