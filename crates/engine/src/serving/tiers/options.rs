@@ -312,7 +312,7 @@ pub struct OpenTiers {
 }
 
 impl OpenTiers {
-    /// For [`EngineConfig::tiers`](kvist_engine::serving::EngineConfig::tiers).
+    /// For [`EngineConfig::tiers`](crate::serving::EngineConfig::tiers).
     pub fn config(&self) -> TierConfig {
         self.config.clone()
     }
