@@ -54,7 +54,7 @@ impl<T: Send + Sync> SharedHandle<T> {
             Err(TryLockError::WouldBlock) => {
                 Err(Failure::new(kvist_status::KVIST_BUSY, "another thread is freeing the handle"))
             }
-            // Nobody writes.
+            // No caller writes.
             Err(TryLockError::Poisoned(value)) => run(&value.into_inner()),
         }
     }

@@ -30,7 +30,7 @@ pub enum kvist_status {
     KVIST_WRONG_ORDER = 7,
     /// This kind of cache, backend or model does not support the call.
     KVIST_UNSUPPORTED = 8,
-    /// A callback stopped the call. What had been computed until then stays in the cache. Or a job was ended because nobody reads it.
+    /// A callback stopped the call. What had been computed until then stays in the cache. Or a job was ended because no handle reads it.
     KVIST_STOPPED = 9,
     /// A defect of kvist. The handle of the call can only be freed.
     KVIST_INTERNAL_ERROR = 10,

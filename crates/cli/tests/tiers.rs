@@ -142,7 +142,7 @@ struct Pair {
     prompts: Vec<String>,
     expected: Vec<String>,
     began: std::time::Instant,
-    /// Prompts so far that nobody had asked for.
+    /// Prompts so far that had not been asked for before.
     n_new: usize,
 }
 
@@ -196,7 +196,7 @@ impl Pair {
             self.n_new += 1;
             let prompt = format!("New {}. {TEXT}", self.n_new);
             let (expected, loaded) = complete(&self.first, &prompt, self.tier);
-            assert_eq!(loaded, 0, "nobody has computed this prompt");
+            assert_eq!(loaded, 0, "no server has computed this prompt");
             settle(&self.first, 0.0);
             let (text, loaded) = complete(&self.second, &prompt, self.tier);
             assert_eq!(text, expected);

@@ -110,7 +110,7 @@ fn memory_goes_with_the_last_user() {
     }
 }
 
-/// Nobody can write to what others attend, not even this process.
+/// What others attend cannot be written to, not even by this process.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_shared_prefix_is_sealed() {
