@@ -1,24 +1,5 @@
 /* Sessions and prefixes in files: the same logits to the bit, and every refusal with its status and text. */
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include "kvist.h"
-
-static void expect(kvist_status found, kvist_status wanted, const char *text, const char *what) {
-    if (found != wanted || (text != NULL && strstr(kvist_last_error(), text) == NULL)) {
-        fprintf(stderr, "%s: status %d (expected %d), \"%s\" (expected \"%s\")\n", what, found, wanted, kvist_last_error(), text);
-        exit(1);
-    }
-}
-#define OK(call) expect(call, KVIST_OK, NULL, #call)
-#define EXPECT(call, status, text) expect(call, status, text, #call)
-#define MUST(what)                                                    \
-    do {                                                              \
-        if (!(what)) {                                                \
-            fprintf(stderr, "line %d: not so: %s\n", __LINE__, #what); \
-            exit(1);                                                  \
-        }                                                             \
-    } while (0)
+#include "checks.h"
 
 static kvist_model *model;
 static char saved[4096], frozen[4096], other[4096];

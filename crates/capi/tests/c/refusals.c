@@ -1,18 +1,6 @@
 /* Every wrong use gets a status and a text, and changes nothing. */
+#include "checks.h"
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include "kvist.h"
-
-static void expect(kvist_status found, kvist_status wanted, const char *text, const char *what) {
-    if (found != wanted || (text != NULL && strstr(kvist_last_error(), text) == NULL)) {
-        fprintf(stderr, "%s: status %d (expected %d), \"%s\" (expected \"%s\")\n", what, found, wanted, kvist_last_error(), text);
-        exit(1);
-    }
-}
-#define OK(call) expect(call, KVIST_OK, NULL, #call)
-#define EXPECT(call, status, text) expect(call, status, text, #call)
 
 static kvist_model *model;
 static kvist_session *session;
