@@ -63,67 +63,52 @@ impl Geometry {
         }
     }
 
+    /// The lanes that are copied together: the first of them, and how many.
+    fn runs(&self, lanes: Range<usize>) -> impl Iterator<Item = (usize, usize)> {
+        let together = self.together();
+        let mut lane = lanes.start;
+        std::iter::from_fn(move || {
+            let first = lane;
+            let left = lanes.end.checked_sub(first).filter(|left| *left > 0)?;
+            let n = if first.is_multiple_of(together) && left >= together { together } else { 1 };
+            lane += n;
+            Some((first, n))
+        })
+    }
+
     /// Copies the codes of `lanes` out of a block; row `i` goes to byte `i * stride` of `rows`.
-    pub(super) fn gather_lanes(
-        &self,
-        block: &[u8],
-        mut lanes: Range<usize>,
-        mut rows: &mut [u8],
-        stride: usize,
-    ) {
-        let (codes, together) = (self.codes(), self.together());
-        while !lanes.is_empty() {
-            let lane = lanes.start;
-            let n = if together > 1 && lane.is_multiple_of(together) && lanes.len() >= together {
-                let vectors = match self.interleaving {
-                    Interleaving::Keys { unit: 2 } => gather_square::<8>(block, lane, codes, rows, stride),
-                    Interleaving::Keys { .. } => gather_square::<4>(block, lane, codes, rows, stride),
-                    Interleaving::Values { .. } => {
-                        gather_turns(&block[lane * self.row..], codes, rows, stride)
-                    }
-                };
-                for i in 0..together {
-                    self.gather_from(block, lane + i, &mut rows[i * stride..][..codes], vectors * VECTOR);
-                }
-                together
-            } else {
-                self.gather_from(block, lane, &mut rows[..codes], 0);
-                1
+    pub(super) fn gather_lanes(&self, block: &[u8], lanes: Range<usize>, rows: &mut [u8], stride: usize) {
+        let codes = self.codes();
+        for (lane, n) in self.runs(lanes.clone()) {
+            let rows = &mut rows[(lane - lanes.start) * stride..];
+            let vectors = match self.interleaving {
+                _ if n == 1 => 0,
+                Interleaving::Keys { unit: 2 } => gather_square::<8>(block, lane, codes, rows, stride),
+                Interleaving::Keys { .. } => gather_square::<4>(block, lane, codes, rows, stride),
+                Interleaving::Values { .. } => gather_turns(&block[lane * self.row..], codes, rows, stride),
             };
-            lanes.start += n;
-            rows = rows.get_mut(n * stride..).unwrap_or_default();
+            for i in 0..n {
+                self.gather_from(block, lane + i, &mut rows[i * stride..][..codes], vectors * VECTOR);
+            }
         }
     }
 
     /// The inverse of [`gather_lanes`](Self::gather_lanes).
-    pub(super) fn scatter_lanes(
-        &self,
-        block: &mut [u8],
-        mut lanes: Range<usize>,
-        mut rows: &[u8],
-        stride: usize,
-    ) {
-        let (codes, together) = (self.codes(), self.together());
-        while !lanes.is_empty() {
-            let lane = lanes.start;
-            let n = if together > 1 && lane.is_multiple_of(together) && lanes.len() >= together {
-                let vectors = match self.interleaving {
-                    Interleaving::Keys { unit: 2 } => scatter_square::<8>(block, lane, codes, rows, stride),
-                    Interleaving::Keys { .. } => scatter_square::<4>(block, lane, codes, rows, stride),
-                    Interleaving::Values { .. } => {
-                        scatter_turns(&mut block[lane * self.row..], codes, rows, stride)
-                    }
-                };
-                for i in 0..together {
-                    self.scatter_from(block, lane + i, &rows[i * stride..][..codes], vectors * VECTOR);
+    pub(super) fn scatter_lanes(&self, block: &mut [u8], lanes: Range<usize>, rows: &[u8], stride: usize) {
+        let codes = self.codes();
+        for (lane, n) in self.runs(lanes.clone()) {
+            let rows = &rows[(lane - lanes.start) * stride..];
+            let vectors = match self.interleaving {
+                _ if n == 1 => 0,
+                Interleaving::Keys { unit: 2 } => scatter_square::<8>(block, lane, codes, rows, stride),
+                Interleaving::Keys { .. } => scatter_square::<4>(block, lane, codes, rows, stride),
+                Interleaving::Values { .. } => {
+                    scatter_turns(&mut block[lane * self.row..], codes, rows, stride)
                 }
-                together
-            } else {
-                self.scatter_from(block, lane, &rows[..codes], 0);
-                1
             };
-            lanes.start += n;
-            rows = rows.get(n * stride..).unwrap_or_default();
+            for i in 0..n {
+                self.scatter_from(block, lane + i, &rows[i * stride..][..codes], vectors * VECTOR);
+            }
         }
     }
 }
