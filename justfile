@@ -38,7 +38,7 @@ store kills="20":
 stores:
     cargo test -p kvist-store --features disk,remote --test stores
 
-# The same, and `kvist serve` over them, in one build, as CI runs them.
+# The same, and `kvist serve` over them, in one build. CI runs `tiers-and-wgpu`, which contains it.
 tiers:
     cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers --test shared_sessions
 
