@@ -4,6 +4,7 @@ use crate::arch::copy_on_write;
 use kvist_device::Reservation;
 use memmap2::MmapMut;
 use std::fs::File;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Whole cache lines of zeroed memory.
@@ -53,5 +54,59 @@ impl Pages {
     }
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         &mut self.map[..self.len]
+    }
+}
+
+/// The `wanted` bytes of slabs, in their order, all of them mutable at once. Panics if two of them overlap or one lies outside its slab.
+pub fn disjoint<'p>(slabs: &'p mut [Pages], wanted: &[(usize, Range<usize>)]) -> Vec<&'p mut [u8]> {
+    let mut order: Vec<usize> = (0..wanted.len()).collect();
+    order.sort_unstable_by_key(|i| (wanted[*i].0, wanted[*i].1.start, wanted[*i].1.end));
+    let mut order = order.into_iter().peekable();
+    let mut parts = Vec::new();
+    parts.resize_with(wanted.len(), Default::default);
+    for (s, slab) in slabs.iter_mut().enumerate() {
+        let (mut rest, mut at) = (slab.bytes_mut(), 0);
+        while let Some(i) = order.next_if(|i| wanted[*i].0 == s) {
+            let Range { start, end } = wanted[i].1;
+            let part = start.checked_sub(at).and_then(|gap| {
+                rest.split_off_mut(..gap)?;
+                rest.split_off_mut(..end.checked_sub(start)?)
+            });
+            parts[i] = part.expect("parts lie in their slab and do not overlap");
+            at = end;
+        }
+    }
+    assert!(order.next().is_none(), "a part of a slab that is not there");
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slabs() -> Vec<Pages> {
+        [100, 0, 50].map(|len| Pages::new(len).unwrap()).into()
+    }
+
+    #[test]
+    fn parts_are_the_wanted_ones_in_their_order() {
+        let mut slabs = slabs();
+        let wanted = [(2, 0..50), (0, 40..50), (0, 50..50), (1, 0..0), (0, 99..100), (0, 0..40), (0, 50..60)];
+        for (i, part) in disjoint(&mut slabs, &wanted).into_iter().enumerate() {
+            assert_eq!(part.len(), wanted[i].1.len());
+            part.fill(i as u8 + 1);
+        }
+        for (i, (slab, range)) in wanted.iter().enumerate() {
+            assert!(slabs[*slab].bytes()[range.clone()].iter().all(|byte| *byte == i as u8 + 1), "{i}");
+        }
+        assert!(slabs[0].bytes()[60..99].iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    fn what_overlaps_or_lies_outside_is_refused() {
+        for wanted in [vec![(0, 0..10), (0, 9..20)], vec![(0, 90..101)], vec![(3, 0..1)], vec![(1, 0..1)]] {
+            let refused = std::panic::catch_unwind(|| disjoint(&mut slabs(), &wanted).len());
+            assert!(refused.is_err(), "{wanted:?}");
+        }
     }
 }

@@ -41,6 +41,7 @@ use kvist_device::{DType, Side, Storage};
 pub use q4::Q4;
 pub use q8::Q8;
 pub use quantised::{PackedQuery, Quads};
+pub use rows::Incoming;
 use rows::param_at;
 pub use t4::T4;
 

@@ -14,6 +14,10 @@ use std::time::{Duration, Instant};
 
 /// How long a thread spins before it sleeps.
 const SPIN: Duration = Duration::from_micros(60);
+/// Looks, of a third of a microsecond to one, after which a spinning thread lets others run on its core between two. Two threads
+/// of a region may share a core while another is idle, until the system moves one of them: many milliseconds, in which the one that
+/// spins would take the time of the one that works.
+const LOOKS: usize = 8;
 
 /// Bits of the gate that workers pass to join a region: its number, whether it is open, how many workers are inside.
 const OPEN: u64 = 1 << 16;
@@ -48,7 +52,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 /// Spins until `ready`, for at most [`SPIN`]. Returns whether it became ready.
 fn spin(ready: impl Fn() -> bool) -> bool {
     let until = Instant::now() + SPIN;
-    loop {
+    for look in 0.. {
         for _ in 0..32 {
             if ready() {
                 return true;
@@ -56,9 +60,13 @@ fn spin(ready: impl Fn() -> bool) -> bool {
             std::hint::spin_loop();
         }
         if Instant::now() >= until {
-            return false;
+            break;
+        }
+        if look >= LOOKS {
+            std::thread::yield_now();
         }
     }
+    false
 }
 
 impl Shared {

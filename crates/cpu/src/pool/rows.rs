@@ -163,46 +163,85 @@ impl RowStore {
         }
     }
 
-    /// The inverse of [`export`](Self::export). There must be room for the cells.
+    /// The rows of `cells`, `[cells, heads, row_bytes]`, by the blocks that they go to: the inverse of [`export`](Self::export), once
+    /// each is [written](Incoming::write). There must be room for the cells. `rows` may have more, which is copied next.
+    ///
+    /// Adds the bytes of those blocks to `places`, with their slab, [as many](Incoming::n_places) for each: codes of every head, then
+    /// parameters of every head.
+    pub fn incoming<'r>(
+        &self,
+        cells: CellRun,
+        rows: &'r [u8],
+        places: &mut Vec<(usize, Range<usize>)>,
+    ) -> impl Iterator<Item = Incoming<'r>> {
+        let (shape, stride) = (self.shape, self.shape.heads * self.shape.row_bytes());
+        self.parts(cells).map(move |(segment, part)| {
+            let lane = Self::lane_of(segment, part.start);
+            let place = |head| self.place(segment, head, part.start);
+            places.extend((0..shape.heads).map(|head| (segment.slab, place(head).codes)));
+            places.extend((0..shape.heads).map(|head| (segment.slab, place(head).params)));
+            let (_, rows) = rows.split_at((part.start - cells.start) as usize * stride);
+            let (rows, next) = rows.split_at(part.len as usize * stride);
+            Incoming { shape, lanes: lane..lane + part.len as usize, rows, next }
+        })
+    }
+
+    /// Says that a value that is not finite was stored.
+    pub fn note_broken(&mut self) {
+        self.broken = true;
+    }
+}
+
+/// Rows of all heads that go to one block of each head.
+pub struct Incoming<'r> {
+    shape: Geometry,
+    lanes: Range<usize>,
+    /// `[lanes, heads, row_bytes]`.
+    rows: &'r [u8],
+    /// What lies behind them, and is copied next.
+    next: &'r [u8],
+}
+
+impl Incoming<'_> {
+    /// How many places they go to.
+    pub fn n_places(&self) -> usize {
+        2 * self.shape.heads
+    }
+
+    /// Writes the rows to their [places](RowStore::incoming). Returns whether all values are finite.
     ///
     /// Whole blocks are put together in `block`, which is reused, and written past the caches.
-    pub fn import(
-        &mut self,
-        slabs: &mut [Pages],
-        cells: CellRun,
-        rows: &[u8],
-        (uncached, block): (&Uncached, &mut Vec<u8>),
-    ) {
+    pub fn write(&self, places: &mut [&mut [u8]], uncached: &Uncached, block: &mut Vec<u8>) -> bool {
         let (shape, len) = (self.shape, self.shape.row_bytes());
         let stride = shape.heads * len;
-        self.broken |= !shape.are_finite(rows);
+        let (codes, params) = places.split_at_mut(shape.heads);
+        let finite = shape.are_finite(self.rows);
+        let mut ahead = self.next.chunks(self.rows.len().div_ceil(shape.heads));
         block.clear();
         block.resize(shape.block_codes(), 0);
-        for (segment, part) in self.parts(cells) {
-            let lane = Self::lane_of(segment, part.start);
-            let lanes = lane..lane + part.len as usize;
-            let rows = &rows[(part.start - cells.start) as usize * stride..];
-            for head in 0..shape.heads {
-                let place = self.place(segment, head, part.start);
-                let slab = slabs[place.slab].bytes_mut();
-                // They are short, and written last, so that none has to wait for memory.
-                prefetch(&slab[place.params]);
-                let (codes, rows) = (&mut slab[place.codes], &rows[head * len..]);
-                if lanes.len() == LANES {
-                    shape.scatter_lanes(block, lanes.clone(), rows, stride);
-                    uncached.copy(codes, block);
-                } else {
-                    shape.scatter_lanes(codes, lanes.clone(), rows, stride);
-                }
+        for (head, codes) in codes.iter_mut().enumerate() {
+            // The hardware stops at every page, of which blocks on the host have many.
+            ahead.next().into_iter().for_each(prefetch);
+            // They are short, and written last, so that none has to wait for memory.
+            prefetch(params[head]);
+            let rows = &self.rows[head * len..];
+            if self.lanes.len() == LANES {
+                shape.scatter_lanes(block, self.lanes.clone(), rows, stride);
+                uncached.copy(codes, block);
+            } else {
+                shape.scatter_lanes(codes, self.lanes.clone(), rows, stride);
             }
-            for head in 0..shape.heads {
-                let place = self.place(segment, head, part.start);
-                let params = slabs[place.slab].bytes_mut()[place.params].as_chunks_mut::<2>().0;
-                for (row, lane) in rows[head * len..].chunks(stride).zip(lanes.clone()) {
+        }
+        if shape.params > 0 {
+            for (head, params) in params.iter_mut().enumerate() {
+                let params = params.as_chunks_mut::<2>().0;
+                for (row, lane) in self.rows[head * len..].chunks(stride).zip(self.lanes.clone()) {
                     let row = row[shape.codes()..len].as_chunks::<2>().0;
-                    params.iter_mut().skip(lane).step_by(LANES).zip(row).for_each(|(to, from)| *to = *from);
+                    let lane = params.iter_mut().skip(lane).step_by(LANES);
+                    lane.zip(row).for_each(|(to, from)| *to = *from);
                 }
             }
         }
+        finite
     }
 }

@@ -1,11 +1,24 @@
 //! Stored rows that leave the pools or enter them, and the f16 rows of recent tokens.
 use super::{CpuPools, cells_of};
 use crate::arch::uncached::Uncached;
+use crate::pages::disjoint;
+use crate::pool::Incoming;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::{CellPosition, DeviceError};
 
+/// Rows on their way to blocks of one side.
+struct Copy<'c, 's> {
+    side: usize,
+    rows: Incoming<'c>,
+    to: &'c mut [&'s mut [u8]],
+    finite: bool,
+}
+
+/// Parts that each thread takes of a transfer, so that none has to wait long for another at its end.
+const TURNS: usize = 4;
+
 impl CpuPools {
-    /// Copies the stored rows of `cells` to a block, layer by layer.
+    /// Copies the stored rows of `cells` to a block, layer by layer, on all threads.
     pub(super) fn copy_out(
         &mut self,
         group: GroupId,
@@ -18,15 +31,22 @@ impl CpuPools {
         let layers = self.spec.layout.layers.iter().zip(&self.layers);
         let layers = layers.filter(|(layer, _)| layer.group == group).filter_map(|(_, owned)| owned.as_ref());
         let mut sides = layers.flat_map(|owned| [&owned.keys, &owned.values]).peekable();
+        let mut outgoing = Vec::new();
         while let Some(side) = sides.next() {
             let rows =
                 block.split_off_mut(..side.shape.bytes_outside(cells)).expect("the length was checked");
-            side.export(&self.slabs, cells, rows, sides.peek().copied());
+            outgoing.push((side, sides.peek().copied(), rows));
         }
+        let slabs = &self.slabs;
+        let part = outgoing.len().div_ceil(TURNS * self.compute.threads.n());
+        let mut none = vec![(); self.compute.threads.n()];
+        self.compute.threads.parts(&mut outgoing, part, &mut none, |_, outgoing, ()| {
+            outgoing.iter_mut().for_each(|(side, next, rows)| side.export(slabs, cells, rows, *next));
+        });
         Ok(())
     }
 
-    /// Copies the rows of a block to `cells`, after growing to them.
+    /// Copies the rows of a block to `cells`, after growing to them, on all threads.
     pub(super) fn copy_in(
         &mut self,
         group: GroupId,
@@ -39,14 +59,26 @@ impl CpuPools {
         self.counters.bytes_moved += block.len() as u64;
         let layers = self.spec.layout.layers.iter().zip(&mut self.layers);
         let layers = layers.filter(|(layer, _)| layer.group == group).filter_map(|(_, owned)| owned.as_mut());
-        let mut scratch = Vec::new();
-        Uncached::run(|uncached| {
-            for side in layers.flat_map(|owned| [&mut owned.keys, &mut owned.values]) {
-                let rows =
-                    block.split_off(..side.shape.bytes_outside(cells)).expect("the length was checked");
-                side.import(&mut self.slabs, cells, rows, (uncached, &mut scratch));
-            }
+        let mut sides: Vec<_> = layers.flat_map(|owned| [&mut owned.keys, &mut owned.values]).collect();
+        let (mut incoming, mut places) = (Vec::new(), Vec::new());
+        for (s, side) in sides.iter().enumerate() {
+            incoming.extend(side.incoming(cells, block, &mut places).map(|rows| (s, rows)));
+            block.split_off(..side.shape.bytes_outside(cells)).expect("the length was checked");
+        }
+        let mut places = disjoint(&mut self.slabs, &places);
+        let (mut places, mut copies) = (&mut places[..], Vec::with_capacity(incoming.len()));
+        for (side, rows) in incoming {
+            let to = places.split_off_mut(..rows.n_places()).expect("places for all rows");
+            copies.push(Copy { side, rows, to, finite: true });
+        }
+        let part = copies.len().div_ceil(TURNS * self.compute.threads.n());
+        let mut buffers = vec![Vec::new(); self.compute.threads.n()];
+        self.compute.threads.parts(&mut copies, part, &mut buffers, |_, copies, buffer| {
+            Uncached::run(|uncached| {
+                copies.iter_mut().for_each(|copy| copy.finite = copy.rows.write(copy.to, uncached, buffer));
+            });
         });
+        copies.iter().filter(|copy| !copy.finite).for_each(|copy| sides[copy.side].note_broken());
         if let Some(recent) = &mut self.recent {
             recent.forget(group, cells);
         }
