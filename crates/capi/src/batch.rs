@@ -176,7 +176,7 @@ impl Batch {
         block_on(self.engine.resize(tokens, patience))?.map_err(|why| {
             let status = match &why {
                 ResizeError::Ended => return stopped(),
-                ResizeError::Refused(_) => kvist_status::KVIST_REFUSED,
+                ResizeError::Refused(_) | ResizeError::Prefix { .. } => kvist_status::KVIST_REFUSED,
                 ResizeError::Device(DeviceError::OutOfBudget(_) | DeviceError::OutOfMemory { .. }) => {
                     kvist_status::KVIST_OUT_OF_MEMORY
                 }

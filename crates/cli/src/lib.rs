@@ -128,6 +128,8 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
 /// Starts logging to stderr. `KVIST_LOG` takes the filters of `tracing`; `-v` is a shorthand.
 fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
     use tracing_subscriber::EnvFilter;
+    // foyer, the library of the disk's tier, logs each damaged block with a backtrace, and so does kvist, in a line.
+    let quiet_foyer = if verbose < 2 { ",foyer_storage=error" } else { "" };
     let default = match verbose {
         0 if quiet => "error",
         // One line for each request.
@@ -141,7 +143,7 @@ fn log_to_stderr(verbose: u8, quiet: bool, serves: bool) -> anyhow::Result<()> {
         Ok(text) if !text.is_empty() => EnvFilter::try_new(&text).map_err(|e| {
             options::wrong_usage(format!("KVIST_LOG `{text}`: {e}; give a level, or target=level,..."))
         })?,
-        _ => EnvFilter::new(default),
+        _ => EnvFilter::new(format!("{default}{quiet_foyer}")),
     };
     // `tracing_subscriber` escapes control characters in log messages, as `output::note` does.
     let subscriber = tracing_subscriber::fmt()

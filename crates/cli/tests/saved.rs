@@ -91,3 +91,34 @@ fn a_conversation_goes_on() {
     assert_eq!(resumed[0]["text"], whole[1]["text"]);
     assert_eq!(resumed[0]["prompt_tokens"], whole[1]["prompt_tokens"], "nothing before it is computed again");
 }
+
+/// What was undone is in no file, and what was said before it is reused.
+#[test]
+fn what_was_undone_is_not_saved() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_string();
+    let chat = |more: &[&str], lines: &str| -> Vec<Value> {
+        let args = [&["chat", "-q", "--greedy", "--json", "-n", "12"], more].concat();
+        let (lines, _) = succeed_with(&args, lines.as_bytes());
+        lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let n_tokens = |file: &str| {
+        let bytes = fs::read(file).unwrap();
+        let header = usize::try_from(u64::from_le_bytes(*bytes.first_chunk().unwrap())).unwrap();
+        let header: Value = serde_json::from_slice(&bytes[8..8 + header]).unwrap();
+        header["tokens"]["shape"][0].as_u64().unwrap()
+    };
+    let (before, undone) = (path("before.kvs"), path("undone.kvs"));
+    let whole = chat(&["--save-session", &before], "Hello\n");
+    chat(&["--save-session", &undone], "Hello\nA secret that nothing repeats\n/undo\n");
+    let n = n_tokens(&undone);
+    assert!(n > 0 && n <= n_tokens(&before), "{n} tokens");
+    let next = |file: &str| chat(&["--resume", file], "And then\n")[0]["text"].clone();
+    assert_eq!(next(&undone), next(&before));
+    assert!(whole[0]["text"].is_string());
+    // Nothing is left.
+    let args = ["chat", "-q", "--greedy", "-n", "3", "--save-session", &path("none.kvs")];
+    let out = run(&args, b"Hello\n/undo\n");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("nothing to save"), "{out:?}");
+    assert!(!fs::exists(path("none.kvs")).unwrap());
+}

@@ -25,6 +25,8 @@ pub struct Branch {
     cached: Vec<u32>,
     /// How many of them come before the last answer.
     before_answer: usize,
+    /// `cached` may have what `messages` has not: it was undone, or not answered.
+    has_more: bool,
 }
 
 /// The branches of a conversation over one session.
@@ -60,6 +62,7 @@ impl Chat {
             seq: SeqId::ONLY,
             cached: Vec::new(),
             before_answer: 0,
+            has_more: false,
         };
         let (branches, speculator) = (vec![main], None);
         Chat { session, branches, current: 0, fed: None, next_seq: 1, system, begun: Vec::new(), speculator }
@@ -171,18 +174,34 @@ impl Chat {
         let messages = &self.current().messages;
         let Some(question) = messages.iter().rposition(|m| m.role == "user") else { return false };
         self.forget_answer(self.current, false);
-        self.branches[self.current].messages.truncate(question);
+        let branch = &mut self.branches[self.current];
+        branch.messages.truncate(question);
+        branch.has_more = true;
         true
     }
 
-    /// Saves the current branch. See [`saved::save`].
+    /// Saves the current branch. See [`saved::save`]. What was undone, or was not answered, is not saved: the branch is rolled back to
+    /// its messages first.
     ///
     /// # Errors
     /// There is nothing to save, or it cannot be saved.
     pub fn save(&mut self, origin: &Origin, path: &Path) -> Result<(), Error> {
+        let nothing = || Error::Usage("there is nothing to save yet".into());
+        if self.current().has_more {
+            if self.current().messages.is_empty() {
+                return Err(nothing());
+            }
+            let tokens = self.tokens_of(&self.current().messages, false)?;
+            if self.roll_back_to(&tokens)? == 0 {
+                return Err(Error::Usage(
+                    "this kind of cache cannot be rolled back to what was not undone: send another message first".into(),
+                ));
+            }
+            self.branches[self.current].has_more = false;
+        }
         let Branch { seq, cached, messages, .. } = self.current().clone();
         if cached.is_empty() {
-            return Err(Error::Usage("there is nothing to save yet".into()));
+            return Err(nothing());
         }
         let system = self.system.iter().map(|system| Message::new("system", system));
         let begun = self.begun_text()?.map(|text| Message::new("user", &text));
@@ -271,24 +290,7 @@ impl Chat {
     ) -> Result<Turn, Error> {
         let mut messages = self.current().messages.clone();
         messages.push(Message::new("user", text));
-        let model = self.session.model().clone();
-        let tokenizer =
-            model.tokenizer().ok_or_else(|| Error::Usage("this model has no tokenizer".into()))?;
-        let tokens = match model.chat_template() {
-            Some(template) => {
-                let mut all: Vec<Message> = self.system.iter().map(|s| Message::new("system", s)).collect();
-                all.extend(messages.iter().cloned());
-                tokenizer.encode(&template.render(&all, tokenizer, true)?, false)?
-            }
-            // Without a template the messages are one continuous text.
-            None => {
-                let whole: String = messages.iter().map(|m| m.content.as_str()).collect();
-                match &self.begun[..] {
-                    [] => tokenizer.encode(&whole, true)?,
-                    begun => [begun, &tokenizer.encode(&whole, false)?].concat(),
-                }
-            }
-        };
+        let tokens = self.tokens_of(&messages, true)?;
         crate::check_prompt(self.session.config(), tokens.len())?;
         let reused_tokens = self.roll_back_to(&tokens)?;
         let seq = self.current().seq;
@@ -297,9 +299,10 @@ impl Chat {
         sampler.observe(&tokens[..reused_tokens]);
         self.fed = Some(seq);
         let (before, new) = tokens.split_at(reused_tokens);
+        let model = self.session.model().clone();
         let speculation = self.speculator.as_mut().map(|speculator| Speculation { speculator });
         let session = &mut self.session;
-        let tokenizer = Some(tokenizer);
+        let tokenizer = model.tokenizer();
         let generation = generate_answer(
             GenerateArgs { session, seq, before, prompt: new, tokenizer, sampler, limits, speculation },
             observer,
@@ -314,13 +317,33 @@ impl Chat {
         fed.truncate(cached);
         branch.before_answer = tokens.len().min(cached);
         branch.cached = fed;
+        branch.has_more = true;
         let (generation, reasoning) = generation?;
         let unfinished_prompt = generation.finish == GenerationEnd::Cancelled && generation.tokens.is_empty();
         if !unfinished_prompt {
             messages.push(Message::new("assistant", &generation.text));
             branch.messages = messages;
+            branch.has_more = false;
         }
         Ok(Turn { generation, reasoning, reused_tokens })
+    }
+
+    /// The tokens of `messages` behind what every branch begins with, ready for an answer or not.
+    fn tokens_of(&self, messages: &[Message], ready: bool) -> Result<Vec<u32>, Error> {
+        let model = self.session.model();
+        let tokenizer =
+            model.tokenizer().ok_or_else(|| Error::Usage("this model has no tokenizer".into()))?;
+        if let Some(template) = model.chat_template() {
+            let system = self.system.iter().map(|s| Message::new("system", s));
+            let all: Vec<Message> = system.chain(messages.iter().cloned()).collect();
+            return Ok(tokenizer.encode(&template.render(&all, tokenizer, ready)?, false)?);
+        }
+        // Without a template the messages are one continuous text.
+        let whole: String = messages.iter().map(|m| m.content.as_str()).collect();
+        Ok(match &self.begun[..] {
+            [] => tokenizer.encode(&whole, true)?,
+            begun => [begun, &tokenizer.encode(&whole, false)?].concat(),
+        })
     }
 
     /// Rolls the current branch back to the tokens it shares with the beginning of `tokens`. Leaves at least one token

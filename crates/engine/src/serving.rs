@@ -64,8 +64,8 @@ pub use handle::{Canceller, GenerationHandle};
 use imports::Imports;
 pub use imports::{Begun, ImportId};
 pub use job::*;
-use kvist_cache::StepPlan;
 use kvist_cache::kinds::Visibility;
+use kvist_cache::{Pin, StepPlan};
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Ended, RequestId, Scheduler, SchedulerCounters};
@@ -82,7 +82,7 @@ use std::time::{Duration, Instant};
 use thread::{Arrival, Command, Thread};
 pub use tiers::{
     LoadRule, OpenTiers, PackedStore, StoreStats, TellTier, TierBlock, TierConfig, TierEvent, TierOptions,
-    TierStats, TierStore, WriteTime, fingerprint, open_shared_store, store_runtime,
+    TierStats, TierStore, WriteTime, check_shared_store, fingerprint, open_shared_store, store_runtime,
 };
 use tokio::sync::{mpsc, watch};
 pub use wait::ready_within;
@@ -107,6 +107,8 @@ pub struct EngineState {
     pub executor: ModelExecutor,
     started: Instant,
     imports: Imports,
+    /// Keeps the blocks of a frozen prefix from being evicted.
+    prefix: Option<Pin>,
 }
 
 impl EngineState {
@@ -283,14 +285,19 @@ impl Engine {
         });
         let thread = Thread {
             model,
-            state: EngineState { scheduler, executor, started: Instant::now(), imports: Imports::default() },
+            state: EngineState {
+                scheduler,
+                executor,
+                started: Instant::now(),
+                imports: Imports::default(),
+                prefix,
+            },
             watchers: config.watchers,
             live: BTreeMap::new(),
             busy_ns: 0,
             step_started: Instant::now(),
             paced_tokens: 1,
             thinned_above,
-            _prefix: prefix,
             // Weak: a strong reference would keep the thread alive forever.
             shared: Arc::downgrade(&shared),
         };

@@ -171,8 +171,16 @@ fn of_tiers(tiers: &TierStats) -> Vec<Reading> {
             c.load_ns as f64 / 1e9,
             Vec::new(),
         ),
-        count("kvist_tier_stored_blocks_total", "Blocks copied to tiers.", c.stored_blocks),
-        count("kvist_tier_failed_blocks_total", "Blocks that could not be copied.", c.failed_blocks),
+        count(
+            "kvist_tier_stored_blocks_total",
+            "Blocks copied out of the cache for tiers; whether a tier wrote them is told by its errors.",
+            c.stored_blocks,
+        ),
+        count(
+            "kvist_tier_failed_blocks_total",
+            "Blocks that could not be copied out of the cache.",
+            c.failed_blocks,
+        ),
         count(
             "kvist_tier_skipped_blocks_total",
             "Blocks not copied because too many were on their way.",

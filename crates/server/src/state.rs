@@ -200,6 +200,11 @@ impl ServerState {
         &self.bounds.model
     }
 
+    /// Whether the cache keeps only some tokens of a text (`cache.keep`).
+    pub(crate) fn keeps_some(&self) -> bool {
+        self.keeps_some
+    }
+
     /// The longest prompt and answer together. If the cache keeps all tokens of a text, its present capacity is a limit.
     pub(crate) fn max_model_len(&self) -> u32 {
         if self.keeps_some {

@@ -31,7 +31,7 @@ use foyer::{
 use room::{no_room, remove_regions, reserve};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::runtime::Handle;
@@ -62,6 +62,14 @@ impl DiskOptions {
         let blocks = capacity_bytes / block;
         let buffers = block.max(REGION_BYTES).saturating_mul(2);
         buffers.saturating_add(blocks.saturating_mul(INDEX_BYTES)).saturating_add(crate::small::MOST_BYTES)
+    }
+
+    /// Refuses a capacity that no such store can have. Looks at no file.
+    ///
+    /// # Errors
+    /// It is too small or too large for its blocks.
+    pub fn check(&self) -> Result<(), StoreError> {
+        Layout::of(self).map(|_| ())
     }
 }
 
@@ -108,6 +116,8 @@ pub struct DiskFrames {
     runtime: Handle,
     removed: Removed,
     small: Arc<Small>,
+    /// Blocks that failed foyer's own check.
+    damaged: AtomicU64,
     // Last, so that the files are closed before the lock is free.
     _lock: Lock,
 }
@@ -182,6 +192,7 @@ impl DiskFrames {
             in_order: Mutex::new(()),
             writing: Arc::new(AtomicUsize::new(0)),
             runtime: Handle::current(),
+            damaged: AtomicU64::new(0),
             removed,
             small,
             _lock: lock,
@@ -305,10 +316,23 @@ impl DiskFrames {
         }
     }
 
+    /// Counts a damaged block, and logs the first of them and ever fewer of those that follow.
+    fn note_damaged(&self) {
+        let n = self.damaged.fetch_add(1, Relaxed) + 1;
+        if n.is_power_of_two() {
+            let dir = self.options.dir.display();
+            tracing::warn!(
+                target: "kvist::store",
+                "{n} of the blocks in {dir} did not pass their check and are not used; look at that disk"
+            );
+        }
+    }
+
     async fn read(&self, key: &BlockKey) -> Result<Option<Frame>, StoreError> {
         if let Some(frame) = self.small.get(key) {
             return Ok(Some(frame));
         }
+        let was_here = self.is_in_regions(key);
         let load = self.cache.storage().load(&Key(*key.as_bytes())).await;
         Ok(match load.map_err(|error| failed("read a block", &error))? {
             Load::Entry { value, populated, .. } => {
@@ -324,7 +348,15 @@ impl DiskFrames {
                 Some(value.0)
             }
             Load::Piece { piece, .. } => Some(piece.value().0.clone()),
-            Load::Miss | Load::Throttled => None,
+            Load::Miss => {
+                // foyer checks what it reads, forgets what is damaged, and says no more. A block that is overwritten in this moment counts
+                // too.
+                if was_here && !self.is_in_regions(key) && !self.removed.has(key) {
+                    self.note_damaged();
+                }
+                None
+            }
+            Load::Throttled => None,
         })
     }
 }
@@ -369,6 +401,10 @@ impl FrameStore for DiskFrames {
     /// foyer forgets it until it is opened again, and then is told again.
     fn delete<'a>(&'a self, key: &'a BlockKey) -> BoxFuture<'a, Result<(), StoreError>> {
         Box::pin(self.delete(key))
+    }
+
+    fn damaged(&self) -> u64 {
+        self.damaged.load(Relaxed)
     }
 
     fn usage(&self) -> Usage {

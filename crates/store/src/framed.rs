@@ -78,6 +78,11 @@ pub trait FrameStore: Send + Sync {
     fn evicted(&self) -> u64 {
         0
     }
+
+    /// How many frames it found damaged itself, which it reports as missing.
+    fn damaged(&self) -> u64 {
+        0
+    }
 }
 
 /// A place among the writes of a store, until it is dropped.
@@ -246,7 +251,7 @@ impl<S: FrameStore> BlockStore for Framed<S> {
             hit_bytes: read(&self.counters.hit_bytes),
             misses: read(&self.counters.misses),
             expired: read(&self.counters.expired),
-            damaged: read(&self.counters.damaged),
+            damaged: read(&self.counters.damaged) + self.frames.damaged(),
             puts: read(&self.counters.puts),
             put_bytes: read(&self.counters.put_bytes),
             evicted: self.frames.evicted(),

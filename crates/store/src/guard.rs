@@ -151,6 +151,10 @@ impl<S: FrameStore> FrameStore for Guarded<S> {
     fn evicted(&self) -> u64 {
         self.inner.evicted()
     }
+
+    fn damaged(&self) -> u64 {
+        self.inner.damaged()
+    }
 }
 
 struct Breaker {

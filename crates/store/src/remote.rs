@@ -28,6 +28,18 @@ impl Remote {
     pub fn open(url: &str, limits: Limits) -> Result<Remote, StoreError> {
         Ok(Framed::over(Guarded::new(RemoteFrames::open(url, limits.timeout)?, limits)))
     }
+
+    /// Refuses a URL that [`open`](Self::open) refuses. Connects to nothing and makes no folder.
+    ///
+    /// # Errors
+    /// The URL is none of a store, or lacks a part.
+    pub fn check(url: &str) -> Result<(), StoreError> {
+        let (_, place) = Place::of(url)?;
+        match place {
+            Place::Folder(_) => Ok(()),
+            server => server.operator().map(|_| ()),
+        }
+    }
 }
 
 /// The frames of [`Remote`].
@@ -42,15 +54,25 @@ fn refused(problem: impl std::fmt::Display, advice: &str) -> StoreError {
     StoreError::Open { store: "remote store".into(), problem: problem.to_string(), advice: advice.into() }
 }
 
+/// Where a store is.
+enum Place {
+    Redis(RedisConfig),
+    S3(Box<S3Config>),
+    Folder(FsConfig),
+}
+
+fn invalid(error: opendal::Error) -> StoreError {
+    refused(describe(&error), FORMS)
+}
+
 const FORMS: &str = "Write redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH";
 
-impl RemoteFrames {
-    fn open(url: &str, timeout: Duration) -> Result<Self, StoreError> {
-        let invalid = |error: opendal::Error| refused(describe(&error), FORMS);
+impl Place {
+    fn of(url: &str) -> Result<(&'static str, Self), StoreError> {
         let uri = OperatorUri::new(url, std::iter::empty::<(String, String)>())
             .map_err(|_| refused("the URL cannot be parsed", FORMS))?;
-        let (name, operator) = match uri.scheme() {
-            "redis" | "rediss" if uri.scheme() == "rediss" => {
+        Ok(match uri.scheme() {
+            "rediss" => {
                 return Err(refused(
                     "TLS to Redis is not supported",
                     "Use redis:// over a trusted network or a tunnel",
@@ -61,23 +83,40 @@ impl RemoteFrames {
                 config.username =
                     uri.username().filter(|user| !user.is_empty()).map(str::to_owned).or(config.username);
                 config.password = uri.password().map(str::to_owned).or(config.password);
-                ("redis", Operator::new(config.into_builder()).map_err(invalid)?)
+                ("redis", Place::Redis(config))
             }
-            "s3" => {
-                let operator = Operator::new(S3Config::from_uri(&uri).map_err(invalid)?.into_builder());
-                ("s3", with_http(operator.map_err(invalid)?)?)
-            }
+            "s3" => ("s3", Place::S3(Box::new(S3Config::from_uri(&uri).map_err(invalid)?))),
             "fs" | "file" => {
+                if let Some(host) = uri.name().filter(|host| !host.is_empty()) {
+                    let problem = format!("{host:?} would be a host, and the folder is on none");
+                    return Err(refused(problem, "Write three slashes and the whole path: fs:///PATH"));
+                }
                 let mut config = FsConfig::from_uri(&uri).map_err(invalid)?;
                 let Some(root) = config.root.clone() else {
                     return Err(refused("the URL names no folder", FORMS));
                 };
                 // A file gets its name when it is whole.
                 config.atomic_write_dir = Some(format!("{}/{UNFINISHED}", root.trim_end_matches('/')));
-                ("fs", Operator::new(config.into_builder()).map_err(invalid)?)
+                ("fs", Place::Folder(config))
             }
             other => return Err(refused(format!("no store has the scheme {other:?}"), FORMS)),
-        };
+        })
+    }
+
+    /// Makes a folder that is not there.
+    fn operator(self) -> Result<Operator, StoreError> {
+        match self {
+            Place::Redis(config) => Operator::new(config.into_builder()).map_err(invalid),
+            Place::S3(config) => with_http(Operator::new(config.into_builder()).map_err(invalid)?),
+            Place::Folder(config) => Operator::new(config.into_builder()).map_err(invalid),
+        }
+    }
+}
+
+impl RemoteFrames {
+    fn open(url: &str, timeout: Duration) -> Result<Self, StoreError> {
+        let (name, place) = Place::of(url)?;
+        let operator = place.operator()?;
         // Waiting for a turn and for answers together take less than the limit of the operation.
         Ok(RemoteFrames { name, operator, lookups: Lookups::new(name, timeout * 9 / 20) })
     }

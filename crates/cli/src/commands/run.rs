@@ -53,7 +53,7 @@ pub struct Args {
     #[arg(long)]
     no_echo: bool,
     /// Recompute the whole text for every token instead of reading the cache
-    #[arg(long, conflicts_with_all = ["save_session", "resume", "keep"])]
+    #[arg(long, conflicts_with_all = ["save_session", "resume", "prefix", "keep"])]
     no_cache: bool,
     /// Print one JSON document instead of text
     #[arg(long)]

@@ -95,7 +95,8 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
     // Open the recording before the weights are loaded, so that an error comes early.
     let record = args.record.as_deref().map(|path| record_file(path, args.record_overwrite)).transpose()?;
     let tiers = tiers::open(&config, &engine, &opened, args.model.weights, &registry)?;
-    let shared_sessions = OpenSessions::open(&config, opened.config().context)?;
+    let shared_sessions = OpenSessions::open(&config, opened.config().context)
+        .context("--sessions-store, --tier-store (sessions.store, tiers.store)")?;
     engine.tiers = tiers.as_ref().map(OpenTiers::config);
     let text_tokens = match config.cache.keep {
         None => engine.paged.cache.context_tokens,

@@ -1,7 +1,9 @@
 //! What a text begins with: `--resume` and `--prefix`; and `--save-session`.
+use crate::options::wrong_usage;
 use crate::output;
 use anyhow::Context;
 use clap::ValueHint;
+use kvist_device::DType;
 use kvist_engine::frozen::FrozenPrefix;
 use kvist_engine::memory::CacheConfig;
 use kvist_engine::saved::{Origin, SavedSession};
@@ -101,6 +103,11 @@ impl SavedArgs {
         (architecture, format): (&ModelConfig, WeightFormat),
         config: &CacheConfig,
     ) -> anyhow::Result<Option<Origin>> {
+        let stored = [config.k, config.v].map(|storage| storage.dtype);
+        if fingerprint.is_some() && config.backend == "reference" && stored != [DType::F32; 2] {
+            let what = "the reference backend stores K and V in f32 alone: add --kv f32 to save or to resume";
+            return Err(wrong_usage(what));
+        }
         let origin = fingerprint.map(|model| Origin::new(model, format, config, architecture));
         if let Some((saved, origin)) = saved.zip(origin.as_ref()) {
             saved.check(origin)?;

@@ -35,6 +35,15 @@ pub struct CacheOrigin {
     pub channels: Option<String>,
 }
 
+/// The windows of all layer groups, in words.
+fn windows(groups: &[(Option<u32>, u32)]) -> String {
+    let words = |(window, sinks): &(Option<u32>, u32)| match window {
+        None => "no window".to_string(),
+        Some(window) => format!("a window of {window} and {sinks} sinks"),
+    };
+    groups.iter().map(words).collect::<Vec<_>>().join(", ")
+}
+
 impl Origin {
     pub fn new(
         model: Fingerprint,
@@ -123,7 +132,7 @@ impl Origin {
             }
         }
         if self.cache.groups != now.cache.groups {
-            let (saved, now) = (format!("{:?}", self.cache.groups), format!("{:?}", now.cache.groups));
+            let (saved, now) = (windows(&self.cache.groups), windows(&now.cache.groups));
             return differs(
                 "--window and --sinks by layer group",
                 &saved,

@@ -11,6 +11,16 @@ use std::time::{Duration, Instant};
 pub enum ResizeError {
     #[error(transparent)]
     Refused(#[from] ResizeRefused),
+    /// The frozen prefix stays in the cache, and a text needs a block behind it.
+    #[error(
+        "the frozen prefix and a text behind it need {needed} tokens of the cache, and {capacity} are wanted"
+    )]
+    Prefix {
+        /// Tokens of the prefix, and a block.
+        needed: u64,
+        /// The capacity that was asked for.
+        capacity: u64,
+    },
     /// The device cannot, or has no memory.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -39,6 +49,14 @@ impl Engine {
                     |block_tokens: u32| tokens.checked_next_multiple_of(block_tokens).unwrap_or(tokens);
                 let capacities: Vec<u32> =
                     cache.occupancy().map(|occupancy| whole(occupancy.block_tokens)).collect();
+                for (g, (occupancy, &capacity)) in cache.occupancy().zip(&capacities).enumerate() {
+                    let pinned = state.prefix.iter().flat_map(|pin| pin.blocks());
+                    let n = pinned.filter(|block| usize::from(block.group.0) == g).count() as u64;
+                    let needed = (n + 1) * u64::from(occupancy.block_tokens);
+                    if n > 0 && needed > u64::from(capacity) {
+                        return Err(ResizeError::Prefix { needed, capacity: capacity.into() });
+                    }
+                }
                 let now_ns = state.now_ns();
                 state.give_up_imports();
                 state.executor.resize(&mut state.scheduler, now_ns, &capacities)?;

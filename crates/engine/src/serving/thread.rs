@@ -8,7 +8,6 @@ use super::request::{Ending, RequestSampler};
 use super::tiers::Report;
 use super::{EngineState, EngineStats, Shared, Watcher};
 use crate::sampler::Sampler;
-use kvist_cache::Pin;
 use kvist_model::Model;
 use kvist_scheduler::{
     End, Ended, Iteration, MAX_TIERS, NotLoaded, Prompt, RefusalReason, Request, RequestId,
@@ -57,8 +56,6 @@ pub(super) struct Thread {
     /// Requests that store more tokens are thinned after a step.
     pub thinned_above: Option<u32>,
     pub shared: std::sync::Weak<Shared>,
-    /// Keeps the blocks of a frozen prefix from being evicted.
-    pub _prefix: Option<Pin>,
 }
 
 /// A job that has not ended.

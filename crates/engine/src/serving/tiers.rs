@@ -35,7 +35,9 @@ use kvist_scheduler::{LoadOrder, NamedBlock, Order, RequestId, Scheduler, StoreO
 use kvist_store::{BlockKey, Bytes};
 use names::Name;
 use options::tier_runtime;
-pub use options::{LoadRule, OpenTiers, TierOptions, WriteTime, open_shared_store, store_runtime};
+pub use options::{
+    LoadRule, OpenTiers, TierOptions, WriteTime, check_shared_store, open_shared_store, store_runtime,
+};
 pub use packed::PackedStore;
 pub(crate) use parts::BlockParts;
 use parts::window_key;

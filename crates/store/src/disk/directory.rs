@@ -47,7 +47,8 @@ impl Layout {
         }
         if regions < LEAST_REGIONS {
             let problem = format!("a capacity of {} bytes is too small", options.capacity_bytes);
-            return Err(open(problem, format!("Give it {} bytes or more", region_bytes * LEAST_REGIONS)));
+            let least = region_bytes * LEAST_REGIONS;
+            return Err(open(problem, format!("Give it {least} bytes ({} MiB) or more", least >> 20)));
         }
         Ok(Layout {
             region_bytes,

@@ -387,7 +387,7 @@ async fn damaged_files_lose_blocks_and_return_none_of_them() {
     let dir = tempfile::tempdir().unwrap();
     let keys = reference::keys(100);
     let mut random = SplitMix64(3);
-    let (mut found, mut lost, mut flipped, mut cut, mut round) = (0, 0, 0, 0, 0);
+    let (mut found, mut lost, mut damaged, mut flipped, mut cut, mut round) = (0, 0, 0, 0, 0, 0);
     while flipped < flips {
         round += 1;
         let store = open(dir.path()).await;
@@ -427,9 +427,12 @@ async fn damaged_files_lose_blocks_and_return_none_of_them() {
                 None => lost += 1,
             }
         }
+        damaged += store.counts().damaged;
         store.close().await.unwrap();
     }
     assert!(found > 50 && lost > 50 && cut > 10, "{found} found, {lost} lost, {cut} cut");
+    // Others are not found at all, because what is damaged leads to them.
+    assert!(damaged > 50 && damaged <= lost, "{damaged} of {lost} lost blocks failed their check");
     println!(
         "{flipped} flipped bits and {cut} cut files in {round} rounds: {found} blocks found, {lost} lost"
     );

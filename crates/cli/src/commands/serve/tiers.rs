@@ -2,10 +2,11 @@
 //! flags.
 use crate::commands::simulate::spec::duration;
 use crate::options::{Size, TierLoad, wrong_usage};
+use anyhow::Context;
 use clap::{ValueEnum, ValueHint};
 use kvist_device::{Bytes, Footprint, Registry};
 use kvist_engine::saved::Origin;
-use kvist_engine::serving::{EngineConfig, fingerprint};
+use kvist_engine::serving::{EngineConfig, check_shared_store, fingerprint};
 use kvist_model::Opened;
 use kvist_model::config::ModelConfig;
 use kvist_model::weights::WeightFormat;
@@ -107,14 +108,16 @@ fn word(choice: &impl ValueEnum) -> String {
     choice.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
 }
 
-/// Refuses tiers for a model that cannot use them.
+/// Refuses tiers for a model that cannot use them, and places that cannot be opened. Opens none.
 pub fn check(tiers: &TiersSection, engine: &EngineConfig, model: &ModelConfig) -> anyhow::Result<()> {
     if tiers.is_on() && !engine.paged.suits_tiers(model) {
         let what = "all layers of this model have a sliding window, which tiers do not support: serve it without --tier-ram, \
                     --tier-disk and --tier-store";
         return Err(wrong_usage(what));
     }
-    Ok(())
+    let block_bytes = engine.paged.block_bytes(model);
+    tiers.check_disk(block_bytes).context("--tier-disk-size (tiers.disk_bytes)")?;
+    tiers.store.as_deref().map_or(Ok(()), check_shared_store).context("--tier-store (tiers.store)")
 }
 
 /// Opens the tiers, if there are some. For those that outlive the process all weights are read once, for their hash.
@@ -135,5 +138,6 @@ pub fn open(
         false => Vec::new(),
     };
     let block_bytes = paged.block_bytes(opened.config());
-    Ok(config.tiers.open(&config.scheduler, block_bytes, fingerprint)?)
+    let opened = config.tiers.open(&config.scheduler, block_bytes, fingerprint);
+    opened.context("--tier-disk, --tier-store ([tiers])")
 }

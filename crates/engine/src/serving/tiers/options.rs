@@ -171,6 +171,14 @@ impl TierOptions {
         parts.join(", ")
     }
 
+    /// Refuses a disk that is too small or too large for blocks of so many bytes. Looks at no file.
+    ///
+    /// # Errors
+    /// See there. Without the feature `disk-tier` nothing is refused here.
+    pub fn check_disk(&self, block_bytes: u64) -> Result<(), StoreError> {
+        self.disk_dir.as_ref().map_or(Ok(()), |dir| check_disk(dir, self.disk_bytes, block_bytes))
+    }
+
     /// Opens the stores. `block_bytes`: of a block of the cache. `fingerprint`: see [`TierConfig::fingerprint`].
     ///
     /// # Errors
@@ -253,6 +261,24 @@ pub fn open_shared_store(url: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
     Ok(Arc::new(kvist_store::Remote::open(url, kvist_store::Limits::default())?))
 }
 
+/// Refuses a URL that [`open_shared_store`] refuses. Connects to nothing.
+///
+/// # Errors
+/// The URL is none of a store.
+#[cfg(feature = "shared-tier")]
+pub fn check_shared_store(url: &str) -> Result<(), StoreError> {
+    kvist_store::Remote::check(url)
+}
+
+/// Refuses every URL, as [`open_shared_store`] does.
+///
+/// # Errors
+/// Always.
+#[cfg(not(feature = "shared-tier"))]
+pub fn check_shared_store(url: &str) -> Result<(), StoreError> {
+    open_shared_store(url).map(|_| ())
+}
+
 /// Refuses to open the store behind a URL: the program was built without the feature `shared-tier`.
 ///
 /// # Errors
@@ -278,6 +304,17 @@ async fn open_disk(
     Ok(Arc::new(
         Disk::open(DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }).await?,
     ))
+}
+
+#[cfg(feature = "disk-tier")]
+fn check_disk(dir: &Path, capacity_bytes: u64, block_bytes: u64) -> Result<(), StoreError> {
+    let (dir, limits) = (dir.to_path_buf(), kvist_store::Limits::default());
+    kvist_store::DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }.check()
+}
+
+#[cfg(not(feature = "disk-tier"))]
+fn check_disk(_: &Path, _: u64, _: u64) -> Result<(), StoreError> {
+    Ok(())
 }
 
 #[cfg(feature = "disk-tier")]
