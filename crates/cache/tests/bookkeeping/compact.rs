@@ -1,6 +1,6 @@
 //! Compaction: rounds of copies that the backend executes. Afterwards the fast path applies again.
-use kvist_cache::*;
 use crate::stepping::*;
+use kvist_cache::*;
 
 fn n_cells(rounds: &[Vec<CellCopy>]) -> u32 {
     rounds.iter().flatten().map(|copy| copy.len).sum()

@@ -1,7 +1,7 @@
 //! Every defect of the seed documents that concerns bookkeeping. Each test begins with a description of its bug.
+use crate::stepping::*;
 use kvist_cache::kinds::{GroupSpec, Visibility, build};
 use kvist_cache::*;
-use crate::stepping::*;
 
 /// The seed read `[0, end)` whenever one sequence was in the step. A second, inactive sequence in lower cells was
 /// then attended to as if it were the first one's past.

@@ -1,8 +1,8 @@
 //! Cells that several sequences share are read as one item.
+use crate::stepping::*;
 use kvist_cache::kinds::{GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_testing::reference::SplitMix64;
-use crate::stepping::*;
 
 /// Decodes one token of every sequence.
 fn decode(it: &mut Stepping, n_sequences: u32) {

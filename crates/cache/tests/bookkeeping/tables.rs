@@ -1,9 +1,9 @@
 //! Block tables of steps, story by story. `paged/` and `properties.rs` compare them with the reference models.
 
+use crate::stepping::*;
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
 use kvist_testing::reference::DeviceTable;
-use crate::stepping::*;
 
 const GROUP: GroupId = GroupId(0);
 

@@ -1,5 +1,5 @@
 //! Bad input gives an error on stderr and an exit status, never a panic, a signal or a partial answer on stdout.
-use crate::program::*;
+use crate::program::{self, *};
 use std::path::Path;
 use std::process::Stdio;
 
@@ -13,7 +13,7 @@ struct Row {
 }
 
 fn row(args: &str, status: i32, words: &'static [&'static str]) -> Row {
-    rows(&words(args), status, words)
+    rows(&program::words(args), status, words)
 }
 fn rows(args: &[&str], status: i32, words: &'static [&'static str]) -> Row {
     Row { args: args.iter().map(|a| a.to_string()).collect(), stdin: Vec::new(), status, words }

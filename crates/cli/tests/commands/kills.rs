@@ -1,7 +1,7 @@
 //! `kvist run --save-session`, killed while it writes: the file has the old text or the new one, whole.
+use crate::program::*;
 use kvist_engine::saved::SavedSession;
 use kvist_testing::SplitMix64;
-use crate::program::*;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;

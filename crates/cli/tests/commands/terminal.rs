@@ -1,6 +1,6 @@
 //! Behaviour at a terminal: a model's text cannot control it, and an answer can be stopped while the chat continues.
-use nix::pty::{Winsize, openpty};
 use crate::program::*;
+use nix::pty::{Winsize, openpty};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::process::Stdio;

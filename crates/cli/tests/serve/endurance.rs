@@ -1,8 +1,8 @@
 //! `kvist serve` as a process: killed, terminated, and under many bad clients.
 
-use kvist_testing::SplitMix64;
-use crate::program::{self, kvist};
 use crate::program::server::{PATIENCE, Server, request};
+use crate::program::{self, kvist};
+use kvist_testing::SplitMix64;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;

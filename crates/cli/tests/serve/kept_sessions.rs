@@ -1,7 +1,7 @@
 //! `kvist serve --sessions-dir`, killed at any moment: every session is there as before or after its last change.
-use kvist_testing::SplitMix64;
 use crate::program::kvist;
 use crate::program::server::Server;
+use kvist_testing::SplitMix64;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;

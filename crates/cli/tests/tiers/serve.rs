@@ -1,9 +1,9 @@
 //! `kvist serve` with tiers on a disk and on servers: the same texts as without, also by another process, after kills, and while
 //! the store is down. Builds with `--features tiers`.
+use crate::program::server::Server;
+use crate::program::{self, kvist};
 use kvist_testing::gate::Gate;
 use kvist_testing::servers::{Redis, S3};
-use crate::program::{self, kvist};
-use crate::program::server::Server;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::sync::Arc;

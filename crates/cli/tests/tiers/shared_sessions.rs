@@ -1,7 +1,7 @@
 //! `kvist serve --sessions-shared` and `--sessions-store`: two processes over one Redis, one of them killed. Builds with `--features tiers`.
-use kvist_testing::servers::Redis;
 use crate::program::kvist;
 use crate::program::server::{PATIENCE, Server};
+use kvist_testing::servers::Redis;
 use serde_json::{Value, json};
 use std::io::Read;
 use std::path::Path;

@@ -1,6 +1,7 @@
 //! The serving engine speculates, and every request gets the same answer as without drafts: text, log-probabilities,
 //! and the way it ends.
 use crate::engines::*;
+use crate::oracle::Oracle;
 use kvist_device::{Registry, Storage};
 use kvist_engine::devices;
 use kvist_engine::generate::{GenerateArgs, Limits, generate};
@@ -12,7 +13,6 @@ use kvist_engine::speculate::{Bounds, DraftModel, Drafter, Suffix};
 use kvist_engine::text::Stops;
 use kvist_model::Model;
 use kvist_testing::SplitMix64;
-use crate::oracle::Oracle;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,6 @@
 //! Speculative decoding changes no text: every drafter, kind of cache and fixture, and sampling to the last token.
 use crate::common::*;
+use crate::oracle::Oracle;
 use kvist_cache::SeqId;
 use kvist_device::Storage;
 use kvist_engine::devices;
@@ -10,7 +11,6 @@ use kvist_engine::sampler::{Sampler, SamplerConfig};
 use kvist_engine::speculate::*;
 use kvist_model::{Error, Model, ModelFile};
 use kvist_testing::SplitMix64;
-use crate::oracle::Oracle;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
