@@ -32,7 +32,7 @@ deny:
 store kills="20":
     cargo clippy -p kvist-store -p kvist-server -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --all-targets -- -D warnings
     KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
-    cargo test -p kvist --features tiers --test tiers --test shared_sessions
+    cargo test -p kvist --features tiers --test tiers
 
 # The tests of the stores alone.
 stores:
@@ -40,7 +40,7 @@ stores:
 
 # The same, and `kvist serve` over them, in one build. CI runs `tiers-and-wgpu`, which contains it.
 tiers:
-    cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers --test shared_sessions
+    cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers
 
 # Files that are damaged and processes that are killed, far more often than `cargo test` does it, in release mode: changed bits and
 # cuts of sessions, prefixes and blocks, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`
@@ -48,19 +48,19 @@ tiers:
 proofs flips="100000" kills="1000":
     #!/usr/bin/env bash
     set -euo pipefail
-    export CARGO_PROFILE_RELEASE_LTO=off CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
+    export CARGO_PROFILE_RELEASE_LTO=false CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
     proofs() { cargo test --release -p kvist -p kvist-engine -p kvist-store --features kvist-store/disk "$@"; }
     proof() { proofs --test "$1" -- --nocapture "$2"; }
     # 200,000 files of each kind: a disk would only slow that down.
     memory=$(test -w /dev/shm && echo /dev/shm || echo "${TMPDIR:-/tmp}")
-    TMPDIR=$memory proof saved changed_and_torn_files_are_refused
-    TMPDIR=$memory proof frozen changed_and_torn_files_are_refused
+    TMPDIR=$memory proof session saved::changed_and_torn_files_are_refused
+    TMPDIR=$memory proof session frozen::changed_and_torn_files_are_refused
     TMPDIR=$memory proofs --lib -- --nocapture damaged_files_are_set_aside_and_change_no_token
     proof stores cut_frames_are_refused
     TMPDIR=$memory proof stores damaged_files_lose_blocks_and_return_none_of_them
     proof stores a_kill_loses_no_written_block
-    proof kills a_kill_in_mid_save_leaves_the_old_or_the_new_session
-    proof kept_sessions a_kill_leaves_the_old_or_the_new_state
+    proof commands kills::a_kill_in_mid_save_leaves_the_old_or_the_new_session
+    proof serve kept_sessions::a_kill_leaves_the_old_or_the_new_state
 
 # Time to first token of a long prompt that is in the cache, in a tier, in a frozen prefix or nowhere. Needs a build with
 # `cargo build --release --features tiers`: `just bench-tiers --kvist target/release/kvist --model MODEL.gguf`.
@@ -75,14 +75,19 @@ bench-goodput model:
 wgpu: wgpu-kernels
     cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings
     # In one build.
-    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test serving_wgpu --test gpu
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test gpu
 
 # The crate alone.
 wgpu-kernels:
-    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu
+    #!/usr/bin/env bash
+    set -euo pipefail
+    export KVIST_REQUIRE_WGPU=1
+    cargo test -p kvist-wgpu --features wgpu
     # lavapipe's subgroups have 8 lanes; these runs give them 4 and 16. A GPU ignores it.
-    LP_NATIVE_VECTOR_WIDTH=128 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
-    LP_NATIVE_VECTOR_WIDTH=512 KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu --features wgpu --test subgroups bits
+    for width in 128 512; do
+        LP_NATIVE_VECTOR_WIDTH=$width cargo test -p kvist-wgpu --features wgpu --test device -- \
+            subgroups::sums_have_the_same_bits subgroups::attention_has_the_same_bits
+    done
 
 # What CI runs of `just tiers` and `just wgpu`: engine, server and program are built once for both.
 tiers-and-wgpu: wgpu-kernels
@@ -90,7 +95,9 @@ tiers-and-wgpu: wgpu-kernels
     set -euo pipefail
     of="-p kvist-store -p kvist-engine -p kvist --features kvist-store/disk,kvist-store/remote,kvist-engine/wgpu,kvist/wgpu,kvist/tiers"
     cargo clippy -p kvist-wgpu $of,kvist-wgpu/wgpu --all-targets -- -D warnings
-    KVIST_REQUIRE_WGPU=1 cargo test $of --test stores --test tiers --test shared_sessions --test wgpu --test serving_wgpu --test gpu
+    KVIST_REQUIRE_WGPU=1 cargo test $of --test stores --test tiers --test wgpu --test gpu
+    # The engine's own, over the same stores.
+    cargo test $of --test serving -- tiers::texts::
 
 # The kernels for 64-bit ARM, emulated: whether they are right, not how fast. Debian: `apt install qemu-user gcc-aarch64-linux-gnu`;
 # rustup: `rustup target add aarch64-unknown-linux-gnu`.
@@ -111,7 +118,7 @@ cuda:
     features=kvist-engine/cuda,kvist/cuda
     cargo clippy -p kvist-cuda -p kvist-engine -p kvist --features $features --all-targets -- -D warnings
     KVIST_REQUIRE_CUDA=1 cargo test -p kvist-cuda
-    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda --test cuda --test serving_cuda
+    KVIST_REQUIRE_CUDA=1 cargo test -p kvist-engine --features cuda --test cuda
 
 # The emulated kernels under AddressSanitizer and UndefinedBehaviorSanitizer: every access, shared memory included.
 cuda-asan:
@@ -121,10 +128,8 @@ cuda-asan:
     # Rust's own allocations are not leaks of the kernels.
     export ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(c++ -print-file-name=libasan.so) $(c++ -print-file-name=libubsan.so)"
     cargo_without() { env -u LD_PRELOAD cargo "$@"; }
-    for test in operations gemm conformance; do
-        program=$(cargo_without test -p kvist-cuda --test $test --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
-        (cd crates/cuda && "$program")
-    done
+    program=$(cargo_without test -p kvist-cuda --test device --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
+    cd crates/cuda && "$program" operations:: gemm:: conformance::
 
 # The library for C: lints, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
 c:
@@ -162,7 +167,7 @@ bench-executorch *args:
 
 # More random operations than CI runs, per kind of cache; a failure prints its seed.
 soak ops="10000000":
-    KVIST_OPS={{ops}} cargo test --release -p kvist-cache --test properties -- --nocapture
+    KVIST_OPS={{ops}} cargo test --release -p kvist-cache --test bookkeeping -- --nocapture properties::
 
 # Does a test fail for every change of the code? One shard of all mutants of a crate, with its own tests; hours for a whole
 # crate. `just mutants scheduler 0/12`, `just mutants cache 3/45 -f ring.rs`. What survives is listed in mutants.out/missed.txt.
@@ -204,7 +209,7 @@ predict *args:
     bench/predict.sh {{args}}
 # Queueing theory with many jobs and a narrow bound; takes minutes.
 queueing:
-    cargo test --release -p kvist-simulator --test queueing -- --ignored --nocapture
+    cargo test --release -p kvist-simulator --test simulation -- --ignored --nocapture queueing::
 # kvist beside dynamo-mocker and kvbm-logical, each in one run; the first build of a rival takes minutes. They only print.
 bench-simulator *args:
     cargo run --release --manifest-path bench/simulator/Cargo.toml -- {{args}}

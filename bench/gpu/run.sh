@@ -109,8 +109,8 @@ tests() {
         done
     elif [[ -z ${KVIST:-} && $BACKENDS == *cuda* ]]; then
         export KVIST_CUDA=$gpu KVIST_REQUIRE_CUDA=1
-        cargo test --release -p kvist-cuda --test operations --test linear --test gemm --test conformance --test sharing --test long --test store --test graphs -- --nocapture --test-threads=1 >&2 || return 1
-        cargo test --release -p kvist-engine --features cuda --test cuda -- --nocapture --test-threads=1 >&2 || return 1
+        cargo test --release -p kvist-cuda --test device --test driver -- operations:: linear:: gemm:: conformance:: sharing:: long:: store:: graphs:: --nocapture --test-threads=1 >&2 || return 1
+        cargo test --release -p kvist-engine --features cuda --test cuda -- --skip serving:: --nocapture --test-threads=1 >&2 || return 1
     else
         return 2
     fi

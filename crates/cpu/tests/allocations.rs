@@ -1,11 +1,16 @@
 //! A decode step allocates nothing after warm-up, as long as no segment grows, so no token waits for the allocator.
 //! Accepting a path of a tree splits its sequence into more and more extents; their lists double occasionally.
+//!
+//! A program of its own, because its allocator counts.
 mod decoding;
 use decoding::*;
 use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
 use kvist_device::*;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
 
 /// The draft tree of every turn, and the path that is accepted.
 #[derive(Clone, Copy, Debug)]
@@ -142,4 +147,37 @@ fn converted_rows_allocate_nothing_after_warm_up() {
     (0..45).for_each(|_| run()); // 270 cells: the segments have 512
     let n = allocation_counter::measure(|| (0..20).for_each(|_| run()));
     assert_eq!(n.count_total, 0);
+}
+
+/// A petabyte is refused by the budget, not by the allocator: the system is not asked.
+#[test]
+fn refusal_comes_before_allocation() {
+    let budget = MemoryBudget::new(MIB);
+    let model = Model {
+        heads: (1 << 14, 1 << 14),
+        head_dim: 1 << 14,
+        max_step_tokens: 1 << 20,
+        budget,
+        ..Model::default()
+    };
+    let spec = model.spec(vec![u32::MAX]);
+    let refused = Cpu::default().pools(&spec).err().expect("a scratch of petabytes");
+    assert!(
+        matches!(&refused, DeviceError::OutOfBudget(OutOfBudget { purpose: Purpose::Scratch, .. })),
+        "{refused}"
+    );
+    assert_eq!(model.budget.usage(), Usage::default());
+
+    // The scratch fits, the first segment does not.
+    let model =
+        Model { budget: MemoryBudget::new(MIB), head_dim: 1 << 12, max_step_tokens: 1, ..Model::default() };
+    let mut session = model.session(&Cpu::default(), "contiguous", 2_000);
+    let before = model.budget.usage();
+    let spans = [Span::chain(A, 0, 1)];
+    let info = allocation_counter::measure(|| {
+        let refused = session.step(&StepRequest { spans: &spans });
+        assert!(matches!(refused.err(), Some(StepError::Device(DeviceError::OutOfBudget(_)))));
+    });
+    assert!(info.bytes_total < 64 * KIB, "{} bytes allocated for a refusal", info.bytes_total);
+    assert_eq!(model.budget.usage(), before);
 }

@@ -1,4 +1,7 @@
 //! The tracing events that a cache emits about its memory, seen by a plain `tracing` subscriber.
+//!
+//! A program of its own: `tracing` keeps for the whole process who listens to an event. While one thread listens, another that emits
+//! the event for the first time can turn it off for all.
 mod decoding;
 use decoding::*;
 use kvist_cache::*;

@@ -1,4 +1,7 @@
 //! The events that the KV ledger logs and the bytes it returns, as seen by a plain `tracing` subscriber.
+//!
+//! A program of its own: `tracing` keeps for the whole process who listens to an event. While one thread listens, another that emits
+//! the event for the first time can turn it off for all.
 use kvist_device::*;
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};

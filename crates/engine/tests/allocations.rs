@@ -1,6 +1,10 @@
 //! A decoded token allocates nothing after warm-up, sampling included, so no token waits for the allocator. Producing
 //! text does allocate, because the tokenizer returns strings; so these tests run without a tokenizer.
+//!
+//! A program of its own, because its allocator counts.
 mod common;
+#[path = "../../model/tests/common/mod.rs"]
+mod models;
 use common::*;
 use kvist_cache::SeqId;
 use kvist_cpu::arch::Isa;

@@ -1,5 +1,9 @@
 //! Frozen prefixes in memory: what they take is in the budget beforehand, belongs to all users, and is gone with the last one.
+//!
+//! A program of its own, because it looks at the maps and the open files of its process.
 mod common;
+#[path = "../../model/tests/common/mod.rs"]
+mod models;
 use common::*;
 use kvist_cache::SeqId;
 use kvist_cpu::Cpu;

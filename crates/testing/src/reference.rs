@@ -33,7 +33,7 @@ pub enum Model {
     Cells,
     /// Many sequences; draft trees, whose nodes may outlive their step.
     Tree,
-    /// Many sequences; draft trees, of which the commit keeps a path. It refuses more than this model says: tests/paged
+    /// Many sequences; draft trees, of which the commit keeps a path. It refuses more than this model says: bookkeeping/paged
     /// has its own. Scripts that use this one copy prefixes and remove tails only.
     Paged,
 }

@@ -14,9 +14,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Fixtures and models, as the tests of `kvist-model` have them.
-#[path = "../../../model/tests/common/mod.rs"]
-mod model;
-pub use model::*;
+pub use crate::models::*;
 
 /// Results of another runtime.
 pub struct Expected {

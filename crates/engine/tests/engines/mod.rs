@@ -17,12 +17,9 @@ use kvist_scheduler::{Admission, Config};
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 
-/// Models, as the tests of `kvist-model` have them.
-#[path = "../../../model/tests/common/mod.rs"]
-mod models;
 /// F32 weights, and an F32 cache below, so that generated text depends only on the prompt.
 #[allow(unused_imports)]
-pub use models::{f32_model as model, fixtures, load_f32};
+pub use crate::models::{f32_model as model, fixtures, load_f32};
 
 /// The weights as stored in the file, with sums in an order that does not depend on the rest of the batch.
 pub fn deterministic() -> &'static (Arc<Model>, Registry) {

@@ -1,7 +1,7 @@
 //! Memory of the device comes back, and what does not fit is refused.
-use super::super::common::*;
-use super::super::{device_of_its_own, place};
 use super::{KINDS, load_on, on};
+use crate::common::*;
+use crate::{device_of_its_own, place};
 use kvist_cache::SeqId;
 use kvist_device::*;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};

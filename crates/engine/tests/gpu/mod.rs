@@ -1,7 +1,7 @@
-//! Models on a GPU: the same logits and text as Hugging Face transformers and as the CPU. `wgpu.rs` and `cuda.rs` say on which.
+//! Models on a GPU: the same logits and text as Hugging Face transformers and as the CPU. The programs `wgpu` and `cuda` say on which.
 mod memory;
-use super::common::*;
-use super::{Gpu, NAME, device, place};
+use crate::common::*;
+use crate::{Gpu, NAME, device, place};
 use kvist_cache::{SeqId, Span, Step, StepPlan, StepRequest};
 use kvist_device::*;
 use kvist_engine::memory::{CacheConfig, MemoryPlan};

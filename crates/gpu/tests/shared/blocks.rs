@@ -1,8 +1,6 @@
 //! Blocks of many cells: they are moved in parts, several at once, and keep their bytes.
-#[path = "../../../cpu/tests/decoding/mod.rs"]
-mod decoding;
 use crate::common::device;
-use decoding::Model;
+use crate::decoding::Model;
 use kvist_cache::{CellRun, GroupId};
 use kvist_device::*;
 use kvist_testing::SplitMix64;

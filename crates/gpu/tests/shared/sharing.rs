@@ -1,8 +1,6 @@
 //! Sequences that share a trunk, in one step and one by one: the same bits, in every storage.
-#[path = "../../../cpu/tests/decoding/mod.rs"]
-mod decoding;
 use crate::common::device;
-use decoding::{A, Model};
+use crate::decoding::{A, Model};
 use kvist_cache::*;
 use kvist_device::*;
 

@@ -1,0 +1,6 @@
+//! `kvist serve` over stores: tiers on a disk and on servers, and sessions that workers share. Builds with `--features tiers`.
+#[path = "../program/mod.rs"]
+mod program;
+
+mod serve;
+mod shared_sessions;

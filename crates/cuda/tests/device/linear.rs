@@ -1,0 +1,317 @@
+//! The fast kernels of linear layers for a few tokens against the invariant ones: every encoding, every number of tokens, odd
+//! shapes, experts. Outputs are NaN before, and what lies behind them stays as it is.
+use crate::common;
+use kvist_cuda::{CudaDevice, CudaDriver};
+use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
+use kvist_device::{Activation, Device};
+use kvist_gpu::{Args, Driver, Kernel, Linear, Product, Several};
+use kvist_testing::operations::{encoded, encodings, random};
+
+/// Words behind the outputs.
+const BEHIND: usize = 9;
+const EXPERTS: usize = 3;
+const EXPERT: u32 = 1;
+
+struct Case {
+    encoding: Encoding,
+    outputs: usize,
+    inputs: usize,
+    bias: bool,
+    cap: Option<f32>,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        format!("{} {}x{}", self.encoding.name(), self.outputs, self.inputs)
+    }
+
+    fn layer(&self, device: &CudaDevice) -> Linear<CudaDriver> {
+        let shape = [self.outputs, self.inputs];
+        let weights = encoded(self.encoding, self.outputs, self.inputs, 3);
+        let (encoding, bytes, factor) = (self.encoding, (&weights[..]).into(), 0.75);
+        let tensor = FileTensor { name: "w", shape: &shape, encoding, bytes, factor };
+        let bias = self.bias.then(|| random(5, self.outputs, 1.0));
+        device.linear(tensor, WeightFormat::AsStored, bias).unwrap()
+    }
+}
+
+/// What a product makes of outputs that are `before`.
+struct Run<'a> {
+    x: &'a [f32],
+    n: usize,
+    cap: Option<f32>,
+    /// Weights of all experts for every token, and whether the results are added.
+    routes: Option<(&'a [f32], bool)>,
+    before: &'a [f32],
+}
+
+fn floats(gpu: &CudaDriver, values: &[f32]) -> <CudaDriver as Driver>::Buffer {
+    let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+    gpu.filled("rows", &bytes).unwrap()
+}
+
+fn read(gpu: &CudaDriver, buffer: &<CudaDriver as Driver>::Buffer, n: usize) -> Vec<f32> {
+    let mut found = Vec::new();
+    gpu.read_back(&[(buffer, 0, 4 * n as u64)], |bytes| {
+        found = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
+    })
+    .unwrap();
+    found
+}
+
+impl Run<'_> {
+    fn on(&self, device: &CudaDevice, layer: &Linear<CudaDriver>) -> Vec<f32> {
+        let gpu = device.driver();
+        let (x, out) = (floats(gpu, self.x), floats(gpu, self.before));
+        let routes = self.routes.map(|(routes, added)| (floats(gpu, routes), added));
+        let mut recorder = Default::default();
+        let product = Product {
+            x: &x,
+            layer,
+            out: &out,
+            n: self.n as u32,
+            cap: self.cap,
+            expert: routes.as_ref().map(|(routes, _)| (routes, EXPERT, EXPERTS as u32)),
+            added: routes.as_ref().is_some_and(|(_, added)| *added),
+            halves: None,
+        };
+        product.record(gpu, &mut recorder);
+        let submission = gpu.submit(&mut recorder, &[]);
+        gpu.wait(&submission).unwrap();
+        read(gpu, &out, self.before.len())
+    }
+}
+
+/// Both results within rounding, and alike where nothing is written. Real tensor cores drop bits of sums that the emulation keeps; where
+/// offsets of weights cancel large products (q2_K) that was 4e-5 of the largest result on an H100.
+fn compare(what: &str, fast: &[f32], invariant: &[f32]) {
+    let finite = invariant.iter().filter(|x| x.is_finite());
+    let largest = finite.fold(f32::MIN_POSITIVE, |most, x| most.max(x.abs()));
+    let tolerance = if common::index().is_some() { 2e-4 } else { 4e-6 };
+    for (i, (x, y)) in fast.iter().zip(invariant).enumerate() {
+        let near = (x - y).abs() <= tolerance * largest || x.to_bits() == y.to_bits();
+        assert!(near, "{what}: element {i} is {x}, not {y}");
+    }
+}
+
+fn poisoned(n: usize, outputs: usize) -> Vec<f32> {
+    vec![f32::NAN; n * outputs + BEHIND]
+}
+
+fn devices() -> Option<(CudaDevice, CudaDevice)> {
+    Some((common::fast_device()?, common::device()?))
+}
+
+#[test]
+fn fast_layers_agree_with_the_invariant_ones() {
+    let Some((fast, invariant)) = devices() else { return };
+    let case =
+        |encoding, outputs, inputs| Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None };
+    for encoding in common::some(encodings()) {
+        let cases = match encoding.block().0 {
+            // Rows that begin anywhere, within 8 or 16 bytes; and more than the threads of a block load at once.
+            1 => vec![
+                case(encoding, 13, 37),
+                case(encoding, 4, 44),
+                case(encoding, 1, 40),
+                case(encoding, 6, 4100),
+                case(encoding, 5, 9001),
+            ],
+            // Tiles of 256 that are not whole, fewer and more of them than warps, and than they load ahead.
+            32 => vec![case(encoding, 13, 96), case(encoding, 1, 32), case(encoding, 35, 19 * 256 + 160)],
+            block => {
+                vec![case(encoding, 13, block), case(encoding, 1, 2 * block), case(encoding, 35, 19 * 256)]
+            }
+        };
+        for case in cases {
+            let layers = (case.layer(&fast), case.layer(&invariant));
+            for n in 1..=11 {
+                if case.inputs > 4000 && ![1, 3, 8, 11].contains(&n) {
+                    continue;
+                }
+                let x = random(n as u64, n * case.inputs, 1.0);
+                let before = poisoned(n, case.outputs);
+                let run = Run { x: &x, n, cap: case.cap, routes: None, before: &before };
+                let found = run.on(&fast, &layers.0);
+                assert_eq!(
+                    found.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+                    run.on(&fast, &layers.0).iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+                    "the same in every run"
+                );
+                compare(&format!("{} by {n}", case.name()), &found, &run.on(&invariant, &layers.1));
+            }
+        }
+    }
+}
+
+const SOME: [(Encoding, usize); 5] = [
+    (Encoding::F32, 37),
+    (Encoding::F16, 96),
+    (Encoding::Q8_0, 2080),
+    (Encoding::Q4K, 512),
+    (Encoding::Mxfp4, 288),
+];
+
+#[test]
+fn experts_softcaps_and_parts() {
+    let Some((fast, invariant)) = devices() else { return };
+    for (encoding, inputs) in SOME {
+        let case = Case { encoding, outputs: 21, inputs, bias: true, cap: Some(100.0) };
+        let Some(in_parts) =
+            common::fast_device_in_parts(encoding.row_bytes(inputs).unwrap() as u64 * 5 + 64)
+        else {
+            return;
+        };
+        let layers = (case.layer(&fast), case.layer(&invariant), case.layer(&in_parts));
+        assert!(layers.2.parts.len() > 3, "{} parts", layers.2.parts.len());
+        for n in [1, 3, 8, 11] {
+            let x = random(n as u64, n * inputs, 1.0);
+            // Of the tokens some use the expert, and of one batch none.
+            let mut routes = random(7, n * EXPERTS, 0.7);
+            let of_expert = routes.iter_mut().skip(EXPERT as usize).step_by(EXPERTS);
+            of_expert.enumerate().filter(|(i, _)| i % 3 == 1 || n == 3).for_each(|(_, x)| *x = 0.0);
+            let values: Vec<f32> = random(9, n * case.outputs, 1.0);
+            let added = [values, vec![f32::NAN; BEHIND]].concat();
+            let nan = poisoned(n, case.outputs);
+            for (routes, before) in
+                [(None, &nan), (Some((&routes[..], false)), &nan), (Some((&routes[..], true)), &added)]
+            {
+                let what = format!("{} by {n}, routed: {:?}", case.name(), routes.map(|routes| routes.1));
+                let run = Run { x: &x, n, cap: case.cap, routes, before };
+                let expected = run.on(&invariant, &layers.1);
+                compare(&what, &run.on(&fast, &layers.0), &expected);
+                compare(&format!("{what}, in parts"), &run.on(&in_parts, &layers.2), &expected);
+            }
+        }
+    }
+}
+
+/// Inputs of any size keep their digits: each token, and each part of a row, has its own.
+#[test]
+fn inputs_of_every_size() {
+    let Some((fast, invariant)) = devices() else { return };
+    for (encoding, inputs) in SOME {
+        let case = Case { encoding, outputs: 17, inputs, bias: false, cap: None };
+        let layers = (case.layer(&fast), case.layer(&invariant));
+        let (n, outputs) = (8, case.outputs);
+        let mut x = random(4, n * inputs, 1.0);
+        for (row, size) in x.chunks_exact_mut(inputs).zip([1e-36, 1e-30, 1e-6, 1.0, 7e4, 1e20, 1e30, 0.0f32])
+        {
+            row.iter_mut().for_each(|x| *x *= size);
+        }
+        let before = poisoned(n, outputs);
+        let run = Run { x: &x, n, cap: None, routes: None, before: &before };
+        let (found, expected) = (run.on(&fast, &layers.0), run.on(&invariant, &layers.1));
+        for t in 0..n {
+            let row = t * outputs..(t + 1) * outputs;
+            compare(&format!("{} token {t}", case.name()), &found[row.clone()], &expected[row]);
+        }
+        // One large input beside small ones costs them nothing in other rows; what is not a number shows.
+        for wrong in [f32::NAN, f32::INFINITY] {
+            let mut x = random(4, n * inputs, 1.0);
+            x[inputs + 1] = wrong;
+            let found = Run { x: &x, ..run }.on(&fast, &layers.0);
+            for (t, row) in found[..n * outputs].chunks_exact(outputs).enumerate() {
+                assert!(row.iter().all(|x| x.is_finite() == (t != 1)), "{}: token {t}: {row:?}", case.name());
+            }
+        }
+    }
+}
+
+/// One token has kernels of its own: rows of more chunks than one, units that are not whole rounds, inputs of any size.
+#[test]
+fn one_token() {
+    let Some((fast, invariant)) = devices() else { return };
+    for encoding in common::some(encodings()).filter(|encoding| !encoding.is_float()) {
+        let block = encoding.block().0;
+        let shapes = [(17, 2 * 4096 + 1024 + block), (16, 3 * block), (3, 11 * 256)];
+        for (outputs, inputs) in shapes {
+            let case = Case { encoding, outputs, inputs, bias: outputs == 17, cap: None };
+            let layers = (case.layer(&fast), case.layer(&invariant));
+            for size in [1e-36, 1.0, 1e30, 0.0f32] {
+                let mut x = random(11, inputs, 1.0);
+                x.iter_mut().for_each(|x| *x *= size);
+                x[inputs / 2] *= 100.0;
+                let before = poisoned(1, outputs);
+                let run = Run { x: &x, n: 1, cap: None, routes: None, before: &before };
+                let what = format!("{} by one token of {size}", case.name());
+                compare(&what, &run.on(&fast, &layers.0), &run.on(&invariant, &layers.1));
+            }
+            for wrong in [f32::NAN, f32::INFINITY] {
+                let mut x = random(4, inputs, 1.0);
+                x[inputs - 2] = wrong;
+                let before = poisoned(1, outputs);
+                let found =
+                    Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, &layers.0);
+                let row = &found[..outputs];
+                assert!(row.iter().all(|x| !x.is_finite()), "{}: {wrong} in {row:?}", case.name());
+            }
+        }
+    }
+}
+
+/// Layers in one launch have the bits that each has by itself, and the gate of an MLP those of its own kernel.
+#[test]
+fn several_layers_in_one_launch() {
+    let Some((fast, _)) = devices() else { return };
+    let gpu = fast.driver();
+    let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    let encodings = encodings().into_iter();
+    for encoding in encodings.filter(|e| e.block().0 > 1) {
+        let inputs = 2048 + encoding.block().0;
+        let layer = |outputs: usize| {
+            Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None }.layer(&fast)
+        };
+        let x = random(3, inputs, 1.0);
+        let alone = |layer: &Linear<CudaDriver>| {
+            let before = poisoned(1, layer.outputs as usize);
+            Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, layer)
+        };
+        let row = floats(gpu, &x);
+        for sizes in [&[35, 16, 1][..], &[2, 33]] {
+            let layers: Vec<_> = sizes.iter().map(|outputs| layer(*outputs)).collect();
+            if !gpu.has_several(layers[0].encoding) {
+                continue;
+            }
+            let outs: Vec<_> = sizes.iter().map(|outputs| floats(gpu, &poisoned(1, *outputs))).collect();
+            let pairs: Vec<_> = layers.iter().zip(&outs).collect();
+            let mut recorder = Default::default();
+            Several { x: &row, layers: &pairs, activation: None }.record(gpu, &mut recorder);
+            gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+            for (layer, out) in pairs {
+                let found = read(gpu, out, layer.outputs as usize + BEHIND);
+                assert_eq!(bits(&found), bits(&alone(layer)), "{} {sizes:?}", encoding.name());
+            }
+        }
+        let pair = [layer(21), layer(21)];
+        let activations = [Activation::Silu, Activation::Gelu, Activation::Clamped { limit: 0.5 }];
+        for activation in activations.into_iter().filter(|_| gpu.has_several(pair[0].encoding)) {
+            let outs = [floats(gpu, &poisoned(1, 21)), floats(gpu, &poisoned(1, 21))];
+            let layers = [(&pair[0], &outs[0]), (&pair[1], &outs[1])];
+            let mut recorder = Default::default();
+            Several { x: &row, layers: &layers, activation: Some(activation) }.record(gpu, &mut recorder);
+            gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+            let found = read(gpu, &outs[0], 21 + BEHIND);
+            assert!(read(gpu, &outs[1], 21 + BEHIND).iter().all(|x| x.is_nan()), "not written");
+            let expected = gated(gpu, activation, &alone(&pair[0])[..21], &alone(&pair[1])[..21]);
+            assert_eq!(bits(&found[..21]), bits(&expected), "{} {activation:?}", encoding.name());
+            assert!(found[21..].iter().all(|x| x.is_nan()), "behind the outputs");
+        }
+    }
+}
+
+/// The gate's own kernel.
+fn gated(gpu: &CudaDriver, activation: Activation, gate: &[f32], up: &[f32]) -> Vec<f32> {
+    let (number, limit) = match activation {
+        Activation::Silu => (0, 0.0),
+        Activation::Gelu => (1, 0.0),
+        Activation::Clamped { limit } => (2, limit),
+    };
+    let (out, up) = (floats(gpu, gate), floats(gpu, up));
+    let mut recorder = Default::default();
+    let args = Args::new(&[gate.len() as u32, number]).f32(limit);
+    let groups = [gate.len().div_ceil(64) as u32, 1, 1];
+    gpu.record(&mut recorder, &Kernel::Gated, &[Some(&up), Some(&out)], args, groups);
+    gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+    read(gpu, &out, gate.len())
+}

@@ -1,0 +1,23 @@
+//! CUDA as a device: its kernels, its pools and their transfers give the right results, on GPU N if `KVIST_CUDA=N`, otherwise emulated.
+#[path = "../common/mod.rs"]
+mod common;
+#[path = "../../../cpu/tests/decoding/mod.rs"]
+mod decoding;
+
+mod conformance;
+mod gemm;
+mod linear;
+mod operations;
+mod store;
+
+// What wgpu passes too.
+#[path = "../../../gpu/tests/shared/blocks.rs"]
+mod blocks;
+#[path = "../../../gpu/tests/shared/lanes.rs"]
+mod lanes;
+#[path = "../../../gpu/tests/shared/long.rs"]
+mod long;
+#[path = "../../../gpu/tests/shared/measure.rs"]
+mod measure;
+#[path = "../../../gpu/tests/shared/sharing.rs"]
+mod sharing;

@@ -1,0 +1,142 @@
+//! Golden log: replaying an engine's event log without the engine gives the same decisions, byte for byte. The
+//! tokens and times come from the log; the cache is rebuilt from the configuration or from the log's header
+//! alone.
+use crate::engines::*;
+use kvist_engine::serving::*;
+use kvist_engine::speculate::Suffix;
+use kvist_scheduler::{Config, Preempted, PrefixOrder, replay};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
+     vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
+     to be confused with the length of a vector, which specifies the number of actual elements within the vector. If a \
+     vector's length exceeds its capacity, its capacity will automatically be increased.";
+
+#[derive(Clone, Default)]
+struct Logs(Arc<Mutex<(String, String)>>);
+
+impl Watcher for Logs {
+    fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
+        let mut logs = self.0.lock().unwrap();
+        logs.0 += &state.scheduler.events().take();
+        logs.1 += &state.scheduler.decisions().take();
+    }
+}
+
+/// Prompts with a few common prefixes; some clients wait for the whole answer, some disconnect.
+async fn load(engine: &Engine, all: &[u32]) {
+    let mut users = tokio::task::JoinSet::new();
+    for i in 0..28usize {
+        let family = 7 * (i % 3);
+        let prompt = &all[family..family + 40 + i % 5 * 3];
+        let salt = if i % 7 == 6 { "another" } else { "" };
+        // Some prompts are scored and therefore get no prefix hits; one of these generates nothing.
+        let scored = i % 9 == 5;
+        // Clients disconnect long before the end; on a slow machine the answer might otherwise be complete.
+        let goes_after = (i % 4 == 3).then_some(i % 6);
+        let max_new = match goes_after {
+            Some(_) => 100,
+            None if i == 14 => 0,
+            None => 8 + (i as u32 * 5) % 31,
+        };
+        let logprobs = scored.then_some(2);
+        let job = Job {
+            salt: salt.into(),
+            priority: i as i32 % 3,
+            logprobs,
+            prompt_logprobs: scored,
+            ..greedy(prompt, max_new)
+        };
+        let mut generation = engine.submit(job).unwrap();
+        users.spawn(async move {
+            let mut n = 0;
+            while let Some(event) = generation.next().await {
+                n += usize::from(matches!(event, Event::Token(_)));
+                if goes_after.is_some_and(|max| n > max) {
+                    return; // dropping it cancels
+                }
+            }
+        });
+        // Submit the next requests while others run: after a few more steps, independent of the machine's
+        // speed. If all earlier requests have ended, there is nothing to wait for.
+        let steps = || engine.stats().counters.steps;
+        let until = steps() + 3;
+        let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.until_idle());
+        while i % 5 == 4 && steps() < until && becomes_idle().await.is_err() {}
+    }
+    // A request that is cancelled while it waits, and one that can never fit.
+    drop(engine.submit(greedy(&all[..30], 5)).unwrap());
+    receive(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
+    while users.join_next().await.is_some() {}
+    tokio::time::timeout(Duration::from_secs(600), engine.until_idle()).await.expect("a job is still live");
+}
+
+#[tokio::test]
+async fn recorded_events_give_the_same_decisions() {
+    let all = tokens(TEXT);
+    let narrow = |scheduler: &Config| Config { max_batch: 5, max_batch_tokens: 24, ..scheduler.clone() };
+    type Change = fn(Config) -> Config;
+    let kept: Change = |config| Config { preempted: Preempted::Kept, ..config };
+    let ways: [(&str, &str, bool, Change); 6] = [
+        ("fcfs", "lru", false, |config| config),
+        ("srpt", "cost", false, kept),
+        ("priority", "lfu_decay", false, |config| Config { prefix_order: PrefixOrder::Window(4), ..config }),
+        ("sjf", "fifo", false, |config| Config { prefix_order: PrefixOrder::Ties, ..config }),
+        ("fcfs", "lru", true, |config| config),
+        ("srpt", "cost", true, kept),
+    ];
+    for (policy, eviction, speculates, change) in ways {
+        let logs = Logs::default();
+        let mut config = config(176);
+        config.paged.block_tokens = 8;
+        config.paged.prefix.as_mut().unwrap().policy = eviction.into();
+        config.scheduler = change(Config { policy: policy.into(), ..narrow(&config.scheduler) });
+        config.record = true;
+        config.watchers.push(Box::new(logs.clone()));
+        config.fit();
+        if speculates {
+            config = speculating(config, SMALL, Box::new(Suffix::default()));
+        }
+        let paged = config.paged.clone();
+        let engine = engine(config);
+        load(&engine, &all).await;
+        let counters = engine.stats().counters;
+        drop(engine);
+        let (events, decisions) = logs.0.lock().unwrap().clone();
+
+        // Check that the load exercised the scheduler.
+        let n = |what: &str| decisions.matches(what).count();
+        assert!(counters.preemptions > 0, "{policy}: no request was preempted: {counters:?}");
+        assert!(counters.hit_tokens > 0, "{policy}: nothing was found");
+        assert_eq!(counters.accepted_tokens > 0, speculates, "{policy}: {counters:?}");
+        assert_eq!(events.contains("\"drafts\":") && events.contains("\"path\":"), speculates, "{policy}");
+        assert!(events.matches("\"cancel\":").count() > 2, "{policy}: no request was cancelled");
+        assert!(n("\"how\":\"cancelled\"") > 2 && n("\"how\":\"never_fits\"") > 0, "{policy}: {decisions}");
+        assert!(events.matches("\"fresh\":true").count() == 3, "{policy}: no prompt was scored");
+        assert!(n("\"chunk\":") > n("\"admit\":"), "{policy}: no prompt was cut into chunks");
+
+        let cache = paged.cache(model().config()).unwrap();
+        let by_configuration = replay(events.as_bytes(), cache, None).unwrap();
+        same(policy, "the configuration", &decisions, &by_configuration);
+        let by_header = replay(events.as_bytes(), None, None).unwrap();
+        same(policy, "the log's header", &decisions, &by_header);
+
+        // A changed log does not replay to the same decisions.
+        let longer = events.replacen("\"max_new\":8,", "\"max_new\":9,", 1);
+        assert!(longer != events);
+        let found = replay(longer.as_bytes(), None, None);
+        assert!(
+            found.is_err() || found.unwrap() != decisions,
+            "{policy}: another answer, and the same decisions"
+        );
+    }
+}
+
+fn same(policy: &str, from: &str, expected: &str, found: &str) {
+    if expected == found {
+        return;
+    }
+    let differs = expected.lines().zip(found.lines()).enumerate().find(|(_, (a, b))| a != b);
+    panic!("{policy}, cache from {from}: line, recorded, replayed: {differs:#?}");
+}

@@ -1,0 +1,150 @@
+//! Generations that their caller drives pass by pass: the same as `generate`, and in turns.
+use crate::common::{f32_model as model, *};
+use kvist_cache::{Refused, SeqId};
+use kvist_device::StepError;
+use kvist_engine::Error;
+use kvist_engine::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Stepwise, generate};
+use kvist_engine::memory::CacheConfig;
+use kvist_engine::sampler::{Sampler, SamplerConfig};
+
+const A: SeqId = SeqId::ONLY;
+const B: SeqId = SeqId(1);
+
+fn sampler(seed: u64) -> Sampler {
+    let drawn =
+        SamplerConfig { temperature: 0.9, top_k: 40, repetition_penalty: 1.2, ..SamplerConfig::greedy() };
+    Sampler::new(SamplerConfig { repetition_window: 16, seed, ..drawn }).unwrap()
+}
+
+fn limits(max_tokens: usize, stop: &[&str]) -> Limits {
+    let stop = stop.iter().map(|s| s.to_string()).collect();
+    Limits { max_tokens, stop, ignore_eos: true, no_cache: false }
+}
+
+/// The text of [`generate`] in a session of its own.
+fn whole(config: &CacheConfig, prompt: &[u32], seed: u64, limits: &Limits) -> Generation {
+    let mut session = session(model(), config);
+    let args = GenerateArgs {
+        session: &mut session,
+        seq: A,
+        before: &[],
+        prompt,
+        tokenizer: model().tokenizer(),
+        sampler: &mut sampler(seed),
+        limits,
+        speculation: None,
+    };
+    generate(args, &mut ()).unwrap()
+}
+
+fn tokens(text: &str) -> Vec<u32> {
+    model().tokenizer().unwrap().encode(text, true).unwrap()
+}
+
+#[test]
+fn steps_say_what_generate_says() {
+    let prompt = tokens("A reference is a value that points to data owned by another value");
+    let text = whole(&exact("cells", 128, 64), &prompt, 3, &limits(24, &[])).text;
+    let stop = &text[text.char_indices().nth(20).unwrap().0..];
+    let stop = &stop[..stop.char_indices().nth(3).unwrap().0];
+    for (chunk, max_tokens, stops) in
+        [(64, 24, &[][..]), (4, 24, &[]), (4, 24, &[stop]), (64, 1, &[]), (64, 0, &[])]
+    {
+        let limits = limits(max_tokens, stops);
+        let config = exact("cells", 128, chunk);
+        let expected = whole(&config, &prompt, 3, &limits);
+        let mut session = session(model(), &config);
+        let mut steps = Stepwise::new(&mut session, A, prompt.clone(), sampler(3), &limits, &[]).unwrap();
+        let (mut text, mut passes) = (String::new(), 0);
+        while steps.step(&mut session).unwrap() {
+            assert!(steps.text().starts_with(&text), "text that was shown does not change");
+            text = steps.text().to_owned();
+            passes += 1;
+        }
+        assert_eq!((steps.tokens(), &*text), (&*expected.tokens, &*expected.text));
+        assert_eq!(steps.finish(), Some(&expected.finish));
+        assert_eq!(passes, prompt.len().div_ceil(chunk as usize) + expected.tokens.len().max(1) - 1);
+        assert_eq!((steps.prompt_tokens(), steps.prompt_done()), (prompt.len(), prompt.len()));
+        assert!(!steps.step(&mut session).unwrap(), "it has ended");
+    }
+}
+
+#[test]
+fn sequences_take_turns() {
+    let prompts = [tokens("The borrow checker"), tokens("A vector owns its elements")];
+    let config = exact("cells", 128, 64);
+    let mut both = session(model(), &config);
+    both.cache().sequences().unwrap().seq_new(B).unwrap();
+    let mut steps: Vec<Stepwise> = [A, B]
+        .iter()
+        .zip(&prompts)
+        .map(|(seq, prompt)| {
+            Stepwise::new(&mut both, *seq, prompt.clone(), sampler(5), &limits(12, &[]), &[]).unwrap()
+        })
+        .collect();
+    while steps.iter_mut().map(|one| one.step(&mut both).unwrap()).collect::<Vec<_>>().contains(&true) {}
+    for (one, prompt) in steps.iter().zip(&prompts) {
+        let expected = whole(&config, prompt, 5, &limits(12, &[]));
+        assert_eq!(one.tokens(), expected.tokens);
+    }
+}
+
+#[test]
+fn what_cannot_go_on_is_refused_and_a_full_cache_ends_the_text() {
+    let config = exact("cells", 10, 64);
+    let mut small = session(model(), &config);
+    let new = |session: &mut _, prompt: &[u32]| {
+        Stepwise::new(session, A, prompt.to_vec(), sampler(1), &limits(50, &[]), &[])
+    };
+    assert!(matches!(new(&mut small, &[]).err(), Some(Error::EmptyPrompt)));
+    assert!(matches!(
+        new(&mut small, &[1; 11]).err(),
+        Some(Error::PromptTooLong { tokens: 11, context: 10 })
+    ));
+    assert!(matches!(new(&mut small, &[u32::MAX]).err(), Some(Error::TokenOutsideVocabulary { .. })));
+    let mut steps = new(&mut small, &[1; 4]).unwrap();
+    while steps.step(&mut small).unwrap() {}
+    assert_eq!((steps.finish(), steps.tokens().len()), (Some(&GenerationEnd::CacheFull), 7));
+    assert_eq!(small.cache().next_position(A), Some(10));
+
+    let mut stale = new(&mut small, &[]).err().map(|_| ()).and_then(|()| {
+        small.truncate(A, 2).unwrap();
+        new(&mut small, &[1; 3]).ok()
+    });
+    let stale = stale.as_mut().unwrap();
+    assert!(stale.step(&mut small).unwrap());
+    small.truncate(A, 1).unwrap();
+    let refused = Refused::NotAtEnd { seq: A, expected: 1, got: 5 };
+    assert!(matches!(stale.step(&mut small), Err(Error::Step(StepError::Refused(r))) if r == refused));
+}
+
+/// A rollback keeps what is before it, in every kind; a ring starts again. The sequence exists afterwards.
+#[test]
+fn a_session_is_cut_in_every_kind() {
+    let prompt = tokens("A reference is a value that points to data");
+    for kind in ["contiguous", "cells", "tree", "paged", "ring"] {
+        let mut config = exact(kind, 64, 8);
+        config.window = (kind == "ring").then_some(16);
+        let mut session = session(model(), &config);
+        let first = logits(&mut session, &prompt[..6]);
+        session.prefill(A, &prompt[6..], &mut |_| true).unwrap();
+        let kept = session.truncate(A, 3).unwrap();
+        assert_eq!(kept, if kind == "ring" { 0 } else { 3 }, "{kind}");
+        let again = logits(&mut session, &prompt[kept as usize..6]);
+        let vocab = model().config().vocab;
+        assert!(max_difference(&first[kept as usize * vocab..], &again) < 1e-3, "{kind}");
+        assert_eq!(session.truncate(A, 0).unwrap(), 0);
+        assert_eq!(session.cache().next_position(A), Some(0), "{kind}");
+    }
+}
+
+#[test]
+fn logits_can_be_kept_beyond_the_next_pass() {
+    let mut session = session(model(), &exact("contiguous", 64, 8));
+    let expected = logits(&mut session, &[5, 6, 7]);
+    let taken = session.take_logits();
+    assert_eq!(taken, expected);
+    assert!(session.logits().is_empty());
+    let next = logits(&mut session, &[8]);
+    assert_eq!((taken, next.len()), (expected, model().config().vocab));
+}

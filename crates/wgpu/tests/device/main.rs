@@ -1,0 +1,20 @@
+//! wgpu as a device: its kernels, its pools and their transfers give the right results, on the best adapter or on that of `KVIST_WGPU`.
+mod common;
+#[path = "../../../cpu/tests/decoding/mod.rs"]
+mod decoding;
+
+mod conformance;
+mod operations;
+mod subgroups;
+
+// What CUDA passes too.
+#[path = "../../../gpu/tests/shared/blocks.rs"]
+mod blocks;
+#[path = "../../../gpu/tests/shared/lanes.rs"]
+mod lanes;
+#[path = "../../../gpu/tests/shared/long.rs"]
+mod long;
+#[path = "../../../gpu/tests/shared/measure.rs"]
+mod measure;
+#[path = "../../../gpu/tests/shared/sharing.rs"]
+mod sharing;

@@ -1,0 +1,18 @@
+//! Every operation of the device against the scalar reference.
+use crate::common::{self, device};
+use kvist_testing::operations;
+
+#[test]
+fn operations_agree_with_the_reference() {
+    if let Some(device) = device() {
+        operations::all(&device, &operations::encodings());
+    }
+}
+
+/// Matrices in several buffers, with a few rows in each.
+#[test]
+fn linear_layers_in_parts() {
+    if device().is_some() {
+        operations::linear_layers(&common::in_parts(10_400), &operations::encodings(), 251);
+    }
+}

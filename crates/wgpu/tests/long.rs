@@ -1,4 +1,0 @@
-//! Long contexts, on an adapter.
-mod common;
-#[path = "../../gpu/tests/shared/long.rs"]
-mod shared;

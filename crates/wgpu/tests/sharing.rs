@@ -1,4 +1,0 @@
-//! Sequences that share a trunk, on an adapter.
-mod common;
-#[path = "../../gpu/tests/shared/sharing.rs"]
-mod shared;
