@@ -114,7 +114,7 @@ fn closed() -> PyErr {
 fn not_resized(before: u64, why: &ResizeError) -> PyErr {
     let class = match why {
         ResizeError::Ended => return closed(),
-        ResizeError::Refused(_) => Class::Refused,
+        ResizeError::Refused(_) | ResizeError::Prefix { .. } => Class::Refused,
         ResizeError::Device(DeviceError::OutOfBudget(_)) => Class::OutOfMemory,
         ResizeError::Device(_) => Class::Error,
     };
