@@ -336,7 +336,7 @@ impl Chat {
         if let Some(template) = model.chat_template() {
             let system = self.system.iter().map(|s| Message::new("system", s));
             let all: Vec<Message> = system.chain(messages.iter().cloned()).collect();
-            return Ok(tokenizer.encode(&template.render(&all, tokenizer, ready)?, false)?);
+            return tokenizer.encode(&template.render(&all, tokenizer, ready)?, false);
         }
         // Without a template the messages are one continuous text.
         let whole: String = messages.iter().map(|m| m.content.as_str()).collect();

@@ -107,7 +107,7 @@ pub(crate) async fn resize(posted: Posted) -> Result<Json<Value>, ApiError> {
         let message = format!("the cache keeps its {before} tokens: {refused}");
         match refused {
             ResizeError::Ended => ApiError::internal(message),
-            ResizeError::Refused(_) | ResizeError::Device(_) => {
+            ResizeError::Refused(_) | ResizeError::Prefix { .. } | ResizeError::Device(_) => {
                 ApiError::new(StatusCode::CONFLICT, "cache_not_resized", message).about("tokens")
             }
         }
