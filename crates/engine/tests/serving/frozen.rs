@@ -5,6 +5,7 @@ use kvist_engine::devices;
 use kvist_engine::frozen::EnginePrefix;
 use kvist_engine::serving::*;
 use kvist_testing::SplitMix64;
+use std::time::Duration;
 
 fn random_tokens(n: usize, seed: u64) -> Vec<u32> {
     let mut random = SplitMix64(seed);
@@ -51,6 +52,21 @@ async fn an_engine_begins_with_a_prefix() {
         assert!(with.stats().evicted_blocks > 0, "nothing was evicted");
         let mut job = with.submit(Job { salt: "mine".into(), ..greedy(&tokens, 4) }).unwrap();
         assert_eq!(receive(&mut job).await.admitted.unwrap().0, 0, "a salt shares nothing");
+    }
+}
+
+/// Nothing that ends makes room for less than the prefix, so nothing is waited for.
+#[tokio::test]
+async fn a_cache_stays_larger_than_its_prefix() {
+    let mut config = config_of("f32".parse().unwrap());
+    config.prefix = Some(frozen(&random_tokens(96, 3), &config));
+    let engine = engine(config);
+    for tokens in [16, 96, 97 + 15] {
+        match engine.resize(tokens, Duration::from_secs(3600)).await {
+            Err(ResizeError::Prefix { needed: 112, capacity }) => assert_eq!(capacity, u64::from(tokens)),
+            Ok(112) if tokens == 112 => {}
+            other => panic!("{tokens}: {other:?}"),
+        }
     }
 }
 

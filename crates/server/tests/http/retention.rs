@@ -196,3 +196,17 @@ fn keys_bound_what_is_retained_and_dropped() {
         assert_eq!((status, &*found), (400, param));
     }
 }
+
+/// A server that keeps some tokens of a text shares nothing, so there is nothing to retain.
+#[test]
+fn nothing_is_retained_beside_keep() {
+    let mut config = config();
+    config.cache.keep = Some("sinks=4,recent=64".parse().unwrap());
+    let server = Server::start(config);
+    let body = json!({"prompt": prompt(0), "max_tokens": 1});
+    server.post("/v1/completions", &body).good();
+    let refused = server.post("/v1/completions", &with(body, &cache(json!({"pin": true, "ttl_s": 60}))));
+    let (status, param, _, message) = refused.error();
+    assert_eq!((status, &*param), (400, "kvist.cache"));
+    assert!(message.contains("cache.keep"), "{message}");
+}

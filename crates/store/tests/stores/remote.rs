@@ -76,9 +76,11 @@ async fn what_cannot_be_opened_is_refused_without_its_password() {
     let file = dir.path().join("file");
     fs::write(&file, "").unwrap();
     let under_file = format!("fs://{}/x", file.display());
-    for url in
-        ["", "redis", "ftp://me:secret@host/x", "s3://", "fs://", "rediss://me:secret@host", &under_file]
-    {
+    // A relative folder would be one below the root.
+    let (relative, port) = ("fs://relative/path", "redis://me:secret@localhost:99999/x");
+    let others = ["", "redis", "ftp://me:secret@host/x", "s3://", "fs://", "rediss://me:secret@host"];
+    for url in others.into_iter().chain([relative, port, &under_file]) {
+        assert_eq!(Remote::check(url).is_ok(), url == under_file, "{url}");
         match Remote::open(url, PATIENT) {
             Err(error) => {
                 let text = error.to_string();
