@@ -118,6 +118,6 @@ fn what_was_undone_is_not_saved() {
     // Nothing is left.
     let args = ["chat", "-q", "--greedy", "-n", "3", "--save-session", &path("none.kvs")];
     let out = run(&args, b"Hello\n/undo\n");
-    assert!(String::from_utf8_lossy(&out.stderr).contains("nothing to save"), "{out:?}");
+    assert!(String::from_utf8_lossy(&out.stderr).contains("nothing was said"), "{out:?}");
     assert!(!fs::exists(path("none.kvs")).unwrap());
 }

@@ -372,14 +372,14 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
         (&["--tier-disk", new], "--tier-disk-size"),
         (&["--tier-disk-size", "1GiB"], "--tier-disk"),
         (&["--tier-disk", new, "--tier-disk-size", "1MiB"], "too small"),
-        (&["--tier-disk", new, "--tier-disk-size", "900TiB"], "free"),
-        (&["--tier-store", "ftp://me:secret@host/x"], "redis://"),
+        (&["--tier-disk", new, "--tier-disk-size", "900TiB"], "--tier-disk-size"),
+        (&["--tier-store", "ftp://me:secret@host/x"], "--tier-store (tiers.store)"),
         (&["--tier-store", "redis://me:secret@"], "redis://"),
         (&["--tier-ram", "64MiB", "--tier-grace", "soon"], "`soon` is not a duration"),
         (&["--tier-ram", "64MiB", "--tier-grace", "0ms"], "1 ms at least (--tier-grace)"),
     ];
-    for (args, part) in cases {
-        let output = kvist().args(["serve", "--port", "0"]).args(args).output().unwrap();
+    for (args, part) in &cases {
+        let output = kvist().args(["serve", "--port", "0"]).args(*args).output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(
             !output.status.success() && text.contains(part) && !text.contains("secret"),
@@ -387,7 +387,10 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
         );
     }
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1 + usize::from(Path::new(new).exists()));
-    // A plan opens nothing.
+    // A plan opens nothing, and refuses what needs no look at the disk.
+    for (args, part) in &cases[3..7] {
+        refused(&[&["serve", "--dry-run"], *args].concat(), 1, &[part]);
+    }
     let args = [
         "serve",
         "--dry-run",
