@@ -389,7 +389,7 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1 + usize::from(Path::new(new).exists()));
     // A plan opens nothing, and refuses what needs no look at the disk.
     for (args, part) in &cases[3..7] {
-        refused(&[&["serve", "--dry-run"], *args].concat(), 1, &[part]);
+        program::refused(&[&["serve", "--dry-run"], *args].concat(), 1, &[part]);
     }
     let args = [
         "serve",
