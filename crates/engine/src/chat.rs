@@ -2,7 +2,7 @@
 //!
 //! Each turn renders the whole conversation, keeps the cached tokens that match its beginning, rolls back the rest and
 //! computes only the new tokens. A fork shares KV cells. An undo changes only the messages; the next turn rolls the
-//! cache back.
+//! cache back, and so does saving.
 use crate::answer::generate_answer;
 use crate::frozen::{self, FrozenPrefix};
 use crate::generate::{GenerateArgs, Generation, GenerationEnd, Limits, Observer, Speculation};

@@ -41,7 +41,7 @@ pub struct ServerState {
     pub(crate) instance_id: String,
     pub(crate) block_tokens: u32,
     /// The cache keeps some tokens of a text (`cache.keep`), so texts may be longer than it is.
-    keeps_some: bool,
+    pub(crate) keeps_some: bool,
     pub(crate) keys: Keys,
     pub(crate) bodies: Bodies,
     pub(crate) work: WorkMemory,
@@ -198,11 +198,6 @@ impl ServerState {
     /// The name under which clients address the model.
     pub fn model_name(&self) -> &str {
         &self.bounds.model
-    }
-
-    /// Whether the cache keeps only some tokens of a text (`cache.keep`).
-    pub(crate) fn keeps_some(&self) -> bool {
-        self.keeps_some
     }
 
     /// The longest prompt and answer together. If the cache keeps all tokens of a text, its present capacity is a limit.

@@ -34,8 +34,7 @@ impl Remote {
     /// # Errors
     /// The URL is none of a store, or lacks a part.
     pub fn check(url: &str) -> Result<(), StoreError> {
-        let (_, place) = Place::of(url)?;
-        match place {
+        match Place::of(url)? {
             Place::Folder(_) => Ok(()),
             server => server.operator().map(|_| ()),
         }
@@ -54,6 +53,12 @@ fn refused(problem: impl std::fmt::Display, advice: &str) -> StoreError {
     StoreError::Open { store: "remote store".into(), problem: problem.to_string(), advice: advice.into() }
 }
 
+const FORMS: &str = "Write redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH";
+
+fn invalid(error: opendal::Error) -> StoreError {
+    refused(describe(&error), FORMS)
+}
+
 /// Where a store is.
 enum Place {
     Redis(RedisConfig),
@@ -61,14 +66,8 @@ enum Place {
     Folder(FsConfig),
 }
 
-fn invalid(error: opendal::Error) -> StoreError {
-    refused(describe(&error), FORMS)
-}
-
-const FORMS: &str = "Write redis://HOST:6379/PREFIX, s3://BUCKET/PREFIX?region=REGION or fs:///PATH";
-
 impl Place {
-    fn of(url: &str) -> Result<(&'static str, Self), StoreError> {
+    fn of(url: &str) -> Result<Self, StoreError> {
         let uri = OperatorUri::new(url, std::iter::empty::<(String, String)>())
             .map_err(|_| refused("the URL cannot be parsed", FORMS))?;
         Ok(match uri.scheme() {
@@ -83,9 +82,9 @@ impl Place {
                 config.username =
                     uri.username().filter(|user| !user.is_empty()).map(str::to_owned).or(config.username);
                 config.password = uri.password().map(str::to_owned).or(config.password);
-                ("redis", Place::Redis(config))
+                Place::Redis(config)
             }
-            "s3" => ("s3", Place::S3(Box::new(S3Config::from_uri(&uri).map_err(invalid)?))),
+            "s3" => Place::S3(Box::new(S3Config::from_uri(&uri).map_err(invalid)?)),
             "fs" | "file" => {
                 if let Some(host) = uri.name().filter(|host| !host.is_empty()) {
                     let problem = format!("{host:?} would be a host, and the folder is on none");
@@ -97,10 +96,19 @@ impl Place {
                 };
                 // A file gets its name when it is whole.
                 config.atomic_write_dir = Some(format!("{}/{UNFINISHED}", root.trim_end_matches('/')));
-                ("fs", Place::Folder(config))
+                Place::Folder(config)
             }
             other => return Err(refused(format!("no store has the scheme {other:?}"), FORMS)),
         })
+    }
+
+    /// Of a store there.
+    fn name(&self) -> &'static str {
+        match self {
+            Place::Redis(_) => "redis",
+            Place::S3(_) => "s3",
+            Place::Folder(_) => "fs",
+        }
     }
 
     /// Makes a folder that is not there.
@@ -115,8 +123,8 @@ impl Place {
 
 impl RemoteFrames {
     fn open(url: &str, timeout: Duration) -> Result<Self, StoreError> {
-        let (name, place) = Place::of(url)?;
-        let operator = place.operator()?;
+        let place = Place::of(url)?;
+        let (name, operator) = (place.name(), place.operator()?);
         // Waiting for a turn and for answers together take less than the limit of the operation.
         Ok(RemoteFrames { name, operator, lookups: Lookups::new(name, timeout * 9 / 20) })
     }

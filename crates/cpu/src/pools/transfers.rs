@@ -1,5 +1,6 @@
 //! Stored rows that leave the pools or enter them, and the f16 rows of recent tokens.
 use super::{CpuPools, cells_of};
+use crate::arch::Threads;
 use crate::arch::uncached::Uncached;
 use crate::pages::disjoint;
 use crate::pool::Incoming;
@@ -16,6 +17,17 @@ struct Copy<'c, 's> {
 
 /// Parts that each thread takes of a transfer, so that none has to wait long for another at its end.
 const TURNS: usize = 4;
+
+/// Works on all of a transfer, in parts of what is next to each other. Every thread has an `S` of its own.
+fn in_turns<T: Send, S: Send + Default>(
+    threads: &Threads,
+    transfer: &mut [T],
+    work: impl Fn(&mut [T], &mut S) + Sync,
+) {
+    let part = transfer.len().div_ceil(TURNS * threads.n());
+    let mut scratch: Vec<S> = (0..threads.n()).map(|_| S::default()).collect();
+    threads.parts(transfer, part, &mut scratch, |_, part, scratch| work(part, scratch));
+}
 
 impl CpuPools {
     /// Copies the stored rows of `cells` to a block, layer by layer, on all threads.
@@ -38,9 +50,7 @@ impl CpuPools {
             outgoing.push((side, sides.peek().copied(), rows));
         }
         let slabs = &self.slabs;
-        let part = outgoing.len().div_ceil(TURNS * self.compute.threads.n());
-        let mut none = vec![(); self.compute.threads.n()];
-        self.compute.threads.parts(&mut outgoing, part, &mut none, |_, outgoing, ()| {
+        in_turns(&self.compute.threads, &mut outgoing, |outgoing, ()| {
             outgoing.iter_mut().for_each(|(side, next, rows)| side.export(slabs, cells, rows, *next));
         });
         Ok(())
@@ -71,9 +81,7 @@ impl CpuPools {
             let to = places.split_off_mut(..rows.n_places()).expect("places for all rows");
             copies.push(Copy { side, rows, to, finite: true });
         }
-        let part = copies.len().div_ceil(TURNS * self.compute.threads.n());
-        let mut buffers = vec![Vec::new(); self.compute.threads.n()];
-        self.compute.threads.parts(&mut copies, part, &mut buffers, |_, copies, buffer| {
+        in_turns(&self.compute.threads, &mut copies, |copies, buffer| {
             Uncached::run(|uncached| {
                 copies.iter_mut().for_each(|copy| copy.finite = copy.rows.write(copy.to, uncached, buffer));
             });

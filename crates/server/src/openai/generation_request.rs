@@ -138,7 +138,7 @@ impl GenerationRequest {
     /// Check that the request can be served. `asked` is the client's limit of new tokens, if any; `param` is the name
     /// of the prompt's field for errors.
     pub fn admit(&mut self, state: &ServerState, asked: Option<u32>, param: &str) -> Result<(), ApiError> {
-        if self.retain.is_some() && state.keeps_some() {
+        if self.retain.is_some() && state.keeps_some {
             let message =
                 "this server keeps only some tokens of a text (cache.keep), so no prompt stays in its cache";
             return Err(ApiError::unsupported("kvist.cache", message));

@@ -298,18 +298,18 @@ async fn open_disk(
     capacity_bytes: u64,
     block_bytes: u64,
 ) -> Result<Arc<dyn BlockStore>, StoreError> {
-    use kvist_store::{Disk, DiskOptions, Limits};
-    let dir = dir.to_path_buf();
-    let limits = Limits::default();
-    Ok(Arc::new(
-        Disk::open(DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }).await?,
-    ))
+    Ok(Arc::new(kvist_store::Disk::open(disk_options(dir, capacity_bytes, block_bytes)).await?))
+}
+
+#[cfg(feature = "disk-tier")]
+fn disk_options(dir: &Path, capacity_bytes: u64, block_bytes: u64) -> kvist_store::DiskOptions {
+    let (dir, limits) = (dir.to_path_buf(), kvist_store::Limits::default());
+    kvist_store::DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }
 }
 
 #[cfg(feature = "disk-tier")]
 fn check_disk(dir: &Path, capacity_bytes: u64, block_bytes: u64) -> Result<(), StoreError> {
-    let (dir, limits) = (dir.to_path_buf(), kvist_store::Limits::default());
-    kvist_store::DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }.check()
+    disk_options(dir, capacity_bytes, block_bytes).check()
 }
 
 #[cfg(not(feature = "disk-tier"))]
