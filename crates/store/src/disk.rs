@@ -1,5 +1,5 @@
-//! Blocks on a disk, over [foyer](https://docs.rs/foyer): a log of regions, which are overwritten in turn. While the store is open that is
-//! the oldest first. Those of earlier processes come first of all, in any order: foyer does not know which of them is the oldest.
+//! Blocks on a disk, over [foyer](https://docs.rs/foyer): a log of regions, which are overwritten in turn, the
+//! [oldest](age) first.
 //!
 //! What foyer leaves to its user is here. One process at a time has a directory (a lock). The files take all of
 //! their room when the store is opened, so a disk that fills up later harms nothing. `put` returns when the block
@@ -10,6 +10,7 @@
 //!
 //! After a crash of the process, whole blocks are found again. After a crash of the machine too, as far as they
 //! reached the disk: only notes are synced, because a lost block costs only its computation.
+mod age;
 mod directory;
 mod entry;
 mod room;
@@ -22,13 +23,14 @@ use crate::small::Small;
 use crate::{
     BlockKey, BoxFuture, Frame, FrameStore, Framed, Guarded, Limits, Regions, StoreError, Turn, Usage,
 };
+use age::OldestFirst;
 use directory::{Layout, Lock, Prepared, prepare};
 use entry::{Key, Stored};
 use foyer::{
-    Age, BlockEngineConfig, Device, DeviceBuilder, FifoPicker, FsDeviceBuilder, HybridCache,
-    HybridCacheBuilder, HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
+    Age, BlockEngineConfig, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
+    HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
-use room::{no_room, remove_regions, reserve};
+use room::{ages, no_room, remove_regions, reserve};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -421,16 +423,12 @@ fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io
     Ok(removed)
 }
 
-/// Which makes the [next to go](Regions::n_old) old. foyer rounds the number of regions down, and the region that it empties when it
-/// marks them is one of them.
-fn probation_ratio(layout: &Layout) -> f64 {
-    let regions = Regions { n: layout.regions, bytes: layout.region_bytes };
-    ((regions.n_old() as f64 + 1.5) / regions.n as f64).min(1.0)
-}
-
 async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
     let size =
         |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
+    let ages = ages(dir, layout.regions).map_err(|error| format!("cannot read the regions: {error}"))?;
+    // The region that foyer empties when the picker marks them is one of them.
+    let n_old = size(Regions { n: layout.regions, bytes: layout.region_bytes }.n_old() + 1)?;
     // Through the page cache: memory that nothing else needs makes blocks that were written or read lately as fast as a tier in RAM, and a
     // write waits for memory alone. foyer could open the files with O_DIRECT; its O_NOATIME then refuses files of another user.
     let device = FsDeviceBuilder::new(dir).with_capacity(size(layout.regions * layout.region_bytes)?).build();
@@ -438,8 +436,8 @@ async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, 
     let engine = BlockEngineConfig::new(device)
         .with_block_size(size(layout.region_bytes)?)
         .with_buffer_pool_size(size(layout.buffer_bytes)?)
-        // In turn: what was removed is in no region when all have been written to. What it finds at the start it queues in any order.
-        .with_eviction_pickers(vec![Box::new(FifoPicker::new(probation_ratio(layout)))])
+        // In turn: what was removed is in no region when all have been written to.
+        .with_eviction_pickers(vec![Box::new(OldestFirst::new(ages, n_old))])
         // `room` is the bound.
         .with_submit_queue_size_threshold(usize::MAX);
     HybridCacheBuilder::new()

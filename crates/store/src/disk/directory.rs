@@ -17,7 +17,14 @@ const LAYOUT: &str = "kvist-store.layout";
 const LEAST_REGIONS: u64 = Regions::LEAST;
 
 /// Released by the system when the process ends, however it ends.
-pub struct Lock(#[allow(dead_code)] File);
+pub struct Lock(File);
+
+impl Drop for Lock {
+    /// Closing the file is not enough: a process that another thread is just starting has it too, until it runs its own program.
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
 
 /// How the files are divided: other figures cannot read them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

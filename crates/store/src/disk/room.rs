@@ -1,10 +1,11 @@
 //! The room of the regions: a file for each, which has all of it from the start.
-use super::{DiskOptions, Layout, NAME, PAGE};
+use super::age::age;
+use super::{DiskOptions, Layout, NAME};
 use crate::StoreError;
+use std::fs;
 #[cfg(target_os = "linux")]
 use std::fs::OpenOptions;
-use std::fs::{self, File};
-use std::io::{self, ErrorKind, Read};
+use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 /// foyer names them so.
@@ -28,22 +29,21 @@ pub(super) fn remove_regions(dir: &Path, kept: u64) -> io::Result<()> {
     regions(dir)?.into_iter().filter(goes).try_for_each(fs::remove_file)
 }
 
-/// Removes the last of so many regions if none of them is empty. foyer empties a region when it takes the last empty one, and never
+pub(super) fn region(dir: &Path, number: u64) -> PathBuf {
+    dir.join(format!("{REGIONS}{number:08}"))
+}
+
+/// The [age] of each of so many regions.
+pub(super) fn ages(dir: &Path, n_regions: u64) -> io::Result<Vec<Option<u64>>> {
+    (0..n_regions).map(|number| age(&region(dir, number))).collect()
+}
+
+/// Removes the oldest of so many regions if none of them is empty. foyer empties a region when it takes the last empty one, and never
 /// writes again if it finds none when it is opened: after a kill between the two, or with fewer regions than before.
 pub(super) fn leave_one_empty(dir: &Path, n_regions: u64) -> io::Result<()> {
-    let path = |number: u64| dir.join(format!("{REGIONS}{number:08}"));
-    for number in 0..n_regions {
-        let mut page = Vec::new();
-        match File::open(path(number)) {
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
-            file => file?.take(PAGE).read_to_end(&mut page)?,
-        };
-        // A region is empty if it does not begin with an index of blocks.
-        if page.iter().all(|byte| *byte == 0) {
-            return Ok(());
-        }
-    }
-    fs::remove_file(path(n_regions.saturating_sub(1)))
+    let ages: Option<Vec<u64>> = ages(dir, n_regions)?.into_iter().collect();
+    let oldest = ages.and_then(|ages| (0..n_regions).zip(ages).min_by_key(|(_, age)| *age));
+    oldest.map_or(Ok(()), |(number, _)| fs::remove_file(region(dir, number)))
 }
 
 /// Asks first: taking room that is not there would fill the disk before it fails.
