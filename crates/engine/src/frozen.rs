@@ -193,17 +193,46 @@ pub struct EnginePrefix {
     pub origin: Origin,
 }
 
+/// What the prefix index of an engine has of a frozen prefix.
+pub(crate) struct IndexedPrefix {
+    pub pin: Pin,
+    salt: Arc<str>,
+    tokens: Box<[u32]>,
+    block_tokens: u32,
+}
+
+impl IndexedPrefix {
+    /// How many tokens of a prompt with this salt it can supply: whole blocks.
+    pub fn supplies(&self, salt: &str, prompt: &[u32]) -> u32 {
+        let is_same = |(a, b): &(&u32, &u32)| a == b;
+        let common =
+            if *self.salt == *salt { self.tokens.iter().zip(prompt).take_while(is_same).count() } else { 0 };
+        // No longer than the prefix, whose length is a u32.
+        common as u32 / self.block_tokens * self.block_tokens
+    }
+}
+
 /// Puts the whole blocks of a prefix into the prefix index of an empty cache, for requests with its salt. They are not
-/// evicted as long as the returned pin lives. On `Err` the cache is not to be used.
+/// evicted as long as the returned prefix lives. On `Err` the cache is not to be used.
 ///
 /// # Errors
 /// As [`begin_with`]; and the cache has no prefix index, or the prefix has less than a block.
-pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u32) -> Result<Pin, Error> {
+pub(crate) fn index(
+    rows: &mut CacheRows<'_>,
+    of: &EnginePrefix,
+    block_tokens: u32,
+) -> Result<IndexedPrefix, Error> {
     let (prefix, seq, at) = (&of.prefix, SeqId(0), Moment { now_ns: 0 });
     prefix.check(&of.origin.in_cache(&rows.runner.model, rows.config.k)?)?;
-    crate::check_prompt(rows.config, prefix.tokens().len())?;
-    rows.runner.check_tokens(prefix.tokens())?;
     let refused = |what: &str| Error::Usage(format!("{}: {what}", prefix.name()));
+    crate::check_prompt(rows.config, prefix.tokens().len()).map_err(|error| match error {
+        Error::PromptTooLong { tokens, context } => refused(&format!(
+            "the prefix has {tokens} tokens and the cache holds {context}: give --context {} or more, with room for prompts",
+            tokens + 1
+        )),
+        other => other,
+    })?;
+    rows.runner.check_tokens(prefix.tokens())?;
     let n = rows.config.cut_before(prefix.tokens().len() as u32) / block_tokens * block_tokens;
     if n == 0 {
         let len = prefix.tokens().len();
@@ -228,7 +257,8 @@ pub(crate) fn index(rows: &mut CacheRows<'_>, of: &EnginePrefix, block_tokens: u
     let blocks: Vec<BlockId> = blocks.collect();
     let pin = rows.cache.pin(&blocks)?;
     rows.cache.sequences().ok_or_else(no_index)?.seq_rm(seq, 0, u32::MAX)?;
-    Ok(pin)
+    let tokens = prefix.tokens()[..n as usize].into();
+    Ok(IndexedPrefix { pin, salt: of.salt.clone(), tokens, block_tokens })
 }
 
 /// Places the first tokens, at most `most`. Returns how many are there. The sequence is to be cleared if there are none.

@@ -53,7 +53,7 @@ mod wait;
 
 use crate::Error;
 use crate::executor::ModelExecutor;
-use crate::frozen;
+use crate::frozen::{self, IndexedPrefix};
 use crate::speculate::Counts;
 pub use below::BlocksBelow;
 pub use blocks::TextBlocks;
@@ -64,8 +64,8 @@ pub use handle::{Canceller, GenerationHandle};
 use imports::Imports;
 pub use imports::{Begun, ImportId};
 pub use job::*;
+use kvist_cache::StepPlan;
 use kvist_cache::kinds::Visibility;
-use kvist_cache::{Pin, StepPlan};
 use kvist_device::{Purpose, Registry};
 use kvist_model::Model;
 use kvist_scheduler::{Ended, RequestId, Scheduler, SchedulerCounters};
@@ -108,7 +108,7 @@ pub struct EngineState {
     started: Instant,
     imports: Imports,
     /// Keeps the blocks of a frozen prefix from being evicted.
-    prefix: Option<Pin>,
+    prefix: Option<IndexedPrefix>,
 }
 
 impl EngineState {

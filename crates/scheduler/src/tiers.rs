@@ -96,6 +96,8 @@ pub(crate) struct TierState {
     pub short: Option<u32>,
     /// Number of waiting requests that are being looked up.
     n_asked: usize,
+    /// One of them since the last plan.
+    has_just_asked: bool,
     /// True if this call of `plan` decided something that the log must repeat.
     pub changed: bool,
     counters: TierCounters,
@@ -164,6 +166,7 @@ impl TierState {
             loading: Vec::new(),
             short: None,
             n_asked: 0,
+            has_just_asked: false,
             changed: false,
             counters: TierCounters::default(),
             stays: None,
@@ -257,6 +260,15 @@ impl Scheduler {
         loads.chain(asked).chain(again).min()
     }
 
+    /// For how long, in nanoseconds, the next step should wait for answers to lookups: a request that has just arrived would miss that
+    /// step, and tiers in memory or with an index there answer at once. 0 if nothing was asked since the last
+    /// [`plan`](Scheduler::plan), or all is answered.
+    pub fn lookup_patience_ns(&self) -> u64 {
+        const PATIENCE_NS: u64 = 500_000;
+        let waits = self.tiers.as_ref().is_some_and(|tiers| tiers.n_asked > 0 && tiers.has_just_asked);
+        if waits { PATIENCE_NS } else { 0 }
+    }
+
     /// Number of requests whose blocks are being loaded.
     pub fn n_loading(&self) -> usize {
         self.tiers.as_ref().map_or(0, |tiers| tiers.loading.len())
@@ -330,13 +342,19 @@ impl Scheduler {
         entry.stored = entry.cached;
         let (from, until) = (entry.cached - n_tokens, entry.cached);
         self.memory.store(seq, &entry.prompt, from, until, now);
+        // Why the hit is not longer than what is there now.
+        if entry.miss.is_some() {
+            entry.miss = Some(self.memory.explain(&entry.salt, &entry.prompt, entry.wanted_content()));
+        }
         self.note_cached(index, from, false);
         self.decide(now, Decision::Loaded { id: self.entries[index as usize].id, tokens: n_tokens });
     }
 
     /// What tiers do before a batch is built: give up what is late, copy victims, begin loads.
     pub(crate) fn plan_tiers(&mut self, now: StepTime) {
-        self.tiers.as_mut().into_iter().for_each(|tiers| tiers.changed = false);
+        if let Some(tiers) = &mut self.tiers {
+            (tiers.changed, tiers.has_just_asked) = (false, false);
+        }
         self.give_up(now);
         self.demote(now);
         self.look_again(now.now_ns);

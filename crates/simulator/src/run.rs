@@ -155,6 +155,10 @@ pub fn run<'s>(
         }
         simulation.worker.report_transfers(now);
         simulation.submit_arrivals(now);
+        if let Some(until_ns) = simulation.wait_for_answers(now) {
+            clock.sleep_until(until_ns);
+            continue;
+        }
         let elapsed_ns = simulation.iterate(now, recording.as_mut());
         if simulation.n_ended > n_ended {
             progress(simulation.n_ended);
@@ -242,6 +246,14 @@ impl<'a> Simulation<'a> {
             self.timeline.note(now, self.load); // end of a step, before the requests it ended free their memory
         }
         self.worker.executor.next_arrival_ns = self.next_ns().unwrap_or(u64::MAX);
+    }
+
+    /// Until when the next step waits for its tiers. `None`: it begins.
+    fn wait_for_answers(&mut self, now: u64) -> Option<u64> {
+        let until_ns = self.worker.waits_until(now)?;
+        self.timeline.extend(until_ns - now, self.load, 0);
+        self.changed = false;
+        Some(until_ns)
     }
 
     /// The time of the next arrival, end of a transfer, or deadline of one. `None` if nothing is to come that a request

@@ -59,6 +59,44 @@ fn invalid(error: opendal::Error) -> StoreError {
     refused(describe(&error), FORMS)
 }
 
+/// What may follow `?` in the URL of a folder, of Redis and of S3: options of opendal that a store here can use.
+const FOLDER_OPTIONS: [&str; 0] = [];
+const REDIS_OPTIONS: [&str; 3] = ["connection_pool_max_size", "db", "default_ttl"];
+const S3_OPTIONS: [&str; 19] = [
+    "access_key_id",
+    "allow_anonymous",
+    "assume_role_duration_seconds",
+    "checksum_algorithm",
+    "default_acl",
+    "default_storage_class",
+    "disable_config_load",
+    "disable_ec2_metadata",
+    "enable_request_payer",
+    "enable_virtual_host_style",
+    "endpoint",
+    "external_id",
+    "profile",
+    "region",
+    "role_arn",
+    "role_session_name",
+    "secret_access_key",
+    "server_side_encryption",
+    "session_token",
+];
+
+/// opendal ignores options that it does not know.
+fn check_options(uri: &OperatorUri, known: &[&str]) -> Result<(), StoreError> {
+    let mut unknown: Vec<&String> =
+        uri.options().keys().filter(|key| !known.contains(&key.as_str())).collect();
+    unknown.sort_unstable();
+    let Some(unknown) = unknown.first() else { return Ok(()) };
+    let advice = match known {
+        [] => "Write no more than fs:///PATH".into(),
+        known => format!("After the ? it has {}", known.join(", ")),
+    };
+    Err(refused(format!("the URL has an unknown option {unknown:?}"), &advice))
+}
+
 /// Where a store is.
 enum Place {
     Redis(RedisConfig),
@@ -78,14 +116,19 @@ impl Place {
                 ));
             }
             "redis" => {
+                check_options(&uri, &REDIS_OPTIONS)?;
                 let mut config = RedisConfig::from_uri(&uri).map_err(invalid)?;
                 config.username =
                     uri.username().filter(|user| !user.is_empty()).map(str::to_owned).or(config.username);
                 config.password = uri.password().map(str::to_owned).or(config.password);
                 Place::Redis(config)
             }
-            "s3" => Place::S3(Box::new(S3Config::from_uri(&uri).map_err(invalid)?)),
+            "s3" => {
+                check_options(&uri, &S3_OPTIONS)?;
+                Place::S3(Box::new(S3Config::from_uri(&uri).map_err(invalid)?))
+            }
             "fs" | "file" => {
+                check_options(&uri, &FOLDER_OPTIONS)?;
                 if let Some(host) = uri.name().filter(|host| !host.is_empty()) {
                     let problem = format!("{host:?} would be a host, and the folder is on none");
                     return Err(refused(problem, "Write three slashes and the whole path: fs:///PATH"));

@@ -58,7 +58,7 @@ pub fn run(mut args: Args, quiet: bool) -> anyhow::Result<()> {
         engine.prefix = Some(EnginePrefix { prefix, salt, origin });
     }
     let plan = engine.paged.plan(opened.config(), &registry)?;
-    tiers::check(&config.tiers, &engine, opened.config())?;
+    tiers::check(&config, &engine, opened.config())?;
     if args.dry_run {
         let speculation = SpeculationPlan::of(&config, draft_bytes);
         return memory::show_plan(&args, &config, &opened, &registry, &plan, speculation);

@@ -84,11 +84,13 @@ fn a_server_begins_with_a_frozen_prefix() {
         Server::spawn(&mut kvist(), &[&args, more])
     };
     let complete = |server: &Server, salt: Option<&str>| {
-        let body = json!({"prompt": format!("{text} is a part"), "max_tokens": 20, "temperature": 0, "cache_salt": salt});
+        let body = json!({"prompt": format!("{text} is a part"), "max_tokens": 20, "temperature": 0, "cache_salt": salt,
+            "kvist": {"explain": true}});
         let (status, answer) = server.send("POST", "/v1/completions", &body.to_string());
         assert_eq!(status, 200, "{answer}");
         let answer: Value = serde_json::from_str(&answer).unwrap();
         let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        assert_eq!(answer["kvist"]["prompts"][0]["frozen_tokens"], cached, "{answer}");
         (answer["choices"][0]["text"].as_str().unwrap().to_owned(), cached)
     };
     let servers = [start(&["--prefix", &file]), start(&["--config", &config])];
@@ -124,6 +126,13 @@ fn what_does_not_fit_is_refused() {
     fs::write(&keys, "[[keys]]\nname = \"a\"\nkey = \"0123456789abcdef\"\n").unwrap();
     refused(&["serve", "--config", &keys, "--prefix", &file], 1, &["--prefix", "[[keys]]"]);
     refused(&["serve", "--kv", "q8", "--prefix", &file], 1, &["p.kvp", "--kv f16"]);
+    let port = ["serve", "--port", "0"];
+    refused(
+        &[&port[..], &["--context", "32", "--prefix", &file]].concat(),
+        1,
+        &["the prefix has", "--context"],
+    );
+    refused(&[&port[..], &["--sessions-dir", &rules]].concat(), 1, &["rules.txt is not a directory"]);
     fs::write(&keys, format!("[cache]\nprefix = \"{file}\"\n")).unwrap();
     refused(&["serve", "--config", &keys, "--record", &record], 2, &["cache.prefix", "--record"]);
     refused(&["serve", "--config", &keys, "--keep", "recent=64"], 2, &["--prefix", "keep"]);

@@ -142,7 +142,7 @@ fn what_a_fleet_refuses() {
             "--workers 2 --tier s:1GiB,bw=1GB/s,shared --tier d:1GiB,bw=1GB/s",
             &["--tier s: ", "only the last tier"],
         ),
-        ("--workers 2 --tier s:1GiB,bw=1GB/s,shared=0", &["1 byte/s at least"]),
+        ("--workers 2 --tier s:1GiB,bw=1GB/s,shared=0", &["`shared=0` of the tier s", "write the unit"]),
         ("--workers 2 --tier s:1GiB,bw=1GB/s,shared,durable", &["outlives every worker"]),
         ("--workers 2 --lengths oracle", &["--workers cannot be used with --lengths oracle"]),
         ("--workers 2 --scale 4294967295", &["--scale: 4294967295 copies", "give at most 20000000"]),

@@ -37,6 +37,7 @@ fn explain(server: &Server, prompt: &str, tier: &str) -> (String, u64, Option<St
     let explained = &answer["kvist"]["prompts"][0];
     let loaded = explained["loaded_tokens"][tier].as_u64().unwrap_or(0);
     assert!(loaded <= explained["cached_tokens"].as_u64().unwrap(), "{answer}");
+    assert!(explained["miss"]["position"].as_u64().unwrap() >= loaded, "it is about what follows: {answer}");
     let why = explained["not_loaded"].as_str().map(str::to_owned);
     (answer["choices"][0]["text"].as_str().unwrap().to_owned(), loaded, why)
 }
@@ -367,7 +368,7 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
     std::fs::write(dir.path().join("thesis.txt"), "mine").unwrap();
     let (dir, new) = (dir.path().to_str().unwrap(), dir.path().join("new"));
     let new = new.to_str().unwrap();
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 12] = [
         (&["--tier-disk", dir, "--tier-disk-size", "1GiB"], "contains files that are not a store's"),
         (&["--tier-disk", new], "--tier-disk-size"),
         (&["--tier-disk-size", "1GiB"], "--tier-disk"),
@@ -375,6 +376,9 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
         (&["--tier-disk", new, "--tier-disk-size", "900TiB"], "--tier-disk-size"),
         (&["--tier-store", "ftp://me:secret@host/x"], "--tier-store (tiers.store)"),
         (&["--tier-store", "redis://me:secret@"], "redis://"),
+        (&["--sessions-store", "redis://me:secret@host/x?tls=on"], "--sessions-store (sessions.store)"),
+        (&["--tier-write", "back"], "tiers.write (--tier-write)"),
+        (&["--tier-load", "always"], "a tier too"),
         (&["--tier-ram", "64MiB", "--tier-grace", "soon"], "`soon` is not a duration"),
         (&["--tier-ram", "64MiB", "--tier-grace", "0ms"], "1 ms at least (--tier-grace)"),
     ];
@@ -388,7 +392,7 @@ fn tiers_that_cannot_be_opened_are_refused_before_weights_are_loaded() {
     }
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 1 + usize::from(Path::new(new).exists()));
     // A plan opens nothing, and refuses what needs no look at the disk.
-    for (args, part) in &cases[3..7] {
+    for (args, part) in &cases[3..10] {
         program::refused(&[&["serve", "--dry-run"], *args].concat(), 1, &[part]);
     }
     let args = [

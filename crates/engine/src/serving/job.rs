@@ -104,6 +104,8 @@ pub enum Event {
         cached_tokens: u32,
         /// Those of them that each tier supplied, the fastest first.
         loaded_tokens: [u32; MAX_TIERS],
+        /// Those of them that are of the frozen prefix that the engine was started with, if there is one and if requested.
+        frozen_tokens: Option<u32>,
         /// Why it supplied no more, if requested. Reduced to what a tenant may know.
         miss: Option<MissReason>,
         /// Why the tiers supplied no more, if one has more or may have, and if requested.

@@ -50,7 +50,7 @@ impl Engine {
                 let capacities: Vec<u32> =
                     cache.occupancy().map(|occupancy| whole(occupancy.block_tokens)).collect();
                 for (g, (occupancy, &capacity)) in cache.occupancy().zip(&capacities).enumerate() {
-                    let pinned = state.prefix.iter().flat_map(|pin| pin.blocks());
+                    let pinned = state.prefix.iter().flat_map(|prefix| prefix.pin.blocks());
                     let n = pinned.filter(|block| usize::from(block.group.0) == g).count() as u64;
                     let needed = (n + 1) * u64::from(occupancy.block_tokens);
                     if n > 0 && needed > u64::from(capacity) {

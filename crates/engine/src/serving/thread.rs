@@ -14,7 +14,7 @@ use kvist_scheduler::{
 };
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, TryRecvError};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
@@ -64,6 +64,8 @@ pub(super) struct LiveJob {
     end: Arc<Mutex<Ending>>,
     deadline: Option<Instant>,
     explain: bool,
+    /// Tokens that the frozen prefix can supply, if there is one and if an explanation is wanted.
+    frozen_tokens: Option<u32>,
     /// The permit in the queue, until the job is admitted.
     permit: Option<Arc<QuotaPermit>>,
     /// False if only the prompt is computed.
@@ -79,6 +81,7 @@ pub(super) struct LiveJob {
 impl Thread {
     pub fn run(mut self, inbox: &Receiver<Command>) {
         let mut idle = true;
+        let mut answers_until = None;
         loop {
             // If `recv` fails, the last handle was dropped on another thread and no more commands can come.
             let tier_wait = if idle { self.tier_wait() } else { None };
@@ -89,7 +92,10 @@ impl Thread {
                 }
                 _ if idle => inbox.recv().ok(),
                 Some(pause) => inbox.recv_timeout(pause).ok(),
-                None => inbox.try_recv().ok(),
+                None => match inbox.try_recv() {
+                    Err(TryRecvError::Empty) => self.answer(inbox, &mut answers_until),
+                    received => received.ok(),
+                },
             };
             match command {
                 Some(Command::Stop) => return,
@@ -101,6 +107,7 @@ impl Thread {
                 None if idle => return,
                 None => {}
             }
+            answers_until = None;
             self.end_late();
             if !self.live.is_empty() {
                 let waiting = self.live.values().filter(|live| live.permit.is_some());
@@ -128,6 +135,17 @@ impl Thread {
             // The end of a transfer frees memory that a request may wait for, and nothing else would wake this thread.
             idle = iteration == Iteration::NothingToDo && !transfers_ended;
         }
+    }
+
+    /// Waits for what the tiers have of a request that has just arrived, so that it need not miss the next step: in all until `until`, which
+    /// the first call sets.
+    fn answer(&self, inbox: &Receiver<Command>, until: &mut Option<Instant>) -> Option<Command> {
+        let patience = Duration::from_nanos(self.state.scheduler.lookup_patience_ns());
+        if patience.is_zero() {
+            return None;
+        }
+        let until = until.get_or_insert_with(|| Instant::now() + patience);
+        inbox.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     }
 
     /// Removes tokens of requests that have grown beyond their budget.
@@ -215,18 +233,22 @@ impl Thread {
         let now = self.state.now_ns();
         let end = Arc::new(Mutex::new(Ending::default()));
         let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
-        let live = LiveJob {
-            events: events.clone(),
-            end: end.clone(),
-            deadline: job.deadline,
-            explain: job.explain,
-            permit: Some(permit),
-            generates: job.max_new > 0,
-            pace: job.pace,
-            paced: 0,
-            late: false,
-            needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
-        };
+        let live =
+            LiveJob {
+                events: events.clone(),
+                end: end.clone(),
+                deadline: job.deadline,
+                explain: job.explain,
+                frozen_tokens: self.state.prefix.as_ref().filter(|_| job.explain).map(|prefix| {
+                    if job.prompt_logprobs { 0 } else { prefix.supplies(&job.salt, &job.prompt) }
+                }),
+                permit: Some(permit),
+                generates: job.max_new > 0,
+                pace: job.pace,
+                paced: 0,
+                late: false,
+                needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
+            };
         self.live.insert(id, live);
         // An unknown token must be caught here: inside a step it would fail all requests of the batch.
         let vocab = self.model.config().vocab;
@@ -388,7 +410,9 @@ impl LiveJob {
     ) {
         self.permit = None;
         let cached_tokens = hit_tokens + loaded_tokens.iter().sum::<u32>();
-        let _ = self.events.send(Event::Admitted { at, cached_tokens, loaded_tokens, miss, not_loaded });
+        let frozen_tokens = self.frozen_tokens.map(|tokens| tokens.min(hit_tokens));
+        let admitted = Event::Admitted { at, cached_tokens, loaded_tokens, frozen_tokens, miss, not_loaded };
+        let _ = self.events.send(admitted);
         let mut end = self.end.lock().unwrap_or_else(|broken| broken.into_inner());
         end.admitted = true;
         for event in end.early.drain(..) {

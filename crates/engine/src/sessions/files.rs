@@ -85,6 +85,10 @@ impl SessionFiles {
             move |source| Error::Write { path, source }
         };
         let lock_path = dir.join("kvist-sessions.lock");
+        if fs::metadata(dir).is_ok_and(|found| !found.is_dir()) {
+            let what = "is not a directory: give one of another name, which is created";
+            return Err(Error::Usage(format!("{} {what}", dir.display())));
+        }
         create_private_dir(dir).map_err(write(dir))?;
         let mut entries = fs::read_dir(dir).map_err(write(dir))?;
         if !lock_path.exists() && entries.next().is_some() {

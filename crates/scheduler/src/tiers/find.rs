@@ -38,6 +38,7 @@ impl Scheduler {
             }
         } else {
             tiers.n_asked += 1;
+            tiers.has_just_asked = true;
             let entry = &mut self.entries[index as usize];
             entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
             entry.found_until = 0;

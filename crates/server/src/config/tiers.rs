@@ -23,6 +23,17 @@ pub fn check(tiers: &TiersSection, kv: [Storage; 2]) -> Result<(), ConfigError> 
             return Err(bad("tiers.ram_packed", true, expected));
         }
     }
+    let default = TiersSection::default();
+    let without_effect = [
+        (tiers.write != default.write).then(|| ("tiers.write (--tier-write)", tiers.write.name())),
+        (tiers.load != default.load).then(|| ("tiers.load (--tier-load)", tiers.load.name())),
+    ];
+    if !tiers.is_on()
+        && let Some((field, value)) = without_effect.into_iter().flatten().next()
+    {
+        let expected = "a tier too: tiers.ram_bytes (--tier-ram), tiers.disk_dir (--tier-disk) or tiers.store (--tier-store)";
+        return Err(bad(field, value, expected));
+    }
     if tiers.grace_ms == 0 {
         let expected = "1 ms at least (--tier-grace): without a wait nothing is ever loaded";
         return Err(bad("tiers.grace_ms", 0, expected));

@@ -36,6 +36,8 @@ pub(crate) struct CachedPrompt {
     pub cached_tokens: u32,
     /// Those of them that came from each tier below the cache.
     pub loaded_tokens: [u32; MAX_TIERS],
+    /// And from the frozen prefix, if the server has one.
+    pub frozen_tokens: Option<u32>,
     pub miss: Option<MissReason>,
     /// Why the tiers supplied no more.
     pub not_loaded: Option<NotLoaded>,
@@ -253,14 +255,15 @@ impl Answers {
         let now = Instant::now();
         let since = now.duration_since(self.began);
         match event {
-            Event::Admitted { at, cached_tokens, loaded_tokens, miss, not_loaded } => {
+            Event::Admitted { at, cached_tokens, loaded_tokens, frozen_tokens, miss, not_loaded } => {
                 let prompt_tokens = self.request.prompts[index / n].len() as u64;
                 let queued = at.saturating_duration_since(self.began);
                 self.state.metrics.admitted(queued, prompt_tokens, u64::from(cached_tokens));
                 self.queued.get_or_insert(queued);
                 if index.is_multiple_of(n) {
-                    self.cached[index / n] =
-                        Some(CachedPrompt { cached_tokens, loaded_tokens, miss, not_loaded });
+                    let cached =
+                        CachedPrompt { cached_tokens, loaded_tokens, frozen_tokens, miss, not_loaded };
+                    self.cached[index / n] = Some(cached);
                 }
                 None
             }

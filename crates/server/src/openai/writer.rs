@@ -66,13 +66,17 @@ pub(crate) fn cut_off(finish: &FinishReason, answers: &Answers) -> Option<ApiErr
 pub(crate) fn explained(answers: &Answers) -> Value {
     let tiers = answers.tier_names();
     let one = |cached: Option<CachedPrompt>| {
-        let Some(CachedPrompt { cached_tokens, loaded_tokens, miss, not_loaded }) = cached else {
+        let Some(CachedPrompt { cached_tokens, loaded_tokens, frozen_tokens, miss, not_loaded }) = cached
+        else {
             return Value::Null;
         };
         let mut explained = json!({
             "cached_tokens": cached_tokens,
             "miss": miss.map(|miss| json!({"reason": miss.name(), "position": miss.position()})),
         });
+        if let Some(frozen_tokens) = frozen_tokens {
+            explained["frozen_tokens"] = frozen_tokens.into();
+        }
         if !tiers.is_empty() {
             let loaded = tiers.iter().zip(loaded_tokens).map(|(name, n)| (name.clone(), n.into()));
             explained["loaded_tokens"] = Value::Object(loaded.collect());

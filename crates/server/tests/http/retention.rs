@@ -20,6 +20,12 @@ fn ask(server: &Server, prompt: &[u32], more: Value) -> u64 {
     answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap()
 }
 
+fn why_not_cached(server: &Server, prompt: &[u32]) -> String {
+    let body = json!({"prompt": prompt, "max_tokens": 1, "kvist": {"explain": true}});
+    let answer = server.post("/v1/completions", &body).good();
+    answer["kvist"]["prompts"][0]["miss"]["reason"].as_str().unwrap().to_owned()
+}
+
 fn cache(fields: Value) -> Value {
     json!({"kvist": {"cache": fields}})
 }
@@ -92,6 +98,9 @@ fn delete_drops_what_one_salt_has() {
     assert_eq!(retained(&server), 0.0);
     assert_eq!(ask(&server, &prompt(0), json!({})), 112);
     assert_eq!((forget(""), forget(""), forget("?cache_salt=never")), (8, 0, 0));
+    // Nothing tells that it was there.
+    assert_eq!(why_not_cached(&server, &prompt(0)), "never_seen");
+    assert_eq!(forget(""), 8);
     assert_eq!(ask(&server, &prompt(0), json!({})), 0);
 
     let (status, param, _, message) = server.send("DELETE", "/v1/cache?salt=x", &[], b"").error();

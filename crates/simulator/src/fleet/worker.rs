@@ -194,6 +194,10 @@ impl<'a> Member<'a> {
             self.worker.submit(now, id.into(), &load.request(ticket.number), ticket.at_ns, options);
         }
         self.worker.carry_out(now, now, reborrow(&mut shared));
+        if let Some(at_ns) = self.worker.waits_until(now) {
+            self.set(Doing::Ready { at_ns });
+            return false;
+        }
         let begun = self.worker.begin(now);
         let elapsed_ns = if let Begun::Ran { elapsed_ns } = begun { elapsed_ns } else { 0 };
         self.worker.carry_out(now, now.saturating_add(elapsed_ns), shared);

@@ -71,6 +71,12 @@ impl<'a> Worker<'a> {
         [tiers.next_ns(), self.scheduler.next_tier_deadline_ns()].into_iter().flatten().min()
     }
 
+    /// Until when a step that could begin at `now` waits for what tiers have of a request that has just arrived. `None`: it begins.
+    pub fn waits_until(&self, now: u64) -> Option<u64> {
+        let last = now.checked_add(self.scheduler.lookup_patience_ns()).filter(|last| *last > now)?;
+        self.tiers.as_ref()?.next_answer_ns().filter(|answer| (now..=last).contains(answer))
+    }
+
     /// What its tiers did; of a store that it shares, what it loaded from there.
     pub fn tiers_record(&self, options: &Options) -> Option<TiersRecord> {
         let (tiers, counters) = self.tiers.as_ref().zip(self.scheduler.tier_counters())?;

@@ -79,7 +79,9 @@ async fn what_cannot_be_opened_is_refused_without_its_password() {
     // A relative folder would be one below the root.
     let (relative, port) = ("fs://relative/path", "redis://me:secret@localhost:99999/x");
     let others = ["", "redis", "ftp://me:secret@host/x", "s3://", "fs://", "rediss://me:secret@host"];
-    for url in others.into_iter().chain([relative, port, &under_file]) {
+    // What opendal would ignore.
+    let unknown = ["redis://host/x?tls=secret", "s3://bucket?reigon=secret", "fs:///path?mode=secret"];
+    for url in others.into_iter().chain(unknown).chain([relative, port, &under_file]) {
         assert_eq!(Remote::check(url).is_ok(), url == under_file, "{url}");
         match Remote::open(url, PATIENT) {
             Err(error) => {

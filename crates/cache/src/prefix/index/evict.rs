@@ -6,6 +6,7 @@ use crate::evict::Rank;
 use crate::ids::GroupId;
 use crate::kind::Kind;
 use crate::kinds::NONE;
+use crate::prefix::ghosts::Ghosts;
 use crate::prefix::tree::Node;
 use crate::prefix::{Moment, PrefixEvent};
 use crate::transfers::CachedBlock;
@@ -114,6 +115,8 @@ impl Index {
             next += 1;
         }
         let (mut forgotten, mut kept) = (Vec::new(), BTreeSet::new());
+        // What is removed on purpose was not evicted, and leaves no trace.
+        let ghosts = std::mem::replace(&mut self.ghosts, Ghosts::new(0));
         // Children before their parents.
         for &node in below[1..].iter().rev() {
             let is_used = groups.iter().zip(&self.groups).any(|(kind, group)| {
@@ -134,6 +137,7 @@ impl Index {
                 forgotten.push(cached);
             }
         }
+        self.ghosts = ghosts;
         forgotten
     }
 

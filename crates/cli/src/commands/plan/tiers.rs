@@ -63,7 +63,7 @@ pub fn check(
     }
     let config = candidates::server(cache, section);
     config.check().map_err(|error| wrong_usage(error.to_string()))?;
-    served::check(section, &config.engine(model), model)
+    served::check(&config, &config.engine(model), model)
 }
 
 impl Tiers {

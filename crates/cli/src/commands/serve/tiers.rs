@@ -108,8 +108,9 @@ fn word(choice: &impl ValueEnum) -> String {
     choice.to_possible_value().map_or_else(String::new, |value| value.get_name().into())
 }
 
-/// Refuses tiers for a model that cannot use them, and places that cannot be opened. Opens none.
-pub fn check(tiers: &TiersSection, engine: &EngineConfig, model: &ModelConfig) -> anyhow::Result<()> {
+/// Refuses tiers for a model that cannot use them, and places that cannot be opened, also of shared sessions. Opens none.
+pub fn check(config: &ServerConfig, engine: &EngineConfig, model: &ModelConfig) -> anyhow::Result<()> {
+    let (tiers, sessions) = (&config.tiers, &config.sessions);
     if tiers.is_on() && !engine.paged.suits_tiers(model) {
         let what = "all layers of this model have a sliding window, which tiers do not support: serve it without --tier-ram, \
                     --tier-disk and --tier-store";
@@ -117,7 +118,9 @@ pub fn check(tiers: &TiersSection, engine: &EngineConfig, model: &ModelConfig) -
     }
     let block_bytes = engine.paged.block_bytes(model);
     tiers.check_disk(block_bytes).context("--tier-disk-size (tiers.disk_bytes)")?;
-    tiers.store.as_deref().map_or(Ok(()), check_shared_store).context("--tier-store (tiers.store)")
+    let check = |url: &Option<String>| url.as_deref().map_or(Ok(()), check_shared_store);
+    check(&tiers.store).context("--tier-store (tiers.store)")?;
+    check(&sessions.store).context("--sessions-store (sessions.store)")
 }
 
 /// Opens the tiers, if there are some. For those that outlive the process all weights are read once, for their hash.

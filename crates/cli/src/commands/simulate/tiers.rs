@@ -123,7 +123,9 @@ fn order_of(name: &str, order: &str) -> Result<TierOrder, String> {
 fn bytes_per_s(name: &str, field: &str, rate: &str) -> Result<u64, String> {
     let bytes: Size = rate.strip_suffix("/s").unwrap_or(rate).parse()?;
     match bytes.0 {
-        0 => Err(format!("`{field}` of the tier {name}: a tier is read at 1 byte/s at least")),
+        bytes @ ..1000 => Err(format!(
+            "`{field}` of the tier {name}: {bytes} bytes/s is less than 1KB/s: write the unit too, as in 3GB/s"
+        )),
         bytes => Ok(bytes),
     }
 }
@@ -270,33 +272,33 @@ mod tests {
         let found: TierSpec = "disk:1TB,bw=3GB/s,durable".parse().unwrap();
         assert_eq!((found.shared, found.durable), (None, true));
         let orders = [
-            ("disk:1GB,bw=1", TierOrder::InTurn),
-            ("disk:1GB,bw=1,order=lru", TierOrder::Lru),
-            ("ram:1GB,bw=1", TierOrder::Lru),
-            ("nvme:1GB,order=in-turn,bw=1", TierOrder::InTurn),
-            ("disk:1GB,bw=1,shared", TierOrder::Lru),
+            ("disk:1GB,bw=1KB", TierOrder::InTurn),
+            ("disk:1GB,bw=1KB,order=lru", TierOrder::Lru),
+            ("ram:1GB,bw=1KB", TierOrder::Lru),
+            ("nvme:1GB,order=in-turn,bw=1KB", TierOrder::InTurn),
+            ("disk:1GB,bw=1KB,shared", TierOrder::Lru),
         ];
         for (text, order) in orders {
             assert_eq!(text.parse::<TierSpec>().unwrap().order, order, "{text}");
         }
         for (text, expected) in [
-            ("disk:1GB,bw=1,order=fifo", "lru or in-turn"),
-            ("disk:1GB,bw=1,order=lru,order=lru", "given twice"),
-            ("disk:1GB,bw=1,order=in-turn,shared", "only order=lru"),
-            ("disk:1GB,bw=1,durable,durable", "given twice"),
-            ("disk:1GB,bw=1,shared,shared=2", "given twice"),
-            ("disk:1GB,bw=1,shared=1,shared", "given twice"),
-            ("disk:1GB,bw=1,shared=0", "1 byte/s at least"),
-            ("disk:1GB,bw=1,shared,durable", "outlives every worker"),
+            ("disk:1GB,bw=1KB,order=fifo", "lru or in-turn"),
+            ("disk:1GB,bw=1KB,order=lru,order=lru", "given twice"),
+            ("disk:1GB,bw=1KB,order=in-turn,shared", "only order=lru"),
+            ("disk:1GB,bw=1KB,durable,durable", "given twice"),
+            ("disk:1GB,bw=1KB,shared,shared=2KB", "given twice"),
+            ("disk:1GB,bw=1KB,shared=1KB,shared", "given twice"),
+            ("disk:1GB,bw=1KB,shared=0", "write the unit"),
+            ("disk:1GB,bw=1KB,shared,durable", "outlives every worker"),
             ("disk", "has no capacity"),
-            (":1GB,bw=1", "is not a name"),
+            (":1GB,bw=1KB", "is not a name"),
             ("disk:1GB", "has no bw=RATE"),
-            ("disk:big,bw=1", "is not a size"),
+            ("disk:big,bw=1KB", "is not a size"),
             ("disk:1GB,bw=fast", "is not a size"),
-            ("disk:1GB,bw=0", "1 byte/s at least"),
-            ("disk:1GB,bw=1,bw=2", "given twice"),
-            ("disk:1GB,bw=1,lat=soon", "is not a duration"),
-            ("disk:1GB,bw=1,colour=red", "is unknown for a tier"),
+            ("disk:1GB,bw=0", "write the unit"),
+            ("disk:1GB,bw=1KB,bw=2KB", "given twice"),
+            ("disk:1GB,bw=1KB,lat=soon", "is not a duration"),
+            ("disk:1GB,bw=1KB,colour=red", "is unknown for a tier"),
         ] {
             let error = text.parse::<TierSpec>().unwrap_err();
             assert!(error.contains(expected), "{text}: {error}");

@@ -72,6 +72,15 @@ pub enum WriteTime {
     Back,
 }
 
+impl LoadRule {
+    pub fn name(self) -> &'static str {
+        match self {
+            LoadRule::Auto => "auto",
+            LoadRule::Always => "always",
+        }
+    }
+}
+
 impl WriteTime {
     pub fn name(self) -> &'static str {
         match self {
