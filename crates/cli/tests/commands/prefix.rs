@@ -126,12 +126,12 @@ fn what_does_not_fit_is_refused() {
     fs::write(&keys, "[[keys]]\nname = \"a\"\nkey = \"0123456789abcdef\"\n").unwrap();
     refused(&["serve", "--config", &keys, "--prefix", &file], 1, &["--prefix", "[[keys]]"]);
     refused(&["serve", "--kv", "q8", "--prefix", &file], 1, &["p.kvp", "--kv f16"]);
+    let (text, long) = (path("long.txt"), path("long.kvp"));
+    fs::write(&text, RULES.repeat(8)).unwrap();
+    json(&["prefix", "freeze", "--json", "--text", &text, "--out", &long]);
     let port = ["serve", "--port", "0"];
-    refused(
-        &[&port[..], &["--context", "32", "--prefix", &file]].concat(),
-        1,
-        &["the prefix has", "--context"],
-    );
+    let small = ["--context", "64", "--prefix", &long];
+    refused(&[&port[..], &small].concat(), 1, &["the prefix has", "--context"]);
     refused(&[&port[..], &["--sessions-dir", &rules]].concat(), 1, &["rules.txt is not a directory"]);
     fs::write(&keys, format!("[cache]\nprefix = \"{file}\"\n")).unwrap();
     refused(&["serve", "--config", &keys, "--record", &record], 2, &["cache.prefix", "--record"]);

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector.";
 
-const FIXED: [&str; 10] =
-    ["--port", "0", "--kv", "f32", "--weights", "f32", "--context", "2048", "--tier-load", "always"];
+const FIXED: [&str; 8] = ["--port", "0", "--kv", "f32", "--weights", "f32", "--context", "2048"];
+const LOAD: [&str; 2] = ["--tier-load", "always"];
 
 fn start(args: &[&str]) -> Server {
     Server::spawn(&mut kvist(), &[&FIXED, args])
@@ -19,7 +19,7 @@ fn start(args: &[&str]) -> Server {
 
 /// Waits for the store as long as it takes, because the machine may be slow.
 fn shared(url: &str, more: &[&str]) -> Server {
-    start(&[&["--tier-store", url, "--sessions-shared", "--tier-grace", "10m"], more].concat())
+    start(&[&["--tier-store", url, "--sessions-shared", "--tier-grace", "10m"][..], &LOAD, more].concat())
 }
 
 fn send(server: &Server, method: &str, path: &str, body: &Value) -> (u16, Value) {
@@ -214,7 +214,7 @@ fn sessions_may_have_a_store_of_their_own() {
     let (of_sessions, of_blocks) = (url(&sessions), url(&blocks));
     let own = ["--sessions-store", &of_sessions, "--tier-grace", "10m"];
     let a = start(&own);
-    let b = start(&[&own[..], &["--tier-store", &of_blocks]].concat());
+    let b = start(&[&own[..], &["--tier-store", &of_blocks], &LOAD[..]].concat());
     let (expected, id) = (expected(2), create(&a));
     assert_eq!(generate(&a, &id), expected[0]);
     until("the answer is recorded", || show(&b, &id).1.len() == show(&a, &id).1.len());
