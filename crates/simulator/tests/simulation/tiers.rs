@@ -72,6 +72,27 @@ fn a_displaced_prompt_is_loaded() {
     assert_eq!(report.loaded_token_ratio, 40.0 / 143.0);
 }
 
+/// Another request decodes, 2 ms a token. The step that follows an arrival waits 100 us for the tier, which has nothing; a tier that
+/// needs 600 us is not waited for, and the request misses that step.
+#[test]
+fn an_arrival_misses_no_step_because_of_a_fast_tier() {
+    let mut long = request(0, 0, 0, 5);
+    long.output_tokens = 20;
+    let requests = [long, request(1, 3_000_000, 100, 41)];
+    let ttft_ns = |list: Option<Vec<Tier>>| {
+        let tiers = list.map(|list| tiers(list, Write::Through));
+        let scheduler = Config { tiers, ..Config::default() };
+        let options = Options { scheduler, tier_capacities: vec![None], ..Options::default() };
+        let cost = ConstantRates::new(1000.0, 0.5).unwrap();
+        let run = run(&requests, cache(128), &cost, &options, None, &mut |_| ()).unwrap();
+        let row = &run.record.requests[1];
+        row.first_token_ns.unwrap() - row.arrival_ns
+    };
+    let without = ttft_ns(None);
+    assert_eq!(ttft_ns(Some(vec![tier("disk", 1, 100_000)])), without + 100_000);
+    assert_eq!(ttft_ns(Some(vec![tier("store", 1, 600_000)])), without + 2_000_000);
+}
+
 /// Written back with 16 of 64 cells kept free: the first prompt has 10 blocks. The second leaves one block free, so the last
 /// three of the first prompt are copied; the third leaves one free, so three more are. When the first prompt comes again, its
 /// first four blocks are in the cache, and the six others are loaded.

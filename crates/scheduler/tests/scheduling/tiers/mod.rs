@@ -9,7 +9,7 @@ mod memory;
 use crate::common::{cells, group, machine};
 use drive::Drive;
 use kvist_cache::kinds::{GroupSpec, Visibility};
-use kvist_cache::{Cache, PagedSpec, PrefixSpec, Vocabulary};
+use kvist_cache::{Cache, MissReason, PagedSpec, PrefixSpec, Vocabulary};
 use kvist_scheduler::*;
 use kvist_testing::reference::SplitMix64 as Random;
 
@@ -183,8 +183,10 @@ fn computed(scheduler: &Scheduler) -> u64 {
 #[test]
 fn a_request_waits_for_its_lookup_and_no_longer_than_the_grace() {
     let mut s = story(config());
+    assert_eq!(s.lookup_patience_ns(), 500_000);
     assert_eq!(s.iterate(0, &mut machine(1)), Iteration::NothingToDo);
     assert_eq!(s.next_tier_deadline_ns(), Some(3000));
+    assert_eq!(s.lookup_patience_ns(), 0, "a step waits once");
     assert_eq!(s.iterate(2999, &mut machine(1)), Iteration::NothingToDo);
     assert_eq!(s.iterate(3000, &mut machine(1)), Iteration::Ran { steps: 1, elapsed_ns: 1 });
     assert_eq!((computed(&s), s.next_tier_deadline_ns()), (13, None));
@@ -195,6 +197,7 @@ fn a_request_waits_for_its_lookup_and_no_longer_than_the_grace() {
 
 fn load(s: &mut Scheduler) -> LoadOrder {
     s.found(10, RequestId(0), whole(1));
+    assert_eq!(s.lookup_patience_ns(), 0, "it is answered");
     assert_eq!(s.iterate(10, &mut machine(1)), Iteration::NothingToDo, "it is loading");
     let mut orders = s.drain_orders();
     assert_eq!((orders.len(), s.n_loading(), s.bytes_in_flight().0), (1, 1, 12));
@@ -206,6 +209,7 @@ fn load(s: &mut Scheduler) -> LoadOrder {
 #[test]
 fn loaded_tokens_are_not_computed() {
     let mut s = story(config());
+    s.explain_misses(true);
     let order = load(&mut s);
     assert!(s.loaded(3000, order.id, true, 2990));
     s.iterate(3000, &mut machine(1));
@@ -215,6 +219,7 @@ fn loaded_tokens_are_not_computed() {
         (1, 0, [0, 12, 0, 0], Some(3000))
     );
     assert_eq!(ended.not_loaded, None);
+    assert_eq!(ended.miss, Some(MissReason::UnalignedTail { position: 12 }), "why no more was loaded");
     // The next request with this prompt hits, and nothing is loaded again.
     let mut request = Request::new(1, 4000, 13, 1);
     request.prompt = Prompt::Tokens((0..13).collect());
