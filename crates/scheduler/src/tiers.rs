@@ -96,8 +96,8 @@ pub(crate) struct TierState {
     pub short: Option<u32>,
     /// Number of waiting requests that are being looked up.
     n_asked: usize,
-    /// One of them since the last plan.
-    has_just_asked: bool,
+    /// Those of them that were asked for since the last plan and are not answered: when the first was, and how many there are.
+    just_asked: Option<(u64, usize)>,
     /// True if this call of `plan` decided something that the log must repeat.
     pub changed: bool,
     counters: TierCounters,
@@ -166,7 +166,7 @@ impl TierState {
             loading: Vec::new(),
             short: None,
             n_asked: 0,
-            has_just_asked: false,
+            just_asked: None,
             changed: false,
             counters: TierCounters::default(),
             stays: None,
@@ -260,13 +260,15 @@ impl Scheduler {
         loads.chain(asked).chain(again).min()
     }
 
-    /// For how long, in nanoseconds, the next step should wait for answers to lookups: a request that has just arrived would miss that
-    /// step, and tiers in memory or with an index there answer at once. 0 if nothing was asked since the last
-    /// [`plan`](Scheduler::plan), or all is answered.
-    pub fn lookup_patience_ns(&self) -> u64 {
+    /// Until when the next step should wait for answers to lookups: a request that has just arrived would miss that step, and tiers that
+    /// are in memory, or have an index there, answer at once. `None` if all that was asked since the last [`plan`](Scheduler::plan) is
+    /// answered, or if a tier is too far away.
+    pub fn lookup_deadline_ns(&self) -> Option<u64> {
         const PATIENCE_NS: u64 = 500_000;
-        let waits = self.tiers.as_ref().is_some_and(|tiers| tiers.n_asked > 0 && tiers.has_just_asked);
-        if waits { PATIENCE_NS } else { 0 }
+        let tiers = self.tiers.as_ref()?;
+        let (first_ns, _) = tiers.just_asked?;
+        let are_near = tiers.config.list.iter().all(|tier| tier.latency_ns <= PATIENCE_NS);
+        are_near.then(|| first_ns.saturating_add(PATIENCE_NS))
     }
 
     /// Number of requests whose blocks are being loaded.
@@ -331,6 +333,7 @@ impl Scheduler {
         let seq = entry.seq.expect("a loading request has a sequence");
         entry.cached += n_tokens;
         entry.not_loaded = None;
+        let is_first = entry.admitted_ns.is_none();
         match entry.lost_tokens {
             0 => entry.loaded.iter_mut().zip(tokens).for_each(|(sum, tokens)| *sum += tokens),
             _ => {
@@ -342,8 +345,8 @@ impl Scheduler {
         entry.stored = entry.cached;
         let (from, until) = (entry.cached - n_tokens, entry.cached);
         self.memory.store(seq, &entry.prompt, from, until, now);
-        // Why the hit is not longer than what is there now.
-        if entry.miss.is_some() {
+        // Why the hit is not longer than what is there now. What a preempted request finds says nothing about its first hit.
+        if is_first && entry.miss.is_some() {
             entry.miss = Some(self.memory.explain(&entry.salt, &entry.prompt, entry.wanted_content()));
         }
         self.note_cached(index, from, false);
@@ -353,7 +356,7 @@ impl Scheduler {
     /// What tiers do before a batch is built: give up what is late, copy victims, begin loads.
     pub(crate) fn plan_tiers(&mut self, now: StepTime) {
         if let Some(tiers) = &mut self.tiers {
-            (tiers.changed, tiers.has_just_asked) = (false, false);
+            (tiers.changed, tiers.just_asked) = (false, None);
         }
         self.give_up(now);
         self.demote(now);

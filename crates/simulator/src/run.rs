@@ -27,7 +27,7 @@ use kvist_scheduler::{
     BadConfig, Clock, Config, End, Ended, Iteration, LengthSource, Recording, RequestId, SchedulerCounters,
     Truth, VirtualClock,
 };
-use memory::Memory;
+use memory::{Blocks, Memory};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use watch::Watched;
@@ -248,9 +248,13 @@ impl<'a> Simulation<'a> {
         self.worker.executor.next_arrival_ns = self.next_ns().unwrap_or(u64::MAX);
     }
 
-    /// Until when the next step waits for its tiers. `None`: it begins.
+    /// When to go on if the next step waits for what the tiers have of a request that has just arrived. `None`: it begins.
     fn wait_for_answers(&mut self, now: u64) -> Option<u64> {
         let until_ns = self.worker.waits_until(now)?;
+        let until_ns = until_ns.min(self.arrivals.next_ns().unwrap_or(until_ns));
+        // Of requests that ended in the last step nothing is left.
+        self.load = self.load_of(self.memory.now, 0);
+        self.timeline.note(now, self.load);
         self.timeline.extend(until_ns - now, self.load, 0);
         self.changed = false;
         Some(until_ns)
@@ -300,17 +304,24 @@ impl<'a> Simulation<'a> {
         elapsed_ns
     }
 
+    /// The load with so many blocks, and so many requests that are in the batch besides those that the scheduler has there.
+    fn load_of(&self, blocks: Blocks, ended_later: u64) -> Load {
+        let scheduler = &self.worker.scheduler;
+        Load {
+            queued_requests: (scheduler.n_waiting() + scheduler.n_loading()) as u64,
+            running_requests: scheduler.n_running() as u64 + ended_later,
+            used_blocks: blocks.used,
+            cached_blocks: blocks.cached,
+        }
+    }
+
     /// Records the load during the iteration's steps, or until the next arrival if none ran. `ended_later`: requests
     /// that were in the batch until the end of the steps.
     fn note_load(&mut self, now: u64, elapsed_ns: Option<u64>, ended_later: u64) {
         let (at_end, after) = self.memory.update(self.worker.scheduler.cache_mut(), elapsed_ns.is_some());
         let late = if elapsed_ns.is_some() { self.worker.executor.late_blocks } else { 0 };
-        let load = Load {
-            queued_requests: (self.worker.scheduler.n_waiting() + self.worker.scheduler.n_loading()) as u64,
-            running_requests: self.worker.scheduler.n_running() as u64 + ended_later,
-            used_blocks: at_end.used.saturating_sub(late), // 0 for kinds of cache without blocks
-            cached_blocks: at_end.cached,
-        };
+        let mut load = self.load_of(at_end, ended_later);
+        load.used_blocks = load.used_blocks.saturating_sub(late); // 0 for kinds of cache without blocks
         let requests = |load: &Load| (load.queued_requests, load.running_requests);
         // Whether a sample is recorded must not depend on how many steps ran as one, so block growth alone does not
         // trigger one.

@@ -30,7 +30,7 @@ use foyer::{
     Age, BlockEngineConfig, Device, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder,
     HybridCachePolicy, Load, PsyncIoEngineConfig, RecoverMode,
 };
-use room::{ages, no_room, remove_regions, reserve};
+use room::{no_room, remove_regions, reserve};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
@@ -154,8 +154,8 @@ impl DiskFrames {
     }
 
     async fn open_prepared(options: DiskOptions, prepared: Prepared) -> Result<DiskFrames, StoreError> {
-        let Prepared { lock, layout, kept } = prepared;
-        let cache = match build(&options.dir, &layout).await {
+        let Prepared { lock, layout, kept, ages } = prepared;
+        let cache = match build(&options.dir, &layout, ages).await {
             Ok(cache) => cache,
             Err(problem) => {
                 let advice = format!(
@@ -423,10 +423,14 @@ fn removed(dir: &Path, cycle_bytes: u64, cache: &HybridCache<Key, Stored>) -> io
     Ok(removed)
 }
 
-async fn build(dir: &Path, layout: &Layout) -> Result<HybridCache<Key, Stored>, String> {
+/// `ages`: of the regions.
+async fn build(
+    dir: &Path,
+    layout: &Layout,
+    ages: Vec<Option<u64>>,
+) -> Result<HybridCache<Key, Stored>, String> {
     let size =
         |bytes: u64| usize::try_from(bytes).map_err(|_| format!("{bytes} bytes cannot be addressed here"));
-    let ages = ages(dir, layout.regions).map_err(|error| format!("cannot read the regions: {error}"))?;
     // The region that foyer empties when the picker marks them is one of them.
     let n_old = size(Regions { n: layout.regions, bytes: layout.region_bytes }.n_old() + 1)?;
     // Through the page cache: memory that nothing else needs makes blocks that were written or read lately as fast as a tier in RAM, and a

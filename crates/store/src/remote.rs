@@ -59,13 +59,21 @@ fn invalid(error: opendal::Error) -> StoreError {
     refused(describe(&error), FORMS)
 }
 
-/// What may follow `?` in the URL of a folder, of Redis and of S3: options of opendal that a store here can use.
-const FOLDER_OPTIONS: [&str; 0] = [];
-const REDIS_OPTIONS: [&str; 3] = ["connection_pool_max_size", "db", "default_ttl"];
-const S3_OPTIONS: [&str; 19] = [
+/// What may follow `?` in the URL of a folder, of Redis and of S3: options of opendal, with its other names for them.
+const FOLDER_OPTIONS: &[&str] = &[];
+const REDIS_OPTIONS: &[&str] = &["connection_pool_max_size", "db", "default_ttl", "password", "username"];
+const S3_OPTIONS: &[&str] = &[
     "access_key_id",
     "allow_anonymous",
     "assume_role_duration_seconds",
+    "aws_access_key_id",
+    "aws_endpoint",
+    "aws_endpoint_url",
+    "aws_profile",
+    "aws_region",
+    "aws_secret_access_key",
+    "aws_session_token",
+    "aws_sse_kms_key_id",
     "checksum_algorithm",
     "default_acl",
     "default_storage_class",
@@ -74,6 +82,7 @@ const S3_OPTIONS: [&str; 19] = [
     "enable_request_payer",
     "enable_virtual_host_style",
     "endpoint",
+    "endpoint_url",
     "external_id",
     "profile",
     "region",
@@ -81,20 +90,29 @@ const S3_OPTIONS: [&str; 19] = [
     "role_session_name",
     "secret_access_key",
     "server_side_encryption",
+    "server_side_encryption_aws_kms_key_id",
+    "server_side_encryption_customer_algorithm",
+    "server_side_encryption_customer_key",
+    "server_side_encryption_customer_key_md5",
     "session_token",
+    "skip_signature",
+    "token",
 ];
 
 /// opendal ignores options that it does not know.
 fn check_options(uri: &OperatorUri, known: &[&str]) -> Result<(), StoreError> {
-    let mut unknown: Vec<&String> =
-        uri.options().keys().filter(|key| !known.contains(&key.as_str())).collect();
+    let mut unknown: Vec<&str> =
+        uri.options().keys().map(String::as_str).filter(|key| !known.contains(key)).collect();
     unknown.sort_unstable();
     let Some(unknown) = unknown.first() else { return Ok(()) };
+    // What looks like no name may be a part of a password.
+    let is_name = unknown.bytes().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == b'_');
+    let what = if is_name { format!("the unknown option {unknown:?}") } else { "an unknown option".into() };
     let advice = match known {
         [] => "Write no more than fs:///PATH".into(),
-        known => format!("After the ? it has {}", known.join(", ")),
+        known => format!("After the ? it has {}; a ? in a password is written %3F", known.join(", ")),
     };
-    Err(refused(format!("the URL has an unknown option {unknown:?}"), &advice))
+    Err(refused(format!("the URL has {what}"), &advice))
 }
 
 /// Where a store is.
@@ -116,7 +134,7 @@ impl Place {
                 ));
             }
             "redis" => {
-                check_options(&uri, &REDIS_OPTIONS)?;
+                check_options(&uri, REDIS_OPTIONS)?;
                 let mut config = RedisConfig::from_uri(&uri).map_err(invalid)?;
                 config.username =
                     uri.username().filter(|user| !user.is_empty()).map(str::to_owned).or(config.username);
@@ -124,11 +142,11 @@ impl Place {
                 Place::Redis(config)
             }
             "s3" => {
-                check_options(&uri, &S3_OPTIONS)?;
+                check_options(&uri, S3_OPTIONS)?;
                 Place::S3(Box::new(S3Config::from_uri(&uri).map_err(invalid)?))
             }
             "fs" | "file" => {
-                check_options(&uri, &FOLDER_OPTIONS)?;
+                check_options(&uri, FOLDER_OPTIONS)?;
                 if let Some(host) = uri.name().filter(|host| !host.is_empty()) {
                     let problem = format!("{host:?} would be a host, and the folder is on none");
                     return Err(refused(problem, "Write three slashes and the whole path: fs:///PATH"));

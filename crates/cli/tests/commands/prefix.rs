@@ -83,22 +83,39 @@ fn a_server_begins_with_a_frozen_prefix() {
         let args = ["--port", "0", "--weights", "f32", "--context", "1024"];
         Server::spawn(&mut kvist(), &[&args, more])
     };
-    let complete = |server: &Server, salt: Option<&str>| {
-        let body = json!({"prompt": format!("{text} is a part"), "max_tokens": 20, "temperature": 0, "cache_salt": salt,
-            "kvist": {"explain": true}});
+    let complete = |server: &Server, prompt: &str, salt: Option<&str>| {
+        let body = json!({"prompt": prompt, "max_tokens": 20, "temperature": 0, "cache_salt": salt, "kvist": {"explain": true}});
         let (status, answer) = server.send("POST", "/v1/completions", &body.to_string());
         assert_eq!(status, 200, "{answer}");
         let answer: Value = serde_json::from_str(&answer).unwrap();
-        let cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
-        assert_eq!(answer["kvist"]["prompts"][0]["frozen_tokens"], cached, "{answer}");
-        (answer["choices"][0]["text"].as_str().unwrap().to_owned(), cached)
+        let explained = &answer["kvist"]["prompts"][0];
+        let [cached, frozen] =
+            ["cached_tokens", "frozen_tokens"].map(|field| explained[field].as_u64().unwrap());
+        (answer["choices"][0]["text"].as_str().unwrap().to_owned(), cached, frozen)
     };
     let servers = [start(&["--prefix", &file]), start(&["--config", &config])];
     for server in &servers {
         // The salted request shares nothing with the prefix, so it computes all.
-        let (expected, none) = complete(server, Some("alone"));
-        assert_eq!(none, 0);
-        assert_eq!(complete(server, None), (expected, blocks), "the first request that begins with it");
+        let prompt = format!("{text} is a part");
+        let (expected, cached, frozen) = complete(server, &prompt, Some("alone"));
+        assert_eq!((cached, frozen), (0, 0));
+        assert_eq!(
+            complete(server, &prompt, None),
+            (expected, blocks, blocks),
+            "the first one that begins with it"
+        );
+        // The second request has its own blocks too, and one with half of the prefix no more than that.
+        let longer = format!(
+            "{prompt} of the language, which checks at compile time that references are valid. {RULES}"
+        );
+        complete(server, &longer, None);
+        let (_, cached, frozen) = complete(server, &longer, None);
+        assert!(cached >= blocks + 16 && frozen == blocks, "{cached} cached, {frozen} of {blocks} frozen");
+        let (_, cached, frozen) = complete(server, &text[..text.len() / 2], None);
+        assert!(
+            cached >= 16 && frozen == cached && frozen < blocks,
+            "{cached} cached, {frozen} of {blocks} frozen"
+        );
     }
 }
 

@@ -312,8 +312,9 @@ fn threads_change_nothing() {
             all
         };
         let bits = |n| run(n).iter().flatten().map(|x| x.to_bits()).collect::<Vec<_>>();
+        let one = bits(1);
         for n in [2, 3, 5] {
-            assert!(bits(1) == bits(n), "{storage}: one and {n} threads differ");
+            assert!(one == bits(n), "{storage}: one and {n} threads differ");
         }
     }
 }

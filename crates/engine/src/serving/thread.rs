@@ -81,7 +81,6 @@ pub(super) struct LiveJob {
 impl Thread {
     pub fn run(mut self, inbox: &Receiver<Command>) {
         let mut idle = true;
-        let mut answers_until = None;
         loop {
             // If `recv` fails, the last handle was dropped on another thread and no more commands can come.
             let tier_wait = if idle { self.tier_wait() } else { None };
@@ -93,7 +92,7 @@ impl Thread {
                 _ if idle => inbox.recv().ok(),
                 Some(pause) => inbox.recv_timeout(pause).ok(),
                 None => match inbox.try_recv() {
-                    Err(TryRecvError::Empty) => self.answer(inbox, &mut answers_until),
+                    Err(TryRecvError::Empty) => self.answer(inbox),
                     received => received.ok(),
                 },
             };
@@ -107,7 +106,6 @@ impl Thread {
                 None if idle => return,
                 None => {}
             }
-            answers_until = None;
             self.end_late();
             if !self.live.is_empty() {
                 let waiting = self.live.values().filter(|live| live.permit.is_some());
@@ -137,15 +135,11 @@ impl Thread {
         }
     }
 
-    /// Waits for what the tiers have of a request that has just arrived, so that it need not miss the next step: in all until `until`, which
-    /// the first call sets.
-    fn answer(&self, inbox: &Receiver<Command>, until: &mut Option<Instant>) -> Option<Command> {
-        let patience = Duration::from_nanos(self.state.scheduler.lookup_patience_ns());
-        if patience.is_zero() {
-            return None;
-        }
-        let until = until.get_or_insert_with(|| Instant::now() + patience);
-        inbox.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
+    /// Waits for what the tiers have of a request that has just arrived, so that it need not miss the next step, or for another command.
+    fn answer(&self, inbox: &Receiver<Command>) -> Option<Command> {
+        let until_ns = self.state.scheduler.lookup_deadline_ns()?;
+        let left_ns = until_ns.checked_sub(self.state.now_ns()).filter(|left_ns| *left_ns > 0)?;
+        inbox.recv_timeout(Duration::from_nanos(left_ns)).ok()
     }
 
     /// Removes tokens of requests that have grown beyond their budget.
@@ -233,22 +227,20 @@ impl Thread {
         let now = self.state.now_ns();
         let end = Arc::new(Mutex::new(Ending::default()));
         let prompt_tokens = u32::try_from(job.prompt.len()).unwrap_or(u32::MAX);
-        let live =
-            LiveJob {
-                events: events.clone(),
-                end: end.clone(),
-                deadline: job.deadline,
-                explain: job.explain,
-                frozen_tokens: self.state.prefix.as_ref().filter(|_| job.explain).map(|prefix| {
-                    if job.prompt_logprobs { 0 } else { prefix.supplies(&job.salt, &job.prompt) }
-                }),
-                permit: Some(permit),
-                generates: job.max_new > 0,
-                pace: job.pace,
-                paced: 0,
-                late: false,
-                needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
-            };
+        let prefix = self.state.prefix.as_ref().filter(|_| job.explain);
+        let live = LiveJob {
+            events: events.clone(),
+            end: end.clone(),
+            deadline: job.deadline,
+            explain: job.explain,
+            frozen_tokens: prefix.map(|prefix| prefix.supplies(&job.salt, &job.prompt)),
+            permit: Some(permit),
+            generates: job.max_new > 0,
+            pace: job.pace,
+            paced: 0,
+            late: false,
+            needed_tokens: u64::from(prompt_tokens) + u64::from(job.max_new),
+        };
         self.live.insert(id, live);
         // An unknown token must be caught here: inside a step it would fail all requests of the batch.
         let vocab = self.model.config().vocab;

@@ -38,7 +38,7 @@ impl Scheduler {
             }
         } else {
             tiers.n_asked += 1;
-            tiers.has_just_asked = true;
+            tiers.just_asked = Some(tiers.just_asked.map_or((now_ns, 1), |(first_ns, n)| (first_ns, n + 1)));
             let entry = &mut self.entries[index as usize];
             entry.lower = Lower::Asked { until_ns: now_ns.saturating_add(tiers.config.grace_ns) };
             entry.found_until = 0;
@@ -125,8 +125,13 @@ impl Scheduler {
     /// Changes what a request knows of the tiers.
     pub(crate) fn set_lower(&mut self, index: u32, lower: Lower) {
         let before = std::mem::replace(&mut self.entries[index as usize].lower, lower);
-        if let (Lower::Asked { .. }, Some(tiers)) = (before, &mut self.tiers) {
+        if let (Lower::Asked { until_ns }, Some(tiers)) = (before, &mut self.tiers) {
             tiers.n_asked -= 1;
+            let is_of_now = |first_ns: u64| until_ns >= first_ns.saturating_add(tiers.config.grace_ns);
+            tiers.just_asked = match tiers.just_asked {
+                Some((first_ns, n)) if is_of_now(first_ns) => (n > 1).then_some((first_ns, n - 1)),
+                other => other,
+            };
             self.blocked = None;
         }
     }

@@ -39,7 +39,7 @@ enum Doing {
     /// There is nothing to run until a request arrives, or at the latest at this time: a transfer of one of its tiers ends then, or a
     /// request has waited long enough for one.
     Sleeping { until_ns: Option<u64> },
-    /// It begins its next step at this time: now.
+    /// It begins its next step at this time: now, or when it has waited for its tiers.
     Ready { at_ns: u64 },
     /// A step that was computed is over at this time.
     Step { end_ns: u64 },

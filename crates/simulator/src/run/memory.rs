@@ -23,7 +23,8 @@ pub(super) struct Blocks {
 pub(super) struct Memory {
     group: GroupId,
     states: Vec<State>,
-    now: Blocks,
+    /// Since the last update.
+    pub now: Blocks,
     /// Committed steps (or multi-step runs). Compared with the step numbers of events.
     commits: u64,
     /// Events of the last iteration, group by group and in order.

@@ -172,16 +172,6 @@ impl SimTiers {
         }
     }
 
-    /// When the first lookup is answered that has begun.
-    pub fn next_answer_ns(&self) -> Option<u64> {
-        let is_find = |number: &u64| matches!(self.ended.get(number), Some(Ended::Find { .. }));
-        self.ends
-            .iter()
-            .filter(|Reverse((_, number))| is_find(number))
-            .map(|Reverse((at_ns, _))| *at_ns)
-            .min()
-    }
-
     /// Whether the request that asked for lookup `begun` is live.
     fn asked_by(&self, request: RequestId, begun: u64) -> bool {
         self.prompts.get(&request).is_some_and(|found| found.first <= begun)

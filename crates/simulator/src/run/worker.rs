@@ -71,10 +71,12 @@ impl<'a> Worker<'a> {
         [tiers.next_ns(), self.scheduler.next_tier_deadline_ns()].into_iter().flatten().min()
     }
 
-    /// Until when a step that could begin at `now` waits for what tiers have of a request that has just arrived. `None`: it begins.
+    /// When a worker goes on that waits at `now` for what its tiers have of a request that has just arrived: at the next end of a transfer,
+    /// or when it has waited long enough. `None`: its next step begins now.
     pub fn waits_until(&self, now: u64) -> Option<u64> {
-        let last = now.checked_add(self.scheduler.lookup_patience_ns()).filter(|last| *last > now)?;
-        self.tiers.as_ref()?.next_answer_ns().filter(|answer| (now..=last).contains(answer))
+        let deadline_ns = self.scheduler.lookup_deadline_ns().filter(|deadline_ns| *deadline_ns > now)?;
+        let next_ns = self.tiers.as_ref()?.next_ns();
+        Some(next_ns.unwrap_or(deadline_ns).min(deadline_ns))
     }
 
     /// What its tiers did; of a store that it shares, what it loaded from there.

@@ -72,8 +72,8 @@ fn a_displaced_prompt_is_loaded() {
     assert_eq!(report.loaded_token_ratio, 40.0 / 143.0);
 }
 
-/// Another request decodes, 2 ms a token. The step that follows an arrival waits 100 us for the tier, which has nothing; a tier that
-/// needs 600 us is not waited for, and the request misses that step.
+/// Another request decodes, 2 ms a token. The step that follows an arrival waits 100 us for the tier, which has nothing. It does not wait
+/// for a tier that needs 600 us, and the request misses that step.
 #[test]
 fn an_arrival_misses_no_step_because_of_a_fast_tier() {
     let mut long = request(0, 0, 0, 5);

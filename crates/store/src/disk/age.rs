@@ -10,12 +10,15 @@ use std::fs::File;
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
 use std::sync::atomic::Ordering::Relaxed;
+use twox_hash::XxHash64;
 
-/// The number of what a region begins with, or None if it is empty or damaged. An index has a checksum of 8 bytes, the number of its entries, and the
-/// entries: a hash, the number, and where the block is.
+/// The number of what a region begins with, or None if it is empty or its index is damaged: then foyer takes it for empty. An index has a
+/// checksum of what follows it, the number of its entries in 4 bytes, and the entries: a hash, the number, and where the block is.
 fn first_number(page: &[u8]) -> Option<u64> {
-    let number = page.get(20..28)?.try_into().ok()?;
-    page.iter().any(|byte| *byte != 0).then(|| u64::from_be_bytes(number))
+    let be = |at: usize| page.get(at..at + 8)?.try_into().ok().map(u64::from_be_bytes);
+    let (checksum, number) = (be(0)?, be(20)?);
+    let is_whole = page.len() as u64 == PAGE && XxHash64::oneshot(0, &page[8..]) == checksum;
+    is_whole.then_some(number)
 }
 
 /// The age of a region: the smaller, the longer ago it was written. None if there is nothing in it, or no such file.
@@ -85,16 +88,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_empty_page_has_no_number() {
+    fn an_empty_or_damaged_page_has_no_number() {
         let mut page = vec![0; PAGE as usize];
         assert_eq!(first_number(&page), None);
         page[27] = 3;
+        let checksum = XxHash64::oneshot(0, &page[8..]);
+        page[..8].copy_from_slice(&checksum.to_be_bytes());
         assert_eq!(first_number(&page), Some(3));
-        assert_eq!(first_number(&page[..27]), None);
-        // A damaged index, or the very first entry.
-        page[27] = 0;
-        page[0] = 1;
-        assert_eq!(first_number(&page), Some(0));
+        for cut in [0, 7, 27, page.len() - 1] {
+            assert_eq!(first_number(&page[..cut]), None);
+        }
+        for bit in [0, 70, 8 * 27, 8 * PAGE as usize - 1] {
+            page[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(first_number(&page), None, "bit {bit}");
+            page[bit / 8] ^= 1 << (bit % 8);
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 //! With other options than before, blocks stay as far as there is room. Each region is a file that foyer reads by itself, up to where
 //! its blocks end. So there may be more of them later, or fewer, and they may get longer. They cannot get shorter, because that would
 //! cut blocks off: if fewer than [`LEAST_REGIONS`] of the old length fit, the store begins empty.
-use super::room::{check_room, leave_one_empty, remove_regions};
+use super::room::{ages, check_room, leave_one_empty, remove_regions};
 use super::{DiskOptions, NAME};
 use crate::regions::{MOST_REGIONS, PAGE, REGION_BYTES, room_bytes};
 use crate::{Regions, StoreError};
@@ -135,6 +135,8 @@ pub struct Prepared {
     pub layout: Layout,
     /// Regions of earlier runs: the first ones.
     pub kept: u64,
+    /// Of all regions.
+    pub ages: Vec<Option<u64>>,
 }
 
 /// Takes the directory, and removes what the options leave no room for. If the disk has no room for more, no block is lost.
@@ -168,6 +170,7 @@ pub fn prepare(options: &DiskOptions) -> Result<Prepared, StoreError> {
             return Err(open(problem, "Give a directory on a local disk"));
         }
     }
+    let lock = Lock(lock);
     let path = dir.join(LAYOUT);
     let write = |error: io::Error| open(format!("cannot write {}: {error}", path.display()), writable);
     let before = match fs::read(&path) {
@@ -178,14 +181,15 @@ pub fn prepare(options: &DiskOptions) -> Result<Prepared, StoreError> {
     let Plan { layout, kept, loss } = Plan::of(dir, options.capacity_bytes, wanted, before.as_deref());
     check_room(options, &layout)?;
     remove_regions(dir, kept).map_err(write)?;
-    leave_one_empty(dir, layout.regions).map_err(write)?;
+    let mut ages = ages(dir, layout.regions).map_err(read)?;
+    leave_one_empty(dir, &mut ages).map_err(write)?;
     if let Some(loss) = loss {
         tracing::warn!(target: "kvist::store", "{loss}");
     }
     if before.as_deref() != Some(&layout.text()) {
         fs::write(&path, layout.text()).map_err(write)?;
     }
-    Ok(Prepared { lock: Lock(lock), layout, kept })
+    Ok(Prepared { lock, layout, kept, ages })
 }
 
 #[cfg(test)]

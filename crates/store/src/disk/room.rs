@@ -38,12 +38,16 @@ pub(super) fn ages(dir: &Path, n_regions: u64) -> io::Result<Vec<Option<u64>>> {
     (0..n_regions).map(|number| age(&region(dir, number))).collect()
 }
 
-/// Removes the oldest of so many regions if none of them is empty. foyer empties a region when it takes the last empty one, and never
+/// Removes the oldest of the regions with these [ages] if none of them is empty. foyer empties a region when it takes the last empty one, and never
 /// writes again if it finds none when it is opened: after a kill between the two, or with fewer regions than before.
-pub(super) fn leave_one_empty(dir: &Path, n_regions: u64) -> io::Result<()> {
-    let ages: Option<Vec<u64>> = ages(dir, n_regions)?.into_iter().collect();
-    let oldest = ages.and_then(|ages| (0..n_regions).zip(ages).min_by_key(|(_, age)| *age));
-    oldest.map_or(Ok(()), |(number, _)| fs::remove_file(region(dir, number)))
+pub(super) fn leave_one_empty(dir: &Path, ages: &mut [Option<u64>]) -> io::Result<()> {
+    if ages.iter().any(Option::is_none) {
+        return Ok(());
+    }
+    let Some((number, age)) = (0..).zip(ages).min_by_key(|(_, age)| **age) else { return Ok(()) };
+    fs::remove_file(region(dir, number))?;
+    *age = None;
+    Ok(())
 }
 
 /// Asks first: taking room that is not there would fill the disk before it fails.

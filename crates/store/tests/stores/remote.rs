@@ -80,7 +80,12 @@ async fn what_cannot_be_opened_is_refused_without_its_password() {
     let (relative, port) = ("fs://relative/path", "redis://me:hunter2@localhost:99999/x");
     let others = ["", "redis", "ftp://me:hunter2@host/x", "s3://", "fs://", "rediss://me:hunter2@host"];
     // What opendal would ignore.
-    let unknown = ["redis://host/x?tls=hunter2", "s3://bucket?reigon=hunter2", "fs:///path?mode=hunter2"];
+    let unknown = [
+        "redis://host/x?tls=hunter2",
+        "s3://bucket?reigon=hunter2",
+        "fs:///path?mode=hunter2",
+        "redis://me:1?hunter2@host/x",
+    ];
     for url in others.into_iter().chain(unknown).chain([relative, port, &under_file]) {
         assert_eq!(Remote::check(url).is_ok(), url == under_file, "{url}");
         match Remote::open(url, PATIENT) {

@@ -183,10 +183,10 @@ fn computed(scheduler: &Scheduler) -> u64 {
 #[test]
 fn a_request_waits_for_its_lookup_and_no_longer_than_the_grace() {
     let mut s = story(config());
-    assert_eq!(s.lookup_patience_ns(), 500_000);
+    assert_eq!(s.lookup_deadline_ns(), Some(500_000));
     assert_eq!(s.iterate(0, &mut machine(1)), Iteration::NothingToDo);
     assert_eq!(s.next_tier_deadline_ns(), Some(3000));
-    assert_eq!(s.lookup_patience_ns(), 0, "a step waits once");
+    assert_eq!(s.lookup_deadline_ns(), None, "a step waits once");
     assert_eq!(s.iterate(2999, &mut machine(1)), Iteration::NothingToDo);
     assert_eq!(s.iterate(3000, &mut machine(1)), Iteration::Ran { steps: 1, elapsed_ns: 1 });
     assert_eq!((computed(&s), s.next_tier_deadline_ns()), (13, None));
@@ -197,7 +197,7 @@ fn a_request_waits_for_its_lookup_and_no_longer_than_the_grace() {
 
 fn load(s: &mut Scheduler) -> LoadOrder {
     s.found(10, RequestId(0), whole(1));
-    assert_eq!(s.lookup_patience_ns(), 0, "it is answered");
+    assert_eq!(s.lookup_deadline_ns(), None, "it is answered");
     assert_eq!(s.iterate(10, &mut machine(1)), Iteration::NothingToDo, "it is loading");
     let mut orders = s.drain_orders();
     assert_eq!((orders.len(), s.n_loading(), s.bytes_in_flight().0), (1, 1, 12));
