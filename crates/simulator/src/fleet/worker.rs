@@ -145,6 +145,11 @@ impl<'a> Member<'a> {
                 self.cut(now, shared);
                 Some(Kind::StepEnd)
             }
+            // It waits for its tiers, and looks at what else has come.
+            Doing::Ready { at_ns } if at_ns > now => {
+                self.set(Doing::Ready { at_ns: now });
+                Some(Kind::Begin)
+            }
             Doing::Ready { .. } | Doing::Step { .. } => None,
         }
     }
@@ -161,6 +166,11 @@ impl<'a> Member<'a> {
             Doing::Planned { .. } => {
                 self.cut(now, shared);
                 Some(Kind::StepEnd)
+            }
+            // It waits for its tiers, and looks at what else has come.
+            Doing::Ready { at_ns } if at_ns > now => {
+                self.set(Doing::Ready { at_ns: now });
+                Some(Kind::Begin)
             }
             Doing::Ready { .. } | Doing::Step { .. } => None,
         }

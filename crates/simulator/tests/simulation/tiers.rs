@@ -76,7 +76,8 @@ fn a_displaced_prompt_is_loaded() {
 /// for a tier that needs 600 us, and the request misses that step.
 #[test]
 fn an_arrival_misses_no_step_because_of_a_fast_tier() {
-    let mut long = request(0, 0, 0, 5);
+    // Less than a block: nothing to ask for.
+    let mut long = request(0, 0, 0, 3);
     long.output_tokens = 20;
     let requests = [long, request(1, 3_000_000, 100, 41)];
     let ttft_ns = |list: Option<Vec<Tier>>| {
@@ -84,7 +85,7 @@ fn an_arrival_misses_no_step_because_of_a_fast_tier() {
         let scheduler = Config { tiers, ..Config::default() };
         let options = Options { scheduler, tier_capacities: vec![None], ..Options::default() };
         let cost = ConstantRates::new(1000.0, 0.5).unwrap();
-        let run = run(&requests, cache(128), &cost, &options, None, &mut |_| ()).unwrap();
+        let run = run(&requests, cache(1024), &cost, &options, None, &mut |_| ()).unwrap();
         let row = &run.record.requests[1];
         row.first_token_ns.unwrap() - row.arrival_ns
     };
