@@ -141,6 +141,13 @@ impl<'a> Member<'a> {
                 self.set(Doing::Ready { at_ns: now });
                 Some(Kind::Begin)
             }
+            _ => self.interrupt(now, shared),
+        }
+    }
+
+    /// Ends at `now` what need not go on as planned, because something has come. Returns the kind of the next event if that changed.
+    fn interrupt(&mut self, now: u64, shared: Option<Shared<'_>>) -> Option<Kind> {
+        match self.doing {
             Doing::Planned { .. } => {
                 self.cut(now, shared);
                 Some(Kind::StepEnd)
@@ -150,7 +157,7 @@ impl<'a> Member<'a> {
                 self.set(Doing::Ready { at_ns: now });
                 Some(Kind::Begin)
             }
-            Doing::Ready { .. } | Doing::Step { .. } => None,
+            Doing::Sleeping { .. } | Doing::Ready { .. } | Doing::Step { .. } => None,
         }
     }
 
@@ -163,16 +170,7 @@ impl<'a> Member<'a> {
                 self.set(Doing::Sleeping { until_ns });
                 Some(Kind::Begin)
             }
-            Doing::Planned { .. } => {
-                self.cut(now, shared);
-                Some(Kind::StepEnd)
-            }
-            // It waits for its tiers, and looks at what else has come.
-            Doing::Ready { at_ns } if at_ns > now => {
-                self.set(Doing::Ready { at_ns: now });
-                Some(Kind::Begin)
-            }
-            Doing::Ready { .. } | Doing::Step { .. } => None,
+            _ => self.interrupt(now, shared),
         }
     }
 

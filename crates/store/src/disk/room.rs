@@ -29,7 +29,7 @@ pub(super) fn remove_regions(dir: &Path, kept: u64) -> io::Result<()> {
     regions(dir)?.into_iter().filter(goes).try_for_each(fs::remove_file)
 }
 
-pub(super) fn region(dir: &Path, number: u64) -> PathBuf {
+fn region(dir: &Path, number: u64) -> PathBuf {
     dir.join(format!("{REGIONS}{number:08}"))
 }
 
