@@ -2,8 +2,8 @@
 //!
 //!     cargo run --release -p kvist-cuda --example attention -- --tokens 32768 --k f16 --v f16 --branches 8
 //!
-//! The shape is one layer of a Llama 3 8B: 32 query heads on 8 KV heads of 128. Every kernel is launched 20 times between two
-//! marks, so the marks cost nothing. K and V of 32k tokens in f16 are larger than the L2 cache of any GPU; smaller ones are
+//! The shape is one layer of a Llama 3 8B: 32 query heads on 8 KV heads of 128. The kernels of attention run 20 times in one graph, as
+//! they run in the layers of a decode step; `--alone true` launches each of them 20 times by itself. K and V of 32k tokens in f16 are larger than the L2 cache of any GPU; smaller ones are
 //! not, and would show the cache's bandwidth.
 mod common;
 use common::copy_rate;
@@ -18,6 +18,7 @@ const KV_HEADS: usize = 8;
 const DIM: usize = 128;
 const CHUNK: usize = 512;
 const REPEATS: u32 = 20;
+const KERNELS: [&str; 2] = ["attend", "merge"];
 
 struct Options {
     gpu: Option<usize>,
@@ -27,6 +28,7 @@ struct Options {
     branches: usize,
     copy_bytes: u64,
     deterministic: bool,
+    alone: bool,
 }
 
 fn options() -> Result<Options, Box<dyn Error>> {
@@ -38,6 +40,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
         branches: 1,
         copy_bytes: 1 << 30,
         deterministic: false,
+        alone: false,
     };
     let mut args = std::env::args().skip(1);
     while let Some(name) = args.next() {
@@ -49,6 +52,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
             "--v" => options.v = value.parse()?,
             "--branches" => options.branches = value.parse::<usize>()?.max(1),
             "--deterministic" => options.deterministic = value.parse()?,
+            "--alone" => options.alone = value.parse()?,
             "--copy-bytes" => options.copy_bytes = value.parse::<u64>()? / 4 * 4,
             _ => return Err(format!("unknown option {name}").into()),
         }
@@ -118,7 +122,10 @@ fn attention(device: &CudaDevice, options: &Options) -> Result<(f64, u64), Box<d
         sequences.fork(TRUNK, *branch)?;
     }
     let gpu = device.driver();
-    gpu.measure(REPEATS);
+    match options.alone {
+        true => gpu.measure(REPEATS),
+        false => gpu.measure_together(&KERNELS, REPEATS),
+    }
     let spans: Vec<_> = all.iter().map(|branch| Span::chain(*branch, tokens as u32, 1)).collect();
     let mut decode = || -> Result<f64, Box<dyn Error>> {
         let heads = StridedShape::tokens_first(branches, HEADS, DIM);
@@ -138,7 +145,7 @@ fn attention(device: &CudaDevice, options: &Options) -> Result<(f64, u64), Box<d
         let times = gpu.measured()?;
         Ok(times
             .iter()
-            .filter(|time| ["attend", "merge"].contains(&time.kernel))
+            .filter(|time| KERNELS.contains(&time.kernel))
             .map(|time| time.nanoseconds)
             .sum())
     };

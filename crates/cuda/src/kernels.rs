@@ -245,7 +245,7 @@ impl Target {
             Kernel::Attend { .. } => {
                 &[MATH, BYTES, LEVELS, LANES, ASYNC, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
             }
-            Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.cu")],
+            Kernel::Merge { .. } => &[MATH, ASYNC, TURN, SINKS, include_str!("kernels/merge.cu")],
             Kernel::Scatter => &[include_str!("kernels/scatter.cu")],
             Kernel::Gather => &[include_str!("kernels/gather.cu")],
         }

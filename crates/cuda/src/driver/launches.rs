@@ -27,10 +27,11 @@ pub struct KernelTime {
     pub nanoseconds: f64,
 }
 
-/// Measures every launch, see [`CudaDriver::measure`].
+/// Measures every launch, see [`CudaDriver::measure`]; or some of them together, see [`CudaDriver::measure_together`].
 #[derive(Debug)]
 pub(super) struct Meter {
     repeats: u32,
+    together: &'static [&'static str],
     launches: Vec<(&'static str, Event, Event)>,
 }
 
@@ -52,7 +53,14 @@ impl CudaDriver {
     /// From now on launches every kernel `repeats` times, one after the other, and notes the times before and after; 0 stops
     /// that. For measurements of kernels that may run twice: attention and stores may, sums in place may not. There are no graphs meanwhile.
     pub fn measure(&self, repeats: u32) {
-        *lock(&self.meter) = (repeats > 0).then(|| Meter { repeats, launches: Vec::new() });
+        self.measure_together(&[], repeats);
+    }
+
+    /// The same for the launches of these kernels in a submission, in their order and as one graph, as a decode step launches them: the next
+    /// kernel is on its way while the one before ends. The time is that of all of them, under the name of the first.
+    pub fn measure_together(&self, kernels: &'static [&'static str], repeats: u32) {
+        let meter = Meter { repeats, together: kernels, launches: Vec::new() };
+        *lock(&self.meter) = (repeats > 0).then_some(meter);
     }
 
     /// The times since the last call, once everything has ended.
@@ -90,6 +98,9 @@ impl CudaDriver {
             }
         }
         launches.try_for_each(|launch| self.launch(launch, &mut meter))?;
+        if let Some(meter) = meter.as_mut().filter(|meter| !meter.together.is_empty()) {
+            self.launch_together(recording, meter)?;
+        }
         self.count(Counts { launches: recording.launches().len() as u64, ..Counts::default() });
         Ok(())
     }
@@ -124,11 +135,29 @@ impl CudaDriver {
                 .launch(&call.launch(kernel))
                 .map_err(|code| self.fail(format!("launch of {}: {}", kernel.name, self.context.text(code))))
         };
-        let Some(meter) = meter else { return launch() };
+        let Some(meter) = meter.as_mut().filter(|meter| meter.together.is_empty()) else { return launch() };
         let event = || self.kept("mark", self.stream.event(true));
         let start = event()?;
         (0..meter.repeats).try_for_each(|_| launch())?;
         meter.launches.push((kernel.name, start, event()?));
         Ok(())
+    }
+
+    /// Launches what is measured together once more, and then notes its time.
+    fn launch_together(&self, recording: &Recording, meter: &mut Meter) -> Result<(), DeviceError> {
+        let measured =
+            || recording.launches().filter(|(kernel, _)| meter.together.contains(&kernel.name));
+        let repeated = (0..meter.repeats).flat_map(|_| measured());
+        let launches: Vec<_> = repeated.map(|(kernel, call)| call.launch(kernel)).collect();
+        let Some(name) = meter.together.first().filter(|_| !launches.is_empty()) else { return Ok(()) };
+        let graph = self.context.graph(launches.into_iter(), self.overlap);
+        let mut graph = self.kept("graph of what is measured", graph)?;
+        self.kept("launch of a graph", self.stream.launch_graph(&mut graph))?;
+        let event = || self.kept("mark", self.stream.event(true));
+        let start = event()?;
+        self.kept("launch of a graph", self.stream.launch_graph(&mut graph))?;
+        meter.launches.push((name, start, event()?));
+        // Until the graph is dropped.
+        self.kept("measured kernels", self.stream.synchronise())
     }
 }

@@ -34,3 +34,11 @@ __device__ __forceinline__ void wait_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 #endif
 }
+
+// Begins to bring memory to the L2 cache that is read later. All multiprocessors read and write through that cache, so this is right even
+// before another kernel has written there.
+__device__ __forceinline__ void prefetch(const void* at) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
+}

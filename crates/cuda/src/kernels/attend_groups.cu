@@ -209,3 +209,18 @@ __device__ __forceinline__ void copy_run(u32* tile, const u32* rows) {
         copy_words<4u>(tile + to, rows + 4u * i);
     }
 }
+
+// Brings rows that this warp copies first to the L2 cache.
+template <class SIDE>
+__device__ __forceinline__ void prefetch_runs(const Cursor& at, const u32* rows) {
+    constexpr u32 LINE = 32u; // words
+    if (!at.more()) { return; }
+    u32 lane = threadIdx.x % 32u;
+#pragma unroll
+    for (u32 i = 0u; i + 1u < STAGES; i++) {
+        u32 first = (at.group + i * WARPS) * GROUP;
+        if (first + GROUP > at.end) { return; }
+        const u32* run = rows + (size_t)(at.cell + (first - at.first)) * SIDE::WORDS;
+        for (u32 word = lane * LINE; word < GROUP * SIDE::WORDS; word += 32u * LINE) { prefetch(run + word); }
+    }
+}

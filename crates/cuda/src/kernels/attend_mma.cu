@@ -2,7 +2,7 @@
 // ROWS query rows, as `attend`; it reads the same tables (attend.cu has their words).
 //
 //   warp w takes the cells of group w, w + 4, ... of each unit, 16 at a time; the next groups are on their way to shared memory:
-//     S = K Q^T       16 cells x 8 rows per product; q in two pieces, so that only k is rounded
+//     S = K Q^T       16 cells x 8 rows per product; over floats q is in two pieces, so that only k is rounded
 //     M' = max(M, round(max S));  W = 2^(S - M');  l = l 2^(M - M') + sum W;  O = O 2^(M - M') + V^T W
 //   at the end the warps' states are added up in the order of the warps
 //
@@ -54,19 +54,43 @@ __device__ __forceinline__ void hide_bad_values(u32* tile, const u32 (&seen)[2],
     __syncwarp();
 }
 
+// Takes scores into the running maxima. `peaks`: the largest score of this lane's cells for each of its rows.
+__device__ __forceinline__ void raise(State& state, const float (&peaks)[TILES][2]) {
+#pragma unroll
+    for (u32 t = 0u; t < TILES; t++) {
+        float factors[2];
+#pragma unroll
+        for (u32 j = 0u; j < 2u; j++) {
+            float peak = over_cells(peaks[t][j], true);
+            float before = state.top[t][j];
+            float top = peak > NO_SCORE ? fmaxf(before, rintf(peak)) : before;
+            factors[j] = power(before - top);
+            state.top[t][j] = top;
+            state.norm[t][j] *= factors[j];
+        }
+#pragma unroll
+        for (u32 m = 0u; m < STEPS; m++) {
+#pragma unroll
+            for (u32 i = 0u; i < 4u; i++) { state.out[t][m][i] *= factors[i % 2u]; }
+        }
+    }
+}
+
 // Adds a group of cells to the state. `seen` has the rows that read cells g and g + 8.
 template <class KEYS, class VALUES>
 __device__ __forceinline__ void add_group(
     const Args& args, State& state, u32* tile, const uint4* queries, const float* scales, const u32 (&seen)[2], u32 live) {
+    // A product waits for the one before with the same sums. So a single tile has two sets of them.
+    constexpr bool TWO_SUMS = KEYS::TWO_PIECES || TILES == 1u;
     u32 lane = threadIdx.x % 32u;
     u32 g = lane / 4u;
     u32 c = lane % 4u;
     float scores[TILES][4];
-    float rest[TILES][4];
+    float others[TILES][4];
 #pragma unroll
     for (u32 t = 0u; t < TILES; t++) {
 #pragma unroll
-        for (u32 i = 0u; i < 4u; i++) { scores[t][i] = rest[t][i] = 0.0f; }
+        for (u32 i = 0u; i < 4u; i++) { scores[t][i] = others[t][i] = 0.0f; }
     }
 #pragma unroll
     for (u32 step = 0u; step < STEPS; step++) {
@@ -74,11 +98,18 @@ __device__ __forceinline__ void add_group(
         KEYS::keys(k, tile, step, g, c);
 #pragma unroll
         for (u32 t = 0u; t < TILES; t++) {
-            uint4 q = queries[(t * STEPS + step) * 32u + lane];
-            u32 high[2] = {q.x, q.y};
-            u32 low[2] = {q.z, q.w};
-            KEYS::product(scores[t], k, high);
-            KEYS::product(rest[t], k, low);
+            u32 at = (t * STEPS + step) * 32u + lane;
+            if (KEYS::TWO_PIECES) {
+                uint4 q = queries[at];
+                u32 high[2] = {q.x, q.y};
+                u32 low[2] = {q.z, q.w};
+                KEYS::product(scores[t], k, high);
+                KEYS::product(others[t], k, low);
+            } else {
+                uint2 q = reinterpret_cast<const uint2*>(queries)[at];
+                u32 only[2] = {q.x, q.y};
+                KEYS::product(TWO_SUMS && step % 2u == 1u ? others[t] : scores[t], k, only);
+            }
         }
     }
 #pragma unroll
@@ -86,42 +117,53 @@ __device__ __forceinline__ void add_group(
         float2 scale = *reinterpret_cast<const float2*>(scales + 8u * t + 2u * c);
 #pragma unroll
         for (u32 i = 0u; i < 4u; i++) {
-            float x = (scores[t][i] + rest[t][i]) * (i % 2u == 0u ? scale.x : scale.y);
-            if (args.cap > 0.0f) { x = args.cap * LOG2_E * tanh_(x); }
-            if (x < NO_SCORE) { x = NO_SCORE; }
-            scores[t][i] = (seen[i / 2u] >> (8u * t + 2u * c + i % 2u) & 1u) == 1u ? x : HIDDEN;
+            float sum = TWO_SUMS ? scores[t][i] + others[t][i] : scores[t][i];
+            scores[t][i] = sum * (i % 2u == 0u ? scale.x : scale.y);
+        }
+    }
+    if (args.cap > 0.0f) {
+#pragma unroll
+        for (u32 t = 0u; t < TILES; t++) {
+#pragma unroll
+            for (u32 i = 0u; i < 4u; i++) { scores[t][i] = args.cap * LOG2_E * tanh_(scores[t][i]); }
+        }
+    }
+    u32 mine[2] = {seen[0] >> (2u * c), seen[1] >> (2u * c)};
+#pragma unroll
+    for (u32 t = 0u; t < TILES; t++) {
+#pragma unroll
+        for (u32 i = 0u; i < 4u; i++) {
+            float x = at_least(scores[t][i], NO_SCORE);
+            scores[t][i] = (mine[i / 2u] & 1u << (8u * t + i % 2u)) != 0u ? x : HIDDEN;
         }
     }
     u32* values = tile + GROUP * KEYS::STRIDE;
     if (__any_sync(WARP, (seen[0] & seen[1] & live) != live)) {
         hide_bad_values<VALUES>(values, seen, scores, g, c);
     }
+    // After the first groups of a row its maximum seldom rises. Then nothing is exchanged, and no sum is scaled.
+    float peaks[TILES][2];
+    bool higher = false;
+#pragma unroll
+    for (u32 t = 0u; t < TILES; t++) {
+#pragma unroll
+        for (u32 j = 0u; j < 2u; j++) {
+            peaks[t][j] = fmaxf(scores[t][j], scores[t][2u + j]);
+            higher = higher || peaks[t][j] > state.top[t][j];
+        }
+    }
+    if (__any_sync(WARP, higher)) { raise(state, peaks); }
     u32 weights[TILES][2]; // B[cells, rows]
     u32 rests[TILES][2];
 #pragma unroll
     for (u32 t = 0u; t < TILES; t++) {
-        float factors[2];
 #pragma unroll
-        for (u32 j = 0u; j < 2u; j++) {
-            float peak = over_cells(fmaxf(scores[t][j], scores[t][2u + j]), true);
-            float before = state.top[t][j];
-            float top = peak > NO_SCORE ? fmaxf(before, rintf(peak)) : before;
-            factors[j] = power(before - top);
-            state.top[t][j] = top;
-#pragma unroll
-            for (u32 i = 0u; i < 2u; i++) {
-                float x = scores[t][2u * i + j];
-                scores[t][2u * i + j] = x == HIDDEN ? 0.0f : exp_2_near(x - top);
-            }
-            state.norm[t][j] = state.norm[t][j] * factors[j] + (scores[t][j] + scores[t][2u + j]);
+        for (u32 i = 0u; i < 4u; i++) {
+            // What is hidden becomes 0.
+            scores[t][i] = exp_2_near(scores[t][i] - state.top[t][i % 2u]);
         }
-        if (__any_sync(WARP, factors[0] != 1.0f || factors[1] != 1.0f)) {
 #pragma unroll
-            for (u32 m = 0u; m < STEPS; m++) {
-#pragma unroll
-                for (u32 i = 0u; i < 4u; i++) { state.out[t][m][i] *= factors[i % 2u]; }
-            }
-        }
+        for (u32 j = 0u; j < 2u; j++) { state.norm[t][j] += scores[t][j] + scores[t][2u + j]; }
 #pragma unroll
         for (u32 i = 0u; i < 2u; i++) {
             u32 packed = VALUES::pack(scores[t][2u * i], scores[t][2u * i + 1u]);
@@ -222,7 +264,7 @@ __device__ __forceinline__ void go_through(
 
 // ---- queries and results
 
-// The queries of the job's rows, scaled, and as keys are stored if `turned`; then their operands B[elements, rows] in two pieces, and
+// The queries of the job's rows, scaled, and as keys are stored if `turned`; then their operands B[elements, rows] in pieces, and
 // what scores are multiplied by: the largest element of a row becomes 1 .. 2, so that pieces in f16 neither overflow nor vanish.
 template <class KEYS>
 __device__ __forceinline__ void load_queries(
@@ -304,14 +346,14 @@ __device__ __forceinline__ void load_queries(
         const float* x = rows + (i / 32u / STEPS * 8u + g) * OUT_STRIDE + 16u * step;
         // Which elements, as Side::keys has them.
         x += 4u * c;
-        uint4 both;
-        both.x = KEYS::pack(x[0], x[1]);
-        both.y = KEYS::pack(x[2], x[3]);
-        float2 left = KEYS::rest(x[0], x[1], both.x);
-        float2 right = KEYS::rest(x[2], x[3], both.y);
-        both.z = KEYS::pack(left.x, left.y);
-        both.w = KEYS::pack(right.x, right.y);
-        queries[i] = both;
+        uint2 high = make_uint2(KEYS::pack(x[0], x[1]), KEYS::pack(x[2], x[3]));
+        if (KEYS::TWO_PIECES) {
+            float2 left = KEYS::rest(x[0], x[1], high.x);
+            float2 right = KEYS::rest(x[2], x[3], high.y);
+            queries[i] = make_uint4(high.x, high.y, KEYS::pack(left.x, left.y), KEYS::pack(right.x, right.y));
+        } else {
+            reinterpret_cast<uint2*>(queries)[i] = high;
+        }
     }
     __syncthreads();
 }
@@ -380,6 +422,10 @@ extern "C" __global__ void __launch_bounds__(128, 2) attend(
     first.settle(plan, args);
     Cursor near = first;
     near.unit = near.end_unit;
+    // No kernel writes the plan. The kernel before may write cells; what it has written by then is what comes from the L2 cache.
+    prefetch_runs<Keys>(first, pool.k);
+    prefetch_runs<Values>(first, pool.v);
+    after_the_kernel_before();
     go_through<Keys, Values, false, STAGES>(
         job, args, pool, first, ring, GROUP_WORDS, seen_by, queries, scales, state, near,
         [&]() { load_queries<Keys>(job, args, q, first_query_head, true, rows, queries, scales); });

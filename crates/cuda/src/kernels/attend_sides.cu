@@ -52,6 +52,8 @@ struct Side {
     static constexpr u32 WORDS = ROW_WORDS;
     static constexpr bool BF16 = TYPE == 2u;
     static constexpr bool PACKED = TYPE >= 3u;
+    // Whether queries have a second piece. Packed keys are rounded far more coarsely than an f16.
+    static constexpr bool TWO_PIECES = !PACKED;
     // Words of a row in a tile: of floats such that the lanes of a read are in different banks. Packed rows lie as in memory, so that a
     // run of them is copied 16 bytes at a time; at most two lanes of a read meet in a bank.
     static constexpr u32 STRIDE = PACKED ? WORDS : DIM / 2u + (KEYS ? 8u : 4u);
@@ -67,12 +69,11 @@ struct Side {
         u32 word = row[(i / EACH * (EACH / 2u) + (high ? j - EACH / 2u : j)) / 4u];
         return (high ? word >> 4 : word) & 0x0f0f0f0fu;
     }
-    // Pairs of codes, a byte each in the low bytes of halves, as numbers; then with their scales.
-    static __device__ __forceinline__ u32 number(u32 bytes) {
-        return add_pairs(bytes | 0x64006400u, TYPE == 3u ? 0xe480e480u : 0xe400e400u);
-    }
-    static __device__ __forceinline__ u32 value(u32 bytes, u32 scale, u32 offset) {
-        return TYPE == 3u ? mul_pairs(number(bytes), scale) : fma_pairs(number(bytes), scale, offset);
+    // Bytes of `codes` that `select` names in its first and third digit, as halves: 1,024 and the code. Then with their scales.
+    static __device__ __forceinline__ u32 halves(u32 codes, u32 select) { return __byte_perm(codes, 0x64646464u, select); }
+    static __device__ __forceinline__ u32 value(u32 halves, u32 scale, u32 offset) {
+        u32 number = add_pairs(halves, TYPE == 3u ? 0xe480e480u : 0xe400e400u);
+        return TYPE == 3u ? mul_pairs(number, scale) : fma_pairs(number, scale, offset);
     }
 
     // Elements 4c .. 4c + 3 of step `step` of rows g and g + 8: A[cells, elements].
@@ -89,8 +90,8 @@ struct Side {
                 u32 p = 16u * step / EACH;
                 u32 scale = scale_bits(row, TYPE == 3u ? p : 2u * p) * 0x10001u;
                 u32 offset = TYPE == 3u ? 0u : scale_bits(row, 2u * p + 1u) * 0x10001u;
-                a[i] = value(__byte_perm(word, 0u, 0x4140u), scale, offset);
-                a[i + 2u] = value(__byte_perm(word, 0u, 0x4342u), scale, offset);
+                a[i] = value(halves(word, 0x4140u), scale, offset);
+                a[i + 2u] = value(halves(word, 0x4342u), scale, offset);
             }
         }
     }
@@ -126,11 +127,12 @@ struct Side {
             u32 offset = TYPE == 3u ? 0u : scale_bits(first, p + 1u) | scale_bits(second, p + 1u) << 16;
             u32 x = codes(first, 32u * block + 4u * g);
             u32 y = codes(second, 32u * block + 4u * g);
+            // The first two elements of both cells, and the others.
+            u32 pairs[2] = {__byte_perm(x, y, 0x5140u), __byte_perm(x, y, 0x7362u)};
 #pragma unroll
             for (u32 e = 0u; e < 4u; e++) {
-                u32 bytes = __byte_perm(x, y, 0x0400u + e * 0x0101u) & 0x00ff00ffu;
                 // Element e is row g or g + 8 of operand e / 2.
-                a[e / 2u][e % 2u + 2u * i] = value(bytes, scale, offset);
+                a[e / 2u][e % 2u + 2u * i] = value(halves(pairs[e / 2u], e % 2u == 0u ? 0x4140u : 0x4342u), scale, offset);
             }
         }
     }

@@ -19,13 +19,6 @@ struct Block {
     u32 at; // block in the row
 };
 
-// Begins to bring memory closer that is read some steps later.
-__device__ __forceinline__ void prefetch(const void* at) {
-#ifdef __CUDA_ARCH__
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-#endif
-}
-
 // ---- bytes to f16
 
 // The f16 in both halves of a word.

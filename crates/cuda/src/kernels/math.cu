@@ -11,6 +11,17 @@ __device__ __forceinline__ float clamp_(float x, float low, float high) {
     return fminf(fmaxf(x, low), high);
 }
 
+// The larger one; NaN if x is NaN.
+__device__ __forceinline__ float at_least(float x, float low) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(low));
+    return y;
+#else
+    return x < low ? low : x;
+#endif
+}
+
 // 2^n for integral n, 0 below -126.
 __device__ __forceinline__ float power(float n) {
     float exponent = __uint_as_float((u32)((int)clamp_(n, -126.0f, 127.0f) + 127) << 23);

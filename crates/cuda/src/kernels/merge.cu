@@ -2,13 +2,15 @@
 //
 //   peak = max Mi;  total = sum of state i 2^(Mi - peak), in order;  out = as in `attend`, rotated back if values are stored rotated
 //
-// The maxima are integers, so the factors are exact, and the sum has the bits of one that is rescaled state by state. The loads of a
-// thread do not depend on each other, so that many are on their way at the same time.
+// The maxima are integers, so the factors are exact, and the sum has the bits of one that is rescaled state by state. A block brings
+// the states to shared memory all at once, so that it waits for memory once. Which states these are is in the plan, which no kernel
+// writes: it reads that before it waits for the kernel before.
 
 #define NO_SCORE -1e30f
 #define THREADS 128u
-#define CHUNK 64u // states whose factors are in shared memory
-#define AHEAD 8u  // states whose elements are loaded before their factors are known
+// States in shared memory at the same time: up to 33 KB.
+#define CHUNK (DIM <= 128u ? 64u : DIM <= 256u ? 32u : 16u)
+#define STATE (DIM + 2u) // elements, maximum, norm
 #define PER_THREAD ((DIM + THREADS - 1u) / THREADS)
 
 struct Args {
@@ -27,29 +29,41 @@ extern "C" __global__ void __launch_bounds__(128) merge(
     Args args) {
     __shared__ float tops[THREADS / 32u];
     __shared__ float factors[CHUNK]; // below 0: a state without cells
-    __shared__ float norms[CHUNK];
     __shared__ u32 numbers[CHUNK];
+    __shared__ uint2 chunk[CHUNK * STATE / 2u + 1u];
     __shared__ float turned[DIM];
+    float* near = reinterpret_cast<float*>(chunk); // [CHUNK, STATE]
     const u32* merge = plan + args.merges + 4u * blockIdx.x;
     u32 head = blockIdx.y;
-    u32 token = plan[args.order + merge[0]];
     const u32* list = plan + args.lists + merge[1];
     u32 n = merge[2];
-    auto state = [&](u32 number) { return states + (size_t)(number * args.heads + head) * (DIM + 2u); };
-    auto element = [&](u32 number, u32 j) {
-        u32 e = threadIdx.x + THREADS * j;
-        return e < DIM ? state(number)[e] : 0.0f;
+    u32 token = plan[args.order + merge[0]];
+    auto state = [&](u32 number) { return states + (size_t)(number * args.heads + head) * STATE; };
+    auto find = [&](u32 first) {
+        if (threadIdx.x < min(CHUNK, n - first)) { numbers[threadIdx.x] = list[first + threadIdx.x]; }
+        __syncthreads();
+    };
+    // Starts to copy states; all threads have to pass a barrier after the wait.
+    auto copy = [&](u32 first) {
+        constexpr u32 AT_ONCE = DIM % 2u == 0u ? 2u : 1u; // words: states lie at multiples of that
+        constexpr u32 EACH = STATE / AT_ONCE;
+        for (u32 i = threadIdx.x; i < min(CHUNK, n - first) * EACH; i += THREADS) {
+            u32 word = i % EACH * AT_ONCE;
+            copy_words<AT_ONCE>(
+                reinterpret_cast<u32*>(near + i / EACH * STATE + word),
+                reinterpret_cast<const u32*>(state(numbers[i / EACH]) + word));
+        }
+        end_group();
+        wait_groups<0>();
     };
 
-    float ahead[AHEAD][PER_THREAD];
-#pragma unroll
-    for (u32 i = 0u; i < AHEAD; i++) {
-        u32 number = list[min(i, n - 1u)];
-#pragma unroll
-        for (u32 j = 0u; j < PER_THREAD; j++) { ahead[i][j] = i < n ? element(number, j) : 0.0f; }
-    }
+    find(0u);
+    after_the_kernel_before();
     float peak = NO_SCORE;
-    for (u32 i = threadIdx.x; i < n; i += THREADS) { peak = fmaxf(peak, state(list[i])[DIM]); }
+    for (u32 i = CHUNK + threadIdx.x; i < n; i += THREADS) { peak = fmaxf(peak, state(list[i])[DIM]); }
+    copy(0u);
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < min(CHUNK, n); i += THREADS) { peak = fmaxf(peak, near[i * STATE + DIM]); }
     for (u32 lanes = 16u; lanes > 0u; lanes /= 2u) { peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, lanes)); }
     if (threadIdx.x % 32u == 0u) { tops[threadIdx.x / 32u] = peak; }
     __syncthreads();
@@ -59,35 +73,29 @@ extern "C" __global__ void __launch_bounds__(128) merge(
     for (u32 j = 0u; j < PER_THREAD; j++) { total[j] = 0.0f; }
     float norm = 0.0f;
     for (u32 first = 0u; first < n; first += CHUNK) {
+        if (first > 0u) {
+            __syncthreads(); // no thread reads the states before
+            find(first);
+            copy(first);
+            __syncthreads();
+        }
         u32 here = min(CHUNK, n - first);
         if (threadIdx.x < here) {
-            numbers[threadIdx.x] = list[first + threadIdx.x];
-            const float* from = state(numbers[threadIdx.x]);
-            float top = from[DIM];
+            float top = near[threadIdx.x * STATE + DIM];
             factors[threadIdx.x] = top == NO_SCORE ? -1.0f : power(top - peak);
-            norms[threadIdx.x] = from[DIM + 1u];
         }
         __syncthreads();
-        auto add = [&](u32 i, const float(&x)[PER_THREAD]) {
-            float factor = factors[i];
-#pragma unroll
-            for (u32 j = 0u; j < PER_THREAD; j++) { total[j] = factor < 0.0f ? total[j] : total[j] + x[j] * factor; }
-            norm = factor < 0.0f ? norm : norm + norms[i] * factor;
-        };
-        if (first == 0u) {
-#pragma unroll
-            for (u32 i = 0u; i < AHEAD; i++) {
-                if (i < here) { add(i, ahead[i]); }
-            }
-        }
 #pragma unroll 8
-        for (u32 i = first == 0u ? AHEAD : 0u; i < here; i++) {
-            float x[PER_THREAD];
+        for (u32 i = 0u; i < here; i++) {
+            float factor = factors[i];
+            const float* x = near + i * STATE;
 #pragma unroll
-            for (u32 j = 0u; j < PER_THREAD; j++) { x[j] = element(numbers[i], j); }
-            add(i, x);
+            for (u32 j = 0u; j < PER_THREAD; j++) {
+                u32 e = min(threadIdx.x + THREADS * j, DIM - 1u);
+                total[j] = factor < 0.0f ? total[j] : total[j] + x[e] * factor;
+            }
+            norm = factor < 0.0f ? norm : norm + x[DIM + 1u] * factor;
         }
-        __syncthreads();
     }
     float factor = final_factor(sinks, args.has_sinks, peak, norm, head);
     for (u32 j = 0u; j < PER_THREAD; j++) {

@@ -182,7 +182,18 @@ fn only_what_differs_is_changed() {
     machine.gpu.measure(1);
     machine.record(0, 3, 1);
     machine.submit().unwrap();
-    assert_eq!(machine.gpu.measured().unwrap().len(), n as usize);
+    let times = machine.gpu.measured().unwrap();
+    assert_eq!(times.len(), n as usize);
+    // Or of some kernels together.
+    let names: &'static [&'static str] = Box::leak(Box::new([times[0].kernel]));
+    machine.gpu.measure_together(names, 3);
+    let graphs = machine.gpu.counts().graphs_built;
+    machine.record(0, 3, 1);
+    machine.submit().unwrap();
+    let together = machine.gpu.measured().unwrap();
+    assert_eq!(together.iter().map(|time| time.kernel).collect::<Vec<_>>(), names);
+    assert_eq!(machine.gpu.counts().graphs_built, graphs, "it is no graph of a step");
+    machine.gpu.measure(0);
 }
 
 /// The memory that graphs have comes back with their recorder, and they keep no buffer alive.
