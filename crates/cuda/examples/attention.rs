@@ -143,11 +143,7 @@ fn attention(device: &CudaDevice, options: &Options) -> Result<(f64, u64), Box<d
         })?;
         drop(step); // the same step again
         let times = gpu.measured()?;
-        Ok(times
-            .iter()
-            .filter(|time| KERNELS.contains(&time.kernel))
-            .map(|time| time.nanoseconds)
-            .sum())
+        Ok(times.iter().filter(|time| KERNELS.contains(&time.kernel)).map(|time| time.nanoseconds).sum())
     };
     decode()?; // compiles
     let mut times = (0..9).map(|_| decode()).collect::<Result<Vec<f64>, _>>()?;

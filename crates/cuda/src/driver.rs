@@ -36,8 +36,6 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(600);
 /// Kernels count words in 32 bits, and 4 GiB are enough for one part.
 const MAX_PART_BYTES: u64 = (1 << 32) - 16;
-/// Of attention on tensor cores, on a multiprocessor at the same time ([`MmaTile`](crate::tiles::MmaTile)).
-const BLOCKS_OF_ATTENTION: u32 = 2;
 /// Pinned memory that writes pass through.
 const STAGING_BYTES: usize = 4 << 20;
 
@@ -68,6 +66,7 @@ pub struct CudaDriver {
     context: Arc<Context>,
     compiler: Compiler,
     limits: Limits,
+    multiprocessors: u32,
     failure: Failure,
     meter: Mutex<Option<Meter>>,
     /// Whether steps that repeat are launched as graphs.
@@ -115,7 +114,6 @@ impl CudaDriver {
         let device = cuda.device(found.index).map_err(error)?;
         let context = Context::new(&cuda, device).map_err(error)?;
         let memory = context.pin(STAGING_BYTES as u64).map_err(error)?;
-        let blocks = BLOCKS_OF_ATTENTION * u32::try_from(found.multiprocessors).unwrap_or(1);
         Ok(CudaDriver {
             kernels: Compiled::default(),
             staging: Mutex::new(Staging { memory, used: 0 }),
@@ -128,10 +126,10 @@ impl CudaDriver {
                 max_workgroup_bytes: found.max_shared_bytes,
                 max_attend_rows: kernels::ROWS,
                 batch_invariant: options.deterministic,
-                attend_blocks: (!options.deterministic).then_some(blocks),
                 unified_memory: found.integrated,
                 adapter: found.name,
             },
+            multiprocessors: u32::try_from(found.multiprocessors).unwrap_or(1).max(1),
             graphs: options.graphs && context.has_graphs(),
             overlap: options.overlap && context.has_overlap() && found.compute_capability.0 >= 9,
             context,
@@ -330,6 +328,15 @@ impl Driver for CudaDriver {
 
     fn attend_rows(&self, wanted: u32, forms: (Form, Form), dim: u32, recent: bool) -> u32 {
         self.target().attend_rows(wanted, forms, dim, recent)
+    }
+
+    fn elements_at_once(&self) -> u32 {
+        kernels::ELEMENTS
+    }
+
+    fn attend_blocks(&self, forms: (Form, Form), dim: u32, rows: u32, recent: bool) -> Option<u32> {
+        let target = self.target();
+        target.fast.then(|| self.multiprocessors * target.attend_blocks(forms, dim, rows, recent))
     }
 
     /// What the GPU's memory has in use, by other processes too.

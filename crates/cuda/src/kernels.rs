@@ -25,6 +25,10 @@ pub fn norm_rows(width: u32) -> u32 {
     if width <= NARROW_NORM { NORM_THREADS / 32 } else { 1 }
 }
 
+/// Threads of a block of `gated` and `add`, and its elements: four for each thread.
+const ELEMENT_THREADS: u32 = 256;
+pub const ELEMENTS: u32 = 4 * ELEMENT_THREADS;
+
 /// Threads of a block of `scatter` and `gather`.
 const MOVE_THREADS: u32 = 256;
 
@@ -107,6 +111,7 @@ impl Target {
             Kernel::Top => 512,
             Kernel::Norm { .. } => NORM_THREADS,
             Kernel::Scatter | Kernel::Gather => MOVE_THREADS,
+            Kernel::Gated | Kernel::Add => ELEMENT_THREADS,
             _ => 64,
         }
     }
@@ -118,6 +123,13 @@ impl Target {
         };
         let fitting = || ATTEND_ROWS.into_iter().filter(fits);
         fitting().find(|rows| *rows >= wanted).or_else(|| fitting().max()).unwrap_or(ROWS)
+    }
+
+    /// Blocks of attention that share a multiprocessor.
+    pub fn attend_blocks(&self, forms: (Form, Form), dim: u32, rows: u32, recent: bool) -> u32 {
+        /// Of the kernel without tensor cores: more cost more merges than they gain.
+        const OTHERS: u32 = 2;
+        MmaTile::new(forms, dim, rows, recent, self.max_shared_bytes).map_or(OTHERS, |tile| tile.blocks)
     }
 
     /// How attention on tensor cores goes through cells, if it computes this kernel.
@@ -162,6 +174,7 @@ impl Target {
         if let Some(tile) = self.mma_tile(kernel) {
             define("STAGES", tile.stages);
             define("RECENT_STAGES", RECENT_STAGES);
+            define("BLOCKS_PER_SM", tile.blocks);
         } else if let Kernel::Attend { k, v, dim, recent, .. } = *kernel {
             // Without a tile the kernel is refused before it is compiled.
             let smallest = Tile { cells: 8, stages: 1, bytes: 0 };
@@ -223,8 +236,8 @@ impl Target {
             Kernel::Halves => &[MATH, INPUTS, MMA, include_str!("kernels/halves.cu")],
             Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
             Kernel::Rope => &[ROTATION, include_str!("kernels/rope.cu")],
-            Kernel::Gated => &[MATH, GATE, include_str!("kernels/gated.cu")],
-            Kernel::Add => &[include_str!("kernels/add.cu")],
+            Kernel::Gated => &[MATH, GATE, ELEMENTS_OF_THREADS, include_str!("kernels/gated.cu")],
+            Kernel::Add => &[ELEMENTS_OF_THREADS, include_str!("kernels/add.cu")],
             Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
             Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
             Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
@@ -289,6 +302,7 @@ const ASYNC: &str = include_str!("kernels/async.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const LOADS: &str = include_str!("kernels/loads.cu");
 const UNITS: &str = include_str!("kernels/units.cu");
+const ELEMENTS_OF_THREADS: &str = include_str!("kernels/elements.cu");
 const GATE: &str = include_str!("kernels/gate.cu");
 const LEVELS: &str = include_str!("kernels/levels.cu");
 const TURN: &str = include_str!("kernels/turn.cu");
@@ -435,8 +449,12 @@ mod tests {
                 );
                 let function = source.split(FUNCTION).nth(1).unwrap();
                 let body = function.split_once(") {").unwrap().1.trim_start();
-                let own =
-                    target.fast_matmul(&kernel).is_some_and(|fast| matches!(fast, FastMatmul::Bytes { .. }));
+                // These first read what no kernel writes.
+                let own = match &kernel {
+                    Kernel::Attend { .. } => target.is_fast(&kernel),
+                    Kernel::Merge { .. } => true,
+                    _ => matches!(target.fast_matmul(&kernel), Some(FastMatmul::Bytes { .. })),
+                };
                 assert!(body.starts_with(WAIT) || (own && body.contains(WAIT)), "{kernel:?}: {body}");
                 assert!(!function.split_once(") {").unwrap().0.contains('{'), "{kernel:?}: another brace");
                 assert!(kernel.writes().len() <= crate::ffi::MAX_BUFFERS, "{kernel:?}");

@@ -41,6 +41,8 @@ pub struct MmaTile {
     pub stages: u32,
     /// Of dynamic shared memory.
     pub bytes: u32,
+    /// Blocks that share a multiprocessor.
+    pub blocks: u32,
 }
 
 impl MmaTile {
@@ -65,7 +67,8 @@ impl MmaTile {
         };
         let stage = WARPS * GROUP * (stride(k, 8) + stride(v, 4));
         let results = rows * (dim + 4);
-        let operands = rows / 8 * (dim / 16) * 32 * 4;
+        let pieces = if k.is_packed() { 1 } else { 2 };
+        let operands = rows / 8 * (dim / 16) * 32 * 2 * pieces;
         let recent_stage = WARPS
             * GROUP
             * (if k.is_packed() { floats(8) } else { stride(k, 8) }
@@ -76,7 +79,12 @@ impl MmaTile {
                 (stages * stage).max((stages - 1) * stage + results).max(WARPS * results).max(second_pass);
             // What the kernel declares besides: which rows read a cell; scales, maxima and norms of rows.
             let fixed = 4 * (stages * WARPS * GROUP + rows + 2 * WARPS * rows + 4);
-            (MmaTile { stages, bytes: 4 * (operands + ring) }, fixed)
+            let bytes = 4 * (operands + ring);
+            // A block has 1 KiB of its own besides, and a multiprocessor that much more than a block can have. With more query rows than
+            // eight, registers are for two blocks.
+            let most = if rows == ROWS { 3 } else { 2 };
+            let blocks = (max_bytes + 1024) / (bytes + fixed + 1024);
+            (MmaTile { stages, bytes, blocks: blocks.clamp(1, most) }, fixed)
         };
         let fitting = |bytes: u32| {
             let mut all = [4, 3, 2].map(of_stages).into_iter();
@@ -129,7 +137,10 @@ mod tests {
             assert_eq!(small.is_some(), (1..=4).contains(&form.dtype), "{text}: {small:?}");
         }
         let f16 = Form::new("f16".parse().unwrap(), 128).unwrap();
-        assert_eq!(MmaTile::new((f16, f16), 128, 8, false, 227 << 10).unwrap().stages, 3);
+        let of_8_rows = |form: Form, recent| MmaTile::new((form, form), 128, 8, recent, 227 << 10).unwrap();
+        assert_eq!((of_8_rows(f16, false).stages, of_8_rows(f16, false).blocks), (3, 2));
+        let q8 = Form::new("q8".parse().unwrap(), 128).unwrap();
+        assert_eq!((of_8_rows(q8, true).stages, of_8_rows(q8, true).blocks), (4, 3));
         assert_eq!(MmaTile::new((f16, f16), 72, 8, false, 227 << 10), None, "no whole blocks of 32");
         assert_eq!(MmaTile::new((f16, f16), 256, 32, false, 227 << 10), None, "too many registers");
     }

@@ -204,7 +204,6 @@ mod tests {
             max_workgroup_bytes: 32 << 10,
             max_attend_rows: 32,
             batch_invariant: true,
-            attend_blocks: None,
             unified_memory,
             adapter: "a test's GPU".into(),
         };

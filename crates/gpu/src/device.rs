@@ -56,7 +56,7 @@ impl<D: Driver> GpuDevice<D> {
         elements: u64,
     ) {
         let (number, limit) = numbers(activation);
-        if let Some(groups) = groups(elements) {
+        if let Some(groups) = groups(elements, self.gpu.elements_at_once()) {
             let args = Args::new(&[elements as u32, number]).f32(limit);
             self.gpu.record(recorder, &Kernel::Gated, &[Some(up), Some(gate)], args, groups);
         }
@@ -383,7 +383,9 @@ impl<D: Driver> Device for GpuDevice<D> {
     fn add(&self, s: &mut Stream<D>, x: &mut Buffer<D>, y: &Buffer<D>) {
         s.rotate(&*self.gpu);
         let elements = u64::from(s.n(x.rows)) * u64::from(x.width);
-        if let (Some(x), Some(y), Some(groups)) = (x.get(), y.get(), groups(elements)) {
+        if let (Some(x), Some(y), Some(groups)) =
+            (x.get(), y.get(), groups(elements, self.gpu.elements_at_once()))
+        {
             let args = Args::new(&[elements as u32]);
             self.gpu.record(&mut s.recorder, &Kernel::Add, &[Some(y), Some(x)], args, groups);
         }

@@ -82,6 +82,17 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         kernels::attend_rows(self.limits(), wanted, k, dim, recent)
     }
 
+    /// Elements that a workgroup of [`Kernel::Gated`] and [`Kernel::Add`] has.
+    fn elements_at_once(&self) -> u32 {
+        64
+    }
+
+    /// Workgroups of attention of so many query rows that the GPU runs at the same time, if results may depend on the batch. `None`: a
+    /// row's result must not depend on anything else.
+    fn attend_blocks(&self, _forms: (Form, Form), _dim: u32, _rows: u32, _recent: bool) -> Option<u32> {
+        None
+    }
+
     /// Bytes that are allocated on the device, by the API's own report; `None` if it has none.
     fn allocated_bytes(&self) -> Option<u64> {
         None
@@ -317,8 +328,6 @@ pub struct Limits {
     pub max_attend_rows: u32,
     /// Whether a row's result does not depend on the rest of its batch, on where chunks end, or on what sequences share.
     pub batch_invariant: bool,
-    /// Workgroups of attention that the GPU runs at the same time, if results may depend on the batch.
-    pub attend_blocks: Option<u32>,
     pub unified_memory: bool,
     /// The GPU's name.
     pub adapter: String,

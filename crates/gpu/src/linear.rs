@@ -4,9 +4,9 @@ use crate::kernels::{GemmTile, Kernel, Routed, RowsOp, halves_bytes};
 use crate::weights::Linear;
 use kvist_device::DeviceError;
 
-/// Workgroups of 64 invocations for so many elements, in two dimensions.
-pub fn groups(elements: u64) -> Option<[u32; 3]> {
-    let groups = elements.div_ceil(64);
+/// Workgroups for so many elements, in two dimensions. `each`: elements of a workgroup.
+pub fn groups(elements: u64, each: u32) -> Option<[u32; 3]> {
+    let groups = elements.div_ceil(each.max(1).into());
     let (x, y) = (groups.min(65_535), groups.div_ceil(65_535));
     Some([x as u32, u32::try_from(y).ok()?, 1])
 }

@@ -90,7 +90,7 @@ struct Group<D: Driver> {
     /// Query rows that a workgroup of attention can have: the least of the group's layers.
     rows: u32,
     /// See [`Lowering::units`].
-    units: Option<u32>,
+    units: Option<[u32; 3]>,
 }
 
 impl<D: Driver> GpuPools<D> {
@@ -118,14 +118,27 @@ impl<D: Driver> GpuPools<D> {
             let layers = || spec.layout.layers.iter().filter(|layer| usize::from(layer.group.0) == g);
             let per_kv = layers().map(|layer| spec.layout.n_heads / layer.n_kv_heads).min().unwrap_or(1);
             let recent = spec.recent.of_storages(spec.k, spec.v).tokens > 0;
-            let rows = layers().map(|layer| {
-                let forms = (Form::new(spec.k, layer.k_dim)?, Form::new(spec.v.for_values(), layer.v_dim)?);
-                Ok(gpu.attend_rows(u32::MAX, forms, layer.k_dim, recent))
-            });
+            let forms = |layer: &LayerSpec| -> Result<_, DeviceError> {
+                Ok((Form::new(spec.k, layer.k_dim)?, Form::new(spec.v.for_values(), layer.v_dim)?))
+            };
+            let rows =
+                layers().map(|layer| Ok(gpu.attend_rows(u32::MAX, forms(layer)?, layer.k_dim, recent)));
             let rows = rows.collect::<Result<Vec<_>, DeviceError>>()?.into_iter().min();
             let rows = rows.unwrap_or(ATTEND_ROWS[0]);
-            let kv_heads = layers().map(|layer| layer.n_kv_heads).min().unwrap_or(1);
-            let units = gpu.limits().attend_blocks.map(|blocks| blocks / kv_heads.max(1));
+            let least = layers().min_by_key(|layer| layer.n_kv_heads).copied();
+            let units = least.map(|layer| {
+                let forms = forms(&layer)?;
+                let units = ATTEND_ROWS.map(|wanted| {
+                    let rows = gpu.attend_rows(wanted, forms, layer.k_dim, recent);
+                    let blocks = gpu.attend_blocks(forms, layer.k_dim, rows, recent)?;
+                    Some(blocks / layer.n_kv_heads.max(1))
+                });
+                Ok::<_, DeviceError>(match units {
+                    [Some(a), Some(b), Some(c)] => Some([a, b, c]),
+                    _ => None,
+                })
+            });
+            let units = units.transpose()?.flatten();
             Ok(Group { tables: Tables::default(), plan, capacity_words: bytes / 4, per_kv, rows, units })
         };
         let groups = bytes.plans.iter().enumerate().map(group).collect::<Result<_, DeviceError>>()?;

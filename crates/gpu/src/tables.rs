@@ -28,6 +28,7 @@ mod schedule;
 #[cfg(test)]
 mod tests;
 
+use crate::kernels::ATTEND_ROWS;
 use entries::{Entry, Tile, distribute, push_bits};
 use kvist_cache::{GroupId, GroupPlan, PlannedSpan, ReadItem, Reads};
 use kvist_device::RecentPlan;
@@ -37,7 +38,7 @@ use schedule::{Schedule, Wide};
 const SPLIT: u32 = 1024;
 /// Splits of other steps: at least so many positions, and whole tiles of them.
 const SHORTEST_SPLIT: u32 = 128;
-const SPLIT_STEP: u32 = 64;
+const SPLIT_STEP: u32 = 16;
 /// Query slots per tile.
 pub const TILE: u32 = 8;
 /// Slots of partial states.
@@ -58,9 +59,9 @@ pub struct Lowering<'p> {
     pub per_kv: u32,
     /// Query rows of a workgroup.
     pub rows: u32,
-    /// Units that fill the GPU; splits are as long as that takes. `None`: they end at fixed positions, so that results do not depend on
-    /// the batch.
-    pub units: Option<u32>,
+    /// Units that fill the GPU, for workgroups of each of [`ATTEND_ROWS`](crate::ATTEND_ROWS); splits are as long as that takes. `None`:
+    /// they end at fixed positions, so that results do not depend on the batch.
+    pub units: Option<[u32; 3]>,
     pub recent: Option<(&'p RecentPlan, GroupId)>,
 }
 
@@ -125,7 +126,9 @@ impl Tables {
         let (reads, order) = (&plan.group.reads, &plan.group.reads.order);
         push_bits(reads, bits, first_bits);
         schedule::cut(reads, plan.spans, linked, tiles, wide);
-        let split = split(reads, tiles.len(), plan.units);
+        let wanted = wide.iter().map(|wide| wide.slots() * plan.per_kv).max().unwrap_or(1);
+        let of_rows = ATTEND_ROWS.iter().position(|rows| *rows >= wanted).unwrap_or(ATTEND_ROWS.len() - 1);
+        let split = split(reads, tiles.len(), plan.units.map(|units| units[of_rows]));
         distribute(reads, first_bits, split, tiles);
         distribute(reads, first_bits, split, wide);
         recents.clear();

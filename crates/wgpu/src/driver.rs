@@ -158,7 +158,6 @@ impl Wgpu {
                 max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
                 max_attend_rows: 32,
                 batch_invariant: true,
-                attend_blocks: None,
                 unified_memory,
                 adapter: name,
             },

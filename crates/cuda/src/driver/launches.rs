@@ -145,8 +145,7 @@ impl CudaDriver {
 
     /// Launches what is measured together once more, and then notes its time.
     fn launch_together(&self, recording: &Recording, meter: &mut Meter) -> Result<(), DeviceError> {
-        let measured =
-            || recording.launches().filter(|(kernel, _)| meter.together.contains(&kernel.name));
+        let measured = || recording.launches().filter(|(kernel, _)| meter.together.contains(&kernel.name));
         let repeated = (0..meter.repeats).flat_map(|_| measured());
         let launches: Vec<_> = repeated.map(|(kernel, call)| call.launch(kernel)).collect();
         let Some(name) = meter.together.first().filter(|_| !launches.is_empty()) else { return Ok(()) };

@@ -81,7 +81,7 @@ template <class KEYS, class VALUES>
 __device__ __forceinline__ void add_group(
     const Args& args, State& state, u32* tile, const uint4* queries, const float* scales, const u32 (&seen)[2], u32 live) {
     // A product waits for the one before with the same sums. So a single tile has two sets of them.
-    constexpr bool TWO_SUMS = KEYS::TWO_PIECES || TILES == 1u;
+    constexpr bool TWO_SUMS = TWO_PIECES || TILES == 1u;
     u32 lane = threadIdx.x % 32u;
     u32 g = lane / 4u;
     u32 c = lane % 4u;
@@ -99,7 +99,7 @@ __device__ __forceinline__ void add_group(
 #pragma unroll
         for (u32 t = 0u; t < TILES; t++) {
             u32 at = (t * STEPS + step) * 32u + lane;
-            if (KEYS::TWO_PIECES) {
+            if (TWO_PIECES) {
                 uint4 q = queries[at];
                 u32 high[2] = {q.x, q.y};
                 u32 low[2] = {q.z, q.w};
@@ -347,7 +347,7 @@ __device__ __forceinline__ void load_queries(
         // Which elements, as Side::keys has them.
         x += 4u * c;
         uint2 high = make_uint2(KEYS::pack(x[0], x[1]), KEYS::pack(x[2], x[3]));
-        if (KEYS::TWO_PIECES) {
+        if (TWO_PIECES) {
             float2 left = KEYS::rest(x[0], x[1], high.x);
             float2 right = KEYS::rest(x[2], x[3], high.y);
             queries[i] = make_uint4(high.x, high.y, KEYS::pack(left.x, left.y), KEYS::pack(right.x, right.y));
@@ -358,7 +358,7 @@ __device__ __forceinline__ void load_queries(
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(128, 2) attend(
+extern "C" __global__ void __launch_bounds__(128, BLOCKS_PER_SM) attend(
     const float* __restrict__ q,    // [tokens, heads, DIM]
     const u32* __restrict__ k_pool, // [heads of this part, cells, words]
     const u32* __restrict__ v_pool,
@@ -376,8 +376,8 @@ extern "C" __global__ void __launch_bounds__(128, 2) attend(
     __shared__ u32 any_recent;
     DYNAMIC_SHARED(dynamic);
     float* scales = reinterpret_cast<float*>(scales_of_rows);
-    uint4* queries = dynamic; // [TILES, STEPS, 32]
-    u32* ring = reinterpret_cast<u32*>(dynamic + TILES * STEPS * 32u);
+    uint4* queries = dynamic; // [TILES, STEPS, 32], of half the size if there is one piece
+    u32* ring = reinterpret_cast<u32*>(dynamic + TILES * STEPS * 32u / (TWO_PIECES ? 1u : 2u));
     // Queries on their way to operands lie where the last stage is filled later, and results where the first one was.
     float* rows = reinterpret_cast<float*>(ring + (STAGES - 1u) * WARPS * GROUP_WORDS);
 

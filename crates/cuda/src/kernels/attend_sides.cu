@@ -12,6 +12,8 @@
 #define NONE 0xffffffffu
 #define WARP 0xffffffffu
 #define RECENT (K_RECENT || V_RECENT)
+// Whether queries are rounded to two f16: packed keys are rounded more coarsely than to one.
+#define TWO_PIECES (K_DTYPE < 3u)
 #define OUT_STRIDE (DIM + 4u) // of queries and results in shared memory
 
 struct Args { // as those of `attend`
@@ -52,8 +54,6 @@ struct Side {
     static constexpr u32 WORDS = ROW_WORDS;
     static constexpr bool BF16 = TYPE == 2u;
     static constexpr bool PACKED = TYPE >= 3u;
-    // Whether queries have a second piece. Packed keys are rounded far more coarsely than an f16.
-    static constexpr bool TWO_PIECES = !PACKED;
     // Words of a row in a tile: of floats such that the lanes of a read are in different banks. Packed rows lie as in memory, so that a
     // run of them is copied 16 bytes at a time; at most two lanes of a read meet in a bank.
     static constexpr u32 STRIDE = PACKED ? WORDS : DIM / 2u + (KEYS ? 8u : 4u);

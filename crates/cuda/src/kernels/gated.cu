@@ -8,8 +8,6 @@ struct Args {
     float limit;
 };
 
-extern "C" __global__ void gated(const float* __restrict__ up, float* __restrict__ gate, Args args) {
-    u32 i = (blockIdx.y * 65535u + blockIdx.x) * 64u + threadIdx.x;
-    if (i >= args.elements) { return; }
-    gate[i] = gated_(gate[i], up[i], args.activation, args.limit);
+extern "C" __global__ void __launch_bounds__(256) gated(const float* __restrict__ up, float* __restrict__ gate, Args args) {
+    each_element(gate, up, args.elements, [&](float g, float u) { return gated_(g, u, args.activation, args.limit); });
 }

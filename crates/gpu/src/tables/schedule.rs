@@ -102,6 +102,11 @@ fn visits(parts: &[Part], n_slots: u32, (per_kv, rows): (u32, u32)) -> u64 {
 }
 
 impl Wide {
+    /// How many query slots it has.
+    pub fn slots(&self) -> u32 {
+        self.tile.n_slots
+    }
+
     /// Chooses the units of every split.
     fn choose(&mut self, tiles: &[Tile], per_workgroup: (u32, u32)) {
         let Wide { tile, own, splits } = self;

@@ -99,7 +99,7 @@ fn step_with(cache: &mut Cache, spans: &[Span<'_>], per_kv: u32, rows: u32) -> W
     let mut tables = Tables::default();
     // Fixed splits last, and twice: what a step leaves behind must not matter.
     let mut walked = None;
-    for units in [Some(33), Some(1), None, None] {
+    for units in [Some([33, 20, 9]), Some([1; 3]), None, None] {
         tables.lower(Lowering { group, spans: plan.spans(), per_kv, rows, units, recent: None });
         let walk = walk(&tables, group.reads.order.len());
         assert_eq!(walk.seen, expected(group), "{spans:?}, units {units:?}");
