@@ -103,8 +103,6 @@ struct Slot<D: Driver> {
     host: Option<D::Buffer>,
     /// Where the block lies on the device. Downloads need it in any case, so that a kernel never writes the host's memory.
     block: D::Buffer,
-    /// The cell of each row of the block.
-    table: D::Buffer,
     /// Where the host reads downloads; allocated by the first one.
     download: Option<D::Buffer>,
 }
@@ -130,6 +128,11 @@ pub struct Lane<D: Driver> {
     free: Vec<Slot<D>>,
     running: VecDeque<Running<D>>,
     recorder: D::Recorder,
+    /// The cell of each row of the transfer that was submitted last. Kernels of different transfers run one after the other, and writes
+    /// are in order with them.
+    table: D::Buffer,
+    /// What is there: the parts of a block have the same cells, and each write costs the link as much time as some 100 KB.
+    cells: Vec<u32>,
     /// Where [`upload_packed`](Lane::upload_packed) packs rows if the host cannot write to the memory that the device reads.
     packed: Vec<u8>,
     next: u64,
@@ -138,8 +141,7 @@ pub struct Lane<D: Driver> {
 
 /// Bytes of the host and of the device that a lane of so many slots allocates, downloads included. `None` on overflow.
 pub fn lane_bytes(slots: u32, block_bytes: u64, max_cells: u32) -> Option<u64> {
-    let slot = block_bytes.checked_mul(3)?.checked_add(4 * u64::from(max_cells))?;
-    slot.checked_mul(slots.into())
+    block_bytes.checked_mul(3)?.checked_mul(slots.into())?.checked_add(4 * u64::from(max_cells))
 }
 
 /// How many of [`lane_bytes`] lie in the host's memory: of a slot, where a block is uploaded from and where it is read back to.
@@ -166,13 +168,14 @@ impl<D: Driver> Lane<D> {
                 _ => Some(gpu.host_buffer("blocks on their way to the device", block_bytes, memory)?),
             };
             let block = gpu.buffer("blocks in transfer", block_bytes)?;
-            let table = gpu.buffer("cells of a transfer", 4 * u64::from(max_cells))?;
-            Ok(Slot { host, block, table, download: None })
+            Ok(Slot { host, block, download: None })
         };
         Ok(Lane {
             free: (0..slots.max(1)).map(slot).collect::<Result<_, DeviceError>>()?,
             running: VecDeque::new(),
             recorder: D::Recorder::default(),
+            table: gpu.buffer("cells of a transfer", 4 * u64::from(max_cells))?,
+            cells: Vec::new(),
             packed: Vec::new(),
             next: 0,
             hangs: false,
@@ -301,6 +304,16 @@ impl<D: Driver> Lane<D> {
         self.run_or_free(slot, started, 0, marks)
     }
 
+    /// Brings the cells of the next transfer to the device, unless it has them.
+    fn write_table(&mut self, cells: &[u32]) {
+        if self.cells != cells {
+            let table: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
+            self.gpu.write(&self.table, 0, &table);
+            self.cells.clear();
+            self.cells.extend_from_slice(cells);
+        }
+    }
+
     fn start_upload(
         &mut self,
         slot: &Slot<D>,
@@ -309,9 +322,8 @@ impl<D: Driver> Lane<D> {
         sections: &[Section<'_, D>],
         marks: bool,
     ) -> Result<D::Submission, DeviceError> {
+        self.write_table(cells);
         let (gpu, recorder, packed) = (&*self.gpu, &mut self.recorder, &mut self.packed);
-        let table: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
-        gpu.write(&slot.table, 0, &table);
         let mark = |recorder: &mut D::Recorder| {
             if marks {
                 gpu.mark(recorder);
@@ -349,7 +361,7 @@ impl<D: Driver> Lane<D> {
         for section in sections {
             let n = cells.len() as u32;
             let groups = gpu.scatter_groups(section.heads * section.words, n);
-            let buffers = [Some(from), Some(&slot.table), Some(section.pool)];
+            let buffers = [Some(from), Some(&self.table), Some(section.pool)];
             gpu.record(recorder, &Kernel::Scatter, &buffers, section.args(n), groups);
         }
         mark(recorder);
@@ -373,7 +385,7 @@ impl<D: Driver> Lane<D> {
             staging.map_or_else(|| self.gpu.staging("blocks on their way to the host", self.block_bytes), Ok);
         let started = staging.map(|staging| {
             let to = slot.download.insert(staging);
-            self.start_download((&slot.block, &slot.table), (to, 0), bytes, cells, sections)
+            self.start_download(&slot.block, (to, 0), bytes, cells, sections)
         });
         self.run_or_free(slot, started, bytes.max(1), false)
     }
@@ -391,26 +403,25 @@ impl<D: Driver> Lane<D> {
         self.check(rows.bytes, cells)?;
         let slot = self.slot()?;
         let to = (rows.buffer, rows.first_byte);
-        let started = self.start_download((&slot.block, &slot.table), to, rows.bytes, cells, sections);
+        let started = self.start_download(&slot.block, to, rows.bytes, cells, sections);
         self.run_or_free(slot, Ok(started), 0, false)
     }
 
     fn start_download(
         &mut self,
-        (block, table): (&D::Buffer, &D::Buffer),
+        block: &D::Buffer,
         (to, to_byte): (&D::Buffer, u64),
         bytes: u64,
         cells: &[u32],
         sections: &[Section<'_, D>],
     ) -> D::Submission {
+        self.write_table(cells);
         let gpu = &*self.gpu;
-        let numbers: Vec<u8> = cells.iter().flat_map(|cell| cell.to_le_bytes()).collect();
-        gpu.write(table, 0, &numbers);
         for section in sections {
             let rows = cells.len() as u64 * u64::from(section.block_heads);
             let words = (rows * u64::from(section.row_bytes)).div_ceil(4);
             let groups = gpu.gather_groups(words);
-            let buffers = [Some(section.pool), Some(table), Some(block)];
+            let buffers = [Some(section.pool), Some(&self.table), Some(block)];
             let args = section.args(cells.len() as u32);
             gpu.record(&mut self.recorder, &Kernel::Gather, &buffers, args, groups);
         }
