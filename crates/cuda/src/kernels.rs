@@ -385,7 +385,9 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
     for encoding in 0..Encoding::RESIDENT.len() as u32 {
         all.push(Kernel::Embed { encoding });
         if FastMatmul::is_of_bytes(Encoding::RESIDENT[encoding as usize]) {
-            all.extend([false, true].map(|gated| Kernel::Several { encoding, gated }));
+            for gated in [false, true] {
+                all.extend([false, true].map(|normed| Kernel::Several { encoding, gated, normed }));
+            }
         }
         for routed in [Routed::No, Routed::Sum, Routed::Only, Routed::Added] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));

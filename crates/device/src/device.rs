@@ -358,7 +358,8 @@ pub trait Device: Footprint + Sized + 'static {
         Self::output_mut(stream).answer_rows();
     }
 
-    /// [`rms_norm`](Self::rms_norm) into `h`, then [`matmul`](Self::matmul) of `h`.
+    /// [`rms_norm`](Self::rms_norm) of `x`, then [`matmul`](Self::matmul) of that. `h` is room for the normed rows; what is there afterwards
+    /// is undefined, because a device may not write them at all.
     fn norm_matmul(
         &self,
         stream: &mut Self::Stream,
@@ -371,7 +372,7 @@ pub trait Device: Footprint + Sized + 'static {
         self.matmul(stream, h, outs);
     }
     /// `h = norm(x)`, and then the gate of an MLP: `gate = activation(h·Wᵀ + b, up)`, where `up` is the other layer of `h`. What is in
-    /// `up` afterwards is undefined.
+    /// `h` and `up` afterwards is undefined.
     fn norm_gated(
         &self,
         stream: &mut Self::Stream,

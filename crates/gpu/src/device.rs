@@ -255,12 +255,36 @@ impl<D: Driver> Device for GpuDevice<D> {
                 let product = Product { x, layer, out, n, cap: None, expert: None, added: false, halves };
                 product.record(&*self.gpu, &mut s.recorder);
             } else {
-                Several { x, layers: run, activation: None }.record(&*self.gpu, &mut s.recorder);
+                Several { x, norm: None, layers: run, activation: None }.record(&*self.gpu, &mut s.recorder);
             }
         }
     }
 
     /// For one token in one launch, if the driver has that.
+    fn norm_matmul(
+        &self,
+        s: &mut Stream<D>,
+        x: &Buffer<D>,
+        norm: Norm<'_, Self>,
+        h: &mut Buffer<D>,
+        outs: &mut [(&Linear<D>, &mut Buffer<D>)],
+    ) {
+        s.rotate(&*self.gpu);
+        let layers: Vec<_> = outs.iter().filter_map(|(layer, out)| Some((*layer, out.get()?))).collect();
+        let is_one = layers.len() == outs.len() && (2..=several::MOST).contains(&layers.len());
+        let alike =
+            |pair: &[(&Linear<D>, &D::Buffer)]| together(&*self.gpu, s.n(x.rows), pair[0].0, pair[1].0);
+        if let (true, Some(x)) = (is_one && layers.windows(2).all(alike), x.get()) {
+            let norm = Some((&norm.weight.values, norm.eps));
+            return Several { x, norm, layers: &layers, activation: None }
+                .record(&*self.gpu, &mut s.recorder);
+        }
+        drop(layers);
+        self.rms_norm(s, x, norm, h);
+        self.matmul(s, h, outs);
+    }
+
+    /// The same.
     fn norm_gated(
         &self,
         s: &mut Stream<D>,
@@ -271,12 +295,13 @@ impl<D: Driver> Device for GpuDevice<D> {
         [gate, up]: [(&Linear<D>, &mut Buffer<D>); 2],
     ) {
         s.rotate(&*self.gpu);
-        self.rms_norm(s, x, norm, h);
-        let pairs = gate.0.outputs == up.0.outputs && together(&*self.gpu, s.n(h.rows), gate.0, up.0);
-        if let (true, Some(x), Some(out), Some(unused)) = (pairs, h.get(), gate.1.get(), up.1.get()) {
-            let layers = &[(gate.0, out), (up.0, unused)];
-            return Several { x, layers, activation: Some(activation) }.record(&*self.gpu, &mut s.recorder);
+        let pairs = gate.0.outputs == up.0.outputs && together(&*self.gpu, s.n(x.rows), gate.0, up.0);
+        if let (true, Some(x), Some(out), Some(unused)) = (pairs, x.get(), gate.1.get(), up.1.get()) {
+            let (layers, norm) = (&[(gate.0, out), (up.0, unused)], Some((&norm.weight.values, norm.eps)));
+            let several = Several { x, norm, layers, activation: Some(activation) };
+            return several.record(&*self.gpu, &mut s.recorder);
         }
+        self.rms_norm(s, x, norm, h);
         self.matmul(s, h, &mut [(gate.0, &mut *gate.1), (up.0, &mut *up.1)]);
         self.gated(s, activation, gate.1, up.1);
     }

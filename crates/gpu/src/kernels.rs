@@ -17,10 +17,11 @@ pub enum Kernel {
         routed: Routed,
     },
     /// [`Kernel::Matmul`] for one token and up to three layers with the same inputs and encoding. `gated`: for two, whose results become
-    /// `activation(first, second)`.
+    /// `activation(first, second)`. `normed`: the inputs are normed before, as by [`Kernel::Norm`].
     Several {
         encoding: u32,
         gated: bool,
+        normed: bool,
     },
     /// [`Kernel::Matmul`] for many tokens, with the same bits.
     Gemm {
@@ -226,9 +227,10 @@ impl Kernel {
                 add("TOKENS", tokens.into());
                 add("OUTPUTS", MATMUL_OUTPUTS.into());
             }
-            Kernel::Several { encoding, gated } => {
+            Kernel::Several { encoding, gated, normed } => {
                 add("ENCODING", encoding.into());
                 add("GATED", gated.into());
+                add("NORMED", normed.into());
                 add("ROUTED", false.into());
                 add("ADDED", false.into());
                 add("LANES", SUM_LANES.into());
@@ -291,7 +293,9 @@ impl Kernel {
             Kernel::Store { .. } => &[false, false, false, true, true],
             Kernel::StoreBoth { .. } => &[false, true, true, false, false, false, true, true, true],
             Kernel::Matmul { .. } | Kernel::Gemm { .. } => &[false, false, false, true, false],
-            Kernel::Several { .. } => &[false, false, false, false, false, false, false, true, true, true],
+            Kernel::Several { .. } => {
+                &[false, false, false, false, false, false, false, false, true, true, true]
+            }
             Kernel::Norm { .. } | Kernel::Rows(_) | Kernel::Halves => &[false, true, false],
             Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route => &[false, true],
             Kernel::Copy { .. } => &[true, false],

@@ -30,6 +30,8 @@ pub fn together<D: Driver>(gpu: &D, n: u32, a: &Linear<D>, b: &Linear<D>) -> boo
 /// Two or three layers over one row of `x`, of which each is `together` with the others.
 pub struct Several<'a, D: Driver> {
     pub x: &'a D::Buffer,
+    /// Weights of a norm that `x` goes through before, and what its mean square is increased by.
+    pub norm: Option<(&'a D::Buffer, f32)>,
     pub layers: &'a [(&'a Linear<D>, &'a D::Buffer)],
     /// Of two layers with as many outputs: the first one's outputs become `activation(first, second)`, and the second one's are not
     /// written.
@@ -38,9 +40,10 @@ pub struct Several<'a, D: Driver> {
 
 impl<D: Driver> Several<'_, D> {
     pub fn record(&self, gpu: &D, recorder: &mut D::Recorder) {
-        let Several { x, layers, activation } = *self;
+        let Several { x, norm, layers, activation } = *self;
         let Some((first, _)) = layers.first() else { return };
-        let kernel = Kernel::Several { encoding: first.encoding, gated: activation.is_some() };
+        let (encoding, gated) = (first.encoding, activation.is_some());
+        let kernel = Kernel::Several { encoding, gated, normed: norm.is_some() };
         let layer = |i: usize| layers.get(i).map(|(layer, _)| *layer);
         let part = |i: usize| -> Option<&Part<D>> { layer(i)?.parts.first() };
         let bias = |i: usize| layer(i)?.bias.as_ref();
@@ -54,12 +57,13 @@ impl<D: Driver> Several<'_, D> {
         args = (0..MOST).fold(args, |args, i| args.u32(part(i).map_or(0, |part| part.layout.b)));
         args = (0..MOST).fold(args, |args, i| args.u32(part(i).map_or(0, |part| part.layout.s)));
         let factor = |i: usize| layer(i).map_or(limit, |layer| layer.factor);
-        args = args.f32(factor(0)).f32(factor(1)).f32(factor(2));
+        args = args.f32(factor(0)).f32(factor(1)).f32(factor(2)).f32(norm.map_or(0.0, |norm| norm.1));
         let buffers = [
             part(0).map(|part| &part.buffer),
             part(1).map(|part| &part.buffer),
             part(2).map(|part| &part.buffer),
             Some(x),
+            norm.map(|norm| norm.0),
             bias(0),
             bias(1),
             bias(2),

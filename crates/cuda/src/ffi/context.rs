@@ -208,7 +208,7 @@ impl Drop for Function {
 }
 
 /// Most buffers that a kernel has.
-pub const MAX_BUFFERS: usize = 10;
+pub const MAX_BUFFERS: usize = 11;
 
 /// A launch of a kernel of this crate.
 #[derive(Clone, Copy, Debug)]

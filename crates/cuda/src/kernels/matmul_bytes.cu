@@ -22,6 +22,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) matmul(
         if (!any_routed(routes, args, token, 1u)) { return; } // of the whole block
         fetch_units(raw, rows, threadIdx.x, units);
     }
-    add_units(sums, raw, rows, x + token * args.inputs);
+    add_units(sums, raw, rows, x + token * args.inputs, nullptr, 0.0f);
     if (threadIdx.x < ROWS) { put(args, bias, routes, out, rows.first + threadIdx.x, token, sums[threadIdx.x]); }
 }

@@ -3,6 +3,7 @@
 //
 //   for each layer i, for each of its outputs o:  out_i[o] = factor_i * (x . W_i[o]) + bias_i[o]
 //   GATED, of two layers:  out_0[o] = activation(out_0[o], out_1[o]), and out_1 is not written
+//   NORMED:  x * norm / sqrt(mean(x^2) + eps) instead of x. Every block adds up the squares by itself: that costs less than a launch.
 
 // Of layers that are not there, outputs is 0.
 struct SeveralArgs {
@@ -12,6 +13,7 @@ struct SeveralArgs {
     u32 b[3];       // as in Form
     u32 s[3];
     float factors[3]; // GATED: the last one is its limit
+    float eps;
 };
 static_assert(sizeof(SeveralArgs) <= 64u, "what a launch passes");
 
@@ -29,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) several(
     const u32* __restrict__ w0,
     const u32* __restrict__ w1,
     const u32* __restrict__ w2,
-    const float* __restrict__ x, // [inputs]
+    const float* __restrict__ x,    // [inputs]
+    const float* __restrict__ norm, // [inputs]
     const float* __restrict__ bias0,
     const float* __restrict__ bias1,
     const float* __restrict__ bias2,
@@ -65,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) several(
     Raw raw[ROWS];
     fetch_units(raw, rows, threadIdx.x, args.quads / UNIT_QUADS); // no kernel writes weights
     after_the_kernel_before();
-    add_units(sums, raw, rows, x);
+    add_units(sums, raw, rows, x, norm, args.eps);
     u32 o = rows.first + threadIdx.x;
     if (threadIdx.x >= ROWS_OF_SIDE || o >= outputs) { return; }
     if (GATED) {

@@ -10,6 +10,7 @@
 #define THREADS (32u * WARPS)
 #ifndef GATED
 #define GATED 0
+#define NORMED 0
 #endif
 #define SIDES (GATED ? 2u : 1u) // GATED: half of the rows are of another matrix
 #define ROWS_OF_SIDE (ROWS / SIDES)
@@ -154,14 +155,32 @@ __device__ __forceinline__ void fetch_units(Raw (&raw)[ROWS], const Rows& rows, 
     for (u32 r = 0u; r < ROWS; r++) { raw[r] = fetch(rows.sides[r / ROWS_OF_SIDE], rows.before(r), unit); }
 }
 
-// Adds the products of a unit of every row.
-__device__ __forceinline__ void add_unit(float (&sums)[ROWS], const Raw (&raw)[ROWS], u32 unit, const float4* x) {
+// The inputs of a product: one vector, and the weights of its norm if there is one.
+struct Inputs {
+    const float4* x;
+    const float4* norm;
+
+    // Four of them, times their weights; adds their squares.
+    __device__ __forceinline__ float4 at(u32 quad, float& squares) const {
+        float4 v = x[quad];
+        if (NORMED) {
+            float4 w = norm[quad];
+            squares = add_product(squares, v, v);
+            v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+        }
+        return v;
+    }
+};
+
+// Adds the products of a unit of every row, and the squares of its inputs.
+__device__ __forceinline__ void add_unit(
+    float (&sums)[ROWS], float& squares, const Raw (&raw)[ROWS], u32 unit, const Inputs& x) {
     u32 u = unit % 8u;
-    const float4* from = x + first_quad(unit);
+    u32 first = first_quad(unit);
     if (HAS_BYTES) {
         float4 inputs[4];
 #pragma unroll
-        for (u32 i = 0u; i < 4u; i++) { inputs[i] = from[i]; }
+        for (u32 i = 0u; i < 4u; i++) { inputs[i] = x.at(first + i, squares); }
 #pragma unroll
         for (u32 r = 0u; r < ROWS; r++) {
             float sum = 0.0f;
@@ -183,8 +202,8 @@ __device__ __forceinline__ void add_unit(float (&sums)[ROWS], const Raw (&raw)[R
     float low_inputs = 0.0f, high_inputs = 0.0f;
 #pragma unroll
     for (u32 i = 0u; i < 4u; i++) {
-        float4 a = from[i];
-        float4 b = from[TO_HIGH + i];
+        float4 a = x.at(first + i, squares);
+        float4 b = x.at(first + TO_HIGH + i, squares);
         low_inputs += sum_of(a);
         high_inputs += sum_of(b);
 #pragma unroll
@@ -206,26 +225,40 @@ __device__ __forceinline__ void add_unit(float (&sums)[ROWS], const Raw (&raw)[R
 
 // The sums of the rows; `raw` has each thread's first units. For all threads of a block: afterwards the first ROWS of the SUMS words of shared
 // memory are the sums of the rows, and the first warp may read them.
-#define SUMS ((WARPS + 1u) * ROWS)
-__device__ __forceinline__ void add_units(float* of_rows, Raw (&raw)[ROWS], const Rows& rows, const float* __restrict__ x) {
+#define SUMS ((WARPS + 1u) * ROWS + WARPS)
+__device__ __forceinline__ void add_units(
+    float* of_rows, Raw (&raw)[ROWS], const Rows& rows, const float* __restrict__ x, const float* __restrict__ norm, float eps) {
     float* of_warps = of_rows + ROWS;
+    float* squares_of_warps = of_warps + WARPS * ROWS;
+    Inputs inputs = {reinterpret_cast<const float4*>(x), reinterpret_cast<const float4*>(norm)};
+    float squares = 0.0f;
     u32 lane = threadIdx.x % 32u;
     u32 units = rows.sides[0].form.quads / UNIT_QUADS;
     float sums[ROWS];
 #pragma unroll
     for (u32 r = 0u; r < ROWS; r++) { sums[r] = 0.0f; }
     for (u32 unit = threadIdx.x; unit < units; unit += THREADS) {
-        add_unit(sums, raw, unit, reinterpret_cast<const float4*>(x));
+        add_unit(sums, squares, raw, unit, inputs);
         fetch_units(raw, rows, unit + THREADS, units);
     }
     add_up<ROWS, 16u>(sums, lane);
     constexpr u32 SHARING = 32u / ROWS; // lanes with the same row
     if (lane % SHARING == 0u) { of_warps[threadIdx.x / 32u * ROWS + lane / SHARING] = sums[0]; }
+    if (NORMED) {
+        for (u32 half = 16u; half > 0u; half /= 2u) { squares += __shfl_xor_sync(0xffffffffu, squares, half); }
+        if (lane == 0u) { squares_of_warps[threadIdx.x / 32u] = squares; }
+    }
     __syncthreads();
     if (threadIdx.x < ROWS) {
         float sum = 0.0f;
 #pragma unroll
         for (u32 i = 0u; i < WARPS; i++) { sum += of_warps[i * ROWS + threadIdx.x]; }
+        if (NORMED) {
+            float all = 0.0f;
+#pragma unroll
+            for (u32 i = 0u; i < WARPS; i++) { all += squares_of_warps[i]; }
+            sum *= 1.0f / sqrtf(all / (float)(rows.sides[0].form.quads * 4u) + eps);
+        }
         of_rows[threadIdx.x] = sum;
     }
     __syncwarp(); // the rows are those of one warp

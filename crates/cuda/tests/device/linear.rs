@@ -279,11 +279,32 @@ fn several_layers_in_one_launch() {
             let outs: Vec<_> = sizes.iter().map(|outputs| floats(gpu, &poisoned(1, *outputs))).collect();
             let pairs: Vec<_> = layers.iter().zip(&outs).collect();
             let mut recorder = Default::default();
-            Several { x: &row, layers: &pairs, activation: None }.record(gpu, &mut recorder);
+            Several { x: &row, norm: None, layers: &pairs, activation: None }.record(gpu, &mut recorder);
             gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
-            for (layer, out) in pairs {
+            for (layer, out) in &pairs {
                 let found = read(gpu, out, layer.outputs as usize + BEHIND);
                 assert_eq!(bits(&found), bits(&alone(layer)), "{} {sizes:?}", encoding.name());
+            }
+            // With a norm before: the results of its own kernel, but for rounding.
+            let (weights, eps) = (random(5, inputs, 1.0), 1e-3);
+            let normed = normed(&x, &weights, eps);
+            let weights = floats(gpu, &weights);
+            let outs: Vec<_> = sizes.iter().map(|outputs| floats(gpu, &poisoned(1, *outputs))).collect();
+            let pairs: Vec<_> = layers.iter().zip(&outs).collect();
+            let norm = Some((&weights, eps));
+            Several { x: &row, norm, layers: &pairs, activation: None }.record(gpu, &mut recorder);
+            gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
+            for (layer, out) in pairs {
+                let n = layer.outputs as usize;
+                let before = poisoned(1, n);
+                let run = Run { x: &normed, n: 1, cap: None, routes: None, before: &before };
+                let (found, expected) = (read(gpu, out, n + BEHIND), run.on(&fast, layer));
+                let most = expected[..n].iter().fold(0f32, |most, x| most.max(x.abs()));
+                for (found, expected) in found[..n].iter().zip(&expected) {
+                    let error = (found - expected).abs();
+                    assert!(error <= 4e-6 * most, "{} {sizes:?}: {found}, not {expected}", encoding.name());
+                }
+                assert!(found[n..].iter().all(|x| x.is_nan()), "behind the outputs");
             }
         }
         let pair = [layer(21), layer(21)];
@@ -292,7 +313,8 @@ fn several_layers_in_one_launch() {
             let outs = [floats(gpu, &poisoned(1, 21)), floats(gpu, &poisoned(1, 21))];
             let layers = [(&pair[0], &outs[0]), (&pair[1], &outs[1])];
             let mut recorder = Default::default();
-            Several { x: &row, layers: &layers, activation: Some(activation) }.record(gpu, &mut recorder);
+            let several = Several { x: &row, norm: None, layers: &layers, activation: Some(activation) };
+            several.record(gpu, &mut recorder);
             gpu.wait(&gpu.submit(&mut recorder, &[])).unwrap();
             let found = read(gpu, &outs[0], 21 + BEHIND);
             assert!(read(gpu, &outs[1], 21 + BEHIND).iter().all(|x| x.is_nan()), "not written");
@@ -301,6 +323,13 @@ fn several_layers_in_one_launch() {
             assert!(found[21..].iter().all(|x| x.is_nan()), "behind the outputs");
         }
     }
+}
+
+/// A row through a norm.
+fn normed(x: &[f32], weights: &[f32], eps: f32) -> Vec<f32> {
+    let square: f64 = x.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+    let scale = 1.0 / (square / x.len() as f64 + f64::from(eps)).sqrt();
+    x.iter().zip(weights).map(|(x, w)| (f64::from(*x) * scale * f64::from(*w)) as f32).collect()
 }
 
 /// The gate's own kernel.
