@@ -1,4 +1,5 @@
-// Loads of weights, which are read once: they do not push inputs out of the L1 cache. `word` is a multiple of the words loaded.
+// Loads of weights, which are read once: they do not push inputs out of the L1 cache. `word` is a multiple of the words loaded. And what
+// all products do with loaded codes.
 
 __device__ __forceinline__ uint4 load4(const u32* w, u32 word) {
 #ifdef __CUDA_ARCH__
@@ -46,6 +47,15 @@ __device__ __forceinline__ u32 load_half(const u32* w, u32 first, u32 i) {
 
 __device__ __forceinline__ u32 load_byte(const u32* w, u32 first, u32 i) {
     return byte_of(load1(w, first + i / 4u), i % 4u);
+}
+
+__device__ __forceinline__ u32 word_of(uint4 words, u32 i) {
+    return i == 0u ? words.x : (i == 1u ? words.y : (i == 2u ? words.z : words.w));
+}
+
+// A whole number below 2^23 as float: faster than a conversion.
+__device__ __forceinline__ float small(u32 n) {
+    return __uint_as_float(0x4b000000u | n) - 8388608.0f;
 }
 
 // x, which the compiler computes once and keeps: otherwise it computes many addresses in every round of a loop again.

@@ -202,21 +202,12 @@ __device__ __forceinline__ void put_fp4(u32* to, u32 word, bool high) {
     }
 }
 
-// A whole number below 2^23 as float: faster than a conversion.
-__device__ __forceinline__ float small(u32 n) {
-    return __uint_as_float(0x4b000000u | n) - 8388608.0f;
-}
-
 // n times 2^24, or 2^20 if the codes are 16 times too large: undoes what `put_small` divides by.
 __device__ __forceinline__ float scaled(u32 n, bool high) {
     u32 power = high ? 0x0a000000u : 0x0c000000u;
     return __uint_as_float((0x4b000000u + power) | n) - __uint_as_float(0x4b000000u + power);
 }
 #define SCALED(x, high) ((x) * ((high) ? 1048576.0f : 16777216.0f))
-
-__device__ __forceinline__ u32 word_of(uint4 words, u32 i) {
-    return i == 0u ? words.x : (i == 1u ? words.y : (i == 2u ? words.z : words.w));
-}
 
 // Scale and minimum of a group of q4_K and q5_K: m is which half of the block it is in, `group` which one of that half.
 __device__ __forceinline__ void put_scale_min(Segment& to, uint4 head, u32 m, u32 group, bool is_high) {

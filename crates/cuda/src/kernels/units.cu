@@ -89,18 +89,9 @@ __device__ __forceinline__ u32 first_quad(u32 unit) {
 }
 #define TO_HIGH (ENCODING == Q6_K ? 16u : 4u)
 
-__device__ __forceinline__ u32 word_of(uint4 words, u32 i) {
-    return i == 0u ? words.x : (i == 1u ? words.y : (i == 2u ? words.z : words.w));
-}
-
 // A signed byte, from one that is 128 more.
 __device__ __forceinline__ float byte_less(u32 word, u32 i) {
     return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440u + i)) - 8388736.0f;
-}
-
-// A whole number below 2^23 as float: faster than a conversion.
-__device__ __forceinline__ float small(u32 n) {
-    return __uint_as_float(0x4b000000u | n) - 8388608.0f;
 }
 
 // The further bits of four codes, in the bits from 4 on of four bytes: those of the low codes, then of the high ones.
