@@ -7,7 +7,8 @@
 //   at the end the warps' states are added up in the order of the warps
 //
 // (Dao, 2023, FlashAttention-2, with cells instead of queries as the rows of a product: decoding has few queries.) No warp waits for
-// another one but between the passes and at the end. The running maximum is an integer, so that `merge` takes the states of both kernels.
+// another one but between the passes and at the end. The running maximum is an integer, so that `merge` takes the states of both kernels,
+// and may be up to LAG below the largest score: weights are then up to 2^LAG, far below what f16 holds. So it rarely changes.
 // Sums depend on where groups begin, so on the batch: this is no kernel for --deterministic.
 // A weight of 0 must not meet a value that is not finite, of another query's token: see `hide_bad_values`.
 // Recent rows come in a second pass, which reads f16 instead of the packed rows for the cells that have them.
@@ -53,6 +54,8 @@ __device__ __forceinline__ void hide_bad_values(u32* tile, const u32 (&seen)[2],
     }
     __syncwarp();
 }
+
+#define LAG 8.0f
 
 // Takes scores into the running maxima. `peaks`: the largest score of this lane's cells for each of its rows.
 __device__ __forceinline__ void raise(State& state, const float (&peaks)[TILES][2]) {
@@ -141,7 +144,7 @@ __device__ __forceinline__ void add_group(
     if (__any_sync(WARP, (seen[0] & seen[1] & live) != live)) {
         hide_bad_values<VALUES>(values, seen, scores, g, c);
     }
-    // After the first groups of a row its maximum seldom rises. Then nothing is exchanged, and no sum is scaled.
+    // Mostly no score is far above its row's maximum. Then nothing is exchanged, and no sum is scaled.
     float peaks[TILES][2];
     bool higher = false;
 #pragma unroll
@@ -149,7 +152,7 @@ __device__ __forceinline__ void add_group(
 #pragma unroll
         for (u32 j = 0u; j < 2u; j++) {
             peaks[t][j] = fmaxf(scores[t][j], scores[t][2u + j]);
-            higher = higher || peaks[t][j] > state.top[t][j];
+            higher = higher || peaks[t][j] > state.top[t][j] + LAG;
         }
     }
     if (__any_sync(WARP, higher)) { raise(state, peaks); }
