@@ -390,8 +390,10 @@ static const char* launch(const unsigned* grid, const unsigned* block, size_t sh
         if (found == MAP_FAILED) { return "no memory for the stacks of a block"; }
         stacks = static_cast<char*>(found);
     }
-    // Exactly as long as the launch says, so that the sanitizer sees what lies behind it.
-    dynamic_shared = shared_bytes > 0 ? static_cast<char*>(malloc(shared_bytes)) : nullptr;
+    // Exactly as long as the launch says, so that the sanitizer sees what lies behind it. Aligned as a kernel may ask for.
+    void* shared = nullptr;
+    if (shared_bytes > 0 && posix_memalign(&shared, 1024, shared_bytes)) { return "no shared memory"; }
+    dynamic_shared = static_cast<char*>(shared);
     blockDim = {block[0], block[1], block[2]};
     gridDim = {grid[0], grid[1], grid[2]};
     threadIdx = {0, 0, 0};
