@@ -114,14 +114,16 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     float back = __uint_as_float(x[token_row(threadIdx.x % TILE_TOKENS) + x_stride - 1u].x);
     decode(0u);
     backs[threadIdx.x % TILE_TOKENS] = back;
+    bool early = warpgroup == 1u; // so tensor cores have products of one warpgroup while the other one decodes
 #pragma unroll 1
     for (u32 step = 0u; step < steps; step++) {
         wait_groups<AHEAD_INPUTS - 1>();
         written_for_products();
         __syncthreads(); // all threads' inputs and weights of this step are there
+        if (early) { decode(step + 1u); }
         multiply_step(step);
         copy_inputs(step + AHEAD_INPUTS);
-        decode(step + 1u);
+        if (!early) { decode(step + 1u); }
         wait_products<1>(sums); // of the step before
     }
     wait_products<0>(sums);

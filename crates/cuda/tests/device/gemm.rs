@@ -230,7 +230,7 @@ fn warpgroups_agree_with_fixed_sums() {
         if encoding == Encoding::F32 {
             continue;
         }
-        let (tile, routed) = (tiles[i % tiles.len()], [Routed::No, Routed::Sum][i / 2 % 2]);
+        let (tile, routed) = (tiles[i / 6 % tiles.len()], [Routed::No, Routed::Sum][i / 2 % 2]);
         let mut largest = 0f64;
         for (inputs, (outputs, tokens)) in inputs(encoding).into_iter().zip([(45, 5), (130, 133), (129, 70)])
         {
@@ -251,7 +251,6 @@ fn warpgroups_agree_with_fixed_sums() {
             let error = check(Case::new(Encoding::Q8_0, outputs, inputs, tokens), tile, Routed::No);
             println!("{}x{}: {error:.2e}", tile.outputs, tile.tokens);
         }
-        check(Case::new(Encoding::Q8_0, 130, 96, 140), tile, Routed::Sum);
     }
 }
 
