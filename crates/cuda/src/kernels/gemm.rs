@@ -216,8 +216,7 @@ mod tests {
             // The widest tiles would leave half of the GPU idle.
             assert_eq!(chosen(routed, 512, 4096), wide);
             assert_eq!(chosen(routed, 2048, 1024), wide);
-            // Or a part of themselves.
-            assert_eq!(chosen(routed, 300, 14336), wide);
+            // Or have fewer tokens than half of a tile.
             assert_eq!(chosen(routed, 128, 14336), wide);
             // Small tiles occupy more of the GPU.
             assert_eq!(chosen(routed, 512, 1024), None);
