@@ -2,6 +2,8 @@
 //!
 //!     cargo run --release -p kvist-cuda --example linear -- --inputs 4096 --outputs 14336 --encoding q8_0 --tokens 1,2,4,8
 //!
+//! `--warpgroups off` measures large layers without the tensor cores of warpgroups.
+//!
 //! A row has: GPU, encoding, inputs x outputs, tokens, microseconds of a layer, bytes of weights per second, bytes per second of
 //! a copy, the share of the one in the other, operations per second.
 //!

@@ -26,8 +26,8 @@ const FIXED_BYTES: u32 = 2 << 10;
 
 /// Multiprocessors of the GPUs with warpgroups: of an H100 (SXM) and an H200.
 const MULTIPROCESSORS: u32 = 132;
-/// What a multiprocessor's shared memory has besides what a block can have, and what each block costs besides its own.
-const RESERVED_BYTES: u32 = 1 << 10;
+/// Inputs in shared memory for warpgroups.
+const STAGED_BYTES: u32 = 128 << 10;
 
 /// What a tile is compiled with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,46 +91,31 @@ impl Plan {
     }
 }
 
-/// What a tile of warpgroups is compiled with.
+/// What a tile of warpgroups is compiled with. One block runs on a multiprocessor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WarpgroupPlan {
     tile: GemmTile,
     /// Buffers for the inputs of steps.
     stages: u32,
-    /// That run on a multiprocessor at the same time.
-    blocks: u32,
     /// Of dynamic shared memory.
     pub bytes: u32,
 }
 
 impl WarpgroupPlan {
-    /// `None` if warpgroups have no such tile, or not even the smallest buffers fit.
+    /// `None` if warpgroups have no such tile, or it does not fit.
     pub fn new(tile: GemmTile, routed: Routed, max_shared_bytes: u32) -> Option<WarpgroupPlan> {
         let of_experts = !matches!(routed, Routed::No | Routed::Sum);
         if of_experts || !tile.halves || !WARPGROUP_TILES.contains(&(tile.outputs, tile.tokens)) {
             return None;
         }
-        // A thread has half as many sums as the tile has tokens.
-        let blocks: &[u32] = if tile.tokens > 128 { &[1] } else { &[2, 1] };
-        let plans = blocks.iter().flat_map(|blocks| [4, 3].map(|stages| Self::with(tile, stages, *blocks)));
-        let fits =
-            |plan: &Self| plan.blocks * (plan.bytes + RESERVED_BYTES) <= max_shared_bytes + RESERVED_BYTES;
-        plans.into_iter().find(fits)
+        // Weights of three steps of 64 inputs and inputs of some, in f16, which are more than the sums at the end; a word per token and one.
+        let stages = STAGED_BYTES / (tile.tokens * 64 * 2);
+        let bytes = 3 * tile.outputs * 64 * 2 + STAGED_BYTES + tile.tokens * 4 + 16;
+        (bytes <= max_shared_bytes).then_some(WarpgroupPlan { tile, stages, bytes })
     }
 
-    fn with(tile: GemmTile, stages: u32, blocks: u32) -> WarpgroupPlan {
-        // Weights of three steps of 8,192 and inputs of 64, in f16, which are more than the sums at the end; an f32 per token.
-        let bytes = 3 * 2 * 8192 + stages * tile.tokens * 64 * 2 + tile.tokens * 4;
-        WarpgroupPlan { tile, stages, blocks, bytes }
-    }
-
-    pub fn constants(&self) -> [(&'static str, u32); 4] {
-        [
-            ("TILE_OUTPUTS", self.tile.outputs),
-            ("TILE_TOKENS", self.tile.tokens),
-            ("STAGES", self.stages),
-            ("BLOCKS_PER_SM", self.blocks),
-        ]
+    pub fn constants(&self) -> [(&'static str, u32); 3] {
+        [("TILE_OUTPUTS", self.tile.outputs), ("TILE_TOKENS", self.tile.tokens), ("STAGES", self.stages)]
     }
 }
 
@@ -206,9 +191,9 @@ mod tests {
             let bytes = 227 << 10;
             let tile = tile((bytes, true), routed, tokens, outputs).unwrap();
             let plan = WarpgroupPlan::new(tile, routed, bytes);
-            plan.map(|plan| (tile.outputs, tile.tokens, plan.stages, plan.blocks))
+            plan.map(|plan| (tile.outputs, tile.tokens, plan.stages))
         };
-        let (widest, wide) = (Some((128, 256, 4, 1)), Some((128, 128, 4, 2)));
+        let (widest, wide) = (Some((128, 256, 4)), Some((128, 128, 8)));
         for routed in [Routed::No, Routed::Sum] {
             assert_eq!(chosen(routed, 2048, 4096), widest);
             assert_eq!(chosen(routed, 2048, 14336), widest);
@@ -223,10 +208,8 @@ mod tests {
             assert_eq!(chosen(routed, 64, 14336), None);
         }
         assert_eq!(chosen(Routed::Added, 2048, 14336), None);
-        // On a GPU with less shared memory.
-        let tile = |tokens| GemmTile { outputs: 128, tokens, halves: true };
-        let plan = WarpgroupPlan::new(tile(128), Routed::No, 99 << 10).unwrap();
-        assert_eq!((plan.stages, plan.blocks), (3, 1));
-        assert_eq!(WarpgroupPlan::new(tile(256), Routed::No, 99 << 10), None);
+        // Without the shared memory.
+        let tile = GemmTile { outputs: 128, tokens: 128, halves: true };
+        assert_eq!(WarpgroupPlan::new(tile, Routed::No, 163 << 10), None);
     }
 }

@@ -1,30 +1,31 @@
-// `gemm_fast` for the tensor cores of warpgroups (warpgroups.cu), whose two halves, the decoding and the products, run at the same time
-// here. The arguments, the rounding and the errors are those of gemm_fast.cu. Only for large tiles of layers that are no experts'.
+// `gemm_fast` on the tensor cores of warpgroups (warpgroups.cu). There decoding and products take turns; here they run at the same time.
+// The arguments, what is rounded and the errors are the same. Only for large tiles, and not for experts.
 //
 // A block has a tile of TILE_OUTPUTS outputs and TILE_TOKENS tokens: each of its two warpgroups half of the outputs with all tokens. It
 // goes through the inputs in steps of STEP. While tensor cores compute step s, threads decode the weights of step s + 1, one block of
-// 32 each, and ask for the inputs of step s + AHEAD_INPUTS.
+// 32 each. Then they ask for the weights of step s + 3 and the inputs of step s + AHEAD_INPUTS.
 //
-// What may be written when: behind the barrier of step s, the products of step s - 2 have ended in both warpgroups, because each waits for
-// them before that barrier. Those of step s - 1 may still run in the other one. So three buffers of weights take turns (s - 1, s, s + 1),
-// and AHEAD_INPUTS + 2 of inputs. The barrier of step s + 1 comes before the products of s have ended, so tensor cores always have some.
+// What may be written when: at the barrier of step s, the products of step s - 2 have ended in both warpgroups, because each has waited
+// for its own. Those of step s - 1 may still run. So three buffers of weights take turns (for s - 1, s and s + 1), and AHEAD_INPUTS + 2 of
+// inputs. Because nothing waits for step s - 1 at that barrier, tensor cores have the next step before they have ended one.
 
 #define THREADS 256u
-#define STEP 64u // inputs: 128 bytes, as warpgroups.cu has rows
+#define STEP 64u  // inputs: rows of 128 bytes, as warpgroups.cu has them
 #define CHUNKS 8u // of 16 bytes in shared memory, in a row
 #define W_BYTES (TILE_OUTPUTS * STEP * 2u)
 #define X_BYTES (TILE_TOKENS * STEP * 2u)
 #define W_BUFFERS 3u
 #define AHEAD_INPUTS (STAGES - 2u)
-#define X_ROWS (THREADS / CHUNKS)        // rows of inputs that are copied at a time
-#define SUM_STRIDE (TILE_OUTPUTS + 4u)   // no two lanes that write meet in a bank
-#define AHEAD 4u                         // steps that memory is asked for weights before they are loaded
-#define GROUP 8u                         // tiles of tokens that are computed at about the same time
-#define BATCH 16u                        // results of a thread that are read and written together
+#define X_ROWS (THREADS / CHUNKS)      // rows of inputs that are copied at a time
+#define SUM_STRIDE (TILE_OUTPUTS + 4u) // no two lanes that write meet in a bank
+#define AHEAD 4u                       // steps that memory is asked for weights before they are loaded
+#define GROUP 8u                       // tiles of tokens that are computed at about the same time
+#define BATCH 16u                      // results of a thread that are read and written together
 
 static_assert(TILE_OUTPUTS == 128u && THREADS * 32u == TILE_OUTPUTS * STEP, "a thread decodes 32 weights of a step");
+static_assert(AHEAD_INPUTS >= 2u, "the inputs of the next step are on their way before a step begins");
 
-extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
+extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     const u32* __restrict__ w,
     const uint4* __restrict__ x,      // [tokens, inputs] of halves.cu
     const float* __restrict__ bias,   // [width]
@@ -43,11 +44,12 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     u32 lane = threadIdx.x % 32u;
     u32 warp = threadIdx.x / 32u;
     u32 warpgroup = warp / 4u;
-    u32 steps = (args.inputs + STEP - 1u) / STEP;
+    u32 steps = (args.inputs + 2u * STEP - 1u) / (2u * STEP) * 2u; // an even number: behind the end inputs are 0
     u32 x_stride = (args.inputs + 255u) / 256u * 32u + 1u;
-    shared_address weights = shared_at(shared);                             // [W_BUFFERS, TILE_OUTPUTS, CHUNKS]
-    shared_address values = weights + W_BUFFERS * W_BYTES;                  // [STAGES, TILE_TOKENS, CHUNKS]
+    shared_address weights = shared_at(shared);            // [W_BUFFERS, TILE_OUTPUTS, CHUNKS]
+    shared_address values = weights + W_BUFFERS * W_BYTES; // [STAGES, TILE_TOKENS, CHUNKS]
     float* backs = reinterpret_cast<float*>(shared + (W_BUFFERS * W_BYTES + STAGES * X_BYTES) / 16u); // [TILE_TOKENS]
+    u32* kept = reinterpret_cast<u32*>(backs + TILE_TOKENS);
     // Tokens behind the last one compute it once more.
     auto token_row = [&](u32 t) { return (size_t)min(tile_token + t, args.tokens - 1u) * x_stride; };
 
@@ -61,19 +63,18 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     for (u32 j = 0u; j < 4u; j++) {
         w_to[j] = shared_at(shared + threadIdx.x / 2u * CHUNKS + swizzled(threadIdx.x / 2u, 4u * w_b + j));
     }
-    Block block;
-    auto load = [&](u32 step) {
-        block = load_block(w, args.form, w_row, min(step * 2u + w_b, last_block));
-        prefetch_block(w, args.form, w_row, min((step + AHEAD) * 2u + w_b, last_block));
+    Block even, odd; // of steps
+    auto load = [&](u32 step, u32 last, Block& block) {
+        block = load_block(w, args.form, w_row, min(step * 2u + w_b, last));
+        prefetch_block(w, args.form, w_row, min((step + AHEAD) * 2u + w_b, last));
     };
-    // Writes the weights of a step, and loads those of the next one. Behind the last step it writes what no product reads.
-    auto decode = [&](u32 step) {
+    // Writes the weights of a step. Behind the last one no product reads them.
+    auto decode = [&](u32 step, const Block& block) {
         uint4 halves[4];
         decode_block(block, args.scale, halves);
         u32 buffer = step % W_BUFFERS * W_BYTES;
 #pragma unroll
         for (u32 j = 0u; j < 4u; j++) { put_shared(w_to[j] + buffer, halves[j]); }
-        load(step + 1u);
     };
 
     // This thread's chunk of rows of inputs, X_ROWS from one row to the next.
@@ -108,23 +109,38 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
         end_products(sums);
     };
 
-    load(0u);
+    // Tensor cores have products of one warpgroup while the other one decodes.
+    bool early = warpgroup == 1u;
+    // A step. `next`: the weights of the next one, and then those of two steps later.
+    auto compute = [&](u32 step, Block& next) {
+        __syncthreads(); // all threads' inputs and weights of this step are there
+        if (early) { decode(step + 1u, next); }
+        multiply_step(step);
+        if (!early) { decode(step + 1u, next); }
+        // The fence waits for all that this thread has asked memory for, so that was a step ago. The compiler would load weights before
+        // the fence, if there were not something to read behind it first.
+        wait_groups<AHEAD_INPUTS - 2>();
+        written_for_products();
+        load(step + 3u, *const_cast<volatile u32*>(kept), next);
+        copy_inputs(step + AHEAD_INPUTS);
+        wait_products<1>(sums); // those of the step before
+    };
+
+    load(0u, last_block, even);
+    load(1u, last_block, odd);
 #pragma unroll
     for (u32 step = 0u; step < AHEAD_INPUTS; step++) { copy_inputs(step); }
     float back = __uint_as_float(x[token_row(threadIdx.x % TILE_TOKENS) + x_stride - 1u].x);
-    decode(0u);
+    decode(0u, even);
+    load(2u, last_block, even);
+    *kept = last_block;
     backs[threadIdx.x % TILE_TOKENS] = back;
-    bool early = warpgroup == 1u; // so tensor cores have products of one warpgroup while the other one decodes
+    wait_groups<AHEAD_INPUTS - 1>();
+    written_for_products();
 #pragma unroll 1
-    for (u32 step = 0u; step < steps; step++) {
-        wait_groups<AHEAD_INPUTS - 1>();
-        written_for_products();
-        __syncthreads(); // all threads' inputs and weights of this step are there
-        if (early) { decode(step + 1u); }
-        multiply_step(step);
-        copy_inputs(step + AHEAD_INPUTS);
-        if (!early) { decode(step + 1u); }
-        wait_products<1>(sums); // of the step before
+    for (u32 step = 0u; step < steps; step += 2u) {
+        compute(step, odd);
+        compute(step + 1u, even);
     }
     wait_products<0>(sums);
     wait_groups<0>();

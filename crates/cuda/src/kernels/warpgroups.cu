@@ -27,7 +27,7 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 c) {
 
 #define MATRICES(name) extern __shared__ __align__(1024) uint4 name[]
 
-// The instruction's descriptor: the address, eight rows from 1024 bytes to the next (all in units of 16 bytes), a layout swizzled over 128 bytes.
+// The instruction's descriptor, in units of 16 bytes: the address, and 1024 bytes from eight rows to the next. Rows are swizzled over 128 bytes.
 typedef unsigned long long Matrix;
 
 __device__ __forceinline__ Matrix matrix_at(shared_address rows) {
