@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     shared_address weights = shared_at(shared);            // [W_BUFFERS, TILE_OUTPUTS, CHUNKS]
     shared_address values = weights + W_BUFFERS * W_BYTES; // [STAGES, TILE_TOKENS, CHUNKS]
     float* backs = reinterpret_cast<float*>(shared + (W_BUFFERS * W_BYTES + STAGES * X_BYTES) / 16u); // [TILE_TOKENS]
-    u32* kept = reinterpret_cast<u32*>(backs + TILE_TOKENS);
+    u32* kept = reinterpret_cast<u32*>(backs + TILE_TOKENS); // `last_block`
     // Tokens behind the last one compute it once more.
     auto token_row = [&](u32 t) { return (size_t)min(tile_token + t, args.tokens - 1u) * x_stride; };
 
@@ -117,8 +117,8 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
         if (early) { decode(step + 1u, next); }
         multiply_step(step);
         if (!early) { decode(step + 1u, next); }
-        // The fence waits for all that this thread has asked memory for, so that was a step ago. The compiler would load weights before
-        // the fence, if there were not something to read behind it first.
+        // The fence may wait for all that this thread has asked memory for: that was a step ago. The compiler would load weights before it,
+        // if their addresses did not need what is read behind it.
         wait_groups<AHEAD_INPUTS - 2>();
         written_for_products();
         load(step + 3u, *const_cast<volatile u32*>(kept), next);
