@@ -108,7 +108,7 @@ impl WarpgroupPlan {
         if of_experts || !tile.halves || !WARPGROUP_TILES.contains(&(tile.outputs, tile.tokens)) {
             return None;
         }
-        // Weights of three steps of 64 inputs and inputs of some, in f16, which are more than the sums at the end; a word per token and one.
+        // Weights of three steps of 64 inputs and inputs of some, in f16, more than the sums at the end; a word per token and one.
         let stages = STAGED_BYTES / (tile.tokens * 64 * 2);
         let bytes = 3 * tile.outputs * 64 * 2 + STAGED_BYTES + tile.tokens * 4 + 16;
         (bytes <= max_shared_bytes).then_some(WarpgroupPlan { tile, stages, bytes })

@@ -27,7 +27,8 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 c) {
 
 #define MATRICES(name) extern __shared__ __align__(1024) uint4 name[]
 
-// The instruction's descriptor, in units of 16 bytes: the address, and 1024 bytes from eight rows to the next. Rows are swizzled over 128 bytes.
+// The instruction's descriptor, in units of 16 bytes: the address, and 1024 bytes from eight rows to the next. The layout is swizzled over
+// 128 bytes.
 typedef unsigned long long Matrix;
 
 __device__ __forceinline__ Matrix matrix_at(shared_address rows) {
