@@ -2,6 +2,8 @@
 //!
 //!     cargo run --release -p kvist-cuda --example linear -- --inputs 4096 --outputs 14336 --encoding q8_0 --tokens 1,2,4,8
 //!
+//! `--warpgroups off` measures large layers without the tensor cores of warpgroups.
+//!
 //! A row has: GPU, encoding, inputs x outputs, tokens, microseconds of a layer, bytes of weights per second, bytes per second of
 //! a copy, the share of the one in the other, operations per second.
 //!
@@ -32,12 +34,22 @@ struct Options {
     bytes: usize,
     copy_bytes: u64,
     deterministic: bool,
+    /// Off: large layers without the tensor cores of warpgroups, to compare the two.
+    warpgroups: bool,
 }
 
 fn encoding(name: &str) -> Result<Encoding, String> {
     let found = Encoding::RESIDENT.into_iter().find(|known| known.name().eq_ignore_ascii_case(name));
     let names = || Encoding::RESIDENT.map(|known| known.name()).join(", ");
     found.ok_or_else(|| format!("unknown encoding {name}: choose one of {}", names()))
+}
+
+fn on(value: &str) -> Result<bool, String> {
+    match value {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err(format!("{value} is neither `on` nor `off`")),
+    }
 }
 
 fn options() -> Result<Options, Box<dyn Error>> {
@@ -50,6 +62,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
         bytes: 512 << 20,
         copy_bytes: 1 << 30,
         deterministic: false,
+        warpgroups: Opening::default().warpgroups,
     };
     let mut args = std::env::args().skip(1);
     while let Some(name) = args.next() {
@@ -63,6 +76,7 @@ fn options() -> Result<Options, Box<dyn Error>> {
             "--bytes" => options.bytes = value.parse()?,
             "--copy-bytes" => options.copy_bytes = value.parse::<u64>()? / 4 * 4,
             "--deterministic" => options.deterministic = value.parse()?,
+            "--warpgroups" => options.warpgroups = on(&value)?,
             _ => return Err(format!("unknown option {name}").into()),
         }
     }
@@ -138,7 +152,8 @@ fn main() {
 
 fn run() -> Result<(), Box<dyn Error>> {
     let options = options()?;
-    let opening = Opening { deterministic: options.deterministic, ..Default::default() };
+    let Options { deterministic, warpgroups, .. } = options;
+    let opening = Opening { deterministic, warpgroups, ..Default::default() };
     let device: CudaDevice = open(&Installation::of_system(), options.gpu, opening)?;
     let gpu = device.driver();
     let copy = copy_rate(gpu, options.copy_bytes)?;

@@ -22,6 +22,9 @@ impl fmt::Display for CompileError {
 
 impl std::error::Error for CompileError {}
 
+/// Code for compute capability 9.0 and for no other one: it can have the instructions of warpgroups.
+const WARPGROUPS: &str = "sm_90a";
+
 /// A compiled kernel.
 #[derive(Clone, Debug)]
 pub struct Image {
@@ -36,7 +39,7 @@ pub struct Image {
 pub struct Compiler {
     nvrtc: Nvrtc,
     version: (i32, i32),
-    /// `sm_90`, or `compute_90` for PTX.
+    /// `sm_80`, or `compute_80` for PTX.
     target: String,
     cache: Option<PathBuf>,
 }
@@ -79,6 +82,8 @@ impl Compiler {
         // Code for 8.0 runs on 8.6, but not on 9.0; PTX for 8.0 runs on all of them.
         let same = known.iter().filter(|known| **known / 10 == major && **known <= wanted).max();
         let target = match (same, known.iter().filter(|known| **known <= wanted).max()) {
+            // With the instructions that only this GPU has. CUDA 12 is the first with such code.
+            (Some(90), _) if wanted == 90 && version.0 >= 12 => WARPGROUPS.into(),
             (Some(known), _) => format!("sm_{known}"),
             (None, Some(older)) => format!("compute_{older}"),
             (None, None) => {
@@ -91,7 +96,12 @@ impl Compiler {
         Ok(Compiler { nvrtc, version, target, cache: installation.cache.clone() })
     }
 
-    /// What it compiles for: `sm_90`, or `compute_90` for PTX.
+    /// Whether it compiles kernels that use the tensor cores of warpgroups.
+    pub fn has_warpgroups(&self) -> bool {
+        self.target == WARPGROUPS
+    }
+
+    /// What it compiles for: `sm_80`, or `compute_80` for PTX.
     pub fn target(&self) -> &str {
         &self.target
     }

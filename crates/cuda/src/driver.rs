@@ -73,6 +73,8 @@ pub struct CudaDriver {
     graphs: bool,
     /// Whether the launches of a graph overlap.
     overlap: bool,
+    /// Whether linear layers use the tensor cores of warpgroups.
+    warpgroups: bool,
     counted: [AtomicU64; 4],
     clock: Mutex<Option<Clock>>,
 }
@@ -111,6 +113,7 @@ impl CudaDriver {
         let version = cuda.version().map_err(error)?;
         let compiler = Compiler::new(installation, found.compute_capability, version)
             .map_err(|what| failed(what.to_string()))?;
+        let warpgroups = options.warpgroups && compiler.has_warpgroups();
         let device = cuda.device(found.index).map_err(error)?;
         let context = Context::new(&cuda, device).map_err(error)?;
         let memory = context.pin(STAGING_BYTES as u64).map_err(error)?;
@@ -132,6 +135,7 @@ impl CudaDriver {
             multiprocessors: u32::try_from(found.multiprocessors).unwrap_or(1).max(1),
             graphs: options.graphs && context.has_graphs(),
             overlap: options.overlap && context.has_overlap() && found.compute_capability.0 >= 9,
+            warpgroups,
             context,
             failure: Failure::new(Self::NAME),
             meter: Mutex::default(),
@@ -171,8 +175,12 @@ impl CudaDriver {
     }
 
     /// What kernels are compiled for.
-    fn target(&self) -> Target {
-        Target { max_shared_bytes: self.limits.max_workgroup_bytes, fast: !self.limits.batch_invariant }
+    pub fn target(&self) -> Target {
+        Target {
+            max_shared_bytes: self.limits.max_workgroup_bytes,
+            fast: !self.limits.batch_invariant,
+            warpgroups: self.warpgroups,
+        }
     }
 
     fn load(&self, kernel: &Kernel) -> Result<Arc<Loaded>, String> {

@@ -6,7 +6,7 @@ pub mod gemm;
 mod matmul;
 
 use crate::tiles::{MmaTile, RECENT_STAGES, Tile};
-use gemm::Plan;
+use gemm::{Plan, WarpgroupPlan};
 use kvist_device::{Storage, weights::Encoding};
 use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, RecentForm, Routed, RowsOp};
 use matmul::FastMatmul;
@@ -46,6 +46,8 @@ pub struct Target {
     pub max_shared_bytes: u32,
     /// Whether a row's last bits may depend on its batch: kernels of their own, mostly on tensor cores, where they are faster.
     pub fast: bool,
+    /// Whether the GPU has the tensor cores of warpgroups, and the compiler their instructions.
+    pub warpgroups: bool,
 }
 
 impl Target {
@@ -62,9 +64,24 @@ impl Target {
     /// What a block of [`Kernel::Gemm`] computes. f32 stays exact.
     pub fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
         let is_exact = Encoding::RESIDENT.get(encoding as usize) == Some(&Encoding::F32);
-        let found =
-            (self.fast && !is_exact).then(|| gemm::tile(self.max_shared_bytes, routed, tokens, outputs));
+        let found = (self.fast && !is_exact)
+            .then(|| gemm::tile((self.max_shared_bytes, self.warpgroups), routed, tokens, outputs));
         found.flatten().unwrap_or(GemmTile::USUAL)
+    }
+
+    /// Whether the kernel is one that warpgroups compute.
+    pub fn uses_warpgroups(&self, kernel: &Kernel) -> bool {
+        self.warpgroup_plan(kernel).is_some()
+    }
+
+    /// How they do.
+    fn warpgroup_plan(&self, kernel: &Kernel) -> Option<WarpgroupPlan> {
+        match *kernel {
+            Kernel::Gemm { tile, routed, .. } if self.warpgroups => {
+                WarpgroupPlan::new(tile, routed, self.max_shared_bytes)
+            }
+            _ => None,
+        }
     }
 
     /// Output rows and tokens of a block of a linear layer.
@@ -147,6 +164,9 @@ impl Target {
         if let Some(tile) = self.mma_tile(kernel) {
             return Some(tile.bytes);
         }
+        if let Some(plan) = self.warpgroup_plan(kernel) {
+            return Some(plan.bytes);
+        }
         match *kernel {
             Kernel::Attend { k, v, dim, recent, .. } => {
                 Tile::new(k, v, dim, recent, self.max_shared_bytes).map(|tile| tile.bytes)
@@ -182,7 +202,9 @@ impl Target {
             define("CELLS", tile.cells);
             define("STAGES", tile.stages);
         }
-        if let Kernel::Gemm { tile, .. } = *kernel
+        if let Some(plan) = self.warpgroup_plan(kernel) {
+            plan.constants().into_iter().for_each(|(name, n)| define(name, n));
+        } else if let Kernel::Gemm { tile, .. } = *kernel
             && self.is_fast(kernel)
         {
             // As above.
@@ -225,8 +247,12 @@ impl Target {
                 const SEVERAL: &str = include_str!("kernels/several.cu");
                 &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, SEVERAL]
             }
+            Kernel::Gemm { .. } if self.uses_warpgroups(kernel) => {
+                const WARPGROUPS: &str = include_str!("kernels/warpgroups.cu");
+                const GEMM: &str = include_str!("kernels/gemm_warpgroups.cu");
+                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, WARPGROUPS, GEMM]
+            }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
-                const BLOCKS: &str = include_str!("kernels/blocks.cu");
                 const GEMM: &str = include_str!("kernels/gemm_fast.cu");
                 &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, GEMM]
             }
@@ -299,6 +325,7 @@ const LANES: &str = include_str!("kernels/lanes.cu");
 const INPUTS: &str = include_str!("kernels/inputs.cu");
 const MMA: &str = include_str!("kernels/mma.cu");
 const ASYNC: &str = include_str!("kernels/async.cu");
+const BLOCKS: &str = include_str!("kernels/blocks.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const LOADS: &str = include_str!("kernels/loads.cu");
 const UNITS: &str = include_str!("kernels/units.cu");
@@ -402,9 +429,11 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
             Encoding::Q8_0 => {
                 all.extend(gemm::TILES.map(|(outputs, tokens)| fast(outputs, tokens, Routed::No)));
                 all.push(fast(64, 64, Routed::Only));
+                all.push(fast(128, 256, Routed::Sum));
             }
             _ => all.extend([
                 fast(128, 256, Routed::No),
+                fast(128, 128, Routed::Sum),
                 fast(32, 16, Routed::No),
                 fast(64, 64, Routed::Added),
             ]),
@@ -441,8 +470,8 @@ mod tests {
     #[test]
     fn kernels_take_what_a_launch_passes() {
         for kernel in all(&[33, 128], &[64]) {
-            let target = |fast| Target { max_shared_bytes: 99 << 10, fast };
-            for target in [false, true].map(target) {
+            let target = |(fast, warpgroups)| Target { max_shared_bytes: 227 << 10, fast, warpgroups };
+            for target in [(false, false), (true, false), (true, true)].map(target) {
                 let source = target.source(&kernel);
                 assert_eq!(
                     parameters(&source, function(&kernel)),

@@ -60,16 +60,20 @@ pub struct Options {
     pub graphs: bool,
     /// Kernels of such a graph are brought to the multiprocessors before the one before has ended, where the GPU can do that.
     pub overlap: bool,
+    /// Large linear layers use the tensor cores of warpgroups, where the GPU has them.
+    pub warpgroups: bool,
     /// Weights and pools are split into parts of at most so many bytes; tests ask for less than a GPU can address.
     pub max_part_bytes: u64,
 }
 
 impl Default for Options {
-    /// Without `KVIST_CUDA_GRAPHS=0` in the environment there are graphs, and without `KVIST_CUDA_OVERLAP=0` their kernels overlap.
+    /// Without `KVIST_CUDA_GRAPHS=0` in the environment there are graphs, without `KVIST_CUDA_OVERLAP=0` their kernels overlap, and
+    /// without `KVIST_CUDA_WARPGROUPS=0` there are warpgroups.
     fn default() -> Self {
         let is_on = |name| std::env::var_os(name).is_none_or(|value| value != "0");
         let (graphs, overlap) = (is_on("KVIST_CUDA_GRAPHS"), is_on("KVIST_CUDA_OVERLAP"));
-        Options { deterministic: false, graphs, overlap, max_part_bytes: u64::MAX }
+        let warpgroups = is_on("KVIST_CUDA_WARPGROUPS");
+        Options { deterministic: false, graphs, overlap, warpgroups, max_part_bytes: u64::MAX }
     }
 }
 

@@ -1,4 +1,4 @@
-//! How `gemm_fast` divides a linear layer among blocks, warps and shared memory.
+//! How `gemm_fast` and `gemm_warpgroups` divide a linear layer among blocks, warps and shared memory.
 use kvist_gpu::{GemmTile, Routed};
 
 /// Outputs and tokens that a block can have.
@@ -17,10 +17,17 @@ pub const TILES: [(u32, u32); 13] = [
     (64, 16),
     (32, 16),
 ];
+/// Those of them that warpgroups can have.
+pub const WARPGROUP_TILES: [(u32, u32); 2] = [(128, 256), (128, 128)];
 /// Blocks that occupy a GPU.
 const ENOUGH_BLOCKS: u32 = 128;
 /// Shared memory that the kernel declares itself, and what a block costs besides, rounded up.
 const FIXED_BYTES: u32 = 2 << 10;
+
+/// Multiprocessors of the GPUs with warpgroups: of an H100 (SXM) and an H200.
+const MULTIPROCESSORS: u32 = 132;
+/// Inputs in shared memory for warpgroups.
+const STAGED_BYTES: u32 = 128 << 10;
 
 /// What a tile is compiled with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,9 +91,61 @@ impl Plan {
     }
 }
 
-/// The tile for so many tokens and outputs: as many tokens as there are, so that weights are decoded once for all, and as many
-/// outputs as leave work for the whole GPU. `None` if none fits into a block's shared memory.
-pub fn tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
+/// What a tile of warpgroups is compiled with. One block runs on a multiprocessor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WarpgroupPlan {
+    tile: GemmTile,
+    /// Buffers for the inputs of steps.
+    stages: u32,
+    /// Of dynamic shared memory.
+    pub bytes: u32,
+}
+
+impl WarpgroupPlan {
+    /// `None` if warpgroups have no such tile, or it does not fit.
+    pub fn new(tile: GemmTile, routed: Routed, max_shared_bytes: u32) -> Option<WarpgroupPlan> {
+        let of_experts = !matches!(routed, Routed::No | Routed::Sum);
+        if of_experts || !tile.halves || !WARPGROUP_TILES.contains(&(tile.outputs, tile.tokens)) {
+            return None;
+        }
+        // Weights of three steps of 64 inputs and inputs of some, in f16, more than the sums at the end; a word per token and one.
+        let stages = STAGED_BYTES / (tile.tokens * 64 * 2);
+        let bytes = 3 * tile.outputs * 64 * 2 + STAGED_BYTES + tile.tokens * 4 + 16;
+        (bytes <= max_shared_bytes).then_some(WarpgroupPlan { tile, stages, bytes })
+    }
+
+    pub fn constants(&self) -> [(&'static str, u32); 3] {
+        [("TILE_OUTPUTS", self.tile.outputs), ("TILE_TOKENS", self.tile.tokens), ("STAGES", self.stages)]
+    }
+}
+
+/// The tile for so many tokens and outputs, where large ones are computed by `warpgroups` if that is faster than without.
+/// `None` if none fits into a block's shared memory.
+pub fn tile(
+    (max_shared_bytes, warpgroups): (u32, bool),
+    routed: Routed,
+    tokens: u32,
+    outputs: u32,
+) -> Option<GemmTile> {
+    let usual = usual_tile(max_shared_bytes, routed, tokens, outputs)?;
+    let large = WARPGROUP_TILES.map(|(outputs, tokens)| GemmTile { outputs, tokens, halves: true });
+    // With fewer tokens most of such a tile would have none.
+    let large = large.into_iter().filter(|tile| warpgroups && tokens > tile.tokens / 2);
+    let large = large.filter(|tile| WarpgroupPlan::new(*tile, routed, max_shared_bytes).is_some());
+    // The time of the busiest multiprocessor: that of its blocks, one after the other.
+    let time = |tile: &GemmTile, speed: u64| {
+        let blocks = u64::from(outputs.div_ceil(tile.outputs)) * u64::from(tokens.div_ceil(tile.tokens));
+        blocks.div_ceil(u64::from(MULTIPROCESSORS)) * u64::from(tile.outputs * tile.tokens) * 24 / speed
+    };
+    // How fast one multiprocessor is with a tile. Only the ratios matter.
+    let warpgroup_time = |tile: &GemmTile| time(tile, if tile.tokens > 128 { 8 } else { 6 });
+    let usual_time = time(&usual, if usual.outputs > 32 { 3 } else { 2 });
+    Some(large.filter(|tile| warpgroup_time(tile) <= usual_time).min_by_key(warpgroup_time).unwrap_or(usual))
+}
+
+/// The tile of `gemm_fast`: as many tokens as there are, so that weights are decoded once for all, and as many outputs as leave
+/// work for the whole GPU.
+fn usual_tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
     // Of an expert few tokens are left.
     let most = if matches!(routed, Routed::No | Routed::Sum) { 128 } else { 64 };
     let least = tokens.min(most).next_power_of_two().max(16);
@@ -110,7 +169,7 @@ mod tests {
         for bytes in [99 << 10, 163 << 10, 227 << 10] {
             for tokens in [12, 16, 17, 64, 100, 128, 129, 5000] {
                 for outputs in [1, 4096, 14336, 128_000] {
-                    let tile = tile(bytes, Routed::No, tokens, outputs).unwrap();
+                    let tile = tile((bytes, false), Routed::No, tokens, outputs).unwrap();
                     let plan = Plan::new(tile, bytes).unwrap();
                     assert!(plan.blocks * (plan.bytes + FIXED_BYTES) <= bytes, "{plan:?}");
                     assert!(tile.tokens >= tokens.min(128), "{plan:?}");
@@ -119,10 +178,38 @@ mod tests {
                 }
             }
         }
-        let tile = |tokens, outputs| tile(227 << 10, Routed::No, tokens, outputs).unwrap();
+        let tile = |tokens, outputs| tile((227 << 10, false), Routed::No, tokens, outputs).unwrap();
         assert_eq!((tile(2048, 4096).outputs, tile(2048, 4096).tokens), (128, 256));
         assert_eq!((tile(300, 14336).outputs, tile(300, 14336).tokens), (128, 128));
         assert_eq!((tile(512, 4096).outputs, tile(512, 4096).tokens), (128, 128));
         assert_eq!((tile(16, 4096).outputs, tile(16, 4096).tokens), (32, 16));
+    }
+
+    #[test]
+    fn warpgroups_compute_what_is_large_enough() {
+        let chosen = |routed, tokens, outputs| {
+            let bytes = 227 << 10;
+            let tile = tile((bytes, true), routed, tokens, outputs).unwrap();
+            let plan = WarpgroupPlan::new(tile, routed, bytes);
+            plan.map(|plan| (tile.outputs, tile.tokens, plan.stages))
+        };
+        let (widest, wide) = (Some((128, 256, 4)), Some((128, 128, 8)));
+        for routed in [Routed::No, Routed::Sum] {
+            assert_eq!(chosen(routed, 2048, 4096), widest);
+            assert_eq!(chosen(routed, 2048, 14336), widest);
+            assert_eq!(chosen(routed, 512, 14336), widest);
+            // The widest tiles would leave half of the GPU idle.
+            assert_eq!(chosen(routed, 512, 4096), wide);
+            assert_eq!(chosen(routed, 2048, 1024), wide);
+            // Or have fewer tokens than half of a tile.
+            assert_eq!(chosen(routed, 128, 14336), wide);
+            // Small tiles occupy more of the GPU.
+            assert_eq!(chosen(routed, 512, 1024), None);
+            assert_eq!(chosen(routed, 64, 14336), None);
+        }
+        assert_eq!(chosen(Routed::Added, 2048, 14336), None);
+        // Without the shared memory.
+        let tile = GemmTile { outputs: 128, tokens: 128, halves: true };
+        assert_eq!(WarpgroupPlan::new(tile, Routed::No, 163 << 10), None);
     }
 }

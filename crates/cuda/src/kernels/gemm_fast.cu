@@ -54,15 +54,6 @@ __device__ __forceinline__ void add_warps(float* acc, u32 k, u32 warp, float* sh
     }
 }
 
-// 16 bytes, to an address of mma.cu.
-__device__ __forceinline__ void copy_16(shared_address to, const uint4* from) {
-#ifdef __CUDA_ARCH__
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-#else
-    put_shared(to, *from);
-#endif
-}
-
 // Which tokens the tile has, those from number `first` on among the expert's. Returns how many. `counts`: a number per warp.
 __device__ __forceinline__ u32 find_tokens(const float* routes, const Args& args, u32 first, u32* tokens, u32* counts) {
     if (!ROUTED) {

@@ -12,6 +12,7 @@
 // Addresses in shared memory are pointers, or of the type shared_address: a number of bytes, which takes one register and no
 // conversion. `shared_at(pointer)` makes one that the compiler keeps instead of computing it again at every use.
 //   put_shared(to, v)        writes 16 bytes there
+//   copy_16(to, from)        copies 16 bytes there that nothing waits for (async.cu)
 //
 // Which elements a lane has, with g = lane / 4 and t = lane % 4. A register has two neighbours, the first in its lower half:
 //   a matrix [8, 8] of ldmatrix: row g, columns 2t and 2t + 1; transposed: rows 2t and 2t + 1 of column g
@@ -64,6 +65,10 @@ __device__ __forceinline__ void put_shared(shared_address to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+__device__ __forceinline__ void copy_16(shared_address to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], shared_address row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -93,6 +98,10 @@ __device__ __forceinline__ shared_address shared_at(void* at) {
 
 __device__ __forceinline__ void put_shared(shared_address to, uint4 v) {
     *reinterpret_cast<uint4*>(to) = v;
+}
+
+__device__ __forceinline__ void copy_16(shared_address to, const uint4* from) {
+    put_shared(to, *from);
 }
 
 struct Operands {

@@ -1,4 +1,4 @@
-// A linear layer, or a part of its outputs, as `matmul`, `gemm` and `gemm_fast` compute it.
+// A linear layer, or a part of its outputs, as `matmul`, `gemm`, `gemm_fast` and `gemm_warpgroups` compute it.
 //
 //   for each output row o of this part, for each token t:
 //     y = factor * (x[t] . W[o]) + bias[o];  with a softcap: y = cap * tanh(y / cap)
@@ -21,7 +21,7 @@ struct Args {
     u32 has_bias;
     u32 expert;
     u32 experts;
-    float scale; // a power of two that brings every weight into the range of f16, for `gemm_fast`
+    float scale; // a power of two that brings every weight into the range of f16, for the fast ones
 };
 
 // sum + a . b, one after the other
@@ -48,12 +48,16 @@ __device__ __forceinline__ bool any_routed(const float* routes, const Args& args
     return any;
 }
 
+__device__ __forceinline__ float capped(const Args& args, float y) {
+    return args.cap * tanh_(y / args.cap);
+}
+
 // Finishes output o of this part for a token.
 __device__ __forceinline__ void put(
     const Args& args, const float* bias, const float* routes, float* out, u32 o, u32 token, float sum) {
     if (o >= args.outputs || token >= args.tokens) { return; }
     float y = args.has_bias != 0u ? fmaf(sum, args.factor, bias[args.first + o]) : sum * args.factor;
-    if (args.cap > 0.0f) { y = args.cap * tanh_(y / args.cap); }
+    if (args.cap > 0.0f) { y = capped(args, y); }
     u32 at = token * args.width + args.first + o;
     if (ROUTED) {
         float weight = routes[token * args.experts + args.expert];

@@ -109,9 +109,10 @@ pub fn some<T>(forms: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
 
 /// Tests compare bits unless they say otherwise.
 pub const DETERMINISTIC: Options =
-    Options { deterministic: true, graphs: true, overlap: true, max_part_bytes: u64::MAX };
+    Options { deterministic: true, graphs: true, overlap: true, warpgroups: true, max_part_bytes: u64::MAX };
 
-fn open(options: Options) -> Option<CudaDriver> {
+/// The API with such options.
+pub fn open(options: Options) -> Option<CudaDriver> {
     let (installation, index) = installation()?;
     Some(CudaDriver::open(&installation, index, options).unwrap_or_else(|error| panic!("{error}")))
 }

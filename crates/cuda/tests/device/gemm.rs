@@ -1,5 +1,5 @@
 //! Linear layers on tensor cores against the kernel whose sums have a fixed order.
-use crate::common::{self, fast_driver};
+use crate::common::{self, FAST};
 use kvist_cuda::{CudaDriver, Options, kernels::gemm};
 use kvist_device::weights::Encoding;
 use kvist_gpu::{Driver, GemmTile, Halves, Kernel, Linear, Product, Routed, halves_bytes};
@@ -51,6 +51,22 @@ impl Case {
         Case { encoding, outputs, inputs, tokens, x, weights, bias: None, cap: None, routed: Routed::No }
     }
 
+    /// The kernel that computes it with a tile.
+    fn kernel(&self, tile: GemmTile) -> Kernel {
+        let encoding = Encoding::RESIDENT.iter().position(|known| *known == self.encoding).unwrap();
+        Kernel::Gemm { encoding: encoding as u32, routed: self.routed, tile }
+    }
+
+    /// Whether only some tokens use it.
+    fn is_experts(&self) -> bool {
+        matches!(self.routed, Routed::Only | Routed::Added)
+    }
+
+    /// Whether its results are added to what is there.
+    fn adds(&self) -> bool {
+        matches!(self.routed, Routed::Sum | Routed::Added)
+    }
+
     fn routes(&self) -> Vec<f32> {
         let route = |i: usize| if i / EXPERTS * 7 % 10 < 4 { 0.25 + (i % 3) as f32 } else { 0.0 };
         (0..self.tokens * EXPERTS).map(route).collect()
@@ -65,9 +81,9 @@ impl Case {
         let x = gpu.filled("x", &bytes(&self.x)).unwrap();
         let routes = gpu.filled("routes", &bytes(&self.routes())).unwrap();
         // A row behind the end, which stays as it is.
-        let before = match self.routed {
-            Routed::Added => random(1, n_out + self.outputs, 1.0),
-            _ => vec![f32::NAN; n_out + self.outputs],
+        let before = match self.adds() {
+            true => random(1, n_out + self.outputs, 1.0),
+            false => vec![f32::NAN; n_out + self.outputs],
         };
         let out = gpu.filled("out", &bytes(&before)).unwrap();
         let room = halves_bytes(self.tokens, self.inputs).unwrap();
@@ -75,16 +91,13 @@ impl Case {
         gpu.write(&halves, 0, &vec![0xff; room as usize]);
         let halves = Halves::of(halves, room);
         let mut recorder = <CudaDriver as Driver>::Recorder::default();
-        let expert = (self.routed != Routed::No).then_some((&routes, EXPERT, EXPERTS as u32));
+        let expert = self.is_experts().then_some((&routes, EXPERT, EXPERTS as u32));
         let written = Halves::write(Some(&halves), gpu, &mut recorder, (&x, n), &[&layer], expert);
         let written = tile.and(written);
-        let (cap, added) = (self.cap, self.routed == Routed::Added);
+        let (cap, added) = (self.cap, self.adds());
         let product = Product { x: &x, layer: &layer, out: &out, n, cap, expert, added, halves: written };
-        let encoding = layer.encoding;
         match tile {
-            Some(tile) => {
-                product.record_as(gpu, &mut recorder, &Kernel::Gemm { encoding, routed: self.routed, tile });
-            }
+            Some(tile) => product.record_as(gpu, &mut recorder, &self.kernel(tile)),
             None => product.record(gpu, &mut recorder),
         }
         let submission = gpu.submit(&mut recorder, &[]);
@@ -110,7 +123,7 @@ impl Case {
         let rows = found.chunks_exact(self.outputs).zip(expected.chunks_exact(self.outputs));
         for (t, (found, expected)) in rows.enumerate() {
             let what = format!("{} {tile:?} {:?}, token {t}", self.encoding.name(), self.routed);
-            if self.routed != Routed::No && routes[t * EXPERTS + EXPERT as usize] == 0.0 {
+            if self.is_experts() && routes[t * EXPERTS + EXPERT as usize] == 0.0 {
                 let same = found.iter().zip(expected).all(|(x, y)| x.to_bits() == y.to_bits());
                 assert!(same, "{what}: not routed");
                 continue;
@@ -129,12 +142,13 @@ impl Case {
 }
 
 /// With the shared memory of a large GPU.
-fn large_driver() -> Option<CudaDriver> {
-    if common::index().is_some() {
-        return fast_driver();
-    }
-    let installation = common::emulation(&[("KVIST_EMULATION_SHARED", "232448")])?;
-    Some(CudaDriver::open(&installation, None, Options::default()).unwrap())
+fn large_driver(warpgroups: bool) -> Option<CudaDriver> {
+    let options = Options { warpgroups, ..FAST };
+    let (installation, index) = match common::index() {
+        Some(_) => common::installation()?,
+        None => (common::emulation(&[("KVIST_EMULATION_SHARED", "232448")])?, None),
+    };
+    Some(CudaDriver::open(&installation, index, options).unwrap())
 }
 
 /// Those that fit into the GPU's shared memory.
@@ -143,6 +157,11 @@ fn tiles(gpu: &CudaDriver) -> Vec<GemmTile> {
     let all = gemm::TILES.into_iter().map(tile);
     let fits = |tile: &GemmTile| gemm::Plan::new(*tile, gpu.limits().max_workgroup_bytes).is_some();
     all.filter(fits).collect()
+}
+
+/// With the kernels that every GPU has.
+fn usual_driver() -> Option<CudaDriver> {
+    common::open(Options { warpgroups: false, ..FAST })
 }
 
 /// Rows of one block, of some steps, and of some steps and a part of one.
@@ -156,7 +175,7 @@ fn inputs(encoding: Encoding) -> [usize; 3] {
 
 #[test]
 fn every_encoding_agrees_with_fixed_sums() {
-    let Some(gpu) = fast_driver() else { return };
+    let Some(gpu) = usual_driver() else { return };
     let tiles = tiles(&gpu);
     for (i, encoding) in common::some(Encoding::RESIDENT.into_iter().enumerate()) {
         if encoding == Encoding::F32 {
@@ -180,7 +199,7 @@ fn every_encoding_agrees_with_fixed_sums() {
 
 #[test]
 fn every_tile_agrees_with_fixed_sums() {
-    let Some(gpu) = large_driver() else { return };
+    let Some(gpu) = large_driver(false) else { return };
     println!("{} bytes of shared memory", gpu.limits().max_workgroup_bytes);
     for tile in tiles(&gpu) {
         let largest = [(300, 608, 200), (33, 96, 13)]
@@ -193,10 +212,52 @@ fn every_tile_agrees_with_fixed_sums() {
     }
 }
 
+/// The large tiles on the tensor cores of warpgroups, of which the emulation has some; another GPU computes them as in the test before.
+#[test]
+fn warpgroups_agree_with_fixed_sums() {
+    let Some(gpu) = large_driver(true) else { return };
+    let tiles: Vec<_> = tiles(&gpu)
+        .into_iter()
+        .filter(|tile| gemm::WARPGROUP_TILES.contains(&(tile.outputs, tile.tokens)))
+        .collect();
+    let check = |mut case: Case, tile: GemmTile, routed: Routed| {
+        case.routed = routed;
+        let is_used = gpu.target().uses_warpgroups(&case.kernel(tile));
+        assert!(is_used || common::index().is_some(), "{tile:?} {routed:?}");
+        case.check(&gpu, tile)
+    };
+    for (i, encoding) in common::some(Encoding::RESIDENT.into_iter().enumerate()) {
+        if encoding == Encoding::F32 {
+            continue;
+        }
+        let (tile, routed) = (tiles[i / 6 % tiles.len()], [Routed::No, Routed::Sum][i / 2 % 2]);
+        let mut largest = 0f64;
+        for (inputs, (outputs, tokens)) in inputs(encoding).into_iter().zip([(45, 5), (130, 133), (129, 70)])
+        {
+            let mut case = Case::new(encoding, outputs, inputs, tokens);
+            case.bias = (tokens == 133).then(|| random(5, outputs, 1.0));
+            if tokens == 70 {
+                case.x = random(9, tokens * inputs, 0.1);
+                case.cap = Some(30.0);
+            }
+            largest = largest.max(check(case, tile, routed));
+        }
+        println!("{} {}x{} {routed:?}: {largest:.2e}", encoding.name(), tile.outputs, tile.tokens);
+    }
+    for tile in tiles {
+        // Two tiles each way, many steps; and more tiles of tokens than are computed at the same time.
+        let many = 8 * tile.tokens as usize + 3;
+        for (outputs, inputs, tokens) in [(150, 1376, 260), (5, 32, many)] {
+            let error = check(Case::new(Encoding::Q8_0, outputs, inputs, tokens), tile, Routed::No);
+            println!("{}x{}: {error:.2e}", tile.outputs, tile.tokens);
+        }
+    }
+}
+
 /// More tiles of tokens than are computed at the same time, and experts: their tokens lie scattered, over several tiles.
 #[test]
 fn tiles_find_their_tokens() {
-    let Some(gpu) = fast_driver() else { return };
+    let Some(gpu) = usual_driver() else { return };
     let tile = GemmTile { outputs: 32, tokens: 16, halves: true };
     Case::new(Encoding::Q8_0, 70, 64, 200).check(&gpu, tile);
     for routed in [Routed::Only, Routed::Added] {
@@ -213,7 +274,7 @@ fn tiles_find_their_tokens() {
 /// Weights far from 1, which f16 does not have.
 #[test]
 fn weights_of_every_size() {
-    let Some(gpu) = fast_driver() else { return };
+    let Some(gpu) = usual_driver() else { return };
     for size in [1e-20, 1e-7, 1e7, 1e14] {
         let mut case = Case::new(Encoding::BF16, 40, 64, 12);
         case.weights = random(3, 40 * 64, size)

@@ -40,11 +40,18 @@ fn every_kernel_compiles() {
     let all = kernels::all(&DIMS, &OTHERS);
     for capability in [(8, 0), (9, 0), (10, 0)] {
         let Some(compiler) = compiler(capability) else { return };
-        assert_eq!(compiler.target(), format!("sm_{}{}", capability.0, capability.1));
+        // Code for 9.0 alone can have the instructions of warpgroups.
+        let has_warpgroups = capability == (9, 0);
+        assert_eq!(compiler.has_warpgroups(), has_warpgroups);
+        let exactly = if has_warpgroups { "a" } else { "" };
+        assert_eq!(compiler.target(), format!("sm_{}{}{exactly}", capability.0, capability.1));
         let mut sources: Vec<(String, &'static str, String)> = Vec::new();
         for kernel in &all {
-            let both = |bytes| [false, true].map(|fast| Target { max_shared_bytes: bytes, fast });
-            for target in SHARED_BYTES.into_iter().flat_map(both) {
+            let kinds = [(false, false), (true, false), (true, has_warpgroups)];
+            let targets = SHARED_BYTES.into_iter().flat_map(|max_shared_bytes| {
+                kinds.map(|(fast, warpgroups)| Target { max_shared_bytes, fast, warpgroups })
+            });
+            for target in targets {
                 if matches!(kernel, Kernel::Attend { rows, .. } if *rows > kernels::ROWS && !target.is_fast(kernel))
                 {
                     continue; // the driver asks for no such blocks

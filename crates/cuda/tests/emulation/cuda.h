@@ -14,6 +14,7 @@
 #include <sys/mman.h>
 #include <utility>
 #ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -210,6 +211,10 @@ static void begin_fiber() {
 }
 
 static void prepare(unsigned t) {
+#ifdef __SANITIZE_ADDRESS__
+    // The fiber before has never returned from its last calls: what the sanitizer has marked of their frames is no error of this one.
+    __asan_unpoison_memory_region(stacks + t * STACK, STACK);
+#endif
     void** top = reinterpret_cast<void**>(stacks + (t + 1) * STACK);
 #if defined(__x86_64__)
     // As if `begin_fiber` had been called: its return address makes the stack 16 bytes off by 8.
@@ -390,8 +395,10 @@ static const char* launch(const unsigned* grid, const unsigned* block, size_t sh
         if (found == MAP_FAILED) { return "no memory for the stacks of a block"; }
         stacks = static_cast<char*>(found);
     }
-    // Exactly as long as the launch says, so that the sanitizer sees what lies behind it.
-    dynamic_shared = shared_bytes > 0 ? static_cast<char*>(malloc(shared_bytes)) : nullptr;
+    // Exactly as long as the launch says, so that the sanitizer sees what lies behind it. Aligned as a kernel may ask for.
+    void* shared = nullptr;
+    if (shared_bytes > 0 && posix_memalign(&shared, 1024, shared_bytes)) { return "no shared memory"; }
+    dynamic_shared = static_cast<char*>(shared);
     blockDim = {block[0], block[1], block[2]};
     gridDim = {grid[0], grid[1], grid[2]};
     threadIdx = {0, 0, 0};
