@@ -274,7 +274,8 @@ impl<D: Driver> Device for GpuDevice<D> {
         let is_one = layers.len() == outs.len() && (2..=several::MOST).contains(&layers.len());
         let alike =
             |pair: &[(&Linear<D>, &D::Buffer)]| together(&*self.gpu, s.n(x.rows), pair[0].0, pair[1].0);
-        if let (true, Some(x)) = (is_one && layers.windows(2).all(alike), x.get()) {
+        let takes_norm = layers.iter().all(|(layer, _)| several::takes_norm(layer));
+        if let (true, Some(x)) = (is_one && takes_norm && layers.windows(2).all(alike), x.get()) {
             let norm = Some((&norm.weight.values, norm.eps));
             return Several { x, norm, layers: &layers, activation: None }
                 .record(&*self.gpu, &mut s.recorder);
@@ -296,12 +297,18 @@ impl<D: Driver> Device for GpuDevice<D> {
     ) {
         s.rotate(&*self.gpu);
         let pairs = gate.0.outputs == up.0.outputs && together(&*self.gpu, s.n(x.rows), gate.0, up.0);
+        let (x, norm) = match pairs && several::takes_norm(gate.0) {
+            true => (x, Some((&norm.weight.values, norm.eps))),
+            false => {
+                self.rms_norm(s, x, norm, h);
+                (&*h, None)
+            }
+        };
         if let (true, Some(x), Some(out), Some(unused)) = (pairs, x.get(), gate.1.get(), up.1.get()) {
-            let (layers, norm) = (&[(gate.0, out), (up.0, unused)], Some((&norm.weight.values, norm.eps)));
+            let layers = &[(gate.0, out), (up.0, unused)];
             let several = Several { x, norm, layers, activation: Some(activation) };
             return several.record(&*self.gpu, &mut s.recorder);
         }
-        self.rms_norm(s, x, norm, h);
         self.matmul(s, h, &mut [(gate.0, &mut *gate.1), (up.0, &mut *up.1)]);
         self.gated(s, activation, gate.1, up.1);
     }

@@ -131,7 +131,8 @@ pub struct Lane<D: Driver> {
     /// The cell of each row of the transfer that was submitted last. Kernels of different transfers run one after the other, and writes
     /// are in order with them.
     table: D::Buffer,
-    /// What is there: the parts of a block have the same cells, and each write costs the link as much time as some 100 KB.
+    /// What is there: the parts of a block have the same cells, and each write costs the link as much time as a megabyte
+    /// (18 µs on an H100).
     cells: Vec<u32>,
     /// Where [`upload_packed`](Lane::upload_packed) packs rows if the host cannot write to the memory that the device reads.
     packed: Vec<u8>,

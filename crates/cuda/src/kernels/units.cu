@@ -3,10 +3,12 @@
 // Inputs that were loaded are used for all of these rows. Blocks are small and many, so that a GPU is full of them to the end; while
 // one waits for its first weights, others on the same multiprocessor compute.
 //
-// Codes become floats by a byte's place in 2^23 + n, which is faster than a conversion. Offsets of codes are for the sum of the inputs.
+// Codes become floats by their place in the bits of a float, which takes one instruction: a signed byte in 2^23 + n, from which 2^23 is then
+// taken, and a code of up to 6 bits in 1 + n / 2^bits. What that 1 adds to a sum is the sum of the inputs, as for offsets of codes.
 
 #define HAS_BYTES (ENCODING == Q8_0 || ENCODING == INT8)
 #define UNIT_QUADS (HAS_BYTES ? 4u : 8u)
+#define BITS (ENCODING == Q6_K ? 6u : (ENCODING == Q5_0 || ENCODING == Q5_1 ? 5u : 4u)) // of a code that is no byte
 #define THREADS (32u * WARPS)
 #ifndef GATED
 #define GATED 0
@@ -128,12 +130,24 @@ __device__ __forceinline__ float4 scales_of(const Raw& raw, u32 u) {
     }
 }
 
-// sum + (four bytes) . x
-__device__ __forceinline__ float add_bytes(float sum, u32 word, float4 x) {
-    sum = fmaf(small(word & 0xffu), x.x, sum);
-    sum = fmaf(small(word >> 8 & 0xffu), x.y, sum);
-    sum = fmaf(small(word >> 16 & 0xffu), x.z, sum);
-    return fmaf(small(word >> 24), x.w, sum);
+// Word i of the low or of the high codes of a unit, four of them: each at the top of the lower seven bits of its byte, whose eighth bit is 1.
+__device__ __forceinline__ u32 lifted(const Raw& raw, u32 u, u32 i, bool high) {
+    u32 word = word_of(raw.codes, i);
+    if (BITS == 4u) { return ((high ? word >> 1 : word << 3) & 0x78787878u) | 0x80808080u; }
+    return (((high ? word >> 4 : word) & 0x0f0f0f0fu) | further(raw, u, i, high)) << (7u - BITS) | 0x80808080u;
+}
+
+// 1 + n / 2^BITS for code n in byte `i` of such a word.
+__device__ __forceinline__ float one_and(u32 word, u32 i) {
+    return __uint_as_float(__byte_perm(word, 0x3f000000u, 0x7044u + (i << 8)));
+}
+
+// sum + (1 + n / 2^BITS) . x for the codes of such a word
+__device__ __forceinline__ float add_codes(float sum, u32 word, float4 x) {
+    sum = fmaf(one_and(word, 0u), x.x, sum);
+    sum = fmaf(one_and(word, 1u), x.y, sum);
+    sum = fmaf(one_and(word, 2u), x.z, sum);
+    return fmaf(one_and(word, 3u), x.w, sum);
 }
 
 __device__ __forceinline__ float sum_of(float4 x) {
@@ -199,18 +213,19 @@ __device__ __forceinline__ void add_unit(
         high_inputs += sum_of(b);
 #pragma unroll
         for (u32 r = 0u; r < ROWS; r++) {
-            u32 word = word_of(raw[r].codes, i);
-            low[r] = add_bytes(low[r], (word & 0x0f0f0f0fu) | further(raw[r], u, i, false), a);
-            high[r] = add_bytes(high[r], (word >> 4 & 0x0f0f0f0fu) | further(raw[r], u, i, true), b);
+            low[r] = add_codes(low[r], lifted(raw[r], u, i, false), a);
+            high[r] = add_codes(high[r], lifted(raw[r], u, i, true), b);
         }
     }
 #pragma unroll
     for (u32 r = 0u; r < ROWS; r++) {
+        // A code's scale and offset, as those of 1 + n / 2^BITS.
         float4 scales = scales_of(raw[r], u);
-        float sum = fmaf(scales.x, low[r], sums[r]);
-        sum = fmaf(scales.y, low_inputs, sum);
-        sum = fmaf(scales.z, high[r], sum);
-        sums[r] = fmaf(scales.w, high_inputs, sum);
+        float of_low = scales.x * (float)(1u << BITS), of_high = scales.z * (float)(1u << BITS);
+        float sum = fmaf(of_low, low[r], sums[r]);
+        sum = fmaf(scales.y - of_low, low_inputs, sum);
+        sum = fmaf(of_high, high[r], sum);
+        sums[r] = fmaf(scales.w - of_high, high_inputs, sum);
     }
 }
 
