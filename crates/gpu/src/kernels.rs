@@ -113,7 +113,7 @@ impl GemmTile {
     pub const USUAL: GemmTile = GemmTile { outputs: GEMM_TILE, tokens: GEMM_TILE, halves: false };
 }
 
-/// Bytes of `rows` rows of [`Kernel::Halves`].
+/// Bytes of `rows` rows of [`Kernel::Halves`]: numbers, and then 16 bytes for each row.
 pub fn halves_bytes(rows: usize, inputs: usize) -> Option<u64> {
     let row = inputs.checked_next_multiple_of(256)?.checked_mul(2)?.checked_add(16)?;
     u64::try_from(rows.checked_mul(row)?).ok()

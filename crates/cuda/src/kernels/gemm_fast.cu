@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     u32 first_output = warp % WARPS_M * (TILE_OUTPUTS / WARPS_M);
     u32 first_token = warp / WARPS_M % WARPS_N * (TILE_TOKENS / WARPS_N);
     u32 steps = (args.inputs + STEP - 1u) / STEP;
-    u32 x_stride = (args.inputs + 255u) / 256u * 32u + 1u;
+    u32 x_stride = (args.inputs + 255u) / 256u * 32u;
     uint4* weights = shared;                             // [2, TILE_OUTPUTS, CHUNKS]
     uint4* values = shared + 2u * TILE_OUTPUTS * CHUNKS; // [STAGES, TILE_TOKENS, CHUNKS]
 
@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
         u32 o = tile_output + i % TILE_OUTPUTS;
         if (o >= args.outputs) { continue; }
         u32 token = tokens[i / TILE_OUTPUTS];
-        float back = __uint_as_float(x[(size_t)token * x_stride + x_stride - 1u].x);
+        float back = __uint_as_float(x[(size_t)args.tokens * x_stride + token].x);
         float sum = sums[i / TILE_OUTPUTS * SUM_STRIDE + i % TILE_OUTPUTS];
         put(args, bias, routes, out, o, token, sum * row_scale(w, args.form, o, args.scale) * back);
     }

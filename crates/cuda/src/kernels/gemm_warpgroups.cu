@@ -45,13 +45,13 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     u32 warp = threadIdx.x / 32u;
     u32 warpgroup = warp / 4u;
     u32 steps = (args.inputs + 2u * STEP - 1u) / (2u * STEP) * 2u; // an even number: behind the end inputs are 0
-    u32 x_stride = (args.inputs + 255u) / 256u * 32u + 1u;
+    u32 x_stride = (args.inputs + 255u) / 256u * 32u;
     shared_address weights = shared_at(shared);            // [W_BUFFERS, TILE_OUTPUTS, CHUNKS]
     shared_address values = weights + W_BUFFERS * W_BYTES; // [STAGES, TILE_TOKENS, CHUNKS]
     float* backs = reinterpret_cast<float*>(shared + (W_BUFFERS * W_BYTES + STAGES * X_BYTES) / 16u); // [TILE_TOKENS]
     u32* kept = reinterpret_cast<u32*>(backs + TILE_TOKENS); // `last_block`
     // Tokens behind the last one compute it once more.
-    auto token_row = [&](u32 t) { return (size_t)min(tile_token + t, args.tokens - 1u) * x_stride; };
+    auto token = [&](u32 t) { return (size_t)min(tile_token + t, args.tokens - 1u); };
 
     // This thread's block of weights in each step. Behind the end of a row it is the last one, because inputs are 0 there; of rows behind
     // the last one nothing is kept.
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     shared_address x_to = values + 16u * (x_row * CHUNKS + swizzled(x_row, x_chunk));
     const uint4* x_from[TILE_TOKENS / X_ROWS];
 #pragma unroll
-    for (u32 i = 0u; i < TILE_TOKENS / X_ROWS; i++) { x_from[i] = x + token_row(x_row + i * X_ROWS) + x_chunk; }
+    for (u32 i = 0u; i < TILE_TOKENS / X_ROWS; i++) { x_from[i] = x + token(x_row + i * X_ROWS) * x_stride + x_chunk; }
     auto copy_inputs = [&](u32 step) {
         if (step < steps) {
             shared_address to = x_to + step % STAGES * X_BYTES;
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     load(1u, last_block, odd);
 #pragma unroll
     for (u32 step = 0u; step < AHEAD_INPUTS; step++) { copy_inputs(step); }
-    float back = __uint_as_float(x[token_row(threadIdx.x % TILE_TOKENS) + x_stride - 1u].x);
+    float back = __uint_as_float(x[args.tokens * (size_t)x_stride + token(threadIdx.x % TILE_TOKENS)].x);
     decode(0u, even);
     load(2u, last_block, even);
     *kept = last_block;
