@@ -29,6 +29,9 @@ pub struct ServerConfig {
     pub cache: CacheSection,
     /// By default with batch sizes that suit a CPU, and requests that wait for a common prefix.
     pub scheduler: Config,
+    /// Whether the file has `max_batch_tokens`.
+    #[serde(skip)]
+    pub has_batch_tokens: bool,
     pub speculation: SpeculationSection,
     pub tiers: TiersSection,
     pub kv_events: KvEventsSection,
@@ -45,6 +48,7 @@ impl Default for ServerConfig {
             model: ModelSection::default(),
             cache: CacheSection::default(),
             scheduler: Config::default(),
+            has_batch_tokens: false,
             speculation: SpeculationSection::default(),
             tiers: TiersSection::default(),
             kv_events: KvEventsSection::default(),
@@ -93,7 +97,15 @@ impl ServerConfig {
         let mut config: ServerConfig = toml::from_str(text).map_err(wrong)?;
         let given: Given = toml::from_str(text).map_err(wrong)?;
         given.scheduler.apply(&mut config.scheduler);
+        config.has_batch_tokens = given.scheduler.max_batch_tokens.is_some();
         Ok(config)
+    }
+
+    /// Sets the most tokens of a step, unless the file does. For devices that read long prompts faster in longer steps than a CPU's.
+    pub fn suggest_batch_tokens(&mut self, tokens: u32) {
+        if !self.has_batch_tokens {
+            self.scheduler.max_batch_tokens = tokens.max(self.scheduler.max_batch);
+        }
     }
 
     /// Check that the keys can be read. Reads their files and variables, and starting the server reads them again.
@@ -271,6 +283,14 @@ mod tests {
             "what the file does not set is the server's, not the scheduler's"
         );
         assert_eq!(sizes(&ServerConfig::default()), (32, 256));
+        let suggested = |text: &str| {
+            let mut config = ServerConfig::parse(Path::new("k.toml"), text).unwrap();
+            config.suggest_batch_tokens(1024);
+            sizes(&config)
+        };
+        assert_eq!(suggested(""), (32, 1024));
+        assert_eq!(suggested("[scheduler]\nmax_batch = 2000"), (2000, 2000));
+        assert_eq!(suggested("[scheduler]\nmax_batch_tokens = 64"), (32, 64), "the file counts");
         let speculation = &config.speculation;
         assert_eq!((speculation.speculate.as_str(), speculation.is_on()), ("draft", true));
         assert_eq!(speculation.bounds(), Bounds { tokens: 16, depth: 3, width: 1 });

@@ -10,6 +10,9 @@ use kvist_server::config::EventEndpoint;
 use std::net::IpAddr;
 use std::path::PathBuf;
 
+/// Tokens of a step over CUDA, at most: there long prompts are read faster in longer steps (docs/cuda.md).
+const CUDA_BATCH_TOKENS: u32 = 1024;
+
 #[derive(clap::Args)]
 pub struct Args {
     /// A TOML file; flags override it (docs/serving.md lists its fields)
@@ -65,7 +68,7 @@ pub struct Args {
     /// Maximum requests in the batch
     #[arg(long, value_name = "N")]
     pub max_batch: Option<u32>,
-    /// Maximum tokens of a step
+    /// Maximum tokens of a step [default: 256, over CUDA 1024]
     #[arg(long, value_name = "TOKENS")]
     pub max_batch_tokens: Option<u32>,
     #[command(flatten)]
@@ -137,6 +140,9 @@ impl Args {
             Some(path) => ServerConfig::read(path)?,
             None => ServerConfig::default(),
         };
+        if self.backend.starts_with("cuda") {
+            c.suggest_batch_tokens(CUDA_BATCH_TOKENS);
+        }
         fn set<T: Clone>(field: &mut T, flag: &Option<T>) {
             if let Some(flag) = flag {
                 *field = flag.clone();
