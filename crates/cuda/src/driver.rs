@@ -338,6 +338,11 @@ impl Driver for CudaDriver {
         self.target().attend_rows(wanted, forms, dim, recent)
     }
 
+    fn variant(&self) -> &'static str {
+        let Target { fast, warpgroups, .. } = self.target();
+        if fast && warpgroups { ", warpgroups" } else { "" }
+    }
+
     fn elements_at_once(&self) -> u32 {
         kernels::ELEMENTS
     }

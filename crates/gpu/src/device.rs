@@ -115,7 +115,7 @@ impl<D: Driver> Footprint for GpuDevice<D> {
     fn numerics(&self) -> String {
         let Limits { adapter, batch_invariant, .. } = self.gpu.limits();
         let fast = if *batch_invariant { "" } else { ", fast" };
-        format!("{} {adapter}, kernels {}{fast}", D::NAME, crate::NUMERICS)
+        format!("{} {adapter}, kernels {}{fast}{}", D::NAME, crate::NUMERICS, self.gpu.variant())
     }
 }
 
@@ -260,7 +260,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         }
     }
 
-    /// For one token in one launch, if the driver has that.
+    /// For one token in one launch, if the driver has that and the norm is narrow.
     fn norm_matmul(
         &self,
         s: &mut Stream<D>,
@@ -285,7 +285,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         self.matmul(s, h, outs);
     }
 
-    /// The same.
+    /// For one token the layers and the activation in one launch, if the driver has that, and the norm too if it is narrow.
     fn norm_gated(
         &self,
         s: &mut Stream<D>,
@@ -304,7 +304,8 @@ impl<D: Driver> Device for GpuDevice<D> {
                 (&*h, None)
             }
         };
-        if let (true, Some(x), Some(out), Some(unused)) = (pairs, x.get(), gate.1.get(), up.1.get()) {
+        if pairs {
+            let (Some(x), Some(out), Some(unused)) = (x.get(), gate.1.get(), up.1.get()) else { return };
             let layers = &[(gate.0, out), (up.0, unused)];
             let several = Several { x, norm, layers, activation: Some(activation) };
             return several.record(&*self.gpu, &mut s.recorder);

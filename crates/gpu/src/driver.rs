@@ -82,6 +82,12 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         kernels::attend_rows(self.limits(), wanted, k, dim, recent)
     }
 
+    /// Which of several kernels with other last bits were chosen when it was opened, as a part of
+    /// [`Footprint::numerics`](kvist_device::Footprint::numerics).
+    fn variant(&self) -> &'static str {
+        ""
+    }
+
     /// Elements that a workgroup of [`Kernel::Gated`] and [`Kernel::Add`] has.
     fn elements_at_once(&self) -> u32 {
         64

@@ -231,7 +231,10 @@ pub fn linear_layers(device: &impl Runs, encodings: &[Encoding], outputs: usize)
 
 /// Layers that share their inputs, of one encoding and of two, and the gate of an MLP.
 pub fn linear_layers_together<D: Runs>(device: &D) {
-    let inputs = 512;
+    [512, 2304].into_iter().for_each(|inputs| layers_of_the_same_inputs(device, inputs));
+}
+
+fn layers_of_the_same_inputs<D: Runs>(device: &D, inputs: usize) {
     let names = [Encoding::Q4K, Encoding::Q8_0, Encoding::Q8_0, Encoding::Q8_0, Encoding::Q8_0];
     let sizes = [7, 18, 18, 3, 33];
     let weights: Vec<_> =
@@ -247,18 +250,24 @@ pub fn linear_layers_together<D: Runs>(device: &D) {
                             FileTensor { name: "w", shape: &shape, encoding: names[i], bytes, factor: 1.0 };
                         s.device.linear(tensor, WeightFormat::AsStored, None).unwrap()
                     };
-                    let layers = [0, 1, 2, 3, 4].map(layer);
+                    let all = [0, 1, 2, 3, 4].map(layer);
                     let (x, mut h) = (s.buffer(&x), s.out(inputs));
                     let mut outs = sizes.map(|outputs| s.out(outputs));
-                    let mut pairs: Vec<_> = layers.iter().zip(&mut outs).collect();
+                    let mut pairs: Vec<_> = all.iter().zip(&mut outs).collect();
                     s.device.matmul(&mut s.stream, &x, &mut pairs);
                     outs.iter().for_each(|out| s.tap(out));
                     let weight = s.device.vector(scale.clone()).unwrap();
                     let norm = Norm { weight: &weight, eps: 1e-5 };
                     let [mut gate, mut up] = [s.out(18), s.out(18)];
-                    let layers = [(&layers[1], &mut gate), (&layers[2], &mut up)];
+                    let layers = [(&all[1], &mut gate), (&all[2], &mut up)];
                     s.device.norm_gated(&mut s.stream, &x, norm, &mut h, Activation::Silu, layers);
                     s.tap(&gate);
+                    for of in [1..4, 0..5] {
+                        let mut outs: Vec<_> = of.clone().map(|i| s.out(sizes[i])).collect();
+                        let mut pairs: Vec<_> = all[of].iter().zip(&mut outs).collect();
+                        s.device.norm_matmul(&mut s.stream, &x, norm, &mut h, &mut pairs);
+                        outs.iter().for_each(|out| s.tap(out));
+                    }
                 }
             };
         }

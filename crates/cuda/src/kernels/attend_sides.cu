@@ -12,7 +12,8 @@
 #define NONE 0xffffffffu
 #define WARP 0xffffffffu
 #define RECENT (K_RECENT || V_RECENT)
-// Whether queries are rounded to two f16: packed keys are rounded more coarsely than to one.
+// Whether queries are rounded to two f16. Over packed keys, which are rounded more coarsely, to one; then over their recent rows, too, which
+// are in f16.
 #define TWO_PIECES (K_DTYPE < 3u)
 #define OUT_STRIDE (DIM + 4u) // of queries and results in shared memory
 

@@ -24,7 +24,7 @@ const ENOUGH_BLOCKS: u32 = 128;
 /// Shared memory that the kernel declares itself, and what a block costs besides, rounded up.
 const FIXED_BYTES: u32 = 2 << 10;
 
-/// Multiprocessors of the GPUs with warpgroups: of an H100 (SXM) and an H200.
+/// Multiprocessors of an H100 (SXM) and an H200. Other GPUs with warpgroups have fewer, and get a tile that is not always the best.
 const MULTIPROCESSORS: u32 = 132;
 /// Inputs in shared memory for warpgroups.
 const STAGED_BYTES: u32 = 128 << 10;
@@ -140,7 +140,7 @@ pub fn tile(
     // How fast one multiprocessor is with a tile. Only the ratios matter.
     let warpgroup_time = |tile: &GemmTile| time(tile, if tile.tokens > 128 { 8 } else { 6 });
     let usual_time = time(&usual, if usual.outputs > 32 { 3 } else { 2 });
-    Some(large.filter(|tile| warpgroup_time(tile) <= usual_time).min_by_key(warpgroup_time).unwrap_or(usual))
+    Some(large.filter(|tile| warpgroup_time(tile) < usual_time).min_by_key(warpgroup_time).unwrap_or(usual))
 }
 
 /// The tile of `gemm_fast`: as many tokens as there are, so that weights are decoded once for all, and as many outputs as leave
@@ -205,6 +205,7 @@ mod tests {
             assert_eq!(chosen(routed, 128, 14336), wide);
             // Small tiles occupy more of the GPU.
             assert_eq!(chosen(routed, 512, 1024), None);
+            assert_eq!(chosen(routed, 256, 4096), None, "no faster");
             assert_eq!(chosen(routed, 64, 14336), None);
         }
         assert_eq!(chosen(Routed::Added, 2048, 14336), None);

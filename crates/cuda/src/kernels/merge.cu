@@ -8,8 +8,8 @@
 
 #define NO_SCORE -1e30f
 #define THREADS 128u
-// States in shared memory at the same time: up to 33 KB.
-#define CHUNK (DIM <= 128u ? 64u : DIM <= 256u ? 32u : 16u)
+// States in shared memory at the same time: 33 KB, or one.
+#define CHUNK (DIM <= 128u ? 64u : (DIM <= 4096u ? 8192u / DIM : 1u))
 #define STATE (DIM + 2u) // elements, maximum, norm
 #define PER_THREAD ((DIM + THREADS - 1u) / THREADS)
 

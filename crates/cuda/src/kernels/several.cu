@@ -1,9 +1,10 @@
 // Up to three linear layers for one token that share their inputs and the encoding of their weights, as matmul_bytes.cu computes each one,
-// with the same bits. Fewer launches, and the blocks of small layers fill the GPU together.
+// with the same bits unless NORMED. Fewer launches, and the blocks of small layers fill the GPU together.
 //
 //   for each layer i, for each of its outputs o:  out_i[o] = factor_i * (x . W_i[o]) + bias_i[o]
 //   GATED, of two layers:  out_0[o] = activation(out_0[o], out_1[o]), and out_1 is not written
-//   NORMED:  x * norm / sqrt(mean(x^2) + eps) instead of x. Every block adds up the squares by itself: that costs less than a launch.
+//   NORMED:  x * norm / sqrt(mean(x^2) + eps) instead of x. Every block adds up the squares by itself, which
+//           for few inputs costs less than a launch.
 
 // Of layers that are not there, outputs is 0.
 struct SeveralArgs {

@@ -8,6 +8,7 @@ mod conformance;
 mod gemm;
 mod linear;
 mod operations;
+mod rising;
 mod store;
 
 // What wgpu passes too.

@@ -195,3 +195,27 @@ fn windows_trees_and_chunks_visit_what_they_see() {
         step(&mut cache, &[tree], 1);
     }
 }
+
+/// Workgroups of more rows are fewer at a time, so a driver wants fewer units of them.
+#[test]
+fn rows_of_workgroups_decide_how_many_splits_there_are() {
+    for (branches, of_rows) in [(1, 0), (4, 1), (8, 2)] {
+        let mut cache = forked("cells", 2000, branches);
+        let spans = ones(branches, 2000);
+        let mut plan = StepPlan::default();
+        let mut step = Step::begin(&mut cache, &StepRequest { spans: &spans }, &mut plan).unwrap();
+        let plan = step.with_reads();
+        let work_of = |units: [u32; 3]| {
+            let group = plan.group(GroupId(0));
+            let mut tables = Tables::default();
+            let (spans, units) = (plan.spans(), Some(units));
+            tables.lower(Lowering { group, spans, per_kv: 4, rows: 32, units, recent: None });
+            tables.n_work
+        };
+        let (mut many, mut few) = ([1; 3], [10; 3]);
+        (many[of_rows], few[of_rows]) = (10, 1);
+        let (many, few) = (work_of(many), work_of(few));
+        assert!(many >= 10 && few < 10, "{branches} branches: {many} and {few} work items");
+        step.commit();
+    }
+}

@@ -139,11 +139,12 @@ fn uploads_reuse_slots_in_order() {
     let Some(gpu) = driver() else { return };
     let mut lane = Lane::new(&gpu, HostMemory::Pinned, 2, 256, 4).unwrap();
     let mut side = Side::new(&gpu, 2, 8);
-    // Many more than slots, over the same cells: the last one wins.
+    // Many more than slots, over the same cells: the last one wins. Which cells changes while others are on their way.
     for i in 0..50u8 {
         let block = [i; 2 * 2 * 8];
-        side.store(&block, &[3, 9], 2);
-        let _ = lane.upload(&block, &[3, 9], &side.sections(0, 2), false).unwrap();
+        let cells = [[3, 9], [9, 3], [3, 9], [5, 9], [4, 5]][usize::from(i % 5)];
+        side.store(&block, &cells, 2);
+        let _ = lane.upload(&block, &cells, &side.sections(0, 2), false).unwrap();
     }
     lane.wait_all().unwrap();
     side.assert_same(&gpu);
