@@ -278,8 +278,9 @@ impl Target {
             Kernel::Attend { .. } if self.is_fast(kernel) => {
                 const SIDES: &str = include_str!("kernels/attend_sides.cu");
                 const GROUPS: &str = include_str!("kernels/attend_groups.cu");
+                const QUERIES: &str = include_str!("kernels/attend_queries.cu");
                 const ATTEND: &str = include_str!("kernels/attend_mma.cu");
-                &[MATH, MMA, PAIRS, ASYNC, TURN, SINKS, SIDES, GROUPS, ATTEND]
+                &[MATH, MMA, PAIRS, ASYNC, TURN, SINKS, SIDES, GROUPS, QUERIES, ATTEND]
             }
             Kernel::Attend { .. } => {
                 &[MATH, BYTES, LEVELS, LANES, ASYNC, TURN, SINKS, CELLS, include_str!("kernels/attend.cu")]
