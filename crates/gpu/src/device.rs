@@ -4,18 +4,17 @@
 //! compute pass. `submit` ends it, appends copies of the results to a buffer that the host can read, and submits.
 //! `wait` reads that buffer: logits of rows that ask for them or for a sample, otherwise only tokens.
 use crate::GpuDevice;
-use crate::driver::{Args, Driver, Limits, Recorder};
-use crate::form::Form;
-use crate::kernels::{ATTEND_ROWS, Kernel, NORM_ROWS, RowsOp, attend_workgroup_bytes};
+use crate::driver::{Args, Driver, Recorder};
+use crate::kernels::{Kernel, NORM_ROWS, RowsOp};
 use crate::linear::{Halves, Product, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
 use crate::rotation::Rotation;
 use crate::several::{self, Several, numbers, together};
 use crate::shared::bytes_of;
-use crate::stream::{ANSWER, Buffer, Stream, StreamBytes, Tap, f32s, read_rows, read_taps, reserve_taps};
+use crate::stream::{ANSWER, Buffer, Stream, Tap, f32s, read_rows, read_taps, reserve_taps};
 use crate::weights::{self, Linear};
 use kvist_cache::StepPlan;
-use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
+use kvist_device::weights::{FileTensor, WeightFormat};
 use kvist_device::*;
 use std::sync::Arc;
 
@@ -60,62 +59,6 @@ impl<D: Driver> GpuDevice<D> {
             let args = Args::new(&[elements as u32, number]).f32(limit);
             self.gpu.record(recorder, &Kernel::Gated, &[Some(up), Some(gate)], args, groups);
         }
-    }
-}
-
-impl<D: Driver> Footprint for GpuDevice<D> {
-    fn info(&self) -> DeviceInfo {
-        let Limits { batch_invariant, unified_memory, .. } = *self.gpu.limits();
-        DeviceInfo { name: D::NAME, batch_invariant, unified_memory }
-    }
-
-    fn supports(&self, shape: &ModelShape) -> Result<(), DeviceError> {
-        let dim = shape.head_dim as u32;
-        let needed = attend_workgroup_bytes(Form::new(Storage::F32, dim)?, dim, ATTEND_ROWS[0], false);
-        let has = self.gpu.limits().max_workgroup_bytes;
-        if needed > u64::from(has) {
-            let (dim, adapter) = (shape.head_dim, &self.gpu.limits().adapter);
-            let what = format!("heads of {dim} need {needed} bytes of workgroup memory, {adapter} has {has}");
-            return Err(DeviceError::Unsupported(what));
-        }
-        Ok(())
-    }
-
-    fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {
-        let (inputs, rows) = shape.split_last()?;
-        let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
-        weights::bytes(&*self.gpu, stored.resident(format, *inputs), outputs, *inputs)
-    }
-
-    fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
-        let buffers = shape.buffers();
-        let buffers = buffers.iter().filter(|(_, width)| *width > 0);
-        let sum = buffers
-            .into_iter()
-            .try_fold(0u64, |sum, (rows, width)| sum.checked_add(f32s(rows.max(limits), *width)?))?;
-        sum.checked_add(StreamBytes::new(shape, limits, self.gpu.has_halves())?.total()?)
-    }
-
-    fn pins_blocks(&self) -> bool {
-        D::HAS_ARENAS
-    }
-
-    fn host_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {
-        StreamBytes::new(shape, limits, self.gpu.has_halves())?.host()
-    }
-
-    fn check(&self) -> Result<(), DeviceError> {
-        self.gpu.check()
-    }
-
-    fn adapter(&self) -> Option<&str> {
-        Some(&self.gpu.limits().adapter)
-    }
-
-    fn numerics(&self) -> String {
-        let Limits { adapter, batch_invariant, .. } = self.gpu.limits();
-        let fast = if *batch_invariant { "" } else { ", fast" };
-        format!("{} {adapter}, kernels {}{fast}{}", D::NAME, crate::NUMERICS, self.gpu.variant())
     }
 }
 

@@ -11,6 +11,7 @@
 
 mod device;
 mod driver;
+mod footprint;
 mod form;
 mod kernels;
 mod lane;
