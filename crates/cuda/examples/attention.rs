@@ -3,8 +3,8 @@
 //!     cargo run --release -p kvist-cuda --example attention -- --tokens 32768 --k f16 --v f16 --branches 8
 //!
 //! The shape is one layer of a Llama 3 8B: 32 query heads on 8 KV heads of 128. The kernels of attention run 20 times in one graph, as
-//! they run in the layers of a decode step; `--alone true` launches each of them 20 times by itself. K and V of 32k tokens in f16 are larger than the L2 cache of any GPU; smaller ones are
-//! not, and would show the cache's bandwidth.
+//! they run in the layers of a decode step; `--alone true` launches each of them 20 times by itself. K and V of 32k tokens in f16
+//! are larger than the L2 cache of any GPU; smaller ones are not, and would show the cache's bandwidth.
 mod common;
 use common::copy_rate;
 use kvist_cache::kinds::{GroupSpec, Visibility};

@@ -81,8 +81,8 @@ impl MmaTile {
             let fixed = 4 * (stages * WARPS * GROUP + rows + 2 * WARPS * rows + 4);
             let bytes = 4 * (operands + ring);
             // A block has 1 KiB of its own besides, and a multiprocessor that much more than a block can have. Three blocks make up for the
-            // instructions that unpack q4 (27.9 us instead of 32.5 for 32k tokens on an H100, from its L2 cache). With q8 they take longer than two (35.2 and
-            // 32.4 us), and with more query rows than eight there are no registers for them.
+            // instructions that unpack q4 (27.9 us instead of 32.5 for 32k tokens on an H100, from its L2 cache). With q8 they take longer
+            // than two (35.2 and 32.4 us), and with more query rows than eight there are no registers for them.
             let most = if rows == ROWS && k.dtype == 4 && v.dtype == 4 { 3 } else { 2 };
             let blocks = (max_bytes + 1024) / (bytes + fixed + 1024);
             (MmaTile { stages, bytes, blocks: blocks.clamp(1, most) }, fixed)

@@ -10,6 +10,21 @@
 // How the rarer encodings are loaded: while they are decoded, four at a time.
 #define QUADS (ENCODING == Q2_K || ENCODING == Q3_K || ENCODING == IQ4_XS || ENCODING == FEW)
 
+// The first output and token of a block's tile. Blocks that run at the same time share weights and inputs: GROUP tiles of tokens with every
+// tile of outputs.
+#define GROUP 8u
+struct Corner {
+    u32 output;
+    u32 token;
+};
+__device__ __forceinline__ Corner corner_of_tile() {
+    u32 number = blockIdx.y * gridDim.x + blockIdx.x;
+    u32 group = number / (GROUP * gridDim.x);
+    u32 in_group = number % (GROUP * gridDim.x);
+    u32 height = min(GROUP, gridDim.y - group * GROUP);
+    return {in_group / height * TILE_OUTPUTS, (group * GROUP + in_group % height) * TILE_TOKENS};
+}
+
 struct Block {
     uint4 codes[5];
     u32 scale;

@@ -24,7 +24,6 @@
 #define X_ROWS (THREADS / CHUNKS)              // rows of inputs that are copied at a time
 #define SUM_STRIDE (TILE_OUTPUTS + 4u)         // no two lanes that write meet in a bank
 #define AHEAD 4u                               // steps that memory is asked for weights before they are loaded
-#define GROUP 8u                    // tiles of tokens that are computed at about the same time
 
 // Where chunk c of a row lies among the row's: neither what ldmatrix reads (one chunk of eight rows) nor what is written at the same
 // time (the chunks of one row, or the j-th of every four in neighbouring rows) meets in a bank.
@@ -105,13 +104,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     DYNAMIC_SHARED(shared);
     __shared__ u32 tokens[TILE_TOKENS];
     __shared__ u32 counts[THREADS / 32u];
-    // Blocks that run at the same time share weights and inputs: GROUP tiles of tokens with every tile of outputs.
-    u32 number = blockIdx.y * gridDim.x + blockIdx.x;
-    u32 group = number / (GROUP * gridDim.x);
-    u32 in_group = number % (GROUP * gridDim.x);
-    u32 height = min(GROUP, gridDim.y - group * GROUP);
-    u32 tile_output = in_group / height * TILE_OUTPUTS;
-    u32 tile_token = (group * GROUP + in_group % height) * TILE_TOKENS;
+    Corner corner = corner_of_tile();
+    u32 tile_output = corner.output;
+    u32 tile_token = corner.token;
     u32 n_tokens = find_tokens(routes, args, tile_token, tokens, counts);
     if (n_tokens == 0u) { return; } // the whole block
     __syncthreads();

@@ -19,7 +19,6 @@
 #define X_ROWS (THREADS / CHUNKS)      // rows of inputs that are copied at a time
 #define SUM_STRIDE (TILE_OUTPUTS + 4u) // no two lanes that write meet in a bank
 #define AHEAD 4u                       // steps that memory is asked for weights before they are loaded
-#define GROUP 8u                       // tiles of tokens that are computed at about the same time
 #define BATCH 16u                      // results of a thread that are read and written together
 
 static_assert(TILE_OUTPUTS == 128u && THREADS * 32u == TILE_OUTPUTS * STEP, "a thread decodes 32 weights of a step");
@@ -33,13 +32,9 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     const float* __restrict__ routes, // none
     Args args) {
     MATRICES(shared);
-    // Blocks that run at the same time share weights and inputs: GROUP tiles of tokens with every tile of outputs.
-    u32 number = blockIdx.y * gridDim.x + blockIdx.x;
-    u32 group = number / (GROUP * gridDim.x);
-    u32 in_group = number % (GROUP * gridDim.x);
-    u32 height = min(GROUP, gridDim.y - group * GROUP);
-    u32 tile_output = in_group / height * TILE_OUTPUTS;
-    u32 tile_token = (group * GROUP + in_group % height) * TILE_TOKENS;
+    Corner corner = corner_of_tile();
+    u32 tile_output = corner.output;
+    u32 tile_token = corner.token;
 
     u32 lane = threadIdx.x % 32u;
     u32 warp = threadIdx.x / 32u;
