@@ -236,10 +236,24 @@ fn dot_quads<S: Simd>(s: S, codes: &[S::I], x: impl Fn(usize) -> i32, start: S::
     sum
 }
 
+/// The products of a kernel, of which some instruction sets have faster ones than others. A kernel that names the wrong one is slow, and
+/// pairs are then rounded in another way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Uses {
+    /// Products of floats alone.
+    Floats,
+    /// Products of bytes, too ([`Simd::dot4`]).
+    Bytes,
+    /// Products of bytes and of pairs of bf16, too ([`Simd::dot2`]).
+    Pairs,
+}
+
 /// Code that is compiled for each instruction set. `run` must be `#[inline(always)]`, and so must everything it calls:
 /// a function that is not inlined is not compiled for the instruction set.
 pub trait Kernel {
     type Out;
+    /// Instruction sets that differ only in products that the kernel does not use share its code.
+    const USES: Uses;
     fn run<S: Simd>(self, s: S) -> Self::Out;
 }
 
@@ -382,6 +396,7 @@ struct Multiplies;
 
 impl Kernel for Multiplies {
     type Out = (bool, bool);
+    const USES: Uses = Uses::Pairs;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> (bool, bool) {
         (S::BF16_DOTS, S::BYTE_DOTS)

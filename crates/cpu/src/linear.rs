@@ -26,7 +26,7 @@ mod tiles;
 mod wide;
 
 use crate::Compute;
-use crate::arch::{Columns, Isa, Kernel, LANES, Simd, TileIsa};
+use crate::arch::{Columns, Isa, Kernel, LANES, Simd, TileIsa, Uses};
 use crate::pages::Pages;
 use inputs::InputFormat;
 pub use inputs::{Input, Inputs};
@@ -128,6 +128,8 @@ macro_rules! with_format {
 
 /// One encoding of weights.
 trait Format: 'static {
+    /// The products of [`multiply`](Self::multiply).
+    const USES: Uses = Uses::Bytes;
     /// Elements and bytes of a block in the file.
     const BLOCK: (usize, usize);
     /// Bytes that one block of 16 rows takes in a panel: codes (whole cache lines), and scales.
@@ -263,6 +265,7 @@ struct Multiply<'k, 'o, F, const MANY: bool> {
 
 impl<F: Format, const MANY: bool> Kernel for Multiply<'_, '_, F, MANY> {
     type Out = ();
+    const USES: Uses = F::USES;
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         F::multiply::<S, MANY>(s, &self.weights, self.inputs, self.deterministic, &mut self.out);

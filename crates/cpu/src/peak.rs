@@ -1,6 +1,6 @@
 //! Measures peak arithmetic throughput, the limit for compute-bound kernels.
 use crate::Compute;
-use crate::arch::{Kernel, Simd};
+use crate::arch::{Kernel, Simd, Uses};
 use std::time::{Duration, Instant};
 
 /// Products per chain. A thread runs several chains at once, one per register in use.
@@ -33,6 +33,7 @@ struct Chains(Product);
 impl Kernel for Chains {
     /// Number of operations.
     type Out = u64;
+    const USES: Uses = Uses::Bytes;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> u64 {
         // Enough chains to hide the latency of a product, and few enough to stay in registers.

@@ -30,7 +30,7 @@ mod stored;
 mod t4;
 
 use crate::Growth;
-use crate::arch::{Isa, Kernel, LANES, Simd};
+use crate::arch::{Isa, Kernel, LANES, Simd, Uses};
 use crate::pages::Pages;
 pub use float::{BF16, F16, F32};
 pub use gather::{Block, Blocks, Gather, MAX_BLOCKS};
@@ -85,6 +85,8 @@ use with_codec;
 pub trait Codec: 'static {
     /// Bytes of one element of a float dtype; `None` if codes are interleaved in units of four bytes.
     const ELEMENT: Option<usize>;
+    /// The products of [`scores`](Self::scores) and [`accumulate`](Self::accumulate): of codes they are those of bytes.
+    const USES: Uses = if Self::ELEMENT.is_some() { Uses::Floats } else { Uses::Bytes };
     /// Code bytes of a row of `head_dim` elements.
     fn code_bytes(head_dim: usize, group: usize) -> usize;
     /// Number of f16 parameters of a row.
@@ -160,6 +162,7 @@ pub struct ScoresKernel<'k, C> {
 
 impl<C: Codec> Kernel for ScoresKernel<'_, C> {
     type Out = ();
+    const USES: Uses = C::USES;
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         C::scores(s, &self.queries, &self.blocks, &mut self.lines);
@@ -176,6 +179,7 @@ pub struct AccumulateKernel<'k, C> {
 
 impl<C: Codec> Kernel for AccumulateKernel<'_, C> {
     type Out = ();
+    const USES: Uses = C::USES;
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         C::accumulate(s, &self.lines, &self.blocks, &mut self.sums, self.quads);

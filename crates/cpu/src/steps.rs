@@ -1,7 +1,7 @@
 //! The elementwise steps between linear layers, over the rows of a flat batch. Rows are independent; large batches run
 //! on several threads.
 use crate::Compute;
-use crate::arch::{Kernel, LANES, Simd};
+use crate::arch::{Kernel, LANES, Simd, Uses};
 use kvist_device::Activation;
 
 /// Batches with fewer elements run on the calling thread only.
@@ -46,6 +46,7 @@ struct Norm<'n> {
 
 impl Kernel for Norm<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let len = self.x.len();
@@ -88,6 +89,7 @@ struct Gated<'g> {
 
 impl Kernel for Gated<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match self.f {
@@ -199,6 +201,7 @@ struct SoftCap<'x> {
 
 impl Kernel for SoftCap<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (x, rest) = self.x.as_chunks_mut::<LANES>();
@@ -256,6 +259,7 @@ struct RotatePairs<'r> {
 
 impl Kernel for RotatePairs<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         let half = self.cos.len();

@@ -1,6 +1,6 @@
 //! Measures peak read bandwidth, the limit for memory-bound kernels.
 use crate::Compute;
-use crate::arch::{Kernel, LANES, Simd};
+use crate::arch::{Kernel, LANES, Simd, Uses};
 use crate::pages::Pages;
 use std::time::{Duration, Instant};
 
@@ -69,6 +69,7 @@ struct Read<'r>(&'r [u8]);
 
 impl Kernel for Read<'_> {
     type Out = f32;
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
         let (lines, _) = self.0.as_chunks::<{ 4 * LANES }>().0.as_chunks::<4>();
@@ -91,6 +92,7 @@ struct ReadRows<'r> {
 
 impl Kernel for ReadRows<'_> {
     type Out = f32;
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> f32 {
         let mut sums = [s.splat(0.0); 2];

@@ -2,7 +2,7 @@
 //! intrinsics are not stable, so the instructions are written as inline assembly; the compiler itself never uses tiles.
 use super::avx512::Avx512;
 use super::tiles::{InUse, Shapes, TileElement, TileKernel, Tiles, check_dot, check_rows, check_tile};
-use super::{Kernel, Simd};
+use super::{Kernel, Simd, Uses};
 use std::arch::asm;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
@@ -125,6 +125,7 @@ struct WithTiles<'t, 'u, K: TileKernel> {
 
 impl<K: TileKernel> Kernel for WithTiles<'_, '_, K> {
     type Out = K::Out;
+    const USES: Uses = Uses::Pairs;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> K::Out {
         self.kernel.run(s, self.tiles)

@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
 //! later, which have no AVX-512, and Zen 5). A vector takes two registers.
-use super::{Kernel, Simd, dot_quads};
+use super::{Kernel, Simd, Uses, dot_quads};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect).
@@ -18,12 +18,12 @@ impl<const VNNI: bool> Avx2<VNNI> {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-fn plain<const VNNI: bool, K: Kernel>(s: Avx2<VNNI>, kernel: K) -> K::Out {
+fn plain<K: Kernel>(s: Avx2<false>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
 #[target_feature(enable = "avx2,avxvnni,fma,f16c")]
-fn with_vnni<const VNNI: bool, K: Kernel>(s: Avx2<VNNI>, kernel: K) -> K::Out {
+fn with_vnni<K: Kernel>(s: Avx2<true>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
@@ -53,7 +53,12 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
         // SAFETY: `detect` found every feature that the functions are compiled for.
-        unsafe { if VNNI { with_vnni(self, kernel) } else { plain(self, kernel) } }
+        unsafe {
+            match K::USES {
+                Uses::Bytes | Uses::Pairs if VNNI => with_vnni(Avx2(()), kernel),
+                _ => plain(Avx2(()), kernel),
+            }
+        }
     }
 
     #[inline(always)]

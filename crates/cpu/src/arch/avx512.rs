@@ -1,6 +1,6 @@
 //! AVX-512: foundation, byte and word, doubleword, vector length, and VNNI (Ice Lake, Zen 4 and later); with bf16
 //! products where `BF16` says so (Cooper Lake, Sapphire Rapids, Zen 4). A vector is one register.
-use super::{Kernel, Simd};
+use super::{Kernel, Simd, Uses};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect).
@@ -23,12 +23,12 @@ impl<const BF16: bool> Avx512<BF16> {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-fn plain<const BF16: bool, K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Out {
+fn plain<K: Kernel>(s: Avx512<false>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16,avx2,fma,f16c")]
-fn with_bf16<const BF16: bool, K: Kernel>(s: Avx512<BF16>, kernel: K) -> K::Out {
+fn with_bf16<K: Kernel>(s: Avx512<true>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
@@ -58,7 +58,12 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
         // SAFETY: `detect` found every feature that the functions are compiled for.
-        unsafe { if BF16 { with_bf16(self, kernel) } else { plain(self, kernel) } }
+        unsafe {
+            match K::USES {
+                Uses::Pairs if BF16 => with_bf16(Avx512(()), kernel),
+                _ => plain(Avx512(()), kernel),
+            }
+        }
     }
 
     #[inline(always)]

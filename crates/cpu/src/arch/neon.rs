@@ -3,7 +3,7 @@
 //! Products of bytes are one instruction where both sides are signed (`dotprod`: Armv8.2, Apple's M1) or where one is unsigned
 //! (`i8mm`: Armv8.6, Apple's M2, Graviton 3). They are assembly, as is the conversion of f16, because
 //! Rust's intrinsics for them are not stable or too new for kvist's oldest Rust.
-use super::{Kernel, Simd, dot_quads};
+use super::{Kernel, Simd, Uses, dot_quads};
 use std::arch::aarch64::*;
 use std::arch::{asm, is_aarch64_feature_detected};
 
@@ -26,12 +26,12 @@ impl<const BYTES: u8> Neon<BYTES> {
 }
 
 #[target_feature(enable = "neon,dotprod")]
-fn with_dotprod<const BYTES: u8, K: Kernel>(s: Neon<BYTES>, kernel: K) -> K::Out {
+fn with_dotprod<K: Kernel>(s: Neon<DOTPROD>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
 #[target_feature(enable = "neon,i8mm")]
-fn with_i8mm<const BYTES: u8, K: Kernel>(s: Neon<BYTES>, kernel: K) -> K::Out {
+fn with_i8mm<K: Kernel>(s: Neon<I8MM>, kernel: K) -> K::Out {
     kernel.run(s)
 }
 
@@ -137,13 +137,13 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
 
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
-        match BYTES {
+        match (K::USES, BYTES) {
             // SAFETY: `detect` found the features that the function is compiled for.
-            I8MM => unsafe { with_i8mm(self, kernel) },
+            (Uses::Bytes | Uses::Pairs, I8MM) => unsafe { with_i8mm(Neon(()), kernel) },
             // SAFETY: the same.
-            DOTPROD => unsafe { with_dotprod(self, kernel) },
+            (Uses::Bytes | Uses::Pairs, DOTPROD) => unsafe { with_dotprod(Neon(()), kernel) },
             // NEON belongs to the architecture: everything is compiled for it.
-            _ => kernel.run(self),
+            _ => kernel.run(Neon::<WORDS>(())),
         }
     }
 

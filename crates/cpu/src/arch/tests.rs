@@ -13,6 +13,7 @@ struct Everything<'e> {
 
 impl Kernel for Everything<'_> {
     type Out = Vec<(&'static str, [f32; 16])>;
+    const USES: Uses = Uses::Pairs;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> Self::Out {
         let mut all = Vec::new();
@@ -179,6 +180,7 @@ fn powers_for_bf16_are_powers() {
     struct Powers<'x>(&'x [f32; 16]);
     impl Kernel for Powers<'_> {
         type Out = [f32; 16];
+        const USES: Uses = Uses::Floats;
         #[inline(always)]
         fn run<S: Simd>(self, s: S) -> [f32; 16] {
             let mut out = [f32::NAN; 16];
@@ -207,6 +209,7 @@ fn pairs_of_bf16_are_multiplied() {
     struct Dot([u8; 64], [u8; 64]);
     impl Kernel for Dot {
         type Out = [f32; 16];
+        const USES: Uses = Uses::Pairs;
         #[inline(always)]
         fn run<S: Simd>(self, s: S) -> [f32; 16] {
             let mut out = [0.0; 16];

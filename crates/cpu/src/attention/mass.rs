@@ -13,7 +13,7 @@ use super::softmax::{self, Form, NO_SCORE};
 use super::tile::Tile;
 use super::{EXTRA, Layer, Rows, SPLIT, Scratch, ThreadScratch};
 use crate::Compute;
-use crate::arch::{Kernel, LANES, Simd};
+use crate::arch::{Kernel, LANES, Simd, Uses};
 use kvist_device::GroupMass;
 use std::ops::Range;
 
@@ -169,6 +169,7 @@ struct AddRows<'a> {
 
 impl Kernel for AddRows<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (vectors, rest) = self.sums.as_chunks_mut::<LANES>();

@@ -1,5 +1,5 @@
 //! Recent tokens of a tile: computes their scores and weighted values from f16 rows instead of the pool.
-use crate::arch::{Kernel, LANES, Simd};
+use crate::arch::{Kernel, LANES, Simd, Uses};
 use crate::recent::RecentReads;
 use kvist_device::RecentRead;
 use std::ops::Range;
@@ -61,6 +61,7 @@ pub struct RecentScores<'k> {
 
 impl Kernel for RecentScores<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let n_rows = self.lines.len() / self.stride;
@@ -91,6 +92,7 @@ pub struct RecentSums<'k> {
 
 impl Kernel for RecentSums<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let n_rows = self.states.len() / self.state;

@@ -9,7 +9,7 @@
 //!
 //! Weights that become pairs of bf16 take eight: `w = 2^(s − M')` with a polynomial of degree 3. The difference s − M' is rounded, so
 //! those of another maximum M' differ by more than a power of two.
-use crate::arch::{Kernel, LANES, Simd};
+use crate::arch::{Kernel, LANES, Simd, Uses};
 
 /// The maximum of a row that has seen no score.
 pub const NO_SCORE: f32 = -1e30;
@@ -65,6 +65,7 @@ pub struct Softmax<'s> {
 
 impl Kernel for Softmax<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {

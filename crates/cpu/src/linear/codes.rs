@@ -140,6 +140,7 @@ mod tests {
         struct Load<'p, C>(&'p [u8], std::marker::PhantomData<C>);
         impl<C: Codes> crate::arch::Kernel for Load<'_, C> {
             type Out = [[[u8; 4]; 16]; 8];
+            const USES: crate::arch::Uses = crate::arch::Uses::Bytes;
             #[inline(always)]
             fn run<S: Simd>(self, s: S) -> Self::Out {
                 let shifts = [s.splat_i(1), s.splat_i(1 << 8), s.splat_i(1 << 16), s.splat_i(1 << 24)];

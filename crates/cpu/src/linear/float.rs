@@ -15,7 +15,7 @@ use super::pair_tiles;
 use super::room::Room;
 use super::{AHEAD, Format, Panels, for_token_tiles, put};
 use crate::Compute;
-use crate::arch::{Columns, LANES, Simd, TileIsa};
+use crate::arch::{Columns, LANES, Simd, TileIsa, Uses};
 use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
 
@@ -26,6 +26,7 @@ const DOTS_FROM: usize = 16;
 macro_rules! one_by_one {
     ($F:ident) => {
         impl Format for $F {
+            const USES: Uses = Uses::Floats;
             const BLOCK: (usize, usize) = (1, $F::BYTES);
             const CODES: usize = $F::BYTES * LANES;
             const SCALES: usize = 0;
@@ -113,6 +114,7 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize, const MAN
 
 /// bf16: pairs of inputs are adjacent.
 impl Format for BF16 {
+    const USES: Uses = Uses::Pairs;
     const BLOCK: (usize, usize) = (2, 4);
     const CODES: usize = 4 * LANES;
     const SCALES: usize = 0;

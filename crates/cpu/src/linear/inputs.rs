@@ -3,7 +3,7 @@
 use super::room::Room;
 use super::wide;
 use crate::Compute;
-use crate::arch::{Kernel, LANES, Simd};
+use crate::arch::{Kernel, LANES, Simd, Uses};
 use std::ops::Range;
 
 /// Most tokens per tile.
@@ -340,6 +340,7 @@ struct RoundPairs<'r> {
 
 impl Kernel for RoundPairs<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
         for (x, step) in self.x.chunks(GROUP).zip(self.pairs.as_chunks_mut::<TILE_PAIRS>().0) {
@@ -437,6 +438,7 @@ impl Put for InTile<'_> {
 
 impl<P: Put> Kernel for Quantise<'_, P> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         let zero = s.splat(0.0);

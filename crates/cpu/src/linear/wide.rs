@@ -16,7 +16,7 @@ use super::inputs::{GROUP, InputFormat, Inputs};
 use super::room::{Line, Room};
 use super::{Panels, for_token_tiles, put};
 use crate::Compute;
-use crate::arch::{Columns, Isa, Kernel, LANES, Simd};
+use crate::arch::{Columns, Isa, Kernel, LANES, Simd, Uses};
 use std::marker::PhantomData;
 
 /// Inputs per scale.
@@ -69,6 +69,7 @@ pub struct Quantise<'q> {
 
 impl Kernel for Quantise<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let Quantise { x, rows, at, tile } = self;
@@ -200,6 +201,7 @@ pub fn multiply<F: Decode>(
 
 impl<F: Decode> Kernel for Multiply<'_, '_, F> {
     type Out = ();
+    const USES: Uses = Uses::Bytes;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         assert!(S::BYTE_DOTS || cfg!(test), "other products are faster");

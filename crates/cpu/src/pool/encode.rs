@@ -1,6 +1,6 @@
 //! Packs rows, in code that is compiled for each instruction set.
 use super::{Codec, with_codec};
-use crate::arch::{Isa, Kernel, Simd};
+use crate::arch::{Isa, Kernel, Simd, Uses};
 use half::f16;
 use kvist_device::DType;
 use std::marker::PhantomData;
@@ -26,6 +26,7 @@ struct Encode<'e, C> {
 
 impl<C: Codec> Kernel for Encode<'_, C> {
     type Out = bool;
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, _: S) -> bool {
         C::encode(self.row, self.group, self.codes, self.params)

@@ -28,7 +28,7 @@ mod tiles;
 mod vectors;
 
 use super::{Blocks, Lines, Sums, with_codec};
-use crate::arch::{Isa, Kernel, LANES, Simd, TileIsa};
+use crate::arch::{Isa, Kernel, LANES, Simd, TileIsa, Uses};
 use kvist_device::DType;
 pub use places::{Cell, Places};
 pub use rows::{Parts, Shape, parts};
@@ -141,6 +141,7 @@ pub struct SplitRow<'s> {
 
 impl Kernel for SplitRow<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         let (plane, split) = (plane(self.rows), self.split);
@@ -238,6 +239,7 @@ pub struct RoundWeights<'w> {
 
 impl Kernel for RoundWeights<'_> {
     type Out = ();
+    const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         for line in self.lines.chunks_exact_mut(self.stride) {

@@ -114,6 +114,7 @@ struct Scores<'k, C> {
 
 impl<C: Parts> Kernel for Scores<'_, C> {
     type Out = ();
+    const USES: Uses = Uses::Pairs;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         assert!(S::BF16_DOTS || cfg!(test), "multiplying f32 is faster");
@@ -174,6 +175,7 @@ struct Accumulate<'k, 'b, C> {
 
 impl<C: Parts> Kernel for Accumulate<'_, '_, C> {
     type Out = ();
+    const USES: Uses = Uses::Pairs;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         assert!(S::BF16_DOTS || cfg!(test), "multiplying f32 is faster");
