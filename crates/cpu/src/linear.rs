@@ -38,7 +38,8 @@ use std::ops::Range;
 /// Prefetch distance of a tile of tokens in bytes, of all panels that it reads side by side. Hardware prefetching stops at
 /// every 4 KiB page, and a few bytes keep a core busy. A thread's parts are adjacent, so it later uses what it prefetched past
 /// the end of one. With one or two tokens, float weights are streams that the hardware prefetcher follows.
-const AHEAD: usize = 8192;
+/// On Zen 4, 32 KiB were up to 1.1 times as fast as 16 for weights of four bits, and equal for others.
+const AHEAD: usize = 32 << 10;
 
 /// The encodings that have kernels.
 pub const ENCODINGS: [Encoding; 18] = Encoding::RESIDENT;

@@ -65,7 +65,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     fn prefetch<T>(self, x: &T, ahead: usize) {
         let address = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
         // SAFETY: `detect` checked the CPU features; prefetching any address, mapped or not, affects only caches.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address) }
     }
     #[inline(always)]
     fn splat(self, x: f32) -> F {

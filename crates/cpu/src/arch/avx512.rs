@@ -70,7 +70,7 @@ impl<const BF16: bool> Simd for Avx512<BF16> {
     fn prefetch<T>(self, x: &T, ahead: usize) {
         let address = std::ptr::from_ref(x).cast::<i8>().wrapping_add(ahead);
         // SAFETY: `detect` checked the CPU features; prefetching any address, mapped or not, affects only caches.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(address) }
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(address) }
     }
     ops! {
         splat(x: f32) -> F = _mm512_set1_ps(x);

@@ -6,8 +6,8 @@ use kvist_cache::CellRun;
 use std::ops::Range;
 
 /// Prefetch distance in bytes. Hardware prefetching stops at every 4 KiB page, and a block of keys is a short stream.
-/// Without prefetching two threads reached 60 % of the read limit.
-pub(super) const AHEAD: usize = 8192;
+/// On Zen 4, 16 KiB were up to 1.25 times as fast as 8, and no slower than 32.
+pub(super) const AHEAD: usize = 16 << 10;
 
 /// The bytes of [`LANES`] cells of one head.
 #[derive(Clone, Copy, Default)]
