@@ -28,7 +28,7 @@ fn is_slow(isa: Isa) -> bool {
 #[test]
 fn cpu_conforms_on_every_instruction_set() {
     let best = Isa::best();
-    for isa in Isa::tested() {
+    for isa in crate::with_own_attention() {
         let one_in = match isa {
             isa if is_slow(isa) => 40,
             isa if isa == best => 1,
@@ -60,7 +60,7 @@ fn cpu_conforms_with_fewer_bits() {
 
 #[test]
 fn cpu_conforms_when_values_are_weighed_one_by_one() {
-    for isa in Isa::available() {
+    for isa in crate::with_own_attention().into_iter().filter(|isa| !is_slow(*isa)) {
         let cpu = Cpu::new(Compute::new(isa, 2).deterministic(true));
         let one_in = if isa == Isa::best() { 5 } else { 15 };
         match conformance::run(&cpu, &Options { one_in, ..options() }) {

@@ -15,3 +15,13 @@ mod reads_bounded;
 mod rows;
 mod store;
 mod transfers;
+
+/// The instruction sets that are tested and whose attention has code of its own. AVX-512 with products of pairs differs from AVX-512
+/// in nothing but these products, which attention uses for `--fast-prefill` alone.
+fn with_own_attention() -> Vec<kvist_cpu::arch::Isa> {
+    let mut all = kvist_cpu::arch::Isa::tested();
+    if all.iter().any(|isa| isa.name() == "avx512-bf16") {
+        all.retain(|isa| isa.name() != "avx512");
+    }
+    all
+}

@@ -6,9 +6,9 @@ use kvist_testing::conformance::{self, Ends, Options};
 #[test]
 fn the_reference_conforms() {
     // f64 sums rounded once to f32: half a unit in the last place of an output. It stores f32 whatever storage is
-    // requested, so two of them are enough.
+    // requested, so two of them are enough. It is slow: a third of the cases.
     let storages = |storage| [Storage::F32, Storage::Q8].contains(&storage);
-    let options = Options { attention: 1e-8, exact_rows: true, storages, ..Options::from_env() };
+    let options = Options { attention: 1e-8, exact_rows: true, storages, one_in: 3, ..Options::from_env() };
     match conformance::run(&Reference, &options) {
         Ok(report) => println!("{report}"),
         Err(table) => panic!("{table}"),
