@@ -10,8 +10,9 @@ fmt:
     cargo fmt --manifest-path crates/python/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
+# With what `cargo test` does not build, too: stores and the device over wgpu. So nothing is checked twice.
 lint:
-    cargo clippy --workspace --all-targets -- -D warnings
+    cargo clippy --workspace --all-targets --features kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers -- -D warnings
 
 doc:
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
@@ -44,11 +45,11 @@ tiers:
 
 # Files that are damaged and processes that are killed, far more often than `cargo test` does it, in release mode: changed bits and
 # cuts of sessions, prefixes and blocks, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`
-# takes half an hour on two cores beside the builds. Without LTO, which costs minutes and changes nothing that is tested here.
+# takes half an hour on two cores beside the builds.
 proofs flips="100000" kills="1000":
     #!/usr/bin/env bash
     set -euo pipefail
-    export CARGO_PROFILE_RELEASE_LTO=false CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
+    export KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
     proofs() { cargo test --release -p kvist -p kvist-engine -p kvist-store --features kvist-store/disk "$@"; }
     proof() { proofs --test "$1" -- --nocapture "$2"; }
     # 200,000 files of each kind: a disk would only slow that down.
@@ -94,7 +95,6 @@ tiers-and-wgpu: wgpu-kernels
     #!/usr/bin/env bash
     set -euo pipefail
     of="-p kvist-store -p kvist-engine -p kvist --features kvist-store/disk,kvist-store/remote,kvist-engine/wgpu,kvist/wgpu,kvist/tiers"
-    cargo clippy -p kvist-wgpu $of,kvist-wgpu/wgpu --all-targets -- -D warnings
     KVIST_REQUIRE_WGPU=1 cargo test $of --test stores --test tiers --test wgpu --test gpu
     # The engine's own, over the same stores.
     cargo test $of --test serving -- tiers::texts::
