@@ -170,7 +170,7 @@ trait Format: 'static {
     fn multiply_wide(_: Isa, _: Panels<'_>, _: &Inputs, _: &mut Room, _: &mut Columns<'_, f32>) {
         unreachable!("this encoding does not become wide codes")
     }
-    /// Multiplies adjacent panels with all tokens: `MANY` if they take more than one tile.
+    /// Multiplies adjacent panels with the tokens that [`tokens`] says.
     fn multiply<S: Simd, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,
@@ -254,13 +254,13 @@ fn put<S: Simd>(s: S, out: &mut Columns<'_, f32>, token: usize, panel: usize, su
     }
 }
 
-/// `MANY` tokens take more than one tile. Few have a kernel of their own: compiled together, either was up to 10 %
+/// Whole tiles of tokens if there are `MANY`, or the others. Each has a kernel of its own: compiled together, either was up to 10 %
 /// slower.
 struct Multiply<'k, 'o, F, const MANY: bool> {
-    weights: Panels<'k>,
+    weights: &'k Panels<'k>,
     inputs: &'k Inputs,
     deterministic: bool,
-    out: Columns<'o, f32>,
+    out: &'k mut Columns<'o, f32>,
     format: std::marker::PhantomData<F>,
 }
 
@@ -268,8 +268,8 @@ impl<F: Format, const MANY: bool> Kernel for Multiply<'_, '_, F, MANY> {
     type Out = ();
     const USES: Uses = F::USES;
     #[inline(always)]
-    fn run<S: Simd>(mut self, s: S) {
-        F::multiply::<S, MANY>(s, &self.weights, self.inputs, self.deterministic, &mut self.out);
+    fn run<S: Simd>(self, s: S) {
+        F::multiply::<S, MANY>(s, self.weights, self.inputs, self.deterministic, self.out);
     }
 }
 
@@ -436,9 +436,11 @@ impl Matrix {
                     return F::multiply_wide(compute.isa, weights, inputs, room, &mut out);
                 }
                 let (deterministic, format) = (format != InputFormat::Pairs, std::marker::PhantomData);
+                let (weights, out) = (&weights, &mut out);
                 if inputs.n > inputs::TILE {
                     compute.isa.run(Multiply::<F, true> { weights, inputs, deterministic, out, format });
-                } else {
+                }
+                if !tokens::<false>(inputs.n).is_empty() {
                     compute.isa.run(Multiply::<F, false> { weights, inputs, deterministic, out, format });
                 }
             });
@@ -453,13 +455,23 @@ impl fmt::Debug for Matrix {
     }
 }
 
-/// Processes the tokens of `inputs` in tiles: `$kernel::<S, T>(…, first token)` for T of 8, 4, 2 and 1.
+/// The tokens that a kernel computes, of `n`: whole tiles if `MANY`, else all of one tile or what whole ones leave.
+fn tokens<const MANY: bool>(n: usize) -> Range<usize> {
+    let whole = n / inputs::TILE * inputs::TILE;
+    match MANY {
+        true => 0..whole,
+        false if n > inputs::TILE => whole..n,
+        false => 0..n,
+    }
+}
+
+/// Processes the tokens `$tokens` in tiles: `$kernel::<S, T>(…, first token)` for T of 8, 4, 2 and 1, or of 8 alone if `$whole`.
 macro_rules! for_token_tiles {
-    ($n:expr, $first:ident, $T:ident => $body:expr) => {{
-        let mut $first = 0;
-        while $first < $n {
-            let left = $n - $first;
-            $first += if left >= 8 {
+    ($tokens:expr, $whole:expr, $first:ident, $T:ident => $body:expr) => {{
+        let std::ops::Range { start: mut $first, end } = $tokens;
+        while $first < end {
+            let left = end - $first;
+            $first += if $whole || left >= 8 {
                 const $T: usize = 8;
                 $body;
                 $T

@@ -20,7 +20,7 @@ use super::inputs::{
 use super::pair_tiles;
 use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, put, wide};
+use super::{Format, Panels, for_token_tiles, put, tokens, wide};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::blocks::Block;
@@ -108,7 +108,7 @@ impl<F: PackedBlock> Format for Blocks<F> {
         out: &mut Columns<'_, f32>,
     ) {
         for panel in 0..weights.n {
-            for_token_tiles!(inputs.n, first, T => {
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => {
                 tile::<S, F, T, MANY>(s, weights, inputs, first, panel, out);
             });
         }

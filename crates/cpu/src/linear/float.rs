@@ -13,7 +13,7 @@ use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{InputFormat, Inputs};
 use super::pair_tiles;
 use super::room::Room;
-use super::{AHEAD, Format, Panels, for_token_tiles, put};
+use super::{AHEAD, Format, Panels, for_token_tiles, put, tokens};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa, Uses};
 use crate::element::Element;
@@ -240,7 +240,7 @@ fn all<S: Simd, F: Tile, const MANY: bool>(
     let mut panel = 0;
     while panel < weights.n {
         panel += if weights.n - panel >= 4 {
-            for_token_tiles!(inputs.n, first, T => if T > 2 * S::ACCUMULATORS.min(8) / 4 {
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => if T > 2 * S::ACCUMULATORS.min(8) / 4 {
                 // Eight tokens times four panels would not fit the registers: use two panels at a time.
                 for half in [0, 2] {
                     one::<S, F, T, 2, MANY>(s, weights, inputs, deterministic, first, panel + half, out);
@@ -250,7 +250,7 @@ fn all<S: Simd, F: Tile, const MANY: bool>(
             });
             4
         } else {
-            for_token_tiles!(inputs.n, first, T => one::<S, F, T, 1, MANY>(s, weights, inputs, deterministic, first, panel, out));
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => one::<S, F, T, 1, MANY>(s, weights, inputs, deterministic, first, panel, out));
             1
         };
     }

@@ -14,7 +14,7 @@ use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs};
 use super::room::Room;
 use super::wide::{self, Bytes, Step};
-use super::{Ahead, Format, Panels, for_token_tiles, pair_tiles};
+use super::{Ahead, Format, Panels, for_token_tiles, pair_tiles, tokens};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa};
 use kvist_device::weights::round;
@@ -72,7 +72,7 @@ impl Format for Int8 {
         out: &mut Columns<'_, f32>,
     ) {
         for panel in (0..weights.n).step_by(Self::PANELS) {
-            for_token_tiles!(inputs.n, first, T => match weights.n - panel {
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => match weights.n - panel {
                 1 => tile::<S, T, 1, MANY>(s, weights, inputs, first, panel, out),
                 _ => tile::<S, T, 2, MANY>(s, weights, inputs, first, panel, out),
             });

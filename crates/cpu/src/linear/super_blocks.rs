@@ -19,7 +19,7 @@ use super::inputs::{
 use super::pair_tiles;
 use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, put, wide};
+use super::{Format, Panels, for_token_tiles, put, tokens, wide};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
@@ -143,7 +143,7 @@ impl<F: PackedSuperBlock> Format for SuperBlocks<F> {
         out: &mut Columns<'_, f32>,
     ) {
         for panel in 0..weights.n {
-            for_token_tiles!(inputs.n, first, T => {
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => {
                 tile::<S, F, T, MANY>(s, weights, inputs, first, panel, out);
             });
         }

@@ -217,7 +217,7 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
                 round::<S, F>(s, weights.get::<F>(panel + i), codes, scales);
             }
             let wide = Rounded { codes, scales, width: inputs.width };
-            for_token_tiles!(inputs.n, first, T => match n {
+            for_token_tiles!(0..inputs.n, false, first, T => match n {
                 PANELS => tile::<S, _, T, PANELS>(s, &wide, inputs, first, panel, out),
                 _ => tile::<S, _, T, 1>(s, &wide, inputs, first, panel, out),
             });
