@@ -10,9 +10,10 @@ fmt:
     cargo fmt --manifest-path crates/python/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
-# With what `cargo test` does not build, too: stores and the device over wgpu. So nothing is checked twice.
+# With stores and the device over wgpu, which `cargo test` does not build: their dependencies take minutes the first time. Then what users build.
 lint:
     cargo clippy --workspace --all-targets --features kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers -- -D warnings
+    cargo clippy -p kvist -p kvist-engine -p kvist-server -- -D warnings
 
 doc:
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
@@ -135,7 +136,7 @@ cuda-asan:
 c:
     #!/usr/bin/env bash
     set -euo pipefail
-    # Its own workspace, the same profiles: what the main workspace has built serves it too.
+    # Its own workspace, the same profile `dev`: what the main workspace has built serves it too.
     export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
     cd crates/capi
     cargo clippy --all-targets -- -D warnings

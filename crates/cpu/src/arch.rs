@@ -239,8 +239,7 @@ fn dot_quads<S: Simd>(s: S, codes: &[S::I], x: impl Fn(usize) -> i32, start: S::
     sum
 }
 
-/// The products of a kernel, of which some instruction sets have faster ones than others. A kernel that names the wrong one is slow, and
-/// pairs are then rounded in another way.
+/// The products that a kernel uses. A kernel that declares too little runs slower products, and its products of pairs round differently.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Uses {
     /// Products of floats alone.

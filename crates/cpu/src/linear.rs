@@ -198,14 +198,13 @@ impl Panels<'_> {
         (codes, &scales[..F::scales(self.blocks - 1).end])
     }
 
-    /// What the tile that starts at token `first` of `n` prefetches. `MANY` if there are several tiles.
+    /// What the tile that starts at token `first` of `n` prefetches. `MANY` if it is one of several whole tiles.
     #[inline(always)]
     fn ahead<const MANY: bool>(&self, n: usize, first: usize) -> Ahead {
         if !MANY {
             return Ahead { lines: u8::MAX, bytes: AHEAD };
         }
         let tiles = n / inputs::TILE;
-        // The last tile, if it is not whole, leaves it to the others.
         let behind = tiles.checked_sub(1 + first / inputs::TILE);
         let share = (0..8).filter(|line| behind == Some(line % tiles.min(8)));
         Ahead { lines: share.fold(0, |lines, line| lines | 1 << line), bytes: self.panel }
@@ -214,8 +213,8 @@ impl Panels<'_> {
 
 /// Which of the cache lines of a block's codes a tile of tokens prefetches, and how far ahead.
 ///
-/// A single tile reads each panel once, at the speed of memory: it prefetches every line [`AHEAD`]. Several tiles read a
-/// panel one after the other, all but the first from the processor's cache: together the last eight tiles prefetch the
+/// A single tile reads each panel once, at the speed of memory: it prefetches every line [`AHEAD`]. (So do the tokens that whole tiles leave,
+/// which read a unit of panels anew.) Several tiles read a panel one after the other, all but the first from the processor's cache: together the last eight tiles prefetch the
 /// next panel, each its share of every block. So memory and arithmetic are busy at the same time. Were they the first eight, the
 /// inputs of many more tiles would take the prefetched lines' place in the second-level cache.
 #[derive(Clone, Copy)]

@@ -3,7 +3,7 @@
 use super::{Kernel, Simd, Uses};
 use std::arch::x86_64::*;
 
-/// Proof that the CPU supports it; created only by [`detect`](Self::detect).
+/// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Avx512<const BF16: bool>(());
 

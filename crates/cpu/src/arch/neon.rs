@@ -12,7 +12,7 @@ pub const WORDS: u8 = 0;
 pub const DOTPROD: u8 = 1;
 pub const I8MM: u8 = 2;
 
-/// Proof that the CPU supports it; created only by [`detect`](Self::detect).
+/// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Neon<const BYTES: u8>(());
 
@@ -23,6 +23,12 @@ impl<const BYTES: u8> Neon<BYTES> {
             && (BYTES != I8MM || is_aarch64_feature_detected!("i8mm"));
         has.then_some(Self(()))
     }
+}
+
+/// NEON belongs to the architecture: everything is compiled for it.
+#[inline(never)]
+fn plain<K: Kernel>(s: Neon<WORDS>, kernel: K) -> K::Out {
+    kernel.run(s)
 }
 
 #[target_feature(enable = "neon,dotprod")]
@@ -142,8 +148,7 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
             (Uses::Bytes | Uses::Pairs, I8MM) => unsafe { with_i8mm(Neon(()), kernel) },
             // SAFETY: the same.
             (Uses::Bytes | Uses::Pairs, DOTPROD) => unsafe { with_dotprod(Neon(()), kernel) },
-            // NEON belongs to the architecture: everything is compiled for it.
-            _ => kernel.run(Neon::<WORDS>(())),
+            _ => plain(Neon(()), kernel),
         }
     }
 
@@ -152,7 +157,7 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
         let address = std::ptr::from_ref(x).cast::<u8>().wrapping_add(ahead);
         // SAFETY: prefetching any address, mapped or not, affects only caches.
         unsafe {
-            asm!("prfm pldl1keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly));
+            asm!("prfm pldl2keep, [{0}]", in(reg) address, options(nostack, preserves_flags, readonly));
         }
     }
     ops! {

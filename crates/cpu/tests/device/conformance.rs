@@ -24,7 +24,8 @@ fn is_slow(isa: Isa) -> bool {
     matches!(isa, Isa::EmulatedTiles(_))
 }
 
-/// Every instruction set of this CPU, and tiles in plain loops. All but the best one run a subset of the cases.
+/// Every instruction set of this CPU whose attention has code of its own, and tiles in plain loops. All but the best one run a subset of
+/// the cases.
 #[test]
 fn cpu_conforms_on_every_instruction_set() {
     let best = Isa::best();
