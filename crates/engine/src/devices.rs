@@ -14,7 +14,7 @@ pub use kvist_gpu::{
 };
 use kvist_model::{Error, LoadOptions, Model, Opened};
 #[cfg(feature = "wgpu")]
-pub use kvist_wgpu::{AdapterSummary, WgpuDevice, adapters, open as open_wgpu};
+pub use kvist_wgpu::{AdapterSummary, OpenOptions as WgpuOptions, WgpuDevice, adapters, open as open_wgpu};
 use std::sync::Arc;
 
 /// A device that runs models and stores their K and V.
@@ -92,8 +92,9 @@ impl Place {
     }
 
     #[cfg(feature = "wgpu")]
-    fn wgpu(index: Option<usize>, _: &Compute) -> Result<Place, DeviceError> {
-        open_wgpu(index).map(Place::Wgpu)
+    fn wgpu(index: Option<usize>, compute: &Compute) -> Result<Place, DeviceError> {
+        let options = WgpuOptions { deterministic: compute.deterministic, ..Default::default() };
+        open_wgpu(index, &options).map(Place::Wgpu)
     }
     #[cfg(not(feature = "wgpu"))]
     fn wgpu(_: Option<usize>, _: &Compute) -> Result<Place, DeviceError> {

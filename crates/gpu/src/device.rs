@@ -217,7 +217,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         let is_one = layers.len() == outs.len() && (2..=several::MOST).contains(&layers.len());
         let alike =
             |pair: &[(&Linear<D>, &D::Buffer)]| together(&*self.gpu, s.n(x.rows), pair[0].0, pair[1].0);
-        let takes_norm = layers.iter().all(|(layer, _)| several::takes_norm(layer));
+        let takes_norm = layers.iter().all(|(layer, _)| layer.inputs <= self.gpu.max_normed_inputs());
         if let (true, Some(x)) = (is_one && takes_norm && layers.windows(2).all(alike), x.get()) {
             let norm = Some((&norm.weight.values, norm.eps));
             return Several { x, norm, layers: &layers, activation: None }
@@ -240,7 +240,7 @@ impl<D: Driver> Device for GpuDevice<D> {
     ) {
         s.rotate(&*self.gpu);
         let pairs = gate.0.outputs == up.0.outputs && together(&*self.gpu, s.n(x.rows), gate.0, up.0);
-        let (x, norm) = match pairs && several::takes_norm(gate.0) {
+        let (x, norm) = match pairs && gate.0.inputs <= self.gpu.max_normed_inputs() {
             true => (x, Some((&norm.weight.values, norm.eps))),
             false => {
                 self.rms_norm(s, x, norm, h);

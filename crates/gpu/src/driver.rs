@@ -54,6 +54,11 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
+    /// The most inputs of a norm that [`Kernel::Several`] computes before its layers; 0: none.
+    fn max_normed_inputs(&self) -> u32 {
+        0
+    }
+
     /// Rows of so many elements that a workgroup of [`Kernel::Norm`] has.
     fn norm_rows(&self, width: u32) -> u32 {
         let _ = width;
@@ -143,7 +148,8 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
     }
 
     /// Records a dispatch of `groups` workgroups. `None` stands for a buffer that the kernel does not use in this call.
-    /// A dispatch sees what those before it wrote. Compiles the kernel at its first use.
+    /// A dispatch sees what those before it wrote. Compiles the kernel at its first use. The device may begin before
+    /// [`submit`](Self::submit): what is recorded and then discarded may have run.
     fn record(
         &self,
         recorder: &mut Self::Recorder,

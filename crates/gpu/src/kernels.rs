@@ -175,6 +175,7 @@ pub fn attend_workgroup_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64
 pub fn product_tile(kernel: &Kernel) -> (u32, u32) {
     match kernel {
         Kernel::Matmul { tokens, .. } => (MATMUL_OUTPUTS, *tokens),
+        Kernel::Several { .. } => (MATMUL_OUTPUTS, 1),
         Kernel::Gemm { tile, .. } => (tile.outputs, tile.tokens),
         _ => (GEMM_TILE, GEMM_TILE),
     }
@@ -229,6 +230,7 @@ impl Kernel {
             }
             Kernel::Several { encoding, gated, normed } => {
                 add("ENCODING", encoding.into());
+                add("TOKENS", 1u32.into());
                 add("GATED", gated.into());
                 add("NORMED", normed.into());
                 add("ROUTED", false.into());

@@ -7,16 +7,6 @@ use kvist_device::Activation;
 /// Layers of a launch of [`Kernel::Several`].
 pub const MOST: usize = 3;
 
-/// The most inputs of a norm that is computed in such a launch. Every block reads the norm's weights, too: for 4,096 inputs that seems to take
-/// longer than a launch (on an H100 an 8B model decoded 291 tokens per second with it, and 302 a day before without; one of 2,048
-/// inputs 1,117 and 1,096).
-const MOST_NORMED: u32 = 2048;
-
-/// Whether [`Several`] takes a norm for this layer.
-pub fn takes_norm<D: Driver>(layer: &Linear<D>) -> bool {
-    layer.inputs <= MOST_NORMED
-}
-
 /// The number of an activation in the kernels, and its limit.
 pub fn numbers(activation: Activation) -> (u32, f32) {
     match activation {

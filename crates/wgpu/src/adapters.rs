@@ -59,6 +59,7 @@ fn summary(index: usize, adapter: &wgpu::Adapter) -> AdapterSummary {
     let known = [
         (wgpu::Features::SHADER_F16, "f16"),
         (wgpu::Features::SUBGROUP, "subgroups"),
+        (wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, "cooperative matrices"),
         (wgpu::Features::TIMESTAMP_QUERY, "timestamps"),
         (wgpu::Features::IMMEDIATES, "immediates"),
     ];

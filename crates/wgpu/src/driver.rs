@@ -7,10 +7,11 @@ mod recording;
 mod tests;
 
 use crate::adapters::{AdapterMemory, IMMEDIATES, all, best, binding_bytes, instance, missing};
-use crate::{ffi, kernels};
+use crate::ffi;
+use crate::kernels::Target;
 use clock::{CLOCK, Clock, MAX_MARKS};
 use kvist_device::DeviceError;
-use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, HostMemory, Kernel, Limits};
+use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed};
 pub use recording::Recording;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -19,7 +20,16 @@ use std::time::Duration;
 
 /// What is used where an adapter has it: a clock, buffers in the host's memory that kernels bind, and subgroups.
 const OPTIONAL: wgpu::Features =
-    CLOCK.union(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS).union(wgpu::Features::SUBGROUP);
+    CLOCK.union(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS).union(wgpu::Features::SUBGROUP).union(COOPERATIVE);
+/// What products of cooperative matrices need.
+const COOPERATIVE: wgpu::Features = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX
+    .union(wgpu::Features::SHADER_F16)
+    .union(wgpu::Features::SUBGROUP);
+
+/// Dispatches of a step that the device gets at once: first a few, so that it begins soon, then more, because every submission costs some
+/// 50 us of the host's time.
+const FIRST_DISPATCHES: u32 = 16;
+const DISPATCHES: u32 = 64;
 
 /// How an adapter is opened.
 #[derive(Clone, Copy, Debug)]
@@ -27,20 +37,50 @@ pub struct OpenOptions {
     /// Most bytes of a part of weights or of a pool, even if the adapter could bind more. For tests: most adapters bind more
     /// than any test needs.
     pub max_part_bytes: u64,
-    /// Whether kernels use subgroups, where the adapter has them. Results have the same bits without them.
+    /// Whether kernels use subgroups, where the adapter has them. With [`deterministic`](Self::deterministic), results have the same
+    /// bits without them.
     pub subgroups: bool,
+    /// Whether kernels multiply by cooperative matrices, where the adapter has them.
+    pub cooperative: bool,
+    /// Kernels whose results depend on nothing but a row's own inputs; they are slower.
+    pub deterministic: bool,
     /// How long a submission may run before it counts as hung.
     pub patience: Duration,
 }
 
 impl Default for OpenOptions {
-    /// Without `KVIST_WGPU_SUBGROUPS=0` in the environment, kernels use subgroups.
+    /// `KVIST_WGPU_SUBGROUPS=0` and `KVIST_WGPU_COOPERATIVE=0` in the environment turn these off.
     fn default() -> Self {
+        let on = |name: &str| std::env::var_os(name).is_none_or(|value| value != "0");
         OpenOptions {
             max_part_bytes: u64::MAX,
-            subgroups: std::env::var_os("KVIST_WGPU_SUBGROUPS").is_none_or(|value| value != "0"),
+            subgroups: on("KVIST_WGPU_SUBGROUPS"),
+            cooperative: on("KVIST_WGPU_COOPERATIVE"),
+            deterministic: false,
             patience: Duration::from_secs(600),
         }
+    }
+}
+
+/// Whether subgroups of 32 lanes, and of no other size, multiply matrices of 16 x 16 in f16 and add up in f32.
+fn has_cooperative(adapter: &wgpu::Adapter) -> bool {
+    let info = adapter.get_info();
+    let products = adapter.cooperative_matrix_properties();
+    adapter.features().contains(COOPERATIVE)
+        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
+        && products.iter().any(|product| {
+            (product.m_size, product.n_size, product.k_size) == (16, 16, 16)
+                && product.ab_type == wgpu::CooperativeScalarType::F16
+                && product.cr_type == wgpu::CooperativeScalarType::F32
+        })
+}
+
+/// So many workgroups of attention fill a GPU. wgpu does not say how many multiprocessors one has.
+fn attend_blocks(kind: wgpu::DeviceType) -> u32 {
+    match kind {
+        wgpu::DeviceType::DiscreteGpu | wgpu::DeviceType::VirtualGpu => 256,
+        wgpu::DeviceType::IntegratedGpu | wgpu::DeviceType::Other => 64,
+        wgpu::DeviceType::Cpu => 16,
     }
 }
 
@@ -79,6 +119,9 @@ pub struct Wgpu {
     device: wgpu::Device,
     queue: wgpu::Queue,
     limits: Limits,
+    target: Target,
+    /// Workgroups of attention that are to be there at the same time.
+    attend_blocks: u32,
     pipelines: Compiled<Arc<Pipeline>>,
     failure: Failure,
     patience: Duration,
@@ -120,8 +163,15 @@ impl Wgpu {
         let mut optional = adapter.features() & OPTIONAL;
         optional
             .set(wgpu::Features::SUBGROUP, optional.contains(wgpu::Features::SUBGROUP) && options.subgroups);
+        let cooperative = options.cooperative && !options.deterministic && has_cooperative(&adapter);
+        optional.set(COOPERATIVE, cooperative);
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("kvist"),
+            experimental_features: if cooperative {
+                ffi::experimental()
+            } else {
+                wgpu::ExperimentalFeatures::disabled()
+            },
             required_features: wgpu::Features::IMMEDIATES | optional,
             required_limits: limits.clone(),
             memory_hints: wgpu::MemoryHints::MemoryUsage,
@@ -146,8 +196,15 @@ impl Wgpu {
                 mapped_at_creation: false,
             })
         });
-        let unified = [wgpu::DeviceType::IntegratedGpu, wgpu::DeviceType::Cpu];
-        let unified_memory = unified.contains(&adapter.get_info().device_type);
+        let kind = adapter.get_info().device_type;
+        let unified_memory = [wgpu::DeviceType::IntegratedGpu, wgpu::DeviceType::Cpu].contains(&kind);
+        let target = Target {
+            subgroups: device.features().contains(wgpu::Features::SUBGROUP),
+            fast: !options.deterministic,
+            bindings: limits.max_storage_buffers_per_shader_stage,
+            cooperative,
+            max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
+        };
         Ok(Wgpu {
             adapter,
             device,
@@ -157,10 +214,12 @@ impl Wgpu {
                 max_part_bytes: binding_bytes(&limits).min(options.max_part_bytes),
                 max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
                 max_attend_rows: 32,
-                batch_invariant: true,
+                batch_invariant: options.deterministic,
                 unified_memory,
                 adapter: name,
             },
+            target,
+            attend_blocks: attend_blocks(kind),
             pipelines: Compiled::default(),
             failure,
             patience: options.patience,
@@ -199,7 +258,8 @@ impl Wgpu {
             wgpu::BufferUsages::MAP_READ => usage | wgpu::BufferUsages::COPY_DST,
             host => host,
         };
-        let size = bytes.next_multiple_of(wgpu::MAP_ALIGNMENT).max(16);
+        // Kernels read some buffers in vectors of 16 bytes.
+        let size = bytes.next_multiple_of(16).max(16);
         let out_of_memory = self.device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
         let raw = self.device.create_buffer(&wgpu::BufferDescriptor {
             label: Some(what),
@@ -217,6 +277,14 @@ impl Wgpu {
     fn between_passes<'a>(&self, recorder: &'a mut Recording) -> &'a mut wgpu::CommandEncoder {
         recorder.pass = None;
         recorder.encoder.get_or_insert_with(|| self.device.create_command_encoder(&Default::default()))
+    }
+
+    /// Submits what was recorded so far, so that the device begins while the host records the rest of the step.
+    fn submit_early(&self, recorder: &mut Recording) {
+        recorder.pass = None;
+        self.queue.submit(recorder.encoder.take().map(wgpu::CommandEncoder::finish));
+        recorder.n_dispatches = 0;
+        recorder.n_early += 1;
     }
 
     /// Maps bytes of a buffer that no submission uses any more.
@@ -257,12 +325,7 @@ impl Wgpu {
     }
 
     fn compile(&self, kernel: &Kernel) -> Pipeline {
-        let subgroups = self.device.features().contains(wgpu::Features::SUBGROUP);
-        let source = kernels::source(kernel, subgroups);
-        let module = self.device.create_shader_module(wgpu::ShaderModuleDescriptor {
-            label: Some(kernel.name()),
-            source: wgpu::ShaderSource::Wgsl(source.into()),
-        });
+        let module = ffi::module(&self.device, kernel.name(), self.target.source(kernel));
         let entry = |(binding, writes): (usize, &bool)| wgpu::BindGroupLayoutEntry {
             binding: binding as u32,
             visibility: wgpu::ShaderStages::COMPUTE,
@@ -307,6 +370,30 @@ impl Driver for Wgpu {
 
     fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    fn has_several(&self, encoding: u32) -> bool {
+        self.target.has_several(encoding)
+    }
+
+    fn gemm_tile(&self, encoding: u32, _: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        self.target.gemm_tile(encoding, tokens, outputs)
+    }
+
+    fn has_halves(&self) -> bool {
+        self.target.fast
+    }
+
+    fn stores_both(&self) -> bool {
+        true
+    }
+
+    fn attend_rows(&self, wanted: u32, forms: (Form, Form), dim: u32, recent: bool) -> u32 {
+        self.target.attend_rows(&self.limits, wanted, forms, dim, recent)
+    }
+
+    fn attend_blocks(&self, _: (Form, Form), _: u32, _: u32, _: bool) -> Option<u32> {
+        self.target.fast.then_some(self.attend_blocks)
     }
 
     fn allocated_bytes(&self) -> Option<u64> {
@@ -371,6 +458,11 @@ impl Driver for Wgpu {
         let bytes: Vec<u8> = args.words().iter().flat_map(|word| word.to_le_bytes()).collect();
         pass.set_immediates(0, &bytes);
         pass.dispatch_workgroups(groups[0], groups[1], groups[2]);
+        recorder.n_dispatches += 1;
+        let full = if recorder.n_early == 0 { FIRST_DISPATCHES } else { DISPATCHES };
+        if recorder.n_dispatches == full {
+            self.submit_early(recorder);
+        }
     }
 
     fn copy(&self, recorder: &mut Recording, copy: &BufferCopy<'_, Self>) {
@@ -409,6 +501,7 @@ impl Driver for Wgpu {
             let (from, to) = (&copy.from.raw, &copy.to.raw);
             encoder.copy_buffer_to_buffer(from, copy.from_byte, to, copy.to_byte, copy.bytes);
         }
+        (recorder.n_dispatches, recorder.n_early) = (0, 0);
         let n_marks = std::mem::take(&mut recorder.n_marks);
         let marks = recorder.clock.as_ref().filter(|_| n_marks > 0).map(|clock| {
             let bytes = 8 * u64::from(n_marks);

@@ -1,17 +1,37 @@
 //! The WGSL of the kernels. Every file begins with what it computes.
-use kvist_gpu::{Constant, Kernel};
+use kvist_device::weights::Encoding;
+use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits};
 use std::borrow::Cow;
+
+/// Buffers that [`Kernel::Several`] binds.
+const SEVERAL_BINDINGS: u32 = 11;
+/// Outputs, and tokens, of a workgroup of `gemm_halves`.
+const GEMM_OUTPUTS: u32 = 128;
+const GEMM_TOKENS: [u32; 3] = [128, 64, 32];
+/// Workgroups of it that fill a large GPU.
+const ENOUGH_GROUPS: u32 = 128;
 
 const MATH: &str = include_str!("kernels/math.wgsl");
 const BYTES: &str = include_str!("kernels/bytes.wgsl");
+const ENCODINGS: &str = include_str!("kernels/encodings.wgsl");
 const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
 const PRODUCT: &str = include_str!("kernels/product.wgsl");
+const INPUTS: &str = include_str!("kernels/inputs.wgsl");
+const UNITS: &str = include_str!("kernels/units.wgsl");
+const UNIT_SUMS: &str = include_str!("kernels/unit_sums.wgsl");
+const UNIT_ROWS: &str = include_str!("kernels/unit_rows.wgsl");
 const LANES: &str = include_str!("kernels/lanes.wgsl");
 const LANES_OF_SUBGROUPS: &str = include_str!("kernels/lanes_of_subgroups.wgsl");
+const GATE: &str = include_str!("kernels/gate.wgsl");
 const SINKS: &str = include_str!("kernels/sinks.wgsl");
 const LEVELS: &str = include_str!("kernels/levels.wgsl");
 const TURN: &str = include_str!("kernels/turn.wgsl");
 const CELLS: &str = include_str!("kernels/cells.wgsl");
+const ROTATION: &str = include_str!("kernels/rotation.wgsl");
+const STORE_ROWS: &str = include_str!("kernels/store_rows.wgsl");
+const STORE_SIDE: &str = include_str!("kernels/store_side.wgsl");
+const ATTEND_PLAN: &str = include_str!("kernels/attend_plan.wgsl");
+const FETCH: &str = include_str!("kernels/fetch.wgsl");
 
 fn constant(name: &str, value: Constant) -> String {
     match value {
@@ -20,43 +40,194 @@ fn constant(name: &str, value: Constant) -> String {
     }
 }
 
-/// `cells.wgsl` for one side.
-fn cells(lower: &str, upper: &str) -> Cow<'static, str> {
-    CELLS.replace("side_", lower).replace("SIDE_", upper).into()
+/// A file for one of several sides or matrices, with its name in front of what begins with `side_`.
+fn of_side(file: &str, name: &str) -> Cow<'static, str> {
+    file.replace("side_", name).replace("SIDE_", &name.to_uppercase()).into()
 }
 
-/// The files of a kernel, in order. `lanes` has the exchange of values between lanes.
-fn parts(kernel: &Kernel, lanes: &'static str) -> Vec<Cow<'static, str>> {
-    let parts: &[&'static str] = match kernel {
-        Kernel::Embed { .. } => &[MATH, BYTES, WEIGHTS, include_str!("kernels/embed.wgsl")],
-        Kernel::Matmul { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, lanes, include_str!("kernels/matmul.wgsl")],
-        Kernel::Gemm { .. } => &[MATH, BYTES, WEIGHTS, PRODUCT, include_str!("kernels/gemm.wgsl")],
-        // Only drivers that say so are asked for them.
-        Kernel::Halves | Kernel::Several { .. } | Kernel::StoreBoth { .. } => &[],
-        Kernel::Norm { .. } => &[lanes, include_str!("kernels/norm.wgsl")],
-        Kernel::Rope => &[include_str!("kernels/rope.wgsl")],
-        Kernel::Gated => &[MATH, include_str!("kernels/gated.wgsl")],
-        Kernel::Add => &[include_str!("kernels/add.wgsl")],
-        Kernel::Rows(_) => &[include_str!("kernels/rows.wgsl")],
-        Kernel::Route => &[MATH, include_str!("kernels/route.wgsl")],
-        Kernel::Top => &[MATH, lanes, include_str!("kernels/top.wgsl")],
-        Kernel::Store { .. } => &[MATH, BYTES, LEVELS, TURN, include_str!("kernels/store.wgsl")],
-        Kernel::Copy { .. } => &[include_str!("kernels/copy.wgsl")],
-        Kernel::Attend { .. } => {
-            let shared = [MATH, BYTES, LEVELS, TURN, SINKS, lanes].map(Cow::from);
-            let own = [cells("k_", "K_"), cells("v_", "V_"), include_str!("kernels/attend.wgsl").into()];
-            return shared.into_iter().chain(own).collect();
+/// Bytes of workgroup memory of `attend_fast`.
+fn fast_attend_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64 {
+    const CELLS: u64 = 128;
+    let (rows, dim) = (u64::from(rows), u64::from(dim));
+    let plain = if k.needs_plain_queries(recent) { rows } else { 1 };
+    // Queries; scores; largest scores; three words of each cell, and of each row.
+    4 * ((rows + plain) * dim + rows * CELLS + rows * CELLS / 4 + 3 * CELLS + 3 * rows)
+}
+
+/// Which kernels there are for a GPU.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// Lanes exchange values within subgroups.
+    pub subgroups: bool,
+    /// Results may depend on the batch: kernels that add up in other orders, and are faster.
+    pub fast: bool,
+    /// Storage buffers that a kernel can bind.
+    pub bindings: u32,
+    /// Subgroups of 32 lanes multiply matrices of 16 x 16, f16 to f32.
+    pub cooperative: bool,
+    pub max_workgroup_bytes: u32,
+}
+
+impl Target {
+    /// Whether `matmul_units` computes a few tokens with weights in this encoding.
+    fn has_units(&self, encoding: u32) -> bool {
+        use Encoding::*;
+        let of_units = |encoding: &Encoding| {
+            matches!(encoding, Q8_0 | Int8 | Q4_0 | Q4_1 | Q5_0 | Q5_1 | Iq4Nl | Mxfp4 | Q4K | Q5K | Q6K)
+        };
+        self.fast && Encoding::RESIDENT.get(encoding as usize).is_some_and(of_units)
+    }
+
+    /// Whether [`Kernel::Several`] computes layers with such weights.
+    pub fn has_several(&self, encoding: u32) -> bool {
+        self.bindings >= SEVERAL_BINDINGS && self.has_units(encoding)
+    }
+
+    /// What a workgroup of [`Kernel::Gemm`] computes.
+    pub fn gemm_tile(&self, encoding: u32, tokens: u32, outputs: u32) -> GemmTile {
+        if !self.has_units(encoding) {
+            return GemmTile::USUAL;
         }
-        Kernel::Merge { .. } => &[MATH, TURN, SINKS, include_str!("kernels/merge.wgsl")],
-        Kernel::Scatter => &[include_str!("kernels/scatter.wgsl")],
-        Kernel::Gather => &[include_str!("kernels/gather.wgsl")],
-    };
-    parts.iter().map(|part| (*part).into()).collect()
+        let fits = |tile: &GemmTile| self.gemm_bytes(*tile) <= self.max_workgroup_bytes;
+        let tile = |tokens| GemmTile { outputs: GEMM_OUTPUTS, tokens, halves: true };
+        let groups = |tile: &GemmTile| outputs.div_ceil(tile.outputs) * tokens.div_ceil(tile.tokens);
+        let mut tiles = GEMM_TOKENS.map(tile).into_iter().filter(fits);
+        let smallest = tiles.clone().next_back();
+        // The largest one of which there are enough to fill a GPU.
+        tiles.find(|tile| groups(tile) >= ENOUGH_GROUPS).or(smallest).unwrap_or(GemmTile::USUAL)
+    }
+
+    /// Bytes of workgroup memory of `gemm_halves`: rows of 64 weights or inputs, and sums of eight subgroups.
+    fn gemm_bytes(&self, tile: GemmTile) -> u32 {
+        (tile.outputs + tile.tokens) * (64 + 8) * 2 + if self.cooperative { 8 * 256 * 4 } else { 0 }
+    }
+
+    /// Query rows of a workgroup of attention for tiles of `wanted` rows.
+    pub fn attend_rows(
+        &self,
+        limits: &Limits,
+        wanted: u32,
+        (k, _): (Form, Form),
+        dim: u32,
+        recent: bool,
+    ) -> u32 {
+        if !self.fast {
+            return kvist_gpu::attend_rows(limits, wanted, k, dim, recent);
+        }
+        let fits = |rows: &u32| {
+            fast_attend_bytes(k, dim, *rows, recent) <= u64::from(limits.max_workgroup_bytes)
+                && *rows <= limits.max_attend_rows
+        };
+        let fitting = || ATTEND_ROWS.into_iter().filter(fits);
+        fitting().find(|rows| *rows >= wanted).or_else(|| fitting().max()).unwrap_or(ATTEND_ROWS[0])
+    }
+
+    /// The files of a kernel, in order.
+    fn parts(&self, kernel: &Kernel) -> Vec<Cow<'static, str>> {
+        let lanes = if self.subgroups { LANES_OF_SUBGROUPS } else { LANES };
+        let text = |parts: &[&'static str]| parts.iter().map(|part| (*part).into()).collect();
+        match *kernel {
+            Kernel::Embed { .. } => {
+                text(&[MATH, BYTES, ENCODINGS, WEIGHTS, include_str!("kernels/embed.wgsl")])
+            }
+            Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
+                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, lanes, UNITS, UNIT_SUMS]);
+                parts.extend([FETCH, UNIT_ROWS].map(|file| of_side(file, "one_")));
+                parts.push(include_str!("kernels/matmul_units.wgsl").into());
+                parts
+            }
+            Kernel::Matmul { .. } => text(&[
+                MATH,
+                BYTES,
+                ENCODINGS,
+                WEIGHTS,
+                PRODUCT,
+                INPUTS,
+                lanes,
+                include_str!("kernels/matmul.wgsl"),
+            ]),
+            Kernel::Several { .. } => {
+                let mut parts: Vec<_> = text(&[MATH, GATE, BYTES, ENCODINGS, lanes, UNITS, UNIT_SUMS]);
+                for name in ["w0_", "w1_", "w2_"] {
+                    parts.extend([FETCH, UNIT_ROWS].map(|file| of_side(file, name)));
+                }
+                parts.push(include_str!("kernels/several.wgsl").into());
+                parts
+            }
+            Kernel::Gemm { tile, .. } if tile.halves => {
+                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, UNITS]);
+                parts.push(of_side(FETCH, "one_"));
+                let [products, gemm] = match self.cooperative {
+                    true => [
+                        include_str!("kernels/products_coop.wgsl"),
+                        include_str!("kernels/gemm_coop.wgsl"),
+                    ],
+                    false => [
+                        include_str!("kernels/products_plain.wgsl"),
+                        include_str!("kernels/gemm_plain.wgsl"),
+                    ],
+                };
+                parts.extend(
+                    [products, include_str!("kernels/gemm_halves.wgsl"), gemm].map(Cow::from),
+                );
+                parts
+            }
+            Kernel::Gemm { .. } => {
+                text(&[MATH, BYTES, ENCODINGS, WEIGHTS, PRODUCT, INPUTS, include_str!("kernels/gemm.wgsl")])
+            }
+            Kernel::Halves => text(&[include_str!("kernels/halves.wgsl")]),
+            Kernel::Norm { .. } => text(&[lanes, include_str!("kernels/norm.wgsl")]),
+            Kernel::Rope => text(&[ROTATION, include_str!("kernels/rope.wgsl")]),
+            Kernel::Gated => text(&[MATH, GATE, include_str!("kernels/gated.wgsl")]),
+            Kernel::Add => text(&[include_str!("kernels/add.wgsl")]),
+            Kernel::Rows(_) => text(&[include_str!("kernels/rows.wgsl")]),
+            Kernel::Route => text(&[MATH, include_str!("kernels/route.wgsl")]),
+            Kernel::Top => text(&[MATH, lanes, include_str!("kernels/top.wgsl")]),
+            Kernel::Store { .. } => {
+                let mut parts: Vec<_> = text(&[MATH, BYTES, LEVELS, TURN, STORE_ROWS]);
+                parts.push(of_side(STORE_SIDE, ""));
+                parts.push(include_str!("kernels/store.wgsl").into());
+                parts
+            }
+            Kernel::StoreBoth { .. } => {
+                let mut parts: Vec<_> = text(&[MATH, BYTES, LEVELS, TURN, ROTATION, STORE_ROWS]);
+                parts.extend(["k_", "v_"].map(|name| of_side(STORE_SIDE, name)));
+                parts.push(include_str!("kernels/store_both.wgsl").into());
+                parts
+            }
+            Kernel::Copy { .. } => text(&[include_str!("kernels/copy.wgsl")]),
+            Kernel::Attend { .. } => {
+                let mut parts: Vec<_> = text(&[MATH, BYTES, LEVELS, TURN, SINKS, lanes, ATTEND_PLAN]);
+                parts.extend(["k_", "v_"].map(|name| of_side(CELLS, name)));
+                parts.push(match self.fast {
+                    true => include_str!("kernels/attend_fast.wgsl").into(),
+                    false => include_str!("kernels/attend.wgsl").into(),
+                });
+                parts
+            }
+            Kernel::Merge { .. } => text(&[MATH, TURN, SINKS, include_str!("kernels/merge.wgsl")]),
+            Kernel::Scatter => text(&[include_str!("kernels/scatter.wgsl")]),
+            Kernel::Gather => text(&[include_str!("kernels/gather.wgsl")]),
+        }
+    }
+
+    /// The whole source: constants, shared functions, the kernel.
+    pub fn source(&self, kernel: &Kernel) -> String {
+        let mut source = String::new();
+        let mut constants = kernel.constants();
+        if let Kernel::Gemm { tile, .. } = *kernel
+            && tile.halves
+        {
+            if self.cooperative {
+                source += "enable f16;\nenable wgpu_cooperative_matrix;\n";
+            }
+            constants.push(("TILE_OUTPUTS".into(), tile.outputs.into()));
+            constants.push(("TILE_TOKENS".into(), tile.tokens.into()));
+        }
+        source.extend(constants.iter().map(|(name, value)| constant(name, *value)));
+        self.parts(kernel).iter().fold(source, |source: String, part| source + part + "\n")
+    }
 }
 
-/// The whole source: constants, shared functions, the kernel. With `subgroups`, lanes exchange values within them.
-pub fn source(kernel: &Kernel, subgroups: bool) -> String {
-    let constants = kernel.constants().iter().map(|(name, value)| constant(name, *value)).collect();
-    let lanes = if subgroups { LANES_OF_SUBGROUPS } else { LANES };
-    parts(kernel, lanes).iter().fold(constants, |source: String, part| source + part + "\n")
-}
+#[cfg(test)]
+mod tests;

@@ -25,14 +25,6 @@ pub type WgpuDevice = GpuDevice<Wgpu>;
 ///
 /// # Errors
 /// There is no adapter, there are not so many, or it lacks what kvist needs. The text says what to install or to try.
-pub fn open(index: Option<usize>) -> Result<WgpuDevice, DeviceError> {
-    open_with(index, &OpenOptions::default())
-}
-
-/// [`open`], otherwise than by default.
-///
-/// # Errors
-/// As [`open`].
-pub fn open_with(index: Option<usize>, options: &OpenOptions) -> Result<WgpuDevice, DeviceError> {
+pub fn open(index: Option<usize>, options: &OpenOptions) -> Result<WgpuDevice, DeviceError> {
     Ok(GpuDevice::new(Wgpu::open(index, options)?))
 }

@@ -12,13 +12,19 @@ mod models;
 
 mod serving;
 
-use kvist_engine::devices::{Place, WgpuDevice as Gpu, open_wgpu};
+use kvist_engine::devices::{Place, WgpuDevice as Gpu, WgpuOptions, open_wgpu};
+use kvist_device::DeviceError;
 use std::sync::LazyLock;
 
 const NAME: &str = "wgpu";
 
+/// Tests compare bits unless they say otherwise.
+fn open() -> Result<Gpu, DeviceError> {
+    open_wgpu(None, &WgpuOptions { deterministic: true, ..Default::default() })
+}
+
 fn device() -> Option<Gpu> {
-    static DEVICE: LazyLock<Option<Gpu>> = LazyLock::new(|| match open_wgpu(None) {
+    static DEVICE: LazyLock<Option<Gpu>> = LazyLock::new(|| match open() {
         Ok(device) => {
             println!("on {}", device.adapter());
             Some(device)
@@ -39,5 +45,5 @@ fn place(device: &Gpu) -> Place {
 
 /// A device whose memory no other test uses.
 fn device_of_its_own() -> Option<Gpu> {
-    device().map(|_| open_wgpu(None).unwrap())
+    device().map(|_| open().unwrap())
 }

@@ -2,7 +2,7 @@
 //! texts of the CPU. `KVIST_REQUIRE_WGPU=1` makes it a failure if there is no adapter. The program `serving` tests the engine itself.
 use crate::engines::{config, greedy, model, receive, tokens};
 use kvist_device::MemoryBudget;
-use kvist_engine::devices::{self, Place, open_wgpu};
+use kvist_engine::devices::{self, Place, WgpuOptions, open_wgpu};
 use kvist_engine::serving::*;
 use kvist_model::weights::WeightFormat;
 use kvist_model::{LoadOptions, Model, ModelFile};
@@ -79,7 +79,7 @@ async fn converse(engine: &Engine) -> (Vec<Vec<u32>>, u64, u64) {
 
 #[tokio::test]
 async fn a_serving_engine_gives_the_texts_of_the_cpu() {
-    let device = match open_wgpu(None) {
+    let device = match open_wgpu(None, &WgpuOptions::default()) {
         Ok(device) => device,
         Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
         Err(error) => return eprintln!("SKIPPED, serving on a GPU was not tested: {error}"),

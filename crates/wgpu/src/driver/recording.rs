@@ -12,6 +12,9 @@ pub struct Recording {
     pub groups: HashMap<(u64, Vec<u64>), wgpu::BindGroup>,
     pub clock: Option<Clock>,
     pub n_marks: u32,
+    /// Dispatches since the last submission, and submissions since the step began.
+    pub n_dispatches: u32,
+    pub n_early: u32,
 }
 
 impl Recorder for Recording {
@@ -19,6 +22,7 @@ impl Recorder for Recording {
         self.pass = None;
         self.encoder = None;
         self.n_marks = 0;
+        (self.n_dispatches, self.n_early) = (0, 0);
     }
     fn forget(&mut self) {
         self.groups.clear();

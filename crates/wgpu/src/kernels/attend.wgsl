@@ -31,41 +31,6 @@ const SCORE_GROUPS: u32 = ROWS / SCORES;
 // Largest scores of subgroups, per row: the smallest have four lanes.
 const PEAKS: u32 = 8u;
 const PLAIN_ROWS: u32 = select(1u, ROWS, PLAIN);
-const NO_SCORE: f32 = -1e30;
-const HIDDEN: f32 = -3e38;
-const DIRECT: u32 = 0xffffffffu;
-const NONE: u32 = 0xffffffffu;
-const RECENT: bool = K_RECENT || V_RECENT;
-
-struct Args {
-    heads: u32,      // query heads
-    kv_heads: u32,
-    first_head: u32, // KV head of the first workgroup in y
-    k_head: u32,     // and its numbers in these parts of the pools
-    v_head: u32,
-    cells: u32,      // of the pool
-    order: u32,      // first words of the plan's sections
-    work: u32,
-    units: u32,
-    entries: u32,
-    bits: u32,
-    scale: f32,      // with log2 e, or divided by the cap
-    cap: f32,        // 0: none
-    has_sinks: u32,
-    recents: u32,    // first word of [query slots] recent groups, then of the lists that entries refer to
-    recent_row: u32, // words of a row of `recent`
-}
-
-@group(0) @binding(0) var<storage, read> q: array<f32>; // [tokens, heads, DIM]
-@group(0) @binding(1) var<storage, read> k_pool: array<u32>; // [heads of this part, cells, words]
-@group(0) @binding(2) var<storage, read> v_pool: array<u32>;
-@group(0) @binding(3) var<storage, read> plan: array<u32>;
-@group(0) @binding(4) var<storage, read> sinks: array<f32>;
-@group(0) @binding(5) var<storage, read_write> out: array<f32>;    // [tokens, heads, DIM]
-@group(0) @binding(6) var<storage, read_write> states: array<f32>; // [partial slots, heads, DIM + 2]
-@group(0) @binding(7) var<storage, read> order: array<u32>;  // [KV heads, DIM] channels of keys, if K_WIDE > 0
-@group(0) @binding(8) var<storage, read> recent: array<u32>; // [rows, recent_row]: keys of all heads, then values
-var<immediate> args: Args;
 
 // Queries as keys are stored; at the end the outputs.
 var<workgroup> turned: array<f32, ROWS * DIM>;
@@ -83,40 +48,10 @@ var<workgroup> factors: array<f32, ROWS>;
 var<workgroup> total_maxima: array<f32, ROWS>;
 var<workgroup> total_norms: array<f32, ROWS>;
 
-// Element i of a row of `recent` whose first word is `at`.
-fn recent_element(at: u32, i: u32) -> f32 {
-    return half_((recent[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu);
-}
-
 // Element i of query row r, for keys that are not stored as `turned` is.
 fn plain_query(r: u32, i: u32) -> f32 {
     if (PLAIN) { return plain[r * DIM + i]; }
     return turned[r * DIM + i];
-}
-
-// Entry: (cells before it in its unit, first cell, its offset in the item's run, the run's length,
-//         first slot, slots | mask << 24, a, b, list of recent rows or NONE); masks: 0 all, 1 band a + slot .. b + slot, 2 bits from a
-fn sees(entry: u32, offset: u32, slot: u32) -> bool {
-    let i = slot - plan[entry + 4u];
-    let kind = plan[entry + 5u];
-    if (i >= (kind & 0xffffffu)) { return false; }
-    let a = plan[entry + 6u];
-    switch (kind >> 24u) {
-        case 0u: { return true; }
-        case 1u: {
-            let o = i32(offset) - i32(i);
-            return o >= bitcast<i32>(a) && o < bitcast<i32>(plan[entry + 7u]);
-        }
-        default: {
-            let bit = a + i * plan[entry + 3u] + offset;
-            return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
-        }
-    }
-}
-
-// A score for comparisons: NaN as the smallest.
-fn known(s: f32) -> f32 {
-    return select(s, NO_SCORE, is_nan(s));
 }
 
 @compute @workgroup_size(THREADS)

@@ -1,7 +1,4 @@
-// The gate of an MLP.
-//
-//   gate = activation(gate, up)      silu: g * sigmoid(g) * u;  gelu (tanh): g * sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) * u;
-//                                    clamped: g' = min(g, limit), u' = clamp(u, limit): g' * sigmoid(1.702 g') * (u' + 1)
+// The gate of an MLP: gate = activation(gate, up), see gate.wgsl.
 
 struct Args {
     elements: u32,
@@ -19,15 +16,5 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     if (i >= args.elements) {
         return;
     }
-    var g = gate[i];
-    var u = up[i];
-    var y = g;
-    if (args.activation == 1u) {
-        y = 1.5957691216057308 * (g + 0.044715 * g * g * g);
-    } else if (args.activation == 2u) {
-        g = min(g, args.limit);
-        u = clamp(u, -args.limit, args.limit) + 1.0;
-        y = 1.702 * g;
-    }
-    gate[i] = g * sigmoid(y) * u;
+    gate[i] = gated_(gate[i], up[i], args.activation, args.limit);
 }

@@ -1,7 +1,8 @@
 // Adds up the states of the splits of a row, in order, as `attend` does within a work item.
 //
-//   total = state 0;  total = total 2^(Mt - M*) + state 2^(M - M*) for the others;  out = as in `attend`,
-//   rotated back if values are stored rotated
+//   M* = max M;  total = sum of state 2^(M - M*);  out = as in `attend`, rotated back if values are stored rotated
+//
+// `attend` rescales whenever a maximum rises. Maxima are integers, so rescaling is exact and the bits are the same.
 
 const THREADS: u32 = 64u;
 const NO_SCORE: f32 = -1e30;
@@ -20,36 +21,45 @@ struct Args {
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 var<immediate> args: Args;
 
+// Partial states of a row: see PARTIAL_SLOTS in tables.rs.
+const MOST: u32 = 512u;
+const NOTHING: f32 = -1.0;
+
 var<workgroup> turned: array<f32, DIM>;
+var<workgroup> places: array<u32, MOST>;  // of states
+var<workgroup> factors: array<f32, MOST>; // maxima, then 2^(M - M*), or NOTHING if a split has no cell that the row sees
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
     let merge = args.merges + 4u * group.x;
     let head = group.y;
     let token = plan[args.order + plan[merge]];
-    let n = plan[merge + 2u];
+    let n = min(plan[merge + 2u], MOST);
+    for (var i = thread; i < n; i += THREADS) {
+        let at = (plan[args.lists + plan[merge + 1u] + i] * args.heads + head) * (DIM + 2u);
+        places[i] = at;
+        factors[i] = states[at + DIM];
+    }
+    workgroupBarrier();
+    var top = NO_SCORE;
+    for (var i = 0u; i < n; i++) { top = max(top, factors[i]); }
+    workgroupBarrier();
+    for (var i = thread; i < n; i += THREADS) {
+        factors[i] = select(power(factors[i] - top), NOTHING, factors[i] == NO_SCORE);
+    }
+    workgroupBarrier();
+    var norm = 0.0;
+    for (var i = 0u; i < n; i++) {
+        let next = norm + states[places[i] + DIM + 1u] * factors[i];
+        norm = select(next, norm, factors[i] == NOTHING);
+    }
     for (var e = thread; e < DIM; e += THREADS) {
-        var total_max = NO_SCORE;
-        var total_norm = 0.0;
         var total = 0.0;
         for (var i = 0u; i < n; i++) {
-            let at = (plan[args.lists + plan[merge + 1u] + i] * args.heads + head) * (DIM + 2u);
-            let top = states[at + DIM];
-            if (top == NO_SCORE) { continue; }
-            if (total_max == NO_SCORE) {
-                total = states[at + e];
-                total_norm = states[at + DIM + 1u];
-                total_max = top;
-            } else {
-                let peak = max(total_max, top);
-                let a = power(total_max - peak);
-                let b = power(top - peak);
-                total = total * a + states[at + e] * b;
-                total_norm = total_norm * a + states[at + DIM + 1u] * b;
-                total_max = peak;
-            }
+            let next = total + states[places[i] + e] * factors[i];
+            total = select(next, total, factors[i] == NOTHING);
         }
-        turned[e] = total * final_factor(total_max, total_norm, head);
+        turned[e] = total * final_factor(top, norm, head);
     }
     workgroupBarrier();
     turn_rows_back(thread, 1u, V_TURN, V_WIDE);

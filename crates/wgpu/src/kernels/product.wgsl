@@ -5,8 +5,9 @@
 //     out[t, first + o] = y
 //   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y, or += y if not ROUTED
 //
-// x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the lanes are
-// added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch.
+// In `matmul` and `gemm` x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the lanes are
+// added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch. The fast kernels add up in
+// other orders.
 
 struct Args {
     form: Form,
@@ -20,27 +21,13 @@ struct Args {
     has_bias: u32,
     expert: u32,
     experts: u32,
+    scale: f32,   // a power of two that brings every weight into the range of f16, for `gemm_halves`
 }
 
-@group(0) @binding(0) var<storage, read> w: array<u32>;
-@group(0) @binding(1) var<storage, read> x: array<f32>;          // [tokens, inputs]
 @group(0) @binding(2) var<storage, read> bias: array<f32>;       // [width]
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;  // [tokens, width]
 @group(0) @binding(4) var<storage, read> routes: array<f32>;     // [tokens, experts], 0: not routed
 var<immediate> args: Args;
-
-fn inputs4(token: u32, c: u32) -> vec4<f32> {
-    let at = token * args.inputs + 4u * c;
-    let left = args.inputs - 4u * c;
-    if (left >= 4u) {
-        return vec4(x[at], x[at + 1u], x[at + 2u], x[at + 3u]);
-    }
-    // The end of a row that is not whole quads: what follows belongs to another token.
-    var tail = vec4(x[at], 0.0, 0.0, 0.0);
-    if (left > 1u) { tail.y = x[at + 1u]; }
-    if (left > 2u) { tail.z = x[at + 2u]; }
-    return tail;
-}
 
 // Whether any of `n` tokens from `first` on uses the expert.
 fn any_routed(first: u32, n: u32) -> bool {

@@ -26,8 +26,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>) {
     let sin = angles[args.angles + (args.tokens + id.y) * args.pairs + i];
     let low = (id.y * args.heads + head) * args.head_dim + i;
     let high = low + args.pairs;
-    let a = x[low];
-    let b = x[high];
-    x[low] = a * cos - b * sin;
-    x[high] = b * cos + a * sin;
+    let y = rotated_pair(x[low], x[high], cos, sin);
+    x[low] = y.x;
+    x[high] = y.y;
 }

@@ -1,6 +1,7 @@
 //! The adapter that the tests run on.
 use kvist_wgpu::{OpenOptions, Wgpu, WgpuDevice};
 use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 /// The API that tests run on.
 pub type Api = Wgpu;
@@ -10,11 +11,23 @@ pub fn index() -> Option<usize> {
     std::env::var("KVIST_WGPU").ok().and_then(|text| text.parse().ok())
 }
 
+/// Tests compare bits unless they say otherwise.
+pub const DETERMINISTIC: OpenOptions = OpenOptions {
+    max_part_bytes: u64::MAX,
+    subgroups: true,
+    cooperative: true,
+    deterministic: true,
+    patience: Duration::from_secs(600),
+};
+
+/// What is fast where a test does not ask for the same bits in every batch.
+pub const FAST: OpenOptions = OpenOptions { deterministic: false, ..DETERMINISTIC };
+
 /// The best adapter, or the one that `KVIST_WGPU` numbers. Without any adapter prints why and returns `None`;
 /// `KVIST_REQUIRE_WGPU=1` makes that a failure.
 pub fn device() -> Option<WgpuDevice> {
     static DEVICE: LazyLock<Option<WgpuDevice>> = LazyLock::new(|| {
-        match kvist_wgpu::open(index()) {
+        match kvist_wgpu::open(index(), &DETERMINISTIC) {
             Ok(device) => {
                 println!("on {}", device.adapter());
                 Some(device)
@@ -34,15 +47,30 @@ pub fn device() -> Option<WgpuDevice> {
 /// The API under [`device`], opened for itself.
 pub fn driver() -> Option<Arc<Wgpu>> {
     device()?;
-    Some(Arc::new(Wgpu::open(index(), &OpenOptions::default()).unwrap()))
+    Some(Arc::new(Wgpu::open(index(), &DETERMINISTIC).unwrap()))
 }
 
 /// [`device`], opened anew.
 pub fn with(options: OpenOptions) -> WgpuDevice {
-    kvist_wgpu::open_with(index(), &options).unwrap()
+    kvist_wgpu::open(index(), &options).unwrap()
 }
 
-/// [`device`] with weights and pools in parts of so many bytes.
-pub fn in_parts(max_part_bytes: u64) -> WgpuDevice {
-    with(OpenOptions { max_part_bytes, ..OpenOptions::default() })
+/// [`device`] with weights and pools in parts of at most so many bytes.
+pub fn device_in_parts(max_part_bytes: u64) -> Option<WgpuDevice> {
+    device().map(|_| with(OpenOptions { max_part_bytes, ..DETERMINISTIC }))
+}
+
+/// A device with the fast kernels.
+pub fn fast_device() -> Option<WgpuDevice> {
+    fast_device_in_parts(u64::MAX)
+}
+
+/// The same with weights and pools in parts of at most so many bytes.
+pub fn fast_device_in_parts(max_part_bytes: u64) -> Option<WgpuDevice> {
+    device().map(|_| with(OpenOptions { max_part_bytes, ..FAST }))
+}
+
+/// All forms of a kernel.
+pub fn some<T>(forms: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
+    forms.into_iter()
 }

@@ -22,14 +22,21 @@ fn wgpu_conforms() {
     }
 }
 
+/// Attention in splits of any length, in sums of any order.
+#[test]
+fn fast_attention_conforms() {
+    let Some(device) = common::fast_device() else { return };
+    match conformance::run(&device, &Options { one_in: one_in(), ..options() }) {
+        Ok(report) => println!("{report}"),
+        Err(table) => panic!("{table}"),
+    }
+}
+
 /// Pools in several buffers: one head of the largest cases just fits into a part, and K and V in different dtypes are
 /// split differently.
 #[test]
 fn pools_in_parts_conform() {
-    if device().is_none() {
-        return;
-    }
-    let device = common::in_parts(1_300_000);
+    let Some(device) = common::device_in_parts(1_300_000) else { return };
     match conformance::run(&device, &Options { one_in: 9 * one_in(), ..options() }) {
         Ok(report) => println!("{report}"),
         Err(table) => panic!("{table}"),

@@ -4,17 +4,24 @@ mod common;
 mod decoding;
 
 mod conformance;
+mod gemm;
 mod operations;
 mod subgroups;
 
 // What CUDA passes too.
 #[path = "../../../gpu/tests/shared/blocks.rs"]
 mod blocks;
+#[path = "../../../gpu/tests/shared/gemm_case.rs"]
+mod gemm_case;
 #[path = "../../../gpu/tests/shared/lanes.rs"]
 mod lanes;
+#[path = "../../../gpu/tests/shared/linear.rs"]
+mod linear;
 #[path = "../../../gpu/tests/shared/long.rs"]
 mod long;
 #[path = "../../../gpu/tests/shared/measure.rs"]
 mod measure;
 #[path = "../../../gpu/tests/shared/sharing.rs"]
 mod sharing;
+#[path = "../../../gpu/tests/shared/store.rs"]
+mod store;

@@ -12,7 +12,7 @@ fn operations_agree_with_the_reference() {
 /// Matrices in several buffers, with a few rows in each.
 #[test]
 fn linear_layers_in_parts() {
-    if device().is_some() {
-        operations::linear_layers(&common::in_parts(10_400), &operations::encodings(), 251);
+    if let Some(device) = common::device_in_parts(10_400) {
+        operations::linear_layers(&device, &operations::encodings(), 251);
     }
 }

@@ -1,6 +1,6 @@
 //! Kernels with subgroups and without: the same bits. `LP_NATIVE_VECTOR_WIDTH=128`, `256` and `512` give lavapipe subgroups of
 //! 4, 8 and 16 lanes.
-use crate::common::{device, with};
+use crate::common::{DETERMINISTIC, device, with};
 use crate::decoding::{A, Model};
 use kvist_cache::Span;
 use kvist_device::{Backend, Storage};
@@ -14,7 +14,7 @@ fn both() -> Option<[WgpuDevice; 2]> {
     if let Some(adapter) = adapters.find(|adapter| adapter.name == device.adapter()) {
         println!("{}: subgroups of {:?} lanes; {:?}", adapter.name, adapter.subgroup, adapter.features);
     }
-    Some([true, false].map(|subgroups| with(OpenOptions { subgroups, ..OpenOptions::default() })))
+    Some([true, false].map(|subgroups| with(OpenOptions { subgroups, ..DETERMINISTIC })))
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! The fast kernels of linear layers for a few tokens against the invariant ones: every encoding, every number of tokens, odd
 //! shapes, experts. Outputs are NaN before, and what lies behind them stays as it is.
-use crate::common;
-use kvist_cuda::{CudaDevice, CudaDriver};
+use crate::common::{self, Api};
 use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::{Activation, Device};
-use kvist_gpu::{Args, Driver, Kernel, Linear, Product, Several};
+use kvist_gpu::{Args, Driver, GpuDevice, Kernel, Linear, Product, Several};
 use kvist_testing::operations::{encoded, encodings, random};
 
 /// Words behind the outputs.
@@ -25,7 +24,7 @@ impl Case {
         format!("{} {}x{}", self.encoding.name(), self.outputs, self.inputs)
     }
 
-    fn layer(&self, device: &CudaDevice) -> Linear<CudaDriver> {
+    fn layer(&self, device: &GpuDevice<Api>) -> Linear<Api> {
         let shape = [self.outputs, self.inputs];
         let weights = encoded(self.encoding, self.outputs, self.inputs, 3);
         let (encoding, bytes, factor) = (self.encoding, (&weights[..]).into(), 0.75);
@@ -45,12 +44,12 @@ struct Run<'a> {
     before: &'a [f32],
 }
 
-fn floats(gpu: &CudaDriver, values: &[f32]) -> <CudaDriver as Driver>::Buffer {
+fn floats(gpu: &Api, values: &[f32]) -> <Api as Driver>::Buffer {
     let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
     gpu.filled("rows", &bytes).unwrap()
 }
 
-fn read(gpu: &CudaDriver, buffer: &<CudaDriver as Driver>::Buffer, n: usize) -> Vec<f32> {
+fn read(gpu: &Api, buffer: &<Api as Driver>::Buffer, n: usize) -> Vec<f32> {
     let mut found = Vec::new();
     gpu.read_back(&[(buffer, 0, 4 * n as u64)], |bytes| {
         found = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
@@ -60,7 +59,7 @@ fn read(gpu: &CudaDriver, buffer: &<CudaDriver as Driver>::Buffer, n: usize) -> 
 }
 
 impl Run<'_> {
-    fn on(&self, device: &CudaDevice, layer: &Linear<CudaDriver>) -> Vec<f32> {
+    fn on(&self, device: &GpuDevice<Api>, layer: &Linear<Api>) -> Vec<f32> {
         let gpu = device.driver();
         let (x, out) = (floats(gpu, self.x), floats(gpu, self.before));
         let routes = self.routes.map(|(routes, added)| (floats(gpu, routes), added));
@@ -98,7 +97,7 @@ fn poisoned(n: usize, outputs: usize) -> Vec<f32> {
     vec![f32::NAN; n * outputs + BEHIND]
 }
 
-fn devices() -> Option<(CudaDevice, CudaDevice)> {
+fn devices() -> Option<(GpuDevice<Api>, GpuDevice<Api>)> {
     Some((common::fast_device()?, common::device()?))
 }
 
@@ -266,7 +265,7 @@ fn several_layers_in_one_launch() {
             Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None }.layer(&fast)
         };
         let x = random(3, inputs, 1.0);
-        let alone = |layer: &Linear<CudaDriver>| {
+        let alone = |layer: &Linear<Api>| {
             let before = poisoned(1, layer.outputs as usize);
             Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, layer)
         };
@@ -284,6 +283,9 @@ fn several_layers_in_one_launch() {
             for (layer, out) in &pairs {
                 let found = read(gpu, out, layer.outputs as usize + BEHIND);
                 assert_eq!(bits(&found), bits(&alone(layer)), "{} {sizes:?}", encoding.name());
+            }
+            if gpu.max_normed_inputs() == 0 {
+                continue;
             }
             // With a norm before: the results of its own kernel, but for rounding.
             let (weights, eps) = (random(5, inputs, 1.0), 1e-3);
@@ -333,7 +335,7 @@ fn normed(x: &[f32], weights: &[f32], eps: f32) -> Vec<f32> {
 }
 
 /// The gate's own kernel.
-fn gated(gpu: &CudaDriver, activation: Activation, gate: &[f32], up: &[f32]) -> Vec<f32> {
+fn gated(gpu: &Api, activation: Activation, gate: &[f32], up: &[f32]) -> Vec<f32> {
     let (number, limit) = match activation {
         Activation::Silu => (0, 0.0),
         Activation::Gelu => (1, 0.0),

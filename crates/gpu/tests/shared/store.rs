@@ -1,10 +1,9 @@
 //! New rows in one launch against one launch for each part of that: the same bits in queries, keys, pools and recent rows.
-use crate::common;
+use crate::common::{self, Api};
 use kvist_cache::kinds::{self, GroupSpec, Visibility};
 use kvist_cache::*;
-use kvist_cuda::{CudaDevice, CudaDriver};
 use kvist_device::*;
-use kvist_gpu::{Args, Driver, Form, Kernel, RecentForm};
+use kvist_gpu::{Args, Driver, Form, GpuDevice, Kernel, RecentForm};
 use kvist_testing::operations::random;
 
 const TOKENS: u32 = 3;
@@ -20,7 +19,7 @@ const PLAN: [u32; 7] = [99, 5, 0, 2, 3, NONE, 1];
 /// Elements in front of the angles, of another embedding.
 const FIRST_ANGLE: u32 = 6;
 
-type Buffer = <CudaDriver as Driver>::Buffer;
+type Buffer = <Api as Driver>::Buffer;
 
 struct Case {
     k: Form,
@@ -38,7 +37,7 @@ struct Written {
     recent: Buffer,
 }
 
-fn words(gpu: &CudaDriver, words: impl IntoIterator<Item = u32>) -> Buffer {
+fn words(gpu: &Api, words: impl IntoIterator<Item = u32>) -> Buffer {
     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
     gpu.filled("test", &bytes).unwrap()
 }
@@ -51,7 +50,7 @@ impl Case {
     }
 
     /// The bits of everything that is written, from the same inputs and poisoned pools.
-    fn run(&self, gpu: &CudaDriver, together: bool) -> Vec<Vec<u8>> {
+    fn run(&self, gpu: &Api, together: bool) -> Vec<Vec<u8>> {
         let Case { k, v, dim, pairs, .. } = *self;
         let rows = |seed, heads: u32| {
             let mut x = random(seed, (TOKENS * heads * dim) as usize, 2.0);
@@ -96,8 +95,8 @@ impl Case {
 
     fn together(
         &self,
-        gpu: &CudaDriver,
-        recorder: &mut <CudaDriver as Driver>::Recorder,
+        gpu: &Api,
+        recorder: &mut <Api as Driver>::Recorder,
         to: &Written,
         [angles, values, plan, order]: [&Buffer; 4],
     ) {
@@ -126,8 +125,8 @@ impl Case {
 
     fn apart(
         &self,
-        gpu: &CudaDriver,
-        recorder: &mut <CudaDriver as Driver>::Recorder,
+        gpu: &Api,
+        recorder: &mut <Api as Driver>::Recorder,
         to: &Written,
         [angles, values, plan, order]: [&Buffer; 4],
     ) {
@@ -188,7 +187,7 @@ enum Rotated {
 }
 
 /// The bits of queries, keys and results of attention.
-fn attended(device: &CudaDevice, rotated: Rotated) -> Vec<u32> {
+fn attended(device: &GpuDevice<Api>, rotated: Rotated) -> Vec<u32> {
     let (n, heads, kv_heads, dim) = (TOKENS as usize, HEADS as usize, KV_HEADS as usize, 16);
     let group = GroupSpec { capacity_tokens: 64, visibility: Visibility::FULL, max_step_tokens: 8 };
     let mut cache = Cache::new(vec![kinds::build("contiguous", &group).unwrap()]);
@@ -265,7 +264,7 @@ fn attended(device: &CudaDevice, rotated: Rotated) -> Vec<u32> {
     [&q, &k, &out].into_iter().enumerate().for_each(|(i, x)| device.tap(s, i, x));
     let ticket = device.submit(s).unwrap();
     device.wait(s, ticket).unwrap();
-    CudaDevice::output(s).taps.iter().flatten().map(|x| x.to_bits()).collect()
+    GpuDevice::<Api>::output(s).taps.iter().flatten().map(|x| x.to_bits()).collect()
 }
 
 /// Embeddings that wait for attention give the bits of those that do not: in pools in parts they have a launch of their own.

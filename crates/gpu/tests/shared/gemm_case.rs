@@ -1,0 +1,150 @@
+//! A linear layer in tiles of f16 against the kernel whose sums have a fixed order.
+use crate::common::Api;
+use kvist_device::weights::Encoding;
+use kvist_gpu::{Driver, GemmTile, Halves, Kernel, Linear, Product, Routed, halves_bytes};
+use kvist_testing::operations::{encoded, random};
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|x| x.to_le_bytes()).collect()
+}
+
+/// The sum of the squares of a row.
+fn square(row: &[f32]) -> f64 {
+    row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum()
+}
+
+/// A linear layer and its inputs.
+pub struct Case {
+    pub encoding: Encoding,
+    pub outputs: usize,
+    pub inputs: usize,
+    pub tokens: usize,
+    pub x: Vec<f32>,
+    pub weights: Vec<u8>,
+    pub bias: Option<Vec<f32>>,
+    pub cap: Option<f32>,
+    pub routed: Routed,
+}
+
+const EXPERTS: usize = 5;
+const EXPERT: u32 = 3;
+
+impl Case {
+    pub fn new(encoding: Encoding, outputs: usize, inputs: usize, tokens: usize) -> Self {
+        let seed = (outputs * 31 + inputs) as u64;
+        let mut x = random(seed, tokens * inputs, 1.0);
+        // As in real models: some channels are far larger than all others, and rows differ.
+        for (t, row) in x.chunks_exact_mut(inputs).enumerate() {
+            row[3 % inputs] *= if t % 3 == 0 { 1e5 } else { 30.0 };
+            let size = [1.0, 1e-3, 1e3, 1.0, 1e15, 1e-15][t % 6];
+            row.iter_mut().for_each(|x| *x *= size);
+            if t == 7 {
+                row.fill(0.0);
+            }
+        }
+        let mut weights = encoded(encoding, outputs, inputs, seed);
+        if encoding == Encoding::Table16 {
+            let blocks = weights.chunks_exact_mut(encoding.block().1);
+            blocks.for_each(|block| block[..4].copy_from_slice(&0.015f32.to_le_bytes()));
+        }
+        Case { encoding, outputs, inputs, tokens, x, weights, bias: None, cap: None, routed: Routed::No }
+    }
+
+    /// The kernel that computes it with a tile.
+    pub fn kernel(&self, tile: GemmTile) -> Kernel {
+        let encoding = Encoding::RESIDENT.iter().position(|known| *known == self.encoding).unwrap();
+        Kernel::Gemm { encoding: encoding as u32, routed: self.routed, tile }
+    }
+
+    /// Whether only some tokens use it.
+    fn is_experts(&self) -> bool {
+        matches!(self.routed, Routed::Only | Routed::Added)
+    }
+
+    /// Whether its results are added to what is there.
+    fn adds(&self) -> bool {
+        matches!(self.routed, Routed::Sum | Routed::Added)
+    }
+
+    fn routes(&self) -> Vec<f32> {
+        let route = |i: usize| if i / EXPERTS * 7 % 10 < 4 { 0.25 + (i % 3) as f32 } else { 0.0 };
+        (0..self.tokens * EXPERTS).map(route).collect()
+    }
+
+    /// What a kernel computes with poisoned outputs, or with others for one that adds. `None` as the tile: the usual one.
+    fn run(&self, gpu: &Api, tile: Option<GemmTile>) -> Vec<f32> {
+        let (n, n_out) = (self.tokens as u32, self.tokens * self.outputs);
+        let shape = (self.outputs, self.inputs);
+        let layer =
+            Linear::new(gpu, "w", self.encoding, shape, &self.weights, 0.5, self.bias.clone()).unwrap();
+        let x = gpu.filled("x", &bytes(&self.x)).unwrap();
+        let routes = gpu.filled("routes", &bytes(&self.routes())).unwrap();
+        // A row behind the end, which stays as it is.
+        let before = match self.adds() {
+            true => random(1, n_out + self.outputs, 1.0),
+            false => vec![f32::NAN; n_out + self.outputs],
+        };
+        let out = gpu.filled("out", &bytes(&before)).unwrap();
+        let room = halves_bytes(self.tokens, self.inputs).unwrap();
+        let halves = gpu.buffer("halves", room).unwrap();
+        gpu.write(&halves, 0, &vec![0xff; room as usize]);
+        let halves = Halves::of(halves, room);
+        let mut recorder = <Api as Driver>::Recorder::default();
+        let expert = self.is_experts().then_some((&routes, EXPERT, EXPERTS as u32));
+        let written = Halves::write(Some(&halves), gpu, &mut recorder, (&x, n), &[&layer], expert);
+        let written = tile.and(written);
+        let (cap, added) = (self.cap, self.adds());
+        let product = Product { x: &x, layer: &layer, out: &out, n, cap, expert, added, halves: written };
+        match tile {
+            Some(tile) => product.record_as(gpu, &mut recorder, &self.kernel(tile)),
+            None => product.record(gpu, &mut recorder),
+        }
+        let submission = gpu.submit(&mut recorder, &[]);
+        gpu.wait(&submission).unwrap();
+        let mut found = Vec::new();
+        gpu.read_back(&[(&out, 0, before.len() as u64 * 4)], |bytes| {
+            found.extend(bytes.as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)));
+        })
+        .unwrap();
+        for (found, before) in found[n_out..].iter().zip(&before[n_out..]) {
+            assert_eq!(found.to_bits(), before.to_bits(), "written behind the last row");
+        }
+        found.truncate(n_out);
+        found
+    }
+
+    /// Compares row by row; the error of a row is relative to its norm. Returns the usual one. Single rows, whose products nearly
+    /// cancel, may have more.
+    pub fn check(&self, gpu: &Api, tile: GemmTile) -> f64 {
+        let (found, expected) = (self.run(gpu, Some(tile)), self.run(gpu, None));
+        let routes = self.routes();
+        let (mut squares, mut n) = (0f64, 0f64);
+        let rows = found.chunks_exact(self.outputs).zip(expected.chunks_exact(self.outputs));
+        for (t, (found, expected)) in rows.enumerate() {
+            let what = format!("{} {tile:?} {:?}, token {t}", self.encoding.name(), self.routed);
+            if self.is_experts() && routes[t * EXPERTS + EXPERT as usize] == 0.0 {
+                let same = found.iter().zip(expected).all(|(x, y)| x.to_bits() == y.to_bits());
+                assert!(same, "{what}: not routed");
+                continue;
+            }
+            assert!(expected.iter().all(|x| x.is_finite()), "{what}: the case itself");
+            let difference: Vec<f32> = found.iter().zip(expected).map(|(x, y)| x - y).collect();
+            let error = (square(&difference) / square(expected).max(1e-60)).sqrt();
+            // Written so that NaN fails.
+            assert!(error <= 2e-3, "{what}: error {error}\n{found:?}\n{expected:?}");
+            (squares, n) = (squares + error * error, n + 1.0);
+        }
+        let usual = (squares / n.max(1.0)).sqrt();
+        assert!(usual <= 6e-4, "{} {tile:?}: error {usual}", self.encoding.name());
+        usual
+    }
+}
+
+/// Rows of one block, of some steps, and of some steps and a part of one.
+pub fn inputs(encoding: Encoding) -> [usize; 3] {
+    match encoding.block().0 {
+        1 => [37, 516, 130],
+        32 => [32, 512, 416],
+        _ => [256, 512, 768],
+    }
+}

@@ -1,0 +1,90 @@
+// A linear layer for many tokens with weights in blocks (see product.wgsl and units.wgsl), in sums of another order than `gemm`. A
+// workgroup has a tile of TILE_OUTPUTS outputs and TILE_TOKENS tokens. For STEP inputs at a time it decodes the tile's weights to f16
+// in workgroup memory, beside the tokens' inputs (halves.wgsl), and multiplies them: `products_*.wgsl` say how. The next
+// step's weights and inputs are on their way meanwhile.
+//
+// Inputs have a power of two per row, the matrix has one, too (`args.scale`), and both are undone in the sums. int8 has one scale
+// per row, so its codes stay whole numbers, and the scale is for their sums.
+
+@group(0) @binding(0) var<storage, read> one_w: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // as `halves` writes it
+
+const THREADS: u32 = 256u;
+const STEP: u32 = 64u;              // inputs
+const STEP_QUADS: u32 = STEP / 4u;
+const STRIDE: u32 = STEP_QUADS + 2u; // quads of a row in workgroup memory: rows begin in different banks
+const ROW_UNITS: u32 = STEP_QUADS / UNIT_QUADS;
+const UNITS_EACH: u32 = TILE_OUTPUTS * ROW_UNITS / THREADS;   // units of an invocation
+const CHUNKS_EACH: u32 = TILE_TOKENS * (STEP / 8u) / THREADS; // chunks of eight inputs of an invocation
+
+var<workgroup> tile_weights: array<Quad, TILE_OUTPUTS * STRIDE>;
+var<workgroup> tile_inputs: array<Quad, TILE_TOKENS * STRIDE>;
+
+// What an invocation has loaded for the next step.
+var<private> units: array<Unit, UNITS_EACH>;
+var<private> chunks: array<vec4<u32>, CHUNKS_EACH>;
+
+fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
+    for (var i = 0u; i < UNITS_EACH; i++) {
+        let n = thread + i * THREADS;
+        let unit = step * ROW_UNITS + n % ROW_UNITS;
+        let row = min(first_output + n / ROW_UNITS, args.outputs - 1u);
+        units[i] = one_fetch(args.form, row, min(unit, args.form.quads / UNIT_QUADS - 1u));
+        if (ENCODING == INT8) { units[i].scales.x = 1.0; }
+        // Behind the end of a row of inputs are zeros.
+        if (unit >= args.form.quads / UNIT_QUADS) { units[i].scales = vec4(0.0); }
+    }
+    let row_chunks = (args.inputs + 255u) / 256u * 32u;
+    for (var i = 0u; i < CHUNKS_EACH; i++) {
+        let n = thread + i * THREADS;
+        let token = min(first_token + n / (STEP / 8u), args.tokens - 1u);
+        chunks[i] = x[token * row_chunks + step * (STEP / 8u) + n % (STEP / 8u)];
+    }
+}
+
+fn put_quad(unit: Unit, to: u32, j: u32) {
+    tile_weights[to + j] = rounded(quad_of(unit, j) * args.scale);
+}
+
+fn store_step(thread: u32) {
+    for (var i = 0u; i < UNITS_EACH; i++) {
+        let n = thread + i * THREADS;
+        let to = n / ROW_UNITS * STRIDE + n % ROW_UNITS * UNIT_QUADS;
+        let unit = units[i];
+        put_quad(unit, to, 0u);
+        put_quad(unit, to, 1u);
+        put_quad(unit, to, 2u);
+        put_quad(unit, to, 3u);
+        if (UNIT_QUADS == 8u) {
+            put_quad(unit, to, 4u);
+            put_quad(unit, to, 5u);
+            put_quad(unit, to, 6u);
+            put_quad(unit, to, 7u);
+        }
+    }
+    for (var i = 0u; i < CHUNKS_EACH; i++) {
+        let n = thread + i * THREADS;
+        let to = n / (STEP / 8u) * STRIDE + n % (STEP / 8u) * 2u;
+        tile_inputs[to] = quad_from(chunks[i].xy);
+        tile_inputs[to + 1u] = quad_from(chunks[i].zw);
+    }
+}
+
+// Finishes output `o` of this part for a token of this tile.
+fn finish(o: u32, token: u32, sum: f32) {
+    if (o >= args.outputs || token >= args.tokens) { return; }
+    let row_chunks = (args.inputs + 255u) / 256u * 32u;
+    var y = sum * (bitcast<f32>(x[args.tokens * row_chunks + token].x) / args.scale);
+    if (ENCODING == INT8) { y *= bitcast<f32>(one_word(args.form.s + o * (args.form.quads / 8u))); }
+    put(o, token, y);
+}
+
+var<workgroup> has_routed: u32;
+
+// Steps of the tile: none if no token uses the expert. All invocations must call it, and get the same.
+fn n_steps(thread: u32, first_token: u32) -> u32 {
+    let steps = (args.form.quads + STEP_QUADS - 1u) / STEP_QUADS;
+    if (!ROUTED) { return steps; }
+    if (thread == 0u) { has_routed = u32(any_routed(first_token, TILE_TOKENS)); }
+    return steps * workgroupUniformLoad(&has_routed);
+}

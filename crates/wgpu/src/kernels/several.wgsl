@@ -1,0 +1,111 @@
+// Up to three linear layers for one token that share their inputs and the encoding of their weights, each as `matmul_units` computes it.
+// Fewer dispatches, and the workgroups of small layers fill the GPU together.
+//
+//   for each layer i, for each of its outputs o:  out_i[o] = factor_i * (x . W_i[o]) + bias_i[o]
+//   GATED, of two layers:  out_0[o] = activation(out_0[o], out_1[o]), and out_1 is not written
+
+// Of layers that are not there, outputs is 0.
+struct Args {
+    quads: u32,
+    biases: u32,   // bit i: layer i has one
+    outputs0: u32,
+    outputs1: u32,
+    outputs2: u32, // GATED: the activation
+    b0: u32,       // as in Form
+    b1: u32,
+    b2: u32,
+    s0: u32,
+    s1: u32,
+    s2: u32,
+    factor0: f32,
+    factor1: f32,
+    factor2: f32,  // GATED: its limit
+}
+
+@group(0) @binding(0) var<storage, read> w0_w: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read> w1_w: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read> w2_w: array<vec4<u32>>;
+@group(0) @binding(3) var<storage, read> x: array<vec4<f32>>; // [inputs]
+@group(0) @binding(5) var<storage, read> bias0: array<f32>;
+@group(0) @binding(6) var<storage, read> bias1: array<f32>;
+@group(0) @binding(7) var<storage, read> bias2: array<f32>;
+@group(0) @binding(8) var<storage, read_write> out0: array<f32>;
+@group(0) @binding(9) var<storage, read_write> out1: array<f32>;
+@group(0) @binding(10) var<storage, read_write> out2: array<f32>;
+var<immediate> args: Args;
+
+fn finished(layer: u32, sum: f32, o: u32) -> f32 {
+    let has_bias = ((args.biases >> layer) & 1u) != 0u;
+    if (layer == 0u) {
+        if (has_bias) { return fma(sum, args.factor0, bias0[o]); }
+        return sum * args.factor0;
+    }
+    if (layer == 1u) {
+        if (has_bias) { return fma(sum, args.factor1, bias1[o]); }
+        return sum * args.factor1;
+    }
+    if (has_bias) { return fma(sum, args.factor2, bias2[o]); }
+    return sum * args.factor2;
+}
+
+// Two layers side by side: groups of lanes with even numbers have rows of the first one, the others of the second.
+fn gate_rows(lanes: Lanes, workgroup: u32) {
+    let thread = thread_of(lanes);
+    let group = thread / UNIT_LANES;
+    let first = workgroup * (ALL_ROWS / 2u);
+    let row = first + group / 2u * ROWS;
+    if (group % 2u == 0u) {
+        w0_add_rows(Form(args.quads, args.b0, args.s0), row, args.outputs0 - 1u, thread % UNIT_LANES, 0u, 0u);
+    } else {
+        w1_add_rows(Form(args.quads, args.b1, args.s1), row, args.outputs0 - 1u, thread % UNIT_LANES, 0u, 0u);
+    }
+    add_up(lanes);
+    let o = first + thread;
+    if (thread < ALL_ROWS / 2u && o < args.outputs0) {
+        let at = thread / ROWS * 2u * ROWS + thread % ROWS;
+        let g = finished(0u, sum_of(lanes, at), o);
+        let u = finished(1u, sum_of(lanes, at + ROWS), o);
+        out0[o] = gated_(g, u, args.outputs2, args.factor2);
+    }
+}
+
+@compute @workgroup_size(THREADS)
+fn main(lanes: Lanes, @builtin(workgroup_id) id: vec3<u32>) {
+    if (GATED) {
+        gate_rows(lanes, id.x);
+        return;
+    }
+    // Which layer this workgroup has rows of.
+    let blocks0 = (args.outputs0 + ALL_ROWS - 1u) / ALL_ROWS;
+    let blocks1 = (args.outputs1 + ALL_ROWS - 1u) / ALL_ROWS;
+    var layer = 0u;
+    var block = id.x;
+    if (block >= blocks0) {
+        layer = 1u;
+        block -= blocks0;
+        if (block >= blocks1) {
+            layer = 2u;
+            block -= blocks1;
+        }
+    }
+    let thread = thread_of(lanes);
+    let lane = thread % UNIT_LANES;
+    let first = block * ALL_ROWS;
+    let row = first + thread / UNIT_LANES * ROWS;
+    var outputs = args.outputs0;
+    if (layer == 0u) {
+        w0_add_rows(Form(args.quads, args.b0, args.s0), row, outputs - 1u, lane, 0u, 0u);
+    } else if (layer == 1u) {
+        outputs = args.outputs1;
+        w1_add_rows(Form(args.quads, args.b1, args.s1), row, outputs - 1u, lane, 0u, 0u);
+    } else {
+        outputs = args.outputs2;
+        w2_add_rows(Form(args.quads, args.b2, args.s2), row, outputs - 1u, lane, 0u, 0u);
+    }
+    add_up(lanes);
+    let o = first + thread;
+    if (thread < ALL_ROWS && o < outputs) {
+        let y = finished(layer, sum_of(lanes, thread), o);
+        if (layer == 0u) { out0[o] = y; } else if (layer == 1u) { out1[o] = y; } else { out2[o] = y; }
+    }
+}
