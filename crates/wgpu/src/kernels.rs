@@ -5,6 +5,8 @@ use std::borrow::Cow;
 
 /// Buffers that [`Kernel::Several`] binds.
 const SEVERAL_BINDINGS: u32 = 11;
+/// Rows that an invocation of `matmul_units` and `several` computes side by side.
+const UNIT_ROWS_OF_LANE: u32 = 4;
 /// Outputs, and tokens, of a workgroup of `gemm_halves`.
 const GEMM_OUTPUTS: u32 = 128;
 const GEMM_TOKENS: [u32; 3] = [128, 64, 32];
@@ -50,8 +52,44 @@ fn fast_attend_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64 {
     const CELLS: u64 = 128;
     let (rows, dim) = (u64::from(rows), u64::from(dim));
     let plain = if k.needs_plain_queries(recent) { rows } else { 1 };
-    // Queries; scores; largest scores; three words of each cell, and of each row.
-    4 * ((rows + plain) * dim + rows * CELLS + rows * CELLS / 4 + 3 * CELLS + 3 * rows)
+    // Queries, twice; scores; largest scores; three words of each cell, four of each row.
+    4 * ((2 * rows + plain) * dim + rows * CELLS + rows * CELLS / 4 + 3 * CELLS + 4 * rows)
+}
+
+/// Appends a file in which every `unroll(name, N) { … }` is N blocks, in which `name` is a constant; N is a number or one of the
+/// constants. Compilers of drivers leave many loops of constant length as they are, and then keep arrays that the loop indexes in memory
+/// instead of registers: on an H200 attention of one token was several times as slow.
+fn unrolled(file: &str, constants: &[(String, Constant)], out: &mut String) {
+    const WORD: &str = "unroll(";
+    let Some((before, rest)) = file.split_once(WORD) else {
+        out.push_str(file);
+        out.push('\n');
+        return;
+    };
+    let (head, rest) = rest.split_once(") {").expect("unroll(name, N) { … }");
+    let (name, count) = head.split_once(", ").expect("a name and a number");
+    let known = constants.iter().find(|(name, _)| name == count).map(|(_, value)| *value);
+    let count = match known {
+        Some(Constant::Number(n)) => n,
+        _ => count.parse().expect("a number or a constant"),
+    };
+    let mut depth = 1;
+    let end = rest.find(|letter| {
+        depth += match letter {
+            '{' => 1,
+            '}' => -1,
+            _ => 0,
+        };
+        depth == 0
+    });
+    let end = end.expect("the block ends");
+    out.push_str(before);
+    let mut body = String::new();
+    unrolled(&rest[..end], constants, &mut body);
+    for i in 0..count {
+        *out += &format!("{{ const {name}: u32 = {i}u;{body}}}\n");
+    }
+    unrolled(&rest[end + 1..], constants, out);
 }
 
 /// Which kernels there are for a GPU.
@@ -211,6 +249,46 @@ impl Target {
         }
     }
 
+    /// Constants of the fast kernels alone.
+    fn own_constants(&self, kernel: &Kernel) -> Vec<(&'static str, u32)> {
+        // Encodings with eight bits have one word of codes per quad, the others one for two.
+        let quads = |encoding: u32| match Encoding::RESIDENT.get(encoding as usize) {
+            Some(Encoding::Q8_0 | Encoding::Int8) => 4,
+            _ => 8,
+        };
+        match *kernel {
+            Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
+                vec![("UNIT_QUADS", quads(encoding)), ("ROWS", UNIT_ROWS_OF_LANE)]
+            }
+            Kernel::Several { encoding, .. } => {
+                vec![("UNIT_QUADS", quads(encoding)), ("ROWS", UNIT_ROWS_OF_LANE)]
+            }
+            Kernel::Gemm { encoding, tile, .. } if tile.halves => {
+                let quads = quads(encoding);
+                vec![
+                    ("UNIT_QUADS", quads),
+                    ("TILE_OUTPUTS", tile.outputs),
+                    ("TILE_TOKENS", tile.tokens),
+                    // A step has 16 quads, or 8 chunks of eight inputs, and a workgroup 256 invocations.
+                    ("UNITS_EACH", tile.outputs * (16 / quads) / 256),
+                    ("CHUNKS_EACH", tile.tokens * 8 / 256),
+                    ("EACH", 8),
+                    ("EACH_TOKENS", tile.tokens * (tile.outputs / 8) / 256),
+                ]
+            }
+            Kernel::Attend { dim, rows, .. } if self.fast => {
+                let each = dim.div_ceil(2).div_ceil(128);
+                vec![
+                    ("FOURS", rows / 4),
+                    ("EACH", each), // pairs of an invocation
+                    ("PAIR_SUMS", 2 * each),
+                    ("SUMS", 2 * each * rows / 4),
+                ]
+            }
+            _ => Vec::new(),
+        }
+    }
+
     /// The whole source: constants, shared functions, the kernel.
     pub fn source(&self, kernel: &Kernel) -> String {
         let mut source = String::new();
@@ -221,11 +299,11 @@ impl Target {
             if self.cooperative {
                 source += "enable f16;\nenable wgpu_cooperative_matrix;\n";
             }
-            constants.push(("TILE_OUTPUTS".into(), tile.outputs.into()));
-            constants.push(("TILE_TOKENS".into(), tile.tokens.into()));
         }
+        constants.extend(self.own_constants(kernel).into_iter().map(|(name, n)| (name.into(), n.into())));
         source.extend(constants.iter().map(|(name, value)| constant(name, *value)));
-        self.parts(kernel).iter().fold(source, |source: String, part| source + part + "\n")
+        self.parts(kernel).iter().for_each(|part| unrolled(part, &constants, &mut source));
+        source
     }
 }
 

@@ -11,32 +11,30 @@
 //
 // (online softmax: Milakov and Gimelshein, 2018; splits: Dao et al., 2023, flash-decoding.)
 // RECENT: a packed row of a token that is near to the query's (in its recent group) is read in f16 instead.
-// A weight of 0 is skipped instead of multiplied: the cell may hold NaN of another query's token.
+// Where values are not finite a weight of 0 is skipped: the cell may hold NaN of another query's token.
+// Four rows are a vector, so that they come from workgroup memory at once.
 
 const THREADS: u32 = 128u;
 const CELLS: u32 = THREADS;
-// Rows that an invocation computes scores and sums for at a time.
-const SOME: u32 = 8u;
 const PAIRS: u32 = (DIM + 1u) / 2u;
-const EACH: u32 = (PAIRS + THREADS - 1u) / THREADS; // pairs of an invocation
 // Parts of the cells whose weighted values are added up side by side.
 const PARTS: u32 = max(1u, THREADS / PAIRS);
 const PART_CELLS: u32 = (CELLS + PARTS - 1u) / PARTS;
-// Values that an invocation asks for before it uses the first of them.
-const AHEAD: u32 = 4u;
 // Largest scores of subgroups, per row: the smallest have four lanes.
 const PEAKS: u32 = CELLS / 4u;
 const PLAIN_ROWS: u32 = select(1u, ROWS, PLAIN);
 
-// Queries as keys are stored; at the end the outputs.
+// Queries on their way to `queries`; at the end the outputs.
 var<workgroup> turned: array<f32, ROWS * DIM>;
+var<workgroup> queries: array<vec4<f32>, DIM * FOURS>; // [DIM, FOURS]
 // Queries as they came, where recent keys need them.
 var<workgroup> plain: array<f32, PLAIN_ROWS * DIM>;
-var<workgroup> weights: array<f32, ROWS * CELLS>; // scores, then weights
+var<workgroup> weights: array<vec4<f32>, CELLS * FOURS>; // [CELLS, FOURS] scores, then weights
 var<workgroup> peaks: array<f32, ROWS * PEAKS>;
 var<workgroup> value_of: array<u32, CELLS>;       // first word of the cell's values, or NONE
 var<workgroup> recent_of: array<u32, CELLS>;      // the cell's row of `recent`
 var<workgroup> recent_rows: array<u32, CELLS>;    // which query rows read it, a bit each
+var<workgroup> slot_of: array<u32, ROWS>;         // query slots of rows
 var<workgroup> maxima: array<f32, ROWS>;
 var<workgroup> norms: array<f32, ROWS>;
 var<workgroup> factors: array<f32, ROWS>;
@@ -46,33 +44,128 @@ fn plain_query(at: u32) -> f32 {
     return turned[at];
 }
 
-// q . k for rows first .. first + SOME, of the key whose first word is `at`.
-fn add_scores(first: u32, at: u32) -> array<f32, SOME> {
-    var scores: array<f32, SOME>;
-    for (var r = 0u; r < SOME; r++) { scores[r] = 0.0; }
+// Eight scores of the cell of this invocation.
+var<private> low_scores: vec4<f32>;
+var<private> high_scores: vec4<f32>;
+
+// q . k for rows 4 g .. 4 g + 8, of the key whose first word is `at`.
+fn add_scores(g: u32, at: u32) {
     for (var i = 0u; i < DIM / 4u; i++) {
         let x = k_quad(at, i);
-        for (var r = 0u; r < SOME; r++) {
-            let q = (first + r) * DIM + 4u * i;
-            scores[r] = fma(turned[q], x.x, fma(turned[q + 1u], x.y, fma(turned[q + 2u], x.z, fma(turned[q + 3u], x.w, scores[r]))));
+        unroll(j, 4) {
+            let q = (4u * i + j) * FOURS + g;
+            low_scores = fma(queries[q], vec4(x[j]), low_scores);
+            high_scores = fma(queries[q + 1u], vec4(x[j]), high_scores);
         }
     }
     for (var i = DIM / 4u * 4u; i < DIM; i++) {
-        let x = k_element(at, i);
-        for (var r = 0u; r < SOME; r++) { scores[r] = fma(turned[(first + r) * DIM + i], x, scores[r]); }
+        let x = vec4(k_element(at, i));
+        low_scores = fma(queries[i * FOURS + g], x, low_scores);
+        high_scores = fma(queries[i * FOURS + g + 1u], x, high_scores);
     }
-    return scores;
 }
 
-// The same with the key of a recent row.
-fn add_recent_scores(first: u32, at: u32) -> array<f32, SOME> {
-    var scores: array<f32, SOME>;
-    for (var r = 0u; r < SOME; r++) { scores[r] = 0.0; }
+// Element i of four plain queries.
+fn plain_queries(row: u32, i: u32) -> vec4<f32> {
+    let at = row * DIM + i;
+    return vec4(plain_query(at), plain_query(at + DIM), plain_query(at + 2u * DIM), plain_query(at + 3u * DIM));
+}
+
+// The same with the key of a recent row, for rows whose bit is set.
+fn add_recent_scores(g: u32, at: u32, bits: u32) {
+    var low = vec4(0.0);
+    var high = vec4(0.0);
     for (var i = 0u; i < DIM; i++) {
-        let x = recent_element(at, i);
-        for (var r = 0u; r < SOME; r++) { scores[r] = fma(plain_query((first + r) * DIM + i), x, scores[r]); }
+        let x = vec4(recent_element(at, i));
+        low = fma(plain_queries(4u * g, i), x, low);
+        high = fma(plain_queries(4u * g + 4u, i), x, high);
     }
-    return scores;
+    let of_low = (vec4(bits) & vec4(1u, 2u, 4u, 8u)) != vec4(0u);
+    let of_high = (vec4(bits) & vec4(16u, 32u, 64u, 128u)) != vec4(0u);
+    low_scores = select(low_scores, low, of_low);
+    high_scores = select(high_scores, high, of_high);
+}
+
+// An entry of the plan, for one cell of it.
+struct Seen {
+    first: u32,  // slot
+    slots: u32,
+    mask: u32,
+    a: u32,
+    b: u32,
+    run: u32,    // length of the item's run
+    offset: u32, // of the cell in it
+}
+
+fn seen_of(entry: u32, cell: u32) -> Seen {
+    let kind = plan[entry + 5u];
+    return Seen(plan[entry + 4u], kind & 0xffffffu, kind >> 24u, plan[entry + 6u], plan[entry + 7u], plan[entry + 3u], plan[entry + 2u] + cell);
+}
+
+// As `sees`.
+fn is_seen(seen: Seen, slot: u32) -> bool {
+    let i = slot - seen.first;
+    if (i >= seen.slots) { return false; }
+    if (seen.mask == 0u) { return true; }
+    if (seen.mask == 1u) {
+        let o = i32(seen.offset) - i32(i);
+        return o >= bitcast<i32>(seen.a) && o < bitcast<i32>(seen.b);
+    }
+    let bit = seen.a + i * seen.run + seen.offset;
+    return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
+}
+
+// The score as it counts: HIDDEN where the query does not see the cell.
+fn counted(score: f32, is_cell: bool, seen: Seen, row: u32, rows: u32) -> f32 {
+    var s = score;
+    if (args.cap > 0.0) { s = args.cap * LOG2_E * tanh_(s); }
+    if (s < NO_SCORE) { s = NO_SCORE; }
+    var visible = is_cell && row < rows;
+    if (visible) { visible = is_seen(seen, slot_of[row]); }
+    return select(HIDDEN, s, visible);
+}
+
+fn weight_of(s: f32, top: f32) -> f32 {
+    return select(exp_2_less(s, top), 0.0, s == HIDDEN);
+}
+
+fn is_odd(x: vec2<f32>) -> bool {
+    return any((bitcast<vec2<u32>>(x) & vec2(0x7f800000u)) == vec2(0x7f800000u));
+}
+
+// Sums of this invocation: for each of its pairs of elements two of FOURS vectors; and norms.
+var<private> sums: array<vec4<f32>, 2u * EACH * FOURS>;
+var<private> own_norms: array<vec4<f32>, FOURS>;
+
+// Adds the values of a pair, with the weights at `at`.
+fn add_values(first: u32, at: u32, x: vec2<f32>) {
+    if (is_odd(x)) {
+        unroll(g, FOURS) {
+            let w = weights[at + g];
+            let none = w == vec4(0.0);
+            sums[first + g] = select(fma(w, vec4(x.x), sums[first + g]), sums[first + g], none);
+            sums[first + FOURS + g] = select(fma(w, vec4(x.y), sums[first + FOURS + g]), sums[first + FOURS + g], none);
+        }
+        return;
+    }
+    unroll(g, FOURS) {
+        let w = weights[at + g];
+        sums[first + g] = fma(w, vec4(x.x), sums[first + g]);
+        sums[first + FOURS + g] = fma(w, vec4(x.y), sums[first + FOURS + g]);
+    }
+}
+
+// The same where some rows, whose bits are set, read `near` instead.
+fn add_near_values(first: u32, at: u32, x: vec2<f32>, near: vec2<f32>, bits: u32) {
+    unroll(g, FOURS) {
+        let w = weights[at + g];
+        let none = w == vec4(0.0);
+        let is_near = (vec4(bits >> (4u * g)) & vec4(1u, 2u, 4u, 8u)) != vec4(0u);
+        let low = select(vec4(x.x), vec4(near.x), is_near);
+        let high = select(vec4(x.y), vec4(near.y), is_near);
+        sums[first + g] = select(fma(w, low, sums[first + g]), sums[first + g], none);
+        sums[first + FOURS + g] = select(fma(w, high, sums[first + FOURS + g]), sums[first + FOURS + g], none);
+    }
 }
 
 @compute @workgroup_size(THREADS)
@@ -105,18 +198,24 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         if (K_WIDE > 0u) { channel = order[(args.first_head + kv_head) * DIM + channel]; }
         turned[i] = q[at + channel] * args.scale;
     }
-    if (thread < ROWS) { maxima[thread] = NO_SCORE; }
+    if (thread < ROWS) {
+        maxima[thread] = NO_SCORE;
+        slot_of[thread] = first_slot + (row0 + thread) / per_kv;
+    }
     workgroupBarrier();
     turn_rows(thread, ROWS, K_TURN, K_WIDE);
+    for (var i = thread; i < DIM * FOURS; i += THREADS) {
+        let at = i % FOURS * 4u * DIM + i / FOURS;
+        queries[i] = vec4(turned[at], turned[at + DIM], turned[at + 2u * DIM], turned[at + 3u * DIM]);
+    }
+    workgroupBarrier();
 
     // Its part of the cells, and its pairs of elements.
     let part = thread / PAIRS;
     let pair = select(thread % PAIRS, thread, EACH > 1u);
     let adds = part < PARTS;
-    var sums: array<f32, ROWS * EACH * 2u>;
-    var own_norms: array<f32, ROWS>;
-    for (var i = 0u; i < ROWS * EACH * 2u; i++) { sums[i] = 0.0; }
-    for (var r = 0u; r < ROWS; r++) { own_norms[r] = 0.0; }
+    unroll(i, SUMS) { sums[i] = vec4(0.0); }
+    unroll(g, FOURS) { own_norms[g] = vec4(0.0); }
 
     for (var unit = first_unit; unit < end_unit; unit++) {
         let first_entry = plan[args.units + 4u * unit + 2u];
@@ -136,6 +235,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             let entry = args.entries + ENTRY * low;
             let cell = select(0u, flat - plan[entry], is_cell);
             let number = plan[entry + 1u] + cell;
+            let seen = seen_of(entry, cell);
             value_of[thread] = select(NONE, ((args.v_head + kv_head) * args.cells + number) * V_WORDS, is_cell);
             // Bits of the rows that read the cell's recent row.
             var recents = 0u;
@@ -145,8 +245,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 recent_row = plan[list];
                 if (recent_row != NONE) {
                     for (var r = 0u; r < rows; r++) {
-                        let slot = first_slot + (row0 + r) / per_kv;
-                        recents |= select(0u, 1u << r, plan[args.recents + slot] == plan[list + 1u]);
+                        recents |= select(0u, 1u << r, plan[args.recents + slot_of[r]] == plan[list + 1u]);
                     }
                 }
             }
@@ -155,47 +254,52 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 recent_rows[thread] = recents;
             }
 
-            // Scores.
-            for (var first = 0u; first < ROWS; first += SOME) {
+            // Scores of eight rows at a time.
+            for (var first = 0u; first < ROWS; first += 8u) {
+                low_scores = vec4(0.0);
+                high_scores = vec4(0.0);
                 let some = first < rows;
-                var scores: array<f32, SOME>;
-                for (var r = 0u; r < SOME; r++) { scores[r] = 0.0; }
                 let mine = (recents >> first) & 255u;
                 if (some && is_cell && (!K_RECENT || mine != 255u)) {
-                    scores = add_scores(first, ((args.k_head + kv_head) * args.cells + number) * K_WORDS);
+                    add_scores(first / 4u, ((args.k_head + kv_head) * args.cells + number) * K_WORDS);
                 }
                 if (K_RECENT && mine != 0u) {
-                    let recent_scores = add_recent_scores(first, recent_row * args.recent_row + recent_key);
-                    for (var r = 0u; r < SOME; r++) {
-                        scores[r] = select(scores[r], recent_scores[r], ((mine >> r) & 1u) == 1u);
-                    }
+                    add_recent_scores(first / 4u, recent_row * args.recent_row + recent_key, mine);
                 }
-                for (var r = 0u; r < SOME; r++) {
-                    var s = scores[r];
-                    if (args.cap > 0.0) { s = args.cap * LOG2_E * tanh_(s); }
-                    if (s < NO_SCORE) { s = NO_SCORE; }
-                    let row = first + r;
-                    var seen = is_cell && row < rows;
-                    if (seen) { seen = sees(entry, plan[entry + 2u] + cell, first_slot + (row0 + row) / per_kv); }
-                    weights[row * CELLS + thread] = select(HIDDEN, s, seen);
-                    if (near > 1u && some) {
-                        var peak = select(HIDDEN, known(s), seen);
-                        for (var step = 1u; step < near; step *= 2u) {
-                            peak = max(peak, bitcast<f32>(of_neighbour(bitcast<u32>(peak), step)));
+                unroll(r, 4) {
+                    low_scores[r] = counted(low_scores[r], is_cell, seen, first + r, rows);
+                    high_scores[r] = counted(high_scores[r], is_cell, seen, first + 4u + r, rows);
+                }
+                weights[thread * FOURS + first / 4u] = low_scores;
+                weights[thread * FOURS + first / 4u + 1u] = high_scores;
+                if (near > 1u && some) {
+                    unroll(r, 4) {
+                        low_scores[r] = known(low_scores[r]);
+                        high_scores[r] = known(high_scores[r]);
+                    }
+                    for (var step = 1u; step < near; step *= 2u) {
+                        unroll(r, 4) {
+                            low_scores[r] = max(low_scores[r], bitcast<f32>(of_neighbour(bitcast<u32>(low_scores[r]), step)));
+                            high_scores[r] = max(high_scores[r], bitcast<f32>(of_neighbour(bitcast<u32>(high_scores[r]), step)));
                         }
-                        if (thread % near == 0u) { peaks[row * PEAKS + thread / near] = peak; }
+                    }
+                    if (thread % near == 0u) {
+                        unroll(r, 4) {
+                            peaks[(first + r) * PEAKS + thread / near] = low_scores[r];
+                            peaks[(first + 4u + r) * PEAKS + thread / near] = high_scores[r];
+                        }
                     }
                 }
             }
             workgroupBarrier();
 
             // New maxima.
-            if (thread < rows) {
+            if (thread < ROWS) {
                 var peak = HIDDEN;
-                if (near > 1u) {
+                if (near > 1u && thread < rows) {
                     for (var i = 0u; i < CELLS / near; i++) { peak = max(peak, peaks[thread * PEAKS + i]); }
                 } else {
-                    for (var i = 0u; i < CELLS; i++) { peak = max(peak, known(weights[thread * CELLS + i])); }
+                    for (var i = 0u; i < CELLS; i++) { peak = max(peak, known(weights[i * FOURS + thread / 4u][thread % 4u])); }
                 }
                 var top = maxima[thread];
                 // All scores are NaN or as small as can be, but there are some.
@@ -207,55 +311,47 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             workgroupBarrier();
 
             // Weights of the cell.
-            for (var r = 0u; r < rows; r++) {
-                let s = weights[r * CELLS + thread];
-                weights[r * CELLS + thread] = select(exp_2_less(s, maxima[r]), 0.0, s == HIDDEN);
+            unroll(g, FOURS) {
+                let s = weights[thread * FOURS + g];
+                weights[thread * FOURS + g] = vec4(
+                    weight_of(s.x, maxima[4u * g]), weight_of(s.y, maxima[4u * g + 1u]),
+                    weight_of(s.z, maxima[4u * g + 2u]), weight_of(s.w, maxima[4u * g + 3u]));
             }
             workgroupBarrier();
 
             // Norms, and the sums of weighted values.
             if (adds) {
-                for (var r = 0u; r < ROWS; r++) {
-                    let factor = select(1.0, factors[r], r < rows);
-                    own_norms[r] *= factor;
-                    for (var j = 0u; j < EACH * 2u; j++) { sums[r * EACH * 2u + j] *= factor; }
+                unroll(g, FOURS) {
+                    let factor = vec4(factors[4u * g], factors[4u * g + 1u], factors[4u * g + 2u], factors[4u * g + 3u]);
+                    own_norms[g] *= factor;
+                    unroll(j, PAIR_SUMS) { sums[j * FOURS + g] *= factor; }
                 }
                 let end = min(min((part + 1u) * PART_CELLS, CELLS), n_cells - start);
-                for (var at = part * PART_CELLS; at < end; at += AHEAD) {
-                    var values: array<vec2<f32>, AHEAD * EACH>;
-                    var near_values: array<vec2<f32>, AHEAD * EACH>;
-                    var recent_bits: array<u32, AHEAD>;
-                    for (var i = 0u; i < AHEAD; i++) {
-                        let c = min(at + i, end - 1u);
-                        let from_ = value_of[c];
-                        recent_bits[i] = 0u;
-                        if (V_RECENT) { recent_bits[i] = recent_rows[c]; }
-                        for (var j = 0u; j < EACH; j++) {
+                for (var at = part * PART_CELLS; at < end; at += 4u) {
+                    // Four values are asked for before the first of them is used.
+                    var values: array<vec2<f32>, 4u * EACH>;
+                    unroll(i, 4) {
+                        let from_ = value_of[min(at + i, end - 1u)];
+                        unroll(j, EACH) {
                             let e = 2u * (pair + j * THREADS);
-                            let low_ = min(e, DIM - 1u);
-                            let high_ = min(e + 1u, DIM - 1u);
-                            values[i * EACH + j] = vec2(v_element(from_, low_), v_element(from_, high_));
-                            if (V_RECENT && recent_bits[i] != 0u) {
-                                let recent_at = recent_of[c] * args.recent_row + recent_value;
-                                near_values[i * EACH + j] = vec2(recent_element(recent_at, low_), recent_element(recent_at, high_));
-                            }
+                            values[i * EACH + j] = vec2(v_element(from_, min(e, DIM - 1u)), v_element(from_, min(e + 1u, DIM - 1u)));
                         }
                     }
-                    for (var i = 0u; i < AHEAD; i++) {
-                        if (at + i >= end) { break; }
-                        for (var r = 0u; r < ROWS; r++) {
-                            if (r >= rows) { break; }
-                            let weight = weights[r * CELLS + at + i];
-                            // A row without a weight skips the value, which may be NaN.
-                            if (bitcast<u32>(weight) == 0u) { continue; }
-                            own_norms[r] += weight;
-                            let is_near = V_RECENT && ((recent_bits[i] >> r) & 1u) == 1u;
-                            for (var j = 0u; j < EACH; j++) {
-                                var x = values[i * EACH + j];
-                                if (is_near) { x = near_values[i * EACH + j]; }
-                                let sum = r * EACH * 2u + 2u * j;
-                                sums[sum] = fma(weight, x.x, sums[sum]);
-                                sums[sum + 1u] = fma(weight, x.y, sums[sum + 1u]);
+                    unroll(i, 4) {
+                        if (at + i < end) {
+                            let c = at + i;
+                            unroll(g, FOURS) { own_norms[g] += weights[c * FOURS + g]; }
+                            var bits = 0u;
+                            if (V_RECENT) { bits = recent_rows[c]; }
+                            unroll(j, EACH) {
+                                if (bits != 0u) {
+                                    let e = 2u * (pair + j * THREADS);
+                                    let recent_at = recent_of[c] * args.recent_row + recent_value;
+                                    let near_values = vec2(recent_element(recent_at, min(e, DIM - 1u)), recent_element(recent_at, min(e + 1u, DIM - 1u)));
+                                    add_near_values(2u * j * FOURS, c * FOURS, values[i * EACH + j], near_values, bits);
+                                } else {
+                                    add_values(2u * j * FOURS, c * FOURS, values[i * EACH + j]);
+                                }
                             }
                         }
                     }
@@ -268,12 +364,12 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     // One part after the other adds its sums.
     for (var p = 0u; p < PARTS; p++) {
         if (adds && part == p) {
-            for (var r = 0u; r < ROWS; r++) {
-                for (var j = 0u; j < EACH * 2u; j++) {
+            unroll(r, ROWS) {
+                unroll(j, PAIR_SUMS) {
                     let e = 2u * (pair + j / 2u * THREADS) + j % 2u;
-                    if (e < DIM) { turned[r * DIM + e] = sums[r * EACH * 2u + j] + select(turned[r * DIM + e], 0.0, p == 0u); }
+                    if (e < DIM) { turned[r * DIM + e] = sums[j * FOURS + r / 4u][r % 4u] + select(turned[r * DIM + e], 0.0, p == 0u); }
                 }
-                if (pair == 0u) { norms[r] = own_norms[r] + select(norms[r], 0.0, p == 0u); }
+                if (pair == 0u) { norms[r] = own_norms[r / 4u][r % 4u] + select(norms[r], 0.0, p == 0u); }
             }
         }
         workgroupBarrier();

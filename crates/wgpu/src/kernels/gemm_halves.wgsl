@@ -14,18 +14,16 @@ const STEP: u32 = 64u;              // inputs
 const STEP_QUADS: u32 = STEP / 4u;
 const STRIDE: u32 = STEP_QUADS + 2u; // quads of a row in workgroup memory: rows begin in different banks
 const ROW_UNITS: u32 = STEP_QUADS / UNIT_QUADS;
-const UNITS_EACH: u32 = TILE_OUTPUTS * ROW_UNITS / THREADS;   // units of an invocation
-const CHUNKS_EACH: u32 = TILE_TOKENS * (STEP / 8u) / THREADS; // chunks of eight inputs of an invocation
 
 var<workgroup> tile_weights: array<Quad, TILE_OUTPUTS * STRIDE>;
 var<workgroup> tile_inputs: array<Quad, TILE_TOKENS * STRIDE>;
 
-// What an invocation has loaded for the next step.
+// What an invocation has loaded for the next step: UNITS_EACH units, and CHUNKS_EACH chunks of eight inputs.
 var<private> units: array<Unit, UNITS_EACH>;
 var<private> chunks: array<vec4<u32>, CHUNKS_EACH>;
 
 fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
-    for (var i = 0u; i < UNITS_EACH; i++) {
+    unroll(i, UNITS_EACH) {
         let n = thread + i * THREADS;
         let unit = step * ROW_UNITS + n % ROW_UNITS;
         let row = min(first_output + n / ROW_UNITS, args.outputs - 1u);
@@ -35,34 +33,21 @@ fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
         if (unit >= args.form.quads / UNIT_QUADS) { units[i].scales = vec4(0.0); }
     }
     let row_chunks = (args.inputs + 255u) / 256u * 32u;
-    for (var i = 0u; i < CHUNKS_EACH; i++) {
+    unroll(i, CHUNKS_EACH) {
         let n = thread + i * THREADS;
         let token = min(first_token + n / (STEP / 8u), args.tokens - 1u);
         chunks[i] = x[token * row_chunks + step * (STEP / 8u) + n % (STEP / 8u)];
     }
 }
 
-fn put_quad(unit: Unit, to: u32, j: u32) {
-    tile_weights[to + j] = rounded(quad_of(unit, j) * args.scale);
-}
-
 fn store_step(thread: u32) {
-    for (var i = 0u; i < UNITS_EACH; i++) {
+    unroll(i, UNITS_EACH) {
         let n = thread + i * THREADS;
         let to = n / ROW_UNITS * STRIDE + n % ROW_UNITS * UNIT_QUADS;
         let unit = units[i];
-        put_quad(unit, to, 0u);
-        put_quad(unit, to, 1u);
-        put_quad(unit, to, 2u);
-        put_quad(unit, to, 3u);
-        if (UNIT_QUADS == 8u) {
-            put_quad(unit, to, 4u);
-            put_quad(unit, to, 5u);
-            put_quad(unit, to, 6u);
-            put_quad(unit, to, 7u);
-        }
+        unroll(j, UNIT_QUADS) { tile_weights[to + j] = rounded(quad_of(unit, j) * args.scale); }
     }
-    for (var i = 0u; i < CHUNKS_EACH; i++) {
+    unroll(i, CHUNKS_EACH) {
         let n = thread + i * THREADS;
         let to = n / (STEP / 8u) * STRIDE + n % (STEP / 8u) * 2u;
         tile_inputs[to] = quad_from(chunks[i].xy);

@@ -2,7 +2,8 @@
 //
 //   out = weight * x / sqrt(mean(x^2) + eps)      for every row, one workgroup each; IN_PLACE: out is x
 //
-// Lane l adds up the squares l, l + 128, ...; the lanes are added as a binary tree of neighbours (lanes.wgsl).
+// Lane l adds up the squares l, l + 256, ...; the lanes are added as a binary tree of neighbours (lanes.wgsl). A decode step has one
+// long row per norm, whose time is that of its loads one after the other: so the first KEPT elements of a lane are loaded at once, and stay.
 
 struct Args {
     width: u32,
@@ -15,7 +16,8 @@ struct Args {
 @group(0) @binding(2) var<storage, read> x: array<f32>;         // [rows, width], not bound in place
 var<immediate> args: Args;
 
-const THREADS: u32 = 128u;
+const THREADS: u32 = 256u;
+const KEPT: u32 = 8u;
 
 var<workgroup> sums: array<f32, THREADS>;
 
@@ -30,8 +32,14 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let width = width_of(lanes);
     let row = min(group.y * ROWS + group.x, args.rows - 1u);
     let first = row * args.width;
+    var kept: array<f32, KEPT>;
+    unroll(j, 8) {
+        kept[j] = 0.0;
+        if (lane + j * THREADS < args.width) { kept[j] = at(first + lane + j * THREADS); }
+    }
     var sum = 0.0;
-    for (var i = lane; i < args.width; i += THREADS) {
+    unroll(j, 8) { sum = fma(kept[j], kept[j], sum); }
+    for (var i = lane + KEPT * THREADS; i < args.width; i += THREADS) {
         let value = at(first + i);
         sum = fma(value, value, sum);
     }
@@ -47,7 +55,11 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         return;
     }
     let scale = 1.0 / sqrt(sums[0] / f32(args.width) + args.eps);
-    for (var i = lane; i < args.width; i += THREADS) {
+    unroll(j, 8) {
+        let i = lane + j * THREADS;
+        if (i < args.width) { out[first + i] = kept[j] * scale * weight[i]; }
+    }
+    for (var i = lane + KEPT * THREADS; i < args.width; i += THREADS) {
         out[first + i] = at(first + i) * scale * weight[i];
     }
 }

@@ -1,10 +1,9 @@
 // Rows of one matrix, as `fetch.wgsl` is of one.
 
-// Adds the products of rows `row` and `row + 1` to the sums of this lane, which is one of UNIT_LANES.
+// Adds the products of ROWS rows from `row` on to the sums of this lane, which is one of UNIT_LANES.
 fn side_add_rows(form: Form, row: u32, last: u32, lane: u32, first_token: u32, last_token: u32) {
     for (var unit = lane; unit < form.quads / UNIT_QUADS; unit += UNIT_LANES) {
-        let a = side_fetch(form, min(row, last), unit);
-        let b = side_fetch(form, min(row + 1u, last), unit);
-        add_unit(a, b, Inputs(first_token, last_token, form.quads, unit * UNIT_QUADS));
+        unroll(r, ROWS) { units[r] = side_fetch(form, min(row + r, last), unit); }
+        add_units(Inputs(first_token, last_token, form.quads, unit * UNIT_QUADS));
     }
 }

@@ -1,9 +1,8 @@
-// Products of a few tokens' inputs and rows of weights (see units.wgsl). UNIT_LANES lanes share two rows, and each takes every
+// Products of a few tokens' inputs and rows of weights (see units.wgsl). UNIT_LANES lanes share ROWS rows, and each takes every
 // UNIT_LANES-th unit of them.
 
-const UNIT_LANES: u32 = 32u;  // that share a row
-const ROWS: u32 = 2u;         // of a lane: both use the inputs that it loads
-const GROUPS: u32 = 4u;       // of lanes, in a workgroup
+const UNIT_LANES: u32 = 64u;
+const GROUPS: u32 = 2u; // of lanes, in a workgroup
 const THREADS: u32 = UNIT_LANES * GROUPS;
 const ALL_ROWS: u32 = ROWS * GROUPS; // as many as MATMUL_OUTPUTS
 
@@ -15,31 +14,26 @@ struct Inputs {
     first: u32,
 }
 
+// What this lane has loaded: a unit of each row.
+var<private> units: array<Unit, ROWS>;
 // Sums of this lane: [ROWS, TOKENS].
 var<private> acc: array<f32, ROWS * TOKENS>;
 
-// Adds quad j of a unit of each row, for every token.
-fn add_quad(a_unit: Unit, b_unit: Unit, inputs: Inputs, j: u32) {
-    let a = quad_of(a_unit, j);
-    let b = quad_of(b_unit, j);
-    for (var t = 0u; t < TOKENS; t++) {
-        let values = x[min(inputs.token + t, inputs.last) * inputs.quads + inputs.first + j];
-        acc[t] = fma(a.w, values.w, fma(a.z, values.z, fma(a.y, values.y, fma(a.x, values.x, acc[t]))));
-        acc[TOKENS + t] = fma(b.w, values.w, fma(b.z, values.z, fma(b.y, values.y, fma(b.x, values.x, acc[TOKENS + t]))));
-    }
-}
-
-// The whole unit, quad by quad: compilers that do not unroll a loop would index registers.
-fn add_unit(a: Unit, b: Unit, inputs: Inputs) {
-    add_quad(a, b, inputs, 0u);
-    add_quad(a, b, inputs, 1u);
-    add_quad(a, b, inputs, 2u);
-    add_quad(a, b, inputs, 3u);
-    if (UNIT_QUADS == 8u) {
-        add_quad(a, b, inputs, 4u);
-        add_quad(a, b, inputs, 5u);
-        add_quad(a, b, inputs, 6u);
-        add_quad(a, b, inputs, 7u);
+// Adds the products of its units, for every token.
+fn add_units(inputs: Inputs) {
+    unroll(j, UNIT_QUADS) {
+        var values: array<vec4<f32>, TOKENS>;
+        unroll(t, TOKENS) {
+            values[t] = x[min(inputs.token + t, inputs.last) * inputs.quads + inputs.first + j];
+        }
+        unroll(r, ROWS) {
+            let w = quad_of(units[r], j);
+            unroll(t, TOKENS) {
+                let v = values[t];
+                let i = r * TOKENS + t;
+                acc[i] = fma(w.w, v.w, fma(w.z, v.z, fma(w.y, v.y, fma(w.x, v.x, acc[i]))));
+            }
+        }
     }
 }
 
@@ -52,11 +46,18 @@ fn add_up(lanes: Lanes) {
     let lane = thread % UNIT_LANES;
     let near = min(width_of(lanes), UNIT_LANES);
     for (var step = 1u; step < near; step *= 2u) {
-        for (var i = 0u; i < ROWS * TOKENS; i++) { acc[i] += bitcast<f32>(of_neighbour(bitcast<u32>(acc[i]), step)); }
+        unroll(r, ROWS) {
+            unroll(t, TOKENS) {
+                let i = r * TOKENS + t;
+                acc[i] += bitcast<f32>(of_neighbour(bitcast<u32>(acc[i]), step));
+            }
+        }
     }
     if (lane % near == 0u) {
         let first = thread / UNIT_LANES * ROWS * TOKENS;
-        for (var i = 0u; i < ROWS * TOKENS; i++) { sums[(first + i) * UNIT_LANES + lane / near] = acc[i]; }
+        unroll(r, ROWS) {
+            unroll(t, TOKENS) { sums[(first + r * TOKENS + t) * UNIT_LANES + lane / near] = acc[r * TOKENS + t]; }
+        }
     }
     workgroupBarrier();
 }

@@ -4,8 +4,6 @@
 //
 // `fetch.wgsl` loads a unit, `quad_of` decodes a quad of it. The values are those of `weights4`.
 
-// Encodings with eight bits have one word of codes per quad, the others one for two.
-const UNIT_QUADS: u32 = select(8u, 4u, ENCODING == Q8_0 || ENCODING == INT8);
 
 // What was loaded of a unit.
 struct Unit {
