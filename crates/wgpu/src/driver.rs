@@ -384,6 +384,10 @@ impl Driver for Wgpu {
         self.target.fast
     }
 
+    fn max_normed_inputs(&self) -> u32 {
+        8192
+    }
+
     fn stores_both(&self) -> bool {
         true
     }

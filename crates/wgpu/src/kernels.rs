@@ -250,7 +250,7 @@ impl Target {
     }
 
     /// Constants of the fast kernels alone.
-    fn own_constants(&self, kernel: &Kernel) -> Vec<(&'static str, u32)> {
+    fn own_constants(&self, kernel: &Kernel) -> Vec<(&'static str, Constant)> {
         // Encodings with eight bits have one word of codes per quad, the others one for two.
         let quads = |encoding: u32| match Encoding::RESIDENT.get(encoding as usize) {
             Some(Encoding::Q8_0 | Encoding::Int8) => 4,
@@ -258,31 +258,35 @@ impl Target {
         };
         match *kernel {
             Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
-                vec![("UNIT_QUADS", quads(encoding)), ("ROWS", UNIT_ROWS_OF_LANE)]
+                vec![
+                    ("UNIT_QUADS", quads(encoding).into()),
+                    ("ROWS", UNIT_ROWS_OF_LANE.into()),
+                    ("NORMED", false.into()),
+                ]
             }
             Kernel::Several { encoding, .. } => {
-                vec![("UNIT_QUADS", quads(encoding)), ("ROWS", UNIT_ROWS_OF_LANE)]
+                vec![("UNIT_QUADS", quads(encoding).into()), ("ROWS", UNIT_ROWS_OF_LANE.into())]
             }
             Kernel::Gemm { encoding, tile, .. } if tile.halves => {
                 let quads = quads(encoding);
                 vec![
-                    ("UNIT_QUADS", quads),
-                    ("TILE_OUTPUTS", tile.outputs),
-                    ("TILE_TOKENS", tile.tokens),
+                    ("UNIT_QUADS", quads.into()),
+                    ("TILE_OUTPUTS", tile.outputs.into()),
+                    ("TILE_TOKENS", tile.tokens.into()),
                     // A step has 16 quads, or 8 chunks of eight inputs, and a workgroup 256 invocations.
-                    ("UNITS_EACH", tile.outputs * (16 / quads) / 256),
-                    ("CHUNKS_EACH", tile.tokens * 8 / 256),
-                    ("EACH", 8),
-                    ("EACH_TOKENS", tile.tokens * (tile.outputs / 8) / 256),
+                    ("UNITS_EACH", (tile.outputs * (16 / quads) / 256).into()),
+                    ("CHUNKS_EACH", (tile.tokens * 8 / 256).into()),
+                    ("EACH", 8.into()),
+                    ("EACH_TOKENS", (tile.tokens * (tile.outputs / 8) / 256).into()),
                 ]
             }
             Kernel::Attend { dim, rows, .. } if self.fast => {
                 let each = dim.div_ceil(2).div_ceil(128);
                 vec![
-                    ("FOURS", rows / 4),
-                    ("EACH", each), // pairs of an invocation
-                    ("PAIR_SUMS", 2 * each),
-                    ("SUMS", 2 * each * rows / 4),
+                    ("FOURS", (rows / 4).into()),
+                    ("EACH", each.into()), // pairs of an invocation
+                    ("PAIR_SUMS", (2 * each).into()),
+                    ("SUMS", (2 * each * rows / 4).into()),
                 ]
             }
             _ => Vec::new(),
@@ -300,7 +304,7 @@ impl Target {
                 source += "enable f16;\nenable wgpu_cooperative_matrix;\n";
             }
         }
-        constants.extend(self.own_constants(kernel).into_iter().map(|(name, n)| (name.into(), n.into())));
+        constants.extend(self.own_constants(kernel).into_iter().map(|(name, value)| (name.to_string(), value)));
         source.extend(constants.iter().map(|(name, value)| constant(name, *value)));
         self.parts(kernel).iter().for_each(|part| unrolled(part, &constants, &mut source));
         source

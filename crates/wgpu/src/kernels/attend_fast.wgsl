@@ -50,12 +50,18 @@ var<private> high_scores: vec4<f32>;
 
 // q . k for rows 4 g .. 4 g + 8, of the key whose first word is `at`.
 fn add_scores(g: u32, at: u32) {
-    for (var i = 0u; i < DIM / 4u; i++) {
-        let x = k_quad(at, i);
-        unroll(j, 4) {
-            let q = (4u * i + j) * FOURS + g;
-            low_scores = fma(queries[q], vec4(x[j]), low_scores);
-            high_scores = fma(queries[q + 1u], vec4(x[j]), high_scores);
+    // Eight quads are asked for before the first of them is used.
+    for (var first = 0u; first < DIM / 4u; first += 8u) {
+        var quads: array<vec4<f32>, 8>;
+        unroll(i, 8) { quads[i] = k_quad(at, min(first + i, DIM / 4u - 1u)); }
+        unroll(i, 8) {
+            if (first + i < DIM / 4u) {
+                unroll(j, 4) {
+                    let q = (4u * (first + i) + j) * FOURS + g;
+                    low_scores = fma(queries[q], vec4(quads[i][j]), low_scores);
+                    high_scores = fma(queries[q + 1u], vec4(quads[i][j]), high_scores);
+                }
+            }
         }
     }
     for (var i = DIM / 4u * 4u; i < DIM; i++) {
@@ -113,6 +119,28 @@ fn is_seen(seen: Seen, slot: u32) -> bool {
     }
     let bit = seen.a + i * seen.run + seen.offset;
     return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
+}
+
+// A cell of a unit, for this invocation.
+struct Cell {
+    is: bool,    // or there are not so many
+    entry: u32,
+    index: u32,  // in the entry
+    number: u32, // in the pool
+    seen: Seen,
+}
+
+// Cell `flat` of those of entries `first` to `end`, which are `n` together.
+fn find(first: u32, end: u32, n: u32, flat: u32) -> Cell {
+    var low = first;
+    var high = end;
+    while (high - low > 1u) {
+        let middle = (low + high) / 2u;
+        if (plan[args.entries + ENTRY * middle] <= flat) { low = middle; } else { high = middle; }
+    }
+    let entry = args.entries + ENTRY * low;
+    let index = select(0u, flat - plan[entry], flat < n);
+    return Cell(flat < n, entry, index, plan[entry + 1u] + index, seen_of(entry, index));
 }
 
 // The score as it counts: HIDDEN where the query does not see the cell.
@@ -222,26 +250,14 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         let end_entry = plan[args.units + 4u * unit + 3u];
         // Behind a unit's entries is one that only says how many cells it has.
         let n_cells = plan[args.entries + ENTRY * end_entry];
+        var cell = find(first_entry, end_entry, n_cells, thread);
         for (var start = 0u; start < n_cells; start += CELLS) {
-            // The cell of this invocation.
-            let flat = start + thread;
-            let is_cell = flat < n_cells;
-            var low = first_entry;
-            var high = end_entry;
-            while (high - low > 1u) {
-                let middle = (low + high) / 2u;
-                if (plan[args.entries + ENTRY * middle] <= flat) { low = middle; } else { high = middle; }
-            }
-            let entry = args.entries + ENTRY * low;
-            let cell = select(0u, flat - plan[entry], is_cell);
-            let number = plan[entry + 1u] + cell;
-            let seen = seen_of(entry, cell);
-            value_of[thread] = select(NONE, ((args.v_head + kv_head) * args.cells + number) * V_WORDS, is_cell);
+            value_of[thread] = select(NONE, ((args.v_head + kv_head) * args.cells + cell.number) * V_WORDS, cell.is);
             // Bits of the rows that read the cell's recent row.
             var recents = 0u;
             var recent_row = NONE;
-            if (RECENT && is_cell && plan[entry + 8u] != NONE) {
-                let list = args.recents + plan[entry + 8u] + 2u * cell;
+            if (RECENT && cell.is && plan[cell.entry + 8u] != NONE) {
+                let list = args.recents + plan[cell.entry + 8u] + 2u * cell.index;
                 recent_row = plan[list];
                 if (recent_row != NONE) {
                     for (var r = 0u; r < rows; r++) {
@@ -260,15 +276,15 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 high_scores = vec4(0.0);
                 let some = first < rows;
                 let mine = (recents >> first) & 255u;
-                if (some && is_cell && (!K_RECENT || mine != 255u)) {
-                    add_scores(first / 4u, ((args.k_head + kv_head) * args.cells + number) * K_WORDS);
+                if (some && cell.is && (!K_RECENT || mine != 255u)) {
+                    add_scores(first / 4u, ((args.k_head + kv_head) * args.cells + cell.number) * K_WORDS);
                 }
                 if (K_RECENT && mine != 0u) {
                     add_recent_scores(first / 4u, recent_row * args.recent_row + recent_key, mine);
                 }
                 unroll(r, 4) {
-                    low_scores[r] = counted(low_scores[r], is_cell, seen, first + r, rows);
-                    high_scores[r] = counted(high_scores[r], is_cell, seen, first + 4u + r, rows);
+                    low_scores[r] = counted(low_scores[r], cell.is, cell.seen, first + r, rows);
+                    high_scores[r] = counted(high_scores[r], cell.is, cell.seen, first + 4u + r, rows);
                 }
                 weights[thread * FOURS + first / 4u] = low_scores;
                 weights[thread * FOURS + first / 4u + 1u] = high_scores;
@@ -319,6 +335,9 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             }
             workgroupBarrier();
 
+            // The next cell is looked for while the values of these are on their way.
+            if (start + CELLS < n_cells) { cell = find(first_entry, end_entry, n_cells, start + CELLS + thread); }
+
             // Norms, and the sums of weighted values.
             if (adds) {
                 unroll(g, FOURS) {
@@ -327,17 +346,16 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                     unroll(j, PAIR_SUMS) { sums[j * FOURS + g] *= factor; }
                 }
                 let end = min(min((part + 1u) * PART_CELLS, CELLS), n_cells - start);
-                for (var at = part * PART_CELLS; at < end; at += 4u) {
-                    // Four values are asked for before the first of them is used.
-                    var values: array<vec2<f32>, 4u * EACH>;
-                    unroll(i, 4) {
+                for (var at = part * PART_CELLS; at < end; at += 8u) {
+                    var values: array<vec2<f32>, 8u * EACH>;
+                    unroll(i, 8) {
                         let from_ = value_of[min(at + i, end - 1u)];
                         unroll(j, EACH) {
                             let e = 2u * (pair + j * THREADS);
                             values[i * EACH + j] = vec2(v_element(from_, min(e, DIM - 1u)), v_element(from_, min(e + 1u, DIM - 1u)));
                         }
                     }
-                    unroll(i, 4) {
+                    unroll(i, 8) {
                         if (at + i < end) {
                             let c = at + i;
                             unroll(g, FOURS) { own_norms[g] += weights[c * FOURS + g]; }

@@ -64,12 +64,14 @@ fn finish(o: u32, token: u32, sum: f32) {
     put(o, token, y);
 }
 
-var<workgroup> has_routed: u32;
+// 16 bytes, as all that lies in workgroup memory is multiples of 16: a driver may place one behind the other, and cooperative matrices are
+// loaded from multiples of 16 bytes. Behind four bytes NVIDIA's driver loaded them from eight bytes too early.
+var<workgroup> has_routed: vec4<u32>;
 
 // Steps of the tile: none if no token uses the expert. All invocations must call it, and get the same.
 fn n_steps(thread: u32, first_token: u32) -> u32 {
     let steps = (args.form.quads + STEP_QUADS - 1u) / STEP_QUADS;
     if (!ROUTED) { return steps; }
-    if (thread == 0u) { has_routed = u32(any_routed(first_token, TILE_TOKENS)); }
-    return steps * workgroupUniformLoad(&has_routed);
+    if (thread == 0u) { has_routed.x = u32(any_routed(first_token, TILE_TOKENS)); }
+    return steps * workgroupUniformLoad(&has_routed).x;
 }

@@ -3,6 +3,11 @@
 @group(0) @binding(0) var<storage, read> one_w: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [tokens, inputs]
 
+// Never called.
+fn norm_weights(quad: u32) -> vec4<f32> {
+    return vec4(1.0);
+}
+
 @compute @workgroup_size(THREADS)
 fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let thread = thread_of(lanes);

@@ -33,9 +33,13 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let row = min(group.y * ROWS + group.x, args.rows - 1u);
     let first = row * args.width;
     var kept: array<f32, KEPT>;
+    var weights: array<f32, KEPT>;
     unroll(j, 8) {
         kept[j] = 0.0;
-        if (lane + j * THREADS < args.width) { kept[j] = at(first + lane + j * THREADS); }
+        if (lane + j * THREADS < args.width) {
+            kept[j] = at(first + lane + j * THREADS);
+            weights[j] = weight[lane + j * THREADS];
+        }
     }
     var sum = 0.0;
     unroll(j, 8) { sum = fma(kept[j], kept[j], sum); }
@@ -57,7 +61,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let scale = 1.0 / sqrt(sums[0] / f32(args.width) + args.eps);
     unroll(j, 8) {
         let i = lane + j * THREADS;
-        if (i < args.width) { out[first + i] = kept[j] * scale * weight[i]; }
+        if (i < args.width) { out[first + i] = kept[j] * scale * weights[j]; }
     }
     for (var i = lane + KEPT * THREADS; i < args.width; i += THREADS) {
         out[first + i] = at(first + i) * scale * weight[i];

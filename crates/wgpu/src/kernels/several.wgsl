@@ -3,6 +3,8 @@
 //
 //   for each layer i, for each of its outputs o:  out_i[o] = factor_i * (x . W_i[o]) + bias_i[o]
 //   GATED, of two layers:  out_0[o] = activation(out_0[o], out_1[o]), and out_1 is not written
+//   NORMED:  x * norm / sqrt(mean(x^2) + eps) instead of x. Every workgroup adds up the squares of the inputs that it reads anyway,
+//            which costs less than a dispatch.
 
 // Of layers that are not there, outputs is 0.
 struct Args {
@@ -20,12 +22,14 @@ struct Args {
     factor0: f32,
     factor1: f32,
     factor2: f32,  // GATED: its limit
+    eps: f32,
 }
 
 @group(0) @binding(0) var<storage, read> w0_w: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> w1_w: array<vec4<u32>>;
 @group(0) @binding(2) var<storage, read> w2_w: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> x: array<vec4<f32>>; // [inputs]
+@group(0) @binding(4) var<storage, read> norm: array<vec4<f32>>; // [inputs]
 @group(0) @binding(5) var<storage, read> bias0: array<f32>;
 @group(0) @binding(6) var<storage, read> bias1: array<f32>;
 @group(0) @binding(7) var<storage, read> bias2: array<f32>;
@@ -33,6 +37,17 @@ struct Args {
 @group(0) @binding(9) var<storage, read_write> out1: array<f32>;
 @group(0) @binding(10) var<storage, read_write> out2: array<f32>;
 var<immediate> args: Args;
+
+fn norm_weights(quad: u32) -> vec4<f32> {
+    return norm[quad];
+}
+
+// The sum for row i of the workgroup.
+fn row_sum(lanes: Lanes, i: u32) -> f32 {
+    if (!NORMED) { return sum_of(lanes, i); }
+    let mean = sum_of(lanes, SQUARES + i / ROWS) / f32(4u * args.quads);
+    return sum_of(lanes, i) / sqrt(mean + args.eps);
+}
 
 fn finished(layer: u32, sum: f32, o: u32) -> f32 {
     let has_bias = ((args.biases >> layer) & 1u) != 0u;
@@ -63,8 +78,8 @@ fn gate_rows(lanes: Lanes, workgroup: u32) {
     let o = first + thread;
     if (thread < ALL_ROWS / 2u && o < args.outputs0) {
         let at = thread / ROWS * 2u * ROWS + thread % ROWS;
-        let g = finished(0u, sum_of(lanes, at), o);
-        let u = finished(1u, sum_of(lanes, at + ROWS), o);
+        let g = finished(0u, row_sum(lanes, at), o);
+        let u = finished(1u, row_sum(lanes, at + ROWS), o);
         out0[o] = gated_(g, u, args.outputs2, args.factor2);
     }
 }
@@ -105,7 +120,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) id: vec3<u32>) {
     add_up(lanes);
     let o = first + thread;
     if (thread < ALL_ROWS && o < outputs) {
-        let y = finished(layer, sum_of(lanes, thread), o);
+        let y = finished(layer, row_sum(lanes, thread), o);
         if (layer == 0u) { out0[o] = y; } else if (layer == 1u) { out1[o] = y; } else { out2[o] = y; }
     }
 }

@@ -18,6 +18,8 @@ struct Inputs {
 var<private> units: array<Unit, ROWS>;
 // Sums of this lane: [ROWS, TOKENS].
 var<private> acc: array<f32, ROWS * TOKENS>;
+// NORMED: the sum of the squares of its inputs.
+var<private> squares: f32;
 
 // Adds the products of its units, for every token.
 fn add_units(inputs: Inputs) {
@@ -25,6 +27,10 @@ fn add_units(inputs: Inputs) {
         var values: array<vec4<f32>, TOKENS>;
         unroll(t, TOKENS) {
             values[t] = x[min(inputs.token + t, inputs.last) * inputs.quads + inputs.first + j];
+            if (NORMED) {
+                squares += dot(values[t], values[t]);
+                values[t] *= norm_weights(inputs.first + j);
+            }
         }
         unroll(r, ROWS) {
             let w = quad_of(units[r], j);
@@ -37,7 +43,8 @@ fn add_units(inputs: Inputs) {
     }
 }
 
-var<workgroup> sums: array<f32, ALL_ROWS * TOKENS * UNIT_LANES>;
+const SQUARES: u32 = ALL_ROWS * TOKENS; // behind the sums: those of each group of lanes
+var<workgroup> sums: array<f32, (SQUARES + GROUPS) * UNIT_LANES>;
 
 // Adds up what the lanes of each group have: afterwards `sum_of(i)` is the sum for row i / TOKENS of the workgroup and token
 // i % TOKENS. All invocations must call it.
@@ -52,9 +59,11 @@ fn add_up(lanes: Lanes) {
                 acc[i] += bitcast<f32>(of_neighbour(bitcast<u32>(acc[i]), step));
             }
         }
+        if (NORMED) { squares += bitcast<f32>(of_neighbour(bitcast<u32>(squares), step)); }
     }
     if (lane % near == 0u) {
         let first = thread / UNIT_LANES * ROWS * TOKENS;
+        if (NORMED) { sums[(SQUARES + thread / UNIT_LANES) * UNIT_LANES + lane / near] = squares; }
         unroll(r, ROWS) {
             unroll(t, TOKENS) { sums[(first + r * TOKENS + t) * UNIT_LANES + lane / near] = acc[r * TOKENS + t]; }
         }
