@@ -14,6 +14,8 @@ const GEMM_TOKENS: [u32; 3] = [128, 64, 32];
 const ENOUGH_GROUPS: u32 = 128;
 
 const MATH: &str = include_str!("kernels/math.wgsl");
+const ELEMENT_EXACT: &str = include_str!("kernels/element_exact.wgsl");
+const ELEMENT_FAST: &str = include_str!("kernels/element_fast.wgsl");
 const BYTES: &str = include_str!("kernels/bytes.wgsl");
 const ENCODINGS: &str = include_str!("kernels/encodings.wgsl");
 const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
@@ -45,15 +47,6 @@ fn constant(name: &str, value: Constant) -> String {
 /// A file for one of several sides or matrices, with its name in front of what begins with `side_`.
 fn of_side(file: &str, name: &str) -> Cow<'static, str> {
     file.replace("side_", name).replace("SIDE_", &name.to_uppercase()).into()
-}
-
-/// Bytes of workgroup memory of `attend_fast`.
-fn fast_attend_bytes(k: Form, dim: u32, rows: u32, recent: bool) -> u64 {
-    const CELLS: u64 = 128;
-    let (rows, dim) = (u64::from(rows), u64::from(dim));
-    let plain = if k.needs_plain_queries(recent) { rows } else { 1 };
-    // Queries, twice; scores; largest scores; three words of each cell, four of each row.
-    4 * ((2 * rows + plain) * dim + rows * CELLS + rows * CELLS / 4 + 3 * CELLS + 4 * rows)
 }
 
 /// Appends a file in which every `unroll(name, N) { … }` is N blocks, in which `name` is a constant; N is a number or one of the
@@ -152,17 +145,14 @@ impl Target {
         if !self.fast {
             return kvist_gpu::attend_rows(limits, wanted, k, dim, recent);
         }
-        let fits = |rows: &u32| {
-            fast_attend_bytes(k, dim, *rows, recent) <= u64::from(limits.max_workgroup_bytes)
-                && *rows <= limits.max_attend_rows
-        };
-        let fitting = || ATTEND_ROWS.into_iter().filter(fits);
-        fitting().find(|rows| *rows >= wanted).or_else(|| fitting().max()).unwrap_or(ATTEND_ROWS[0])
+        // More rows would share the cells that they read, but take more registers: prompts were slower with 16 and 32 rows on an H200.
+        ATTEND_ROWS[0]
     }
 
     /// The files of a kernel, in order.
     fn parts(&self, kernel: &Kernel) -> Vec<Cow<'static, str>> {
         let lanes = if self.subgroups { LANES_OF_SUBGROUPS } else { LANES };
+        let element = if self.fast { ELEMENT_FAST } else { ELEMENT_EXACT };
         let text = |parts: &[&'static str]| parts.iter().map(|part| (*part).into()).collect();
         match *kernel {
             Kernel::Embed { .. } => {
@@ -235,7 +225,7 @@ impl Target {
             }
             Kernel::Copy { .. } => text(&[include_str!("kernels/copy.wgsl")]),
             Kernel::Attend { .. } => {
-                let mut parts: Vec<_> = text(&[MATH, BYTES, LEVELS, TURN, SINKS, lanes, ATTEND_PLAN]);
+                let mut parts: Vec<_> = text(&[MATH, element, BYTES, LEVELS, TURN, SINKS, lanes, ATTEND_PLAN]);
                 parts.extend(["k_", "v_"].map(|name| of_side(CELLS, name)));
                 parts.push(match self.fast {
                     true => include_str!("kernels/attend_fast.wgsl").into(),
@@ -287,6 +277,7 @@ impl Target {
                     ("EACH", each.into()), // pairs of an invocation
                     ("PAIR_SUMS", (2 * each).into()),
                     ("SUMS", (2 * each * rows / 4).into()),
+                    ("QUERIES_EACH", (rows * dim).div_ceil(128).into()),
                 ]
             }
             _ => Vec::new(),

@@ -17,9 +17,8 @@
 const THREADS: u32 = 128u;
 const CELLS: u32 = THREADS;
 const PAIRS: u32 = (DIM + 1u) / 2u;
-// Parts of the cells whose weighted values are added up side by side.
+// Values are added up in so many parts side by side, each of every PARTS-th cell.
 const PARTS: u32 = max(1u, THREADS / PAIRS);
-const PART_CELLS: u32 = (CELLS + PARTS - 1u) / PARTS;
 // Largest scores of subgroups, per row: the smallest have four lanes.
 const PEAKS: u32 = CELLS / 4u;
 const PLAIN_ROWS: u32 = select(1u, ROWS, PLAIN);
@@ -35,6 +34,8 @@ var<workgroup> value_of: array<u32, CELLS>;       // first word of the cell's va
 var<workgroup> recent_of: array<u32, CELLS>;      // the cell's row of `recent`
 var<workgroup> recent_rows: array<u32, CELLS>;    // which query rows read it, a bit each
 var<workgroup> slot_of: array<u32, ROWS>;         // query slots of rows
+var<workgroup> query_of: array<u32, ROWS>;        // first elements in `q` and `out`
+var<workgroup> state_of: array<u32, ROWS>;        // first elements in `states`
 var<workgroup> maxima: array<f32, ROWS>;
 var<workgroup> norms: array<f32, ROWS>;
 var<workgroup> factors: array<f32, ROWS>;
@@ -217,18 +218,23 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let recent_key = (args.first_head + kv_head) * PAIRS;
     let recent_value = (select(0u, args.kv_heads, K_RECENT) + args.first_head + kv_head) * PAIRS;
 
-    for (var i = thread; i < ROWS * DIM; i += THREADS) {
-        let r = min(row0 + i / DIM, all_rows - 1u);
-        let token = plan[args.order + first_slot + r / per_kv];
-        let at = (token * args.heads + first_query_head + r % per_kv) * DIM;
+    if (thread < ROWS) {
+        let r = min(row0 + thread, all_rows - 1u);
+        let slot = r / per_kv;
+        let head = first_query_head + r % per_kv;
+        maxima[thread] = NO_SCORE;
+        slot_of[thread] = first_slot + slot;
+        query_of[thread] = (plan[args.order + first_slot + slot] * args.heads + head) * DIM;
+        state_of[thread] = ((partial + slot) * args.heads + head) * (DIM + 2u);
+    }
+    workgroupBarrier();
+    unroll(n, QUERIES_EACH) {
+        let i = min(thread + n * THREADS, ROWS * DIM - 1u);
+        let at = query_of[i / DIM];
         var channel = i % DIM;
         if (PLAIN) { plain[i] = q[at + channel] * args.scale; }
         if (K_WIDE > 0u) { channel = order[(args.first_head + kv_head) * DIM + channel]; }
         turned[i] = q[at + channel] * args.scale;
-    }
-    if (thread < ROWS) {
-        maxima[thread] = NO_SCORE;
-        slot_of[thread] = first_slot + (row0 + thread) / per_kv;
     }
     workgroupBarrier();
     turn_rows(thread, ROWS, K_TURN, K_WIDE);
@@ -345,19 +351,20 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                     own_norms[g] *= factor;
                     unroll(j, PAIR_SUMS) { sums[j * FOURS + g] *= factor; }
                 }
-                let end = min(min((part + 1u) * PART_CELLS, CELLS), n_cells - start);
-                for (var at = part * PART_CELLS; at < end; at += 8u) {
+                let end = min(CELLS, n_cells - start);
+                // Eight values are asked for before the first of them is used.
+                for (var at = part; at < end; at += 8u * PARTS) {
                     var values: array<vec2<f32>, 8u * EACH>;
                     unroll(i, 8) {
-                        let from_ = value_of[min(at + i, end - 1u)];
+                        let from_ = value_of[min(at + i * PARTS, end - 1u)];
                         unroll(j, EACH) {
                             let e = 2u * (pair + j * THREADS);
                             values[i * EACH + j] = vec2(v_element(from_, min(e, DIM - 1u)), v_element(from_, min(e + 1u, DIM - 1u)));
                         }
                     }
                     unroll(i, 8) {
-                        if (at + i < end) {
-                            let c = at + i;
+                        if (at + i * PARTS < end) {
+                            let c = at + i * PARTS;
                             unroll(g, FOURS) { own_norms[g] += weights[c * FOURS + g]; }
                             var bits = 0u;
                             if (V_RECENT) { bits = recent_rows[c]; }
@@ -395,20 +402,15 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     if (partial == DIRECT) {
         for (var i = thread; i < rows * DIM; i += THREADS) {
             let row = i / DIM;
-            turned[i] *= final_factor(maxima[row], norms[row], first_query_head + (row0 + row) % per_kv);
+            turned[i] *= final_factor(maxima[row], norms[row], query_of[row] / DIM % args.heads);
         }
         workgroupBarrier();
         turn_rows_back(thread, ROWS, V_TURN, V_WIDE);
-        for (var i = thread; i < rows * DIM; i += THREADS) {
-            let row = row0 + i / DIM;
-            let token = plan[args.order + first_slot + row / per_kv];
-            out[(token * args.heads + first_query_head + row % per_kv) * DIM + i % DIM] = turned[i];
-        }
+        for (var i = thread; i < rows * DIM; i += THREADS) { out[query_of[i / DIM] + i % DIM] = turned[i]; }
         return;
     }
     for (var i = thread; i < rows * DIM; i += THREADS) {
-        let row = row0 + i / DIM;
-        let at = ((partial + row / per_kv) * args.heads + first_query_head + row % per_kv) * (DIM + 2u);
+        let at = state_of[i / DIM];
         states[at + i % DIM] = turned[i];
         if (i % DIM == 0u) {
             states[at + DIM] = maxima[i / DIM];

@@ -38,7 +38,7 @@ var<immediate> args: Args;
 
 // Element i of a row of `recent` whose first word is `at`.
 fn recent_element(at: u32, i: u32) -> f32 {
-    return half_((recent[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu);
+    return element_((recent[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu);
 }
 
 // Entry: (cells before it in its unit, first cell, its offset in the item's run, the run's length,

@@ -25,7 +25,7 @@ fn side_nibble(at: u32, first: u32, len: u32, j: u32) -> u32 {
 fn side_element(at: u32, i: u32) -> f32 {
     switch (SIDE_DTYPE) {
         case 0u: { return bitcast<f32>(side_pool[at + i]); }
-        case 1u: { return half_((side_pool[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu); }
+        case 1u: { return element_((side_pool[at + i / 2u] >> (16u * (i & 1u))) & 0xffffu); }
         case 2u: { return bitcast<f32>((side_pool[at + i / 2u] >> (16u * (i & 1u))) << 16u); }
         case 3u: {
             let code = f32(byte_of(side_pool[at + i / 4u], i & 3u)) - 128.0;
@@ -61,7 +61,7 @@ fn side_quad(at: u32, c: u32) -> vec4<f32> {
         case 1u: {
             let a = side_pool[at + 2u * c];
             let b = side_pool[at + 2u * c + 1u];
-            return vec4(half_(a & 0xffffu), half_(a >> 16u), half_(b & 0xffffu), half_(b >> 16u));
+            return vec4(element_(a & 0xffffu), element_(a >> 16u), element_(b & 0xffffu), element_(b >> 16u));
         }
         case 2u: {
             let a = side_pool[at + 2u * c];
