@@ -7,6 +7,8 @@ use std::borrow::Cow;
 const SEVERAL_BINDINGS: u32 = 11;
 /// Rows that an invocation of `matmul_units` and `several` computes side by side.
 const UNIT_ROWS_OF_LANE: u32 = 4;
+/// Invocations of a workgroup of `attend_fast`.
+const ATTEND_THREADS: u32 = 256;
 /// Outputs, and tokens, of a workgroup of `gemm_halves`.
 const GEMM_OUTPUTS: u32 = 128;
 const GEMM_TOKENS: [u32; 3] = [128, 64, 32];
@@ -271,13 +273,13 @@ impl Target {
                 ]
             }
             Kernel::Attend { dim, rows, .. } if self.fast => {
-                let each = dim.div_ceil(2).div_ceil(128);
+                let each = dim.div_ceil(2).div_ceil(ATTEND_THREADS);
                 vec![
                     ("FOURS", (rows / 4).into()),
                     ("EACH", each.into()), // pairs of an invocation
                     ("PAIR_SUMS", (2 * each).into()),
                     ("SUMS", (2 * each * rows / 4).into()),
-                    ("QUERIES_EACH", (rows * dim).div_ceil(128).into()),
+                    ("QUERIES_EACH", (rows * dim).div_ceil(ATTEND_THREADS).into()),
                 ]
             }
             _ => Vec::new(),

@@ -1,6 +1,6 @@
 // Attention over exactly the cells that the plan's reads name, in sums of any order: what `attend` computes, with splits as long as it
 // takes to fill the GPU. One workgroup per work item, KV head and ROWS query rows (the query heads of a KV head, for up to 8
-// queries). For scores an invocation has a cell; for values a pair of elements and a part of the cells.
+// queries). For scores an invocation has a cell and four rows; for values a pair of elements and a part of the cells.
 //
 //   for each CELLS cells of the work item's units:
 //     s = q . k                                  q includes scale and log2 e; softcap: s = cap log2 e tanh(q . k)
@@ -14,8 +14,8 @@
 // Where values are not finite a weight of 0 is skipped: the cell may hold NaN of another query's token.
 // Four rows are a vector, so that they come from workgroup memory at once.
 
-const THREADS: u32 = 128u;
-const CELLS: u32 = THREADS;
+const THREADS: u32 = 256u;
+const CELLS: u32 = THREADS / FOURS;
 const PAIRS: u32 = (DIM + 1u) / 2u;
 // Values are added up in so many parts side by side, each of every PARTS-th cell.
 const PARTS: u32 = max(1u, THREADS / PAIRS);
@@ -28,7 +28,7 @@ var<workgroup> turned: array<f32, ROWS * DIM>;
 var<workgroup> queries: array<vec4<f32>, DIM * FOURS>; // [DIM, FOURS]
 // Queries as they came, where recent keys need them.
 var<workgroup> plain: array<f32, PLAIN_ROWS * DIM>;
-var<workgroup> weights: array<vec4<f32>, CELLS * FOURS>; // [CELLS, FOURS] scores, then weights
+var<workgroup> weights: array<vec4<f32>, THREADS>; // [CELLS, FOURS] scores, then weights; at the end sums and norms
 var<workgroup> peaks: array<f32, ROWS * PEAKS>;
 var<workgroup> value_of: array<u32, CELLS>;       // first word of the cell's values, or NONE
 var<workgroup> recent_of: array<u32, CELLS>;      // the cell's row of `recent`
@@ -45,52 +45,32 @@ fn plain_query(at: u32) -> f32 {
     return turned[at];
 }
 
-// Eight scores of the cell of this invocation.
-var<private> low_scores: vec4<f32>;
-var<private> high_scores: vec4<f32>;
-
-// q . k for rows 4 g .. 4 g + 8, of the key whose first word is `at`.
-fn add_scores(g: u32, at: u32) {
+// q . k for rows 4 g .. 4 g + 4, of the key whose first word is `at`.
+fn product(g: u32, at: u32) -> vec4<f32> {
+    var scores = vec4(0.0);
     // Eight quads are asked for before the first of them is used.
     for (var first = 0u; first < DIM / 4u; first += 8u) {
         var quads: array<vec4<f32>, 8>;
         unroll(i, 8) { quads[i] = k_quad(at, min(first + i, DIM / 4u - 1u)); }
         unroll(i, 8) {
             if (first + i < DIM / 4u) {
-                unroll(j, 4) {
-                    let q = (4u * (first + i) + j) * FOURS + g;
-                    low_scores = fma(queries[q], vec4(quads[i][j]), low_scores);
-                    high_scores = fma(queries[q + 1u], vec4(quads[i][j]), high_scores);
-                }
+                unroll(j, 4) { scores = fma(queries[(4u * (first + i) + j) * FOURS + g], vec4(quads[i][j]), scores); }
             }
         }
     }
-    for (var i = DIM / 4u * 4u; i < DIM; i++) {
-        let x = vec4(k_element(at, i));
-        low_scores = fma(queries[i * FOURS + g], x, low_scores);
-        high_scores = fma(queries[i * FOURS + g + 1u], x, high_scores);
-    }
+    for (var i = DIM / 4u * 4u; i < DIM; i++) { scores = fma(queries[i * FOURS + g], vec4(k_element(at, i)), scores); }
+    return scores;
 }
 
-// Element i of four plain queries.
-fn plain_queries(row: u32, i: u32) -> vec4<f32> {
-    let at = row * DIM + i;
-    return vec4(plain_query(at), plain_query(at + DIM), plain_query(at + 2u * DIM), plain_query(at + 3u * DIM));
-}
-
-// The same with the key of a recent row, for rows whose bit is set.
-fn add_recent_scores(g: u32, at: u32, bits: u32) {
-    var low = vec4(0.0);
-    var high = vec4(0.0);
+// The same with the key of a recent row.
+fn recent_product(g: u32, at: u32) -> vec4<f32> {
+    var scores = vec4(0.0);
     for (var i = 0u; i < DIM; i++) {
-        let x = vec4(recent_element(at, i));
-        low = fma(plain_queries(4u * g, i), x, low);
-        high = fma(plain_queries(4u * g + 4u, i), x, high);
+        let q = 4u * g * DIM + i;
+        let four = vec4(plain_query(q), plain_query(q + DIM), plain_query(q + 2u * DIM), plain_query(q + 3u * DIM));
+        scores = fma(four, vec4(recent_element(at, i)), scores);
     }
-    let of_low = (vec4(bits) & vec4(1u, 2u, 4u, 8u)) != vec4(0u);
-    let of_high = (vec4(bits) & vec4(16u, 32u, 64u, 128u)) != vec4(0u);
-    low_scores = select(low_scores, low, of_low);
-    high_scores = select(high_scores, high, of_high);
+    return scores;
 }
 
 // An entry of the plan, for one cell of it.
@@ -154,6 +134,10 @@ fn counted(score: f32, is_cell: bool, seen: Seen, row: u32, rows: u32) -> f32 {
     return select(HIDDEN, s, visible);
 }
 
+fn four_factors(g: u32) -> vec4<f32> {
+    return vec4(factors[4u * g], factors[4u * g + 1u], factors[4u * g + 2u], factors[4u * g + 3u]);
+}
+
 fn weight_of(s: f32, top: f32) -> f32 {
     return select(exp_2_less(s, top), 0.0, s == HIDDEN);
 }
@@ -162,9 +146,8 @@ fn is_odd(x: vec2<f32>) -> bool {
     return any((bitcast<vec2<u32>>(x) & vec2(0x7f800000u)) == vec2(0x7f800000u));
 }
 
-// Sums of this invocation: for each of its pairs of elements two of FOURS vectors; and norms.
+// Sums of this invocation: for each of its pairs of elements two of FOURS vectors.
 var<private> sums: array<vec4<f32>, 2u * EACH * FOURS>;
-var<private> own_norms: array<vec4<f32>, FOURS>;
 
 // Adds the values of a pair, with the weights at `at`.
 fn add_values(first: u32, at: u32, x: vec2<f32>) {
@@ -249,16 +232,19 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let pair = select(thread % PAIRS, thread, EACH > 1u);
     let adds = part < PARTS;
     unroll(i, SUMS) { sums[i] = vec4(0.0); }
-    unroll(g, FOURS) { own_norms[g] = vec4(0.0); }
+    // For scores: its cell, and its rows, whose weights it adds up.
+    let c = thread % CELLS;
+    let g = thread / CELLS;
+    var norm = vec4(0.0);
 
     for (var unit = first_unit; unit < end_unit; unit++) {
         let first_entry = plan[args.units + 4u * unit + 2u];
         let end_entry = plan[args.units + 4u * unit + 3u];
         // Behind a unit's entries is one that only says how many cells it has.
         let n_cells = plan[args.entries + ENTRY * end_entry];
-        var cell = find(first_entry, end_entry, n_cells, thread);
+        var cell = find(first_entry, end_entry, n_cells, c);
         for (var start = 0u; start < n_cells; start += CELLS) {
-            value_of[thread] = select(NONE, ((args.v_head + kv_head) * args.cells + cell.number) * V_WORDS, cell.is);
+            value_of[c] = select(NONE, ((args.v_head + kv_head) * args.cells + cell.number) * V_WORDS, cell.is);
             // Bits of the rows that read the cell's recent row.
             var recents = 0u;
             var recent_row = NONE;
@@ -272,45 +258,31 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 }
             }
             if (RECENT) {
-                recent_of[thread] = recent_row;
-                recent_rows[thread] = recents;
+                recent_of[c] = recent_row;
+                recent_rows[c] = recents;
             }
 
-            // Scores of eight rows at a time.
-            for (var first = 0u; first < ROWS; first += 8u) {
-                low_scores = vec4(0.0);
-                high_scores = vec4(0.0);
-                let some = first < rows;
-                let mine = (recents >> first) & 255u;
-                if (some && cell.is && (!K_RECENT || mine != 255u)) {
-                    add_scores(first / 4u, ((args.k_head + kv_head) * args.cells + cell.number) * K_WORDS);
+            // Scores.
+            let mine = (recents >> (4u * g)) & 15u;
+            var scores = vec4(0.0);
+            if (cell.is && 4u * g < rows && (!K_RECENT || mine != 15u)) {
+                scores = product(g, ((args.k_head + kv_head) * args.cells + cell.number) * K_WORDS);
+            }
+            if (K_RECENT && mine != 0u) {
+                let is_recent = (vec4(mine) & vec4(1u, 2u, 4u, 8u)) != vec4(0u);
+                scores = select(scores, recent_product(g, recent_row * args.recent_row + recent_key), is_recent);
+            }
+            unroll(r, 4) { scores[r] = counted(scores[r], cell.is, cell.seen, 4u * g + r, rows); }
+            weights[c * FOURS + g] = scores;
+            if (near > 1u) {
+                var largest = vec4(known(scores.x), known(scores.y), known(scores.z), known(scores.w));
+                for (var step = 1u; step < near; step *= 2u) {
+                    let bits = bitcast<vec4<u32>>(largest);
+                    let others = vec4(of_neighbour(bits.x, step), of_neighbour(bits.y, step), of_neighbour(bits.z, step), of_neighbour(bits.w, step));
+                    largest = max(largest, bitcast<vec4<f32>>(others));
                 }
-                if (K_RECENT && mine != 0u) {
-                    add_recent_scores(first / 4u, recent_row * args.recent_row + recent_key, mine);
-                }
-                unroll(r, 4) {
-                    low_scores[r] = counted(low_scores[r], cell.is, cell.seen, first + r, rows);
-                    high_scores[r] = counted(high_scores[r], cell.is, cell.seen, first + 4u + r, rows);
-                }
-                weights[thread * FOURS + first / 4u] = low_scores;
-                weights[thread * FOURS + first / 4u + 1u] = high_scores;
-                if (near > 1u && some) {
-                    unroll(r, 4) {
-                        low_scores[r] = known(low_scores[r]);
-                        high_scores[r] = known(high_scores[r]);
-                    }
-                    for (var step = 1u; step < near; step *= 2u) {
-                        unroll(r, 4) {
-                            low_scores[r] = max(low_scores[r], bitcast<f32>(of_neighbour(bitcast<u32>(low_scores[r]), step)));
-                            high_scores[r] = max(high_scores[r], bitcast<f32>(of_neighbour(bitcast<u32>(high_scores[r]), step)));
-                        }
-                    }
-                    if (thread % near == 0u) {
-                        unroll(r, 4) {
-                            peaks[(first + r) * PEAKS + thread / near] = low_scores[r];
-                            peaks[(first + 4u + r) * PEAKS + thread / near] = high_scores[r];
-                        }
-                    }
+                if (c % near == 0u) {
+                    unroll(r, 4) { peaks[(4u * g + r) * PEAKS + c / near] = largest[r]; }
                 }
             }
             workgroupBarrier();
@@ -318,7 +290,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             // New maxima.
             if (thread < ROWS) {
                 var peak = HIDDEN;
-                if (near > 1u && thread < rows) {
+                if (near > 1u) {
                     for (var i = 0u; i < CELLS / near; i++) { peak = max(peak, peaks[thread * PEAKS + i]); }
                 } else {
                     for (var i = 0u; i < CELLS; i++) { peak = max(peak, known(weights[i * FOURS + thread / 4u][thread % 4u])); }
@@ -333,23 +305,20 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             workgroupBarrier();
 
             // Weights of the cell.
-            unroll(g, FOURS) {
-                let s = weights[thread * FOURS + g];
-                weights[thread * FOURS + g] = vec4(
-                    weight_of(s.x, maxima[4u * g]), weight_of(s.y, maxima[4u * g + 1u]),
-                    weight_of(s.z, maxima[4u * g + 2u]), weight_of(s.w, maxima[4u * g + 3u]));
-            }
+            let tops = vec4(maxima[4u * g], maxima[4u * g + 1u], maxima[4u * g + 2u], maxima[4u * g + 3u]);
+            let own = vec4(weight_of(scores.x, tops.x), weight_of(scores.y, tops.y), weight_of(scores.z, tops.z), weight_of(scores.w, tops.w));
+            norm = norm * four_factors(g) + own;
+            weights[c * FOURS + g] = own;
             workgroupBarrier();
 
             // The next cell is looked for while the values of these are on their way.
-            if (start + CELLS < n_cells) { cell = find(first_entry, end_entry, n_cells, start + CELLS + thread); }
+            if (start + CELLS < n_cells) { cell = find(first_entry, end_entry, n_cells, start + CELLS + c); }
 
-            // Norms, and the sums of weighted values.
+            // Sums of weighted values.
             if (adds) {
-                unroll(g, FOURS) {
-                    let factor = vec4(factors[4u * g], factors[4u * g + 1u], factors[4u * g + 2u], factors[4u * g + 3u]);
-                    own_norms[g] *= factor;
-                    unroll(j, PAIR_SUMS) { sums[j * FOURS + g] *= factor; }
+                unroll(f, FOURS) {
+                    let factor = four_factors(f);
+                    unroll(j, PAIR_SUMS) { sums[j * FOURS + f] *= factor; }
                 }
                 let end = min(CELLS, n_cells - start);
                 // Eight values are asked for before the first of them is used.
@@ -364,18 +333,17 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                     }
                     unroll(i, 8) {
                         if (at + i * PARTS < end) {
-                            let c = at + i * PARTS;
-                            unroll(g, FOURS) { own_norms[g] += weights[c * FOURS + g]; }
+                            let from_cell = at + i * PARTS;
                             var bits = 0u;
-                            if (V_RECENT) { bits = recent_rows[c]; }
+                            if (V_RECENT) { bits = recent_rows[from_cell]; }
                             unroll(j, EACH) {
                                 if (bits != 0u) {
                                     let e = 2u * (pair + j * THREADS);
-                                    let recent_at = recent_of[c] * args.recent_row + recent_value;
+                                    let recent_at = recent_of[from_cell] * args.recent_row + recent_value;
                                     let near_values = vec2(recent_element(recent_at, min(e, DIM - 1u)), recent_element(recent_at, min(e + 1u, DIM - 1u)));
-                                    add_near_values(2u * j * FOURS, c * FOURS, values[i * EACH + j], near_values, bits);
+                                    add_near_values(2u * j * FOURS, from_cell * FOURS, values[i * EACH + j], near_values, bits);
                                 } else {
-                                    add_values(2u * j * FOURS, c * FOURS, values[i * EACH + j]);
+                                    add_values(2u * j * FOURS, from_cell * FOURS, values[i * EACH + j]);
                                 }
                             }
                         }
@@ -386,19 +354,34 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         }
     }
 
-    // One part after the other adds its sums.
-    for (var p = 0u; p < PARTS; p++) {
-        if (adds && part == p) {
-            unroll(r, ROWS) {
-                unroll(j, PAIR_SUMS) {
-                    let e = 2u * (pair + j / 2u * THREADS) + j % 2u;
-                    if (e < DIM) { turned[r * DIM + e] = sums[j * FOURS + r / 4u][r % 4u] + select(turned[r * DIM + e], 0.0, p == 0u); }
-                }
-                if (pair == 0u) { norms[r] = own_norms[r / 4u][r % 4u] + select(norms[r], 0.0, p == 0u); }
+    // Norms: every cell's weights.
+    for (var step = 1u; step < near; step *= 2u) {
+        let bits = bitcast<vec4<u32>>(norm);
+        let others = vec4(of_neighbour(bits.x, step), of_neighbour(bits.y, step), of_neighbour(bits.z, step), of_neighbour(bits.w, step));
+        norm += bitcast<vec4<f32>>(others);
+    }
+    if (c % near == 0u) { weights[c / near * FOURS + g] = norm; }
+    workgroupBarrier();
+    if (thread < ROWS) {
+        var sum = 0.0;
+        for (var i = 0u; i < CELLS / near; i++) { sum += weights[i * FOURS + thread / 4u][thread % 4u]; }
+        norms[thread] = sum;
+    }
+    // Sums, one vector of every invocation after the other: those of one pair in all parts are added up.
+    unroll(i, SUMS) {
+        workgroupBarrier();
+        weights[thread] = sums[i];
+        workgroupBarrier();
+        if (part == i % PARTS) {
+            var sum = vec4(0.0);
+            for (var p = 0u; p < PARTS; p++) { sum += weights[pair + p * PAIRS]; }
+            let e = 2u * (pair + i / (2u * FOURS) * THREADS) + i / FOURS % 2u;
+            if (e < DIM) {
+                unroll(r, 4) { turned[(i % FOURS * 4u + r) * DIM + e] = sum[r]; }
             }
         }
-        workgroupBarrier();
     }
+    workgroupBarrier();
     if (partial == DIRECT) {
         for (var i = thread; i < rows * DIM; i += THREADS) {
             let row = i / DIM;
