@@ -64,16 +64,18 @@ enum Command {
 }
 
 impl Command {
-    /// `--backend` of commands that have it.
-    fn backend(&self) -> Option<&str> {
+    /// `--backend` of commands that have it, and how models are computed on it.
+    fn backend(&self) -> Option<(&str, &options::ComputeArgs)> {
         match self {
-            Command::Run(args) => Some(&args.cache.backend),
-            Command::Chat(args) => Some(&args.cache.backend),
-            Command::Plan(args) => Some(&args.cache.backend),
-            Command::Eval(args) => Some(&args.cache.backend),
-            Command::Logits(args) => Some(&args.cache.backend),
-            Command::Prefix(commands::prefix::Command::Freeze(args)) => Some(&args.cache.backend),
-            Command::Serve(args) => Some(&args.backend),
+            Command::Run(args) => Some((&args.cache.backend, &args.model.compute)),
+            Command::Chat(args) => Some((&args.cache.backend, &args.model.compute)),
+            Command::Plan(args) => Some((&args.cache.backend, &args.compute)),
+            Command::Eval(args) => Some((&args.cache.backend, &args.model.compute)),
+            Command::Logits(args) => Some((&args.cache.backend, &args.model.compute)),
+            Command::Prefix(commands::prefix::Command::Freeze(args)) => {
+                Some((&args.cache.backend, &args.model.compute))
+            }
+            Command::Serve(args) => Some((&args.backend, &args.model.compute)),
             Command::Models(_) | Command::Devices(_) | Command::Simulate(_) | Command::Bench(_) => None,
         }
     }
@@ -100,7 +102,9 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> u8 {
     let quiet = cli.quiet;
     let serves = matches!(cli.command, Command::Serve(_));
     let done = log_to_stderr(cli.verbose, quiet, serves);
-    let done = done.and_then(|()| cli.command.backend().map_or(Ok(()), options::use_backend));
+    let open =
+        |(backend, compute): (_, &options::ComputeArgs)| options::use_backend(backend, &compute.get()?);
+    let done = done.and_then(|()| cli.command.backend().map_or(Ok(()), open));
     let done = done.and_then(|()| match cli.command {
         Command::Run(args) => commands::run::run(args, quiet),
         Command::Chat(args) => commands::chat::run(args, quiet),

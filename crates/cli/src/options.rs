@@ -235,7 +235,7 @@ pub struct ComputeArgs {
     #[arg(long, value_name = "N", value_parser = parse_threads)]
     pub threads: Option<usize>,
     /// Make a text independent of chunks, batches and shared prefixes, to the last bit; a little slower with q8 and
-    /// q4 caches, slower with bf16 weights. Over CUDA prompts take several times as long; over wgpu a text always is
+    /// q4 caches, slower with bf16 weights. On GPUs prompts take several times as long
     #[arg(long)]
     pub deterministic: bool,
     /// Compute prompts with fewer bits where the CPU has AMX or AVX-512: attention in bf16 (AMX, AVX-512 with bf16), packed
@@ -379,16 +379,16 @@ impl CacheArgs {
 static GPU: OnceLock<Place> = OnceLock::new();
 
 /// Opens the device of `--backend`, before anything is loaded.
-pub fn use_backend(backend: &str) -> anyhow::Result<()> {
+pub fn use_backend(backend: &str, compute: &Compute) -> anyhow::Result<()> {
     if ["wgpu", "cuda"].contains(&backend_id(backend)) {
-        let _ = GPU.set(open_backend(backend)?); // a second call has the same backend
+        let _ = GPU.set(open_backend(backend, compute)?); // a second call has the same backend
     }
     Ok(())
 }
 
 /// The device that `--backend` names.
-pub fn open_backend(backend: &str) -> anyhow::Result<Place> {
-    Ok(Place::of_backend(backend, &Compute::default())?.0)
+pub fn open_backend(backend: &str, compute: &Compute) -> anyhow::Result<Place> {
+    Ok(Place::of_backend(backend, compute)?.0)
 }
 
 /// The id of the backend that `--backend` names, without the number of an adapter.

@@ -57,6 +57,21 @@ fn a_run_gives_the_text_of_the_cpu() {
     assert!(said.contains("MB") || said.contains("MiB"), "{said}");
 }
 
+/// `--deterministic` reaches the GPU: logits of a prompt do not depend on its chunks, which they do without it.
+#[test]
+fn deterministic_logits_do_not_depend_on_chunks() {
+    if !gpu() {
+        return;
+    }
+    let logits = |chunk: &str, more: &[&str]| {
+        let args = ["logits", "-q", "--json", "--backend", "wgpu", "--chunk", chunk, "--prompt", TEXT];
+        succeed(&[&args, more].concat()).0
+    };
+    let flag = ["--deterministic"];
+    assert_eq!(logits("1", &flag), logits("16", &flag));
+    assert_ne!(logits("1", &[]), logits("16", &[]));
+}
+
 #[test]
 fn a_chat_with_branches_gives_the_text_of_the_cpu() {
     if !gpu() {

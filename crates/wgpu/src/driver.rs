@@ -11,7 +11,9 @@ use crate::ffi;
 use crate::kernels::Target;
 use clock::{CLOCK, Clock, MAX_MARKS};
 use kvist_device::DeviceError;
-use kvist_gpu::{Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed};
+use kvist_gpu::{
+    Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed,
+};
 pub use recording::Recording;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -370,6 +372,10 @@ impl Driver for Wgpu {
 
     fn limits(&self) -> &Limits {
         &self.limits
+    }
+
+    fn variant(&self) -> &'static str {
+        if self.target.cooperative { ", cooperative" } else { "" }
     }
 
     fn has_several(&self, encoding: u32) -> bool {

@@ -7,8 +7,6 @@ use std::borrow::Cow;
 const SEVERAL_BINDINGS: u32 = 11;
 /// Rows that an invocation of `matmul_units` and `several` computes side by side.
 const UNIT_ROWS_OF_LANE: u32 = 4;
-/// Invocations of a workgroup of `attend_fast`.
-const ATTEND_THREADS: u32 = 256;
 /// Outputs, and tokens, of a workgroup of `gemm_halves`.
 const GEMM_OUTPUTS: u32 = 128;
 const GEMM_TOKENS: [u32; 3] = [128, 64, 32];
@@ -135,6 +133,16 @@ impl Target {
         (tile.outputs + tile.tokens) * (64 + 8) * 2 + if self.cooperative { 8 * 256 * 4 } else { 0 }
     }
 
+    /// Whether `attend_fast` computes attention with such keys: its workgroup memory has room for eight rows.
+    fn attends_fast(&self, k: Form, dim: u32, recent: bool) -> bool {
+        const CELLS: u32 = 128;
+        let rows = ATTEND_ROWS[0];
+        let plain = if k.needs_plain_queries(recent) { rows } else { 1 };
+        // Queries, twice; scores; largest scores; three words of each cell, six of each row.
+        let words = (2 * rows + plain) * dim + rows * CELLS + rows * CELLS / 4 + 3 * CELLS + 6 * rows;
+        self.fast && 4 * words <= self.max_workgroup_bytes
+    }
+
     /// Query rows of a workgroup of attention for tiles of `wanted` rows.
     pub fn attend_rows(
         &self,
@@ -144,11 +152,11 @@ impl Target {
         dim: u32,
         recent: bool,
     ) -> u32 {
-        if !self.fast {
-            return kvist_gpu::attend_rows(limits, wanted, k, dim, recent);
+        match self.attends_fast(k, dim, recent) {
+            // More rows would share the cells that they read, but take more registers: on an H200 prompts were slower with 16 and with 32.
+            true => ATTEND_ROWS[0],
+            false => kvist_gpu::attend_rows(limits, wanted, k, dim, recent),
         }
-        // More rows would share the cells that they read, but take more registers: prompts were slower with 16 and 32 rows on an H200.
-        ATTEND_ROWS[0]
     }
 
     /// The files of a kernel, in order.
@@ -188,18 +196,14 @@ impl Target {
                 let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, UNITS]);
                 parts.push(of_side(FETCH, "one_"));
                 let [products, gemm] = match self.cooperative {
-                    true => [
-                        include_str!("kernels/products_coop.wgsl"),
-                        include_str!("kernels/gemm_coop.wgsl"),
-                    ],
-                    false => [
-                        include_str!("kernels/products_plain.wgsl"),
-                        include_str!("kernels/gemm_plain.wgsl"),
-                    ],
+                    true => {
+                        [include_str!("kernels/products_coop.wgsl"), include_str!("kernels/gemm_coop.wgsl")]
+                    }
+                    false => {
+                        [include_str!("kernels/products_plain.wgsl"), include_str!("kernels/gemm_plain.wgsl")]
+                    }
                 };
-                parts.extend(
-                    [products, include_str!("kernels/gemm_halves.wgsl"), gemm].map(Cow::from),
-                );
+                parts.extend([products, include_str!("kernels/gemm_halves.wgsl"), gemm].map(Cow::from));
                 parts
             }
             Kernel::Gemm { .. } => {
@@ -226,10 +230,11 @@ impl Target {
                 parts
             }
             Kernel::Copy { .. } => text(&[include_str!("kernels/copy.wgsl")]),
-            Kernel::Attend { .. } => {
-                let mut parts: Vec<_> = text(&[MATH, element, BYTES, LEVELS, TURN, SINKS, lanes, ATTEND_PLAN]);
+            Kernel::Attend { k, dim, recent, .. } => {
+                let mut parts: Vec<_> =
+                    text(&[MATH, element, BYTES, LEVELS, TURN, SINKS, lanes, ATTEND_PLAN]);
                 parts.extend(["k_", "v_"].map(|name| of_side(CELLS, name)));
-                parts.push(match self.fast {
+                parts.push(match self.attends_fast(k, dim, recent) {
                     true => include_str!("kernels/attend_fast.wgsl").into(),
                     false => include_str!("kernels/attend.wgsl").into(),
                 });
@@ -272,14 +277,18 @@ impl Target {
                     ("EACH_TOKENS", (tile.tokens * (tile.outputs / 8) / 256).into()),
                 ]
             }
-            Kernel::Attend { dim, rows, .. } if self.fast => {
-                let each = dim.div_ceil(2).div_ceil(ATTEND_THREADS);
+            Kernel::Attend { k, dim, rows, recent, .. } if self.attends_fast(k, dim, recent) => {
+                // Recent rows are many instructions more: four rows for an invocation instead of eight.
+                let groups = if recent { 1 } else { rows / 4 };
+                let threads = 128 * (rows / 4) / groups;
+                let each = dim.div_ceil(2).div_ceil(threads);
                 vec![
                     ("FOURS", (rows / 4).into()),
+                    ("GROUPS", groups.into()),
                     ("EACH", each.into()), // pairs of an invocation
                     ("PAIR_SUMS", (2 * each).into()),
                     ("SUMS", (2 * each * rows / 4).into()),
-                    ("QUERIES_EACH", (rows * dim).div_ceil(ATTEND_THREADS).into()),
+                    ("QUERIES_EACH", (rows * dim).div_ceil(threads).into()),
                 ]
             }
             _ => Vec::new(),
@@ -292,12 +301,12 @@ impl Target {
         let mut constants = kernel.constants();
         if let Kernel::Gemm { tile, .. } = *kernel
             && tile.halves
+            && self.cooperative
         {
-            if self.cooperative {
-                source += "enable f16;\nenable wgpu_cooperative_matrix;\n";
-            }
+            source += "enable f16;\nenable wgpu_cooperative_matrix;\n";
         }
-        constants.extend(self.own_constants(kernel).into_iter().map(|(name, value)| (name.to_string(), value)));
+        constants
+            .extend(self.own_constants(kernel).into_iter().map(|(name, value)| (name.to_string(), value)));
         source.extend(constants.iter().map(|(name, value)| constant(name, *value)));
         self.parts(kernel).iter().for_each(|part| unrolled(part, &constants, &mut source));
         source

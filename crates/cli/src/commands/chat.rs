@@ -23,7 +23,7 @@ use wrap::Wrap;
 #[derive(clap::Args)]
 pub struct Args {
     #[command(flatten)]
-    model: ModelArgs,
+    pub model: ModelArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
     #[command(flatten)]

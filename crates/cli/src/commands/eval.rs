@@ -22,7 +22,7 @@ pub struct Args {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     text: PathBuf,
     #[command(flatten)]
-    model: ModelArgs,
+    pub model: ModelArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
     #[command(flatten)]

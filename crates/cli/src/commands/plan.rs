@@ -59,7 +59,7 @@ pub struct Args {
     #[command(flatten)]
     tiers: TierFlags,
     #[command(flatten)]
-    compute: ComputeArgs,
+    pub compute: ComputeArgs,
     /// Print one JSON document
     #[arg(long)]
     json: bool,

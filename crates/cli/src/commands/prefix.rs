@@ -20,7 +20,7 @@ pub enum Command {
 #[derive(clap::Args)]
 pub struct FreezeArgs {
     #[command(flatten)]
-    model: ModelArgs,
+    pub model: ModelArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
     /// The text: the system message of a model with a chat template, the beginning of the text with --raw

@@ -23,7 +23,7 @@ pub struct Args {
     #[arg(short, long, conflicts_with = "prompt", value_hint = ValueHint::FilePath)]
     file: Option<PathBuf>,
     #[command(flatten)]
-    model: ModelArgs,
+    pub model: ModelArgs,
     #[command(flatten)]
     pub cache: CacheArgs,
     #[command(flatten)]

@@ -107,6 +107,9 @@ pub fn some<T>(forms: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     forms.into_iter().step_by(if all { 1 } else { 6 })
 }
 
+/// Inputs as small as this keep their digits.
+pub const TINY: f32 = 1e-36;
+
 /// Tests compare bits unless they say otherwise.
 pub const DETERMINISTIC: Options =
     Options { deterministic: true, graphs: true, overlap: true, warpgroups: true, max_part_bytes: u64::MAX };

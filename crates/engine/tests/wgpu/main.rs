@@ -12,8 +12,8 @@ mod models;
 
 mod serving;
 
-use kvist_engine::devices::{Place, WgpuDevice as Gpu, WgpuOptions, open_wgpu};
 use kvist_device::DeviceError;
+use kvist_engine::devices::{Place, WgpuDevice as Gpu, WgpuOptions, open_wgpu};
 use std::sync::LazyLock;
 
 const NAME: &str = "wgpu";

@@ -197,7 +197,8 @@ fn inputs_of_every_size() {
         let layers = (case.layer(&fast), case.layer(&invariant));
         let (n, outputs) = (8, case.outputs);
         let mut x = random(4, n * inputs, 1.0);
-        for (row, size) in x.chunks_exact_mut(inputs).zip([1e-36, 1e-30, 1e-6, 1.0, 7e4, 1e20, 1e30, 0.0f32])
+        for (row, size) in
+            x.chunks_exact_mut(inputs).zip([common::TINY, 1e-30, 1e-6, 1.0, 7e4, 1e20, 1e30, 0.0f32])
         {
             row.iter_mut().for_each(|x| *x *= size);
         }
@@ -230,7 +231,7 @@ fn one_token() {
         for (outputs, inputs) in shapes {
             let case = Case { encoding, outputs, inputs, bias: outputs == 17, cap: None };
             let layers = (case.layer(&fast), case.layer(&invariant));
-            for size in [1e-36, 1.0, 1e30, 0.0f32] {
+            for size in [common::TINY, 1.0, 1e30, 0.0f32] {
                 let mut x = random(11, inputs, 1.0);
                 x.iter_mut().for_each(|x| *x *= size);
                 x[inputs / 2] *= 100.0;
@@ -258,8 +259,7 @@ fn several_layers_in_one_launch() {
     let Some((fast, _)) = devices() else { return };
     let gpu = fast.driver();
     let bits = |values: &[f32]| values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-    let encodings = encodings().into_iter();
-    for encoding in encodings.filter(|e| e.block().0 > 1) {
+    for encoding in common::some(encodings()).filter(|e| e.block().0 > 1) {
         let inputs = 2048 + encoding.block().0;
         let layer = |outputs: usize| {
             Case { encoding, outputs, inputs, bias: outputs % 2 == 1, cap: None }.layer(&fast)

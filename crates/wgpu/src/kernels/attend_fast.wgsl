@@ -1,6 +1,6 @@
 // Attention over exactly the cells that the plan's reads name, in sums of any order: what `attend` computes, with splits as long as it
 // takes to fill the GPU. One workgroup per work item, KV head and ROWS query rows (the query heads of a KV head, for up to 8
-// queries). For scores an invocation has a cell and four rows; for values a pair of elements and a part of the cells.
+// queries). For scores an invocation has a cell and GROUPS times four rows; for values a pair of elements and a part of the cells.
 //
 //   for each CELLS cells of the work item's units:
 //     s = q . k                                  q includes scale and log2 e; softcap: s = cap log2 e tanh(q . k)
@@ -14,8 +14,8 @@
 // Where values are not finite a weight of 0 is skipped: the cell may hold NaN of another query's token.
 // Four rows are a vector, so that they come from workgroup memory at once.
 
-const THREADS: u32 = 256u;
-const CELLS: u32 = THREADS / FOURS;
+const CELLS: u32 = 128u;
+const THREADS: u32 = CELLS * FOURS / GROUPS;
 const PAIRS: u32 = (DIM + 1u) / 2u;
 // Values are added up in so many parts side by side, each of every PARTS-th cell.
 const PARTS: u32 = max(1u, THREADS / PAIRS);
@@ -28,7 +28,7 @@ var<workgroup> turned: array<f32, ROWS * DIM>;
 var<workgroup> queries: array<vec4<f32>, DIM * FOURS>; // [DIM, FOURS]
 // Queries as they came, where recent keys need them.
 var<workgroup> plain: array<f32, PLAIN_ROWS * DIM>;
-var<workgroup> weights: array<vec4<f32>, THREADS>; // [CELLS, FOURS] scores, then weights; at the end sums and norms
+var<workgroup> weights: array<vec4<f32>, CELLS * FOURS>; // [CELLS, FOURS] scores, then weights; at the end norms, and sums
 var<workgroup> peaks: array<f32, ROWS * PEAKS>;
 var<workgroup> value_of: array<u32, CELLS>;       // first word of the cell's values, or NONE
 var<workgroup> recent_of: array<u32, CELLS>;      // the cell's row of `recent`
@@ -45,32 +45,58 @@ fn plain_query(at: u32) -> f32 {
     return turned[at];
 }
 
-// q . k for rows 4 g .. 4 g + 4, of the key whose first word is `at`.
-fn product(g: u32, at: u32) -> vec4<f32> {
-    var scores = vec4(0.0);
+// Scores of this invocation.
+var<private> scores: array<vec4<f32>, GROUPS>;
+
+// q . k for rows from 4 first on, of the key whose first word is `at`.
+fn add_products(first: u32, at: u32) {
     // Eight quads are asked for before the first of them is used.
-    for (var first = 0u; first < DIM / 4u; first += 8u) {
+    for (var c = 0u; c < DIM / 4u; c += 8u) {
         var quads: array<vec4<f32>, 8>;
-        unroll(i, 8) { quads[i] = k_quad(at, min(first + i, DIM / 4u - 1u)); }
+        unroll(i, 8) { quads[i] = k_quad(at, min(c + i, DIM / 4u - 1u)); }
         unroll(i, 8) {
-            if (first + i < DIM / 4u) {
-                unroll(j, 4) { scores = fma(queries[(4u * (first + i) + j) * FOURS + g], vec4(quads[i][j]), scores); }
+            if (c + i < DIM / 4u) {
+                unroll(j, 4) {
+                    let q = (4u * (c + i) + j) * FOURS + first;
+                    unroll(g, GROUPS) { scores[g] = fma(queries[q + g], vec4(quads[i][j]), scores[g]); }
+                }
             }
         }
     }
-    for (var i = DIM / 4u * 4u; i < DIM; i++) { scores = fma(queries[i * FOURS + g], vec4(k_element(at, i)), scores); }
-    return scores;
+    for (var i = DIM / 4u * 4u; i < DIM; i++) {
+        let x = vec4(k_element(at, i));
+        unroll(g, GROUPS) { scores[g] = fma(queries[i * FOURS + first + g], x, scores[g]); }
+    }
 }
 
-// The same with the key of a recent row.
+// q . k for rows 4 g .. 4 g + 4, with the key of a recent row.
 fn recent_product(g: u32, at: u32) -> vec4<f32> {
-    var scores = vec4(0.0);
+    var sum = vec4(0.0);
     for (var i = 0u; i < DIM; i++) {
         let q = 4u * g * DIM + i;
         let four = vec4(plain_query(q), plain_query(q + DIM), plain_query(q + 2u * DIM), plain_query(q + 3u * DIM));
-        scores = fma(four, vec4(recent_element(at, i)), scores);
+        sum = fma(four, vec4(recent_element(at, i)), sum);
     }
-    return scores;
+    return sum;
+}
+
+// The largest of four values each, of `near` neighbouring lanes; and their sums.
+fn largest_of(x: vec4<f32>, near: u32) -> vec4<f32> {
+    var most = x;
+    for (var step = 1u; step < near; step *= 2u) { most = max(most, four_of_neighbour(most, step)); }
+    return most;
+}
+
+fn sums_of(x: vec4<f32>, near: u32) -> vec4<f32> {
+    var sum = x;
+    for (var step = 1u; step < near; step *= 2u) { sum += four_of_neighbour(sum, step); }
+    return sum;
+}
+
+fn four_of_neighbour(x: vec4<f32>, step: u32) -> vec4<f32> {
+    let bits = bitcast<vec4<u32>>(x);
+    let others = vec4(of_neighbour(bits.x, step), of_neighbour(bits.y, step), of_neighbour(bits.z, step), of_neighbour(bits.w, step));
+    return bitcast<vec4<f32>>(others);
 }
 
 // An entry of the plan, for one cell of it.
@@ -234,8 +260,9 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     unroll(i, SUMS) { sums[i] = vec4(0.0); }
     // For scores: its cell, and its rows, whose weights it adds up.
     let c = thread % CELLS;
-    let g = thread / CELLS;
-    var norm = vec4(0.0);
+    let first_four = thread / CELLS * GROUPS;
+    var norm: array<vec4<f32>, GROUPS>;
+    unroll(g, GROUPS) { norm[g] = vec4(0.0); }
 
     for (var unit = first_unit; unit < end_unit; unit++) {
         let first_entry = plan[args.units + 4u * unit + 2u];
@@ -263,26 +290,25 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             }
 
             // Scores.
-            let mine = (recents >> (4u * g)) & 15u;
-            var scores = vec4(0.0);
-            if (cell.is && 4u * g < rows && (!K_RECENT || mine != 15u)) {
-                scores = product(g, ((args.k_head + kv_head) * args.cells + cell.number) * K_WORDS);
+            unroll(g, GROUPS) { scores[g] = vec4(0.0); }
+            if (cell.is && 4u * first_four < rows) {
+                add_products(first_four, ((args.k_head + kv_head) * args.cells + cell.number) * K_WORDS);
             }
-            if (K_RECENT && mine != 0u) {
-                let is_recent = (vec4(mine) & vec4(1u, 2u, 4u, 8u)) != vec4(0u);
-                scores = select(scores, recent_product(g, recent_row * args.recent_row + recent_key), is_recent);
-            }
-            unroll(r, 4) { scores[r] = counted(scores[r], cell.is, cell.seen, 4u * g + r, rows); }
-            weights[c * FOURS + g] = scores;
-            if (near > 1u) {
-                var largest = vec4(known(scores.x), known(scores.y), known(scores.z), known(scores.w));
-                for (var step = 1u; step < near; step *= 2u) {
-                    let bits = bitcast<vec4<u32>>(largest);
-                    let others = vec4(of_neighbour(bits.x, step), of_neighbour(bits.y, step), of_neighbour(bits.z, step), of_neighbour(bits.w, step));
-                    largest = max(largest, bitcast<vec4<f32>>(others));
+            unroll(g, GROUPS) {
+                let four = first_four + g;
+                let mine = (recents >> (4u * four)) & 15u;
+                if (K_RECENT && mine != 0u) {
+                    let is_recent = (vec4(mine) & vec4(1u, 2u, 4u, 8u)) != vec4(0u);
+                    scores[g] = select(scores[g], recent_product(four, recent_row * args.recent_row + recent_key), is_recent);
                 }
-                if (c % near == 0u) {
-                    unroll(r, 4) { peaks[(4u * g + r) * PEAKS + c / near] = largest[r]; }
+                unroll(r, 4) { scores[g][r] = counted(scores[g][r], cell.is, cell.seen, 4u * four + r, rows); }
+                weights[c * FOURS + four] = scores[g];
+                if (near > 1u) {
+                    let s = scores[g];
+                    let most = largest_of(vec4(known(s.x), known(s.y), known(s.z), known(s.w)), near);
+                    if (c % near == 0u) {
+                        unroll(r, 4) { peaks[(4u * four + r) * PEAKS + c / near] = most[r]; }
+                    }
                 }
             }
             workgroupBarrier();
@@ -305,10 +331,15 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             workgroupBarrier();
 
             // Weights of the cell.
-            let tops = vec4(maxima[4u * g], maxima[4u * g + 1u], maxima[4u * g + 2u], maxima[4u * g + 3u]);
-            let own = vec4(weight_of(scores.x, tops.x), weight_of(scores.y, tops.y), weight_of(scores.z, tops.z), weight_of(scores.w, tops.w));
-            norm = norm * four_factors(g) + own;
-            weights[c * FOURS + g] = own;
+            unroll(g, GROUPS) {
+                let row = 4u * (first_four + g);
+                let s = scores[g];
+                let own = vec4(
+                    weight_of(s.x, maxima[row]), weight_of(s.y, maxima[row + 1u]),
+                    weight_of(s.z, maxima[row + 2u]), weight_of(s.w, maxima[row + 3u]));
+                norm[g] = norm[g] * four_factors(first_four + g) + own;
+                weights[c * FOURS + first_four + g] = own;
+            }
             workgroupBarrier();
 
             // The next cell is looked for while the values of these are on their way.
@@ -355,12 +386,10 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     }
 
     // Norms: every cell's weights.
-    for (var step = 1u; step < near; step *= 2u) {
-        let bits = bitcast<vec4<u32>>(norm);
-        let others = vec4(of_neighbour(bits.x, step), of_neighbour(bits.y, step), of_neighbour(bits.z, step), of_neighbour(bits.w, step));
-        norm += bitcast<vec4<f32>>(others);
+    unroll(g, GROUPS) {
+        let sum = sums_of(norm[g], near);
+        if (c % near == 0u) { weights[c / near * FOURS + first_four + g] = sum; }
     }
-    if (c % near == 0u) { weights[c / near * FOURS + g] = norm; }
     workgroupBarrier();
     if (thread < ROWS) {
         var sum = 0.0;

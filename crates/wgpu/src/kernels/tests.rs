@@ -13,8 +13,7 @@ fn translate(what: &str, source: &str) {
     let mut validator =
         naga::valid::Validator::new(naga::valid::ValidationFlags::all(), naga::valid::Capabilities::all());
     let info = validator.validate(&module).unwrap_or_else(|error| panic!("{what}: {error:?}"));
-    let options =
-        naga::back::spv::Options { lang_version: (1, 4), ..naga::back::spv::Options::default() };
+    let options = naga::back::spv::Options { lang_version: (1, 4), ..naga::back::spv::Options::default() };
     let words = naga::back::spv::write_vec(&module, &info, &options, None);
     let words = words.unwrap_or_else(|error| panic!("{what}: {error:?}"));
     assert!(words.len() > 100, "{what}");

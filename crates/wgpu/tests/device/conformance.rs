@@ -1,16 +1,12 @@
 //! Runs the backend against the conformance suite: every kind of cache in every storage that it has.
-use crate::common::{self, device};
+use crate::common::{self, FAST, device, one_in, with};
 use kvist_device::reference::Reference;
 use kvist_device::*;
 use kvist_testing::conformance::{self, Ends, Options};
+use kvist_wgpu::OpenOptions;
 
 fn options() -> Options {
     Options::from_env()
-}
-
-/// Every how many-th case is run: `KVIST_ONE_IN`, or all.
-fn one_in() -> usize {
-    std::env::var("KVIST_ONE_IN").ok().and_then(|text| text.parse().ok()).unwrap_or(1)
 }
 
 #[test]
@@ -25,10 +21,15 @@ fn wgpu_conforms() {
 /// Attention in splits of any length, in sums of any order.
 #[test]
 fn fast_attention_conforms() {
-    let Some(device) = common::fast_device() else { return };
-    match conformance::run(&device, &Options { one_in: one_in(), ..options() }) {
-        Ok(report) => println!("{report}"),
-        Err(table) => panic!("{table}"),
+    if device().is_none() {
+        return;
+    }
+    for (subgroups, fewer) in [(true, 2), (false, 20)] {
+        let device = with(OpenOptions { subgroups, ..FAST });
+        match conformance::run(&device, &Options { one_in: fewer * one_in(), ..options() }) {
+            Ok(report) => println!("{report}"),
+            Err(table) => panic!("{table}"),
+        }
     }
 }
 

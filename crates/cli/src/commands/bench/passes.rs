@@ -114,9 +114,9 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(common: &'a Common, quiet: bool) -> anyhow::Result<Self> {
-        use_backend(&common.backend)?;
-        let opened = common.model.open(quiet)?;
         let compute = common.model.compute.get()?;
+        use_backend(&common.backend, &compute)?;
+        let opened = common.model.open(quiet)?;
         let registry = registry(&compute);
         let size = ModelSize::of_opened(&opened, registry.device(), common.model.weights)?;
         let model = common.model.load(opened, None, &common.model.budget()?, quiet)?;

@@ -250,7 +250,7 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
     if let Some(tokens) = args.tokens.iter().find(|tokens| **tokens > MAX_TOKENS) {
         return Err(wrong_usage(format!("--tokens {tokens}: a transfer has at most {MAX_TOKENS} tokens")));
     }
-    let gpu = open_backend(&args.backend)?.measure_transfers()?;
+    let gpu = open_backend(&args.backend, &Compute::default())?.measure_transfers()?;
     interrupt::listen();
     let compute = Compute::default();
     let watch = Watch::start();
