@@ -364,24 +364,6 @@ impl Device for Cpu {
 mod tests {
     use super::*;
 
-    fn tensor<'s>(shape: &'s [usize], bytes: &'s [u8], factor: f32) -> FileTensor<'s> {
-        FileTensor { name: "w", shape, encoding: Encoding::F32, bytes: bytes.into(), factor }
-    }
-
-    #[test]
-    fn a_linear_layer_multiplies_by_its_factor_and_then_adds_its_bias() {
-        let (cpu, x) = (Cpu::default(), [1.0, -2.0]);
-        let bytes: Vec<u8> = [3f32, 4.0, 5.0, 6.0, 7.0, 8.0].iter().flat_map(|w| w.to_le_bytes()).collect();
-        let products = [-5.0, -7.0, -9.0];
-        for (factor, bias) in [(1.0, [0.0; 3]), (0.5, [0.0; 3]), (-2.0, [10.0, 20.0, 30.0])] {
-            let tensor = tensor(&[3, 2], &bytes, factor);
-            let layer = cpu.linear(tensor, WeightFormat::AsStored, Some(bias.to_vec())).unwrap();
-            let mut out = [f32::NAN; 3];
-            layer.multiply(&cpu.compute, &mut Inputs::default().of(&x, 2), &mut out);
-            assert_eq!(out, [0, 1, 2].map(|i| products[i] * factor + bias[i]));
-        }
-    }
-
     #[test]
     fn weights_without_kernels_take_another_encoding() {
         let bytes = |encoding, row| Cpu::default().weight_bytes(&[16, row], encoding, WeightFormat::AsStored);

@@ -315,7 +315,7 @@ impl Driver for CudaDriver {
     }
 
     /// Every block reads the norm's weights, too: for 4,096 inputs that seems to take longer than a launch (on an H100 an 8B model decoded
-    /// 291 tokens per second with it, and 302 a day before without; one of 2,048 inputs 1,117 and 1,096).
+    /// 291 tokens per second with it, and 302 without, on another day; a model of 2,048 inputs 1,117 and 1,096).
     fn max_normed_inputs(&self) -> u32 {
         2048
     }

@@ -1,4 +1,4 @@
-//! The device: a decoder's operations, recorded into one submission per step.
+//! The device: a decoder's operations, recorded into one step, which a driver may submit in parts.
 //!
 //! `begin` uploads what depends on the step: tokens, angles, wanted rows, the plan. Operations record dispatches in one
 //! compute pass. `submit` ends it, appends copies of the results to a buffer that the host can read, and submits.

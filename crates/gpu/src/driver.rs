@@ -48,7 +48,8 @@ pub trait Driver: Debug + Send + Sync + Sized + 'static {
         false
     }
 
-    /// Whether it has [`Kernel::Several`] for weights in this encoding, with the bits of [`Kernel::Matmul`] for one token.
+    /// Whether it has [`Kernel::Several`] for weights in this encoding, with the bits of [`Kernel::Matmul`] for one token (after a norm only
+    /// nearly those).
     fn has_several(&self, encoding: u32) -> bool {
         let _ = encoding;
         false

@@ -23,7 +23,7 @@ pub enum Kernel {
         gated: bool,
         normed: bool,
     },
-    /// [`Kernel::Matmul`] for many tokens, with the same bits.
+    /// [`Kernel::Matmul`] for many tokens, with the same bits where results do not depend on the batch.
     Gemm {
         encoding: u32,
         routed: Routed,
@@ -104,7 +104,7 @@ pub enum Routed {
 pub struct GemmTile {
     pub outputs: u32,
     pub tokens: u32,
-    /// Its inputs are rows of [`Kernel::Halves`], and its sums are those of tensor cores.
+    /// Its inputs are rows of [`Kernel::Halves`], and its sums may be those of tensor cores.
     pub halves: bool,
 }
 
@@ -275,6 +275,7 @@ impl Kernel {
             }
             Kernel::Merge { v, dim } => {
                 add("DIM", dim.into());
+                add("PARTIAL_SLOTS", crate::tables::PARTIAL_SLOTS.into());
                 v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
             }
             Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route | Kernel::Top => {}

@@ -1,4 +1,4 @@
-//! How large the weights of a matrix can be: kernels on tensor cores decode them to f16.
+//! How large the weights of a matrix can be: some kernels for many tokens decode them to f16.
 use kvist_device::weights::Encoding;
 use kvist_device::{bf16, f16};
 

@@ -10,7 +10,7 @@
 //! units     [.., 4]    first slot, slots, first entry, end entry
 //! entries   [.., 9]    cells before it in its unit, first cell, offset in the item's run, the run's length,
 //!                      first slot of the item, its slots | mask << 24, a, b, its list of recent rows or NONE;
-//!                      see `sees` in attend.wgsl
+//!                      see `Seen` in attend_plan.wgsl
 //! recents   [slots]    the recent group of each query slot, then the lists of entries: per cell row or NONE, recent group
 //! bits                 masks of draft trees
 //! ```

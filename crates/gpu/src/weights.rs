@@ -4,7 +4,7 @@
 //! whole words. Rows of floats are padded to four elements. A matrix that is larger than a binding is split into parts
 //! of whole rows.
 use crate::driver::Driver;
-use crate::kernels::{MATMUL_OUTPUTS, encoding_number};
+use crate::kernels::{MATMUL_OUTPUTS, Routed, encoding_number};
 use crate::range;
 use kvist_device::DeviceError;
 use kvist_device::weights::Encoding;
@@ -15,7 +15,7 @@ use std::ops::Range;
 pub struct Linear<D: Driver> {
     pub inputs: u32,
     pub outputs: u32,
-    /// The encoding's number in `weights.wgsl`.
+    /// The encoding's number in `encodings.wgsl`.
     pub encoding: u32,
     pub factor: f32,
     /// A power of two that brings the weights into the range of f16, see `range::scale`.
@@ -33,7 +33,7 @@ pub struct Part<D: Driver> {
     pub layout: Layout,
 }
 
-/// `Form` of `weights.wgsl`.
+/// `Form` of `encodings.wgsl`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub quads: u32,
@@ -153,7 +153,9 @@ impl<D: Driver> Linear<D> {
         let row =
             row.ok_or_else(|| bad(format!("{} bytes are not {outputs} rows of {inputs}", bytes.len())))?;
         let width = |n: usize| u32::try_from(n).map_err(|_| bad(format!("{n} rows or columns are too many")));
-        let scale = if gpu.has_halves() { range::scale(encoding, bytes) } else { 1.0 };
+        // Found only for kernels that need it: it reads all scales.
+        let halves = gpu.gemm_tile(number, Routed::No, u32::from(u16::MAX), width(outputs)?).halves;
+        let scale = if halves { range::scale(encoding, bytes) } else { 1.0 };
         let mut made = Vec::new();
         for (i, (first, layout)) in parts.iter().enumerate() {
             let end = parts.get(i + 1).map_or(outputs, |next| next.0);

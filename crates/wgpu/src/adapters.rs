@@ -59,7 +59,6 @@ fn summary(index: usize, adapter: &wgpu::Adapter) -> AdapterSummary {
     let known = [
         (wgpu::Features::SHADER_F16, "f16"),
         (wgpu::Features::SUBGROUP, "subgroups"),
-        (wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX, "cooperative matrices"),
         (wgpu::Features::TIMESTAMP_QUERY, "timestamps"),
         (wgpu::Features::IMMEDIATES, "immediates"),
     ];
@@ -84,14 +83,19 @@ fn summary(index: usize, adapter: &wgpu::Adapter) -> AdapterSummary {
         max_binding_bytes: binding_bytes(&limits),
         max_workgroup_bytes: limits.max_compute_workgroup_storage_size,
         subgroup: (info.subgroup_min_size, info.subgroup_max_size),
-        features: known.iter().filter(|(f, _)| features.contains(*f)).map(|(_, name)| *name).collect(),
+        features: known
+            .iter()
+            .filter(|(feature, _)| features.contains(*feature))
+            .map(|(_, name)| *name)
+            .chain(has_cooperative(adapter).then_some("cooperative matrices"))
+            .collect(),
         missing: missing(adapter),
     }
 }
 
 pub fn binding_bytes(limits: &wgpu::Limits) -> u64 {
-    // Kernels count words in 32 bits, and 4 GiB are enough for one part.
-    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min((1 << 32) - 16)
+    // Kernels count words in 32 bits, and 4 GiB are enough for one part. Buffers are multiples of 16 bytes.
+    limits.max_storage_buffer_binding_size.min(limits.max_buffer_size).min((1 << 32) - 16) / 16 * 16
 }
 
 /// What an adapter lacks, with the limit that it has.
@@ -110,6 +114,22 @@ pub fn missing(adapter: &wgpu::Adapter) -> Option<String> {
     ];
     let short = needs.iter().find(|(_, has, needed)| has < needed);
     short.map(|(what, has, needed)| format!("it has {has} {what}, kvist needs {needed}"))
+}
+
+/// Whether subgroups of 32 lanes, and of no other size, multiply matrices of 16 x 16 in f16 and add up in f32.
+pub fn has_cooperative(adapter: &wgpu::Adapter) -> bool {
+    let info = adapter.get_info();
+    let products = adapter.cooperative_matrix_properties();
+    let needed = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX
+        | wgpu::Features::SHADER_F16
+        | wgpu::Features::SUBGROUP;
+    adapter.features().contains(needed)
+        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
+        && products.iter().any(|product| {
+            (product.m_size, product.n_size, product.k_size) == (16, 16, 16)
+                && product.ab_type == wgpu::CooperativeScalarType::F16
+                && product.cr_type == wgpu::CooperativeScalarType::F32
+        })
 }
 
 /// A discrete GPU before an integrated one before the rest; the first of equals.

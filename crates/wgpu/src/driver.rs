@@ -6,7 +6,9 @@ mod recording;
 #[cfg(test)]
 mod tests;
 
-use crate::adapters::{AdapterMemory, IMMEDIATES, all, best, binding_bytes, instance, missing};
+use crate::adapters::{
+    AdapterMemory, IMMEDIATES, all, best, binding_bytes, has_cooperative, instance, missing,
+};
 use crate::ffi;
 use crate::kernels::Target;
 use clock::{CLOCK, Clock, MAX_MARKS};
@@ -20,13 +22,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-/// What is used where an adapter has it: a clock, buffers in the host's memory that kernels bind, and subgroups.
+/// What is used where an adapter has it: a clock, buffers in the host's memory that kernels bind, subgroups, and cooperative matrices.
 const OPTIONAL: wgpu::Features =
     CLOCK.union(wgpu::Features::MAPPABLE_PRIMARY_BUFFERS).union(wgpu::Features::SUBGROUP).union(COOPERATIVE);
-/// What products of cooperative matrices need.
-const COOPERATIVE: wgpu::Features = wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX
-    .union(wgpu::Features::SHADER_F16)
-    .union(wgpu::Features::SUBGROUP);
+/// What products of cooperative matrices need, beside subgroups.
+const COOPERATIVE: wgpu::Features =
+    wgpu::Features::EXPERIMENTAL_COOPERATIVE_MATRIX.union(wgpu::Features::SHADER_F16);
 
 /// Dispatches of a step that the device gets at once: first a few, so that it begins soon, then more, because every submission costs some
 /// 50 us of the host's time.
@@ -62,19 +63,6 @@ impl Default for OpenOptions {
             patience: Duration::from_secs(600),
         }
     }
-}
-
-/// Whether subgroups of 32 lanes, and of no other size, multiply matrices of 16 x 16 in f16 and add up in f32.
-fn has_cooperative(adapter: &wgpu::Adapter) -> bool {
-    let info = adapter.get_info();
-    let products = adapter.cooperative_matrix_properties();
-    adapter.features().contains(COOPERATIVE)
-        && (info.subgroup_min_size, info.subgroup_max_size) == (32, 32)
-        && products.iter().any(|product| {
-            (product.m_size, product.n_size, product.k_size) == (16, 16, 16)
-                && product.ab_type == wgpu::CooperativeScalarType::F16
-                && product.cr_type == wgpu::CooperativeScalarType::F32
-        })
 }
 
 /// So many workgroups of attention fill a GPU. wgpu does not say how many multiprocessors one has.
@@ -162,11 +150,12 @@ impl Wgpu {
             return Err(failed(format!("adapter {index}, {name}, cannot run models: {what}")));
         }
         let limits = adapter.limits();
-        let mut optional = adapter.features() & OPTIONAL;
-        optional
-            .set(wgpu::Features::SUBGROUP, optional.contains(wgpu::Features::SUBGROUP) && options.subgroups);
         let cooperative = options.cooperative && !options.deterministic && has_cooperative(&adapter);
+        let subgroups = options.subgroups && adapter.features().contains(wgpu::Features::SUBGROUP);
+        let mut optional = adapter.features() & OPTIONAL;
         optional.set(COOPERATIVE, cooperative);
+        // Kernels with cooperative matrices ask for the number of a subgroup, too.
+        optional.set(wgpu::Features::SUBGROUP, subgroups || cooperative);
         let descriptor = wgpu::DeviceDescriptor {
             label: Some("kvist"),
             experimental_features: if cooperative {
@@ -201,7 +190,7 @@ impl Wgpu {
         let kind = adapter.get_info().device_type;
         let unified_memory = [wgpu::DeviceType::IntegratedGpu, wgpu::DeviceType::Cpu].contains(&kind);
         let target = Target {
-            subgroups: device.features().contains(wgpu::Features::SUBGROUP),
+            subgroups,
             fast: !options.deterministic,
             bindings: limits.max_storage_buffers_per_shader_stage,
             cooperative,
@@ -233,6 +222,11 @@ impl Wgpu {
     /// The adapter's memory now. `None` if its driver does not say so to kvist.
     pub fn memory(&self) -> Option<AdapterMemory> {
         ffi::memory(&self.adapter)
+    }
+
+    /// Whether lanes exchange values within subgroups.
+    pub fn uses_subgroups(&self) -> bool {
+        self.target.subgroups
     }
 
     fn id(&self) -> u64 {
@@ -375,7 +369,13 @@ impl Driver for Wgpu {
     }
 
     fn variant(&self) -> &'static str {
-        if self.target.cooperative { ", cooperative" } else { "" }
+        match self.target {
+            Target { fast: false, .. } => "", // the same bits in any case
+            Target { cooperative: true, subgroups: true, .. } => ", cooperative, subgroups",
+            Target { cooperative: true, .. } => ", cooperative",
+            Target { subgroups: true, .. } => ", subgroups",
+            _ => "",
+        }
     }
 
     fn has_several(&self, encoding: u32) -> bool {
@@ -387,7 +387,7 @@ impl Driver for Wgpu {
     }
 
     fn has_halves(&self) -> bool {
-        self.target.fast
+        self.target.has_halves()
     }
 
     fn max_normed_inputs(&self) -> u32 {

@@ -1,5 +1,5 @@
-//! What wgpu does not say and its driver does: how much memory a GPU has. Kernels without checks that cost much. The only unsafe code of this
-//! crate.
+//! What wgpu does not say and its driver does: how much memory a GPU has. Kernels without checks that cost much. The only unsafe code of
+//! this crate.
 #![allow(unsafe_code)]
 use crate::adapters::AdapterMemory;
 
@@ -44,7 +44,7 @@ pub fn memory(_: &wgpu::Adapter) -> Option<AdapterMemory> {
 /// The permission to ask for features that wgpu calls experimental.
 pub fn experimental() -> wgpu::ExperimentalFeatures {
     // SAFETY: the caller takes responsibility for bugs of these features. The only one that is asked for are cooperative matrices, in
-    // one kernel.
+    // gemm_coop.wgsl.
     unsafe { wgpu::ExperimentalFeatures::enabled() }
 }
 
@@ -56,6 +56,6 @@ pub fn module(device: &wgpu::Device, name: &'static str, source: String) -> wgpu
     let checks =
         wgpu::ShaderRuntimeChecks { force_loop_bounding: false, ..wgpu::ShaderRuntimeChecks::checked() };
     // SAFETY: the only check that is left out asks that no loop is infinite. The kernels are this crate's own, and every loop of theirs
-    // goes up to a bound that the loop does not change, halves a number or doubles one until it passes a bound.
+    // goes up to a bound that the loop does not change, halves a number or a range, or doubles a number until it passes a bound.
     unsafe { device.create_shader_module_trusted(descriptor, checks) }
 }

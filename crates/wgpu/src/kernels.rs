@@ -1,12 +1,16 @@
 //! The WGSL of the kernels. Every file begins with what it computes.
 use kvist_device::weights::Encoding;
-use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits};
+use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits, MATMUL_OUTPUTS};
 use std::borrow::Cow;
 
 /// Buffers that [`Kernel::Several`] binds.
 const SEVERAL_BINDINGS: u32 = 11;
-/// Rows that an invocation of `matmul_units` and `several` computes side by side.
-const UNIT_ROWS_OF_LANE: u32 = 4;
+/// Rows that an invocation of `matmul_units` and `several` computes side by side: a workgroup has two groups of lanes.
+const ROWS_OF_LANE: u32 = MATMUL_OUTPUTS / 2;
+/// The fewest tokens for which `gemm_halves` without cooperative matrices is worth a tile of 32.
+const MANY_TOKENS: u32 = 12;
+/// Cells that `attend_fast` goes through at once.
+const ATTEND_CELLS: u32 = 128;
 /// Outputs, and tokens, of a workgroup of `gemm_halves`.
 const GEMM_OUTPUTS: u32 = 128;
 const GEMM_TOKENS: [u32; 3] = [128, 64, 32];
@@ -44,9 +48,14 @@ fn constant(name: &str, value: Constant) -> String {
     }
 }
 
-/// A file for one of several sides or matrices, with its name in front of what begins with `side_`.
+/// A file for one side, K or V: its name instead of `side_`.
 fn of_side(file: &str, name: &str) -> Cow<'static, str> {
     file.replace("side_", name).replace("SIDE_", &name.to_uppercase()).into()
+}
+
+/// A file for one of several matrices: its name instead of `matrix_`.
+fn of_matrix(file: &str, name: &str) -> Cow<'static, str> {
+    file.replace("matrix_", name).into()
 }
 
 /// Appends a file in which every `unroll(name, N) { … }` is N blocks, in which `name` is a constant; N is a number or one of the
@@ -116,7 +125,7 @@ impl Target {
 
     /// What a workgroup of [`Kernel::Gemm`] computes.
     pub fn gemm_tile(&self, encoding: u32, tokens: u32, outputs: u32) -> GemmTile {
-        if !self.has_units(encoding) {
+        if !self.has_units(encoding) || (!self.cooperative && tokens < MANY_TOKENS) {
             return GemmTile::USUAL;
         }
         let fits = |tile: &GemmTile| self.gemm_bytes(*tile) <= self.max_workgroup_bytes;
@@ -128,18 +137,23 @@ impl Target {
         tiles.find(|tile| groups(tile) >= ENOUGH_GROUPS).or(smallest).unwrap_or(GemmTile::USUAL)
     }
 
-    /// Bytes of workgroup memory of `gemm_halves`: rows of 64 weights or inputs, and sums of eight subgroups.
+    /// Bytes of workgroup memory of `gemm_halves`: rows of 64 weights or inputs, a flag, and sums of eight subgroups.
     fn gemm_bytes(&self, tile: GemmTile) -> u32 {
-        (tile.outputs + tile.tokens) * (64 + 8) * 2 + if self.cooperative { 8 * 256 * 4 } else { 0 }
+        (tile.outputs + tile.tokens) * (64 + 8) * 2 + 16 + if self.cooperative { 8 * 256 * 4 } else { 0 }
+    }
+
+    /// Whether some layers take their inputs in f16.
+    pub fn has_halves(&self) -> bool {
+        let all = 0..Encoding::RESIDENT.len() as u32;
+        all.into_iter().any(|encoding| self.gemm_tile(encoding, u32::MAX / 2, 1).halves)
     }
 
     /// Whether `attend_fast` computes attention with such keys: its workgroup memory has room for eight rows.
     fn attends_fast(&self, k: Form, dim: u32, recent: bool) -> bool {
-        const CELLS: u32 = 128;
         let rows = ATTEND_ROWS[0];
         let plain = if k.needs_plain_queries(recent) { rows } else { 1 };
-        // Queries, twice; scores; largest scores; three words of each cell, six of each row.
-        let words = (2 * rows + plain) * dim + rows * CELLS + rows * CELLS / 4 + 3 * CELLS + 6 * rows;
+        // Queries, twice; scores, and largest ones; three words of each cell, six of each row.
+        let words = (2 * rows + plain) * dim + (rows + rows / 4 + 3) * ATTEND_CELLS + 6 * rows;
         self.fast && 4 * words <= self.max_workgroup_bytes
     }
 
@@ -170,7 +184,7 @@ impl Target {
             }
             Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
                 let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, lanes, UNITS, UNIT_SUMS]);
-                parts.extend([FETCH, UNIT_ROWS].map(|file| of_side(file, "one_")));
+                parts.extend([FETCH, UNIT_ROWS].map(|file| of_matrix(file, "w_")));
                 parts.push(include_str!("kernels/matmul_units.wgsl").into());
                 parts
             }
@@ -187,14 +201,14 @@ impl Target {
             Kernel::Several { .. } => {
                 let mut parts: Vec<_> = text(&[MATH, GATE, BYTES, ENCODINGS, lanes, UNITS, UNIT_SUMS]);
                 for name in ["w0_", "w1_", "w2_"] {
-                    parts.extend([FETCH, UNIT_ROWS].map(|file| of_side(file, name)));
+                    parts.extend([FETCH, UNIT_ROWS].map(|file| of_matrix(file, name)));
                 }
                 parts.push(include_str!("kernels/several.wgsl").into());
                 parts
             }
             Kernel::Gemm { tile, .. } if tile.halves => {
                 let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, UNITS]);
-                parts.push(of_side(FETCH, "one_"));
+                parts.push(of_matrix(FETCH, "w_"));
                 let [products, gemm] = match self.cooperative {
                     true => {
                         [include_str!("kernels/products_coop.wgsl"), include_str!("kernels/gemm_coop.wgsl")]
@@ -257,12 +271,12 @@ impl Target {
             Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
                 vec![
                     ("UNIT_QUADS", quads(encoding).into()),
-                    ("ROWS", UNIT_ROWS_OF_LANE.into()),
+                    ("ROWS", ROWS_OF_LANE.into()),
                     ("NORMED", false.into()),
                 ]
             }
             Kernel::Several { encoding, .. } => {
-                vec![("UNIT_QUADS", quads(encoding).into()), ("ROWS", UNIT_ROWS_OF_LANE.into())]
+                vec![("UNIT_QUADS", quads(encoding).into()), ("ROWS", ROWS_OF_LANE.into())]
             }
             Kernel::Gemm { encoding, tile, .. } if tile.halves => {
                 let quads = quads(encoding);
@@ -273,24 +287,27 @@ impl Target {
                     // A step has 16 quads, or 8 chunks of eight inputs, and a workgroup 256 invocations.
                     ("UNITS_EACH", (tile.outputs * (16 / quads) / 256).into()),
                     ("CHUNKS_EACH", (tile.tokens * 8 / 256).into()),
-                    ("EACH", 8.into()),
-                    ("EACH_TOKENS", (tile.tokens * (tile.outputs / 8) / 256).into()),
+                    ("OUTPUTS_EACH", 8.into()),
+                    ("TOKENS_EACH", (tile.tokens * (tile.outputs / 8) / 256).into()),
                 ]
             }
             Kernel::Attend { k, dim, rows, recent, .. } if self.attends_fast(k, dim, recent) => {
                 // Recent rows are many instructions more: four rows for an invocation instead of eight.
                 let groups = if recent { 1 } else { rows / 4 };
-                let threads = 128 * (rows / 4) / groups;
+                let threads = ATTEND_CELLS * (rows / 4) / groups;
                 let each = dim.div_ceil(2).div_ceil(threads);
                 vec![
                     ("FOURS", (rows / 4).into()),
                     ("GROUPS", groups.into()),
-                    ("EACH", each.into()), // pairs of an invocation
+                    ("CELLS", ATTEND_CELLS.into()),
+                    ("PAIRS_EACH", each.into()), // pairs of elements of an invocation
                     ("PAIR_SUMS", (2 * each).into()),
                     ("SUMS", (2 * each * rows / 4).into()),
                     ("QUERIES_EACH", (rows * dim).div_ceil(threads).into()),
                 ]
             }
+            // Elements of a row of 2,048 for each of 256 invocations.
+            Kernel::Norm { .. } => vec![("KEPT", 8.into())],
             _ => Vec::new(),
         }
     }

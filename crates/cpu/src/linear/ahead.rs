@@ -25,9 +25,9 @@ impl Panels<'_> {
 /// Which of the cache lines of a block's codes a tile of tokens prefetches, and how far ahead.
 ///
 /// A single tile reads each panel once, at the speed of memory: it prefetches every line [`AHEAD`]. (So do the tokens that whole tiles leave,
-/// which read a unit of panels anew.) Several tiles read a panel one after the other, all but the first from the processor's cache: together the last eight tiles prefetch the
-/// next panel, each its share of every block. So memory and arithmetic are busy at the same time. Were they the first eight, the
-/// inputs of many more tiles would take the prefetched lines' place in the second-level cache.
+/// which read a unit of panels anew.) Several tiles read a panel one after the other, all but the first from the processor's cache:
+/// together the last eight tiles prefetch the next panel, each its share of every block. So memory and arithmetic are busy at the same
+/// time. Were they the first eight, the inputs of many more tiles would take the prefetched lines' place in the second-level cache.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     /// Bit `i` for line `i`.

@@ -19,11 +19,6 @@ fn conforms(cpu: &Cpu, options: &Options) {
     }
 }
 
-/// Tiles in plain loops.
-fn is_slow(isa: Isa) -> bool {
-    matches!(isa, Isa::EmulatedTiles(_))
-}
-
 /// Every instruction set of this CPU whose attention has code of its own, and tiles in plain loops. All but the best one run a subset of
 /// the cases.
 #[test]
@@ -31,7 +26,7 @@ fn cpu_conforms_on_every_instruction_set() {
     let best = Isa::best();
     for isa in crate::with_own_attention() {
         let one_in = match isa {
-            isa if is_slow(isa) => 40,
+            isa if crate::is_slow(isa) => 40,
             isa if isa == best => 1,
             _ => 6,
         };
@@ -39,7 +34,7 @@ fn cpu_conforms_on_every_instruction_set() {
         if isa.tiles().is_some() {
             conforms(&Cpu::new(Compute::new(isa, 2).tile_attention(true)), &options);
         }
-        if is_slow(isa) {
+        if crate::is_slow(isa) {
             continue; // without tiles it is the portable one
         }
         match conformance::run(&Cpu::new(Compute::new(isa, 2)), &options) {
@@ -53,7 +48,7 @@ fn cpu_conforms_on_every_instruction_set() {
 #[test]
 fn cpu_conforms_with_fewer_bits() {
     for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
-        let one_in = if is_slow(isa) { 60 } else { 4 };
+        let one_in = if crate::is_slow(isa) { 60 } else { 4 };
         let options = Options { one_in, attention: 4e-3, packed: 4e-3, ..options() };
         conforms(&Cpu::new(Compute::new(isa, 2).fast_prefill(true)), &options);
     }
@@ -61,7 +56,7 @@ fn cpu_conforms_with_fewer_bits() {
 
 #[test]
 fn cpu_conforms_when_values_are_weighed_one_by_one() {
-    for isa in crate::with_own_attention().into_iter().filter(|isa| !is_slow(*isa)) {
+    for isa in crate::with_own_attention().into_iter().filter(|isa| !crate::is_slow(*isa)) {
         let cpu = Cpu::new(Compute::new(isa, 2).deterministic(true));
         let one_in = if isa == Isa::best() { 5 } else { 15 };
         match conformance::run(&cpu, &Options { one_in, ..options() }) {

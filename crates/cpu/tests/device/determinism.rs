@@ -17,7 +17,7 @@ fn each(mut check: impl FnMut(Cpu, Model, String)) {
     for isa in crate::with_own_attention() {
         for (threads, window) in [(1, None), (2, Some(70)), (3, None)] {
             // Threads share the work in the same way on all of them.
-            if threads != 2 && (is_slow(isa) || threads == 1 && isa != best) {
+            if threads != 2 && (crate::is_slow(isa) || threads == 1 && isa != best) {
                 continue;
             }
             for storage in ["f32", "f16", "bf16", "f16-rot", "q8-64", "q4-64"] {
@@ -30,11 +30,6 @@ fn each(mut check: impl FnMut(Cpu, Model, String)) {
             }
         }
     }
-}
-
-/// Tiles in plain loops run a part of the cases.
-fn is_slow(isa: Isa) -> bool {
-    matches!(isa, Isa::EmulatedTiles(_))
 }
 
 /// Tokens `from..from + n` of text `text`.
@@ -180,13 +175,13 @@ fn a_node_is_as_if_its_path_were_a_chain() {
     let mut random = SplitMix64(11);
     for isa in crate::with_own_attention() {
         for name in ["f32", "f16", "bf16", "f16-rot", "q8", "q8-64", "q4-64"] {
-            for round in 0..if is_slow(isa) { 1 } else { 4 } {
+            for round in 0..if crate::is_slow(isa) { 1 } else { 4 } {
                 let exact = name.starts_with('q');
                 let cpu =
                     Cpu::new(Compute::new(isa, 1 + round % 3).deterministic(exact).tile_attention(true));
                 let storage: Storage = name.parse().unwrap();
                 let mut draft = TreeCase::random(&mut random);
-                if is_slow(isa) {
+                if crate::is_slow(isa) {
                     draft.start %= 70;
                 }
                 let start = draft.start;

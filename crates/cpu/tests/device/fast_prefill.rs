@@ -60,7 +60,7 @@ fn prompts_of_two_branches_are_close() {
             (128, "q4", "tree"),
             (64, "t4", "paged"),
         ];
-        let is_slow = matches!(isa, Isa::EmulatedTiles(_));
+        let is_slow = crate::is_slow(isa);
         for (head_dim, storage, kind) in shapes.into_iter().take(if is_slow { 1 } else { 5 }) {
             let storage: kvist_device::Storage = storage.parse().unwrap();
             let (window, n_layers) = ((kind == "cells").then_some(700), 1);

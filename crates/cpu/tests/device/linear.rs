@@ -1,8 +1,8 @@
 //! Packed linear layers against f64 sums: on every instruction set, with odd shapes and outputs prefilled with garbage.
 use half::{bf16, f16};
-use kvist_cpu::Compute;
 use kvist_cpu::arch::Isa;
 use kvist_cpu::linear::{ENCODINGS as ALL, Inputs, Matrix, row_multiple};
+use kvist_cpu::{Compute, Cpu};
 use kvist_device::weights::{Encoding, FileTensor};
 use kvist_testing::SplitMix64;
 
@@ -313,4 +313,10 @@ fn rows_are_what_the_file_says() {
             assert_eq!(row, expected, "{} row {i}", encoding.name());
         }
     }
+}
+
+/// A layer multiplies by its factor, and then adds its bias; its results can be added to what is there.
+#[test]
+fn layers_have_factors_and_biases() {
+    kvist_testing::operations::linear_layers(&Cpu::default(), &[Encoding::F32, Encoding::Q8_0], 19);
 }

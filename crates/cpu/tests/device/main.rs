@@ -25,3 +25,8 @@ fn with_own_attention() -> Vec<kvist_cpu::arch::Isa> {
     }
     all
 }
+
+/// Tiles in plain loops: they run a part of the cases.
+fn is_slow(isa: kvist_cpu::arch::Isa) -> bool {
+    matches!(isa, kvist_cpu::arch::Isa::EmulatedTiles(_))
+}

@@ -135,7 +135,7 @@ fn results_do_not_depend_on_the_batch() {
     }
 }
 
-/// The same of packed K and V, with and without recent rows in f16: on the CPU that takes `--deterministic`, here it is always so.
+/// The same of packed K and V, with and without recent rows in f16: `--deterministic`, as the device here is.
 #[test]
 fn packed_caches_do_not_depend_on_the_batch_either() {
     let Some(device) = device() else { return };

@@ -3,7 +3,7 @@ use super::clock::Clock;
 use kvist_gpu::Recorder;
 use std::collections::HashMap;
 
-/// Dispatches in one compute pass. wgpu puts a barrier between two that use the same buffer.
+/// Dispatches since the last submission, in one compute pass. wgpu puts a barrier between two that use the same buffer.
 #[derive(Debug, Default)]
 pub struct Recording {
     pub pass: Option<wgpu::ComputePass<'static>>,

@@ -190,7 +190,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 let row = row0 + first_row + r;
                 var seen = entry != DIRECT && row < all_rows;
                 if (seen) {
-                    seen = sees(entry, plan[entry + 2u] + cell_of[c], first_slot + row / per_kv);
+                    seen = is_seen(seen_of(entry, cell_of[c]), first_slot + row / per_kv);
                 }
                 weights[(first_row + r) * CELLS + c] = select(HIDDEN, s, seen);
                 if (near > 1u) {

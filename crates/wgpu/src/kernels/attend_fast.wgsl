@@ -14,7 +14,6 @@
 // Where values are not finite a weight of 0 is skipped: the cell may hold NaN of another query's token.
 // Four rows are a vector, so that they come from workgroup memory at once.
 
-const CELLS: u32 = 128u;
 const THREADS: u32 = CELLS * FOURS / GROUPS;
 const PAIRS: u32 = (DIM + 1u) / 2u;
 // Values are added up in so many parts side by side, each of every PARTS-th cell.
@@ -80,13 +79,14 @@ fn recent_product(g: u32, at: u32) -> vec4<f32> {
     return sum;
 }
 
-// The largest of four values each, of `near` neighbouring lanes; and their sums.
+// The largest of `near` neighbouring lanes, of each of four values.
 fn largest_of(x: vec4<f32>, near: u32) -> vec4<f32> {
     var most = x;
     for (var step = 1u; step < near; step *= 2u) { most = max(most, four_of_neighbour(most, step)); }
     return most;
 }
 
+// Their sums.
 fn sums_of(x: vec4<f32>, near: u32) -> vec4<f32> {
     var sum = x;
     for (var step = 1u; step < near; step *= 2u) { sum += four_of_neighbour(sum, step); }
@@ -95,37 +95,9 @@ fn sums_of(x: vec4<f32>, near: u32) -> vec4<f32> {
 
 fn four_of_neighbour(x: vec4<f32>, step: u32) -> vec4<f32> {
     let bits = bitcast<vec4<u32>>(x);
-    let others = vec4(of_neighbour(bits.x, step), of_neighbour(bits.y, step), of_neighbour(bits.z, step), of_neighbour(bits.w, step));
-    return bitcast<vec4<f32>>(others);
-}
-
-// An entry of the plan, for one cell of it.
-struct Seen {
-    first: u32,  // slot
-    slots: u32,
-    mask: u32,
-    a: u32,
-    b: u32,
-    run: u32,    // length of the item's run
-    offset: u32, // of the cell in it
-}
-
-fn seen_of(entry: u32, cell: u32) -> Seen {
-    let kind = plan[entry + 5u];
-    return Seen(plan[entry + 4u], kind & 0xffffffu, kind >> 24u, plan[entry + 6u], plan[entry + 7u], plan[entry + 3u], plan[entry + 2u] + cell);
-}
-
-// As `sees`.
-fn is_seen(seen: Seen, slot: u32) -> bool {
-    let i = slot - seen.first;
-    if (i >= seen.slots) { return false; }
-    if (seen.mask == 0u) { return true; }
-    if (seen.mask == 1u) {
-        let o = i32(seen.offset) - i32(i);
-        return o >= bitcast<i32>(seen.a) && o < bitcast<i32>(seen.b);
-    }
-    let bit = seen.a + i * seen.run + seen.offset;
-    return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
+    let low = vec2(of_neighbour(bits.x, step), of_neighbour(bits.y, step));
+    let high = vec2(of_neighbour(bits.z, step), of_neighbour(bits.w, step));
+    return bitcast<vec4<f32>>(vec4(low, high));
 }
 
 // A cell of a unit, for this invocation.
@@ -168,16 +140,16 @@ fn weight_of(s: f32, top: f32) -> f32 {
     return select(exp_2_less(s, top), 0.0, s == HIDDEN);
 }
 
-fn is_odd(x: vec2<f32>) -> bool {
+fn any_not_finite(x: vec2<f32>) -> bool {
     return any((bitcast<vec2<u32>>(x) & vec2(0x7f800000u)) == vec2(0x7f800000u));
 }
 
 // Sums of this invocation: for each of its pairs of elements two of FOURS vectors.
-var<private> sums: array<vec4<f32>, 2u * EACH * FOURS>;
+var<private> sums: array<vec4<f32>, 2u * PAIRS_EACH * FOURS>;
 
 // Adds the values of a pair, with the weights at `at`.
 fn add_values(first: u32, at: u32, x: vec2<f32>) {
-    if (is_odd(x)) {
+    if (any_not_finite(x)) {
         unroll(g, FOURS) {
             let w = weights[at + g];
             let none = w == vec4(0.0);
@@ -255,7 +227,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
 
     // Its part of the cells, and its pairs of elements.
     let part = thread / PAIRS;
-    let pair = select(thread % PAIRS, thread, EACH > 1u);
+    let pair = select(thread % PAIRS, thread, PAIRS_EACH > 1u);
     let adds = part < PARTS;
     unroll(i, SUMS) { sums[i] = vec4(0.0); }
     // For scores: its cell, and its rows, whose weights it adds up.
@@ -302,8 +274,9 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                     scores[g] = select(scores[g], recent_product(four, recent_row * args.recent_row + recent_key), is_recent);
                 }
                 unroll(r, 4) { scores[g][r] = counted(scores[g][r], cell.is, cell.seen, 4u * four + r, rows); }
-                weights[c * FOURS + four] = scores[g];
-                if (near > 1u) {
+                if (near == 1u) {
+                    weights[c * FOURS + four] = scores[g];
+                } else {
                     let s = scores[g];
                     let most = largest_of(vec4(known(s.x), known(s.y), known(s.z), known(s.w)), near);
                     if (c % near == 0u) {
@@ -354,12 +327,12 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                 let end = min(CELLS, n_cells - start);
                 // Eight values are asked for before the first of them is used.
                 for (var at = part; at < end; at += 8u * PARTS) {
-                    var values: array<vec2<f32>, 8u * EACH>;
+                    var values: array<vec2<f32>, 8u * PAIRS_EACH>;
                     unroll(i, 8) {
                         let from_ = value_of[min(at + i * PARTS, end - 1u)];
-                        unroll(j, EACH) {
+                        unroll(j, PAIRS_EACH) {
                             let e = 2u * (pair + j * THREADS);
-                            values[i * EACH + j] = vec2(v_element(from_, min(e, DIM - 1u)), v_element(from_, min(e + 1u, DIM - 1u)));
+                            values[i * PAIRS_EACH + j] = vec2(v_element(from_, min(e, DIM - 1u)), v_element(from_, min(e + 1u, DIM - 1u)));
                         }
                     }
                     unroll(i, 8) {
@@ -367,14 +340,15 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
                             let from_cell = at + i * PARTS;
                             var bits = 0u;
                             if (V_RECENT) { bits = recent_rows[from_cell]; }
-                            unroll(j, EACH) {
+                            unroll(j, PAIRS_EACH) {
                                 if (bits != 0u) {
                                     let e = 2u * (pair + j * THREADS);
                                     let recent_at = recent_of[from_cell] * args.recent_row + recent_value;
-                                    let near_values = vec2(recent_element(recent_at, min(e, DIM - 1u)), recent_element(recent_at, min(e + 1u, DIM - 1u)));
-                                    add_near_values(2u * j * FOURS, from_cell * FOURS, values[i * EACH + j], near_values, bits);
+                                    let low = recent_element(recent_at, min(e, DIM - 1u));
+                                    let near_values = vec2(low, recent_element(recent_at, min(e + 1u, DIM - 1u)));
+                                    add_near_values(2u * j * FOURS, from_cell * FOURS, values[i * PAIRS_EACH + j], near_values, bits);
                                 } else {
-                                    add_values(2u * j * FOURS, from_cell * FOURS, values[i * EACH + j]);
+                                    add_values(2u * j * FOURS, from_cell * FOURS, values[i * PAIRS_EACH + j]);
                                 }
                             }
                         }

@@ -43,22 +43,35 @@ fn recent_element(at: u32, i: u32) -> f32 {
 
 // Entry: (cells before it in its unit, first cell, its offset in the item's run, the run's length,
 //         first slot, slots | mask << 24, a, b, list of recent rows or NONE); masks: 0 all, 1 band a + slot .. b + slot, 2 bits from a
-fn sees(entry: u32, offset: u32, slot: u32) -> bool {
-    let i = slot - plan[entry + 4u];
+// An entry, for one cell of it.
+struct Seen {
+    first: u32,  // slot
+    slots: u32,
+    mask: u32,
+    a: u32,
+    b: u32,
+    run: u32,    // length of the item's run
+    offset: u32, // of the cell in it
+}
+
+fn seen_of(entry: u32, cell: u32) -> Seen {
     let kind = plan[entry + 5u];
-    if (i >= (kind & 0xffffffu)) { return false; }
     let a = plan[entry + 6u];
-    switch (kind >> 24u) {
-        case 0u: { return true; }
-        case 1u: {
-            let o = i32(offset) - i32(i);
-            return o >= bitcast<i32>(a) && o < bitcast<i32>(plan[entry + 7u]);
-        }
-        default: {
-            let bit = a + i * plan[entry + 3u] + offset;
-            return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
-        }
+    let b = plan[entry + 7u];
+    return Seen(plan[entry + 4u], kind & 0xffffffu, kind >> 24u, a, b, plan[entry + 3u], plan[entry + 2u] + cell);
+}
+
+// Whether a query slot sees the cell.
+fn is_seen(seen: Seen, slot: u32) -> bool {
+    let i = slot - seen.first;
+    if (i >= seen.slots) { return false; }
+    if (seen.mask == 0u) { return true; }
+    if (seen.mask == 1u) {
+        let o = i32(seen.offset) - i32(i);
+        return o >= bitcast<i32>(seen.a) && o < bitcast<i32>(seen.b);
     }
+    let bit = seen.a + i * seen.run + seen.offset;
+    return ((plan[args.bits + bit / 32u] >> (bit % 32u)) & 1u) == 1u;
 }
 
 // A score for comparisons: NaN as the smallest.

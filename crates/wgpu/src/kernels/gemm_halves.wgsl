@@ -6,7 +6,7 @@
 // Inputs have a power of two per row, the matrix has one, too (`args.scale`), and both are undone in the sums. int8 has one scale
 // per row, so its codes stay whole numbers, and the scale is for their sums.
 
-@group(0) @binding(0) var<storage, read> one_w: array<vec4<u32>>;
+@group(0) @binding(0) var<storage, read> w_words: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<u32>>; // as `halves` writes it
 
 const THREADS: u32 = 256u;
@@ -27,7 +27,7 @@ fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
         let n = thread + i * THREADS;
         let unit = step * ROW_UNITS + n % ROW_UNITS;
         let row = min(first_output + n / ROW_UNITS, args.outputs - 1u);
-        units[i] = one_fetch(args.form, row, min(unit, args.form.quads / UNIT_QUADS - 1u));
+        units[i] = w_fetch(args.form, row, min(unit, args.form.quads / UNIT_QUADS - 1u));
         if (ENCODING == INT8) { units[i].scales.x = 1.0; }
         // Behind the end of a row of inputs are zeros.
         if (unit >= args.form.quads / UNIT_QUADS) { units[i].scales = vec4(0.0); }
@@ -60,7 +60,7 @@ fn finish(o: u32, token: u32, sum: f32) {
     if (o >= args.outputs || token >= args.tokens) { return; }
     let row_chunks = (args.inputs + 255u) / 256u * 32u;
     var y = sum * (bitcast<f32>(x[args.tokens * row_chunks + token].x) / args.scale);
-    if (ENCODING == INT8) { y *= bitcast<f32>(one_word(args.form.s + o * (args.form.quads / 8u))); }
+    if (ENCODING == INT8) { y *= bitcast<f32>(w_word(args.form.s + o * (args.form.quads / 8u))); }
     put(o, token, y);
 }
 
@@ -72,6 +72,9 @@ var<workgroup> has_routed: vec4<u32>;
 fn n_steps(thread: u32, first_token: u32) -> u32 {
     let steps = (args.form.quads + STEP_QUADS - 1u) / STEP_QUADS;
     if (!ROUTED) { return steps; }
-    if (thread == 0u) { has_routed.x = u32(any_routed(first_token, TILE_TOKENS)); }
+    has_routed.x = 0u;
+    workgroupBarrier();
+    // All that write, write the same.
+    if (thread < TILE_TOKENS && any_routed(first_token + thread, 1u)) { has_routed.x = 1u; }
     return steps * workgroupUniformLoad(&has_routed).x;
 }

@@ -1,6 +1,6 @@
 // A linear layer for a few tokens with weights in blocks (see product.wgsl and units.wgsl), in sums of another order than `matmul`.
 
-@group(0) @binding(0) var<storage, read> one_w: array<vec4<u32>>;
+@group(0) @binding(0) var<storage, read> w_words: array<vec4<u32>>;
 @group(0) @binding(1) var<storage, read> x: array<vec4<f32>>; // [tokens, inputs]
 
 // Never called.
@@ -17,7 +17,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     if (ROUTED) { used = any_routed(first_token, TOKENS); }
     if (used) {
         let row = first + thread / UNIT_LANES * ROWS;
-        one_add_rows(args.form, row, args.outputs - 1u, thread % UNIT_LANES, first_token, args.tokens - 1u);
+        w_add_rows(args.form, row, args.outputs - 1u, thread % UNIT_LANES, first_token, args.tokens - 1u);
     }
     add_up(lanes);
     if (thread < ALL_ROWS * TOKENS) {

@@ -2,7 +2,8 @@
 //
 //   M* = max M;  total = sum of state 2^(M - M*);  out = as in `attend`, rotated back if values are stored rotated
 //
-// `attend` rescales whenever a maximum rises. Maxima are integers, so rescaling is exact and the bits are the same.
+// `attend` rescales whenever a maximum rises. Maxima are integers, so rescaling is exact and the bits are the same, but for sums below
+// 2^-126 of the largest one.
 
 const THREADS: u32 = 64u;
 const NO_SCORE: f32 = -1e30;
@@ -21,20 +22,18 @@ struct Args {
 @group(0) @binding(3) var<storage, read_write> out: array<f32>;
 var<immediate> args: Args;
 
-// Partial states of a row: see PARTIAL_SLOTS in tables.rs.
-const MOST: u32 = 512u;
 const NOTHING: f32 = -1.0;
 
 var<workgroup> turned: array<f32, DIM>;
-var<workgroup> places: array<u32, MOST>;  // of states
-var<workgroup> factors: array<f32, MOST>; // maxima, then 2^(M - M*), or NOTHING if a split has no cell that the row sees
+var<workgroup> places: array<u32, PARTIAL_SLOTS>;  // of states
+var<workgroup> factors: array<f32, PARTIAL_SLOTS>; // maxima, then 2^(M - M*), or NOTHING if a split has no cell that the row sees
 
 @compute @workgroup_size(THREADS)
 fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
     let merge = args.merges + 4u * group.x;
     let head = group.y;
     let token = plan[args.order + plan[merge]];
-    let n = min(plan[merge + 2u], MOST);
+    let n = min(plan[merge + 2u], PARTIAL_SLOTS);
     for (var i = thread; i < n; i += THREADS) {
         let at = (plan[args.lists + plan[merge + 1u] + i] * args.heads + head) * (DIM + 2u);
         places[i] = at;

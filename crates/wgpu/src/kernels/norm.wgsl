@@ -3,7 +3,8 @@
 //   out = weight * x / sqrt(mean(x^2) + eps)      for every row, one workgroup each; IN_PLACE: out is x
 //
 // Lane l adds up the squares l, l + 256, ...; the lanes are added as a binary tree of neighbours (lanes.wgsl). A decode step has one
-// long row per norm, whose time is that of its loads one after the other: so the first KEPT elements of a lane are loaded at once, and stay.
+// long row per norm, whose time is that of its loads one after the other: so the first KEPT elements of a lane are loaded at once, and
+// stay.
 
 struct Args {
     width: u32,
@@ -17,7 +18,6 @@ struct Args {
 var<immediate> args: Args;
 
 const THREADS: u32 = 256u;
-const KEPT: u32 = 8u;
 
 var<workgroup> sums: array<f32, THREADS>;
 
@@ -34,7 +34,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let first = row * args.width;
     var kept: array<f32, KEPT>;
     var weights: array<f32, KEPT>;
-    unroll(j, 8) {
+    unroll(j, KEPT) {
         kept[j] = 0.0;
         if (lane + j * THREADS < args.width) {
             kept[j] = at(first + lane + j * THREADS);
@@ -42,7 +42,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         }
     }
     var sum = 0.0;
-    unroll(j, 8) { sum = fma(kept[j], kept[j], sum); }
+    unroll(j, KEPT) { sum = fma(kept[j], kept[j], sum); }
     for (var i = lane + KEPT * THREADS; i < args.width; i += THREADS) {
         let value = at(first + i);
         sum = fma(value, value, sum);
@@ -59,7 +59,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
         return;
     }
     let scale = 1.0 / sqrt(sums[0] / f32(args.width) + args.eps);
-    unroll(j, 8) {
+    unroll(j, KEPT) {
         let i = lane + j * THREADS;
         if (i < args.width) { out[first + i] = kept[j] * scale * weights[j]; }
     }

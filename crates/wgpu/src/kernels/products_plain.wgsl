@@ -1,4 +1,4 @@
-// The products of `gemm_halves` by every invocation for itself: eight outputs of EACH_TOKENS tokens.
+// The products of `gemm_halves` by every invocation for itself: OUTPUTS_EACH outputs of TOKENS_EACH tokens.
 
 alias Quad = vec2<u32>;
 

@@ -25,9 +25,9 @@ struct Args {
     eps: f32,
 }
 
-@group(0) @binding(0) var<storage, read> w0_w: array<vec4<u32>>;
-@group(0) @binding(1) var<storage, read> w1_w: array<vec4<u32>>;
-@group(0) @binding(2) var<storage, read> w2_w: array<vec4<u32>>;
+@group(0) @binding(0) var<storage, read> w0_words: array<vec4<u32>>;
+@group(0) @binding(1) var<storage, read> w1_words: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read> w2_words: array<vec4<u32>>;
 @group(0) @binding(3) var<storage, read> x: array<vec4<f32>>; // [inputs]
 @group(0) @binding(4) var<storage, read> norm: array<vec4<f32>>; // [inputs]
 @group(0) @binding(5) var<storage, read> bias0: array<f32>;

@@ -44,7 +44,7 @@ fn add_units(inputs: Inputs) {
 }
 
 const SQUARES: u32 = ALL_ROWS * TOKENS; // behind the sums: those of each group of lanes
-var<workgroup> sums: array<f32, (SQUARES + GROUPS) * UNIT_LANES>;
+var<workgroup> sums: array<f32, (SQUARES + select(0u, GROUPS, NORMED)) * UNIT_LANES>;
 
 // Adds up what the lanes of each group have: afterwards `sum_of(i)` is the sum for row i / TOKENS of the workgroup and token
 // i % TOKENS. All invocations must call it.

@@ -20,7 +20,7 @@ fn tiles(gpu: &Wgpu) -> Vec<GemmTile> {
     let number = Encoding::RESIDENT.iter().position(|known| *known == Encoding::Q8_0).unwrap() as u32;
     // The more tokens, the larger the tile.
     let mut tiles: Vec<_> =
-        [1, 128 * 33, 1 << 20].map(|tokens| gpu.gemm_tile(number, Routed::No, tokens, 128)).into();
+        [12, 128 * 33, 1 << 20].map(|tokens| gpu.gemm_tile(number, Routed::No, tokens, 128)).into();
     tiles.extend([64 * 128, 32 * 128].map(|tokens| gpu.gemm_tile(number, Routed::No, tokens, 128)));
     tiles.sort_by_key(|tile| tile.tokens);
     tiles.dedup();

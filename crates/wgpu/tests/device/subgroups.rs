@@ -17,6 +17,23 @@ fn both() -> Option<[WgpuDevice; 2]> {
     Some([true, false].map(|subgroups| with(OpenOptions { subgroups, ..DETERMINISTIC })))
 }
 
+/// Both options do what they say, whatever else an adapter is opened with.
+#[test]
+fn subgroups_are_used_where_they_are_wanted() {
+    let Some([one, _]) = both() else { return };
+    let all = kvist_wgpu::adapters();
+    let has =
+        all.iter().find(|adapter| adapter.name == one.adapter()).unwrap().features.contains(&"subgroups");
+    for deterministic in [false, true] {
+        for cooperative in [false, true] {
+            for subgroups in [false, true] {
+                let options = OpenOptions { subgroups, cooperative, deterministic, ..DETERMINISTIC };
+                assert_eq!(with(options).driver().uses_subgroups(), has && subgroups, "{options:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn sums_have_the_same_bits() {
     let Some([with, without]) = both() else { return };
