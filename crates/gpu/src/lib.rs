@@ -2,8 +2,8 @@
 //!
 //! A driver is one API: wgpu in `kvist-wgpu`, CUDA in `kvist-cuda`. It compiles the kernels that [`Kernel`] names; everything else is here.
 //! Weights stay in their file's encoding and are decoded in the kernels (`weights.rs`); activations are f32 (`device.rs`).
-//! K and V are stored on the device (`pools.rs`). A step is one upload, and one submission unless a driver submits it in parts; the plan's reads are
-//! lowered to tables that attention walks through (`tables.rs`).
+//! K and V are stored on the device (`pools.rs`). A step is one upload, and one submission unless a driver submits it in parts; the plan's
+//! reads are lowered to tables that attention walks through (`tables.rs`).
 //!
 //! With kernels whose sums have an order that depends on the row alone, a row's result does not depend on the rest of its batch.
 //! Both drivers have faster ones too, without that promise; [`Limits::batch_invariant`] says which are used.

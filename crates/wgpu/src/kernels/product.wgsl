@@ -5,9 +5,9 @@
 //     out[t, first + o] = y
 //   ROUTED: only tokens with a weight for this expert; ADDED: out[t, first + o] += weight * y, or += y if not ROUTED
 //
-// In `matmul` and `gemm` x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the lanes are
-// added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch. The fast kernels add up in
-// other orders.
+// In `matmul` and `gemm` x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the
+// lanes are added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch. The fast kernels
+// add up in other orders.
 
 struct Args {
     form: Form,
