@@ -50,7 +50,7 @@ pub enum RowResult<'a> {
 pub enum DeviceRow<'a> {
     /// The row's logits, `[vocab]`, from which the host computes what the row asks for.
     OfLogits(&'a [f32]),
-    /// As in [`RowResult::TopK`].
+    /// As in [`RowResult::TopK`]. Of a row that asks for a draw from its K most likely tokens the host draws from these.
     TopK(&'a [(u32, f32)]),
     Token(u32),
     Failed(NoToken),
@@ -178,6 +178,9 @@ impl StepOutput {
                     Answer::Logits
                 }
                 (DeviceRow::OfLogits(logits), other) => other.answer(logits, sampler, top),
+                (DeviceRow::TopK(found), RowOutput::Sample(params)) => {
+                    sampler.sample_of(found, params).map_or_else(Answer::Failed, Answer::Token)
+                }
                 (DeviceRow::TopK(found), _) => {
                     let first = top.len();
                     top.extend_from_slice(found);

@@ -86,6 +86,18 @@ impl HostSampler {
         self.draw(logits, params)
     }
 
+    /// Draws a token from the `params.top_k` most likely ones and their logits, in order ([`RowResult::TopK`](crate::RowResult::TopK)): the
+    /// one that [`sample`](Self::sample) draws from the whole row.
+    pub(crate) fn sample_of(&mut self, top: &[(u32, f32)], params: &SampleParams) -> Result<u32, NoToken> {
+        let most_likely = top.first().ok_or(NoToken::NoLogits)?;
+        if params.temperature == 0.0 {
+            return Ok(most_likely.0);
+        }
+        self.candidates.begin_with(top);
+        self.keep(&[], params);
+        self.draw(&[], params)
+    }
+
     /// Appends the `k` most likely tokens of a row and their logits to `out`, the most likely first, equal ones in order
     /// of their ids. Appends all if there are fewer than `k`. On `Err` nothing is appended.
     pub(crate) fn top_k(&mut self, logits: &[f32], k: u32, out: &mut Vec<(u32, f32)>) -> Result<(), NoToken> {

@@ -8,8 +8,8 @@ use kvist_device::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Most tokens that the device finds for [`RowOutput::TopK`]; for more, the host reads the logits.
-pub const MAX_TOP: u32 = 32;
+/// Most tokens that the device finds, for [`RowOutput::TopK`] and for draws from so many; for more, the host reads the logits.
+pub const MAX_TOP: u32 = 64;
 /// Words of an answer.
 pub const ANSWER: u32 = 1 + 2 * MAX_TOP;
 
@@ -202,6 +202,8 @@ impl<D: Driver> Stream<D> {
         self.top.extend(rows.iter().map(|wanted| match wanted.output {
             RowOutput::Argmax => 1,
             RowOutput::TopK(k) if k <= most => k,
+            RowOutput::Sample(SampleParams { temperature: 0.0, .. }) => 1,
+            RowOutput::Sample(SampleParams { top_k, .. }) if top_k <= most => top_k,
             _ => 0,
         }));
         let words = rows.iter().map(|wanted| wanted.row).chain(self.top.iter().copied());
@@ -325,14 +327,14 @@ pub fn read_rows<D: Driver>(gpu: &D, s: &mut Stream<D>) -> Result<(), DeviceErro
                     Read::Logits(first..logits.len())
                 }
                 _ if word(answer) == u32::MAX => Read::Nan,
-                (_, RowOutput::TopK(k)) => {
+                (_, RowOutput::Argmax) => Read::Token(word(answer + 1)),
+                _ => {
                     let first = found.len();
                     let entry =
                         |j: usize| (word(answer + 1 + 2 * j), f32::from_bits(word(answer + 2 + 2 * j)));
-                    found.extend((0..k as usize).map(entry));
+                    found.extend((0..*k as usize).map(entry));
                     Read::Top(first..found.len())
                 }
-                _ => Read::Token(word(answer + 1)),
             });
         }
     })?;

@@ -10,7 +10,8 @@ use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
 use kvist_device::*;
 
 const LIMITS: StepLimits = StepLimits { max_tokens: 70, max_rows: 35 };
-const VOCAB: usize = 37;
+/// More than a workgroup has invocations.
+const VOCAB: usize = 601;
 const FREQUENCIES: [f32; 3] = [1.0, 0.3, 0.01];
 
 fn shape() -> ModelShape {
@@ -531,6 +532,26 @@ pub fn ties_and_nan_among_logits<D: Runs>(device: &D) {
         });
         result
     };
+    // Many different ones, few, and all equal: the device finds them together, or one after the other. A draw is the host's.
+    let mut host = HostSampler::default();
+    for levels in [1 << 20, 9, 1] {
+        let logits: Vec<f32> = random(levels, VOCAB, 1.0)
+            .iter()
+            .map(|x| (x * levels as f32).round() / levels as f32 * 8.0 + 0.0)
+            .collect();
+        let mut sorted: Vec<(u32, f32)> = (0..).zip(logits.iter().copied()).collect();
+        sorted.sort_by(|a, b| b.1.partial_cmp(&a.1).unwrap().then(a.0.cmp(&b.0)));
+        for k in [1, 2, 40, 64, 65, VOCAB as u32] {
+            let found = answers(&logits, RowOutput::TopK(k));
+            assert_eq!(found, format!("TopK({:?})", &sorted[..k as usize]), "{levels} levels");
+            for uniform in [0.1, 0.9] {
+                let params = SampleParams { temperature: 0.7, top_k: k, top_p: 0.95, min_p: 0.01, uniform };
+                let drawn = host.sample(&logits, &params).unwrap();
+                let found = answers(&logits, RowOutput::Sample(params));
+                assert_eq!(found, format!("Token({drawn})"), "{levels} levels, {params:?}");
+            }
+        }
+    }
     let mut logits: Vec<f32> = (0..VOCAB).map(|i| (i % 7) as f32).collect();
     assert_eq!(answers(&logits, RowOutput::Argmax), "Token(6)");
     assert_eq!(answers(&logits, RowOutput::TopK(3)), "TopK([(6, 6.0), (13, 6.0), (20, 6.0)])");

@@ -456,6 +456,13 @@ static const char* run_grid(void** given, const unsigned* grid, const unsigned* 
 
 #define __syncthreads() kvist::pause(kvist::AT_BARRIER, __LINE__)
 #define __shfl_xor_sync(mask, value, lanes) kvist::shuffle_xor(mask, value, lanes, __LINE__)
+
+// Threads of a block are fibers of one thread, and run to their next barrier or shuffle.
+inline unsigned atomicAdd(unsigned* at, unsigned by) {
+    unsigned before = *at;
+    *at += by;
+    return before;
+}
 #define __syncwarp() ((void)kvist::exchange(0xffffffffu, 0, __LINE__))
 #define __shfl_sync(mask, value, lane) kvist::shuffle(mask, value, lane, __LINE__)
 #define kvist_all_lanes(all, mine) kvist::all_lanes(all, mine, __LINE__)

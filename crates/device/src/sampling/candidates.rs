@@ -1,7 +1,7 @@
 //! Yields the most likely tokens first, and sorts no more of them than needed.
 //!
 //! ```text
-//! gap = largest − logit          weight = e^(−gap / temperature), 1 for the likeliest
+//! gap = largest − logit          weight = e^(−gap / temperature), 1 for the likeliest; next to an infinite logit all others have 0
 //! bands of the gap: 0..2, 2..4, …, 30..32, 32..64, …, each found in one pass and sorted when it is needed
 //! ```
 //!
@@ -54,7 +54,7 @@ pub fn exp_minus(x: f32) -> f32 {
 #[derive(Clone, Debug, Default)]
 pub struct Candidates {
     max: f32,
-    /// (token, gap), most likely first, ties by token id. Contains all candidates with a gap below `band`.
+    /// (token, gap), largest logit first, equal ones by token id. Contains all candidates with a gap below `band`.
     found: Vec<(u32, f32)>,
     /// Where the next band begins; `None` if there is none.
     band: Option<f32>,
@@ -70,6 +70,14 @@ impl Candidates {
             self.band = None;
             self.keep_largest(logits, top_k);
         }
+    }
+
+    /// Starts a draw from the most likely tokens and their logits alone, in the order of [`get`](Self::get).
+    pub fn begin_with(&mut self, top: &[(u32, f32)]) {
+        self.max = top.first().map_or(0.0, |(_, logit)| *logit);
+        self.found.clear();
+        self.found.extend(top.iter().map(|(token, logit)| (*token, gap(self.max, *logit))));
+        self.band = None;
     }
 
     /// True if there may be candidates beyond those found so far.
@@ -118,7 +126,7 @@ impl Candidates {
             (gap >= from) & ((gap < to) | last)
         };
         self.collect(logits, inside);
-        self.found[first..].sort_unstable_by(order);
+        self.found[first..].sort_unstable_by(order(logits));
         self.band = (!last).then_some(to);
     }
 
@@ -138,11 +146,11 @@ impl Candidates {
     /// result.
     fn keep_largest(&mut self, logits: &[f32], k: usize) {
         let room = k + k.max(64);
-        let mut bar = f32::INFINITY;
+        let mut bar = f32::NEG_INFINITY;
         for (block, chunk) in logits.chunks(LANES).enumerate() {
             let max = self.max;
-            // Later tokens of equal gap do not displace earlier ones. Before the first cut there is no threshold.
-            let inside = |x: f32| (gap(max, x) < bar) | (bar == f32::INFINITY);
+            // Later tokens of equal logits do not displace earlier ones. Before the first cut there is no threshold.
+            let inside = |x: f32| (x > bar) | (bar == f32::NEG_INFINITY);
             if !chunk.iter().fold(false, |any, x| any | inside(*x)) {
                 continue;
             }
@@ -150,18 +158,21 @@ impl Candidates {
                 self.found.push(((block * LANES + i) as u32, gap(max, *x)));
             }
             if self.found.len() >= room {
-                self.found.select_nth_unstable_by(k - 1, order);
+                self.found.select_nth_unstable_by(k - 1, order(logits));
                 self.found.truncate(k);
-                bar = self.found[k - 1].1;
+                bar = logits[self.found[k - 1].0 as usize];
             }
         }
-        self.found.sort_unstable_by(order);
+        self.found.sort_unstable_by(order(logits));
         self.found.truncate(k);
     }
 }
 
-fn order(a: &(u32, f32), b: &(u32, f32)) -> std::cmp::Ordering {
-    a.1.total_cmp(&b.1).then(a.0.cmp(&b.0))
+/// By logits, of which no one is NaN, and not by gaps: two logits may be equally far from the largest one after rounding, and a device
+/// compares logits.
+fn order(logits: &[f32]) -> impl Fn(&(u32, f32), &(u32, f32)) -> std::cmp::Ordering {
+    let of = |token: u32| logits[token as usize];
+    move |a, b| of(b.0).partial_cmp(&of(a.0)).unwrap_or(std::cmp::Ordering::Equal).then(a.0.cmp(&b.0))
 }
 
 #[cfg(test)]
@@ -202,12 +213,8 @@ mod tests {
             }
             let max = largest(&logits).unwrap();
             let mut sorted: Vec<u32> = (0..n as u32).collect();
-            // Next to an infinite logit all finite ones have probability 0.
-            let below = |token: u32| {
-                let x = f64::from(logits[token as usize]);
-                if x == f64::from(max) { 0.0 } else { f64::from(max) - x }
-            };
-            sorted.sort_by(|a, b| below(*a).total_cmp(&below(*b)).then(a.cmp(b)));
+            let of = |token: &u32| logits[*token as usize];
+            sorted.sort_by(|a, b| of(b).partial_cmp(&of(a)).unwrap().then(a.cmp(b)));
             for k in [0, 1, 2, 40, n / 2, n - 1, n, n + 1] {
                 candidates.begin(&logits, max, k);
                 let all = if k == 0 { n } else { k.min(n) };

@@ -45,7 +45,7 @@ fn every_encoding_agrees_with_fixed_sums() {
             let tile = tiles[i % tiles.len()];
             let mut largest = 0f64;
             for (inputs, (outputs, tokens)) in
-                inputs(encoding).into_iter().zip([(45, 5), (130, 33), (129, 70)])
+                inputs(encoding).into_iter().zip([(45, 13), (130, 33), (129, 70)])
             {
                 let mut case = Case::new(encoding, outputs, inputs, tokens);
                 case.bias = (tokens == 33).then(|| random(5, outputs, 1.0));
