@@ -67,8 +67,8 @@ fn deterministic_logits_do_not_depend_on_chunks() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let path = file.path().display().to_string();
     let logits = |chunk: &str, more: &[&str]| {
-        let args = ["logits", "-q", "--backend", "wgpu", "--chunk", chunk, "--out", &path];
-        succeed(&[&args, &["--tokens", &tokens.join(",")], more].concat());
+        let args = ["logits", "-q", "--backend", "wgpu", "--chunk", chunk, "--out", &path, "--tokens"];
+        succeed(&[&args[..], &[&tokens.join(",")], more].concat());
         std::fs::read(&path).unwrap()
     };
     let flag = ["--deterministic"];
