@@ -34,7 +34,7 @@ pub use form::Form;
 pub use kernels::*;
 use kvist_device::{Backend, DeviceError, PoolSpec, Pools, Usage};
 pub use lane::{Job, Lane, Pinned, Section, lane_bytes};
-pub use linear::{Halves, Product};
+pub use linear::{Halves, MANY_TOKENS, Product};
 pub use measure::*;
 pub use pools::GpuPools;
 pub use several::Several;

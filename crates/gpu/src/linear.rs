@@ -12,7 +12,7 @@ pub fn groups(elements: u64, each: u32) -> Option<[u32; 3]> {
 }
 
 /// With as many tokens as this, a linear layer is computed in tiles of tokens.
-const MANY_TOKENS: u32 = 12;
+pub const MANY_TOKENS: u32 = 12;
 /// The same on tensor cores, which compute a tile of 16 tokens in less time than other kernels take for five (measured on an H100).
 const TENSOR_TOKENS: u32 = 5;
 

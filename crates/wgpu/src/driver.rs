@@ -2,6 +2,7 @@
 //!
 //! wgpu reports most errors through a callback. The first one is kept, and `check` returns it from then on.
 mod clock;
+mod options;
 mod recording;
 #[cfg(test)]
 mod tests;
@@ -16,6 +17,7 @@ use kvist_device::DeviceError;
 use kvist_gpu::{
     Args, BufferCopy, Compiled, Driver, Failure, Form, GemmTile, HostMemory, Kernel, Limits, Routed,
 };
+pub use options::OpenOptions;
 pub use recording::Recording;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -33,37 +35,6 @@ const COOPERATIVE: wgpu::Features =
 /// 50 us of the host's time.
 const FIRST_DISPATCHES: u32 = 16;
 const DISPATCHES: u32 = 64;
-
-/// How an adapter is opened.
-#[derive(Clone, Copy, Debug)]
-pub struct OpenOptions {
-    /// Most bytes of a part of weights or of a pool, even if the adapter could bind more. For tests: most adapters bind more
-    /// than any test needs.
-    pub max_part_bytes: u64,
-    /// Whether kernels use subgroups, where the adapter has them. With [`deterministic`](Self::deterministic), results have the same
-    /// bits without them.
-    pub subgroups: bool,
-    /// Whether kernels multiply by cooperative matrices, where the adapter has them.
-    pub cooperative: bool,
-    /// Kernels whose results depend on nothing but a row's own inputs; they are slower.
-    pub deterministic: bool,
-    /// How long a submission may run before it counts as hung.
-    pub patience: Duration,
-}
-
-impl Default for OpenOptions {
-    /// `KVIST_WGPU_SUBGROUPS=0` and `KVIST_WGPU_COOPERATIVE=0` in the environment turn these off.
-    fn default() -> Self {
-        let on = |name: &str| std::env::var_os(name).is_none_or(|value| value != "0");
-        OpenOptions {
-            max_part_bytes: u64::MAX,
-            subgroups: on("KVIST_WGPU_SUBGROUPS"),
-            cooperative: on("KVIST_WGPU_COOPERATIVE"),
-            deterministic: false,
-            patience: Duration::from_secs(600),
-        }
-    }
-}
 
 /// So many workgroups of attention fill a GPU. wgpu does not say how many multiprocessors one has.
 fn attend_blocks(kind: wgpu::DeviceType) -> u32 {

@@ -1,14 +1,12 @@
 //! The WGSL of the kernels. Every file begins with what it computes.
 use kvist_device::weights::Encoding;
-use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits, MATMUL_OUTPUTS};
+use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits, MANY_TOKENS, MATMUL_OUTPUTS};
 use std::borrow::Cow;
 
 /// Buffers that [`Kernel::Several`] binds.
 const SEVERAL_BINDINGS: u32 = 11;
 /// Rows that an invocation of `matmul_units` and `several` computes side by side: a workgroup has two groups of lanes.
 const ROWS_OF_LANE: u32 = MATMUL_OUTPUTS / 2;
-/// The fewest tokens for which `gemm_halves` without cooperative matrices is worth a tile of 32.
-const MANY_TOKENS: u32 = 12;
 /// Cells that `attend_fast` goes through at once.
 const ATTEND_CELLS: u32 = 128;
 /// Outputs, and tokens, of a workgroup of `gemm_halves`.
@@ -125,6 +123,7 @@ impl Target {
 
     /// What a workgroup of [`Kernel::Gemm`] computes.
     pub fn gemm_tile(&self, encoding: u32, tokens: u32, outputs: u32) -> GemmTile {
+        // Without cooperative matrices fewer tokens are not worth a tile.
         if !self.has_units(encoding) || (!self.cooperative && tokens < MANY_TOKENS) {
             return GemmTile::USUAL;
         }

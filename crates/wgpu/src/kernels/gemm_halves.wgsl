@@ -22,6 +22,11 @@ var<workgroup> tile_inputs: array<Quad, TILE_TOKENS * STRIDE>;
 var<private> units: array<Unit, UNITS_EACH>;
 var<private> chunks: array<vec4<u32>, CHUNKS_EACH>;
 
+// Chunks of a row of `x`.
+fn row_chunks() -> u32 {
+    return (args.inputs + 255u) / 256u * 32u;
+}
+
 fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
     unroll(i, UNITS_EACH) {
         let n = thread + i * THREADS;
@@ -32,11 +37,10 @@ fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
         // Behind the end of a row of inputs are zeros.
         if (unit >= args.form.quads / UNIT_QUADS) { units[i].scales = vec4(0.0); }
     }
-    let row_chunks = (args.inputs + 255u) / 256u * 32u;
     unroll(i, CHUNKS_EACH) {
         let n = thread + i * THREADS;
         let token = min(first_token + n / (STEP / 8u), args.tokens - 1u);
-        chunks[i] = x[token * row_chunks + step * (STEP / 8u) + n % (STEP / 8u)];
+        chunks[i] = x[token * row_chunks() + step * (STEP / 8u) + n % (STEP / 8u)];
     }
 }
 
@@ -58,8 +62,7 @@ fn store_step(thread: u32) {
 // Finishes output `o` of this part for a token of this tile.
 fn finish(o: u32, token: u32, sum: f32) {
     if (o >= args.outputs || token >= args.tokens) { return; }
-    let row_chunks = (args.inputs + 255u) / 256u * 32u;
-    var y = sum * (bitcast<f32>(x[args.tokens * row_chunks + token].x) / args.scale);
+    var y = sum * (bitcast<f32>(x[args.tokens * row_chunks() + token].x) / args.scale);
     if (ENCODING == INT8) { y *= bitcast<f32>(w_word(args.form.s + o * (args.form.quads / 8u))); }
     put(o, token, y);
 }
