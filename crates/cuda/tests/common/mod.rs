@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test uses a part of this
 use kvist_cuda::{CudaDevice, CudaDriver, Installation, Options};
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -22,30 +23,73 @@ fn sources() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../cuda/tests/emulation").canonicalize().unwrap()
 }
 
+/// The C++ compiler and its flags, for the kernels as for their header.
+fn compiler() -> (String, String) {
+    let compiler = std::env::var("KVIST_CXX").unwrap_or_else(|_| "c++".into());
+    let mut flags = std::env::var("KVIST_CXXFLAGS").unwrap_or_default();
+    if fused() {
+        flags += " -mfma";
+    }
+    (compiler, flags)
+}
+
 /// Builds the emulated driver. The error says why it cannot be built.
 fn build() -> Result<PathBuf, String> {
     if !cfg!(all(target_os = "linux", any(target_arch = "x86_64", target_arch = "aarch64"))) {
         return Err("the emulation of CUDA is for Linux on x86-64 and AArch64".into());
     }
-    let kernels = folder().join("kernels");
-    fs::create_dir_all(&kernels).map_err(|error| error.to_string())?;
-    let (header, source) = (sources().join("cuda.h"), sources().join("libcuda.cpp"));
+    fs::create_dir_all(folder().join("kernels")).map_err(|error| error.to_string())?;
+    let header = compile_header().map_err(|error| format!("the header of the emulation: {error}"))?;
     let library = folder().join(format!("libcuda-{}.so", std::process::id()));
-    let compiler = std::env::var("KVIST_CXX").unwrap_or_else(|_| "c++".into());
-    let mut command = Command::new(&compiler);
-    command.args(["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]);
-    command
+    let (compiler, _) = compiler();
+    let output = Command::new(&compiler)
+        .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"])
         .arg(format!("-DCUDA_H=\"{}\"", header.display()))
+        .arg(format!("-DKERNEL_FLAGS=\"{KERNEL_FLAGS}\""))
         .arg("-o")
         .arg(&library)
-        .arg(&source)
-        .arg("-ldl");
-    let output =
-        command.output().map_err(|error| format!("there is no C++ compiler `{compiler}`: {error}"))?;
+        .arg(sources().join("libcuda.cpp"))
+        .arg("-ldl")
+        .output()
+        .map_err(|error| format!("there is no C++ compiler `{compiler}`: {error}"))?;
     if !output.status.success() {
         return Err(format!("the emulation does not compile:\n{}", String::from_utf8_lossy(&output.stderr)));
     }
     Ok(library)
+}
+
+/// Flags of every kernel besides those of [`compiler`].
+const KERNEL_FLAGS: &str =
+    "-std=c++17 -O1 -ffp-contract=off -fno-strict-aliasing -w -shared -fPIC -fvisibility=hidden";
+
+/// A copy of `cuda.h` with its precompiled form beside it, which the compiler takes by itself: without, reading the header is half of the
+/// time that a small kernel takes. A compiler that makes none, or does not trust this one, reads the header.
+fn compile_header() -> std::io::Result<PathBuf> {
+    let text = fs::read(sources().join("cuda.h"))?;
+    let (compiler, flags) = compiler();
+    let mut hasher = DefaultHasher::new();
+    (&text, &compiler, &flags, KERNEL_FLAGS).hash(&mut hasher);
+    let own = folder().join(format!("header-{:016x}", hasher.finish()));
+    let header = own.join("cuda.h");
+    if header.exists() {
+        return Ok(header);
+    }
+    // Two processes may be here: each makes a folder of its own, and the first to rename it wins.
+    let part = folder().join(format!("header-{}", std::process::id()));
+    fs::create_dir_all(&part)?;
+    fs::write(part.join("cuda.h"), text)?;
+    let _ = Command::new(compiler)
+        .args(flags.split_whitespace())
+        .args(KERNEL_FLAGS.split_whitespace().filter(|flag| *flag != "-shared"))
+        .args(["-x", "c++-header", "-o"])
+        .arg(part.join("cuda.h.gch"))
+        .arg(part.join("cuda.h"))
+        .output();
+    match fs::rename(&part, &own) {
+        Err(_) if header.exists() => fs::remove_dir_all(&part)?,
+        renamed => renamed?,
+    }
+    Ok(header)
 }
 
 /// An emulated driver of its own, with these settings (see `libcuda.cpp`). Without a C++ compiler prints why and returns
@@ -70,10 +114,7 @@ pub fn emulation(settings: &[(&str, &str)]) -> Option<Installation> {
     let copy = own.join("libcuda.so");
     fs::copy(library, &copy).unwrap();
     let kernels = folder().join("kernels").display().to_string();
-    let mut flags = std::env::var("KVIST_CXXFLAGS").unwrap_or_default();
-    if fused() {
-        flags += " -mfma";
-    }
+    let (_, flags) = compiler();
     let mut text = format!("KVIST_EMULATION={kernels}\nKVIST_CXXFLAGS={flags}\n");
     text.extend(settings.iter().map(|(name, value)| format!("{name}={value}\n")));
     fs::write(own.join("settings"), text).unwrap();
@@ -88,12 +129,12 @@ fn fused() -> bool {
     return false;
 }
 
-/// The driver that tests use, and its number.
+/// The driver that tests use, and its number. Emulated one per thread, because calls of a driver wait for each other.
 pub fn installation() -> Option<(Installation, Option<usize>)> {
-    static SHARED: LazyLock<Option<Installation>> = LazyLock::new(|| emulation(&[]));
+    thread_local!(static OF_THREAD: Option<Installation> = emulation(&[]));
     match index() {
         Some(index) => Some((Installation::of_system(), Some(index))),
-        None => SHARED.clone().map(|installation| (installation, None)),
+        None => OF_THREAD.with(Clone::clone).map(|installation| (installation, None)),
     }
 }
 

@@ -455,8 +455,7 @@ API int nvrtcCompileProgram(void* raw, int, const char* const*) {
     Program& program = *static_cast<Program*>(raw);
     std::string folder = environment("KVIST_EMULATION", ".");
     std::string command = environment("KVIST_CXX", "c++") + " " + environment("KVIST_CXXFLAGS", "") +
-                          " -std=c++17 -O2 -ffp-contract=off -fno-strict-aliasing -w -shared -fPIC -fvisibility=hidden -include " +
-                          CUDA_H;
+                          " " KERNEL_FLAGS " -include " CUDA_H;
     char key[17];
     snprintf(key, sizeof key, "%016llx",
              static_cast<unsigned long long>(hash(program.source + "\n" + command + "\n" + read_file(CUDA_H))));
