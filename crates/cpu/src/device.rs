@@ -124,6 +124,7 @@ impl Footprint for Cpu {
 
 impl Device for Cpu {
     type Linear = Linear;
+    type Stack = Vec<Linear>;
     type Vector = Vec<f32>;
     type Buffer = Buffer;
     type Stream = Stream;
@@ -142,6 +143,18 @@ impl Device for Cpu {
         let weight = Matrix::pack(&self.compute, encoding, outputs, inputs, &bytes)
             .map_err(|error| DeviceError::Weights { name: name.into(), what: error.to_string() })?;
         Ok(Linear { weight, scale, bias })
+    }
+
+    fn stack<'t, E: From<DeviceError>>(
+        &self,
+        layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
+        format: WeightFormat,
+    ) -> Result<Vec<Linear>, E> {
+        let load = |layer: Result<ExpertTensor<'t>, E>| {
+            let (tensor, bias) = layer?;
+            Ok(self.linear(tensor, format, bias)?)
+        };
+        layers.map(load).collect()
     }
 
     fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, DeviceError> {

@@ -8,7 +8,7 @@
 use crate::layer::Linear;
 use crate::linear::{Input, Inputs};
 use crate::{Compute, Cpu, steps};
-use kvist_device::{Activation, Experts, GatedMlp, ModelShape, Routing};
+use kvist_device::{Activation, Experts, ModelShape, Routing};
 
 /// The buffers of a pass, reused.
 #[derive(Debug, Default)]
@@ -64,9 +64,9 @@ pub fn run(
 ) {
     let hidden = layer.router.inputs();
     let Scratch { gate, up, wide_inputs, odds, routes, order, rows, row_inputs, output } = scratch;
-    let mut widen = |expert: &GatedMlp<Cpu>, x: &mut Input<'_>, gate: &mut Vec<f32>| {
-        into(compute, &expert.gate, x, gate);
-        into(compute, &expert.up, x, up);
+    let mut widen = |expert: usize, x: &mut Input<'_>, gate: &mut Vec<f32>| {
+        into(compute, &layer.gate[expert], x, gate);
+        into(compute, &layer.up[expert], x, up);
         steps::gated(compute, activation, gate, up);
     };
     let mut whole = inputs.of(x, hidden);
@@ -75,7 +75,7 @@ pub fn run(
     out.fill(0.0);
     let alone = x.len() == hidden;
     for run in routes.chunk_by(|a, b| a.expert == b.expert) {
-        let expert = &layer.experts[run[0].expert as usize];
+        let expert = run[0].expert as usize;
         if alone {
             // With a single token, all experts share its converted input.
             widen(expert, &mut whole, gate);
@@ -87,7 +87,8 @@ pub fn run(
             }
             widen(expert, &mut row_inputs.of(rows, hidden), gate);
         }
-        into(compute, &expert.down, &mut wide_inputs.of(gate, expert.down.inputs()), output);
+        let down = &layer.down[expert];
+        into(compute, down, &mut wide_inputs.of(gate, down.inputs()), output);
         for (route, output) in run.iter().zip(output.chunks_exact(hidden)) {
             let first = route.token as usize * hidden;
             for (out, y) in out[first..first + hidden].iter_mut().zip(output) {

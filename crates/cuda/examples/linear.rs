@@ -126,7 +126,7 @@ fn time(
         gpu.mark(&mut recorder);
         for layer in all.by_ref().take(launches) {
             let product =
-                Product { x: &x, layer, out: &out, n: tokens, cap: None, expert: None, added: false, halves };
+                Product { x: &x, layer, out: &out, n: tokens, cap: None, routes: None, added: false, halves };
             product.record(gpu, &mut recorder);
         }
         gpu.mark(&mut recorder);

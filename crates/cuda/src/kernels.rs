@@ -122,9 +122,9 @@ impl Target {
             return 32 * fast.warps();
         }
         match kernel {
-            Kernel::Matmul { .. } | Kernel::Merge { .. } => 128,
+            Kernel::Matmul { .. } | Kernel::Merge { .. } | Kernel::Route => 128,
             Kernel::Attend { .. } => ATTEND_THREADS,
-            Kernel::Gemm { .. } | Kernel::Halves => 256,
+            Kernel::Gemm { .. } | Kernel::Halves | Kernel::Sort => 256,
             Kernel::Top => 512,
             Kernel::Norm { .. } => NORM_THREADS,
             Kernel::Scatter | Kernel::Gather => MOVE_THREADS,
@@ -228,36 +228,39 @@ impl Target {
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
                 Some(FastMatmul::Bytes { .. }) => {
                     const ONE: &str = include_str!("kernels/matmul_bytes.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, ONE]
+                    &[MATH, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, LOADS, UNITS, ONE]
                 }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
                     const SEGMENTS: &str = include_str!("kernels/segments.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, MMA, PAIRS, LOADS, SEGMENTS, BLOCKS]
+                    &[
+                        MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, MMA, PAIRS, LOADS, SEGMENTS,
+                        BLOCKS,
+                    ]
                 }
                 _ => {
                     const FLOATS: &str = include_str!("kernels/matmul_floats.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, MMA, PAIRS, LOADS, FLOATS]
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, MMA, PAIRS, LOADS, FLOATS]
                 }
             },
             Kernel::Matmul { .. } => {
-                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/matmul.cu")]
+                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, include_str!("kernels/matmul.cu")]
             }
             Kernel::Several { .. } => {
                 const SEVERAL: &str = include_str!("kernels/several.cu");
-                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, SEVERAL]
+                &[MATH, GATE, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, LOADS, UNITS, SEVERAL]
             }
             Kernel::Gemm { .. } if self.uses_warpgroups(kernel) => {
                 const WARPGROUPS: &str = include_str!("kernels/warpgroups.cu");
                 const GEMM: &str = include_str!("kernels/gemm_warpgroups.cu");
-                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, WARPGROUPS, GEMM]
+                &[MATH, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, WARPGROUPS, GEMM]
             }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const GEMM: &str = include_str!("kernels/gemm_fast.cu");
-                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, GEMM]
+                &[MATH, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, GEMM]
             }
             Kernel::Gemm { .. } => {
-                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/gemm.cu")]
+                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, include_str!("kernels/gemm.cu")]
             }
             Kernel::Halves => &[MATH, INPUTS, MMA, include_str!("kernels/halves.cu")],
             Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
@@ -265,7 +268,9 @@ impl Target {
             Kernel::Gated => &[MATH, GATE, ELEMENTS_OF_THREADS, include_str!("kernels/gated.cu")],
             Kernel::Add => &[ELEMENTS_OF_THREADS, include_str!("kernels/add.cu")],
             Kernel::Rows(_) => &[include_str!("kernels/rows.cu")],
-            Kernel::Route => &[MATH, include_str!("kernels/route.cu")],
+            Kernel::Route => &[MATH, ROUTES, include_str!("kernels/route.cu")],
+            Kernel::Sort => &[ROUTES, include_str!("kernels/sort.cu")],
+            Kernel::Combine => &[ROUTES, include_str!("kernels/combine.cu")],
             Kernel::Top => &[MATH, include_str!("kernels/top.cu")],
             Kernel::Store { .. } => {
                 &[MATH, BYTES, LEVELS, TURN, STORE_ROWS, include_str!("kernels/store.cu")]
@@ -327,6 +332,7 @@ const INPUTS: &str = include_str!("kernels/inputs.cu");
 const MMA: &str = include_str!("kernels/mma.cu");
 const ASYNC: &str = include_str!("kernels/async.cu");
 const BLOCKS: &str = include_str!("kernels/blocks.cu");
+const ROUTES: &str = include_str!("kernels/routes.cu");
 const PRODUCT: &str = include_str!("kernels/product.cu");
 const LOADS: &str = include_str!("kernels/loads.cu");
 const UNITS: &str = include_str!("kernels/units.cu");
@@ -402,6 +408,8 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
         Kernel::Gated,
         Kernel::Add,
         Kernel::Route,
+        Kernel::Sort,
+        Kernel::Combine,
         Kernel::Top,
         Kernel::Halves,
         Kernel::Scatter,
@@ -417,8 +425,11 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
                 all.extend([false, true].map(|normed| Kernel::Several { encoding, gated, normed }));
             }
         }
-        for routed in [Routed::No, Routed::Sum, Routed::Only, Routed::Added] {
+        for routed in [Routed::No, Routed::Sum] {
             all.extend([1, 4, 8].map(|tokens| Kernel::Matmul { encoding, tokens, routed }));
+        }
+        all.push(Kernel::Matmul { encoding, tokens: 1, routed: Routed::Experts });
+        for routed in [Routed::No, Routed::Sum, Routed::Experts] {
             all.push(Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL });
         }
         let fast = |outputs, tokens, routed| {
@@ -429,14 +440,14 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
             Encoding::F32 => {}
             Encoding::Q8_0 => {
                 all.extend(gemm::TILES.map(|(outputs, tokens)| fast(outputs, tokens, Routed::No)));
-                all.push(fast(64, 64, Routed::Only));
+                all.push(fast(64, 64, Routed::Experts));
                 all.push(fast(128, 256, Routed::Sum));
             }
             _ => all.extend([
                 fast(128, 256, Routed::No),
                 fast(128, 128, Routed::Sum),
                 fast(32, 16, Routed::No),
-                fast(64, 64, Routed::Added),
+                fast(64, 64, Routed::Experts),
             ]),
         }
     }

@@ -180,11 +180,16 @@ pub struct GatedMlp<D: Device> {
     pub down: D::Linear,
 }
 
+/// The weights of one expert's linear layer, and its bias.
+pub type ExpertTensor<'t> = (FileTensor<'t>, Option<Vec<f32>>);
+
 /// A mixture of experts. `p = softmax(x·Wrouter)`, `y = Σ pᵢ · expertᵢ(x)` over the top few experts.
 pub struct Experts<D: Device> {
     /// `[n_experts, hidden]`
     pub router: D::Linear,
-    pub experts: Vec<GatedMlp<D>>,
+    pub gate: D::Stack,
+    pub up: D::Stack,
+    pub down: D::Stack,
     pub routing: Routing,
 }
 
@@ -236,6 +241,8 @@ pub struct LayerQueries<'a, D: Device> {
 pub trait Device: Footprint + Sized + 'static {
     /// The weights of a linear layer with its bias, or an embedding table.
     type Linear: Send + Sync;
+    /// The same linear layer of every expert: all gates, all ups, or all downs.
+    type Stack: Send + Sync;
     /// The weights of a norm, or attention sinks.
     type Vector: Send + Sync;
     /// Activations, in the device's own element type.
@@ -253,6 +260,16 @@ pub trait Device: Footprint + Sized + 'static {
         format: WeightFormat,
         bias: Option<Vec<f32>>,
     ) -> Result<Self::Linear, DeviceError>;
+    /// Loads the same linear layer of every expert, in order of expert number.
+    ///
+    /// # Errors
+    /// The first error of the iterator. As [`linear`](Self::linear), or the layers differ in shape, encoding or factor, and the device
+    /// needs them alike.
+    fn stack<'t, E: From<DeviceError>>(
+        &self,
+        layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
+        format: WeightFormat,
+    ) -> Result<Self::Stack, E>;
     fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, DeviceError>;
 
     fn buffer(&self, rows: RowsOf, width: usize, limits: &StepLimits) -> Result<Self::Buffer, DeviceError>;

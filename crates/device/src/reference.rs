@@ -102,6 +102,7 @@ impl Footprint for Reference {
 
 impl Device for Reference {
     type Linear = Linear;
+    type Stack = Vec<Linear>;
     type Vector = Vec<f32>;
     type Buffer = Buffer;
     type Stream = Stream;
@@ -114,6 +115,17 @@ impl Device for Reference {
         bias: Option<Vec<f32>>,
     ) -> Result<Linear, DeviceError> {
         Ok(Linear { inputs: tensor.row_len(), weight: tensor.to_f32(), bias })
+    }
+    fn stack<'t, E: From<DeviceError>>(
+        &self,
+        layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
+        format: WeightFormat,
+    ) -> Result<Vec<Linear>, E> {
+        let load = |layer: Result<ExpertTensor<'t>, E>| {
+            let (tensor, bias) = layer?;
+            Ok(self.linear(tensor, format, bias)?)
+        };
+        layers.map(load).collect()
     }
     fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, DeviceError> {
         Ok(values)
@@ -225,12 +237,14 @@ impl Device for Reference {
             let sum: f64 = of.sum();
             let mut answer = vec![0f64; out.width];
             for expert in order {
-                let GatedMlp { gate, up, down } = &layer.experts[expert];
-                let (gate, up) = (gate.multiply(x), up.multiply(x));
+                let (gate, up) = (layer.gate[expert].multiply(x), layer.up[expert].multiply(x));
                 let wide: Vec<f32> =
                     gate.iter().zip(up).map(|(gate, up)| activate(activation, *gate, up)).collect();
                 let weight = odds[expert] / sum;
-                answer.iter_mut().zip(down.multiply(&wide)).for_each(|(y, x)| *y += weight * f64::from(x));
+                answer
+                    .iter_mut()
+                    .zip(layer.down[expert].multiply(&wide))
+                    .for_each(|(y, x)| *y += weight * f64::from(x));
             }
             answer.iter().map(|y| *y as f32).collect()
         };

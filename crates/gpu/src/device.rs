@@ -6,7 +6,7 @@
 use crate::GpuDevice;
 use crate::driver::{Args, Driver, Recorder};
 use crate::kernels::{Kernel, NORM_ROWS, RowsOp};
-use crate::linear::{Halves, Product, copy_rows, groups};
+use crate::linear::{Halves, Product, Routes, copy_rows, groups};
 use crate::pools::{DeviceRows, GpuPools};
 use crate::rotation::Rotation;
 use crate::several::{self, Several, numbers, together};
@@ -64,6 +64,8 @@ impl<D: Driver> GpuDevice<D> {
 
 impl<D: Driver> Device for GpuDevice<D> {
     type Linear = Linear<D>;
+    /// As one matrix: the layers' rows one behind the other.
+    type Stack = Linear<D>;
     type Vector = Vector<D>;
     type Buffer = Buffer<D>;
     type Stream = Stream<D>;
@@ -78,6 +80,13 @@ impl<D: Driver> Device for GpuDevice<D> {
         let (shape, factor, name) = ((tensor.n_rows(), tensor.row_len()), tensor.factor, tensor.name);
         let encoding = tensor.encoding.resident(format, shape.1);
         Linear::new(&*self.gpu, name, encoding, shape, &tensor.encoded(encoding), factor, bias)
+    }
+    fn stack<'t, E: From<DeviceError>>(
+        &self,
+        layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
+        format: WeightFormat,
+    ) -> Result<Linear<D>, E> {
+        weights::stack(&*self.gpu, layers, format)
     }
     fn vector(&self, values: Vec<f32>) -> Result<Vector<D>, DeviceError> {
         Ok(Vector { values: weights::vector(&*self.gpu, &values)?, len: values.len() as u32 })
@@ -195,7 +204,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         let runs = outs.chunk_by(|a, b| together(&*self.gpu, n, a.0, b.0));
         for run in runs.flat_map(|run| run.chunks(several::MOST)) {
             if let [(layer, out)] = *run {
-                let product = Product { x, layer, out, n, cap: None, expert: None, added: false, halves };
+                let product = Product { x, layer, out, n, cap: None, routes: None, added: false, halves };
                 product.record(&*self.gpu, &mut s.recorder);
             } else {
                 Several { x, norm: None, layers: run, activation: None }.record(&*self.gpu, &mut s.recorder);
@@ -276,7 +285,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         let (n, gpu) = (s.n(x.rows), &*self.gpu);
         let (Some(x), Some(out)) = (x.get(), sum.get()) else { return };
         let halves = Halves::write(s.halves[0].as_ref(), gpu, &mut s.recorder, (x, n), &[layer], None);
-        let product = Product { x, layer, out, n, cap: None, expert: None, added: true, halves };
+        let product = Product { x, layer, out, n, cap: None, routes: None, added: true, halves };
         product.record(gpu, &mut s.recorder);
     }
 
@@ -294,8 +303,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         }
     }
 
-    /// Every expert is dispatched for every step, because which ones are used is known only on the device. Workgroups
-    /// whose tokens do not use the expert end at once.
+    /// One launch per layer of all experts: each routed row finds the weights of its expert, and only those are read.
     fn experts(
         &self,
         s: &mut Stream<D>,
@@ -312,38 +320,39 @@ impl<D: Driver> Device for GpuDevice<D> {
             return s.fail(DeviceError::Unsupported("experts in a model that was said to have none".into()));
         };
         let (gpu, recorder) = (&*self.gpu, &mut s.recorder);
-        let [of_layer, of_expert] = s.halves.each_ref().map(Option::as_ref);
+        let [of_tokens, of_experts] = s.halves.each_ref().map(Option::as_ref);
         let Routing { n_experts, used, renormalise, .. } = layer.routing;
-        let n_experts = n_experts as u32;
-        let firsts = layer.experts.iter().flat_map(|expert| [&expert.gate, &expert.up]);
-        let layers: Vec<&Linear<D>> = std::iter::once(&layer.router).chain(firsts).collect();
-        let halves = Halves::write(of_layer, gpu, recorder, (x, n), &layers, None);
-        let (router, odds) = (&layer.router, &rows.odds);
-        Product { x, layer: router, out: odds, n, cap: None, expert: None, added: false, halves }
+        let (n_experts, used) = (n_experts as u32, used as u32);
+        let n_routed = n * used;
+        let (router, odds, table) = (&layer.router, &rows.odds, &rows.routes);
+        let halves = Halves::write(of_tokens, gpu, recorder, (x, n), &[router], None);
+        Product { x, layer: router, out: odds, n, cap: None, routes: None, added: false, halves }
             .record(gpu, recorder);
-        let args = Args::new(&[n, n_experts, used as u32, u32::from(renormalise)]);
-        gpu.record(
-            recorder,
-            &Kernel::Route,
-            &[Some(&rows.odds), Some(&rows.routes)],
-            args,
-            [n.div_ceil(64), 1, 1],
-        );
-        copy_rows(gpu, recorder, (RowsOp::Zero, None), (None, width), (out, width, 0), n);
-        for (number, expert) in (0u32..).zip(&layer.experts) {
-            let expert_of = Some((&rows.routes, number, n_experts));
-            for (layer, out) in [(&expert.gate, &rows.gate), (&expert.up, &rows.up)] {
-                let product =
-                    Product { x, layer, out, n, cap: None, expert: expert_of, added: false, halves };
-                product.record(gpu, recorder);
-            }
-            let elements = u64::from(n) * u64::from(expert.gate.outputs);
-            self.gate(recorder, activation, &rows.gate, &rows.up, elements);
-            let (x, layer) = (&rows.gate, &expert.down);
-            let halves = Halves::write(of_expert, gpu, recorder, (x, n), &[layer], expert_of);
-            Product { x, layer, out, n, cap: None, expert: expert_of, added: true, halves }
+        let args = Args::new(&[n, n_experts, used, u32::from(renormalise)]);
+        gpu.record(recorder, &Kernel::Route, &[Some(odds), Some(table)], args, [n, 1, 1]);
+        let of_token = Routes { table, n_experts, used, share: used };
+        let of_row = Routes { share: 1, ..of_token };
+        if of_token.are_many(n_routed) {
+            let args = Args::new(&[n_routed, n_experts]);
+            gpu.record(recorder, &Kernel::Sort, &[Some(table)], args, [n_experts, 1, 1]);
+        }
+        let layers = [(&layer.gate, &rows.gate), (&layer.up, &rows.up)];
+        let wanted = layers.map(|(layer, _)| layer);
+        let routes = Some(of_token);
+        // The router may have written the same rows.
+        let halves = halves.or_else(|| Halves::write(of_tokens, gpu, recorder, (x, n), &wanted, routes));
+        for (layer, out) in layers {
+            Product { x, layer, out, n: n_routed, cap: None, routes, added: false, halves }
                 .record(gpu, recorder);
         }
+        let elements = u64::from(n_routed) * u64::from(layer.gate.outputs);
+        self.gate(recorder, activation, &rows.gate, &rows.up, elements);
+        let (x, layer, routes) = (&rows.gate, &layer.down, Some(of_row));
+        let halves = Halves::write(of_experts, gpu, recorder, (x, n_routed), &[layer], routes);
+        Product { x, layer, out: &rows.up, n: n_routed, cap: None, routes, added: false, halves }
+            .record(gpu, recorder);
+        let (args, groups) = (Args::new(&[width, used, n]), [width.div_ceil(64), n, 1]);
+        gpu.record(recorder, &Kernel::Combine, &[Some(table), Some(&rows.up), Some(out)], args, groups);
     }
 
     fn concat(&self, s: &mut Stream<D>, a: &Buffer<D>, b: &Buffer<D>, out: &mut Buffer<D>) {
@@ -439,7 +448,7 @@ impl<D: Driver> Device for GpuDevice<D> {
         let Some(x) = x.get() else { return };
         let halves = Halves::write(s.halves[0].as_ref(), &*self.gpu, &mut s.recorder, (x, n), &[head], None);
         let out = &s.logits;
-        let product = Product { x, layer: head, out, n, cap: softcap, expert: None, added: false, halves };
+        let product = Product { x, layer: head, out, n, cap: softcap, routes: None, added: false, halves };
         product.record(&*self.gpu, &mut s.recorder);
     }
 

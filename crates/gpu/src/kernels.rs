@@ -38,7 +38,12 @@ pub enum Kernel {
     Gated,
     Add,
     Rows(RowsOp),
+    /// Which experts each token uses: its routed rows, one behind the other.
     Route,
+    /// Those rows in order of expert, for [`Kernel::Gemm`].
+    Sort,
+    /// Weighs and adds the outputs of each token's experts.
+    Combine,
     Top,
     /// Writes rows of `dim` elements, and their recent rows if `recent` says so.
     Store {
@@ -86,17 +91,15 @@ pub enum RecentForm {
     Turned,
 }
 
-/// What [`Kernel::Matmul`] and [`Kernel::Gemm`] do with a token's route to an expert.
+/// Which layer [`Kernel::Matmul`] and [`Kernel::Gemm`] compute, and what becomes of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Routed {
-    /// Not a layer of an expert.
+    /// One layer for all tokens.
     No,
-    /// Nor this, and it adds the result to what is there: to the residual stream.
+    /// The same, and adds the result to what is there: to the residual stream.
     Sum,
-    /// Only tokens that use the expert.
-    Only,
-    /// And adds the weighted result.
-    Added,
+    /// That of each routed row's expert, see `routes.wgsl`.
+    Experts,
 }
 
 /// What a workgroup of [`Kernel::Gemm`] computes.
@@ -206,6 +209,8 @@ impl Kernel {
             Kernel::Add => "add",
             Kernel::Rows(_) => "rows",
             Kernel::Route => "route",
+            Kernel::Sort => "sort",
+            Kernel::Combine => "combine",
             Kernel::Top => "top",
             Kernel::Store { .. } => "store",
             Kernel::StoreBoth { .. } => "store_both",
@@ -234,6 +239,7 @@ impl Kernel {
                 add("GATED", gated.into());
                 add("NORMED", normed.into());
                 add("ROUTED", false.into());
+                add("TILED", false.into());
                 add("ADDED", false.into());
                 add("LANES", SUM_LANES.into());
             }
@@ -278,13 +284,15 @@ impl Kernel {
                 add("PARTIAL_SLOTS", crate::tables::PARTIAL_SLOTS.into());
                 v.constants(dim).into_iter().for_each(|(name, n)| add(&format!("V_{name}"), n.into()));
             }
-            Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route | Kernel::Top => {}
+            Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Top => {}
+            Kernel::Route | Kernel::Sort | Kernel::Combine => {}
             Kernel::Halves | Kernel::Scatter | Kernel::Gather => {}
         }
         if let Kernel::Matmul { routed, .. } | Kernel::Gemm { routed, .. } = *self {
             add("LANES", SUM_LANES.into());
-            add("ROUTED", matches!(routed, Routed::Only | Routed::Added).into());
-            add("ADDED", matches!(routed, Routed::Sum | Routed::Added).into());
+            add("ROUTED", (routed == Routed::Experts).into());
+            add("TILED", matches!(self, Kernel::Gemm { .. }).into());
+            add("ADDED", (routed == Routed::Sum).into());
         }
         all
     }
@@ -292,15 +300,16 @@ impl Kernel {
     /// For every binding, whether the kernel writes it.
     pub fn writes(&self) -> &'static [bool] {
         match self {
-            Kernel::Embed { .. } | Kernel::Top => &[false, false, true],
+            Kernel::Embed { .. } | Kernel::Top | Kernel::Combine => &[false, false, true],
+            Kernel::Sort => &[true],
             Kernel::Store { .. } => &[false, false, false, true, true],
             Kernel::StoreBoth { .. } => &[false, true, true, false, false, false, true, true, true],
             Kernel::Matmul { .. } | Kernel::Gemm { .. } => &[false, false, false, true, false],
             Kernel::Several { .. } => {
                 &[false, false, false, false, false, false, false, false, true, true, true]
             }
-            Kernel::Norm { .. } | Kernel::Rows(_) | Kernel::Halves => &[false, true, false],
-            Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route => &[false, true],
+            Kernel::Norm { .. } | Kernel::Rows(_) => &[false, true, false],
+            Kernel::Rope | Kernel::Gated | Kernel::Add | Kernel::Route | Kernel::Halves => &[false, true],
             Kernel::Copy { .. } => &[true, false],
             Kernel::Attend { .. } => &[false, false, false, false, false, true, true, false, false],
             Kernel::Merge { .. } => &[false, false, false, true],

@@ -34,14 +34,14 @@ pub use form::Form;
 pub use kernels::*;
 use kvist_device::{Backend, DeviceError, PoolSpec, Pools, Usage};
 pub use lane::{Job, Lane, Pinned, Section, lane_bytes};
-pub use linear::{Halves, MANY_TOKENS, Product};
+pub use linear::{Halves, MANY_TOKENS, Product, Routes};
 pub use measure::*;
 pub use pools::GpuPools;
 pub use several::Several;
 pub use shared::*;
 use std::sync::Arc;
 pub use stream::{Buffer, Stream};
-pub use weights::Linear;
+pub use weights::{Linear, stack};
 
 /// Which results this crate and the kernels of its drivers compute, to the last bit. It is part of
 /// [`Footprint::numerics`](kvist_device::Footprint::numerics), and so of the keys under which K and V are stored: another process reuses

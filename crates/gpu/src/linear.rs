@@ -25,6 +25,59 @@ pub fn tokens_at_once(n: u32) -> u32 {
     }
 }
 
+/// Which experts tokens use: what [`Kernel::Route`] and [`Kernel::Sort`] have written.
+pub struct Routes<'a, D: Driver> {
+    pub table: &'a D::Buffer,
+    pub n_experts: u32,
+    /// Routed rows of a token.
+    pub used: u32,
+    /// Routed rows with the same row of `x`, one behind the other.
+    pub share: u32,
+}
+
+impl<D: Driver> Clone for Routes<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<D: Driver> Copy for Routes<'_, D> {}
+
+impl<D: Driver> Routes<'_, D> {
+    /// Rows of an expert, on average over those that can have any, of `n` rows.
+    pub fn rows_of_expert(&self, n: u32) -> u32 {
+        n / self.n_experts.min(n).max(1)
+    }
+
+    /// How many tokens of one layer are as much work as `n` routed rows, when it is about computing them in tiles: otherwise a row of weights
+    /// is decoded anew for each of its tokens, while tokens of one layer share it.
+    fn as_tokens(&self, n: u32) -> u32 {
+        3 * self.rows_of_expert(n).saturating_sub(1)
+    }
+
+    /// Whether tiles may compute `n` routed rows: they have to be sorted.
+    pub fn are_many(&self, n: u32) -> bool {
+        self.as_tokens(n) >= TENSOR_TOKENS.min(MANY_TOKENS)
+    }
+}
+
+/// The tile for layer and rows, if tiles compute it: with [`GemmTile::halves`] only if its inputs are written so.
+fn tile<D: Driver>(
+    gpu: &D,
+    layer: &Linear<D>,
+    routed: Routed,
+    n: u32,
+    routes: Option<Routes<'_, D>>,
+) -> GemmTile {
+    match routes {
+        None => gpu.gemm_tile(layer.encoding, routed, n, layer.outputs),
+        // As many blocks as all experts have.
+        Some(routes) => {
+            let outputs = layer.outputs.saturating_mul(routes.n_experts.min(n));
+            gpu.gemm_tile(layer.encoding, routed, routes.as_tokens(n), outputs)
+        }
+    }
+}
+
 /// A linear layer over `n` rows of `x`.
 pub struct Product<'a, D: Driver> {
     pub x: &'a D::Buffer,
@@ -32,9 +85,9 @@ pub struct Product<'a, D: Driver> {
     pub out: &'a D::Buffer,
     pub n: u32,
     pub cap: Option<f32>,
-    /// For the layer of an expert: routes, number of the expert, number of experts.
-    pub expert: Option<(&'a D::Buffer, u32, u32)>,
-    /// Whether the result is added to what is in `out`, for an expert with its weight.
+    /// If `layer` is that of all experts: the routed rows, `n` of them.
+    pub routes: Option<Routes<'a, D>>,
+    /// Whether the result is added to what is in `out`.
     pub added: bool,
     /// `x` as [`Kernel::Halves`] writes it.
     pub halves: Option<&'a D::Buffer>,
@@ -59,47 +112,46 @@ impl<D: Driver> Halves<D> {
         Halves { data, bytes }
     }
 
-    /// Writes `n` rows of `x` for these layers, if one of them wants them and they fit. `expert`: as in [`Product`].
+    /// Writes `n` rows of `x` for these layers, if one of them wants them and they fit. `routes`: as in [`Product`].
     pub fn write<'a>(
         halves: Option<&'a Self>,
         gpu: &D,
         recorder: &mut D::Recorder,
         (x, n): (&D::Buffer, u32),
         layers: &[&Linear<D>],
-        expert: Option<(&D::Buffer, u32, u32)>,
+        routes: Option<Routes<'_, D>>,
     ) -> Option<&'a D::Buffer> {
         let Halves { data, bytes } = halves?;
         let inputs = layers.first()?.inputs;
-        let routed = if expert.is_some() { Routed::Only } else { Routed::No };
-        let wanted = |layer: &&Linear<D>| gpu.gemm_tile(layer.encoding, routed, n, layer.outputs).halves;
+        let routed = if routes.is_some() { Routed::Experts } else { Routed::No };
+        // Of `out`.
+        let rows = routes.map_or(n, |routes| n * routes.share);
+        let wanted = |layer: &&Linear<D>| tile(gpu, layer, routed, rows, routes).halves;
         let fits = halves_bytes(n as usize, inputs as usize).is_some_and(|needed| needed <= *bytes);
-        if n < TENSOR_TOKENS || !fits || !layers.iter().any(wanted) {
+        let tokens = routes.map_or(n, |routes| routes.as_tokens(rows));
+        if tokens < TENSOR_TOKENS || !fits || !layers.iter().any(wanted) {
             return None;
         }
-        let args =
-            Args::new(&[inputs, expert.map_or(0, |expert| expert.1), expert.map_or(0, |expert| expert.2)]);
-        let buffers = [Some(x), Some(data), expert.map(|expert| expert.0)];
-        gpu.record(recorder, &Kernel::Halves, &buffers, args, [n, 1, 1]);
+        gpu.record(recorder, &Kernel::Halves, &[Some(x), Some(data)], Args::new(&[inputs]), [n, 1, 1]);
         Some(data)
     }
 }
 
 impl<D: Driver> Product<'_, D> {
     pub fn record(&self, gpu: &D, recorder: &mut D::Recorder) {
-        let Product { layer, n, .. } = *self;
-        let tokens = tokens_at_once(n);
-        let routed = match (self.expert, self.added) {
-            (None, false) => Routed::No,
-            (None, true) => Routed::Sum,
-            (Some(_), false) => Routed::Only,
-            (Some(_), true) => Routed::Added,
+        let Product { layer, n, routes, .. } = *self;
+        let (routed, at_once, tokens) = match routes {
+            None if self.added => (Routed::Sum, tokens_at_once(n), n),
+            None => (Routed::No, tokens_at_once(n), n),
+            // Rows behind each other have different experts.
+            Some(routes) => (Routed::Experts, 1, routes.as_tokens(n)),
         };
         let encoding = layer.encoding;
-        let tile = gpu.gemm_tile(encoding, routed, n, layer.outputs);
+        let tile = tile(gpu, layer, routed, n, routes);
         let kernel = match tile.halves && self.halves.is_some() {
             true => Kernel::Gemm { encoding, routed, tile },
-            false if n >= MANY_TOKENS => Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL },
-            false => Kernel::Matmul { encoding, tokens, routed },
+            false if tokens >= MANY_TOKENS => Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL },
+            false => Kernel::Matmul { encoding, tokens: at_once, routed },
         };
         self.record_as(gpu, recorder, &kernel);
     }
@@ -112,6 +164,13 @@ impl<D: Driver> Product<'_, D> {
             _ => Some(self.x),
         };
         let (outputs, tokens) = gpu.product_tile(kernel);
+        // An expert can have all tokens.
+        let groups = |rows: u32| match (self.routes, kernel) {
+            (Some(routes), Kernel::Gemm { .. }) => {
+                [rows.div_ceil(outputs), (n / routes.used.max(1)).div_ceil(tokens), routes.n_experts]
+            }
+            _ => [rows.div_ceil(outputs), n.div_ceil(tokens), 1],
+        };
         for part in &layer.parts {
             let args = Args::new(&[part.layout.quads, part.layout.b, part.layout.s])
                 .u32(layer.inputs)
@@ -122,18 +181,17 @@ impl<D: Driver> Product<'_, D> {
                 .f32(layer.factor)
                 .f32(self.cap.unwrap_or(0.0))
                 .u32(u32::from(layer.bias.is_some()))
-                .u32(self.expert.map_or(0, |expert| expert.1))
-                .u32(self.expert.map_or(0, |expert| expert.2))
+                .u32(self.routes.map_or(0, |routes| routes.n_experts))
+                .u32(self.routes.map_or(1, |routes| routes.share))
                 .f32(layer.scale);
             let buffers = [
                 Some(&part.buffer),
                 x,
                 layer.bias.as_ref(),
                 Some(self.out),
-                self.expert.map(|expert| expert.0),
+                self.routes.map(|routes| routes.table),
             ];
-            let groups = [part.rows.div_ceil(outputs), n.div_ceil(tokens), 1];
-            gpu.record(recorder, kernel, &buffers, args, groups);
+            gpu.record(recorder, kernel, &buffers, args, groups(part.rows.min(layer.outputs)));
         }
     }
 }

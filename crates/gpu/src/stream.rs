@@ -32,9 +32,9 @@ impl<D: Driver> Buffer<D> {
 #[derive(Debug)]
 pub struct ExpertRows<D: Driver> {
     pub odds: D::Buffer,   // [tokens, experts]
-    pub routes: D::Buffer, // [tokens, experts]
-    pub gate: D::Buffer,   // [tokens, width]
-    pub up: D::Buffer,
+    pub routes: D::Buffer, // words, see `routes.wgsl`
+    pub gate: D::Buffer,   // [tokens, used, width]
+    pub up: D::Buffer,     // [tokens, used, width], then the outputs: [tokens, used, hidden]
 }
 
 /// A tap of the current step.
@@ -105,18 +105,19 @@ impl StreamBytes {
         let (tokens, rows) = (limits.max_tokens, limits.max_rows);
         let pairs = shape.rope_pairs.iter().try_fold(0usize, |sum, n| sum.checked_add(*n))?;
         let experts = match shape.routing {
-            Some(Routing { n_experts, width, .. }) => {
-                let (odds, wide) = (f32s(tokens, n_experts)?, f32s(tokens, width)?);
-                [odds, odds, wide, wide]
+            Some(Routing { n_experts, used, width, .. }) => {
+                let rows = tokens.checked_mul(used)?;
+                let routes = f32s(rows, 3)?.checked_add(f32s(n_experts, 1)?)?.checked_add(4)?;
+                [f32s(tokens, n_experts)?, routes, f32s(rows, width)?, f32s(rows, width.max(shape.hidden))?]
             }
             None => [0; 4],
         };
         let halves = match has_halves {
             true => {
                 let widest = shape.buffers().iter().map(|(_, width)| *width).max()?;
-                let of_expert =
-                    shape.routing.as_ref().map_or(Some(0), |routing| halves_bytes(tokens, routing.width));
-                [halves_bytes(tokens, widest)?, of_expert?]
+                let of_experts =
+                    |routing: &Routing| halves_bytes(tokens.checked_mul(routing.used)?, routing.width);
+                [halves_bytes(tokens, widest)?, shape.routing.as_ref().map_or(Some(0), of_experts)?]
             }
             false => [0; 2],
         };

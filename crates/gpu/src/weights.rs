@@ -6,14 +6,15 @@
 use crate::driver::Driver;
 use crate::kernels::{MATMUL_OUTPUTS, Routed, encoding_number};
 use crate::range;
-use kvist_device::DeviceError;
-use kvist_device::weights::Encoding;
+use kvist_device::weights::{Encoding, WeightFormat};
+use kvist_device::{DeviceError, ExpertTensor};
 use std::ops::Range;
 
-/// The weights of a linear layer with factor and bias, or an embedding table.
+/// The weights of a linear layer with factor and bias, or an embedding table, or the same linear layer of every expert.
 #[derive(Debug)]
 pub struct Linear<D: Driver> {
     pub inputs: u32,
+    /// Of one expert.
     pub outputs: u32,
     /// The encoding's number in `encodings.wgsl`.
     pub encoding: u32,
@@ -21,7 +22,7 @@ pub struct Linear<D: Driver> {
     /// A power of two that brings the weights into the range of f16, see `range::scale`.
     pub scale: f32,
     pub parts: Vec<Part<D>>,
-    pub bias: Option<D::Buffer>, // [outputs]
+    pub bias: Option<D::Buffer>, // [outputs], or [experts, outputs]
 }
 
 /// Consecutive rows of a matrix.
@@ -79,29 +80,29 @@ impl Layout {
         Some(Layout { quads, b: u32::try_from(a).ok()?, s: u32::try_from(a + b).ok()?, words })
     }
 
-    /// The rows of a part in this layout.
-    fn arrange(&self, encoding: Encoding, inputs: usize, bytes: &[u8]) -> Vec<u8> {
+    /// Writes rows from `first` on to a part in this layout.
+    fn arrange(&self, encoding: Encoding, inputs: usize, (first, bytes): (usize, &[u8]), out: &mut [u8]) {
         let (elements, size) = encoding.block();
-        let mut out = vec![0u8; self.words as usize * 4];
         if encoding.is_float() {
             let (row, padded) = (inputs * size, self.quads as usize * 4 * size);
-            out.chunks_exact_mut(padded)
+            out[first * padded..]
+                .chunks_exact_mut(padded)
                 .zip(bytes.chunks_exact(row))
                 .for_each(|(out, row)| out[..row.len()].copy_from_slice(row));
-            return out;
+            return;
         }
         debug_assert!(inputs.is_multiple_of(elements));
+        let block = first * (inputs / elements);
         let starts = [0, self.b as usize * 4, self.s as usize * 4];
         for (region, start) in regions(encoding).into_iter().zip(starts) {
             if region.is_empty() {
                 continue;
             }
-            out[start..]
+            out[start + block * region.len()..]
                 .chunks_exact_mut(region.len())
                 .zip(bytes.chunks_exact(size))
                 .for_each(|(out, block)| out.copy_from_slice(&block[region.clone()]));
         }
-        out
     }
 }
 
@@ -143,34 +144,143 @@ impl<D: Driver> Linear<D> {
         factor: f32,
         bias: Option<Vec<f32>>,
     ) -> Result<Self, DeviceError> {
+        let mut upload = Upload::new(gpu, name, encoding, 1, (outputs, inputs))?;
+        upload.push(name, bytes)?;
+        let biases = bias.into_iter().flatten().collect();
+        upload.finish(factor, biases)
+    }
+}
+
+/// The layers of all experts as one, whose [`outputs`](Linear::outputs) are those of each expert. Experts are read and uploaded one by one.
+pub fn stack<'t, D: Driver, E: From<DeviceError>>(
+    gpu: &D,
+    layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
+    format: WeightFormat,
+) -> Result<Linear<D>, E> {
+    let (n, mut found, mut biases) = (layers.len(), None, Vec::new());
+    for layer in layers {
+        let (tensor, bias) = layer?;
+        let (shape, factor, name) = ((tensor.n_rows(), tensor.row_len()), tensor.factor, tensor.name);
+        let encoding = tensor.encoding.resident(format, shape.1);
+        let form = (encoding, shape, factor, bias.as_ref().map(Vec::len));
+        let (first, upload) = match &mut found {
+            Some(found) => found,
+            None => found.insert((form, Upload::new(gpu, name, encoding, n, shape)?)),
+        };
+        if *first != form {
+            let (encoding, (outputs, inputs), factor, _) = *first;
+            let others = format!("{outputs} rows of {inputs} in {}, times {factor}", encoding.name());
+            let what = format!(
+                "the device {} needs the same shape, encoding, scale and biases in all experts; the first one has {others}",
+                D::NAME
+            );
+            return Err(DeviceError::Weights { name: name.into(), what }.into());
+        }
+        upload.push(name, &tensor.encoded(encoding))?;
+        biases.extend(bias.into_iter().flatten());
+    }
+    let missing = || DeviceError::Unsupported("a routed layer without experts".into());
+    let ((_, _, factor, _), upload) = found.ok_or_else(missing)?;
+    Ok(upload.finish(factor, biases)?)
+}
+
+/// A matrix on its way to the device.
+struct Upload<'g, D: Driver> {
+    gpu: &'g D,
+    encoding: Encoding,
+    number: u32,
+    outputs: u32,
+    inputs: usize,
+    /// First row and layout of the parts that are not made yet.
+    left: std::vec::IntoIter<(usize, Layout)>,
+    /// Of the next part: first row, rows, layout, bytes.
+    next: Option<(usize, usize, Layout, Vec<u8>)>,
+    rows: usize,
+    pushed: usize,
+    /// The smallest one of what was pushed; `None`: no kernel needs it.
+    scale: Option<f32>,
+    parts: Vec<Part<D>>,
+}
+
+impl<'g, D: Driver> Upload<'g, D> {
+    /// For `n` layers of `[outputs, inputs]`.
+    fn new(
+        gpu: &'g D,
+        name: &str,
+        encoding: Encoding,
+        n: usize,
+        (outputs, inputs): (usize, usize),
+    ) -> Result<Self, DeviceError> {
         let bad = |what: String| DeviceError::Weights { name: name.into(), what };
         let number = encoding_number(encoding)
             .ok_or_else(|| bad(format!("the device {} has no kernel for {}", D::NAME, encoding.name())))?;
-        let parts = split(gpu, encoding, outputs, inputs).ok_or_else(|| {
-            bad(format!("{outputs} rows of {inputs} in {} cannot be bound", encoding.name()))
-        })?;
-        let row = encoding.row_bytes(inputs).filter(|row| row.checked_mul(outputs) == Some(bytes.len()));
-        let row =
-            row.ok_or_else(|| bad(format!("{} bytes are not {outputs} rows of {inputs}", bytes.len())))?;
+        let bindable =
+            || bad(format!("{n} x {outputs} rows of {inputs} in {} cannot be bound", encoding.name()));
+        let rows = outputs.checked_mul(n).ok_or_else(bindable)?;
+        let parts = split(gpu, encoding, rows, inputs).ok_or_else(bindable)?;
         let width = |n: usize| u32::try_from(n).map_err(|_| bad(format!("{n} rows or columns are too many")));
+        let (outputs, _, _) = (width(outputs)?, width(inputs)?, width(rows)?);
         // Found only for kernels that need it: it reads all scales.
-        let halves = gpu.gemm_tile(number, Routed::No, u32::from(u16::MAX), width(outputs)?).halves;
-        let scale = if halves { range::scale(encoding, bytes) } else { 1.0 };
-        let mut made = Vec::new();
-        for (i, (first, layout)) in parts.iter().enumerate() {
-            let end = parts.get(i + 1).map_or(outputs, |next| next.0);
-            let words = layout.arrange(encoding, inputs, &bytes[first * row..end * row]);
-            let buffer = gpu.filled("weights", &words)?;
-            made.push(Part { buffer, first: width(*first)?, rows: width(end - first)?, layout: *layout });
+        let halves = gpu.gemm_tile(number, Routed::No, u32::from(u16::MAX), outputs).halves;
+        Ok(Upload {
+            gpu,
+            encoding,
+            number,
+            outputs,
+            inputs,
+            left: parts.into_iter(),
+            next: None,
+            rows,
+            pushed: 0,
+            scale: halves.then_some(f32::INFINITY),
+            parts: Vec::new(),
+        })
+    }
+
+    /// Adds the rows of one layer.
+    fn push(&mut self, name: &str, bytes: &[u8]) -> Result<(), DeviceError> {
+        let (outputs, inputs) = (self.outputs as usize, self.inputs);
+        let row = self.encoding.row_bytes(inputs).filter(|row| row.checked_mul(outputs) == Some(bytes.len()));
+        let row = row.ok_or_else(|| DeviceError::Weights {
+            name: name.into(),
+            what: format!("{} bytes are not {outputs} rows of {inputs}", bytes.len()),
+        })?;
+        if let Some(scale) = &mut self.scale {
+            *scale = scale.min(range::scale(self.encoding, bytes));
         }
-        let bias = bias.map(|bias| vector(gpu, &bias)).transpose()?;
+        let mut done = 0;
+        while done < outputs {
+            let (first, rows, layout, words) = match &mut self.next {
+                Some(next) => next,
+                None => {
+                    let Some((first, layout)) = self.left.next() else { break };
+                    let end = self.left.as_slice().first().map_or(self.rows, |next| next.0);
+                    self.next.insert((first, end - first, layout, vec![0; layout.words as usize * 4]))
+                }
+            };
+            let at = self.pushed - *first;
+            let n = (*rows - at).min(outputs - done);
+            layout.arrange(self.encoding, inputs, (at, &bytes[done * row..(done + n) * row]), words);
+            (done, self.pushed) = (done + n, self.pushed + n);
+            if at + n == *rows {
+                let buffer = self.gpu.filled("weights", words)?;
+                self.parts.push(Part { buffer, first: *first as u32, rows: *rows as u32, layout: *layout });
+                self.next = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// After all layers were pushed; their biases, if they have any.
+    fn finish(self, factor: f32, biases: Vec<f32>) -> Result<Linear<D>, DeviceError> {
+        let bias = (!biases.is_empty()).then(|| vector(self.gpu, &biases)).transpose()?;
         Ok(Linear {
-            inputs: width(inputs)?,
-            outputs: width(outputs)?,
-            encoding: number,
+            inputs: self.inputs as u32,
+            outputs: self.outputs,
+            encoding: self.number,
             factor,
-            scale,
-            parts: made,
+            scale: self.scale.filter(|scale| scale.is_finite()).unwrap_or(1.0),
+            parts: self.parts,
             bias,
         })
     }

@@ -70,7 +70,10 @@ pub enum Error {
 
 impl From<DeviceError> for Error {
     fn from(error: DeviceError) -> Self {
-        StepError::Device(error).into()
+        match error {
+            DeviceError::Weights { name, what } => Error::Malformed { file: name, what },
+            error => StepError::Device(error).into(),
+        }
     }
 }
 

@@ -447,31 +447,34 @@ fn encoded_floats(encoding: Encoding, values: &[f32]) -> Vec<u8> {
 }
 
 pub fn experts_of_every_token<D: Runs>(device: &D) {
-    let (hidden, width, n_experts, encoding) = (40, 24, 5, floats(device));
+    const HIDDEN: usize = 40;
+    const WIDTH: usize = 24;
+    const N_EXPERTS: usize = 5;
+    let (hidden, width, n_experts, encoding) = (HIDDEN, WIDTH, N_EXPERTS, floats(device));
     for (n, used, renormalise) in [(1, 2, true), (3, 1, false), (9, 2, false), (16, 5, true), (41, 1, true)] {
         let x = random(8, n * hidden, 1.0);
         macro_rules! experts {
             () => {
                 |s| {
-                    let linear = |outputs: usize, inputs: usize, seed: u64| {
-                        // Which experts a token uses must not depend on rounding: the router is exact.
-                        let encoding = if outputs == n_experts { Encoding::F32 } else { encoding };
-                        let weights = encoded_floats(encoding, &random(seed, outputs * inputs, 0.5));
-                        let shape = [outputs, inputs];
-                        let (name, factor) = ("w", 1.0);
-                        let tensor =
-                            FileTensor { name, shape: &shape, encoding, bytes: weights.into(), factor };
+                    let tensor = |encoding: Encoding, shape: &'static [usize; 2], seed: u64| {
+                        let (name, factor, [outputs, inputs]) = ("w", 1.0, *shape);
+                        let bytes = encoded_floats(encoding, &random(seed, outputs * inputs, 0.5)).into();
                         let bias = Some(random(seed + 100, outputs, 0.5));
-                        s.device.linear(tensor, WeightFormat::AsStored, bias).unwrap()
+                        (FileTensor { name, shape, encoding, bytes, factor }, bias)
                     };
-                    let mlp = |e: u64| GatedMlp {
-                        gate: linear(width, hidden, 10 * e),
-                        up: linear(width, hidden, 10 * e + 1),
-                        down: linear(hidden, width, 10 * e + 2),
+                    let stack = |shape, seed: u64| {
+                        let experts =
+                            (1..n_experts as u64 + 1).map(|e| tensor(encoding, shape, 10 * e + seed));
+                        let experts = experts.map(Ok::<_, DeviceError>).collect::<Vec<_>>().into_iter();
+                        s.device.stack(experts, WeightFormat::AsStored).unwrap()
                     };
+                    // Which experts a token uses must not depend on rounding: the router is exact.
+                    let (router, bias) = tensor(Encoding::F32, &[N_EXPERTS, HIDDEN], 1);
                     let layer = Experts {
-                        router: linear(n_experts, hidden, 1),
-                        experts: (1..=n_experts as u64).map(mlp).collect(),
+                        router: s.device.linear(router, WeightFormat::AsStored, bias).unwrap(),
+                        gate: stack(&[WIDTH, HIDDEN], 0),
+                        up: stack(&[WIDTH, HIDDEN], 1),
+                        down: stack(&[HIDDEN, WIDTH], 2),
                         routing: Routing { n_experts, used, width, renormalise },
                     };
                     let (x, mut out) = (s.buffer(&x), s.out(hidden));

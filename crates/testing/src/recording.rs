@@ -120,6 +120,7 @@ impl Footprint for Recording {
 
 impl Device for Recording {
     type Linear = Linear;
+    type Stack = Vec<Linear>;
     type Vector = ();
     type Buffer = ();
     type Stream = Stream;
@@ -136,6 +137,17 @@ impl Device for Recording {
         let bytes = tensor.encoded(weights).len() + 4 * bias.map_or(0, |bias| bias.len());
         self.log.allocate(Purpose::Weights, bytes as u64);
         Ok(Linear { outputs })
+    }
+    fn stack<'t, E: From<DeviceError>>(
+        &self,
+        layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
+        format: WeightFormat,
+    ) -> Result<Vec<Linear>, E> {
+        let load = |layer: Result<ExpertTensor<'t>, E>| {
+            let (tensor, bias) = layer?;
+            Ok(self.linear(tensor, format, bias)?)
+        };
+        layers.map(load).collect()
     }
     fn vector(&self, values: Vec<f32>) -> Result<(), DeviceError> {
         self.log.allocate(Purpose::Weights, 4 * values.len() as u64);

@@ -21,6 +21,7 @@ const ELEMENT_FAST: &str = include_str!("kernels/element_fast.wgsl");
 const BYTES: &str = include_str!("kernels/bytes.wgsl");
 const ENCODINGS: &str = include_str!("kernels/encodings.wgsl");
 const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
+const ROUTES: &str = include_str!("kernels/routes.wgsl");
 const PRODUCT: &str = include_str!("kernels/product.wgsl");
 const INPUTS: &str = include_str!("kernels/inputs.wgsl");
 const UNITS: &str = include_str!("kernels/units.wgsl");
@@ -182,7 +183,8 @@ impl Target {
                 text(&[MATH, BYTES, ENCODINGS, WEIGHTS, include_str!("kernels/embed.wgsl")])
             }
             Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
-                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, lanes, UNITS, UNIT_SUMS]);
+                let mut parts: Vec<_> =
+                    text(&[MATH, BYTES, ENCODINGS, ROUTES, PRODUCT, lanes, UNITS, UNIT_SUMS]);
                 parts.extend([FETCH, UNIT_ROWS].map(|file| of_matrix(file, "w_")));
                 parts.push(include_str!("kernels/matmul_units.wgsl").into());
                 parts
@@ -192,6 +194,7 @@ impl Target {
                 BYTES,
                 ENCODINGS,
                 WEIGHTS,
+                ROUTES,
                 PRODUCT,
                 INPUTS,
                 lanes,
@@ -206,7 +209,7 @@ impl Target {
                 parts
             }
             Kernel::Gemm { tile, .. } if tile.halves => {
-                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, UNITS]);
+                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, ROUTES, PRODUCT, UNITS]);
                 parts.push(of_matrix(FETCH, "w_"));
                 let [products, gemm] = match self.cooperative {
                     true => {
@@ -219,16 +222,25 @@ impl Target {
                 parts.extend([products, include_str!("kernels/gemm_halves.wgsl"), gemm].map(Cow::from));
                 parts
             }
-            Kernel::Gemm { .. } => {
-                text(&[MATH, BYTES, ENCODINGS, WEIGHTS, PRODUCT, INPUTS, include_str!("kernels/gemm.wgsl")])
-            }
+            Kernel::Gemm { .. } => text(&[
+                MATH,
+                BYTES,
+                ENCODINGS,
+                WEIGHTS,
+                ROUTES,
+                PRODUCT,
+                INPUTS,
+                include_str!("kernels/gemm.wgsl"),
+            ]),
             Kernel::Halves => text(&[include_str!("kernels/halves.wgsl")]),
             Kernel::Norm { .. } => text(&[lanes, include_str!("kernels/norm.wgsl")]),
             Kernel::Rope => text(&[ROTATION, include_str!("kernels/rope.wgsl")]),
             Kernel::Gated => text(&[MATH, GATE, include_str!("kernels/gated.wgsl")]),
             Kernel::Add => text(&[include_str!("kernels/add.wgsl")]),
             Kernel::Rows(_) => text(&[include_str!("kernels/rows.wgsl")]),
-            Kernel::Route => text(&[MATH, include_str!("kernels/route.wgsl")]),
+            Kernel::Route => text(&[MATH, ROUTES, include_str!("kernels/route.wgsl")]),
+            Kernel::Sort => text(&[ROUTES, include_str!("kernels/sort.wgsl")]),
+            Kernel::Combine => text(&[ROUTES, include_str!("kernels/combine.wgsl")]),
             Kernel::Top => text(&[MATH, lanes, include_str!("kernels/top.wgsl")]),
             Kernel::Store { .. } => {
                 let mut parts: Vec<_> = text(&[MATH, BYTES, LEVELS, TURN, STORE_ROWS]);

@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(256) gemm(
     const float* __restrict__ x,      // [tokens, inputs]
     const float* __restrict__ bias,   // [width]
     float* __restrict__ out,          // [tokens, width]
-    const float* __restrict__ routes, // [tokens, experts], 0: not routed
+    const u32* __restrict__ routes,   // as routes.cu says
     Args args) {
     __shared__ float4 weights[TILE * LANES];
     __shared__ float4 values[TILE * LANES];
@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(256) gemm(
     u32 tile_output = blockIdx.x * TILE;
     u32 tile_token = blockIdx.y * TILE;
     u32 quads = args.form.quads;
-    if (ROUTED && !any_routed(routes, args, tile_token, TILE)) { return; } // of the whole block
+    Work work = work_of(routes, args, blockIdx.z);
+    if (ROUTED && (tile_token >= work.tokens || tile_output >= work.outputs)) { return; } // the whole block
     float acc[EACH * EACH]; // [outputs, tokens]
 #pragma unroll
     for (u32 i = 0u; i < EACH * EACH; i++) { acc[i] = 0.0f; }
@@ -28,9 +29,9 @@ extern "C" __global__ void __launch_bounds__(256) gemm(
         for (u32 i = threadIdx.x; i < TILE * LANES; i += THREADS) {
             u32 c = first + i % LANES;
             u32 row = tile_output + i / LANES;
-            u32 token = min(tile_token + i / LANES, args.tokens - 1u);
+            u32 token = work.inputs(args, tile_token + i / LANES);
             float4 none = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            weights[i] = c < quads && row < args.outputs ? weights4(w, args.form, row, c) : none;
+            weights[i] = c < quads && row < work.outputs ? weights4(w, args.form, work.before + row, c) : none;
             values[i] = c < quads ? inputs4(x + token * args.inputs, args.inputs, c) : none;
         }
         __syncthreads();
@@ -52,6 +53,6 @@ extern "C" __global__ void __launch_bounds__(256) gemm(
 #pragma unroll
     for (u32 i = 0u; i < EACH * EACH / LANES; i++) {
         u32 sum = lane * (EACH * EACH / LANES) + i;
-        put(args, bias, routes, out, tile_output + first_output + sum / EACH, tile_token + first_token + sum % EACH, acc[i]);
+        put(args, work, bias, out, tile_output + first_output + sum / EACH, tile_token + first_token + sum % EACH, acc[i]);
     }
 }

@@ -104,8 +104,10 @@ pub struct WarpgroupPlan {
 impl WarpgroupPlan {
     /// `None` if warpgroups have no such tile, or it does not fit.
     pub fn new(tile: GemmTile, routed: Routed, max_shared_bytes: u32) -> Option<WarpgroupPlan> {
-        let of_experts = !matches!(routed, Routed::No | Routed::Sum);
-        if of_experts || !tile.halves || !WARPGROUP_TILES.contains(&(tile.outputs, tile.tokens)) {
+        if routed == Routed::Experts
+            || !tile.halves
+            || !WARPGROUP_TILES.contains(&(tile.outputs, tile.tokens))
+        {
             return None;
         }
         // Weights of three steps of 64 inputs and inputs of some, in f16, more than the sums at the end; a word per token and one.
@@ -147,7 +149,7 @@ pub fn tile(
 /// work for the whole GPU.
 fn usual_tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
     // Of an expert few tokens are left.
-    let most = if matches!(routed, Routed::No | Routed::Sum) { 128 } else { 64 };
+    let most = if routed == Routed::Experts { 64 } else { 128 };
     let least = tokens.min(most).next_power_of_two().max(16);
     // The widest one where it has no more idle tokens than two of the next one.
     let pairs = tokens > 1024 || tokens.div_ceil(128).is_multiple_of(2);
@@ -208,7 +210,7 @@ mod tests {
             assert_eq!(chosen(routed, 256, 4096), None, "no faster");
             assert_eq!(chosen(routed, 64, 14336), None);
         }
-        assert_eq!(chosen(Routed::Added, 2048, 14336), None);
+        assert_eq!(chosen(Routed::Experts, 2048, 14336), None);
         // Without the shared memory.
         let tile = GemmTile { outputs: 128, tokens: 128, halves: true };
         assert_eq!(WarpgroupPlan::new(tile, Routed::No, 163 << 10), None);

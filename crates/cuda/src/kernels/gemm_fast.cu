@@ -53,45 +53,11 @@ __device__ __forceinline__ void add_warps(float* acc, u32 k, u32 warp, float* sh
     }
 }
 
-// Which tokens the tile has, those from number `first` on among the expert's. Returns how many. `counts`: a number per warp.
-__device__ __forceinline__ u32 find_tokens(const float* routes, const Args& args, u32 first, u32* tokens, u32* counts) {
-    if (!ROUTED) {
-        for (u32 i = threadIdx.x; i < TILE_TOKENS; i += THREADS) { tokens[i] = min(first + i, args.tokens - 1u); }
-        return min(TILE_TOKENS, args.tokens - first);
-    }
-    // Every warp counts the tokens of its part, then numbers them.
-    u32 lane = threadIdx.x % 32u;
-    u32 warp = threadIdx.x / 32u;
-    u32 each = (args.tokens + THREADS - 1u) / THREADS * 32u;
-    u32 begin = min(warp * each, args.tokens);
-    u32 end = min(begin + each, args.tokens);
-    u32 count = 0u;
-#pragma unroll 4
-    for (u32 t = begin; t < end; t += 32u) {
-        bool uses = t + lane < end && routes[(t + lane) * args.experts + args.expert] != 0.0f;
-        count += __popc(__ballot_sync(WARP, uses));
-    }
-    if (lane == 0u) { counts[warp] = count; }
-    __syncthreads();
-    u32 number = 0u;
-    u32 total = 0u;
-    for (u32 i = 0u; i < THREADS / 32u; i++) {
-        number += i < warp ? counts[i] : 0u;
-        total += counts[i];
-    }
-    if (total <= first) { return 0u; }
-    for (u32 t = begin; t < end; t += 32u) {
-        bool uses = t + lane < end && routes[(t + lane) * args.experts + args.expert] != 0.0f;
-        u32 all = __ballot_sync(WARP, uses);
-        u32 mine = number + __popc(all & ((1u << lane) - 1u));
-        if (uses && mine >= first && mine - first < TILE_TOKENS) { tokens[mine - first] = t + lane; }
-        if (uses && mine + 1u == total) {
-            // What is left of the tile computes the last token once more.
-            for (u32 i = total - first; i < TILE_TOKENS; i++) { tokens[i] = t + lane; }
-        }
-        number += __popc(all);
-    }
-    return min(TILE_TOKENS, total - first);
+// The rows of `x` of the tile's tokens, those from number `first` on. Returns how many there are. What is left of the tile computes the last
+// one once more.
+__device__ __forceinline__ u32 find_tokens(const Work& work, const Args& args, u32 first, u32* tokens) {
+    for (u32 i = threadIdx.x; i < TILE_TOKENS; i += THREADS) { tokens[i] = work.inputs(args, first + i); }
+    return min(TILE_TOKENS, work.tokens - first);
 }
 
 extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
@@ -99,16 +65,16 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     const uint4* __restrict__ x,      // [tokens, inputs] of halves.cu
     const float* __restrict__ bias,   // [width]
     float* __restrict__ out,          // [tokens, width]
-    const float* __restrict__ routes, // [tokens, experts], 0: not routed
+    const u32* __restrict__ routes,   // as routes.cu says
     Args args) {
     DYNAMIC_SHARED(shared);
     __shared__ u32 tokens[TILE_TOKENS];
-    __shared__ u32 counts[THREADS / 32u];
     Corner corner = corner_of_tile();
     u32 tile_output = corner.output;
     u32 tile_token = corner.token;
-    u32 n_tokens = find_tokens(routes, args, tile_token, tokens, counts);
-    if (n_tokens == 0u) { return; } // the whole block
+    Work work = work_of(routes, args, blockIdx.z);
+    if (ROUTED && (tile_token >= work.tokens || tile_output >= work.outputs)) { return; } // the whole block
+    u32 n_tokens = find_tokens(work, args, tile_token, tokens);
     __syncthreads();
 
     u32 lane = threadIdx.x % 32u;
@@ -123,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
 
     // This thread's block of weights in each step. Behind the end of a row it is the last one, because inputs are 0 there; of rows behind
     // the last one nothing is kept.
-    u32 w_row = min(tile_output + threadIdx.x / BLOCKS, args.outputs - 1u);
+    u32 w_row = work.before + min(tile_output + threadIdx.x / BLOCKS, work.outputs - 1u);
     u32 w_b = threadIdx.x % BLOCKS;
     u32 last_block = (args.form.quads + 7u) / 8u - 1u;
     shared_address w_to[4];
@@ -234,10 +200,11 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS_PER_SM) gemm(
     __syncthreads();
     for (u32 i = threadIdx.x; i < n_tokens * TILE_OUTPUTS; i += THREADS) {
         u32 o = tile_output + i % TILE_OUTPUTS;
-        if (o >= args.outputs) { continue; }
-        u32 token = tokens[i / TILE_OUTPUTS];
-        float back = __uint_as_float(x[(size_t)args.tokens * x_stride + token].x);
+        if (o >= work.outputs) { continue; }
+        u32 rows = ROUTED ? args.tokens / args.share : args.tokens;
+        float back = __uint_as_float(x[(size_t)rows * x_stride + tokens[i / TILE_OUTPUTS]].x);
         float sum = sums[i / TILE_OUTPUTS * SUM_STRIDE + i % TILE_OUTPUTS];
-        put(args, bias, routes, out, o, token, sum * row_scale(w, args.form, o, args.scale) * back);
+        float scale = row_scale(w, args.form, work.before + o, args.scale) * back;
+        put(args, work, bias, out, o, tile_token + i / TILE_OUTPUTS, sum * scale);
     }
 }

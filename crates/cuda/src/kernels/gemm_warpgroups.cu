@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(256, 1) gemm(
     const uint4* __restrict__ x,      // [tokens, inputs] of halves.cu
     const float* __restrict__ bias,   // [width]
     float* __restrict__ out,          // [tokens, width]
-    const float* __restrict__ routes, // none
+    const u32* __restrict__ routes,   // none
     Args args) {
     MATRICES(shared);
     Corner corner = corner_of_tile();

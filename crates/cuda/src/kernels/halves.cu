@@ -6,12 +6,10 @@
 // L2 cache busy for 92 % of the time of a product with rows of 16 bytes more (ncu, an H100).
 // e is the row's own: it brings the largest magnitude to [2^14, 2^15). So nothing overflows, and an element has all of the 11
 // bits of an f16 if it is not smaller than the largest one by 2^28. Infinite and NaN stay what they are, and have no part in e.
-// A block has one row. For an expert only rows of tokens that use it are written.
+// A block has one row.
 
 struct Args {
     u32 inputs;
-    u32 expert;
-    u32 experts; // 0: the rows of all tokens
 };
 
 #define THREADS 256u
@@ -32,9 +30,7 @@ __device__ __forceinline__ uint2 packed(const float* row, u32 inputs, u32 c, flo
 extern "C" __global__ void __launch_bounds__(256) halves(
     const float* __restrict__ x,      // [tokens, inputs]
     uint4* __restrict__ out,          // [tokens, inputs rounded up / 8], then [tokens]
-    const float* __restrict__ routes, // [tokens, experts], 0: not routed
     Args args) {
-    if (args.experts != 0u && routes[blockIdx.x * args.experts + args.expert] == 0.0f) { return; }
     __shared__ u32 largest[THREADS / 32u];
     const float* row = x + (size_t)blockIdx.x * args.inputs;
     u32 chunks = (args.inputs + 255u) / 256u * 32u; // of eight elements

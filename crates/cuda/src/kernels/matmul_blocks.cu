@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
     const float* __restrict__ x,      // [tokens, inputs]
     const float* __restrict__ bias,   // [width]
     float* __restrict__ out,          // [tokens, width]
-    const float* __restrict__ routes, // [tokens, experts], 0: not routed
+    const u32* __restrict__ routes,   // as routes.cu says
     Args args) {
     DYNAMIC_SHARED(shared);
     __shared__ float sums[SLICES * ROWS * TOKENS];
@@ -107,14 +107,16 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
     u32 g = lane / 4u;
     u32 first_row = blockIdx.x * ROWS + group * 16u;
     u32 first_token = blockIdx.y * TOKENS;
-    if (ROUTED && !any_routed(routes, args, first_token, TOKENS)) { return; } // of the whole block
+    Work work = work_of(routes, args, ROUTED ? routes[first_token] : 0u);
+    if (ROUTED && blockIdx.x * ROWS >= work.outputs) { return; } // the whole block
     u32 n = min(TOKENS, args.tokens - first_token);
     Form form = args.form;
     u32 tiles = (form.quads + 63u) / 64u;
     // Rows behind the last one are computed like it, and not written.
-    u32 last = args.outputs - 1u;
+    u32 last = work.outputs - 1u;
     u32 before[2] = {
-        kept(min(first_row + g, last) * form.quads), kept(min(first_row + g + 8u, last) * form.quads)};
+        kept((work.before + min(first_row + g, last)) * form.quads),
+        kept((work.before + min(first_row + g + 8u, last)) * form.quads)};
     Raw raw[2];
     if (slice < tiles) {
 #pragma unroll
@@ -151,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
             Inputs loaded[AT_ONCE];
 #pragma unroll
             for (u32 j = 0u; j < AT_ONCE; j++) {
-                const float* row = x + min(first_token + i + j, args.tokens - 1u) * args.inputs;
+                const float* row = x + work.inputs(args, first_token + i + j) * args.inputs;
                 loaded[j] = load_inputs(row, form.quads, tile, lane);
             }
 #pragma unroll
@@ -243,6 +245,6 @@ extern "C" __global__ void __launch_bounds__(256, PAIRED ? 2 : 3) matmul(
         float sum = 0.0f;
 #pragma unroll
         for (u32 j = 0u; j < SLICES; j++) { sum += sums[j * ROWS * TOKENS + i]; }
-        put(args, bias, routes, out, blockIdx.x * ROWS + i % ROWS, first_token + i / ROWS, sum);
+        put(args, work, bias, out, blockIdx.x * ROWS + i % ROWS, first_token + i / ROWS, sum);
     }
 }

@@ -37,15 +37,16 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul(
     const float* __restrict__ x,      // [tokens, inputs]
     const float* __restrict__ bias,   // [width]
     float* __restrict__ out,          // [tokens, width]
-    const float* __restrict__ routes, // [tokens, experts], 0: not routed
+    const u32* __restrict__ routes,   // as routes.cu says
     Args args) {
     __shared__ float sums[WARPS * SUMS];
     u32 lane = threadIdx.x % 32u;
     u32 first_row = blockIdx.x * ROWS;
     u32 first_token = blockIdx.y * TOKENS;
-    if (ROUTED && !any_routed(routes, args, first_token, TOKENS)) { return; } // of the whole block
+    Work work = work_of(routes, args, ROUTED ? routes[first_token] : 0u);
+    if (ROUTED && first_row >= work.outputs) { return; } // the whole block
     u32 n = min(TOKENS, args.tokens - first_token);
-    const float* inputs = x + first_token * args.inputs;
+    const float* inputs = x + work.inputs(args, first_token) * args.inputs;
     u32 quads = args.form.quads;
     u32 units = (quads + UNIT - 1u) / UNIT;
     float acc[SUMS]; // [rows, tokens]
@@ -59,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul(
 #pragma unroll
             for (u32 r = 0u; r < ROWS; r++) {
                 // Rows behind the last one are computed like it, and not written.
-                u32 row = min(first_row + r, args.outputs - 1u);
+                u32 row = work.before + min(first_row + r, work.outputs - 1u);
                 loaded[d][r] = unit < units ? load_unit(w, args.form, row, unit) : make_uint4(0u, 0u, 0u, 0u);
             }
         }
@@ -91,6 +92,6 @@ extern "C" __global__ void __launch_bounds__(256, 2) matmul(
         float sum = 0.0f;
 #pragma unroll
         for (u32 i = 0u; i < WARPS; i++) { sum += sums[i * SUMS + threadIdx.x]; }
-        put(args, bias, routes, out, first_row + threadIdx.x / TOKENS, first_token + threadIdx.x % TOKENS, sum);
+        put(args, work, bias, out, first_row + threadIdx.x / TOKENS, first_token + threadIdx.x % TOKENS, sum);
     }
 }

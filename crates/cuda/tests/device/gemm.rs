@@ -116,13 +116,11 @@ fn tiles_find_their_tokens() {
     let Some(gpu) = usual_driver() else { return };
     let tile = GemmTile { outputs: 32, tokens: 16, halves: true };
     Case::new(Encoding::Q8_0, 70, 64, 200).check(&gpu, tile);
-    for routed in [Routed::Only, Routed::Added] {
-        for tokens in [5, 290] {
-            for tile in [tile, GemmTile { outputs: 64, tokens: 64, halves: true }] {
-                let mut case = Case::new(Encoding::Q8_0, 70, 96, tokens);
-                case.routed = routed;
-                case.check(&gpu, tile);
-            }
+    for tokens in [9, 290] {
+        for tile in [tile, GemmTile { outputs: 64, tokens: 64, halves: true }] {
+            let mut case = Case::new(Encoding::Q8_0, 70, 96, tokens);
+            case.routed = Routed::Experts;
+            case.check(&gpu, tile);
         }
     }
 }

@@ -22,6 +22,8 @@ mod linear;
 mod long;
 #[path = "../../../gpu/tests/shared/measure.rs"]
 mod measure;
+#[path = "../../../gpu/tests/shared/routed.rs"]
+mod routed;
 #[path = "../../../gpu/tests/shared/sharing.rs"]
 mod sharing;
 #[path = "../../../gpu/tests/shared/store.rs"]

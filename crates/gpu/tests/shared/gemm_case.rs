@@ -1,7 +1,10 @@
 //! A linear layer in tiles of f16 against the kernel whose sums have a fixed order.
 use crate::common::Api;
+use crate::routed;
+use kvist_device::DeviceError;
 use kvist_device::weights::Encoding;
-use kvist_gpu::{Driver, GemmTile, Halves, Kernel, Linear, Product, Routed, halves_bytes};
+use kvist_device::weights::{FileTensor, WeightFormat};
+use kvist_gpu::{Driver, GemmTile, Halves, Kernel, Linear, Product, Routed, Routes, halves_bytes, stack};
 use kvist_testing::operations::{encoded, random};
 
 fn bytes(values: &[f32]) -> Vec<u8> {
@@ -27,7 +30,8 @@ pub struct Case {
 }
 
 const EXPERTS: usize = 5;
-const EXPERT: u32 = 3;
+/// Of each token.
+const USED: usize = 2;
 
 impl Case {
     pub fn new(encoding: Encoding, outputs: usize, inputs: usize, tokens: usize) -> Self {
@@ -56,31 +60,49 @@ impl Case {
         Kernel::Gemm { encoding: encoding as u32, routed: self.routed, tile }
     }
 
-    /// Whether only some tokens use it.
-    fn is_experts(&self) -> bool {
-        matches!(self.routed, Routed::Only | Routed::Added)
+    /// Rows of the output: more than one for a token that goes to more than one expert.
+    fn rows(&self) -> usize {
+        self.tokens * if self.routed == Routed::Experts { USED } else { 1 }
     }
 
-    /// Whether its results are added to what is there.
-    fn adds(&self) -> bool {
-        matches!(self.routed, Routed::Sum | Routed::Added)
-    }
-
-    fn routes(&self) -> Vec<f32> {
-        let route = |i: usize| if i / EXPERTS * 7 % 10 < 4 { 0.25 + (i % 3) as f32 } else { 0.0 };
-        (0..self.tokens * EXPERTS).map(route).collect()
+    /// The layer, or those of all experts, which differ in their scale.
+    fn layer(&self, gpu: &Api) -> Linear<Api> {
+        let shape = [self.outputs, self.inputs];
+        let layer = |weights: Vec<u8>| {
+            let tensor = FileTensor {
+                name: "w",
+                shape: &shape,
+                encoding: self.encoding,
+                bytes: weights.into(),
+                factor: 0.5,
+            };
+            Ok::<_, DeviceError>((tensor, self.bias.clone()))
+        };
+        let seed = (self.outputs * 31 + self.inputs) as u64;
+        let all = (0..EXPERTS as u64).map(|e| match e {
+            0 => self.weights.clone(),
+            e => encoded(self.encoding, self.outputs, self.inputs, seed + e),
+        });
+        let n = if self.routed == Routed::Experts { EXPERTS } else { 1 };
+        let all: Vec<_> = all.take(n).map(layer).collect();
+        stack(gpu, all.into_iter(), WeightFormat::AsStored).unwrap()
     }
 
     /// What a kernel computes with poisoned outputs, or with others for one that adds. `None` as the tile: the usual one.
     fn run(&self, gpu: &Api, tile: Option<GemmTile>) -> Vec<f32> {
-        let (n, n_out) = (self.tokens as u32, self.tokens * self.outputs);
-        let shape = (self.outputs, self.inputs);
-        let layer =
-            Linear::new(gpu, "w", self.encoding, shape, &self.weights, 0.5, self.bias.clone()).unwrap();
+        let (n, n_out) = (self.rows() as u32, self.rows() * self.outputs);
+        let layer = self.layer(gpu);
         let x = gpu.filled("x", &bytes(&self.x)).unwrap();
-        let routes = gpu.filled("routes", &bytes(&self.routes())).unwrap();
+        let experts = routed::experts(self.tokens, USED, EXPERTS, 8);
+        let table = routed::table(&experts, &vec![1.0; experts.len()], EXPERTS as u32);
+        let table =
+            gpu.filled("routes", &table.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+        let (n_experts, used) = (EXPERTS as u32, USED as u32);
+        let routes = Routes { table: &table, n_experts, used, share: used };
+        let routes = (self.routed == Routed::Experts).then_some(routes);
+        let adds = self.routed == Routed::Sum;
         // A row behind the end, which stays as it is.
-        let before = match self.adds() {
+        let before = match adds {
             true => random(1, n_out + self.outputs, 1.0),
             false => vec![f32::NAN; n_out + self.outputs],
         };
@@ -90,11 +112,13 @@ impl Case {
         gpu.write(&halves, 0, &vec![0xff; room as usize]);
         let halves = Halves::of(halves, room);
         let mut recorder = <Api as Driver>::Recorder::default();
-        let expert = self.is_experts().then_some((&routes, EXPERT, EXPERTS as u32));
-        let written = Halves::write(Some(&halves), gpu, &mut recorder, (&x, n), &[&layer], expert);
+        let inputs = (&x, self.tokens as u32);
+        let written = Halves::write(Some(&halves), gpu, &mut recorder, inputs, &[&layer], routes);
+        assert!(tile.is_none_or(|tile| !tile.halves) || written.is_some(), "no inputs in f16");
         let written = tile.and(written);
-        let (cap, added) = (self.cap, self.adds());
-        let product = Product { x: &x, layer: &layer, out: &out, n, cap, expert, added, halves: written };
+        let cap = self.cap;
+        let product =
+            Product { x: &x, layer: &layer, out: &out, n, cap, routes, added: adds, halves: written };
         match tile {
             Some(tile) => product.record_as(gpu, &mut recorder, &self.kernel(tile)),
             None => product.record(gpu, &mut recorder),
@@ -117,16 +141,10 @@ impl Case {
     /// cancel, may have more.
     pub fn check(&self, gpu: &Api, tile: GemmTile) -> f64 {
         let (found, expected) = (self.run(gpu, Some(tile)), self.run(gpu, None));
-        let routes = self.routes();
         let (mut squares, mut n) = (0f64, 0f64);
         let rows = found.chunks_exact(self.outputs).zip(expected.chunks_exact(self.outputs));
         for (t, (found, expected)) in rows.enumerate() {
             let what = format!("{} {tile:?} {:?}, token {t}", self.encoding.name(), self.routed);
-            if self.is_experts() && routes[t * EXPERTS + EXPERT as usize] == 0.0 {
-                let same = found.iter().zip(expected).all(|(x, y)| x.to_bits() == y.to_bits());
-                assert!(same, "{what}: not routed");
-                continue;
-            }
             assert!(expected.iter().all(|x| x.is_finite()), "{what}: the case itself");
             let difference: Vec<f32> = found.iter().zip(expected).map(|(x, y)| x - y).collect();
             let error = (square(&difference) / square(expected).max(1e-60)).sqrt();

@@ -1,15 +1,18 @@
 //! The fast kernels of linear layers for a few tokens against the invariant ones: every encoding, every number of tokens, odd
 //! shapes, experts. Outputs are NaN before, and what lies behind them stays as it is.
 use crate::common::{self, Api};
+use crate::routed;
 use kvist_device::weights::{Encoding, FileTensor, WeightFormat};
-use kvist_device::{Activation, Device};
-use kvist_gpu::{Args, Driver, GpuDevice, Kernel, Linear, Product, Several};
+use kvist_device::{Activation, Device, DeviceError};
+use kvist_gpu::{Args, Driver, GpuDevice, Kernel, Linear, Product, Routes, Several};
 use kvist_testing::operations::{encoded, encodings, random};
+use std::ops::Range;
 
 /// Words behind the outputs.
 const BEHIND: usize = 9;
 const EXPERTS: usize = 3;
-const EXPERT: u32 = 1;
+/// Of each token.
+const USED: usize = 2;
 
 struct Case {
     encoding: Encoding,
@@ -24,13 +27,25 @@ impl Case {
         format!("{} {}x{}", self.encoding.name(), self.outputs, self.inputs)
     }
 
+    /// A layer, or that of expert `e`.
+    fn layer_of(&self, device: &GpuDevice<Api>, e: usize) -> Linear<Api> {
+        self.layers(device, e..e + 1)
+    }
+
     fn layer(&self, device: &GpuDevice<Api>) -> Linear<Api> {
+        self.layer_of(device, 0)
+    }
+
+    /// The layers of experts as one.
+    fn layers(&self, device: &GpuDevice<Api>, experts: Range<usize>) -> Linear<Api> {
         let shape = [self.outputs, self.inputs];
-        let weights = encoded(self.encoding, self.outputs, self.inputs, 3);
-        let (encoding, bytes, factor) = (self.encoding, (&weights[..]).into(), 0.75);
-        let tensor = FileTensor { name: "w", shape: &shape, encoding, bytes, factor };
-        let bias = self.bias.then(|| random(5, self.outputs, 1.0));
-        device.linear(tensor, WeightFormat::AsStored, bias).unwrap()
+        let layers = experts.map(|e| {
+            let bytes = encoded(self.encoding, self.outputs, self.inputs, 3 + e as u64).into();
+            let tensor =
+                FileTensor { name: "w", shape: &shape, encoding: self.encoding, bytes, factor: 0.75 };
+            Ok::<_, DeviceError>((tensor, self.bias.then(|| random(5 + e as u64, self.outputs, 1.0))))
+        });
+        device.stack(layers, WeightFormat::AsStored).unwrap()
     }
 }
 
@@ -39,8 +54,10 @@ struct Run<'a> {
     x: &'a [f32],
     n: usize,
     cap: Option<f32>,
-    /// Weights of all experts for every token, and whether the results are added.
-    routes: Option<(&'a [f32], bool)>,
+    /// Whether the results are added.
+    added: bool,
+    /// Each row's expert, and how many of them share a row of `x`; then `n` is the number of rows.
+    experts: Option<(&'a [u32], u32)>,
     before: &'a [f32],
 }
 
@@ -62,7 +79,12 @@ impl Run<'_> {
     fn on(&self, device: &GpuDevice<Api>, layer: &Linear<Api>) -> Vec<f32> {
         let gpu = device.driver();
         let (x, out) = (floats(gpu, self.x), floats(gpu, self.before));
-        let routes = self.routes.map(|(routes, added)| (floats(gpu, routes), added));
+        let table = self.experts.map(|(experts, _)| {
+            let table = routed::table(experts, &vec![1.0; experts.len()], EXPERTS as u32);
+            gpu.filled("routes", &table.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()).unwrap()
+        });
+        let (n_experts, used) = (EXPERTS as u32, USED as u32);
+        let routes = self.experts.zip(table.as_ref());
         let mut recorder = Default::default();
         let product = Product {
             x: &x,
@@ -70,8 +92,8 @@ impl Run<'_> {
             out: &out,
             n: self.n as u32,
             cap: self.cap,
-            expert: routes.as_ref().map(|(routes, _)| (routes, EXPERT, EXPERTS as u32)),
-            added: routes.as_ref().is_some_and(|(_, added)| *added),
+            routes: routes.map(|((_, share), table)| Routes { table, n_experts, used, share }),
+            added: self.added,
             halves: None,
         };
         product.record(gpu, &mut recorder);
@@ -130,7 +152,7 @@ fn fast_layers_agree_with_the_invariant_ones() {
                 }
                 let x = random(n as u64, n * case.inputs, 1.0);
                 let before = poisoned(n, case.outputs);
-                let run = Run { x: &x, n, cap: case.cap, routes: None, before: &before };
+                let run = Run { x: &x, n, cap: case.cap, added: false, experts: None, before: &before };
                 let found = run.on(&fast, &layers.0);
                 // One token, and several.
                 if [1, 8].contains(&n) {
@@ -168,22 +190,48 @@ fn experts_softcaps_and_parts() {
         assert!(layers.2.parts.len() > 3, "{} parts", layers.2.parts.len());
         for n in [1, 3, 8, 11] {
             let x = random(n as u64, n * inputs, 1.0);
-            // Of the tokens some use the expert, and of one batch none.
-            let mut routes = random(7, n * EXPERTS, 0.7);
-            let of_expert = routes.iter_mut().skip(EXPERT as usize).step_by(EXPERTS);
-            of_expert.enumerate().filter(|(i, _)| i % 3 == 1 || n == 3).for_each(|(_, x)| *x = 0.0);
             let values: Vec<f32> = random(9, n * case.outputs, 1.0);
-            let added = [values, vec![f32::NAN; BEHIND]].concat();
+            let filled = [values, vec![f32::NAN; BEHIND]].concat();
             let nan = poisoned(n, case.outputs);
-            for (routes, before) in
-                [(None, &nan), (Some((&routes[..], false)), &nan), (Some((&routes[..], true)), &added)]
-            {
-                let what = format!("{} by {n}, routed: {:?}", case.name(), routes.map(|routes| routes.1));
-                let run = Run { x: &x, n, cap: case.cap, routes, before };
+            for added in [false, true] {
+                let what = format!("{} by {n}, added: {added}", case.name());
+                let before = if added { &filled } else { &nan };
+                let run = Run { x: &x, n, cap: case.cap, added, experts: None, before };
                 let expected = run.on(&invariant, &layers.1);
                 compare(&what, &run.on(&fast, &layers.0), &expected);
                 compare(&format!("{what}, in parts"), &run.on(&in_parts, &layers.2), &expected);
             }
+        }
+        // Experts against each one's layer by itself.
+        let all = 0..EXPERTS;
+        let stacks = [&fast, &invariant, &in_parts].map(|device| case.layers(device, all.clone()));
+        assert!(stacks[2].parts.len() > 3 * EXPERTS, "{} parts", stacks[2].parts.len());
+        let alone: Vec<_> = all.map(|e| case.layer_of(&invariant, e)).collect();
+        // A few rows, and tiles of them.
+        for (tokens, share) in [(1, USED), (2, 1), (5, USED), (11, USED), (20, 1)] {
+            let n = tokens * USED;
+            let experts = routed::experts(tokens, USED, EXPERTS, tokens as u64);
+            let n_x = n / share;
+            let x = random(n as u64, n_x * inputs, 1.0);
+            let before = poisoned(n, case.outputs);
+            let row = |r: usize| {
+                let x = &x[r / share * inputs..][..inputs];
+                let before = poisoned(1, case.outputs);
+                let run = Run { x, n: 1, cap: case.cap, added: false, experts: None, before: &before };
+                run.on(&invariant, &alone[experts[r] as usize])[..case.outputs].to_vec()
+            };
+            let expected: Vec<f32> = (0..n).flat_map(row).chain([f32::NAN; BEHIND]).collect();
+            let experts = Some((&experts[..], share as u32));
+            let run = Run { x: &x, n, cap: case.cap, added: false, experts, before: &before };
+            let what = format!("{} by {n} rows of experts", case.name());
+            compare(&what, &run.on(&fast, &stacks[0]), &expected);
+            compare(&format!("{what}, in parts"), &run.on(&in_parts, &stacks[2]), &expected);
+            let found = run.on(&invariant, &stacks[1]);
+            let same = found
+                .iter()
+                .zip(&expected)
+                .all(|(x, y)| x.to_bits() == y.to_bits() || x.is_nan() && y.is_nan());
+            assert!(same, "{what}: not the bits of one expert by itself");
         }
     }
 }
@@ -203,7 +251,7 @@ fn inputs_of_every_size() {
             row.iter_mut().for_each(|x| *x *= size);
         }
         let before = poisoned(n, outputs);
-        let run = Run { x: &x, n, cap: None, routes: None, before: &before };
+        let run = Run { x: &x, n, cap: None, added: false, experts: None, before: &before };
         let (found, expected) = (run.on(&fast, &layers.0), run.on(&invariant, &layers.1));
         for t in 0..n {
             let row = t * outputs..(t + 1) * outputs;
@@ -236,7 +284,7 @@ fn one_token() {
                 x.iter_mut().for_each(|x| *x *= size);
                 x[inputs / 2] *= 100.0;
                 let before = poisoned(1, outputs);
-                let run = Run { x: &x, n: 1, cap: None, routes: None, before: &before };
+                let run = Run { x: &x, n: 1, cap: None, added: false, experts: None, before: &before };
                 let what = format!("{} by one token of {size}", case.name());
                 compare(&what, &run.on(&fast, &layers.0), &run.on(&invariant, &layers.1));
             }
@@ -244,8 +292,8 @@ fn one_token() {
                 let mut x = random(4, inputs, 1.0);
                 x[inputs - 2] = wrong;
                 let before = poisoned(1, outputs);
-                let found =
-                    Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, &layers.0);
+                let found = Run { x: &x, n: 1, cap: None, added: false, experts: None, before: &before }
+                    .on(&fast, &layers.0);
                 let row = &found[..outputs];
                 assert!(row.iter().all(|x| !x.is_finite()), "{}: {wrong} in {row:?}", case.name());
             }
@@ -267,7 +315,7 @@ fn several_layers_in_one_launch() {
         let x = random(3, inputs, 1.0);
         let alone = |layer: &Linear<Api>| {
             let before = poisoned(1, layer.outputs as usize);
-            Run { x: &x, n: 1, cap: None, routes: None, before: &before }.on(&fast, layer)
+            Run { x: &x, n: 1, cap: None, added: false, experts: None, before: &before }.on(&fast, layer)
         };
         let row = floats(gpu, &x);
         for sizes in [&[35, 16, 1][..], &[2, 33]] {
@@ -299,7 +347,7 @@ fn several_layers_in_one_launch() {
             for (layer, out) in pairs {
                 let n = layer.outputs as usize;
                 let before = poisoned(1, n);
-                let run = Run { x: &normed, n: 1, cap: None, routes: None, before: &before };
+                let run = Run { x: &normed, n: 1, cap: None, added: false, experts: None, before: &before };
                 let (found, expected) = (read(gpu, out, n + BEHIND), run.on(&fast, layer));
                 let most = expected[..n].iter().fold(0f32, |most, x| most.max(x.abs()));
                 for (found, expected) in found[..n].iter().zip(&expected) {

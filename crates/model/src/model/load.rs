@@ -439,11 +439,7 @@ impl<D: Device> Loader<'_, D> {
     }
     fn weights(&self, spec: &TensorSpec, bias: Option<Vec<f32>>) -> Result<D::Linear, Error> {
         let view: View<'_> = self.source.find(spec)?;
-        let loaded = self.device.linear(view.tensor()?, format_of(spec, self.format), bias);
-        loaded.map_err(|error| match error {
-            DeviceError::Weights { name, what } => Error::Malformed { file: name, what },
-            error => error.into(),
-        })
+        Ok(self.device.linear(view.tensor()?, format_of(spec, self.format), bias)?)
     }
     fn missing(&self, name: String) -> Error {
         Error::MissingTensor { file: self.source.file().into(), name }
@@ -454,9 +450,25 @@ impl<D: Device> Loader<'_, D> {
             return Ok(Mlp::Dense(self.gated(config.mlp_names(l))?));
         };
         let router = self.must(&config.router_name(l))?;
-        let experts = (0..how.routing.n_experts).map(|expert| self.gated(config.expert_names(l, expert)));
-        let experts = experts.collect::<Result<_, _>>()?;
-        Ok(Mlp::Routed(Experts { router, experts, routing: how.routing }))
+        let mut stack = |part: usize| {
+            let names = (0..how.routing.n_experts).map(|expert| config.expert_names(l, expert)[part].clone());
+            self.stack(names)
+        };
+        let [gate, up, down] = [stack(0)?, stack(1)?, stack(2)?];
+        Ok(Mlp::Routed(Experts { router, gate, up, down, routing: how.routing }))
+    }
+    /// The same linear layer of every expert, by name.
+    fn stack(&mut self, names: impl Iterator<Item = String>) -> Result<D::Stack, Error> {
+        let (source, mut views, mut biases) = (self.source, Vec::new(), Vec::new());
+        for name in names {
+            let weight = format!("{name}.weight");
+            let spec = self.spec(&weight).ok_or_else(|| self.missing(weight))?;
+            self.tick();
+            views.push(source.find(&spec)?);
+            biases.push(self.values(&format!("{name}.bias"))?);
+        }
+        let layers = views.iter().zip(biases).map(|(view, bias)| Ok::<_, Error>((view.tensor()?, bias)));
+        self.device.stack(layers, self.format)
     }
     fn gated(&mut self, [gate, up, down]: [String; 3]) -> Result<GatedMlp<D>, Error> {
         Ok(GatedMlp { gate: self.must(&gate)?, up: self.must(&up)?, down: self.must(&down)? })

@@ -17,8 +17,8 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
     let first_token = thread / LANES / 4u * EACH;
     let tile_output = group.x * OUTPUTS;
     let tile_token = group.y * TOKENS;
-    var quads = args.form.quads;
-    if (ROUTED) { quads = select(0u, quads, any_routed(tile_token, TOKENS)); }
+    let work = work_of(group.z);
+    let quads = select(0u, args.form.quads, tile_token < work.tokens && tile_output < work.outputs);
     var acc: array<f32, EACH * EACH>;
     for (var i = 0u; i < EACH * EACH; i++) { acc[i] = 0.0; }
     for (var first = 0u; first < quads; first += LANES) {
@@ -26,13 +26,13 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
             let c = first + i % LANES;
             let row = tile_output + i / LANES;
             var weights = vec4(0.0);
-            if (c < quads && row < args.outputs) { weights = weights4(args.form, row, c); }
+            if (c < quads && row < work.outputs) { weights = weights4(args.form, work.before + row, c); }
             tile[i] = weights;
         }
         for (var i = thread; i < TOKENS * LANES; i += THREADS) {
             let c = first + i % LANES;
             var values = vec4(0.0);
-            if (c < quads) { values = inputs4(min(tile_token + i / LANES, args.tokens - 1u), c); }
+            if (c < quads) { values = inputs4(inputs_of(work, tile_token + i / LANES), c); }
             tile[OUTPUTS * LANES + i] = values;
         }
         workgroupBarrier();
@@ -70,7 +70,7 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
             for (var n = LANES / 4u; n > 0u; n /= 2u) {
                 for (var l = 0u; l < n; l++) { sums[l] = sums[2u * l] + sums[2u * l + 1u]; }
             }
-            put(tile_output + threads % 4u * EACH + o, tile_token + threads / 4u * EACH + t, sums[0]);
+            put(work, tile_output + threads % 4u * EACH + o, tile_token + threads / 4u * EACH + t, sums[0]);
         }
         workgroupBarrier();
     }

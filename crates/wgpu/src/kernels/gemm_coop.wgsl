@@ -8,8 +8,8 @@ alias Sums = coop_mat16x16<f32, C>;
 // A fragment's sums, [16 tokens, 16 outputs], of each subgroup.
 var<workgroup> staged: array<f32, 8u * 256u>;
 
-fn finish_fragment(lane: u32, from_: u32, first_output: u32, first_token: u32) {
-    for (var i = lane; i < 256u; i += 32u) { finish(first_output + i % 16u, first_token + i / 16u, staged[from_ + i]); }
+fn finish_fragment(work: Work, lane: u32, from_: u32, first_output: u32, first_token: u32) {
+    for (var i = lane; i < 256u; i += 32u) { finish(work, first_output + i % 16u, first_token + i / 16u, staged[from_ + i]); }
 }
 
 @compute @workgroup_size(256)
@@ -30,13 +30,14 @@ fn main(
     var c12 = Sums();
     var c03 = Sums();
     var c13 = Sums();
-    let steps = n_steps(thread, first_token);
-    if (steps > 0u) { load_step(thread, first_output, first_token, 0u); }
+    let work = work_of(group.z);
+    let steps = n_steps(work, first_output, first_token);
+    if (steps > 0u) { load_step(work, thread, first_output, first_token, 0u); }
     for (var step = 0u; step < steps; step++) {
         workgroupBarrier();
         store_step(thread);
         workgroupBarrier();
-        if (step + 1u < steps) { load_step(thread, first_output, first_token, step + 1u); }
+        if (step + 1u < steps) { load_step(work, thread, first_output, first_token, step + 1u); }
         for (var c = 0u; c < STEP_QUADS; c += 4u) {
             let a0 = coopLoadT<Weights>(&tile_weights[output * STRIDE + c], STRIDE);
             let a1 = coopLoadT<Weights>(&tile_weights[(output + 16u) * STRIDE + c], STRIDE);
@@ -63,37 +64,37 @@ fn main(
     let t = first_token + token;
     coopStore(c00, &staged[from_], 16u);
     workgroupBarrier();
-    finish_fragment(lane, from_, o, t);
+    finish_fragment(work, lane, from_, o, t);
     workgroupBarrier();
     coopStore(c10, &staged[from_], 16u);
     workgroupBarrier();
-    finish_fragment(lane, from_, o + 16u, t);
+    finish_fragment(work, lane, from_, o + 16u, t);
     if (FRAGMENTS > 1u) {
         workgroupBarrier();
         coopStore(c01, &staged[from_], 16u);
         workgroupBarrier();
-        finish_fragment(lane, from_, o, t + 16u);
+        finish_fragment(work, lane, from_, o, t + 16u);
         workgroupBarrier();
         coopStore(c11, &staged[from_], 16u);
         workgroupBarrier();
-        finish_fragment(lane, from_, o + 16u, t + 16u);
+        finish_fragment(work, lane, from_, o + 16u, t + 16u);
     }
     if (FRAGMENTS > 2u) {
         workgroupBarrier();
         coopStore(c02, &staged[from_], 16u);
         workgroupBarrier();
-        finish_fragment(lane, from_, o, t + 32u);
+        finish_fragment(work, lane, from_, o, t + 32u);
         workgroupBarrier();
         coopStore(c12, &staged[from_], 16u);
         workgroupBarrier();
-        finish_fragment(lane, from_, o + 16u, t + 32u);
+        finish_fragment(work, lane, from_, o + 16u, t + 32u);
         workgroupBarrier();
         coopStore(c03, &staged[from_], 16u);
         workgroupBarrier();
-        finish_fragment(lane, from_, o, t + 48u);
+        finish_fragment(work, lane, from_, o, t + 48u);
         workgroupBarrier();
         coopStore(c13, &staged[from_], 16u);
         workgroupBarrier();
-        finish_fragment(lane, from_, o + 16u, t + 48u);
+        finish_fragment(work, lane, from_, o + 16u, t + 48u);
     }
 }

@@ -27,11 +27,11 @@ fn row_chunks() -> u32 {
     return (args.inputs + 255u) / 256u * 32u;
 }
 
-fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
+fn load_step(work: Work, thread: u32, first_output: u32, first_token: u32, step: u32) {
     unroll(i, UNITS_EACH) {
         let n = thread + i * THREADS;
         let unit = step * ROW_UNITS + n % ROW_UNITS;
-        let row = min(first_output + n / ROW_UNITS, args.outputs - 1u);
+        let row = work.before + min(first_output + n / ROW_UNITS, work.outputs - 1u);
         units[i] = w_fetch(args.form, row, min(unit, args.form.quads / UNIT_QUADS - 1u));
         if (ENCODING == INT8) { units[i].scales.x = 1.0; }
         // Behind the end of a row of inputs are zeros.
@@ -39,7 +39,7 @@ fn load_step(thread: u32, first_output: u32, first_token: u32, step: u32) {
     }
     unroll(i, CHUNKS_EACH) {
         let n = thread + i * THREADS;
-        let token = min(first_token + n / (STEP / 8u), args.tokens - 1u);
+        let token = inputs_of(work, first_token + n / (STEP / 8u));
         chunks[i] = x[token * row_chunks() + step * (STEP / 8u) + n % (STEP / 8u)];
     }
 }
@@ -60,24 +60,16 @@ fn store_step(thread: u32) {
 }
 
 // Finishes output `o` of this part for a token of this tile.
-fn finish(o: u32, token: u32, sum: f32) {
-    if (o >= args.outputs || token >= args.tokens) { return; }
-    var y = sum * (bitcast<f32>(x[args.tokens * row_chunks() + token].x) / args.scale);
-    if (ENCODING == INT8) { y *= bitcast<f32>(w_word(args.form.s + o * (args.form.quads / 8u))); }
-    put(o, token, y);
+fn finish(work: Work, o: u32, token: u32, sum: f32) {
+    if (o >= work.outputs || token >= work.tokens) { return; }
+    let rows = args.tokens / args.share;
+    var y = sum * (bitcast<f32>(x[rows * row_chunks() + inputs_of(work, token)].x) / args.scale);
+    if (ENCODING == INT8) { y *= bitcast<f32>(w_word(args.form.s + (work.before + o) * (args.form.quads / 8u))); }
+    put(work, o, token, y);
 }
 
-// 16 bytes, as all that lies in workgroup memory is multiples of 16: a driver may place one behind the other, and cooperative matrices are
-// loaded from multiples of 16 bytes. Behind four bytes NVIDIA's driver loaded them from eight bytes too early.
-var<workgroup> has_routed: vec4<u32>;
-
-// Steps of the tile: none if no token uses the expert. All invocations must call it, and get the same.
-fn n_steps(thread: u32, first_token: u32) -> u32 {
+// Steps of the tile: none if there is nothing to do.
+fn n_steps(work: Work, first_output: u32, first_token: u32) -> u32 {
     let steps = (args.form.quads + STEP_QUADS - 1u) / STEP_QUADS;
-    if (!ROUTED) { return steps; }
-    has_routed.x = 0u;
-    workgroupBarrier();
-    // All that write, write the same.
-    if (thread < TILE_TOKENS && any_routed(first_token + thread, 1u)) { has_routed.x = 1u; }
-    return steps * workgroupUniformLoad(&has_routed).x;
+    return select(0u, steps, first_token < work.tokens && first_output < work.outputs);
 }

@@ -13,13 +13,14 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
     unroll(o, OUTPUTS_EACH) {
         unroll(t, TOKENS_EACH) { acc[o * TOKENS_EACH + t] = 0.0; }
     }
-    let steps = n_steps(thread, first_token);
-    if (steps > 0u) { load_step(thread, first_output, first_token, 0u); }
+    let work = work_of(group.z);
+    let steps = n_steps(work, first_output, first_token);
+    if (steps > 0u) { load_step(work, thread, first_output, first_token, 0u); }
     for (var step = 0u; step < steps; step++) {
         workgroupBarrier();
         store_step(thread);
         workgroupBarrier();
-        if (step + 1u < steps) { load_step(thread, first_output, first_token, step + 1u); }
+        if (step + 1u < steps) { load_step(work, thread, first_output, first_token, step + 1u); }
         for (var c = 0u; c < STEP_QUADS; c++) {
             var weights: array<vec4<f32>, OUTPUTS_EACH>;
             unroll(o, OUTPUTS_EACH) {
@@ -37,7 +38,7 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
     }
     unroll(o, OUTPUTS_EACH) {
         unroll(t, TOKENS_EACH) {
-            finish(first_output + output + o * OUTPUT_THREADS, first_token + token + t * TOKEN_THREADS, acc[o * TOKENS_EACH + t]);
+            finish(work, first_output + output + o * OUTPUT_THREADS, first_token + token + t * TOKEN_THREADS, acc[o * TOKENS_EACH + t]);
         }
     }
 }

@@ -4,17 +4,14 @@
 //
 // e is the row's own: it brings the largest magnitude to [2^14, 2^15). So nothing overflows, and an element has all of the 11
 // bits of an f16 if it is not smaller than the largest one by 2^28. Infinite and NaN stay what they are, and have no part in e.
-// A workgroup has one row. For an expert only rows of tokens that use it are written.
+// A workgroup has one row.
 
 struct Args {
     inputs: u32,
-    expert: u32,
-    experts: u32, // 0: the rows of all tokens
 }
 
 @group(0) @binding(0) var<storage, read> x: array<f32>;              // [tokens, inputs]
 @group(0) @binding(1) var<storage, read_write> out: array<vec4<u32>>; // [tokens, inputs rounded up / 8], then [tokens]
-@group(0) @binding(2) var<storage, read> routes: array<f32>;         // [tokens, experts], 0: not routed
 var<immediate> args: Args;
 
 const THREADS: u32 = 256u;
@@ -34,17 +31,13 @@ fn main(
     @builtin(local_invocation_index) thread: u32,
     @builtin(workgroup_id) group: vec3<u32>,
     @builtin(num_workgroups) rows: vec3<u32>) {
-    var used = true;
-    if (args.experts != 0u) { used = routes[group.x * args.experts + args.expert] != 0.0; }
     let first = group.x * args.inputs;
     let chunks = (args.inputs + 255u) / 256u * 32u; // of eight elements
     // Magnitudes have the order of their bits.
     var most = 0u;
-    if (used) {
-        for (var i = thread; i < args.inputs; i += THREADS) {
-            let bits = bitcast<u32>(x[first + i]) & 0x7fffffffu;
-            most = max(most, select(0u, bits, bits < 0x7f800000u));
-        }
+    for (var i = thread; i < args.inputs; i += THREADS) {
+        let bits = bitcast<u32>(x[first + i]) & 0x7fffffffu;
+        most = max(most, select(0u, bits, bits < 0x7f800000u));
     }
     largest[thread] = most;
     workgroupBarrier();
@@ -52,7 +45,6 @@ fn main(
         if (thread < half) { largest[thread] = max(largest[thread], largest[thread + half]); }
         workgroupBarrier();
     }
-    if (!used) { return; }
     // 2^e, at most 2^126: its bits. The exponent of the largest one plus e is 14.
     let exponent = max(largest[0] >> 23u, 15u);
     let scale = bitcast<f32>((268u - exponent) << 23u);

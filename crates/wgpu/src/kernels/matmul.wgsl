@@ -11,15 +11,17 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let lane = thread % LANES;
     let row = group.x * OUTPUTS + thread / LANES;
     let first_token = group.y * TOKENS;
-    var used = row < args.outputs;
-    if (ROUTED) { used = used && any_routed(first_token, TOKENS); }
+    var expert = 0u;
+    if (ROUTED) { expert = routes[first_token]; }
+    let work = work_of(expert);
+    let used = row < work.outputs;
     var acc: array<f32, TOKENS>;
     for (var t = 0u; t < TOKENS; t++) { acc[t] = 0.0; }
     if (used) {
         for (var c = lane; c < args.form.quads; c += LANES) {
-            let weights = weights4(args.form, row, c);
+            let weights = weights4(args.form, work.before + row, c);
             for (var t = 0u; t < TOKENS; t++) {
-                let values = inputs4(min(first_token + t, args.tokens - 1u), c);
+                let values = inputs4(inputs_of(work, first_token + t), c);
                 var sum = acc[t];
                 sum = fma(weights.x, values.x, sum);
                 sum = fma(weights.y, values.y, sum);
@@ -37,7 +39,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     }
     if (left == 1u) {
         for (var t = 0u; t < TOKENS; t++) {
-            if (lane == t) { put(row, first_token + t, acc[t]); }
+            if (lane == t) { put(work, row, first_token + t, acc[t]); }
         }
     } else {
         if (lane % near == 0u) {
@@ -49,7 +51,7 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
             for (var n = left / 2u; n > 0u; n /= 2u) {
                 for (var i = 0u; i < n; i++) { sums[first + i] = sums[first + 2u * i] + sums[first + 2u * i + 1u]; }
             }
-            put(group.x * OUTPUTS + thread % OUTPUTS, first_token + thread / OUTPUTS, sums[first]);
+            put(work, group.x * OUTPUTS + thread % OUTPUTS, first_token + thread / OUTPUTS, sums[first]);
         }
     }
 }

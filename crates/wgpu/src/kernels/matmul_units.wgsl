@@ -13,14 +13,18 @@ fn main(lanes: Lanes, @builtin(workgroup_id) group: vec3<u32>) {
     let thread = thread_of(lanes);
     let first = group.x * ALL_ROWS;
     let first_token = group.y * TOKENS;
-    var used = true;
-    if (ROUTED) { used = any_routed(first_token, TOKENS); }
-    if (used) {
-        let row = first + thread / UNIT_LANES * ROWS;
-        w_add_rows(args.form, row, args.outputs - 1u, thread % UNIT_LANES, first_token, args.tokens - 1u);
+    var expert = 0u;
+    if (ROUTED) { expert = routes[first_token]; }
+    let work = work_of(expert);
+    if (first < work.outputs) {
+        let row = work.before + first + thread / UNIT_LANES * ROWS;
+        let last = work.before + work.outputs - 1u;
+        // Routed rows are computed one by one.
+        let last_token = inputs_of(work, select(args.tokens - 1u, first_token, ROUTED));
+        w_add_rows(args.form, row, last, thread % UNIT_LANES, inputs_of(work, first_token), last_token);
     }
     add_up(lanes);
     if (thread < ALL_ROWS * TOKENS) {
-        put(first + thread / TOKENS, first_token + thread % TOKENS, sum_of(lanes, thread));
+        put(work, first + thread / TOKENS, first_token + thread % TOKENS, sum_of(lanes, thread));
     }
 }

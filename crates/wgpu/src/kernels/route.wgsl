@@ -1,7 +1,9 @@
-// Which experts a token uses, and their weights. One invocation per token.
+// Which experts a token uses, and their weights (see routes.wgsl). A workgroup has one token.
 //
 //   p = softmax(odds);  the `used` largest, of equal ones the first;  RENORMALISE: their sum becomes 1
-//   routes[t, e] = p[e], 0 for the others
+//
+// How many experts are before one, among all and among those that are used, says whether it is used, and which of them it is: no loop
+// over the used ones, of which each waits for the last.
 
 struct Args {
     tokens: u32,
@@ -11,46 +13,65 @@ struct Args {
 }
 
 @group(0) @binding(0) var<storage, read> odds: array<f32>;         // [tokens, experts]
-@group(0) @binding(1) var<storage, read_write> routes: array<f32>; // [tokens, experts]
+@group(0) @binding(1) var<storage, read_write> routes: array<u32>; // as routes.wgsl says
 var<immediate> args: Args;
 
-@compute @workgroup_size(64)
-fn main(@builtin(global_invocation_id) id: vec3<u32>) {
-    if (id.x >= args.tokens) {
-        return;
+const THREADS: u32 = 128u;
+// Experts of a token that are looked at together.
+const KEPT: u32 = 512u;
+
+var<workgroup> values: array<f32, KEPT>;
+var<workgroup> counts: array<u32, KEPT>; // 1: used
+
+// Whether expert a comes before expert b.
+fn is_before(value_a: f32, a: u32, value_b: f32, b: u32) -> bool {
+    return value_a > value_b || (value_a == value_b && a < b);
+}
+
+// Odds of expert e: of the first ones from workgroup memory.
+fn odd_of(first: u32, e: u32) -> f32 {
+    if (e < KEPT) { return values[e]; }
+    return odds[first + e];
+}
+
+fn is_used(first: u32, e: u32) -> bool {
+    if (e < KEPT) { return counts[e] != 0u; }
+    return before_all(first, e) < args.used;
+}
+
+// How many experts are before e.
+fn before_all(first: u32, e: u32) -> u32 {
+    let value = odd_of(first, e);
+    var n = 0u;
+    for (var i = 0u; i < args.experts; i++) { n += u32(is_before(odd_of(first, i), i, value, e)); }
+    return n;
+}
+
+@compute @workgroup_size(THREADS)
+fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
+    let token = group.x;
+    let first = token * args.experts;
+    for (var e = thread; e < min(args.experts, KEPT); e += THREADS) { values[e] = odds[first + e]; }
+    workgroupBarrier();
+    var largest = odd_of(first, 0u);
+    for (var e = 1u; e < args.experts; e++) { largest = max(largest, odd_of(first, e)); }
+    for (var e = thread; e < min(args.experts, KEPT); e += THREADS) {
+        counts[e] = u32(before_all(first, e) < args.used);
     }
-    let first = id.x * args.experts;
-    var largest = odds[first];
-    for (var e = 1u; e < args.experts; e++) { largest = max(largest, odds[first + e]); }
+    workgroupBarrier();
     var sum = 0.0;
     for (var e = 0u; e < args.experts; e++) {
-        sum += exp_2((odds[first + e] - largest) * LOG2_E);
-        routes[first + e] = 0.0;
+        if (args.renormalise == 0u || is_used(first, e)) { sum += exp_2((odd_of(first, e) - largest) * LOG2_E); }
     }
-    var kept = 0.0;
-    // The next largest after the last one, in order of (odds descending, number ascending).
-    var last = 0.0;
-    var last_expert = 0u;
-    for (var i = 0u; i < args.used; i++) {
-        var found = false;
-        var next = 0.0;
-        var expert = 0u;
-        for (var e = 0u; e < args.experts; e++) {
-            let odd = odds[first + e];
-            let left = i == 0u || odd < last || (odd == last && e > last_expert);
-            if (left && (!found || odd > next)) {
-                found = true;
-                next = odd;
-                expert = e;
-            }
+    let rows = args.tokens * args.used;
+    for (var e = thread; e < args.experts; e += THREADS) {
+        var n = 0u;
+        for (var i = 0u; i < e; i++) { n += u32(is_used(first, i)); }
+        // NaN is before nothing and nothing before it: then there are too many.
+        if (is_used(first, e) && n < args.used) {
+            let row = token * args.used + n;
+            routes[row] = e;
+            routes[weight_at(rows, row)] = bitcast<u32>(exp_2((odd_of(first, e) - largest) * LOG2_E) / sum);
         }
-        if (!found) { break; }
-        let p = exp_2((next - largest) * LOG2_E);
-        kept += p;
-        routes[first + expert] = p;
-        last = next;
-        last_expert = expert;
     }
-    if (args.renormalise != 0u) { sum = kept; }
-    for (var e = 0u; e < args.experts; e++) { routes[first + e] /= sum; }
 }

@@ -53,7 +53,7 @@ fn kernels_fit_into_workgroup_memory() {
             for tokens in [13, 1000, 1 << 20] {
                 let tile = target.gemm_tile(encoding, tokens, 1000);
                 assert_eq!(tile.halves, kib > 16 && encoding != 1, "{kib} KiB, {tile:?}");
-                kernels.push(Kernel::Gemm { encoding, routed: Routed::Only, tile });
+                kernels.push(Kernel::Gemm { encoding, routed: Routed::Experts, tile });
             }
         }
         for (storage, dim) in
@@ -89,7 +89,7 @@ fn cooperative_kernels_are_valid() {
             if !tile.halves {
                 continue;
             }
-            let routed = [Routed::No, Routed::Sum, Routed::Only, Routed::Added][n % 4];
+            let routed = [Routed::No, Routed::Sum, Routed::Experts][n % 3];
             let kernel = Kernel::Gemm { encoding, routed, tile };
             translate(&format!("{kernel:?}"), &target.source(&kernel));
             n += 1;
