@@ -47,7 +47,7 @@ pub use weights::{Linear, stack};
 /// [`Footprint::numerics`](kvist_device::Footprint::numerics), and so of the keys under which K and V are stored: another process reuses
 /// them only if it would have computed the same ones. Raise it with every change that changes a bit of a result. No test can tell:
 /// adapters differ.
-pub const NUMERICS: u32 = 6;
+pub const NUMERICS: u32 = 7;
 
 /// A GPU: a device for models, and a backend for attention alone. Clones share it.
 #[derive(Debug)]

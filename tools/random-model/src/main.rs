@@ -1,4 +1,4 @@
-//! Writes a Llama model of any size with random weights: speed does not depend on what the weights say.
+//! Writes a Llama model, or a mixture of experts, of any size with random weights: speed does not depend on what the weights say.
 mod shape;
 mod vocab;
 mod weights;
@@ -64,6 +64,12 @@ struct Args {
     /// Width of the MLP
     #[arg(long)]
     ff: Option<usize>,
+    /// Experts of a layer, each an MLP of width --ff, for --format gguf
+    #[arg(long)]
+    experts: Option<usize>,
+    /// Experts that each token uses
+    #[arg(long)]
+    experts_used: Option<usize>,
     #[arg(long)]
     vocab: Option<usize>,
     /// The longest text the model claims to be made for
@@ -93,6 +99,8 @@ impl Args {
             kv_heads: self.kv_heads.unwrap_or(base.kv_heads),
             head_dim: self.head_dim.unwrap_or(base.head_dim),
             ff: self.ff.unwrap_or(base.ff),
+            experts: self.experts.unwrap_or(base.experts),
+            experts_used: self.experts_used.unwrap_or(base.experts_used),
             vocab: self.vocab.unwrap_or(base.vocab),
             context: self.context.unwrap_or(base.context),
         }

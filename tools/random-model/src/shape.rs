@@ -9,6 +9,9 @@ pub struct Shape {
     pub kv_heads: usize,
     pub head_dim: usize,
     pub ff: usize,
+    /// Of a layer, and of a token; 0: dense layers.
+    pub experts: usize,
+    pub experts_used: usize,
     pub vocab: usize,
     pub context: usize,
 }
@@ -21,6 +24,8 @@ pub const A: Shape = Shape {
     kv_heads: 12,
     head_dim: 64,
     ff: 2048,
+    experts: 0,
+    experts_used: 0,
     vocab: 32000,
     context: 32768,
 };
@@ -33,6 +38,8 @@ pub const B: Shape = Shape {
     kv_heads: 4,
     head_dim: 64,
     ff: 5632,
+    experts: 0,
+    experts_used: 0,
     vocab: 32000,
     context: 32768,
 };
@@ -47,6 +54,8 @@ pub enum Kind {
     /// Ones, f32.
     Norm,
     Matrix,
+    /// f32, as llama.cpp's converter writes it.
+    Router,
     /// Rows of q and k: GGUF orders those of a head otherwise than Hugging Face does.
     Rotated {
         heads: usize,
@@ -64,6 +73,11 @@ pub struct Spec {
 }
 
 impl Spec {
+    /// Elements of a row: the last dimension.
+    pub fn columns(&self) -> usize {
+        self.shape.last().copied().unwrap_or(1)
+    }
+
     /// A linear layer of a decoder block.
     pub fn is_linear(&self) -> bool {
         self.kind != Kind::Norm && self.hf.starts_with("model.layers.")
@@ -99,6 +113,9 @@ impl Shape {
             "--vocab is {}; the tokenizer needs {MIN_VOCAB} at least, and ids have 32 bits",
             self.vocab
         );
+        let (n, used) = (self.experts, self.experts_used);
+        ensure!(used <= n && (used > 0) == (n > 0), "--experts-used is {used}: 1 to --experts, which is {n}");
+        ensure!(n <= usize::from(u16::MAX), "--experts is {n}, which no model has");
         let n = self.parameters();
         if n > MAX_PARAMETERS {
             bail!("these sizes make {n} parameters; more than {MAX_PARAMETERS} are taken for a mistake");
@@ -106,12 +123,13 @@ impl Shape {
         Ok(())
     }
 
-    /// Cannot overflow: every factor has 32 bits and layers 16.
+    /// Cannot overflow: every factor has 32 bits, layers and experts 16.
     pub fn parameters(&self) -> u128 {
         let [layers, hidden, ff, vocab] = [self.layers, self.hidden, self.ff, self.vocab].map(|n| n as u128);
         let q = self.heads as u128 * self.head_dim as u128;
         let kv = self.kv_heads as u128 * self.head_dim as u128;
-        let layer = (2 * q + 2 * kv + 3 * ff + 2).saturating_mul(hidden);
+        let (experts, routers) = (self.experts.max(1) as u128, self.experts as u128);
+        let layer = (2 * q + 2 * kv + 3 * ff * experts + routers + 2).saturating_mul(hidden);
         layers.saturating_mul(layer) + (2 * vocab + 1) * hidden
     }
 
@@ -134,11 +152,26 @@ impl Shape {
                 ("self_attn.v_proj", "attn_v", &[kv, self.hidden], Kind::Matrix),
                 ("self_attn.o_proj", "attn_output", &[self.hidden, q], Kind::Matrix),
                 ("post_attention_layernorm", "ffn_norm", &[self.hidden], Kind::Norm),
-                ("mlp.gate_proj", "ffn_gate", &[self.ff, self.hidden], Kind::Matrix),
-                ("mlp.up_proj", "ffn_up", &[self.ff, self.hidden], Kind::Matrix),
-                ("mlp.down_proj", "ffn_down", &[self.hidden, self.ff], Kind::Matrix),
             ] {
                 all.push(spec(format!("model.layers.{l}.{hf}"), format!("blk.{l}.{gguf}"), shape, kind));
+            }
+            let (n, ff, hidden) = (self.experts, self.ff, self.hidden);
+            let layers = [
+                ("mlp.gate_proj", "ffn_gate", [n, ff, hidden]),
+                ("mlp.up_proj", "ffn_up", [n, ff, hidden]),
+                ("mlp.down_proj", "ffn_down", [n, hidden, ff]),
+            ];
+            for (hf, gguf, shape) in layers {
+                let (hf, gguf) = (format!("model.layers.{l}.{hf}"), format!("blk.{l}.{gguf}"));
+                all.push(match n {
+                    0 => spec(hf, gguf, &shape[1..], Kind::Matrix),
+                    // The layers of all experts are one tensor.
+                    _ => spec(hf, format!("{gguf}_exps"), &shape, Kind::Matrix),
+                });
+            }
+            if n > 0 {
+                let (hf, gguf) = (format!("model.layers.{l}.mlp.gate"), format!("blk.{l}.ffn_gate_inp"));
+                all.push(spec(hf, gguf, &[n, hidden], Kind::Router));
             }
         }
         all.push(spec("model.norm".into(), "output_norm".into(), &[self.hidden], Kind::Norm));

@@ -24,7 +24,7 @@ pub fn values(spec: &Spec, index: usize, seed: u64, gguf: bool) -> Vec<f32> {
     if spec.kind == Kind::Norm {
         return vec![1.0; elements];
     }
-    let columns = spec.shape[1];
+    let columns = spec.columns();
     let key = mix(seed.wrapping_add(mix(index as u64 + 1)));
     // A product keeps the variance of what goes in.
     let scale = 1.0 / (columns as f32).sqrt();

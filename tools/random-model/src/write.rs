@@ -60,7 +60,7 @@ impl Drop for Partial {
 fn encoding(spec: &Spec, dtype: Dtype) -> GgmlDType {
     let four_bits = matches!(dtype, Dtype::Q4_0 | Dtype::Q4K);
     match (spec.kind, dtype) {
-        (Kind::Norm, _) => GgmlDType::F32,
+        (Kind::Norm | Kind::Router, _) => GgmlDType::F32,
         (Kind::Output, _) if four_bits && spec.shape[1].is_multiple_of(256) => GgmlDType::Q6K,
         (Kind::Output, _) if four_bits => GgmlDType::Q8_0,
         (_, Dtype::F32) => GgmlDType::F32,
@@ -91,7 +91,7 @@ pub fn gguf(shape: &Shape, dtype: Dtype, seed: u64, name: &str, out: &Path) -> R
     ensure!(dtype != Dtype::Int8, "GGUF has no int8 with a scale per row: use --format safetensors");
     let specs = shape.tensors();
     for spec in &specs {
-        let (encoding, row) = (encoding(spec, dtype), spec.shape[spec.shape.len() - 1]);
+        let (encoding, row) = (encoding(spec, dtype), spec.columns());
         let block = encoding.block_size();
         ensure!(
             row.is_multiple_of(block),
@@ -124,6 +124,8 @@ fn metadata(shape: &Shape, dtype: Dtype, name: &str) -> Vec<(String, Value)> {
     // Normal, or control.
     let types = (0..tokens.len()).map(|id| Value::I32(if id < vocab::CONTROL.len() { 3 } else { 1 }));
     let (left, right) = vocab::MERGE;
+    let experts = [("llama.expert_count", shape.experts), ("llama.expert_used_count", shape.experts_used)];
+    let experts = experts.into_iter().filter(|(_, n)| *n > 0).map(|(key, n)| (key, size(n)));
     [
         ("general.architecture", text("llama")),
         ("general.name", text(name)),
@@ -150,8 +152,10 @@ fn metadata(shape: &Shape, dtype: Dtype, name: &str) -> Vec<(String, Value)> {
         ("tokenizer.ggml.eos_token_id", Value::U32(vocab::EOS)),
         ("tokenizer.ggml.add_bos_token", Value::Bool(true)),
     ]
+    .into_iter()
+    .chain(experts)
     .map(|(key, value)| (key.to_string(), value))
-    .into()
+    .collect()
 }
 
 /// A tensor whose bytes are made when they are written: one at a time is in memory.
@@ -208,6 +212,7 @@ pub fn safetensors(shape: &Shape, dtype: Dtype, seed: u64, out: &Path) -> Result
         Dtype::Bf16 | Dtype::Int8 => (Stored::BF16, "bfloat16"),
         _ => bail!("safetensors hold f32, f16, bf16 or int8; the block formats are GGUF's"),
     };
+    ensure!(shape.experts == 0, "models with --experts are written as GGUF: use --format gguf");
     let partial = Partial::new(out)?;
     let folder = partial.path();
     std::fs::create_dir(folder).with_context(|| format!("cannot make `{}`", folder.display()))?;

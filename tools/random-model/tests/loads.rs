@@ -96,6 +96,24 @@ fn every_format_and_encoding_is_the_same_model() {
 }
 
 #[test]
+fn mixtures_of_experts_load() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut all = Vec::new();
+    for (dtype, used) in [("f32", "2"), ("q8_0", "2"), ("f32", "5")] {
+        let out = folder.path().join(format!("{dtype}-{used}"));
+        let written = write(&["--dtype", dtype, "--experts", "5", "--experts-used", used], &out);
+        assert!(written.status.success(), "{}", String::from_utf8_lossy(&written.stderr));
+        let routing = load(&out).config().experts.expect("a mixture of experts").routing;
+        assert_eq!((routing.n_experts, routing.used.to_string(), routing.width), (5, used.to_string(), 512));
+        all.push(logits(&out));
+    }
+    let spread = root_mean_square(all[0].iter().copied());
+    let off = |other: &[f32]| root_mean_square(all[0].iter().zip(other).map(|(a, b)| a - b)) / spread;
+    assert!(off(&all[1]) < 0.05, "rounding: {}", off(&all[1]));
+    assert!(off(&all[2]) > 0.05, "other experts: {}", off(&all[2]));
+}
+
+#[test]
 fn the_seed_decides() {
     let folder = tempfile::tempdir().unwrap();
     let [a, b, c] = ["a", "b", "c"].map(|name| folder.path().join(name));
@@ -141,6 +159,13 @@ fn what_is_refused_leaves_nothing() {
         (("--ff", "288"), &["--dtype", "q4_k"], "blocks of 256"),
         (("--seed", "1"), &["--dtype", "q8_0", "--format", "safetensors"], "f32, f16, bf16 or int8"),
         (("--seed", "1"), &["--dtype", "int8"], "--format safetensors"),
+        (("--seed", "1"), &["--experts", "4", "--experts-used", "5"], "--experts-used is 5"),
+        (("--seed", "1"), &["--experts", "4"], "--experts-used is 0"),
+        (
+            ("--seed", "1"),
+            &["--format", "safetensors", "--experts", "2", "--experts-used", "1"],
+            "use --format gguf",
+        ),
     ] {
         let run = tiny(&[replace], more);
         let stderr = String::from_utf8_lossy(&run.stderr).into_owned();
