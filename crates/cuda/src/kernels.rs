@@ -440,7 +440,9 @@ pub fn all(dims: &[u32], others: &[u32]) -> Vec<Kernel> {
             Encoding::F32 => {}
             Encoding::Q8_0 => {
                 all.extend(gemm::TILES.map(|(outputs, tokens)| fast(outputs, tokens, Routed::No)));
-                all.push(fast(64, 64, Routed::Experts));
+                all.extend(
+                    [(64, 64), (128, 256)].map(|(outputs, tokens)| fast(outputs, tokens, Routed::Experts)),
+                );
                 all.push(fast(128, 256, Routed::Sum));
             }
             _ => all.extend([

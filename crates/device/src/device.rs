@@ -183,6 +183,18 @@ pub struct GatedMlp<D: Device> {
 /// The weights of one expert's linear layer, and its bias.
 pub type ExpertTensor<'t> = (FileTensor<'t>, Option<Vec<f32>>);
 
+/// [`Device::stack`] of a device that keeps the experts' layers one by one.
+///
+/// # Errors
+/// The first one, of `layers` or of `load`.
+pub fn stack_each<'t, L, E: From<DeviceError>>(
+    layers: impl Iterator<Item = Result<ExpertTensor<'t>, E>>,
+    load: impl Fn(FileTensor<'t>, Option<Vec<f32>>) -> Result<L, DeviceError>,
+) -> Result<Vec<L>, E> {
+    let load = |layer: Result<ExpertTensor<'t>, E>| layer.and_then(|(tensor, bias)| Ok(load(tensor, bias)?));
+    layers.map(load).collect()
+}
+
 /// A mixture of experts. `p = softmax(x·Wrouter)`, `y = Σ pᵢ · expertᵢ(x)` over the top few experts.
 pub struct Experts<D: Device> {
     /// `[n_experts, hidden]`

@@ -23,7 +23,15 @@ impl<D: Driver> Footprint for GpuDevice<D> {
             let what = format!("heads of {dim} need {needed} bytes of workgroup memory, {adapter} has {has}");
             return Err(DeviceError::Unsupported(what));
         }
-        Ok(())
+        // A dispatch has a dimension for experts.
+        match shape.routing {
+            Some(Routing { n_experts, .. }) if n_experts > 65_535 => {
+                let what =
+                    format!("{n_experts} experts in a layer; the device {} has kernels for 65,535", D::NAME);
+                Err(DeviceError::Unsupported(what))
+            }
+            _ => Ok(()),
+        }
     }
 
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64> {

@@ -43,38 +43,39 @@ impl<D: Driver> Clone for Routes<'_, D> {
 impl<D: Driver> Copy for Routes<'_, D> {}
 
 impl<D: Driver> Routes<'_, D> {
-    /// Rows of an expert, on average over those that can have any, of `n` rows.
-    pub fn rows_of_expert(&self, n: u32) -> u32 {
+    /// Rows that an expert has on average, of `n` rows, which not more than `n` experts share.
+    fn rows_of_expert(&self, n: u32) -> u32 {
         n / self.n_experts.min(n).max(1)
     }
 
-    /// How many tokens of one layer are as much work as `n` routed rows, when it is about computing them in tiles: otherwise a row of weights
-    /// is decoded anew for each of its tokens, while tokens of one layer share it.
+    /// How many tokens of one layer `n` rows are worth in the choice between tiles and rows one by one. One by one, an expert's weights are
+    /// decoded anew for each of its rows, while tokens of one layer share them: so tiles pay for fewer rows. The factor is not measured.
     fn as_tokens(&self, n: u32) -> u32 {
         3 * self.rows_of_expert(n).saturating_sub(1)
     }
-
-    /// Whether tiles may compute `n` routed rows: they have to be sorted.
-    pub fn are_many(&self, n: u32) -> bool {
-        self.as_tokens(n) >= TENSOR_TOKENS.min(MANY_TOKENS)
-    }
 }
 
-/// The tile for layer and rows, if tiles compute it: with [`GemmTile::halves`] only if its inputs are written so.
-fn tile<D: Driver>(
+/// The tile in which a layer is computed for `n` rows of its output, of which those of experts have to be sorted; `None`: a few rows at a time.
+/// `halves`: whether inputs can be written as [`Kernel::Halves`] writes them.
+pub fn tile_of<D: Driver>(
     gpu: &D,
     layer: &Linear<D>,
-    routed: Routed,
     n: u32,
-    routes: Option<Routes<'_, D>>,
-) -> GemmTile {
-    match routes {
-        None => gpu.gemm_tile(layer.encoding, routed, n, layer.outputs),
-        // As many blocks as all experts have.
+    (routed, routes): (Routed, Option<Routes<'_, D>>),
+    halves: bool,
+) -> Option<GemmTile> {
+    let (tokens, tile) = match routes {
+        None => (n, gpu.gemm_tile(layer.encoding, routed, n, layer.outputs)),
         Some(routes) => {
+            // Some experts have more rows than others, and all of them have blocks.
+            let rows = routes.rows_of_expert(n);
             let outputs = layer.outputs.saturating_mul(routes.n_experts.min(n));
-            gpu.gemm_tile(layer.encoding, routed, routes.as_tokens(n), outputs)
+            (routes.as_tokens(n), gpu.gemm_tile(layer.encoding, routed, rows + rows / 2, outputs))
         }
+    };
+    match tile.halves && halves && tokens >= TENSOR_TOKENS {
+        true => Some(tile),
+        false => (tokens >= MANY_TOKENS).then_some(GemmTile::USUAL),
     }
 }
 
@@ -92,6 +93,9 @@ pub struct Product<'a, D: Driver> {
     /// `x` as [`Kernel::Halves`] writes it.
     pub halves: Option<&'a D::Buffer>,
 }
+
+/// Workgroups of [`Kernel::Halves`], one for each row: as many as a dispatch has in a dimension.
+const MAX_HALVES_ROWS: u32 = 65_535;
 
 /// Memory for rows of [`Kernel::Halves`].
 #[derive(Debug)]
@@ -123,13 +127,12 @@ impl<D: Driver> Halves<D> {
     ) -> Option<&'a D::Buffer> {
         let Halves { data, bytes } = halves?;
         let inputs = layers.first()?.inputs;
-        let routed = if routes.is_some() { Routed::Experts } else { Routed::No };
-        // Of `out`.
+        let routed = (if routes.is_some() { Routed::Experts } else { Routed::No }, routes);
         let rows = routes.map_or(n, |routes| n * routes.share);
-        let wanted = |layer: &&Linear<D>| tile(gpu, layer, routed, rows, routes).halves;
+        let wanted =
+            |layer: &&Linear<D>| tile_of(gpu, layer, rows, routed, true).is_some_and(|tile| tile.halves);
         let fits = halves_bytes(n as usize, inputs as usize).is_some_and(|needed| needed <= *bytes);
-        let tokens = routes.map_or(n, |routes| routes.as_tokens(rows));
-        if tokens < TENSOR_TOKENS || !fits || !layers.iter().any(wanted) {
+        if n > MAX_HALVES_ROWS || !fits || !layers.iter().any(wanted) {
             return None;
         }
         gpu.record(recorder, &Kernel::Halves, &[Some(x), Some(data)], Args::new(&[inputs]), [n, 1, 1]);
@@ -140,18 +143,16 @@ impl<D: Driver> Halves<D> {
 impl<D: Driver> Product<'_, D> {
     pub fn record(&self, gpu: &D, recorder: &mut D::Recorder) {
         let Product { layer, n, routes, .. } = *self;
-        let (routed, at_once, tokens) = match routes {
-            None if self.added => (Routed::Sum, tokens_at_once(n), n),
-            None => (Routed::No, tokens_at_once(n), n),
+        let (routed, tokens) = match routes {
+            None if self.added => (Routed::Sum, tokens_at_once(n)),
+            None => (Routed::No, tokens_at_once(n)),
             // Rows behind each other have different experts.
-            Some(routes) => (Routed::Experts, 1, routes.as_tokens(n)),
+            Some(_) => (Routed::Experts, 1),
         };
         let encoding = layer.encoding;
-        let tile = tile(gpu, layer, routed, n, routes);
-        let kernel = match tile.halves && self.halves.is_some() {
-            true => Kernel::Gemm { encoding, routed, tile },
-            false if tokens >= MANY_TOKENS => Kernel::Gemm { encoding, routed, tile: GemmTile::USUAL },
-            false => Kernel::Matmul { encoding, tokens: at_once, routed },
+        let kernel = match tile_of(gpu, layer, n, (routed, routes), self.halves.is_some()) {
+            Some(tile) => Kernel::Gemm { encoding, routed, tile },
+            None => Kernel::Matmul { encoding, tokens, routed },
         };
         self.record_as(gpu, recorder, &kernel);
     }

@@ -168,7 +168,9 @@ impl<D: Driver> Measurement<D> {
     fn compute(&self, recorder: &mut D::Recorder, n: u32) {
         let encoding = encoding_number(Encoding::F16).unwrap_or(0);
         let kernel = Kernel::Matmul { encoding, tokens: 1, routed: Routed::No };
+        // As `Product` has them: no softcap, bias or experts; a row of the result for each row of `x`.
         let args = Args::new(&[COMPUTE / 4, 0, 0, COMPUTE, COMPUTE, 0, COMPUTE, 1]).f32(1.0);
+        let args = args.f32(0.0).u32(0).u32(0).u32(1).f32(1.0);
         let outputs = self.gpu.product_tile(&kernel).0;
         self.gpu.mark(recorder);
         for i in 0..n {

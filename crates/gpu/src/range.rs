@@ -4,10 +4,10 @@ use kvist_device::{bf16, f16};
 
 /// A power of two that brings the largest weight of a matrix to at most 2^15. It is found from the scales alone, so the largest one may
 /// also be a few times smaller than that. Weights that are not finite have no part in it. Weights in f16 and f32, and codes
-/// of int8, whose scales are the row's, are taken as they are: 1.
-pub fn scale(encoding: Encoding, bytes: &[u8]) -> f32 {
+/// of int8, whose scales are the row's, are taken as they are: 1. `None`: every weight is 0.
+pub fn scale(encoding: Encoding, bytes: &[u8]) -> Option<f32> {
     let largest = match encoding {
-        Encoding::F32 | Encoding::F16 | Encoding::Int8 => return 1.0,
+        Encoding::F32 | Encoding::F16 | Encoding::Int8 => return Some(1.0),
         Encoding::BF16 => {
             // Magnitudes have the order of their bits.
             let magnitudes = bytes.as_chunks::<2>().0.iter().map(|x| u16::from_le_bytes(*x) & 0x7fff);
@@ -22,7 +22,7 @@ pub fn scale(encoding: Encoding, bytes: &[u8]) -> f32 {
     // 2^exponent <= largest < 2^(exponent + 1); the largest times 2^(14 - exponent) is in [2^14, 2^15).
     let exponent = (largest.to_bits() >> 23) as i32 - 127;
     let wanted = (14 - exponent).clamp(-126, 126);
-    if largest > 0.0 { f32::from_bits(((wanted + 127) as u32) << 23) } else { 1.0 }
+    (largest > 0.0).then(|| f32::from_bits(((wanted + 127) as u32) << 23))
 }
 
 /// What no weight of a block exceeds.
@@ -71,7 +71,7 @@ mod tests {
                 })
                 .take(size * 2)
                 .collect();
-                let scale = scale(encoding, &bytes);
+                let scale = scale(encoding, &bytes).unwrap();
                 assert_eq!(scale.to_bits() << 9, 0, "{scale} is no power of two");
                 let (shape, bytes) = ([1, 2 * elements], (&bytes[..]).into());
                 let tensor = FileTensor { name: "w", shape: &shape, encoding, bytes, factor: 1.0 };
@@ -88,8 +88,8 @@ mod tests {
             .iter()
             .flat_map(|x| bf16::from_f32(*x).to_le_bytes())
             .collect();
-        assert_eq!(scale(Encoding::BF16, &bytes), 8192.0);
-        assert_eq!(scale(Encoding::BF16, &[0; 8]), 1.0);
-        assert_eq!(scale(Encoding::F16, &bytes), 1.0);
+        assert_eq!(scale(Encoding::BF16, &bytes), Some(8192.0));
+        assert_eq!(scale(Encoding::BF16, &[0; 8]), None);
+        assert_eq!(scale(Encoding::F16, &bytes), Some(1.0));
     }
 }

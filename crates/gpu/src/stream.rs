@@ -66,7 +66,7 @@ pub struct Stream<D: Driver> {
     pub answers: D::Buffer, // [max_rows, ANSWER]
     pub staging: D::Buffer, // logits, then answers
     pub experts: Option<ExpertRows<D>>,
-    /// The inputs of a linear layer, and those of an expert's last layer.
+    /// The inputs of a linear layer, and those of the experts' last layer.
     pub halves: [Option<Halves<D>>; 2],
     pub taps: Vec<Option<Tap<D>>>,
     pub vocab: u32,

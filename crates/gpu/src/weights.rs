@@ -151,7 +151,8 @@ impl<D: Driver> Linear<D> {
     }
 }
 
-/// The layers of all experts as one, whose [`outputs`](Linear::outputs) are those of each expert. Experts are read and uploaded one by one.
+/// The layers of all experts as one, whose [`outputs`](Linear::outputs) are those of each expert. Experts are read one by one and
+/// uploaded part by part: the host keeps up to one part.
 pub fn stack<'t, D: Driver, E: From<DeviceError>>(
     gpu: &D,
     layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
@@ -168,10 +169,13 @@ pub fn stack<'t, D: Driver, E: From<DeviceError>>(
             None => found.insert((form, Upload::new(gpu, name, encoding, n, shape)?)),
         };
         if *first != form {
-            let (encoding, (outputs, inputs), factor, _) = *first;
-            let others = format!("{outputs} rows of {inputs} in {}, times {factor}", encoding.name());
+            let text = |(encoding, (outputs, inputs), factor, biases): (Encoding, _, f32, Option<usize>)| {
+                let biases = biases.unwrap_or(0);
+                format!("{outputs} rows of {inputs} in {}, times {factor}, {biases} biases", encoding.name())
+            };
+            let (first, this) = (text(*first), text(form));
             let what = format!(
-                "the device {} needs the same shape, encoding, scale and biases in all experts; the first one has {others}",
+                "is {this}; the first expert has {first}, and the device {} needs all alike",
                 D::NAME
             );
             return Err(DeviceError::Weights { name: name.into(), what }.into());
@@ -246,7 +250,7 @@ impl<'g, D: Driver> Upload<'g, D> {
             what: format!("{} bytes are not {outputs} rows of {inputs}", bytes.len()),
         })?;
         if let Some(scale) = &mut self.scale {
-            *scale = scale.min(range::scale(self.encoding, bytes));
+            *scale = range::scale(self.encoding, bytes).map_or(*scale, |found| scale.min(found));
         }
         let mut done = 0;
         while done < outputs {
@@ -273,6 +277,7 @@ impl<'g, D: Driver> Upload<'g, D> {
 
     /// After all layers were pushed; their biases, if they have any.
     fn finish(self, factor: f32, biases: Vec<f32>) -> Result<Linear<D>, DeviceError> {
+        debug_assert_eq!(self.pushed, self.rows, "as many layers as were said");
         let bias = (!biases.is_empty()).then(|| vector(self.gpu, &biases)).transpose()?;
         Ok(Linear {
             inputs: self.inputs as u32,

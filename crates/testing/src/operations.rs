@@ -22,7 +22,8 @@ fn shape() -> ModelShape {
         head_dim: 20,
         vocab: VOCAB,
         intermediate: 24,
-        routing: Some(Routing { n_experts: 5, used: 2, width: 24, renormalise: true }),
+        // Room for all that the operations use.
+        routing: Some(Routing { n_experts: 64, used: 5, width: 64, renormalise: true }),
         rope_pairs: vec![2, FREQUENCIES.len()],
         features: 0,
     }
@@ -447,44 +448,62 @@ fn encoded_floats(encoding: Encoding, values: &[f32]) -> Vec<u8> {
 }
 
 pub fn experts_of_every_token<D: Runs>(device: &D) {
-    const HIDDEN: usize = 40;
-    const WIDTH: usize = 24;
-    const N_EXPERTS: usize = 5;
-    let (hidden, width, n_experts, encoding) = (HIDDEN, WIDTH, N_EXPERTS, floats(device));
     for (n, used, renormalise) in [(1, 2, true), (3, 1, false), (9, 2, false), (16, 5, true), (41, 1, true)] {
-        let x = random(8, n * hidden, 1.0);
-        macro_rules! experts {
-            () => {
-                |s| {
-                    let tensor = |encoding: Encoding, shape: &'static [usize; 2], seed: u64| {
-                        let (name, factor, [outputs, inputs]) = ("w", 1.0, *shape);
-                        let bytes = encoded_floats(encoding, &random(seed, outputs * inputs, 0.5)).into();
-                        let bias = Some(random(seed + 100, outputs, 0.5));
-                        (FileTensor { name, shape, encoding, bytes, factor }, bias)
-                    };
-                    let stack = |shape, seed: u64| {
-                        let experts =
-                            (1..n_experts as u64 + 1).map(|e| tensor(encoding, shape, 10 * e + seed));
-                        let experts = experts.map(Ok::<_, DeviceError>).collect::<Vec<_>>().into_iter();
-                        s.device.stack(experts, WeightFormat::AsStored).unwrap()
-                    };
-                    // Which experts a token uses must not depend on rounding: the router is exact.
-                    let (router, bias) = tensor(Encoding::F32, &[N_EXPERTS, HIDDEN], 1);
-                    let layer = Experts {
-                        router: s.device.linear(router, WeightFormat::AsStored, bias).unwrap(),
-                        gate: stack(&[WIDTH, HIDDEN], 0),
-                        up: stack(&[WIDTH, HIDDEN], 1),
-                        down: stack(&[HIDDEN, WIDTH], 2),
-                        routing: Routing { n_experts, used, width, renormalise },
-                    };
-                    let (x, mut out) = (s.buffer(&x), s.out(hidden));
-                    s.device.experts(&mut s.stream, &x, &layer, Activation::Silu, &mut out);
-                    s.tap(&out);
-                }
-            };
-        }
-        both!(*device, format!("experts: {used} for each of {n}"), n, experts!());
+        // Which experts a token uses must not depend on rounding: the router is exact.
+        experts::<D, 40, 24, 5>(device, (Encoding::F32, floats(device)), n, (used, renormalise));
     }
+    // In blocks, and a router that rounds, whose inputs the layers of experts may share: more experts than rows, and many rows.
+    experts::<D, 64, 32, 60>(device, (Encoding::BF16, Encoding::Q8_0), 6, (2, true));
+    experts::<D, 64, 32, 6>(device, (Encoding::BF16, Encoding::Q8_0), 64, (3, false));
+}
+
+fn experts<D: Runs, const HIDDEN: usize, const WIDTH: usize, const N_EXPERTS: usize>(
+    device: &D,
+    (router, encoding): (Encoding, Encoding),
+    n: usize,
+    (used, renormalise): (usize, bool),
+) {
+    let x = random(8, n * HIDDEN, 1.0);
+    macro_rules! experts {
+        () => {
+            |s| {
+                let tensor = |to: Encoding, shape: &'static [usize; 2], seed: u64| {
+                    let (name, factor, [outputs, inputs]) = ("w", 1.0, *shape);
+                    let bytes = match to {
+                        Encoding::Q8_0 => encoded(to, outputs, inputs, seed),
+                        _ => encoded_floats(to, &random(seed, outputs * inputs, 0.5)),
+                    };
+                    let bias = random(seed + 100, outputs, 0.5);
+                    (FileTensor { name, shape, encoding: to, bytes: bytes.into(), factor }, bias)
+                };
+                let stack = |shape, seed: u64| {
+                    let experts = (1..N_EXPERTS as u64 + 1).map(|e| {
+                        let (tensor, bias) = tensor(encoding, shape, 10 * e + seed);
+                        Ok::<_, DeviceError>((tensor, Some(bias)))
+                    });
+                    s.device.stack(experts.collect::<Vec<_>>().into_iter(), WeightFormat::AsStored).unwrap()
+                };
+                let (mut router, mut bias) = tensor(router, &[N_EXPERTS, HIDDEN], 1);
+                if router.encoding != Encoding::F32 {
+                    // Rounding must change no choice and hardly a weight: every other of the first experts is far ahead of the others.
+                    router.bytes = encoded_floats(router.encoding, &random(1, N_EXPERTS * HIDDEN, 0.05)).into();
+                    let is_ahead = |e: usize| e % 2 == 1 && e < 2 * used;
+                    bias.iter_mut().enumerate().for_each(|(e, b)| *b += if is_ahead(e) { 40.0 } else { 0.0 });
+                }
+                let layer = Experts {
+                    router: s.device.linear(router, WeightFormat::AsStored, Some(bias)).unwrap(),
+                    gate: stack(&[WIDTH, HIDDEN], 0),
+                    up: stack(&[WIDTH, HIDDEN], 1),
+                    down: stack(&[HIDDEN, WIDTH], 2),
+                    routing: Routing { n_experts: N_EXPERTS, used, width: WIDTH, renormalise },
+                };
+                let (x, mut out) = (s.buffer(&x), s.out(HIDDEN));
+                s.device.experts(&mut s.stream, &x, &layer, Activation::Silu, &mut out);
+                s.tap(&out);
+            }
+        };
+    }
+    both!(*device, format!("experts: {used} of {N_EXPERTS} for each of {n}"), n, experts!());
 }
 
 pub fn logits_of_the_wanted_rows<D: Runs>(device: &D) {

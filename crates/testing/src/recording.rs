@@ -143,11 +143,7 @@ impl Device for Recording {
         layers: impl ExactSizeIterator<Item = Result<ExpertTensor<'t>, E>>,
         format: WeightFormat,
     ) -> Result<Vec<Linear>, E> {
-        let load = |layer: Result<ExpertTensor<'t>, E>| {
-            let (tensor, bias) = layer?;
-            Ok(self.linear(tensor, format, bias)?)
-        };
-        layers.map(load).collect()
+        stack_each(layers, |tensor, bias| self.linear(tensor, format, bias))
     }
     fn vector(&self, values: Vec<f32>) -> Result<(), DeviceError> {
         self.log.allocate(Purpose::Weights, 4 * values.len() as u64);

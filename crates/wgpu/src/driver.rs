@@ -353,8 +353,8 @@ impl Driver for Wgpu {
         self.target.has_several(encoding)
     }
 
-    fn gemm_tile(&self, encoding: u32, _: Routed, tokens: u32, outputs: u32) -> GemmTile {
-        self.target.gemm_tile(encoding, tokens, outputs)
+    fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        self.target.gemm_tile(encoding, routed, tokens, outputs)
     }
 
     fn has_halves(&self) -> bool {

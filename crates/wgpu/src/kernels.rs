@@ -1,6 +1,6 @@
 //! The WGSL of the kernels. Every file begins with what it computes.
 use kvist_device::weights::Encoding;
-use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits, MANY_TOKENS, MATMUL_OUTPUTS};
+use kvist_gpu::{ATTEND_ROWS, Constant, Form, GemmTile, Kernel, Limits, MANY_TOKENS, MATMUL_OUTPUTS, Routed};
 use std::borrow::Cow;
 
 /// Buffers that [`Kernel::Several`] binds.
@@ -123,29 +123,36 @@ impl Target {
     }
 
     /// What a workgroup of [`Kernel::Gemm`] computes.
-    pub fn gemm_tile(&self, encoding: u32, tokens: u32, outputs: u32) -> GemmTile {
-        // Without cooperative matrices fewer tokens are not worth a tile.
-        if !self.has_units(encoding) || (!self.cooperative && tokens < MANY_TOKENS) {
+    pub fn gemm_tile(&self, encoding: u32, routed: Routed, tokens: u32, outputs: u32) -> GemmTile {
+        // Without cooperative matrices fewer tokens are not worth a tile, unless they are alone with their expert's weights.
+        let few = !self.cooperative && tokens < MANY_TOKENS && routed != Routed::Experts;
+        if !self.has_units(encoding) || few {
             return GemmTile::USUAL;
         }
+        // A workgroup has rows of one expert: a tile for more rows than an expert has would compute some in vain.
+        let most = if routed == Routed::Experts { tokens.next_power_of_two() } else { u32::MAX };
         let fits = |tile: &GemmTile| self.gemm_bytes(*tile) <= self.max_workgroup_bytes;
         let tile = |tokens| GemmTile { outputs: GEMM_OUTPUTS, tokens, halves: true };
-        let groups = |tile: &GemmTile| outputs.div_ceil(tile.outputs) * tokens.div_ceil(tile.tokens);
+        let groups =
+            |tile: &GemmTile| outputs.div_ceil(tile.outputs).saturating_mul(tokens.div_ceil(tile.tokens));
         let mut tiles = GEMM_TOKENS.map(tile).into_iter().filter(fits);
         let smallest = tiles.clone().next_back();
         // The largest one of which there are enough to fill a GPU.
-        tiles.find(|tile| groups(tile) >= ENOUGH_GROUPS).or(smallest).unwrap_or(GemmTile::USUAL)
+        tiles
+            .find(|tile| tile.tokens <= most && groups(tile) >= ENOUGH_GROUPS)
+            .or(smallest)
+            .unwrap_or(GemmTile::USUAL)
     }
 
-    /// Bytes of workgroup memory of `gemm_halves`: rows of 64 weights or inputs, a flag, and sums of eight subgroups.
+    /// Bytes of workgroup memory of `gemm_halves`: rows of 64 weights or inputs, and sums of eight subgroups.
     fn gemm_bytes(&self, tile: GemmTile) -> u32 {
-        (tile.outputs + tile.tokens) * (64 + 8) * 2 + 16 + if self.cooperative { 8 * 256 * 4 } else { 0 }
+        (tile.outputs + tile.tokens) * (64 + 8) * 2 + if self.cooperative { 8 * 256 * 4 } else { 0 }
     }
 
     /// Whether some layers take their inputs in f16.
     pub fn has_halves(&self) -> bool {
         let all = 0..Encoding::RESIDENT.len() as u32;
-        all.into_iter().any(|encoding| self.gemm_tile(encoding, u32::MAX / 2, 1).halves)
+        all.into_iter().any(|encoding| self.gemm_tile(encoding, Routed::No, u32::MAX / 2, 1).halves)
     }
 
     /// Whether `attend_fast` computes attention with such keys: its workgroup memory has room for eight rows.

@@ -129,7 +129,7 @@ pub fn tile(
     tokens: u32,
     outputs: u32,
 ) -> Option<GemmTile> {
-    let usual = usual_tile(max_shared_bytes, routed, tokens, outputs)?;
+    let usual = usual_tile(max_shared_bytes, tokens, outputs)?;
     let large = WARPGROUP_TILES.map(|(outputs, tokens)| GemmTile { outputs, tokens, halves: true });
     // With fewer tokens most of such a tile would have none.
     let large = large.into_iter().filter(|tile| warpgroups && tokens > tile.tokens / 2);
@@ -147,10 +147,8 @@ pub fn tile(
 
 /// The tile of `gemm_fast`: as many tokens as there are, so that weights are decoded once for all, and as many outputs as leave
 /// work for the whole GPU.
-fn usual_tile(max_shared_bytes: u32, routed: Routed, tokens: u32, outputs: u32) -> Option<GemmTile> {
-    // Of an expert few tokens are left.
-    let most = if routed == Routed::Experts { 64 } else { 128 };
-    let least = tokens.min(most).next_power_of_two().max(16);
+fn usual_tile(max_shared_bytes: u32, tokens: u32, outputs: u32) -> Option<GemmTile> {
+    let least = tokens.min(128).next_power_of_two().max(16);
     // The widest one where it has no more idle tokens than two of the next one.
     let pairs = tokens > 1024 || tokens.div_ceil(128).is_multiple_of(2);
     let wide = |tile: &GemmTile| tile.tokens == least || least == 128 && tile.tokens == 256 && pairs;

@@ -43,7 +43,7 @@ __device__ __forceinline__ void add_lanes(float* acc, u32 lane) {
 
 // What a block computes: outputs of a layer, for tokens.
 struct Work {
-    u32 before;        // rows of this part before the layer's first that is in it
+    u32 before;        // rows of this part that belong to earlier experts
     u32 outputs;       // of the layer that are in this part
     u32 first;         // the first one of them
     u32 bias;          // where the layer's biases begin

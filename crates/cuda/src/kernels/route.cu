@@ -53,7 +53,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(
     u32 token = blockIdx.x;
     Experts experts = {odds + token * args.experts, values, flags, args.experts, args.used};
     u32 kept = min(args.experts, KEPT);
+    u32 rows = args.tokens * args.used;
     for (u32 e = threadIdx.x; e < kept; e += THREADS) { values[e] = experts.odds[e]; }
+    // With odds that are not numbers a row may find no expert, if a compiler does not compare NaN as IEEE says.
+    for (u32 i = threadIdx.x; i < args.used; i += THREADS) {
+        routes[token * args.used + i] = 0u;
+        routes[weight_at(rows, token * args.used + i)] = 0x7fc00000u;
+    }
     __syncthreads();
     float largest = experts.odd(0u);
     for (u32 e = 1u; e < args.experts; e++) { largest = fmaxf(largest, experts.odd(e)); }
@@ -63,7 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) route(
     for (u32 e = 0u; e < args.experts; e++) {
         if (args.renormalise == 0u || experts.is_used(e)) { sum += exp_2((experts.odd(e) - largest) * LOG2_E); }
     }
-    u32 rows = args.tokens * args.used;
     for (u32 e = threadIdx.x; e < args.experts; e += THREADS) {
         u32 n = 0u;
         for (u32 i = 0u; i < e; i++) { n += experts.is_used(i) ? 1u : 0u; }

@@ -70,24 +70,23 @@ fn compile_header() -> std::io::Result<PathBuf> {
     let mut hasher = DefaultHasher::new();
     (&text, &compiler, &flags, KERNEL_FLAGS).hash(&mut hasher);
     let own = folder().join(format!("header-{:016x}", hasher.finish()));
-    let header = own.join("cuda.h");
-    if header.exists() {
+    let (header, compiled) = (own.join("cuda.h"), own.join("cuda.h.gch"));
+    if compiled.exists() {
         return Ok(header);
     }
-    // Two processes may be here: each makes a folder of its own, and the first to rename it wins.
-    let part = folder().join(format!("header-{}", std::process::id()));
-    fs::create_dir_all(&part)?;
-    fs::write(part.join("cuda.h"), text)?;
-    let _ = Command::new(compiler)
+    // Two processes may be here: each writes files of its own, which are whole before they get their names.
+    fs::create_dir_all(&own)?;
+    let part = |name: &str| own.join(format!("{name}.{}", std::process::id()));
+    fs::write(part("cuda.h"), text)?;
+    fs::rename(part("cuda.h"), &header)?;
+    let output = Command::new(compiler)
         .args(flags.split_whitespace())
         .args(KERNEL_FLAGS.split_whitespace().filter(|flag| *flag != "-shared"))
         .args(["-x", "c++-header", "-o"])
-        .arg(part.join("cuda.h.gch"))
-        .arg(part.join("cuda.h"))
+        .args([part("cuda.h.gch"), header.clone()])
         .output();
-    match fs::rename(&part, &own) {
-        Err(_) if header.exists() => fs::remove_dir_all(&part)?,
-        renamed => renamed?,
+    if output.is_ok_and(|output| output.status.success()) {
+        fs::rename(part("cuda.h.gch"), compiled)?;
     }
     Ok(header)
 }
@@ -129,7 +128,7 @@ fn fused() -> bool {
     return false;
 }
 
-/// The driver that tests use, and its number. Emulated one per thread, because calls of a driver wait for each other.
+/// The driver that tests use, and its number. Emulated one per test (each has a thread): calls of a driver wait for each other.
 pub fn installation() -> Option<(Installation, Option<usize>)> {
     thread_local!(static OF_THREAD: Option<Installation> = emulation(&[]));
     match index() {

@@ -123,6 +123,12 @@ fn tiles_find_their_tokens() {
             case.check(&gpu, tile);
         }
     }
+    // Of the down layer every row has its own inputs.
+    for tile in [tile, GemmTile { outputs: 128, tokens: 128, halves: true }] {
+        let mut case = Case::new(Encoding::Int8, 150, 96, 600);
+        (case.routed, case.share, case.bias) = (Routed::Experts, 1, Some(random(5, 150, 1.0)));
+        case.check(&gpu, tile);
+    }
 }
 
 /// Weights far from 1, which f16 does not have.

@@ -27,11 +27,13 @@ pub struct Case {
     pub bias: Option<Vec<f32>>,
     pub cap: Option<f32>,
     pub routed: Routed,
+    /// Routed rows with the same row of `x`: [`USED`], or one.
+    pub share: usize,
 }
 
 const EXPERTS: usize = 5;
 /// Of each token.
-const USED: usize = 2;
+pub const USED: usize = 2;
 
 impl Case {
     pub fn new(encoding: Encoding, outputs: usize, inputs: usize, tokens: usize) -> Self {
@@ -51,7 +53,18 @@ impl Case {
             let blocks = weights.chunks_exact_mut(encoding.block().1);
             blocks.for_each(|block| block[..4].copy_from_slice(&0.015f32.to_le_bytes()));
         }
-        Case { encoding, outputs, inputs, tokens, x, weights, bias: None, cap: None, routed: Routed::No }
+        Case {
+            encoding,
+            outputs,
+            inputs,
+            tokens,
+            x,
+            weights,
+            bias: None,
+            cap: None,
+            routed: Routed::No,
+            share: USED,
+        }
     }
 
     /// The kernel that computes it with a tile.
@@ -62,13 +75,14 @@ impl Case {
 
     /// Rows of the output: more than one for a token that goes to more than one expert.
     fn rows(&self) -> usize {
-        self.tokens * if self.routed == Routed::Experts { USED } else { 1 }
+        self.tokens * if self.routed == Routed::Experts { self.share } else { 1 }
     }
 
     /// The layer, or those of all experts, which differ in their scale.
     fn layer(&self, gpu: &Api) -> Linear<Api> {
         let shape = [self.outputs, self.inputs];
-        let layer = |weights: Vec<u8>| {
+        let layer = |(e, weights): (u64, Vec<u8>)| {
+            let bias = self.bias.as_ref().map(|bias| bias.iter().map(|b| b + e as f32).collect());
             let tensor = FileTensor {
                 name: "w",
                 shape: &shape,
@@ -76,12 +90,12 @@ impl Case {
                 bytes: weights.into(),
                 factor: 0.5,
             };
-            Ok::<_, DeviceError>((tensor, self.bias.clone()))
+            Ok::<_, DeviceError>((tensor, bias))
         };
         let seed = (self.outputs * 31 + self.inputs) as u64;
         let all = (0..EXPERTS as u64).map(|e| match e {
-            0 => self.weights.clone(),
-            e => encoded(self.encoding, self.outputs, self.inputs, seed + e),
+            0 => (e, self.weights.clone()),
+            e => (e, encoded(self.encoding, self.outputs, self.inputs, seed + e)),
         });
         let n = if self.routed == Routed::Experts { EXPERTS } else { 1 };
         let all: Vec<_> = all.take(n).map(layer).collect();
@@ -93,12 +107,13 @@ impl Case {
         let (n, n_out) = (self.rows() as u32, self.rows() * self.outputs);
         let layer = self.layer(gpu);
         let x = gpu.filled("x", &bytes(&self.x)).unwrap();
-        let experts = routed::experts(self.tokens, USED, EXPERTS, 8);
+        // The last one has no rows.
+        let experts = routed::experts(self.rows() / USED, USED, EXPERTS - 1, 8);
         let table = routed::table(&experts, &vec![1.0; experts.len()], EXPERTS as u32);
         let table =
             gpu.filled("routes", &table.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()).unwrap();
         let (n_experts, used) = (EXPERTS as u32, USED as u32);
-        let routes = Routes { table: &table, n_experts, used, share: used };
+        let routes = Routes { table: &table, n_experts, used, share: self.share as u32 };
         let routes = (self.routed == Routed::Experts).then_some(routes);
         let adds = self.routed == Routed::Sum;
         // A row behind the end, which stays as it is.

@@ -3,7 +3,7 @@ use crate::common::{self, Api};
 use kvist_gpu::{Args, Driver, Kernel};
 use kvist_testing::operations::random;
 
-/// What routed rows are made of: each one's expert and weight, in the layout of `routes.wgsl`, sorted.
+/// The table of routed rows with these experts and weights, sorted, as `routes.wgsl` says.
 pub fn table(experts: &[u32], weights: &[f32], n_experts: u32) -> Vec<u32> {
     let mut sorted: Vec<u32> = (0..experts.len() as u32).collect();
     sorted.sort_by_key(|row| (experts[*row as usize], *row));

@@ -62,7 +62,8 @@ fn store_step(thread: u32) {
 // Finishes output `o` of this part for a token of this tile.
 fn finish(work: Work, o: u32, token: u32, sum: f32) {
     if (o >= work.outputs || token >= work.tokens) { return; }
-    let rows = args.tokens / args.share;
+    var rows = args.tokens; // of `x`
+    if (ROUTED) { rows /= args.share; }
     var y = sum * (bitcast<f32>(x[rows * row_chunks() + inputs_of(work, token)].x) / args.scale);
     if (ENCODING == INT8) { y *= bitcast<f32>(w_word(args.form.s + (work.before + o) * (args.form.quads / 8u))); }
     put(work, o, token, y);

@@ -33,7 +33,7 @@ var<immediate> args: Args;
 
 // What a workgroup computes: outputs of a layer, for tokens.
 struct Work {
-    before: u32,  // rows of this part before the layer's first that is in it
+    before: u32,  // rows of this part that belong to earlier experts
     outputs: u32, // of the layer that are in this part
     first: u32,   // the first one of them
     bias: u32,    // where the layer's biases begin
@@ -47,10 +47,10 @@ fn work_of(expert: u32) -> Work {
     let begin = expert * args.width;
     let low = max(begin, args.first);
     let outputs = max(low, min(begin + args.width, args.first + args.outputs)) - low;
+    if (!TILED) { return Work(low - args.first, outputs, low - begin, begin, 0u, args.tokens); }
     let first = routes[begin_at(args.tokens, expert)];
     let n = routes[begin_at(args.tokens, expert + 1u)] - first;
-    let sorted = sorted_at(args.tokens, args.experts, first);
-    return Work(low - args.first, outputs, low - begin, begin, sorted, select(args.tokens, n, TILED));
+    return Work(low - args.first, outputs, low - begin, begin, sorted_at(args.tokens, args.experts, first), n);
 }
 
 // The row of `out` of a token, which is one of those that there are.
@@ -61,7 +61,9 @@ fn row_of(work: Work, token: u32) -> u32 {
 
 // The row of `x`.
 fn inputs_of(work: Work, token: u32) -> u32 {
-    return row_of(work, min(token, work.tokens - 1u)) / args.share;
+    let row = row_of(work, min(token, work.tokens - 1u));
+    if (ROUTED) { return row / args.share; }
+    return row;
 }
 
 // Finishes output o for a token.

@@ -51,7 +51,13 @@ fn before_all(first: u32, e: u32) -> u32 {
 fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) group: vec3<u32>) {
     let token = group.x;
     let first = token * args.experts;
+    let rows = args.tokens * args.used;
     for (var e = thread; e < min(args.experts, KEPT); e += THREADS) { values[e] = odds[first + e]; }
+    // With odds that are not numbers a row may find no expert: a compiler need not compare NaN as IEEE says.
+    for (var i = thread; i < args.used; i += THREADS) {
+        routes[token * args.used + i] = 0u;
+        routes[weight_at(rows, token * args.used + i)] = 0x7fc00000u;
+    }
     workgroupBarrier();
     var largest = odd_of(first, 0u);
     for (var e = 1u; e < args.experts; e++) { largest = max(largest, odd_of(first, e)); }
@@ -59,11 +65,11 @@ fn main(@builtin(local_invocation_index) thread: u32, @builtin(workgroup_id) gro
         counts[e] = u32(before_all(first, e) < args.used);
     }
     workgroupBarrier();
+    storageBarrier();
     var sum = 0.0;
     for (var e = 0u; e < args.experts; e++) {
         if (args.renormalise == 0u || is_used(first, e)) { sum += exp_2((odd_of(first, e) - largest) * LOG2_E); }
     }
-    let rows = args.tokens * args.used;
     for (var e = thread; e < args.experts; e += THREADS) {
         var n = 0u;
         for (var i = 0u; i < e; i++) { n += u32(is_used(first, i)); }

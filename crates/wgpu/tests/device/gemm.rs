@@ -72,6 +72,10 @@ fn every_tile_and_route_agrees_with_fixed_sums() {
                     case.routed = routed;
                     case.check(gpu, tile);
                 }
+                // Of the down layer every row has its own inputs.
+                let mut case = Case::new(Encoding::Int8, 150, 96, 150);
+                (case.routed, case.share, case.bias) = (Routed::Experts, 1, Some(random(5, 150, 1.0)));
+                case.check(gpu, tile);
             }
         }
     }

@@ -16,3 +16,13 @@ fn linear_layers_in_parts() {
         operations::linear_layers(&device, &operations::encodings(), 251);
     }
 }
+
+/// The same with the fast kernels, whose sums have another order.
+#[test]
+fn fast_operations_agree_with_the_reference() {
+    let Some(device) = common::fast_device() else { return };
+    let encodings: Vec<_> = common::some(operations::encodings()).collect();
+    operations::linear_layers(&device, &encodings, 13);
+    operations::experts_of_every_token(&device);
+    operations::logits_of_the_wanted_rows(&device);
+}
