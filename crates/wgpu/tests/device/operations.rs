@@ -17,12 +17,10 @@ fn linear_layers_in_parts() {
     }
 }
 
-/// The same with the fast kernels, whose sums have another order.
+/// With the fast kernels, whose sums have another order.
 #[test]
-fn fast_operations_agree_with_the_reference() {
-    let Some(device) = common::fast_device() else { return };
-    let encodings: Vec<_> = common::some(operations::encodings()).collect();
-    operations::linear_layers(&device, &encodings, 13);
-    operations::experts_of_every_token(&device);
-    operations::logits_of_the_wanted_rows(&device);
+fn fast_experts_agree_with_the_reference() {
+    if let Some(device) = common::fast_device() {
+        operations::experts_of_every_token(&device);
+    }
 }
