@@ -5,7 +5,8 @@
 //     out[t, first + o] = y
 //   ADDED: out[t, first + o] += y
 //   ROUTED: the same layer of every expert, one behind the other. A row of `out` is a routed row (see routes.wgsl): `out[r]` is what its
-//   expert makes of x[r / share]. TILED: rows are those that `sort` lists, otherwise any.
+//   expert makes of x[r / share]. Biases
+//   are [experts, width] and inputs [tokens / share, inputs]. TILED: rows are those that `sort` lists, otherwise any.
 //
 // In `matmul` and `gemm` x[t] . W[o] has LANES lanes. Lane l adds up the quads l, l + LANES, ... of the row, one fma after the other; the
 // lanes are added as a binary tree of neighbours. So a token's result is the same in both kernels, and in every batch. The fast kernels

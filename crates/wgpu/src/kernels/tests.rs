@@ -51,7 +51,7 @@ fn kernels_fit_into_workgroup_memory() {
                 kernels.push(Kernel::Several { encoding, gated: true, normed: true });
             }
             for tokens in [13, 1000, 1 << 20] {
-                let tile = target.gemm_tile(encoding, tokens, 1000);
+                let tile = target.gemm_tile(encoding, Routed::No, tokens, 1000);
                 assert_eq!(tile.halves, kib > 16 && encoding != 1, "{kib} KiB, {tile:?}");
                 kernels.push(Kernel::Gemm { encoding, routed: Routed::Experts, tile });
             }
@@ -85,15 +85,23 @@ fn cooperative_kernels_are_valid() {
     let mut n = 0;
     for (encoding, _) in (0u32..).zip(Encoding::RESIDENT) {
         for tokens in [8, 1000, 1 << 20] {
-            let tile = target.gemm_tile(encoding, tokens, 1000);
+            let tile = target.gemm_tile(encoding, Routed::No, tokens, 1000);
             if !tile.halves {
                 continue;
             }
-            let routed = [Routed::No, Routed::Sum, Routed::Experts][n % 3];
+            let routed = [Routed::No, Routed::Sum, Routed::Experts][(n + n / 3) % 3];
             let kernel = Kernel::Gemm { encoding, routed, tile };
             translate(&format!("{kernel:?}"), &target.source(&kernel));
             n += 1;
         }
     }
     assert_eq!(n, 33);
+}
+
+#[test]
+fn tiles_of_experts_are_as_large_as_their_rows() {
+    let q8_0 = kvist_gpu::encoding_number(Encoding::Q8_0).unwrap();
+    let tokens = |routed, rows| target(true, 48 * KIB).gemm_tile(q8_0, routed, rows, 128 * 768).tokens;
+    assert_eq!([3, 16, 33, 64, 200].map(|rows| tokens(Routed::Experts, rows)), [32, 32, 64, 64, 128]);
+    assert_eq!(tokens(Routed::No, 16), 128, "one for all");
 }
