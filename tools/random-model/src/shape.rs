@@ -114,7 +114,10 @@ impl Shape {
             self.vocab
         );
         let (n, used) = (self.experts, self.experts_used);
-        ensure!(used <= n && (used > 0) == (n > 0), "--experts-used is {used}; it must be from 1 to --experts ({n})");
+        ensure!(
+            used <= n && (used > 0) == (n > 0),
+            "--experts-used is {used}; it must be from 1 to --experts ({n})"
+        );
         ensure!(n <= usize::from(u16::MAX), "--experts is {n}, which no model has");
         let n = self.parameters();
         if n > MAX_PARAMETERS {
