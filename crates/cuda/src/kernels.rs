@@ -228,39 +228,36 @@ impl Target {
             Kernel::Matmul { .. } if self.is_fast(kernel) => match self.fast_matmul(kernel) {
                 Some(FastMatmul::Bytes { .. }) => {
                     const ONE: &str = include_str!("kernels/matmul_bytes.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, LOADS, UNITS, ONE]
+                    &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, ONE]
                 }
                 Some(FastMatmul::Blocks { .. }) => {
                     const BLOCKS: &str = include_str!("kernels/matmul_blocks.cu");
                     const SEGMENTS: &str = include_str!("kernels/segments.cu");
-                    &[
-                        MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, MMA, PAIRS, LOADS, SEGMENTS,
-                        BLOCKS,
-                    ]
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, MMA, PAIRS, LOADS, SEGMENTS, BLOCKS]
                 }
                 _ => {
                     const FLOATS: &str = include_str!("kernels/matmul_floats.cu");
-                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, MMA, PAIRS, LOADS, FLOATS]
+                    &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, MMA, PAIRS, LOADS, FLOATS]
                 }
             },
             Kernel::Matmul { .. } => {
-                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, include_str!("kernels/matmul.cu")]
+                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/matmul.cu")]
             }
             Kernel::Several { .. } => {
                 const SEVERAL: &str = include_str!("kernels/several.cu");
-                &[MATH, GATE, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, LOADS, UNITS, SEVERAL]
+                &[MATH, GATE, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, LOADS, UNITS, SEVERAL]
             }
             Kernel::Gemm { .. } if self.uses_warpgroups(kernel) => {
                 const WARPGROUPS: &str = include_str!("kernels/warpgroups.cu");
                 const GEMM: &str = include_str!("kernels/gemm_warpgroups.cu");
-                &[MATH, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, WARPGROUPS, GEMM]
+                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, WARPGROUPS, GEMM]
             }
             Kernel::Gemm { .. } if self.is_fast(kernel) => {
                 const GEMM: &str = include_str!("kernels/gemm_fast.cu");
-                &[MATH, BYTES, WEIGHTS, LANES, ROUTES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, GEMM]
+                &[MATH, BYTES, WEIGHTS, LANES, PRODUCT, MMA, PAIRS, ASYNC, BLOCKS, GEMM]
             }
             Kernel::Gemm { .. } => {
-                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, ROUTES, PRODUCT, include_str!("kernels/gemm.cu")]
+                &[MATH, BYTES, WEIGHTS, LANES, INPUTS, PRODUCT, include_str!("kernels/gemm.cu")]
             }
             Kernel::Halves => &[MATH, INPUTS, MMA, include_str!("kernels/halves.cu")],
             Kernel::Norm { .. } => &[include_str!("kernels/norm.cu")],
@@ -333,7 +330,7 @@ const MMA: &str = include_str!("kernels/mma.cu");
 const ASYNC: &str = include_str!("kernels/async.cu");
 const BLOCKS: &str = include_str!("kernels/blocks.cu");
 const ROUTES: &str = include_str!("kernels/routes.cu");
-const PRODUCT: &str = include_str!("kernels/product.cu");
+const PRODUCT: &str = concat!(include_str!("kernels/routes.cu"), include_str!("kernels/product.cu"));
 const LOADS: &str = include_str!("kernels/loads.cu");
 const UNITS: &str = include_str!("kernels/units.cu");
 const ELEMENTS_OF_THREADS: &str = include_str!("kernels/elements.cu");

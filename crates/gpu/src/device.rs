@@ -5,7 +5,7 @@
 //! `wait` reads that buffer: logits of rows that ask for them or for a sample, otherwise only tokens.
 use crate::GpuDevice;
 use crate::driver::{Args, Driver, Recorder};
-use crate::kernels::{Kernel, NORM_ROWS, Routed, RowsOp};
+use crate::kernels::{Kernel, NORM_ROWS, RowsOp};
 use crate::linear::{Halves, Product, Routes, copy_rows, groups, tile_of};
 use crate::pools::{DeviceRows, GpuPools};
 use crate::rotation::Rotation;
@@ -332,9 +332,8 @@ impl<D: Driver> Device for GpuDevice<D> {
         gpu.record(recorder, &Kernel::Route, &[Some(odds), Some(table)], args, [n, 1, 1]);
         let of_token = Routes { table, n_experts, used, share: used };
         let of_row = Routes { share: 1, ..of_token };
-        let in_tiles = |layer: &Linear<D>| {
-            tile_of(gpu, layer, n_routed, (Routed::Experts, Some(of_token)), gpu.has_halves()).is_some()
-        };
+        let in_tiles =
+            |layer: &Linear<D>| tile_of(gpu, layer, n_routed, Some(of_token), gpu.has_halves()).is_some();
         if [&layer.gate, &layer.up, &layer.down].into_iter().any(in_tiles) {
             let args = Args::new(&[n_routed, n_experts]);
             gpu.record(recorder, &Kernel::Sort, &[Some(table)], args, [n_experts, 1, 1]);

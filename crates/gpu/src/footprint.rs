@@ -2,7 +2,7 @@
 use crate::GpuDevice;
 use crate::driver::{Driver, Limits};
 use crate::form::Form;
-use crate::kernels::{ATTEND_ROWS, attend_workgroup_bytes};
+use crate::kernels::{ATTEND_ROWS, MAX_GROUPS, attend_workgroup_bytes};
 use crate::stream::{StreamBytes, f32s};
 use crate::weights;
 use kvist_device::weights::{Encoding, WeightFormat};
@@ -25,9 +25,11 @@ impl<D: Driver> Footprint for GpuDevice<D> {
         }
         // A dispatch has a dimension for experts.
         match shape.routing {
-            Some(Routing { n_experts, .. }) if n_experts > 65_535 => {
-                let what =
-                    format!("{n_experts} experts in a layer; the device {} has kernels for 65,535", D::NAME);
+            Some(Routing { n_experts, .. }) if n_experts > MAX_GROUPS as usize => {
+                let what = format!(
+                    "{n_experts} experts in a layer; the device {} has kernels for {MAX_GROUPS}",
+                    D::NAME
+                );
                 Err(DeviceError::Unsupported(what))
             }
             _ => Ok(()),

@@ -129,6 +129,8 @@ pub enum RowsOp {
     Zero,
 }
 
+/// Workgroups that a dispatch has in a dimension.
+pub const MAX_GROUPS: u32 = 65_535;
 /// Query rows that a workgroup of [`Kernel::Attend`] can have.
 pub const ATTEND_ROWS: [u32; 3] = [8, 16, 32];
 /// Words of an entry of a plan's tables.

@@ -1,13 +1,14 @@
 //! Linear layers, and copies of rows.
 use crate::driver::{Args, Driver};
-use crate::kernels::{GemmTile, Kernel, Routed, RowsOp, halves_bytes};
+use crate::kernels::{GemmTile, Kernel, MAX_GROUPS, Routed, RowsOp, halves_bytes};
 use crate::weights::Linear;
 use kvist_device::DeviceError;
 
 /// Workgroups for so many elements, in two dimensions. `each`: elements of a workgroup.
 pub fn groups(elements: u64, each: u32) -> Option<[u32; 3]> {
     let groups = elements.div_ceil(each.max(1).into());
-    let (x, y) = (groups.min(65_535), groups.div_ceil(65_535));
+    let most = u64::from(MAX_GROUPS);
+    let (x, y) = (groups.min(most), groups.div_ceil(most));
     Some([x as u32, u32::try_from(y).ok()?, 1])
 }
 
@@ -61,16 +62,16 @@ pub fn tile_of<D: Driver>(
     gpu: &D,
     layer: &Linear<D>,
     n: u32,
-    (routed, routes): (Routed, Option<Routes<'_, D>>),
+    routes: Option<Routes<'_, D>>,
     halves: bool,
 ) -> Option<GemmTile> {
     let (tokens, tile) = match routes {
-        None => (n, gpu.gemm_tile(layer.encoding, routed, n, layer.outputs)),
+        None => (n, gpu.gemm_tile(layer.encoding, Routed::No, n, layer.outputs)),
         Some(routes) => {
             // Some experts have more rows than others, and all of them have blocks.
             let rows = routes.rows_of_expert(n);
             let outputs = layer.outputs.saturating_mul(routes.n_experts.min(n));
-            (routes.as_tokens(n), gpu.gemm_tile(layer.encoding, routed, rows + rows / 2, outputs))
+            (routes.as_tokens(n), gpu.gemm_tile(layer.encoding, Routed::Experts, rows + rows / 2, outputs))
         }
     };
     match tile.halves && halves && tokens >= TENSOR_TOKENS {
@@ -93,9 +94,6 @@ pub struct Product<'a, D: Driver> {
     /// `x` as [`Kernel::Halves`] writes it.
     pub halves: Option<&'a D::Buffer>,
 }
-
-/// Workgroups of [`Kernel::Halves`], one for each row: as many as a dispatch has in a dimension.
-const MAX_HALVES_ROWS: u32 = 65_535;
 
 /// Memory for rows of [`Kernel::Halves`].
 #[derive(Debug)]
@@ -127,12 +125,11 @@ impl<D: Driver> Halves<D> {
     ) -> Option<&'a D::Buffer> {
         let Halves { data, bytes } = halves?;
         let inputs = layers.first()?.inputs;
-        let routed = (if routes.is_some() { Routed::Experts } else { Routed::No }, routes);
         let rows = routes.map_or(n, |routes| n * routes.share);
         let wanted =
-            |layer: &&Linear<D>| tile_of(gpu, layer, rows, routed, true).is_some_and(|tile| tile.halves);
+            |layer: &&Linear<D>| tile_of(gpu, layer, rows, routes, true).is_some_and(|tile| tile.halves);
         let fits = halves_bytes(n as usize, inputs as usize).is_some_and(|needed| needed <= *bytes);
-        if n > MAX_HALVES_ROWS || !fits || !layers.iter().any(wanted) {
+        if n > MAX_GROUPS || !fits || !layers.iter().any(wanted) {
             return None;
         }
         gpu.record(recorder, &Kernel::Halves, &[Some(x), Some(data)], Args::new(&[inputs]), [n, 1, 1]);
@@ -150,7 +147,7 @@ impl<D: Driver> Product<'_, D> {
             Some(_) => (Routed::Experts, 1),
         };
         let encoding = layer.encoding;
-        let kernel = match tile_of(gpu, layer, n, (routed, routes), self.halves.is_some()) {
+        let kernel = match tile_of(gpu, layer, n, routes, self.halves.is_some()) {
             Some(tile) => Kernel::Gemm { encoding, routed, tile },
             None => Kernel::Matmul { encoding, tokens, routed },
         };

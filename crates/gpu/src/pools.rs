@@ -31,7 +31,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use transfers::Transfers;
 
 /// Kernels have a dimension of workgroups for tokens.
-const MAX_STEP_TOKENS: u32 = 65_535;
+const MAX_STEP_TOKENS: u32 = crate::kernels::MAX_GROUPS;
 
 #[derive(Debug)]
 struct Owned<D: Driver> {

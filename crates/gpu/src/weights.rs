@@ -4,7 +4,7 @@
 //! whole words. Rows of floats are padded to four elements. A matrix that is larger than a binding is split into parts
 //! of whole rows.
 use crate::driver::Driver;
-use crate::kernels::{MATMUL_OUTPUTS, Routed, encoding_number};
+use crate::kernels::{MATMUL_OUTPUTS, MAX_GROUPS, Routed, encoding_number};
 use crate::range;
 use kvist_device::weights::{Encoding, WeightFormat};
 use kvist_device::{DeviceError, ExpertTensor};
@@ -106,8 +106,8 @@ impl Layout {
     }
 }
 
-/// Rows of a part: a workgroup has [`MATMUL_OUTPUTS`] of them, and a dispatch 65,535 workgroups per dimension.
-const MAX_ROWS: usize = 65_535 * MATMUL_OUTPUTS as usize;
+/// Rows of a part: a workgroup has [`MATMUL_OUTPUTS`] of them.
+const MAX_ROWS: usize = (MAX_GROUPS * MATMUL_OUTPUTS) as usize;
 
 /// Rows of each part, so that no part exceeds a binding. `None` if one row does, or on overflow.
 fn split<D: Driver>(

@@ -22,7 +22,7 @@ const BYTES: &str = include_str!("kernels/bytes.wgsl");
 const ENCODINGS: &str = include_str!("kernels/encodings.wgsl");
 const WEIGHTS: &str = include_str!("kernels/weights.wgsl");
 const ROUTES: &str = include_str!("kernels/routes.wgsl");
-const PRODUCT: &str = include_str!("kernels/product.wgsl");
+const PRODUCT: &str = concat!(include_str!("kernels/routes.wgsl"), include_str!("kernels/product.wgsl"));
 const INPUTS: &str = include_str!("kernels/inputs.wgsl");
 const UNITS: &str = include_str!("kernels/units.wgsl");
 const UNIT_SUMS: &str = include_str!("kernels/unit_sums.wgsl");
@@ -190,8 +190,7 @@ impl Target {
                 text(&[MATH, BYTES, ENCODINGS, WEIGHTS, include_str!("kernels/embed.wgsl")])
             }
             Kernel::Matmul { encoding, .. } if self.has_units(encoding) => {
-                let mut parts: Vec<_> =
-                    text(&[MATH, BYTES, ENCODINGS, ROUTES, PRODUCT, lanes, UNITS, UNIT_SUMS]);
+                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, lanes, UNITS, UNIT_SUMS]);
                 parts.extend([FETCH, UNIT_ROWS].map(|file| of_matrix(file, "w_")));
                 parts.push(include_str!("kernels/matmul_units.wgsl").into());
                 parts
@@ -201,7 +200,6 @@ impl Target {
                 BYTES,
                 ENCODINGS,
                 WEIGHTS,
-                ROUTES,
                 PRODUCT,
                 INPUTS,
                 lanes,
@@ -216,7 +214,7 @@ impl Target {
                 parts
             }
             Kernel::Gemm { tile, .. } if tile.halves => {
-                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, ROUTES, PRODUCT, UNITS]);
+                let mut parts: Vec<_> = text(&[MATH, BYTES, ENCODINGS, PRODUCT, UNITS]);
                 parts.push(of_matrix(FETCH, "w_"));
                 let [products, gemm] = match self.cooperative {
                     true => {
@@ -229,16 +227,9 @@ impl Target {
                 parts.extend([products, include_str!("kernels/gemm_halves.wgsl"), gemm].map(Cow::from));
                 parts
             }
-            Kernel::Gemm { .. } => text(&[
-                MATH,
-                BYTES,
-                ENCODINGS,
-                WEIGHTS,
-                ROUTES,
-                PRODUCT,
-                INPUTS,
-                include_str!("kernels/gemm.wgsl"),
-            ]),
+            Kernel::Gemm { .. } => {
+                text(&[MATH, BYTES, ENCODINGS, WEIGHTS, PRODUCT, INPUTS, include_str!("kernels/gemm.wgsl")])
+            }
             Kernel::Halves => text(&[include_str!("kernels/halves.wgsl")]),
             Kernel::Norm { .. } => text(&[lanes, include_str!("kernels/norm.wgsl")]),
             Kernel::Rope => text(&[ROTATION, include_str!("kernels/rope.wgsl")]),

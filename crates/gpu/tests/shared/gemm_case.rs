@@ -109,9 +109,7 @@ impl Case {
         let x = gpu.filled("x", &bytes(&self.x)).unwrap();
         // The last one has no rows.
         let experts = routed::experts(self.rows() / USED, USED, EXPERTS - 1, 8);
-        let table = routed::table(&experts, &vec![1.0; experts.len()], EXPERTS as u32);
-        let table =
-            gpu.filled("routes", &table.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()).unwrap();
+        let table = routed::table_on(gpu, &experts, EXPERTS);
         let (n_experts, used) = (EXPERTS as u32, USED as u32);
         let routes = Routes { table: &table, n_experts, used, share: self.share as u32 };
         let routes = (self.routed == Routed::Experts).then_some(routes);

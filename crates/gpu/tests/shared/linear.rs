@@ -67,22 +67,14 @@ fn floats(gpu: &Api, values: &[f32]) -> <Api as Driver>::Buffer {
 }
 
 fn read(gpu: &Api, buffer: &<Api as Driver>::Buffer, n: usize) -> Vec<f32> {
-    let mut found = Vec::new();
-    gpu.read_back(&[(buffer, 0, 4 * n as u64)], |bytes| {
-        found = bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect();
-    })
-    .unwrap();
-    found
+    routed::read(gpu, buffer, n).into_iter().map(f32::from_bits).collect()
 }
 
 impl Run<'_> {
     fn on(&self, device: &GpuDevice<Api>, layer: &Linear<Api>) -> Vec<f32> {
         let gpu = device.driver();
         let (x, out) = (floats(gpu, self.x), floats(gpu, self.before));
-        let table = self.experts.map(|(experts, _)| {
-            let table = routed::table(experts, &vec![1.0; experts.len()], EXPERTS as u32);
-            gpu.filled("routes", &table.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>()).unwrap()
-        });
+        let table = self.experts.map(|(experts, _)| routed::table_on(gpu, experts, EXPERTS));
         let (n_experts, used) = (EXPERTS as u32, USED as u32);
         let routes = self.experts.zip(table.as_ref());
         let mut recorder = Default::default();

@@ -29,11 +29,18 @@ pub fn experts(tokens: usize, used: usize, n_experts: usize, seed: u64) -> Vec<u
     odds.chunks_exact(n_experts).flat_map(of_token).collect()
 }
 
+/// Such a table on the device, whose weights are 1.
+pub fn table_on(gpu: &Api, experts: &[u32], n_experts: usize) -> <Api as Driver>::Buffer {
+    let table = table(experts, &vec![1.0; experts.len()], n_experts as u32);
+    gpu.filled("routes", &words(&table)).unwrap()
+}
+
 fn words(values: &[u32]) -> Vec<u8> {
     values.iter().flat_map(|x| x.to_le_bytes()).collect()
 }
 
-fn read(gpu: &Api, buffer: &<Api as Driver>::Buffer, n: usize) -> Vec<u32> {
+/// The first `n` words of a buffer.
+pub fn read(gpu: &Api, buffer: &<Api as Driver>::Buffer, n: usize) -> Vec<u32> {
     let mut found = Vec::new();
     gpu.read_back(&[(buffer, 0, 4 * n as u64)], |bytes| {
         found = bytes.as_chunks().0.iter().map(|x| u32::from_le_bytes(*x)).collect();

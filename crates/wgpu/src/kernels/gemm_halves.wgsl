@@ -15,6 +15,8 @@ const STEP_QUADS: u32 = STEP / 4u;
 const STRIDE: u32 = STEP_QUADS + 2u; // quads of a row in workgroup memory: rows begin in different banks
 const ROW_UNITS: u32 = STEP_QUADS / UNIT_QUADS;
 
+// All that lies in workgroup memory is multiples of 16 bytes: a driver may place one behind the other, and cooperative matrices are loaded
+// from multiples of 16 bytes. Behind four bytes NVIDIA's driver loaded them from eight bytes too early.
 var<workgroup> tile_weights: array<Quad, TILE_OUTPUTS * STRIDE>;
 var<workgroup> tile_inputs: array<Quad, TILE_TOKENS * STRIDE>;
 
