@@ -3,11 +3,9 @@ check: fmt lint doc test deny
 
 fmt:
     cargo fmt --all --check
-    cargo fmt --manifest-path crates/capi/Cargo.toml --check
     cargo fmt --manifest-path bench/simulator/Cargo.toml --check
     cargo fmt --manifest-path tools/random-model/Cargo.toml --check
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
-    cargo fmt --manifest-path crates/python/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
 # With stores and the device over wgpu, which `cargo test` does not build: their dependencies take minutes the first time. Then what users build.
@@ -15,8 +13,9 @@ lint:
     cargo clippy --workspace --all-targets --features kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers -- -D warnings
     cargo clippy -p kvist -p kvist-engine -p kvist-server -- -D warnings
 
+# The library for C and the Python package are not documented as crates: kvist.h and docs/python.md are their documentation.
 doc:
-    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --exclude kvist-capi --exclude kvist-python
 
 # The same command the README gives.
 test:
@@ -24,8 +23,6 @@ test:
 
 deny:
     cargo deny --all-features check bans licenses sources
-    cargo deny --manifest-path crates/capi/Cargo.toml --all-features check bans licenses sources
-    cargo deny --manifest-path crates/python/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path tools/random-model/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path tests/fleet/dynamo/Cargo.toml --all-features check bans licenses sources
 
@@ -132,31 +129,17 @@ cuda-asan:
     program=$(cargo_without test -p kvist-cuda --test device --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
     cd crates/cuda && "$program" operations:: gemm:: conformance::
 
-# The library for C: lints, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
+# The library for C: its documentation, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
 c:
-    #!/usr/bin/env bash
-    set -euo pipefail
-    # Its own workspace, the same profile `dev`: what the main workspace has built serves it too.
-    export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
-    cd crates/capi
-    cargo clippy --all-targets -- -D warnings
-    RUSTDOCFLAGS="-D warnings" cargo doc --no-deps
-    cargo test
+    RUSTDOCFLAGS="-D warnings" cargo doc -p kvist-capi --no-deps
+    cargo test -p kvist-capi --test c --test header
 # Batches in a library with all tiers, which `just c` does not build: minutes the first time.
 c-tiers:
-    #!/usr/bin/env bash
-    set -euo pipefail
-    export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
-    cd crates/capi
-    cargo clippy --all-targets --features tiers -- -D warnings
-    cargo test --features tiers --test c batches
+    cargo clippy -p kvist-capi --all-targets --features tiers -- -D warnings
+    cargo test -p kvist-capi --features tiers --test c batches
 # What `just c` runs, under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
 c-asan:
-    #!/usr/bin/env bash
-    set -euo pipefail
-    export CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}
-    cd crates/capi
-    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --test c
+    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test -p kvist-capi --test c
 # kvist's caches in ExecuTorch: builds the library against the wheel in a virtual environment ($EXECUTORCH_PYTHON, or one that is
 # made, 6 GB with PyPI's torch), then exports small models and runs them.
 executorch *args:

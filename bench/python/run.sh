@@ -11,7 +11,7 @@ if [[ -z $python ]]; then
     "$python" -m pip install --quiet 'maturin>=1.16,<2' torch 'transformers>=5.20,<6'
     if [[ -z ${WHEEL:-} ]]; then
         rm -rf "$venv/wheels"
-        "$venv/bin/maturin" build --release --manifest-path "$here/../../crates/python/Cargo.toml" --interpreter "$python" --out "$venv/wheels"
+        "$venv/bin/maturin" build --profile dist --manifest-path "$here/../../crates/python/Cargo.toml" --interpreter "$python" --out "$venv/wheels"
         WHEEL=$(echo "$venv"/wheels/*.whl)
     fi
     "$python" -m pip install --quiet --force-reinstall --no-deps "$WHEEL"

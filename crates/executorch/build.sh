@@ -4,8 +4,8 @@ set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=$1 out=$2
 wheel=$("$python" -c 'import importlib.util; print(importlib.util.find_spec("executorch").submodule_search_locations[0])')
-target=${CARGO_TARGET_DIR:-$here/../capi/target}
-profile=${KVIST_PROFILE:-release}
+target=${CARGO_TARGET_DIR:-$here/../../target}
+profile=${KVIST_PROFILE:-dist}
 cargo build --manifest-path "$here/../capi/Cargo.toml" --profile "$profile"
 mkdir -p "$out"
 folder=$profile

@@ -8,7 +8,7 @@ if [[ -z ${WHEEL:-} ]]; then
     "$python" -m venv "$out/build"
     "$out/build/bin/pip" install --quiet 'maturin>=1.16,<2' >&2
     rm -rf "$out/wheels"
-    "$out/build/bin/maturin" build --manifest-path "$root/crates/python/Cargo.toml" --profile "${KVIST_PROFILE:-release}" \
+    "$out/build/bin/maturin" build --manifest-path "$root/crates/python/Cargo.toml" --profile "${KVIST_PROFILE:-dist}" \
         --interpreter "$python" --out "$out/wheels" >&2
     WHEEL=$(echo "$out"/wheels/*.whl)
 fi

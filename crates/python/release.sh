@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheels of a release into target/wheels: Linux x86-64 and aarch64, for every CPython from 3.9 on and glibc 2.28 or
 # newer. Both are linked by zig, from PyPI, so that they run on older systems than this one. Arguments: other targets.
-# On macOS and Windows, `maturin build --release` makes the wheel of the machine.
+# On macOS and Windows, `maturin build --profile dist` makes the wheel of the machine.
 set -euo pipefail
 cd "$(dirname "$0")"
 work=$(mktemp -d)
@@ -15,6 +15,6 @@ export PATH="$work/bin:$PATH" PYTHONPATH=
 for target in "${targets[@]}"; do
     rustup target add "$target"
     # The stable ABI needs no interpreter of the target.
-    maturin build --release --zig --target "$target" --compatibility manylinux_2_28 --out "$out"
+    maturin build --profile dist --zig --target "$target" --compatibility manylinux_2_28 --out "$out"
 done
 ls -l "$out"
