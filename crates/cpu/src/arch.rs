@@ -52,6 +52,12 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const BF16_DOTS: bool = false;
     /// True if products of bytes ([`dot4`](Self::dot4)) are one instruction, and fastest with as few scales as possible.
     const BYTE_DOTS: bool = false;
+    /// True if [`dot_units`](Self::dot_units) multiplies words, and not two bytes one after the other.
+    const WORD_DOTS: bool = false;
+    /// Tokens (1 or 2) whose products with codes share loads ([`dot_codes`](Self::dot_codes)).
+    const TOGETHER: usize = 1;
+    /// The sums that [`dot_units`](Self::dot_units) keeps: a register of lanes each.
+    const UNIT_SUMS: usize = if Self::WORD_DOTS { 1 } else { 2 };
 
     /// Runs `kernel` in a function compiled for this instruction set.
     fn run<K: Kernel>(self, kernel: K) -> K::Out;
@@ -87,15 +93,33 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn load_bytes(self, x: &[u8; 64]) -> Self::I;
     /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
-    /// The same for unsigned bytes below 16.
+    /// Per lane: adds `Σ codes[j] * units[j]` over the lane's four unsigned codes to `sums`, whose total is
+    /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as [`quad_of_units`] writes them.
+    /// Sums and total wrap.
     #[inline(always)]
-    fn dot4_nibbles(self, acc: Self::I, nibbles: Self::I, signed: Self::I) -> Self::I {
-        self.dot4(acc, nibbles, signed)
+    fn dot_units(self, sums: [Self::I; 2], codes: Self::I, [high, low]: [i32; 2]) -> [Self::I; 2] {
+        [self.dot4(sums[0], codes, self.splat_i(high)), self.dot4(sums[1], codes, self.splat_i(low))]
     }
-    /// Per lane: `Σ (code − zero) · x` over quads of codes, four in a lane. All lanes have the same `x`, of −127 to 127. Codes have
-    /// `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
     #[inline(always)]
-    fn dot_codes(self, bits: u32, codes: &[Self::I], x: impl Fn(usize) -> i32, start: Self::I) -> Self::I {
+    fn sum_of_units(self, [high, low]: [Self::I; 2]) -> Self::I {
+        self.add_i(self.times_256(high), low)
+    }
+    /// Stores the units of sixteen lanes as four quads: the first words of [`quad_of_units`], and the second ones.
+    #[inline(always)]
+    fn store_units(self, units: Self::I, [high, low]: [&mut [u8; 16]; 2]) {
+        self.store_low_bytes(units, low);
+        self.store_low_bytes(self.over_256(self.add_i(units, self.splat_i(128))), high);
+    }
+    /// Per lane and of `N` tokens: `Σ (code − zero) · x` over quads of codes, four in a lane. All lanes have the same `x(quad, token)`, of
+    /// −127 to 127. Codes have `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
+    #[inline(always)]
+    fn dot_codes<const N: usize>(
+        self,
+        bits: u32,
+        codes: &[Self::I],
+        x: impl Fn(usize, usize) -> i32,
+        start: [Self::I; N],
+    ) -> [Self::I; N] {
         let _ = bits;
         dot_quads(self, codes, x, start)
     }
@@ -229,14 +253,32 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
+/// Four units as [`Simd::dot_units`] takes them. Two bytes each, `256 * high + low`, both signed: the high ones in the first word. Or the even
+/// ones as they are in the first word, the odd ones in the second.
+pub fn quad_of_units(words: bool, units: [i32; 4]) -> [i32; 2] {
+    if words {
+        return [0, 1].map(|i| (units[i] & 0xffff) | (units[i + 2] << 16));
+    }
+    let low = units.map(|unit| unit as i8);
+    let high = std::array::from_fn(|i| ((units[i] - i32::from(low[i])) >> 8) as u8);
+    [i32::from_le_bytes(high), i32::from_le_bytes(low.map(i8::cast_unsigned))]
+}
+
 /// [`Simd::dot_codes`] where [`dot4`](Simd::dot4) is the fastest product of any codes.
 #[inline(always)]
-fn dot_quads<S: Simd>(s: S, codes: &[S::I], x: impl Fn(usize) -> i32, start: S::I) -> S::I {
-    let mut sum = start;
+fn dot_quads<S: Simd, const N: usize>(
+    s: S,
+    codes: &[S::I],
+    x: impl Fn(usize, usize) -> i32,
+    start: [S::I; N],
+) -> [S::I; N] {
+    let mut sums = start;
     for (q, codes) in codes.iter().enumerate() {
-        sum = s.dot4(sum, *codes, s.splat_i(x(q)));
+        for n in 0..N {
+            sums[n] = s.dot4(sums[n], *codes, s.splat_i(x(q, n)));
+        }
     }
-    sum
+    sums
 }
 
 /// The products that a kernel uses. A kernel that declares too little runs slower products, and its products of pairs round differently.
@@ -382,6 +424,11 @@ impl Isa {
         self.run(Multiplies).1
     }
 
+    /// Whether its vectors multiply units as words ([`Simd::WORD_DOTS`]).
+    pub fn multiplies_words(self) -> bool {
+        self.run(Multiplies).2
+    }
+
     /// The tiles, where there are any.
     pub fn tiles(self) -> Option<TileIsa> {
         match self {
@@ -393,15 +440,15 @@ impl Isa {
     }
 }
 
-/// Asks an instruction set for its products of pairs and of bytes.
+/// Asks an instruction set for its products of pairs, of bytes and of words.
 struct Multiplies;
 
 impl Kernel for Multiplies {
-    type Out = (bool, bool);
+    type Out = (bool, bool, bool);
     const USES: Uses = Uses::Pairs;
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> (bool, bool) {
-        (S::BF16_DOTS, S::BYTE_DOTS)
+    fn run<S: Simd>(self, _: S) -> (bool, bool, bool) {
+        (S::BF16_DOTS, S::BYTE_DOTS, S::WORD_DOTS)
     }
 }
 

@@ -249,6 +249,7 @@ impl<'l> Layer<'l> {
         let n = rows.n_slots * per_kv;
         let head_dim = self.head_dim;
         let products = self.pairs(compute, self.keys, rows);
+        let words = compute.isa.multiplies_words();
         for i in 0..n {
             let row = &mut scratch.row[..head_dim];
             let token = self.reads.order[rows.first_slot + i / per_kv] as usize;
@@ -267,9 +268,9 @@ impl<'l> Layer<'l> {
                 continue;
             }
             match keys.storage.dtype {
-                DType::Q8 => scratch.packed[i].pack_bytes(row, keys.group),
-                DType::Q4 => scratch.packed[i].pack_nibbles(row, keys.group),
-                DType::T4 => scratch.packed[i].pack_outliers(row, keys.group),
+                DType::Q8 => scratch.packed[i].pack_bytes(words, row, keys.group),
+                DType::Q4 => scratch.packed[i].pack_nibbles(words, row, keys.group),
+                DType::T4 => scratch.packed[i].pack_outliers(words, row, keys.group),
                 DType::F32 | DType::F16 | DType::BF16 => {
                     let side_by_side = &mut scratch.queries[i / QUERY_ROWS * QUERY_ROWS * head_dim..];
                     let column = side_by_side.iter_mut().skip(i % QUERY_ROWS).step_by(QUERY_ROWS);

@@ -49,6 +49,8 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     const ACCUMULATORS: usize = 4;
     // With `VNNI`, too: weights that `--fast-prefill` makes wide took 1.3 times the time, because 16 registers do not hold the sums.
     const BYTE_DOTS: bool = false;
+    const WORD_DOTS: bool = !VNNI;
+    const TOGETHER: usize = if VNNI { 1 } else { 2 };
 
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
@@ -198,54 +200,99 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
             [dot(acc[0], unsigned[0], signed[0]), dot(acc[1], unsigned[1], signed[1])]
         }
     }
+    // Without VNNI: an instruction multiplies sixteen words and adds the products in pairs. Bytes would need two products, and codes
+    // of 8 bits would have to become words for both.
     #[inline(always)]
-    fn dot4_nibbles(self, acc: I, nibbles: I, signed: I) -> I {
+    fn dot_units(self, sums: [I; 2], codes: I, [first, second]: [i32; 2]) -> [I; 2] {
+        let [sum, other] = sums;
         if VNNI {
-            return self.dot4(acc, nibbles, signed);
+            return [
+                self.dot4(sum, codes, self.splat_i(first)),
+                self.dot4(other, codes, self.splat_i(second)),
+            ];
         }
         // SAFETY: `detect` checked the CPU features.
         unsafe {
-            let ones = _mm256_set1_epi16(1);
-            let dot = |acc, nibbles, signed| {
-                _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(nibbles, signed), ones))
+            let low = _mm256_set1_epi16(255);
+            let (even, odd) = (_mm256_set1_epi32(first), _mm256_set1_epi32(second));
+            let dot = |sum, codes| {
+                let even = _mm256_madd_epi16(_mm256_and_si256(codes, low), even);
+                let odd = _mm256_madd_epi16(_mm256_srli_epi16::<8>(codes), odd);
+                _mm256_add_epi32(_mm256_add_epi32(sum, even), odd)
             };
-            [dot(acc[0], nibbles[0], signed[0]), dot(acc[1], nibbles[1], signed[1])]
+            [[dot(sum[0], codes[0]), dot(sum[1], codes[1])], other]
+        }
+    }
+    #[inline(always)]
+    fn sum_of_units(self, [first, second]: [I; 2]) -> I {
+        if VNNI { self.add_i(self.times_256(first), second) } else { first }
+    }
+    #[inline(always)]
+    fn store_units(self, units: I, [first, second]: [&mut [u8; 16]; 2]) {
+        if VNNI {
+            self.store_low_bytes(units, second);
+            self.store_low_bytes(self.over_256(self.add_i(units, self.splat_i(128))), first);
+            return;
+        }
+        // SAFETY: `detect` checked the CPU features; both arrays are as long as half a register.
+        unsafe {
+            // Of the four units in every half of a register: the even words, then the odd ones.
+            const NONE: i8 = -128;
+            let to_low =
+                _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE);
+            let to_high =
+                _mm_setr_epi8(NONE, NONE, NONE, NONE, NONE, NONE, NONE, NONE, 0, 1, 8, 9, 4, 5, 12, 13);
+            let a = _mm256_shuffle_epi8(units[0], _mm256_broadcastsi128_si256(to_low));
+            let b = _mm256_shuffle_epi8(units[1], _mm256_broadcastsi128_si256(to_high));
+            // Quads 0 and 2 are in the lower half now, 1 and 3 in the upper.
+            let order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
+            let quads = _mm256_permutevar8x32_epi32(_mm256_or_si256(a, b), order);
+            _mm_storeu_si128(first.as_mut_ptr().cast(), _mm256_castsi256_si128(quads));
+            _mm_storeu_si128(second.as_mut_ptr().cast(), _mm256_extracti128_si256::<1>(quads));
         }
     }
     // Without VNNI: sums of two products fit into words if the codes have seven bits, and those of several quads if they have fewer.
     // Codes of 8 bits are signed numbers, whose signs move to x.
     #[inline(always)]
-    fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: I) -> I {
+    fn dot_codes<const N: usize>(
+        self,
+        bits: u32,
+        codes: &[I],
+        x: impl Fn(usize, usize) -> i32,
+        start: [I; N],
+    ) -> [I; N] {
         if VNNI {
             return dot_quads(self, codes, x, start);
         }
-        let per_word = (i16::MAX as usize) / (2 * 127 * ((1 << bits) - 1));
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let (zero, ones) = (_mm256_setzero_si256(), _mm256_set1_epi16(1));
-            let mut sum = if bits == 8 { [zero; 2] } else { start };
+            let mut sums = if bits == 8 { [[zero; 2]; N] } else { start };
+            let per_word = (i16::MAX as usize) / (2 * 127 * ((1 << bits) - 1));
             let mut q = 0;
             while q < codes.len() {
-                let mut words = [zero; 2];
+                let mut words = [[zero; 2]; N];
                 let end = codes.len().min(q + per_word.max(1));
                 while q < end {
-                    let x = _mm256_set1_epi32(x(q));
-                    for (words, codes) in words.iter_mut().zip(codes[q]) {
-                        let products = if bits == 8 {
-                            let codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
-                            _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
-                        } else {
-                            _mm256_maddubs_epi16(codes, x)
-                        };
-                        *words = _mm256_add_epi16(*words, products);
+                    for n in 0..N {
+                        let x = _mm256_set1_epi32(x(q, n));
+                        for (words, codes) in words[n].iter_mut().zip(codes[q]) {
+                            let products = if bits == 8 {
+                                let codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+                                _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
+                            } else {
+                                _mm256_maddubs_epi16(codes, x)
+                            };
+                            *words = _mm256_add_epi16(*words, products);
+                        }
                     }
                     q += 1;
                 }
-                for (sum, words) in sum.iter_mut().zip(words) {
-                    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(words, ones));
+                for (sum, words) in sums.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
+                    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(*words, ones));
                 }
             }
-            sum
+            sums
         }
     }
     #[inline(always)]

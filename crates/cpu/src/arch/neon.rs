@@ -281,22 +281,30 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
     }
     // Codes of less than 8 bits are signed numbers, too; those of 8 bits are without their zero.
     #[inline(always)]
-    fn dot_codes(self, bits: u32, codes: &[I], x: impl Fn(usize) -> i32, start: I) -> I {
+    fn dot_codes<const N: usize>(
+        self,
+        bits: u32,
+        codes: &[I],
+        x: impl Fn(usize, usize) -> i32,
+        start: [I; N],
+    ) -> [I; N] {
         if BYTES != DOTPROD {
             return dot_quads(self, codes, x, start);
         }
-        let mut sum = if bits == 8 { self.splat_i(0) } else { start };
+        let mut sums = if bits == 8 { [self.splat_i(0); N] } else { start };
         for (q, codes) in codes.iter().enumerate() {
-            for ((sum, codes), x) in sum.iter_mut().zip(codes).zip(self.splat_i(x(q))) {
-                // SAFETY: `detect` checked the CPU features, `dotprod` included.
-                unsafe {
-                    let codes = vreinterpretq_u8_s32(*codes);
-                    let codes = if bits == 8 { veorq_u8(codes, vdupq_n_u8(128)) } else { codes };
-                    *sum = sdot(*sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_s32(x));
+            for n in 0..N {
+                for ((sum, codes), x) in sums[n].iter_mut().zip(codes).zip(self.splat_i(x(q, n))) {
+                    // SAFETY: `detect` checked the CPU features, `dotprod` included.
+                    unsafe {
+                        let codes = vreinterpretq_u8_s32(*codes);
+                        let codes = if bits == 8 { veorq_u8(codes, vdupq_n_u8(128)) } else { codes };
+                        *sum = sdot(*sum, vreinterpretq_s8_u8(codes), vreinterpretq_s8_s32(x));
+                    }
                 }
             }
         }
-        sum
+        sums
     }
     #[inline(always)]
     fn dot2(self, acc: F, a: I, b: I) -> F {

@@ -49,7 +49,14 @@ impl Kernel for Everything<'_> {
         // Integers of up to 24 bits survive a conversion to f32.
         let low = |x: S::I| s.to_f32(s.byte::<0>(x));
         put("dot4", s.to_f32(s.dot4(s.splat_i(-77), a, b)));
-        put("dot4 of nibbles", s.to_f32(s.dot4_nibbles(s.splat_i(-77), s.low_nibbles(a), b)));
+        for (name, units) in
+            [("small units", [1, -2, 3, -4]), ("large units", [32_639, -32_000, 32_000, -32_639])]
+        {
+            let of = |units| quad_of_units(S::WORD_DOTS, units);
+            let sums = s.dot_units([s.splat_i(0); 2], a, of(units));
+            let sums = s.dot_units(sums, s.low_nibbles(a), of([units[3], 0, 77, units[0]]));
+            put(name, s.to_f32(s.sum_of_units(sums)));
+        }
         let ys = self.more.map(|x| if x == 128 { 129 } else { x }).as_chunks::<4>().0[..8].to_vec();
         let sum: i32 = ys.as_flattened().iter().map(|x| i32::from(x.cast_signed())).sum();
         for (name, bits) in [
@@ -68,10 +75,12 @@ impl Kernel for Everything<'_> {
                     8 => ys[..n].as_flattened().iter().map(|x| -128 * i32::from(x.cast_signed())).sum(),
                     _ => start,
                 };
-                put(
-                    name,
-                    s.to_f32(s.dot_codes(bits, &quads[..n], |q| i32::from_le_bytes(ys[q]), s.splat_i(start))),
-                );
+                // The second token has the inputs of the first in reverse.
+                let y =
+                    |q: usize, token: usize| i32::from_le_bytes(ys[if token == 0 { q } else { n - 1 - q }]);
+                for sum in s.dot_codes(bits, &quads[..n], y, [s.splat_i(start); 2]) {
+                    put(name, s.to_f32(sum));
+                }
             }
         }
         put("byte 1", s.to_f32(s.byte::<1>(a)));
@@ -201,6 +210,29 @@ fn powers_for_bf16_are_powers() {
         beyond[..4].copy_from_slice(&[-127.0, -1e4, -1e30, f32::MIN]);
         assert_eq!(isa.run(Powers(&beyond)), [0.0; 16], "{isa}");
         assert!(isa.run(Powers(&[f32::NAN; 16])).iter().all(|x| x.is_nan()), "{isa}");
+    }
+}
+
+#[test]
+fn units_are_stored_as_quads() {
+    struct Store([i32; 16]);
+    impl Kernel for Store {
+        type Out = ([[u8; 16]; 2], bool);
+        const USES: Uses = Uses::Bytes;
+        #[inline(always)]
+        fn run<S: Simd>(self, s: S) -> Self::Out {
+            let [mut first, mut second] = [[1; 16]; 2];
+            s.store_units(s.load_i(&self.0.map(i32::cast_unsigned)), [&mut first, &mut second]);
+            ([first, second], S::WORD_DOTS)
+        }
+    }
+    let units = std::array::from_fn(|i| [32_000, -32_000, 127, 128, -128, -129, 0, -1][i % 8] + i as i32 / 8);
+    for isa in Isa::tested() {
+        let (stored, words) = isa.run(Store(units));
+        for (q, quad) in units.as_chunks::<4>().0.iter().enumerate() {
+            let found = stored.map(|bytes| i32::from_le_bytes(bytes.as_chunks().0[q]));
+            assert_eq!(found, quad_of_units(words, *quad), "{isa}: quad {q}");
+        }
     }
 }
 

@@ -256,7 +256,7 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
                 Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
                 None => s.splat_i(0),
             };
-            let units = s.dot_codes(bits_of::<F>(), &w, |q| x[q][t], start);
+            let [units] = s.dot_codes(bits_of::<F>(), &w, |q, _| x[q][t], [start]);
             let scale = scale_of(x, t);
             add::<S, F>(s, units, factors, [scale, -x[NEGATIVE_SUM][t] as f32 * scale], &mut sums[t]);
         }

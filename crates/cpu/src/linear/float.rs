@@ -18,6 +18,7 @@ use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa, Uses};
 use crate::element::Element;
 pub use crate::element::{BF16, F16, F32};
+use std::ops::Range;
 
 /// Minimum batch size for bf16 products, which round the inputs.
 const DOTS_FROM: usize = 16;
@@ -54,15 +55,15 @@ macro_rules! one_by_one {
 
         impl Tile for $F {
             #[inline(always)]
-            fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
+            fn tile<S: Simd, const T: usize, const N: usize, const P: usize, const MANY: bool>(
                 s: S,
                 weights: &Panels<'_>,
                 inputs: &Inputs,
                 _: bool,
-                first: usize,
+                tokens: (usize, usize),
                 panel: usize,
-            ) -> [[S::F; P]; T] {
-                plain::<S, Self, T, P, MANY>(s, weights, inputs, first, panel)
+            ) -> [[S::F; P]; N] {
+                plain::<S, Self, T, N, P, MANY>(s, weights, inputs, tokens, panel)
             }
         }
     };
@@ -80,20 +81,20 @@ fn fetch<S: Simd, V, const T: usize, const P: usize, const MANY: bool>(s: S, vec
 }
 
 #[inline(always)]
-fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize, const MANY: bool>(
+fn plain<S: Simd, F: Format + Element, const T: usize, const N: usize, const P: usize, const MANY: bool>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
-    first: usize,
+    (first, skipped): (usize, usize),
     panel: usize,
-) -> [[S::F; P]; T] {
+) -> [[S::F; P]; N] {
     let width = inputs.width;
     let x = inputs.rows_of::<T>(first);
     let mut w: [&[F::Raw]; P] = [&[]; P];
     for p in 0..P {
         w[p] = &F::vectors(weights.get::<F>(panel + p).0)[..width];
     }
-    let mut sums = [[s.splat(0.0); P]; T];
+    let mut sums = [[s.splat(0.0); P]; N];
     for i in 0..width {
         let mut v = [s.splat(0.0); P];
         for p in 0..P {
@@ -102,8 +103,8 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const P: usize, const MAN
             }
             v[p] = F::widen(s, &w[p][i]);
         }
-        for t in 0..T {
-            let x = s.splat(x[i][t]);
+        for t in 0..N {
+            let x = s.splat(x[i][skipped + t]);
             for p in 0..P {
                 sums[t][p] = s.fma(v[p], x, sums[t][p]);
             }
@@ -159,29 +160,29 @@ impl Format for BF16 {
 
 impl Tile for BF16 {
     #[inline(always)]
-    fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
+    fn tile<S: Simd, const T: usize, const N: usize, const P: usize, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,
         inputs: &Inputs,
         deterministic: bool,
-        first: usize,
+        (first, skipped): (usize, usize),
         panel: usize,
-    ) -> [[S::F; P]; T] {
+    ) -> [[S::F; P]; N] {
         let half = inputs.width / 2;
         let mut w: [&[[u8; 64]]; P] = [&[]; P];
         for p in 0..P {
             w[p] = &weights.get::<BF16>(panel + p).0.as_chunks().0[..half];
         }
-        let mut sums = [[s.splat(0.0); P]; T];
+        let mut sums = [[s.splat(0.0); P]; N];
         if deterministic {
             let x = &inputs.rows_of::<T>(first).as_chunks::<2>().0[..half];
             for i in 0..half {
                 for p in 0..P {
                     fetch::<S, _, T, P, MANY>(s, &w[p][i]);
                     let (even, odd) = s.widen_pairs(s.load_bytes(&w[p][i]));
-                    for t in 0..T {
-                        sums[t][p] = s.fma(even, s.splat(x[i][0][t]), sums[t][p]);
-                        sums[t][p] = s.fma(odd, s.splat(x[i][1][t]), sums[t][p]);
+                    for t in 0..N {
+                        sums[t][p] = s.fma(even, s.splat(x[i][0][skipped + t]), sums[t][p]);
+                        sums[t][p] = s.fma(odd, s.splat(x[i][1][skipped + t]), sums[t][p]);
                     }
                 }
             }
@@ -192,8 +193,8 @@ impl Tile for BF16 {
                 for p in 0..P {
                     v[p] = s.load_bytes(&w[p][i]);
                 }
-                for t in 0..T {
-                    let x = s.splat_i(x[i][t]);
+                for t in 0..N {
+                    let x = s.splat_i(x[i][skipped + t]);
                     for p in 0..P {
                         sums[t][p] = s.dot2(sums[t][p], v[p], x);
                     }
@@ -217,15 +218,16 @@ impl Decode for BF16 {
 
 /// The differences between the float types.
 trait Tile {
-    /// Sums of `T` tokens, starting at `first`, times `P` panels, starting at `panel`.
-    fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
+    /// Sums of `N` tokens times `P` panels, starting at `panel`. `tokens` are the first one of a tile of `T`, and those of the tile that
+    /// are skipped.
+    fn tile<S: Simd, const T: usize, const N: usize, const P: usize, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,
         inputs: &Inputs,
         deterministic: bool,
-        first: usize,
+        tokens: (usize, usize),
         panel: usize,
-    ) -> [[S::F; P]; T];
+    ) -> [[S::F; P]; N];
 }
 
 /// Multiplies all panels, in groups of four and one, with all tokens.
@@ -240,36 +242,62 @@ fn all<S: Simd, F: Tile, const MANY: bool>(
     let mut panel = 0;
     while panel < weights.n {
         panel += if weights.n - panel >= 4 {
-            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => if T > 2 * S::ACCUMULATORS.min(8) / 4 {
-                // Eight tokens times four panels would not fit the registers: use two panels at a time.
-                for half in [0, 2] {
-                    one::<S, F, T, 2, MANY>(s, weights, inputs, deterministic, first, panel + half, out);
-                }
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => if const { T * 4 <= S::ACCUMULATORS } {
+                panels::<S, F, T, T, 4, MANY>(s, weights, inputs, deterministic, first, panel..panel + 4, out);
+            } else if const { T * 2 <= S::ACCUMULATORS } {
+                panels::<S, F, T, T, 2, MANY>(s, weights, inputs, deterministic, first, panel..panel + 4, out);
             } else {
-                one::<S, F, T, 4, MANY>(s, weights, inputs, deterministic, first, panel, out);
+                by_panel::<S, F, T, MANY>(s, weights, inputs, deterministic, first, panel..panel + 4, out);
             });
             4
         } else {
-            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => one::<S, F, T, 1, MANY>(s, weights, inputs, deterministic, first, panel, out));
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => {
+                by_panel::<S, F, T, MANY>(s, weights, inputs, deterministic, first, panel..panel + 1, out);
+            });
             1
         };
     }
 }
 
+/// One panel at a time, with as many tokens as have registers for their sums.
 #[inline(always)]
-fn one<S: Simd, F: Tile, const T: usize, const P: usize, const MANY: bool>(
+fn by_panel<S: Simd, F: Tile, const T: usize, const MANY: bool>(
     s: S,
     weights: &Panels<'_>,
     inputs: &Inputs,
     deterministic: bool,
     first: usize,
-    panel: usize,
+    these: Range<usize>,
     out: &mut Columns<'_, f32>,
 ) {
-    let sums = F::tile::<S, T, P, MANY>(s, weights, inputs, deterministic, first, panel);
-    for t in 0..T {
-        for p in 0..P {
-            put(s, out, first + t, panel + p, sums[t][p]);
+    if const { T <= S::ACCUMULATORS } {
+        panels::<S, F, T, T, 1, MANY>(s, weights, inputs, deterministic, first, these, out);
+    } else {
+        // Eight tokens; registers hold the sums of four everywhere.
+        panels::<S, F, T, 4, 1, MANY>(s, weights, inputs, deterministic, first, these, out);
+    }
+}
+
+/// `P` panels times `N` tokens at a time, for all panels and tokens of a tile of `T`.
+#[inline(always)]
+fn panels<S: Simd, F: Tile, const T: usize, const N: usize, const P: usize, const MANY: bool>(
+    s: S,
+    weights: &Panels<'_>,
+    inputs: &Inputs,
+    deterministic: bool,
+    first: usize,
+    these: Range<usize>,
+    out: &mut Columns<'_, f32>,
+) {
+    for panel in these.step_by(P) {
+        for skipped in (0..T).step_by(N) {
+            let sums =
+                F::tile::<S, T, N, P, MANY>(s, weights, inputs, deterministic, (first, skipped), panel);
+            for t in 0..N {
+                for p in 0..P {
+                    put(s, out, first + skipped + t, panel + p, sums[t][p]);
+                }
+            }
         }
     }
 }

@@ -318,6 +318,37 @@ fn load<S: Simd, F: PackedSuperBlock>(s: S, codes: &[u8], table: Option<&[u8; 16
     w
 }
 
+/// For every token `$t` of `$T`, in order: the products `$units` of the codes of a group with quads `$x` of the token, and `$take`. `$start` is that
+/// of [`Simd::dot_codes`]. A macro, because closures with several callers are not inlined.
+macro_rules! for_units {
+    ($s:ident: $S:ident, $bits:expr, $codes:expr, $t:ident < $T:ident, $q:ident => $x:expr, $start:expr, $units:ident => $take:expr) => {{
+        let mut first = 0;
+        while first < $T {
+            if const { $S::TOGETHER == 2 && $T.is_multiple_of(2) } {
+                let mut starts = [$s.splat_i(0); 2];
+                for ($t, start) in (first..).zip(&mut starts) {
+                    let _ = $t;
+                    *start = $start;
+                }
+                let x = |$q: usize, n: usize| {
+                    let $t = first + n;
+                    $x
+                };
+                let both = $s.dot_codes($bits, $codes, x, starts);
+                for n in 0..2 {
+                    let ($t, $units) = (first + n, both[n]);
+                    $take;
+                }
+                first += 2;
+            } else {
+                let $t = first;
+                let [$units] = $s.dot_codes($bits, $codes, |$q, _| $x, [$start]);
+                $take;
+                first += 1;
+            }
+        }
+    }};
+}
 #[inline(always)]
 fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     s: S,
@@ -344,18 +375,22 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
             } else {
                 let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, i);
-                for t in 0..T {
-                    let start = match F::ZERO_BITS {
+                for_units!(
+                    s: S, bits_of::<F>(), &w,
+                    t < T,
+                    q => x[q][t],
+                    match F::ZERO_BITS {
                         Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
                         None => s.splat_i(0),
-                    };
-                    let units = s.dot_codes(bits_of::<F>(), &w, |q| x[q][t], start);
-                    add(s, units, scale, scale_of(x, t), &mut scaled[t]);
-                    if F::ZERO_BITS.is_none() {
-                        let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
-                        least[t] = s.fma(minimum, s.splat(sum), least[t]);
+                    },
+                    units => {
+                        add(s, units, scale, scale_of(x, t), &mut scaled[t]);
+                        if F::ZERO_BITS.is_none() {
+                            let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
+                            least[t] = s.fma(minimum, s.splat(sum), least[t]);
+                        }
                     }
-                }
+                );
             }
         }
         SuperBlocks::<F>::add_block(s, scales, &scaled, &least, &mut sums);
@@ -378,19 +413,23 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
 ) {
     for half in 0..2 {
         let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
-        for t in 0..T {
-            let minus_32_sum = x[MINUS_32_SUMS + half][t];
-            let start = s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
-                Some(more) => minus_32_sum << more,
-                None => minus_32_sum >> (5 - bits),
-            }));
-            let units =
-                s.dot_codes(bits_of::<F>(), &w[4 * half..4 * half + 4], |q| x[4 * half + q][t], start);
-            add(s, units, scale, scale_of(x, t), &mut scaled[t]);
-            if F::ZERO_BITS.is_none() {
-                let sum = minus_32_sum as f32 * (scale_of(x, t) / -32.0);
-                least[t] = s.fma(minimum, s.splat(sum), least[t]);
+        let (codes, x_of, minus_32_sums) =
+            (&w[4 * half..4 * half + 4], &x[4 * half..], &x[MINUS_32_SUMS + half]);
+        for_units!(
+            s: S, bits_of::<F>(), codes,
+            t < T,
+            q => x_of[q][t],
+            s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
+                Some(more) => minus_32_sums[t] << more,
+                None => minus_32_sums[t] >> (5 - bits),
+            })),
+            units => {
+                add(s, units, scale, scale_of(x, t), &mut scaled[t]);
+                if F::ZERO_BITS.is_none() {
+                    let sum = minus_32_sums[t] as f32 * (scale_of(x, t) / -32.0);
+                    least[t] = s.fma(minimum, s.splat(sum), least[t]);
+                }
             }
-        }
+        );
     }
 }

@@ -76,7 +76,7 @@ impl Codec for Q4 {
 }
 
 impl Packed for Q4 {
-    const WEIGHED: usize = 4;
+    const VECTORS: usize = 2;
 
     #[inline(always)]
     fn scores_of<S: Simd, const R: usize>(
@@ -128,7 +128,7 @@ impl Packed for Q4 {
             let whole = if len.is_multiple_of(2 * LANES) { half } else { 0 };
             let mut j = 0;
             while j < whole {
-                let mut acc = [[s.splat_i(0); 4]; R];
+                let mut units = [[[s.splat_i(0); 2]; 2]; R];
                 for (at, block) in blocks.list.iter().enumerate() {
                     for quad in 0..LANES / 4 {
                         let codes = &block.codes[quad * 4 * blocks.row..];
@@ -137,22 +137,17 @@ impl Packed for Q4 {
                         let bytes = s.load_bytes(bytes);
                         let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
                         for r in 0..R {
-                            let (h, l) = quads.quad(r, at * LANES / 4 + quad);
-                            let (h, l) = (s.splat_i(h), s.splat_i(l));
-                            acc[r][0] = s.dot4_nibbles(acc[r][0], a, h);
-                            acc[r][1] = s.dot4_nibbles(acc[r][1], a, l);
-                            acc[r][2] = s.dot4_nibbles(acc[r][2], b, h);
-                            acc[r][3] = s.dot4_nibbles(acc[r][3], b, l);
+                            let weights = quads.quad(r, at * LANES / 4 + quad);
+                            units[r][0] = s.dot_units(units[r][0], a, weights);
+                            units[r][1] = s.dot_units(units[r][1], b, weights);
                         }
                     }
                 }
                 for r in 0..R {
                     let unit = s.splat(quads.unit[r]);
                     let row = sums.row(query + r, head_dim);
-                    for (at, high, low) in
-                        [(first + j, acc[r][0], acc[r][1]), (first + half + j, acc[r][2], acc[r][3])]
-                    {
-                        let units = s.to_f32(s.add_i(s.times_256(high), low));
+                    for (at, units) in [(first + j, units[r][0]), (first + half + j, units[r][1])] {
+                        let units = s.to_f32(s.sum_of_units(units));
                         if let Some(sum) = row[at..].first_chunk_mut() {
                             s.store(s.fma(units, unit, s.add(s.load(sum), min[r])), sum);
                         }
@@ -245,8 +240,8 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
                 (a[i], b[i]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
             }
             // The quads of a group's low halves, then those of its high halves.
-            units.multiply::<4>(s, packed, quads.start + quad, &a);
-            units.multiply::<4>(s, packed, quads.end + quad, &b);
+            units.multiply(s, packed, quads.start + quad, &a);
+            units.multiply(s, packed, quads.end + quad, &b);
         }
         for b in 0..B {
             let params = list[b].params.as_chunks::<32>().0;

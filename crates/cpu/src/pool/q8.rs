@@ -17,7 +17,7 @@
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
 use super::quantised::{
-    MAX_ROWS, Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, scores_in_pairs,
+    Packed, Units, blocks_at, byte_of, fit, packed_products, param, put_scores, scores_in_pairs,
 };
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -90,7 +90,7 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
                 s.prefetch(&codes[b][quad], list[b].ahead);
                 bytes[b] = s.load_bytes(&codes[b][quad]);
             }
-            units.multiply::<8>(s, packed, quad, &bytes);
+            units.multiply(s, packed, quad, &bytes);
         }
         units.add(s, packed, group, list, i32::from(ZERO), &mut sums);
     }
@@ -107,7 +107,7 @@ fn columns<S: Simd, const R: usize, const C: usize>(
     query: usize,
     sums: &mut Sums<'_>,
 ) {
-    let (mut high, mut low) = ([[s.splat_i(0); C]; R], [[s.splat_i(0); C]; R]);
+    let mut units = [[[s.splat_i(0); 2]; C]; R];
     for (at, block) in blocks.list.iter().enumerate() {
         for quad in 0..LANES / 4 {
             let codes = &block.codes[quad * 4 * blocks.row..];
@@ -118,11 +118,9 @@ fn columns<S: Simd, const R: usize, const C: usize>(
                 codes[c] = s.load_bytes(&lines[c]);
             }
             for r in 0..R {
-                let (h, l) = quads.quad(r, at * LANES / 4 + quad);
-                let (h, l) = (s.splat_i(h), s.splat_i(l));
+                let weights = quads.quad(r, at * LANES / 4 + quad);
                 for c in 0..C {
-                    high[r][c] = s.dot4(high[r][c], codes[c], h);
-                    low[r][c] = s.dot4(low[r][c], codes[c], l);
+                    units[r][c] = s.dot_units(units[r][c], codes[c], weights);
                 }
             }
         }
@@ -131,7 +129,7 @@ fn columns<S: Simd, const R: usize, const C: usize>(
         let zero = s.splat_i(i32::from(ZERO).wrapping_mul(quads.units[r]));
         let row = sums.row(query + r, blocks.head_dim);
         for (c, sum) in row[d..].as_chunks_mut::<LANES>().0.iter_mut().enumerate().take(C) {
-            let units = s.sub_i(s.add_i(s.times_256(high[r][c]), low[r][c]), zero);
+            let units = s.sub_i(s.sum_of_units(units[r][c]), zero);
             s.store(s.fma(s.to_f32(units), s.splat(quads.unit[r]), s.load(sum)), sum);
         }
     }
@@ -143,7 +141,7 @@ fn value(code: u8) -> f32 {
 }
 
 impl Packed for Q8 {
-    const WEIGHED: usize = MAX_ROWS;
+    const VECTORS: usize = 1;
 
     #[inline(always)]
     fn scores_of<S: Simd, const R: usize>(
@@ -175,7 +173,7 @@ impl Packed for Q8 {
             let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
             let mut d = first;
             // Two vectors share the weights that they are multiplied with, where registers suffice.
-            while R <= 4 && S::ACCUMULATORS >= 16 && end - d >= 2 * LANES {
+            while 2 * R <= fit::<S>(1) && end - d >= 2 * LANES {
                 columns::<S, R, 2>(s, blocks, quads, d, query, sums);
                 d += 2 * LANES;
             }

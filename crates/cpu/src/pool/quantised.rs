@@ -1,12 +1,12 @@
-//! Shared code of the quantised dtypes: splits queries and weights into pairs of bytes.
+//! Shared code of the quantised dtypes: queries and weights as multiples of a unit.
 //!
 //! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
 //! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
-//! costs less than widening the codes.
+//! costs less than widening the codes. Without products of bytes (AVX2), codes become words and units stay whole: the sums are the same.
 mod quads;
 
 use super::{Block, Blocks, Lines, Queries, Sums};
-use crate::arch::{LANES, Simd};
+use crate::arch::{LANES, Simd, quad_of_units};
 pub use quads::Quads;
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
@@ -17,8 +17,8 @@ pub const MAX_ROWS: usize = 8;
 
 /// A dtype whose kernels process several queries at once.
 pub trait Packed {
-    /// Number of queries (4 or 8) whose sums over values fit the registers of AVX-512.
-    const WEIGHED: usize;
+    /// Vectors of a row that are weighted at a time: those of the codes in a byte.
+    const VECTORS: usize;
 
     /// Scores of `R` queries, starting at `query`, over all blocks.
     fn scores_of<S: Simd, const R: usize>(
@@ -67,7 +67,7 @@ pub(super) use packed_products;
 macro_rules! scores_in_pairs {
     ($S:ident, $R:ident, $n:expr, $at:ident, $B:ident => $body:expr) => {{
         let mut $at = 0;
-        while $R <= 4 && $S::ACCUMULATORS >= 16 && $n - $at >= 2 {
+        while 2 * $R <= $crate::pool::quantised::fit::<$S>(1) && $n - $at >= 2 {
             const $B: usize = 2;
             $body;
             $at += $B;
@@ -120,36 +120,27 @@ pub fn put_scores<S: Simd, const R: usize, const B: usize>(
     }
 }
 
-/// Products of the codes of `B` blocks with the high and the low bytes of `R` queries, within one group.
-pub struct Units<S: Simd, const R: usize, const B: usize> {
-    high: [[S::I; B]; R],
-    low: [[S::I; B]; R],
+/// Queries whose sums fit the registers if each has `vectors` vectors of them.
+pub const fn fit<S: Simd>(vectors: usize) -> usize {
+    S::ACCUMULATORS / (S::UNIT_SUMS * vectors)
 }
+
+/// Products of the codes of `B` blocks with the units of `R` queries, within one group.
+pub struct Units<S: Simd, const R: usize, const B: usize>([[[S::I; 2]; B]; R]);
 
 impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
     #[inline(always)]
     pub fn new(s: S) -> Self {
-        Units { high: [[s.splat_i(0); B]; R], low: [[s.splat_i(0); B]; R] }
+        Units([[[s.splat_i(0); 2]; B]; R])
     }
 
-    /// Adds four codes of every cell, of `BITS` bits, times quad `quad` of the queries.
+    /// Adds four codes of every cell times quad `quad` of the queries.
     #[inline(always)]
-    pub fn multiply<const BITS: u32>(
-        &mut self,
-        s: S,
-        packed: &[PackedQuery],
-        quad: usize,
-        codes: &[S::I; B],
-    ) {
+    pub fn multiply(&mut self, s: S, packed: &[PackedQuery], quad: usize, codes: &[S::I; B]) {
         for r in 0..R {
-            let (high, low) = (s.splat_i(packed[r].high[quad]), s.splat_i(packed[r].low[quad]));
+            let units = packed[r].quads[quad];
             for b in 0..B {
-                for (units, x) in [(&mut self.high[r][b], high), (&mut self.low[r][b], low)] {
-                    *units = match BITS {
-                        4 => s.dot4_nibbles(*units, codes[b], x),
-                        _ => s.dot4(*units, codes[b], x),
-                    };
-                }
+                self.0[r][b] = s.dot_units(self.0[r][b], codes[b], units);
             }
         }
     }
@@ -157,7 +148,7 @@ impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
     /// In units of the query.
     #[inline(always)]
     pub fn of(&self, s: S, r: usize, b: usize) -> S::I {
-        s.add_i(s.times_256(self.high[r][b]), self.low[r][b])
+        s.sum_of_units(self.0[r][b])
     }
 
     /// Adds them to the scores, scaled by parameter `group` of the blocks. `zero` is the code that stands for 0.
@@ -188,11 +179,11 @@ pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'
     let mut query = 0;
     while query < queries.n {
         query += match queries.n - query {
-            8.. if S::ACCUMULATORS >= 16 => {
+            8.. if fit::<S>(1) >= 8 => {
                 P::scores_of::<S, 8>(s, queries, query, blocks, lines);
                 8
             }
-            4.. if S::ACCUMULATORS >= 16 => {
+            4.. if fit::<S>(1) >= 4 => {
                 P::scores_of::<S, 4>(s, queries, query, blocks, lines);
                 4
             }
@@ -217,22 +208,21 @@ pub fn accumulate<S: Simd, P: Packed>(
     sums: &mut Sums<'_>,
     quads: &mut Quads,
 ) {
-    const { assert!(P::WEIGHED == 4 || P::WEIGHED == MAX_ROWS) };
     if blocks.exact {
         return P::weigh_one_by_one(s, lines, blocks, sums);
     }
-    let (many, mut query) = (S::ACCUMULATORS >= 16, 0);
+    let (many, mut query) = (const { fit::<S>(P::VECTORS) }, 0);
     while query < sums.n {
         query += match sums.n - query {
-            MAX_ROWS.. if many && P::WEIGHED == MAX_ROWS => {
+            MAX_ROWS.. if many >= MAX_ROWS => {
                 P::accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
                 MAX_ROWS
             }
-            4.. if many => {
+            4.. if many >= 4 => {
                 P::accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
                 4
             }
-            2.. if many || P::WEIGHED == MAX_ROWS => {
+            2.. if many >= 2 => {
                 P::accumulate_for::<S, 2>(s, lines, blocks, sums, query, quads);
                 2
             }
@@ -265,10 +255,9 @@ pub fn param(blocks: &Blocks<'_>, p: usize, lane: usize) -> f32 {
 /// One query row, prepared for dot products with bytes.
 #[derive(Clone, Debug, Default)]
 pub struct PackedQuery {
-    /// Four bytes for every four code bytes of a cell: the high bytes here, the low bytes in `low`. For nibbles there
-    /// are twice as many: first those for the low halves.
-    pub high: Vec<i32>,
-    pub low: Vec<i32>,
+    /// Four units for every four code bytes of a cell ([`quad_of_units`]). For nibbles there are twice as many: first those for the low
+    /// halves.
+    pub quads: Vec<[i32; 2]>,
     /// Per group: the value of one unit.
     pub unit: Vec<f32>,
     /// Per group: the sum of the units, and (`sum`) of the elements themselves.
@@ -276,7 +265,7 @@ pub struct PackedQuery {
     pub sum: Vec<f32>,
 }
 
-/// Expresses elements in multiples of `unit`: two signed bytes each.
+/// Expresses elements in multiples of `unit` that fit two signed bytes.
 pub struct Split {
     pub unit: f32,
     inverse: f32,
@@ -304,20 +293,13 @@ impl Split {
     }
 }
 
-/// The high and the low byte of `units`: `256 * high + low`, both signed.
-fn bytes(units: i32) -> (u8, u8) {
-    let low = units as i8;
-    (((units - i32::from(low)) >> 8) as u8, low as u8)
-}
-
 impl PackedQuery {
     /// Reserves room for a row of `head_dim` elements in groups of at least 32.
     pub fn new(head_dim: usize) -> Self {
         let quads = head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32);
         let groups = head_dim.div_ceil(32).max(2);
         PackedQuery {
-            high: Vec::with_capacity(quads),
-            low: Vec::with_capacity(quads),
+            quads: Vec::with_capacity(quads),
             unit: Vec::with_capacity(groups),
             units: Vec::with_capacity(groups),
             sum: Vec::with_capacity(groups),
@@ -330,29 +312,24 @@ impl PackedQuery {
     }
 
     fn clear(&mut self) {
-        self.high.clear();
-        self.low.clear();
+        self.quads.clear();
         self.unit.clear();
         self.units.clear();
         self.sum.clear();
     }
 
     /// Packs one group of `row`. `parts` are the ranges of elements whose quads are packed in order.
-    fn group<'p>(&mut self, row: &[f32], parts: impl Iterator<Item = &'p [f32]>) {
+    fn group<'p>(&mut self, words: bool, row: &[f32], parts: impl Iterator<Item = &'p [f32]>) {
         // Keep NaN: `max` would drop it.
         let largest = row.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max });
         let split = Split::new(largest);
         let mut units = 0;
         for part in parts {
             for quad in part.chunks(4) {
-                let (mut high, mut low) = ([0; 4], [0; 4]);
-                for (i, x) in quad.iter().enumerate() {
-                    let n = split.units(*x);
-                    units += n;
-                    (high[i], low[i]) = bytes(n);
-                }
-                self.high.push(i32::from_le_bytes(high));
-                self.low.push(i32::from_le_bytes(low));
+                let mut of_quad = [0; 4];
+                of_quad.iter_mut().zip(quad).for_each(|(n, x)| *n = split.units(*x));
+                units += of_quad.iter().sum::<i32>();
+                self.quads.push(quad_of_units(words, of_quad));
             }
         }
         self.unit.push(split.unit);
@@ -360,40 +337,39 @@ impl PackedQuery {
         self.sum.push(row.iter().sum());
     }
 
-    /// Packs a row for codes of one byte per element.
-    pub fn pack_bytes(&mut self, row: &[f32], group: usize) {
+    /// Packs a row for codes of one byte per element. `words`: for [`Simd::WORD_DOTS`], here and below.
+    pub fn pack_bytes(&mut self, words: bool, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
-            self.group(group, std::iter::once(group));
+            self.group(words, group, std::iter::once(group));
         }
     }
 
     /// Packs a row for codes of one nibble per element: a byte contains elements `j` and `j + half` of a group. The
     /// quads of a group's low halves come first, then those of its high halves.
-    pub fn pack_nibbles(&mut self, row: &[f32], group: usize) {
+    pub fn pack_nibbles(&mut self, words: bool, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
-            self.halves(group);
+            self.halves(words, group);
         }
     }
 
     /// Packs a row whose first `outliers` elements have a byte each and the others a nibble: two groups, or one.
-    pub fn pack_outliers(&mut self, row: &[f32], outliers: usize) {
+    pub fn pack_outliers(&mut self, words: bool, row: &[f32], outliers: usize) {
         self.clear();
         let (wide, others) = row.split_at(outliers);
         if outliers > 0 {
-            self.group(wide, std::iter::once(wide));
+            self.group(words, wide, std::iter::once(wide));
         }
-        self.halves(others);
+        self.halves(words, others);
     }
 
-    fn halves(&mut self, group: &[f32]) {
+    fn halves(&mut self, words: bool, group: &[f32]) {
         let (low, high) = group.split_at(group.len().div_ceil(2));
-        self.group(group, [low, high].into_iter());
+        self.group(words, group, [low, high].into_iter());
         // Both halves get the same number of quads, so that kernels need no special case.
         if high.len().div_ceil(4) < low.len().div_ceil(4) {
-            self.high.push(0);
-            self.low.push(0);
+            self.quads.push([0; 2]);
         }
     }
 }

@@ -110,7 +110,7 @@ impl Codec for T4 {
 }
 
 impl Packed for T4 {
-    const WEIGHED: usize = 4;
+    const VECTORS: usize = 2;
 
     #[inline(always)]
     fn scores_of<S: Simd, const R: usize>(
@@ -141,7 +141,7 @@ impl Packed for T4 {
         // Whole vectors of both halves; the high half may be shorter by one element.
         let whole = head_dim / 2 / LANES * LANES;
         for j in (0..whole).step_by(LANES) {
-            let mut acc = [[s.splat_i(0); 4]; R];
+            let mut units = [[[s.splat_i(0); 2]; 2]; R];
             for (at, block) in blocks.list.iter().enumerate() {
                 for quad in 0..LANES / 4 {
                     let codes = &block.codes[quad * 4 * blocks.row..];
@@ -151,20 +151,17 @@ impl Packed for T4 {
                     let a = s.lookup(&LEVELS, s.low_nibbles(bytes));
                     let b = s.lookup(&LEVELS, s.high_nibbles(bytes));
                     for r in 0..R {
-                        let (h, l) = quads.quad(r, at * LANES / 4 + quad);
-                        let (h, l) = (s.splat_i(h), s.splat_i(l));
-                        acc[r][0] = s.dot4(acc[r][0], a, h);
-                        acc[r][1] = s.dot4(acc[r][1], a, l);
-                        acc[r][2] = s.dot4(acc[r][2], b, h);
-                        acc[r][3] = s.dot4(acc[r][3], b, l);
+                        let weights = quads.quad(r, at * LANES / 4 + quad);
+                        units[r][0] = s.dot_units(units[r][0], a, weights);
+                        units[r][1] = s.dot_units(units[r][1], b, weights);
                     }
                 }
             }
             for r in 0..R {
                 let (unit, zero) = (s.splat(quads.unit[r]), s.splat_i(ZERO.wrapping_mul(quads.units[r])));
                 let row = sums.row(query + r, head_dim);
-                for (at, high, low) in [(j, acc[r][0], acc[r][1]), (half + j, acc[r][2], acc[r][3])] {
-                    let units = s.to_f32(s.sub_i(s.add_i(s.times_256(high), low), zero));
+                for (at, units) in [(j, units[r][0]), (half + j, units[r][1])] {
+                    let units = s.to_f32(s.sub_i(s.sum_of_units(units), zero));
                     if let Some(sum) = row[at..].first_chunk_mut() {
                         s.store(s.fma(units, unit, s.load(sum)), sum);
                     }
@@ -245,7 +242,7 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
                 s.prefetch(&codes[b][quad], list[b].ahead);
                 bytes[b] = s.load_bytes(&codes[b][quad]);
             }
-            units.multiply::<8>(s, packed, quad, &bytes);
+            units.multiply(s, packed, quad, &bytes);
         }
         units.add(s, packed, 0, list, ZERO, &mut sums);
     }
@@ -259,8 +256,8 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
             b[i] = s.lookup(&LEVELS, s.high_nibbles(bytes));
         }
         // The quads of the low halves, then those of the high halves.
-        units.multiply::<8>(s, packed, quad, &a);
-        units.multiply::<8>(s, packed, per_row - outliers + quad, &b);
+        units.multiply(s, packed, quad, &a);
+        units.multiply(s, packed, per_row - outliers + quad, &b);
     }
     units.add(s, packed, usize::from(outliers > 0), list, ZERO, &mut sums);
     put_scores(s, lines, query, at, &sums);

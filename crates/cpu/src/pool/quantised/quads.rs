@@ -1,4 +1,4 @@
-//! Weights of values as pairs of bytes, for the sums of packed values.
+//! Weights of values in units, for the sums of packed values.
 use super::{LARGEST, MAX_ROWS, Split};
 use crate::arch::{LANES, Simd};
 use crate::pool::{Block, Blocks, Lines, MAX_BLOCKS};
@@ -21,16 +21,15 @@ fn scales_of<S: Simd>(s: S, block: &Block<'_>, seen: Range<usize>, param: usize)
 /// Most groups of a row whose weights are packed by bounds.
 const MAX_GROUPS: usize = 64;
 
-/// Weights of up to [`MAX_ROWS`] queries for the cells of one call, as pairs of bytes: a query's weight times the scale of
-/// the cell's group.
+/// Weights of up to [`MAX_ROWS`] queries for the cells of one call, in units: a query's weight times the scale of the cell's group.
 ///
 /// The unit of a row and group is bounded for all groups at once. With the largest scale `m[g]` of each group, `c[cell]` is the
 /// largest `scale[g][cell] / m[g]` over the groups, and `b[row]` the largest `weight[row][cell] × c[cell]`. Then no weight times scale of
 /// group `g` is larger than `b[row] × m[g]`. The bound is near: a cell with a large weight and small values, as an attention
 /// sink is, does not make the unit coarse for the others.
 pub struct Quads {
-    high: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
-    low: [[u8; MAX_BLOCKS * LANES]; MAX_ROWS],
+    /// Per query and four cells: the first and the second word of [`Simd::dot_units`].
+    words: [[[u8; MAX_BLOCKS * LANES]; MAX_ROWS]; 2],
     /// Per query: the weights over their bound.
     weights: [[[f32; LANES]; MAX_BLOCKS]; MAX_ROWS],
     bound: [f32; MAX_ROWS],
@@ -48,8 +47,7 @@ pub struct Quads {
 impl Default for Quads {
     fn default() -> Self {
         Quads {
-            high: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
-            low: [[0; MAX_BLOCKS * LANES]; MAX_ROWS],
+            words: [[[0; MAX_BLOCKS * LANES]; MAX_ROWS]; 2],
             weights: [[[0.0; LANES]; MAX_BLOCKS]; MAX_ROWS],
             bound: [0.0; MAX_ROWS],
             scales: [[0.0; LANES]; MAX_BLOCKS],
@@ -169,26 +167,16 @@ impl Quads {
         }
     }
 
-    /// Stores the units of sixteen cells as two bytes each.
+    /// Stores the units of sixteen cells.
     #[inline(always)]
     fn put<S: Simd>(&mut self, s: S, row: usize, block: usize, units: S::I) -> S::I {
-        s.store_low_bytes(units, &mut self.low[row].as_chunks_mut().0[block]);
-        let high = s.over_256(s.add_i(units, s.splat_i(128)));
-        s.store_low_bytes(high, &mut self.high[row].as_chunks_mut().0[block]);
+        s.store_units(units, self.words.each_mut().map(|rows| &mut rows[row].as_chunks_mut().0[block]));
         units
     }
 
-    /// The four weights of cells `4 * quad..` of row `row`.
+    /// The units of cells `4 * quad..` of row `row`.
     #[inline(always)]
-    pub fn quad(&self, row: usize, quad: usize) -> (i32, i32) {
-        let at = |bytes: &[u8; MAX_BLOCKS * LANES]| {
-            i32::from_le_bytes([
-                bytes[4 * quad],
-                bytes[4 * quad + 1],
-                bytes[4 * quad + 2],
-                bytes[4 * quad + 3],
-            ])
-        };
-        (at(&self.high[row]), at(&self.low[row]))
+    pub fn quad(&self, row: usize, quad: usize) -> [i32; 2] {
+        self.words.each_ref().map(|rows| i32::from_le_bytes(rows[row].as_chunks().0[quad]))
     }
 }
