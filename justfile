@@ -8,12 +8,13 @@ fmt:
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
-# With stores and the device over wgpu, which `cargo test` does not build: their dependencies take minutes the first time. Then what users build.
+# With stores and the device over wgpu, which `cargo test` does not build: their dependencies take minutes the first time. Then what users
+# build. The Python package is linted without a Python.
 lint:
-    cargo clippy --workspace --all-targets --features kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers -- -D warnings
+    PYO3_NO_PYTHON=1 cargo clippy --workspace --all-targets --features kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers -- -D warnings
     cargo clippy -p kvist -p kvist-engine -p kvist-server -- -D warnings
 
-# The library for C and the Python package are not documented as crates: kvist.h and docs/python.md are their documentation.
+# `just c` has the library for C: its pages would replace those of the program, which has the same name. The Python package would need Python.
 doc:
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --exclude kvist-capi --exclude kvist-python
 
@@ -129,13 +130,14 @@ cuda-asan:
     program=$(cargo_without test -p kvist-cuda --test device --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
     cd crates/cuda && "$program" operations:: gemm:: conformance::
 
-# The library for C: its documentation, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
+# The library for C: lints of its tests, its documentation, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
 c:
+    cargo clippy -p kvist-capi --profile test --lib --test c --test header -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc -p kvist-capi --no-deps
-    cargo test -p kvist-capi --test c --test header
+    cargo test -p kvist-capi --lib --test c --test header
 # Batches in a library with all tiers, which `just c` does not build: minutes the first time.
 c-tiers:
-    cargo clippy -p kvist-capi --all-targets --features tiers -- -D warnings
+    cargo clippy -p kvist-capi --profile test --lib --test c --features tiers -- -D warnings
     cargo test -p kvist-capi --features tiers --test c batches
 # What `just c` runs, under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
 c-asan:

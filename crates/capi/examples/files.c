@@ -1,6 +1,6 @@
 /* Texts that outlive their process: a session is saved and goes on elsewhere, a prefix is frozen and shared.
  *
- *     cc -I crates/capi/include crates/capi/examples/files.c target/release/libkvist.a -lm -lpthread -ldl
+ *     cc -I crates/capi/include crates/capi/examples/files.c target/dist/libkvist.a -lm -lpthread -ldl
  *     ./a.out session.kvs prefix.kvp
  */
 #include <inttypes.h>

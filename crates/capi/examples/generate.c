@@ -1,6 +1,6 @@
 /* Text from the embedded model, step by step: a prompt, its tokens, a fork that goes another way, and a rollback.
  *
- *     cc -I crates/capi/include crates/capi/examples/generate.c target/release/libkvist.a -lm -lpthread -ldl
+ *     cc -I crates/capi/include crates/capi/examples/generate.c target/dist/libkvist.a -lm -lpthread -ldl
  */
 #include <inttypes.h>
 #include <stdio.h>

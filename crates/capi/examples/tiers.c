@@ -1,6 +1,6 @@
 /* Many texts at once, and a tier below their cache: a prompt is computed, evicted by others, and loaded from memory.
  *
- *     cc -I crates/capi/include crates/capi/examples/tiers.c target/release/libkvist.a -lm -lpthread -ldl
+ *     cc -I crates/capi/include crates/capi/examples/tiers.c target/dist/libkvist.a -lm -lpthread -ldl
  */
 #include <inttypes.h>
 #include <stdio.h>

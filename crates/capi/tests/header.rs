@@ -17,8 +17,5 @@ fn the_header_is_that_of_the_sources() {
         std::fs::write(&path, &text).unwrap();
     }
     let found = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        found == text,
-        "include/kvist.h is not that of the sources: KVIST_RENEW=1 cargo test --test header"
-    );
+    assert!(found == text, "include/kvist.h is not that of the sources: KVIST_RENEW=1 just c");
 }

@@ -52,9 +52,9 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const BF16_DOTS: bool = false;
     /// True if products of bytes ([`dot4`](Self::dot4)) are one instruction, and fastest with as few scales as possible.
     const BYTE_DOTS: bool = false;
-    /// True if [`dot_units`](Self::dot_units) multiplies words, and not two bytes one after the other.
+    /// True if [`dot_units`](Self::dot_units) multiplies words of 16 bits, and not two bytes one after the other.
     const WORD_DOTS: bool = false;
-    /// Tokens (1 or 2) whose products with codes share loads ([`dot_codes`](Self::dot_codes)).
+    /// Tokens (1 or 2) whose products with the codes of a super-block share loads ([`dot_codes`](Self::dot_codes)).
     const TOGETHER: usize = 1;
     /// The sums that [`dot_units`](Self::dot_units) keeps: a register of lanes each.
     const UNIT_SUMS: usize = if Self::WORD_DOTS { 1 } else { 2 };
@@ -97,18 +97,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as [`quad_of_units`] writes them.
     /// Sums and total wrap.
     #[inline(always)]
-    fn dot_units(self, sums: [Self::I; 2], codes: Self::I, [high, low]: [i32; 2]) -> [Self::I; 2] {
-        [self.dot4(sums[0], codes, self.splat_i(high)), self.dot4(sums[1], codes, self.splat_i(low))]
+    fn dot_units(self, sums: [Self::I; 2], codes: Self::I, units: [i32; 2]) -> [Self::I; 2] {
+        dot_two_bytes(self, sums, codes, units)
     }
     #[inline(always)]
-    fn sum_of_units(self, [high, low]: [Self::I; 2]) -> Self::I {
-        self.add_i(self.times_256(high), low)
+    fn sum_of_units(self, sums: [Self::I; 2]) -> Self::I {
+        sum_of_two_bytes(self, sums)
     }
-    /// Stores the units of sixteen lanes as four quads: the first words of [`quad_of_units`], and the second ones.
+    /// Stores the units of sixteen lanes as four quads: the first parts of [`quad_of_units`], and the second ones.
     #[inline(always)]
-    fn store_units(self, units: Self::I, [high, low]: [&mut [u8; 16]; 2]) {
-        self.store_low_bytes(units, low);
-        self.store_low_bytes(self.over_256(self.add_i(units, self.splat_i(128))), high);
+    fn store_units(self, units: Self::I, parts: [&mut [u8; 16]; 2]) {
+        store_two_bytes(self, units, parts);
     }
     /// Per lane and of `N` tokens: `Σ (code − zero) · x` over quads of codes, four in a lane. All lanes have the same `x(quad, token)`, of
     /// −127 to 127. Codes have `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
@@ -253,8 +252,23 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// Four units as [`Simd::dot_units`] takes them. Two bytes each, `256 * high + low`, both signed: the high ones in the first word. Or the even
-/// ones as they are in the first word, the odd ones in the second.
+/// [`Simd::dot_units`], [`Simd::sum_of_units`] and [`Simd::store_units`] where units are two bytes.
+#[inline(always)]
+fn dot_two_bytes<S: Simd>(s: S, sums: [S::I; 2], codes: S::I, [high, low]: [i32; 2]) -> [S::I; 2] {
+    [s.dot4(sums[0], codes, s.splat_i(high)), s.dot4(sums[1], codes, s.splat_i(low))]
+}
+#[inline(always)]
+fn sum_of_two_bytes<S: Simd>(s: S, [high, low]: [S::I; 2]) -> S::I {
+    s.add_i(s.times_256(high), low)
+}
+#[inline(always)]
+fn store_two_bytes<S: Simd>(s: S, units: S::I, [high, low]: [&mut [u8; 16]; 2]) {
+    s.store_low_bytes(units, low);
+    s.store_low_bytes(s.over_256(s.add_i(units, s.splat_i(128))), high);
+}
+
+/// Four units as [`Simd::dot_units`] takes them. As bytes, `unit = 256 * high + low`, both signed: the high ones are the first part, the low
+/// ones the second. As words: units 0 and 2 are the first part, 1 and 3 the second.
 pub fn quad_of_units(words: bool, units: [i32; 4]) -> [i32; 2] {
     if words {
         return [0, 1].map(|i| (units[i] & 0xffff) | (units[i + 2] << 16));
@@ -281,12 +295,13 @@ fn dot_quads<S: Simd, const N: usize>(
     sums
 }
 
-/// The products that a kernel uses. A kernel that declares too little runs slower products, and its products of pairs round differently.
+/// The products that a kernel uses. A kernel that declares too little runs slower products, its products of pairs round differently, and
+/// [`Simd::dot_units`] may expect other quads than [`Isa::multiplies_words`] says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Uses {
     /// Products of floats alone.
     Floats,
-    /// Products of bytes, too ([`Simd::dot4`]).
+    /// Products of bytes and of units, too ([`Simd::dot4`], [`Simd::dot_units`]).
     Bytes,
     /// Products of bytes and of pairs of bf16, too ([`Simd::dot2`]).
     Pairs,
@@ -424,7 +439,7 @@ impl Isa {
         self.run(Multiplies).1
     }
 
-    /// Whether its vectors multiply units as words ([`Simd::WORD_DOTS`]).
+    /// Whether its vectors multiply units as words ([`Simd::WORD_DOTS`]), in kernels that declare products of bytes.
     pub fn multiplies_words(self) -> bool {
         self.run(Multiplies).2
     }

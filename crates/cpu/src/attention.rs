@@ -233,7 +233,7 @@ impl<'l> Layer<'l> {
         scratch.partial = partial;
     }
 
-    /// Converts the queries for the kernels: transformed if K is stored transformed, scaled, split into bytes.
+    /// Converts the queries for the kernels: transformed if K is stored transformed, scaled, in units for packed keys.
     fn prepare<'q>(
         &self,
         compute: &Compute,

@@ -18,7 +18,7 @@ const FLUSH: Duration = Duration::from_secs(2);
 
 fn not_built(name: &str, what: &str, feature: &str) -> Failure {
     Failure::unsupported(format!(
-        "{name}: this libkvist was built without {what}: cargo build --release --manifest-path crates/capi/Cargo.toml --features {feature}"
+        "{name}: this libkvist was built without {what}: cargo build --profile dist -p kvist-capi --features {feature}"
     ))
 }
 

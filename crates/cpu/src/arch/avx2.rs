@@ -1,6 +1,6 @@
 //! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
 //! later, which have no AVX-512, and Zen 5). A vector takes two registers.
-use super::{Kernel, Simd, Uses, dot_quads};
+use super::{Kernel, Simd, Uses, dot_quads, dot_two_bytes, store_two_bytes, sum_of_two_bytes};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.
@@ -203,14 +203,11 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     // Without VNNI: an instruction multiplies sixteen words and adds the products in pairs. Bytes would need two products, and codes
     // of 8 bits would have to become words for both.
     #[inline(always)]
-    fn dot_units(self, sums: [I; 2], codes: I, [first, second]: [i32; 2]) -> [I; 2] {
-        let [sum, other] = sums;
+    fn dot_units(self, sums: [I; 2], codes: I, units: [i32; 2]) -> [I; 2] {
         if VNNI {
-            return [
-                self.dot4(sum, codes, self.splat_i(first)),
-                self.dot4(other, codes, self.splat_i(second)),
-            ];
+            return dot_two_bytes(self, sums, codes, units);
         }
+        let ([sum, other], [first, second]) = (sums, units);
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let low = _mm256_set1_epi16(255);
@@ -224,16 +221,15 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         }
     }
     #[inline(always)]
-    fn sum_of_units(self, [first, second]: [I; 2]) -> I {
-        if VNNI { self.add_i(self.times_256(first), second) } else { first }
+    fn sum_of_units(self, sums: [I; 2]) -> I {
+        if VNNI { sum_of_two_bytes(self, sums) } else { sums[0] }
     }
     #[inline(always)]
-    fn store_units(self, units: I, [first, second]: [&mut [u8; 16]; 2]) {
+    fn store_units(self, units: I, parts: [&mut [u8; 16]; 2]) {
         if VNNI {
-            self.store_low_bytes(units, second);
-            self.store_low_bytes(self.over_256(self.add_i(units, self.splat_i(128))), first);
-            return;
+            return store_two_bytes(self, units, parts);
         }
+        let [first, second] = parts;
         // SAFETY: `detect` checked the CPU features; both arrays are as long as half a register.
         unsafe {
             // Of the four units in every half of a register: the even words, then the odd ones.

@@ -98,7 +98,7 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const N: usize, const P: 
     for i in 0..width {
         let mut v = [s.splat(0.0); P];
         for p in 0..P {
-            if i.is_multiple_of(F::PER_LINE) {
+            if skipped == 0 && i.is_multiple_of(F::PER_LINE) {
                 fetch::<S, _, T, P, MANY>(s, &w[p][i]);
             }
             v[p] = F::widen(s, &w[p][i]);
@@ -178,7 +178,9 @@ impl Tile for BF16 {
             let x = &inputs.rows_of::<T>(first).as_chunks::<2>().0[..half];
             for i in 0..half {
                 for p in 0..P {
-                    fetch::<S, _, T, P, MANY>(s, &w[p][i]);
+                    if skipped == 0 {
+                        fetch::<S, _, T, P, MANY>(s, &w[p][i]);
+                    }
                     let (even, odd) = s.widen_pairs(s.load_bytes(&w[p][i]));
                     for t in 0..N {
                         sums[t][p] = s.fma(even, s.splat(x[i][0][skipped + t]), sums[t][p]);
@@ -273,7 +275,8 @@ fn by_panel<S: Simd, F: Tile, const T: usize, const MANY: bool>(
     if const { T <= S::ACCUMULATORS } {
         panels::<S, F, T, T, 1, MANY>(s, weights, inputs, deterministic, first, these, out);
     } else {
-        // Eight tokens; registers hold the sums of four everywhere.
+        // Eight tokens: registers hold the sums of four on every machine.
+        const { assert!(S::ACCUMULATORS >= 4) };
         panels::<S, F, T, 4, 1, MANY>(s, weights, inputs, deterministic, first, these, out);
     }
 }
@@ -289,6 +292,7 @@ fn panels<S: Simd, F: Tile, const T: usize, const N: usize, const P: usize, cons
     these: Range<usize>,
     out: &mut Columns<'_, f32>,
 ) {
+    const { assert!(T.is_multiple_of(N)) };
     for panel in these.step_by(P) {
         for skipped in (0..T).step_by(N) {
             let sums =

@@ -318,8 +318,8 @@ fn load<S: Simd, F: PackedSuperBlock>(s: S, codes: &[u8], table: Option<&[u8; 16
     w
 }
 
-/// For every token `$t` of `$T`, in order: the products `$units` of the codes of a group with quads `$x` of the token, and `$take`. `$start` is that
-/// of [`Simd::dot_codes`]. A macro, because closures with several callers are not inlined.
+/// Runs `$take` for every token `$t` of `$T`, in order, with `$units`: what [`Simd::dot_codes`] returns for the token. `$x` is quad `$q` of the token.
+/// A macro, because a closure with several callers is not inlined.
 macro_rules! for_units {
     ($s:ident: $S:ident, $bits:expr, $codes:expr, $t:ident < $T:ident, $q:ident => $x:expr, $start:expr, $units:ident => $take:expr) => {{
         let mut first = 0;
@@ -327,7 +327,6 @@ macro_rules! for_units {
             if const { $S::TOGETHER == 2 && $T.is_multiple_of(2) } {
                 let mut starts = [$s.splat_i(0); 2];
                 for ($t, start) in (first..).zip(&mut starts) {
-                    let _ = $t;
                     *start = $start;
                 }
                 let x = |$q: usize, n: usize| {

@@ -1,13 +1,13 @@
 //! 4-bit codes, affine: `x ≈ minimum + scale × code`, code in 0..=15, an f16 scale and an f16 minimum per group.
 //!
 //! ```text
-//! scores:      units = Σ code × q (four nibbles at once, q in two bytes)
+//! scores:      units = Σ code × q (four nibbles at once, q in units)
 //!              s[query] += units × scale × q's unit + minimum × Σ q                   per group of 16 keys
-//! accumulate:  w' = w × scale, in two bytes
+//! accumulate:  w' = w × scale, in units
 //!              o[query] += Σ code × w' (four cells at once) × w's unit + Σ w × minimum    per group and tile
 //! ```
 //!
-//! Per 64 bytes and query: four integer products of 64 bytes. Per cell, head_dim / 2 + 4 × groups bytes are read once
+//! Per 64 bytes and query: four integer products of 64 bytes (AVX2: eight of 16 words). Per cell, head_dim / 2 + 4 × groups bytes are read once
 //! for all queries of a call.
 //!
 //! A byte contains element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
@@ -215,7 +215,7 @@ impl Packed for Q4 {
     }
 }
 
-/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' bytes.
+/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' units.
 #[inline(always)]
 fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     s: S,

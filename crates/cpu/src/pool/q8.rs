@@ -2,13 +2,13 @@
 //! stored unsigned, because integer dot products need one unsigned operand.
 //!
 //! ```text
-//! scores:      units = Σ code × q (four bytes at once, q in two bytes) − 128 × Σ q
+//! scores:      units = Σ code × q (four bytes at once, q in units) − 128 × Σ q
 //!              s[query] += units × scale × q's unit                                  per group of 16 keys
-//! accumulate:  w' = w × scale, in two bytes
+//! accumulate:  w' = w × scale, in units
 //!              o[query] += (Σ code × w' (four cells at once) − 128 × Σ w') × w's unit    per group and tile
 //! ```
 //!
-//! Per 64 codes and query: two integer products of 64 bytes. Per cell, head_dim + 2 × groups bytes are read once for
+//! Per 64 codes and query: two integer products of 64 bytes (AVX2: four of 16 words). Per cell, head_dim + 2 × groups bytes are read once for
 //! all queries of a call.
 //!
 //! All finite values can be stored: beyond 127 × 65,504 they saturate, below the smallest scale they become 0. A NaN or
@@ -17,7 +17,7 @@
 //! Measured on two Zen 5 cores (docs/performance.md): 0.7 of the read limit with a KV head per query head; bound by
 //! arithmetic, 0.34 of it, with eight query heads on each.
 use super::quantised::{
-    Packed, Units, blocks_at, byte_of, fit, packed_products, param, put_scores, scores_in_pairs,
+    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, queries_that_fit, scores_in_pairs,
 };
 use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -68,7 +68,7 @@ impl Codec for Q8 {
     packed_products!();
 }
 
-/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' bytes.
+/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' units.
 #[inline(always)]
 fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     s: S,
@@ -173,7 +173,7 @@ impl Packed for Q8 {
             let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
             let mut d = first;
             // Two vectors share the weights that they are multiplied with, where registers suffice.
-            while 2 * R <= fit::<S>(1) && end - d >= 2 * LANES {
+            while 2 * R <= queries_that_fit::<S>(1) && end - d >= 2 * LANES {
                 columns::<S, R, 2>(s, blocks, quads, d, query, sums);
                 d += 2 * LANES;
             }

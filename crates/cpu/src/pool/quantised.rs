@@ -2,7 +2,8 @@
 //!
 //! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
 //! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
-//! costs less than widening the codes. Without products of bytes (AVX2), codes become words and units stay whole: the sums are the same.
+//! costs less than widening the codes. AVX2 has no product of bytes that adds to 32 bits, but one of words: codes become words, one product takes
+//! whole units, and the sums are the same.
 mod quads;
 
 use super::{Block, Blocks, Lines, Queries, Sums};
@@ -17,7 +18,7 @@ pub const MAX_ROWS: usize = 8;
 
 /// A dtype whose kernels process several queries at once.
 pub trait Packed {
-    /// Vectors of a row that are weighted at a time: those of the codes in a byte.
+    /// Vectors of sums that a query needs at a time to weight values: one, or two for the two codes of a byte.
     const VECTORS: usize;
 
     /// Scores of `R` queries, starting at `query`, over all blocks.
@@ -67,7 +68,7 @@ pub(super) use packed_products;
 macro_rules! scores_in_pairs {
     ($S:ident, $R:ident, $n:expr, $at:ident, $B:ident => $body:expr) => {{
         let mut $at = 0;
-        while 2 * $R <= $crate::pool::quantised::fit::<$S>(1) && $n - $at >= 2 {
+        while 2 * $R <= $crate::pool::quantised::queries_that_fit::<$S>(1) && $n - $at >= 2 {
             const $B: usize = 2;
             $body;
             $at += $B;
@@ -120,8 +121,8 @@ pub fn put_scores<S: Simd, const R: usize, const B: usize>(
     }
 }
 
-/// Queries whose sums fit the registers if each has `vectors` vectors of them.
-pub const fn fit<S: Simd>(vectors: usize) -> usize {
+/// The most queries whose sums fit the registers if each has `vectors` vectors of them.
+pub const fn queries_that_fit<S: Simd>(vectors: usize) -> usize {
     S::ACCUMULATORS / (S::UNIT_SUMS * vectors)
 }
 
@@ -179,11 +180,11 @@ pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'
     let mut query = 0;
     while query < queries.n {
         query += match queries.n - query {
-            8.. if fit::<S>(1) >= 8 => {
+            8.. if queries_that_fit::<S>(1) >= 8 => {
                 P::scores_of::<S, 8>(s, queries, query, blocks, lines);
                 8
             }
-            4.. if fit::<S>(1) >= 4 => {
+            4.. if queries_that_fit::<S>(1) >= 4 => {
                 P::scores_of::<S, 4>(s, queries, query, blocks, lines);
                 4
             }
@@ -211,18 +212,18 @@ pub fn accumulate<S: Simd, P: Packed>(
     if blocks.exact {
         return P::weigh_one_by_one(s, lines, blocks, sums);
     }
-    let (many, mut query) = (const { fit::<S>(P::VECTORS) }, 0);
+    let (most, mut query) = (const { queries_that_fit::<S>(P::VECTORS) }, 0);
     while query < sums.n {
         query += match sums.n - query {
-            MAX_ROWS.. if many >= MAX_ROWS => {
+            MAX_ROWS.. if most >= MAX_ROWS => {
                 P::accumulate_for::<S, MAX_ROWS>(s, lines, blocks, sums, query, quads);
                 MAX_ROWS
             }
-            4.. if many >= 4 => {
+            4.. if most >= 4 => {
                 P::accumulate_for::<S, 4>(s, lines, blocks, sums, query, quads);
                 4
             }
-            2.. if many >= 2 => {
+            2.. if most >= 2 => {
                 P::accumulate_for::<S, 2>(s, lines, blocks, sums, query, quads);
                 2
             }

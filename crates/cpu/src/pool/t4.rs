@@ -9,9 +9,9 @@
 //!
 //! ```text
 //! row          [outliers: a byte each][the others: element j and element j + half in a byte]
-//! scores:      units = Σ level × q (four at once, q in two bytes) − 128 × Σ q
+//! scores:      units = Σ level × q (four at once, q in units) − 128 × Σ q
 //!              s[query] += units × scale × q's unit                          of the outliers, and of the others
-//! accumulate:  w' = w × scale, in two bytes
+//! accumulate:  w' = w × scale, in units
 //!              o[query] += (Σ level × w' (four cells at once) − 128 × Σ w') × w's unit     per tile
 //! ```
 //!
@@ -219,7 +219,7 @@ impl Packed for T4 {
     }
 }
 
-/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' bytes.
+/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' units.
 #[inline(always)]
 fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     s: S,

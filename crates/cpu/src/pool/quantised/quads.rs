@@ -28,8 +28,8 @@ const MAX_GROUPS: usize = 64;
 /// group `g` is larger than `b[row] × m[g]`. The bound is near: a cell with a large weight and small values, as an attention
 /// sink is, does not make the unit coarse for the others.
 pub struct Quads {
-    /// Per query and four cells: the first and the second word of [`Simd::dot_units`].
-    words: [[[u8; MAX_BLOCKS * LANES]; MAX_ROWS]; 2],
+    /// Per query and four cells: the first and the second part of what [`Simd::dot_units`] takes.
+    parts: [[[u8; MAX_BLOCKS * LANES]; MAX_ROWS]; 2],
     /// Per query: the weights over their bound.
     weights: [[[f32; LANES]; MAX_BLOCKS]; MAX_ROWS],
     bound: [f32; MAX_ROWS],
@@ -47,7 +47,7 @@ pub struct Quads {
 impl Default for Quads {
     fn default() -> Self {
         Quads {
-            words: [[[0; MAX_BLOCKS * LANES]; MAX_ROWS]; 2],
+            parts: [[[0; MAX_BLOCKS * LANES]; MAX_ROWS]; 2],
             weights: [[[0.0; LANES]; MAX_BLOCKS]; MAX_ROWS],
             bound: [0.0; MAX_ROWS],
             scales: [[0.0; LANES]; MAX_BLOCKS],
@@ -170,13 +170,13 @@ impl Quads {
     /// Stores the units of sixteen cells.
     #[inline(always)]
     fn put<S: Simd>(&mut self, s: S, row: usize, block: usize, units: S::I) -> S::I {
-        s.store_units(units, self.words.each_mut().map(|rows| &mut rows[row].as_chunks_mut().0[block]));
+        s.store_units(units, self.parts.each_mut().map(|rows| &mut rows[row].as_chunks_mut().0[block]));
         units
     }
 
     /// The units of cells `4 * quad..` of row `row`.
     #[inline(always)]
     pub fn quad(&self, row: usize, quad: usize) -> [i32; 2] {
-        self.words.each_ref().map(|rows| i32::from_le_bytes(rows[row].as_chunks().0[quad]))
+        self.parts.each_ref().map(|rows| i32::from_le_bytes(rows[row].as_chunks().0[quad]))
     }
 }
