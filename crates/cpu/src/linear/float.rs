@@ -292,7 +292,7 @@ fn panels<S: Simd, F: Tile, const T: usize, const N: usize, const P: usize, cons
     these: Range<usize>,
     out: &mut Columns<'_, f32>,
 ) {
-    const { assert!(T.is_multiple_of(N)) };
+    debug_assert!(T.is_multiple_of(N));
     for panel in these.step_by(P) {
         for skipped in (0..T).step_by(N) {
             let sums =
