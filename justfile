@@ -11,12 +11,18 @@ fmt:
 # With stores and the device over wgpu, which `cargo test` does not build: their dependencies take minutes the first time. Then what users
 # build. The Python package is linted without a Python.
 lint:
-    PYO3_NO_PYTHON=1 cargo clippy --workspace --all-targets --features kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers -- -D warnings
+    #!/usr/bin/env bash
+    set -euo pipefail
+    export PYO3_NO_PYTHON=1
+    features=kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers
+    cargo clippy --workspace --all-targets --features $features -- -D warnings
+    # Tests that `cargo test --workspace` leaves out.
+    cargo clippy --workspace --test c --test header --features $features -- -D warnings
     cargo clippy -p kvist -p kvist-engine -p kvist-server -- -D warnings
 
-# `just c` has the library for C: its pages would replace those of the program, which has the same name. The Python package would need Python.
+# Without the Python package, which would need Python.
 doc:
-    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --exclude kvist-capi --exclude kvist-python
+    RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --exclude kvist-python
 
 # The same command the README gives.
 test:
@@ -130,18 +136,17 @@ cuda-asan:
     program=$(cargo_without test -p kvist-cuda --test device --no-run --message-format=json | grep -o '"executable":"[^"]*"' | tail -1 | cut -d'"' -f4)
     cd crates/cuda && "$program" operations:: gemm:: conformance::
 
-# The library for C: lints of its tests, its documentation, and its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h.
+# The library for C: its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h. With the features of the whole
+# workspace, so that it links what `cargo test --workspace` has built.
 c:
-    cargo clippy -p kvist-capi --profile test --lib --test c --test header -- -D warnings
-    RUSTDOCFLAGS="-D warnings" cargo doc -p kvist-capi --no-deps
-    cargo test -p kvist-capi --lib --test c --test header
+    cargo test --workspace --test c --test header
 # Batches in a library with all tiers, which `just c` does not build: minutes the first time.
 c-tiers:
-    cargo clippy -p kvist-capi --profile test --lib --test c --features tiers -- -D warnings
+    cargo clippy -p kvist-capi --lib --test c --features tiers -- -D warnings
     cargo test -p kvist-capi --features tiers --test c batches
 # What `just c` runs, under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
 c-asan:
-    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test -p kvist-capi --test c
+    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --workspace --test c
 # kvist's caches in ExecuTorch: builds the library against the wheel in a virtual environment ($EXECUTORCH_PYTHON, or one that is
 # made, 6 GB with PyPI's torch), then exports small models and runs them.
 executorch *args:
