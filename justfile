@@ -13,7 +13,7 @@ fmt:
 lint:
     #!/usr/bin/env bash
     set -euo pipefail
-    export PYO3_NO_PYTHON=1
+    export PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 # for the Python package, without a Python
     features=kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers
     cargo clippy --workspace --all-targets --features $features -- -D warnings
     # Tests that `cargo test --workspace` leaves out.
