@@ -8,8 +8,8 @@
 //!              o[query] += (Σ code × w' (four cells at once) − 128 × Σ w') × w's unit    per group and tile
 //! ```
 //!
-//! Per 64 codes and query: two integer products of 64 bytes (AVX2: four of 16 words). Per cell, head_dim + 2 × groups bytes are read once for
-//! all queries of a call.
+//! Per 64 codes and query: two integer products of 64 bytes (AVX2: four of 16 words). Per cell, head_dim + 2 × groups
+//! bytes are read once for all queries of a call.
 //!
 //! All finite values can be stored: beyond 127 × 65,504 they saturate, below the smallest scale they become 0. A NaN or
 //! an infinity makes its whole group NaN, so that the error remains visible.

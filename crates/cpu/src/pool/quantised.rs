@@ -2,8 +2,8 @@
 //!
 //! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
 //! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
-//! costs less than widening the codes. AVX2 has no product of bytes that adds to 32 bits, but one of words: codes become words, one product takes
-//! whole units, and the sums are the same.
+//! costs less than widening the codes. AVX2 has no product of bytes that adds to 32 bits, but one of words: codes become
+//! words, one product takes whole units, and the sums are the same.
 mod quads;
 
 use super::{Block, Blocks, Lines, Queries, Sums};
