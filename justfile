@@ -8,17 +8,15 @@ fmt:
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
-# With stores and the device over wgpu, which `cargo test` does not build: their dependencies take minutes the first time. Then what users
-# build. The Python package is linted without a Python.
+# Everything with all features, which the tests have; then what users build. The Python package is linted without a Python.
 lint:
     #!/usr/bin/env bash
     set -euo pipefail
     export PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 # for the Python package, without a Python
-    features=kvist-store/disk,kvist-store/remote,kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu,kvist/tiers
-    cargo clippy --workspace --all-targets --features $features -- -D warnings
+    cargo clippy --workspace --all-targets -- -D warnings
     # Tests that `cargo test --workspace` leaves out.
-    cargo clippy --workspace --test c --test header --features $features -- -D warnings
-    cargo clippy -p kvist -p kvist-engine -p kvist-server -- -D warnings
+    cargo clippy --workspace --test c --test header -- -D warnings
+    cargo clippy --workspace --exclude kvist-python -- -D warnings
 
 # Without the Python package, which would need Python.
 doc:
@@ -33,20 +31,11 @@ deny:
     cargo deny --manifest-path tools/random-model/Cargo.toml --all-features check bans licenses sources
     cargo deny --manifest-path tests/fleet/dynamo/Cargo.toml --all-features check bans licenses sources
 
-# Stores of blocks on a disk and on servers, which `cargo test` does not build: minutes the first time. Redis or Valkey is tested if
-# it is installed (Debian: redis-server). Then `kvist serve` over them. `just store 1000` kills a process that writes 1000 times.
+# Stores of blocks on a disk and on servers, then `kvist serve` over them. Redis or Valkey is tested if it is installed (Debian:
+# redis-server). `just store 1000` kills a process that writes 1000 times.
 store kills="20":
-    cargo clippy -p kvist-store -p kvist-server -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --all-targets -- -D warnings
-    KVIST_KILLS={{kills}} cargo test -p kvist-store --features disk,remote
-    cargo test -p kvist --features tiers --test tiers
-
-# The tests of the stores alone.
-stores:
-    cargo test -p kvist-store --features disk,remote --test stores
-
-# The same, and `kvist serve` over them, in one build. CI runs `tiers-and-wgpu`, which contains it.
-tiers:
-    cargo test -p kvist-store -p kvist --features kvist-store/disk,kvist-store/remote,kvist/tiers --test stores --test tiers
+    KVIST_KILLS={{kills}} cargo test -p kvist-store
+    cargo test -p kvist --test tiers
 
 # Files that are damaged and processes that are killed, far more often than `cargo test` does it, in release mode: changed bits and
 # cuts of sessions, prefixes and blocks, kills of a disk store, of `run --save-session` and of `serve --sessions-dir`. `just proofs 100000 1000`
@@ -77,32 +66,19 @@ bench-tiers *args:
 bench-goodput model:
     bench/tiers/goodput.sh {{model}}
 
-# The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Builds wgpu first, for minutes.
-wgpu: wgpu-kernels
-    cargo clippy -p kvist-wgpu -p kvist-engine -p kvist --features kvist-wgpu/wgpu,kvist-engine/wgpu,kvist/wgpu --all-targets -- -D warnings
-    # In one build.
-    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --features kvist-engine/wgpu,kvist/wgpu --test wgpu --test gpu
+# The device over wgpu, on the best adapter: a GPU, or lavapipe (Debian: mesa-vulkan-drivers). Fails where there is none.
+wgpu: && wgpu-widths
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu
+    KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --test wgpu --test gpu
 
-# The crate alone.
-wgpu-kernels:
+# lavapipe's subgroups have 8 lanes; here they have 4 and 16. A GPU ignores it. The workspace's build has these tests already.
+wgpu-widths:
     #!/usr/bin/env bash
     set -euo pipefail
-    export KVIST_REQUIRE_WGPU=1
-    cargo test -p kvist-wgpu --features wgpu
-    # lavapipe's subgroups have 8 lanes; these runs give them 4 and 16. A GPU ignores it.
     for width in 128 512; do
-        LP_NATIVE_VECTOR_WIDTH=$width cargo test -p kvist-wgpu --features wgpu --test device -- \
+        LP_NATIVE_VECTOR_WIDTH=$width KVIST_REQUIRE_WGPU=1 cargo test --workspace --test device -- \
             subgroups::sums_have_the_same_bits subgroups::attention_has_the_same_bits
     done
-
-# What CI runs of `just tiers` and `just wgpu`: engine, server and program are built once for both.
-tiers-and-wgpu: wgpu-kernels
-    #!/usr/bin/env bash
-    set -euo pipefail
-    of="-p kvist-store -p kvist-engine -p kvist --features kvist-store/disk,kvist-store/remote,kvist-engine/wgpu,kvist/wgpu,kvist/tiers"
-    KVIST_REQUIRE_WGPU=1 cargo test $of --test stores --test tiers --test wgpu --test gpu
-    # The engine's own, over the same stores.
-    cargo test $of --test serving -- tiers::texts::
 
 # The kernels for 64-bit ARM, emulated: whether they are right, not how fast. Debian: `apt install qemu-user gcc-aarch64-linux-gnu`;
 # rustup: `rustup target add aarch64-unknown-linux-gnu`.
@@ -140,10 +116,6 @@ cuda-asan:
 # workspace, so that it links what `cargo test --workspace` has built.
 c:
     cargo test --workspace --test c --test header
-# Batches in a library with all tiers, which `just c` does not build: minutes the first time.
-c-tiers:
-    cargo clippy -p kvist-capi --lib --test c --features tiers -- -D warnings
-    cargo test -p kvist-capi --features tiers --test c batches
 # What `just c` runs, under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
 c-asan:
     KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --workspace --test c

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds the wheel, installs it into a fresh virtual environment, and tests it there. PYTHON names another interpreter, WHEEL a
-# wheel that is built already, PROFILE another profile than `dist` (`dev` builds faster). Arguments go to pytest. As
-# the first one, `--notebook` runs docs/simulate.ipynb too, and `--transformers` only the tests with torch and transformers.
+# wheel that is built already, PROFILE another profile than `dist` (`dev` builds faster), FEATURES other features than `tiers`. Arguments go to
+# pytest. As the first one, `--notebook` runs docs/simulate.ipynb too, and `--transformers` only the tests with torch and transformers.
 set -euo pipefail
 cd "$(dirname "$0")"
 python=${PYTHON:-python3}
@@ -21,7 +21,7 @@ venv=$work/venv/bin
 if [[ -z ${WHEEL:-} ]]; then
     "$python" -m venv "$work/build"
     "$work/build/bin/pip" install --quiet 'maturin>=1.16,<2'
-    "$work/build/bin/maturin" build --profile "${PROFILE:-dist}" --interpreter "$venv/python" --out "$work/wheels"
+    "$work/build/bin/maturin" build --profile "${PROFILE:-dist}" --features "${FEATURES:-tiers}" --interpreter "$venv/python" --out "$work/wheels"
     WHEEL=$(echo "$work"/wheels/*.whl)
 fi
 "$venv/pip" install --quiet "$WHEEL" 'pytest>=8' ${packages[@]+"${packages[@]}"}
