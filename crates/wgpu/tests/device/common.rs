@@ -79,7 +79,8 @@ pub fn some<T>(forms: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
 /// Every how many-th case is run: `KVIST_ONE_IN`; without it all on a GPU, and one in 20 on lavapipe.
 pub fn one_in() -> usize {
     static ONE_IN: LazyLock<usize> = LazyLock::new(|| {
-        let wanted = std::env::var("KVIST_ONE_IN").ok().map(|text| text.parse().expect("KVIST_ONE_IN is a number"));
+        let wanted =
+            std::env::var("KVIST_ONE_IN").ok().map(|text| text.parse().expect("KVIST_ONE_IN is a number"));
         let on_cpu = || {
             let all = kvist_wgpu::adapters();
             let mut tested = all.iter().filter(|adapter| index().is_none_or(|index| adapter.index == index));
