@@ -1,7 +1,7 @@
 //! The program on a GPU through wgpu, or on lavapipe: every command that takes `--backend`, with the texts of the CPU. Builds with
 //! `--features wgpu`.
 //!
-//! Without an adapter the tests print that nothing was tested; `KVIST_REQUIRE_WGPU=1` makes that a failure.
+//! Tests run where they are asked for: [`kvist_testing::wgpu_adapter`].
 mod program;
 use program::server::Server;
 use program::*;
@@ -12,23 +12,21 @@ const F32: [&str; 4] = ["--weights", "f32", "--kv", "f32"];
 const TEXT: &str = "The capacity of a vector is the amount of space allocated for any future elements that will be added \
      onto the vector. This is not to be confused with the length of a vector.";
 
-/// Whether there is an adapter that runs models.
+/// Whether a GPU is tested. Fails if there is no adapter that runs models.
 fn gpu() -> bool {
+    if kvist_testing::wgpu_adapter().is_none() {
+        return false;
+    }
     let devices = json(&["devices", "--json"]);
     assert_eq!(devices["gpus"], true, "the tests were built with wgpu and the program was not");
     let all = devices["devices"].as_array().unwrap();
     let works = |device: &&Value| device["adapter"].is_object() && device["adapter"]["why_not"].is_null();
-    let found = all.iter().find(works);
-    if let Some(device) = found {
-        fields(
-            device,
-            "backend name adapter.api adapter.kind adapter.driver adapter.total_bytes adapter.free_bytes",
-        );
-        return true;
-    }
-    assert!(std::env::var_os("KVIST_REQUIRE_WGPU").is_none(), "no adapter runs models: {devices}");
-    eprintln!("SKIPPED, nothing on the GPU was tested: no adapter runs models");
-    false
+    let device = all.iter().find(works).unwrap_or_else(|| panic!("no adapter runs models: {devices}"));
+    fields(
+        device,
+        "backend name adapter.api adapter.kind adapter.driver adapter.total_bytes adapter.free_bytes",
+    );
+    true
 }
 
 /// A command on the CPU and on the GPU.

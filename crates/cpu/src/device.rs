@@ -368,17 +368,3 @@ impl Device for Cpu {
         &mut s.output
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn weights_without_kernels_take_another_encoding() {
-        let bytes = |encoding, row| Cpu::default().weight_bytes(&[16, row], encoding, WeightFormat::AsStored);
-        // bf16 is stored in pairs of inputs, so an odd row becomes f32.
-        assert_eq!((bytes(Encoding::BF16, 32), bytes(Encoding::BF16, 33)), (Some(32 * 32), Some(33 * 64)));
-        assert_eq!(bytes(Encoding::F64, 32), bytes(Encoding::F32, 32));
-        assert_eq!(bytes(Encoding::Q4K, 32), None, "not whole blocks");
-    }
-}

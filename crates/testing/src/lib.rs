@@ -14,6 +14,8 @@ pub mod reference;
 pub mod servers;
 
 pub use reference::SplitMix64;
+use std::io::Write;
+use std::sync::LazyLock;
 
 /// An order of the channels of a model's keys, other than the one that is measured: with the last pairs first.
 pub fn other_channels(layout: &kvist_device::Layout) -> kvist_device::ChannelOrder {
@@ -23,4 +25,27 @@ pub fn other_channels(layout: &kvist_device::Layout) -> kvist_device::ChannelOrd
     };
     let energies: Vec<Vec<f64>> = layout.layers.iter().enumerate().map(layer).collect();
     kvist_device::ChannelOrder::of_energies(layout, &energies).expect("there is one for every layout")
+}
+
+/// The adapter that tests over wgpu run on: with `KVIST_REQUIRE_WGPU=1` the best one, with `KVIST_WGPU=1` the one of that number. Without
+/// either `None`, and a line says so: `cargo test` leaves GPUs alone.
+///
+/// # Panics
+/// `KVIST_WGPU` is not a number.
+pub fn wgpu_adapter() -> Option<Option<usize>> {
+    static ADAPTER: LazyLock<Option<Option<usize>>> = LazyLock::new(|| {
+        let number = std::env::var("KVIST_WGPU").ok();
+        let number =
+            number.map(|text| text.parse().unwrap_or_else(|_| panic!("KVIST_WGPU={text} is not a number")));
+        if number.is_none() && std::env::var_os("KVIST_REQUIRE_WGPU").is_none() {
+            // Past the capture of the test harness.
+            let _ = writeln!(
+                std::io::stderr(),
+                "SKIPPED, nothing is tested on a GPU: KVIST_REQUIRE_WGPU=1 tests there"
+            );
+            return None;
+        }
+        Some(number)
+    });
+    *ADAPTER
 }

@@ -4,6 +4,7 @@ use kvist_cache::kinds::Visibility;
 use kvist_cache::*;
 use kvist_cpu::Cpu;
 use kvist_device::reference::Reference;
+use kvist_device::weights::{Encoding, WeightFormat};
 use kvist_device::*;
 
 const KIB: u64 = 1 << 10;
@@ -253,4 +254,13 @@ fn another_capacity_takes_and_returns_what_it_needs() {
             assert_eq!(model.budget.usage(), Usage::default(), "{what}");
         }
     }
+}
+
+#[test]
+fn weights_without_kernels_take_another_encoding() {
+    let bytes = |encoding, row| Cpu::default().weight_bytes(&[16, row], encoding, WeightFormat::AsStored);
+    // bf16 is stored in pairs of inputs, so an odd row becomes f32.
+    assert_eq!((bytes(Encoding::BF16, 32), bytes(Encoding::BF16, 33)), (Some(32 * 32), Some(33 * 64)));
+    assert_eq!(bytes(Encoding::F64, 32), bytes(Encoding::F32, 32));
+    assert_eq!(bytes(Encoding::Q4K, 32), None, "not whole blocks");
 }

@@ -1,6 +1,4 @@
-//! Models on a GPU through wgpu, or on lavapipe.
-//!
-//! Without an adapter the tests print that nothing was tested; `KVIST_REQUIRE_WGPU=1` makes that a failure.
+//! Models on a GPU through wgpu, or on lavapipe. Tests run where they are asked for: [`kvist_testing::wgpu_adapter`].
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../engines/mod.rs"]
@@ -20,21 +18,18 @@ const NAME: &str = "wgpu";
 
 /// Tests compare bits unless they say otherwise.
 fn open() -> Result<Gpu, DeviceError> {
-    open_wgpu(None, &WgpuOptions { deterministic: true, ..Default::default() })
+    open_wgpu(
+        kvist_testing::wgpu_adapter().flatten(),
+        &WgpuOptions { deterministic: true, ..Default::default() },
+    )
 }
 
 fn device() -> Option<Gpu> {
-    static DEVICE: LazyLock<Option<Gpu>> = LazyLock::new(|| match open() {
-        Ok(device) => {
-            println!("on {}", device.adapter());
-            Some(device)
-        }
-        Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
-        Err(error) => {
-            use std::io::Write;
-            let _ = writeln!(std::io::stderr(), "SKIPPED, nothing on the GPU was tested: {error}");
-            None
-        }
+    static DEVICE: LazyLock<Option<Gpu>> = LazyLock::new(|| {
+        kvist_testing::wgpu_adapter()?;
+        let device = open().unwrap_or_else(|error| panic!("{error}"));
+        println!("on {}", device.adapter());
+        Some(device)
     });
     DEVICE.clone()
 }

@@ -1,5 +1,5 @@
 //! The serving engine on a GPU: shared prefixes, forks, preemption, and blocks that go to a tier in RAM and come back, with the
-//! texts of the CPU. `KVIST_REQUIRE_WGPU=1` makes it a failure if there is no adapter. The program `serving` tests the engine itself.
+//! texts of the CPU. The program `serving` tests the engine itself.
 use crate::engines::{config, greedy, model, receive, tokens};
 use kvist_device::MemoryBudget;
 use kvist_engine::devices::{self, Place, WgpuOptions, open_wgpu};
@@ -79,11 +79,8 @@ async fn converse(engine: &Engine) -> (Vec<Vec<u32>>, u64, u64) {
 
 #[tokio::test]
 async fn a_serving_engine_gives_the_texts_of_the_cpu() {
-    let device = match open_wgpu(None, &WgpuOptions::default()) {
-        Ok(device) => device,
-        Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
-        Err(error) => return eprintln!("SKIPPED, serving on a GPU was not tested: {error}"),
-    };
+    let Some(index) = kvist_testing::wgpu_adapter() else { return };
+    let device = open_wgpu(index, &WgpuOptions::default()).unwrap_or_else(|error| panic!("{error}"));
     let options = LoadOptions { format: WeightFormat::F32, ..LoadOptions::default() };
     let budget = MemoryBudget::unlimited();
     let on_gpu =

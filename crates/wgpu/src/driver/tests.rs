@@ -3,14 +3,10 @@ use super::*;
 use kvist_gpu::{GpuDevice, Recorder};
 use std::time::Instant;
 
-/// The best adapter, opened anew. `None` without any, which `KVIST_REQUIRE_WGPU=1` makes a failure.
+/// The adapter that is tested, opened anew.
 fn open(options: &OpenOptions) -> Option<Wgpu> {
-    let index = std::env::var("KVIST_WGPU").ok().and_then(|text| text.parse().ok());
-    match Wgpu::open(index, options) {
-        Ok(gpu) => Some(gpu),
-        Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
-        Err(_) => None,
-    }
+    kvist_testing::wgpu_adapter()
+        .map(|index| Wgpu::open(index, options).unwrap_or_else(|error| panic!("{error}")))
 }
 
 /// Every call of a driver that has failed.

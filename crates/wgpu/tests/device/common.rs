@@ -8,7 +8,7 @@ pub type Api = Wgpu;
 
 /// The number that `KVIST_WGPU` names.
 pub fn index() -> Option<usize> {
-    std::env::var("KVIST_WGPU").ok().and_then(|text| text.parse().ok())
+    kvist_testing::wgpu_adapter().flatten()
 }
 
 /// Tests compare bits unless they say otherwise.
@@ -23,23 +23,13 @@ pub const DETERMINISTIC: OpenOptions = OpenOptions {
 /// What is fast where a test does not ask for the same bits in every batch.
 pub const FAST: OpenOptions = OpenOptions { deterministic: false, ..DETERMINISTIC };
 
-/// The best adapter, or the one that `KVIST_WGPU` numbers. Without any adapter prints why and returns `None`;
-/// `KVIST_REQUIRE_WGPU=1` makes that a failure.
+/// The adapter that is tested; `None` if none is ([`kvist_testing::wgpu_adapter`]).
 pub fn device() -> Option<WgpuDevice> {
     static DEVICE: LazyLock<Option<WgpuDevice>> = LazyLock::new(|| {
-        match kvist_wgpu::open(index(), &DETERMINISTIC) {
-            Ok(device) => {
-                println!("on {}", device.adapter());
-                Some(device)
-            }
-            Err(error) if std::env::var_os("KVIST_REQUIRE_WGPU").is_some() => panic!("{error}"),
-            Err(error) => {
-                // Past the capture of the test harness, so that a run without a GPU shows that nothing was tested.
-                use std::io::Write;
-                let _ = writeln!(std::io::stderr(), "SKIPPED, nothing on the GPU was tested: {error}");
-                None
-            }
-        }
+        let index = kvist_testing::wgpu_adapter()?;
+        let device = kvist_wgpu::open(index, &DETERMINISTIC).unwrap_or_else(|error| panic!("{error}"));
+        println!("on {}", device.adapter());
+        Some(device)
     });
     DEVICE.clone()
 }
