@@ -294,7 +294,7 @@ fn a_broken_row_is_seen_by_those_who_see_it() {
 #[test]
 fn threads_change_nothing() {
     for storage in storages() {
-        let model = Model { k: storage, v: storage, heads: (8, 4), ..Model::default() };
+        let model = Model { k: storage, v: storage, heads: (8, 4), n_layers: 1, ..Model::default() };
         let run = |n_threads: usize| {
             let cpu = Cpu::new(Compute::new(Isa::best(), n_threads));
             let mut session = model.session(&cpu, "contiguous", 4_000);
