@@ -1,4 +1,5 @@
-"""What is asked. Each model answers ten questions of different kinds, and reads a text."""
+"""What is asked. Each model answers questions of different kinds, ten or every second one (`KVIST_QUESTIONS=5`), and reads a text."""
+import os
 import pathlib
 
 QUESTIONS = [
@@ -13,6 +14,7 @@ QUESTIONS = [
     "Ein kurzer Satz auf Deutsch mit Umlauten: Übung macht den Meister. Weiter:",
     "Summarise: A cache keeps what was computed, so that it need not be computed again. It costs memory.",
 ]
+QUESTIONS = QUESTIONS[::len(QUESTIONS) // int(os.environ.get("KVIST_QUESTIONS", len(QUESTIONS)))]
 # English prose that does not change.
 TEXT = (pathlib.Path(__file__).resolve().parents[2] / "LICENSE-APACHE").read_text()
 

@@ -1,4 +1,4 @@
-"""Ten questions, 64 greedy tokens each: llama.cpp's, or another one where the two likeliest are nearly tied."""
+"""Questions, 64 greedy tokens each: llama.cpp's, or another one where the two likeliest are nearly tied."""
 import kvist
 import numpy as np
 import pytest
