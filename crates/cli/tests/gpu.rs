@@ -1,5 +1,4 @@
-//! The program on a GPU through wgpu, or on lavapipe: every command that takes `--backend`, with the texts of the CPU. Builds with
-//! `--features wgpu`.
+//! The program on a GPU through wgpu, or on lavapipe: every command that takes `--backend`, with the texts of the CPU.
 //!
 //! Tests run where they are asked for: [`kvist_testing::wgpu_adapter`].
 mod program;

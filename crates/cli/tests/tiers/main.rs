@@ -1,4 +1,4 @@
-//! `kvist serve` over stores: tiers on a disk and on servers, and sessions that workers share. Builds with `--features tiers`.
+//! `kvist serve` over stores: tiers on a disk and on servers, and sessions that workers share.
 #[path = "../program/mod.rs"]
 mod program;
 

@@ -1,5 +1,5 @@
 //! `kvist serve` with tiers on a disk and on servers: the same texts as without, also by another process, after kills, and while
-//! the store is down. Builds with `--features tiers`.
+//! the store is down.
 use crate::program::server::Server;
 use crate::program::{self, kvist};
 use kvist_testing::gate::Gate;

@@ -1,4 +1,4 @@
-//! `kvist serve --sessions-shared` and `--sessions-store`: two processes over one Redis, one of them killed. Builds with `--features tiers`.
+//! `kvist serve --sessions-shared` and `--sessions-store`: two processes over one Redis, one of them killed.
 use crate::program::kvist;
 use crate::program::server::{PATIENCE, Server};
 use kvist_testing::servers::Redis;
