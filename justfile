@@ -8,14 +8,15 @@ fmt:
     cargo fmt --manifest-path bench/bookkeeping/Cargo.toml --check
     cargo fmt --manifest-path tests/fleet/dynamo/Cargo.toml --check
 
-# Everything with all features, which the tests have; then what users build. The Python package is linted without a Python.
+# Everything with the features that tests have (all but CUDA's); then what users build, without any. The Python package is linted
+# without a Python.
 lint:
     #!/usr/bin/env bash
     set -euo pipefail
     export PYO3_NO_PYTHON=1 PYO3_BUILD_EXTENSION_MODULE=1 # for the Python package, without a Python
     cargo clippy --workspace --all-targets -- -D warnings
     # Tests that `cargo test --workspace` leaves out.
-    cargo clippy --workspace --test c --test header -- -D warnings
+    cargo clippy --workspace --features kvist-capi/tiers --test c --test header -- -D warnings
     cargo clippy --workspace --exclude kvist-python -- -D warnings
 
 # Without the Python package, which would need Python.
@@ -44,7 +45,7 @@ proofs flips="100000" kills="1000":
     #!/usr/bin/env bash
     set -euo pipefail
     export KVIST_FLIPS={{flips}} KVIST_KILLS={{kills}}
-    proofs() { cargo test --release -p kvist -p kvist-engine -p kvist-store --features kvist-store/disk "$@"; }
+    proofs() { cargo test --release -p kvist -p kvist-engine -p kvist-store "$@"; }
     proof() { proofs --test "$1" -- --nocapture "$2"; }
     # 200,000 files of each kind: a disk would only slow that down.
     memory=$(test -w /dev/shm && echo /dev/shm || echo "${TMPDIR:-/tmp}")
@@ -71,7 +72,8 @@ wgpu: && wgpu-widths
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --test wgpu --test gpu
 
-# lavapipe's subgroups have 8 lanes; here they have 4 and 16. A GPU ignores it. The workspace's build has these tests already.
+# lavapipe's subgroups have 8 lanes; here they have 4 and 16. A GPU ignores it. In the build of `cargo test --workspace`,
+# which CI has.
 wgpu-widths:
     #!/usr/bin/env bash
     set -euo pipefail
@@ -115,10 +117,10 @@ cuda-asan:
 # The library for C: its examples and tests compiled by `cc`. `KVIST_RENEW=1 just c` writes include/kvist.h. With the features of the whole
 # workspace, so that it links what `cargo test --workspace` has built.
 c:
-    cargo test --workspace --test c --test header
+    cargo test --workspace --features kvist-capi/tiers --test c --test header
 # What `just c` runs, under AddressSanitizer, fewer sessions: it keeps freed memory for a while, so resident memory says nothing there.
 c-asan:
-    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --workspace --test c
+    KVIST_CFLAGS="-fsanitize=address,undefined -fno-omit-frame-pointer" KVIST_SESSIONS=300 cargo test --workspace --features kvist-capi/tiers --test c
 # kvist's caches in ExecuTorch: builds the library against the wheel in a virtual environment ($EXECUTORCH_PYTHON, or one that is
 # made, 6 GB with PyPI's torch), then exports small models and runs them.
 executorch *args:
@@ -138,8 +140,7 @@ mutants crate shard="0/1" *args:
     #!/usr/bin/env bash
     set -euo pipefail
     cargo mutants --version >/dev/null 2>&1 || { echo "cargo-mutants is missing: cargo install cargo-mutants --locked --version '^27.1'" >&2; exit 1; }
-    export CARGO_PROFILE_DEV_OPT_LEVEL=${CARGO_PROFILE_DEV_OPT_LEVEL:-1}
-    cargo mutants -p kvist-{{crate}} --shard {{shard}} --sharding round-robin --no-shuffle \
+    cargo mutants -p kvist-{{crate}} --cargo-arg "--config=profile.dev.package.kvist-{{crate}}.opt-level=1" --shard {{shard}} --sharding round-robin --no-shuffle \
         --timeout-multiplier 4 --minimum-test-timeout 60 {{args}} -- --lib --tests
 # The tables of docs/quality.md and bench/RESULTS.md, measured anew.
 quality:

@@ -14,7 +14,8 @@ QUESTIONS = [
     "Ein kurzer Satz auf Deutsch mit Umlauten: Übung macht den Meister. Weiter:",
     "Summarise: A cache keeps what was computed, so that it need not be computed again. It costs memory.",
 ]
-QUESTIONS = QUESTIONS[::len(QUESTIONS) // int(os.environ.get("KVIST_QUESTIONS", len(QUESTIONS)))]
+if os.environ.get("KVIST_QUESTIONS") == "5":
+    QUESTIONS = QUESTIONS[::2]
 # English prose that does not change.
 TEXT = (pathlib.Path(__file__).resolve().parents[2] / "LICENSE-APACHE").read_text()
 

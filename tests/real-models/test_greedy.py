@@ -48,7 +48,7 @@ def test_every_place_of_an_answer(model, places, tie, report):
 
 
 def test_decoded_weights_say_the_same(model, truth, prompts, report):
-    """Nothing is rounded to 8 bits here on either side: ten answers to the last token, or a tie of f32 sums.
+    """Nothing is rounded to 8 bits here on either side: every answer to the last token, or a tie of f32 sums.
 
     llama.cpp reads kvist's answer at once. If it finds each token the likeliest behind those before it, it would write the same.
     """

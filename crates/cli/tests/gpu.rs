@@ -1,6 +1,6 @@
 //! The program on a GPU through wgpu, or on lavapipe: every command that takes `--backend`, with the texts of the CPU.
 //!
-//! Tests run where they are asked for: [`kvist_testing::wgpu_adapter`].
+//! Tests run where they are asked for ([`kvist_testing::wgpu_adapter`]), on the best adapter whatever `KVIST_WGPU` says.
 mod program;
 use program::server::Server;
 use program::*;

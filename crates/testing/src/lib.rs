@@ -28,7 +28,7 @@ pub fn other_channels(layout: &kvist_device::Layout) -> kvist_device::ChannelOrd
 }
 
 /// The adapter that tests over wgpu run on: with `KVIST_REQUIRE_WGPU=1` the best one, with `KVIST_WGPU=1` the one of that number. Without
-/// either `None`, and a line says so: `cargo test` leaves GPUs alone.
+/// either `None`, and a line says so: `cargo test` leaves GPUs alone. Tests fail if there is no such adapter.
 ///
 /// # Panics
 /// `KVIST_WGPU` is not a number.
@@ -41,7 +41,7 @@ pub fn wgpu_adapter() -> Option<Option<usize>> {
             // Past the capture of the test harness.
             let _ = writeln!(
                 std::io::stderr(),
-                "SKIPPED, nothing is tested on a GPU: KVIST_REQUIRE_WGPU=1 tests there"
+                "SKIPPED, nothing is tested on a GPU: set KVIST_REQUIRE_WGPU=1 to test there"
             );
             return None;
         }

@@ -1,4 +1,4 @@
-//! `kvist serve` as a process. `tests/tiers/` and `tests/gpu.rs` have what it takes features to build.
+//! `kvist serve` as a process. `tests/tiers/` tests it over stores, and `tests/gpu.rs` on GPUs.
 #[path = "../program/mod.rs"]
 mod program;
 

@@ -129,7 +129,7 @@ async fn a_dead_redis_fails_and_comes_back() {
     store.put(key, "K and V".into(), None).await.unwrap();
     assert_eq!(cautious.get(&key).await.unwrap().as_deref(), Some(&b"K and V"[..]));
     let port = redis.kill();
-    // Each of these four waits for its connection; the later ones are not tried.
+    // This call and the first three of `cautious` wait for a connection, for seconds. Then `cautious` does not try.
     store.get(&key).await.unwrap_err();
     for call in 0..6 {
         let error = cautious.get(&key).await.unwrap_err();

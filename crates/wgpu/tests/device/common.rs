@@ -73,7 +73,9 @@ pub fn one_in() -> usize {
             std::env::var("KVIST_ONE_IN").ok().map(|text| text.parse().expect("KVIST_ONE_IN is a number"));
         let on_cpu = || {
             let all = kvist_wgpu::adapters();
-            let mut tested = all.iter().filter(|adapter| index().is_none_or(|index| adapter.index == index));
+            let of_number = |number: usize| index().is_none_or(|index| number == index);
+            let mut tested =
+                all.iter().filter(|adapter| adapter.missing.is_none() && of_number(adapter.index));
             tested.all(|adapter| adapter.kind == "cpu")
         };
         wanted.unwrap_or_else(|| if on_cpu() { 20 } else { 1 })
