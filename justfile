@@ -72,8 +72,7 @@ wgpu: && wgpu-widths
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-wgpu
     KVIST_REQUIRE_WGPU=1 cargo test -p kvist-engine -p kvist --test wgpu --test gpu
 
-# lavapipe's subgroups have 8 lanes; here they have 4 and 16. A GPU ignores it. In the build of `cargo test --workspace`,
-# which CI has.
+# lavapipe's subgroups have 8 lanes; here they have 4 and 16. A GPU ignores it. In the build of `cargo test --workspace`, which CI has.
 wgpu-widths:
     #!/usr/bin/env bash
     set -euo pipefail
@@ -140,7 +139,8 @@ mutants crate shard="0/1" *args:
     #!/usr/bin/env bash
     set -euo pipefail
     cargo mutants --version >/dev/null 2>&1 || { echo "cargo-mutants is missing: cargo install cargo-mutants --locked --version '^27.1'" >&2; exit 1; }
-    cargo mutants -p kvist-{{crate}} --cargo-arg "--config=profile.dev.package.kvist-{{crate}}.opt-level=1" --shard {{shard}} --sharding round-robin --no-shuffle \
+    cargo mutants -p kvist-{{crate}} --cargo-arg="--config=profile.dev.package.kvist-{{crate}}.opt-level=1" \
+        --shard {{shard}} --sharding round-robin --no-shuffle \
         --timeout-multiplier 4 --minimum-test-timeout 60 {{args}} -- --lib --tests
 # The tables of docs/quality.md and bench/RESULTS.md, measured anew.
 quality:
