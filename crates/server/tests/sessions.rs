@@ -83,7 +83,6 @@ fn look(server: &Server) -> Counted {
 /// Generates in all sessions, starting in the same turn, and returns the counters' difference.
 fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Counted) {
     let before = look(server);
-    // Pause the engine until all have been submitted.
     let paused = server.pause();
     let threads: Vec<_> = ids
         .iter()
@@ -92,8 +91,7 @@ fn together(server: &Server, ids: &[String], how: &Generate) -> (Vec<Usage>, Cou
             std::thread::spawn(move || client.generate(&id, &how).unwrap().usage)
         })
         .collect();
-    server.until("all are submitted", || server.engine.queued() == ids.len());
-    drop(paused);
+    drop(server.until_waiting(paused, ids.len()));
     let usages = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
     server.becomes_idle();
     let after = look(server);

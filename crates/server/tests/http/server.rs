@@ -11,6 +11,7 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::task::{Context, Waker};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
@@ -147,18 +148,41 @@ impl Server {
     /// Pauses the engine between two turns until the returned value is dropped. Meanwhile no request gets a
     /// token or ends, however busy the machine is; HTTP keeps working.
     pub fn pause(&self) -> Paused {
+        let paused = self.pause_later();
+        paused.n_waiting();
+        paused
+    }
+
+    /// Pauses the engine when it has taken all that was submitted until now, before it runs a step. Does not wait.
+    fn pause_later(&self) -> Paused {
         let (standing, stands) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
-        let engine = self.engine.clone();
-        let engine = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-            runtime.block_on(engine.inspect(move |_| {
-                standing.send(()).unwrap();
-                released.recv().is_ok()
-            }));
-        });
-        stands.recv().unwrap();
-        Paused { release: Some(release), engine: Some(engine) }
+        let mut pause = Box::pin(self.engine.inspect(move |state| {
+            // Both fail if the test has ended.
+            let _ = standing.send(state.scheduler.n_waiting());
+            let _ = released.recv();
+        }));
+        // This sends the command.
+        let _ = pause.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+        Paused { _release: release, stands }
+    }
+
+    /// Waits until the engine has taken this many requests, without a step between them: they begin in the same step,
+    /// however long they took to arrive. (A request counts as [queued](Engine::queued) before it is submitted.)
+    pub fn until_waiting(&self, mut paused: Paused, n: usize) -> Paused {
+        let began = Instant::now();
+        loop {
+            // The engine takes what has arrived meanwhile, and stands again.
+            let next = self.pause_later();
+            drop(paused);
+            let waiting = next.n_waiting();
+            if waiting == n {
+                return next;
+            }
+            assert!(began.elapsed() < PATIENCE, "{waiting} of {n} requests wait");
+            std::thread::sleep(Duration::from_millis(5));
+            paused = next;
+        }
     }
 
     /// Waits until the condition is true.
@@ -204,16 +228,15 @@ pub fn with(mut body: Value, more: &Value) -> Value {
 
 /// Keeps the engine paused until dropped.
 pub struct Paused {
-    release: Option<std::sync::mpsc::Sender<()>>,
-    engine: Option<JoinHandle<()>>,
+    /// The engine goes on when this is dropped.
+    _release: std::sync::mpsc::Sender<()>,
+    stands: std::sync::mpsc::Receiver<usize>,
 }
 
-impl Drop for Paused {
-    fn drop(&mut self) {
-        self.release.take();
-        if let Some(engine) = self.engine.take() {
-            engine.join().unwrap();
-        }
+impl Paused {
+    /// Waits until the engine stands. Returns how many requests wait for their first step. Can be called once.
+    fn n_waiting(&self) -> usize {
+        self.stands.recv_timeout(PATIENCE).expect("the engine is alive")
     }
 }
 
