@@ -38,6 +38,13 @@ fn greedy(n: u32) -> Generate {
     Generate { ignore_eos: Some(true), ..Generate::greedy(n) }
 }
 
+/// A token a second while nothing else runs, so that the test has time to act before the last one.
+fn paced(n: u32) -> Generate {
+    let mut how = greedy(n);
+    how.more.insert("kvist".into(), json!({"pace": 1}));
+    how
+}
+
 fn begin(client: &Client, content: impl Into<Content>) -> Session {
     client.create_session(&content.into(), &NewSession::default()).unwrap()
 }
@@ -195,17 +202,15 @@ fn a_fork_of_a_running_session_says_what_it_would_have_said() {
     let prompt = expected.len() - N as usize;
 
     let running = begin(&client, TEXT);
-    let mut stream = client.generate_stream(&running.id, &greedy(N)).unwrap();
+    let mut stream = client.generate_stream(&running.id, &paced(N)).unwrap();
     let mut forks = Vec::new();
-    for chunk in stream.by_ref() {
+    for chunk in stream.by_ref().take(3) {
         chunk.unwrap();
-        if forks.len() < 3 {
-            forks.extend(client.fork(&running.id, None, 1).unwrap());
-        }
+        forks.extend(client.fork(&running.id, None, 1).unwrap());
     }
-    assert_eq!(history(&client, &running.id), expected, "forking does not disturb");
     let lengths: Vec<u64> = forks.iter().map(|fork| fork.n_tokens).collect();
     assert!(lengths.is_sorted() && lengths[0] > prompt as u64, "{lengths:?}");
+    // Beside the first of them, which has no pace, the running session goes on at full speed.
     for fork in &forks {
         let there = fork.n_tokens as usize;
         assert_eq!(history(&client, &fork.id), expected[..there]);
@@ -213,6 +218,8 @@ fn a_fork_of_a_running_session_says_what_it_would_have_said() {
         assert_eq!(history(&client, &fork.id), expected);
         assert!(usage.cached_tokens >= (there as u64 - 1) / BLOCK * BLOCK, "{usage:?} of {there}");
     }
+    stream.for_each(|chunk| drop(chunk.unwrap()));
+    assert_eq!(history(&client, &running.id), expected, "forking does not disturb");
     // A fork in the middle of the trunk.
     let early = client.fork(&running.id, Some(Cut::Token(prompt as u32 + 7)), 1).unwrap().remove(0);
     client.generate(&early.id, &greedy(N - 7)).unwrap();
@@ -227,8 +234,8 @@ fn what_a_client_that_went_away_has_heard_stays() {
     client.generate(&alone.id, &greedy(400)).unwrap();
     let expected = history(&client, &alone.id);
     let session = begin(&client, TEXT);
-    let mut stream = client.generate_stream(&session.id, &greedy(400)).unwrap();
-    let heard: String = stream.by_ref().take(5).map(|chunk| chunk.unwrap().text).collect();
+    let mut stream = client.generate_stream(&session.id, &paced(400)).unwrap();
+    let heard: String = stream.by_ref().take(3).map(|chunk| chunk.unwrap().text).collect();
     let paused = server.pause();
     assert_eq!(refusal(client.append(&session.id, &"x".into())), (409, "session_busy".into()));
     assert_eq!(refusal(client.rollback(&session.id, Cut::Token(1))), (409, "session_busy".into()));
@@ -251,14 +258,18 @@ fn what_a_client_that_went_away_has_heard_stays() {
 /// at once.
 #[test]
 fn a_client_that_does_not_read_holds_up_nothing() {
-    let server = Server::start(config());
+    let mut config = config();
+    // It hangs up on a client that does not read for longer.
+    config.limits.read_timeout_s = 3600.0;
+    let server = Server::start(config);
     let client = client(&server);
     // More data than fits into the connection's buffers.
-    let more: Map<String, Value> =
-        serde_json::from_value(json!({"logprobs": true, "top_logprobs": 20})).unwrap();
-    let how = Generate { more, ..greedy(900) };
+    let scored = |mut how: Generate| {
+        how.more.extend([("logprobs".into(), json!(true)), ("top_logprobs".into(), json!(20))]);
+        how
+    };
     let session = begin(&client, TEXT);
-    let stream = client.generate_stream(&session.id, &how).unwrap();
+    let stream = client.generate_stream(&session.id, &scored(greedy(900))).unwrap();
     server.until("it ends", || !client.session(&session.id).unwrap().session.running);
     let there = client.session(&session.id).unwrap().session.n_tokens;
     assert_eq!(there, session.n_tokens + 900, "all of it is there, unread");
@@ -266,7 +277,7 @@ fn a_client_that_does_not_read_holds_up_nothing() {
     assert!(!read.is_empty());
 
     let session = begin(&client, TEXT);
-    let stream = client.generate_stream(&session.id, &how).unwrap();
+    let stream = client.generate_stream(&session.id, &scored(paced(900))).unwrap();
     server.until("it begins", || client.session(&session.id).unwrap().session.n_tokens > session.n_tokens);
     let before = look(&server).computed;
     let paused = server.pause();
@@ -456,7 +467,7 @@ fn a_winner_is_kept_and_the_tree_stays_one() {
     assert_eq!(refusal(client.keep(&root.id, &[])), (409, "not_a_fork".into()));
     assert_eq!(refusal(client.keep(&forks[0].id, &[&other[0].id])).0, 400);
     // A deleted sibling stops generating.
-    let mut stream = client.generate_stream(&forks[2].id, &greedy(900)).unwrap();
+    let mut stream = client.generate_stream(&forks[2].id, &paced(900)).unwrap();
     assert!(stream.next().unwrap().is_ok());
     let mut deleted = client.keep(&forks[0].id, &[&forks[3].id]).unwrap();
     deleted.sort();
