@@ -131,6 +131,26 @@ impl Server {
         Answer::read(stream)
     }
 
+    /// The same for a server that soon hangs up on a client that sends nothing, as one does on a busy machine between
+    /// connecting and sending: then it is asked again.
+    pub fn send_until_answered(
+        &self,
+        method: &str,
+        path: &str,
+        headers: &[(&str, &str)],
+        body: &[u8],
+    ) -> Answer {
+        let began = Instant::now();
+        loop {
+            let mut stream = self.connect();
+            let sent = stream.write_all(&request(method, path, headers, body));
+            if sent.is_ok() && stream.peek(&mut [0]).is_ok_and(|n| n > 0) {
+                return Answer::read(stream);
+            }
+            assert!(began.elapsed() < PATIENCE, "{method} {path} is not answered");
+        }
+    }
+
     pub fn connect(&self) -> TcpStream {
         let stream = TcpStream::connect(self.address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -217,6 +237,22 @@ impl Server {
             assert!(began.elapsed() < PATIENCE, "running, waiting, cells held: {live:?}");
             std::thread::sleep(Duration::from_millis(5));
         }
+    }
+}
+
+/// Repeats a round, in which a few small requests were answered beside large ones, until they were more than `n`. If each
+/// waited for most of the large ones, no round has as many. On a busy machine the thread that counts may miss one.
+pub fn until_a_round_answers_more_than(n: usize, round: impl Fn() -> usize) {
+    let began = Instant::now();
+    loop {
+        let answered = round();
+        if answered > n {
+            return;
+        }
+        assert!(
+            began.elapsed() < PATIENCE,
+            "{answered} small requests beside large ones: each waited for most"
+        );
     }
 }
 
