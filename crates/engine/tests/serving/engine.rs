@@ -156,7 +156,9 @@ async fn queues_end_and_deadlines_pass() {
     small.max_queue = 2;
     small.fit();
     let engine = engine(small);
-    let mut running = engine.submit(greedy(&all, 3000)).unwrap();
+    // At this pace what runs outlasts the test.
+    let slow = |max_new| Job { pace: Some(1), ..greedy(&all, max_new) };
+    let mut running = engine.submit(slow(3000)).unwrap();
     assert!(matches!(running.next().await, Some(Event::Admitted { .. })));
     // Pause the engine, so that the deadline passes after the queue has been checked.
     let (release, released) = std::sync::mpsc::channel::<()>();
@@ -170,10 +172,9 @@ async fn queues_end_and_deadlines_pass() {
         still.inspect(stand).await
     });
     stands.await.unwrap();
-    let mut late = engine
-        .submit(Job { deadline: Some(Instant::now() + Duration::from_millis(30)), ..greedy(&all, 5) })
-        .unwrap();
-    let waiting = engine.submit(greedy(&all, 5)).unwrap();
+    let mut late =
+        engine.submit(Job { deadline: Some(Instant::now() + Duration::from_millis(30)), ..slow(5) }).unwrap();
+    let waiting = engine.submit(slow(5)).unwrap();
     assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Full { waiting: 2, is_shared: false }));
     drop(release);
     assert_eq!(answer.await.unwrap(), Some(false));
@@ -181,11 +182,11 @@ async fn queues_end_and_deadlines_pass() {
     assert_eq!(heard.done.unwrap().finish, FinishReason::Deadline);
     assert!(heard.admitted.is_none());
     drop(waiting);
-    engine.drain();
-    assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Draining));
     engine.cancel_all();
     let heard = receive(&mut running).await;
     assert_eq!(heard.done.unwrap().finish, FinishReason::Cancelled);
+    engine.drain();
+    assert_eq!(engine.submit(greedy(&all, 5)).err(), Some(Rejected::Draining));
     cache_is_unused(&engine).await;
 }
 
@@ -377,7 +378,8 @@ async fn a_client_that_does_not_read_is_cut_off() {
 async fn an_engine_that_dies_is_known_to_be_dead() {
     let engine = engine(config(1024));
     assert!(engine.is_alive());
-    let mut generation = engine.submit(greedy(&tokens(TEXT), 600)).unwrap();
+    let job = Job { pace: Some(1), ..greedy(&tokens(TEXT), 600) };
+    let mut generation = engine.submit(job).unwrap();
     assert_eq!(engine.inspect(|_| -> u32 { panic!("on purpose") }).await, None);
     tokio::time::timeout(PATIENCE, engine.until_ended()).await.expect("the end was not reported");
     assert!(!engine.is_alive());

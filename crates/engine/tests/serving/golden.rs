@@ -4,7 +4,8 @@
 use crate::engines::*;
 use kvist_engine::serving::*;
 use kvist_engine::speculate::Suffix;
-use kvist_scheduler::{Config, Preempted, PrefixOrder, replay};
+use kvist_scheduler::{Config, Preempted, PrefixOrder, RequestId, replay};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -14,18 +15,35 @@ const TEXT: &str = "Returns the number of elements in the vector, also referred 
      vector's length exceeds its capacity, its capacity will automatically be increased.";
 
 #[derive(Clone, Default)]
-struct Logs(Arc<Mutex<(String, String)>>);
+struct Logs {
+    texts: Arc<Mutex<(String, String)>>,
+    /// Clients that will leave, and after how many tokens.
+    leavers: Arc<Mutex<BTreeMap<RequestId, u32>>>,
+}
+
+impl Logs {
+    /// Whether a client has its tokens and has not left yet.
+    fn is_leaving(&self, state: &EngineState) -> bool {
+        let leavers = self.leavers.lock().unwrap();
+        let generated = |id| state.scheduler.status(id).map_or(0, |status| status.generated);
+        leavers.iter().any(|(id, goes_after)| generated(*id) > *goes_after)
+    }
+}
 
 impl Watcher for Logs {
     fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
-        let mut logs = self.0.lock().unwrap();
+        // On a busy machine the clients' thread may be slow, and their answers would be complete.
+        while self.is_leaving(state) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let mut logs = self.texts.lock().unwrap();
         logs.0 += &state.scheduler.events().take();
         logs.1 += &state.scheduler.decisions().take();
     }
 }
 
 /// Prompts with a few common prefixes; some clients wait for the whole answer, some disconnect.
-async fn load(engine: &Engine, all: &[u32]) {
+async fn load(engine: &Engine, all: &[u32], logs: &Logs) {
     let mut users = tokio::task::JoinSet::new();
     for i in 0..28usize {
         let family = 7 * (i % 3);
@@ -33,8 +51,8 @@ async fn load(engine: &Engine, all: &[u32]) {
         let salt = if i % 7 == 6 { "another" } else { "" };
         // Some prompts are scored and therefore get no prefix hits; one of these generates nothing.
         let scored = i % 9 == 5;
-        // Clients disconnect long before the end; on a slow machine the answer might otherwise be complete.
-        let goes_after = (i % 4 == 3).then_some(i % 6);
+        // Clients disconnect long before the end.
+        let goes_after = (i % 4 == 3).then_some(i as u32 % 6);
         let max_new = match goes_after {
             Some(_) => 100,
             None if i == 14 => 0,
@@ -48,15 +66,25 @@ async fn load(engine: &Engine, all: &[u32]) {
             prompt_logprobs: scored,
             ..greedy(prompt, max_new)
         };
-        let mut generation = engine.submit(job).unwrap();
+        let leavers = logs.leavers.clone();
+        // Locked, so that no step runs before it is known when this client leaves.
+        let mut generation = {
+            let mut leavers = leavers.lock().unwrap();
+            let generation = engine.submit(job).unwrap();
+            leavers.extend(goes_after.map(|max| (generation.id, max)));
+            generation
+        };
         users.spawn(async move {
             let mut n = 0;
             while let Some(event) = generation.next().await {
-                n += usize::from(matches!(event, Event::Token(_)));
+                n += u32::from(matches!(event, Event::Token(_)));
                 if goes_after.is_some_and(|max| n > max) {
-                    return; // dropping it cancels
+                    break;
                 }
             }
+            let id = generation.id;
+            drop(generation); // cancels, if it has not ended
+            leavers.lock().unwrap().remove(&id);
         });
         // Submit the next requests while others run: after a few more steps, independent of the machine's
         // speed. If all earlier requests have ended, there is nothing to wait for.
@@ -100,10 +128,10 @@ async fn recorded_events_give_the_same_decisions() {
         }
         let paged = config.paged.clone();
         let engine = engine(config);
-        load(&engine, &all).await;
+        load(&engine, &all, &logs).await;
         let counters = engine.stats().counters;
         drop(engine);
-        let (events, decisions) = logs.0.lock().unwrap().clone();
+        let (events, decisions) = logs.texts.lock().unwrap().clone();
 
         // Check that the load exercised the scheduler.
         let n = |what: &str| decisions.matches(what).count();

@@ -109,7 +109,7 @@ impl Subscriber {
 
     async fn until(&self, is_true: impl Fn(BTreeSet<(usize, u64)>) -> bool, what: &str) {
         // Only ends a test that fails.
-        let end = Instant::now() + Duration::from_secs(60);
+        let end = Instant::now() + Duration::from_secs(600);
         while !is_true(self.here()) {
             assert!(Instant::now() < end, "{what}");
             tokio::time::sleep(Duration::from_millis(1)).await;
