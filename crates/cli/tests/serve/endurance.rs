@@ -29,11 +29,11 @@ impl Server {
         document["choices"][0]["text"].as_str().unwrap().to_string()
     }
 
-    /// A stream of `n` answers of 900 tokens, of which some have come.
+    /// A stream of `n` answers of 900 tokens, of which some have come. The rest takes a few minutes, until the server ends.
     fn streaming(&self, n: u32) -> BufReader<TcpStream> {
         let body = json!({
             "prompt": "fn main", "max_tokens": 900, "ignore_eos": true, "temperature": 1, "n": n, "stream": true,
-            "stream_options": {"include_usage": true},
+            "stream_options": {"include_usage": true}, "kvist": {"pace": 4},
         });
         let mut reader = BufReader::new(self.ask("POST", "/v1/completions", &body.to_string()));
         let mut events = 0;
@@ -87,24 +87,13 @@ fn killed_in_mid_stream_it_starts_again_on_the_same_port() {
     assert_eq!(again.wait().code(), Some(0));
 }
 
+/// That it refuses what comes meanwhile is tested in `kvist-server`, where the engine can be held up.
 #[test]
-fn told_to_end_it_finishes_what_runs_and_refuses_what_comes() {
+fn told_to_end_it_finishes_what_runs() {
     let mut server = Server::start(&["--port", "0", "--grace", "3600"]);
     let idle = server.connect(); // does not delay the shutdown
     let running = server.streaming(8);
     server.signal("-TERM");
-    let began = Instant::now();
-    while server.get("/ready").0 == 200 {
-        assert!(began.elapsed() < PATIENCE, "the signal is not heard");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let mut stream = server.ask("POST", "/v1/completions", r#"{"prompt": "a"}"#);
-    let mut refusal = String::new();
-    let _ = stream.read_to_string(&mut refusal);
-    assert!(refusal.starts_with("HTTP/1.1 503"), "{refusal}");
-    assert!(refusal.to_ascii_lowercase().contains("\r\nretry-after: "), "{refusal}");
-    assert!(refusal.contains("shutting_down"), "{refusal}");
-    assert_eq!(server.get("/health").0, 200);
     let events = rest(running);
     let usage = &events.last().unwrap()["usage"];
     assert_eq!(usage["completion_tokens"], 8 * 900, "{usage}");

@@ -97,7 +97,9 @@ fn a_session_outlives_its_worker() {
     (0..2).for_each(|at| until("the forks are recorded", || show(&b, fork(at)).0 == 200));
     let before = show(&a, &id);
     // Killed in mid-generation: what it had begun is lost, and nothing else.
-    let body = json!({"max_tokens": 1500, "temperature": 0, "ignore_eos": true, "stream": true});
+    let body = json!({
+        "max_tokens": 1500, "temperature": 0, "ignore_eos": true, "stream": true, "kvist": {"pace": 4},
+    });
     let mut stream = a.ask("POST", &(path(&id) + "/generate"), &body.to_string());
     let mut some = [0; 2000];
     stream.read_exact(&mut some).unwrap();
