@@ -7,6 +7,8 @@ import pytest
 from conftest import client_of
 
 NAME = "tiny-rust-7m"
+# A token a second, so that no text ends by itself. The pace is kept while every request has one.
+ENDLESS = {"ignore_eos": True, "kvist": {"pace": 1}}
 
 
 def test_classes(client):
@@ -69,7 +71,7 @@ def test_a_full_queue_is_429(keyed):
     for _ in range(8):
         try:
             streams.append(client.completions.create(
-                model=NAME, prompt="fn main() {", max_tokens=900, stream=True, extra_body={"ignore_eos": True}))
+                model=NAME, prompt="fn main() {", max_tokens=900, stream=True, extra_body=ENDLESS))
         except openai.RateLimitError as error:
             refused = error
             break
@@ -90,10 +92,10 @@ def test_a_deadline_is_not_asked_again(keyed):
     http = openai.DefaultHttpxClient(event_hooks={"request": [sent.append]})
     patient = openai.OpenAI(base_url=keyed.url + "/v1", api_key="ann-secret", max_retries=5, http_client=http)
     running = client_of(keyed, "ann-secret").completions.create(
-        model=NAME, prompt="fn main() {", max_tokens=900, stream=True, extra_body={"ignore_eos": True})
+        model=NAME, prompt="fn main() {", max_tokens=900, stream=True, extra_body=ENDLESS)
     next(iter(running))
     with pytest.raises(openai.APIStatusError) as refused:
-        patient.completions.create(model=NAME, prompt="fn", extra_body={"kvist": {"timeout_ms": 50}})
+        patient.completions.create(model=NAME, prompt="fn", extra_body={"kvist": {"timeout_ms": 50, "pace": 1}})
     running.close()
     assert refused.value.status_code == 408 and refused.value.code == "deadline_exceeded"
     assert len(sent) == 1, f"{len(sent)} requests"
@@ -104,7 +106,7 @@ def test_a_client_that_leaves_holds_nothing(plain, client):
     generated = plain.metric("vllm:generation_tokens_total")
     streams = [
         client.completions.create(model=NAME, prompt="fn main() {", max_tokens=1000, stream=True,
-                                  extra_body={"ignore_eos": True})
+                                  extra_body=ENDLESS)
         for _ in range(8)
     ]
     for stream in streams:
@@ -132,7 +134,7 @@ def test_a_cancelled_task_holds_nothing(plain):
         async with openai.AsyncOpenAI(base_url=plain.url + "/v1", api_key="none", max_retries=0) as client:
             async def endless():
                 await client.completions.create(model=NAME, prompt="fn main() {", max_tokens=1000,
-                                                extra_body={"ignore_eos": True})
+                                                extra_body=ENDLESS)
             tasks = [asyncio.create_task(endless()) for _ in range(4)]
             await asyncio.sleep(0.2)
             for task in tasks:

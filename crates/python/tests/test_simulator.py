@@ -87,8 +87,8 @@ def test_ctrl_c_stops_a_simulation():
         os.kill(os.getpid(), signal.SIGINT)
 
     timer = threading.Timer(0.3, interrupt)
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         while True:  # however fast the machine is
             kvist.simulate(requests=200_000, arrivals="poisson:per_s=50")
             time.sleep(0)

@@ -156,9 +156,12 @@ static void *reads(void *job) {
 
 /* A job that another thread waits for: a second reader is refused, a free too; a cancel ends it. */
 static void cancels(void) {
-    kvist_batch *batch = start(&(kvist_batch_options){.max_batch = 1, .max_queue = 2});
+    kvist_batch *batch = start(&(kvist_batch_options){.max_batch = 1, .max_queue = 16});
     for (int seen = 0; !seen;) {
-        kvist_job *first = submit(batch, 0, LONG, NULL), *second = submit(batch, 1, LONG, NULL);
+        /* So many that the last one still waits, however slow this thread is. */
+        kvist_job *ahead[15];
+        for (uint32_t i = 0; i < 15; i++) ahead[i] = submit(batch, i, LONG, NULL);
+        kvist_job *second = submit(batch, 15, LONG, NULL);
         pthread_t thread;
         MUST(pthread_create(&thread, NULL, reads, second) == 0);
         kvist_piece piece;
@@ -183,7 +186,7 @@ static void cancels(void) {
         seen = busy && (intptr_t)finish == KVIST_CANCELLED;
         OK(kvist_job_cancel(second)); /* it has ended: nothing */
         OK(kvist_job_free(second));
-        OK(kvist_job_free(first)); /* a text that goes on is cancelled */
+        for (int i = 0; i < 15; i++) OK(kvist_job_free(ahead[i])); /* a text that goes on is cancelled */
     }
 
     /* The queue is full. */

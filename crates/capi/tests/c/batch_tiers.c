@@ -64,10 +64,10 @@ static void ram(void) {
         OK(kvist_batch_describe(batch, &stats));
         MUST(stats.tiers[0].bytes > 0 && stats.tiers[0].capacity_bytes == 64 << 20);
         /* A salt that is forgotten is not loaded. */
-        size_t pending;
-        OK(kvist_batch_forget(batch, "ann", NULL, &pending));
+        size_t pending = 1;
+        while (pending > 0) OK(kvist_batch_forget(batch, "ann", NULL, &pending)); /* it waits two seconds at most */
         uint32_t text[TEXT];
-        MUST(pending == 0 && text_of(batch, 0, "ann", text).cached_tokens == 0);
+        MUST(text_of(batch, 0, "ann", text).cached_tokens == 0);
         OK(kvist_batch_free(batch));
     }
     kvist_batch_options packed = tiny();
