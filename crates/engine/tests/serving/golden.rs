@@ -6,17 +6,24 @@ use kvist_engine::serving::*;
 use kvist_engine::speculate::Suffix;
 use kvist_scheduler::{Config, Preempted, PrefixOrder, RequestId, replay};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Only ends tests that would hang; nothing is measured against it.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 const TEXT: &str = "Returns the number of elements in the vector, also referred to as its length. The capacity of a \
      vector is the amount of space allocated for any future elements that will be added onto the vector. This is not \
      to be confused with the length of a vector, which specifies the number of actual elements within the vector. If a \
      vector's length exceeds its capacity, its capacity will automatically be increased.";
 
+/// The engine's logs. It waits for its clients, so that requests meet and leave in the same steps however slow their thread is.
 #[derive(Clone, Default)]
 struct Logs {
     texts: Arc<Mutex<(String, String)>>,
+    /// Steps that the engine may run before it waits for more requests.
+    steps: Arc<AtomicU64>,
     /// Clients that will leave, and after how many tokens.
     leavers: Arc<Mutex<BTreeMap<RequestId, u32>>>,
 }
@@ -31,9 +38,12 @@ impl Logs {
 }
 
 impl Watcher for Logs {
-    fn stepped(&mut self, _: u64, _: u64, state: &mut EngineState) {
-        // On a busy machine the clients' thread may be slow, and their answers would be complete.
-        while self.is_leaving(state) {
+    fn stepped(&mut self, now_ns: u64, end_ns: u64, state: &mut EngineState) {
+        if end_ns > now_ns {
+            let _ = self.steps.fetch_update(SeqCst, SeqCst, |steps| steps.checked_sub(1));
+        }
+        let began = Instant::now();
+        while (self.steps.load(SeqCst) == 0 || self.is_leaving(state)) && began.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_micros(100));
         }
         let mut logs = self.texts.lock().unwrap();
@@ -44,6 +54,8 @@ impl Watcher for Logs {
 
 /// Prompts with a few common prefixes; some clients wait for the whole answer, some disconnect.
 async fn load(engine: &Engine, all: &[u32], logs: &Logs) {
+    // The engine stands after its first step.
+    receive(&mut engine.submit(greedy(&all[..1], 1)).unwrap()).await;
     let mut users = tokio::task::JoinSet::new();
     for i in 0..28usize {
         let family = 7 * (i % 3);
@@ -66,14 +78,9 @@ async fn load(engine: &Engine, all: &[u32], logs: &Logs) {
             prompt_logprobs: scored,
             ..greedy(prompt, max_new)
         };
+        let mut generation = engine.submit(job).unwrap();
         let leavers = logs.leavers.clone();
-        // Locked, so that no step runs before it is known when this client leaves.
-        let mut generation = {
-            let mut leavers = leavers.lock().unwrap();
-            let generation = engine.submit(job).unwrap();
-            leavers.extend(goes_after.map(|max| (generation.id, max)));
-            generation
-        };
+        leavers.lock().unwrap().extend(goes_after.map(|max| (generation.id, max)));
         users.spawn(async move {
             let mut n = 0;
             while let Some(event) = generation.next().await {
@@ -86,18 +93,20 @@ async fn load(engine: &Engine, all: &[u32], logs: &Logs) {
             drop(generation); // cancels, if it has not ended
             leavers.lock().unwrap().remove(&id);
         });
-        // Submit the next requests while others run: after a few more steps, independent of the machine's
-        // speed. If all earlier requests have ended, there is nothing to wait for.
-        let steps = || engine.stats().counters.steps;
-        let until = steps() + 3;
-        let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.until_idle());
-        while i % 5 == 4 && steps() < until && becomes_idle().await.is_err() {}
+        // The next requests are submitted while others run: after a few steps, unless all earlier ones have ended.
+        if i % 5 == 4 {
+            logs.steps.store(3, SeqCst);
+            let becomes_idle = || tokio::time::timeout(Duration::from_micros(200), engine.until_idle());
+            while logs.steps.load(SeqCst) > 0 && becomes_idle().await.is_err() {}
+        }
     }
     // A request that is cancelled while it waits, and one that can never fit.
     drop(engine.submit(greedy(&all[..30], 5)).unwrap());
-    receive(&mut engine.submit(greedy(&all[..60], 1000)).unwrap()).await;
+    let mut too_long = engine.submit(greedy(&all[..60], 1000)).unwrap();
+    logs.steps.store(u64::MAX, SeqCst);
+    receive(&mut too_long).await;
     while users.join_next().await.is_some() {}
-    tokio::time::timeout(Duration::from_secs(600), engine.until_idle()).await.expect("a job is still live");
+    tokio::time::timeout(PATIENCE, engine.until_idle()).await.expect("a job is still live");
 }
 
 #[tokio::test]
