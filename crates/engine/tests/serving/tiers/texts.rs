@@ -539,7 +539,7 @@ async fn a_late_load_stops_and_its_tokens_are_computed() {
         free(&engine).await;
         until(async || gated.reading.load(SeqCst) <= 3, "the reads end, but for three").await;
         let (tiers, in_flight) = counted(&engine).await;
-        // Nor may any read have begun when the load is given up.
+        // It may also give the load up before any read has begun.
         if tiers.late_loads > 0 && gated.begun.load(SeqCst) > 0 {
             assert_eq!(heard.not_loaded, Some(NotLoaded::Late));
             assert_eq!((tiers.wasted_tokens, in_flight), (64, (0, 0)), "{tiers:?}");
