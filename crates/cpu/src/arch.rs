@@ -122,6 +122,17 @@ pub trait Simd: Copy + Send + Sync + 'static {
         let _ = bits;
         dot_quads(self, codes, x, start)
     }
+    /// Per lane: adds `Σ codes[j] * x[j]` to `products`, over the lane's four codes of four bits and four signed bytes (±127), the same
+    /// in every lane. Only [`add_nibbles`](Self::add_nibbles) knows what `products` are; they begin with zeros, and hold eight calls.
+    #[inline(always)]
+    fn dot_nibbles(self, products: Self::I, codes: Self::I, x: i32) -> Self::I {
+        self.dot4(products, codes, self.splat_i(x))
+    }
+    /// `sums + products`, per lane.
+    #[inline(always)]
+    fn add_nibbles(self, sums: Self::I, products: Self::I) -> Self::I {
+        self.add_i(sums, products)
+    }
     /// Per lane, for bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
     /// Byte `N` of every lane, unsigned.

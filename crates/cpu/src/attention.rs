@@ -269,7 +269,7 @@ impl<'l> Layer<'l> {
             }
             match keys.storage.dtype {
                 DType::Q8 => scratch.packed[i].pack_bytes(words, row, keys.group),
-                DType::Q4 => scratch.packed[i].pack_nibbles(words, row, keys.group),
+                DType::Q4 => scratch.packed[i].pack_nibbles(row, keys.group),
                 DType::T4 => scratch.packed[i].pack_outliers(words, row, keys.group),
                 DType::F32 | DType::F16 | DType::BF16 => {
                     let side_by_side = &mut scratch.queries[i / QUERY_ROWS * QUERY_ROWS * head_dim..];

@@ -143,6 +143,12 @@ impl Lines<'_> {
     pub fn reborrow(&mut self, at: usize) -> Lines<'_> {
         Lines { data: &mut *self.data, stride: self.stride, at }
     }
+
+    /// The line of a query, for `n` blocks.
+    #[inline(always)]
+    fn of_blocks(&self, query: usize, n: usize) -> &[[f32; LANES]] {
+        self.data[query * self.stride + self.at..][..n * LANES].as_chunks().0
+    }
 }
 
 impl Sums<'_> {

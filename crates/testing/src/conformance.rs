@@ -39,6 +39,8 @@ pub struct Options {
     /// The same tolerance where K or V is q8 or q4. Kernels that multiply integers round queries and weights first,
     /// and set here by how much.
     pub packed: f64,
+    /// The same where K or V is q4, for kernels that round more beside codes of four bits.
+    pub q4: Option<f64>,
     /// Stored rows must come back bit for bit, whatever the storage. For backends that store f32 only.
     pub exact_rows: bool,
     /// Run only the case of this number.
@@ -55,6 +57,7 @@ impl Default for Options {
             seed: 1,
             attention: 2e-7,
             packed: 2e-7,
+            q4: None,
             exact_rows: false,
             only: None,
             one_in: 1,

@@ -291,6 +291,30 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
             sums
         }
     }
+    // Without VNNI: words, two in a lane. Each of eight calls adds up to 2 * 15 * 127 to one.
+    #[inline(always)]
+    fn dot_nibbles(self, products: I, codes: I, x: i32) -> I {
+        if VNNI {
+            return self.dot4(products, codes, self.splat_i(x));
+        }
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let x = _mm256_set1_epi32(x);
+            let add = |sum, codes| _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, x));
+            [add(products[0], codes[0]), add(products[1], codes[1])]
+        }
+    }
+    #[inline(always)]
+    fn add_nibbles(self, sums: I, products: I) -> I {
+        if VNNI {
+            return self.add_i(sums, products);
+        }
+        // SAFETY: `detect` checked the CPU features.
+        unsafe {
+            let add = |sum, words| _mm256_add_epi32(sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+            [add(sums[0], products[0]), add(sums[1], products[1])]
+        }
+    }
     #[inline(always)]
     fn dot2(self, acc: F, a: I, b: I) -> F {
         let ((a0, a1), (b0, b1)) = (self.widen_pairs(a), self.widen_pairs(b));
@@ -348,14 +372,16 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     }
     #[inline(always)]
     fn store_low_bytes(self, x: I, out: &mut [u8; 16]) {
-        let mut lanes = [0i32; 16];
-        // SAFETY: `detect` checked the CPU features; the array is as long as the vector.
+        // SAFETY: `detect` checked the CPU features; the array is as long as half a register.
         unsafe {
-            _mm256_storeu_si256(lanes.as_mut_ptr().cast(), x[0]);
-            _mm256_storeu_si256(lanes.as_mut_ptr().add(8).cast(), x[1]);
-        }
-        for (out, lane) in out.iter_mut().zip(lanes) {
-            *out = lane as u8;
+            // Of the four lanes in every half of a register.
+            let to_low = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+            let to_next = _mm_setr_epi8(-1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+            let a = _mm256_shuffle_epi8(x[0], _mm256_broadcastsi128_si256(to_low));
+            let b = _mm256_shuffle_epi8(x[1], _mm256_broadcastsi128_si256(to_next));
+            let order = _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5);
+            let bytes = _mm256_permutevar8x32_epi32(_mm256_or_si256(a, b), order);
+            _mm_storeu_si128(out.as_mut_ptr().cast(), _mm256_castsi256_si128(bytes));
         }
     }
     #[inline(always)]

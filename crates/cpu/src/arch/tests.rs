@@ -83,6 +83,19 @@ impl Kernel for Everything<'_> {
                 }
             }
         }
+        // Eight products, as many as may be added up: of random codes, and of the largest with the largest and the smallest.
+        let fifteens = s.splat_i(0x0f0f_0f0f);
+        for (name, codes, x) in [
+            ("nibbles", s.low_nibbles(a), None),
+            ("largest nibbles", fifteens, Some([127u8; 4])),
+            ("smallest nibbles", fifteens, Some([129; 4])),
+        ] {
+            let mut products = s.splat_i(0);
+            for y in &ys {
+                products = s.dot_nibbles(products, codes, i32::from_le_bytes(x.unwrap_or(*y)));
+            }
+            put(name, s.to_f32(s.add_nibbles(s.splat_i(-5), products)));
+        }
         put("byte 1", s.to_f32(s.byte::<1>(a)));
         put("byte 2", s.to_f32(s.byte::<2>(a)));
         put("byte 3", s.to_f32(s.byte::<3>(a)));

@@ -1,29 +1,34 @@
 //! 4-bit codes, affine: `x ≈ minimum + scale × code`, code in 0..=15, an f16 scale and an f16 minimum per group.
 //!
 //! ```text
-//! scores:      units = Σ code × q (four nibbles at once, q in units)
-//!              s[query] += units × scale × q's unit + minimum × Σ q                   per group of 16 keys
-//! accumulate:  w' = w × scale, in units
-//!              o[query] += Σ code × w' (four cells at once) × w's unit + Σ w × minimum    per group and tile
+//! scores:      units = Σ code × q (four nibbles at once, q in units of one byte)
+//!              s[query] += (units × q's unit + 7.5 × q's rest) × scale + minimum × Σ q    per group of 16 keys
+//! accumulate:  w' = w × scale, in units of one byte; what rounding leaves goes to the cell 32 places on
+//!              o[query] += Σ code × w' (four cells at once) × w's unit
+//!                          + Σ w × minimum + 7.5 × w's rest                               per group and tile
 //! ```
 //!
-//! Per 64 bytes and query: four integer products of 64 bytes (AVX2: eight of 16 words). Per cell, head_dim / 2 + 4 × groups bytes are read once
-//! for all queries of a call.
+//! Per 64 bytes and query: two integer products of 64 bytes (AVX2: four of 32, and a sum of words per block). Per cell,
+//! head_dim / 2 + 4 × groups bytes are read once for all queries of a call.
 //!
 //! A byte contains element `j` of a group in its low half and element `j + half` in its high half, so that unpacking is
 //! two straight loops. Values that do not fit f16 saturate. A NaN or an infinity makes its whole group NaN, so that the
 //! error remains visible.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head; bound by
-//! arithmetic, 0.2 of it, with eight query heads on each.
+//! Measured with products of two bytes on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head;
+//! bound by arithmetic, 0.2 of it, with eight query heads on each. With one byte, on Zen 3 (AVX2): four query heads to a KV head in 0.7 to
+//! 0.8 of the time.
 use super::quantised::{
-    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, scores_in_pairs,
+    ByteUnits, Line, Packed, QUADS, blocks_at, byte_of, packed_products, param, put_scores,
 };
-use super::{Blocks, Codec, Lines, Quads, Queries, Sums};
+use super::{Block, Blocks, Codec, Lines, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use half::f16;
 
 pub struct Q4;
+
+/// The middle of the codes. What rounding has taken from a query or a weight is multiplied with it, because most codes are near.
+const MIDDLE: f32 = 7.5;
 
 impl Codec for Q4 {
     const ELEMENT: Option<usize> = None;
@@ -76,7 +81,20 @@ impl Codec for Q4 {
 }
 
 impl Packed for Q4 {
-    const VECTORS: usize = 2;
+    #[inline(always)]
+    fn most_scores<S: Simd>() -> usize {
+        most_abreast::<S>()
+    }
+    #[inline(always)]
+    fn most_sums<S: Simd>() -> usize {
+        S::ACCUMULATORS
+    }
+
+    #[inline(always)]
+    fn begin<S: Simd>(s: S, blocks: &Blocks<'_>, quads: &mut Quads) {
+        // A scale and a minimum per group.
+        quads.begin(s, blocks, (blocks.head_dim.div_ceil(blocks.group), 2));
+    }
 
     #[inline(always)]
     fn scores_of<S: Simd, const R: usize>(
@@ -86,9 +104,9 @@ impl Packed for Q4 {
         blocks: &Blocks<'_>,
         lines: &mut Lines<'_>,
     ) {
-        scores_in_pairs!(S, R, blocks.list.len(), at, B => {
-            blocks_scores::<S, R, B>(s, queries, query, blocks, at, lines);
-        });
+        for at in 0..blocks.list.len() {
+            block_scores::<S, R>(s, queries, query, blocks, at, lines);
+        }
     }
 
     #[inline(always)]
@@ -102,22 +120,12 @@ impl Packed for Q4 {
     ) {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
-        // A scale and a minimum per group.
-        quads.begin::<S, R>(s, lines, query, blocks, (n_groups, 2));
+        quads.weigh::<S, R, true>(s, lines, query, blocks.list.len());
         for group in 0..n_groups {
-            quads.pack::<S, R>(s, blocks, group, 2);
-            let mut min = [s.splat(0.0); R];
-            for (at, block) in blocks.list.iter().enumerate() {
-                let minimum = s.load_f16(&block.params.as_chunks::<32>().0[2 * group + 1]);
-                for r in 0..R {
-                    let line = &lines.data[(query + r) * lines.stride + lines.at + at * LANES..];
-                    if let Some(line) = line.first_chunk() {
-                        min[r] = s.add(min[r], s.mul_nonzero(s.load(line), minimum));
-                    }
-                }
-            }
+            quads.pack::<S, R, true>(s, blocks, group);
+            let mut minima = [0.0; R];
             for r in 0..R {
-                min[r] = s.splat(s.sum(min[r]));
+                minima[r] = quads.minima(s, lines, (query, r), (group, MIDDLE), blocks.list.len());
             }
             let first = group * blocks.group;
             let len = blocks.group.min(head_dim - first);
@@ -126,34 +134,16 @@ impl Packed for Q4 {
             // The two halves are aligned only if they are whole vectors. 16 elements are the smallest group of any real
             // model.
             let whole = if len.is_multiple_of(2 * LANES) { half } else { 0 };
-            let mut j = 0;
-            while j < whole {
-                let mut units = [[[s.splat_i(0); 2]; 2]; R];
-                for (at, block) in blocks.list.iter().enumerate() {
-                    for quad in 0..LANES / 4 {
-                        let codes = &block.codes[quad * 4 * blocks.row..];
-                        let Some(bytes) = codes[4 * (byte0 + j)..].first_chunk() else { break };
-                        s.prefetch(bytes, block.ahead);
-                        let bytes = s.load_bytes(bytes);
-                        let (a, b) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
-                        for r in 0..R {
-                            let weights = quads.quad(r, at * LANES / 4 + quad);
-                            units[r][0] = s.dot_units(units[r][0], a, weights);
-                            units[r][1] = s.dot_units(units[r][1], b, weights);
-                        }
+            for j in (0..whole).step_by(LANES) {
+                let at = (byte0 + j, [first + j, first + half + j]);
+                // As many queries at a time as fit the registers.
+                if const { R > most_abreast::<S>() } {
+                    for r in (0..R).step_by(2) {
+                        columns::<S, 2>(s, blocks, quads, (query, r), at, &minima, sums);
                     }
+                } else {
+                    columns::<S, R>(s, blocks, quads, (query, 0), at, &minima, sums);
                 }
-                for r in 0..R {
-                    let unit = s.splat(quads.unit[r]);
-                    let row = sums.row(query + r, head_dim);
-                    for (at, units) in [(first + j, units[r][0]), (first + half + j, units[r][1])] {
-                        let units = s.to_f32(s.sum_of_units(units));
-                        if let Some(sum) = row[at..].first_chunk_mut() {
-                            s.store(s.fma(units, unit, s.add(s.load(sum), min[r])), sum);
-                        }
-                    }
-                }
-                j += LANES;
             }
             if whole > 0 {
                 continue;
@@ -215,9 +205,96 @@ impl Packed for Q4 {
     }
 }
 
-/// Scores of `R` queries over `B` blocks from block `at` on. The blocks share the queries' units.
+/// Queries whose products with both halves of bytes fit the registers. (With AVX2, scores of four took 1.2 to 1.6 times as long as twice two
+/// in some builds.)
+const fn most_abreast<S: Simd>() -> usize {
+    S::ACCUMULATORS / 2
+}
+
+/// Sixteen bytes of every cell of a block, from byte `byte` on.
 #[inline(always)]
-fn blocks_scores<S: Simd, const R: usize, const B: usize>(
+fn quads_at<'b>(block: &Block<'b>, row: usize, byte: usize) -> Option<[&'b [u8; 4 * LANES]; QUADS]> {
+    let quad = |quad: usize| block.codes.get(quad * 4 * row + 4 * byte..)?.first_chunk();
+    Some([quad(0)?, quad(1)?, quad(2)?, quad(3)?])
+}
+
+/// Adds one vector of columns for each half of the bytes from `byte` on to the sums of `N` queries, at the columns `at`. The queries are
+/// rows of `quads` from `row` on.
+#[inline(always)]
+fn columns<S: Simd, const N: usize>(
+    s: S,
+    blocks: &Blocks<'_>,
+    quads: &Quads,
+    (query, row): (usize, usize),
+    (byte, at): (usize, [usize; 2]),
+    minima: &[f32],
+    sums: &mut Sums<'_>,
+) {
+    let mut units = [[s.splat_i(0); N]; 2];
+    for (b, block) in blocks.list.iter().enumerate() {
+        let weights: [_; N] = std::array::from_fn(|n| quads.bytes(row + n, b));
+        let Some(quads) = quads_at(block, blocks.row, byte) else { break };
+        if row == 0 {
+            quads.iter().for_each(|bytes| s.prefetch(*bytes, block.ahead));
+        }
+        let mut products = [[s.splat_i(0); N]; 2];
+        for quad in 0..QUADS {
+            let bytes = s.load_bytes(quads[quad]);
+            let halves = [s.low_nibbles(bytes), s.high_nibbles(bytes)];
+            for n in 0..N {
+                let weights = i32::from_le_bytes(weights[n][quad]);
+                for half in 0..2 {
+                    products[half][n] = s.dot_nibbles(products[half][n], halves[half], weights);
+                }
+            }
+        }
+        for half in 0..2 {
+            for n in 0..N {
+                units[half][n] = s.add_nibbles(units[half][n], products[half][n]);
+            }
+        }
+    }
+    for n in 0..N {
+        let (unit, minimum) = (s.splat(quads.unit[row + n]), s.splat(minima[row + n]));
+        let out = sums.row(query + row + n, blocks.head_dim);
+        for half in 0..2 {
+            if let Some(sum) = out[at[half]..].first_chunk_mut() {
+                s.store(s.fma(s.to_f32(units[half][n]), unit, s.add(s.load(sum), minimum)), sum);
+            }
+        }
+    }
+}
+
+/// Adds the products of up to [`QUADS`] quads of codes with the units of `R` queries to `units`.
+#[inline(always)]
+fn multiply<S: Simd, const R: usize>(
+    s: S,
+    codes: &[Line],
+    ahead: usize,
+    asked: [&ByteUnits; R],
+    units: &mut [S::I; R],
+) {
+    let mut products = [s.splat_i(0); R];
+    for (quad, bytes) in codes.iter().enumerate().take(QUADS) {
+        s.prefetch(bytes, ahead);
+        let bytes = s.load_bytes(bytes);
+        let low = s.low_nibbles(bytes);
+        for r in 0..R {
+            products[r] = s.dot_nibbles(products[r], low, asked[r][0][quad]);
+        }
+        let high = s.high_nibbles(bytes);
+        for r in 0..R {
+            products[r] = s.dot_nibbles(products[r], high, asked[r][1][quad]);
+        }
+    }
+    for r in 0..R {
+        units[r] = s.add_nibbles(units[r], products[r]);
+    }
+}
+
+/// Scores of `R` queries over block `at`.
+#[inline(always)]
+fn block_scores<S: Simd, const R: usize>(
     s: S,
     queries: &Queries<'_>,
     query: usize,
@@ -226,31 +303,29 @@ fn blocks_scores<S: Simd, const R: usize, const B: usize>(
     lines: &mut Lines<'_>,
 ) {
     let packed = &queries.packed[query..query + R];
-    let Some((list, codes)) = blocks_at::<S, B>(s, blocks, query, at) else { return };
-    let (per_row, per_group) = (blocks.row / 4, blocks.group / 8);
-    let mut sums = [[s.splat(0.0); B]; R];
-    for group in 0..blocks.head_dim.div_ceil(blocks.group) {
-        let mut units = Units::<S, R, B>::new(s);
-        let quads = group * per_group..((group + 1) * per_group).min(per_row);
-        for quad in quads.clone() {
-            let (mut a, mut b) = ([s.splat_i(0); B], [s.splat_i(0); B]);
-            for i in 0..B {
-                s.prefetch(&codes[i][quad], list[i].ahead);
-                let bytes = s.load_bytes(&codes[i][quad]);
-                (a[i], b[i]) = (s.low_nibbles(bytes), s.high_nibbles(bytes));
-            }
-            // The quads of a group's low halves, then those of its high halves.
-            units.multiply(s, packed, quads.start + quad, &a);
-            units.multiply(s, packed, quads.end + quad, &b);
+    let Some(([block], [codes])) = blocks_at::<S, 1>(s, blocks, query, at) else { return };
+    let params = block.params.as_chunks::<32>().0;
+    let per_group = blocks.group / 8;
+    let mut sums = [[s.splat(0.0)]; R];
+    for (group, codes) in codes.chunks(per_group).enumerate() {
+        let mut units = [s.splat_i(0); R];
+        let asked = |chunk: usize| {
+            let chunk = group * per_group / QUADS + chunk;
+            std::array::from_fn(|r| &packed[r].bytes[chunk])
+        };
+        let (whole, rest) = codes.as_chunks::<QUADS>();
+        for (chunk, codes) in whole.iter().enumerate() {
+            multiply::<S, R>(s, codes, block.ahead, asked(chunk), &mut units);
         }
-        for b in 0..B {
-            let params = list[b].params.as_chunks::<32>().0;
-            let (scale, minimum) = (s.load_f16(&params[2 * group]), s.load_f16(&params[2 * group + 1]));
-            for r in 0..R {
-                let scaled = s.mul(s.to_f32(units.of(s, r, b)), scale);
-                sums[r][b] = s.fma(scaled, s.splat(packed[r].unit[group]), sums[r][b]);
-                sums[r][b] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r][b]);
-            }
+        if !rest.is_empty() {
+            multiply::<S, R>(s, rest, block.ahead, asked(whole.len()), &mut units);
+        }
+        let (scale, minimum) = (s.load_f16(&params[2 * group]), s.load_f16(&params[2 * group + 1]));
+        for r in 0..R {
+            let rest = s.splat(MIDDLE * packed[r].rest[group]);
+            let units = s.fma(s.to_f32(units[r]), s.splat(packed[r].unit[group]), rest);
+            sums[r][0] = s.fma(units, scale, sums[r][0]);
+            sums[r][0] = s.fma(minimum, s.splat(packed[r].sum[group]), sums[r][0]);
         }
     }
     put_scores(s, lines, query, at, &sums);

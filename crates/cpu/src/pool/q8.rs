@@ -141,7 +141,15 @@ fn value(code: u8) -> f32 {
 }
 
 impl Packed for Q8 {
-    const VECTORS: usize = 1;
+    #[inline(always)]
+    fn most_sums<S: Simd>() -> usize {
+        queries_that_fit::<S>(1)
+    }
+
+    #[inline(always)]
+    fn begin<S: Simd>(s: S, blocks: &Blocks<'_>, quads: &mut Quads) {
+        quads.begin(s, blocks, (blocks.head_dim.div_ceil(blocks.group), 1));
+    }
 
     #[inline(always)]
     fn scores_of<S: Simd, const R: usize>(
@@ -167,9 +175,9 @@ impl Packed for Q8 {
     ) {
         let head_dim = blocks.head_dim;
         let n_groups = head_dim.div_ceil(blocks.group);
-        quads.begin::<S, R>(s, lines, query, blocks, (n_groups, 1));
+        quads.weigh::<S, R, false>(s, lines, query, blocks.list.len());
         for group in 0..n_groups {
-            quads.pack::<S, R>(s, blocks, group, 1);
+            quads.pack::<S, R, false>(s, blocks, group);
             let (first, end) = (group * blocks.group, ((group + 1) * blocks.group).min(head_dim));
             let mut d = first;
             // Two vectors share the weights that they are multiplied with, where registers suffice.

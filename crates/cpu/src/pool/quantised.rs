@@ -1,9 +1,12 @@
 //! Shared code of the quantised dtypes: queries and weights as multiples of a unit.
 //!
-//! Integer dot products multiply bytes. A query or weight in 8 bits would add an error as large as that of the cache.
-//! In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
+//! Integer dot products multiply bytes. Beside codes of 8 bits, a query or weight in 8 bits would add an error as large as that of the
+//! cache. In two bytes (15 bits and a sign, about 3e-5 of the largest) the added error is negligible, and the second product
 //! costs less than widening the codes. AVX2 has no product of bytes that adds to 32 bits, but one of words: codes become
 //! words, one product takes whole units, and the sums are the same.
+//!
+//! The error of `q4` is sixteen times as large, so it has queries and weights of one byte, and half the products. [`Quads`] says how small
+//! weights survive that. `t4` keeps two: it loses less, and its levels are numbers of 8 bits, whose products fill AVX2's words at once.
 mod quads;
 
 use super::{Block, Blocks, Lines, Queries, Sums};
@@ -12,14 +15,21 @@ pub use quads::Quads;
 
 /// Largest magnitude in two signed bytes: 127 * 256 + 127, with room for rounding.
 const LARGEST: f32 = 32_000.0;
+/// Largest magnitude in one signed byte, with room for half a unit that is carried from cell to cell, and for rounding.
+const LARGEST_BYTE: f32 = 126.0;
 
 /// Most queries per call of an integer kernel.
 pub const MAX_ROWS: usize = 8;
 
 /// A dtype whose kernels process several queries at once.
 pub trait Packed {
-    /// Vectors of sums that a query needs at a time to weight values: one, or two for the two codes of a byte.
-    const VECTORS: usize;
+    /// Most queries whose scores are computed at once: 1, 2, 4 or 8.
+    #[inline(always)]
+    fn most_scores<S: Simd>() -> usize {
+        queries_that_fit::<S>(1)
+    }
+    /// Most queries whose values are weighted at once.
+    fn most_sums<S: Simd>() -> usize;
 
     /// Scores of `R` queries, starting at `query`, over all blocks.
     fn scores_of<S: Simd, const R: usize>(
@@ -29,6 +39,8 @@ pub trait Packed {
         blocks: &Blocks<'_>,
         lines: &mut Lines<'_>,
     );
+    /// Gives `quads` the parameters of all cells, before [`accumulate_for`](Self::accumulate_for).
+    fn begin<S: Simd>(s: S, blocks: &Blocks<'_>, quads: &mut Quads);
     /// Weighted sums of `R` queries, starting at `query`, over all cells.
     fn accumulate_for<S: Simd, const R: usize>(
         s: S,
@@ -83,7 +95,7 @@ macro_rules! scores_in_pairs {
 pub(super) use scores_in_pairs;
 
 /// Four codes of every cell of a block.
-type Line = [u8; 4 * LANES];
+pub type Line = [u8; 4 * LANES];
 
 /// `B` blocks from block `at` on, and the lines of their codes: four of every cell. The first queries fetch what is read soon.
 #[inline(always)]
@@ -177,14 +189,14 @@ impl<S: Simd, const R: usize, const B: usize> Units<S, R, B> {
 /// Scores of all queries, in groups of eight, four, two and one.
 #[inline(always)]
 pub fn scores<S: Simd, P: Packed>(s: S, queries: &Queries<'_>, blocks: &Blocks<'_>, lines: &mut Lines<'_>) {
-    let mut query = 0;
+    let (most, mut query) = (P::most_scores::<S>(), 0);
     while query < queries.n {
         query += match queries.n - query {
-            8.. if queries_that_fit::<S>(1) >= 8 => {
+            8.. if most >= 8 => {
                 P::scores_of::<S, 8>(s, queries, query, blocks, lines);
                 8
             }
-            4.. if queries_that_fit::<S>(1) >= 4 => {
+            4.. if most >= 4 => {
                 P::scores_of::<S, 4>(s, queries, query, blocks, lines);
                 4
             }
@@ -212,7 +224,8 @@ pub fn accumulate<S: Simd, P: Packed>(
     if blocks.exact {
         return P::weigh_one_by_one(s, lines, blocks, sums);
     }
-    let (most, mut query) = (const { queries_that_fit::<S>(P::VECTORS) }, 0);
+    P::begin(s, blocks, quads);
+    let (most, mut query) = (P::most_sums::<S>(), 0);
     while query < sums.n {
         query += match sums.n - query {
             MAX_ROWS.. if most >= MAX_ROWS => {
@@ -259,29 +272,39 @@ pub struct PackedQuery {
     /// Four units for every four code bytes of a cell ([`quad_of_units`]). For nibbles there are twice as many: first those for the low
     /// halves.
     pub quads: Vec<[i32; 2]>,
+    /// Units of one byte, for every four quads of a group's code bytes, or fewer at its end.
+    pub bytes: Vec<ByteUnits>,
     /// Per group: the value of one unit.
     pub unit: Vec<f32>,
     /// Per group: the sum of the units, and (`sum`) of the elements themselves.
     pub units: Vec<i32>,
     pub sum: Vec<f32>,
+    /// Per group: what the elements sum to beyond their units.
+    pub rest: Vec<f32>,
 }
 
-/// Expresses elements in multiples of `unit` that fit two signed bytes.
+/// Code bytes of a cell, in quads, whose products with units of one byte are summed at once: a group of 32 nibbles.
+pub const QUADS: usize = 4;
+
+/// Units for the low halves of [`QUADS`] quads, then those for the high halves.
+pub type ByteUnits = [[i32; QUADS]; 2];
+
+/// Expresses elements in multiples of `unit`.
 pub struct Split {
     pub unit: f32,
     inverse: f32,
 }
 
 impl Split {
-    /// For elements of magnitude up to `largest`. A largest value that is not finite makes the unit NaN.
+    /// For elements of magnitude up to `largest`, as up to `units` units. A largest value that is not finite makes the unit NaN.
     #[inline(always)]
-    pub fn new(largest: f32) -> Self {
+    pub fn new(largest: f32, units: f32) -> Self {
         if largest < 1e-30 {
             return Split { unit: 0.0, inverse: 0.0 };
         }
-        let unit = largest / LARGEST;
+        let unit = largest / units;
         if unit.is_finite() {
-            Split { unit, inverse: LARGEST / largest }
+            Split { unit, inverse: units / largest }
         } else {
             Split { unit: f32::NAN, inverse: 0.0 }
         }
@@ -294,6 +317,11 @@ impl Split {
     }
 }
 
+/// The largest magnitude, or NaN, which `max` would drop.
+fn largest(row: &[f32]) -> f32 {
+    row.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max })
+}
+
 impl PackedQuery {
     /// Reserves room for a row of `head_dim` elements in groups of at least 32.
     pub fn new(head_dim: usize) -> Self {
@@ -301,29 +329,32 @@ impl PackedQuery {
         let groups = head_dim.div_ceil(32).max(2);
         PackedQuery {
             quads: Vec::with_capacity(quads),
+            bytes: Vec::with_capacity(head_dim.div_ceil(32)),
             unit: Vec::with_capacity(groups),
             units: Vec::with_capacity(groups),
             sum: Vec::with_capacity(groups),
+            rest: Vec::with_capacity(groups),
         }
     }
 
     /// Bytes that [`new`](Self::new) reserves.
     pub fn bytes(head_dim: usize) -> usize {
-        8 * (head_dim.div_ceil(4) + 2 * head_dim.div_ceil(32)) + 12 * head_dim.div_ceil(32).max(2)
+        let groups = head_dim.div_ceil(32);
+        8 * (head_dim.div_ceil(4) + 2 * groups) + size_of::<ByteUnits>() * groups + 16 * groups.max(2)
     }
 
     fn clear(&mut self) {
         self.quads.clear();
+        self.bytes.clear();
         self.unit.clear();
         self.units.clear();
         self.sum.clear();
+        self.rest.clear();
     }
 
     /// Packs one group of `row`. `parts` are the ranges of elements whose quads are packed in order.
     fn group<'p>(&mut self, words: bool, row: &[f32], parts: impl Iterator<Item = &'p [f32]>) {
-        // Keep NaN: `max` would drop it.
-        let largest = row.iter().fold(0f32, |max, x| if x.abs() > max || x.is_nan() { x.abs() } else { max });
-        let split = Split::new(largest);
+        let split = Split::new(largest(row), LARGEST);
         let mut units = 0;
         for part in parts {
             for quad in part.chunks(4) {
@@ -333,9 +364,15 @@ impl PackedQuery {
                 self.quads.push(quad_of_units(words, of_quad));
             }
         }
+        self.close(&split, units, row);
+    }
+
+    fn close(&mut self, split: &Split, units: i32, row: &[f32]) {
+        let sum: f32 = row.iter().sum();
         self.unit.push(split.unit);
         self.units.push(units);
-        self.sum.push(row.iter().sum());
+        self.sum.push(sum);
+        self.rest.push(sum - split.unit * units as f32);
     }
 
     /// Packs a row for codes of one byte per element. `words`: for [`Simd::WORD_DOTS`], here and below.
@@ -346,16 +383,36 @@ impl PackedQuery {
         }
     }
 
-    /// Packs a row for codes of one nibble per element: a byte contains elements `j` and `j + half` of a group. The
-    /// quads of a group's low halves come first, then those of its high halves.
-    pub fn pack_nibbles(&mut self, words: bool, row: &[f32], group: usize) {
+    /// Packs a row, in units of one byte, for codes of one nibble per element: a byte contains elements `j` and `j + half` of a group.
+    pub fn pack_nibbles(&mut self, row: &[f32], group: usize) {
         self.clear();
         for group in row.chunks(group) {
-            self.halves(words, group);
+            let split = Split::new(largest(group), LARGEST_BYTE);
+            let (low, high) = group.split_at(group.len().div_ceil(2));
+            let mut units = 0;
+            // The high half may be shorter by one element.
+            for first in (0..low.len()).step_by(4 * QUADS) {
+                let mut of_both: ByteUnits = [[0; QUADS]; 2];
+                for (of_half, half) in of_both.iter_mut().zip([low, high]) {
+                    let half = &half[first.min(half.len())..half.len().min(first + 4 * QUADS)];
+                    for (of_quad, quad) in of_half.iter_mut().zip(half.chunks(4)) {
+                        let mut bytes = [0; 4];
+                        for (byte, x) in bytes.iter_mut().zip(quad) {
+                            let n = split.units(*x);
+                            units += n;
+                            *byte = n as u8;
+                        }
+                        *of_quad = i32::from_le_bytes(bytes);
+                    }
+                }
+                self.bytes.push(of_both);
+            }
+            self.close(&split, units, group);
         }
     }
 
-    /// Packs a row whose first `outliers` elements have a byte each and the others a nibble: two groups, or one.
+    /// Packs a row whose first `outliers` elements have a byte each and the others a nibble: two groups, or one. The quads of the
+    /// nibbles' low halves come first, then those of their high halves.
     pub fn pack_outliers(&mut self, words: bool, row: &[f32], outliers: usize) {
         self.clear();
         let (wide, others) = row.split_at(outliers);

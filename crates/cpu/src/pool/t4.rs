@@ -19,7 +19,7 @@
 //!
 //! Values that do not fit f16 saturate. A NaN or an infinity makes its row NaN, so that the error remains visible.
 use super::quantised::{
-    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, scores_in_pairs,
+    Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, queries_that_fit, scores_in_pairs,
 };
 use super::{Blocks, Codec, Lines, Q8, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
@@ -110,7 +110,15 @@ impl Codec for T4 {
 }
 
 impl Packed for T4 {
-    const VECTORS: usize = 2;
+    #[inline(always)]
+    fn most_sums<S: Simd>() -> usize {
+        queries_that_fit::<S>(2)
+    }
+
+    #[inline(always)]
+    fn begin<S: Simd>(s: S, blocks: &Blocks<'_>, quads: &mut Quads) {
+        quads.begin(s, blocks, (1, 1));
+    }
 
     #[inline(always)]
     fn scores_of<S: Simd, const R: usize>(
@@ -135,8 +143,8 @@ impl Packed for T4 {
         quads: &mut Quads,
     ) {
         let head_dim = blocks.head_dim;
-        quads.begin::<S, R>(s, lines, query, blocks, (1, 1));
-        quads.pack::<S, R>(s, blocks, 0, 1);
+        quads.weigh::<S, R, false>(s, lines, query, blocks.list.len());
+        quads.pack::<S, R, false>(s, blocks, 0);
         let half = head_dim.div_ceil(2);
         // Whole vectors of both halves; the high half may be shorter by one element.
         let whole = head_dim / 2 / LANES * LANES;

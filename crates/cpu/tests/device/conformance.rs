@@ -7,10 +7,13 @@ use kvist_device::*;
 use kvist_testing::conformance::{self, Ends, Options};
 
 /// Tolerance: queries and weights of packed dtypes are split into two bytes. Each element is off by up to 1 part in
-/// 64,000 of the largest, and a sum over head_dim or over a tile by about √64 of that.
+/// 64,000 of the largest, and a sum over head_dim or over a tile by about √64 of that. Those of q4 have one byte, which is 254 times
+/// as coarse; its outputs stay within a third of that.
 fn options() -> Options {
-    Options { packed: 1e-4, ..Options::from_env() }
+    Options { packed: 1e-4, q4: Some(Q4), ..Options::from_env() }
 }
+
+const Q4: f64 = 8e-3;
 
 fn conforms(cpu: &Cpu, options: &Options) {
     match conformance::run(cpu, options) {
@@ -49,7 +52,7 @@ fn cpu_conforms_on_every_instruction_set() {
 fn cpu_conforms_with_fewer_bits() {
     for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
         let one_in = if crate::is_slow(isa) { 60 } else { 4 };
-        let options = Options { one_in, attention: 4e-3, packed: 4e-3, ..options() };
+        let options = Options { one_in, attention: 4e-3, packed: 4e-3, q4: Some(Q4), ..options() };
         conforms(&Cpu::new(Compute::new(isa, 2).fast_prefill(true)), &options);
     }
 }
@@ -236,7 +239,8 @@ fn strange_rows_are_stored_or_seen() {
 #[test]
 fn heads_of_a_few_elements_are_stored_and_read() {
     let free = |head_dim| Model { head_dim, ..Model::default() };
-    for head_dim in 1..=21 {
+    // A last group of 32 or 64 may have one element, or three.
+    for head_dim in (1..=21).chain([33, 35, 65, 97]) {
         let mut exact = free(head_dim).session(&Cpu::default(), "contiguous", 40);
         let spans = [Span::chain(A, 0, 33)];
         let expected = free(head_dim).step(&mut exact, &spans, 3);
@@ -353,7 +357,12 @@ fn chunks(deterministic: bool) {
                 assert_eq!(out.len(), whole.len());
                 let worst = out.iter().zip(&whole).map(|(x, y)| (x - y).abs()).fold(0f32, f32::max);
                 // Packed values are weighted tile by tile, and chunks cut tiles.
-                let allowed = if storage.dtype.is_quantised() && !deterministic { 1e-4 } else { 0.0 };
+                let allowed = match storage.dtype {
+                    _ if deterministic => 0.0,
+                    DType::Q4 => 5e-3,
+                    dtype if dtype.is_quantised() => 1e-4,
+                    _ => 0.0,
+                };
                 assert!(worst <= allowed, "{kind} {storage} in chunks of {chunks:?}: {worst}");
             }
         }

@@ -186,8 +186,12 @@ impl Rig {
 }
 
 fn tolerance(k: Storage) -> f64 {
-    // Kernels of packed keys round the query to two bytes per element.
-    if k.dtype.is_quantised() { 1e-3 } else { 2e-5 }
+    // Kernels of packed keys round the query to two bytes per element, beside q4 to one.
+    match k.dtype {
+        DType::Q4 => 5e-3,
+        dtype if dtype.is_quantised() => 1e-3,
+        _ => 2e-5,
+    }
 }
 
 /// Checks every kind, and the shapes in turn.

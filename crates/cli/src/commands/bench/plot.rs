@@ -9,7 +9,7 @@ use std::path::Path;
 /// A name, and its points.
 pub type Line = (String, Vec<(f64, f64)>);
 
-const COLOURS: [&str; 6] = ["#4c72b0", "#c44e52", "#55a868", "#dd8452", "#8172b3", "#444444"];
+const COLOURS: [&str; 7] = ["#4c72b0", "#c44e52", "#55a868", "#dd8452", "#8172b3", "#444444", "#937860"];
 
 fn line(colour: usize, (name, points): Line) -> Plot {
     let line = LinePlot::new().with_data(points).with_color(COLOURS[colour % COLOURS.len()]);
@@ -30,7 +30,7 @@ pub fn write(path: &Path, title: &str, x: &str, y: &str, lines: Vec<Line>) -> an
 /// The first `n_roofs` are lines, the others points; both axes are logarithmic.
 pub fn write_roofline(path: &Path, title: &str, lines: Vec<Line>, n_roofs: usize) -> anyhow::Result<()> {
     let one = |(i, (name, points)): (usize, Line)| match i.checked_sub(n_roofs) {
-        None => line(5 - i % 3, (name, points)),
+        None => line([5, 4, 3, 6][i % 4], (name, points)),
         Some(i) => {
             let points = ScatterPlot::new().with_data(points).with_color(COLOURS[i % 3]).with_size(5.0);
             Plot::Scatter(points.with_legend(name))

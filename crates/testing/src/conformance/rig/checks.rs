@@ -107,8 +107,13 @@ impl Rig<'_> {
                 });
                 let sink = sinks.as_ref().map_or(f64::NEG_INFINITY, |sinks| f64::from(sinks[head]));
                 let size = attention(q, visible, scale, self.case.softcap, sink, &mut expected);
-                let packed = self.case.k.dtype.is_quantised() || self.case.v.dtype.is_quantised();
-                let tolerance = size.0 * if packed { self.options.packed } else { self.options.attention };
+                let dtypes = [self.case.k.dtype, self.case.v.dtype];
+                let allowed = match self.options.q4 {
+                    Some(allowed) if dtypes.contains(&DType::Q4) => allowed,
+                    _ if dtypes.iter().any(|dtype| dtype.is_quantised()) => self.options.packed,
+                    _ => self.options.attention,
+                };
+                let tolerance = size.0 * allowed;
                 let tolerance = tolerance + if turned { size.1 * 2f64.powi(-11) } else { 0.0 };
                 let found = &mut out[place.row(token, head, head_dim)];
                 for (i, (found, expected)) in found.iter().zip(&expected).enumerate() {
