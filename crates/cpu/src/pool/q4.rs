@@ -311,7 +311,7 @@ fn block_scores<S: Simd, const R: usize>(
         let mut units = [s.splat_i(0); R];
         let asked = |chunk: usize| {
             let chunk = group * per_group / QUADS + chunk;
-            std::array::from_fn(|r| &packed[r].bytes[chunk])
+            std::array::from_fn(|r| &packed[r].byte_units[chunk])
         };
         let (whole, rest) = codes.as_chunks::<QUADS>();
         for (chunk, codes) in whole.iter().enumerate() {

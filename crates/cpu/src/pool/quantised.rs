@@ -273,7 +273,7 @@ pub struct PackedQuery {
     /// halves.
     pub quads: Vec<[i32; 2]>,
     /// Units of one byte, for every four quads of a group's code bytes, or fewer at its end.
-    pub bytes: Vec<ByteUnits>,
+    pub byte_units: Vec<ByteUnits>,
     /// Per group: the value of one unit.
     pub unit: Vec<f32>,
     /// Per group: the sum of the units, and (`sum`) of the elements themselves.
@@ -329,7 +329,7 @@ impl PackedQuery {
         let groups = head_dim.div_ceil(32).max(2);
         PackedQuery {
             quads: Vec::with_capacity(quads),
-            bytes: Vec::with_capacity(head_dim.div_ceil(32)),
+            byte_units: Vec::with_capacity(head_dim.div_ceil(32)),
             unit: Vec::with_capacity(groups),
             units: Vec::with_capacity(groups),
             sum: Vec::with_capacity(groups),
@@ -345,7 +345,7 @@ impl PackedQuery {
 
     fn clear(&mut self) {
         self.quads.clear();
-        self.bytes.clear();
+        self.byte_units.clear();
         self.unit.clear();
         self.units.clear();
         self.sum.clear();
@@ -405,7 +405,7 @@ impl PackedQuery {
                         *of_quad = i32::from_le_bytes(bytes);
                     }
                 }
-                self.bytes.push(of_both);
+                self.byte_units.push(of_both);
             }
             self.close(&split, units, group);
         }
