@@ -11,7 +11,7 @@
 //! over the rows *as they were read back* must be exact except for f32 rounding. Outputs and the gaps between strided
 //! rows are filled with NaN before a step, abandoned steps leave NaN in the cells they wrote, and every comparison
 //! fails on NaN.
-use kvist_device::{Backend, Storage};
+use kvist_device::{Backend, DType, Storage};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -122,11 +122,15 @@ pub fn run(backend: &dyn Backend, options: &Options) -> Result<Report, String> {
 }
 
 /// Exports random cells of pools of one backend, imports them into pools of the same or of another one, and compares
-/// the stored rows, the bytes that are exported again, and what attention reads. Both must store K and V alike. Returns
-/// the number of cases; `Err` is a table of all failing ones, with the seed.
+/// the stored rows, the bytes that are exported again, and what attention reads: within 1e-3, and with q4 within
+/// [`Options::q4`] if it is given. Both must store K and V alike. Returns the number of cases; `Err` is a table of all failing ones, with the seed.
 pub fn transfers(ends: Ends<'_>, options: &Options) -> Result<usize, String> {
     let id = format!("{} to {}", ends.from.id(), ends.to.id());
-    for_each_case(&id, options, |case, number| transfers::run(ends, case, options.seed ^ number))
+    for_each_case(&id, options, |case, number| {
+        let q4 = [case.k.dtype, case.v.dtype].contains(&DType::Q4);
+        let tolerance = options.q4.filter(|_| q4).map_or(1e-3, |allowed| allowed as f32);
+        transfers::run(ends, case, options.seed ^ number, tolerance)
+    })
 }
 
 /// Runs `check` on every sampled case that the options ask for, and returns the number of cases.
