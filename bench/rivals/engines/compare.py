@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""kvist beside vLLM on CPU, OpenVINO GenAI, CTranslate2 and, if there is a build of it, ik_llama.cpp: every row in turns, on stdout as
-a table of tokens per second and of how many times as fast kvist is.
+"""kvist beside vLLM on CPU, OpenVINO GenAI, CTranslate2, ik_llama.cpp and llama.cpp: every row in turns, on stdout as a table of
+tokens per second and of how many times as fast kvist is.
 
-    bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--ik FOLDER]
+    bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--weights q4_0]
 
 All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the
 others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in
-8; kvist is measured with the same as each rival. An engine that waits is stopped (SIGSTOP), because idle engines spin on the cores.
-FOLDER has ik_llama.cpp's llama-sweep-bench and llama-batched-bench. Medians over the rounds; the load average stands beside each row.
+8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a GGUF. llama.cpp
+is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits is stopped (SIGSTOP), because
+idle engines spin on the cores. Medians over the rounds; the load average stands beside each row.
 """
 import argparse
 import http.client
@@ -31,12 +32,15 @@ parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--only", default="", help="rows whose name contains one of these, with commas")
 parser.add_argument("--rivals", default="", help="rivals whose name contains one of these, with commas")
-parser.add_argument("--columns", default="q8_0,q8_0 fast,int8,int8 fast", help="kvist's columns")
+parser.add_argument("--weights", default="q8_0", choices=["q8_0", "q4_0", "q4_k", "q6_k"], help="what GGUF files have")
+parser.add_argument("--columns", help="kvist's columns; without it: `q8_0,q8_0 fast,int8,int8 fast`, with other --weights these alone")
 parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
 parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
-parser.add_argument("--ik", type=pathlib.Path, help="folder of a build of ik_llama.cpp")
+parser.add_argument("--ik", type=pathlib.Path, default=ENGINES / "ik/build/bin", help="folder of ik_llama.cpp's programs")
 parser.add_argument("--json", type=pathlib.Path, help="every single figure into this file")
 args = parser.parse_args()
+LLAMA = common.ROOT / "bench/target/rivals"
+COLUMNS = [args.weights, f"{args.weights} fast"] + (["int8", "int8 fast"] if args.weights == "q8_0" else [])
 
 
 class Engine(common.Group):
@@ -153,6 +157,25 @@ class Ik:
         return entry["speed_pp" if row.startswith("prefill") else "speed_tg"]
 
 
+class Llama:
+    """llama.cpp, as bench/rivals/install.sh builds it, with flash attention."""
+
+    def __init__(self, programs, model, kv):
+        self.programs, self.model, self.kv = programs, model, kv
+
+    def measure(self, row):
+        depth = int((row.partition(" at ")[2]) or 0)
+        tokens = ["-p", 512, "-n", 0] if row.startswith("prefill") else ["-p", 0, "-n", 32]
+        options = ["-m", self.model, *tokens, "-d", depth, "-t", args.threads, "-fa", 1, "-ctk", self.kv, "-ctv", self.kv, "-r", 2]
+        return max(self.speed([program, *options, "-o", "jsonl"]) for program in self.programs)
+
+    def speed(self, command):
+        found = [json.loads(line) for line in run(command).splitlines() if line.startswith("{")]
+        if not found:
+            raise Failed(f"{command[0]} printed no figure")
+        return found[-1]["avg_ts"]
+
+
 def model(dtype):
     return common.model(dtype, args.kvist)
 
@@ -167,31 +190,35 @@ def ctranslate2():
 
 def rivals():
     """(name, bits of K and V, what it measures, how it is made) of each that is there."""
-    every = rows.names(args.depth)
-    if python("vllm"):
+    every, weights = rows.names(args.depth), args.weights
+    if python("vllm") and weights == "q8_0":
         yield "vLLM int8", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model("int8"), args.depth])
     if python("openvino"):
-        yield "OpenVINO q8_0", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model("q8_0"), args.threads])
-    if python("ctranslate2"):
+        yield f"OpenVINO {weights}", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model(weights), args.threads])
+    if python("ctranslate2") and weights == "q8_0":
         few = [row for row in every if not row.startswith(("prefill at", "8 on a trunk"))]
         yield "CTranslate2 int8", 16, few, ctranslate2
-    if args.ik:
+    if (args.ik / "llama-sweep-bench").exists():
         few = [row for row in every if row.startswith(("prefill", "decode", "8 seq"))]
-        yield "ik_llama.cpp q8_0", 16, few, lambda: Ik(model("q8_0"), "f16")
-        yield "ik_llama.cpp q8_0, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Ik(model("q8_0"), "q8_0")
+        yield f"ik_llama.cpp {weights}", 16, few, lambda: Ik(model(weights), "f16")
+        yield f"ik_llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Ik(model(weights), "q8_0")
+    if programs := sorted(LLAMA.glob("llama-*/build/bin/llama-bench")):
+        few = [row for row in every if row.startswith(("prefill", "decode"))]
+        yield f"llama.cpp {weights}", 16, few, lambda: Llama(programs, model(weights), "f16")
+        yield f"llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Llama(programs, model(weights), "q8_0")
 
 
 def main():
     every = rows.names(args.depth)
     wanted = [row for row in every if any(part in row for part in args.only.split(","))]
-    columns = args.columns.split(",")
-    if set(columns) - {"q8_0", "q8_0 fast", "int8", "int8 fast"}:
-        parser.error(f"--columns {args.columns}: these are q8_0, q8_0 fast, int8, int8 fast, with commas")
+    columns = args.columns.split(",") if args.columns else COLUMNS
+    if set(columns) - set(COLUMNS):
+        parser.error(f"--columns {args.columns}: these are {', '.join(COLUMNS)}, with commas")
     if not wanted:
         sys.exit(f"compare.py: no row has `{args.only}` in its name; there are: {', '.join(every)}")
     chosen = [rival for rival in rivals() if any(part in rival[0] for part in args.rivals.split(","))]
     if not chosen:
-        sys.exit(f"compare.py: no engine in {ENGINES}: run bench/rivals/engines/install.sh, or give --ik")
+        sys.exit(f"compare.py: no such engine in {ENGINES}: run bench/rivals/engines/install.sh")
     others = common.busy()
     contestants = {}  # (name, bits of K and V) -> (rows, contestant)
     for bits, kv in ((16, "f16"), (8, "q8")):
@@ -234,8 +261,8 @@ def main():
 
 def table(values):
     print(f"tokens/s, medians of {args.rounds} rounds in turns, {args.threads} threads; x: how many times as fast kvist is as the fastest rival\n")
-    print("| row | KV | kvist q8_0 | x | kvist int8 | x | kvist q8_0 fast | x | kvist int8 fast | x | rivals | load |")
-    print("|---|--:|" + "--:|--:|" * 4 + "---|--:|")
+    print("| row | KV | " + "".join(f"kvist {column} | x | " for column in COLUMNS) + "rivals | load |")
+    print("|---|--:|" + "--:|--:|" * len(COLUMNS) + "---|--:|")
     for row, columns in values.items():
         for bits in (16, 8):
             median = {name: statistics.median(value for value, _ in found) for (name, of), found in columns.items() if of == bits}
@@ -243,7 +270,7 @@ def table(values):
             if not rival:
                 continue
             cells = []
-            for own in ("kvist q8_0", "kvist int8", "kvist q8_0 fast", "kvist int8 fast"):
+            for own in (f"kvist {column}" for column in COLUMNS):
                 cells += [f"{median[own]:.1f}", f"{median[own] / max(rival.values()):.2f}"] if own in median else ["", ""]
             load = max(load for found in columns.values() for _, load in found)
             named = ", ".join(f"{name} {value:.1f}" for name, value in rival.items())

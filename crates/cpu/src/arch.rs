@@ -54,7 +54,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const BYTE_DOTS: bool = false;
     /// True if [`dot_units`](Self::dot_units) multiplies words of 16 bits, and not two bytes one after the other.
     const WORD_DOTS: bool = false;
-    /// Tokens (1 or 2) whose products with the codes of a super-block share loads ([`dot_codes`](Self::dot_codes)).
+    /// Most tokens (1, 2 or 4) whose products with the same codes share loads: see [`together`].
     const TOGETHER: usize = 1;
     /// The sums that [`dot_units`](Self::dot_units) keeps: a register of lanes each.
     const UNIT_SUMS: usize = if Self::WORD_DOTS { 1 } else { 2 };
@@ -109,13 +109,13 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn store_units(self, units: Self::I, parts: [&mut [u8; 16]; 2]) {
         store_two_bytes(self, units, parts);
     }
-    /// Per lane and of `N` tokens: `Σ (code − zero) · x` over quads of codes, four in a lane. All lanes have the same `x(quad, token)`, of
-    /// −127 to 127. Codes have `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
+    /// Per lane and of `N` tokens: `Σ (code − zero) · x` over `Q` quads of codes, four in a lane. All lanes have the same `x(quad, token)`,
+    /// of −127 to 127. Codes have `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
     #[inline(always)]
-    fn dot_codes<const N: usize>(
+    fn dot_codes<const Q: usize, const N: usize>(
         self,
         bits: u32,
-        codes: &[Self::I],
+        codes: &[Self::I; Q],
         x: impl Fn(usize, usize) -> i32,
         start: [Self::I; N],
     ) -> [Self::I; N] {
@@ -304,6 +304,19 @@ fn dot_quads<S: Simd, const N: usize>(
         }
     }
     sums
+}
+
+/// Quads of codes of `bits` bits whose products with bytes may be added up in words of 16 bits, two products of a quad in each.
+pub const fn quads_per_word(bits: u32) -> usize {
+    let quads = i16::MAX as usize / (2 * 127 * ((1 << bits) - 1));
+    if quads == 0 { 1 } else { quads }
+}
+
+/// How many tokens take [`Simd::dot_codes`] of the same codes at a time: `S::TOGETHER`, or half as many where a token has accumulators
+/// in words and in sums.
+pub const fn together<S: Simd>(bits: u32, quads: usize) -> usize {
+    let words = quads_per_word(bits);
+    if words > 1 && words < quads { S::TOGETHER.div_ceil(2) } else { S::TOGETHER }
 }
 
 /// The products that a kernel uses. A kernel that declares too little runs slower products, its products of pairs round differently, and

@@ -448,3 +448,27 @@ macro_rules! for_token_tiles {
     }};
 }
 use for_token_tiles;
+
+/// Runs `$body` for every `$N` tokens of `$T` from `$first` on, in order: those whose products with `$n_quads` quads of codes of `$bits` bits
+/// share loads.
+macro_rules! for_tokens_together {
+    ($S:ident, $bits:expr, $n_quads:literal, $first:ident < $T:ident, $N:ident => $body:expr) => {{
+        let mut $first = 0;
+        while $first < $T {
+            $first += if const { crate::arch::together::<$S>($bits, $n_quads) == 4 && $T.is_multiple_of(4) } {
+                const $N: usize = 4;
+                $body;
+                $N
+            } else if const { crate::arch::together::<$S>($bits, $n_quads) >= 2 && $T.is_multiple_of(2) } {
+                const $N: usize = 2;
+                $body;
+                $N
+            } else {
+                const $N: usize = 1;
+                $body;
+                $N
+            };
+        }
+    }};
+}
+use for_tokens_together;

@@ -1,6 +1,8 @@
 //! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
 //! later, which have no AVX-512, and Zen 5). A vector takes two registers.
-use super::{Kernel, Simd, Uses, dot_quads, dot_two_bytes, store_two_bytes, sum_of_two_bytes};
+use super::{
+    Kernel, Simd, Uses, dot_quads, dot_two_bytes, quads_per_word, store_two_bytes, sum_of_two_bytes,
+};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.
@@ -50,7 +52,7 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     // With `VNNI`, too: weights that `--fast-prefill` makes wide took 1.3 times the time, because 16 registers do not hold the sums.
     const BYTE_DOTS: bool = false;
     const WORD_DOTS: bool = !VNNI;
-    const TOGETHER: usize = if VNNI { 1 } else { 2 };
+    const TOGETHER: usize = if VNNI { 1 } else { 4 };
 
     #[inline]
     fn run<K: Kernel>(self, kernel: K) -> K::Out {
@@ -250,10 +252,10 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     // Without VNNI: sums of two products fit into words if the codes have seven bits, and those of several quads if they have fewer.
     // Codes of 8 bits are signed numbers, whose signs move to x.
     #[inline(always)]
-    fn dot_codes<const N: usize>(
+    fn dot_codes<const Q: usize, const N: usize>(
         self,
         bits: u32,
-        codes: &[I],
+        codes: &[I; Q],
         x: impl Fn(usize, usize) -> i32,
         start: [I; N],
     ) -> [I; N] {
@@ -264,28 +266,26 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         unsafe {
             let (zero, ones) = (_mm256_setzero_si256(), _mm256_set1_epi16(1));
             let mut sums = if bits == 8 { [[zero; 2]; N] } else { start };
-            let per_word = (i16::MAX as usize) / (2 * 127 * ((1 << bits) - 1));
-            let mut q = 0;
-            while q < codes.len() {
-                let mut words = [[zero; 2]; N];
-                let end = codes.len().min(q + per_word.max(1));
-                while q < end {
-                    for n in 0..N {
-                        let x = _mm256_set1_epi32(x(q, n));
-                        for (words, codes) in words[n].iter_mut().zip(codes[q]) {
-                            let products = if bits == 8 {
-                                let codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
-                                _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
-                            } else {
-                                _mm256_maddubs_epi16(codes, x)
-                            };
-                            *words = _mm256_add_epi16(*words, products);
-                        }
+            let mut words = [[zero; 2]; N];
+            // One loop of a known length: two nested ones are not unrolled.
+            for q in 0..Q {
+                for n in 0..N {
+                    let x = _mm256_set1_epi32(x(q, n));
+                    for (words, codes) in words[n].iter_mut().zip(codes[q]) {
+                        let products = if bits == 8 {
+                            let codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+                            _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
+                        } else {
+                            _mm256_maddubs_epi16(codes, x)
+                        };
+                        *words = _mm256_add_epi16(*words, products);
                     }
-                    q += 1;
                 }
-                for (sum, words) in sums.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
-                    *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(*words, ones));
+                if (q + 1).is_multiple_of(quads_per_word(bits)) || q + 1 == Q {
+                    for (sum, words) in sums.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
+                        *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(*words, ones));
+                    }
+                    words = [[zero; 2]; N];
                 }
             }
             sums

@@ -281,10 +281,10 @@ impl<const BYTES: u8> Simd for Neon<BYTES> {
     }
     // Codes of less than 8 bits are signed numbers, too; those of 8 bits are without their zero.
     #[inline(always)]
-    fn dot_codes<const N: usize>(
+    fn dot_codes<const Q: usize, const N: usize>(
         self,
         bits: u32,
-        codes: &[I],
+        codes: &[I; Q],
         x: impl Fn(usize, usize) -> i32,
         start: [I; N],
     ) -> [I; N] {

@@ -3,6 +3,19 @@
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
+/// [`Simd::dot_codes`] of the first `Q` quads and of two tokens: the second has the inputs of the first in reverse.
+#[inline(always)]
+fn two_dots<S: Simd, const Q: usize>(
+    s: S,
+    bits: u32,
+    quads: &[S::I],
+    ys: &[[u8; 4]],
+    start: i32,
+) -> [S::I; 2] {
+    let y = |q: usize, token: usize| i32::from_le_bytes(ys[if token == 0 { q } else { Q - 1 - q }]);
+    s.dot_codes(bits, quads.first_chunk::<Q>().unwrap(), y, [s.splat_i(start); 2])
+}
+
 /// All operations of a kernel on one input. Returns lanes as bits.
 struct Everything<'e> {
     x: &'e [f32; 16],
@@ -70,17 +83,15 @@ impl Kernel for Everything<'_> {
             let quad = |q: i32| s.field(s.xor(a, s.splat_i(q.wrapping_mul(0x3b7f_1d05))), 0, bits, 0);
             let quads: [S::I; 8] = [0, 1, 2, 3, 4, 5, 6, 7].map(quad);
             let start = -(sum << (bits - 1));
-            for n in [8, 4, 1] {
-                let start = match bits {
-                    8 => ys[..n].as_flattened().iter().map(|x| -128 * i32::from(x.cast_signed())).sum(),
-                    _ => start,
-                };
-                // The second token has the inputs of the first in reverse.
-                let y =
-                    |q: usize, token: usize| i32::from_le_bytes(ys[if token == 0 { q } else { n - 1 - q }]);
-                for sum in s.dot_codes(bits, &quads[..n], y, [s.splat_i(start); 2]) {
-                    put(name, s.to_f32(sum));
-                }
+            let start = |n: usize| match bits {
+                8 => ys[..n].as_flattened().iter().map(|x| -128 * i32::from(x.cast_signed())).sum(),
+                _ => start,
+            };
+            let eight = two_dots::<S, 8>(s, bits, &quads, &ys, start(8));
+            let four = two_dots::<S, 4>(s, bits, &quads, &ys, start(4));
+            let one = two_dots::<S, 1>(s, bits, &quads, &ys, start(1));
+            for sum in [eight, four, one].into_iter().flatten() {
+                put(name, s.to_f32(sum));
             }
         }
         // Eight products, as many as may be added up: of random codes, and of the largest with the largest and the smallest.

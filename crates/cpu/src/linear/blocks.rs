@@ -15,12 +15,12 @@
 use super::codes::Codes;
 use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{
-    InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup, scale_of,
+    InputFormat, Inputs, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup, scale_of, sum_of,
 };
 use super::pair_tiles;
 use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, put, tokens, wide};
+use super::{Format, Panels, for_token_tiles, for_tokens_together, put, tokens, wide};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::blocks::Block;
@@ -248,18 +248,23 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
         ahead.prefetch::<S, MANY>(s, codes, 0, parts);
         let w = load::<S, F>(s, codes);
         let factors = factors::<S, F>(s, scales);
-        for t in 0..T {
-            if t > 0 && t < parts {
-                ahead.prefetch::<S, MANY>(s, codes, t, parts);
+        for_tokens_together!(S, bits_of::<F>(), 8, first < T, N => {
+            let mut starts = [s.splat_i(0); N];
+            for n in 0..N {
+                let t = first + n;
+                if t > 0 && t < parts {
+                    ahead.prefetch::<S, MANY>(s, codes, t, parts);
+                }
+                if let Some(bits) = F::ZERO_BITS {
+                    starts[n] = s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits);
+                }
             }
-            let start = match F::ZERO_BITS {
-                Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
-                None => s.splat_i(0),
-            };
-            let [units] = s.dot_codes(bits_of::<F>(), &w, |q, _| x[q][t], [start]);
-            let scale = scale_of(x, t);
-            add::<S, F>(s, units, factors, [scale, -x[NEGATIVE_SUM][t] as f32 * scale], &mut sums[t]);
-        }
+            let units = s.dot_codes(bits_of::<F>(), &w, |q, n| x[q][first + n], starts);
+            for n in 0..N {
+                let t = first + n;
+                add::<S, F>(s, units[n], factors, [scale_of(x, t), sum_of(x, t)], &mut sums[t]);
+            }
+        });
     }
     for (t, sums) in sums.into_iter().enumerate() {
         put(s, out, first + t, panel, sums);

@@ -44,7 +44,7 @@ pub struct Inputs {
     rows: Buffer<f32>,
     /// `[tile][width / 2][tokens]`, or [`TilePairs`](InputFormat::TilePairs).
     pairs: Buffer<i32>,
-    /// `[tile][width / 32][12][tokens]`: the data of 32 inputs, see [`Group`], or [`TileCodes`](InputFormat::TileCodes), or
+    /// `[tile][width / 32][13][tokens]`: the data of 32 inputs, see [`Group`], or [`TileCodes`](InputFormat::TileCodes), or
     /// [`WideCodes`](InputFormat::WideCodes).
     groups: Buffer<i32>,
     /// For each thread.
@@ -82,12 +82,13 @@ impl<T: Copy + Default> Buffer<T> {
 }
 
 /// 32 inputs of `T` tokens: eight quads of signed codes; the negative sum of the codes; −32 times the sums of
-/// their halves, for codes whose zero is 32; the scale, as the bits of an f32.
+/// their halves, for codes whose zero is 32; as the bits of f32s, the scale, and the sum of the inputs.
 pub type Group<const T: usize> = [[i32; T]; GROUP_ROWS];
-const GROUP_ROWS: usize = 12;
+const GROUP_ROWS: usize = 13;
 pub const NEGATIVE_SUM: usize = 8;
 pub const MINUS_32_SUMS: usize = 9;
 pub const SCALE: usize = 11;
+pub const SUM: usize = 12;
 
 /// Tokens of a tile of a matrix register.
 pub const TILE_TOKENS: usize = LANES;
@@ -110,6 +111,12 @@ pub const TILE_SUMS: usize = 9;
 #[inline(always)]
 pub fn scale_of<const T: usize>(group: &Group<T>, t: usize) -> f32 {
     f32::from_bits(group[SCALE][t].cast_unsigned())
+}
+
+/// The sum of the inputs of token `t`.
+#[inline(always)]
+pub fn sum_of<const T: usize>(group: &Group<T>, t: usize) -> f32 {
+    f32::from_bits(group[SUM][t].cast_unsigned())
 }
 
 /// The tile that contains token `token` of `n`: its first token, and its width.
@@ -410,6 +417,7 @@ impl Put for Interleaved<'_> {
         put(MINUS_32_SUMS, -32 * low);
         put(MINUS_32_SUMS + 1, -32 * high);
         put(SCALE, x.scale.to_bits().cast_signed());
+        put(SUM, ((low + high) as f32 * x.scale).to_bits().cast_signed());
         for (quad, bytes) in x.codes.as_chunks::<4>().0.iter().enumerate() {
             put(quad, i32::from_le_bytes(*bytes));
         }

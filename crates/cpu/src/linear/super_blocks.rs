@@ -4,8 +4,8 @@
 //! ```text
 //! w = d × sc × (code − zero) [− dmin × m]          8 groups of 32, or 16 of 16; sc in 8 bits with a sign, m in 6
 //!
-//! per group:        units = Σ dot4(code, x's codes) − zero × Σ x's codes;   a += units × sc × x's scale
-//!                   [b += m × Σ x]
+//! per group:        units = Σ dot4(code, x's codes) − zero × Σ x's codes
+//! per 32 inputs:    a += Σ (units × sc) × x's scale, a sum of one or two groups   [b += m × Σ x]
 //! per super-block:  y += d × a [− dmin × b]
 //! ```
 //!
@@ -14,12 +14,12 @@ use super::codes::Codes;
 use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{
     self, InputFormat, Inputs, MINUS_32_SUMS, NEGATIVE_SUM, TILE_SCALES, TILE_SUMS, TILE_TOKENS, TileGroup,
-    scale_of,
+    scale_of, sum_of,
 };
 use super::pair_tiles;
 use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, put, tokens, wide};
+use super::{Format, Panels, for_token_tiles, for_tokens_together, put, tokens, wide};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
@@ -318,36 +318,6 @@ fn load<S: Simd, F: PackedSuperBlock>(s: S, codes: &[u8], table: Option<&[u8; 16
     w
 }
 
-/// Runs `$take` for every token `$t` of `$T`, in order, with `$units`: what [`Simd::dot_codes`] returns for the token. `$x` is quad `$q` of the token.
-/// A macro, because a closure with several callers is not inlined.
-macro_rules! for_units {
-    ($s:ident: $S:ident, $bits:expr, $codes:expr, $t:ident < $T:ident, $q:ident => $x:expr, $start:expr, $units:ident => $take:expr) => {{
-        let mut first = 0;
-        while first < $T {
-            if const { $S::TOGETHER == 2 && $T.is_multiple_of(2) } {
-                let mut starts = [$s.splat_i(0); 2];
-                for ($t, start) in (first..).zip(&mut starts) {
-                    *start = $start;
-                }
-                let x = |$q: usize, n: usize| {
-                    let $t = first + n;
-                    $x
-                };
-                let both = $s.dot_codes($bits, $codes, x, starts);
-                for n in 0..2 {
-                    let ($t, $units) = (first + n, both[n]);
-                    $take;
-                }
-                first += 2;
-            } else {
-                let $t = first;
-                let [$units] = $s.dot_codes($bits, $codes, |$q, _| $x, [$start]);
-                $take;
-                first += 1;
-            }
-        }
-    }};
-}
 #[inline(always)]
 fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     s: S,
@@ -374,22 +344,23 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);
             } else {
                 let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, i);
-                for_units!(
-                    s: S, bits_of::<F>(), &w,
-                    t < T,
-                    q => x[q][t],
-                    match F::ZERO_BITS {
-                        Some(bits) => s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits),
-                        None => s.splat_i(0),
-                    },
-                    units => {
-                        add(s, units, scale, scale_of(x, t), &mut scaled[t]);
-                        if F::ZERO_BITS.is_none() {
-                            let sum = -x[NEGATIVE_SUM][t] as f32 * scale_of(x, t);
-                            least[t] = s.fma(minimum, s.splat(sum), least[t]);
+                for_tokens_together!(S, bits_of::<F>(), 8, first < T, N => {
+                    let mut starts = [s.splat_i(0); N];
+                    for n in 0..N {
+                        if let Some(bits) = F::ZERO_BITS {
+                            starts[n] = s.shift_left(s.splat_i(x[NEGATIVE_SUM][first + n]), bits);
                         }
                     }
-                );
+                    let units = s.dot_codes(bits_of::<F>(), &w, |q, n| x[q][first + n], starts);
+                    for n in 0..N {
+                        let t = first + n;
+                        let units = s.mul(s.to_f32(units[n]), scale);
+                        scaled[t] = s.fma(units, s.splat(scale_of(x, t)), scaled[t]);
+                        if F::ZERO_BITS.is_none() {
+                            least[t] = s.fma(minimum, s.splat(sum_of(x, t)), least[t]);
+                        }
+                    }
+                });
             }
         }
         SuperBlocks::<F>::add_block(s, scales, &scaled, &least, &mut sums);
@@ -399,7 +370,18 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     }
 }
 
-/// 32 inputs whose two halves have separate scales.
+/// −zero × the sum of a half's codes, from −32 times the sum.
+#[inline(always)]
+fn start_of_half<F: PackedSuperBlock>(minus_32_sum: i32) -> i32 {
+    match F::ZERO_BITS {
+        Some(bits) if bits >= 5 => minus_32_sum << (bits - 5),
+        Some(bits) => minus_32_sum >> (5 - bits),
+        None => 0,
+    }
+}
+
+/// 32 inputs whose two halves have separate scales. The halves are added before the scale of the inputs; of q2_K, q3_K and q6_K, that
+/// sum has at most 24 bits and is exact.
 #[inline(always)]
 fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
     s: S,
@@ -410,25 +392,28 @@ fn halves<S: Simd, F: PackedSuperBlock, const T: usize>(
     scaled: &mut [S::F; T],
     least: &mut [S::F; T],
 ) {
-    for half in 0..2 {
-        let [scale, minimum] = SuperBlocks::<F>::group_factors(s, small, 2 * i + half);
-        let (codes, x_of, minus_32_sums) =
-            (&w[4 * half..4 * half + 4], &x[4 * half..], &x[MINUS_32_SUMS + half]);
-        for_units!(
-            s: S, bits_of::<F>(), codes,
-            t < T,
-            q => x_of[q][t],
-            s.splat_i(F::ZERO_BITS.map_or(0, |bits| match bits.checked_sub(5) {
-                Some(more) => minus_32_sums[t] << more,
-                None => minus_32_sums[t] >> (5 - bits),
-            })),
-            units => {
-                add(s, units, scale, scale_of(x, t), &mut scaled[t]);
-                if F::ZERO_BITS.is_none() {
-                    let sum = minus_32_sums[t] as f32 * (scale_of(x, t) / -32.0);
+    let low = SuperBlocks::<F>::group_factors(s, small, 2 * i);
+    let high = SuperBlocks::<F>::group_factors(s, small, 2 * i + 1);
+    let codes = w.as_chunks::<4>().0;
+    for_tokens_together!(S, bits_of::<F>(), 4, first < T, N => {
+        let (mut low_starts, mut high_starts) = ([s.splat_i(0); N], [s.splat_i(0); N]);
+        for n in 0..N {
+            low_starts[n] = s.splat_i(start_of_half::<F>(x[MINUS_32_SUMS][first + n]));
+            high_starts[n] = s.splat_i(start_of_half::<F>(x[MINUS_32_SUMS + 1][first + n]));
+        }
+        let low_units = s.dot_codes(bits_of::<F>(), &codes[0], |q, n| x[q][first + n], low_starts);
+        let high_units = s.dot_codes(bits_of::<F>(), &codes[1], |q, n| x[4 + q][first + n], high_starts);
+        for n in 0..N {
+            let t = first + n;
+            let units = s.mul(s.to_f32(low_units[n]), low[0]);
+            let units = s.fma(s.to_f32(high_units[n]), high[0], units);
+            scaled[t] = s.fma(units, s.splat(scale_of(x, t)), scaled[t]);
+            if F::ZERO_BITS.is_none() {
+                for (half, [_, minimum]) in [low, high].into_iter().enumerate() {
+                    let sum = x[MINUS_32_SUMS + half][t] as f32 * (scale_of(x, t) / -32.0);
                     least[t] = s.fma(minimum, s.splat(sum), least[t]);
                 }
             }
-        );
-    }
+        }
+    });
 }

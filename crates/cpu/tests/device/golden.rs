@@ -12,7 +12,7 @@ use kvist_device::weights::Encoding;
 use kvist_testing::SplitMix64;
 
 /// The results that `NUMERICS` stands for. If a kernel computes other bits now: raise it, and then put here what the test found.
-const RECORDED: u32 = 5;
+const RECORDED: u32 = 6;
 
 /// By encoding of the weights.
 const LINEAR: &[(&str, u64)] = &[
@@ -24,15 +24,15 @@ const LINEAR: &[(&str, u64)] = &[
     ("Q4_1", 0x08d9c4a2e0f74ea5),
     ("Q5_0", 0x6646e595a8ac0a69),
     ("Q5_1", 0x8dab155bd8260491),
-    ("Q2K", 0xd196079d2a626509),
-    ("Q3K", 0x7726597b56e1c6d5),
+    ("Q2K", 0xa2c341dc9052bc85),
+    ("Q3K", 0xfe9a846ddd2bbeb5),
     ("Q4K", 0xfe0a86008dacb45d),
     ("Q5K", 0xf60eafee2893284d),
-    ("Q6K", 0xd95fef40cde9b3d1),
+    ("Q6K", 0xa87847a2a03614ed),
     ("Iq4Nl", 0x4a3279a755965e69),
     ("Iq4Xs", 0xec7d04c3a91e9e55),
     ("Mxfp4", 0x20a864ad443eaf25),
-    ("Table16", 0x0f43b4c23cbb9409),
+    ("Table16", 0xca25029045b7b9a5),
     ("Int8", 0x95c313e9b57e444d),
 ];
 
