@@ -148,8 +148,7 @@ class Ik:
         if not row.startswith(("prefill", "decode")):
             raise Failed("not measured")
         depth = int((row.partition(" at ")[2]) or 0)
-        text = run([args.ik / "llama-sweep-bench", *options, "-c", args.depth + 512, "-n", 32, "--sweep-stride", 8, "-ctk", self.kv, "-ctv", self.kv,
-                    "--output-format", "jsonl"])
+        text = run([args.ik / "llama-sweep-bench", *options, "-c", depth + 512, "-n", 32, "-ctk", self.kv, "-ctv", self.kv, "--output-format", "jsonl"])
         found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         entry = next((entry for entry in found if entry.get("n_kv") == depth), None)
         if entry is None:
