@@ -354,8 +354,7 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
                     let units = s.dot_codes(bits_of::<F>(), &w, |q, n| x[q][first + n], starts);
                     for n in 0..N {
                         let t = first + n;
-                        let units = s.mul(s.to_f32(units[n]), scale);
-                        scaled[t] = s.fma(units, s.splat(scale_of(x, t)), scaled[t]);
+                        add(s, units[n], scale, scale_of(x, t), &mut scaled[t]);
                         if F::ZERO_BITS.is_none() {
                             least[t] = s.fma(minimum, s.splat(sum_of(x, t)), least[t]);
                         }
