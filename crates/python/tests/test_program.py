@@ -54,8 +54,10 @@ def test_ctrl_c_ends_it():
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of Unix")
 def test_ctrl_c_ends_a_python_program():
+    # A shell starts programs in the background without it.
     program = """
-import kvist
+import kvist, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 session = kvist.Model().session(context=100_000)
 try:
     for piece in session.generate("The", max_tokens=90_000, ignore_eos=True):
