@@ -34,10 +34,10 @@ def end_of(path, lines=15):
     return f"the end of {path}:\n" + "\n".join("    " + line for line in last or ["(empty)"])
 
 
-def run(command, timeout=1200):
+def run(command, timeout=1200, cwd=None):
     """What a program that must succeed prints. It has `timeout` seconds."""
     try:
-        done = subprocess.run(strings(command), capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+        done = subprocess.run(strings(command), capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, cwd=cwd)
     except FileNotFoundError as error:
         raise Failed(f"{command[0]} is missing") from error
     except subprocess.TimeoutExpired as error:

@@ -36,7 +36,7 @@ parser.add_argument("--weights", default="q8_0", choices=["q8_0", "q4_0", "q4_k"
 parser.add_argument("--columns", help="kvist's columns; without it: `q8_0,q8_0 fast,int8,int8 fast`, with other --weights these alone")
 parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
 parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
-parser.add_argument("--ik", type=pathlib.Path, default=ENGINES / "ik/build/bin", help="folder of ik_llama.cpp's programs")
+parser.add_argument("--ik", type=lambda path: pathlib.Path(path).resolve(), default=ENGINES / "ik/build/bin", help="folder of ik_llama.cpp's programs")
 parser.add_argument("--json", type=pathlib.Path, help="every single figure into this file")
 args = parser.parse_args()
 LLAMA = common.ROOT / "bench/target/rivals"
@@ -140,7 +140,7 @@ class Ik:
     def measure(self, row):
         options = ["-m", self.model, "-b", 512, "-ub", 512, "-t", args.threads, "-fa", "on", "-rtr"]
         if row == "8 sequences":
-            text = run([args.ik / "llama-batched-bench", *options, "-c", 2048, "-npp", 16, "-ntg", 32, "-npl", 8])
+            text = run([args.ik / "llama-batched-bench", *options, "-c", 2048, "-npp", 16, "-ntg", 32, "-npl", 8], cwd=ENGINES)
             lines = [line for line in text.splitlines() if re.match(r"\|\s+16 \|\s+32 \|\s+8 \|", line)]
             if not lines:
                 raise Failed("llama-batched-bench printed no row of 8 sequences")
@@ -148,7 +148,8 @@ class Ik:
         if not row.startswith(("prefill", "decode")):
             raise Failed("not measured")
         depth = int((row.partition(" at ")[2]) or 0)
-        text = run([args.ik / "llama-sweep-bench", *options, "-c", depth + 512, "-n", 32, "-ctk", self.kv, "-ctv", self.kv, "--output-format", "jsonl"])
+        text = run([args.ik / "llama-sweep-bench", *options, "-c", depth + 512, "-n", 32, "-ctk", self.kv, "-ctv", self.kv, "--output-format", "jsonl"],
+                   cwd=ENGINES)  # which writes a log where it runs
         found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
         entry = next((entry for entry in found if entry.get("n_kv") == depth), None)
         if entry is None:
