@@ -54,7 +54,7 @@ def test_ctrl_c_ends_it():
 
 @pytest.mark.skipif(os.name == "nt", reason="signals of Unix")
 def test_ctrl_c_ends_a_python_program():
-    # A shell starts programs in the background without it.
+    # A shell starts background programs with SIGINT ignored.
     program = """
 import kvist, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)

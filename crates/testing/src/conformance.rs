@@ -122,13 +122,14 @@ pub fn run(backend: &dyn Backend, options: &Options) -> Result<Report, String> {
 }
 
 /// Exports random cells of pools of one backend, imports them into pools of the same or of another one, and compares
-/// the stored rows, the bytes that are exported again, and what attention reads: within 1e-3, and with q4 within
-/// [`Options::q4`] if it is given. Both must store K and V alike. Returns the number of cases; `Err` is a table of all failing ones, with the seed.
+/// the stored rows, the bytes that are exported again, and what attention reads: within 1e-3, and with q4 between backends
+/// whose bits differ within [`Options::q4`] if it is given. Both must store K and V alike. Returns the number of cases;
+/// `Err` is a table of all failing ones, with the seed.
 pub fn transfers(ends: Ends<'_>, options: &Options) -> Result<usize, String> {
     let id = format!("{} to {}", ends.from.id(), ends.to.id());
     for_each_case(&id, options, |case, number| {
-        let q4 = [case.k.dtype, case.v.dtype].contains(&DType::Q4);
-        let tolerance = options.q4.filter(|_| q4).map_or(1e-3, |allowed| allowed as f32);
+        let coarse = !ends.same_bits && [case.k.dtype, case.v.dtype].contains(&DType::Q4);
+        let tolerance = options.q4.filter(|_| coarse).map_or(1e-3, |allowed| allowed as f32);
         transfers::run(ends, case, options.seed ^ number, tolerance)
     })
 }
