@@ -1,8 +1,7 @@
 //! AVX2 with FMA and F16C (Haswell, Zen and later); with products of bytes where `VNNI` says so (AVX-VNNI: Intel's Alder Lake and
 //! later, which have no AVX-512, and Zen 5). A vector takes two registers.
-use super::{
-    Kernel, Simd, Uses, dot_quads, dot_two_bytes, quads_per_word, store_two_bytes, sum_of_two_bytes,
-};
+use super::products::{dot_quads, dot_two_bytes, quads_per_word, store_two_bytes, sum_of_two_bytes};
+use super::{Kernel, Simd, Uses};
 use std::arch::x86_64::*;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.

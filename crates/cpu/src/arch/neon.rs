@@ -3,7 +3,8 @@
 //! Products of bytes are one instruction where both sides are signed (`dotprod`: Armv8.2, Apple's M1) or where one is unsigned
 //! (`i8mm`: Armv8.6, Apple's M2, Graviton 3). They are assembly, as is the conversion of f16, because
 //! Rust's intrinsics for them are not stable or too new for kvist's oldest Rust.
-use super::{Kernel, Simd, Uses, dot_quads};
+use super::products::dot_quads;
+use super::{Kernel, Simd, Uses};
 use std::arch::aarch64::*;
 use std::arch::{asm, is_aarch64_feature_detected};
 

@@ -1,0 +1,58 @@
+//! Products of codes and units that several instruction sets share, and how many of them a word holds.
+use super::Simd;
+
+/// [`Simd::dot_units`], [`Simd::sum_of_units`] and [`Simd::store_units`] where units are two bytes.
+#[inline(always)]
+pub fn dot_two_bytes<S: Simd>(s: S, sums: [S::I; 2], codes: S::I, [high, low]: [i32; 2]) -> [S::I; 2] {
+    [s.dot4(sums[0], codes, s.splat_i(high)), s.dot4(sums[1], codes, s.splat_i(low))]
+}
+#[inline(always)]
+pub fn sum_of_two_bytes<S: Simd>(s: S, [high, low]: [S::I; 2]) -> S::I {
+    s.add_i(s.times_256(high), low)
+}
+#[inline(always)]
+pub fn store_two_bytes<S: Simd>(s: S, units: S::I, [high, low]: [&mut [u8; 16]; 2]) {
+    s.store_low_bytes(units, low);
+    s.store_low_bytes(s.over_256(s.add_i(units, s.splat_i(128))), high);
+}
+
+/// Four units as [`Simd::dot_units`] takes them. As bytes, `unit = 256 * high + low`, both signed: the high ones are the first part, the low
+/// ones the second. As words: units 0 and 2 are the first part, 1 and 3 the second.
+pub fn quad_of_units(words: bool, units: [i32; 4]) -> [i32; 2] {
+    if words {
+        return [0, 1].map(|i| (units[i] & 0xffff) | (units[i + 2] << 16));
+    }
+    let low = units.map(|unit| unit as i8);
+    let high = std::array::from_fn(|i| ((units[i] - i32::from(low[i])) >> 8) as u8);
+    [i32::from_le_bytes(high), i32::from_le_bytes(low.map(i8::cast_unsigned))]
+}
+
+/// [`Simd::dot_codes`] where [`dot4`](Simd::dot4) is the fastest product of any codes.
+#[inline(always)]
+pub fn dot_quads<S: Simd, const N: usize>(
+    s: S,
+    codes: &[S::I],
+    x: impl Fn(usize, usize) -> i32,
+    start: [S::I; N],
+) -> [S::I; N] {
+    let mut sums = start;
+    for (q, codes) in codes.iter().enumerate() {
+        for n in 0..N {
+            sums[n] = s.dot4(sums[n], *codes, s.splat_i(x(q, n)));
+        }
+    }
+    sums
+}
+
+/// Quads of codes of `bits` bits whose products with bytes may be added up in words of 16 bits, two products of a quad in each.
+pub const fn quads_per_word(bits: u32) -> usize {
+    let quads = i16::MAX as usize / (2 * 127 * ((1 << bits) - 1));
+    if quads == 0 { 1 } else { quads }
+}
+
+/// How many tokens take [`Simd::dot_codes`] of the same codes at a time: `S::TOGETHER`, or half as many where a token has accumulators
+/// in words and in sums.
+pub const fn together<S: Simd>(bits: u32, quads: usize) -> usize {
+    let words = quads_per_word(bits);
+    if words > 1 && words < quads { S::TOGETHER.div_ceil(2) } else { S::TOGETHER }
+}
