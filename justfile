@@ -81,6 +81,15 @@ wgpu-widths:
             subgroups::sums_have_the_same_bits subgroups::attention_has_the_same_bits
     done
 
+# The kernels with overflow checks, debug assertions and the standard library's checks of unsafe code, which other tests leave out. Takes
+# minutes.
+kernels-checked:
+    #!/usr/bin/env bash
+    set -euo pipefail
+    kernels=profile.dev.package.kvist-cpu
+    cargo test -p kvist-cpu --config $kernels.debug-assertions=true --config $kernels.overflow-checks=true \
+        --config $kernels.codegen-units=256 --target-dir "${CARGO_TARGET_DIR:-target}/checked"
+
 # The kernels for 64-bit ARM, emulated: whether they are right, not how fast. Debian: `apt install qemu-user gcc-aarch64-linux-gnu`;
 # rustup: `rustup target add aarch64-unknown-linux-gnu`.
 arm:

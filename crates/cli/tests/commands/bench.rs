@@ -117,13 +117,13 @@ fn the_embedded_model_decodes_and_prefills() {
 
 #[test]
 fn linear_layers_of_every_encoding() {
-    let args = "bench linear --outputs 4096 --inputs 1024 --tokens 1,3 --runs 1 --json --weights \
+    let args = "bench linear --outputs 512 --inputs 512 --tokens 1,3 --runs 1 --json --weights \
                 f32,f16,bf16,q8_0,q4_0,q4_1,q5_0,q5_1,iq4_nl,mxfp4,q2_K,q3_K,q4_K,q5_K,q6_K,iq4_xs,few,int8";
     let rows = lines(&words(args));
     assert_eq!(rows.len(), 36);
     rows.iter().for_each(check_machine);
     let q8 = rows.iter().find(|row| row["weights"] == "q8_0").unwrap();
-    assert_eq!(q8["bytes_read"].as_u64(), Some(4096 * 1024 / 32 * 34));
+    assert_eq!(q8["bytes_read"].as_u64(), Some(512 * 512 / 32 * 34));
 }
 
 #[test]

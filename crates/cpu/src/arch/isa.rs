@@ -16,6 +16,7 @@ use std::str::FromStr;
 pub enum Isa {
     Portable(Portable),
     /// `Portable` with tiles in plain loops, for tests of the kernels over tiles.
+    #[cfg(feature = "testing")]
     EmulatedTiles(Portable),
     #[cfg(target_arch = "x86_64")]
     Avx2(Avx2<false>),
@@ -57,6 +58,7 @@ impl Isa {
     }
 
     /// What tests run: everything that is [`available`](Self::available), and emulated tiles.
+    #[cfg(feature = "testing")]
     pub fn tested() -> Vec<Isa> {
         let mut all = Isa::available();
         all.insert(1, Isa::EmulatedTiles(Portable));
@@ -80,6 +82,7 @@ impl Isa {
     pub fn name(self) -> &'static str {
         match self {
             Isa::Portable(_) => "portable",
+            #[cfg(feature = "testing")]
             Isa::EmulatedTiles(_) => "emulated-tiles",
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(_) => "avx2",
@@ -104,7 +107,9 @@ impl Isa {
     #[inline]
     pub fn run<K: Kernel>(self, kernel: K) -> K::Out {
         match self {
-            Isa::Portable(s) | Isa::EmulatedTiles(s) => s.run(kernel),
+            Isa::Portable(s) => s.run(kernel),
+            #[cfg(feature = "testing")]
+            Isa::EmulatedTiles(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2(s) => s.run(kernel),
             #[cfg(target_arch = "x86_64")]
@@ -142,6 +147,7 @@ impl Isa {
     /// The tiles, where there are any.
     pub fn tiles(self) -> Option<TileIsa> {
         match self {
+            #[cfg(feature = "testing")]
             Isa::EmulatedTiles(s) => Some(TileIsa::Emulated(s)),
             #[cfg(target_arch = "x86_64")]
             Isa::Amx(amx) => Some(TileIsa::Amx(amx)),

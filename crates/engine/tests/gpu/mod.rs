@@ -24,7 +24,8 @@ pub fn load_on(device: &Gpu, file: &ModelFile, budget: &Arc<MemoryBudget>) -> Ar
     Arc::new(Model::load(file, device.clone(), &texts(), budget, &mut |_, _| {}).unwrap())
 }
 
-/// Describes every bad row of one model. The text is checked in one kind per model, in turn, to save time on lavapipe.
+/// Describes every bad row of one model: in all kinds for every fifth model, in two for the others, in turn. The text is checked in
+/// one. Kinds differ in bookkeeping alone, and lavapipe takes a second for each.
 fn compare(device: &Gpu, number: usize, case: &Path, file: &ModelFile) -> Vec<String> {
     let name = case.file_name().unwrap().to_string_lossy().into_owned();
     let expected = Expected::read(case);
@@ -32,7 +33,12 @@ fn compare(device: &Gpu, number: usize, case: &Path, file: &ModelFile) -> Vec<St
     let registry = place(device).registry();
     let n = expected.tokens.len() as u32;
     let mut bad = Vec::new();
+    let all = number.is_multiple_of(KINDS.len());
     for (k, kind) in KINDS.into_iter().enumerate() {
+        let turn = (k + KINDS.len() - number % KINDS.len()) % KINDS.len();
+        if !all && turn != 0 && turn != 2 {
+            continue;
+        }
         let chunk = [1, 3, n][(number + k) % 3];
         let mut session = ModelSession::new(&model, &registry, &on(exact(kind, n + 64, chunk))).unwrap();
         let difference = max_difference(&logits(&mut session, &expected.tokens), &expected.logits);
