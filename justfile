@@ -81,15 +81,6 @@ wgpu-widths:
             subgroups::sums_have_the_same_bits subgroups::attention_has_the_same_bits
     done
 
-# The kernels with overflow checks, debug assertions and the standard library's checks of unsafe code, which other tests leave out. Takes
-# minutes.
-kernels-checked:
-    #!/usr/bin/env bash
-    set -euo pipefail
-    kernels=profile.dev.package.kvist-cpu
-    cargo test -p kvist-cpu --config $kernels.debug-assertions=true --config $kernels.overflow-checks=true \
-        --config $kernels.codegen-units=256 --target-dir "${CARGO_TARGET_DIR:-target}/checked"
-
 # The kernels for 64-bit ARM, emulated: whether they are right, not how fast. Debian: `apt install qemu-user gcc-aarch64-linux-gnu`;
 # rustup: `rustup target add aarch64-unknown-linux-gnu`.
 arm:
@@ -99,6 +90,7 @@ arm:
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
     export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu -cpu max"
     cargo clippy -p kvist-cpu --target $target --all-targets -- -D warnings
+    cargo clippy -p kvist-cpu --target $target -- -D warnings # what users build
     cargo test -p kvist-cpu --target $target
 
 # The device over CUDA, without a GPU: compiles every kernel with NVRTC from PyPI (60 MB, kept in target/), then emulates them.

@@ -3,15 +3,15 @@ use super::Simd;
 
 /// [`Simd::dot_units`], [`Simd::sum_of_units`] and [`Simd::store_units`] where units are two bytes.
 #[inline(always)]
-pub fn dot_two_bytes<S: Simd>(s: S, sums: [S::I; 2], codes: S::I, [high, low]: [i32; 2]) -> [S::I; 2] {
+pub(super) fn dot_two_bytes<S: Simd>(s: S, sums: [S::I; 2], codes: S::I, [high, low]: [i32; 2]) -> [S::I; 2] {
     [s.dot4(sums[0], codes, s.splat_i(high)), s.dot4(sums[1], codes, s.splat_i(low))]
 }
 #[inline(always)]
-pub fn sum_of_two_bytes<S: Simd>(s: S, [high, low]: [S::I; 2]) -> S::I {
+pub(super) fn sum_of_two_bytes<S: Simd>(s: S, [high, low]: [S::I; 2]) -> S::I {
     s.add_i(s.times_256(high), low)
 }
 #[inline(always)]
-pub fn store_two_bytes<S: Simd>(s: S, units: S::I, [high, low]: [&mut [u8; 16]; 2]) {
+pub(super) fn store_two_bytes<S: Simd>(s: S, units: S::I, [high, low]: [&mut [u8; 16]; 2]) {
     s.store_low_bytes(units, low);
     s.store_low_bytes(s.over_256(s.add_i(units, s.splat_i(128))), high);
 }
@@ -29,7 +29,7 @@ pub fn quad_of_units(words: bool, units: [i32; 4]) -> [i32; 2] {
 
 /// [`Simd::dot_codes`] where [`dot4`](Simd::dot4) is the fastest product of any codes.
 #[inline(always)]
-pub fn dot_quads<S: Simd, const N: usize>(
+pub(super) fn dot_quads<S: Simd, const N: usize>(
     s: S,
     codes: &[S::I],
     x: impl Fn(usize, usize) -> i32,

@@ -12,7 +12,8 @@
 //! checked against the shape before it is read or written.
 //!
 //! With the feature `testing`, `EmulatedTiles` computes the same in plain loops, so that kernels over tiles are tested on every machine.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_variables))] // only x86-64 has tiles, and every test
+#![cfg_attr(not(any(target_arch = "x86_64", feature = "testing")), allow(dead_code, unused_variables))] // nothing has tiles then
+
 #[cfg(feature = "testing")]
 mod emulated;
 
@@ -20,7 +21,7 @@ mod emulated;
 use super::Portable;
 use super::Simd;
 #[cfg(feature = "testing")]
-pub use emulated::EmulatedTiles;
+use emulated::EmulatedTiles;
 use std::cell::Cell;
 use std::marker::PhantomData;
 

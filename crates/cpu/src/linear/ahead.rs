@@ -41,14 +41,10 @@ impl Ahead {
     /// spreads them over it.
     #[inline(always)]
     pub(super) fn prefetch<S: Simd, const MANY: bool>(self, s: S, codes: &[u8], part: usize, parts: usize) {
-        let lines = codes.as_chunks::<64>().0;
-        let mut i = part;
-        // `step_by` is a call where a build has several units.
-        while i < lines.len() {
+        for (i, line) in codes.as_chunks::<64>().0.iter().enumerate().skip(part).step_by(parts) {
             if !MANY || self.lines >> i & 1 == 1 {
-                s.prefetch(&lines[i], self.bytes);
+                s.prefetch(line, self.bytes);
             }
-            i += parts;
         }
     }
 }

@@ -19,6 +19,11 @@ use kvist_engine::devices::{CudaDevice as Gpu, Place};
 
 const NAME: &str = "cuda";
 
+/// Whether the kernels are emulated.
+fn slow() -> bool {
+    emulated::index().is_none()
+}
+
 fn place(device: &Gpu) -> Place {
     Place::Cuda(device.clone())
 }

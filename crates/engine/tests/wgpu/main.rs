@@ -34,6 +34,15 @@ fn device() -> Option<Gpu> {
     DEVICE.clone()
 }
 
+/// Whether the device is lavapipe, and not all of its cases are wanted (`KVIST_ONE_IN=1`).
+fn slow() -> bool {
+    let index = kvist_testing::wgpu_adapter().flatten();
+    let mut tested = kvist_wgpu::adapters()
+        .into_iter()
+        .filter(|adapter| adapter.missing.is_none() && index.is_none_or(|index| index == adapter.index));
+    tested.all(|adapter| adapter.kind == "cpu") && std::env::var("KVIST_ONE_IN").as_deref() != Ok("1")
+}
+
 fn place(device: &Gpu) -> Place {
     Place::Wgpu(device.clone())
 }

@@ -17,7 +17,7 @@ fn steps_have_all_their_parts() {
     assert!(measurement.link(1 << 16, 2).unwrap() > 0.0);
     let host = [HostMemory::Pageable, HostMemory::Pinned, HostMemory::Mapped].map(RowsFrom::Host);
     for from in host.into_iter().chain([RowsFrom::Blocks]) {
-        // The last one has more than a part.
+        // The last two have two parts.
         for (layers, head_dim, tokens, overlap) in [
             (3, 33, 1, false),
             (3, 33, 3, true),
