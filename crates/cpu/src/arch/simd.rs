@@ -18,7 +18,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const BYTE_DOTS: bool = false;
     /// True if [`dot_units`](Self::dot_units) multiplies words of 16 bits, and not two bytes one after the other.
     const WORD_DOTS: bool = false;
-    /// Most tokens (1, 2 or 4) whose products with the same codes share loads: see [`together`].
+    /// Most tokens (1, 2 or 4) whose products with the same codes share loads: see [`together`](super::together).
     const TOGETHER: usize = 1;
     /// The sums that [`dot_units`](Self::dot_units) keeps: a register of lanes each.
     const UNIT_SUMS: usize = if Self::WORD_DOTS { 1 } else { 2 };
@@ -58,7 +58,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
     /// Per lane: adds `Σ codes[j] * units[j]` over the lane's four unsigned codes to `sums`, whose total is
-    /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as [`quad_of_units`] writes them.
+    /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as [`quad_of_units`](super::quad_of_units) writes them.
     /// Sums and total wrap.
     #[inline(always)]
     fn dot_units(self, sums: [Self::I; 2], codes: Self::I, units: [i32; 2]) -> [Self::I; 2] {
@@ -68,7 +68,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sum_of_units(self, sums: [Self::I; 2]) -> Self::I {
         sum_of_two_bytes(self, sums)
     }
-    /// Stores the units of sixteen lanes as four quads: the first parts of [`quad_of_units`], and the second ones.
+    /// Stores the units of sixteen lanes as four quads: the first parts of [`quad_of_units`](super::quad_of_units), and the second ones.
     #[inline(always)]
     fn store_units(self, units: Self::I, parts: [&mut [u8; 16]; 2]) {
         store_two_bytes(self, units, parts);
@@ -228,7 +228,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
 }
 
 /// The products that a kernel uses. A kernel that declares too little runs slower products, its products of pairs round differently, and
-/// [`Simd::dot_units`] may expect other quads than [`Isa::multiplies_words`] says.
+/// [`Simd::dot_units`] may expect other quads than [`Isa::multiplies_words`](super::Isa::multiplies_words) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Uses {
     /// Products of floats alone.
