@@ -1,4 +1,6 @@
 //! Models on a GPU through wgpu, or on lavapipe. Tests run where they are asked for: [`kvist_testing::wgpu_adapter`].
+#[path = "../../../wgpu/tests/adapter/mod.rs"]
+mod adapter;
 #[path = "../common/mod.rs"]
 mod common;
 #[path = "../engines/mod.rs"]
@@ -18,10 +20,7 @@ const NAME: &str = "wgpu";
 
 /// Tests compare bits unless they say otherwise.
 fn open() -> Result<Gpu, DeviceError> {
-    open_wgpu(
-        kvist_testing::wgpu_adapter().flatten(),
-        &WgpuOptions { deterministic: true, ..Default::default() },
-    )
+    open_wgpu(adapter::index(), &WgpuOptions { deterministic: true, ..Default::default() })
 }
 
 fn device() -> Option<Gpu> {
@@ -34,13 +33,9 @@ fn device() -> Option<Gpu> {
     DEVICE.clone()
 }
 
-/// Whether the device is lavapipe, and not all of its cases are wanted (`KVIST_ONE_IN=1`).
+/// Whether not all cases are run: on lavapipe.
 fn slow() -> bool {
-    let index = kvist_testing::wgpu_adapter().flatten();
-    let mut tested = kvist_wgpu::adapters()
-        .into_iter()
-        .filter(|adapter| adapter.missing.is_none() && index.is_none_or(|index| index == adapter.index));
-    tested.all(|adapter| adapter.kind == "cpu") && std::env::var("KVIST_ONE_IN").as_deref() != Ok("1")
+    adapter::one_in() > 1
 }
 
 fn place(device: &Gpu) -> Place {

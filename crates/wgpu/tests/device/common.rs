@@ -1,15 +1,11 @@
-//! The adapter that the tests run on.
+//! The device that the tests run on.
+pub use crate::adapter::{index, one_in};
 use kvist_wgpu::{OpenOptions, Wgpu, WgpuDevice};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 /// The API that tests run on.
 pub type Api = Wgpu;
-
-/// The number that `KVIST_WGPU` names.
-pub fn index() -> Option<usize> {
-    kvist_testing::wgpu_adapter().flatten()
-}
 
 /// Tests compare bits unless they say otherwise.
 pub const DETERMINISTIC: OpenOptions = OpenOptions {
@@ -64,23 +60,6 @@ pub fn fast_device_in_parts(max_part_bytes: u64) -> Option<WgpuDevice> {
 /// seconds.
 pub fn some<T>(forms: impl IntoIterator<Item = T>) -> impl Iterator<Item = T> {
     forms.into_iter().step_by(if one_in() > 1 { 4 } else { 1 })
-}
-
-/// Every how many-th case is run: `KVIST_ONE_IN`; without it all on a GPU, and one in 20 on lavapipe.
-pub fn one_in() -> usize {
-    static ONE_IN: LazyLock<usize> = LazyLock::new(|| {
-        let wanted =
-            std::env::var("KVIST_ONE_IN").ok().map(|text| text.parse().expect("KVIST_ONE_IN is a number"));
-        let on_cpu = || {
-            let all = kvist_wgpu::adapters();
-            let of_number = |number: usize| index().is_none_or(|index| number == index);
-            let mut tested =
-                all.iter().filter(|adapter| adapter.missing.is_none() && of_number(adapter.index));
-            tested.all(|adapter| adapter.kind == "cpu")
-        };
-        wanted.unwrap_or_else(|| if on_cpu() { 20 } else { 1 })
-    });
-    *ONE_IN
 }
 
 /// Inputs as small as this keep their digits. Products with smaller ones are subnormal numbers, which drivers may make 0 (NVIDIA's does).

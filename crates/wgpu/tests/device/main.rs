@@ -1,4 +1,6 @@
 //! wgpu as a device: its kernels, its pools and their transfers give the right results, on the best adapter or on that of `KVIST_WGPU`.
+#[path = "../adapter/mod.rs"]
+mod adapter;
 mod common;
 #[path = "../../../cpu/tests/decoding/mod.rs"]
 mod decoding;
