@@ -298,7 +298,11 @@ fn a_router_that_starts_late_learns_everything() {
             let published = server.metric("kvist_kv_event_messages_total", "") as u64;
             let all = runtime.block_on(replayed(replays, from));
             let numbers: Vec<u64> = all.iter().map(|(number, _)| *number).collect();
-            assert_eq!(numbers, (from..from + numbers.len() as u64).collect::<Vec<_>>(), "consecutive numbers");
+            assert_eq!(
+                numbers,
+                (from..from + numbers.len() as u64).collect::<Vec<_>>(),
+                "consecutive numbers"
+            );
             if from + (numbers.len() as u64) < published {
                 continue;
             }
