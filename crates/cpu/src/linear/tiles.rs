@@ -214,8 +214,11 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
 /// Prefetches part `part` of `parts` of what lies `ahead` bytes after the codes.
 #[inline(always)]
 pub fn fetch<S: Simd>(s: S, codes: &[u8], ahead: usize, part: usize, parts: usize) {
-    for line in codes.as_chunks::<64>().0.iter().skip(part).step_by(parts) {
+    let lines = codes.as_chunks::<64>().0;
+    let mut i = part;
+    while let Some(line) = lines.get(i) {
         s.prefetch(line, ahead);
+        i += parts;
     }
 }
 

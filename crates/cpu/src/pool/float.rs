@@ -137,8 +137,8 @@ fn scores_tile<S: Simd, E: Element, const R: usize, const B: usize>(
         for i in first..(first + part).min(head_dim) {
             let at = (i - first) * fetched;
             if at.is_multiple_of(CACHE_LINE) {
-                for line in (0..fetched).step_by(CACHE_LINE) {
-                    s.prefetch(&block.codes[0], block.ahead.wrapping_add(at + line));
+                for line in 0..fetched.div_ceil(CACHE_LINE) {
+                    s.prefetch(&block.codes[0], block.ahead.wrapping_add(at + line * CACHE_LINE));
                 }
             }
             let mut k = [s.splat(0.0); B];
