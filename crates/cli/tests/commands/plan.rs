@@ -280,23 +280,19 @@ fn a_recommended_server_has_the_tiers_that_were_asked_for() {
     assert!(candidates(&packed, "run").len() > 1);
 }
 
-/// What a disk takes is known where the program has it; otherwise the plan says what to build.
+/// The plan and the server name the same bytes on the disk.
 #[test]
-fn a_disk_is_planned_or_refused() {
+fn a_disk_is_planned() {
     let flags = ["--context", "1k", "--tier-disk", "/nowhere/blocks", "--tier-disk-size", "10GiB"];
     let plan = [&["plan", "--json"], &flags[..]].concat();
-    if cfg!(feature = "disk-tier") {
-        let (plan, serve) = (json(&plan), json(&[&["serve", "--dry-run", "--json"], &flags[..]].concat()));
-        assert_eq!(plan["tier_disk_bytes"].as_u64(), Some(10 << 30));
-        assert_eq!(
-            (&plan["tier_bytes"], &plan["tier_disk_bytes"]),
-            (&serve["tier_bytes"], &serve["tier_disk_bytes"])
-        );
-        let (text, _) = succeed(&[&["plan"], &flags[..]].concat());
-        assert!(text.contains("10 GiB on disk in /nowhere/blocks"), "{text}");
-    } else {
-        refused(&plan, 2, &["--tier-disk", "--features disk-tier"]);
-    }
+    let (plan, serve) = (json(&plan), json(&[&["serve", "--dry-run", "--json"], &flags[..]].concat()));
+    assert_eq!(plan["tier_disk_bytes"].as_u64(), Some(10 << 30));
+    assert_eq!(
+        (&plan["tier_bytes"], &plan["tier_disk_bytes"]),
+        (&serve["tier_bytes"], &serve["tier_disk_bytes"])
+    );
+    let (text, _) = succeed(&[&["plan"], &flags[..]].concat());
+    assert!(text.contains("10 GiB on disk in /nowhere/blocks"), "{text}");
 }
 
 #[test]
