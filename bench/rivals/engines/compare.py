@@ -216,9 +216,12 @@ def main():
         parser.error(f"--columns {args.columns}: these are {', '.join(COLUMNS)}, with commas")
     if not wanted:
         sys.exit(f"compare.py: no row has `{args.only}` in its name; there are: {', '.join(every)}")
-    chosen = [rival for rival in rivals() if any(part in rival[0] for part in args.rivals.split(","))]
-    if not chosen:
-        sys.exit(f"compare.py: no such engine in {ENGINES}: run bench/rivals/engines/install.sh")
+    there, asked = list(rivals()), args.rivals.lower().split(",")
+    for part in asked:
+        if not any(part in rival[0].lower() for rival in there):
+            names = ", ".join(rival[0] for rival in there) or "none"
+            sys.exit(f"compare.py: no engine for `{part}` in {ENGINES}; there are: {names}. bench/rivals/engines/install.sh makes them")
+    chosen = [rival for rival in there if any(part in rival[0].lower() for part in asked)]
     others = common.busy()
     contestants = {}  # (name, bits of K and V) -> (rows, contestant)
     for bits, kv in ((16, "f16"), (8, "q8")):
