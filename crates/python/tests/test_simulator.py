@@ -86,6 +86,8 @@ def test_ctrl_c_stops_a_simulation():
     def interrupt():
         os.kill(os.getpid(), signal.SIGINT)
 
+    # A shell starts background programs with SIGINT ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.3, interrupt)
     with pytest.raises(KeyboardInterrupt):
         timer.start()
@@ -93,3 +95,4 @@ def test_ctrl_c_stops_a_simulation():
             kvist.simulate(requests=200_000, arrivals="poisson:per_s=50")
             time.sleep(0)
     timer.join()
+    signal.signal(signal.SIGINT, before)
