@@ -220,7 +220,7 @@ def main():
     for part in asked:
         if not any(part in rival[0].lower() for rival in there):
             names = ", ".join(rival[0] for rival in there) or "none"
-            sys.exit(f"compare.py: no engine for `{part}` in {ENGINES}; there are: {names}. bench/rivals/engines/install.sh makes them")
+            sys.exit(f"compare.py: no engine{part and f' for `{part}`'} in {ENGINES}; there are: {names}. bench/rivals/engines/install.sh makes them")
     chosen = [rival for rival in there if any(part in rival[0].lower() for part in asked)]
     others = common.busy()
     contestants = {}  # (name, bits of K and V) -> (rows, contestant)

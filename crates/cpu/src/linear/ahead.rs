@@ -13,7 +13,7 @@ impl Panels<'_> {
     #[inline(always)]
     pub(super) fn ahead<const MANY: bool>(&self, n: usize, first: usize) -> Ahead {
         if !MANY {
-            return Ahead { lines: u8::MAX, bytes: AHEAD };
+            return Ahead::all(AHEAD);
         }
         let tiles = n / inputs::TILE;
         let behind = tiles.checked_sub(1 + first / inputs::TILE);
@@ -36,8 +36,14 @@ pub(super) struct Ahead {
 }
 
 impl Ahead {
-    /// Prefetches part `part` of `parts` of what lies ahead of the codes of a block: at most eight cache lines. A core can have
-    /// few misses outstanding, and a burst of them delays the arithmetic that follows: a tile with much arithmetic per line
+    /// Every line, `bytes` ahead.
+    #[inline(always)]
+    pub(super) fn all(bytes: usize) -> Self {
+        Ahead { lines: u8::MAX, bytes }
+    }
+
+    /// Prefetches part `part` of `parts` of what lies ahead of the codes of a block, with `MANY` at most eight cache lines. A core can
+    /// have few misses outstanding, and a burst of them delays the arithmetic that follows: a tile with much arithmetic per line
     /// spreads them over it.
     #[inline(always)]
     pub(super) fn prefetch<S: Simd, const MANY: bool>(self, s: S, codes: &[u8], part: usize, parts: usize) {

@@ -11,10 +11,10 @@
 //! The inputs and the sums of a unit stay in the second-level cache.
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
+use super::ahead::Ahead;
 use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs, PAIR_STEPS, TILE_PAIRS, TILE_TOKENS};
 use super::room::Room;
-use super::tiles::fetch;
 use super::{Panels, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
@@ -112,7 +112,7 @@ impl<F: Decode> TileKernel for Multiply<'_, '_, F> {
                 ];
                 for (i, tile) in range.clone().enumerate().step_by(2) {
                     for codes in next {
-                        fetch(s, codes, 0, i / 2, range.len().div_ceil(2));
+                        Ahead::all(0).prefetch::<S, false>(s, codes, i / 2, range.len().div_ceil(2));
                     }
                     let two_tiles = tile + 1 < range.end;
                     let x = [tile, if two_tiles { tile + 1 } else { tile }];

@@ -14,6 +14,7 @@
 //! Per 32 inputs, 16 tokens and 16 outputs: one product of 16 cycles with half of the matrix unit, because a product sums up
 //! 32 inputs where 64 would fit; 48 vector operations (24 cycles at best), so these are the limit. Formats with a scale per
 //! 16 inputs would take twice of both, which is no faster than vectors alone: they have no tiles.
+use super::ahead::Ahead;
 use super::inputs::{CODE_STEPS, GROUP, InputFormat, Inputs, TILE_CODE_ROWS, TILE_TOKENS, TileGroup};
 use super::{Format, Panels, put};
 use crate::Compute;
@@ -183,7 +184,7 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
         let (mut x, mut at) = (inputs.tile_codes(range.start, chunk), 0);
         for (i, (tile, rows)) in range.clone().zip(&mut *sums).enumerate() {
             // The same chunk of the next panel.
-            fetch(s, codes, weights.panel, i, range.len());
+            Ahead::all(weights.panel).prefetch::<S, false>(s, codes, i, range.len());
             let next_x = match tile + 1 < range.end {
                 true => inputs.tile_codes(tile + 1, chunk),
                 false => &[],
@@ -208,17 +209,6 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
             F::finish(s, scales, x, tile_sums, rows);
             x = next_x;
         }
-    }
-}
-
-/// Prefetches part `part` of `parts` of what lies `ahead` bytes after the codes.
-#[inline(always)]
-pub fn fetch<S: Simd>(s: S, codes: &[u8], ahead: usize, part: usize, parts: usize) {
-    let lines = codes.as_chunks::<64>().0;
-    let mut i = part;
-    while let Some(line) = lines.get(i) {
-        s.prefetch(line, ahead);
-        i += parts;
     }
 }
 
