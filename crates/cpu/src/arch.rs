@@ -6,6 +6,7 @@
 //! be created after checking the CPU, and [`Isa::run`] enters a function compiled for it. Some have [`Tiles`] in addition.
 #[cfg(target_arch = "x86_64")]
 mod amx;
+pub mod arena;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]

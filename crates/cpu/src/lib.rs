@@ -28,6 +28,7 @@ mod recent;
 pub mod steps;
 pub mod stream;
 
+use arch::arena::Arena;
 use arch::{Isa, Threads, TileIsa};
 use kvist_device::{Backend, DeviceError, FIRST_SEGMENT_CELLS, PoolSpec, Pools, Usage, reserved_cells_from};
 use pool::pairs::{Precision, Products};
@@ -53,6 +54,8 @@ pub struct Compute {
     /// multiplies pairs of bf16. Packed weights become bf16 with tiles, and bytes with a scale per 256 inputs on other CPUs that
     /// multiply bytes. Prompts take less time, but the result of a token then depends on whether its batch was large.
     pub fast_prefill: bool,
+    /// The memory of weights.
+    weights: Arc<Arena>,
 }
 
 impl Compute {
@@ -63,6 +66,7 @@ impl Compute {
             deterministic: false,
             tile_attention: false,
             fast_prefill: false,
+            weights: Arc::default(),
         }
     }
     pub fn deterministic(self, deterministic: bool) -> Self {
@@ -125,6 +129,7 @@ impl Default for Compute {
             deterministic: false,
             tile_attention: Compute::tile_attention_from_env().unwrap_or(false),
             fast_prefill: false,
+            weights: Arc::default(),
         });
         SHARED.clone()
     }

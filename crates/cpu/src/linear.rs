@@ -21,18 +21,20 @@ mod formats;
 mod inputs;
 mod int8;
 mod pair_tiles;
+mod panels;
 mod room;
 mod super_blocks;
 mod tiles;
 mod wide;
 
 use crate::Compute;
+use crate::arch::arena::Piece;
 use crate::arch::{Columns, Isa, Kernel, LANES, Simd, TileIsa, Uses};
-use crate::pages::Pages;
-use ahead::{AHEAD, Ahead};
+use ahead::Ahead;
 use inputs::InputFormat;
 pub use inputs::{Input, Inputs};
 use kvist_device::weights::{Encoding, blocks as layouts, super_blocks as super_layouts};
+use panels::{Layout, Panels};
 use room::Room;
 use std::fmt;
 use std::ops::Range;
@@ -123,27 +125,24 @@ macro_rules! with_format {
     };
 }
 
+#[cfg(test)]
+use with_format;
+
 /// One encoding of weights.
 trait Format: 'static {
     /// The products of [`multiply`](Self::multiply).
     const USES: Uses = Uses::Bytes;
     /// Elements and bytes of a block in the file.
     const BLOCK: (usize, usize);
-    /// Bytes that one block of 16 rows takes in a panel: codes (whole cache lines), and scales.
+    /// Bytes that one block of 16 rows takes in a panel: codes, and scales. If there are scales, the codes are whole cache lines.
     const CODES: usize;
     const SCALES: usize;
-    /// Bytes of scales that all blocks of a panel share.
-    const SHARED_SCALES: usize = 0;
+    /// Bytes of the scales of 16 rows, if whole rows have one each.
+    const ROW_SCALES: usize = 0;
     /// Whether [`multiply`](Self::multiply) reads [`InputFormat::WideCodes`]; others become wide first.
     const IS_WIDE: bool = false;
     /// Number of panels that a kernel call processes together.
     const PANELS: usize = 1;
-
-    /// Where the scales of a block are among those of its panel.
-    #[inline(always)]
-    fn scales(block: usize) -> Range<usize> {
-        block * Self::SCALES..(block + 1) * Self::SCALES + Self::SHARED_SCALES
-    }
 
     /// Packs the file's block of row `lane`.
     fn pack(block: &[u8], lane: usize, codes: &mut [u8], scales: &mut [u8]);
@@ -174,25 +173,6 @@ trait Format: 'static {
         deterministic: bool,
         out: &mut Columns<'_, f32>,
     );
-}
-
-/// Adjacent panels.
-struct Panels<'p> {
-    bytes: &'p [u8],
-    n: usize,
-    panel: usize,
-    /// Blocks per row.
-    blocks: usize,
-}
-
-impl Panels<'_> {
-    /// Codes and scales of panel `i`.
-    #[inline(always)]
-    fn get<F: Format>(&self, i: usize) -> (&[u8], &[u8]) {
-        let (codes, scales) =
-            self.bytes[i * self.panel..(i + 1) * self.panel].split_at(self.blocks * F::CODES);
-        (codes, &scales[..F::scales(self.blocks - 1).end])
-    }
 }
 
 /// Writes sixteen outputs of panel `i` of a unit, or as many as remain.
@@ -234,7 +214,7 @@ pub struct Matrix {
     encoding: Encoding,
     outputs: usize,
     inputs: usize,
-    panels: Pages,
+    panels: Piece,
     panel: usize,
 }
 
@@ -271,8 +251,7 @@ fn panel_bytes(encoding: Encoding, inputs: usize) -> Option<usize> {
     }
     with_format!(encoding, F => {
         let whole = inputs > 0 && inputs.is_multiple_of(F::BLOCK.0);
-        let bytes = whole.then_some(inputs / F::BLOCK.0)?.checked_mul(F::CODES + F::SCALES)?;
-        bytes.checked_add(F::SHARED_SCALES)?.checked_next_multiple_of(64)
+        Layout::<F>::bytes(whole.then_some(inputs / F::BLOCK.0)?)
     })
 }
 
@@ -307,17 +286,15 @@ impl Matrix {
             return Err(bad());
         }
         let size = usize::try_from(size).map_err(|_| BadMatrix::OutOfMemory(size))?;
-        let mut panels = Pages::new(size).map_err(BadMatrix::OutOfMemory)?;
+        let mut panels = compute.weights.piece(size).map_err(BadMatrix::OutOfMemory)?;
         let mut no_scratch = vec![(); compute.threads.n()];
         // Few large units, so that each page of weights is first touched by one thread.
         compute.threads.parts(panels.bytes_mut(), panel, &mut no_scratch, |i, panel, ()| {
             with_format!(encoding, F => {
-                let blocks = inputs / F::BLOCK.0;
-                let (codes, scales) = panel.split_at_mut(blocks * F::CODES);
                 for (lane, row) in bytes[i * LANES * row..].chunks_exact(row).take(LANES).enumerate() {
                     for (b, block) in row.chunks_exact(F::BLOCK.1).enumerate() {
-                        let codes = &mut codes[b * F::CODES..(b + 1) * F::CODES];
-                        F::pack(block, lane, codes, &mut scales[F::scales(b)]);
+                        let (scales, codes) = panel.split_at_mut(Layout::<F>::codes(b).start);
+                        F::pack(block, lane, &mut codes[..F::CODES], &mut scales[Layout::<F>::scales(b)]);
                     }
                 }
             });
@@ -345,9 +322,8 @@ impl Matrix {
         let (panel, lane) = (row / LANES, row % LANES);
         let panel = &self.panels.bytes()[panel * self.panel..(panel + 1) * self.panel];
         with_format!(self.encoding, F => {
-            let (codes, scales) = panel.split_at(self.inputs / F::BLOCK.0 * F::CODES);
             for (b, out) in out.chunks_exact_mut(F::BLOCK.0).enumerate() {
-                F::unpack(&codes[b * F::CODES..(b + 1) * F::CODES], &scales[F::scales(b)], lane, out);
+                F::unpack(&panel[Layout::<F>::codes(b)], &panel[Layout::<F>::scales(b)], lane, out);
             }
         });
     }

@@ -20,7 +20,7 @@ use super::inputs::{
 use super::pair_tiles;
 use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, for_tokens_together, put, tokens, wide};
+use super::{Format, Layout, Panels, for_token_tiles, for_tokens_together, put, tokens, wide};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::blocks::Block;
@@ -148,12 +148,11 @@ impl<F: PackedBlock> TileFormat for Blocks<F> {
     fn add<S: Simd>(
         s: S,
         scales: &[u8],
-        group: usize,
+        _: usize,
         units: &Units,
         x: &TileGroup,
         sums: &mut [S::F; TILE_TOKENS],
     ) {
-        let scales = &scales[group * Self::SCALES..(group + 1) * Self::SCALES];
         let factors = factors::<S, F>(s, scales.as_chunks().0);
         let at = |row: usize, t: usize| f32::from_bits(x[row][t].cast_unsigned());
         for t in 0..TILE_TOKENS {
@@ -235,36 +234,30 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let (codes, scales) = weights.get::<Blocks<F>>(panel);
-    let ahead = weights.ahead::<MANY>(inputs.n, first);
-    let scales = scales.as_chunks::<{ 2 * LANES }>().0;
-    let scales = scales.chunks_exact(if F::ZERO_BITS.is_none() { 2 } else { 1 });
-    // Blocks of fewer lines were slower with prefetches between the tokens, and many tokens prefetch on a condition.
-    let parts = if F::Codes::BITS == 8 && !MANY { T } else { 1 };
+    let ahead = weights.ahead::<MANY>(inputs.n, first, 1);
     let mut sums = [s.splat(0.0); T];
-    for ((codes, scales), x) in
-        codes.chunks_exact(F::Codes::BYTES).zip(scales).zip(inputs.groups_of::<T>(first))
-    {
-        ahead.prefetch::<S, MANY>(s, codes, 0, parts);
-        let w = load::<S, F>(s, codes);
-        let factors = factors::<S, F>(s, scales);
-        for_tokens_together!(S, bits_of::<F>(), 8, first < T, N => {
-            let mut starts = [s.splat_i(0); N];
-            for n in 0..N {
-                let t = first + n;
-                if t > 0 && t < parts {
-                    ahead.prefetch::<S, MANY>(s, codes, t, parts);
+    let chunks = weights.chunks::<Blocks<F>>(panel);
+    for (chunk, x) in chunks.zip(inputs.groups_of::<T>(first).chunks(Layout::<Blocks<F>>::BLOCKS)) {
+        for (i, x) in x.iter().enumerate() {
+            let (codes, scales) = Layout::<Blocks<F>>::of_chunk(chunk, i);
+            ahead.prefetch(s, codes);
+            let factors = factors::<S, F>(s, scales.as_chunks().0); // before the codes, as in memory
+            let w = load::<S, F>(s, codes);
+            for_tokens_together!(S, bits_of::<F>(), 8, first < T, N => {
+                let mut starts = [s.splat_i(0); N];
+                for n in 0..N {
+                    let t = first + n;
+                    if let Some(bits) = F::ZERO_BITS {
+                        starts[n] = s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits);
+                    }
                 }
-                if let Some(bits) = F::ZERO_BITS {
-                    starts[n] = s.shift_left(s.splat_i(x[NEGATIVE_SUM][t]), bits);
+                let units = s.dot_codes(bits_of::<F>(), &w, |q, n| x[q][first + n], starts);
+                for n in 0..N {
+                    let t = first + n;
+                    add::<S, F>(s, units[n], factors, [scale_of(x, t), sum_of(x, t)], &mut sums[t]);
                 }
-            }
-            let units = s.dot_codes(bits_of::<F>(), &w, |q, n| x[q][first + n], starts);
-            for n in 0..N {
-                let t = first + n;
-                add::<S, F>(s, units[n], factors, [scale_of(x, t), sum_of(x, t)], &mut sums[t]);
-            }
-        });
+            });
+        }
     }
     for (t, sums) in sums.into_iter().enumerate() {
         put(s, out, first + t, panel, sums);

@@ -10,6 +10,7 @@
 //! ```
 use crate::arch::{LANES, Simd};
 use kvist_device::weights::blocks::Group;
+use std::sync::atomic::{Ordering, compiler_fence};
 
 pub trait Codes: 'static {
     /// Bits of a code.
@@ -26,6 +27,19 @@ pub trait Codes: 'static {
 
 /// Codes of `LOW + HIGH` bits: a plane of the lower bits, and one of the higher bits if any.
 pub struct Planes<const LOW: u32, const HIGH: u32>;
+
+/// Loads `n` lines one after the other. Compilers reorder loads, and the processor stops prefetching lines that it does not see in their order: 8 tokens
+/// of q8_0 took 1.5 times as long when lines 7 to 4 were loaded before lines 0 to 3.
+#[inline(always)]
+fn lines<S: Simd>(s: S, place: &[u8], n: usize) -> [S::I; 8] {
+    let lines = place.as_chunks::<{ 4 * LANES }>().0;
+    let mut loaded = [s.splat_i(0); 8];
+    for i in 0..n {
+        loaded[i] = s.load_bytes(&lines[i]);
+        compiler_fence(Ordering::SeqCst);
+    }
+    loaded
+}
 
 /// A mask of `bits` ones in each of four bytes.
 const fn ones(bits: u32) -> u32 {
@@ -73,13 +87,14 @@ impl<const LOW: u32, const HIGH: u32> Codes for Planes<LOW, HIGH> {
 
     #[inline(always)]
     fn load<S: Simd>(s: S, place: &[u8]) -> [S::I; 8] {
-        let lines = place.as_chunks::<{ 4 * LANES }>().0;
-        let mut quads = [s.splat_i(0); 8];
+        let lines = lines::<S>(s, place, Self::BITS as usize);
+        let mut quads = lines;
         for (q, quad) in (0..8).zip(&mut quads) {
-            let low = s.load_bytes(&lines[(q % LOW) as usize]);
-            *quad = if LOW == 8 { low } else { s.field(low, q / LOW * LOW, LOW, 0) };
+            if LOW < 8 {
+                *quad = s.field(lines[(q % LOW) as usize], q / LOW * LOW, LOW, 0);
+            }
             if HIGH > 0 {
-                let high = s.load_bytes(&lines[(LOW + q % HIGH) as usize]);
+                let high = lines[(LOW + q % HIGH) as usize];
                 *quad = s.or(*quad, s.field(high, q / HIGH * HIGH, HIGH, LOW));
             }
         }
@@ -117,12 +132,9 @@ impl Codes for Sixes {
 
     #[inline(always)]
     fn load<S: Simd>(s: S, place: &[u8]) -> [S::I; 8] {
-        let lines = place.as_chunks::<{ 4 * LANES }>().0.as_chunks::<3>().0;
-        let mut quads = [s.splat_i(0); 8];
-        for (quads, lines) in quads.as_chunks_mut::<4>().0.iter_mut().zip(lines) {
-            *quads = s.sixes(lines.map(|line| s.load_bytes(&line)));
-        }
-        quads
+        let [a, b, c, d, e, f, ..] = lines::<S>(s, place, 6);
+        let ([a, b, c, d], [e, f, g, h]) = (s.sixes([a, b, c]), s.sixes([d, e, f]));
+        [a, b, c, d, e, f, g, h]
     }
 }
 

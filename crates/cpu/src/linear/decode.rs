@@ -1,11 +1,11 @@
 //! Decodes packed weights, for kernels that multiply something else than their codes.
-use super::Format;
 use super::inputs::GROUP;
+use super::{Format, Layout};
 use crate::arch::Simd;
 use half::f16;
 
 /// Weights that can be decoded.
-pub trait Decode: Format {
+pub trait Decode: Format + Sized {
     /// Inputs of a block of the file. Whole steps of a panel are whole blocks, or parts of one.
     const INPUTS: usize;
     /// Whether a panel consists of pairs of bf16 as they are.
@@ -24,10 +24,11 @@ pub trait Decode: Format {
 
     /// The codes of step `step` of a panel, the scales of its block, and which group of the block it is.
     #[inline(always)]
-    fn step<'p>((codes, scales): (&'p [u8], &'p [u8]), step: usize) -> (&'p [u8], &'p [u8], usize) {
+    fn step(panel: &[u8], step: usize) -> (&[u8], &[u8], usize) {
         let (per_block, size) = (Self::INPUTS / GROUP, Self::CODES * GROUP / Self::INPUTS);
         let (block, group) = (step / per_block, step % per_block);
-        (&codes[step * size..][..size], &scales[Self::scales(block)], group)
+        let codes = &panel[Layout::<Self>::codes(block)][group * size..][..size];
+        (codes, &panel[Layout::<Self>::scales(block)], group)
     }
 }
 

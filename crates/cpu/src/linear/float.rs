@@ -13,7 +13,7 @@ use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{InputFormat, Inputs};
 use super::pair_tiles;
 use super::room::Room;
-use super::{AHEAD, Format, Panels, for_token_tiles, put, tokens};
+use super::{Format, Panels, for_token_tiles, put, tokens};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa, Uses};
 use crate::element::Element;
@@ -71,6 +71,9 @@ macro_rules! one_by_one {
 one_by_one!(F32);
 one_by_one!(F16);
 
+/// Prefetch distance in bytes, of all panels that a tile reads side by side.
+const AHEAD: usize = 32 << 10;
+
 /// Prefetches what a tile of several tokens reads later: its arithmetic hides the next lines from the processor. One or two
 /// tokens keep memory busy by themselves, and the tiles of many read most of the panel from the cache.
 #[inline(always)]
@@ -92,7 +95,7 @@ fn plain<S: Simd, F: Format + Element, const T: usize, const N: usize, const P: 
     let x = inputs.rows_of::<T>(first);
     let mut w: [&[F::Raw]; P] = [&[]; P];
     for p in 0..P {
-        w[p] = &F::vectors(weights.get::<F>(panel + p).0)[..width];
+        w[p] = &F::vectors(weights.get(panel + p))[..width];
     }
     let mut sums = [[s.splat(0.0); P]; N];
     for i in 0..width {
@@ -171,7 +174,7 @@ impl Tile for BF16 {
         let half = inputs.width / 2;
         let mut w: [&[[u8; 64]]; P] = [&[]; P];
         for p in 0..P {
-            w[p] = &weights.get::<BF16>(panel + p).0.as_chunks().0[..half];
+            w[p] = &weights.get(panel + p).as_chunks().0[..half];
         }
         let mut sums = [[s.splat(0.0); P]; N];
         if deterministic {

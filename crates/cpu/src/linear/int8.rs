@@ -11,10 +11,10 @@
 //! three operations of 67. The kernel is that of `wide.rs`. A single token reads the weights at the speed of memory.
 use super::codes::{Codes, Planes};
 use super::decode::{self, Decode, Map, TakeQuads};
-use super::inputs::{GROUP, InputFormat, Inputs};
+use super::inputs::{self, GROUP, InputFormat, Inputs};
 use super::room::Room;
 use super::wide::{self, Bytes, Step};
-use super::{Ahead, Format, Panels, for_token_tiles, pair_tiles, tokens};
+use super::{Ahead, Format, Layout, Panels, for_token_tiles, pair_tiles, tokens};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Simd, TileIsa};
 use kvist_device::weights::round;
@@ -22,14 +22,14 @@ use kvist_device::weights::round;
 /// The code that stands for 0 in panels: products of bytes want one unsigned factor.
 const ZERO: f32 = 128.0;
 
-/// Codes as in q8_0; the scales of sixteen rows follow those of all blocks.
+/// Codes as in q8_0, after the scales of sixteen rows.
 pub struct Int8;
 
 impl Format for Int8 {
     const BLOCK: (usize, usize) = (32, 36);
     const CODES: usize = Planes::<8, 0>::BYTES;
     const SCALES: usize = 0;
-    const SHARED_SCALES: usize = 4 * LANES;
+    const ROW_SCALES: usize = 4 * LANES;
     const IS_WIDE: bool = true;
     const PANELS: usize = 2;
 
@@ -72,9 +72,17 @@ impl Format for Int8 {
         out: &mut Columns<'_, f32>,
     ) {
         for panel in (0..weights.n).step_by(Self::PANELS) {
-            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => match weights.n - panel {
-                1 => tile::<S, T, 1, MANY>(s, weights, inputs, first, panel, out),
-                _ => tile::<S, T, 2, MANY>(s, weights, inputs, first, panel, out),
+            let two = weights.n - panel > 1;
+            for_token_tiles!(tokens::<MANY>(inputs.n), MANY, first, T => {
+                if T == inputs::TILE && two {
+                    tile::<S, T, 2, MANY>(s, weights, inputs, first, panel, out);
+                } else {
+                    // Few tokens wait for memory: one stream.
+                    tile::<S, T, 1, MANY>(s, weights, inputs, first, panel, out);
+                    if two {
+                        tile::<S, T, 1, MANY>(s, weights, inputs, first, panel + 1, out);
+                    }
+                }
             });
         }
     }
@@ -93,14 +101,12 @@ fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
     let mut panels = Stored::<S, P, MANY> {
         codes: [&[]; P],
         scales: [s.splat(0.0); P],
-        ahead: weights.ahead::<MANY>(inputs.n, first),
+        ahead: weights.ahead::<MANY>(inputs.n, first, P),
     };
-    // The panels are read side by side.
-    panels.ahead.bytes = if MANY { panels.ahead.bytes * P } else { panels.ahead.bytes / P };
     for p in 0..P {
-        let (codes, scales) = weights.get::<Int8>(panel + p);
-        panels.codes[p] = codes.as_chunks().0;
-        panels.scales[p] = s.load_f32_bytes(&scales.as_chunks().0[0]);
+        let stored = weights.get(panel + p);
+        panels.codes[p] = stored[Layout::<Int8>::span(0..weights.blocks)].as_chunks().0;
+        panels.scales[p] = s.load_f32_bytes(&stored[Layout::<Int8>::scales(0)].as_chunks().0[0]);
     }
     wide::tile::<S, _, T, P>(s, &panels, inputs, first, panel, out);
 }
@@ -109,7 +115,7 @@ fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
 struct Stored<'w, S: Simd, const P: usize, const MANY: bool> {
     codes: [&'w [Step]; P],
     scales: [S::F; P],
-    ahead: Ahead,
+    ahead: Ahead<MANY>,
 }
 
 impl<S: Simd, const P: usize, const MANY: bool> Bytes<S, P> for Stored<'_, S, P, MANY> {
@@ -121,11 +127,9 @@ impl<S: Simd, const P: usize, const MANY: bool> Bytes<S, P> for Stored<'_, S, P,
     fn scale(&self, _: S, panel: usize, _: usize) -> S::F {
         self.scales[panel]
     }
-    // Tiles of many tokens prefetch on a condition. Between the quads it costs two thirds more time.
-    const PARTS: usize = if MANY { 1 } else { GROUP / 4 };
     #[inline(always)]
-    fn prefetch(&self, s: S, codes: &Step, part: usize) {
-        self.ahead.prefetch::<S, MANY>(s, codes, part, <Self as Bytes<S, P>>::PARTS);
+    fn prefetch(&self, s: S, codes: &Step) {
+        self.ahead.prefetch(s, codes);
     }
 }
 

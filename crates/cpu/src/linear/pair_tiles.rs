@@ -11,11 +11,11 @@
 //! The inputs and the sums of a unit stay in the second-level cache.
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
-use super::ahead::Ahead;
+use super::ahead;
 use super::decode::{Decode, Map, TakeQuads};
 use super::inputs::{GROUP, InputFormat, Inputs, PAIR_STEPS, TILE_PAIRS, TILE_TOKENS};
 use super::room::Room;
-use super::{Panels, put};
+use super::{Layout, Panels, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
 use std::marker::PhantomData;
@@ -98,7 +98,7 @@ impl<F: Decode> TileKernel for Multiply<'_, '_, F> {
                 let (chunk, panel) = order.at(i);
                 let steps = order.steps(chunk);
                 let next = match i + 1 < order.len() {
-                    true => codes_of::<F>(&weights, order.at(i + 1).1, order.steps(order.at(i + 1).0)),
+                    true => blocks_of::<F>(&weights, order.at(i + 1).1, order.steps(order.at(i + 1).0)),
                     false => [&[][..]; 2],
                 };
                 let two_panels = panel + 1 < weights.n;
@@ -112,7 +112,7 @@ impl<F: Decode> TileKernel for Multiply<'_, '_, F> {
                 ];
                 for (i, tile) in range.clone().enumerate().step_by(2) {
                     for codes in next {
-                        Ahead::all(0).prefetch::<S, false>(s, codes, i / 2, range.len().div_ceil(2));
+                        ahead::prefetch_part(s, codes, 0, i / 2, range.len().div_ceil(2));
                     }
                     let two_tiles = tile + 1 < range.end;
                     let x = [tile, if two_tiles { tile + 1 } else { tile }];
@@ -161,18 +161,17 @@ impl Order {
     }
 }
 
-/// The codes of some steps of panel `panel` and the next one, as far as there are any.
+/// The blocks of some steps of panel `panel` and the next one, as far as there are any.
 #[inline(always)]
-fn codes_of<'w, F: Decode>(weights: &'w Panels<'_>, panel: usize, steps: Range<usize>) -> [&'w [u8]; 2] {
-    let codes = |panel: usize| match panel < weights.n {
+fn blocks_of<'w, F: Decode>(weights: &'w Panels<'_>, panel: usize, steps: Range<usize>) -> [&'w [u8]; 2] {
+    let blocks_of = |panel: usize| match panel < weights.n {
         true => {
-            let (codes, _) = weights.get::<F>(panel);
-            let at = |step: usize| (step * GROUP * F::CODES / F::INPUTS).min(codes.len());
-            &codes[at(steps.start)..at(steps.end)]
+            let blocks = steps.start * GROUP / F::INPUTS..(steps.end * GROUP).div_ceil(F::INPUTS);
+            &weights.get(panel)[Layout::<F>::span(blocks.start..blocks.end.min(weights.blocks))]
         }
         false => &[],
     };
-    [codes(panel), codes(panel + 1)]
+    [blocks_of(panel), blocks_of(panel + 1)]
 }
 
 /// The pairs of some steps of a panel, `[steps][16 pairs][16 rows]`: as they lie in the panel, or decoded.
@@ -201,21 +200,21 @@ fn lines<'w, S: Simd, F: Decode>(
     steps: &Range<usize>,
     decoded: &'w mut [u32],
 ) -> Lines<'w> {
-    let (codes, scales) = weights.get::<F>(panel);
+    let panel = weights.get(panel);
     if F::ARE_PAIRS {
-        let codes = &codes[steps.start * 4 * STEP..];
-        if codes.len() >= steps.len() * 4 * STEP {
-            return Lines::Panel(codes);
+        let pairs = &panel[Layout::<F>::span(0..weights.blocks)][steps.start * 4 * STEP..];
+        if pairs.len() >= steps.len() * 4 * STEP {
+            return Lines::Panel(pairs);
         }
         // The last step has fewer than 32 inputs: filled up with zeros.
         decoded[..steps.len() * STEP].fill(0);
-        for (out, pair) in decoded.iter_mut().zip(codes.as_chunks().0) {
+        for (out, pair) in decoded.iter_mut().zip(pairs.as_chunks().0) {
             *out = u32::from_le_bytes(*pair);
         }
         return Lines::Decoded(decoded);
     }
     for (step, out) in steps.clone().zip(decoded.as_chunks_mut().0.as_chunks_mut().0) {
-        let (codes, scales, group) = F::step((codes, scales), step);
+        let (codes, scales, group) = F::step(panel, step);
         F::decode(s, codes, scales, group, Map::identity(s), &mut Pairs(out));
     }
     Lines::Decoded(decoded)

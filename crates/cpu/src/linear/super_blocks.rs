@@ -19,7 +19,7 @@ use super::inputs::{
 use super::pair_tiles;
 use super::room::Room;
 use super::tiles::{self, Rows, TileFormat, Units, load_rows, store_rows};
-use super::{Format, Panels, for_token_tiles, for_tokens_together, put, tokens, wide};
+use super::{Format, Layout, Panels, for_token_tiles, for_tokens_together, put, tokens, wide};
 use crate::Compute;
 use crate::arch::{Columns, Isa, LANES, Simd, TileIsa, widen};
 use kvist_device::weights::super_blocks::{SUPER, SuperBlock, Values};
@@ -327,18 +327,18 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let (codes, scales) = weights.get::<SuperBlocks<F>>(panel);
-    let ahead = weights.ahead::<MANY>(inputs.n, first);
+    let ahead = weights.ahead::<MANY>(inputs.n, first, 1);
     let x = inputs.groups_of::<T>(first).as_chunks::<8>().0;
-    let blocks = codes.chunks_exact(SuperBlocks::<F>::CODES);
     let mut sums = [s.splat(0.0); T];
-    for ((codes, scales), x) in blocks.zip(scales.chunks_exact(SuperBlocks::<F>::SCALES)).zip(x) {
+    const { assert!(Layout::<SuperBlocks<F>>::BLOCKS == 1, "a chunk is a super-block") };
+    for (chunk, x) in weights.chunks::<SuperBlocks<F>>(panel).zip(x) {
+        let (codes, scales) = Layout::<SuperBlocks<F>>::of_chunk(chunk, 0);
         let small = scales[..SuperBlocks::<F>::SMALL].as_chunks::<LANES>().0;
         let table = SuperBlocks::<F>::table(scales);
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
         for (i, x) in x.iter().enumerate() {
             let codes = &codes[i * F::Codes::BYTES..(i + 1) * F::Codes::BYTES];
-            ahead.prefetch::<S, MANY>(s, codes, 0, 1);
+            ahead.prefetch(s, codes);
             let w = load::<S, F>(s, codes, table.as_ref());
             if F::HALVES {
                 halves::<S, F, T>(s, &w, small, i, x, &mut scaled, &mut least);

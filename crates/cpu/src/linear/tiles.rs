@@ -14,9 +14,9 @@
 //! Per 32 inputs, 16 tokens and 16 outputs: one product of 16 cycles with half of the matrix unit, because a product sums up
 //! 32 inputs where 64 would fit; 48 vector operations (24 cycles at best), so these are the limit. Formats with a scale per
 //! 16 inputs would take twice of both, which is no faster than vectors alone: they have no tiles.
-use super::ahead::Ahead;
+use super::ahead;
 use super::inputs::{CODE_STEPS, GROUP, InputFormat, Inputs, TILE_CODE_ROWS, TILE_TOKENS, TileGroup};
-use super::{Format, Panels, put};
+use super::{Format, Layout, Panels, put};
 use crate::Compute;
 use crate::arch::{Columns, LANES, Shapes, Simd, TileIsa, TileKernel, Tiles};
 use std::marker::PhantomData;
@@ -47,7 +47,7 @@ pub fn input(compute: &Compute, n: usize) -> InputFormat {
 }
 
 /// A packed encoding.
-pub trait TileFormat: Format {
+pub trait TileFormat: Format + Sized {
     /// Groups of 32 inputs per block of the file.
     const GROUPS: usize;
 
@@ -55,7 +55,7 @@ pub trait TileFormat: Format {
     fn signed<S: Simd>(s: S, codes: &[u8], scales: &[u8]) -> [S::I; 8];
     /// What a chunk is added to: the sums themselves, or zeros.
     fn start<S: Simd>(s: S, rows: &Rows) -> [S::F; TILE_TOKENS];
-    /// Scales the units of group `group` of a chunk and adds them.
+    /// Scales the units of group `group` of a block and adds them. `scales` are those of the block.
     fn add<S: Simd>(
         s: S,
         scales: &[u8],
@@ -64,7 +64,7 @@ pub trait TileFormat: Format {
         x: &TileGroup,
         sums: &mut [S::F; TILE_TOKENS],
     );
-    /// Writes the sums, after all groups of a chunk. `x` has a group per group of the chunk.
+    /// Writes the sums, after all groups of a chunk. `scales` are those of its first block, `x` has a group per group of the chunk.
     fn finish<S: Simd>(s: S, scales: &[u8], x: &[TileGroup], sums: [S::F; TILE_TOKENS], rows: &mut Rows);
 }
 
@@ -171,20 +171,21 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
     range: Range<usize>,
     room: &mut Room,
 ) {
-    let (codes, scales) = weights.get::<F>(panel);
+    let panel = weights.get(panel);
     let Room { codes: signed, units, sums } = room;
     sums[..range.len()].fill([[0.0; LANES]; TILE_TOKENS]);
     let per_chunk = CODE_STEPS / F::GROUPS;
-    let chunks = codes.chunks(per_chunk * F::CODES).zip(scales.chunks(per_chunk * F::SCALES));
-    for (chunk, (codes, scales)) in chunks.enumerate() {
-        let n = codes.len() / F::CODES * F::GROUPS;
-        unpack::<S, F>(s, codes, scales, signed);
+    for chunk in 0..weights.blocks.div_ceil(per_chunk) {
+        let blocks = chunk * per_chunk..weights.blocks.min((chunk + 1) * per_chunk);
+        let n = blocks.len() * F::GROUPS;
+        unpack::<S, F>(s, panel, blocks.clone(), signed);
+        let scales_of = |block: usize| &panel[Layout::<F>::scales(blocks.start + block)];
         // Products run ahead of the vectors, also from one tile into the next, unless a tile has too few.
         let into_next = n >= RING - 1;
         let (mut x, mut at) = (inputs.tile_codes(range.start, chunk), 0);
         for (i, (tile, rows)) in range.clone().zip(&mut *sums).enumerate() {
             // The same chunk of the next panel.
-            Ahead::all(weights.panel).prefetch::<S, false>(s, codes, i, range.len());
+            ahead::prefetch_part(s, &panel[Layout::<F>::span(blocks.clone())], weights.panel, i, range.len());
             let next_x = match tile + 1 < range.end {
                 true => inputs.tile_codes(tile + 1, chunk),
                 false => &[],
@@ -203,20 +204,21 @@ fn panel_times<S: Simd, T: Tiles<Bytes>, F: TileFormat>(
                 } else if into_next && ahead - n < next_x.len() {
                     product(tiles, signed, next_x, ahead - n, &mut units[slot]);
                 }
-                F::add(s, scales, group, &units[at % RING], &x[group], &mut tile_sums);
+                let scales = scales_of(group / F::GROUPS);
+                F::add(s, scales, group % F::GROUPS, &units[at % RING], &x[group], &mut tile_sums);
                 at += 1;
             }
-            F::finish(s, scales, x, tile_sums, rows);
+            F::finish(s, scales_of(0), x, tile_sums, rows);
             x = next_x;
         }
     }
 }
 
-/// The signed codes of a chunk.
+/// The signed codes of some blocks of a panel.
 #[inline(always)]
-fn unpack<S: Simd, F: TileFormat>(s: S, codes: &[u8], scales: &[u8], signed: &mut [u32]) {
-    let blocks = codes.chunks_exact(F::CODES).zip(scales.chunks_exact(F::SCALES));
-    let groups = blocks.flat_map(|(codes, scales)| {
+fn unpack<S: Simd, F: TileFormat>(s: S, panel: &[u8], blocks: Range<usize>, signed: &mut [u32]) {
+    let groups = blocks.flat_map(|block| {
+        let (codes, scales) = (&panel[Layout::<F>::codes(block)], &panel[Layout::<F>::scales(block)]);
         codes.chunks_exact(F::CODES / F::GROUPS).map(move |codes| (codes, scales))
     });
     for ((codes, scales), out) in groups.zip(signed.as_chunks_mut().0.as_chunks_mut::<8>().0) {

@@ -113,10 +113,8 @@ pub trait Bytes<S: Simd, const P: usize> {
     fn codes(&self, panel: usize, step: usize) -> &Step;
     /// The scales of 256 inputs of a panel, number `chunk`.
     fn scale(&self, s: S, panel: usize, chunk: usize) -> S::F;
-    /// In how many parts a step prefetches: at most one per quad.
-    const PARTS: usize = 1;
-    /// Prefetches part `part` of what a tile of tokens wants to have in the cache later.
-    fn prefetch(&self, _: S, _: &Step, _part: usize) {}
+    /// Prefetches what later tiles of tokens want to have in the cache.
+    fn prefetch(&self, _: S, _: &Step) {}
 }
 
 /// Weights that were decoded and rounded.
@@ -153,7 +151,7 @@ impl<S: Simd> TakeQuads<S> for Codes<'_> {
 
 /// Rounds the weights of a panel.
 #[inline(always)]
-fn round<S: Simd, F: Decode>(s: S, panel: (&[u8], &[u8]), codes: &mut [Line], scales: &mut [[f32; LANES]]) {
+fn round<S: Simd, F: Decode>(s: S, panel: &[u8], codes: &mut [Line], scales: &mut [[f32; LANES]]) {
     const STEPS: usize = WIDE / GROUP;
     for (chunk, (codes, scale)) in codes.chunks_mut(QUADS).zip(scales).enumerate() {
         let steps = chunk * STEPS..chunk * STEPS + codes.len() * 4 / GROUP;
@@ -214,7 +212,7 @@ impl<F: Decode> Kernel for Multiply<'_, '_, F> {
             for i in 0..n {
                 let codes = &mut codes[i * quads..(i + 1) * quads];
                 let scales = &mut scales[i * chunks..(i + 1) * chunks];
-                round::<S, F>(s, weights.get::<F>(panel + i), codes, scales);
+                round::<S, F>(s, weights.get(panel + i), codes, scales);
             }
             let wide = Rounded { codes, scales, width: inputs.width };
             for_token_tiles!(0..inputs.n, false, first, T => match n {
@@ -254,12 +252,10 @@ pub fn tile<S: Simd, B: Bytes<S, P>, const T: usize, const P: usize>(
             for p in 1..P {
                 w[p] = weights.codes(p, chunk * STEPS + i);
             }
+            for p in 0..P {
+                weights.prefetch(s, w[p]);
+            }
             for q in 0..GROUP / 4 {
-                if q < B::PARTS {
-                    for p in 0..P {
-                        weights.prefetch(s, w[p], q);
-                    }
-                }
                 let mut codes = [s.splat_i(0); P];
                 for p in 0..P {
                     codes[p] = s.load_bytes(&w[p].as_chunks().0[q]);
