@@ -54,8 +54,8 @@ pub struct Compute {
     /// multiplies pairs of bf16. Packed weights become bf16 with tiles, and bytes with a scale per 256 inputs on other CPUs that
     /// multiply bytes. Prompts take less time, but the result of a token then depends on whether its batch was large.
     pub fast_prefill: bool,
-    /// The memory of weights.
-    weights: Arc<Arena>,
+    /// Where weights lie. Devices that share it put their models side by side.
+    pub weights: Arc<Arena>,
 }
 
 impl Compute {
