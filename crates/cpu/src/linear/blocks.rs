@@ -9,8 +9,8 @@
 //!
 //! Eight products of 64 bytes per block of 16 rows and token, a product and a multiply-add for the scales.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): q8_0 at 0.8 of the read limit for one token, q4_0 at 0.6 to 0.7;
-//! 1.2 TFLOP/s for 512. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
+//! Measured on two Zen 4 cores (docs/performance.md): one token of q8_0 and q4_0 at SHARE of the read limit. On Zen 5, 512 tokens
+//! at 1.2 TFLOP/s. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
 //! to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
 use super::decode::{self, Decode, Map, TakeQuads};
@@ -234,10 +234,11 @@ fn tile<S: Simd, F: PackedBlock, const T: usize, const MANY: bool>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let ahead = weights.ahead::<MANY>(inputs.n, first, 1);
+    let ahead = weights.ahead::<T, MANY>(inputs.n, first, 1);
     let mut sums = [s.splat(0.0); T];
     let chunks = weights.chunks::<Blocks<F>>(panel);
     for (chunk, x) in chunks.zip(inputs.groups_of::<T>(first).chunks(Layout::<Blocks<F>>::BLOCKS)) {
+        ahead.prefetch(s, &chunk[..Layout::<Blocks<F>>::SCALES]);
         for (i, x) in x.iter().enumerate() {
             let (codes, scales) = Layout::<Blocks<F>>::of_chunk(chunk, i);
             ahead.prefetch(s, codes);

@@ -98,10 +98,10 @@ fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let mut panels = Stored::<S, P, MANY> {
+    let mut panels = Stored::<S, T, P, MANY> {
         codes: [&[]; P],
         scales: [s.splat(0.0); P],
-        ahead: weights.ahead::<MANY>(inputs.n, first, P),
+        ahead: weights.ahead::<T, MANY>(inputs.n, first, P),
     };
     for p in 0..P {
         let stored = weights.get(panel + p);
@@ -112,13 +112,13 @@ fn tile<S: Simd, const T: usize, const P: usize, const MANY: bool>(
 }
 
 /// Weights as they lie in panels.
-struct Stored<'w, S: Simd, const P: usize, const MANY: bool> {
+struct Stored<'w, S: Simd, const T: usize, const P: usize, const MANY: bool> {
     codes: [&'w [Step]; P],
     scales: [S::F; P],
-    ahead: Ahead<MANY>,
+    ahead: Ahead<T, MANY>,
 }
 
-impl<S: Simd, const P: usize, const MANY: bool> Bytes<S, P> for Stored<'_, S, P, MANY> {
+impl<S: Simd, const T: usize, const P: usize, const MANY: bool> Bytes<S, P> for Stored<'_, S, T, P, MANY> {
     #[inline(always)]
     fn codes(&self, panel: usize, step: usize) -> &Step {
         &self.codes[panel][step]
@@ -129,7 +129,10 @@ impl<S: Simd, const P: usize, const MANY: bool> Bytes<S, P> for Stored<'_, S, P,
     }
     #[inline(always)]
     fn prefetch(&self, s: S, codes: &Step) {
-        self.ahead.prefetch(s, codes);
+        // Fewer have less arithmetic per line than those of other encodings.
+        if T == inputs::TILE {
+            self.ahead.prefetch(s, codes);
+        }
     }
 }
 

@@ -327,12 +327,13 @@ fn tile<S: Simd, F: PackedSuperBlock, const T: usize, const MANY: bool>(
     panel: usize,
     out: &mut Columns<'_, f32>,
 ) {
-    let ahead = weights.ahead::<MANY>(inputs.n, first, 1);
+    let ahead = weights.ahead::<T, MANY>(inputs.n, first, 1);
     let x = inputs.groups_of::<T>(first).as_chunks::<8>().0;
     let mut sums = [s.splat(0.0); T];
     const { assert!(Layout::<SuperBlocks<F>>::BLOCKS == 1, "a chunk is a super-block") };
     for (chunk, x) in weights.chunks::<SuperBlocks<F>>(panel).zip(x) {
         let (codes, scales) = Layout::<SuperBlocks<F>>::of_chunk(chunk, 0);
+        ahead.prefetch(s, &chunk[..Layout::<SuperBlocks<F>>::SCALES]);
         let small = scales[..SuperBlocks::<F>::SMALL].as_chunks::<LANES>().0;
         let table = SuperBlocks::<F>::table(scales);
         let (mut scaled, mut least) = ([s.splat(0.0); T], [s.splat(0.0); T]);
