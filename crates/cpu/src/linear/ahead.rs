@@ -40,19 +40,19 @@ impl Panels<'_> {
 /// time. Were they the first eight, the inputs of many more tiles would take the prefetched lines' place in the second-level cache.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead<const T: usize, const MANY: bool> {
-    /// Bit `i` for line `i`.
+    /// Bit `i` for line `i`, and for every eighth after it.
     lines: u8,
     bytes: usize,
 }
 
 impl<const T: usize, const MANY: bool> Ahead<T, MANY> {
-    /// Prefetches what lies ahead of some lines, with `MANY` at most eight.
+    /// Prefetches what lies ahead of some lines, or with `MANY` its share of it.
     #[inline(always)]
     pub(super) fn prefetch<S: Simd>(self, s: S, bytes: &[u8]) {
         let lines = bytes.as_chunks::<64>().0;
         let mut i = 0;
         while (MANY || T >= FROM) && i < lines.len() {
-            if !MANY || self.lines >> i & 1 == 1 {
+            if !MANY || self.lines >> (i % 8) & 1 == 1 {
                 s.prefetch(&lines[i], self.bytes);
             }
             i += 1;
