@@ -25,7 +25,7 @@ pub mod transpose;
 pub mod uncached;
 
 pub use isa::Isa;
-pub use mapped::copy_on_write;
+pub use mapped::{HUGE, copy_on_write, map_huge};
 use portable::Portable;
 pub use portable::widen;
 pub use products::{quad_of_units, quads_per_word, together};

@@ -1,4 +1,5 @@
 //! The CPU as a device: it computes each operation when the decoder asks for it, so a submission is done at once.
+use crate::arch::arena;
 use crate::experts;
 use crate::layer::Linear;
 use crate::linear::{Inputs, Matrix};
@@ -107,6 +108,10 @@ impl Footprint for Cpu {
         let (inputs, rows) = shape.split_last()?;
         let outputs = rows.iter().try_fold(1usize, |n, rows| n.checked_mul(*rows))?;
         Matrix::resident_bytes(resident(stored, format, *inputs), outputs, *inputs)
+    }
+
+    fn unused_weight_bytes(&self, weights: u64) -> u64 {
+        arena::unused(weights)
     }
 
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {

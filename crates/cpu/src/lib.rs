@@ -35,12 +35,14 @@ use pool::pairs::{Precision, Products};
 use pools::CpuPools;
 use std::sync::{Arc, LazyLock};
 
-/// Which results this code computes, to the last bit. It is part of [`Footprint::numerics`](kvist_device::Footprint::numerics), and so of the
-/// keys under which K and V are stored: another process reuses them only if it would have computed the same ones. Raise it with every
-/// change of a kernel that changes a bit of a result on any instruction set. `tests/device/golden.rs` fails if a result has changed without it.
+/// Which results this code computes, to the last bit. It is part of
+/// [`Footprint::numerics`](kvist_device::Footprint::numerics), and so of the keys under which K and V are stored: another process
+/// reuses them only if it would have computed the same ones. Raise it with every change of a kernel that changes a bit of a result on
+/// any instruction set. `tests/device/golden.rs` fails if a result has changed without it.
 pub const NUMERICS: u32 = 6;
 
-/// The compute resources: an instruction set and a thread pool. Shared by all work that runs one after the other.
+/// The compute resources: an instruction set, a thread pool and the memory of weights. Shared by all work that runs one after the
+/// other.
 #[derive(Clone, Debug)]
 pub struct Compute {
     pub isa: Isa,

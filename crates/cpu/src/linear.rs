@@ -425,8 +425,8 @@ macro_rules! for_token_tiles {
 }
 use for_token_tiles;
 
-/// Runs `$body` for every `$N` tokens of `$T` from `$first` on, in order: those whose products with `$n_quads` quads of codes of `$bits` bits
-/// share loads.
+/// Runs `$body` for every `$N` tokens of `$T` from `$first` on, in order: those whose products with `$n_quads` quads of codes of
+/// `$bits` bits share loads.
 macro_rules! for_tokens_together {
     ($S:ident, $bits:expr, $n_quads:literal, $first:ident < $T:ident, $N:ident => $body:expr) => {{
         let mut $first = 0;

@@ -1,7 +1,6 @@
-//! Memory in whole pages: of a file, or zeroed memory from anonymous maps, on huge pages if the system provides them. With 4 KiB pages, streaming a large
-//! cache spends a third of the time in address translation.
-use crate::arch::arena::{HUGE, map_huge};
-use crate::arch::copy_on_write;
+//! Memory in whole pages: of a file, or zeroed memory from anonymous maps, on huge pages if the system provides them. With 4 KiB
+//! pages, streaming a large cache spends a third of the time in address translation.
+use crate::arch::{HUGE, copy_on_write, map_huge};
 use kvist_device::Reservation;
 use memmap2::MmapMut;
 use std::fs::File;
@@ -26,8 +25,8 @@ impl Pages {
         Pages::of(len, true)
     }
 
-    /// Like [`new`](Self::new), with or without huge pages. What follows the last whole huge page lies on small ones, so that it does not
-    /// take the memory of a huge one.
+    /// Like [`new`](Self::new), with or without huge pages. What follows the last whole huge page lies on small ones, so that it
+    /// does not take the memory of a huge one.
     pub fn of(len: usize, huge: bool) -> Result<Self, u64> {
         let (map, start) = match huge && len >= HUGE {
             true => map_huge(len)?,
@@ -50,7 +49,8 @@ impl Pages {
     }
 }
 
-/// The `wanted` bytes of slabs, in their order, all of them mutable at once. Panics if two of them overlap or one lies outside its slab.
+/// The `wanted` bytes of slabs, in their order, all of them mutable at once. Panics if two of them overlap or one lies outside its
+/// slab.
 pub fn disjoint<'p>(slabs: &'p mut [Pages], wanted: &[(usize, Range<usize>)]) -> Vec<&'p mut [u8]> {
     let mut order: Vec<usize> = (0..wanted.len()).collect();
     order.sort_unstable_by_key(|i| (wanted[*i].0, wanted[*i].1.start, wanted[*i].1.end));

@@ -132,6 +132,11 @@ pub trait Footprint: Send + Sync {
     /// if rows are not whole blocks.
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64>;
 
+    /// Most bytes that a model takes beyond its weights of `weights` bytes together, because of how the device divides memory.
+    fn unused_weight_bytes(&self, _weights: u64) -> u64 {
+        0
+    }
+
     /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and
     /// [`Device::stream`] allocate for a decoder of this shape. `None` on overflow.
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64>;

@@ -2,15 +2,17 @@
 //!
 //! A matrix of its own map would end in small pages, and one of less than a huge page, as all of a small model, would have no other.
 //! Processors stop prefetching at the end of a page: a core of Zen 4 reads 31 GB/s from huge pages and 12 from small ones.
-use memmap2::{MmapMut, MmapRaw};
+use super::mapped::{HUGE, map_huge};
+use memmap2::MmapRaw;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Bytes of a huge page.
-pub const HUGE: usize = 2 << 20;
-/// Least bytes of a slab. What is never written to takes address space alone, except on systems that reserve it.
-/// The last huge page of each slab may be partly used, so there are few slabs.
-const SLAB: usize = if cfg!(target_os = "linux") { 256 << 20 } else { 0 };
+/// Least bytes of a slab, or none. What is never written to takes address space alone, except on systems that reserve it. The last
+/// huge page of each slab may be partly used, so there are few slabs.
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+const SLAB: usize = 4 << 30;
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+const SLAB: usize = 0;
 /// Pieces begin on cache lines.
 const LINE: usize = 64;
 
@@ -31,21 +33,6 @@ impl Slab {
     }
 }
 
-/// Maps `len` bytes, on huge pages if the system provides them, and says where they begin in the map.
-///
-/// Linux begins a map whose size is not a multiple of huge pages anywhere: of three huge pages and a half only two would be huge. So
-/// the map has room to begin at one; address space is all that this takes. Other systems get ordinary maps.
-pub fn map_huge(len: usize) -> Result<(MmapMut, usize), u64> {
-    let room = if cfg!(target_os = "linux") { len.checked_add(HUGE) } else { Some(len.max(1)) };
-    let room = room.ok_or(len as u64)?;
-    let map = MmapMut::map_anon(room).map_err(|_| len as u64)?;
-    let start = map.as_ptr().align_offset(HUGE).min(room - len);
-    // Only a hint: if it fails everything works, but slower.
-    #[cfg(target_os = "linux")]
-    let _ = map.advise_range(memmap2::Advice::HugePage, start, len / HUGE * HUGE);
-    Ok((map, start))
-}
-
 /// The slab that has room left, as long as one of its pieces lives, and how much of it is taken.
 #[derive(Debug, Default)]
 struct Last {
@@ -53,22 +40,50 @@ struct Last {
     used: usize,
 }
 
+/// Most bytes that huge pages at the ends of slabs take beyond the `bytes` of the pieces of an arena.
+pub fn unused(bytes: u64) -> u64 {
+    most_slabs(bytes, SLAB as u64).saturating_mul(HUGE as u64)
+}
+
+/// Slabs end where a piece finds no room: two neighbours together have more than a slab's bytes.
+fn most_slabs(bytes: u64, least_slab: u64) -> u64 {
+    match bytes.checked_div(least_slab) {
+        Some(pairs) => pairs.saturating_mul(2).saturating_add(1),
+        // Each piece has a slab of its own, and no huge page that it does not fill.
+        None => 0,
+    }
+}
+
 /// Where pieces come from. A slab is given back with the last of its pieces.
-#[derive(Debug, Default)]
-pub struct Arena(Mutex<Last>);
+#[derive(Debug)]
+pub struct Arena {
+    least_slab: usize,
+    last: Mutex<Last>,
+}
+
+impl Default for Arena {
+    fn default() -> Self {
+        Arena::of_slabs(SLAB)
+    }
+}
 
 impl Arena {
+    fn of_slabs(least_slab: usize) -> Self {
+        Arena { least_slab, last: Mutex::default() }
+    }
+
     /// `len` zeroed bytes, which begin on a cache line. On failure returns the number of bytes the system refused. Does not touch
     /// the memory: the thread that writes a page first has it on its own memory node.
     pub fn piece(&self, len: usize) -> Result<Piece, u64> {
         let lines = len.checked_next_multiple_of(LINE).ok_or(len as u64)?;
-        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
         let (slab, start) = match last.slab.upgrade() {
             Some(slab) if slab.len - last.used >= lines => (slab, last.used),
             _ => {
                 let whole = lines.checked_next_multiple_of(HUGE).ok_or(len as u64)?;
-                let slab =
-                    Slab::new(whole.max(SLAB)).or_else(|_| Slab::new(lines)).map_err(|_| len as u64)?;
+                let slab = Slab::new(whole.max(self.least_slab))
+                    .or_else(|_| Slab::new(lines))
+                    .map_err(|_| len as u64)?;
                 let slab = Arc::new(slab);
                 last.slab = Arc::downgrade(&slab);
                 (slab, 0)
@@ -111,8 +126,9 @@ mod tests {
 
     #[test]
     fn pieces_share_slabs_and_no_bytes() {
-        let arena = Arena::default();
-        let lens = [1, 0, 64, 100, SLAB.max(HUGE) - 64, 3 * HUGE + 5, SLAB + 1, 7];
+        const SLAB: usize = 2 * HUGE;
+        let arena = Arena::of_slabs(SLAB);
+        let lens = [1, 0, 64, 100, SLAB - 64, 3 * HUGE + 5, SLAB + 1, 7];
         let mut pieces: Vec<Piece> = lens.iter().map(|len| arena.piece(*len).unwrap()).collect();
         for (i, piece) in pieces.iter_mut().enumerate() {
             assert_eq!((piece.bytes().as_ptr().align_offset(LINE), piece.bytes().len()), (0, lens[i]));
@@ -126,6 +142,25 @@ mod tests {
         assert!(!Arc::ptr_eq(&pieces[3].slab, &pieces[4].slab));
         let first = pieces[0].slab.map.as_ptr().wrapping_add(pieces[0].start);
         assert!(cfg!(not(target_os = "linux")) || first.align_offset(HUGE) == 0);
+    }
+
+    #[test]
+    fn there_are_no_more_slabs_than_the_bound() {
+        const SLAB: usize = 2 * HUGE;
+        for lens in [
+            vec![64; 3],
+            vec![SLAB; 3],
+            vec![SLAB - 64, 128, SLAB - 64, 128, SLAB - 64],
+            vec![SLAB / 2 + 64; 5],
+            vec![3 * SLAB, 64, SLAB],
+        ] {
+            let arena = Arena::of_slabs(SLAB);
+            let pieces: Vec<Piece> = lens.iter().map(|len| arena.piece(*len).unwrap()).collect();
+            let slabs = 1 + pieces.windows(2).filter(|two| !Arc::ptr_eq(&two[0].slab, &two[1].slab)).count();
+            let most = most_slabs(lens.iter().sum::<usize>() as u64, SLAB as u64);
+            assert!(slabs as u64 <= most, "{slabs} slabs, at most {most}: {lens:?}");
+        }
+        assert_eq!((most_slabs(1 << 40, 0), most_slabs(u64::MAX, 1)), (0, u64::MAX));
     }
 
     #[test]

@@ -1,6 +1,24 @@
-//! Files as memory.
+//! Memory in whole pages: of files, and huge ones.
 use memmap2::{MmapMut, MmapOptions};
 use std::fs::File;
+
+/// Bytes of a huge page.
+pub const HUGE: usize = 2 << 20;
+
+/// Maps `len` bytes, on huge pages if the system provides them, and says where they begin in the map.
+///
+/// Linux begins a map whose size is not a multiple of huge pages anywhere: of three huge pages and a half only two would be huge. So
+/// the map has room to begin at one; address space is all that this takes. Other systems get ordinary maps.
+pub fn map_huge(len: usize) -> Result<(MmapMut, usize), u64> {
+    let room = if cfg!(target_os = "linux") { len.checked_add(HUGE) } else { Some(len.max(1)) };
+    let room = room.ok_or(len as u64)?;
+    let map = MmapMut::map_anon(room).map_err(|_| len as u64)?;
+    let start = map.as_ptr().align_offset(HUGE).min(room - len);
+    // Only a hint: if it fails everything works, but slower.
+    #[cfg(target_os = "linux")]
+    let _ = map.advise_range(memmap2::Advice::HugePage, start, len / HUGE * HUGE);
+    Ok((map, start))
+}
 
 /// Maps the first `len` bytes of a file. Its pages are shared with all processes that map it, until one is written to: that
 /// page is then copied, and the file does not change.

@@ -16,8 +16,8 @@ pub(super) fn store_two_bytes<S: Simd>(s: S, units: S::I, [high, low]: [&mut [u8
     s.store_low_bytes(s.over_256(s.add_i(units, s.splat_i(128))), high);
 }
 
-/// Four units as [`Simd::dot_units`] takes them. As bytes, `unit = 256 * high + low`, both signed: the high ones are the first part, the low
-/// ones the second. As words: units 0 and 2 are the first part, 1 and 3 the second.
+/// Four units as [`Simd::dot_units`] takes them. As bytes, `unit = 256 * high + low`, both signed: the high ones are the first
+/// part, the low ones the second. As words: units 0 and 2 are the first part, 1 and 3 the second.
 pub fn quad_of_units(words: bool, units: [i32; 4]) -> [i32; 2] {
     if words {
         return [0, 1].map(|i| (units[i] & 0xffff) | (units[i + 2] << 16));

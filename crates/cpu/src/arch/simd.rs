@@ -58,8 +58,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     /// Per lane: `acc + Σ unsigned[j] * signed[j]` over the lane's four bytes.
     fn dot4(self, acc: Self::I, unsigned: Self::I, signed: Self::I) -> Self::I;
     /// Per lane: adds `Σ codes[j] * units[j]` over the lane's four unsigned codes to `sums`, whose total is
-    /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as [`quad_of_units`](super::quad_of_units) writes them.
-    /// Sums and total wrap.
+    /// [`sum_of_units`](Self::sum_of_units). Every lane has the same `units`: four of ±32,639, as
+    /// [`quad_of_units`](super::quad_of_units) writes them. Sums and total wrap.
     #[inline(always)]
     fn dot_units(self, sums: [Self::I; 2], codes: Self::I, units: [i32; 2]) -> [Self::I; 2] {
         dot_two_bytes(self, sums, codes, units)
@@ -68,13 +68,14 @@ pub trait Simd: Copy + Send + Sync + 'static {
     fn sum_of_units(self, sums: [Self::I; 2]) -> Self::I {
         sum_of_two_bytes(self, sums)
     }
-    /// Stores the units of sixteen lanes as four quads: the first parts of [`quad_of_units`](super::quad_of_units), and the second ones.
+    /// Stores the units of sixteen lanes as four quads: the first parts of [`quad_of_units`](super::quad_of_units), and the second
+    /// ones.
     #[inline(always)]
     fn store_units(self, units: Self::I, parts: [&mut [u8; 16]; 2]) {
         store_two_bytes(self, units, parts);
     }
-    /// Per lane and of `N` tokens: `Σ (code − zero) · x` over `Q` quads of codes, four in a lane. All lanes have the same `x(quad, token)`,
-    /// of −127 to 127. Codes have `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
+    /// Per lane and of `N` tokens: `Σ (code − zero) · x` over `Q` quads of codes, four in a lane. All lanes have the same `x(quad,
+    /// token)`, of −127 to 127. Codes have `bits` bits, and `start` is −zero · Σ x; of 8 bits the zero is 128.
     #[inline(always)]
     fn dot_codes<const Q: usize, const N: usize>(
         self,
@@ -227,8 +228,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// The products that a kernel uses. A kernel that declares too little runs slower products, its products of pairs round differently, and
-/// [`Simd::dot_units`] may expect other quads than [`Isa::multiplies_words`](super::Isa::multiplies_words) says.
+/// The products that a kernel uses. A kernel that declares too little runs slower products, its products of pairs round
+/// differently, and [`Simd::dot_units`] may expect other quads than [`Isa::multiplies_words`](super::Isa::multiplies_words) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Uses {
     /// Products of floats alone.

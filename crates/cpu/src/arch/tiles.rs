@@ -11,7 +11,8 @@
 //! compiler checks that the shapes of a product agree, and no state of the thread is left behind. Every slice is
 //! checked against the shape before it is read or written.
 //!
-//! With the feature `testing`, `EmulatedTiles` computes the same in plain loops, so that kernels over tiles are tested on every machine.
+//! With the feature `testing`, `EmulatedTiles` computes the same in plain loops, so that kernels over tiles are tested on every
+//! machine.
 #![cfg_attr(not(any(target_arch = "x86_64", feature = "testing")), allow(dead_code, unused_variables))] // nothing has tiles then
 
 #[cfg(feature = "testing")]

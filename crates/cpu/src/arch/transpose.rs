@@ -1,5 +1,5 @@
-//! Small transpositions of bytes, for rows that are interleaved with each other. They need no detection: SSE2 is part of x86-64, and other
-//! CPUs take the portable code, which is also what the tests compare with.
+//! Small transpositions of bytes, for rows that are interleaved with each other. They need no detection: SSE2 is part of x86-64,
+//! and other CPUs take the portable code, which is also what the tests compare with.
 
 /// Columns of four rows of four 4-byte units.
 #[inline(always)]

@@ -32,8 +32,8 @@ impl Uncached {
             for (to, from) in lines {
                 let (to, from) = (to.as_mut_ptr().cast::<__m128i>(), from.as_ptr().cast::<__m128i>());
                 // SAFETY: SSE2 is part of x86-64; both lines are four vectors long, and `to` is aligned. `run` fences the stores, which
-                // the processor may order after later ones, before anything else can happen to this memory in another thread: until then
-                // it is borrowed from the caller of `run`, mutably.
+                // the processor may order after later ones, before anything else can happen to this memory in another thread: until
+                // then it is borrowed from the caller of `run`, mutably.
                 unsafe { (0..4).for_each(|i| _mm_stream_si128(to.add(i), _mm_loadu_si128(from.add(i)))) }
             }
             return;

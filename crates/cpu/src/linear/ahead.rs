@@ -1,20 +1,21 @@
 //! What kernels of packed linear layers prefetch.
 //!
-//! One or two tokens prefetch nothing: the panels of a thread are one stream, which the processor fetches by itself, and at the speed of memory
-//! prefetches by hand take up to 40 % of it (Zen 4). With more arithmetic per line the processor looks at too few of the next lines. Then every line must be
-//! prefetched, those of scales too: for what is left out the processor, which sees a stream with gaps, does nothing.
+//! One or two tokens prefetch nothing: the panels of a thread are one stream, which the processor fetches by itself, and at the
+//! speed of memory prefetches by hand take up to 40 % of it (Zen 4). With more arithmetic per line the processor looks at too few
+//! of the next lines. Then every line must be prefetched, those of scales too: for what is left out the processor, which sees a
+//! stream with gaps, does nothing.
 use super::{Panels, inputs};
 use crate::arch::Simd;
 
 /// Fewest tokens of a tile that prefetches.
 const FROM: usize = 4;
-/// How far ahead a single tile of tokens prefetches, in bytes, of all panels that it reads side by side. On Zen 4, 4 and 32 KiB were up to 1.3 times
-/// slower.
+/// How far ahead a single tile of tokens prefetches, in bytes, of all panels that it reads side by side. On Zen 4, 4 and 32 KiB
+/// were up to 1.3 times slower.
 const AHEAD: usize = 8 << 10;
 
 impl Panels<'_> {
-    /// What the tile of `T` tokens that starts at token `first` of `n` prefetches. It is one of several whole tiles if there are `MANY`, and reads `side` panels
-    /// side by side.
+    /// What the tile of `T` tokens that starts at token `first` of `n` prefetches. It is one of several whole tiles if there are
+    /// `MANY`, and reads `side` panels side by side.
     #[inline(always)]
     pub(super) fn ahead<const T: usize, const MANY: bool>(
         &self,
@@ -34,10 +35,11 @@ impl Panels<'_> {
 
 /// Which cache lines a tile of `T` tokens prefetches, of the codes of a block or the scales of a chunk, and how far ahead.
 ///
-/// A single tile reads each panel once, at the speed of memory: it prefetches every line [`AHEAD`], if it has enough tokens. (So do the tokens that whole tiles
-/// leave, which read a unit of panels anew.) Several tiles read a panel one after the other, all but the first from the processor's cache:
-/// together the last eight tiles prefetch the next panel, each its share. So memory and arithmetic are busy at the same
-/// time. Were they the first eight, the inputs of many more tiles would take the prefetched lines' place in the second-level cache.
+/// A single tile reads each panel once, at the speed of memory: it prefetches every line [`AHEAD`], if it has enough tokens. (So do
+/// the tokens that whole tiles leave, which read a unit of panels anew.) Several tiles read a panel one after the other, all but
+/// the first from the processor's cache: together the last eight tiles prefetch the next panel, each its share. So memory and
+/// arithmetic are busy at the same time. Were they the first eight, the inputs of many more tiles would take the prefetched lines'
+/// place in the second-level cache.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead<const T: usize, const MANY: bool> {
     /// Bit `i` for line `i`, and for every eighth after it.

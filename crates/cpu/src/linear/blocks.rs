@@ -9,9 +9,9 @@
 //!
 //! Eight products of 64 bytes per block of 16 rows and token, a product and a multiply-add for the scales.
 //!
-//! Measured on two Zen 4 cores (docs/performance.md): one token of q8_0 and q4_0 at 0.97 of the read limit while memory is slow, at 0.85 while
-//! it is fast. On Zen 5, 512 tokens at 1.2 TFLOP/s. Two panels that share the broadcast values of x were slower: for 8 and 16 tokens by 10
-//! to 20 %, and no faster for 512, where the products themselves are the limit.
+//! Measured on two Zen 4 cores (docs/performance.md): one token of q8_0 and q4_0 at 0.97 of the read limit while memory is slow, at
+//! 0.85 while it is fast. On Zen 5, 512 tokens at 1.2 TFLOP/s. Two panels that share the broadcast values of x were slower: for 8
+//! and 16 tokens by 10 to 20 %, and no faster for 512, where the products themselves are the limit.
 use super::codes::Codes;
 use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{

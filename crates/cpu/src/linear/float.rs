@@ -223,8 +223,8 @@ impl Decode for BF16 {
 
 /// The differences between the float types.
 trait Tile {
-    /// Sums of `N` tokens times `P` panels, starting at `panel`. `tokens` are the first one of a tile of `T`, and those of the tile that
-    /// are skipped.
+    /// Sums of `N` tokens times `P` panels, starting at `panel`. `tokens` are the first one of a tile of `T`, and those of the tile
+    /// that are skipped.
     fn tile<S: Simd, const T: usize, const N: usize, const P: usize, const MANY: bool>(
         s: S,
         weights: &Panels<'_>,

@@ -6,9 +6,9 @@
 //!
 //! x is rounded to bf16, as torch does. Packed weights are decoded, and rounded too; their halves are rounded away from 0.
 //!
-//! Loops, from the outside: up to 512 tokens (128 if the weights are bf16); 256 inputs; pairs of panels, whose weights of these inputs stay in the
-//! first-level cache; pairs of tiles of tokens. Packed weights are decoded once per 512 tokens.
-//! The inputs and the sums of a unit stay in the second-level cache.
+//! Loops, from the outside: up to 512 tokens (128 if the weights are bf16); 256 inputs; pairs of panels, whose weights of these
+//! inputs stay in the first-level cache; pairs of tiles of tokens. Packed weights are decoded once per 512 tokens. The inputs and
+//! the sums of a unit stay in the second-level cache.
 //!
 //! Per step and 32 × 32 sums: four products of 16 cycles, and four tiles loaded (32 cycles): the products are the limit.
 use super::ahead;
@@ -164,14 +164,14 @@ impl Order {
 /// The blocks of some steps of panel `panel` and the next one, as far as there are any.
 #[inline(always)]
 fn blocks_of<'w, F: Decode>(weights: &'w Panels<'_>, panel: usize, steps: Range<usize>) -> [&'w [u8]; 2] {
-    let blocks_of = |panel: usize| match panel < weights.n {
+    let of = |panel: usize| match panel < weights.n {
         true => {
             let blocks = steps.start * GROUP / F::INPUTS..(steps.end * GROUP).div_ceil(F::INPUTS);
             &weights.get(panel)[Layout::<F>::span(blocks.start..blocks.end.min(weights.blocks))]
         }
         false => &[],
     };
-    [blocks_of(panel), blocks_of(panel + 1)]
+    [of(panel), of(panel + 1)]
 }
 
 /// The pairs of some steps of a panel, `[steps][16 pairs][16 rows]`: as they lie in the panel, or decoded.

@@ -6,9 +6,9 @@
 //! ```
 //!
 //! A chunk is one block, or two if the scales of one fill half a cache line. So a kernel reads the panels of a thread as one stream,
-//! which the processor prefetches by itself. When the scales lay behind all codes of their panel, a core of Zen 4 read q4_0 at no more than 20 GB/s,
-//! with prefetches by hand. As one stream, without them, it reads 30 of the 31 that reading alone reaches (bench/RESULTS.md, "Panels as one
-//! stream").
+//! which the processor prefetches by itself. When the scales lay behind all codes of their panel, a core of Zen 4 read q4_0 at no
+//! more than 20 GB/s, with prefetches by hand. As one stream, without them, it reads 30 of the 31 that reading alone reaches
+//! (bench/RESULTS.md, "Panels as one stream").
 use super::Format;
 use std::marker::PhantomData;
 use std::ops::Range;

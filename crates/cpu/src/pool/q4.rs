@@ -16,8 +16,8 @@
 //! error remains visible.
 //!
 //! Measured with products of two bytes on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head;
-//! bound by arithmetic, 0.2 of it, with eight query heads on each. With one byte, on Zen 3 (AVX2): four query heads to a KV head in 0.7 to
-//! 0.8 of the time.
+//! bound by arithmetic, 0.2 of it, with eight query heads on each. With one byte, on Zen 3 (AVX2): four query heads to a KV head in
+//! 0.7 to 0.8 of the time.
 use super::quantised::{
     ByteUnits, Line, Packed, QUADS, blocks_at, byte_of, packed_products, param, put_scores,
 };
@@ -205,8 +205,8 @@ impl Packed for Q4 {
     }
 }
 
-/// Queries whose products with both halves of bytes fit the registers. (With AVX2, scores of four took 1.2 to 1.6 times as long as twice two
-/// in some builds.)
+/// Queries whose products with both halves of bytes fit the registers. (With AVX2, scores of four took 1.2 to 1.6 times as long as
+/// twice two in some builds.)
 const fn most_abreast<S: Simd>() -> usize {
     S::ACCUMULATORS / 2
 }
@@ -218,8 +218,8 @@ fn quads_at<'b>(block: &Block<'b>, row: usize, byte: usize) -> Option<[&'b [u8; 
     Some([quad(0)?, quad(1)?, quad(2)?, quad(3)?])
 }
 
-/// Adds one vector of columns for each half of the bytes from `byte` on to the sums of `N` queries, at the columns `at`. The queries are
-/// rows of `quads` from `row` on.
+/// Adds one vector of columns for each half of the bytes from `byte` on to the sums of `N` queries, at the columns `at`. The
+/// queries are rows of `quads` from `row` on.
 #[inline(always)]
 fn columns<S: Simd, const N: usize>(
     s: S,

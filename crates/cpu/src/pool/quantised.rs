@@ -5,8 +5,9 @@
 //! costs less than widening the codes. AVX2 has no product of bytes that adds to 32 bits, but one of words: codes become
 //! words, one product takes whole units, and the sums are the same.
 //!
-//! The error of `q4` is sixteen times as large, so it has queries and weights of one byte, and half the products. [`Quads`] says how small
-//! weights survive that. `t4` keeps two: it loses less, and its levels are numbers of 8 bits, whose products fill AVX2's words at once.
+//! The error of `q4` is sixteen times as large, so it has queries and weights of one byte, and half the products. [`Quads`] says
+//! how small weights survive that. `t4` keeps two: it loses less, and its levels are numbers of 8 bits, whose products fill AVX2's
+//! words at once.
 mod quads;
 
 use super::{Block, Blocks, Lines, Queries, Sums};

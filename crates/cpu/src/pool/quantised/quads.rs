@@ -9,9 +9,9 @@ const MAX_PARAMS: usize = 48;
 /// Weights of up to [`MAX_ROWS`] queries for the cells of one call, in units: a query's weight times the scale of the cell's group.
 ///
 /// The unit of a row and group is bounded for all groups at once. With the largest scale `m[g]` of each group, `c[cell]` is the
-/// largest `scale[g][cell] / m[g]` over the groups, and `b[row]` the largest `weight[row][cell] × c[cell]`. Then no weight times scale of
-/// group `g` is larger than `b[row] × m[g]`. The bound is near: a cell with a large weight and small values, as an attention
-/// sink is, does not make the unit coarse for the others.
+/// largest `scale[g][cell] / m[g]` over the groups, and `b[row]` the largest `weight[row][cell] × c[cell]`. Then no weight times
+/// scale of group `g` is larger than `b[row] × m[g]`. The bound is near: a cell with a large weight and small values, as an
+/// attention sink is, does not make the unit coarse for the others.
 ///
 /// Units of one byte are coarse beside the largest product all the same. Rounded one by one, a hundred cells of a third of a unit
 /// would all become 0. So what rounding takes from a cell, or adds to it, goes to the cell 32 places on: every third of them gets

@@ -31,8 +31,8 @@ fn sums(
 }
 
 /// How far from the exact sum one may be, beyond a hundredth of the sum of magnitudes. (That much only where one product outweighs all
-/// others together tenfold, and its own elements are small.) Of q4, with units of one byte: two steps of the codes of the row with the largest
-/// product, whose own rounding is up to half a step.
+/// others together tenfold, and its own elements are small.) Of q4, with units of one byte: two steps of the codes of the row with
+/// the largest product, whose own rounding is up to half a step.
 fn allowed(storage: &str, weights: &[f32], rows: &[Vec<f32>]) -> f64 {
     if !storage.starts_with("q4") {
         return 0.0;
@@ -90,7 +90,8 @@ fn a_sink_leaves_the_others_exact() {
 }
 
 /// Beside one large weight, hundreds have a third of a unit of one byte each. Rounded one by one they would be 0, and two fifths of all
-/// weight would be lost. Some elements are the same in all cells, so that nothing but the sum of weights counts; the error of the others is noise.
+/// weight would be lost. Some elements are the same in all cells, so that nothing but the sum of weights counts; the error of the
+/// others is noise.
 #[test]
 fn small_weights_count_beside_a_large_one() {
     let mut random = SplitMix64(41);
