@@ -293,7 +293,7 @@ fn models() {
     let out = ["logits", "--model", &target, "--tokens", "1", "--out", "x", "--speculate", "ngram"];
     all.push(rows(&out, 2, &["--speculate", "--generate"]));
     // Room for the model and its cache, and not for the draft model beside them.
-    let tight = ["run", "-q", "x", "--speculate", "draft", "--context", "512", "--memory", "14700KiB"];
+    let tight = ["run", "-q", "x", "--speculate", "draft", "--context", "512", "--memory", "16748KiB"];
     all.push(rows(&tight, 1, &["draft model and its cache need", "--context", "--memory"]));
     // If one of our dependencies panics, that becomes an ordinary error, without a panic message before it.
     let tokenizer = r#"{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "model": {"type": "BPE"}}"#;
@@ -320,23 +320,23 @@ fn models() {
 fn memory() {
     check(vec![
         row("run --memory 1MiB x", 1, &["weights", "1 MiB are free", "MiB"]),
-        row("run --memory 9MiB --context 1024 x", 1, &["context of 1024 tokens", "are free; try --"]),
+        row("run --memory 11MiB --context 1024 x", 1, &["context of 1024 tokens", "are free; try --"]),
         row(
             "run --memory 20MiB --context 4000000000 x",
             1,
             &["context of 4000000000 tokens", "try --context"],
         ),
-        row("run --memory 7MiB --context 1024 x", 1, &["KV cache", "try --context", "--chunk 16"]),
-        row("run --memory 6.3MiB --context 1024 x", 1, &["KV cache", "try a smaller model, or more memory"]),
+        row("run --memory 9MiB --context 1024 x", 1, &["KV cache", "try --context", "--chunk 16"]),
+        row("run --memory 8.3MiB --context 1024 x", 1, &["KV cache", "try a smaller model, or more memory"]),
         row("run --memory 0 x", 1, &["free"]),
-        row("chat --memory 6.5MiB", 1, &["KV cache", "try"]),
+        row("chat --memory 8.5MiB", 1, &["KV cache", "try"]),
         row("logits --tokens 1 --generate 1 --memory 100k", 1, &["weights"]),
     ]);
     // Each of the two caches of `eval` fits alone, but not both together; the suggested flags do fit.
     let folder = tempfile::tempdir().unwrap();
     let text = folder.path().join("text.txt");
     std::fs::write(&text, "Ownership is a set of rules.").unwrap();
-    let eval = ["eval", "--kv", "q4", "--memory", "12MiB", "--text", &text.display().to_string()]
+    let eval = ["eval", "--kv", "q4", "--memory", "14MiB", "--text", &text.display().to_string()]
         .map(str::to_string);
     let eval: Vec<&str> = eval.iter().map(String::as_str).collect();
     let out = run(&eval, b"");
@@ -348,7 +348,7 @@ fn memory() {
     assert_eq!(out.status.code(), Some(0), "{said}{}", String::from_utf8_lossy(&out.stderr));
     // The error must not suggest a context that is too small for the prompt.
     let long = "word ".repeat(300);
-    let out = run(&["run", "--memory", "7MiB", &long], b"");
+    let out = run(&["run", "--memory", "9MiB", &long], b"");
     let said = String::from_utf8_lossy(&out.stderr).into_owned();
     assert!(out.status.code() == Some(1) && said.contains("try ") && !said.contains("--context"), "{said}");
     // `plan` prints its result before it refuses.

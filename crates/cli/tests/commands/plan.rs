@@ -81,7 +81,7 @@ fn what_is_to_be_pasted_makes_the_cache_that_was_planned() {
 
 #[test]
 fn the_longest_context_that_fits_does_and_no_longer_one() {
-    let all = plan("14MiB", &["--context", "1000"]);
+    let all = plan("16MiB", &["--context", "1000"]);
     let row = candidates(&all, "run")[0];
     let fits = number(row, "context_fits_tokens") as u64;
     assert!(row["fits"] == false && fits > 0 && fits.is_multiple_of(64), "{row}");
@@ -91,7 +91,7 @@ fn the_longest_context_that_fits_does_and_no_longer_one() {
     assert_eq!((&row["fits"], &row["context_fits_tokens"]), (&true.into(), &1000.into()), "{row}");
     let at = |context: u64| {
         let context = context.to_string();
-        run(&["plan", "--memory", "14MiB", "--kind", "contiguous", "--context", &context], b"").status.code()
+        run(&["plan", "--memory", "16MiB", "--kind", "contiguous", "--context", &context], b"").status.code()
     };
     assert_eq!((at(fits), at(fits + 64)), (Some(0), Some(1)), "{row}");
 }

@@ -55,7 +55,7 @@ fn a_recording_that_is_there_is_kept_unless_it_is_said_otherwise() {
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
     // A server that does not start leaves the file, too.
     let more = ["--record", path, "--record-overwrite"];
-    let out = run(&[&["serve", "--port", "0", "--memory", "12MiB"][..], &more].concat(), b"");
+    let out = run(&[&["serve", "--port", "0", "--memory", "14MiB"][..], &more].concat(), b"");
     assert_eq!(out.status.code(), Some(1));
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "of yesterday\n");
     let recorded = |args: &[&str]| {
@@ -166,7 +166,7 @@ fn the_plan_names_every_purpose_and_is_refused_where_it_does_not_fit() {
     let (text, _) = succeed(&["serve", "--dry-run"]);
     assert!(text.contains("bound ") && text.contains("KV cache") && text.contains("requests "), "{text}");
     for args in
-        [&["serve", "--dry-run", "--memory", "1MiB"][..], &["serve", "--memory", "12MiB", "--port", "0"]]
+        [&["serve", "--dry-run", "--memory", "1MiB"][..], &["serve", "--memory", "14MiB", "--port", "0"]]
     {
         refused(args, 1, &["MiB"]);
     }
