@@ -110,8 +110,8 @@ impl Footprint for Cpu {
         Matrix::resident_bytes(resident(stored, format, *inputs), outputs, *inputs)
     }
 
-    fn unused_weight_bytes(&self, weights: u64) -> u64 {
-        arena::unused(weights)
+    fn all_weight_bytes(&self, weights: u64) -> u64 {
+        weights.saturating_add(arena::unused(weights))
     }
 
     fn activation_bytes(&self, shape: &ModelShape, limits: &StepLimits) -> Option<u64> {

@@ -132,9 +132,10 @@ pub trait Footprint: Send + Sync {
     /// if rows are not whole blocks.
     fn weight_bytes(&self, shape: &[usize], stored: Encoding, format: WeightFormat) -> Option<u64>;
 
-    /// Most bytes that a model takes beyond its weights of `weights` bytes together, because of how the device divides memory.
-    fn unused_weight_bytes(&self, _weights: u64) -> u64 {
-        0
+    /// Most bytes in memory of all weights of a model, which have `weights` bytes together: more than these where the device divides
+    /// memory into larger parts.
+    fn all_weight_bytes(&self, weights: u64) -> u64 {
+        weights
     }
 
     /// Bytes of the buffers, uploads and outputs of the largest step: exactly what [`Device::buffer`] and

@@ -333,7 +333,7 @@ fn the_figures_of_llama_7b() {
     // stored in f16, norms as f32.
     let read = size.read_per_token;
     let weights = 2 * parameters + 2 * (32 * 2 + 1) * 4096;
-    assert_eq!(size.resident_bytes, weights + Cpu::default().unused_weight_bytes(weights));
+    assert_eq!(size.resident_bytes, Cpu::default().all_weight_bytes(weights));
     assert_eq!(read, weights - (32000 - 1) * 4096 * 2);
     let ceiling = 100e9 / (read + (1 << 30)) as f64;
     let kv_alone = 100e9 / (1u64 << 30) as f64;

@@ -89,7 +89,7 @@ impl OpenedHead {
             let stored = self.source.find(spec)?.encoding;
             bytes = bytes.saturating_add(resident_bytes(device, spec, stored, format));
         }
-        Ok(bytes.saturating_add(device.unused_weight_bytes(bytes)))
+        Ok(device.all_weight_bytes(bytes))
     }
 
     /// Loads the head next to `target`, on its device and in its budget. `context` is as in

@@ -192,13 +192,11 @@ impl Opened {
 
     /// Bytes the weights will take on a device in this format. [`Model::load`] reserves this amount.
     pub fn weight_bytes(&self, device: &dyn Footprint, format: WeightFormat) -> Result<u64, Error> {
-        let mut sum = 0u64;
-        for spec in self.config.tensors() {
-            let bytes = resident_bytes(device, &spec, self.source.find(&spec)?.encoding, format);
-            sum =
-                sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))?;
-        }
-        Ok(sum.saturating_add(device.unused_weight_bytes(sum)))
+        let bytes = self.config.tensors().iter().try_fold(0u64, |sum, spec| {
+            let bytes = resident_bytes(device, spec, self.source.find(spec)?.encoding, format);
+            sum.checked_add(bytes).ok_or_else(|| Error::Usage("the weights overflow 64 bits".into()))
+        })?;
+        Ok(device.all_weight_bytes(bytes))
     }
 
     /// Loads the weights on `device`, whose memory `budget` counts. Fails if they do not fit, or if the device cannot

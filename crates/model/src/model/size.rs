@@ -78,8 +78,7 @@ impl ModelSize {
             };
             size.read_per_token = size.read_per_token.saturating_add(read);
         }
-        let unused = device.unused_weight_bytes(size.resident_bytes);
-        size.resident_bytes = size.resident_bytes.saturating_add(unused);
+        size.resident_bytes = device.all_weight_bytes(size.resident_bytes);
         Ok(size)
     }
 }
