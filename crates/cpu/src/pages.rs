@@ -29,7 +29,7 @@ impl Pages {
     /// does not take the memory of a huge one.
     pub fn of(len: usize, huge: bool) -> Result<Self, u64> {
         let (map, start) = match huge && len >= HUGE {
-            true => map_huge(len)?,
+            true => map_huge(len, true)?,
             false => (MmapMut::map_anon(len.max(1)).map_err(|_| len as u64)?, 0),
         };
         Ok(Pages { map, start, len, _memory: None })

@@ -7,14 +7,17 @@ use memmap2::MmapRaw;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-/// Least bytes of a slab, or none. What is never written to takes address space alone, except on systems that reserve it. The last
-/// huge page of each slab may be partly used, so there are few slabs.
+/// Least bytes of a slab, or none. What is never written to takes address space alone. The last huge page of each slab may be partly
+/// used, so there are few slabs.
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 const SLAB: usize = 4 << 30;
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 const SLAB: usize = 0;
 /// Pieces begin on cache lines.
 const LINE: usize = 64;
+/// Bytes of the largest ordinary pages.
+#[cfg(target_os = "linux")]
+const PAGE: usize = 64 << 10;
 
 /// Zeroed memory from anonymous maps.
 #[derive(Debug)]
@@ -28,7 +31,7 @@ struct Slab {
 impl Slab {
     /// Room for `len` bytes. On failure returns the number of bytes the system refused.
     fn new(len: usize) -> Result<Self, u64> {
-        let (map, start) = map_huge(len)?;
+        let (map, start) = map_huge(len, false)?;
         Ok(Slab { map: map.into(), start, len })
     }
 }
@@ -54,7 +57,8 @@ fn most_slabs(bytes: u64, least_slab: u64) -> u64 {
     }
 }
 
-/// Where pieces come from. A slab is given back with the last of its pieces.
+/// Where pieces come from. Linux gets the memory of a piece back with it, and its address space with the last piece of its slab; other
+/// systems get both with the slab.
 #[derive(Debug)]
 pub struct Arena {
     least_slab: usize,
@@ -80,11 +84,8 @@ impl Arena {
         let (slab, start) = match last.slab.upgrade() {
             Some(slab) if slab.len - last.used >= lines => (slab, last.used),
             _ => {
-                let whole = lines.checked_next_multiple_of(HUGE).ok_or(len as u64)?;
-                let slab = Slab::new(whole.max(self.least_slab))
-                    .or_else(|_| Slab::new(lines))
-                    .map_err(|_| len as u64)?;
-                let slab = Arc::new(slab);
+                let slab = Slab::new(lines.max(self.least_slab)).or_else(|_| Slab::new(lines));
+                let slab = Arc::new(slab.map_err(|_| len as u64)?);
                 last.slab = Arc::downgrade(&slab);
                 (slab, 0)
             }
@@ -111,6 +112,20 @@ impl Piece {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and the piece is borrowed for writing.
         unsafe { std::slice::from_raw_parts_mut(self.slab.map.as_mut_ptr().add(self.start), self.len) }
+    }
+}
+
+#[cfg(target_os = "linux")]
+impl Drop for Piece {
+    fn drop(&mut self) {
+        // A slab begins at a page; its map may not begin at one of the largest.
+        let (slab, from) = (&self.slab, self.start - self.slab.start);
+        let pages = from.next_multiple_of(PAGE)..(from + self.len) / PAGE * PAGE;
+        if !pages.is_empty() {
+            let (advice, at) = (memmap2::UncheckedAdvice::DontNeed, slab.start + pages.start);
+            // SAFETY: these pages have bytes of this piece alone, which is going away. If it fails they are given back with the slab.
+            let _ = unsafe { slab.map.unchecked_advise_range(advice, at, pages.len()) };
+        }
     }
 }
 
@@ -174,6 +189,25 @@ mod tests {
         drop(b);
         assert!(slab.upgrade().is_none());
         assert!(arena.piece(2000).unwrap().bytes().iter().all(|byte| *byte == 0));
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn the_pages_of_a_piece_go_with_it_and_those_of_its_neighbours_stay() {
+        let arena = Arena::of_slabs(2 * HUGE);
+        let mut pieces = [64, 5 * PAGE, 100].map(|len| arena.piece(len).unwrap());
+        pieces.iter_mut().for_each(|piece| piece.bytes_mut().fill(7));
+        let [before, gone, behind] = pieces;
+        assert!(Arc::ptr_eq(&before.slab, &behind.slab));
+        let first = gone.start;
+        drop(gone);
+        let byte = |at: usize| {
+            // SAFETY: the slab lives, and no piece has these bytes.
+            unsafe { before.slab.map.as_ptr().add(at).read_volatile() }
+        };
+        let given_back = (first..first + 5 * PAGE).filter(|at| byte(*at) == 0).count();
+        assert_eq!(given_back, 4 * PAGE, "all but the two pages that neighbours share");
+        assert!(before.bytes().iter().chain(behind.bytes()).all(|byte| *byte == 7));
     }
 
     #[test]

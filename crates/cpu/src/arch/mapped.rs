@@ -8,11 +8,17 @@ pub const HUGE: usize = 2 << 20;
 /// Maps `len` bytes, on huge pages if the system provides them, and says where they begin in the map.
 ///
 /// Linux begins a map whose size is not a multiple of huge pages anywhere: of three huge pages and a half only two would be huge. So
-/// the map has room to begin at one; address space is all that this takes. Other systems get ordinary maps.
-pub fn map_huge(len: usize) -> Result<(MmapMut, usize), u64> {
+/// the map has room to begin at one; address space is all that this takes. Other systems get ordinary maps. Memory that is not
+/// `reserved` is refused when it is written to, not here, so that a map may be larger than the machine's memory.
+pub fn map_huge(len: usize, reserved: bool) -> Result<(MmapMut, usize), u64> {
     let room = if cfg!(target_os = "linux") { len.checked_add(HUGE) } else { Some(len.max(1)) };
     let room = room.ok_or(len as u64)?;
-    let map = MmapMut::map_anon(room).map_err(|_| len as u64)?;
+    let mut options = MmapOptions::new();
+    options.len(room);
+    if !reserved {
+        options.no_reserve_swap();
+    }
+    let map = options.map_anon().map_err(|_| len as u64)?;
     let start = map.as_ptr().align_offset(HUGE).min(room - len);
     // Only a hint: if it fails everything works, but slower.
     #[cfg(target_os = "linux")]
