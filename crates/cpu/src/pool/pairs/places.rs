@@ -2,6 +2,7 @@
 use super::{MAX_PLACES, STEP};
 use crate::arch::{LANES, Simd};
 use crate::pool::Block;
+use crate::pool::gather::AHEAD;
 use std::ops::Range;
 
 /// A cell: a lane of a block.
@@ -61,16 +62,17 @@ impl<'b> Places<'b> {
         (at != usize::from(EMPTY)).then(|| Cell { block: self.blocks[at / LANES], lane: at % LANES })
     }
 
-    /// The same. Prefetches the codes, of `row` bytes, of the value `ahead` places on, or the bytes that follow in memory.
+    /// The same. Prefetches the codes, of `row` bytes, of the value some places on, or the bytes that follow in memory.
     #[inline(always)]
-    pub fn fetch<S: Simd>(&self, s: S, place: usize, row: usize, ahead: usize) -> Option<Cell<'b>> {
+    pub fn fetch<S: Simd>(&self, s: S, place: usize, row: usize) -> Option<Cell<'b>> {
         let cell = self.get(place)?;
         // Where cells are interleaved, the bytes of four cells lie where those of four rows would.
         let codes = |cell: &Cell<'b>| cell.block.codes.get(cell.lane * row..).unwrap_or_default();
-        let next = if place + ahead < self.n { self.get(place + ahead) } else { None };
+        let ahead = place + (AHEAD / row.max(1)).max(1);
+        let next = if ahead < self.n { self.get(ahead) } else { None };
         let distance = match next {
             Some(next) => (codes(&next).as_ptr() as usize).wrapping_sub(codes(&cell).as_ptr() as usize),
-            None => ahead * row,
+            None => AHEAD,
         };
         for line in codes(&cell).iter().take(row).step_by(64) {
             s.prefetch(line, distance);

@@ -5,7 +5,6 @@
 use super::{Cell, Left, Places, Precision, STEP, TILE, right};
 use crate::arch::{LANES, Simd};
 use crate::element::Element;
-use crate::pool::gather::AHEAD;
 use crate::pool::quantised::byte_of;
 use crate::pool::{Block, Blocks, Q4, Q8, T4, t4};
 use kvist_device::DType;
@@ -299,28 +298,15 @@ pub(super) fn pack_values<S: Simd, C: Parts, L: Left>(
     shape: Shape,
     out: &mut [u32],
 ) {
-    let (steps, vectors) = (places.n / STEP, shape.head_dim.div_ceil(LANES));
-    let ahead = (AHEAD / shape.row.max(1)).max(1);
-    let tile = L::right::<C>() * TILE;
+    let steps = places.n / STEP;
     for step in 0..steps {
         for row in 0..LANES {
             let place = step * STEP + row;
-            let even = places.fetch(s, place, shape.row, ahead);
-            let odd = places.fetch(s, place + LANES, shape.row, ahead);
-            match (&even, &odd) {
-                (Some(even), Some(odd)) => {
-                    for n in 0..vectors {
-                        let (even, odd) = (C::value(s, even, shape, n), C::value(s, odd, shape, n));
-                        right::<S, C, L>(s, even, odd, &mut out[(n * steps + step) * tile..], row);
-                    }
-                }
-                _ => {
-                    for n in 0..vectors {
-                        let (even, odd) =
-                            (value::<S, C>(s, &even, shape, n), value::<S, C>(s, &odd, shape, n));
-                        right::<S, C, L>(s, even, odd, &mut out[(n * steps + step) * tile..], row);
-                    }
-                }
+            let (even, odd) = (places.fetch(s, place, shape.row), places.fetch(s, place + LANES, shape.row));
+            for n in 0..shape.head_dim.div_ceil(LANES) {
+                let (even, odd) = (value::<S, C>(s, &even, shape, n), value::<S, C>(s, &odd, shape, n));
+                let out = &mut out[(n * steps + step) * L::right::<C>() * TILE..];
+                right::<S, C, L>(s, even, odd, out, row);
             }
         }
     }
