@@ -431,11 +431,11 @@ macro_rules! for_tokens_together {
     ($S:ident, $bits:expr, $n_quads:literal, $first:ident < $T:ident, $N:ident => $body:expr) => {{
         let mut $first = 0;
         while $first < $T {
-            $first += if const { crate::arch::together::<$S>($bits, $n_quads) == 4 && $T.is_multiple_of(4) } {
+            $first += if const { crate::arch::together::<$S>($bits, $n_quads, $T) == 4 && $T.is_multiple_of(4) } {
                 const $N: usize = 4;
                 $body;
                 $N
-            } else if const { crate::arch::together::<$S>($bits, $n_quads) >= 2 && $T.is_multiple_of(2) } {
+            } else if const { crate::arch::together::<$S>($bits, $n_quads, $T) >= 2 && $T.is_multiple_of(2) } {
                 const $N: usize = 2;
                 $body;
                 $N

@@ -3,6 +3,7 @@
 use super::products::{dot_quads, dot_two_bytes, quads_per_word, store_two_bytes, sum_of_two_bytes};
 use super::{Kernel, Simd, Uses};
 use std::arch::x86_64::*;
+use std::hint::black_box;
 
 /// Proof that the CPU supports it; created only by [`detect`](Self::detect), or from one that has more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -250,6 +251,9 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     }
     // Without VNNI: sums of two products fit into words if the codes have seven bits, and those of several quads if they have fewer.
     // Codes of 8 bits are signed numbers, whose signs move to x.
+    //
+    // The compiler does not know how long loops over eight quads are. If it does, it loads the inputs of several quads of all tokens at
+    // once, and sixteen registers do not hold these beside the sums.
     #[inline(always)]
     fn dot_codes<const Q: usize, const N: usize>(
         self,
@@ -261,30 +265,59 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
         if VNNI {
             return dot_quads(self, codes, x, start);
         }
+        let rolled = |end: usize| if Q == 8 && N > 1 { black_box(end) } else { end };
         // SAFETY: `detect` checked the CPU features.
         unsafe {
             let (zero, ones) = (_mm256_setzero_si256(), _mm256_set1_epi16(1));
             let mut sums = if bits == 8 { [[zero; 2]; N] } else { start };
-            let mut words = [[zero; 2]; N];
-            // One loop of a known length: two nested ones are not unrolled.
-            for q in 0..Q {
-                for n in 0..N {
-                    let x = _mm256_set1_epi32(x(q, n));
-                    for (words, codes) in words[n].iter_mut().zip(codes[q]) {
-                        let products = if bits == 8 {
-                            let codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
-                            _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(x, codes))
-                        } else {
-                            _mm256_maddubs_epi16(codes, x)
-                        };
-                        *words = _mm256_add_epi16(*words, products);
+            match quads_per_word(bits) {
+                1 => {
+                    for q in 0..rolled(Q) {
+                        for half in 0..2 {
+                            let signed = _mm256_xor_si256(codes[q][half], _mm256_set1_epi8(-128));
+                            let unsigned = if bits == 8 { _mm256_abs_epi8(signed) } else { codes[q][half] };
+                            for n in 0..N {
+                                let x = _mm256_set1_epi32(x(q, n));
+                                let x = if bits == 8 { _mm256_sign_epi8(x, signed) } else { x };
+                                let words = _mm256_maddubs_epi16(unsigned, x);
+                                sums[n][half] =
+                                    _mm256_add_epi32(sums[n][half], _mm256_madd_epi16(words, ones));
+                            }
+                        }
                     }
                 }
-                if (q + 1).is_multiple_of(quads_per_word(bits)) || q + 1 == Q {
-                    for (sum, words) in sums.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
-                        *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(*words, ones));
+                2 if Q.is_multiple_of(2) => {
+                    for q in 0..rolled(Q) / 2 {
+                        let q = [2 * q, 2 * q + 1];
+                        for n in 0..N {
+                            let x = q.map(|q| _mm256_set1_epi32(x(q, n)));
+                            for half in 0..2 {
+                                let [a, b] = [0, 1].map(|i| _mm256_maddubs_epi16(codes[q[i]][half], x[i]));
+                                let words = _mm256_madd_epi16(_mm256_add_epi16(a, b), ones);
+                                sums[n][half] = _mm256_add_epi32(sums[n][half], words);
+                            }
+                        }
                     }
-                    words = [[zero; 2]; N];
+                }
+                per_word => {
+                    let mut first = 0;
+                    while first < Q {
+                        let end = if first + per_word < Q { first + per_word } else { Q };
+                        let mut words = [[zero; 2]; N];
+                        for q in first..rolled(end) {
+                            for half in 0..2 {
+                                for n in 0..N {
+                                    let products =
+                                        _mm256_maddubs_epi16(codes[q][half], _mm256_set1_epi32(x(q, n)));
+                                    words[n][half] = _mm256_add_epi16(words[n][half], products);
+                                }
+                            }
+                        }
+                        for (sum, words) in sums.as_flattened_mut().iter_mut().zip(words.as_flattened()) {
+                            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(*words, ones));
+                        }
+                        first = end;
+                    }
                 }
             }
             sums
