@@ -8,7 +8,10 @@ All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads 
 others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in
 8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a GGUF. llama.cpp
 is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits is stopped (SIGSTOP), because
-idle engines spin on the cores. Medians over the rounds; the load average stands beside each row.
+idle engines spin on the cores. The table has medians over the rounds. x is the median of the rounds' own ratios, with the second
+smallest and the second largest of them in brackets (of fewer than four rounds the smallest and the largest): kvist beside the rival
+whose median is highest. With one column and one rival the two are measured directly after each other, in alternating order. The
+load average stands beside each row.
 """
 import argparse
 import http.client
@@ -242,15 +245,14 @@ def main():
         print(f"others take {others:.0%} of the cores", file=sys.stderr)
         for turn in range(args.rounds):
             for row in wanted:
-                turns = [key for key, (measured, _) in contestants.items() if row in measured]
-                for key in turns[turn % len(turns):] + turns[:turn % len(turns)]:
+                for key in in_turns([key for key, (measured, _) in contestants.items() if row in measured], turn):
                     try:
                         found = contestants[key][1].measure(row)
                     except Failed as error:
                         print(f"{row}: {key[0]}: {error}", file=sys.stderr)
                         continue
                     load = os.getloadavg()[0]
-                    values.setdefault(row, {}).setdefault(key, []).append((found, load))
+                    values.setdefault(row, {}).setdefault(key, {})[turn] = (found, load)
                     print(f"{row}: {key[0]}, KV of {key[1]} bits: {found:.1f}, load {load:.1f}", file=sys.stderr, flush=True)
     finally:
         for engine in engines:
@@ -259,24 +261,47 @@ def main():
         if args.json:
             plain = {row: {f"{name}, {bits}": found for (name, bits), found in columns.items()} for row, columns in values.items()}
             args.json.write_text(json.dumps(plain, indent=1) + "\n")
-    table(values)
+    table(values, columns)
 
 
-def table(values):
+def in_turns(keys, turn):
+    """The contestants of a row, those with the same bits of K and V one after the other; another one is first in every turn."""
+    for bits in (16, 8):
+        same = [key for key in keys if key[1] == bits]
+        for i in range(len(same)):
+            yield same[(turn + i) % len(same)]
+
+
+def median(found):
+    return statistics.median(value for value, _ in found.values())
+
+
+def ratio(own, rival):
+    """The median of the rounds' own ratios, and how far they lie apart."""
+    ratios = sorted(own[turn][0] / rival[turn][0] for turn in own.keys() & rival.keys())
+    if not ratios:
+        return ""
+    edge = 1 if len(ratios) > 3 else 0
+    spread = f" ({ratios[edge]:.2f}, {ratios[-1 - edge]:.2f})" if len(ratios) > 1 else ""
+    return f"{statistics.median(ratios):.2f}{spread}"
+
+
+def table(values, columns):
     print(f"tokens/s, medians of {args.rounds} rounds in turns, {args.threads} threads; x: how many times as fast kvist is as the fastest rival\n")
-    print("| row | KV | " + "".join(f"kvist {column} | x | " for column in COLUMNS) + "rivals | load |")
-    print("|---|--:|" + "--:|--:|" * len(COLUMNS) + "---|--:|")
-    for row, columns in values.items():
+    print("| row | KV | " + "".join(f"kvist {column} | x | " for column in columns) + "rivals | load |")
+    print("|---|--:|" + "--:|--:|" * len(columns) + "---|--:|")
+    for row, every in values.items():
         for bits in (16, 8):
-            median = {name: statistics.median(value for value, _ in found) for (name, of), found in columns.items() if of == bits}
-            rival = {name: value for name, value in median.items() if not name.startswith("kvist")}
-            if not rival:
+            found = {name: found for (name, of), found in every.items() if of == bits}
+            rivals = {name: found for name, found in found.items() if not name.startswith("kvist")}
+            if not rivals:
                 continue
+            best = max(rivals.values(), key=median)
             cells = []
-            for own in (f"kvist {column}" for column in COLUMNS):
-                cells += [f"{median[own]:.1f}", f"{median[own] / max(rival.values()):.2f}"] if own in median else ["", ""]
-            load = max(load for found in columns.values() for _, load in found)
-            named = ", ".join(f"{name} {value:.1f}" for name, value in rival.items())
+            for own in (f"kvist {column}" for column in columns):
+                cells += [f"{median(found[own]):.1f}", ratio(found[own], best)] if own in found else ["", ""]
+            load = max(load for rounds in found.values() for _, load in rounds.values())
+            named = ", ".join(f"{name} {median(rounds):.1f}" for name, rounds in rivals.items())
             print(f"| {row} | {bits} | {' | '.join(cells)} | {named} | {load:.1f} |")
 
 

@@ -13,6 +13,9 @@ const PARTS: usize = 16;
 pub enum Product {
     /// f32 times f32 plus f32: two operations per lane.
     F32,
+    /// Two bf16 times two bf16, summed and added to f32: four operations per lane. Widened to f32 first where the instruction set has
+    /// no such product.
+    Pairs,
     /// Four bytes times four bytes, summed: eight operations per lane.
     Bytes,
 }
@@ -33,7 +36,7 @@ struct Chains(Product);
 impl Kernel for Chains {
     /// Number of operations.
     type Out = u64;
-    const USES: Uses = Uses::Bytes;
+    const USES: Uses = Uses::Pairs;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) -> u64 {
         // Enough chains to hide the latency of a product, and few enough to stay in registers.
@@ -44,10 +47,10 @@ impl Kernel for Chains {
 #[inline(always)]
 fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
     // Hide the values from the compiler.
-    let (one, four) = (std::hint::black_box(0.5f32), std::hint::black_box(0x0101_0101));
+    let (half, four) = (std::hint::black_box(0.5f32), std::hint::black_box(0x0101_0101));
     match product {
         Product::F32 => {
-            let (x, mut sums) = (s.splat(one), [s.splat(one); N]);
+            let (x, mut sums) = (s.splat(half), [s.splat(half); N]);
             for _ in 0..STEPS {
                 for sum in &mut sums {
                     *sum = s.fma(*sum, x, x);
@@ -56,6 +59,18 @@ fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
             let total = sums.into_iter().map(|sum| s.sum(sum)).sum::<f32>();
             assert!(std::hint::black_box(total).is_finite(), "x becomes x / 2 + 1 / 2");
             (2 * 16 * N * STEPS) as u64
+        }
+        Product::Pairs => {
+            // Pairs of 0.5: a quarter twice for each step.
+            let (x, mut sums) = (s.round_pairs(s.splat(half), s.splat(half)), [s.splat(0.0); N]);
+            for _ in 0..STEPS {
+                for sum in &mut sums {
+                    *sum = s.dot2(*sum, x, x);
+                }
+            }
+            let total = sums.into_iter().map(|sum| s.sum(sum)).sum::<f32>();
+            assert_eq!(std::hint::black_box(total), (16 * N * STEPS / 2) as f32, "exact: below 2²⁴");
+            (4 * 16 * N * STEPS) as u64
         }
         Product::Bytes => {
             let (x, mut sums) = (s.splat_i(four), [s.splat_i(0); N]);
@@ -84,7 +99,7 @@ mod tests {
     fn chains_are_computed() {
         for isa in Isa::available() {
             let compute = Compute::new(isa, 2);
-            for product in [Product::F32, Product::Bytes] {
+            for product in [Product::F32, Product::Pairs, Product::Bytes] {
                 let rate = operations_per_s(&compute, product);
                 assert!(rate.is_finite() && rate > 0.0, "{isa} {product:?}: {rate}");
             }

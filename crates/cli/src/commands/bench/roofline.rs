@@ -51,8 +51,10 @@ struct Row {
     operations_per_byte: f64,
     gflop_per_s: f64,
     read_limit_gb_per_s: f64,
-    /// Peaks of f32 products and of byte products; q8 needs two byte products where one f32 product is counted.
+    /// Peaks of f32 products, of pairs of bf16 (`--fast-prefill`) and of byte products; q8 needs two byte products where one f32
+    /// product is counted.
     f32_peak_gflop_per_s: f64,
+    pairs_peak_gflop_per_s: f64,
     bytes_peak_gop_per_s: f64,
     machine: Machine,
 }
@@ -72,8 +74,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
         let branches = Case { branches: Some(args.branches), ..one };
         for case in [one, branches, Case { queries: args.queries, ..one }] {
             let watch = Watch::start();
-            let peaks =
-                [Product::F32, Product::Bytes].map(|product| peak::operations_per_s(&compute, product));
+            let peaks = [Product::F32, Product::Pairs, Product::Bytes]
+                .map(|product| peak::operations_per_s(&compute, product));
             let Some(row) = attention::measure(&case, shape, &compute, args.tokens, quiet)? else { break };
             let per_position =
                 4 * u64::from(shape.layers) * u64::from(shape.heads) * u64::from(shape.head_dim);
@@ -90,7 +92,8 @@ pub fn run(args: Args, quiet: bool) -> anyhow::Result<()> {
                 gflop_per_s: operations as f64 / row.spread.median_ms / 1e6,
                 read_limit_gb_per_s: row.read_limit_gb_per_s,
                 f32_peak_gflop_per_s: peaks[0] / 1e9,
-                bytes_peak_gop_per_s: peaks[1] / 1e9,
+                pairs_peak_gflop_per_s: peaks[1] / 1e9,
+                bytes_peak_gop_per_s: peaks[2] / 1e9,
                 what: row.what,
                 machine: watch.machine(&compute),
             };
@@ -113,18 +116,19 @@ fn show(row: &Row, json: bool, first: bool) -> anyhow::Result<()> {
     }
     if first {
         output::show(&format!(
-            "{}; {}, {} tokens\n\n| what | K, V | operations per byte | GFLOP/s | read limit | f32 peak | bytes peak |\n|---|---|--:|--:|--:|--:|--:|\n",
+            "{}; {}, {} tokens\n\n| what | K, V | operations per byte | GFLOP/s | read limit | f32 peak | bf16 pairs | bytes |\n|---|---|--:|--:|--:|--:|--:|--:|\n",
             row.machine, row.shape, row.tokens
         ))?;
     }
     output::show(&format!(
-        "| {} | {} | {:.1} | {:.0} | {:.1} GB/s | {:.0} | {:.0} |\n",
+        "| {} | {} | {:.1} | {:.0} | {:.1} GB/s | {:.0} | {:.0} | {:.0} |\n",
         row.what,
         row.kv,
         row.operations_per_byte,
         row.gflop_per_s,
         row.read_limit_gb_per_s,
         row.f32_peak_gflop_per_s,
+        row.pairs_peak_gflop_per_s,
         row.bytes_peak_gop_per_s
     ))
 }
