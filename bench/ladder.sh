@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The ladder of docs/ladder.md, measured here and now: bench/RESULTS.md and docs/ladder.svg. KVIST_RUNS and KVIST_WARMUPS
-# override. Without a cache the long lengths take minutes a run.
+# override. Without a cache the long lengths take most of the time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 cargo build --release --quiet
@@ -8,7 +8,7 @@ table=$(mktemp)
 # Other scripts' sections.
 others=$(sed -n '/^<!-- rivals -->/,$p' bench/RESULTS.md)
 target/release/kvist bench ladder --shared bench/models/tiny-rust-7m-shared-kv.gguf --t 32,64,128,256,512,1024 \
-    --warmups "${KVIST_WARMUPS:-1}" --runs "${KVIST_RUNS:-5}" --svg docs/ladder.svg >"$table"
+    --warmups "${KVIST_WARMUPS:-10}" --runs "${KVIST_RUNS:-20}" --svg docs/ladder.svg >"$table"
 {
     echo "# Results"
     echo

@@ -47,7 +47,7 @@ impl Kernel for Chains {
 #[inline(always)]
 fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
     // Hide the values from the compiler.
-    let (half, four) = (std::hint::black_box(0.5f32), std::hint::black_box(0x0101_0101));
+    let (half, ones, zero) = std::hint::black_box((0.5f32, [0x0101_0101; 4], 0));
     match product {
         Product::F32 => {
             let (x, mut sums) = (s.splat(half), [s.splat(half); N]);
@@ -73,10 +73,14 @@ fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
             (4 * 16 * N * STEPS) as u64
         }
         Product::Bytes => {
-            let (x, mut sums) = (s.splat_i(four), [s.splat_i(0); N]);
+            // Where a product takes several instructions, the compiler would compute all but the last once for all steps and chains if
+            // their factors were the same.
+            let (w, mut x, mut sums) =
+                (ones.map(|ones| s.splat_i(ones)), s.splat_i(ones[0]), [s.splat_i(0); N]);
             for _ in 0..STEPS {
-                for sum in &mut sums {
-                    *sum = s.dot4(*sum, x, x);
+                x = s.xor(x, s.splat_i(zero));
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = s.dot4(*sum, w[n % 4], x);
                 }
             }
             let total = sums.into_iter().map(|sum| s.sum(s.to_f32(sum))).sum::<f32>();

@@ -9,8 +9,8 @@
 //! call. A register tile contains up to 8 queries × 2 vectors, which share every widened element. Lanes add in the order
 //! of i, and elements in the order of the cells: the result does not depend on the tile or its alignment.
 //!
-//! Measured on two Zen 5 cores (docs/performance.md): 0.8 of the read limit with a KV head per query head, 0.6 to 0.7 with
-//! eight query heads on each.
+//! Measured with f16 on two Zen 4 cores (docs/performance.md): 0.85 of the read limit with a KV head per query head, 0.88 with four
+//! query heads to a KV head of 128; bound by arithmetic, 0.53 to 0.57 of it, with eight of 64.
 use super::{Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use crate::element::Element;

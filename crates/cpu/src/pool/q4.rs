@@ -15,9 +15,8 @@
 //! two straight loops. Values that do not fit f16 saturate. A NaN or an infinity makes its whole group NaN, so that the
 //! error remains visible.
 //!
-//! Measured with products of two bytes on two Zen 5 cores (docs/performance.md): 0.65 of the read limit with a KV head per query head;
-//! bound by arithmetic, 0.2 of it, with eight query heads on each. With one byte, on Zen 3 (AVX2): four query heads to a KV head in
-//! 0.7 to 0.8 of the time.
+//! Measured on two Zen 4 cores (docs/performance.md): 0.62 of the read limit with a KV head per query head (64 elements to a group); with
+//! four query heads to a KV head of 128 0.57 of it, and 0.47 of the time of f16; bound by arithmetic, 0.28 of it, with eight of 64.
 use super::quantised::{
     ByteUnits, Line, Packed, QUADS, blocks_at, byte_of, packed_products, param, put_scores,
 };

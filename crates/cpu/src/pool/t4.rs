@@ -18,6 +18,9 @@
 //! Levels are looked up as unsigned bytes with 128 added, so that they can use the integer dot products of `q8`.
 //!
 //! Values that do not fit f16 saturate. A NaN or an infinity makes its row NaN, so that the error remains visible.
+//!
+//! Measured on two Zen 4 cores (docs/performance.md): 0.4 of the read limit, 0.61 of the time of f16, with four query heads to a KV
+//! head of 128. Two products of bytes per 64 codes and the look-up are the limit.
 use super::quantised::{
     Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, queries_that_fit, scores_in_pairs,
 };

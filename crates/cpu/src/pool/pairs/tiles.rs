@@ -1,4 +1,12 @@
 //! Products of pairs as products of tiles (AMX).
+//!
+//! ```text
+//! K or V of some blocks become pairs once per call
+//! for each 2 × 16 rows × 2 columns of sixteen:  sum[4 tiles] += a[16 rows][32] × b[32][16]      per 32 elements or places,
+//!                                                                                           and for each product of parts
+//! ```
+//!
+//! Measured on an Intel Xeon (docs/performance.md): 128 queries take 0.42 to 0.58 of the time of vectors, one query 1.7 to 1.8 times.
 use super::square::{Rows, Square, load_square, multiply, store_square};
 use super::*;
 use crate::arch::{TileKernel, Tiles};

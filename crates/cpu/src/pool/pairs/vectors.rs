@@ -7,6 +7,9 @@
 //! Per pair of 8 rows and 2 × 16 columns: 16 products of two multiply-adds, at the rate of one in f32, and 10 loads. `b` is
 //! packed once per call and read again for every 8 rows: 16 KiB of keys of 64 elements, 32 KiB of values. `a` has 64 bytes per row
 //! and step.
+//!
+//! Measured on a Zen 5 core (docs/performance.md): attention of 512 queries over f16 takes 0.68 of the peak of pairs, softmax and the
+//! making of pairs included.
 use super::*;
 use std::marker::PhantomData;
 
