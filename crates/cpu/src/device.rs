@@ -51,6 +51,7 @@ pub struct Stream {
     inputs: Inputs,      // the input of a linear layer, converted for its kernel
     experts: experts::Scratch,
     output: StepOutput,
+    samplers: Vec<HostSampler>, // one per thread
 }
 
 impl Stream {
@@ -186,6 +187,7 @@ impl Device for Cpu {
             inputs: Inputs::default(),
             experts: experts::Scratch::default(),
             output: StepOutput::with_capacity(limits.max_rows, shape.vocab),
+            samplers: vec![HostSampler::default(); self.compute.threads.n()],
         })
     }
 
@@ -351,6 +353,15 @@ impl Device for Cpu {
         if let Some(cap) = softcap {
             steps::softcap(&self.compute, logits, cap);
         }
+    }
+
+    fn answer_rows(&self, s: &mut Stream) {
+        let Stream { output, samplers, .. } = s;
+        output.answer_rows_on(|drawn, draw| {
+            self.compute
+                .threads
+                .parts(drawn, 1, samplers, |row, drawn, sampler| draw(row, &mut drawn[0], sampler));
+        });
     }
 
     fn submit(&self, s: &mut Stream) -> Result<Ticket, DeviceError> {

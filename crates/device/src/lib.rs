@@ -46,7 +46,7 @@ pub use network::*;
 pub use pools::*;
 pub use recent::{CellPosition, Recent, RecentPlan, RecentRead, RecentReads};
 pub use registry::{BuildError, Registry};
-pub use rows::{DeviceRow, RowOutput, RowResult, StepOutput, WantedRow};
+pub use rows::{DeviceRow, Draw, Drawn, RowOutput, RowResult, StepOutput, WantedRow};
 pub use sampling::{HostSampler, NoToken, SampleParams};
 pub use session::{AttendRows, Session, SessionStep, compact, resize};
 pub use step_io::*;

@@ -56,6 +56,11 @@ pub enum DeviceRow<'a> {
     Failed(NoToken),
 }
 
+/// A token that was drawn from a row of logits.
+pub type Drawn = Result<u32, NoToken>;
+/// Draws the token of a row, if the row asks for one. See [`StepOutput::answer_rows_on`].
+pub type Draw<'d> = dyn Fn(usize, &mut Drawn, &mut HostSampler) + Sync + 'd;
+
 /// The results of a step.
 #[derive(Clone, Debug, Default)]
 pub struct StepOutput {
@@ -71,6 +76,8 @@ pub struct StepOutput {
     answers: Vec<Answer>,
     /// The tokens of [`Answer::TopK`].
     top: Vec<(u32, f32)>,
+    /// `[wanted]`, while rows are answered.
+    drawn: Vec<Drawn>,
     sampler: HostSampler,
 }
 
@@ -142,11 +149,41 @@ impl StepOutput {
 
     /// Computes the result of every wanted row from [`all_logits`](Self::all_logits), on the host.
     pub fn answer_rows(&mut self) {
-        let StepOutput { wanted, all, vocab, n_logits, answers, top, sampler, .. } = self;
+        let mut sampler = std::mem::take(&mut self.sampler);
+        self.draw(|drawn, draw| {
+            drawn.iter_mut().enumerate().for_each(|(row, drawn)| draw(row, drawn, &mut sampler));
+        });
+        self.sampler = sampler;
+        self.collect();
+    }
+
+    /// Like [`answer_rows`](Self::answer_rows), with draws on several threads: `spread` calls its function for every index and element
+    /// of its slice, on any thread and in any order, with a sampler that no other thread uses. For devices on the host.
+    pub fn answer_rows_on(&mut self, spread: impl FnOnce(&mut [Drawn], &Draw<'_>)) {
+        self.draw(spread);
+        self.collect();
+    }
+
+    /// Draws the tokens of the rows that ask for one.
+    fn draw(&mut self, spread: impl FnOnce(&mut [Drawn], &Draw<'_>)) {
+        let StepOutput { wanted, all, vocab, drawn, .. } = self;
+        drawn.clear();
+        drawn.resize(wanted.len(), Err(NoToken::NoLogits));
+        let (wanted, all, vocab) = (&*wanted, &*all, *vocab);
+        spread(drawn, &|row, drawn, sampler| {
+            if let Some(found) = wanted[row].output.draw(&all[row * vocab..(row + 1) * vocab], sampler) {
+                *drawn = found;
+            }
+        });
+    }
+
+    /// Computes the other answers, and puts all into the order of the rows.
+    fn collect(&mut self) {
+        let StepOutput { wanted, all, vocab, n_logits, answers, top, sampler, drawn, .. } = self;
         answers.clear();
         top.clear();
         *n_logits = 0;
-        for (i, WantedRow { output, .. }) in wanted.iter().enumerate() {
+        for (i, (WantedRow { output, .. }, drawn)) in wanted.iter().zip(drawn).enumerate() {
             let here = i * *vocab..(i + 1) * *vocab;
             answers.push(match output {
                 RowOutput::Logits => {
@@ -156,7 +193,8 @@ impl StepOutput {
                     *n_logits += 1;
                     Answer::Logits
                 }
-                other => other.answer(&all[here], sampler, top),
+                RowOutput::TopK(k) => Answer::top_k(&all[here], *k, sampler, top),
+                RowOutput::Argmax | RowOutput::Sample(_) => Answer::of(*drawn),
             });
         }
     }
@@ -177,9 +215,12 @@ impl StepOutput {
                     *n_logits += 1;
                     Answer::Logits
                 }
-                (DeviceRow::OfLogits(logits), other) => other.answer(logits, sampler, top),
+                (DeviceRow::OfLogits(logits), RowOutput::TopK(k)) => Answer::top_k(logits, *k, sampler, top),
+                (DeviceRow::OfLogits(logits), other) => {
+                    Answer::of(other.draw(logits, sampler).unwrap_or(Err(NoToken::NoLogits)))
+                }
                 (DeviceRow::TopK(found), RowOutput::Sample(params)) => {
-                    sampler.sample_of(found, params).map_or_else(Answer::Failed, Answer::Token)
+                    Answer::of(sampler.sample_of(found, params))
                 }
                 (DeviceRow::TopK(found), _) => {
                     let first = top.len();
@@ -194,18 +235,24 @@ impl StepOutput {
 }
 
 impl RowOutput {
-    /// The answer of a row that asks for something other than its logits.
-    fn answer(&self, logits: &[f32], sampler: &mut HostSampler, top: &mut Vec<(u32, f32)>) -> Answer {
-        let token = |chosen: Result<u32, NoToken>| chosen.map_or_else(Answer::Failed, Answer::Token);
+    /// The token that a row asks for, if it does.
+    fn draw(&self, logits: &[f32], sampler: &mut HostSampler) -> Option<Drawn> {
         match self {
-            RowOutput::Logits => Answer::Logits,
-            RowOutput::TopK(k) => {
-                let first = top.len();
-                let found = sampler.top_k(logits, *k, top);
-                found.map_or_else(Answer::Failed, |()| Answer::TopK(first..top.len()))
-            }
-            RowOutput::Argmax => token(argmax(logits)),
-            RowOutput::Sample(params) => token(sampler.sample(logits, params)),
+            RowOutput::Logits | RowOutput::TopK(_) => None,
+            RowOutput::Argmax => Some(argmax(logits)),
+            RowOutput::Sample(params) => Some(sampler.sample(logits, params)),
         }
+    }
+}
+
+impl Answer {
+    fn of(drawn: Drawn) -> Answer {
+        drawn.map_or_else(Answer::Failed, Answer::Token)
+    }
+
+    fn top_k(logits: &[f32], k: u32, sampler: &mut HostSampler, top: &mut Vec<(u32, f32)>) -> Answer {
+        let first = top.len();
+        let found = sampler.top_k(logits, k, top);
+        found.map_or_else(Answer::Failed, |()| Answer::TopK(first..top.len()))
     }
 }

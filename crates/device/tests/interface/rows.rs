@@ -67,6 +67,48 @@ fn each_row_gives_what_it_asked_for() {
     }
 }
 
+/// Draws on several threads give what draws one after the other give.
+#[test]
+fn rows_are_drawn_in_any_order() {
+    let mut random = SplitMix64(13);
+    for round in 0..100 {
+        let all: Vec<Vec<f32>> = (0..6).map(|_| logits(&mut random, 80)).collect();
+        let output = |random: &mut SplitMix64| match random.next() % 4 {
+            0 => RowOutput::Logits,
+            1 => RowOutput::TopK(5),
+            2 => RowOutput::Argmax,
+            _ => RowOutput::Sample(SampleParams {
+                temperature: 1.3,
+                top_k: (random.next() % 30) as u32,
+                top_p: 0.9,
+                min_p: 0.01,
+                uniform: random.index(1000) as f32 / 1000.0,
+            }),
+        };
+        let wanted: Vec<_> = (0..6).map(|row| WantedRow { row, output: output(&mut random) }).collect();
+        let (mut output, expected) = answers(&wanted, &all);
+        output.want(&wanted);
+        output.all_logits(80).copy_from_slice(&all.concat());
+        output.answer_rows_on(|drawn, draw| {
+            std::thread::scope(|scope| {
+                for (row, drawn) in drawn.iter_mut().enumerate().rev() {
+                    scope.spawn(move || draw(row, drawn, &mut HostSampler::default()));
+                }
+            });
+        });
+        let found: Vec<_> = output.rows().map(|row| format!("{row:?}")).collect();
+        assert_eq!(found, expected, "round {round}: {wanted:?}");
+        // A row that no thread drew gives no token.
+        output.want(&wanted);
+        output.all_logits(80).copy_from_slice(&all.concat());
+        output.answer_rows_on(|_, _| ());
+        for (WantedRow { output, .. }, row) in wanted.iter().zip(output.rows()) {
+            let draws = matches!(output, RowOutput::Argmax | RowOutput::Sample(_));
+            assert_eq!(row == RowResult::Failed(NoToken::NoLogits), draws, "round {round}");
+        }
+    }
+}
+
 #[test]
 fn a_row_without_a_token_says_why_and_the_others_are_answered() {
     let of = |output| WantedRow { row: 0, output };
