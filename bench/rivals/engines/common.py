@@ -108,9 +108,10 @@ class Group:
         self.process.wait()
 
 
-def model(dtype, kvist):
-    """A model of random weights of shape (b), made once by the random-model beside the program `kvist`."""
-    form = "safetensors" if dtype in ("int8", "bf16") else "gguf"
+def model(dtype, kvist, form=None):
+    """A model of random weights of shape (b), made once by the random-model beside the program `kvist`: as `form`, or int8 and bf16 as
+    safetensors and the others as gguf."""
+    form = form or ("safetensors" if dtype in ("int8", "bf16") else "gguf")
     path = MODELS / (f"b-{dtype}" if form == "safetensors" else f"b-{dtype}.gguf")
     if not path.exists():
         MODELS.mkdir(parents=True, exist_ok=True)

@@ -5,13 +5,13 @@ tokens per second and of how many times as fast kvist is.
     bench/rivals/engines/install.sh && bench/rivals/engines/compare.py [--rounds 3] [--only prefill,decode] [--weights q4_0]
 
 All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the
-others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO in
-8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a GGUF. llama.cpp
-is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits is stopped (SIGSTOP), because
-idle engines spin on the cores. The table has medians over the rounds. x is the median of the rounds' own ratios, with the second
-smallest and the second largest of them in brackets (of fewer than four rounds the smallest and the largest): kvist beside the rival
-whose median is highest. With one column and one rival the two are measured directly after each other, in alternating order. The
-load average stands beside each row.
+others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO
+in 8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a GGUF, and
+vLLM reads bf16. llama.cpp is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits
+is stopped (SIGSTOP), because idle engines spin on the cores. The table has medians over the rounds. x is the median of the rounds'
+own ratios, with the second smallest and the second largest of them in brackets (of fewer than four rounds the smallest and the
+largest): kvist beside the rival whose median is highest. With one column and one rival the two are measured directly after each
+other, in alternating order. The load average stands beside each row.
 """
 import argparse
 import http.client
@@ -35,7 +35,7 @@ parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--only", default="", help="rows whose name contains one of these, with commas")
 parser.add_argument("--rivals", default="", help="rivals whose name contains one of these, with commas")
-parser.add_argument("--weights", default="q8_0", choices=["q8_0", "q4_0", "q4_k", "q6_k"], help="what GGUF files have")
+parser.add_argument("--weights", default="q8_0", choices=["q8_0", "q4_0", "q4_k", "q6_k", "bf16"], help="what kvist's and the rivals' files have")
 parser.add_argument("--columns", help="kvist's columns; without it: `q8_0,q8_0 fast,int8,int8 fast`, with other --weights these alone")
 parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
 parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
@@ -179,8 +179,8 @@ class Llama:
         return found[-1]["avg_ts"]
 
 
-def model(dtype):
-    return common.model(dtype, args.kvist)
+def model(dtype, form=None):
+    return common.model(dtype, args.kvist, form)
 
 
 def ctranslate2():
@@ -194,21 +194,22 @@ def ctranslate2():
 def rivals():
     """(name, bits of K and V, what it measures, how it is made) of each that is there."""
     every, weights = rows.names(args.depth), args.weights
-    if python("vllm") and weights == "q8_0":
-        yield "vLLM int8", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model("int8"), args.depth])
-    if python("openvino"):
+    if python("vllm") and weights in ("q8_0", "bf16"):
+        own = "int8" if weights == "q8_0" else weights
+        yield f"vLLM {own}", 16, every, lambda: Engine("vllm", [python("vllm"), HERE / "on_vllm.py", model(own), args.depth])
+    if python("openvino") and weights != "bf16":
         yield f"OpenVINO {weights}", 8, every, lambda: Engine("openvino", [python("openvino"), HERE / "on_openvino.py", model(weights), args.threads])
     if python("ctranslate2") and weights == "q8_0":
         few = [row for row in every if not row.startswith(("prefill at", "8 on a trunk"))]
         yield "CTranslate2 int8", 16, few, ctranslate2
     if (args.ik / "llama-sweep-bench").exists():
         few = [row for row in every if row.startswith(("prefill", "decode", "8 seq"))]
-        yield f"ik_llama.cpp {weights}", 16, few, lambda: Ik(model(weights), "f16")
-        yield f"ik_llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Ik(model(weights), "q8_0")
+        yield f"ik_llama.cpp {weights}", 16, few, lambda: Ik(model(weights, "gguf"), "f16")
+        yield f"ik_llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Ik(model(weights, "gguf"), "q8_0")
     if programs := sorted(LLAMA.glob("llama-*/build/bin/llama-bench")):
         few = [row for row in every if row.startswith(("prefill", "decode"))]
-        yield f"llama.cpp {weights}", 16, few, lambda: Llama(programs, model(weights), "f16")
-        yield f"llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Llama(programs, model(weights), "q8_0")
+        yield f"llama.cpp {weights}", 16, few, lambda: Llama(programs, model(weights, "gguf"), "f16")
+        yield f"llama.cpp {weights}, 8-bit KV", 8, [row for row in few if " at " in row], lambda: Llama(programs, model(weights, "gguf"), "q8_0")
 
 
 def main():
