@@ -6,8 +6,8 @@ tokens per second and of how many times as fast kvist is.
 
 All have the same model: random, 1.1B parameters, TinyLlama's shape. vLLM reads it as W8A8 (int8), CTranslate2 in its own int8, the
 others as q8_0. kvist has four columns: q8_0 and int8, each without and with --fast-prefill. vLLM keeps K and V in 16 bits, OpenVINO
-in 8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a GGUF, and
-vLLM reads bf16. llama.cpp is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits
+in 8; kvist is measured with the same as each rival. With other --weights than q8_0, the rivals are those that read such a file:
+vLLM does for bf16 alone. llama.cpp is there if bench/rivals/install.sh has built it; the fastest of its builds counts. An engine that waits
 is stopped (SIGSTOP), because idle engines spin on the cores. The table has medians over the rounds. x is the median of the rounds'
 own ratios, with the second smallest and the second largest of them in brackets (of fewer than four rounds the smallest and the
 largest): kvist beside the rival whose median is highest. With one column and one rival the two are measured directly after each
@@ -36,7 +36,7 @@ parser.add_argument("--threads", type=int, default=2)
 parser.add_argument("--only", default="", help="rows whose name contains one of these, with commas")
 parser.add_argument("--rivals", default="", help="rivals whose name contains one of these, with commas")
 parser.add_argument("--weights", default="q8_0", choices=["q8_0", "q4_0", "q4_k", "q6_k", "bf16"], help="what kvist's and the rivals' files have")
-parser.add_argument("--columns", help="kvist's columns; without it: `q8_0,q8_0 fast,int8,int8 fast`, with other --weights these alone")
+parser.add_argument("--columns", help="kvist's columns; without it: `q8_0,q8_0 fast,int8,int8 fast`, with other --weights `WEIGHTS,WEIGHTS fast`")
 parser.add_argument("--depth", type=int, default=4096, help="tokens before those that are measured")
 parser.add_argument("--timeout", type=float, default=600, help="seconds that an engine has for a row, or to start")
 parser.add_argument("--ik", type=lambda path: pathlib.Path(path).resolve(), default=ENGINES / "ik/build/bin", help="folder of ik_llama.cpp's programs")
@@ -260,7 +260,7 @@ def main():
             if isinstance(engine, Engine):
                 engine.close()
         if args.json:
-            plain = {row: {f"{name}, {bits}": found for (name, bits), found in columns.items()} for row, columns in values.items()}
+            plain = {row: {f"{name}, {bits}": list(found.values()) for (name, bits), found in columns.items()} for row, columns in values.items()}
             args.json.write_text(json.dumps(plain, indent=1) + "\n")
     table(values, columns)
 
@@ -284,11 +284,12 @@ def ratio(own, rival):
         return ""
     edge = 1 if len(ratios) > 3 else 0
     spread = f" ({ratios[edge]:.2f}, {ratios[-1 - edge]:.2f})" if len(ratios) > 1 else ""
-    return f"{statistics.median(ratios):.2f}{spread}"
+    pairs = f", {len(ratios)} of {args.rounds} rounds" if len(ratios) < args.rounds else ""
+    return f"{statistics.median(ratios):.2f}{spread}{pairs}"
 
 
 def table(values, columns):
-    print(f"tokens/s, medians of {args.rounds} rounds in turns, {args.threads} threads; x: how many times as fast kvist is as the fastest rival\n")
+    print(f"tokens/s, medians of {args.rounds} rounds in turns, {args.threads} threads; x: how many times as fast kvist is as the fastest rival, the median of the rounds' own ratios\n")
     print("| row | KV | " + "".join(f"kvist {column} | x | " for column in columns) + "rivals | load |")
     print("|---|--:|" + "--:|--:|" * len(columns) + "---|--:|")
     for row, every in values.items():

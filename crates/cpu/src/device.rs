@@ -124,7 +124,9 @@ impl Footprint for Cpu {
         let widest = shape.buffers().iter().map(|(_, width)| *width).max()?;
         let inputs = Inputs::bytes(&self.compute, n.max(limits.max_rows), widest)?;
         let experts = experts::Scratch::bytes(&self.compute, n, shape)?;
-        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(inputs)?.checked_add(experts)?).ok()
+        let samplers = HostSampler::bytes(shape.vocab)?.checked_mul(self.compute.threads.n())?;
+        let rest = inputs.checked_add(experts)?.checked_add(samplers)?;
+        u64::try_from(floats.checked_mul(size_of::<f32>())?.checked_add(rest)?).ok()
     }
 }
 
@@ -187,7 +189,9 @@ impl Device for Cpu {
             inputs: Inputs::default(),
             experts: experts::Scratch::default(),
             output: StepOutput::with_capacity(limits.max_rows, shape.vocab),
-            samplers: vec![HostSampler::default(); self.compute.threads.n()],
+            samplers: (0..self.compute.threads.n())
+                .map(|_| HostSampler::with_capacity(shape.vocab))
+                .collect(),
         })
     }
 

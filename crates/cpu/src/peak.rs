@@ -13,10 +13,10 @@ const PARTS: usize = 16;
 pub enum Product {
     /// f32 times f32 plus f32: two operations per lane.
     F32,
-    /// Two bf16 times two bf16, summed and added to f32: four operations per lane. Widened to f32 first where the instruction set has
-    /// no such product.
+    /// Two bf16 times two bf16, summed and added to f32 ([`Simd::dot2`]): four operations per lane.
     Pairs,
-    /// Four bytes times four bytes, summed: eight operations per lane.
+    /// Four bytes times four bytes, summed ([`Simd::dot4`]): eight operations per lane. Where this takes several instructions, linear
+    /// layers have faster products ([`Simd::dot_codes`]).
     Bytes,
 }
 
@@ -47,7 +47,7 @@ impl Kernel for Chains {
 #[inline(always)]
 fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
     // Hide the values from the compiler.
-    let (half, ones, zero) = std::hint::black_box((0.5f32, [0x0101_0101; 4], 0));
+    let (half, ones, halves, zero) = std::hint::black_box((0.5f32, [0x0101_0101; 4], [0x3f00_3f00; 4], 0));
     match product {
         Product::F32 => {
             let (x, mut sums) = (s.splat(half), [s.splat(half); N]);
@@ -61,26 +61,28 @@ fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
             (2 * 16 * N * STEPS) as u64
         }
         Product::Pairs => {
-            // Pairs of 0.5: a quarter twice for each step.
-            let (x, mut sums) = (s.round_pairs(s.splat(half), s.splat(half)), [s.splat(0.0); N]);
+            let (mut factors, mut sums) = (Factors::new(s, halves), [s.splat(0.0); N]);
             for _ in 0..STEPS {
-                for sum in &mut sums {
-                    *sum = s.dot2(*sum, x, x);
+                factors.hide(s, zero);
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = s.dot2(*sum, factors.w[n % 4], factors.x);
                 }
             }
             let total = sums.into_iter().map(|sum| s.sum(sum)).sum::<f32>();
-            assert_eq!(std::hint::black_box(total), (16 * N * STEPS / 2) as f32, "exact: below 2²⁴");
+            // Exact: all lanes have the same power of two.
+            assert_eq!(
+                std::hint::black_box(total),
+                (16 * N * STEPS / 2) as f32,
+                "two quarters per lane and step"
+            );
             (4 * 16 * N * STEPS) as u64
         }
         Product::Bytes => {
-            // Where a product takes several instructions, the compiler would compute all but the last once for all steps and chains if
-            // their factors were the same.
-            let (w, mut x, mut sums) =
-                (ones.map(|ones| s.splat_i(ones)), s.splat_i(ones[0]), [s.splat_i(0); N]);
+            let (mut factors, mut sums) = (Factors::new(s, ones), [s.splat_i(0); N]);
             for _ in 0..STEPS {
-                x = s.xor(x, s.splat_i(zero));
+                factors.hide(s, zero);
                 for (n, sum) in sums.iter_mut().enumerate() {
-                    *sum = s.dot4(*sum, w[n % 4], x);
+                    *sum = s.dot4(*sum, factors.w[n % 4], factors.x);
                 }
             }
             let total = sums.into_iter().map(|sum| s.sum(s.to_f32(sum))).sum::<f32>();
@@ -90,6 +92,29 @@ fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
                 "four ones per lane and step"
             );
             (8 * 16 * N * STEPS) as u64
+        }
+    }
+}
+
+/// Factors that the compiler must take for new ones in every step, and different ones in neighbouring chains: where a product takes
+/// several instructions, it would compute all but the last only once.
+struct Factors<S: Simd> {
+    w: [S::I; 4],
+    x: S::I,
+}
+
+impl<S: Simd> Factors<S> {
+    #[inline(always)]
+    fn new(s: S, lanes: [i32; 4]) -> Self {
+        Factors { w: lanes.map(|lane| s.splat_i(lane)), x: s.splat_i(lanes[0]) }
+    }
+    /// `zero` is 0, which the compiler does not know.
+    #[inline(always)]
+    fn hide(&mut self, s: S, zero: i32) {
+        let zero = s.splat_i(zero);
+        self.x = s.xor(self.x, zero);
+        for w in &mut self.w {
+            *w = s.xor(*w, zero);
         }
     }
 }

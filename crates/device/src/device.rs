@@ -387,8 +387,9 @@ pub trait Device: Footprint + Sized + 'static {
     fn logits(&self, stream: &mut Self::Stream, x: &Self::Buffer, head: &Self::Linear, softcap: Option<f32>);
 
     /// Computes the step's output from the logits: for each wanted row what it asks for ([`RowOutput`](crate::RowOutput)). By
-    /// default the host computes it, which suits devices that compute while they record. Other devices override this with
-    /// operations of their own, and read back only the results.
+    /// default the host computes it, row by row, which suits devices that compute while they record. A device with threads draws tokens
+    /// on all of them ([`StepOutput::answer_rows_on`](crate::StepOutput::answer_rows_on)). Others override this with operations of their
+    /// own, and read back only the results.
     fn answer_rows(&self, stream: &mut Self::Stream) {
         Self::output_mut(stream).answer_rows();
     }

@@ -56,7 +56,7 @@ pub enum DeviceRow<'a> {
     Failed(NoToken),
 }
 
-/// A token that was drawn from a row of logits.
+/// A token that was drawn from a row of logits; [`NoLogits`](NoToken::NoLogits) before the draw.
 pub type Drawn = Result<u32, NoToken>;
 /// Draws the token of a row, if the row asks for one. See [`StepOutput::answer_rows_on`].
 pub type Draw<'d> = dyn Fn(usize, &mut Drawn, &mut HostSampler) + Sync + 'd;
@@ -171,8 +171,11 @@ impl StepOutput {
         drawn.resize(wanted.len(), Err(NoToken::NoLogits));
         let (wanted, all, vocab) = (&*wanted, &*all, *vocab);
         spread(drawn, &|row, drawn, sampler| {
-            if let Some(found) = wanted[row].output.draw(&all[row * vocab..(row + 1) * vocab], sampler) {
-                *drawn = found;
+            let logits = row * vocab..(row + 1) * vocab;
+            match &wanted[row].output {
+                RowOutput::Logits | RowOutput::TopK(_) => {}
+                RowOutput::Argmax => *drawn = argmax(&all[logits]),
+                RowOutput::Sample(params) => *drawn = sampler.sample(&all[logits], params),
             }
         });
     }
@@ -216,8 +219,9 @@ impl StepOutput {
                     Answer::Logits
                 }
                 (DeviceRow::OfLogits(logits), RowOutput::TopK(k)) => Answer::top_k(logits, *k, sampler, top),
-                (DeviceRow::OfLogits(logits), other) => {
-                    Answer::of(other.draw(logits, sampler).unwrap_or(Err(NoToken::NoLogits)))
+                (DeviceRow::OfLogits(logits), RowOutput::Argmax) => Answer::of(argmax(logits)),
+                (DeviceRow::OfLogits(logits), RowOutput::Sample(params)) => {
+                    Answer::of(sampler.sample(logits, params))
                 }
                 (DeviceRow::TopK(found), RowOutput::Sample(params)) => {
                     Answer::of(sampler.sample_of(found, params))
@@ -230,17 +234,6 @@ impl StepOutput {
                 (DeviceRow::Token(token), _) => Answer::Token(token),
                 (DeviceRow::Failed(why), _) => Answer::Failed(why),
             });
-        }
-    }
-}
-
-impl RowOutput {
-    /// The token that a row asks for, if it does.
-    fn draw(&self, logits: &[f32], sampler: &mut HostSampler) -> Option<Drawn> {
-        match self {
-            RowOutput::Logits | RowOutput::TopK(_) => None,
-            RowOutput::Argmax => Some(argmax(logits)),
-            RowOutput::Sample(params) => Some(sampler.sample(logits, params)),
         }
     }
 }

@@ -76,6 +76,16 @@ pub struct HostSampler {
 }
 
 impl HostSampler {
+    /// Has memory for draws from this many tokens, so that these allocate nothing.
+    pub fn with_capacity(vocab: usize) -> Self {
+        HostSampler { candidates: Candidates::with_capacity(vocab) }
+    }
+
+    /// The bytes of [`with_capacity`](Self::with_capacity). `None` on overflow.
+    pub fn bytes(vocab: usize) -> Option<usize> {
+        Candidates::bytes(vocab)
+    }
+
     /// Draws a token from a row of logits.
     pub fn sample(&mut self, logits: &[f32], params: &SampleParams) -> Result<u32, NoToken> {
         if params.temperature == 0.0 {

@@ -252,8 +252,8 @@ impl<const VNNI: bool> Simd for Avx2<VNNI> {
     // Without VNNI: sums of two products fit into words if the codes have seven bits, and those of several quads if they have fewer.
     // Codes of 8 bits are signed numbers, whose signs move to x.
     //
-    // The compiler does not know how long loops over eight quads are. If it does, it loads the inputs of several quads of all tokens at
-    // once, and sixteen registers do not hold these beside the sums.
+    // `black_box` hides the length of loops over eight quads: a compiler that knows it loads the inputs of several quads at once, and
+    // sixteen registers do not hold these beside the sums.
     #[inline(always)]
     fn dot_codes<const Q: usize, const N: usize>(
         self,

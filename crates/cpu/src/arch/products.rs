@@ -50,8 +50,9 @@ pub const fn quads_per_word(bits: u32) -> usize {
     if quads == 0 { 1 } else { quads }
 }
 
-/// How many of `tokens` tokens take [`Simd::dot_codes`] of the same codes at a time: `S::TOGETHER`, or half as many where a token has
-/// accumulators in words and in sums. Four tokens of eight quads were faster two by two (1.15 times with q4_0 on Zen 3).
+/// How many of `tokens` tokens take [`Simd::dot_codes`] of the same codes at a time: `S::TOGETHER`, or half as many where sums in words
+/// take registers as well: of five bits, which are added to other sums twice, and of fewer where there are only four tokens (on Zen 3
+/// q4_0 took 0.88 of the time so).
 pub const fn together<S: Simd>(bits: u32, quads: usize, tokens: usize) -> usize {
     let words = quads_per_word(bits);
     let half = words > 2 && (words < quads || tokens < quads);

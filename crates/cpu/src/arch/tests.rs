@@ -3,17 +3,17 @@
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// [`Simd::dot_codes`] of the first `Q` quads and of two tokens: the second has the inputs of the first in reverse.
+/// [`Simd::dot_codes`] of the first `Q` quads and of `N` tokens. The inputs of a token are those of the one before, one quad on.
 #[inline(always)]
-fn two_dots<S: Simd, const Q: usize>(
+fn dots<S: Simd, const Q: usize, const N: usize>(
     s: S,
     bits: u32,
     quads: &[S::I],
     ys: &[[u8; 4]],
     start: i32,
-) -> [S::I; 2] {
-    let y = |q: usize, token: usize| i32::from_le_bytes(ys[if token == 0 { q } else { Q - 1 - q }]);
-    s.dot_codes(bits, quads.first_chunk::<Q>().unwrap(), y, [s.splat_i(start); 2])
+) -> [S::I; N] {
+    let y = |q: usize, token: usize| i32::from_le_bytes(ys[(q + token) % Q]);
+    s.dot_codes(bits, quads.first_chunk::<Q>().unwrap(), y, [s.splat_i(start); N])
 }
 
 /// All operations of a kernel on one input. Returns lanes as bits.
@@ -74,6 +74,8 @@ impl Kernel for Everything<'_> {
         let sum: i32 = ys.as_flattened().iter().map(|x| i32::from(x.cast_signed())).sum();
         for (name, bits) in [
             ("codes of 1", 1),
+            ("codes of 2", 2),
+            ("codes of 3", 3),
             ("codes of 4", 4),
             ("codes of 5", 5),
             ("codes of 6", 6),
@@ -87,11 +89,22 @@ impl Kernel for Everything<'_> {
                 8 => ys[..n].as_flattened().iter().map(|x| -128 * i32::from(x.cast_signed())).sum(),
                 _ => start,
             };
-            let eight = two_dots::<S, 8>(s, bits, &quads, &ys, start(8));
-            let four = two_dots::<S, 4>(s, bits, &quads, &ys, start(4));
-            let one = two_dots::<S, 1>(s, bits, &quads, &ys, start(1));
-            for sum in [eight, four, one].into_iter().flatten() {
+            let eight = dots::<S, 8, 4>(s, bits, &quads, &ys, start(8));
+            let two_of_eight = dots::<S, 8, 2>(s, bits, &quads, &ys, start(8));
+            let one_of_eight = dots::<S, 8, 1>(s, bits, &quads, &ys, start(8));
+            let four = dots::<S, 4, 4>(s, bits, &quads, &ys, start(4));
+            let one = dots::<S, 1, 2>(s, bits, &quads, &ys, start(1));
+            for sum in eight.into_iter().chain(two_of_eight).chain(one_of_eight).chain(four).chain(one) {
                 put(name, s.to_f32(sum));
+            }
+            // The largest codes and the smallest, with the largest inputs and the smallest.
+            for code in [(1 << bits) - 1, 0] {
+                let quads = [s.splat_i(i32::from_le_bytes([code as u8; 4])); 8];
+                for x in [127i8, -127] {
+                    let start = -(4 * 8 * i32::from(x) << (bits - 1));
+                    let [sum] = dots::<S, 8, 1>(s, bits, &quads, &[[x.cast_unsigned(); 4]; 8], start);
+                    put(name, s.to_f32(sum));
+                }
             }
         }
         // Eight products, as many as may be added up: of random codes, and of the largest with the largest and the smallest.

@@ -11,7 +11,8 @@
 //!
 //! Measured on two Zen 4 cores (docs/performance.md): one token of q8_0 and q4_0 at 0.97 of the read limit while memory is slow, at
 //! 0.85 while it is fast. On Zen 5, 512 tokens at 1.2 TFLOP/s. Two panels that share the broadcast values of x were slower: for 8
-//! and 16 tokens by 10 to 20 %, and no faster for 512, where the products themselves are the limit.
+//! and 16 tokens by 10 to 20 %, and no faster for 512, where the products themselves are the limit. With AVX2 (Zen 3) the products of 64
+//! tokens of q4_0 take three fifths of the time, as long as their instructions need at least; scaling takes a quarter, unpacking a seventh.
 use super::codes::Codes;
 use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! x has a scale per token and 256 inputs: an extreme value costs accuracy among its 256 neighbours only, and the scales take
-//! three operations of 67. The kernel is that of `wide.rs`, where its speed stands. A single token reads the weights at 0.96 to 0.99 of the read limit.
+//! three operations of 67. The kernel is that of `wide.rs`. A single token reads the weights at 0.96 to 0.99 of the read limit.
 use super::codes::{Codes, Planes};
 use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{self, GROUP, InputFormat, Inputs};

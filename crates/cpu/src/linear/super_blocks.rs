@@ -12,8 +12,7 @@
 //! Per 32 inputs of 16 rows: 8 products of 64 bytes per token.
 //!
 //! Measured on two Zen 4 cores (docs/performance.md): one token of q4_K and q6_K at 0.97 to 0.98 of the read limit while memory is slow,
-//! at 0.8 while it is fast; 512 tokens at 590 GFLOP/s, 0.9 of q8_0's rate. With AVX2 (Zen 3) the products of 64 tokens take three
-//! fifths of the time, as long as their instructions need at least; scaling takes a quarter, and unpacking an eighth.
+//! at 0.8 while it is fast; 512 tokens at 590 GFLOP/s, 0.9 of q8_0's rate.
 use super::codes::Codes;
 use super::decode::{self, Decode, Map, TakeQuads};
 use super::inputs::{

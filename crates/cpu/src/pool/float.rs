@@ -12,7 +12,7 @@
 //!
 //! Measured with f16 on two Zen 4 cores (docs/performance.md): 0.85 of the read limit with a KV head per query head, 0.88 with four
 //! query heads to a KV head of 128; bound by arithmetic, 0.53 to 0.57 of it, with eight of 64. 512 queries with AVX2 (Zen 3): 0.66 of
-//! the peak of f32; weighted sums run at 0.87 of it, scores at 0.75, and the rest is softmax.
+//! the peak of f32; weighted sums run at 0.87 of it, scores at 0.75.
 use super::{Blocks, Codec, Lines, QUERY_ROWS, Quads, Queries, Sums};
 use crate::arch::{LANES, Simd};
 use crate::element::Element;

@@ -15,7 +15,7 @@
 //! an infinity makes its whole group NaN, so that the error remains visible.
 //!
 //! Measured on two Zen 4 cores (docs/performance.md): 0.72 of the read limit with a KV head per query head (64 elements to a group); with
-//! four query heads to a KV head of 128 0.6 to 0.7 of it, and 0.67 of the time of f16; bound by arithmetic, 0.36 of it, with eight of 64.
+//! four query heads to a KV head of 128 0.6 to 0.7 of it, and 0.67 to 0.85 of the time of f16; bound by arithmetic, 0.36 of it, with eight of 64.
 use super::quantised::{
     Packed, Units, blocks_at, byte_of, packed_products, param, put_scores, queries_that_fit, scores_in_pairs,
 };

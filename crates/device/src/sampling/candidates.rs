@@ -61,6 +61,16 @@ pub struct Candidates {
 }
 
 impl Candidates {
+    /// Has memory for all of this many tokens: each is a candidate once at most.
+    pub fn with_capacity(vocab: usize) -> Self {
+        Candidates { found: Vec::with_capacity(vocab), ..Candidates::default() }
+    }
+
+    /// The bytes of [`with_capacity`](Self::with_capacity).
+    pub fn bytes(vocab: usize) -> Option<usize> {
+        vocab.checked_mul(size_of::<(u32, f32)>())
+    }
+
     /// Starts a draw from logits whose largest is `max`: all of them, or the `top_k` most likely if that is not 0.
     pub fn begin(&mut self, logits: &[f32], max: f32, top_k: usize) {
         self.max = max;
