@@ -101,7 +101,7 @@ impl Kernel for Everything<'_> {
             for code in [(1 << bits) - 1, 0] {
                 let quads = [s.splat_i(i32::from_le_bytes([code as u8; 4])); 8];
                 for x in [127i8, -127] {
-                    let start = -(4 * 8 * i32::from(x) << (bits - 1));
+                    let start = -((32 * i32::from(x)) << (bits - 1));
                     let [sum] = dots::<S, 8, 1>(s, bits, &quads, &[[x.cast_unsigned(); 4]; 8], start);
                     put(name, s.to_f32(sum));
                 }
