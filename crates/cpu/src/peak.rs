@@ -15,8 +15,8 @@ pub enum Product {
     F32,
     /// Two bf16 times two bf16, summed and added to f32 ([`Simd::dot2`]): four operations per lane.
     Pairs,
-    /// Four bytes times four bytes, summed ([`Simd::dot4`]): eight operations per lane. Where this takes several instructions, linear
-    /// layers have faster products ([`Simd::dot_codes`]).
+    /// Four bytes times four bytes, summed: eight operations per lane. [`Simd::dot4`] where that is one instruction, else
+    /// [`Simd::dot_codes`] of codes of 8 bits, as linear layers multiply them; those of fewer bits are faster.
     Bytes,
 }
 
@@ -79,10 +79,23 @@ fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
         }
         Product::Bytes => {
             let (mut factors, mut sums) = (Factors::new(s, ones), [s.splat_i(0); N]);
+            let mut codes = s.add_i(factors.x, s.splat_i(i32::from_le_bytes([128; 4])));
             for _ in 0..STEPS {
-                factors.hide(s, zero);
-                for (n, sum) in sums.iter_mut().enumerate() {
-                    *sum = s.dot4(*sum, factors.w[n % 4], factors.x);
+                if S::BYTE_DOTS {
+                    factors.hide(s, zero);
+                    for (n, sum) in sums.iter_mut().enumerate() {
+                        *sum = s.dot4(*sum, factors.w[n % 4], factors.x);
+                    }
+                    continue;
+                }
+                // As linear layers multiply codes of 8 bits, whose zero is 128, with four tokens.
+                codes = s.xor(codes, s.splat_i(zero));
+                for sums in sums.as_chunks_mut::<4>().0 {
+                    let start = [s.splat_i(-4 * 128); 4];
+                    let found = s.dot_codes(8, &[codes], |_, token| ones[token], start);
+                    for (sum, found) in sums.iter_mut().zip(found) {
+                        *sum = s.add_i(*sum, found);
+                    }
                 }
             }
             let total = sums.into_iter().map(|sum| s.sum(s.to_f32(sum))).sum::<f32>();
