@@ -39,4 +39,4 @@ class Server:
 
     def stop(self):
         self.process.terminate()
-        return self.process.wait(60)
+        return self.process.wait(600)

@@ -30,7 +30,7 @@ def test_aiperf(tool_model, tokenizer, tmp_path, endpoint):
         "--endpoint-type", endpoint, "--streaming", "--tokenizer", tokenizer, "--use-server-token-count",
         "--concurrency", "8", "--request-count", str(REQUESTS), "--isl", "128", "--osl", str(TOKENS),
         "--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", tmp_path / "out",
-    ], cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "HOME": str(tmp_path)})
+    ], cwd=tmp_path, capture_output=True, text=True, timeout=3600, env={**os.environ, "HOME": str(tmp_path)})
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     report = json.loads((tmp_path / "out/profile_export_aiperf.json").read_text())
     assert report["request_count"]["avg"] == REQUESTS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 MODEL = "tiny-rust-7m"
 # Only ends a run that would hang.
-PATIENCE = 120
+PATIENCE = 900
 
 
 def free_port():

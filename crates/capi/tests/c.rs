@@ -22,7 +22,8 @@ fn folder(name: &str) -> PathBuf {
 /// Compiles a C file and runs it. Returns what it wrote.
 fn run(source: &str, arguments: &[&str]) -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let name = Path::new(source).file_stem().unwrap();
+    // The whole path: two sources may have the same name, and run at the same time.
+    let name = source.replace(['/', '.'], "-");
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
     let compiled = Command::new(&compiler)

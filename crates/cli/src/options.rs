@@ -238,8 +238,8 @@ pub struct ComputeArgs {
     /// q4 caches, slower with bf16 weights. On GPUs prompts take several times as long
     #[arg(long)]
     pub deterministic: bool,
-    /// Compute prompts with fewer bits where the CPU has AMX or AVX-512: attention in bf16 (AMX, AVX-512 with bf16), packed
-    /// weights in bf16 (AMX) or 8 bits. Faster, and less exact; a text may then depend on the chunks and batches in which its prompt was computed
+    /// Compute prompts with fewer bits: attention in bf16 (AMX, AVX-512 with bf16) or words of 16 bits (AVX2), packed weights in bf16
+    /// (AMX) or 8 bits (AVX-512). Faster, and less exact; a text may then depend on the chunks and batches in which its prompt was computed
     #[arg(long, conflicts_with = "deterministic")]
     pub fast_prefill: bool,
 }

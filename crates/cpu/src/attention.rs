@@ -58,7 +58,7 @@ const LONG_TILE: usize = 256;
 const LONG_TILE_ROWS: usize = 8;
 /// Floats of states that one thread merges in less time than it takes to wake others.
 const MERGED_ALONE: usize = 1 << 14;
-/// Fewest rows that read the same cells for rounded products of pairs.
+/// Fewest rows that read the same cells for products of pairs that are not exact.
 const FAST_ROWS: usize = 64;
 
 /// Attention of one layer.
@@ -107,7 +107,12 @@ impl<'l> Layer<'l> {
     /// What multiplies rows with `side`, if these are products of pairs. With [`Compute::tile_attention`] they are for all
     /// queries, because the bits of the result differ from those of other products.
     fn pairs(&self, compute: &Compute, side: &RowStore, rows: Rows) -> Option<Products> {
-        let fast = || compute.fast_pairs().filter(|_| rows.together >= FAST_ROWS);
+        let least = |products: &Products| match (products, side.shape.storage.dtype) {
+            // Without pairs there is one product of bytes per four codes, and nothing to unpack.
+            (Products::Words(_), DType::Q4) => 2 * FAST_ROWS,
+            _ => FAST_ROWS,
+        };
+        let fast = || compute.fast_pairs().filter(|products| rows.together >= least(products));
         let suits = |products: &Products| products.multiply(side.shape.storage.dtype);
         compute.exact_pairs().filter(suits).or_else(fast)
     }

@@ -53,7 +53,7 @@ pub struct Compute {
     /// less time, and single queries more; all queries take the same path, so that results do not depend on the batch.
     pub tile_attention: bool,
     /// For batches of many tokens, compute with fewer bits. Attention rounds to bf16, if the instruction set has tiles (AMX) or
-    /// multiplies pairs of bf16. Packed weights become bf16 with tiles, and bytes with a scale per 256 inputs on other CPUs that
+    /// multiplies pairs of bf16, or to words of 16 bits, if it multiplies those (AVX2). Packed weights become bf16 with tiles, and bytes with a scale per 256 inputs on other CPUs that
     /// multiply bytes. Prompts take less time, but the result of a token then depends on whether its batch was large.
     pub fast_prefill: bool,
     /// Where weights lie. Devices that share it put their models side by side.
@@ -100,8 +100,9 @@ impl Compute {
     /// The products of pairs that attention uses for many queries, if any: as fast as they can be, and rounded.
     pub(crate) fn fast_pairs(&self) -> Option<Products> {
         let vectors = self.isa.multiplies_pairs().then_some(Products::Vectors(self.isa));
+        let words = self.isa.multiplies_word_pairs().then_some(Products::Words(self.isa));
         let tiles = self.isa.tiles().map(|isa| Products::Tiles(isa, Precision::Rounded));
-        tiles.or(vectors).filter(|_| self.is_fast())
+        tiles.or(vectors).or(words).filter(|_| self.is_fast())
     }
 
     /// The products of pairs that attention uses for all queries, if any.

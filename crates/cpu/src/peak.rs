@@ -13,7 +13,8 @@ const PARTS: usize = 16;
 pub enum Product {
     /// f32 times f32 plus f32: two operations per lane.
     F32,
-    /// Two bf16 times two bf16, summed and added to f32 ([`Simd::dot2`]): four operations per lane.
+    /// Two bf16 times two bf16, summed and added to f32 ([`Simd::dot2`]), or two words times two words, where those are faster
+    /// ([`Simd::dot_words`]): four operations per lane.
     Pairs,
     /// Four bytes times four bytes, summed: eight operations per lane. [`Simd::dot4`] where that is one instruction, else
     /// [`Simd::dot_codes`] of codes of 8 bits, as linear layers multiply them; those of fewer bits are faster.
@@ -59,6 +60,22 @@ fn chains<S: Simd, const N: usize>(s: S, product: Product) -> u64 {
             let total = sums.into_iter().map(|sum| s.sum(sum)).sum::<f32>();
             assert!(std::hint::black_box(total).is_finite(), "x becomes x / 2 + 1 / 2");
             (2 * 16 * N * STEPS) as u64
+        }
+        Product::Pairs if S::WORD_PAIRS => {
+            let (mut factors, mut sums) = (Factors::new(s, [0x0001_0001; 4]), [s.splat_i(0); N]);
+            for _ in 0..STEPS {
+                factors.hide(s, zero);
+                for (n, sum) in sums.iter_mut().enumerate() {
+                    *sum = s.dot_words(*sum, factors.w[n % 4], factors.x);
+                }
+            }
+            let total = sums.into_iter().map(|sum| s.sum(s.to_f32(sum))).sum::<f32>();
+            assert_eq!(
+                std::hint::black_box(total),
+                (2 * 16 * N * STEPS) as f32,
+                "two ones per lane and step"
+            );
+            (4 * 16 * N * STEPS) as u64
         }
         Product::Pairs => {
             let (mut factors, mut sums) = (Factors::new(s, halves), [s.splat(0.0); N]);

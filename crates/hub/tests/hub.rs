@@ -307,11 +307,8 @@ fn refusals_say_what_to_do() {
 fn a_hub_that_is_away_is_no_reason_not_to_run_what_is_here() {
     let (hub, cache) = gguf_hub();
     let file = path(hub.settings(cache.path()), "hf:org/name");
-    // A port that was free just now.
-    let nowhere = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let endpoint = format!("http://{}", nowhere.local_addr().unwrap());
-    drop(nowhere);
-    let away = || Settings { endpoint: endpoint.clone(), ..hub.settings(cache.path()) };
+    // A port that no other test gets.
+    let away = || Settings { endpoint: "http://127.0.0.1:1".into(), ..hub.settings(cache.path()) };
     let (resolved, heard) = resolve(away(), "hf:org/name");
     assert_eq!(resolved.unwrap().path, file);
     assert!(

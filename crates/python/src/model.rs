@@ -29,8 +29,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 ///     context: tokens of the longest text, for models whose RoPE depends on it.
 ///     threads: compute threads; by default one per core.
 ///     deterministic: make a text independent of batches and shared prefixes, to the last bit; a little slower.
-///     fast_prefill: compute prompts with fewer bits where the CPU has AMX or AVX-512: faster, and slightly different from batch
-///         to batch. Not with deterministic.
+///     fast_prefill: compute prompts with fewer bits where the CPU has AVX2, AVX-512 or AMX: faster, and slightly different from
+///         batch to batch. Not with deterministic.
 ///     memory: bytes, or a size such as "8GB", that weights and caches may take together; by default what is free.
 ///     mmap: map the files, which must not change as long as the model is used, instead of reading them.
 ///     offline: download nothing.

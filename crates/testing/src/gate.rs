@@ -2,6 +2,10 @@
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+/// Only ends a test that would hang.
+const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Passes everything on, and holds commands that read a value while it is told to.
 #[derive(Default)]
@@ -56,7 +60,10 @@ impl Gate {
 
     /// Waits until one is held.
     pub fn wait_for_read(&self) {
-        drop(self.changed.wait_while(self.held.lock().unwrap(), |held| held.1 == 0).unwrap());
+        let held = self.held.lock().unwrap();
+        let (held, waited) = self.changed.wait_timeout_while(held, PATIENCE, |held| held.1 == 0).unwrap();
+        drop(held);
+        assert!(!waited.timed_out(), "nothing was read within {PATIENCE:?}");
     }
 
     /// Lets all reads through.

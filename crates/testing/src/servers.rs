@@ -34,7 +34,8 @@ impl Redis {
         found
     }
 
-    fn start(program: &str, port: u16) -> Redis {
+    /// `None` if it ends: another process may have the port.
+    fn start(program: &str, port: u16) -> Option<Redis> {
         let port_text = port.to_string();
         let mut process = Command::new(program)
             .args(["--port", &port_text, "--bind", "127.0.0.1", "--save", "", "--daemonize", "no"])
@@ -46,17 +47,19 @@ impl Redis {
         let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
         let ready =
             lines.find(|line| line.as_ref().is_ok_and(|line| line.contains("Ready to accept connections")));
-        assert!(ready.is_some(), "{program} ended");
+        let redis = Redis { port, process };
+        ready?.ok()?;
         // It must not wait for a reader of its log.
         std::thread::spawn(move || lines.for_each(drop));
-        Redis { port, process }
+        Some(redis)
     }
 
     /// `None` if neither server is installed.
     pub fn new() -> Option<Redis> {
         let program = Redis::program()?;
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        Some(Redis::start(program, port))
+        let free = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        let started = (0..100).find_map(|_| Redis::start(program, free()));
+        Some(started.unwrap_or_else(|| panic!("{program} ends at once")))
     }
 
     /// Kills the server, with all that it has. It can be [started again](Self::again) on the same port.
@@ -65,7 +68,16 @@ impl Redis {
     }
 
     pub fn again(port: u16) -> Option<Redis> {
-        Some(Redis::start(Redis::program()?, port))
+        let program = Redis::program()?;
+        // While the port was free, a client of another server may have got it.
+        let started = (0..300).find_map(|_| {
+            let started = Redis::start(program, port);
+            if started.is_none() {
+                std::thread::sleep(std::time::Duration::from_secs(1));
+            }
+            started
+        });
+        Some(started.unwrap_or_else(|| panic!("{program} ends at once on port {port}")))
     }
 
     /// Host and port.

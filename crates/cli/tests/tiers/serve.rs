@@ -52,7 +52,7 @@ fn figure(server: &Server, name: &str) -> f64 {
 }
 
 /// Waits until all copies have been written.
-fn settle(server: &Server, blocks: f64) {
+pub fn settle(server: &Server, blocks: f64) {
     let began = std::time::Instant::now();
     let is_on_its_way = || {
         figure(server, "kvist_tier_store_bytes") > 0.0

@@ -1,6 +1,7 @@
 //! `kvist serve --sessions-shared` and `--sessions-store`: two processes over one Redis, one of them killed.
 use crate::program::kvist;
 use crate::program::server::{PATIENCE, Server};
+use crate::serve::settle;
 use kvist_testing::servers::Redis;
 use serde_json::{Value, json};
 use std::io::Read;
@@ -222,6 +223,7 @@ fn sessions_may_have_a_store_of_their_own() {
     until("the answer is recorded", || show(&b, &id).1.len() == show(&a, &id).1.len());
     assert_eq!(generate(&b, &id), expected[1]);
     until("that is recorded", || show(&a, &id) == show(&b, &id));
+    settle(&b, 1.0);
     drop((a, b));
     let has_record = |folder: &Path| {
         let (mut n_files, mut found) = (0, false);

@@ -134,6 +134,11 @@ impl Isa {
         self.run(Multiplies).0
     }
 
+    /// Whether its vectors multiply pairs of words faster than f32 ([`Simd::WORD_PAIRS`]).
+    pub fn multiplies_word_pairs(self) -> bool {
+        self.run(Multiplies).3
+    }
+
     /// Whether its vectors multiply bytes faster than anything else.
     pub fn multiplies_bytes(self) -> bool {
         self.run(Multiplies).1
@@ -160,11 +165,11 @@ impl Isa {
 struct Multiplies;
 
 impl Kernel for Multiplies {
-    type Out = (bool, bool, bool);
+    type Out = (bool, bool, bool, bool);
     const USES: Uses = Uses::Pairs;
     #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> (bool, bool, bool) {
-        (S::BF16_DOTS, S::BYTE_DOTS, S::WORD_DOTS)
+    fn run<S: Simd>(self, _: S) -> (bool, bool, bool, bool) {
+        (S::BF16_DOTS, S::BYTE_DOTS, S::WORD_DOTS, S::WORD_PAIRS)
     }
 }
 

@@ -1,5 +1,5 @@
 //! Products of codes and units that several instruction sets share, and how many of them a word holds.
-use super::Simd;
+use super::{LANES, Simd};
 
 /// [`Simd::dot_units`], [`Simd::sum_of_units`] and [`Simd::store_units`] where units are two bytes.
 #[inline(always)]
@@ -14,6 +14,32 @@ pub(super) fn sum_of_two_bytes<S: Simd>(s: S, [high, low]: [S::I; 2]) -> S::I {
 pub(super) fn store_two_bytes<S: Simd>(s: S, units: S::I, [high, low]: [&mut [u8; 16]; 2]) {
     s.store_low_bytes(units, low);
     s.store_low_bytes(s.over_256(s.add_i(units, s.splat_i(128))), high);
+}
+
+/// [`Simd::dot_words`] and [`Simd::word_pairs`] lane by lane, where no kernel needs them fast.
+#[inline(always)]
+pub(super) fn dot_words_in_lanes<S: Simd>(s: S, acc: S::I, a: S::I, b: S::I) -> S::I {
+    let words = |pair: u32| [pair as i16, (pair >> 16) as i16].map(i32::from);
+    in_lanes(s, [acc, a, b], |[acc, a, b]| {
+        let ([a0, a1], [b0, b1]) = (words(a), words(b));
+        acc.wrapping_add((a0 * b0).wrapping_add(a1 * b1).cast_unsigned())
+    })
+}
+#[inline(always)]
+pub(super) fn word_pairs_in_lanes<S: Simd>(s: S, even: S::I, odd: S::I) -> S::I {
+    in_lanes(s, [even, odd], |[even, odd]| even & 0xffff | odd << 16)
+}
+#[inline(always)]
+fn in_lanes<S: Simd, const N: usize>(s: S, x: [S::I; N], each: impl Fn([u32; N]) -> u32) -> S::I {
+    let mut lanes = [[0; LANES]; N];
+    for (x, lanes) in x.into_iter().zip(&mut lanes) {
+        s.store_i(x, lanes);
+    }
+    let mut out = [0; LANES];
+    for (i, out) in out.iter_mut().enumerate() {
+        *out = each(lanes.map(|lanes| lanes[i]));
+    }
+    s.load_i(&out)
 }
 
 /// Four units as [`Simd::dot_units`] takes them. As bytes, `unit = 256 * high + low`, both signed: the high ones are the first

@@ -1,5 +1,7 @@
 //! The operations that every instruction set has, and the code that is compiled for each.
-use super::products::{dot_quads, dot_two_bytes, store_two_bytes, sum_of_two_bytes};
+use super::products::{
+    dot_quads, dot_two_bytes, dot_words_in_lanes, store_two_bytes, sum_of_two_bytes, word_pairs_in_lanes,
+};
 
 /// Lanes per vector: f32, i32, or four bytes each.
 pub const LANES: usize = 16;
@@ -18,6 +20,8 @@ pub trait Simd: Copy + Send + Sync + 'static {
     const BYTE_DOTS: bool = false;
     /// True if [`dot_units`](Self::dot_units) multiplies words of 16 bits, and not two bytes one after the other.
     const WORD_DOTS: bool = false;
+    /// True if products of pairs of words ([`dot_words`](Self::dot_words)) take less time than those of f32, and there are none of bf16.
+    const WORD_PAIRS: bool = false;
     /// Most tokens (1, 2 or 4) whose products with the same codes share loads: see [`together`](super::together).
     const TOGETHER: usize = 1;
     /// The sums that [`dot_units`](Self::dot_units) keeps: a register of lanes each.
@@ -100,6 +104,16 @@ pub trait Simd: Copy + Send + Sync + 'static {
     }
     /// Per lane, for bf16 pairs: `acc + a[0]*b[0] + a[1]*b[1]`.
     fn dot2(self, acc: Self::F, a: Self::I, b: Self::I) -> Self::F;
+    /// Per lane, for pairs of signed words: `acc + a[0]*b[0] + a[1]*b[1]`, which wraps.
+    #[inline(always)]
+    fn dot_words(self, acc: Self::I, a: Self::I, b: Self::I) -> Self::I {
+        dot_words_in_lanes(self, acc, a, b)
+    }
+    /// Pairs of the low words of both: of `even` in the lower half of every lane, of `odd` in the upper.
+    #[inline(always)]
+    fn word_pairs(self, even: Self::I, odd: Self::I) -> Self::I {
+        word_pairs_in_lanes(self, even, odd)
+    }
     /// Byte `N` of every lane, unsigned.
     fn byte<const N: u32>(self, x: Self::I) -> Self::I;
     /// From every byte, extracts `bits` bits starting at bit `at` and moves them to bit `to`.
@@ -232,7 +246,7 @@ pub trait Simd: Copy + Send + Sync + 'static {
 /// differently, and [`Simd::dot_units`] may expect other quads than [`Isa::multiplies_words`](super::Isa::multiplies_words) says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Uses {
-    /// Products of floats alone.
+    /// Products of floats and of pairs of words alone.
     Floats,
     /// Products of bytes and of units, too ([`Simd::dot4`], [`Simd::dot_units`]).
     Bytes,

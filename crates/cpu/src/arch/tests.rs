@@ -120,6 +120,17 @@ impl Kernel for Everything<'_> {
             }
             put(name, s.to_f32(s.add_nibbles(s.splat_i(-5), products)));
         }
+        for (name, words) in [("words", b), ("smallest words", s.splat_i(-0x7fff_8000)), ("equal words", a)] {
+            // Sums may have all 32 bits.
+            let mut sums = [0; LANES];
+            s.store_i(s.dot_words(s.splat_i(-77), a, words), &mut sums);
+            put(name, s.load(&sums.map(|sum| (sum >> 16) as f32)));
+            put(name, s.load(&sums.map(|sum| (sum & 0xffff) as f32)));
+        }
+        let mut pairs = [0; LANES];
+        s.store_i(s.word_pairs(a, s.sub_i(s.splat_i(0), b)), &mut pairs);
+        put("low words", s.load(&pairs.map(|pair| (pair & 0xffff) as f32)));
+        put("high words", s.load(&pairs.map(|pair| (pair >> 16) as f32)));
         put("byte 1", s.to_f32(s.byte::<1>(a)));
         put("byte 2", s.to_f32(s.byte::<2>(a)));
         put("byte 3", s.to_f32(s.byte::<3>(a)));

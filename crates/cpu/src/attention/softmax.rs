@@ -10,6 +10,7 @@
 //! Weights that become pairs of bf16 take eight: `w = 2^(s − M')` with a polynomial of degree 3. The difference s − M' is rounded, so
 //! those of another maximum M' differ by more than a power of two.
 use crate::arch::{Kernel, LANES, Simd, Uses};
+use crate::pool::pairs::round_to_words;
 
 /// The maximum of a row that has seen no score.
 pub const NO_SCORE: f32 = -1e30;
@@ -48,6 +49,8 @@ pub enum Form {
     FloatsForPairs,
     /// Rounded to pairs of bf16, as [`RoundWeights`](crate::pool::pairs::RoundWeights) does.
     Pairs,
+    /// The same, to pairs of words. Their unit goes to this float of a line.
+    Words(usize),
 }
 
 /// Turns scores into weights and updates the states.
@@ -91,6 +94,9 @@ impl Kernel for Softmax<'_> {
             let peak = s.largest(peak).round_ties_even();
             if peak <= FLOOR && vectors.iter().flatten().all(|x| *x <= FLOOR) {
                 vectors.iter_mut().for_each(|scores| *scores = [0.0; LANES]);
+                if let Form::Words(unit) = self.form {
+                    line[unit] = 0.0;
+                }
                 continue;
             }
             if peak <= FLOOR && max[0] == NO_SCORE {
@@ -114,6 +120,15 @@ impl Kernel for Softmax<'_> {
                 Form::Floats => floats(s, vectors, top, norm),
                 Form::FloatsForPairs => floats_for_pairs(s, vectors, top, norm),
                 Form::Pairs => pairs(s, vectors, top, norm),
+                Form::Words(unit) => {
+                    // Sums would take registers from the constants.
+                    for scores in vectors.iter_mut() {
+                        s.store(s.exp2_for_bf16(s.sub(s.load(scores), top)), scores);
+                    }
+                    let (sum, of_words) = round_to_words(s, vectors);
+                    line[unit] = of_words;
+                    s.add(norm, sum)
+                }
             };
             s.store(norm, norms);
         }

@@ -5,7 +5,7 @@
 //! group have a product each, which repeats the cells they share: the result of a query must not depend on whom it
 //! shares them with.
 use super::scratch::ThreadScratch;
-use super::tile::{Tile, TileRows};
+use super::tile::{Tile, TileRows, unit_at};
 use super::tile_items::TileItems;
 use super::{Layer, UNIT_ROWS};
 use crate::arch::LANES;
@@ -52,7 +52,7 @@ impl<'l> Layer<'l> {
             let first = (slots.start - part.slots.start) as usize * self.per_kv();
             let n = slots.len() * self.per_kv();
             let at = first_place + groups.start * STEP;
-            let weights = Weights { data: &lines[first * stride..], stride, at };
+            let weights = Weights { data: &lines[first * stride..], stride, at, unit: unit_at(stride) };
             let state = self.state();
             let sums = Sums { n, data: &mut *states, first: first * state, stride: state };
             let group = self.values.shape.group;

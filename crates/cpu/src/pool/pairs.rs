@@ -1,14 +1,15 @@
-//! Scores and weighted sums of many queries as products of pairs of bf16.
+//! Scores and weighted sums of many queries as products of pairs of bf16, or of words.
 //!
 //! ```text
 //! scores:      S[queries][16 cells] += Q[queries][32 elements] × K[elements][cells]      per 32 elements of head_dim
 //! accumulate:  O[queries][16 elements] += W[queries][32 cells] × V[cells][elements]      per 32 places of a sequence
 //! ```
 //!
-//! Keys and values become pairs once per call, and all rows of the call use them ([`rows`]). Then [`tiles`] (AMX) or
-//! [`vectors`] (AVX-512 with bf16) multiply.
+//! Keys and values become pairs once per call, and all rows of the call use them ([`rows`]). Then [`tiles`] (AMX),
+//! [`vectors`] (AVX-512 with bf16) or [`words`] (AVX2) multiply.
 //!
-//! With [`Precision::Rounded`] every number is rounded to bf16: one product, for every dtype.
+//! With [`Precision::Rounded`] every number is rounded to bf16, with [`Precision::Words`] to a multiple of its row's unit: one product,
+//! for every dtype.
 //!
 //! With [`Precision::Exact`], which tiles have for float dtypes, every number is cut into parts, because bf16 has 8
 //! significant bits: `x = high + middle + low`, exactly. A query or a weight has three parts, a key or a value of bf16 one,
@@ -26,6 +27,7 @@ mod rows;
 mod square;
 mod tiles;
 mod vectors;
+mod words;
 
 use super::{Blocks, Lines, Sums, with_codec};
 use crate::arch::{Isa, Kernel, LANES, Simd, TileIsa, Uses};
@@ -34,6 +36,7 @@ pub use places::{Cell, Places};
 pub use rows::{Parts, Shape, parts};
 use rows::{pack_keys, pack_values};
 use std::ops::Range;
+pub use words::round_to_words;
 
 /// Elements of head_dim, or places of a sequence, that one product of tiles sums up: sixteen pairs.
 pub const STEP: usize = 2 * LANES;
@@ -42,21 +45,25 @@ const TILE: usize = 16 * LANES;
 /// Parts of a query or of a weight that are not rounded.
 const LEFT_PARTS: usize = 3;
 
-/// How numbers become bf16.
+/// What numbers become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// In parts whose sum they are.
+    /// Parts of bf16 whose sum they are.
     Exact,
-    /// Rounded: one part, and so one product.
+    /// bf16, rounded: one part, and so one product.
     Rounded,
+    /// Words of 16 bits, in a unit of their row ([`words`]): one part.
+    Words,
 }
 
 /// What multiplies pairs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Products {
     Tiles(TileIsa, Precision),
-    /// Always rounded.
+    /// Pairs of bf16, rounded.
     Vectors(Isa),
+    /// Pairs of words.
+    Words(Isa),
 }
 
 impl Products {
@@ -64,6 +71,7 @@ impl Products {
         match self {
             Products::Tiles(_, precision) => precision,
             Products::Vectors(_) => Precision::Rounded,
+            Products::Words(_) => Precision::Words,
         }
     }
 
@@ -95,17 +103,20 @@ const ABREAST: usize = 8;
 /// Most places per call.
 pub const MAX_PLACES: usize = 256;
 const MAX_STEPS: usize = MAX_PLACES / STEP;
+/// Floats of a line of weights with that many places, and what attention has around them.
+pub const LINE: usize = MAX_PLACES + 4 * LANES;
 
-/// Pairs of bf16 that [`SplitRow`] writes for rows of `head_dim` elements, if `rows` rows are stored.
+/// Pairs, and units, that [`SplitRow`] writes for rows of `head_dim` elements, if `rows` rows are stored.
 pub fn split_len(head_dim: usize, rows: usize, precision: Precision) -> usize {
-    head_dim.div_ceil(STEP) * left_parts(precision) * plane(rows)
+    let units = if precision == Precision::Words { rows } else { 0 };
+    head_dim.div_ceil(STEP) * left_parts(precision) * plane(rows) + units
 }
 
 /// Parts of a query or of a weight.
 fn left_parts(precision: Precision) -> usize {
     match precision {
         Precision::Exact => Exact::PARTS,
-        Precision::Rounded => Rounded::PARTS,
+        Precision::Rounded | Precision::Words => Rounded::PARTS,
     }
 }
 
@@ -114,11 +125,12 @@ fn plane(rows: usize) -> usize {
     (rows + 16) * LANES
 }
 
-/// Pairs of bf16 that a call needs for keys and values of `head_dim` elements.
+/// Pairs, and units, that a call needs for keys and values of `head_dim` elements.
 pub fn packed_len(head_dim: usize, dtype: DType, precision: Precision) -> usize {
     let keys = ABREAST * head_dim.div_ceil(STEP);
     let values = head_dim.div_ceil(LANES) * MAX_STEPS;
-    keys.max(values) * parts(dtype, precision).unwrap_or(0) * TILE
+    let units = if precision == Precision::Words { head_dim.next_multiple_of(LANES) } else { 0 };
+    keys.max(values) * parts(dtype, precision).unwrap_or(0) * TILE + units
 }
 
 /// Pairs of bf16 of the weights of a call.
@@ -128,14 +140,14 @@ pub fn weights_len(precision: Precision) -> usize {
 /// Rows of weights that are cut into parts at once.
 const WEIGHT_ROWS: usize = 32;
 
-/// Cuts row `at` of `rows` query rows into parts. A pair consists of elements that are 16 apart, because sixteen
+/// Cuts row `at` of `rows` query rows into parts, or turns it into words. A pair consists of elements that are 16 apart, because sixteen
 /// elements are a vector.
 pub struct SplitRow<'s> {
     pub precision: Precision,
     pub row: &'s [f32],
     pub at: usize,
     pub rows: usize,
-    /// `[steps, parts, rows + 16, 16]` pairs.
+    /// `[steps, parts, rows + 16, 16]` pairs. Behind those of words the units of all rows.
     pub split: &'s mut [u32],
 }
 
@@ -144,11 +156,12 @@ impl Kernel for SplitRow<'_> {
     const USES: Uses = Uses::Floats;
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
+        if self.precision == Precision::Words {
+            return words::split_row(s, self.row, self.at, self.rows, self.split);
+        }
         let (plane, split) = (plane(self.rows), self.split);
         for (step, row) in self.row.chunks(STEP).enumerate() {
-            let mut pair = [0.0; STEP];
-            pair[..row.len()].copy_from_slice(row);
-            let [even, odd] = halves(s, &pair);
+            let [even, odd] = halves(s, &step_of(row));
             match self.precision {
                 Precision::Exact => {
                     cut::<S, LEFT_PARTS>(
@@ -160,10 +173,20 @@ impl Kernel for SplitRow<'_> {
                         self.at,
                     );
                 }
-                Precision::Rounded => round(s, even, odd, &mut split[step * plane..], self.at),
+                Precision::Rounded | Precision::Words => {
+                    round(s, even, odd, &mut split[step * plane..], self.at);
+                }
             }
         }
     }
+}
+
+/// Up to [`STEP`] elements; the rest is 0.
+#[inline(always)]
+fn step_of(row: &[f32]) -> [f32; STEP] {
+    let mut step = [0.0; STEP];
+    step[..row.len()].copy_from_slice(row);
+    step
 }
 
 #[inline(always)]
@@ -221,16 +244,20 @@ pub struct SplitQueries<'q> {
     pub n: usize,
 }
 
-/// Weights of the rows: lines whose place 0 is at `at`. Rounded ones are pairs, as [`RoundWeights`] makes them.
+/// Weights of the rows: lines whose place 0 is at `at`. Those that are not exact are pairs, as [`RoundWeights`] makes them.
 pub struct Weights<'w> {
     pub data: &'w [f32],
     pub stride: usize,
     pub at: usize,
+    /// Where a line has the unit of words.
+    pub unit: usize,
 }
 
-/// Rounds weights where they are: the pairs of [`STEP`] places take the room of the first half of them. Pairs are 16 places
+/// Turns weights into pairs where they are: those of [`STEP`] places take the room of the first half of them. Pairs are 16 places
 /// apart.
 pub struct RoundWeights<'w> {
+    /// If they become words: where a line gets their unit.
+    pub unit: Option<usize>,
     pub lines: &'w mut [f32],
     pub stride: usize,
     /// Vectors of a line: whole steps.
@@ -245,6 +272,10 @@ impl Kernel for RoundWeights<'_> {
         for line in self.lines.chunks_exact_mut(self.stride) {
             let vectors = &mut line.as_chunks_mut::<LANES>().0[self.vectors.clone()];
             debug_assert!(vectors.len().is_multiple_of(2), "{} vectors are no pairs", vectors.len());
+            if let Some(unit) = self.unit {
+                line[unit] = round_to_words(s, vectors).1;
+                continue;
+            }
             for [even, odd] in vectors.as_chunks_mut().0 {
                 s.store(s.as_floats(s.round_pairs(s.load(even), s.load(odd))), even);
             }
@@ -296,6 +327,7 @@ pub fn scores(products: Products, dtype: DType, asked: Asked<'_>, blocks: &Block
     match products {
         Products::Tiles(isa, precision) => tiles::scores((isa, precision), dtype, asked, blocks, lines),
         Products::Vectors(isa) => vectors::scores(isa, dtype, asked, blocks, lines),
+        Products::Words(isa) => words::scores(isa, dtype, asked, blocks, lines),
     }
 }
 
@@ -313,6 +345,7 @@ pub fn accumulate(
             tiles::accumulate((isa, precision), dtype, values, weights, sums, room);
         }
         Products::Vectors(isa) => vectors::accumulate(isa, dtype, values, weights, sums, room.packed),
+        Products::Words(isa) => words::accumulate(isa, dtype, values, weights, sums, room.packed),
     }
 }
 

@@ -50,7 +50,7 @@ fn cpu_conforms_on_every_instruction_set() {
 /// With fewer bits for prompts: the suite's batches that are large enough, within the error of bf16.
 #[test]
 fn cpu_conforms_with_fewer_bits() {
-    for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
+    for isa in Isa::tested().into_iter().filter(|isa| crate::has_fast_attention(*isa)) {
         let one_in = if crate::is_slow(isa) { 60 } else { 4 };
         let options = Options { one_in, attention: 4e-3, packed: 4e-3, q4: Some(Q4), ..options() };
         conforms(&Cpu::new(Compute::new(isa, 2).fast_prefill(true)), &options);

@@ -15,7 +15,7 @@ fn outputs(cpu: &Cpu, model: &Model, kind: &str) -> Vec<Vec<Vec<f32>>> {
 
 #[test]
 fn prompts_are_close_and_tokens_the_same() {
-    for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
+    for isa in Isa::tested().into_iter().filter(|isa| crate::has_fast_attention(*isa)) {
         for (i, storage) in ["f32", "f16", "bf16", "f16-rot", "q8", "q4-64", "t4"].into_iter().enumerate() {
             let window = (i % 2 == 1).then_some(130);
             let storage: kvist_device::Storage = storage.parse().unwrap();
@@ -52,7 +52,7 @@ fn prompts_are_close_and_tokens_the_same() {
 /// beginning: the tiles at its end have cells of both, and each sees its own.
 #[test]
 fn prompts_of_two_branches_are_close() {
-    for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
+    for isa in Isa::tested().into_iter().filter(|isa| crate::has_fast_attention(*isa)) {
         let shapes = [
             (40, "q8", "paged"),
             (24, "f16", "paged"),
@@ -104,7 +104,7 @@ fn prompts_of_two_branches_are_close() {
 /// do not become pairs.
 #[test]
 fn a_batch_of_sequences_is_decoded_as_without() {
-    for isa in Isa::tested().into_iter().filter(|isa| isa.tiles().is_some() || isa.multiplies_pairs()) {
+    for isa in Isa::tested().into_iter().filter(|isa| crate::has_fast_attention(*isa)) {
         for storage in ["f16", "q8"] {
             let storage: kvist_device::Storage = storage.parse().unwrap();
             let model = Model { k: storage, v: storage, head_dim: 64, ..Model::default() };

@@ -26,6 +26,11 @@ fn with_own_attention() -> Vec<kvist_cpu::arch::Isa> {
     all
 }
 
+/// Whether `Compute::fast_prefill` changes attention.
+fn has_fast_attention(isa: kvist_cpu::arch::Isa) -> bool {
+    isa.tiles().is_some() || isa.multiplies_pairs() || isa.multiplies_word_pairs()
+}
+
 /// Tiles in plain loops: they run a part of the cases.
 fn is_slow(isa: kvist_cpu::arch::Isa) -> bool {
     matches!(isa, kvist_cpu::arch::Isa::EmulatedTiles(_))

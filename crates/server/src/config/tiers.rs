@@ -95,11 +95,11 @@ impl OpenSessions {
     pub fn open(config: &ServerConfig, model_context: u32) -> Result<Option<Self>, StoreError> {
         let Some(url) = config.sessions.shared_store(&config.tiers) else { return Ok(None) };
         let runtime = store_runtime("sessions")?;
+        let deadline = Duration::from_millis(config.tiers.grace_ms);
         let store = {
             let _within = runtime.enter();
-            open_shared_store(url)?
+            open_shared_store(url, deadline)?
         };
-        let deadline = Duration::from_millis(config.tiers.grace_ms);
         let most_tokens = config.most_taken_over(model_context);
         let store = SharedStore { store, runtime: runtime.handle().clone(), deadline, most_tokens };
         Ok(Some(OpenSessions { store, runtime: Some(runtime) }))

@@ -51,7 +51,7 @@ struct Row {
     operations_per_byte: f64,
     gflop_per_s: f64,
     read_limit_gb_per_s: f64,
-    /// Peaks of f32 products, of pairs of bf16 (`--fast-prefill`) and of byte products; q8 needs two byte products where one f32
+    /// Peaks of f32 products, of pairs of bf16 or of words (`--fast-prefill`), and of byte products; q8 needs two byte products where one f32
     /// product is counted.
     f32_peak_gflop_per_s: f64,
     pairs_peak_gflop_per_s: f64,
@@ -116,7 +116,7 @@ fn show(row: &Row, json: bool, first: bool) -> anyhow::Result<()> {
     }
     if first {
         output::show(&format!(
-            "{}; {}, {} tokens\n\n| what | K, V | operations per byte | GFLOP/s | read limit | f32 peak | bf16 pairs | bytes |\n|---|---|--:|--:|--:|--:|--:|--:|\n",
+            "{}; {}, {} tokens\n\n| what | K, V | operations per byte | GFLOP/s | read limit | f32 peak | pairs | bytes |\n|---|---|--:|--:|--:|--:|--:|--:|\n",
             row.machine, row.shape, row.tokens
         ))?;
     }

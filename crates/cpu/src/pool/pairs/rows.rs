@@ -27,7 +27,7 @@ impl Shape {
 }
 
 /// A dtype whose rows can become pairs.
-pub trait Parts: 'static {
+pub trait Parts: Sized + 'static {
     /// Parts of a key or of a value, if they are not rounded.
     const PARTS: usize;
     /// Element `i` of sixteen keys.
@@ -36,12 +36,28 @@ pub trait Parts: 'static {
     fn value<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize) -> S::F;
     /// Byte of the cache line that begins with element `i` of the keys, if one does.
     fn line_of_keys(i: usize) -> Option<usize>;
+    /// At least the squares of all elements of sixteen keys: for packed rows what their parameters say.
+    #[inline(always)]
+    fn squares_of_keys<S: Simd>(s: S, block: &Block<'_>, shape: Shape) -> S::F {
+        let mut squares = s.splat(0.0);
+        for i in 0..shape.head_dim {
+            let x = key::<S, Self>(s, block, shape, i);
+            squares = s.fma(x, x, squares);
+        }
+        squares
+    }
+    /// Adds at least the squares of elements `16 * vector..` of a value.
+    #[inline(always)]
+    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize, squares: S::F) -> S::F {
+        let x = Self::value(s, cell, shape, vector);
+        s.fma(x, x, squares)
+    }
 }
 
 /// Parts of a stored element; `None` if they cannot be multiplied in that precision.
 pub fn parts(dtype: DType, precision: Precision) -> Option<usize> {
     match (precision, dtype) {
-        (Precision::Rounded, _) => Some(1),
+        (Precision::Rounded | Precision::Words, _) => Some(1),
         (Precision::Exact, DType::F32) => Some(<crate::element::F32 as Parts>::PARTS),
         (Precision::Exact, DType::F16) => Some(<crate::element::F16 as Parts>::PARTS),
         (Precision::Exact, DType::BF16) => Some(<crate::element::BF16 as Parts>::PARTS),
@@ -181,6 +197,37 @@ impl Parts for Q8 {
     fn line_of_keys(i: usize) -> Option<usize> {
         i.is_multiple_of(4).then_some(16 * i)
     }
+    #[inline(always)]
+    fn squares_of_keys<S: Simd>(s: S, block: &Block<'_>, shape: Shape) -> S::F {
+        let mut squares = s.splat(0.0);
+        for (group, _, len) in groups(shape) {
+            squares = add_largest(s, params(s, block, group), len, squares);
+        }
+        squares
+    }
+    #[inline(always)]
+    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize, squares: S::F) -> S::F {
+        add_largest(s, param(s, cell, vector * LANES / shape.group), 1, squares)
+    }
+}
+
+/// Adds the squares of `n` codes of 8 bits with this scale, the largest that there may be.
+#[inline(always)]
+fn add_largest<S: Simd>(s: S, scale: S::F, n: usize, squares: S::F) -> S::F {
+    s.fma(s.mul(scale, scale), s.splat((n * 128 * 128) as f32), squares)
+}
+
+/// The same of `n` codes of 4 bits. As one of its ends is the largest, it adds the squares of both.
+#[inline(always)]
+fn add_ends<S: Simd>(s: S, [scale, least]: [S::F; 2], n: usize, squares: S::F) -> S::F {
+    let most = s.fma(scale, s.splat(15.0), least);
+    s.fma(s.fma(most, most, s.mul(least, least)), s.splat(n as f32), squares)
+}
+
+/// The groups of a row, as [`group_of`] returns them.
+#[inline(always)]
+fn groups(shape: Shape) -> impl Iterator<Item = (usize, usize, usize)> {
+    (0..shape.head_dim).step_by(shape.group).map(move |i| group_of(shape, i))
 }
 
 /// The group that contains element `i`: its number, its first element and its length.
@@ -220,6 +267,20 @@ impl Parts for Q4 {
     #[inline(always)]
     fn line_of_keys(i: usize) -> Option<usize> {
         i.is_multiple_of(8).then_some(8 * i)
+    }
+    #[inline(always)]
+    fn squares_of_keys<S: Simd>(s: S, block: &Block<'_>, shape: Shape) -> S::F {
+        let mut squares = s.splat(0.0);
+        for (group, _, len) in groups(shape) {
+            let ends = [params(s, block, 2 * group), params(s, block, 2 * group + 1)];
+            squares = add_ends(s, ends, len, squares);
+        }
+        squares
+    }
+    #[inline(always)]
+    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, shape: Shape, vector: usize, squares: S::F) -> S::F {
+        let group = vector * LANES / shape.group;
+        add_ends(s, [param(s, cell, 2 * group), param(s, cell, 2 * group + 1)], 1, squares)
     }
 }
 
@@ -263,11 +324,23 @@ impl Parts for T4 {
     fn line_of_keys(i: usize) -> Option<usize> {
         i.is_multiple_of(8).then_some(8 * i)
     }
+    #[inline(always)]
+    fn squares_of_keys<S: Simd>(s: S, block: &Block<'_>, shape: Shape) -> S::F {
+        let (outliers, mut squares) = (shape.group, s.splat(0.0));
+        if outliers > 0 {
+            squares = add_largest(s, params(s, block, 0), outliers, squares);
+        }
+        add_largest(s, params(s, block, others(shape)), shape.head_dim - outliers, squares)
+    }
+    #[inline(always)]
+    fn add_squares<S: Simd>(s: S, cell: &Cell<'_>, _: Shape, _: usize, squares: S::F) -> S::F {
+        add_largest(s, param(s, cell, 0), 1, squares)
+    }
 }
 
 /// Element `i` of the keys of a block; 0 past the end.
 #[inline(always)]
-fn key<S: Simd, C: Parts>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F {
+pub(super) fn key<S: Simd, C: Parts>(s: S, block: &Block<'_>, shape: Shape, i: usize) -> S::F {
     if i >= shape.head_dim {
         return s.splat(0.0);
     }
@@ -314,7 +387,7 @@ pub(super) fn pack_values<S: Simd, C: Parts, L: Left>(
 
 /// Elements `16 * vector..` of a value; 0 if there is none.
 #[inline(always)]
-fn value<S: Simd, C: Parts>(s: S, cell: &Option<Cell<'_>>, shape: Shape, vector: usize) -> S::F {
+pub(super) fn value<S: Simd, C: Parts>(s: S, cell: &Option<Cell<'_>>, shape: Shape, vector: usize) -> S::F {
     match cell {
         Some(cell) => C::value(s, cell, shape, vector),
         None => s.splat(0.0),

@@ -16,6 +16,7 @@ fn each(dtype: DType) -> Vec<(Isa, Products)> {
             all.extend(isa.tiles().map(|tiles| (isa, Products::Tiles(tiles, precision))));
         }
         all.push((isa, Products::Vectors(isa)));
+        all.push((isa, Products::Words(isa)));
     }
     all.retain(|(_, products)| products.multiply(dtype));
     all
@@ -43,28 +44,36 @@ struct Errors {
     n: f64,
 }
 
-/// How far a sum may be off: each of two rounded factors by 2⁻⁸.
-fn within(precision: Precision) -> f64 {
+/// How far a sum may be off, as a share of the sum of the magnitudes: each of two rounded factors by 2⁻⁸. Of `n` words, as a share of the
+/// lengths of both rows: each by half a unit, which is up to three times as large beside packed rows.
+fn within(precision: Precision, n: f64) -> f64 {
     match precision {
         Precision::Exact => 3e-7,
         Precision::Rounded => 1.0 / 127.0,
+        Precision::Words => 4.0 * n.sqrt() / 32_000.0,
     }
 }
 
 impl Errors {
     fn add(&mut self, precision: Precision, found: f32, first: f32, pairs: impl Iterator<Item = (f32, f32)>) {
         let (mut exact, mut float, mut size) = (f64::from(first), first, f64::from(first.abs()));
+        let (mut n, mut squares) = (0.0, [0.0; 2]);
         for (a, b) in pairs {
             exact += f64::from(a) * f64::from(b);
             size += (f64::from(a) * f64::from(b)).abs();
             float = a.mul_add(b, float);
+            n += 1.0;
+            squares = [squares[0] + f64::from(a).powi(2), squares[1] + f64::from(b).powi(2)];
+        }
+        if precision == Precision::Words {
+            size = f64::from(first.abs()) + (squares[0] * squares[1]).sqrt();
         }
         if size == 0.0 {
             return assert_eq!(found, 0.0);
         }
         let error = |x: f32| (f64::from(x) - exact) / size;
-        assert!(error(found).abs() < within(precision), "{precision:?}: {found} instead of {exact}");
-        if precision == Precision::Rounded {
+        assert!(error(found).abs() < within(precision, n), "{precision:?}: {found} instead of {exact}");
+        if precision != Precision::Exact {
             return;
         }
         self.pairs += error(found).powi(2);
@@ -190,17 +199,19 @@ fn sums_are_products() {
                     }
                     let precision = products.precision();
                     let mut weights = lines.clone();
-                    if precision == Precision::Rounded {
+                    if precision != Precision::Exact {
                         // Vectors of a line begin at its place 0.
                         for line in weights.chunks_exact_mut(stride) {
                             let (lines, vectors) = (&mut line[at..], 0..n_places / LANES);
-                            isa.run(RoundWeights { stride: lines.len(), lines, vectors });
+                            let unit = (precision == Precision::Words).then_some(n_places + 1);
+                            isa.run(RoundWeights { unit, stride: lines.len(), lines, vectors });
                         }
                     }
                     let mut packed = vec![u32::MAX; packed_len(head_dim, dtype, precision)];
                     let mut split = vec![u32::MAX; weights_len(precision)];
                     let mut run = |query: usize, n: usize, data: &mut [f32]| {
-                        let weights = Weights { data: &weights[query * stride..], stride, at };
+                        let unit = at + n_places + 1;
+                        let weights = Weights { data: &weights[query * stride..], stride, at, unit };
                         let sums = Sums { n, data, first: 0, stride: state };
                         let room = Room { packed: &mut packed, split: &mut split };
                         accumulate(products, dtype, (&places, shape(&values)), weights, sums, room);

@@ -115,6 +115,7 @@ macro_rules! with_parts {
             (Precision::Exact, DType::F16) => $run::<crate::pool::F16, Exact>($($argument),*),
             (Precision::Exact, DType::BF16) => $run::<crate::pool::BF16, Exact>($($argument),*),
             (Precision::Exact, _) => unreachable!("packed rows are rounded"),
+            (Precision::Words, _) => unreachable!("tiles multiply bf16"),
             (Precision::Rounded, dtype) => with_codec!(dtype, C => $run::<C, Rounded>($($argument),*)),
         }
     };

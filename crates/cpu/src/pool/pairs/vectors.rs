@@ -13,11 +13,8 @@
 use super::*;
 use std::marker::PhantomData;
 
-/// Rows whose sums are kept in registers, with two vectors each.
-const ROWS: usize = 8;
-
 /// A pair of bf16, as integer or as the bits of a float.
-trait Pair: Copy {
+pub(super) trait Pair: Copy {
     fn bits(self) -> u32;
 }
 impl Pair for u32 {
@@ -35,14 +32,14 @@ impl Pair for f32 {
 
 /// Rows of pairs, and tiles of pairs to multiply them with.
 #[derive(Clone, Copy)]
-struct Factors<'f, P> {
+pub(super) struct Factors<'f, P> {
     /// From the first row on; row `r` of step `t` begins at `t * plane + r * row`.
-    a: &'f [P],
-    plane: usize,
-    row: usize,
+    pub a: &'f [P],
+    pub plane: usize,
+    pub row: usize,
     /// `[columns / 16, steps]` tiles, from the first column on.
-    b: &'f [u32],
-    steps: usize,
+    pub b: &'f [u32],
+    pub steps: usize,
 }
 
 /// `sums += a × b`, for `R` rows and `16 * D` columns.
@@ -77,36 +74,19 @@ fn multiply<S: Simd, P: Pair, const R: usize, const D: usize>(
     }
 }
 
-/// Calls `$each` with the first of 8, 4, 2 or 1 rows at a time, and their number as a constant.
+/// Evaluates `$body` for groups of `$n` rows, as large as possible of the sizes given in descending order down to 1: `$first` is the
+/// first row of a group, the constant `$R` its size.
 macro_rules! in_groups {
-    ($n:expr, |$first:ident, $R:ident| $body:expr) => {
+    ([$($size:literal),+], $n:expr, |$first:ident, $R:ident| $body:expr) => {
         let mut $first = 0;
-        while $first < $n {
-            $first += match $n - $first {
-                ROWS.. => {
-                    const $R: usize = ROWS;
-                    $body;
-                    ROWS
-                }
-                4.. => {
-                    const $R: usize = 4;
-                    $body;
-                    4
-                }
-                2.. => {
-                    const $R: usize = 2;
-                    $body;
-                    2
-                }
-                _ => {
-                    const $R: usize = 1;
-                    $body;
-                    1
-                }
-            };
-        }
+        $(while $n - $first >= $size {
+            const $R: usize = $size;
+            $body;
+            $first += $R;
+        })+
     };
 }
+pub(super) use in_groups;
 
 struct Scores<'k, C> {
     asked: Asked<'k>,
@@ -130,7 +110,7 @@ impl<C: Parts> Kernel for Scores<'_, C> {
                 pack_keys::<S, C, Rounded>(s, block, shape, out);
             }
             let at = lines.at + i * ABREAST * LANES;
-            in_groups!(queries.n, |row, R| {
+            in_groups!([8, 4, 2, 1], queries.n, |row, R| {
                 let a = &split[(queries.first + row) * LANES..];
                 for block in (0..list.len()).step_by(2) {
                     let factors = Factors { a, b: &packed[block * steps * TILE..], ..factors };
@@ -187,7 +167,7 @@ impl<C: Parts> Kernel for Accumulate<'_, '_, C> {
         pack_values::<S, C, Rounded>(s, places, shape, packed);
         let weights_of = &weights.data[weights.at..];
         let factors = Factors { a: weights_of, plane: STEP, row: weights.stride, b: &[], steps };
-        in_groups!(sums.n, |row, R| {
+        in_groups!([8, 4, 2, 1], sums.n, |row, R| {
             let a = &weights_of[row * weights.stride..];
             let data = &mut sums.data[sums.first + row * sums.stride..];
             for d in (0..head_dim.div_ceil(LANES)).step_by(2) {
@@ -230,7 +210,7 @@ fn add_to<S: Simd, const R: usize, const D: usize>(
 
 /// Up to sixteen floats; the rest is 0.
 #[inline(always)]
-fn load_part<S: Simd>(s: S, from: &[f32]) -> S::F {
+pub(super) fn load_part<S: Simd>(s: S, from: &[f32]) -> S::F {
     match from.first_chunk() {
         Some(whole) => s.load(whole),
         None => {
@@ -242,7 +222,7 @@ fn load_part<S: Simd>(s: S, from: &[f32]) -> S::F {
 }
 
 #[inline(always)]
-fn store_part<S: Simd>(s: S, x: S::F, out: &mut [f32]) {
+pub(super) fn store_part<S: Simd>(s: S, x: S::F, out: &mut [f32]) {
     match out.first_chunk_mut() {
         Some(whole) => s.store(x, whole),
         None => {

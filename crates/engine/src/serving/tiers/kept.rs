@@ -195,7 +195,7 @@ mod tests {
     }
 
     /// Regression: it stayed kept here, where nothing asked for it any more.
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_another_process_deletes_is_not_kept() {
         let (ram, stores, keys) = tier();
         let note = keys[19];

@@ -31,7 +31,7 @@ pub struct TierOptions {
     /// Which blocks are loaded.
     pub load: LoadRule,
     /// How long a request waits for a tier to say what it has, and for a load beyond four times its estimate. Then its prompt is
-    /// computed.
+    /// computed. An operation of a disk or a shared store may take as long, or two seconds if that is more, before it counts as failed.
     pub grace_ms: u64,
 }
 
@@ -201,7 +201,7 @@ impl TierOptions {
         if !self.is_on() {
             return Ok(None);
         }
-        let runtime = store_runtime("tiers")?;
+        let (runtime, grace) = (store_runtime("tiers")?, Duration::from_millis(self.grace_ms));
         let mut stores = Vec::new();
         let mut add = |store: Arc<dyn BlockStore>, guess: guess::Speed| {
             let guess::Speed { bytes_per_s, latency } = guess;
@@ -213,11 +213,11 @@ impl TierOptions {
             bytes => add(Arc::new(Ram::new(bytes)), guess::RAM),
         }
         if let Some(dir) = &self.disk_dir {
-            add(runtime.block_on(open_disk(dir, self.disk_bytes, block_bytes))?, guess::DISK);
+            add(runtime.block_on(open_disk(dir, self.disk_bytes, block_bytes, grace))?, guess::DISK);
         }
         if let Some(url) = &self.store {
             let _within = runtime.enter();
-            let store = open_shared_store(url)?;
+            let store = open_shared_store(url, grace)?;
             let guess = match store.name() {
                 "redis" => guess::REDIS,
                 "s3" => guess::S3,
@@ -235,7 +235,7 @@ impl TierOptions {
         let config = TierConfig {
             write,
             max_bytes_in_flight: self.bytes_in_flight(),
-            grace: Duration::from_millis(self.grace_ms),
+            grace,
             always: self.load == LoadRule::Always,
             pinned_bytes: self.pinned_bytes(),
             runtime: Some(runtime.handle().clone()),
@@ -261,13 +261,21 @@ pub(super) fn tier_runtime() -> std::io::Result<Runtime> {
     Builder::new_multi_thread().worker_threads(2).thread_name("kvist-tiers").enable_all().build()
 }
 
-/// Opens the store behind a URL, within a runtime. One that cannot be reached now is no error.
+/// Limits of a store for which requests wait so long: an operation has at least that time.
+#[cfg(any(feature = "disk-tier", feature = "shared-tier"))]
+fn limits(grace: Duration) -> kvist_store::Limits {
+    let limits = kvist_store::Limits::default();
+    kvist_store::Limits { timeout: limits.timeout.max(grace), ..limits }
+}
+
+/// Opens the store behind a URL, within a runtime. One that cannot be reached now is no error. `grace`: how long requests wait for it. If
+/// this is more than two seconds, so long may each of its operations take before it counts as failed.
 ///
 /// # Errors
 /// The URL is none of a store, or the program was built without the feature `shared-tier`.
 #[cfg(feature = "shared-tier")]
-pub fn open_shared_store(url: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
-    Ok(Arc::new(kvist_store::Remote::open(url, kvist_store::Limits::default())?))
+pub fn open_shared_store(url: &str, grace: Duration) -> Result<Arc<dyn BlockStore>, StoreError> {
+    Ok(Arc::new(kvist_store::Remote::open(url, limits(grace))?))
 }
 
 /// Refuses a URL that [`open_shared_store`] refuses. Connects to nothing.
@@ -285,7 +293,7 @@ pub fn check_shared_store(url: &str) -> Result<(), StoreError> {
 /// Always.
 #[cfg(not(feature = "shared-tier"))]
 pub fn check_shared_store(url: &str) -> Result<(), StoreError> {
-    open_shared_store(url).map(|_| ())
+    open_shared_store(url, Duration::ZERO).map(|_| ())
 }
 
 /// Refuses to open the store behind a URL: the program was built without the feature `shared-tier`.
@@ -293,7 +301,7 @@ pub fn check_shared_store(url: &str) -> Result<(), StoreError> {
 /// # Errors
 /// Always.
 #[cfg(not(feature = "shared-tier"))]
-pub fn open_shared_store(_: &str) -> Result<Arc<dyn BlockStore>, StoreError> {
+pub fn open_shared_store(_: &str, _: Duration) -> Result<Arc<dyn BlockStore>, StoreError> {
     Err(StoreError::Open {
         store: "remote store".into(),
         problem: "cannot be opened".into(),
@@ -306,13 +314,16 @@ async fn open_disk(
     dir: &Path,
     capacity_bytes: u64,
     block_bytes: u64,
+    grace: Duration,
 ) -> Result<Arc<dyn BlockStore>, StoreError> {
-    Ok(Arc::new(kvist_store::Disk::open(disk_options(dir, capacity_bytes, block_bytes)).await?))
+    let limits = limits(grace);
+    let options = kvist_store::DiskOptions { limits, ..disk_options(dir, capacity_bytes, block_bytes) };
+    Ok(Arc::new(kvist_store::Disk::open(options).await?))
 }
 
 #[cfg(feature = "disk-tier")]
 fn disk_options(dir: &Path, capacity_bytes: u64, block_bytes: u64) -> kvist_store::DiskOptions {
-    let (dir, limits) = (dir.to_path_buf(), kvist_store::Limits::default());
+    let (dir, limits) = (dir.to_path_buf(), limits(Duration::ZERO));
     kvist_store::DiskOptions { dir, capacity_bytes, largest_block_bytes: block_bytes, limits }
 }
 
@@ -337,7 +348,7 @@ fn not_built(what: &str, feature: &str) -> String {
 }
 
 #[cfg(not(feature = "disk-tier"))]
-async fn open_disk(dir: &Path, _: u64, _: u64) -> Result<Arc<dyn BlockStore>, StoreError> {
+async fn open_disk(dir: &Path, _: u64, _: u64, _: Duration) -> Result<Arc<dyn BlockStore>, StoreError> {
     Err(StoreError::Open {
         store: "disk".into(),
         problem: format!("cannot open {}", dir.display()),
@@ -367,13 +378,21 @@ impl OpenTiers {
     /// what is not written is computed again some day.
     pub fn flush(&self, engine: &Engine, most: Duration) {
         let started = Instant::now();
-        let is_writing = || {
+        let left = || {
             // The engine thread updates the figure when something is reported to it.
             engine.blocking_inspect(|_| ());
-            engine.stats().tiers.is_some_and(|tiers| tiers.store_bytes > 0)
+            engine.stats().tiers.map_or(0, |tiers| tiers.store_bytes)
         };
-        while started.elapsed() < most && is_writing() {
-            std::thread::sleep(Duration::from_millis(5));
+        loop {
+            match left() {
+                0 => return,
+                bytes if started.elapsed() >= most => {
+                    let bytes = kvist_device::Bytes(bytes);
+                    let message = "were still on their way to the tiers and are dropped: what they hold is computed again";
+                    return tracing::warn!(target: "kvist::engine", "{bytes} {message}");
+                }
+                _ => std::thread::sleep(Duration::from_millis(5)),
+            }
         }
     }
 

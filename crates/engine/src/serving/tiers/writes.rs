@@ -259,9 +259,11 @@ impl TierDriver {
         for (writing, bytes, block, told) in writes.into_iter().rev() {
             let reports = self.reports.clone();
             self.tasks.spawn(async move {
-                if put(writing, bytes).await {
+                if writing.stores.put(writing.tier, writing.key, bytes).await {
                     let _ = reports.send(Command::Tier(Report::Unwritten(block)));
                 }
+                // Only now: when nothing is on its way any more, the scheduler knows what has failed.
+                drop(writing);
                 drop(told);
             });
         }

@@ -2,6 +2,7 @@
 use super::*;
 use crate::sessions::store::SessionRecord;
 use std::collections::BTreeSet;
+use std::sync::mpsc::{Sender, channel};
 
 #[test]
 fn another_worker_continues_a_session_and_the_first_one_that() {
@@ -42,6 +43,18 @@ fn a_request_reads_once() {
     assert_eq!(reads(&a), 0, "a session that is being changed is not taken over");
 }
 
+/// Nothing is recorded until what this returns is dropped: the thread that records is busy.
+fn occupied(runtime: &Runtime) -> Sender<()> {
+    let (started, has_started) = channel();
+    let (go_on, wait) = channel();
+    runtime.spawn(async move {
+        started.send(()).unwrap();
+        let _ = wait.recv(); // an error when the other end is dropped
+    });
+    has_started.recv().unwrap();
+    go_on
+}
+
 /// The rule for changes at the same time: the one that is recorded first counts, for both.
 #[test]
 fn of_two_changes_the_first_one_recorded_counts() {
@@ -53,17 +66,11 @@ fn of_two_changes_the_first_one_recorded_counts() {
     // Both have asked the store; now both change the session.
     b.append("ann", id, &[7]);
     b.shared.flush();
-    // While the thread that records is busy: both are recorded as one.
-    let (started, has_started) = std::sync::mpsc::channel();
-    let (go_on, wait) = std::sync::mpsc::channel::<()>();
-    runtime.spawn(async move {
-        started.send(()).unwrap();
-        let _ = wait.recv(); // an error when the other end is dropped
-    });
-    has_started.recv().unwrap();
+    // Both are recorded as one.
+    let busy = occupied(&runtime);
     a.append("ann", id, &[8]);
     a.append("ann", id, &[9]);
-    drop(go_on);
+    drop(busy);
     a.shared.flush();
     assert_eq!((a.shared.counts().conflicts, b.shared.counts().conflicts), (1, 0));
     for worker in [&a, &b, &a] {
@@ -234,7 +241,8 @@ fn a_worker_that_was_away_goes_on_from_the_newest_state() {
     frames.is_down.store(true, Ordering::Relaxed);
     a.append("ann", ids[1], &[20]);
     a.append("ann", ids[3], &[40]);
-    a.shared.flush();
+    // Not `flush`: that would try again a second later, when the store is back.
+    a.shared.close();
     let kept = ids.map(|id| {
         let (mut record, _) = a.sessions.record(Timestamp::now(), id).unwrap();
         let text = serde_json::to_string(&record).unwrap();
@@ -267,11 +275,13 @@ fn a_worker_that_was_away_goes_on_from_the_newest_state() {
 fn a_directory_may_be_ahead_of_what_it_knows_of_the_store() {
     let runtime = runtime();
     let (a, b, frames) = two(&runtime);
+    let busy = occupied(&runtime);
     let id = a.create("ann", &[1]);
     a.append("ann", id, &[2]);
     a.append("ann", id, &[3]);
     let (mut record, _) = a.sessions.record(Timestamp::now(), id).unwrap();
     assert_eq!(record.recorded, None);
+    drop(busy);
     a.shared.flush();
     let history = std::mem::take(&mut record.history).restore(1000).unwrap();
     // One more change, which the store never gets.
