@@ -1,8 +1,6 @@
 //! Batches: the serving engine without HTTP. Many texts at a time, a prefix index that shares equal beginnings, and tiers below.
 mod ffi;
 mod job;
-mod job_ffi;
-mod stats_ffi;
 mod tiers;
 
 use crate::model::{Model, tokenizer};

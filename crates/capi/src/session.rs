@@ -1,12 +1,10 @@
 //! Sessions: a model with its own cache, batches of sequences, and texts that are generated step by step.
 mod ffi;
-mod figures_ffi;
 mod files;
-mod files_ffi;
 mod known;
 
 pub(crate) use ffi::{kvist_piece, kvist_text_options, parents_of, shown, text_config};
-pub(crate) use files_ffi::{kvist_prefix, prefix_of};
+pub(crate) use ffi::{kvist_prefix, prefix_of};
 
 use crate::model::{Model, tokenizer};
 use crate::status::{Failure, Outcome, kvist_status};

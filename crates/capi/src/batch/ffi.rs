@@ -1,6 +1,9 @@
 //! The exported functions of batches.
 #![allow(unsafe_code, non_camel_case_types)]
-use super::job_ffi::{kvist_job, kvist_job_options, place_of};
+mod job;
+mod stats;
+
+use self::job::{kvist_job, kvist_job_options, place_of};
 use super::{Batch, Beside};
 use crate::ffi::{free, give, guard, optional_text, out, reference, slice, text};
 use crate::handle::SharedHandle;

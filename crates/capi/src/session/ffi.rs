@@ -1,5 +1,10 @@
 //! The exported functions of sessions.
 #![allow(unsafe_code, non_camel_case_types)]
+mod figures;
+mod files;
+
+pub(crate) use files::{kvist_prefix, prefix_of};
+
 use super::{Piece, Session, TextConfig, kvist_finish, storages};
 use crate::ffi::{free, give, guard, optional_text, out, reference, slice, text};
 use crate::handle::Handle;

@@ -1,6 +1,6 @@
 //! The exported functions of saved sessions and frozen prefixes.
 #![allow(unsafe_code, non_camel_case_types)]
-use super::ffi::{kvist_session, kvist_text_options, text_config, with_session};
+use super::{kvist_session, kvist_text_options, text_config, with_session};
 use crate::ffi::{free, give, guard, out, reference, slice_mut, text};
 use crate::handle::Handle;
 use crate::session::Session;

@@ -1,8 +1,8 @@
 //! The exported functions that tell what a session has.
 #![allow(unsafe_code)]
-use super::Session;
-use super::ffi::{kvist_session, with_session};
+use super::{kvist_session, with_session};
 use crate::ffi::out;
+use crate::session::Session;
 use crate::status::kvist_status;
 use kvist_engine::kvist_cache::SeqId;
 

@@ -1,7 +1,7 @@
 //! The exported functions of jobs.
 #![allow(unsafe_code, non_camel_case_types)]
-use super::job::Job;
-use super::{Place, stopped};
+use crate::batch::job::Job;
+use crate::batch::{Place, stopped};
 use crate::ffi::{free, guard, optional_text, out, reference};
 use crate::handle::Handle;
 use crate::session::{TextConfig, kvist_piece, kvist_text_options, shown, text_config};

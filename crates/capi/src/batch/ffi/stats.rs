@@ -1,8 +1,8 @@
 //! The exported figures of batches.
 #![allow(unsafe_code, non_camel_case_types)]
-use super::Batch;
-use super::ffi::{kvist_batch, with_batch};
-use super::job_ffi::KVIST_MAX_TIERS;
+use super::job::KVIST_MAX_TIERS;
+use super::{kvist_batch, with_batch};
+use crate::batch::Batch;
 use crate::ffi::out;
 use crate::status::kvist_status;
 use kvist_engine::serving::{EngineStats, StoreStats};
